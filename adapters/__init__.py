@@ -1,0 +1,1 @@
+"""What a LoRA adapter is: sites, canonical tensors, Megatron layers, sharding, PEFT files."""

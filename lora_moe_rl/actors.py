@@ -1,0 +1,112 @@
+"""Ray: started or joined, actors created by name, their failures turned into ours."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from lora_moe_rl.errors import ActorFailed, ConfigError, LoraMoeRlError
+from lora_moe_rl.run_dir import RunDir
+
+LOCAL_OBJECT_STORE = 2 * 2**30
+PEER_GRACE_S = 5.0  # within which Ray tells of an actor's death
+
+
+def start_ray(num_actors: int) -> None:
+    """Joins the cluster of RAY_ADDRESS, or starts Ray in this process.
+
+    On one machine actors outnumber cores on purpose (they take turns); Ray is told of enough.
+    Raises ConfigError when the directory of its sockets has too long a name.
+    """
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "include_dashboard": False}
+    if "RAY_ADDRESS" in os.environ:
+        ray.init(logging_level=logging.ERROR, log_to_driver=False)
+        return
+    try:
+        ray.init(
+            address="local",
+            num_cpus=max(num_actors + 1, os.cpu_count() or 1),
+            object_store_memory=LOCAL_OBJECT_STORE,
+            **quiet,
+        )
+    except OSError as error:
+        if "AF_UNIX" not in str(error):
+            raise
+        raise ConfigError(
+            f"Ray cannot make its sockets below {tempfile.gettempdir()}: the name is too long; set "
+            "RAY_TMPDIR to a directory with a short one, such as /tmp"
+        ) from error
+
+
+class Actor:
+    """A named Ray actor of a run."""
+
+    def __init__(self, handle: Any, name: str, run_dir: RunDir):
+        self.handle, self.name, self.run_dir = handle, name, run_dir
+
+    def remote(self, method: str, *args: Any, num_returns: int = 1):
+        """Calls a method; returns its ObjectRef, or a list of them."""
+        return getattr(self.handle, method).options(num_returns=num_returns).remote(*args)
+
+    def failed(self, error: BaseException) -> ActorFailed:
+        """What happened to this actor, with the last lines of its log."""
+        reason = str(error).strip().splitlines()
+        return ActorFailed(self.name, reason[0] if reason else type(error).__name__,
+                           self.run_dir.tail(self.name))  # fmt: skip
+
+
+def get(actors: Sequence[Actor], refs: Sequence[Any], timeout: float | None = None) -> list[Any]:
+    """The results of one call on each actor.
+
+    As soon as one has failed, raises our own errors as they are, and ActorFailed (which names the
+    actor) for everything else.
+    """
+    pending = dict(zip(refs, actors, strict=True))
+    done, waiting = ray.wait(list(refs), num_returns=1, timeout=timeout)
+    while done:
+        if failures := _failures(pending, done):
+            if waiting and not any(_explains(error) for _, error in failures):
+                done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=PEER_GRACE_S)
+                failures += _failures(pending, done)
+            _raise_one_of(failures)
+        if not waiting:
+            return ray.get(list(refs))
+        done, waiting = ray.wait(waiting, num_returns=1, timeout=timeout)
+    names = ", ".join(pending[ref].name for ref in waiting)
+    raise ActorFailed(names, f"no answer within {timeout:.0f} s", pending[waiting[0]].run_dir.tail(
+        pending[waiting[0]].name))  # fmt: skip
+
+
+Failure = tuple[Actor, BaseException]
+
+
+def _failures(pending: dict[Any, Actor], done: Sequence[Any]) -> list[Failure]:
+    failures: list[Failure] = []
+    for ref in done:
+        try:
+            ray.get(ref)
+        except RayTaskError as error:
+            failures.append((pending[ref], error.cause or error))
+        except RayError as error:
+            failures.append((pending[ref], error))
+    return failures
+
+
+def _explains(error: BaseException) -> bool:
+    """False for what may follow from another's failure: an actor that dies makes its peers fail,
+    often before its own death is known."""
+    return isinstance(error, LoraMoeRlError | RayActorError)
+
+
+def _raise_one_of(failures: list[Failure]) -> NoReturn:
+    actor, error = next((f for f in failures if _explains(f[1])), failures[0])
+    if isinstance(error, LoraMoeRlError):
+        raise error from None
+    raise actor.failed(error) from error

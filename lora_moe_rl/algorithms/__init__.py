@@ -1,0 +1,1 @@
+"""What turns rewards into a loss: pure functions, one small file each."""

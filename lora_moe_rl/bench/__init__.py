@@ -1,0 +1,1 @@
+"""Benchmarks, each behind a gate: a wrong run has no seconds to report."""

@@ -1,0 +1,281 @@
+"""`lora-moe-rl bench step`: one steady step of the whole system, by stage, with TRL beside it.
+
+The run is a real one: controller, Ray actors, Megatron and vLLM, on-policy GRPO with router replay.
+The work of a step is fixed: 16 prompts x 8 samples x 8 tokens, LoRA rank 16 on attention and
+experts of a 2M-parameter Qwen3-MoE, float32. Seconds are medians over the measured steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+from lora_moe_rl.bench import trl_step
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.doctor import TESTED, VLLM, installed
+from lora_moe_rl.errors import BenchmarkError
+
+PROMPTS, GROUP, TOKENS, RANK, ALPHA, LR = 16, 8, 8, 16, 32, 1e-3
+WARMUP = 3
+STAGES = ("rollout", "reward", "train", "refit")
+MAX_KL, MAX_DIFF = 1e-6, 1e-4
+BUSY = 0.2  # cores; more than that, used by others, and the figures are not to be trusted
+WORST = {"mismatch/kl": max, "mismatch/max_abs_logprob_diff": max, "replay/coverage": min}
+SETTLE_S = 3.0  # in which the actors of our own run end, so as not to count as other programs
+TRL_INSTALL = (
+    "uv venv trl-env --python 3.12 && uv pip install --python trl-env/bin/python 'trl==1.16.*' "
+    "torch==2.13.0 transformers==5.12.1 peft==0.21.2 datasets accelerate; then "
+    "lora-moe-rl bench step --trl-python trl-env/bin/python"
+)
+
+Record = dict[str, Any]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Raises BenchmarkError when the run was not right, whatever its speed."""
+    parser = argparse.ArgumentParser(prog="lora-moe-rl bench step", description=__doc__)
+    parser.add_argument("--steps", type=_positive, default=10, help="measured steps (10)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--trl-python", metavar="PATH", help="an interpreter that has TRL, if this one has not"
+    )
+    parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="lora-moe-rl-bench-") as folder:
+        result = measure(Path(folder), options.steps)
+        result["trl"] = measure_trl(Path(folder), options.steps, options.trl_python)
+    if options.json:
+        print(json.dumps(result, indent=1))
+    else:
+        _print(result)
+    return 0
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def measure(folder: Path, steps: int) -> dict[str, Any]:
+    """Runs warm-up and measured steps in `folder`; what the run says goes to stderr."""
+    from lora_moe_rl import controller
+    from lora_moe_rl.bench.model import make_model
+    from lora_moe_rl.run_dir import read_jsonl
+
+    busy = busy_cores()
+    parameters = make_model(folder / "model")
+    _write_prompts(folder / "prompts.jsonl", PROMPTS * (WARMUP + steps))
+    config = make_config(folder, steps)
+    with contextlib.redirect_stdout(sys.stderr):
+        controller.run(config)
+    records = list(read_jsonl(config.run_dir / "metrics.jsonl"))
+    return {"parameters": parameters, "busy_cores_before": busy} | figures(records, steps)
+
+
+def figures(records: Sequence[Record], steps: int) -> dict[str, Any]:
+    """What a run of WARMUP + steps has to report. Raises BenchmarkError when its gate is red."""
+    if reasons := gate(records, WARMUP + steps):
+        raise BenchmarkError("no seconds to report, the run was not right: " + "; ".join(reasons))
+    return {
+        "prompts": PROMPTS,
+        "samples_per_prompt": GROUP,
+        "response_tokens": TOKENS,
+        "lora_rank": RANK,
+        "steps": steps,
+        "warmup": WARMUP,
+        "cores": _cores(),
+        "versions": {name: found for name in (*TESTED, *VLLM) if (found := installed(name))},
+        **summary(records[WARMUP:]),
+        "worst": {name: worst(record[name] for record in records) for name, worst in WORST.items()},
+    }
+
+
+def make_config(folder: Path, steps: int) -> RunConfig:
+    """All that is not named is the default of a run."""
+    return RunConfig.model_validate(
+        {
+            "name": "bench",
+            "model": {"path": str(folder / "model")},
+            "adapter": {"rank": RANK, "alpha": ALPHA},
+            "trainer": {"steps": WARMUP + steps, "device": "cpu", "dtype": "float32", "lr": LR},
+            "rollout": {"max_response_tokens": TOKENS},
+            "algorithm": {"prompts_per_step": PROMPTS, "group_size": GROUP},
+            "data": {"path": str(folder / "prompts.jsonl")},
+            "reward": {"function": "lora_moe_rl.bench.trl_step:reward"},
+            "checkpoint": {"every": 0},
+            "logging": {"run_dir": str(folder / "run"), "progress": False},
+        }
+    )
+
+
+def _write_prompts(path: Path, count: int) -> None:
+    from lora_moe_rl.tiny.arithmetic import problems
+
+    rows = islice(problems(0), count)
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt, _ in rows))
+
+
+def gate(records: Sequence[Record], steps: int) -> list[str]:
+    """Why the run does not count; empty when it does."""
+    reasons = []
+    if len(records) != steps:
+        reasons.append(f"{len(records)} of {steps} steps are in its metrics")
+    for record in records:
+        reasons += [f"step {record['step']}: {reason}" for reason in _faults(record)]
+    versions = [record["adapter/version"] for record in records]
+    if versions != list(range(len(versions))):
+        reasons.append(f"adapter versions must grow by one a step from 0, they were {versions}")
+    return reasons
+
+
+def _faults(record: Record) -> list[str]:
+    reasons = []
+    for name, limit in (("mismatch/kl", MAX_KL), ("mismatch/max_abs_logprob_diff", MAX_DIFF)):
+        if _number(record[name]) > limit:
+            reasons.append(f"{name} is {record[name]}, more than {limit}")
+    if _number(record["replay/coverage"]) != 1:
+        reasons.append(f"replay/coverage is {record['replay/coverage']}, not 1")
+    if record["rollout/tokens"] != (tokens := PROMPTS * GROUP * TOKENS):
+        reasons.append(f"{record['rollout/tokens']} response tokens, not {tokens}")
+    return reasons
+
+
+def _number(value: float | None) -> float:
+    """metrics.jsonl has null for NaN, which is beyond every limit."""
+    return math.inf if value is None else value
+
+
+def summary(records: Sequence[Record]) -> dict[str, Any]:
+    """Median seconds of a step and of its stages, and response tokens a second of whole steps.
+
+    `other` is the median of what a step takes beyond its stages."""
+    seconds = {s: median(record[f"time/{s}"] for record in records) for s in ("step", *STAGES)}
+    seconds["other"] = median(
+        record["time/step"] - sum(record[f"time/{stage}"] for stage in STAGES) for record in records
+    )
+    return {
+        "seconds": seconds,
+        "slowest_step": max(record["time/step"] for record in records),
+        "tokens_per_second": PROMPTS * GROUP * TOKENS / seconds["step"],
+    }
+
+
+def measure_trl(folder: Path, steps: int, python: str | None) -> dict[str, Any] | None:
+    """Seconds of the same work in TRL, by what is adapted; None when there is no TRL."""
+    if python is None:
+        if find_spec("trl") is None:
+            return None
+        python = sys.executable
+    time.sleep(SETTLE_S)
+    return {
+        name: _run_trl(python, folder, steps, experts)
+        for name, experts in (("attention", False), ("attention and experts", True))
+    }
+
+
+def _run_trl(python: str, folder: Path, steps: int, experts: bool) -> dict[str, Any]:
+    work = {
+        "model": str(folder / "model"), "data": str(folder / "prompts.jsonl"), "experts": experts,
+        "prompts": PROMPTS, "group": GROUP, "tokens": TOKENS, "rank": RANK, "alpha": ALPHA,
+        "lr": LR, "steps": steps, "warmup": WARMUP, "threads": _cores(),
+    }  # fmt: skip
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [python, trl_step.__file__, json.dumps(work)]
+    busy = busy_cores()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    except OSError as error:
+        raise BenchmarkError(f"--trl-python={python} cannot be run: {error.strerror}") from error
+    if done.returncode:
+        last = "\n".join(done.stderr.strip().splitlines()[-5:])
+        raise BenchmarkError(f"TRL failed in {python}:\n{last}\nIt is installed by: {TRL_INSTALL}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    if found["response_tokens"] != [TOKENS]:
+        raise BenchmarkError(
+            f"TRL's responses had {found['response_tokens']} tokens on average, not {TOKENS}: it "
+            f"did other work"
+        )
+    return {
+        "seconds": median(found["seconds"]),
+        "busy_cores_before": busy,
+        "trainable": found["trainable"],
+        "versions": found["versions"],
+    }
+
+
+def busy_cores() -> float:
+    """Cores that other programs use, over one second in which this one only waits."""
+    return round(psutil.cpu_percent(interval=1.0) / 100 * (os.cpu_count() or 1), 2)
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def _print(result: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(
+        f"{result['prompts']} prompts x {result['samples_per_prompt']} samples x "
+        f"{result['response_tokens']} tokens, {result['parameters']:,} parameters, LoRA rank "
+        f"{result['lora_rank']}, {result['cores']} cores"
+    )
+    console.print(table(result))
+    worst = ", ".join(f"{name} {value:.3g}" for name, value in result["worst"].items())
+    console.print(f"at worst: {worst}; the adapter version grew by one a step")
+    for line in disturbances(result):
+        console.print(line, style="yellow")
+    if result["trl"] is None:
+        console.print(f"TRL is not installed here; to measure it too: {TRL_INSTALL}")
+
+
+def disturbances(result: dict[str, Any]) -> list[str]:
+    """What other programs did just before each measurement; empty on a quiet machine."""
+    runs = {"this run": result} | {
+        f"TRL, {name}": run for name, run in (result["trl"] or {}).items()
+    }
+    return [
+        f"just before {name}, other programs kept {run['busy_cores_before']:.2f} cores busy: "
+        f"measure again on a quiet machine"
+        for name, run in runs.items()
+        if run["busy_cores_before"] > BUSY
+    ]
+
+
+def table(result: dict[str, Any]):
+    """Median seconds by stage; TRL's steps and how ours compares."""
+    from rich.table import Table
+
+    steps, seconds = result["steps"], result["seconds"]
+    rows = Table(title=f"median of {steps} steps", title_justify="left", title_style="bold")
+    rows.add_column("")
+    rows.add_column("seconds", justify="right")
+    rows.add_column("share", justify="right")
+    for stage in (*STAGES, "other", "step"):
+        share = seconds[stage] / seconds["step"]
+        rows.add_row(stage, f"{seconds[stage]:.3f}", f"{share:.0%}", end_section=stage == "other")
+    rows.add_row("tokens/s", f"{result['tokens_per_second']:,.0f}", "", end_section=True)
+    for name, trl in (result["trl"] or {}).items():
+        ratio = f"ours / TRL {seconds['step'] / trl['seconds']:.2f}"
+        if max(result["busy_cores_before"], trl["busy_cores_before"]) > BUSY:
+            ratio = "not comparable"
+        rows.add_row(f"TRL, {name}", f"{trl['seconds']:.3f}", ratio)
+    return rows

@@ -1,0 +1,236 @@
+"""How a checkpoint gets to disk: complete, or not at all. What is in it is the writer's business.
+
+    tmp-000012-<pid>/  files, each fsynced  ->  manifest.json last  ->  rename to  step-000012/
+
+The manifest holds size and SHA-256 of every file and of itself. A directory that does not match its
+manifest in every byte is no checkpoint; it is skipped by name and reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from safetensors import SafetensorError
+
+from lora_moe_rl.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_STEP_NAME = re.compile(r"step-(\d{6,})")
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest valid checkpoint: its directory (None when there is none yet), what its writer
+    put into `metadata`, and the newer ones that were skipped, with reasons."""
+
+    path: Path | None
+    metadata: dict[str, Any]
+    skipped: list[tuple[Path, str]]
+
+
+@contextmanager
+def write_checkpoint(root: Path, step: int, keep: int, metadata: dict[str, Any]) -> Iterator[Path]:
+    """Yields a directory to write files into; on leaving, they become `root/step-<step>`.
+
+    `metadata` (JSON) is read on leaving, so it may be filled meanwhile. After that only the newest
+    `keep` checkpoints stay. Raises CheckpointError when the disk refuses; whatever is raised, by
+    the body too, nothing of this checkpoint stays and the earlier ones are as they were.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(root)
+    scratch = root / f"tmp-{step:06d}-{os.getpid()}"
+    try:
+        with disk_errors(scratch):
+            scratch.mkdir()
+            yield scratch
+            _seal(scratch, step, metadata)
+            _move_into_place(scratch, _directory(root, step))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    _prune(root, step, keep)
+
+
+@contextmanager
+def disk_errors(directory: Path) -> Iterator[None]:
+    """What the disk refuses inside becomes a CheckpointError; trainer ranks that write their own
+    files use it too."""
+    try:
+        yield
+    except (ConnectionError, TimeoutError):
+        raise  # OSErrors too, but not the disk's
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise CheckpointError(
+            f"cannot write the checkpoint {directory}: {reason}. The earlier checkpoints are "
+            f"untouched and stay valid: free some space, then go on with --resume"
+        ) from error
+
+
+def newest_valid(root: Path) -> Found:
+    """The newest checkpoint whose every byte is as its manifest says.
+
+    Raises CheckpointError when there are checkpoints, but none is valid.
+    """
+    skipped = []
+    for path in reversed(_checkpoints(root)):
+        try:
+            metadata = read_manifest(path)
+        except CheckpointError as error:
+            skipped.append((path, str(error)))
+        else:
+            return Found(path, metadata, skipped)
+    if skipped:
+        reasons = "\n".join(f"  {path}: {reason}" for path, reason in skipped)
+        raise CheckpointError(
+            f"no checkpoint in {root} is valid:\n{reasons}\n"
+            f"To start over, use another logging.run_dir"
+        )
+    return Found(None, {}, [])
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The metadata of the checkpoint `path`, after every file was verified.
+
+    Raises CheckpointError with the first thing that is wrong.
+    """
+    manifest = _parse_manifest(path)
+    if path.name != _directory(path.parent, manifest["step"]).name:
+        raise CheckpointError(f"the manifest is of step {manifest['step']}")
+    for name in manifest["files"]:
+        _check_name(name)
+    present = {name for name in _files(path) if name != MANIFEST}
+    for name in sorted(present ^ set(manifest["files"])):
+        what = "is not in the manifest" if name in present else "is missing"
+        raise CheckpointError(f"{name} {what}")
+    for name, expected in manifest["files"].items():
+        size = (path / name).stat().st_size
+        if size != expected["size"]:
+            raise CheckpointError(f"{name} has {size} bytes instead of {expected['size']}")
+        if _sha256(path / name) != expected["sha256"]:
+            raise CheckpointError(f"{name} is corrupt: its SHA-256 differs")
+    return manifest["metadata"]
+
+
+def remove_leftovers(root: Path) -> None:
+    """Removes what writers that died have left. Only for the one process that writes to `root`."""
+    for path in root.glob("tmp-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _seal(scratch: Path, step: int, metadata: dict[str, Any]) -> None:
+    files = {}
+    for name in _files(scratch):
+        _check_name(name)
+        _fsync(scratch / name)
+        files[name] = {
+            "size": (scratch / name).stat().st_size,
+            "sha256": _sha256(scratch / name),
+        }
+    manifest = {"format": FORMAT, "step": step, "files": files, "metadata": metadata}
+    manifest = json.loads(json.dumps(manifest))  # as it will be read: lists, text keys
+    manifest["sha256"] = _digest(manifest)
+    with open(scratch / MANIFEST, "w") as file:
+        json.dump(manifest, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    for folder in [scratch, *(path for path in scratch.rglob("*") if path.is_dir())]:
+        _fsync(folder)
+
+
+def _move_into_place(scratch: Path, final: Path) -> None:
+    if final.exists():
+        # A run that skipped it as invalid, and has come to the same step again.
+        _remove(final)
+    os.rename(scratch, final)
+    _fsync(final.parent)
+
+
+def _prune(root: Path, step: int, keep: int) -> None:
+    """Keeps the newest `keep` up to `step`. Later ones were skipped as invalid when this run was
+    resumed, and are of a course that it left."""
+    paths = _checkpoints(root)
+    kept = [path for path in paths if _step_of(path) <= step][-keep:]
+    for path in paths:
+        if path not in kept:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    # Renamed first: a directory named step-* is always whole.
+    grave = path.with_name(f"tmp-old-{path.name}")
+    os.rename(path, grave)
+    shutil.rmtree(grave, ignore_errors=True)
+
+
+def _parse_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{MANIFEST} is missing") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from error
+    if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest(manifest):
+        raise CheckpointError(f"{MANIFEST} is corrupt: its SHA-256 differs")
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{MANIFEST} has format {manifest.get('format')}, known is {FORMAT}")
+    return manifest
+
+
+def _check_name(name: str) -> None:
+    """Raises CheckpointError for a file that is not plainly inside the checkpoint."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\\" in name or not path.parts:
+        raise CheckpointError(f"{name!r} in the manifest is not a path inside the checkpoint")
+
+
+def _files(folder: Path) -> list[str]:
+    """Names relative to `folder`. Raises CheckpointError for a link: its target may change."""
+    names = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink():
+            raise CheckpointError(f"{name} is a link; a checkpoint holds plain files")
+        if path.is_file():
+            names.append(name)
+    return names
+
+
+def _checkpoints(root: Path) -> list[Path]:
+    """Oldest first."""
+    paths = [path for path in root.glob("step-*") if _STEP_NAME.fullmatch(path.name)]
+    return sorted(paths, key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _directory(root: Path, step: int) -> Path:
+    return root / f"step-{step:06d}"
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

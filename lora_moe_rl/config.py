@@ -1,0 +1,286 @@
+"""What a run is: one typed, frozen config. Importing this file imports no torch.
+
+Every default stands here and nowhere else. An unknown key is an error; an option that does not
+apply to the chosen mode is an error that names both.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+# Slot ranks that vLLM allocates (`vllm/config/lora.py`, MaxLoRARanks). A smaller rank is served in
+# the next larger slot, padded with zeros.
+VLLM_SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+    )
+
+
+class ModelConfig(Section):
+    path: str = Field(
+        "qwen3_moe",
+        description="Hugging Face directory or hub name, or the tiny qwen3_moe or deepseek_v3.",
+    )
+    max_length: int = Field(512, ge=2, description="Longest prompt plus response, in tokens.")
+
+
+class AdapterConfig(Section):
+    rank: int = Field(16, ge=1, description="Rank of every adapter outside the routed experts.")
+    expert_rank: int | None = Field(
+        None, ge=1, description="Rank of each routed expert's adapters; null: the same as rank."
+    )
+    alpha: float = Field(
+        32.0, gt=0, description="LoRA alpha: the update is scaled by alpha / rank."
+    )
+    expert_alpha: float | None = Field(
+        None, gt=0, description="Alpha of the routed experts' adapters; null: the same as alpha."
+    )
+    rslora: bool = Field(False, description="Scale by alpha / sqrt(rank) instead of alpha / rank.")
+    targets: tuple[str, ...] = Field(
+        ("*",),
+        description="Modules to adapt, as names or patterns (q_proj, experts.*, shared_expert.up); "
+        "'*' is everything the architecture has that vLLM can serve.",
+    )
+
+    @model_validator(mode="after")
+    def _servable(self):
+        for key in ("rank", "expert_rank"):
+            value = getattr(self, key)
+            if value is not None and value > VLLM_SLOT_RANKS[-1]:
+                raise ValueError(
+                    f"adapter.{key}={value} is not a rank vLLM can serve: its largest adapter slot "
+                    f"is {VLLM_SLOT_RANKS[-1]}; use a rank from 1 to {VLLM_SLOT_RANKS[-1]}"
+                )
+        if not self.targets:
+            raise ValueError("adapter.targets is empty: nothing would be trained; use '*' for all")
+        return self
+
+    @property
+    def slot_rank(self) -> int:
+        """The smallest slot rank of vLLM that holds every adapter of this run."""
+        largest = max(self.rank, self.expert_rank or self.rank)
+        return next(rank for rank in VLLM_SLOT_RANKS if rank >= largest)
+
+
+class TrainerConfig(Section):
+    steps: int = Field(40, ge=1, description="Rollout-and-update steps of the run.")
+    world_size: int = Field(1, ge=1, description="Megatron ranks: tp * pp * (data parallel size).")
+    tp: int = Field(1, ge=1, description="Tensor-parallel size.")
+    pp: int = Field(1, ge=1, description="Pipeline-parallel size.")
+    ep: int = Field(1, ge=1, description="Expert-parallel size; divides tp * (data parallel size).")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where the trainer runs; auto: cuda when there is one."
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Dtype of the frozen base; auto: bfloat16 on cuda, float32 on the CPU."
+    )
+    gpus_per_rank: float = Field(
+        1.0, gt=0, le=1, description="Share of a GPU one rank holds (Ray)."
+    )
+    lr: float = Field(1e-4, gt=0, description="Peak learning rate of Adam.")
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up to lr.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay of the adapters.")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="Adam beta1.")
+    adam_beta2: float = Field(0.95, ge=0, lt=1, description="Adam beta2.")
+    adam_eps: float = Field(1e-8, gt=0, description="Adam epsilon.")
+    clip_grad: float = Field(
+        1.0, ge=0, description="Clip the global gradient norm to this; 0: never."
+    )
+    micro_batch_tokens: int = Field(
+        4096, ge=1, description="Most tokens packed into one micro-batch of one rank."
+    )
+    max_skipped_steps: int = Field(
+        3, ge=1, description="Stop after this many optimizer steps in a row with NaN or inf."
+    )
+
+    @model_validator(mode="after")
+    def _layout(self):
+        model_parallel = self.tp * self.pp
+        if self.world_size % model_parallel:
+            raise ValueError(
+                f"trainer.world_size={self.world_size} does not match the layout: it must be a "
+                f"multiple of tp * pp = {self.tp} * {self.pp} = {model_parallel}"
+            )
+        if (self.tp * self.dp) % self.ep:
+            raise ValueError(
+                f"trainer.ep={self.ep} does not divide the {self.tp * self.dp} ranks of a pipeline "
+                f"stage (tp={self.tp} * dp={self.dp} with world_size={self.world_size}); raise "
+                f"trainer.world_size or lower trainer.ep"
+            )
+        return self
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size: ranks that see different samples."""
+        return self.world_size // (self.tp * self.pp)
+
+
+class RolloutConfig(Section):
+    engines: int = Field(1, ge=1, description="vLLM engine replicas.")
+    tp: int = Field(1, ge=1, description="Tensor-parallel size of each engine.")
+    max_response_tokens: int = Field(8, ge=1, description="Longest response, in tokens.")
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature; the loss uses it too.")
+    stop_token_ids: tuple[int, ...] = Field(
+        (), description="Token ids that end a response, besides the model's own end of sequence."
+    )
+    gpu_memory_utilization: float = Field(0.5, gt=0, le=1, description="vLLM's share of a GPU.")
+    gpus_per_engine: float | None = Field(
+        None, gt=0, description="GPUs Ray reserves for an engine; null: rollout.tp on cuda, else 0."
+    )
+    cpu_kv_cache_gib: float = Field(0.25, gt=0, description="KV cache of a CPU engine, in GiB.")
+    cpu_threads: int = Field(1, ge=1, description="Threads of each worker of a CPU engine.")
+    max_num_seqs: int = Field(256, ge=1, description="Most sequences an engine decodes at once.")
+    prefix_caching: bool = Field(True, description="Reuse the KV cache of equal prompt prefixes.")
+    start_timeout_s: float = Field(600, gt=0, description="Longest wait for an engine to start.")
+
+
+class RefitConfig(Section):
+    slots: int = Field(2, ge=2, description="Adapter slots of an engine: versions alive at once.")
+    proof_prompts: int = Field(2, ge=1, description="Probe prompts compared at each refit.")
+    proof_tolerance: float | None = Field(
+        None, gt=0,
+        description="Largest |logprob difference| between trainer and engine on the probe; null: "
+        "1e-4 in float32, 0.15 in bfloat16.",
+    )  # fmt: skip
+    timeout_s: float = Field(300, gt=0, description="Longest wait for one refit.")
+
+
+class ReplayConfig(Section):
+    mode: Literal["off", "r2", "r3"] = Field(
+        "r3",
+        description="Router decisions in the trainer: its own (off), those of its old-logprob pass "
+        "(r2), or those of the rollout (r3).",
+    )
+    missing: Literal["error", "mask", "route"] = Field(
+        "error",
+        description="What r3 does with a token without recorded routes: stop, mask it out of the "
+        "loss, or let the trainer route it.",
+    )
+
+
+class AlgorithmConfig(Section):
+    name: Literal["grpo"] = Field("grpo", description="The algorithm.")
+    prompts_per_step: int = Field(16, ge=1, description="Prompts of one step.")
+    group_size: int = Field(8, ge=2, description="Samples of each prompt.")
+    epochs: int = Field(1, ge=1, description="Passes over the samples of a step.")
+    mini_batches: int = Field(1, ge=1, description="Optimizer steps of one pass.")
+    clip_low: float = Field(
+        0.2, ge=0, lt=1, description="The ratio is clipped below at 1 - clip_low."
+    )
+    clip_high: float = Field(0.2, ge=0, description="The ratio is clipped above at 1 + clip_high.")
+    normalize_std: bool = Field(True, description="Divide advantages by the group's deviation.")
+    kl_coef: float = Field(0.0, ge=0, description="Weight of the KL to the base (adapters off).")
+    mask_truncated: bool = Field(
+        False, description="Leave samples that hit the length limit out of the loss."
+    )
+
+    @property
+    def on_policy(self) -> bool:
+        """True when each step makes one update: the ratio is 1 and needs no old-logprob pass."""
+        return self.epochs == 1 and self.mini_batches == 1
+
+
+class DataConfig(Section):
+    path: str | None = Field(None, description="JSONL or parquet file, or a hub data set name.")
+    split: str = Field("train", description="Split of a hub data set.")
+    generator: str | None = Field(
+        None,
+        description="'module:function' or 'file.py:function' that yields rows (dicts with a "
+        "prompt), for ever or not.",
+    )
+    prompt_key: str | None = Field(
+        None, description="Column of the prompt; null: the only one of prompt, messages, question."
+    )
+    answer_key: str | None = Field(
+        None, description="Column given to rewards as `answer`; null: the only one of answer, "
+        "solution, label, ground_truth, if any.",
+    )  # fmt: skip
+    chat_template: bool = Field(
+        False, description="Apply the tokenizer's chat template to string prompts too."
+    )
+    shuffle: bool = Field(True, description="Shuffle the rows anew in each epoch (by seed).")
+    limit: int | None = Field(None, ge=1, description="Use only the first rows.")
+
+
+class RewardConfig(Section):
+    function: str | None = Field(
+        None, description="'module:function' or 'file.py:function', called in TRL's style."
+    )
+    timeout_s: float = Field(60, gt=0, description="Longest time for the rewards of one prompt.")
+    max_failed: float = Field(
+        0.5, ge=0, le=1, description="Stop when more than this share of a step's rewards failed."
+    )
+
+
+class CheckpointConfig(Section):
+    every: int = Field(10, ge=0, description="Steps between checkpoints; 0: only the last step's.")
+    keep: int = Field(2, ge=2, description="Newest checkpoints kept.")
+
+
+class WandbConfig(Section):
+    enabled: bool = Field(False, description="Send metrics to Weights & Biases too.")
+    project: str = Field("lora_moe_rl", description="wandb project.")
+    name: str | None = Field(None, description="wandb run name; null: the run directory's name.")
+    mode: Literal["online", "offline"] = Field("online", description="wandb mode.")
+
+
+class LoggingConfig(Section):
+    run_dir: str | None = Field(
+        None, description="Where the run writes; null: runs/<recipe>-<model>."
+    )
+    samples_per_step: int = Field(4, ge=0, description="Samples written to samples.jsonl a step.")
+    progress: bool = Field(True, description="Show progress bars on a terminal.")
+    wandb: WandbConfig = Field(WandbConfig(), description="Weights & Biases.")
+
+
+class RunConfig(Section):
+    """One run. Recipes build it, the command line overrides it, the run directory keeps it."""
+
+    name: str = Field("run", description="Name of the run.", pattern=r"^[A-Za-z0-9._-]+$")
+    seed: int = Field(0, ge=0, description="Seed of adapters, data order and sampling.")
+    model: ModelConfig = Field(ModelConfig(), description="The frozen base model.")
+    adapter: AdapterConfig = Field(AdapterConfig(), description="What is trained.")
+    trainer: TrainerConfig = Field(TrainerConfig(), description="Megatron-core.")
+    rollout: RolloutConfig = Field(RolloutConfig(), description="vLLM.")
+    refit: RefitConfig = Field(RefitConfig(), description="Moving adapters into vLLM.")
+    replay: ReplayConfig = Field(ReplayConfig(), description="Router replay.")
+    algorithm: AlgorithmConfig = Field(AlgorithmConfig(), description="The RL algorithm.")
+    data: DataConfig = Field(DataConfig(), description="Prompts.")
+    reward: RewardConfig = Field(RewardConfig(), description="Rewards.")
+    checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="Checkpoints.")
+    logging: LoggingConfig = Field(LoggingConfig(), description="Run directory, console, wandb.")
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _model_by_name(cls, value: Any) -> Any:
+        """`model=NAME` is short for `model.path=NAME`."""
+        return {"path": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _together(self):
+        if self.rollout.max_response_tokens >= self.model.max_length:
+            raise ValueError(
+                f"rollout.max_response_tokens={self.rollout.max_response_tokens} leaves no room "
+                f"for a prompt within model.max_length={self.model.max_length}"
+            )
+        if self.algorithm.prompts_per_step % self.algorithm.mini_batches:
+            raise ValueError(
+                f"algorithm.mini_batches={self.algorithm.mini_batches} does not divide "
+                f"algorithm.prompts_per_step={self.algorithm.prompts_per_step}"
+            )
+        return self
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        return self.model.max_length - self.rollout.max_response_tokens
+
+    @property
+    def run_dir(self) -> Path:
+        model = Path(self.model.path).name
+        return Path(self.logging.run_dir or f"runs/{self.name}-{model}")

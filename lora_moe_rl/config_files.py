@@ -1,0 +1,72 @@
+"""Configs as text: YAML, JSON and TOML in, YAML out."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import ConfigError
+
+SUFFIXES = (".yaml", ".yml", ".json", ".toml")
+
+
+_BOOL, _FLOAT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float"
+
+
+class _Loader(yaml.SafeLoader):
+    """Scalars as in YAML 1.2: `off` is text (replay.mode: off), and 1e-4 is a number."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in pairs if tag not in (_BOOL, _FLOAT)]
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    _BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_Loader.add_implicit_resolver(
+    _FLOAT,
+    re.compile(r"^[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?$"),
+    list("-+.0123456789"),
+)
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """The settings in a YAML, JSON or TOML file, as nested dicts. Raises ConfigError."""
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"{path} is not a config file: its name must end in {_listed()}")
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
+    try:
+        if path.suffix == ".json":
+            content = json.loads(text)
+        elif path.suffix == ".toml":
+            content = tomllib.loads(text)
+        else:
+            content = yaml.load(text, _Loader)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{path} holds a {type(content).__name__}, but a config is a mapping of sections"
+        )
+    return content
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Every key with its value, in the order of config.py."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _listed() -> str:
+    return f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"

@@ -1,0 +1,146 @@
+"""What a run says on the terminal: one line a step, a progress bar, and who started.
+
+Progress is shown on a terminal only; everything else goes to pipes and files as well.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from lora_moe_rl.actor_log import FORMAT
+from lora_moe_rl.checkpoint import Found
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.run_dir import RunDir
+
+HEADER_EVERY = 20
+
+# Metric -> heading, width, format.
+_COLUMNS = {
+    "step": ("step", 5, "d"),
+    "reward/mean": ("reward", 8, ".3f"),
+    "loss/policy": ("loss", 10, "+.2e"),
+    "mismatch/kl": ("mismatch", 10, ".1e"),
+    "time/rollout": ("rollout s", 11, ".2f"),
+    "time/train": ("train s", 9, ".2f"),
+    "refit/seconds": ("refit s", 9, ".3f"),
+    "time/step": ("step s", 8, ".2f"),
+    "rollout/tokens_per_second": ("tokens/s", 10, ",.0f"),
+}
+
+_console = Console(highlight=False, soft_wrap=True)
+_lines = 0
+
+
+def step_line(record: dict[str, Any]) -> None:
+    """One aligned line of a step's metrics, under a header every twenty lines."""
+    global _lines
+    if _lines % HEADER_EVERY == 0:
+        _console.print(Text(header(), style="bold"))
+    _lines += 1
+    _console.print(Text(format_step(record)))
+
+
+def header() -> str:
+    return "".join(heading.rjust(width) for heading, width, _ in _COLUMNS.values())
+
+
+def format_step(record: dict[str, Any]) -> str:
+    """A number that the step has none of (no rewards: the mean is NaN) reads `-`."""
+    return "".join(
+        _number(record.get(metric), form).rjust(width)
+        for metric, (_, width, form) in _COLUMNS.items()
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None or math.isnan(value) else format(value, form)
+
+
+@contextmanager
+def progress(total: int, config: RunConfig) -> Iterator[Callable[[int], None]]:
+    """A bar for the rollout; yields what takes the number of samples that are done."""
+    bar = Progress(
+        TextColumn("rollout"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=_console,
+        transient=True,
+        disable=not (config.logging.progress and _console.is_terminal),
+    )
+    with bar:
+        task = bar.add_task("rollout", total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Shown while the actors start, which takes the better part of a minute."""
+    if not _console.is_terminal:
+        yield
+        return
+    with _console.status("starting trainer ranks and rollout engines"):
+        yield
+
+
+def say(message: str, style: str = "") -> None:
+    _console.print(Text(message, style=style))
+
+
+def say_started(trainer: list[dict[str, Any]], engines: list[dict[str, Any]]) -> None:
+    """`trainer` and `engines` are what each actor told of itself."""
+    for kind, actors in (("trainer", trainer), ("engine", engines)):
+        for index, facts in enumerate(actors):
+            say(f"{kind}-{index}: {_facts(facts)}", "dim")
+
+
+def _facts(facts: dict[str, Any]) -> str:
+    parts = []
+    for key, value in facts.items():
+        if isinstance(value, dict):
+            value = f"({_facts(value)})"
+        elif isinstance(value, float):
+            value = f"{value:.1f}"
+        elif isinstance(value, int):
+            value = f"{value:,}"
+        parts.append(f"{key} {value}")
+    return ", ".join(parts)
+
+
+def say_resume(found: Found) -> None:
+    for path, reason in found.skipped:
+        say(f"skipped {path}: {reason}", "yellow")
+    if found.path is None:
+        say("no checkpoint yet: starting from step 1", "yellow")
+    else:
+        say(f"going on from {found.path}")
+
+
+def say_stopping() -> None:
+    say("stopping after this step, with a checkpoint; once more to stop at once", "yellow")
+
+
+def say_stopped(run_dir: RunDir, step: int) -> None:
+    say(
+        f"stopped after step {step}; go on with: lora-moe-rl train {run_dir.config_file} --resume",
+        "yellow",
+    )
+
+
+def log_to(path: Path) -> None:
+    """Standard logging of the controller's process: everything into `path`, warnings to stderr."""
+    to_file = logging.FileHandler(path)
+    to_file.setFormatter(logging.Formatter(FORMAT))
+    to_stderr = logging.StreamHandler()
+    to_stderr.setLevel(logging.WARNING)
+    to_stderr.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[to_file, to_stderr], force=True)

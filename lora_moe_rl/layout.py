@@ -1,0 +1,33 @@
+"""Whether a layout fits a model: checked from `config.json` alone, before anything starts."""
+
+from __future__ import annotations
+
+from lora_moe_rl.adapters.spec import ModelShape
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import ConfigError
+
+
+def check_layout(shape: ModelShape, config: RunConfig) -> None:
+    """Raises ConfigError, naming both numbers, for a size that does not divide the model."""
+    trainer, dims = config.trainer, shape.dims
+    heads = {"attention heads": dims["heads"]}
+    if "kv_heads" in dims:
+        heads["key/value heads"] = dims["kv_heads"]
+    sizes = [
+        ("trainer.ep", trainer.ep, {"experts": shape.num_experts}),
+        ("trainer.pp", trainer.pp, {"layers": shape.num_layers}),
+        ("trainer.tp", trainer.tp, heads),
+        ("rollout.tp", config.rollout.tp, heads),
+    ]
+    for key, size, numbers in sizes:
+        for what, number in numbers.items():
+            if number % size:
+                raise ConfigError(
+                    f"{key}={size} does not divide the model's {number} {what}; use a divisor of "
+                    f"{number}"
+                )
+    if config.model.max_length > shape.max_positions:
+        raise ConfigError(
+            f"model.max_length={config.model.max_length} is more than the model's "
+            f"{shape.max_positions} positions"
+        )

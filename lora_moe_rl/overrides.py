@@ -1,0 +1,192 @@
+"""Command-line settings onto a RunConfig: `a.b=v`, `--a.b v`, `--a.b=v` and `@file.yaml`.
+
+The result is a new, validated RunConfig. Later settings win over earlier ones, and all of them over
+what the recipe set. Nothing is ignored: an unknown key is an error that names the nearest, and a
+key that does not apply to the chosen mode is an error that names both.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from lora_moe_rl.applicable import check_applicable
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config_files import read_config_file
+from lora_moe_rl.config_keys import Key, all_keys, nearest, sections
+from lora_moe_rl.errors import ConfigError
+
+
+def override(config: RunConfig, arguments: Sequence[str]) -> RunConfig:
+    """`config` with `arguments` laid over it, validated as a whole. Raises ConfigError."""
+    settings: dict[str, Any] = {}
+    for layer in parse_arguments(arguments):
+        _merge(settings, layer)
+    return with_settings(config, settings)
+
+
+def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
+    """`config` with nested `settings` laid over it, as they come from a file."""
+    # Only what was set: so that a key counts as set by the user or not.
+    merged = config.model_dump(exclude_unset=True)
+    _merge(merged, checked_keys(settings))
+    try:
+        result = RunConfig.model_validate(merged)
+    except ValidationError as error:
+        raise readable(error) from error
+    check_applicable(result)
+    return result
+
+
+def parse_arguments(arguments: Sequence[str]) -> list[dict[str, Any]]:
+    """One nested dict of settings for each argument, in order."""
+    layers = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if argument.startswith("@"):
+            layers.append(checked_keys(read_config_file(Path(argument[1:]))))
+            continue
+        name, equals, text = argument.removeprefix("--").partition("=")
+        if not equals:
+            if not argument.startswith("--"):
+                raise ConfigError(f"{argument!r} is not a setting: write key=value or --key value")
+            if _known(name) and (not rest or rest[0].startswith("--")):
+                raise ConfigError(f"--{name} needs a value: --{name} VALUE")
+            text = rest.pop(0) if rest else ""
+        layers.append(_setting(name, text))
+    return layers
+
+
+def _setting(name: str, text: str) -> dict[str, Any]:
+    if not _known(name):
+        raise _unknown(name)
+    key = all_keys().get(name)
+    value: Any = parse_value(key, text) if key else parse_loosely(text)
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    return checked_keys(value)
+
+
+def parse_value(key: Key, text: str) -> Any:
+    """The value that `text` stands for, by the type of `key`. What it cannot be is left as text,
+    for the validation to name."""
+    if key.accepts_none and text.lower() in ("null", "none"):
+        return None
+    if key.is_tuple:
+        value = parse_loosely(text) if text[:1] in ("[", "(") else _split(text)
+        return tuple(value) if isinstance(value, list) else value
+    if key.accepts_text:
+        return parse_loosely(text) if text[:1] == '"' else text
+    return parse_loosely(text)
+
+
+def parse_loosely(text: str) -> Any:
+    """JSON, else a Python literal, else the text itself."""
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            return parse(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            continue
+    return text
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",")) if text else ()
+
+
+def checked_keys(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`settings` with unknown keys refused and `model: NAME` written out as `model: {path: NAME}`.
+
+    Dotted keys (`adapter.rank: 8`) are accepted in files too.
+    """
+    result: dict[str, Any] = {}
+    for part, value in settings.items():
+        name = f"{prefix}{part}"
+        if not _known(name):
+            raise _unknown(name)
+        if name in sections():
+            value = _section_value(name, value)
+        head, *tail = str(part).split(".")
+        for step in reversed(tail):
+            value = {step: value}
+        _merge(result, {head: value})
+    return result
+
+
+def _section_value(name: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, str) and f"{name}.path" in all_keys():
+        value = {"path": value}
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_unset=True)
+    if value is None:
+        value = {}
+    if not isinstance(value, Mapping):
+        keys = ", ".join(key for key in all_keys() if key.startswith(f"{name}."))
+        raise ConfigError(f"{name}={value!r}: {name} is a section; set one of its keys: {keys}")
+    return checked_keys(value, f"{name}.")
+
+
+def _merge(into: dict[str, Any], layer: Mapping[str, Any]) -> None:
+    for key, value in layer.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _known(name: str) -> bool:
+    return name in all_keys() or (name != "" and name in sections())
+
+
+def _unknown(name: str) -> ConfigError:
+    close = nearest(name)
+    hint = (
+        f"did you mean {' or '.join(close)}?"
+        if close
+        else "see `lora-moe-rl train --help` for all keys"
+    )
+    return ConfigError(f"unknown config key {name!r}; {hint}")
+
+
+def readable(error: ValidationError) -> ConfigError:
+    """pydantic's error as ours: one line a fault, with key, value and what is allowed."""
+    return ConfigError("\n".join(_line(fault) for fault in error.errors(include_url=False)))
+
+
+# What pydantic calls a fault -> how it reads behind `key=value`.
+_FAULTS = {
+    "int_parsing": "is not an integer",
+    "int_type": "is not an integer",
+    "int_from_float": "is not an integer",
+    "float_parsing": "is not a number",
+    "float_type": "is not a number",
+    "finite_number": "is not a finite number",
+    "bool_parsing": "is neither true nor false",
+    "bool_type": "is neither true nor false",
+    "string_type": "is not text",
+    "tuple_type": "is not a list",
+    "literal_error": "is not one of {expected}",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "string_pattern_mismatch": "may hold only what matches {pattern}",
+}
+
+
+def _line(fault: Mapping[str, Any]) -> str:
+    name = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        return str(_unknown(name))
+    if fault["type"] == "value_error":
+        return str(fault["ctx"]["error"])
+    text = _FAULTS.get(fault["type"])
+    if text is None:
+        return f"{name}={fault['input']!r}: {fault['msg'][:1].lower()}{fault['msg'][1:]}"
+    return f"{name}={fault['input']!r} {text.format(**fault.get('ctx', {}))}"

@@ -1,0 +1,16 @@
+"""Rewards are plain Python functions; these two are there already.
+
+    def reward(prompts, completions, completion_ids, **columns) -> list[float | None]
+
+is called once for each prompt with all its samples, as TRL does it: `completions` are the texts of
+the samples, `completion_ids` their token ids, and every column of the data is a keyword whose value
+is repeated for each sample (`answer` is the column that `data.answer_key` names). For a prompt that
+is a list of messages a completion is one too: `[{"role": "assistant", "content": text}]`. A
+function gets those of the keywords that it names, or all if it takes `**kwargs`. It may be async.
+
+None means that the reward does not apply to this sample: it is left out of the loss.
+"""
+
+from lora_moe_rl.rewards.builtin import exact_match, number_match
+
+__all__ = ["exact_match", "number_match"]

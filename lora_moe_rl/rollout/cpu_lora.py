@@ -1,0 +1,85 @@
+"""Mend for vLLM 0.31.0 on the CPU: LoRA on linears (`vllm/lora/punica_wrapper/punica_cpu.py`).
+
+Upstream gathers a copy of A and B for every token, and reads the last slot for tokens without an
+adapter (their slot number is -1) when a batch mixes them with others. Here tokens are grouped by
+slot, once a step; each group is two matrix products, and tokens without an adapter are left alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import vllm
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.platforms.cpu import CpuPlatform
+
+from lora_moe_rl.upstream import require_parameters, require_version
+
+KNOWN_VLLM = ("0.31.0",)
+WHO = "lora_moe_rl/rollout/cpu_lora.py"
+
+# (slot, the tokens in it); None means all tokens of the batch.
+SlotGroup = tuple[int, torch.Tensor | None]
+
+
+class GroupedLoRA(PunicaWrapperCPU):
+    """`slot_groups` holds the groups of the batch that runs, without tokens of the base."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.slot_groups: list[SlotGroup] = []
+
+    def update_metadata(self, mapping, lora_index_to_id, max_loras, vocab_size, **kwargs):
+        super().update_metadata(mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)
+        self.slot_groups = group_by_slot(self.token_lora_indices)
+
+    def add_lora_linear(
+        self, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, *, buffer=None, **kwargs
+    ):
+        """y[:, slice i] += scale * x A_i^T B_i^T for the tokens of each slot.
+
+        y [T, out], x [T, in], lora_a_stacked[i] [slots, 1, r, in], lora_b_stacked[i]
+        [slots, 1, out_i, r]. Products and sums are in the slots' dtype.
+        """
+        for slot, tokens in self.slot_groups:
+            x_group = x if tokens is None else x[tokens]
+            start = 0
+            for stacked_a, stacked_b, width in zip(
+                lora_a_stacked, lora_b_stacked, output_slices, strict=True
+            ):
+                lora_a, lora_b = stacked_a[slot, 0], stacked_b[slot, 0]
+                low = x_group.to(lora_a.dtype) @ lora_a.T
+                target = y[:, start : start + width]
+                if tokens is None and y.dtype == low.dtype:
+                    target.addmm_(low, lora_b.T, alpha=scale)
+                else:
+                    delta = (low @ lora_b.T).to(y.dtype) * scale
+                    rows = slice(None) if tokens is None else tokens
+                    target[rows] = target[rows] + delta
+                start += width
+
+
+def group_by_slot(slots: torch.Tensor) -> list[SlotGroup]:
+    """Groups of a batch, from the slot number of each token `[T]` (-1: no adapter)."""
+    if not len(slots):
+        return []
+    present = torch.unique(slots).tolist()
+    if len(present) == 1:
+        return [] if present[0] < 0 else [(present[0], None)]
+    return [(slot, (slots == slot).nonzero().squeeze(1)) for slot in present if slot >= 0]
+
+
+def install() -> None:
+    """Makes vLLM's CPU platform name this class."""
+    require_version("vllm", vllm.__version__, KNOWN_VLLM, WHO)
+    require_parameters(
+        PunicaWrapperCPU.add_lora_linear,
+        ("self", "y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices"),
+        WHO,
+    )
+    require_parameters(
+        PunicaWrapperCPU.update_metadata,
+        ("self", "mapping", "lora_index_to_id", "max_loras", "vocab_size"),
+        WHO,
+    )
+    name = f"{GroupedLoRA.__module__}.{GroupedLoRA.__qualname__}"
+    CpuPlatform.get_punica_wrapper = classmethod(lambda cls: name)

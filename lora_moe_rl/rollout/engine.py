@@ -1,0 +1,260 @@
+"""One rollout engine: a Ray actor around vLLM's AsyncLLM.
+
+    generate   prompts in; samples and their router decisions out, under one adapter version
+    score      logprobs of given sequences, under a version or the bare base
+    publish    a trainer's adapter shards in; a receipt out
+
+Every method is a coroutine: an actor serves them concurrently, so that a version can be published
+while another one generates. The class knows nothing of Ray: its creator applies `ray.remote`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lora_moe_rl.actor_log import redirect
+from lora_moe_rl.adapters.shards import Shard, assemble
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.clock import Clock
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import RefitError
+from lora_moe_rl.refit import pack
+from lora_moe_rl.refit.buffers import shared_buffer
+from lora_moe_rl.refit.receipt import Receipt
+from lora_moe_rl.rollout import outputs, platform
+from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.types import Sample
+
+
+class RolloutEngine:
+    """Owns one vLLM engine and the adapter versions in its slots. `start` comes first."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model_dir: str,
+        spec: AdapterSpec,
+        index: int,
+        log_path: str | None = None,
+    ):
+        self.config, self.model_dir, self.spec, self.index = config, model_dir, spec, index
+        self.receipts: dict[int, Receipt] = {}  # versions in slots, oldest first
+        self.running: dict[int, int] = {}  # requests in flight, by version
+        self.finished_samples = 0
+        self.request_ids = itertools.count()
+        self.publishing = asyncio.Lock()
+        if log_path is not None:
+            redirect(log_path)
+
+    async def start(self) -> dict[str, Any]:
+        """Loads the model. Raises ConfigError when vLLM is not the version we know."""
+        started = time.perf_counter()
+        cpu = platform.is_cpu()
+        platform.prepare_environment(self.config, cpu)
+        import vllm
+        from transformers import AutoTokenizer
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        imported = time.perf_counter()
+        self.tokenizer = AutoTokenizer.from_pretrained(self.model_dir)
+        self.plan = pack.layout(self.spec, platform.serving_dtype(self.config, cpu))
+        self.sampling = outputs.sampling_params(self.config, stop_ids(self.model_dir))
+        args = platform.engine_args(self.config, self.spec, self.model_dir, self.index, cpu)
+        self.llm = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**args))
+        checks = await self._workers("refit_check")
+        served = {name for check in checks for name in check["modules"]}
+        if missing := set(self.plan.modules) - served:
+            raise RefitError(f"vLLM serves no adapters on {', '.join(sorted(missing))}")
+        ended = time.perf_counter()
+        return {
+            "vllm": vllm.__version__,
+            "device": "cpu" if cpu else "cuda",
+            "dtype": self.plan.dtype,
+            "kv_blocks": self.llm.vllm_config.cache_config.num_gpu_blocks,
+            "seconds": {"import": imported - started, "total": ended - started},
+        }
+
+    async def generate(
+        self, prompts: list[list[int]], group_ids: list[int], n: int, version: int, seed: int
+    ) -> tuple[list[Sample], RouteTable]:
+        """`n` samples of each prompt under adapter `version`: all of prompt 0, then of prompt 1.
+
+        A sample depends on `seed`, its group and its place in the group, not on what else the
+        engine does. Raises RefitError when the version is not in a slot.
+        """
+        request = self._lora_request(version)
+        self.finished_samples = 0
+        params = [outputs.group_params(self.sampling, n, seed, group) for group in group_ids]
+        answers = await asyncio.gather(
+            *(
+                self._sample(prompt, group_params, request, version)
+                for prompt, group_params in zip(prompts, params, strict=True)
+            )
+        )
+        return outputs.samples_and_routes(
+            answers, group_ids, version, self.tokenizer, self.spec.shape
+        )
+
+    async def score(
+        self, sequences: list[list[int]], version: int | None
+    ) -> tuple[list[np.ndarray], RouteTable]:
+        """Logprobs of each token after the first, float32 `[L - 1]`, at temperature 1; routes.
+
+        `version` None is the base without adapters.
+        """
+        request = None if version is None else self._lora_request(version)
+        params = outputs.scoring_params()
+        answers = await asyncio.gather(
+            *(self._request(ids, params, request, version) for ids in sequences)
+        )
+        return outputs.scores_and_routes(answers, self.spec.shape)
+
+    async def publish(self, version: int, *shard_lists: list[Shard]) -> Receipt:
+        """Takes the shards of all trainer ranks and serves them as `version`.
+
+        Either the version is served in full, or an error is raised and all is as before. Raises
+        AdapterError for shards that do not make up the adapter; RefitError for a version that is
+        not newer than the newest, when no slot can be freed, or when a worker refuses it.
+        """
+        async with self.publishing:
+            return await self._publish(version, shard_lists)
+
+    async def _publish(self, version: int, shard_lists: tuple[list[Shard], ...]) -> Receipt:
+        if self.receipts and version <= (newest := max(self.receipts)):
+            raise RefitError(
+                f"adapter version {version} cannot be published: engine {self.index} has version "
+                f"{newest} already, and versions only grow"
+            )
+        clock = Clock()
+        tensors = await asyncio.to_thread(
+            assemble, self.spec.tensor_shapes, itertools.chain.from_iterable(shard_lists)
+        )
+        clock.lap("assemble")
+        with shared_buffer(self.plan.nbytes) as (path, buffer):
+            manifest = await asyncio.to_thread(
+                pack.pack, self.spec, self.plan, tensors, version, buffer
+            )
+            clock.lap("pack")
+            await self._stage(manifest, path)
+        clock.lap("stage")
+        await self._commit(version)
+        clock.lap("commit")
+        receipt = Receipt(
+            version, manifest.nbytes, len(manifest.entries), manifest.checksum, clock.seconds
+        )
+        self.receipts[version] = receipt
+        return receipt
+
+    async def _stage(self, manifest: pack.Manifest, path: str) -> None:
+        try:
+            answers = await self._workers("refit_stage", path, manifest.to_json())
+            adapted = {name for answer in answers for name in answer["modules"]}
+            if missing := set(manifest.modules) - adapted:
+                raise RefitError(
+                    f"adapter version {manifest.version}: no worker took "
+                    f"{', '.join(sorted(missing))}"
+                )
+        except BaseException:
+            await self._workers("refit_drop", manifest.version)
+            raise
+
+    async def _commit(self, version: int) -> None:
+        try:
+            while len(self.receipts) >= self.config.refit.slots:
+                await self._drop_oldest(version)
+            await self._workers("refit_commit", version)
+        except BaseException:
+            await self._workers("refit_drop", version)
+            raise
+
+    async def _drop_oldest(self, version: int) -> None:
+        oldest = min(self.receipts)
+        if self.running.get(oldest):
+            raise RefitError(
+                f"no free slot for adapter version {version}: version {oldest} still serves "
+                f"{self.running[oldest]} requests; raise refit.slots={self.config.refit.slots}"
+            )
+        # Forgotten first: from here on no request can ask for it.
+        del self.receipts[oldest]
+        await self._workers("refit_drop", oldest)
+
+    async def state(self) -> dict[str, Any]:
+        """Versions in slots, as the workers tell it; requests in flight."""
+        answers = await self._workers("refit_state")
+        return {
+            "versions": sorted({version for answer in answers for version in answer["versions"]}),
+            "running": sum(self.running.values()),
+            "finished_samples": self.finished_samples,
+        }
+
+    async def completed(self) -> int:
+        """Samples that the current `generate` has finished."""
+        return self.finished_samples
+
+    async def shutdown(self) -> None:
+        """Ends vLLM's processes."""
+        self.llm.shutdown()
+        del self.llm  # now: at interpreter exit its own clean-up would fail
+
+    def _lora_request(self, version: int):
+        """vLLM's name for a version. A name of its own for each: the prefix cache goes by it."""
+        if version not in self.receipts:
+            raise RefitError(
+                f"engine {self.index} was asked for adapter version {version}, but serves "
+                f"{sorted(self.receipts) or 'none'}: publish it first"
+            )
+        from vllm.lora.request import LoRARequest
+
+        from lora_moe_rl.refit.receiver import lora_id
+
+        name = f"{self.config.name}/v{version:06d}"
+        return LoRARequest(name, lora_id(version), lora_path="in memory")
+
+    async def _request(self, token_ids: list[int], params, lora_request, version: int | None):
+        """The final output of one vLLM request."""
+        key = -1 if version is None else version
+        self.running[key] = self.running.get(key, 0) + 1
+        try:
+            final = None
+            async for output in self.llm.generate(
+                {"prompt_token_ids": [int(token) for token in token_ids]},
+                params,
+                f"{self.index}-{next(self.request_ids)}",
+                lora_request=lora_request,
+            ):
+                final = output
+        finally:
+            self.running[key] -= 1
+        return final
+
+    async def _sample(self, token_ids: list[int], params, lora_request, version: int):
+        answer = await self._request(token_ids, params, lora_request, version)
+        self.finished_samples += params.n
+        return answer
+
+    async def _workers(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """Calls a method of refit/receiver.py on all workers. Raises RefitError if one says no."""
+        timeout = self.config.refit.timeout_s
+        answers = await self.llm.collective_rpc(method, timeout=timeout, args=args)
+        for answer in answers:
+            if "error" in answer:
+                raise RefitError(f"engine {self.index}, {answer['error']}")
+        return answers
+
+
+def stop_ids(model_dir: str) -> set[int]:
+    """The end-of-sequence ids that the model's files name."""
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        path = Path(model_dir) / name
+        value = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        if value is not None:
+            found |= set(value) if isinstance(value, list) else {value}
+    return found

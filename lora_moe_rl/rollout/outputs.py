@@ -1,0 +1,107 @@
+"""Between vLLM's requests and ours: sampling parameters in, samples, scores and routes out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lora_moe_rl.adapters.spec import ModelShape
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.types import Sample
+
+
+def sampling_params(config: RunConfig, stop_ids: set[int]) -> Any:
+    """vLLM's SamplingParams of a rollout, for one sample and without a seed."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        temperature=config.rollout.temperature,
+        max_tokens=config.rollout.max_response_tokens,
+        stop_token_ids=sorted(stop_ids | set(config.rollout.stop_token_ids)),
+        logprobs=0,  # of the sampled token only
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def group_params(params: Any, n: int, seed: int, group: int) -> Any:
+    """SamplingParams of one group. vLLM seeds sample i with this seed + i."""
+    params = params.clone()
+    params.n = n
+    params.seed = int(np.random.SeedSequence([seed, group]).generate_state(1)[0])
+    return params
+
+
+def scoring_params() -> Any:
+    """SamplingParams that score a prompt; vLLM insists on sampling a token."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        prompt_logprobs=0,  # of the prompt's own tokens only
+        flat_logprobs=True,
+        detokenize=False,
+        skip_reading_prefix_cache=True,  # a cached prefix would have no logprobs
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def samples_and_routes(
+    answers: Sequence[Any], group_ids: Sequence[int], version: int, tokenizer, shape: ModelShape
+) -> tuple[list[Sample], RouteTable]:
+    """Samples in the order of the answers, and one table of their routes."""
+    pairs = [
+        (group, answer, output)
+        for group, answer in zip(group_ids, answers, strict=True)
+        for output in answer.outputs
+    ]
+    texts = tokenizer.batch_decode([out.token_ids for *_, out in pairs], skip_special_tokens=True)
+    samples = [
+        _sample(group, answer, output, version, text)
+        for (group, answer, output), text in zip(pairs, texts, strict=True)
+    ]
+    rows = [_moe_rows(output.routed_experts, shape) for *_, output in pairs]
+    num_rows = [len(sample.prompt_ids) + len(sample.response_ids) - 1 for sample in samples]
+    return samples, _table(rows, num_rows, shape)
+
+
+def scores_and_routes(
+    answers: Sequence[Any], shape: ModelShape
+) -> tuple[list[np.ndarray], RouteTable]:
+    """Logprobs `[L - 1]` and routes of whole sequences."""
+    scores, rows = [], []
+    for answer in answers:
+        flat = answer.prompt_logprobs
+        scores.append(np.array([flat.logprobs[i] for i in flat.start_indices[1:]], np.float32))
+        routes = _moe_rows(answer.outputs[0].routed_experts, shape)
+        # The last token was fed too, to sample the token that vLLM insists on.
+        rows.append(None if routes is None else routes[: len(answer.prompt_token_ids) - 1])
+    return scores, _table(rows, [len(score) for score in scores], shape)
+
+
+def _sample(group: int, answer, output, version: int, text: str) -> Sample:
+    flat = output.logprobs
+    response = np.array(output.token_ids, dtype=np.int32)
+    return Sample(
+        group=group,
+        prompt_ids=np.array(answer.prompt_token_ids, dtype=np.int32),
+        response_ids=response,
+        logprobs=np.array([flat.logprobs[i] for i in flat.start_indices], dtype=np.float32),
+        versions=np.full(len(response), version, dtype=np.int32),
+        finish_reason=output.finish_reason,
+        text=text,
+    )
+
+
+def _moe_rows(routes: np.ndarray | None, shape: ModelShape) -> np.ndarray | None:
+    """vLLM's rows of all layers -> rows of the MoE layers."""
+    return None if routes is None else routes[:, list(shape.moe_layers)]
+
+
+def _table(rows: list, num_rows: list[int], shape: ModelShape) -> RouteTable:
+    return RouteTable.build(rows, num_rows, shape.moe_layers, shape.num_experts, shape.top_k)

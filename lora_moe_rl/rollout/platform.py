@@ -1,0 +1,106 @@
+"""What differs between an engine on GPUs and one on the CPU: environment and engine arguments."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import entry_points
+from typing import Any
+
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.refit.pack import Dtype, vllm_module
+from lora_moe_rl.rollout.vllm_plugin import ENGINE_VARIABLE
+
+GIB = 2**30
+CPU_STEP_TOKENS = 4096  # most tokens of one step of a CPU engine
+
+
+def is_cpu() -> bool:
+    """True when the vLLM that is installed is its CPU build."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
+def serving_dtype(config: RunConfig, cpu: bool) -> Dtype:
+    """Dtype of the engine's base weights and adapter slots: the trainer's."""
+    if config.trainer.dtype != "auto":
+        return config.trainer.dtype
+    return "float32" if cpu else "bfloat16"
+
+
+def prepare_environment(config: RunConfig, cpu: bool) -> None:
+    """Sets what vLLM reads from the environment, for this process and those it starts."""
+    os.environ[ENGINE_VARIABLE] = "1"
+    if not cpu:
+        return
+    if not entry_points(group="vllm.general_plugins", name="lora_moe_rl"):
+        raise ConfigError(
+            "vLLM's CPU build needs our plug-in, but the package lora_moe_rl is not installed in "
+            "this environment: run `make setup`"
+        )
+    os.environ["OMP_NUM_THREADS"] = str(config.rollout.cpu_threads)
+    # Not bound to cores, as vLLM does by default: several engines would share the first one.
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the V2 runner needs Triton
+    # A few helpers are compiled at their first call, for seconds; with LoRA the model is not.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    # Threads that wait for work sleep at once. Otherwise they spin, and where the trainer's
+    # processes share the cores a rollout of 0.3 s was seen to take 16 s.
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
+def engine_args(
+    config: RunConfig, spec: AdapterSpec, model_dir: str, index: int, cpu: bool
+) -> dict[str, Any]:
+    """Keywords of vLLM's AsyncEngineArgs."""
+    dtype = serving_dtype(config, cpu)
+    modules = {vllm_module(spec.shape, site)[0].rpartition(".")[2] for site in spec}
+    args: dict[str, Any] = {
+        "model": model_dir,
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "generation_config": "vllm",  # not the model's own sampling defaults
+        "dtype": dtype,
+        "seed": config.seed + index,
+        "max_model_len": config.model.max_length,
+        "max_num_seqs": config.rollout.max_num_seqs,
+        "tensor_parallel_size": config.rollout.tp,
+        "gpu_memory_utilization": config.rollout.gpu_memory_utilization,
+        "enable_prefix_caching": config.rollout.prefix_caching,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
+        "enable_return_routed_experts": True,
+        "enable_lora": True,
+        "max_loras": config.refit.slots,
+        "max_cpu_loras": config.refit.slots,
+        "max_lora_rank": config.adapter.slot_rank,
+        "lora_dtype": "auto",  # the dtype of the base
+        "lora_target_modules": sorted(modules),
+        "worker_extension_cls": "lora_moe_rl.refit.receiver.Receiver",
+        "disable_log_stats": True,
+    }
+    if cpu:
+        args |= _cpu_args(config, spec)
+    return args
+
+
+def _cpu_args(config: RunConfig, spec: AdapterSpec) -> dict[str, Any]:
+    args: dict[str, Any] = {
+        "enforce_eager": True,
+        "async_scheduling": False,
+        # A seeded request that is prefilled in chunks crashes vLLM 0.31 here: "CPU Generator does
+        # not use offset". Without chunks, the longest prompt must fit into one step.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(config.model.max_length, CPU_STEP_TOKENS),
+        "kv_cache_memory_bytes": int(config.rollout.cpu_kv_cache_gib * GIB),
+    }
+    if config.rollout.tp == 1:
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+        # As a class, not by its name "uni", which vLLM's CPU platform turns into "mp": a process
+        # more to start, and one more exchange of messages for every token.
+        args["distributed_executor_backend"] = UniProcExecutor
+    if spec.shape.architecture == "DeepseekV3ForCausalLM":
+        # vLLM 0.31's C++ CPU rotary op is wrong for MLA's 3-D input; the torch one is right.
+        args["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+    return args

@@ -1,0 +1,29 @@
+"""vLLM's entry point `vllm.general_plugins`: runs in every vLLM process before anything else.
+
+It does nothing unless the process belongs to one of our engines and runs on the CPU. vLLM's GPU
+build needs no mends; its CPU build lacks three things, each mended in a file of its own:
+
+    cpu_lora     LoRA on linears, right in batches that mix adapters and the base
+    cpu_experts  LoRA on routed experts
+    cpu_routes   recording of router decisions
+"""
+
+from __future__ import annotations
+
+import os
+
+ENGINE_VARIABLE = "LORA_MOE_RL_ENGINE"
+
+
+def register() -> None:
+    if os.environ.get(ENGINE_VARIABLE) != "1":
+        return
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from lora_moe_rl.rollout import cpu_experts, cpu_lora, cpu_routes
+
+    cpu_lora.install()
+    cpu_experts.install()
+    cpu_routes.install()

@@ -1,0 +1,271 @@
+"""The run directory: what a run leaves behind, and what it is resumed from.
+
+config.yaml      the resolved config; `lora-moe-rl train RUN/config.yaml --resume` goes on
+metrics.jsonl    one line a step
+samples.jsonl    a few samples a step: prompt, response, reward, versions
+checkpoints/     see checkpoint.py
+adapter/         the newest exported PEFT adapter
+logs/            one file an actor
+curves.png       reward, mismatch and step time, at the end
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from filelock import FileLock, Timeout
+
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config_files import read_config_file, to_yaml
+from lora_moe_rl.errors import RunDirError
+from lora_moe_rl.types import Prompt, Sample
+
+LOG_TAIL_LINES = 20
+
+# What a checkpoint's tensors depend on: a resumed run cannot change them.
+FIXED = ("model.path", "adapter")
+
+
+class RunDir:
+    """The run directory of `config`, locked as long as the `with` block lasts.
+
+    Raises RunDirError when it holds a run that is not to be resumed, when there is nothing to
+    resume, when what cannot change has changed, or when another process is using it.
+    """
+
+    def __init__(self, config: RunConfig, resume: bool):
+        self.config, self.resume = config, resume
+        self.path = config.run_dir.absolute()
+        self._lock = FileLock(self.path / ".lock")
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples_file(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def adapter(self) -> Path:
+        return self.path / "adapter"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def curves_file(self) -> Path:
+        return self.path / "curves.png"
+
+    def __enter__(self) -> RunDir:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(timeout=0)
+        except Timeout as error:
+            raise RunDirError(
+                f"{self.path} is in use by another run; wait for it to end, or choose another "
+                f"directory with logging.run_dir=DIR"
+            ) from error
+        except OSError as error:
+            raise RunDirError(
+                f"cannot use {self.path} as the run directory: {error.strerror or error}; choose "
+                f"another with logging.run_dir=DIR"
+            ) from error
+        try:
+            self._check_earlier_run()
+            for folder in (self.checkpoints, self.logs):
+                folder.mkdir(exist_ok=True)
+            replace_file(self.config_file, to_yaml(self.config))
+        except BaseException:
+            self._lock.release()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def _check_earlier_run(self) -> None:
+        has_config = self.config_file.exists()
+        # One that failed before its first step holds nothing: it may be started again.
+        has_steps = has_config and (
+            _size(self.metrics_file) > 0 or any(self.checkpoints.glob("step-*"))
+        )
+        if has_steps and not self.resume:
+            raise RunDirError(
+                f"{self.path} holds a run already; go on with it by --resume, or choose another "
+                f"directory with logging.run_dir=DIR"
+            )
+        if not has_config and self.resume:
+            raise RunDirError(
+                f"there is no run in {self.path} to resume; leave out --resume, or name its "
+                f"directory with logging.run_dir=DIR"
+            )
+        if not has_config and any(path.name != ".lock" for path in self.path.iterdir()):
+            raise RunDirError(
+                f"{self.path} is not empty and holds no run; choose another directory with "
+                f"logging.run_dir=DIR"
+            )
+        if self.resume:
+            _check_unchanged(read_config_file(self.config_file), self.config, self.path)
+
+    def log_path(self, actor: str) -> Path:
+        """The log file of one actor (`trainer-0`, `engine-0`)."""
+        return self.logs / f"{actor}.log"
+
+    def tail(self, actor: str, num_lines: int = LOG_TAIL_LINES) -> str:
+        """The last lines of an actor's log; '' when it wrote none."""
+        return tail(self.log_path(actor), num_lines)
+
+    def rewind(self, step: int) -> None:
+        """Cuts metrics and samples back to `step`, from which the run goes on. What is cut off is
+        kept in `<file>.bak`."""
+        for path in (self.metrics_file, self.samples_file):
+            _cut_after(path, step)
+
+    def write_samples(
+        self,
+        step: int,
+        prompts: Sequence[Prompt],
+        samples: Sequence[Sample],
+        rewards: np.ndarray,
+        advantages: np.ndarray,
+    ) -> None:
+        """Appends `logging.samples_per_step` of the step's samples. `samples[i]` has the reward
+        `rewards[i]` (NaN: none) and `advantages[i]`, and answers `prompts[samples[i].group]`."""
+        chosen = _spread(len(samples), self.config.logging.samples_per_step)
+        with open(self.samples_file, "a") as file:
+            for i in chosen:
+                record = _sample_record(
+                    step, prompts[samples[i].group], samples[i], rewards[i], advantages[i]
+                )
+                file.write(to_json(record) + "\n")
+
+
+def _sample_record(
+    step: int, prompt: Prompt, sample: Sample, reward: float, advantage: float
+) -> dict[str, Any]:
+    return {
+        "step": step,
+        "row": prompt.row,
+        "prompt": prompt.text,
+        "response": sample.text,
+        "reward": float(reward),
+        "advantage": float(advantage),
+        "finish_reason": sample.finish_reason,
+        "tokens": len(sample.response_ids),
+        "versions": sorted({int(version) for version in sample.versions}),
+    }
+
+
+def _spread(total: int, wanted: int) -> list[int]:
+    """Up to `wanted` of `total` places, evenly spread: samples of different prompts."""
+    wanted = min(wanted, total)
+    return [i * total // wanted for i in range(wanted)]
+
+
+def to_json(record: dict[str, Any]) -> str:
+    """One line of JSON. NaN and infinities become null: JSON has no word for them."""
+    return json.dumps(_finite(record), ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file. A last line that was cut off in the middle is left out."""
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                yield json.loads(line)
+            except ValueError:
+                return
+
+
+def tail(path: Path, num_lines: int) -> str:
+    """The last lines of a text file; '' when there is none."""
+    bytes_a_line = 400
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - num_lines * bytes_a_line))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+    return "\n".join(text.splitlines()[-num_lines:])
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes `path` whole or not at all."""
+    scratch = path.with_name(f".{path.name}.tmp")
+    scratch.write_text(text)
+    os.replace(scratch, path)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _cut_after(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    kept, cut = [], []
+    for line in path.read_text().splitlines(keepends=True):
+        try:
+            keep = line.endswith("\n") and json.loads(line)["step"] <= step
+        except (ValueError, KeyError, TypeError):
+            keep = False
+        (kept if keep else cut).append(line)
+    if cut:
+        with open(path.with_name(path.name + ".bak"), "a") as backup:
+            backup.writelines(line if line.endswith("\n") else line + "\n" for line in cut)
+        replace_file(path, "".join(kept))
+
+
+def _check_unchanged(saved: dict[str, Any], config: RunConfig, path: Path) -> None:
+    """Raises RunDirError when a key of FIXED differs between the saved config and `config`."""
+    before, now = _flat(saved), _flat(yaml.safe_load(to_yaml(config)))
+    changed = [
+        f"{key} was {before.get(key)} and is now {now[key]}"
+        for key in now
+        if key.startswith(FIXED) and before.get(key) != now[key]
+    ]
+    if changed:
+        raise RunDirError(
+            f"{path} cannot be resumed with another base or other adapters: {'; '.join(changed)}. "
+            f"Leave them as they were, or start anew with logging.run_dir=DIR"
+        )
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,70 @@
+"""Megatron-Bridge 0.6.2, made to build and load without Transformer Engine.
+
+Three mends, each here alone: a stub of `transformer_engine`, which Bridge imports by name; two
+mappings for the unfused layer norms of local specs; and the class names of our leaf modules.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+import types
+
+from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.trainer.device import HAS_TRANSFORMER_ENGINE
+
+KNOWN_VERSION = "0.6.2"
+
+
+def load():
+    """Imports and prepares Megatron-Bridge; returns `AutoBridge`. Idempotent."""
+    if (version := importlib.metadata.version("megatron-bridge")) != KNOWN_VERSION:
+        raise ConfigError(
+            f"megatron-bridge {version} is installed; this version is written for {KNOWN_VERSION}"
+        )
+    if not HAS_TRANSFORMER_ENGINE:
+        import megatron.core.extensions.transformer_engine  # noqa: F401  sees that there is none
+
+        _stub_transformer_engine()
+    from megatron.bridge import AutoBridge
+
+    _register_local_modules()
+    return AutoBridge
+
+
+def _stub_transformer_engine() -> None:
+    if "transformer_engine" in sys.modules:
+        return
+    import torch
+
+    engine = types.ModuleType("transformer_engine")
+    pytorch = types.ModuleType("transformer_engine.pytorch")
+    engine.__path__, pytorch.__path__ = [], []
+    engine.pytorch, engine.__version__ = pytorch, "0.0"
+    for name in ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear", "TransformerLayer"):
+        stub = type(name, (torch.nn.Module,), {"__module__": pytorch.__name__})
+        setattr(pytorch, name, stub)
+    pytorch.ops = types.SimpleNamespace(Sequential=type("Sequential", (torch.nn.Module,), {}))
+    sys.modules[engine.__name__], sys.modules[pytorch.__name__] = engine, pytorch
+
+
+def _register_local_modules() -> None:
+    from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping
+    from megatron.bridge.models.qwen.qwen3_moe_bridge import Qwen3MoEBridge
+
+    AutoMapping.register_module_type("ColumnGroupedLinear", "column")
+    AutoMapping.register_module_type("RowGroupedLinear", "row")
+    if hasattr(Qwen3MoEBridge, "_local_norms_mapped"):
+        return
+    original = Qwen3MoEBridge.mapping_registry
+
+    def mapping_registry(self):
+        norm = AutoMapping(
+            megatron_param="decoder.layers.*.input_layernorm.weight",
+            hf_param="model.layers.*.input_layernorm.weight",
+        )
+        return MegatronMappingRegistry(*original(self).mappings, norm)
+
+    Qwen3MoEBridge.mapping_registry = mapping_registry
+    Qwen3MoEBridge._local_norms_mapped = True

@@ -1,0 +1,65 @@
+"""Everything in the trainer that differs between the CPU and a GPU, except leaf modules.
+
+`prepare(device)` must run before Megatron is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+
+import torch
+
+from lora_moe_rl.config import TrainerConfig
+from lora_moe_rl.errors import ConfigError
+
+# Looked up before `bridge.py` puts a stub of that name in its place.
+HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
+
+
+@dataclass(frozen=True)
+class Device:
+    """`kind`: cpu or cuda. `dtype`: of the frozen base and the activations."""
+
+    kind: str
+    dtype: torch.dtype
+
+    @classmethod
+    def choose(cls, config: TrainerConfig) -> Device:
+        """Raises ConfigError for device=cuda without one."""
+        kind = config.device
+        if kind == "auto":
+            kind = "cuda" if torch.cuda.is_available() else "cpu"
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("trainer.device=cuda, but torch sees no GPU; use auto or cpu")
+        names = {"auto": torch.bfloat16 if kind == "cuda" else torch.float32}
+        names |= {"float32": torch.float32, "bfloat16": torch.bfloat16}
+        return cls(kind, names[config.dtype])
+
+    @property
+    def backend(self) -> str:
+        """torch.distributed backend."""
+        return "nccl" if self.kind == "cuda" else "gloo"
+
+    @property
+    def torch_device(self) -> torch.device:
+        if self.kind == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    @property
+    def transformer_engine(self) -> bool:
+        """Whether mcore builds Transformer Engine layers: on a GPU that has it installed."""
+        return self.kind == "cuda" and HAS_TRANSFORMER_ENGINE
+
+    def prepare(self, threads: int) -> None:
+        """Sets up this process. Idempotent."""
+        if self.kind == "cpu":
+            from lora_moe_rl.trainer import megatron_on_cpu
+
+            torch.set_num_threads(threads)
+            megatron_on_cpu.install()
+        else:
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+            torch.cuda.set_device(0)  # Ray shows each actor its own GPUs

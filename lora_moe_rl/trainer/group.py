@@ -1,0 +1,97 @@
+"""The trainer as the controller sees it: all ranks as one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from lora_moe_rl.actor_log import redirect
+from lora_moe_rl.actors import Actor, get
+from lora_moe_rl.adapters.shards import assemble
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.run_dir import RunDir
+from lora_moe_rl.trainer.batch import TrainBatch
+from lora_moe_rl.trainer.worker import TrainerWorker
+
+# Set before torch is imported. Threads that wait must not spin: ranks and engines take turns on the
+# same cores. mcore compiles small functions at their first call, for seconds, with nothing to gain.
+_CPU_ENVIRONMENT = {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE", "TORCHDYNAMO_DISABLE": "1"}}
+
+
+class LoggedWorker(TrainerWorker):
+    """A rank whose output goes to its log file."""
+
+    def __init__(self, log_path: str, *args: Any):
+        redirect(log_path)
+        super().__init__(*args)
+
+
+class TrainerGroup:
+    """`start_async` and `wait_started` come first. Arguments named `*_refs` are Ray object
+    references: the data goes from its maker to the ranks, not through the controller."""
+
+    def __init__(self, config: RunConfig, spec: AdapterSpec, model_dir: Path, run_dir: RunDir):
+        self.config, self.spec = config, spec
+        gpus = config.trainer.gpus_per_rank if _uses_gpu(config) else 0
+        options = {"num_cpus": 1, "num_gpus": gpus}
+        if not gpus:
+            options["runtime_env"] = _CPU_ENVIRONMENT
+        worker = ray.remote(**options)(LoggedWorker)
+        self.actors = []
+        for rank in range(config.trainer.world_size):
+            name = f"trainer-{rank}"
+            log = str(run_dir.log_path(name))
+            handle = worker.remote(log, config, spec, model_dir, rank)
+            self.actors.append(Actor(handle, name, run_dir))
+
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        return [actor.remote(method, *args) for actor in self.actors]
+
+    def start_async(self) -> None:
+        (address,) = get(self.actors[:1], [self.actors[0].remote("address")])
+        threads = max(1, len(os.sched_getaffinity(0)) // len(self.actors))
+        self._starting = self._all("start", address, threads)
+
+    def wait_started(self) -> list[dict]:
+        return get(self.actors, self._starting)
+
+    def update(self, batch: TrainBatch, table_refs: list[Any]):
+        """One step. Returns an UpdateResult, and references to each rank's shards of the new
+        version: their export is queued behind the update, so that it costs no round trip."""
+        batch_ref = ray.put(batch)
+        refs = self._all("update", batch_ref, *table_refs)
+        shards = self._all("export")
+        return get(self.actors, refs)[0], shards
+
+    def export(self) -> list[Any]:
+        """References to each rank's shards of the current version."""
+        return self._all("export")
+
+    def adapter(self) -> dict[str, np.ndarray]:
+        """The whole current adapter, canonical, on this host."""
+        parts = get(self.actors, self.export())
+        return assemble(self.spec.tensor_shapes, [shard for part in parts for shard in part])
+
+    def score(self, sequences, table_ref: Any, adapters: bool = True) -> list[np.ndarray]:
+        """Logprobs of every token after the first, at temperature 1, with the engine's routes."""
+        answers = get(self.actors, self._all("score", sequences, table_ref, adapters))
+        (scores,) = [answer for answer in answers if answer is not None]
+        return scores
+
+    def save(self, directory: Path) -> dict:
+        """Every rank writes its file; returns what the checkpoint's manifest must hold."""
+        return get(self.actors, self._all("save", directory))[0]
+
+    def load(self, directory: Path, meta: dict) -> None:
+        get(self.actors, self._all("load", directory, meta))
+
+
+def _uses_gpu(config: RunConfig) -> bool:
+    if config.trainer.device == "auto":
+        return ray.cluster_resources().get("GPU", 0) > 0
+    return config.trainer.device == "cuda"

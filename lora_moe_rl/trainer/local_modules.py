@@ -1,0 +1,193 @@
+"""Leaf modules for Megatron-core's local specs, used wherever Transformer Engine is not installed.
+
+mcore's own local leaves cannot train these models: its attention refuses packed sequences and
+MLA's head sizes, its norm does not carry the sequence-parallel mark, and its experts are one module
+an expert. Specs are mcore's extension point for exactly this; nothing of mcore is patched but the
+packed rotary embedding, which loops over sequences in Python.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    gather_from_tensor_model_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+from lora_moe_rl.kernels.grouped_linear import grouped_linear
+
+
+def local_norm(config, hidden_size: int, eps: float = 1e-5, **_) -> torch.nn.Module:
+    """RMSNorm or LayerNorm whose parameters say whether they see a slice of the sequence."""
+    kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+    norm = kind(hidden_size, eps=eps)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel
+    return norm
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention of packed sequences on `scaled_dot_product_attention`; GQA and MLA.
+
+    The packed tokens are laid out as one right-padded batch, so that the whole micro-batch is one
+    call: under a causal mask no real token sees the padding behind it.
+    """
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, **kwargs):
+        super().__init__()
+        channels = kwargs.get("k_channels") or config.kv_channels
+        self.scale = kwargs.get("softmax_scale") or channels**-0.5
+
+    def forward(self, query, key, value, attention_mask, packed_seq_params=None, **_):
+        """query `[T, heads, d]`, key and value `[T, kv_heads, d]`; returns `[T, heads * d_v]`."""
+        if packed_seq_params is None:
+            raise ValueError("PackedAttention takes packed sequences only (packed_seq_params)")
+        batch_index = packed_seq_params.batch_index
+        num_sequences, longest = packed_seq_params.batch_shape
+
+        def pad(x):
+            batch = x.new_zeros(num_sequences * longest, *x.shape[1:])
+            return batch.index_copy(0, batch_index, x).unflatten(0, (num_sequences, longest))
+
+        q, k, v = (pad(x).transpose(1, 2) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out.transpose(1, 2).flatten(0, 1).index_select(0, batch_index).flatten(1)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        return {}
+
+
+class _GroupedLinear(torch.nn.Module):
+    """Linears of this rank's experts, with TE's parameter names `weight0..N` on one storage."""
+
+    parallel_mode: str
+
+    def __init__(self, num_gemms, input_size, output_size, *, config, init_method, **kwargs):
+        super().__init__()
+        tp = kwargs["pg_collection"].expt_tp.size()
+        column = self.parallel_mode == "column"
+        self.num_gemms = num_gemms
+        self.in_features = input_size if column else input_size // tp
+        self.out_features = output_size // tp if column else output_size
+        self.explicit_expert_comm = tp > 1 or config.expert_model_parallel_size > 1
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        shape = (num_gemms, self.out_features, self.in_features)
+        self.stacked = torch.zeros(shape, dtype=config.params_dtype, device=device)
+        for i in range(num_gemms):
+            weight = torch.nn.Parameter(self.stacked[i], requires_grad=False)
+            weight.allreduce = config.expert_model_parallel_size == 1
+            set_tensor_model_parallel_attributes(weight, True, 0 if column else 1, 1)
+            self.register_parameter(f"weight{i}", weight)
+
+    def forward(self, x, m_splits):
+        if self.weight0.data_ptr() != self.stacked.data_ptr():
+            raise RuntimeError("expert weights were moved off their common storage")
+        return grouped_linear(x, self.stacked, list(m_splits)), None
+
+    def backward_dw(self):
+        pass
+
+
+class ColumnGroupedLinear(_GroupedLinear):
+    parallel_mode = "column"
+
+
+class RowGroupedLinear(_GroupedLinear):
+    parallel_mode = "row"
+
+
+class ReplicatedLinear(torch.nn.Module):
+    """A whole linear on every tensor-parallel rank, applied to its slice of the sequence."""
+
+    def __init__(self, column: ColumnParallelLinear):
+        super().__init__()
+        weight = gather_from_tensor_model_parallel_region(column.weight.detach().t())
+        self.weight = torch.nn.Parameter(weight.t().contiguous(), requires_grad=False)
+
+    def forward(self, x):
+        return F.linear(x, self.weight), None
+
+
+def replicate_mla_down_projections(model: torch.nn.Module) -> None:
+    """MLA's down projections, built column-parallel by the local spec, become whole.
+
+    Upstream (`multi_latent_attention.py` of megatron-core 0.19.2) gathers their output without
+    summing the gradient of the rotary key over the ranks' heads, so that under TP everything below
+    would be trained on a partial gradient. TE's spec, which replicates them, is right.
+    """
+    for layer in model.decoder.layers:
+        attention = layer.self_attention
+        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+            if isinstance(module := getattr(attention, name, None), ColumnParallelLinear):
+                setattr(attention, name, ReplicatedLinear(module))
+
+
+def localize(spec):
+    """Replaces the leaves of a local block spec in place, and returns it."""
+    if spec.layer_norm is WrappedTorchNorm:
+        spec.layer_norm = local_norm
+    distinct = {id(layer): layer for layer in spec.layer_specs}  # layers share one spec object
+    for layer in distinct.values():
+        _replace(layer.submodules)
+        _replace(layer.submodules.self_attention.submodules)
+        mlp = layer.submodules.mlp
+        if isinstance(mlp, partial) and mlp.func is MoELayer:
+            _replace_experts(mlp.keywords["submodules"])
+    return spec
+
+
+def _replace(submodules) -> None:
+    leaves = {WrappedTorchNorm: local_norm, DotProductAttention: PackedAttention}
+    for name, value in vars(submodules).items():
+        if isinstance(value, type) and value in leaves:
+            setattr(submodules, name, leaves[value])
+
+
+def _replace_experts(moe_submodules) -> None:
+    if getattr(moe_submodules.experts, "func", None) is not SequentialMLP:
+        raise RuntimeError("mcore's local spec no longer builds SequentialMLP experts")
+    leaves = GroupedMLPSubmodules(linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear)
+    moe_submodules.experts = partial(TEGroupedMLP, submodules=leaves)
+
+
+def _rope_packed(
+    t, cu_seqlens, freqs, rotary_interleaved=False, mla_rotary_interleaved=False, mscale=1.0,
+    cp_group=None, multi_latent_attention=None,
+):  # fmt: skip
+    """One gather and one multiplication instead of a loop over sequences.
+
+    Stands for `rope_utils._apply_rotary_pos_emb_thd` of megatron-core 0.19.2, whose loop costs
+    more than the attention itself for many short sequences. t `[T, heads, d]`.
+    """
+    if cp_group is not None and cp_group.size() > 1:
+        return _rope_upstream(
+            t, cu_seqlens, freqs, rotary_interleaved, mla_rotary_interleaved, mscale, cp_group
+        )
+    starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
+    positions = torch.arange(t.shape[0], device=t.device) - starts
+    return rope_utils._apply_rotary_pos_emb_bshd(
+        t.unsqueeze(1),
+        freqs[positions],
+        rotary_interleaved=rotary_interleaved,
+        mla_rotary_interleaved=mla_rotary_interleaved,
+        mscale=mscale,
+    ).squeeze(1)
+
+
+_rope_upstream = rope_utils._apply_rotary_pos_emb_thd
+
+
+def install() -> None:
+    """Use the packed rotary embedding above."""
+    rope_utils._apply_rotary_pos_emb_thd = _rope_packed

@@ -1,0 +1,125 @@
+"""Builds the frozen base as a Megatron-core `GPTModel` and loads its Hugging Face weights."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lora_moe_rl.config import TrainerConfig
+from lora_moe_rl.trainer.device import Device
+
+# mcore and Bridge options that need CUDA kernels, and training extras that a frozen base has no
+# use for. Everything else is Bridge's reading of the model's config.json.
+_LOCAL = {
+    "moe_permute_fusion": False,
+    "persist_layer_norm": False,
+    "bias_dropout_fusion": False,
+    "bias_activation_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "cross_entropy_loss_fusion": False,
+    "transformer_impl": "local",
+}
+_ALWAYS = {
+    "gradient_accumulation_fusion": False,  # frozen weights have no gradients
+    "moe_shared_expert_overlap": False,
+    "moe_grouped_gemm": True,
+    "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_router_bias_update_rate": 0.0,
+    "moe_router_fusion": False,  # the fused router bypasses replay
+    "moe_enable_routing_replay": True,
+    "attention_softmax_in_fp32": True,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "calculate_per_token_loss": True,
+    "mtp_num_layers": None,
+    "variable_seq_lengths": True,
+    "deallocate_pipeline_outputs": False,
+}
+
+
+def init_process_groups(config: TrainerConfig, device: Device, rank: int, address: str) -> None:
+    """torch.distributed and Megatron's groups. `address`: host:port of rank 0."""
+    from megatron.core import parallel_state as ps
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    dist.init_process_group(
+        device.backend, init_method=f"tcp://{address}", rank=rank, world_size=config.world_size
+    )
+    ps.initialize_model_parallel(
+        tensor_model_parallel_size=config.tp,
+        pipeline_model_parallel_size=config.pp,
+        expert_model_parallel_size=config.ep,
+        expert_tensor_parallel_size=1,
+    )
+    model_parallel_cuda_manual_seed(1)
+
+
+def build_model(model_dir: Path, config: TrainerConfig, device: Device) -> torch.nn.Module:
+    """This rank's part of the frozen base, in `device.dtype`, ready for adapters."""
+    from lora_moe_rl.trainer import bridge
+
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    auto_bridge = bridge.load()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        source = auto_bridge.from_hf_pretrained(str(model_dir), dtype=device.dtype)
+        provider = source.to_megatron_provider(load_weights=True)
+        _configure(provider, config, device)
+        bf16 = device.dtype is torch.bfloat16
+        chunks = provider.provide_distributed_model(
+            wrap_with_ddp=False,
+            use_cpu_initialization=device.kind == "cpu",
+            fp16=False,
+            bf16=bf16,
+        )
+    (model,) = chunks
+    if not device.transformer_engine and config.tp > 1:
+        from lora_moe_rl.trainer.local_modules import replicate_mla_down_projections
+
+        replicate_mla_down_projections(getattr(model, "module", model))
+    return model
+
+
+def _configure(provider, config: TrainerConfig, device: Device) -> None:
+    bf16 = device.dtype is torch.bfloat16
+    options = dict(_ALWAYS)
+    if not device.transformer_engine:
+        from lora_moe_rl.trainer import local_modules
+
+        local_modules.install()
+        options |= _LOCAL | {"transformer_layer_spec": _local_spec}
+    options |= {
+        "tensor_model_parallel_size": config.tp,
+        "pipeline_model_parallel_size": config.pp,
+        "expert_model_parallel_size": config.ep,
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": config.tp > 1,
+        "params_dtype": device.dtype,
+        "pipeline_dtype": device.dtype,
+        "bf16": bf16,
+        "fp16": False,
+        "use_cpu_initialization": device.kind == "cpu",
+    }
+    for name, value in options.items():
+        if not hasattr(provider, name):
+            raise RuntimeError(f"Megatron-Bridge's provider has no option {name} any more")
+        setattr(provider, name, value)
+    provider.finalize()
+
+
+def _local_spec(config, vp_stage=None):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    from lora_moe_rl.trainer.local_modules import localize
+
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+    )
+    return localize(spec)

@@ -1,0 +1,89 @@
+"""One trainer rank as a Ray actor. Ray is applied in `trainer/group.py`; a test may run a
+rank in a process of its own."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import numpy as np
+
+from lora_moe_rl.adapters.shards import Shard
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.trainer.batch import TrainBatch
+from lora_moe_rl.trainer.device import Device
+
+
+class TrainerWorker:
+    """Methods are called on all ranks together, with the same arguments."""
+
+    def __init__(self, config: RunConfig, spec: AdapterSpec, model_dir: Path, rank: int):
+        self.config, self.spec, self.model_dir, self.rank = config, spec, model_dir, rank
+
+    def address(self) -> str:
+        """host:port for torch.distributed, asked of rank 0."""
+        import ray
+
+        with socket.socket() as s:
+            s.bind(("", 0))
+            return f"{ray.util.get_node_ip_address()}:{s.getsockname()[1]}"
+
+    def start(self, address: str, threads: int) -> dict:
+        """Builds the model and the adapters. Returns what `doctor`-like output shows."""
+        device = Device.choose(self.config.trainer)
+        device.prepare(threads)
+        from lora_moe_rl.trainer.engine import TrainingEngine
+        from lora_moe_rl.trainer.model import init_process_groups
+
+        init_process_groups(self.config.trainer, device, self.rank, address)
+        self.engine = TrainingEngine(self.config, self.spec, self.model_dir, device)
+        trainable = sum(p.numel() for p in self.engine.optimizer.parameters())
+        return {
+            "device": device.kind,
+            "dtype": str(device.dtype).removeprefix("torch."),
+            "trainable": trainable,
+        }
+
+    def update(self, batch: TrainBatch, *tables: RouteTable):
+        """One step's optimizer steps: see `trainer/update.py`. `tables`: of each engine in turn."""
+        from lora_moe_rl.trainer.update import update
+
+        return update(self.engine, batch, RouteTable.concat(tables) if tables else None)
+
+    def score(
+        self, sequences: list[list[int]], table: RouteTable | None, adapters: bool
+    ) -> list[np.ndarray] | None:
+        """Logprobs of every token after the first, at temperature 1, from one rank (None from the
+        others). `adapters=False`: the frozen base."""
+        batch = TrainBatch.from_sequences(sequences)
+        if adapters:
+            return self.engine.score(batch, table)
+        with self.engine.adapters.off():
+            return self.engine.score(batch, table)
+
+    def export(self) -> list[Shard]:
+        """This rank's shards of the current version."""
+        return self.engine.adapters.export()
+
+    def version(self) -> int:
+        return self.engine.version
+
+    def save(self, directory: Path) -> dict:
+        """Writes this rank's file; returns what the manifest must hold to load it."""
+        from lora_moe_rl.trainer import state
+
+        state.save(directory, self.rank, self.engine.adapters, self.engine.optimizer)
+        return {"version": self.engine.version, "optimizer_steps": self.engine.optimizer.steps}
+
+    def load(self, directory: Path, meta: dict) -> None:
+        from lora_moe_rl.trainer import state
+
+        steps = meta["optimizer_steps"]
+        state.load(directory, self.engine.adapters, self.engine.optimizer, steps)
+        self.engine.version = meta["version"]
+
+    def set_adapter(self, tensors: dict[str, np.ndarray]) -> None:
+        """Writes whole canonical tensors (tests, and starting from an adapter)."""
+        self.engine.adapters.load(tensors)

@@ -1,0 +1,1 @@
+"""Moving an adapter version from the trainer into vLLM."""

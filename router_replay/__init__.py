@@ -1,0 +1,1 @@
+"""Router decisions: the route table and its replay in Megatron-core."""

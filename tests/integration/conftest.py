@@ -1,0 +1,1 @@
+from engine_fixtures import engine, ray_session  # noqa: F401

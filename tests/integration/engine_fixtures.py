@@ -1,0 +1,172 @@
+"""One real vLLM engine a shape, shared by all tests, and the Hugging Face model it must equal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hf
+import numpy as np
+import pytest
+import ray
+import torch
+
+from lora_moe_rl.adapters.peft import HF_PATHS
+from lora_moe_rl.adapters.shards import Shard
+from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape, Site
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.rollout import outputs
+from lora_moe_rl.rollout.engine import RolloutEngine
+from lora_moe_rl.tiny import shapes
+from lora_moe_rl.tiny.tokenizer import make_tokenizer
+
+DISK_ID = 1_000_000
+Tensors = dict[str, np.ndarray]
+
+
+def hf_name(site: Site) -> str:
+    return f"model.layers.{site.layer}.{HF_PATHS[site.module]}"
+
+
+class EngineWithDisk(RolloutEngine):
+    """Can also score under an adapter that vLLM's own loader reads from a PEFT directory."""
+
+    async def score_directory(self, sequences: list[list[int]], directory: str):
+        from vllm.lora.request import LoRARequest
+
+        while len(self.receipts) >= self.config.refit.slots:
+            await self._drop_oldest(-1)  # vLLM would evict a version behind our back
+        request = LoRARequest("from disk", DISK_ID, lora_path=directory)
+        params = outputs.scoring_params()
+        answers = await asyncio.gather(
+            *(self._request(ids, params, request, None) for ids in sequences)
+        )
+        await self.llm.remove_lora(DISK_ID)
+        return outputs.scores_and_routes(answers, self.spec.shape)
+
+
+@dataclass
+class EngineUnderTest:
+    """An engine in a Ray actor. Versions only grow: `new_version` hands them out."""
+
+    actor: Any
+    config: RunConfig
+    spec: AdapterSpec
+    model: torch.nn.Module
+    versions: Iterator[int] = field(default_factory=itertools.count)
+
+    def new_version(self, tensors: Tensors) -> int:
+        version = next(self.versions)
+        self.publish(version, shards(tensors))
+        return version
+
+    def publish(self, version: int, *shard_lists: list[Shard]):
+        return ray.get(self.actor.publish.remote(version, *(ray.put(s) for s in shard_lists)))
+
+    def generate(self, prompts: list[list[int]], n: int, version: int, seed: int = 0):
+        groups = list(range(len(prompts)))
+        call = self.actor.generate.options(num_returns=2)
+        return ray.get(call.remote(prompts, groups, n, version, seed))
+
+    def score(self, sequences: list[list[int]], version: int | None):
+        return ray.get(self.actor.score.options(num_returns=2).remote(sequences, version))
+
+    def score_directory(self, sequences: list[list[int]], directory: Path):
+        call = self.actor.score_directory.options(num_returns=2)
+        return ray.get(call.remote(sequences, str(directory)))
+
+    def random_adapter(self, seed: int, modules: tuple[str, ...] | None = None) -> Tensors:
+        """Large enough to change every token's logprobs; B is zero outside `modules`."""
+        generator = np.random.default_rng(seed)
+        tensors = {}
+        for name, shape in self.spec.tensor_shapes.items():
+            values = generator.standard_normal(shape, dtype=np.float32)
+            site = self.spec.by_name[name[:-2]]
+            kept = modules is None or site.module in modules
+            tensors[name] = values * (shape[-1] ** -0.5 if name.endswith("A") else 0.03 * kept)
+        return tensors
+
+    @contextlib.contextmanager
+    def merged(self, tensors: Tensors | None) -> Iterator[torch.nn.Module]:
+        """The Hugging Face model with scale * B A added to its weights by hand."""
+        saved = {name: value.clone() for name, value in self.model.state_dict().items()}
+        if tensors is not None:
+            hf.merge(self.model, self.spec, tensors)
+        try:
+            yield self.model
+        finally:
+            self.model.load_state_dict(saved)
+
+
+def reference(model: torch.nn.Module, spec: AdapterSpec, token_ids: list[int]):
+    """Hugging Face's logprobs `[L - 1]` and sorted routes `[L - 1, moe_layers, top_k]`."""
+    routes: dict[int, torch.Tensor] = {}
+    hooks = [
+        model.get_submodule(f"model.layers.{layer}.mlp.experts").register_forward_pre_hook(
+            lambda _, args, layer=layer: routes.__setitem__(layer, args[1])
+        )
+        for layer in spec.shape.moe_layers
+    ]
+    try:
+        with torch.no_grad():
+            logits = model(torch.tensor([token_ids])).logits[0, :-1]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    chosen = torch.tensor(token_ids[1:]).unsqueeze(1)
+    logprobs = logits.log_softmax(-1).gather(1, chosen).squeeze(1).numpy()
+    table = torch.stack([routes[layer][:-1] for layer in spec.shape.moe_layers], dim=1)
+    return logprobs, table.sort(-1).values.numpy()
+
+
+def shards(tensors: Tensors) -> list[Shard]:
+    return [Shard(name, (0,) * value.ndim, value) for name, value in tensors.items()]
+
+
+def save_random_model(name: str, folder: Path) -> torch.nn.Module:
+    """A tiny model with random weights, as a Hugging Face directory."""
+    torch.manual_seed(0)
+    model = shapes.build_model(name).eval()
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | shapes.EXTRA_CONFIG[name]))
+    return model
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session", params=["qwen3_moe", "deepseek_v3"])
+def engine(request, ray_session, tmp_path_factory) -> Iterator[EngineUnderTest]:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = save_random_model(request.param, folder)
+    config = RunConfig(
+        model={"path": str(folder), "max_length": 256},
+        adapter={"rank": 6, "expert_rank": 4, "alpha": 12, "expert_alpha": 4},
+        rollout={"max_response_tokens": 24, "stop_token_ids": tuple(range(16))},
+    )
+    shape = ModelShape.from_hf_config(json.loads((folder / "config.json").read_text()))
+    spec = AdapterSpec.build(shape, config.adapter)
+    log = str(folder / "engine.log")
+    this_folder = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}}
+    actor_class = ray.remote(num_cpus=1, runtime_env=this_folder)(EngineWithDisk)
+    actor = actor_class.remote(config, str(folder), spec, 0, log)
+    try:
+        ray.get(actor.start.remote(), timeout=240)
+    except Exception:
+        print(Path(log).read_text()[-5000:])
+        raise
+    yield EngineUnderTest(actor, config, spec, model)
+    ray.get(actor.shutdown.remote(), timeout=60)
+    ray.kill(actor)

@@ -1,0 +1,40 @@
+"""`lora-moe-rl bench step` with the real engines."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from lora_moe_rl.bench.model import make_model
+from lora_moe_rl.rollout.engine import stop_ids
+
+
+@pytest.mark.slow
+def test_bench_step_reports_as_json(tmp_path):
+    command = [sys.executable, "-m", "lora_moe_rl", "bench", "step", "--steps", "2", "--json"]
+    # Ray's sockets cannot lie as deep as the test's folder.
+    environment = os.environ | {"TMPDIR": str(tmp_path), "RAY_TMPDIR": tempfile.gettempdir()}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)  # nothing else is printed there
+    stages = {"rollout", "reward", "train", "refit", "other", "step"}
+    assert result["seconds"].keys() == stages
+    parts = sum(value for stage, value in result["seconds"].items() if stage != "step")
+    assert parts == pytest.approx(result["seconds"]["step"], rel=0.01)
+    assert result["seconds"]["rollout"] > 0 and result["seconds"]["train"] > 0
+    assert result["worst"]["replay/coverage"] == 1
+    assert 0 < result["worst"]["mismatch/max_abs_logprob_diff"] <= 1e-4
+    assert result["steps"] == 2 and result["parameters"] == 1_970_272
+    assert not any(tmp_path.glob("lora-moe-rl-bench-*")), "it leaves its files behind"
+
+
+def test_the_model_of_the_benchmark_has_no_end_of_sequence(tmp_path):
+    count = make_model(tmp_path)
+    assert stop_ids(str(tmp_path)) == set()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert sum(p.numel() for p in model.parameters()) == count == 1_970_272
+    assert model.generation_config.eos_token_id is None

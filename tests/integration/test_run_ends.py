@@ -1,0 +1,157 @@
+"""Runs that are ended from outside: Ctrl-C, actors that are killed, a disk that refuses."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cli_run import RECIPE, CliRun
+
+from lora_moe_rl.checkpoint import newest_valid
+from lora_moe_rl.run_dir import read_jsonl
+from lora_moe_rl.tiny.make import resolve_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+INTERRUPTED = 130
+END_S = 60  # longest time from the blow to the end of the run
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator:
+    """Starts runs; what is left of them is ended with the test."""
+    runs = []
+
+    def start(*arguments: object) -> CliRun:
+        runs.append(CliRun("train", *arguments, output=tmp_path / f"{len(runs)}.out"))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.end()
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [record["step"] for record in read_jsonl(folder / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory) -> tuple[CliRun, int, Path]:
+    """A run of the demo that met Ctrl-C in step 2 or later; its exit code and directory."""
+    resolve_model("qwen3_moe")
+    folder = tmp_path_factory.mktemp("interrupted") / "run"
+    settings = ("trainer.steps=100000", "checkpoint.every=0", f"logging.run_dir={folder}")
+    run = CliRun("train", RECIPE, *settings, output=folder.with_suffix(".out"))
+    try:
+        run.wait_for(lambda: steps_in(folder), "the first step")
+        run.interrupt()
+        return run, run.finish(END_S), folder
+    finally:
+        run.end()
+
+
+def test_ctrl_c_finishes_the_step_and_leaves_a_checkpoint(interrupted):
+    run, exit_code, folder = interrupted
+    assert exit_code == INTERRUPTED
+    steps = steps_in(folder)
+    assert steps == list(range(1, len(steps) + 1))
+    assert "stopping after this step, with a checkpoint; once more to stop at once" in run.output
+    resume = f"go on with: lora-moe-rl train {folder}/config.yaml --resume"
+    assert f"stopped after step {steps[-1]}; {resume}" in run.output
+    found = newest_valid(folder / "checkpoints")
+    assert found.metadata["step"] == steps[-1] and not found.skipped
+    assert (folder / "adapter/adapter_model.safetensors").exists()
+    assert (folder / "curves.png").exists()
+    assert "Traceback" not in run.output
+    assert run.leftovers() == []
+
+
+# What is killed, by the log it writes and its name among the processes; the actor to be named.
+VICTIMS = [
+    pytest.param("engine-0", "ray::RolloutEngine", id="engine"),
+    pytest.param("engine-0", "EngineCore", id="vLLM's own process"),
+    pytest.param("trainer-1", "ray::LoggedWorker", id="trainer rank"),
+]
+
+
+@pytest.mark.parametrize(("name", "title"), VICTIMS)
+def test_a_killed_actor_ends_the_run_and_is_named(interrupted, start, name, title):
+    """Each goes on from the interrupted run's checkpoint, which shows that too."""
+    *_, folder = interrupted
+    found = newest_valid(folder / "checkpoints")
+    run = start(folder / "config.yaml", "--resume")
+    run.wait_for(
+        lambda: max(steps_in(folder)) > found.metadata["step"] and "tokens/s" in run.output,
+        "a step",
+    )
+    assert f"going on from {found.path}" in run.output
+    victim = run.actor(name, title)
+    victim.kill()
+    killed = time.monotonic()
+    assert run.finish(END_S) == 1
+    print(f"ended {time.monotonic() - killed:.1f} s after the kill")
+    assert not victim.is_running()
+
+    assert f"error: actor {name} failed: " in run.output
+    assert "Last lines of its log:" in run.output
+    assert run.leftovers() == []
+    assert newest_valid(folder / "checkpoints").path == found.path
+    steps = steps_in(folder)
+    assert steps == list(range(1, len(steps) + 1)) and steps[-1] > found.metadata["step"]
+
+
+def test_a_disk_that_refuses_one_ranks_file_leaves_the_earlier_checkpoint(interrupted, start):
+    """The kernel refuses a write in the middle of the file, as when the disk is full."""
+    *_, folder = interrupted
+    found = newest_valid(folder / "checkpoints")
+    run = start(folder / "config.yaml", "--resume", "checkpoint.every=20")
+    rank = run.wait_for(lambda: run.actor("trainer-1", "ray::LoggedWorker"), "a trainer")
+    run.wait_for_text("trainer-1: device")
+    limit = 100_000
+    resource.prlimit(rank.pid, resource.RLIMIT_FSIZE, (limit, limit))
+    assert run.finish() == 1
+    assert "error: cannot write the checkpoint" in run.output
+    assert "File too large" in run.output and "stay valid" in run.output
+    names = [path.name for path in (folder / "checkpoints").iterdir()]
+    assert names == [found.path.name]
+    assert newest_valid(folder / "checkpoints").metadata == found.metadata
+    assert run.leftovers() == []
+
+
+SLOW_REWARD = """
+import time
+
+def reward(completions, **columns):
+    time.sleep(120)
+    return [0.0] * len(completions)
+"""
+
+
+def test_the_second_ctrl_c_ends_a_step_at_once(start, tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW_REWARD)
+    folder = tmp_path / "run"
+    run = start(
+        *(RECIPE, "trainer.world_size=1", "trainer.ep=1", f"logging.run_dir={folder}"),
+        *(f"reward.function={tmp_path}/slow.py:reward", "reward.timeout_s=200"),
+    )
+    run.wait_for_text("engine-0: vllm")
+    time.sleep(5)  # into the reward of step 1
+    run.interrupt()
+    run.wait_for_text("once more to stop at once")
+    run.interrupt()
+    assert run.finish(timeout=20) == INTERRUPTED
+    assert "error: interrupted" in run.output and "Traceback" not in run.output
+    assert run.leftovers() == []
+    assert steps_in(folder) == []
+
+
+def test_ctrl_c_while_the_engines_start(start, tmp_path):
+    run = start(RECIPE, f"logging.run_dir={tmp_path}/run")
+    run.wait_for(lambda: run.actor("engine-0", "EngineCore"), "vLLM's own process")
+    run.interrupt()
+    assert run.finish(timeout=30) == INTERRUPTED
+    assert "error: interrupted" in run.output and "Traceback" not in run.output
+    assert run.leftovers() == []

@@ -1,0 +1,191 @@
+"""One trainer, one step: replay modes, off-policy updates, NaN, missing routes, resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+from ranks import random_adapter, random_batch, run_ranks, spec_of
+
+from lora_moe_rl.adapters.shards import assemble
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import CheckpointError, ReplayError
+from lora_moe_rl.tiny.make import resolve_model
+
+MODEL = "qwen3_moe"
+
+
+def make_config(**trainer) -> RunConfig:
+    return RunConfig(model=MODEL, trainer={"lr": 1e-3, "micro_batch_tokens": 60, **trainer})
+
+
+def run(job, *args, **trainer):
+    return run_ranks(make_config(**trainer), resolve_model(MODEL), job, *args)
+
+
+def with_settings(worker, **sections) -> None:
+    """Changes settings that the engine reads at each call."""
+    data = make_config().model_dump()
+    for section, values in sections.items():
+        data[section] |= values
+    worker.engine.config = RunConfig.model_validate(data)
+
+
+def exercise(worker, spec):
+    """Every mode on one rank, each from the same adapter."""
+    batch, table = random_batch(spec)
+    results = {}
+
+    def update(name, the_batch=batch, the_table=table, **sections):
+        worker.set_adapter(random_adapter(spec))
+        worker.engine.optimizer.restore(0)
+        with_settings(worker, **sections)
+        results[name] = worker.update(the_batch, *([the_table] if the_table else []))
+
+    update("r3")
+    update("r2", the_table=None, replay={"mode": "r2"})
+    update("off", the_table=None, replay={"mode": "off"})
+    update("kl", algorithm={"kl_coef": 0.1})
+    halves = dataclasses.replace(batch, mini_batch=np.arange(len(batch.token_ids)) % 2)
+    update("mini_batches", halves, algorithm={"mini_batches": 2, "prompts_per_step": 2})
+    update("epochs", algorithm={"epochs": 2})
+    own = worker.score([ids.tolist() for ids in batch.token_ids], None, True)
+    results["own_logprobs_after"] = own
+
+    valid = table.valid.copy()
+    valid[3, 1] = False
+    holes = dataclasses.replace(table, valid=valid)
+    for missing in ("mask", "route"):
+        update(f"missing_{missing}", the_table=holes, replay={"missing": missing})
+    with pytest.raises(ReplayError, match="sample 0 has no routes for token 3, layer 1") as raised:
+        update("missing_error", the_table=holes)
+    results["missing_error"] = str(raised.value)
+
+    few = dataclasses.replace(batch, weights=np.zeros_like(batch.weights))
+    before = worker.export()
+    version = worker.version()
+    results["nothing"] = worker.update(few, table)
+    results["unchanged"] = worker.version() == version and all(
+        (a.data == b.data).all() for a, b in zip(before, worker.export(), strict=True)
+    )
+    return results
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run(exercise)[0]
+
+
+def test_r3_replays_every_route_and_counts_its_own_other_choices(results):
+    metrics = results["r3"].metrics
+    assert metrics["replay/coverage"] == 1.0
+    # Random routes, top 2 of 8: the trainer's own choice is another in about three of four.
+    assert 0.5 < metrics["replay/disagreement"] < 1.0
+
+
+def test_r2_replays_its_own_choice_and_equals_off_on_policy(results):
+    r2, off = results["r2"].metrics, results["off"].metrics
+    assert r2["replay/coverage"] == 1.0 and r2["replay/disagreement"] == 0.0
+    assert off["replay/coverage"] == 0.0
+    for name in ("loss/policy", "optim/grad_norm", "mismatch/kl"):
+        assert r2[name] == pytest.approx(off[name], rel=1e-5, abs=1e-6), name
+    # Other routes, another function: r3 with random routes is not r2.
+    assert results["r3"].metrics["mismatch/kl"] != pytest.approx(r2["mismatch/kl"], rel=1e-3)
+
+
+def test_kl_to_the_base_is_positive_and_changes_the_gradient(results):
+    kl, plain = results["kl"].metrics, results["r3"].metrics
+    assert kl["loss/kl"] > 1e-4 and plain["loss/kl"] == 0
+    assert kl["loss/policy"] == pytest.approx(plain["loss/policy"], abs=1e-6)
+    assert kl["optim/grad_norm"] != pytest.approx(plain["optim/grad_norm"], rel=1e-4)
+
+
+def test_off_policy_updates_make_one_version_each_and_a_ratio_that_moves(results):
+    first = results["r3"].version
+    assert first == 1
+    versions = [results[k].version for k in ("r3", "r2", "off", "kl", "mini_batches", "epochs")]
+    assert versions == [1, 2, 3, 4, 6, 8]
+    assert results["r3"].metrics["loss/ratio"] == pytest.approx(1, abs=1e-6)
+    assert abs(results["epochs"].metrics["loss/ratio"] - 1) > 1e-5
+
+
+def test_missing_routes(results):
+    everything, masked = results["r3"].metrics, results["missing_mask"].metrics
+    routed = results["missing_route"].metrics
+    assert masked["loss/tokens"] == everything["loss/tokens"] - 1
+    assert routed["loss/tokens"] == everything["loss/tokens"]
+    assert masked["replay/coverage"] < 1
+    assert re.search(r"replay\.missing=mask", results["missing_error"])
+
+
+def test_a_step_without_tokens_in_the_loss_changes_nothing(results):
+    assert results["nothing"].skipped == 1 and results["nothing"].nonfinite == 0
+    assert results["unchanged"]
+
+
+def nan_on_one_rank(worker, spec):
+    batch, table = random_batch(spec)
+    worker.set_adapter(random_adapter(spec))
+    before = worker.export()
+    advantages = batch.advantages.copy()
+    advantages[0] = np.inf
+    skipped = worker.update(dataclasses.replace(batch, advantages=advantages), table)
+    same = all((a.data == b.data).all() for a, b in zip(before, worker.export(), strict=True))
+    return skipped, same, worker.update(batch, table)
+
+
+def test_nan_on_one_rank_skips_the_step_on_all(results):
+    for skipped, same, after in run(nan_on_one_rank, world_size=2, ep=2):
+        assert (skipped.skipped, skipped.nonfinite, skipped.version) == (1, 1, 0)
+        assert same
+        assert (after.skipped, after.version) == (0, 1)
+
+
+def train_and_save(worker, spec, directory):
+    """Two steps, a checkpoint, two more steps."""
+    worker.set_adapter(random_adapter(spec))
+    batch, table = random_batch(spec)
+    for _ in range(2):
+        worker.update(batch, table)
+    meta = worker.save(directory)
+    rest = [worker.update(batch, table).metrics for _ in range(2)]
+    return meta, rest, worker.export()
+
+
+def load_and_train(worker, spec, directory, meta):
+    worker.load(directory, meta)
+    batch, table = random_batch(spec)
+    rest = [worker.update(batch, table).metrics for _ in range(2)]
+    return worker.version(), rest, worker.export()
+
+
+def test_resume_is_bitwise_on_one_layout_and_close_on_another(tmp_path):
+    ((meta, expected, shards),) = run(train_and_save, tmp_path)
+    assert meta == {"version": 2, "optimizer_steps": 2}
+    ((version, got, resumed),) = run(load_and_train, tmp_path, meta)
+    assert version == 4
+    assert got == expected  # every figure, to the last bit
+    for a, b in zip(shards, resumed, strict=True):
+        assert a.name == b.name and np.array_equal(a.data, b.data), a.name
+    other = run(load_and_train, tmp_path, meta, world_size=2, tp=2)
+    for name in ("loss/policy", "optim/grad_norm", "mismatch/kl"):
+        assert other[0][1][0][name] == pytest.approx(expected[0][name], rel=1e-5, abs=1e-6), name
+    spec = spec_of(resolve_model(MODEL), make_config())
+    whole = assemble(spec.tensor_shapes, [s for result in other for s in result[2]])
+    reference = assemble(spec.tensor_shapes, shards)
+    for name, tensor in whole.items():
+        assert np.isclose(tensor, reference[name], rtol=0, atol=1e-5).mean() > 0.999, name
+
+
+def load_incomplete(worker, spec, directory, meta):
+    with pytest.raises(CheckpointError, match="elements are in the checkpoint"):
+        worker.load(directory, meta)
+
+
+@pytest.mark.slow
+def test_a_missing_rank_file_is_refused(tmp_path):
+    metas = run(train_and_save, tmp_path, world_size=2, ep=2)
+    (tmp_path / "trainer_00001.safetensors").unlink()
+    run(load_incomplete, tmp_path, metas[0][0])

@@ -1,0 +1,82 @@
+"""An actor's output goes into its file, whoever writes it."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lora_moe_rl.actor_log import redirect
+from lora_moe_rl.run_dir import tail
+
+CODE = """
+import logging, os, subprocess, sys
+from lora_moe_rl.actor_log import redirect
+logging.basicConfig(level=logging.WARNING)
+redirect(sys.argv[1])
+print("from Python")
+os.write(1, b"from C\\n")
+os.write(2, b"from C, stderr\\n")
+subprocess.run([sys.executable, "-c", "print('from a child')"])
+logging.getLogger("a.module").info("from logging")
+if sys.argv[2:]:
+    os.kill(os.getpid(), int(sys.argv[2]))
+raise RuntimeError("from a traceback")
+"""
+
+
+def run(log: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", CODE, str(log), *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_all_output_of_a_process(tmp_path):
+    log = tmp_path / "logs" / "engine-0.log"
+    child = run(log)
+    assert child.returncode == 1 and child.stdout == "" and child.stderr == ""
+    text = log.read_text()
+    for source in ("Python", "C", "C, stderr", "a child", "a traceback"):
+        assert f"from {source}\n" in text
+    assert " I a.module: from logging\n" in text
+    assert tail(log, 1) == "RuntimeError: from a traceback"
+
+
+def test_a_second_start_appends(tmp_path):
+    run(tmp_path / "a.log")
+    run(tmp_path / "a.log")
+    assert (tmp_path / "a.log").read_text().count("from Python\n") == 2
+
+
+def test_a_crash_in_native_code_leaves_the_python_stack(tmp_path):
+    child = run(tmp_path / "a.log", str(int(signal.SIGSEGV)))
+    assert child.returncode == -signal.SIGSEGV
+    assert "Fatal Python error: Segmentation fault" in (tmp_path / "a.log").read_text()
+
+
+class Chatty:
+    def __init__(self, log_path: str):
+        redirect(log_path)
+
+    def speak(self) -> str:
+        print("from a Ray actor")
+        os.write(2, b"from its C code\n")
+        logging.getLogger("actor").info("from its logging")
+        return "spoken"
+
+
+@pytest.mark.slow
+def test_in_a_ray_actor(tmp_path):
+    import ray
+
+    ray.init(address="local", num_cpus=1, log_to_driver=False, include_dashboard=False)
+    try:
+        log = tmp_path / "actor.log"
+        actor = ray.remote(Chatty).remote(str(log))
+        assert ray.get(actor.speak.remote()) == "spoken"
+        for line in ("from a Ray actor", "from its C code", "from its logging"):
+            assert line in log.read_text()
+    finally:
+        ray.shutdown()

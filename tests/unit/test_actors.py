@@ -1,0 +1,80 @@
+"""What a failing call on several actors is reported as: the one that is to blame, by name."""
+
+import os
+import time
+
+import pytest
+import ray
+
+from lora_moe_rl.actors import Actor, get
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import ActorFailed, RefitError
+from lora_moe_rl.run_dir import RunDir
+
+NAMES = ("trainer-0", "trainer-1")
+
+
+class Rank:
+    def act(self, deed: str, seconds: float = 0.0) -> str:
+        time.sleep(seconds)
+        if deed == "die":
+            os._exit(1)
+        if deed == "raise":
+            raise RuntimeError("connection closed by peer")
+        if deed == "ours":
+            raise RefitError("version 3 is not served")
+        return deed
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_session():
+    started = not ray.is_initialized()
+    if started:
+        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    yield
+    if started:
+        ray.shutdown()
+
+
+@pytest.fixture
+def actors(tmp_path):
+    with RunDir(RunConfig(logging={"run_dir": str(tmp_path / "run")}), False) as run_dir:
+        for name in NAMES:
+            run_dir.log_path(name).write_text(f"last words of {name}\n")
+        actors = [Actor(ray.remote(num_cpus=0)(Rank).remote(), name, run_dir) for name in NAMES]
+        ray.get([actor.remote("act", "start") for actor in actors])
+        yield actors
+        for actor in actors:
+            ray.kill(actor.handle)
+
+
+def act(actors, *deeds, timeout=None):
+    refs = [actor.remote("act", *deed) for actor, deed in zip(actors, deeds, strict=True)]
+    return get(actors, refs, timeout)
+
+
+def test_results_come_in_the_order_of_the_actors(actors):
+    assert act(actors, ("late", 0.3), ("early",)) == ["late", "early"]
+
+
+def test_the_dead_one_is_named_even_when_its_peer_complains_first(actors):
+    with pytest.raises(ActorFailed, match="actor trainer-1 failed: .*died") as caught:
+        act(actors, ("raise",), ("die", 0.5))
+    assert caught.value.log_tail == "last words of trainer-1"
+
+
+def test_a_failure_does_not_wait_for_the_others(actors):
+    started = time.monotonic()
+    with pytest.raises(ActorFailed, match="actor trainer-0 failed: connection closed by peer"):
+        act(actors, ("raise",), ("slow", 60))
+    assert time.monotonic() - started < 15
+
+
+def test_our_own_errors_are_raised_as_they_are(actors):
+    with pytest.raises(RefitError, match=r"^version 3 is not served$"):
+        act(actors, ("raise",), ("ours", 0.3))
+
+
+def test_silence_names_the_silent(actors):
+    with pytest.raises(ActorFailed, match=r"actor trainer-1 failed: no answer within 1 s"):
+        act(actors, ("fine",), ("slow", 60), timeout=1)

@@ -1,0 +1,131 @@
+"""What a user can get wrong is one message and exit code 2, before Ray or any engine starts."""
+
+import json
+import logging
+import shutil
+
+import pytest
+import ray
+import torch
+
+from lora_moe_rl import cli
+from lora_moe_rl.checkpoint import write_checkpoint
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config_files import to_yaml
+from lora_moe_rl.tiny import shapes
+from lora_moe_rl.tiny.tokenizer import make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A Qwen3-MoE directory with 8 experts and 512 positions."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    shapes.build_model("qwen3_moe").save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(model, tmp_path, monkeypatch):
+    """A directory with files that are wrong in one way each, to run in."""
+
+    def started(*args, **kwargs):
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr(ray, "init", started)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "no_config").mkdir()
+    for name in ("no_shard", "llama"):
+        shutil.copytree(model, tmp_path / name)
+    (tmp_path / "no_shard/model.safetensors").unlink()
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "no_shard/model.safetensors.index.json").write_text(json.dumps(index))
+    config = json.loads((model / "config.json").read_text())
+    config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    (tmp_path / "llama/config.json").write_text(json.dumps(config))
+
+    for name, prompts in {
+        "good": ["1+2="],
+        "empty": [],
+        "no_prompt": ["1+2=", None],
+        "long": ["1+2=", "1+" * 300],
+    }.items():
+        rows = [{"answer": "3"} | ({"prompt": p} if p else {}) for p in prompts]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    (tmp_path / "broken.py").write_text("import no_such_package\n\ndef reward(**_): ...\n")
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used/config.yaml").write_text(to_yaml(RunConfig(model=str(model))))
+    (tmp_path / "used/metrics.jsonl").write_text('{"step": 1}\n')
+    return tmp_path
+
+
+def train(model, *arguments) -> int:
+    """Later arguments lie over these, which are right."""
+    right = [f"model={model}", "data.path=good.jsonl", "logging.run_dir=run"]
+    right += ["reward.function=lora_moe_rl.rewards:exact_match"]
+    return cli.main(["train", *right, *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ("adapter.rnk=8", ["unknown config key 'adapter.rnk'; did you mean adapter.rank?"]),
+        ("adapter.rank=1024", ["adapter.rank=1024 is not a rank vLLM can serve", "from 1 to 512"]),
+        ("adapter.expert_rank=600", ["adapter.expert_rank=600 is not a rank vLLM can serve"]),
+        ("adapter.targets=kv_a_proj", ["Qwen3MoeForCausalLM has no module", "it has q_proj, "]),
+        ("trainer.world_size=3 trainer.ep=3", ["trainer.ep=3 does not divide", "8 experts"]),
+        ("trainer.world_size=3 trainer.tp=2", ["trainer.world_size=3 does not match the layout"]),
+        ("trainer.world_size=3 trainer.pp=3", ["trainer.pp=3 does not divide", "4 layers"]),
+        ("model.max_length=1024", ["model.max_length=1024", "512 positions"]),
+        ("model=./no_config", ["no_config has no config.json"]),
+        ("model=./no_shard", ["lacks 1 of 1 weight shards (model-00001-of-00002.safetensors"]),
+        (
+            "model=./llama",
+            ["LlamaForCausalLM", "is not supported", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalL"],
+        ),
+        ("data.path=null", ["there is no data: set data.path or data.generator"]),
+        ("data.path=absent.jsonl", ["absent.jsonl: there is no such file"]),
+        ("data.path=empty.jsonl", ["empty.jsonl has no rows"]),
+        ("data.path=no_prompt.jsonl", ["no_prompt.jsonl, line 2: no prompt"]),
+        (
+            "data.path=long.jsonl",
+            ["line 2: the prompt has 600 tokens; at most 504 fit"],
+        ),
+        ("reward.function=null", ["reward.function is not set: name a function as"]),
+        ("reward.function=nowhere.rewards:f", ["there is no module 'nowhere'"]),
+        ("reward.function=broken.py:reward", ["broken.py", "No module named 'no_such_package'"]),
+        ("reward.function=broken.py", ["is not of the form module:function"]),
+        ("logging.run_dir=used", ["used holds a run already; go on with it by --resume"]),
+        ("--resume", ["there is no run in", "leave out --resume"]),
+        ("logging.run_dir=used --resume adapter.rank=8", ["adapter.rank was 16 and is now 8"]),
+    ],
+)
+def test_refused_before_anything_starts(model, folder, capsys, arguments, parts):
+    assert train(model, *arguments.split()) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert error.startswith("error: ") and "Traceback" not in error
+    for part in parts:
+        assert part in error
+    assert not list(folder.glob("run/metrics.jsonl"))
+
+
+def test_a_run_without_any_valid_checkpoint_does_not_start(model, folder, capsys):
+    checkpoints = folder / "used/checkpoints"
+    for step in (1, 2):
+        with write_checkpoint(checkpoints, step, 2, {}) as directory:
+            (directory / "trainer_00000.safetensors").write_bytes(bytes(100))
+        (checkpoints / f"step-{step:06d}/trainer_00000.safetensors").write_bytes(bytes(99))
+    assert train(model, "logging.run_dir=used", "--resume") == 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert "no checkpoint in" in error and "has 99 bytes instead of 100" in error
+    assert "step-000001" in error and "step-000002" in error
+    assert (folder / "used/metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_with_everything_right_ray_is_started(model, folder, monkeypatch):
+    """So that the runs above are refused for their one fault."""
+    monkeypatch.setattr(logging.root, "handlers", [])  # the run sets its own
+    with pytest.raises(AssertionError, match="Ray was started"):
+        train(model)

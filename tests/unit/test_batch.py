@@ -1,0 +1,83 @@
+"""Samples to packed micro-batches."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_moe_rl.trainer.batch import TrainBatch, pack, plan_micro_batches, unpack
+
+
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
+    max_tokens=st.integers(1, 80),
+    dp=st.integers(1, 4),
+)
+def test_plan_uses_every_sample_once_and_all_ranks_equally_often(lengths, max_tokens, dp):
+    lengths = np.array(lengths)
+    plan = plan_micro_batches(range(len(lengths)), lengths, max_tokens, dp)
+    assert len(plan) == dp
+    assert len({len(micro_batches) for micro_batches in plan}) == 1
+    chunks = [chunk for micro_batches in plan for chunk in micro_batches]
+    assert sorted(i for chunk in chunks for i in chunk) == list(range(len(lengths)))
+    for chunk in chunks:
+        assert len(chunk) <= 1 or lengths[chunk].sum() <= max_tokens
+
+
+def make_batch() -> TrainBatch:
+    """Two samples: prompt 10 11, response 12 13 14; prompt 20, response 21 22."""
+    return TrainBatch(
+        token_ids=[np.array([10, 11, 12, 13, 14]), np.array([20, 21, 22])],
+        prompt_lengths=np.array([2, 1]),
+        logprobs=[np.array([-1.0, -2, -3], np.float32), np.array([-4.0, -5], np.float32)],
+        advantages=np.array([0.5, -1.5], np.float32),
+        weights=np.array([1.0, 0.0], np.float32),
+        mini_batch=np.array([0, 0]),
+    )
+
+
+def test_pack_by_hand():
+    packed = pack(make_batch(), [0, 1], multiple=4)
+    assert packed.input_ids.tolist() == [10, 11, 12, 13, 20, 21, 0, 0]
+    assert packed.labels.tolist() == [11, 12, 13, 14, 21, 22, 0, 0]
+    assert packed.positions.tolist() == [0, 1, 2, 3, 0, 1, 0, 1]
+    assert packed.cu_seqlens.tolist() == [0, 4, 6, 8]
+    assert packed.rows.tolist() == [0, 1, 2, 3, 4, 5, -1, -1]
+    assert packed.response.tolist() == [False, True, True, True, True, True, False, False]
+    # The second sample has weight 0: it is scored, but not in the loss.
+    assert packed.mask.tolist() == [False, True, True, True, False, False, False, False]
+    assert packed.rollout_logprobs.tolist() == [0, -1, -2, -3, -4, -5, 0, 0]
+    assert packed.advantages.tolist() == [0.5] * 4 + [-1.5] * 2 + [0, 0]
+    assert packed.counted.tolist() == [True] * 6 + [False] * 2
+
+
+def test_empty_micro_batch_has_one_step_of_padding_and_nothing_in_the_loss():
+    packed = pack(make_batch(), [], multiple=2)
+    assert len(packed.input_ids) == 2
+    assert not packed.mask.any() and not packed.counted.any()
+
+
+def test_unpack_returns_the_response_tokens_of_each_sample():
+    packed = pack(make_batch(), [1, 0], multiple=1)
+    values = unpack(packed, np.arange(6.0))
+    assert values[1].tolist() == [0, 1]
+    assert values[0].tolist() == [3, 4, 5]
+
+
+def test_sequences_to_score_count_every_token_after_the_first():
+    batch = TrainBatch.from_sequences([[1, 2, 3], [4, 5]])
+    packed = pack(batch, [0, 1], multiple=1)
+    assert packed.mask.all()
+    assert packed.labels.tolist() == [2, 3, 5]
+
+
+def test_a_sample_longer_than_the_limit_goes_alone():
+    plan = plan_micro_batches(range(3), np.array([100, 3, 4]), 10, 1)
+    assert [0] in plan[0]
+
+
+@pytest.mark.parametrize("dp", [2, 3])
+def test_fewer_samples_than_ranks_leave_empty_micro_batches(dp):
+    plan = plan_micro_batches([0], np.array([5]), 10, dp)
+    assert sum(bool(chunk) for rank in plan for chunk in rank) == 1
+    assert all(len(rank) == 1 for rank in plan)

@@ -1,0 +1,256 @@
+"""The write protocol: whatever happens to a checkpoint, no half-written one is ever valid."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from lora_moe_rl import checkpoint
+from lora_moe_rl.checkpoint import MANIFEST, newest_valid, read_manifest, write_checkpoint
+from lora_moe_rl.errors import CheckpointError
+
+FILES = ("trainer_00000.safetensors", "data/position.json")
+
+
+def write(root: Path, step: int, keep: int = 2) -> Path:
+    metadata = {"step": step, "data": {"row": step * 16}}
+    with write_checkpoint(root, step, keep, metadata) as directory:
+        save_file({"w": np.full(50, step, np.float32)}, directory / FILES[0])
+        (directory / "data").mkdir()
+        (directory / FILES[1]).write_text(json.dumps({"row": step}))
+        metadata["late"] = [step]
+    return root / f"step-{step:06d}"
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_what_is_written_is_found(tmp_path):
+    path = write(tmp_path, 12)
+    found = newest_valid(tmp_path)
+    assert found.path == path
+    assert found.metadata == {"step": 12, "data": {"row": 192}, "late": [12]}
+    assert found.skipped == []
+    assert sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()) == sorted(
+        [*FILES, MANIFEST]
+    )
+
+
+def test_none_yet(tmp_path):
+    assert newest_valid(tmp_path / "checkpoints") == checkpoint.Found(None, {}, [])
+
+
+def test_metadata_with_number_keys_is_verified_as_it_is_read(tmp_path):
+    with write_checkpoint(tmp_path, 1, 2, {"by_rank": {2: "a", 10: "b"}, "t": (1, 2)}):
+        pass
+    assert newest_valid(tmp_path).metadata == {"by_rank": {"2": "a", "10": "b"}, "t": [1, 2]}
+
+
+def test_the_newest_are_kept(tmp_path):
+    for step in (5, 10, 15, 20):
+        write(tmp_path, step)
+    assert names(tmp_path) == ["step-000015", "step-000020"]
+
+
+@pytest.mark.parametrize("name", [*FILES, MANIFEST])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_truncated_file_is_skipped(tmp_path, name, share):
+    earlier, newest = write(tmp_path, 1), write(tmp_path, 2)
+    os.truncate(newest / name, int((newest / name).stat().st_size * share))
+    found = newest_valid(tmp_path)
+    assert found.path == earlier
+    ((skipped, reason),) = found.skipped
+    assert skipped == newest and name in reason
+
+
+@pytest.mark.parametrize("name", [*FILES, MANIFEST])
+def test_a_missing_file_is_skipped(tmp_path, name):
+    earlier, newest = write(tmp_path, 1), write(tmp_path, 2)
+    (newest / name).unlink()
+    found = newest_valid(tmp_path)
+    assert found.path == earlier
+    assert found.skipped == [(newest, f"{name} is missing")]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_any_flipped_byte_is_found(tmp_path, name):
+    path = write(tmp_path, 1)
+    whole = (path / name).read_bytes()
+    for at in range(0, len(whole), 7):
+        (path / name).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(CheckpointError, match=f"{name} is corrupt"):
+            read_manifest(path)
+    (path / name).write_bytes(whole)
+    read_manifest(path)
+
+
+def test_a_flipped_byte_of_the_manifest_never_changes_what_is_read(tmp_path):
+    path = write(tmp_path, 1)
+    whole, metadata = (path / MANIFEST).read_bytes(), read_manifest(path)
+    refused = 0
+    for at in range(len(whole)):
+        (path / MANIFEST).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        try:
+            assert read_manifest(path) == metadata  # whitespace
+        except CheckpointError:
+            refused += 1
+    assert refused > len(whole) // 2
+
+
+def test_a_renamed_checkpoint_is_refused(tmp_path):
+    write(tmp_path, 1).rename(tmp_path / "step-000009")
+    with pytest.raises(CheckpointError, match="the manifest is of step 1"):
+        newest_valid(tmp_path)
+
+
+def test_a_file_that_was_added_is_refused(tmp_path):
+    path = write(tmp_path, 1)
+    shutil.copy(path / FILES[0], path / "trainer_00001.safetensors")
+    with pytest.raises(CheckpointError, match="trainer_00001.safetensors is not in the manifest"):
+        read_manifest(path)
+
+
+def test_a_link_is_refused(tmp_path):
+    path = write(tmp_path, 1)
+    (path / FILES[0]).rename(tmp_path / "elsewhere")
+    (path / FILES[0]).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="is a link"):
+        read_manifest(path)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "data/../../secret", "..\\secret"])
+def test_a_manifest_cannot_name_files_outside(tmp_path, name):
+    path = write(tmp_path, 1)
+    manifest = json.loads((path / MANIFEST).read_text())
+    manifest["files"][name] = {"size": 1, "sha256": "0" * 64}
+    del manifest["sha256"]
+    manifest["sha256"] = checkpoint._digest(manifest)
+    (path / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="not a path inside the checkpoint"):
+        read_manifest(path)
+
+
+def test_when_none_is_valid_all_are_named(tmp_path):
+    for step in (1, 2):
+        (write(tmp_path, step) / FILES[0]).unlink()
+    with pytest.raises(CheckpointError) as caught:
+        newest_valid(tmp_path)
+    assert "step-000001" in str(caught.value) and "step-000002" in str(caught.value)
+
+
+def test_an_invalid_one_is_replaced_when_its_step_comes_again(tmp_path):
+    write(tmp_path, 1)
+    (write(tmp_path, 2) / FILES[0]).unlink()
+    write(tmp_path, 2)
+    found = newest_valid(tmp_path)
+    assert found.path == tmp_path / "step-000002" and not found.skipped
+    assert names(tmp_path) == ["step-000001", "step-000002"]
+
+
+def test_later_invalid_ones_do_not_crowd_out_valid_ones(tmp_path):
+    write(tmp_path, 10, keep=2)
+    (write(tmp_path, 20, keep=2) / FILES[0]).unlink()
+    write(tmp_path, 15, keep=2)  # resumed from 10
+    assert names(tmp_path) == ["step-000010", "step-000015"]
+
+
+def test_an_error_in_the_body_leaves_nothing(tmp_path):
+    earlier = write(tmp_path, 1)
+    with pytest.raises(KeyboardInterrupt), write_checkpoint(tmp_path, 2, 2, {}) as directory:
+        (directory / "half").write_text("x")
+        raise KeyboardInterrupt
+    assert names(tmp_path) == [earlier.name]
+
+
+@pytest.mark.parametrize("function", ["fsync", "mkdir", "rename"])
+def test_a_full_disk_leaves_the_earlier_one(tmp_path, monkeypatch, function):
+    earlier = write(tmp_path, 1)
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, function, full)
+    with pytest.raises(CheckpointError, match=r"No space left on device.* stay valid"):
+        write(tmp_path, 2)
+    monkeypatch.undo()
+    assert names(tmp_path) == [earlier.name]
+    assert newest_valid(tmp_path).path == earlier
+
+
+def test_a_timeout_is_not_called_a_full_disk(tmp_path):
+    with pytest.raises(TimeoutError), write_checkpoint(tmp_path, 1, 2, {}):
+        raise TimeoutError("an actor did not answer")
+
+
+CHILD = """
+import os, resource, signal, sys
+import numpy as np
+from pathlib import Path
+from safetensors.numpy import save_file
+from lora_moe_rl import checkpoint
+from lora_moe_rl.errors import CheckpointError
+root = Path(sys.argv[1])
+"""
+
+
+def run_child(root: Path, code: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", CHILD + textwrap.dedent(code), str(root)],
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "writing",
+    [
+        'save_file({"w": np.zeros(100_000)}, directory / "w.safetensors")',
+        '(directory / "w.bin").write_bytes(bytes(800_000))',
+    ],
+)
+def test_a_disk_that_really_refuses(tmp_path, writing):
+    """Past the file size limit the kernel refuses a write in the middle of a file, as when full."""
+    earlier = write(tmp_path, 1)
+    child = run_child(
+        tmp_path,
+        f"""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        try:
+            with checkpoint.write_checkpoint(root, 2, 2, {{}}) as directory:
+                {writing}
+        except CheckpointError as error:
+            print(error)
+            sys.exit(7)
+        """,
+    )
+    assert child.returncode == 7, child.stderr
+    assert "File too large" in child.stdout and "stay valid" in child.stdout
+    assert names(tmp_path) == [earlier.name]
+    assert newest_valid(tmp_path).path == earlier
+
+
+@pytest.mark.parametrize("point", ["_fsync", "_digest", "_move_into_place"])
+def test_a_writer_that_dies_leaves_no_checkpoint(tmp_path, point):
+    earlier = write(tmp_path, 1)
+    child = run_child(
+        tmp_path,
+        f"""
+        checkpoint.{point} = lambda *args: os._exit(9)
+        with checkpoint.write_checkpoint(root, 2, 2, {{}}) as directory:
+            (directory / "w.bin").write_bytes(bytes(1000))
+        """,
+    )
+    assert child.returncode == 9
+    assert any(name.startswith("tmp-") for name in names(tmp_path))
+    assert newest_valid(tmp_path).path == earlier
+    write(tmp_path, 3)
+    assert names(tmp_path) == ["step-000001", "step-000003"]

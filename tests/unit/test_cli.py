@@ -1,0 +1,176 @@
+"""The command line as a user meets it."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lora_moe_rl import cli
+from lora_moe_rl.importing import load_function
+
+ROOT = Path(__file__).parents[2]
+
+RECIPE = """
+from lora_moe_rl import recipe
+from lora_moe_rl.config import RunConfig
+
+config = RunConfig(
+    name="sums", model="qwen3_moe", adapter={"rank": 4}, reward={"function": f"{__file__}:reward"}
+)
+
+def reward(completions, **columns):
+    return [1.0 for _ in completions]
+
+if __name__ == "__main__":
+    recipe.main(config, __file__)
+"""
+
+
+@pytest.fixture
+def recipe_file(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe_sums.py").write_text(RECIPE)
+    return tmp_path / "recipe_sums.py"
+
+
+def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, **environment}
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, env=env)
+
+
+def shown(capsys) -> dict:
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+def test_dry_run_prints_the_resolved_config(recipe_file, tmp_path, capsys):
+    arguments = ["train", recipe_file.name, "trainer.steps=3", "--adapter.expert_rank", "2"]
+    assert cli.main([*arguments, "--dry-run"]) == 0
+    config = shown(capsys)
+    assert config["adapter"]["rank"] == 4 and config["adapter"]["expert_rank"] == 2
+    assert config["trainer"]["steps"] == 3
+    assert config["logging"]["run_dir"] == f"{tmp_path}/runs/sums-qwen3_moe"
+    assert config["reward"]["function"] == f"{recipe_file}:reward"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_recipe_run_as_a_script_does_the_same(recipe_file, capsys):
+    arguments = ["adapter.rank=2", "--trainer.steps", "3", "--dry-run"]
+    cli.main(["train", str(recipe_file), *arguments])
+    script = run(sys.executable, recipe_file, *arguments)
+    assert script.returncode == 0, script.stderr
+    assert script.stdout == capsys.readouterr().out
+    assert yaml.safe_load(script.stdout)["adapter"]["rank"] == 2
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.py")), ids=lambda p: p.name)
+def test_every_recipe_of_the_repository_resolves(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", str(path), "--dry-run"]) == 0
+    config = shown(capsys)
+    for spec in (config["reward"]["function"], config["data"]["generator"]):
+        assert spec is None or callable(load_function(spec))
+
+
+def test_the_errors_of_a_script_are_those_of_the_command(recipe_file):
+    script = run(sys.executable, recipe_file, "adapter.rnk=2")
+    assert script.returncode == 2
+    assert script.stderr == "error: unknown config key 'adapter.rnk'; did you mean adapter.rank?\n"
+
+
+def test_what_the_dry_run_prints_runs_again(recipe_file, tmp_path, capsys):
+    cli.main(["train", str(recipe_file), "replay.mode=r2", "--dry-run"])
+    text = capsys.readouterr().out
+    (tmp_path / "saved.yaml").write_text(text)
+    assert cli.main(["train", "saved.yaml", "--dry-run"]) == 0
+    assert capsys.readouterr().out == text
+
+
+def test_relative_files_become_absolute(recipe_file, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    (tmp_path / "my_model").mkdir()
+    cli.main(
+        ["train", "reward.function=recipe_sums.py:reward", "data.path=rows.jsonl"]
+        + ["model=./my_model", "--dry-run"]
+    )
+    config = shown(capsys)
+    assert config["reward"]["function"] == f"{recipe_file}:reward"
+    assert config["data"]["path"] == f"{tmp_path}/rows.jsonl"
+    assert config["model"]["path"] == f"{tmp_path}/my_model"
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "Qwen/Qwen3-30B-A3B"])
+def test_names_of_models_stay_names(recipe_file, capsys, model):
+    cli.main(["train", f"model={model}", "--dry-run"])
+    assert shown(capsys)["model"]["path"] == model
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["recipe_sums.py", "adapter.rnk=2"], "did you mean adapter.rank?"),
+        (["recipe_sums.py", "other.py"], "two recipes were given, recipe_sums.py and other.py"),
+        (["missing.py"], "no such file"),
+        (["recipe_sums"], "neither a recipe (.py) nor a config file"),
+        (["empty.py"], "defines no `config`: it needs `config = RunConfig(...)`"),
+        (["wrong.py"], "wrong.py: unknown config key 'adapter.rnk'; did you mean adapter.rank?"),
+        (["reward.function=gone.py:f"], "there is no file"),
+        (["--resum"], "unknown config key 'resum'"),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_code_2(
+    recipe_file, tmp_path, capsys, arguments, message
+):
+    (tmp_path / "empty.py").write_text("")
+    (tmp_path / "wrong.py").write_text(RECIPE.replace('"rank": 4', '"rnk": 4'))
+    assert cli.main(["train", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in " ".join(error.split())
+    assert "Traceback" not in error
+
+
+def test_traceback_on_demand(recipe_file):
+    command = [sys.executable, "-m", "lora_moe_rl", "train", "adapter.rank=0"]
+    assert "Traceback" not in run(*command).stderr
+    assert "Traceback" in run(*command, "--traceback").stderr
+    assert "Traceback" in run(*command, LORA_MOE_RL_TRACEBACK="1").stderr
+
+
+def test_train_help_shows_keys_and_the_values_of_the_recipe(recipe_file, capsys):
+    assert cli.main(["train", "--help"]) == 0
+    assert "  adapter.rank=16   (int)\n      Rank of every adapter" in capsys.readouterr().out
+    script = run(sys.executable, recipe_file, "--help")
+    assert "  adapter.rank=4   (int)" in script.stdout
+
+
+@pytest.mark.parametrize("arguments", [["frobnicate"], [], ["make-tiny", "gpt2"]])
+def test_unknown_commands(capsys, arguments):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert "usage: lora-moe-rl" in capsys.readouterr().err
+
+
+HEAVY = ("torch", "ray", "vllm", "transformers", "datasets", "megatron", "matplotlib", "wandb")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["doctor"]])
+def test_answers_within_two_seconds_and_imports_nothing_heavy(tmp_path, arguments):
+    code = (
+        "import sys\n"
+        "from lora_moe_rl.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        f"heavy = [name for name in {HEAVY} if name in sys.modules]\n"
+        "assert not heavy, heavy\n"
+    )
+    started = time.perf_counter()
+    child = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=tmp_path
+    )
+    seconds = time.perf_counter() - started
+    assert child.returncode == 0, child.stderr
+    assert seconds < 2

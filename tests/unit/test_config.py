@@ -1,0 +1,90 @@
+"""The config: derived values, and combinations that cannot be."""
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from lora_moe_rl import errors
+from lora_moe_rl.config import (
+    VLLM_SLOT_RANKS,
+    AdapterConfig,
+    AlgorithmConfig,
+    RunConfig,
+    TrainerConfig,
+)
+
+
+def test_importing_the_config_imports_no_torch():
+    code = "import sys, lora_moe_rl.config; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("rank", "expert_rank", "slot"),
+    [(1, None, 1), (2, None, 8), (16, None, 16), (16, 24, 32), (48, 8, 64), (512, 1, 512)],
+)
+def test_the_slot_holds_the_largest_rank(rank, expert_rank, slot):
+    assert AdapterConfig(rank=rank, expert_rank=expert_rank).slot_rank == slot
+    assert slot in VLLM_SLOT_RANKS
+
+
+@pytest.mark.parametrize(
+    ("layout", "dp"),
+    [
+        ({"world_size": 1}, 1),
+        ({"world_size": 2, "ep": 2}, 2),
+        ({"world_size": 2, "tp": 2, "ep": 2}, 1),
+        ({"world_size": 8, "tp": 2, "pp": 2, "ep": 4}, 2),
+    ],
+)
+def test_layouts(layout, dp):
+    assert TrainerConfig(**layout).dp == dp
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({"world_size": 3, "tp": 2}, "must be a multiple of tp * pp = 2 * 1 = 2"),
+        ({"world_size": 2, "tp": 2, "pp": 2}, "must be a multiple of tp * pp = 2 * 2 = 4"),
+        ({"world_size": 2, "pp": 2, "ep": 2}, "does not divide the 1 ranks of a pipeline stage"),
+    ],
+)
+def test_layouts_that_do_not_fit(layout, message):
+    with pytest.raises(ValidationError) as caught:
+        TrainerConfig(**layout)
+    assert message in str(caught.value)
+
+
+def test_one_update_a_step_is_on_policy():
+    assert AlgorithmConfig().on_policy
+    assert not AlgorithmConfig(epochs=2).on_policy
+    assert not AlgorithmConfig(mini_batches=2).on_policy
+
+
+def test_mini_batches_divide_the_prompts():
+    with pytest.raises(ValidationError, match=r"mini_batches=3 does not divide .*=16"):
+        RunConfig(algorithm=AlgorithmConfig(mini_batches=3))
+
+
+def test_a_config_does_not_change_and_crosses_processes():
+    config = RunConfig(model="deepseek_v3")
+    with pytest.raises(ValidationError):
+        config.seed = 1
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert str(config.run_dir) == "runs/run-deepseek_v3"
+
+
+def test_every_error_crosses_processes():
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    assert len(kinds) > 10
+    for kind in kinds:
+        error = errors.ActorFailed("engine-0", "died", "tail") if (
+            kind is errors.ActorFailed
+        ) else kind("what, where, way out")  # fmt: skip
+        copy = pickle.loads(pickle.dumps(error))
+        assert type(copy) is kind and str(copy) == str(error)
+        assert isinstance(copy, errors.LoraMoeRlError)
+        assert copy.exit_code in (1, 2)

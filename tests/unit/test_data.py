@@ -1,0 +1,190 @@
+"""Prompts: where they come from, their order, resuming, and bad input."""
+
+import json
+
+import pytest
+
+from lora_moe_rl.config import DataConfig
+from lora_moe_rl.data import PromptSource
+from lora_moe_rl.errors import ConfigError, DataError
+from lora_moe_rl.tiny.tokenizer import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+MAX_TOKENS = 24
+GENERATORS = """
+def counting(seed):
+    for i in range(10 ** 9):
+        yield {"prompt": f"{seed}:{i}", "answer": i}
+
+def three():
+    return iter([{"prompt": c} for c in "abc"])
+
+def none():
+    return []
+
+def bad():
+    yield {"prompt": "fine"}
+    yield {"prompt": "x" * 25}
+"""
+
+
+def source(seed=3, **config):
+    return PromptSource(DataConfig(**config), TOKENIZER, seed, MAX_TOKENS)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*rows):
+        file = tmp_path / "data.jsonl"
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        file.write_text("".join(line + "\n" for line in lines))
+        return str(file)
+
+    return write
+
+
+@pytest.fixture
+def generators(tmp_path):
+    file = tmp_path / "generators.py"
+    file.write_text(GENERATORS)
+    return file
+
+
+def texts(prompts):
+    return [prompt.text for prompt in prompts]
+
+
+def test_a_row_becomes_a_prompt(write):
+    path = write({"prompt": "1+2=", "answer": "3", "level": 5})
+    (prompt,) = source(path=path).next(1)
+    assert prompt.text == "1+2=" and prompt.token_ids == TOKENIZER.encode("1+2=")
+    assert prompt.columns == {"answer": "3", "level": 5} and prompt.row == 0
+
+
+def test_each_epoch_has_every_row_in_an_order_of_its_own(write):
+    path = write(*({"prompt": str(i)} for i in range(20)))
+    drawn = source(path=path)
+    first, second = texts(drawn.next(20)), texts(drawn.next(20))
+    assert sorted(first) == sorted(second) == sorted(map(str, range(20))) and first != second
+    assert texts(source(path=path).next(20)) == first
+    assert texts(source(path=path, seed=4).next(20)) != first
+    assert [prompt.row for prompt in drawn.next(3)] == [40, 41, 42]
+
+
+def test_without_shuffle_and_with_a_limit(write):
+    path = write(*({"prompt": str(i)} for i in range(20)))
+    assert texts(source(path=path, shuffle=False, limit=3).next(5)) == ["0", "1", "2", "0", "1"]
+
+
+@pytest.mark.parametrize("drawn_before", [0, 5, 7, 23])
+def test_resume_gives_the_same_next_prompts(write, generators, drawn_before):
+    path = write(*({"prompt": str(i)} for i in range(7)))
+    names = [f"{generators}:{name}" for name in ("counting", "three")]
+    for config in ({"path": path}, {"generator": names[0]}, {"generator": names[1]}):
+        unbroken = source(**config)
+        unbroken.next(drawn_before)
+        resumed = source(**config)
+        resumed.load_state_dict(json.loads(json.dumps(unbroken.state_dict())))
+        assert resumed.next(10) == unbroken.next(10)
+
+
+def test_resume_with_other_data_is_refused(write):
+    state = source(path=write({"prompt": "a"}, {"prompt": "b"})).state_dict()
+    with pytest.raises(DataError, match=r"had 2 rows .* has 1"):
+        source(path=write({"prompt": "a"})).load_state_dict(state)
+
+
+def test_generators(generators):
+    counted = source(generator=f"{generators}:counting", seed=8).next(3)
+    assert texts(counted) == ["8:0", "8:1", "8:2"] and counted[2].columns == {"answer": 2}
+    assert texts(source(generator=f"{generators}:three").next(5)) == ["a", "b", "c", "a", "b"]
+    assert texts(source(generator=f"{generators}:three", limit=2).next(3)) == ["a", "b", "a"]
+    with pytest.raises(DataError, match="none gave no rows"):
+        source(generator=f"{generators}:none").next(1)
+    bad = source(generator=f"{generators}:bad")
+    with pytest.raises(DataError, match=r"bad, row 1: the prompt has 25 tokens; at most 24"):
+        bad.next(2)
+
+
+def test_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "1+2="}],
+            "reward_model": {"style": "rule", "ground_truth": "3"},
+        }
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "verl.parquet")
+    (prompt,) = source(path=str(tmp_path / "verl.parquet")).next(1)
+    assert prompt.text == rows[0]["prompt"] and prompt.columns["answer"] == "3"
+    assert TOKENIZER.decode(prompt.token_ids) == "user: 1+2=\nassistant: "
+
+
+def test_the_chat_template_is_for_messages_and_for_strings_when_asked(write):
+    message = [{"role": "user", "content": "hi"}]
+    (prompt,) = source(path=write({"messages": message})).next(1)
+    assert TOKENIZER.decode(prompt.token_ids) == "user: hi\nassistant: " and prompt.text == message
+    (prompt,) = source(path=write({"question": "hi"}), chat_template=True).next(1)
+    assert TOKENIZER.decode(prompt.token_ids) == "user: hi\nassistant: " and prompt.text == "hi"
+
+
+def test_columns_can_be_named(write):
+    path = write({"prompt": "a", "text": {"q": "b"}, "label": "x", "solution": "y"})
+    (prompt,) = source(path=path, prompt_key="text.q", answer_key="label").next(1)
+    assert prompt.text == "b" and prompt.columns["answer"] == "x"
+
+
+GOOD = {"prompt": "a"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ([], "has no rows"),
+        (["", "  "], "has no rows"),
+        ([GOOD, '{"prompt": '], "line 2: not a line of JSON"),
+        ([GOOD, "[1]"], r"line 2: a row must be an object, this is \[1\]"),
+        ([GOOD, "", {"text": "a"}], "line 3: no prompt; .*prompt_key must .* its own: text"),
+        ([GOOD, {"prompt": None}], "line 2: no prompt"),
+        ([{"prompt": ""}], "line 1: the prompt .column prompt. is empty"),
+        ([{"prompt": []}], "line 1: the prompt .column prompt. is empty"),
+        ([{"prompt": 5}], "line 1: .* string or a list .* this is 5"),
+        ([{"prompt": [{"role": "user"}]}], "line 1: .* objects with role"),
+        ([GOOD, {"prompt": "x" * 25}], "line 2: the prompt has 25 tokens; at most 24 fit"),
+        ([{"prompt": "a", "question": "b"}], "prompt and question .* data.prompt_key=prompt"),
+        ([{"prompt": "a", "label": 1, "answer": 2}], "answer and label .* data.answer_key=answer"),
+    ],
+)
+def test_bad_rows(write, rows, reason):
+    with pytest.raises(DataError, match=reason):
+        source(path=write(*rows))
+
+
+def test_a_named_column_must_be_there(write):
+    path = write({"prompt": "a"})
+    with pytest.raises(DataError, match=r"no column 'text' \(data.prompt_key\); it has prompt"):
+        source(path=path, prompt_key="text")
+    with pytest.raises(DataError, match=r"no column 'gold' \(data.answer_key\)"):
+        source(path=path, answer_key="gold")
+
+
+def test_bad_files(tmp_path):
+    for name, reason in [("absent.jsonl", "no such file"), ("data.csv", "is not a .jsonl")]:
+        (tmp_path / "data.csv").write_text("prompt\na\n")
+        with pytest.raises(DataError, match=reason):
+            source(path=str(tmp_path / name))
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(DataError, match="cannot be read as parquet"):
+        source(path=str(tmp_path / "broken.parquet"))
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}\n'.encode("latin-1"))
+    with pytest.raises(DataError, match="line 1: not a line of JSON"):
+        source(path=str(tmp_path / "latin.jsonl"))
+
+
+def test_data_must_come_from_one_place(write):
+    with pytest.raises(ConfigError, match="there is no data"):
+        source()
+    with pytest.raises(ConfigError, match=r"data.path and data.generator are both set"):
+        source(path=write(GOOD), generator="a:b")

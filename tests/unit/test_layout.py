@@ -1,0 +1,32 @@
+"""Layouts that do not fit a model are refused with both numbers."""
+
+import pytest
+from test_spec import KIMI_K2, QWEN3_30B_A3B
+
+from lora_moe_rl.adapters.spec import ModelShape
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.layout import check_layout
+
+QWEN, KIMI = ModelShape.from_hf_config(QWEN3_30B_A3B), ModelShape.from_hf_config(KIMI_K2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "sections", "message"),
+    [
+        (QWEN, {"trainer": {"world_size": 3, "ep": 3}}, "trainer.ep=3.*128 experts"),
+        (QWEN, {"trainer": {"world_size": 5, "pp": 5}}, "trainer.pp=5.*48 layers"),
+        (QWEN, {"trainer": {"world_size": 8, "tp": 8}}, "trainer.tp=8.*4 key/value heads"),
+        (QWEN, {"rollout": {"tp": 3}}, "rollout.tp=3.*32 attention heads"),
+        (KIMI, {"trainer": {"world_size": 2, "pp": 2}}, "trainer.pp=2.*61 layers"),
+        (QWEN, {"model": {"max_length": 50_000}}, "model.max_length=50000.*40960 positions"),
+    ],
+)
+def test_refused(shape, sections, message):
+    with pytest.raises(ConfigError, match=message):
+        check_layout(shape, RunConfig.model_validate(sections))
+
+
+def test_layouts_that_fit():
+    check_layout(QWEN, RunConfig(trainer={"world_size": 16, "tp": 4, "pp": 2, "ep": 8}))
+    check_layout(KIMI, RunConfig(trainer={"world_size": 64, "tp": 8, "ep": 64}))

@@ -1,0 +1,138 @@
+"""metrics.jsonl, wandb offline, the console's line, the report and the curves."""
+
+import json
+import math
+import struct
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from lora_moe_rl import console, report
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.metrics import MetricsWriter, read_metrics
+from lora_moe_rl.overrides import override
+from lora_moe_rl.recipe import resolve
+from lora_moe_rl.run_dir import RunDir
+
+
+def config_in(folder, *arguments: str) -> RunConfig:
+    return resolve(override(RunConfig(), [f"logging.run_dir={folder}", *arguments]))
+
+
+def record(step: int, **changes: float) -> dict[str, float]:
+    metrics = {
+        "step": step,
+        "reward/mean": 0.1 * step,
+        "reward/std": 0.4,
+        "loss/policy": -0.00123,
+        "mismatch/kl": 1.5e-12,
+        "mismatch/max_abs_logprob_diff": 3e-6,
+        "replay/coverage": 1.0,
+        "refit/seconds": 0.0512,
+        "rollout/tokens_per_second": 1834.4,
+        "time/rollout": 0.55,
+        "time/reward": 0.01,
+        "time/train": 0.5,
+        "time/refit": 0.06,
+        "time/step": 1.14,
+    }
+    return metrics | changes
+
+
+def test_a_line_a_step_at_once_and_valid_json(tmp_path):
+    config = config_in(tmp_path / "run")
+    with RunDir(config, False) as run_dir, MetricsWriter(run_dir, config) as metrics:
+        metrics.write(
+            {"step": 1, "reward/mean": math.nan, "loss/policy": -math.inf, "n": np.int64(3)}
+        )
+        text = run_dir.metrics_file.read_text()  # flushed, though the file is still open
+    assert "NaN" not in text and "Infinity" not in text
+    assert json.loads(text) == {"step": 1, "reward/mean": None, "loss/policy": None, "n": 3}
+    assert len(read_metrics(run_dir)) == 1
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path):
+    config = config_in(tmp_path / "run")
+    with RunDir(config, False) as run_dir:
+        run_dir.metrics_file.write_text('{"step": 1}\n{"step": 2, "rewa')
+    assert read_metrics(run_dir) == [{"step": 1}]
+
+
+def read_wandb(path) -> list:
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+
+    store = DataStore()
+    store.open_for_scan(str(path))
+    records = []
+    while data := store.scan_data():
+        records.append(Record())
+        records[-1].ParseFromString(data)
+    return records
+
+
+def test_wandb_offline_writes_into_the_run_directory(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    config = config_in(tmp_path / "run", "logging.wandb.enabled=true", "logging.wandb.mode=offline")
+    with RunDir(config, False) as run_dir, MetricsWriter(run_dir, config) as metrics:
+        metrics.write(record(1))
+    (written,) = run_dir.path.glob("wandb/offline-run-*/*.wandb")
+    records = read_wandb(written)
+    (history,) = [r.history for r in records if r.WhichOneof("record_type") == "history"]
+    logged = {"/".join(item.nested_key) or item.key: item.value_json for item in history.item}
+    assert logged["mismatch/kl"] == "1.5e-12" and logged["_step"] == "1"
+    assert [r["step"] for r in read_metrics(run_dir)] == [1]
+
+
+def test_a_step_reads_in_columns():
+    line = console.format_step(record(12))
+    assert line.split() == ["12", "1.200", "-1.23e-03", "1.5e-12", "0.55", "0.50", "0.051"] + [
+        "1.14",
+        "1,834",
+    ]
+    assert len(line) == len(console.header()) <= 100
+    empty = console.format_step({"step": 3, "reward/mean": math.nan})
+    assert empty.split()[:3] == ["3", "-", "-"] and len(empty) == len(line)
+
+
+def test_the_progress_bar_is_silent_in_a_pipe(capsys):
+    with console.progress(8, RunConfig()) as progress:
+        progress(4)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_report_compares_first_and_last_steps(tmp_path):
+    config = config_in(tmp_path / "run")
+    with RunDir(config, False) as run_dir, MetricsWriter(run_dir, config) as metrics:
+        for step in range(1, 21):
+            metrics.write(record(step, **({"reward/mean": math.nan} if step == 2 else {})))
+    records = read_metrics(run_dir)
+    wide = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    wide.print(report.table(records))
+    (reward,) = [line for line in wide.export_text().splitlines() if "│ reward  " in line]
+    # steps 1, 3, 4, 5 and steps 16 to 20
+    assert [cell.strip() for cell in reward.split("│")[2:4]] == ["0.325", "1.800"]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 100])
+@pytest.mark.parametrize("mismatch", [0.0, math.nan, 1e-9])
+def test_curves_are_drawn_for_any_run(tmp_path, steps, mismatch):
+    records = [json.loads(json.dumps(record(i + 1))) for i in range(steps)]
+    for r in records:
+        r["mismatch/kl"] = r["mismatch/max_abs_logprob_diff"] = mismatch
+    report.draw(records, tmp_path / "curves.png", "run")
+    content = (tmp_path / "curves.png").read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", content[16:24])
+    assert width > 1500 and height > 400
+
+
+def test_finish_without_a_step_says_nothing(tmp_path, capsys):
+    config = config_in(tmp_path / "run")
+    with RunDir(config, False) as run_dir:
+        report.finish(run_dir)
+    assert capsys.readouterr().out == ""
+    assert not run_dir.curves_file.exists()

@@ -1,0 +1,223 @@
+"""Settings of the command line onto a config, and the errors of those that cannot be."""
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config_files import to_yaml
+from lora_moe_rl.config_help import config_help
+from lora_moe_rl.config_keys import all_keys
+from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.overrides import override, readable
+from lora_moe_rl.recipe import load_config
+
+
+def changed(*arguments: str, base: RunConfig | None = None) -> RunConfig:
+    return override(base or RunConfig(), arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["adapter.rank=8"],
+        ["--adapter.rank", "8"],
+        ["--adapter.rank=8"],
+        ["adapter.rank=4", "--adapter.rank", "8"],
+    ],
+)
+def test_the_three_ways_to_write_a_setting(arguments):
+    config = changed(*arguments)
+    assert config == RunConfig.model_validate({"adapter": {"rank": 8}})
+
+
+@pytest.mark.parametrize(
+    ("argument", "key", "value"),
+    [
+        ("trainer.lr=3e-5", "trainer.lr", 3e-5),
+        ("trainer.lr=.5", "trainer.lr", 0.5),
+        ("trainer.clip_grad=0", "trainer.clip_grad", 0.0),
+        ("rollout.prefix_caching=false", "rollout.prefix_caching", False),
+        ("adapter.expert_rank=null", "adapter.expert_rank", None),
+        ("adapter.expert_rank=4", "adapter.expert_rank", 4),
+        ("name=12", "name", "12"),
+        ("data.answer_key=null", "data.answer_key", None),
+        ("reward.function=a.py:f", "reward.function", "a.py:f"),
+        ("adapter.targets=q_proj,experts.*", "adapter.targets", ("q_proj", "experts.*")),
+        ('adapter.targets=["q_proj"]', "adapter.targets", ("q_proj",)),
+        ("adapter.targets=('q_proj',)", "adapter.targets", ("q_proj",)),
+        ("rollout.stop_token_ids=1,2", "rollout.stop_token_ids", (1, 2)),
+        ("rollout.stop_token_ids=[]", "rollout.stop_token_ids", ()),
+        ("replay.mode=off", "replay.mode", "off"),
+        ("model=deepseek_v3", "model.path", "deepseek_v3"),
+        ("model.path=some/dir=x", "model.path", "some/dir=x"),
+        ("data=rows.jsonl", "data.path", "rows.jsonl"),
+    ],
+)
+def test_values(argument, key, value):
+    config: object = changed(argument)
+    for part in key.split("."):
+        config = getattr(config, part)
+    assert config == value and type(config) is type(value)
+
+
+def test_a_section_by_name_keeps_what_the_recipe_set():
+    base = RunConfig.model_validate({"model": {"path": "qwen3_moe", "max_length": 64}})
+    config = changed("model=deepseek_v3", base=base)
+    assert (config.model.path, config.model.max_length) == ("deepseek_v3", 64)
+    assert base.model.path == "qwen3_moe"  # a new config; the old one is as it was
+
+
+def test_settings_depend_on_each_other_only_when_all_are_there():
+    config = changed("trainer.tp=2", "trainer.world_size=2")
+    assert config.trainer.dp == 1
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("adapter.rnk=8", "unknown config key 'adapter.rnk'; did you mean adapter.rank?"),
+        ("adaptor.rank=8", "did you mean adapter.rank?"),
+        ("lr=1", "did you mean trainer.lr?"),
+        ("tp=2", "did you mean trainer.tp or rollout.tp?"),
+        ("traner.tp=2", "did you mean trainer.tp?"),
+        ("--adapter-rank=2", "did you mean adapter.rank?"),
+        ("logging.wandb.enable=true", "did you mean logging.wandb.enabled?"),
+        ("qqqqqqq=1", "see `lora-moe-rl train --help` for all keys"),
+        ("adapter.rank=x", "adapter.rank='x' is not an integer"),
+        ("adapter.rank=1.5", "adapter.rank=1.5 is not an integer"),
+        ("adapter.rank=0", "adapter.rank=0 must be at least 1"),
+        ("adapter.rank=513", "adapter.rank=513 is not a rank vLLM can serve"),
+        ("adapter.expert_rank=600", "adapter.expert_rank=600 is not a rank vLLM can serve"),
+        ("adapter.targets=", "adapter.targets is empty"),
+        ("adapter=8", "adapter is a section; set one of its keys: adapter.rank, "),
+        ("replay.mode=r4", "replay.mode='r4' is not one of 'off', 'r2' or 'r3'"),
+        ("logging.progress=perhaps", "logging.progress='perhaps' is neither true nor false"),
+        ("trainer.lr=fast", "trainer.lr='fast' is not a number"),
+        ("trainer.lr=Infinity", "trainer.lr=inf is not a finite number"),
+        ("trainer.lr=NaN", "trainer.lr=nan"),
+        ("rollout.stop_token_ids=1,b", "rollout.stop_token_ids.1='b' is not an integer"),
+        ("name=a b", "name='a b' may hold only what matches"),
+        ("trainer.world_size=3 trainer.tp=2", "trainer.world_size=3 does not match the layout"),
+        ("trainer.ep=3", "trainer.ep=3 does not divide the 1 ranks"),
+        ("rollout.max_response_tokens=512", "leaves no room for a prompt"),
+        ("--adapter.rank", "--adapter.rank needs a value"),
+        ("--adapter.rank --trainer.lr=1", "--adapter.rank needs a value"),
+        ("adapter.rank", "'adapter.rank' is not a setting: write key=value"),
+        ("=3", "unknown config key ''"),
+        ("@missing.yaml", "cannot read the config file missing.yaml"),
+        ("@rows.txt", "its name must end in .yaml, .yml, .json or .toml"),
+    ],
+)
+def test_bad_settings(argument, message):
+    arguments = [argument] if argument == "name=a b" else argument.split()
+    with pytest.raises(ConfigError) as caught:
+        changed(*arguments)
+    assert message in str(caught.value)
+    assert "pydantic" not in str(caught.value)
+
+
+def test_every_fault_is_told_at_once():
+    with pytest.raises(ConfigError) as caught:
+        changed("adapter.rank=0", "replay.mode=x")
+    assert len(str(caught.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("replay.mode=off replay.missing=mask", ["replay.missing=mask", "replay.mode=off"]),
+        ("data.path=a.jsonl data.split=test", ["data.split=test", "data.path=a.jsonl"]),
+        ("logging.wandb.mode=offline", ["wandb.mode=offline", "wandb.enabled=false"]),
+        ("logging.wandb.name=x", ["wandb.name=x", "wandb.enabled=false"]),
+        ("trainer.device=cpu trainer.gpus_per_rank=.5", ["gpus_per_rank=0.5", "device=cpu"]),
+        ("data.path=a.jsonl data.generator=m:f", ["data.path=a.jsonl", "data.generator=m:f"]),
+    ],
+)
+def test_an_option_that_does_not_apply_names_both(arguments, named):
+    with pytest.raises(ConfigError) as caught:
+        changed(*arguments.split())
+    assert all(part in str(caught.value) for part in named)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "replay.mode=off replay.missing=error",
+        "logging.wandb.enabled=true logging.wandb.mode=offline",
+        "data.path=org/set data.split=test",
+    ],
+)
+def test_an_option_that_applies_or_has_its_default_is_fine(arguments):
+    changed(*arguments.split())
+
+
+FILES = {
+    "c.yaml": "adapter:\n  rank: 8\nreplay:\n  mode: off\ntrainer:\n  lr: 3e-5\n",
+    "dotted.yml": "adapter.rank: 8\nreplay.mode: off\ntrainer.lr: 3e-5\n",
+    "c.json": json.dumps({"adapter": {"rank": 8}, "replay": {"mode": "off"}, "trainer.lr": 3e-5}),
+    "c.toml": "[adapter]\nrank = 8\n[replay]\nmode = 'off'\n[trainer]\nlr = 3e-5\n",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_lie_over_the_config_in_their_turn(tmp_path, name):
+    path = tmp_path / name
+    path.write_text(FILES[name])
+    config = changed("adapter.rank=4", f"@{path}", "trainer.lr=1e-3")
+    assert (config.adapter.rank, config.replay.mode, config.trainer.lr) == (8, "off", 1e-3)
+    assert load_config(str(path)).trainer.lr == 3e-5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("adapter: {rnk: 8}", "did you mean adapter.rank?"),
+        ("adapter: [8]", "adapter is a section"),
+        ("- 1", "holds a list"),
+        ("a: [", "is not valid YAML"),
+        ("adapter: {rank: eight}", "adapter.rank='eight' is not an integer"),
+    ],
+)
+def test_bad_files(tmp_path, text, message):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        changed(f"@{path}")
+    assert message in str(caught.value)
+
+
+def test_an_empty_file_sets_nothing(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("# nothing yet\nadapter:\n")
+    assert changed(f"@{path}") == RunConfig()
+
+
+def test_yaml_round_trip_of_every_key(tmp_path):
+    config = changed(
+        "adapter.targets=q_proj", "replay.mode=off", "name=off", "trainer.lr=1e-7", "seed=3"
+    )
+    path = tmp_path / "c.yaml"
+    path.write_text(to_yaml(config))
+    assert load_config(str(path)) == config
+
+
+def test_help_lists_every_key_with_its_sentence_in_100_columns():
+    text = config_help(RunConfig())
+    for key in all_keys().values():
+        assert f"  {key.name}=" in text
+        assert key.sentence and key.sentence.split()[0] in text
+    assert max(len(line) for line in text.splitlines()) <= 100
+    assert "replay.mode=r3   (off, r2 or r3)" in text
+    assert "adapter.expert_rank=null   (int or null)" in text
+    assert 'adapter.targets=["*"]   (list of str)' in text
+
+
+def test_errors_of_a_config_built_in_python_read_the_same():
+    with pytest.raises(ValidationError) as caught:
+        RunConfig.model_validate({"adapter": {"rnk": 8}, "trainer": {"lr": -1}})
+    assert str(readable(caught.value)).splitlines() == [
+        "unknown config key 'adapter.rnk'; did you mean adapter.rank?",
+        "trainer.lr=-1 must be greater than 0.0",
+    ]

@@ -1,0 +1,198 @@
+"""Rewards: TRL's calling convention, and what evil functions do to a step (nothing)."""
+
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.rewards import exact_match, number_match
+from lora_moe_rl.rewards.runner import RewardRunner
+from lora_moe_rl.types import Prompt, Sample
+
+FUNCTIONS = '''
+import asyncio, os, time
+
+def seen(prompts, completions, completion_ids, answer, **kwargs):
+    assert prompts == ["a"] * 2 and completion_ids == [[1], [1, 1]], (prompts, completion_ids)
+    assert kwargs == {"level": [3, 3]}, kwargs
+    return [float(c == a) for c, a in zip(completions, answer)]
+
+def only_completions(completions):
+    return [len(c) for c in completions]
+
+def messages(prompts, completions):
+    assert prompts[0] == [{"role": "user", "content": "hi"}]
+    return [float(c == [{"role": "assistant", "content": "x"}]) for c in completions]
+
+async def slow_async(prompts, completions):
+    if prompts[0] == "bad":
+        await asyncio.sleep(60)
+    await asyncio.sleep(0.2)
+    return [1.0] * len(completions)
+
+def deed(prompts, completions):
+    """The prompt says what to do; any other prompt gets ones."""
+    n = len(completions)
+    match prompts[0]:
+        case "raise": raise RuntimeError("no such luck")
+        case "exit": os._exit(3)
+        case "sys.exit": raise SystemExit(0)
+        case "hang": time.sleep(60)
+        case "nan": return [float("nan")] * n
+        case "inf": return [float("inf")] * n
+        case "text": return ["1.0"] * n
+        case "few": return [1.0] * (n - 1)
+        case "scalar": return 1.0
+        case "string": return "1" * n
+        case "object": return [object()] * n
+        case "None": return [None] * n
+        case "half": return [None, float("nan")] + [0.5] * (n - 2)
+    return [1.0] * n
+'''
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory):
+    file = tmp_path_factory.mktemp("rewards") / "functions.py"
+    file.write_text(FUNCTIONS)
+    return file
+
+
+def step(texts, group_size=4, columns=None, completion="x"):
+    """Prompts, and for each of them samples of 1, 2, ... tokens."""
+    prompts = [Prompt(row, text, [1], columns or {}) for row, text in enumerate(texts)]
+    samples = [
+        Sample(
+            group=group,
+            prompt_ids=np.array([1], np.int32),
+            response_ids=np.full(1 + member, 1, np.int32),
+            logprobs=np.zeros(1 + member, np.float32),
+            versions=np.zeros(1 + member, np.int32),
+            finish_reason="stop",
+            text=completion,
+        )
+        for group in range(len(texts))
+        for member in range(group_size)
+    ]
+    return prompts, samples
+
+
+@pytest.fixture(scope="module")
+def deed(functions):
+    with RewardRunner(f"{functions}:deed", timeout_s=1.0) as runner:
+        yield runner
+
+
+def test_keywords_are_those_of_trl(functions):
+    with RewardRunner(f"{functions}:seen", timeout_s=10) as runner:
+        rewards, failures = runner.score(*step(["a"], 2, {"answer": "x", "level": 3}))
+    assert failures == [] and rewards.tolist() == [1.0, 1.0] and rewards.dtype == np.float32
+
+
+def test_a_function_gets_only_what_it_names(functions):
+    with RewardRunner(f"{functions}:only_completions", timeout_s=10) as runner:
+        rewards, failures = runner.score(*step(["a", "b"], 2, {"answer": "x"}, completion="xyz"))
+    assert failures == [] and rewards.tolist() == [3.0] * 4
+
+
+def test_messages_in_messages_out(functions):
+    with RewardRunner(f"{functions}:messages", timeout_s=10) as runner:
+        rewards, failures = runner.score(*step([[{"role": "user", "content": "hi"}]], 2))
+    assert failures == [] and rewards.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("evil", "reason"),
+    [
+        ("raise", "RuntimeError('no such luck')"),
+        ("exit", "exit code 3"),
+        ("sys.exit", "SystemExit"),
+        ("hang", "took longer than reward.timeout_s=1"),
+        ("nan", "nan"),
+        ("inf", "inf"),
+        ("text", "'1.0'"),
+        ("few", "for 4 samples"),
+        ("scalar", "returned 1.0"),
+        ("string", "returned '1111'"),
+        ("object", "object"),
+    ],
+)
+def test_a_failed_call_masks_its_prompt_and_no_other(deed, evil, reason):
+    rewards, failures = deed.score(*step(["good", evil, "good", "good", "good"]))
+    assert np.isnan(rewards[4:8]).all()
+    assert (rewards[:4] == 1).all() and (rewards[8:] == 1).all()
+    assert len(failures) == 4
+    assert all(line.startswith("prompt 1: ") and reason in line for line in failures)
+
+
+def test_every_prompt_may_fail_in_one_step(deed):
+    texts = ["exit", "hang", "raise", "exit", "nan", "good", "exit"]
+    rewards, failures = deed.score(*step(texts))
+    assert len(failures) == 24 and np.flatnonzero(~np.isnan(rewards)).tolist() == [20, 21, 22, 23]
+
+
+def test_none_is_masked_and_no_failure(deed):
+    rewards, failures = deed.score(*step(["None", "half"]))
+    assert np.isnan(rewards[:6]).all() and rewards[6:].tolist() == [0.5, 0.5]
+    assert len(failures) == 1 and failures[0].startswith("prompt 1: ")
+
+
+def test_async_prompts_run_together_and_time_out_alone(functions):
+    with RewardRunner(f"{functions}:slow_async", timeout_s=1.0) as runner:
+        start = time.monotonic()
+        rewards, failures = runner.score(*step(["good"] * 9 + ["bad"] + ["good"] * 10, 2))
+        seconds = time.monotonic() - start
+    assert seconds < 3  # one after the other they would take 3.8 s and the time-out
+    assert np.isnan(rewards[18:20]).all() and np.isfinite(np.delete(rewards, [18, 19])).all()
+    assert len(failures) == 2 and "reward.timeout_s=1" in failures[0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("no.such.module:f", "no.such.module|'no'"),
+        ("lora_moe_rl.rewards:no_such", "no_such"),
+        ("no_colon", "no_colon"),
+        ("no_such_file.py:f", "no_such_file.py"),
+    ],
+)
+def test_a_function_that_cannot_be_imported(spec, reason):
+    with pytest.raises(ConfigError, match=reason):
+        RewardRunner(spec, timeout_s=1)
+
+
+def test_a_file_that_ends_its_process_at_import(tmp_path):
+    (tmp_path / "evil.py").write_text("import os\nos._exit(5)\n")
+    with pytest.raises(ConfigError, match="exit code 5"):
+        RewardRunner(f"{tmp_path / 'evil.py'}:f", timeout_s=1)
+
+
+def test_close_ends_the_processes(functions):
+    runner = RewardRunner(f"{functions}:deed", timeout_s=1)
+    processes = [worker.process for worker in runner._workers]
+    runner.close()
+    assert all(process.poll() is not None for process in processes)
+
+
+def test_the_worker_imports_no_torch():
+    code = "import sys, lora_moe_rl.rewards.worker; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_exact_match():
+    message = [{"role": "assistant", "content": "81"}]
+    completions = ["81", " 81\n", "81.", "", message]
+    assert exact_match(completions, answer=["81", 81, "81", "81", "81"]) == [1, 1, 0, 0, 1]
+
+
+def test_number_match():
+    cases = [
+        ("it is 81", "81", 1), ("81, no: 82", "81", 0), ("1,234.50", 1234.5, 1), ("", "3", 0),
+        ("-3", "-3", 1), ("5-3", "3", 1), ("#### 72", "so 70+2\n#### 72", 1), ("3", "none", None),
+        (".5", "0.50", 1), ("81.", "81", 1),
+    ]  # fmt: skip
+    completions, answers, expected = (list(column) for column in zip(*cases, strict=True))
+    assert number_match(completions, answer=answers) == expected

@@ -1,0 +1,72 @@
+"""The route table: building, checking, joining."""
+
+import numpy as np
+import pytest
+
+from lora_moe_rl.errors import ReplayError
+from lora_moe_rl.router_replay.table import RouteTable
+
+LAYERS = (1, 3)
+EXPERTS, TOP_K = 8, 2
+
+
+def routes(num_rows: int, seed: int = 0) -> np.ndarray:
+    """Different experts in each row, `[rows, layers, top_k]`."""
+    generator = np.random.default_rng(seed)
+    return np.stack(
+        [[generator.permutation(EXPERTS)[:TOP_K] for _ in LAYERS] for _ in range(num_rows)]
+    ).astype(np.uint8)
+
+
+def build(rows, num_rows, experts: int = EXPERTS) -> RouteTable:
+    return RouteTable.build(rows, num_rows, LAYERS, experts, TOP_K)
+
+
+def test_rows_lie_one_sample_after_the_other():
+    first, second = routes(3), routes(5, seed=1)
+    table = build([first, second], [3, 5])
+    np.testing.assert_array_equal(table.offsets, [0, 3, 8])
+    np.testing.assert_array_equal(table.ids[3:8], second)
+    assert table.num_samples == 2 and table.coverage == 1.0
+
+
+def test_missing_rows_are_explicit():
+    table = build([None, routes(2)], [3, 4])
+    np.testing.assert_array_equal(table.valid[:, 0], [0, 0, 0, 1, 1, 0, 0])
+    assert table.coverage == pytest.approx(2 / 7)
+
+
+def test_ids_take_one_byte_up_to_256_experts():
+    assert build([routes(2)], [2], experts=256).ids.dtype == np.uint8
+    assert build([routes(2)], [2], experts=257).ids.dtype == np.uint16
+
+
+def test_an_expert_out_of_range_is_an_error():
+    bad = routes(4)
+    bad[2, 1] = (3, EXPERTS)
+    with pytest.raises(ReplayError, match=r"row 2, layer 3 are \[3, 8\]"):
+        build([bad], [4])
+
+
+def test_an_expert_named_twice_is_an_error():
+    bad = routes(4)
+    bad[1, 0] = (5, 5)
+    with pytest.raises(ReplayError, match=r"row 1, layer 1 are \[5, 5\]"):
+        build([bad], [4])
+
+
+@pytest.mark.parametrize(
+    "array", [routes(5), routes(3)[:, :1], routes(3)[..., :1]], ids=["rows", "layers", "top_k"]
+)
+def test_another_shape_is_an_error(array):
+    with pytest.raises(ReplayError, match="expected at most"):
+        build([array], [4])
+
+
+def test_concat_keeps_the_samples():
+    tables = [build([routes(3), None], [3, 2]), build([routes(4, seed=2)], [4])]
+    table = RouteTable.concat(tables)
+    np.testing.assert_array_equal(table.offsets, [0, 3, 5, 9])
+    np.testing.assert_array_equal(table.ids[5:], tables[1].ids)
+    np.testing.assert_array_equal(table.valid[:, 0], [1, 1, 1, 0, 0, 1, 1, 1, 1])
+    assert RouteTable.concat(tables[:1]) is tables[0]

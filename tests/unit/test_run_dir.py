@@ -1,0 +1,176 @@
+"""The run directory: refusals, the lock, appending, and going back to a step."""
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from lora_moe_rl.checkpoint import write_checkpoint
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import RunDirError
+from lora_moe_rl.metrics import MetricsWriter, read_metrics
+from lora_moe_rl.overrides import override
+from lora_moe_rl.recipe import load_config, resolve
+from lora_moe_rl.run_dir import RunDir, read_jsonl, tail
+from lora_moe_rl.types import Prompt, Sample
+
+
+def config_in(folder, *arguments: str) -> RunConfig:
+    return resolve(override(RunConfig(), [f"logging.run_dir={folder}", *arguments]))
+
+
+def run_steps(config: RunConfig, steps, resume=False) -> RunDir:
+    with RunDir(config, resume) as run_dir, MetricsWriter(run_dir, config) as metrics:
+        for step in steps:
+            metrics.write({"step": step, "reward/mean": step / 10})
+    return run_dir
+
+
+def samples_of(step: int) -> tuple[list[Prompt], list[Sample]]:
+    prompts = [Prompt(row=step * 10 + i, text=f"{i}+1=", token_ids=[5, 6]) for i in range(2)]
+    samples = [
+        Sample(
+            group=i // 4,
+            prompt_ids=np.array([5, 6], np.int32),
+            response_ids=np.array([7, 8, 9], np.int32),
+            logprobs=np.zeros(3, np.float32),
+            versions=np.array([step, step, step + 1]),
+            finish_reason="stop",
+            text=f"response {i}",
+        )
+        for i in range(8)
+    ]
+    return prompts, samples
+
+
+def test_the_saved_config_runs_again(tmp_path):
+    config = config_in(tmp_path / "run", "adapter.rank=8", "replay.mode=off", "trainer.lr=3e-5")
+    run_dir = run_steps(config, [1])
+    assert load_config(str(run_dir.config_file)) == config
+
+
+def test_a_directory_that_holds_a_run_is_refused(tmp_path):
+    config = config_in(tmp_path / "run")
+    run_steps(config, [1])
+    with pytest.raises(RunDirError, match=r"holds a run already.*--resume.*logging.run_dir"):
+        run_steps(config, [1])
+    run_dir = run_steps(config, [2], resume=True)
+    assert [record["step"] for record in read_metrics(run_dir)] == [1, 2]
+
+
+def test_a_directory_that_holds_a_checkpoint_is_refused(tmp_path):
+    config = config_in(tmp_path / "run")
+    with RunDir(config, False) as run_dir, write_checkpoint(run_dir.checkpoints, 1, 2, {}):
+        pass
+    with pytest.raises(RunDirError, match="holds a run already"):
+        RunDir(config, False).__enter__()
+
+
+def test_a_run_that_failed_before_its_first_step_may_start_again(tmp_path):
+    config = config_in(tmp_path / "run")
+    run_steps(config, [])
+    run_steps(config, [1])
+
+
+def test_another_directory_with_files_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").write_text("all of it")
+    with pytest.raises(RunDirError, match="is not empty and holds no run"):
+        run_steps(config_in(tmp_path), [1])
+
+
+def test_nothing_to_resume(tmp_path):
+    with pytest.raises(RunDirError, match="no run in .* to resume"):
+        run_steps(config_in(tmp_path / "run"), [1], resume=True)
+
+
+def test_a_file_in_the_way(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(RunDirError, match="cannot use .*/run as the run directory"):
+        run_steps(config_in(tmp_path / "run"), [1])
+
+
+def test_resume_with_another_rank_is_refused(tmp_path):
+    run_steps(config_in(tmp_path / "run", "adapter.rank=8"), [1])
+    with pytest.raises(RunDirError, match="adapter.rank was 8 and is now 16"):
+        run_steps(config_in(tmp_path / "run"), [2], resume=True)
+
+
+def test_resume_with_more_steps_is_fine(tmp_path):
+    run_steps(config_in(tmp_path / "run"), [1])
+    config = config_in(tmp_path / "run", "trainer.steps=400")
+    run_dir = run_steps(config, [2], resume=True)
+    assert load_config(str(run_dir.config_file)).trainer.steps == 400
+
+
+def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
+    config = config_in(tmp_path / "run")
+    code = (
+        "import sys\n"
+        "from lora_moe_rl.recipe import load_config\n"
+        "from lora_moe_rl.run_dir import RunDir\n"
+        "try: RunDir(load_config(sys.argv[1]), True).__enter__()\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+    )
+    with RunDir(config, False) as run_dir:
+        command = [sys.executable, "-c", code, str(run_dir.config_file)]
+        output = subprocess.run(command, capture_output=True, text=True).stdout
+    assert output.startswith("RunDirError") and "is in use by another run" in output
+    with RunDir(config, False):  # the lock is free again
+        pass
+
+
+def test_rewind_cuts_and_keeps_what_it_cut(tmp_path):
+    config = config_in(tmp_path / "run")
+    run_dir = run_steps(config, range(1, 6))
+    with open(run_dir.metrics_file, "a") as file:
+        file.write('{"step": 6, "rew')  # the process died here
+    for step in range(1, 6):
+        run_dir.write_samples(step, *samples_of(step), np.ones(8), np.zeros(8))
+    run_dir.rewind(3)
+    assert [record["step"] for record in read_metrics(run_dir)] == [1, 2, 3]
+    assert {record["step"] for record in read_jsonl(run_dir.samples_file)} == {1, 2, 3}
+    backup = (run_dir.path / "metrics.jsonl.bak").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in backup[:2]] == [4, 5]
+    assert backup[2] == '{"step": 6, "rew'
+    run_steps(config, [4], resume=True)
+    assert [record["step"] for record in read_metrics(run_dir)] == [1, 2, 3, 4]
+
+
+def test_samples_are_spread_over_the_prompts(tmp_path):
+    config = config_in(tmp_path / "run", "logging.samples_per_step=2")
+    prompts, samples = samples_of(3)
+    rewards = np.array([1.0, 0, 0, 0, math.nan, 0, 0, 0])
+    with RunDir(config, False) as run_dir:
+        run_dir.write_samples(3, prompts, samples, rewards, np.arange(8.0))
+    first, second = read_jsonl(run_dir.samples_file)
+    assert first == {
+        "step": 3,
+        "row": 30,
+        "prompt": "0+1=",
+        "response": "response 0",
+        "reward": 1.0,
+        "advantage": 0.0,
+        "finish_reason": "stop",
+        "tokens": 3,
+        "versions": [3, 4],
+    }
+    assert second["prompt"] == "1+1=" and second["reward"] is None and second["advantage"] == 4.0
+
+
+def test_no_samples_when_none_are_wanted(tmp_path):
+    config = config_in(tmp_path / "run", "logging.samples_per_step=0")
+    with RunDir(config, False) as run_dir:
+        run_dir.write_samples(1, *samples_of(1), np.ones(8), np.ones(8))
+    assert list(read_jsonl(run_dir.samples_file)) == []
+
+
+def test_tail(tmp_path):
+    path = tmp_path / "engine-0.log"
+    assert tail(path, 3) == ""
+    path.write_text("".join(f"line {i} {'x' * 50}\n" for i in range(1000)))
+    assert [line.split()[1] for line in tail(path, 3).splitlines()] == ["997", "998", "999"]
+    path.write_text("y" * 100_000)  # one endless line: not all of it
+    assert len(tail(path, 3)) <= 2000
