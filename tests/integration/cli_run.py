@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -67,11 +68,12 @@ class CliRun:
         os.killpg(self.process.pid, signal.SIGINT)
 
     def actor(self, name: str, title: str) -> psutil.Process | None:
-        """The process of `title` that writes the log of the actor `name`."""
+        """The process that writes the log of the actor `name` and whose command line matches the
+        regular expression `title`."""
         for process in self.process.children(recursive=True):
             try:
                 log = os.readlink(f"/proc/{process.pid}/fd/1")
-                if log.endswith(f"/{name}.log") and title in " ".join(process.cmdline()):
+                if log.endswith(f"/{name}.log") and re.search(title, " ".join(process.cmdline())):
                     return process
             except (OSError, psutil.Error):
                 continue

@@ -69,10 +69,13 @@ def test_ctrl_c_finishes_the_step_and_leaves_a_checkpoint(interrupted):
     assert run.leftovers() == []
 
 
+# vLLM's own process is spawned, and names itself only once it has started, if at all.
+ENGINE_CORE = "EngineCore|multiprocessing.spawn"
+
 # What is killed, by the log it writes and its name among the processes; the actor to be named.
 VICTIMS = [
     pytest.param("engine-0", "ray::RolloutEngine", id="engine"),
-    pytest.param("engine-0", "EngineCore", id="vLLM's own process"),
+    pytest.param("engine-0", ENGINE_CORE, id="vLLM's own process"),
     pytest.param("trainer-1", "ray::LoggedWorker", id="trainer rank"),
 ]
 
@@ -150,7 +153,7 @@ def test_the_second_ctrl_c_ends_a_step_at_once(start, tmp_path):
 
 def test_ctrl_c_while_the_engines_start(start, tmp_path):
     run = start(RECIPE, f"logging.run_dir={tmp_path}/run")
-    run.wait_for(lambda: run.actor("engine-0", "EngineCore"), "vLLM's own process")
+    run.wait_for(lambda: run.actor("engine-0", ENGINE_CORE), "vLLM's own process")
     run.interrupt()
     assert run.finish(timeout=30) == INTERRUPTED
     assert "error: interrupted" in run.output and "Traceback" not in run.output
