@@ -16,11 +16,8 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.run_dir import RunDir
 from lora_moe_rl.trainer.batch import TrainBatch
+from lora_moe_rl.trainer.environment import CPU_ENVIRONMENT
 from lora_moe_rl.trainer.worker import TrainerWorker
-
-# Set before torch is imported. Threads that wait must not spin: ranks and engines take turns on the
-# same cores. mcore compiles small functions at their first call, for seconds, with nothing to gain.
-_CPU_ENVIRONMENT = {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE", "TORCHDYNAMO_DISABLE": "1"}}
 
 
 class LoggedWorker(TrainerWorker):
@@ -40,7 +37,7 @@ class TrainerGroup:
         gpus = config.trainer.gpus_per_rank if _uses_gpu(config) else 0
         options = {"num_cpus": 1, "num_gpus": gpus}
         if not gpus:
-            options["runtime_env"] = _CPU_ENVIRONMENT
+            options["runtime_env"] = {"env_vars": CPU_ENVIRONMENT}
         worker = ray.remote(**options)(LoggedWorker)
         self.actors = []
         for rank in range(config.trainer.world_size):

@@ -1,0 +1,74 @@
+"""What every layout is given: random adapters, samples, and routes to replay. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from lora_moe_rl.adapters.spec import AdapterSpec, Site
+from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.trainer.batch import TrainBatch
+
+# Size of what the adapter adds to an output, for an input of ones: enough to change every logprob.
+STRENGTH = 0.1
+
+
+def random_adapter(
+    spec: AdapterSpec, seed: int = 1, start: Mapping[str, np.ndarray] | None = None
+) -> dict[str, np.ndarray]:
+    """Canonical float32 tensors with a B that is not zero, so that every factor has a gradient.
+
+    A has columns of about unit norm, and B is as large as makes `scale * B A x` about STRENGTH,
+    whatever the model's width, the rank and the scale. Where a part of the tensors is not trained
+    (OLoRA), they are `start`, the adapter before training, plus such noise in the trained part.
+    """
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for site in spec:
+        a = rng.normal(0, 1 / math.sqrt(site.in_features), site.shape_A)
+        b = rng.normal(0, STRENGTH / (site.scale * math.sqrt(site.rank)), site.shape_B)
+        for letter, values in (("A", a), ("B", b)):
+            name = f"{site.name}.{letter}"
+            if site.frozen_rank:
+                if start is None:
+                    raise ValueError(f"{site.name} is not trained as a whole: `start` is needed")
+                kept = np.array(start[name], dtype=np.float64)
+                kept[trained_part(site, letter)] += values[trained_part(site, letter)]
+                values = kept
+            tensors[name] = values.astype(np.float32)
+    return tensors
+
+
+def trained_part(site: Site, letter: str) -> tuple:
+    """The index of the trained rows of A, or columns of B, in a canonical tensor."""
+    trained = slice(0, site.rank - site.frozen_rank)
+    return (..., trained, slice(None)) if letter == "A" else (..., trained)
+
+
+def random_batch(
+    spec: AdapterSpec, samples: int = 11, seed: int = 0
+) -> tuple[TrainBatch, RouteTable]:
+    """Sequences of uneven length with random, valid routes to replay."""
+    rng = np.random.default_rng(seed)
+    shape = spec.shape
+    ids = [
+        rng.integers(0, shape.vocab_size, int(n)).astype(np.int32)
+        for n in rng.integers(6, 17, samples)
+    ]
+    prompts = np.array([int(rng.integers(1, len(i) - 1)) for i in ids])
+    batch = TrainBatch(
+        token_ids=ids,
+        prompt_lengths=prompts,
+        logprobs=[rng.normal(-5, 1, len(i) - p).astype(np.float32) for i, p in zip(ids, prompts)],
+        advantages=rng.normal(0, 1, samples).astype(np.float32),
+        weights=np.ones(samples, np.float32),
+        mini_batch=np.zeros(samples, np.int64),
+    )
+    lengths = [len(i) - 1 for i in ids]
+    keys = rng.random((sum(lengths), len(shape.moe_layers), shape.num_experts))
+    routes = np.argsort(keys, axis=-1)[..., : shape.top_k]
+    rows = np.split(routes, np.cumsum(lengths)[:-1])
+    table = RouteTable.build(rows, lengths, shape.moe_layers, shape.num_experts, shape.top_k)
+    return batch, table
