@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from lora_moe_rl.adapters.families import hf_path
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
 from lora_moe_rl.config import RunConfig
 
@@ -69,13 +70,13 @@ def peft_tensors(
             whole = tensors[f"{site.name}.{matrix}"]
             if matrix == "B" and site.scale != common:
                 whole = whole * np.float32(site.scale / common)
-            for path, values in _paths(site, whole):
+            for path, values in _paths(spec, site, whole):
                 key = f"base_model.model.{path}.lora_{matrix}.weight"
                 yield key, np.ascontiguousarray(values, dtype=np.float32)
 
 
-def _paths(site: Site, whole: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    path = f"model.layers.{site.layer}.{HF_PATHS[site.module]}"
+def _paths(spec: AdapterSpec, site: Site, whole: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    path = f"model.layers.{site.layer}.{hf_path(spec.shape, site.module)}"
     if site.num_experts is None:
         yield path, whole
     else:
@@ -88,7 +89,7 @@ def peft_config(spec: AdapterSpec, config: RunConfig) -> dict:
     where there are any."""
     first = _first(spec)
     ranks = {
-        rf".*\.{HF_PATHS[site.module]}".replace("{}", r"\d+"): site.rank
+        rf".*\.{hf_path(spec.shape, site.module)}".replace("{}", r"\d+"): site.rank
         for site in spec
         if site.rank != first.rank
     }
@@ -100,7 +101,9 @@ def peft_config(spec: AdapterSpec, config: RunConfig) -> dict:
         "lora_alpha": first.scale * first.rank,
         "rank_pattern": ranks,
         "alpha_pattern": {pattern: first.scale * rank for pattern, rank in ranks.items()},
-        "target_modules": sorted({HF_PATHS[site.module].rpartition(".")[2] for site in spec}),
+        "target_modules": sorted(
+            {hf_path(spec.shape, site.module).rpartition(".")[2] for site in spec}
+        ),
         "use_rslora": False,  # its scale is in lora_alpha
         "use_dora": False,
         "bias": "none",

@@ -9,33 +9,42 @@ global layer. Its tensors are
 unscaled; the function is `y += scale * B A x`. Gate and up are separate sites, and so are q, k and
 v, whatever an engine fuses. Everything foreign (Megatron shards, vLLM slots, PEFT files) is a pure
 map from and to this form.
+
+Two forms differ from the plain one. With `expert_layout=shared_outer` all experts of a layer share
+the tensor on the hidden side (A of gate and up, B of down), which then has no E. With `init=olora`
+the function is `y += scale * (B A - B0 A0) x`, where A0 and B0 are the start and never change: the
+canonical A is [A; A0], B is [B, -B0], so that it is right with respect to the base as it is, and
+its rank, as served and exported, is twice the trained one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any
+from typing import Literal
 
-from lora_moe_rl.config import AdapterConfig
-from lora_moe_rl.errors import ConfigError, ModelError
+from lora_moe_rl.adapters.families import Dims, ModelShape
+from lora_moe_rl.adapters.patterns import Values
+from lora_moe_rl.config import VLLM_SLOT_RANKS, AdapterConfig
+from lora_moe_rl.errors import ConfigError
 
-# The architectures that trainer, adapters and engine all know.
-SUPPORTED = {
-    "Qwen3MoeForCausalLM": "Qwen3-MoE (GQA, qk-norm, softmax router)",
-    "DeepseekV3ForCausalLM": "DeepSeek-V3, Moonlight, Kimi-K2 (MLA, sigmoid router, shared expert)",
+# No pattern of adapter.targets includes these, only their name.
+NOT_SERVABLE = {
+    "kv_b_proj": "vLLM absorbs it into MLA attention and would ignore the adapter; only a refit "
+    "with merged weights could serve it"
 }
-
-# vLLM absorbs kv_b_proj into its attention and silently ignores an adapter on it.
-NOT_SERVABLE = {"kv_b_proj": "vLLM absorbs it into MLA attention and would ignore the adapter"}
 
 
 @dataclass(frozen=True)
 class Site:
-    """One adapted linear of one global layer."""
+    """One adapted linear of one global layer.
+
+    `rank` is the whole rank, as served and exported. `shared` names the tensor that all experts of
+    a routed site share. The last `frozen_rank` rows of A and columns of B are not trained.
+    """
 
     layer: int
     module: str
@@ -44,149 +53,29 @@ class Site:
     rank: int
     scale: float
     num_experts: int | None = None
+    shared: Literal["A", "B"] | None = None
+    frozen_rank: int = 0
 
     @property
     def name(self) -> str:
         return f"layers.{self.layer}.{self.module}"
 
     @property
+    def trained_rank(self) -> int:
+        return self.rank - self.frozen_rank
+
+    @property
     def shape_A(self) -> tuple[int, ...]:
-        shape = (self.rank, self.in_features)
-        return shape if self.num_experts is None else (self.num_experts, *shape)
+        return self._shape("A", (self.rank, self.in_features))
 
     @property
     def shape_B(self) -> tuple[int, ...]:
-        shape = (self.out_features, self.rank)
-        return shape if self.num_experts is None else (self.num_experts, *shape)
+        return self._shape("B", (self.out_features, self.rank))
 
-
-@dataclass(frozen=True)
-class ModelShape:
-    """What the rest of the system needs to know of a model's `config.json`."""
-
-    architecture: str
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    max_positions: int
-    num_experts: int
-    top_k: int
-    moe_layers: tuple[int, ...]  # global layer numbers, from 0
-    dims: Mapping[str, int]
-
-    @classmethod
-    def from_hf_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Raises ModelError for an architecture that is not supported."""
-        names = config.get("architectures") or [None]
-        if names[0] == "Qwen3MoeForCausalLM":
-            return _qwen3_moe(config)
-        if names[0] == "DeepseekV3ForCausalLM":
-            return _deepseek_v3(config)
-        listing = "; ".join(f"{name}: {what}" for name, what in SUPPORTED.items())
-        raise ModelError(f"architecture {names[0]} is not supported; supported are {listing}")
-
-    def modules(self, layer: int) -> dict[str, tuple[int, int, int | None]]:
-        """`{module: (in_features, out_features, num_experts or None)}` of one global layer."""
-        attention = _mla(self) if self.architecture == "DeepseekV3ForCausalLM" else _gqa(self)
-        d, hidden = self.dims, self.hidden_size
-        if layer not in self.moe_layers:
-            return attention | _mlp("mlp", hidden, d["intermediate"], None)
-        modules = attention | _mlp("experts", hidden, d["moe_intermediate"], self.num_experts)
-        if d["shared_intermediate"]:
-            modules |= _mlp("shared_expert", hidden, d["shared_intermediate"], None)
-        return modules
-
-
-def _qwen3_moe(c: Mapping[str, Any]) -> ModelShape:
-    sparse_step = c.get("decoder_sparse_step", 1)
-    dense = set(c.get("mlp_only_layers") or ())
-    experts = c["num_experts"] if "num_experts" in c else c["num_local_experts"]  # transformers 5
-    moe_layers = tuple(
-        i
-        for i in range(c["num_hidden_layers"])
-        if i not in dense and experts > 0 and (i + 1) % sparse_step == 0
-    )
-    dims = {
-        "heads": c["num_attention_heads"],
-        "kv_heads": c["num_key_value_heads"],
-        "head_dim": c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"],
-        "intermediate": c["intermediate_size"],
-        "moe_intermediate": c["moe_intermediate_size"],
-        "shared_intermediate": 0,
-    }
-    return _shape(c, experts, moe_layers, dims)
-
-
-def _deepseek_v3(c: Mapping[str, Any]) -> ModelShape:
-    freq = c.get("moe_layer_freq", 1)
-    moe_layers = tuple(
-        i
-        for i in range(c["num_hidden_layers"])
-        if i >= c["first_k_dense_replace"] and i % freq == 0
-    )
-    dims = {
-        "heads": c["num_attention_heads"],
-        "q_lora_rank": c.get("q_lora_rank") or 0,
-        "kv_lora_rank": c["kv_lora_rank"],
-        "rope_dim": c["qk_rope_head_dim"],
-        "nope_dim": c["qk_nope_head_dim"],
-        "v_dim": c["v_head_dim"],
-        "intermediate": c["intermediate_size"],
-        "moe_intermediate": c["moe_intermediate_size"],
-        "shared_intermediate": c["moe_intermediate_size"] * (c.get("n_shared_experts") or 0),
-    }
-    return _shape(c, c["n_routed_experts"], moe_layers, dims)
-
-
-def _shape(c, num_experts: int, moe_layers: tuple[int, ...], dims: dict[str, int]) -> ModelShape:
-    return ModelShape(
-        architecture=c["architectures"][0],
-        num_layers=c["num_hidden_layers"],
-        hidden_size=c["hidden_size"],
-        vocab_size=c["vocab_size"],
-        max_positions=c["max_position_embeddings"],
-        num_experts=num_experts,
-        top_k=c["num_experts_per_tok"],
-        moe_layers=moe_layers,
-        dims=dims,
-    )
-
-
-def _gqa(shape: ModelShape) -> dict[str, tuple[int, int, int | None]]:
-    d, hidden = shape.dims, shape.hidden_size
-    q_out, kv_out = d["heads"] * d["head_dim"], d["kv_heads"] * d["head_dim"]
-    return {
-        "q_proj": (hidden, q_out, None),
-        "k_proj": (hidden, kv_out, None),
-        "v_proj": (hidden, kv_out, None),
-        "o_proj": (q_out, hidden, None),
-    }
-
-
-def _mla(shape: ModelShape) -> dict[str, tuple[int, int, int | None]]:
-    d, hidden = shape.dims, shape.hidden_size
-    q_out = d["heads"] * (d["nope_dim"] + d["rope_dim"])
-    modules: dict[str, tuple[int, int, int | None]]
-    if d["q_lora_rank"]:
-        modules = {
-            "q_a_proj": (hidden, d["q_lora_rank"], None),
-            "q_b_proj": (d["q_lora_rank"], q_out, None),
-        }
-    else:
-        modules = {"q_proj": (hidden, q_out, None)}
-    return modules | {
-        "kv_a_proj": (hidden, d["kv_lora_rank"] + d["rope_dim"], None),
-        "kv_b_proj": (d["kv_lora_rank"], d["heads"] * (d["nope_dim"] + d["v_dim"]), None),
-        "o_proj": (d["heads"] * d["v_dim"], hidden, None),
-    }
-
-
-def _mlp(prefix: str, hidden: int, width: int, experts: int | None):
-    return {
-        f"{prefix}.gate": (hidden, width, experts),
-        f"{prefix}.up": (hidden, width, experts),
-        f"{prefix}.down": (width, hidden, experts),
-    }
+    def _shape(self, matrix: str, one: tuple[int, int]) -> tuple[int, ...]:
+        if self.num_experts is None or self.shared == matrix:
+            return one
+        return (self.num_experts, *one)
 
 
 @dataclass(frozen=True)
@@ -197,17 +86,30 @@ class AdapterSpec:
     sites: tuple[Site, ...]
 
     @classmethod
-    def build(cls, shape: ModelShape, config: AdapterConfig) -> AdapterSpec:
-        """Raises ConfigError for a target that the model lacks or that vLLM cannot serve."""
+    def build(cls, shape: ModelShape, config: AdapterConfig, servable: bool = True) -> AdapterSpec:
+        """The adapter of a model; `servable`: only what vLLM can serve as an adapter.
+
+        Raises ConfigError for a target or a pattern that the model lacks, a target or a model that
+        vLLM cannot serve, a rank that does not fit, and an option that has no effect.
+        """
         available = [shape.modules(layer) for layer in range(shape.num_layers)]
-        names = {name: None for modules in available for name in modules}
-        _check_targets(config.targets, list(names), shape.architecture)
+        names = list({name: None for modules in available for name in modules})
+        _check_targets(config.targets, names, shape.architecture, servable)
+        if servable and shape.family.not_served:
+            raise ConfigError(
+                f"vLLM cannot serve adapters of {shape.architecture}: {shape.family.not_served}"
+            )
+        ranks = Values("adapter.rank_pattern", config.rank_pattern)
+        alphas = Values("adapter.alpha_pattern", config.alpha_pattern)
         sites = tuple(
-            _site(layer, name, *dims, config)
+            _site(_Place(layer, name), dims, shape.top_k, config, ranks, alphas)
             for layer, modules in enumerate(available)
             for name, dims in modules.items()
-            if name not in NOT_SERVABLE and any(fnmatchcase(name, t) for t in config.targets)
+            if any(_selects(target, name) for target in config.targets)
         )
+        ranks.require_used(sites)
+        alphas.require_used(sites)
+        _check_expert_options(config, sites)
         return cls(shape, sites)
 
     def __iter__(self) -> Iterator[Site]:
@@ -228,27 +130,91 @@ class AdapterSpec:
 
     @property
     def num_parameters(self) -> int:
+        """Numbers of the canonical tensors, those that are not trained included."""
         return sum(math.prod(shape) for shape in self.tensor_shapes.values())
 
+    @property
+    def slot_rank(self) -> int:
+        """The smallest slot rank of vLLM that holds every site."""
+        largest = max(site.rank for site in self.sites)
+        return next(rank for rank in VLLM_SLOT_RANKS if rank >= largest)
 
-def _site(layer, module, in_features, out_features, experts, config: AdapterConfig) -> Site:
+
+@dataclass(frozen=True)
+class _Place:
+    layer: int
+    module: str
+
+
+def _site(
+    place: _Place,
+    dims: Dims,
+    top_k: int,
+    config: AdapterConfig,
+    ranks: Values[int],
+    alphas: Values[float],
+) -> Site:
+    in_features, out_features, experts = dims
     rank, alpha = config.rank, config.alpha
     if experts is not None:
+        rank = _over_top_k(config, top_k) if config.expert_rank_over_top_k else rank
         rank = config.expert_rank or rank
         alpha = config.expert_alpha or alpha
+    rank, alpha = ranks.of(place, rank), alphas.of(place, alpha)
     scale = alpha / (math.sqrt(rank) if config.rslora else rank)
-    return Site(layer, module, in_features, out_features, rank, scale, experts)
+    shared: Literal["A", "B"] | None = None
+    if experts is not None and config.expert_layout == "shared_outer":
+        shared = "B" if place.module == "experts.down" else "A"
+    frozen = rank if config.init == "olora" else 0
+    site = Site(
+        place.layer, place.module, in_features, out_features, rank + frozen, scale, experts,
+        shared, frozen,
+    )  # fmt: skip
+    if frozen and rank > min(in_features, out_features):
+        raise ConfigError(
+            f"adapter.init=olora takes rank {rank} of {site.name}, which is {out_features} by "
+            f"{in_features}; give it a rank up to {min(in_features, out_features)} "
+            f"(adapter.rank_pattern)"
+        )
+    return site
 
 
-def _check_targets(targets: tuple[str, ...], names: list[str], architecture: str) -> None:
-    servable = [name for name in names if name not in NOT_SERVABLE]
+def _over_top_k(config: AdapterConfig, top_k: int) -> int:
+    if config.rank < top_k:
+        raise ConfigError(
+            f"adapter.expert_rank_over_top_k divides adapter.rank={config.rank} by the model's "
+            f"{top_k} experts a token, which leaves no rank; set adapter.rank to {top_k} or more"
+        )
+    return config.rank // top_k
+
+
+def _selects(target: str, name: str) -> bool:
+    return target == name if name in NOT_SERVABLE else fnmatchcase(name, target)
+
+
+def _check_targets(
+    targets: tuple[str, ...], names: list[str], architecture: str, servable: bool
+) -> None:
+    offered = [name for name in names if not (servable and name in NOT_SERVABLE)]
     for target in targets:
-        if target in NOT_SERVABLE and target in names:
+        if servable and target in NOT_SERVABLE and target in names:
             raise ConfigError(
                 f"adapter.targets names {target}: {NOT_SERVABLE[target]}; leave it out"
             )
-        if not any(fnmatchcase(name, target) for name in servable):
+        if not any(_selects(target, name) for name in offered):
             raise ConfigError(
                 f"adapter.targets: {architecture} has no module that matches {target!r}; it has "
-                f"{', '.join(servable)}"
+                f"{', '.join(offered)}"
+            )
+
+
+def _check_expert_options(config: AdapterConfig, sites: Sequence[Site]) -> None:
+    if any(site.num_experts is not None for site in sites):
+        return
+    for key in ("expert_rank", "expert_alpha", "expert_rank_over_top_k", "expert_layout"):
+        value = getattr(config, key)
+        if value != type(config).model_fields[key].default:
+            raise ConfigError(
+                f"adapter.{key}={value} has no effect: adapter.targets={','.join(config.targets)} "
+                f"adapts no routed experts"
             )

@@ -7,7 +7,7 @@ apply to the chosen mode is an error that names both.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -35,13 +35,34 @@ class AdapterConfig(Section):
     expert_rank: int | None = Field(
         None, ge=1, description="Rank of each routed expert's adapters; null: the same as rank."
     )
+    expert_rank_over_top_k: bool = Field(
+        False, description="Rank of each routed expert's adapters: rank // (experts a token)."
+    )
+    rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        {},
+        description='Other ranks for some modules and layers: {"experts.*": 8, '
+        '"layers.0-3.q_proj": 32}; of those that match the last counts.',
+    )
     alpha: float = Field(
         32.0, gt=0, description="LoRA alpha: the update is scaled by alpha / rank."
     )
     expert_alpha: float | None = Field(
         None, gt=0, description="Alpha of the routed experts' adapters; null: the same as alpha."
     )
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        {}, description="Other alphas for some modules and layers, as rank_pattern."
+    )
     rslora: bool = Field(False, description="Scale by alpha / sqrt(rank) instead of alpha / rank.")
+    expert_layout: Literal["per_expert", "shared_outer"] = Field(
+        "per_expert",
+        description="Adapters of routed experts: A and B for each, or with A of gate and up and B "
+        "of down shared by all experts of a layer.",
+    )
+    init: Literal["kaiming", "olora"] = Field(
+        "kaiming",
+        description="Start: A random and B zero, or both from the base weight's QR (OLoRA; served "
+        "and exported with twice the rank, the base weights stay as they are).",
+    )
     targets: tuple[str, ...] = Field(
         ("*",),
         description="Modules to adapt, as names or patterns (q_proj, experts.*, shared_expert.up); "
@@ -50,22 +71,33 @@ class AdapterConfig(Section):
 
     @model_validator(mode="after")
     def _servable(self):
-        for key in ("rank", "expert_rank"):
-            value = getattr(self, key)
-            if value is not None and value > VLLM_SLOT_RANKS[-1]:
+        ranks = {"rank": self.rank, "expert_rank": self.expert_rank or self.rank}
+        ranks |= {f"rank_pattern[{key!r}]": rank for key, rank in self.rank_pattern.items()}
+        largest, times = VLLM_SLOT_RANKS[-1], 2 if self.init == "olora" else 1
+        for key, rank in ranks.items():
+            if rank * times > largest:
+                twice = f" with adapter.init=olora, which serves {2 * rank}," if times == 2 else ""
                 raise ValueError(
-                    f"adapter.{key}={value} is not a rank vLLM can serve: its largest adapter slot "
-                    f"is {VLLM_SLOT_RANKS[-1]}; use a rank from 1 to {VLLM_SLOT_RANKS[-1]}"
+                    f"adapter.{key}={rank}{twice} is not a rank vLLM can serve: its largest "
+                    f"adapter slot is {largest}; use a rank from 1 to {largest // times}"
                 )
         if not self.targets:
             raise ValueError("adapter.targets is empty: nothing would be trained; use '*' for all")
         return self
 
-    @property
-    def slot_rank(self) -> int:
-        """The smallest slot rank of vLLM that holds every adapter of this run."""
-        largest = max(self.rank, self.expert_rank or self.rank)
-        return next(rank for rank in VLLM_SLOT_RANKS if rank >= largest)
+    @model_validator(mode="after")
+    def _together(self):
+        if self.expert_rank_over_top_k and self.expert_rank is not None:
+            raise ValueError(
+                f"adapter.expert_rank={self.expert_rank} and adapter.expert_rank_over_top_k=true "
+                f"both set the rank of experts; set one of them"
+            )
+        if self.expert_layout == "shared_outer" and self.init == "olora":
+            raise ValueError(
+                "adapter.init=olora starts each expert from its own weight, which "
+                "adapter.expert_layout=shared_outer cannot hold; use per_expert or kaiming"
+            )
+        return self
 
 
 class TrainerConfig(Section):
@@ -73,7 +105,13 @@ class TrainerConfig(Section):
     world_size: int = Field(1, ge=1, description="Megatron ranks: tp * pp * (data parallel size).")
     tp: int = Field(1, ge=1, description="Tensor-parallel size.")
     pp: int = Field(1, ge=1, description="Pipeline-parallel size.")
+    vpp: int = Field(
+        1, ge=1, description="Virtual pipeline: pieces of the model that each pipeline rank holds."
+    )
     ep: int = Field(1, ge=1, description="Expert-parallel size; divides tp * (data parallel size).")
+    etp: int = Field(
+        1, ge=1, description="Expert-tensor-parallel size: ranks that share each routed expert."
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where the trainer runs; auto: cuda when there is one."
     )
@@ -107,12 +145,17 @@ class TrainerConfig(Section):
                 f"trainer.world_size={self.world_size} does not match the layout: it must be a "
                 f"multiple of tp * pp = {self.tp} * {self.pp} = {model_parallel}"
             )
-        if (self.tp * self.dp) % self.ep:
+        if (self.tp * self.dp) % (self.ep * self.etp):
+            experts = f"trainer.ep={self.ep}"
+            if self.etp > 1:
+                experts += f" * trainer.etp={self.etp}"
             raise ValueError(
-                f"trainer.ep={self.ep} does not divide the {self.tp * self.dp} ranks of a pipeline "
+                f"{experts} does not divide the {self.tp * self.dp} ranks of a pipeline "
                 f"stage (tp={self.tp} * dp={self.dp} with world_size={self.world_size}); raise "
                 f"trainer.world_size or lower trainer.ep"
             )
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"trainer.vpp={self.vpp} needs pipeline stages: trainer.pp is 1")
         return self
 
     @property

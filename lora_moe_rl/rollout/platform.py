@@ -73,7 +73,7 @@ def engine_args(
         "enable_lora": True,
         "max_loras": config.refit.slots,
         "max_cpu_loras": config.refit.slots,
-        "max_lora_rank": config.adapter.slot_rank,
+        "max_lora_rank": spec.slot_rank,
         "lora_dtype": "auto",  # the dtype of the base
         "lora_target_modules": sorted(modules),
         "worker_extension_cls": "lora_moe_rl.refit.receiver.Receiver",

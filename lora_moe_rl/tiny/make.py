@@ -11,12 +11,10 @@ import os
 from importlib.metadata import version
 from pathlib import Path
 
-from lora_moe_rl.adapters.spec import SUPPORTED
+from lora_moe_rl.adapters.families import FAMILIES
 from lora_moe_rl.errors import ModelError
 
 TINY_NAMES = ("qwen3_moe", "deepseek_v3")
-# Kimi-K2 is DeepSeek-V3 under another name.
-SUPPORTED_TYPES = ("qwen3_moe", "deepseek_v3", "kimi_k2")
 SOURCES = ("arithmetic", "muon", "pretrain", "shapes", "tokenizer")
 
 
@@ -79,12 +77,15 @@ def check_model_dir(path: Path | str) -> dict:
         config = json.loads(config_file.read_text())
     except ValueError as error:
         raise ModelError(f"{config_file} is not JSON: {error}") from error
-    architectures = config.get("architectures") or []
-    if not set(architectures) & set(SUPPORTED) or config.get("model_type") not in SUPPORTED_TYPES:
+    architectures = config.get("architectures") or ["missing"]
+    family = FAMILIES.get(architectures[0])
+    if family is None or config.get("model_type") not in family.model_types:
+        known = ", ".join(
+            f"{name} (model_type {' or '.join(f.model_types)})" for name, f in FAMILIES.items()
+        )
         raise ModelError(
-            f"{config_file}: architecture {', '.join(architectures) or 'missing'} (model_type "
-            f"{config.get('model_type')}) is not supported; supported are {', '.join(SUPPORTED)} "
-            f"(model_type {', '.join(SUPPORTED_TYPES)})"
+            f"{config_file}: architecture {', '.join(architectures)} (model_type "
+            f"{config.get('model_type')}) is not supported; supported are {known}"
         )
     _check_weights(path)
     return config

@@ -9,7 +9,6 @@ from pydantic import ValidationError
 
 from lora_moe_rl import errors
 from lora_moe_rl.config import (
-    VLLM_SLOT_RANKS,
     AdapterConfig,
     AlgorithmConfig,
     RunConfig,
@@ -23,12 +22,25 @@ def test_importing_the_config_imports_no_torch():
 
 
 @pytest.mark.parametrize(
-    ("rank", "expert_rank", "slot"),
-    [(1, None, 1), (2, None, 8), (16, None, 16), (16, 24, 32), (48, 8, 64), (512, 1, 512)],
+    ("adapter", "message"),
+    [
+        ({"rank": 513}, "adapter.rank=513 is not a rank vLLM can serve"),
+        ({"rank_pattern": {"q_proj": 600}}, "adapter.rank_pattern['q_proj']=600 is not a rank"),
+        (
+            {"rank": 257, "init": "olora"},
+            "adapter.rank=257 with adapter.init=olora, which serves 514, is not a rank vLLM can "
+            "serve: its largest adapter slot is 512; use a rank from 1 to 256",
+        ),
+        ({"rank_pattern": {"q_proj": 0}}, "greater than or equal to 1"),
+        ({"alpha_pattern": {"q_proj": 0}}, "greater than 0"),
+        ({"expert_rank": 2, "expert_rank_over_top_k": True}, "both set the rank of experts"),
+        ({"init": "olora", "expert_layout": "shared_outer"}, "use per_expert or kaiming"),
+    ],
 )
-def test_the_slot_holds_the_largest_rank(rank, expert_rank, slot):
-    assert AdapterConfig(rank=rank, expert_rank=expert_rank).slot_rank == slot
-    assert slot in VLLM_SLOT_RANKS
+def test_adapters_that_cannot_be(adapter, message):
+    with pytest.raises(ValidationError) as caught:
+        AdapterConfig(**adapter)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lora_moe_rl.adapters.spec import SUPPORTED
+from lora_moe_rl.adapters.families import FAMILIES
 from lora_moe_rl.errors import ModelError
 from lora_moe_rl.tiny import build, pretrain, shapes
 from lora_moe_rl.tiny.arithmetic import MAX_ANSWER_TOKENS, MAX_PROMPT_TOKENS, problems
@@ -159,7 +159,7 @@ def test_an_unsupported_architecture_lists_the_supported(model_dir):
     (model_dir / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="LlamaForCausalLM.* is not supported") as error:
         check_model_dir(model_dir)
-    assert all(name in str(error.value) for name in SUPPORTED)
+    assert all(name in str(error.value) for name in FAMILIES)
 
 
 def test_missing_shards(model_dir):
