@@ -115,7 +115,7 @@ def checked_keys(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any
         head, *tail = str(part).split(".")
         for step in reversed(tail):
             value = {step: value}
-        _merge(result, {head: value})
+        _merge(result, {head: value}, prefix)
     return result
 
 
@@ -132,10 +132,13 @@ def _section_value(name: str, value: Any) -> dict[str, Any]:
     return checked_keys(value, f"{name}.")
 
 
-def _merge(into: dict[str, Any], layer: Mapping[str, Any]) -> None:
+def _merge(into: dict[str, Any], layer: Mapping[str, Any], prefix: str = "") -> None:
+    """Lays `layer` over `into`, section by section. A map that is a value is replaced as a whole:
+    the order of its keys means something."""
     for key, value in layer.items():
-        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
+        name = f"{prefix}{key}"
+        if name in sections() and isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            _merge(into[key], value, f"{name}.")
         else:
             into[key] = value
 
@@ -171,6 +174,7 @@ _FAULTS = {
     "bool_type": "is neither true nor false",
     "string_type": "is not text",
     "tuple_type": "is not a list",
+    "dict_type": 'is not a map (write {{"experts.*": 8}})',
     "literal_error": "is not one of {expected}",
     "greater_than": "must be greater than {gt}",
     "greater_than_equal": "must be at least {ge}",

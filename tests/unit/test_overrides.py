@@ -47,6 +47,8 @@ def test_the_three_ways_to_write_a_setting(arguments):
         ("adapter.targets=q_proj,experts.*", "adapter.targets", ("q_proj", "experts.*")),
         ('adapter.targets=["q_proj"]', "adapter.targets", ("q_proj",)),
         ("adapter.targets=('q_proj',)", "adapter.targets", ("q_proj",)),
+        ('adapter.rank_pattern={"experts.*": 8}', "adapter.rank_pattern", {"experts.*": 8}),
+        ("adapter.alpha_pattern={'q_proj': 8.5}", "adapter.alpha_pattern", {"q_proj": 8.5}),
         ("rollout.stop_token_ids=1,2", "rollout.stop_token_ids", (1, 2)),
         ("rollout.stop_token_ids=[]", "rollout.stop_token_ids", ()),
         ("replay.mode=off", "replay.mode", "off"),
@@ -69,6 +71,21 @@ def test_a_section_by_name_keeps_what_the_recipe_set():
     assert base.model.path == "qwen3_moe"  # a new config; the old one is as it was
 
 
+def test_a_map_replaces_the_map_of_the_recipe():
+    base = RunConfig.model_validate({"adapter": {"rank_pattern": {"q_proj": 4}, "rank": 8}})
+    config = changed('adapter.rank_pattern={"o_proj": 2, "*": 3}', base=base)
+    assert list(config.adapter.rank_pattern.items()) == [("o_proj", 2), ("*", 3)]
+    assert config.adapter.rank == 8
+
+
+def test_the_order_of_a_map_survives_a_file(tmp_path):
+    config = changed('adapter.rank_pattern={"q_proj": 2, "*": 3, "experts.*": 1}')
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    again = changed(f"@{tmp_path / 'config.yaml'}")
+    assert list(again.adapter.rank_pattern) == ["q_proj", "*", "experts.*"]
+    assert again == config
+
+
 def test_settings_depend_on_each_other_only_when_all_are_there():
     config = changed("trainer.tp=2", "trainer.world_size=2")
     assert config.trainer.dp == 1
@@ -86,6 +103,9 @@ def test_settings_depend_on_each_other_only_when_all_are_there():
         ("logging.wandb.enable=true", "did you mean logging.wandb.enabled?"),
         ("qqqqqqq=1", "see `lora-moe-rl train --help` for all keys"),
         ("adapter.rank=x", "adapter.rank='x' is not an integer"),
+        ("adapter.rank_pattern=8", "adapter.rank_pattern=8 is not a map (write {"),
+        ('adapter.rank_pattern={"q_proj":0}', "adapter.rank_pattern.q_proj=0 must be at least 1"),
+        ('adapter.rank_pattern={"q_proj":"a"}', "rank_pattern.q_proj='a' is not an integer"),
         ("adapter.rank=1.5", "adapter.rank=1.5 is not an integer"),
         ("adapter.rank=0", "adapter.rank=0 must be at least 1"),
         ("adapter.rank=513", "adapter.rank=513 is not a rank vLLM can serve"),
