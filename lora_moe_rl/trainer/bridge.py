@@ -1,7 +1,7 @@
 """Megatron-Bridge 0.6.2, made to build and load without Transformer Engine.
 
-Three mends, each here alone: a stub of `transformer_engine`, which Bridge imports by name; two
-mappings for the unfused layer norms of local specs; and the class names of our leaf modules.
+Two mends, each here alone: a stub of `transformer_engine`, which Bridge imports by name, and the
+class names of our leaf modules. The model families stand in `bridge_families.py`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ def load():
     from megatron.bridge import AutoBridge
 
     _register_local_modules()
+    import lora_moe_rl.trainer.bridge_families  # noqa: F401  registers them
+
     return AutoBridge
 
 
@@ -49,22 +51,7 @@ def _stub_transformer_engine() -> None:
 
 
 def _register_local_modules() -> None:
-    from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
     from megatron.bridge.models.conversion.param_mapping import AutoMapping
-    from megatron.bridge.models.qwen.qwen3_moe_bridge import Qwen3MoEBridge
 
     AutoMapping.register_module_type("ColumnGroupedLinear", "column")
     AutoMapping.register_module_type("RowGroupedLinear", "row")
-    if hasattr(Qwen3MoEBridge, "_local_norms_mapped"):
-        return
-    original = Qwen3MoEBridge.mapping_registry
-
-    def mapping_registry(self):
-        norm = AutoMapping(
-            megatron_param="decoder.layers.*.input_layernorm.weight",
-            hf_param="model.layers.*.input_layernorm.weight",
-        )
-        return MegatronMappingRegistry(*original(self).mappings, norm)
-
-    Qwen3MoEBridge.mapping_registry = mapping_registry
-    Qwen3MoEBridge._local_norms_mapped = True

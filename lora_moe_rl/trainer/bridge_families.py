@@ -1,0 +1,259 @@
+"""The families of `adapters/families.py` as Megatron-Bridge 0.6.2 bridges.
+
+Two families have none upstream (Qwen2-MoE, Mixtral). The others are upstream's, with what they lack
+or get wrong for some members mended in `_Complete`:
+
+- layers that are dense by name or by step (Qwen3-MoE builds every layer as MoE);
+- more than one shared expert (GLM-4.5 takes one), partial rotary embeddings that config.json gives
+  in `rope_parameters`, groups that a greedy router ignores (DeepSeek-V2);
+- parameters without a weight and weights without a parameter are logged upstream, and the model is
+  then silently another one; here they are errors.
+
+Import only through `bridge.load()`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+from megatron.bridge.models.conversion.param_mapping import (
+    AutoMapping,
+    GatedMLPMapping,
+    ReplicatedMapping,
+)
+from megatron.bridge.models.deepseek.deepseek_v2_bridge import DeepSeekV2Bridge
+from megatron.bridge.models.deepseek.deepseek_v3_bridge import DeepSeekV3Bridge
+from megatron.bridge.models.glm.glm45_bridge import GLM45Bridge
+from megatron.bridge.models.mla_provider import MLAModelProvider
+from megatron.bridge.models.qwen.qwen2_bridge import Qwen2Bridge
+from megatron.bridge.models.qwen.qwen3_moe_bridge import Qwen3MoEBridge
+from megatron.core.models.gpt.gpt_model import GPTModel
+from transformers import (
+    AutoConfig,
+    DeepseekV3Config,
+    Glm4MoeForCausalLM,
+    MixtralForCausalLM,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeForCausalLM,
+)
+
+from lora_moe_rl.adapters.spec import ModelShape
+from lora_moe_rl.errors import ModelError
+from lora_moe_rl.trainer import grouped_topk
+
+MEGATRON, HF = "decoder.layers.*.", "model.layers.*."
+
+
+def _auto(megatron: str, hf: str) -> AutoMapping:
+    return AutoMapping(megatron_param=MEGATRON + megatron, hf_param=HF + hf)
+
+
+def _gated(megatron: str, hf: str, gate: str = "gate_proj", up: str = "up_proj") -> GatedMLPMapping:
+    return GatedMLPMapping(
+        megatron_param=MEGATRON + megatron,
+        gate=f"{HF}{hf}.{gate}.weight",
+        up=f"{HF}{hf}.{up}.weight",
+    )
+
+
+def _experts(block: str, gate: str, up: str, down: str) -> list:
+    return [
+        _auto("mlp.router.weight", f"{block}.gate.weight"),
+        _auto("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+        _gated("mlp.experts.linear_fc1.weight*", f"{block}.experts.*", gate, up),
+        _auto("mlp.experts.linear_fc2.weight*", f"{block}.experts.*.{down}.weight"),
+    ]
+
+
+def _dense_mlp() -> list:
+    return [
+        _gated("mlp.linear_fc1.weight", "mlp"),
+        _auto("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
+        _auto("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight"),
+    ]
+
+
+def _gated_shared_expert() -> list:
+    return [
+        _gated("mlp.shared_experts.linear_fc1.weight", "mlp.shared_expert"),
+        _auto("mlp.shared_experts.linear_fc2.weight", "mlp.shared_expert.down_proj.weight"),
+        ReplicatedMapping(
+            megatron_param=f"{MEGATRON}mlp.shared_experts.gate_weight",
+            hf_param=f"{HF}mlp.shared_expert_gate.weight",
+        ),
+    ]
+
+
+class _Complete(MegatronModelBridge):
+    """Stands before an upstream bridge: adds to its mappings, sets what it leaves out, checks."""
+
+    group_members = 2  # experts whose scores make the score of their group, if there are groups
+
+    def added(self) -> list:
+        """Mappings that the upstream bridge lacks."""
+        return []
+
+    def mapping_registry(self) -> MegatronMappingRegistry:
+        upstream = super().mapping_registry().mappings
+        known = {mapping.megatron_param for mapping in upstream}
+        added = self.added()
+        for mapping in added:
+            if mapping.megatron_param in known:
+                raise ModelError(
+                    f"Megatron-Bridge's {type(self).__mro__[2].__name__} maps "
+                    f"{mapping.megatron_param} by itself: take it out of {type(self).__name__}"
+                )
+        return MegatronMappingRegistry(*upstream, *added)
+
+    def provider_bridge(self, hf_pretrained):
+        config = hf_pretrained.config
+        folder = Path(hf_pretrained.model_name_or_path)
+        shape = ModelShape.from_hf_config(json.loads((folder / "config.json").read_text()))
+        provider = super().provider_bridge(hf_pretrained)
+        provider.moe_layer_freq = [int(i in shape.moe_layers) for i in range(shape.num_layers)]
+        provider.moe_shared_expert_intermediate_size = shape.dims["shared_intermediate"] or None
+        provider.moe_ffn_hidden_size = shape.dims["moe_intermediate"]
+        rope = config.rope_parameters or {}
+        provider.rotary_percent = rope.get("partial_rotary_factor", 1.0)
+        provider.moe_token_dispatcher_type = "alltoall"
+        self.route(provider, config)
+        grouped_topk.install(self.group_members)
+        return provider
+
+    def route(self, provider, config) -> None:
+        """Sets the router's options that the upstream bridge leaves out."""
+
+    def build_conversion_tasks(self, hf_pretrained, megatron_model, *args, **kwargs):
+        tasks = super().build_conversion_tasks(hf_pretrained, megatron_model, *args, **kwargs)
+        self._check_parameters(megatron_model, tasks)
+        if hasattr(hf_pretrained, "state"):
+            self._check_weights(hf_pretrained.state.source.get_all_keys(), tasks)
+        return tasks
+
+    def _check_parameters(self, megatron_model, tasks) -> None:
+        filled = {
+            (task.vp_stage or 0, task.param_name)
+            for task in tasks
+            if task is not None and task.megatron_module is not None
+        }
+        for stage, model in enumerate(megatron_model):
+            names = {self._unwrap_name(name) for name, _ in model.named_parameters()}
+            if lacking := sorted(n for n in names if (stage, n) not in filled):
+                raise ModelError(
+                    f"no weight of the checkpoint belongs to {len(lacking)} parameters of the "
+                    f"Megatron model ({', '.join(lacking[:3])}): the model is of a variant that "
+                    f"{type(self).__name__} does not know"
+                )
+
+    def _check_weights(self, keys, tasks) -> None:
+        used: set[str] = set()
+        for task in tasks:
+            if task is not None:
+                names = task.mapping.hf_param
+                used.update([names] if isinstance(names, str) else names.values())
+        used = {_any_expert(name) for name in used}  # other experts' are on other ranks
+        num_layers = self.hf_config.num_hidden_layers
+        left = sorted(k for k in keys if _any_expert(k) not in used and _trained(k, num_layers))
+        if left:
+            raise ModelError(
+                f"{len(left)} weights of the checkpoint have no place in the Megatron model "
+                f"({', '.join(left[:3])}): the model is of a variant that {type(self).__name__} "
+                "does not know"
+            )
+
+
+def _any_expert(name: str) -> str:
+    return re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
+
+
+def _trained(name: str, num_layers: int) -> bool:
+    """Whether a weight belongs to the model: not to multi-token prediction, whose layers come after
+    the last, nor to a quantised weight's scales or an old checkpoint's rotary frequencies."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    beyond = layer is not None and int(layer[1]) >= num_layers
+    return not (beyond or name.endswith(("rotary_emb.inv_freq", "_scale_inv")))
+
+
+@MegatronModelBridge.register_bridge(
+    source=Qwen3MoeForCausalLM, target=GPTModel, model_type="qwen3_moe"
+)
+class Qwen3Moe(_Complete, Qwen3MoEBridge):
+    def added(self) -> list:
+        return _dense_mlp()
+
+
+@MegatronModelBridge.register_bridge(
+    source=Qwen2MoeForCausalLM, target=GPTModel, model_type="qwen2_moe"
+)
+class Qwen2Moe(_Complete, Qwen2Bridge):
+    """Qwen2's dense bridge with experts; its mappings hold those of the dense layers."""
+
+    def added(self) -> list:
+        experts = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+        return [m for m in experts if "pre_mlp" not in m.megatron_param] + _gated_shared_expert()
+
+    def route(self, provider, config) -> None:
+        provider.add_qkv_bias = config.qkv_bias
+        provider.moe_router_score_function = "softmax"
+        provider.moe_router_pre_softmax = not config.norm_topk_prob
+        provider.moe_shared_expert_gate = True
+
+
+@MegatronModelBridge.register_bridge(
+    source=MixtralForCausalLM, target=GPTModel, model_type="mixtral"
+)
+class Mixtral(_Complete, Qwen2Bridge):
+    """Attention and norms have Qwen2's names; every layer is MoE."""
+
+    def added(self) -> list:
+        experts = _experts("block_sparse_moe", "w1", "w3", "w2")
+        return [m for m in experts if "pre_mlp" not in m.megatron_param]
+
+    def route(self, provider, config) -> None:
+        provider.add_qkv_bias = False
+        provider.moe_router_score_function = "softmax"
+        provider.moe_router_pre_softmax = False  # softmax over the chosen: they add up to one
+
+
+@MegatronModelBridge.register_bridge(
+    source="DeepseekV2ForCausalLM",
+    target=GPTModel,
+    provider=MLAModelProvider,
+    model_type="deepseek_v2",
+)
+class DeepseekV2(_Complete, DeepSeekV2Bridge):
+    group_members = 1
+
+    def route(self, provider, config) -> None:
+        if config.topk_method == "greedy":
+            provider.moe_router_num_groups = provider.moe_router_group_topk = None
+
+
+@MegatronModelBridge.register_bridge(
+    source="DeepseekV3ForCausalLM",
+    target=GPTModel,
+    provider=MLAModelProvider,
+    model_type="deepseek_v3",
+)
+class DeepseekV3(_Complete, DeepSeekV3Bridge):
+    pass
+
+
+@MegatronModelBridge.register_bridge(
+    source=Glm4MoeForCausalLM, target=GPTModel, model_type="glm4_moe"
+)
+class Glm4Moe(_Complete, GLM45Bridge):
+    pass
+
+
+class KimiK2Config(DeepseekV3Config):
+    """Kimi-K2 is DeepSeek-V3 under a model_type that transformers knows only by remote code."""
+
+    model_type = "kimi_k2"
+
+
+AutoConfig.register("kimi_k2", KimiK2Config, exist_ok=True)

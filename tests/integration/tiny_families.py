@@ -1,0 +1,222 @@
+"""Tiny models of every family as Hugging Face directories: random weights, awkward routing.
+
+Nothing in them is left at a default that would hide a mistake: norm weights are not one, biases
+and router corrections not zero, and the first layer is dense wherever a family allows it. MLA keeps
+the published head sizes, which vLLM's kernels are made for.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import transformers
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
+
+VOCAB_SIZE = 131  # what two tensor-parallel ranks do not divide
+COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GQA = {"num_key_value_heads": 2, "head_dim": 32}
+MLA = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 48,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
+SIGMOID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+
+# name: (transformers' class, its config, keys of published configs that the class does not write)
+FAMILIES = {
+    "qwen3_moe": (
+        "Qwen3Moe",
+        GQA
+        | {
+            "num_hidden_layers": 3,
+            "moe_intermediate_size": 48,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+        },
+        {},
+    ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            "hidden_size": 128,
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 80,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+        },
+        {},
+    ),
+    "mixtral": (
+        "Mixtral",
+        GQA | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+        {},
+    ),
+    # Groups by their best expert, and fewer groups than half of top-k.
+    "deepseek_v2": (
+        "DeepseekV2",
+        MLA
+        | {
+            "q_lora_rank": 48,
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 4.0,
+            "rope_parameters": YARN,
+        },
+        {"scoring_func": "softmax"},
+    ),
+    "deepseek_v2_lite": (
+        "DeepseekV2",
+        MLA
+        | {
+            "q_lora_rank": None,
+            "n_routed_experts": 6,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 3,
+            "n_group": 1,
+            "topk_group": 1,
+            "topk_method": "greedy",
+            "norm_topk_prob": False,
+        },
+        {"scoring_func": "softmax"},
+    ),
+    # Groups by the sum of their best two experts, with top-k not twice the groups.
+    "deepseek_v3": (
+        "DeepseekV3",
+        MLA
+        | {
+            "q_lora_rank": 48,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": YARN,
+        },
+        SIGMOID,
+    ),
+    "moonlight": (
+        "DeepseekV3",
+        MLA
+        | {
+            "q_lora_rank": None,
+            "n_routed_experts": 6,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 3,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.446,
+        },
+        SIGMOID,
+    ),
+    "kimi_k2": (
+        "DeepseekV3",
+        MLA
+        | {
+            "q_lora_rank": 48,
+            "n_routed_experts": 6,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 3,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.827,
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+        SIGMOID | {"model_type": "kimi_k2"},
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        GQA
+        | {
+            "moe_intermediate_size": 48,
+            "n_routed_experts": 6,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 3,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 1,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "partial_rotary_factor": 0.5,
+        },
+        {},
+    ),
+}
+
+
+def save(name: str, folder: Path) -> torch.nn.Module:
+    """Writes the named model to `folder` and returns it, in float32."""
+    kind, sizes, published = FAMILIES[name]
+    config = getattr(transformers, f"{kind}Config")(**COMMON | sizes)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
+    for value in model.state_dict().values():
+        if value.ndim == 1:  # norms, biases and router corrections
+            value += 0.1 * torch.randn_like(value)
+    model.save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | published, indent=2))
+    return model
+
+
+def load(folder: Path) -> torch.nn.Module:
+    """The Hugging Face model, with two mistakes of transformers 5.12.1's DeepSeek-V2 mended.
+
+    Its group-limited router asks for `num_experts`, which is not set, and its attention leaves out
+    YaRN's `mscale_all_dim`, which DeepSeek's own code and vLLM apply (`DeepseekV3Attention` does).
+    """
+    config = json.loads((folder / "config.json").read_text())
+    kind = next(c for c, _, _ in FAMILIES.values() if f"{c}ForCausalLM" in config["architectures"])
+    model = getattr(transformers, f"{kind}ForCausalLM").from_pretrained(folder, dtype=torch.float32)
+    if kind == "DeepseekV2":
+        for layer in model.model.layers:
+            if hasattr(layer.mlp, "gate"):
+                layer.mlp.num_experts = model.config.n_routed_experts
+            rope = model.config.rope_parameters
+            if all_dim := rope.get("mscale_all_dim"):
+                layer.self_attn.scaling *= yarn_get_mscale(rope["factor"], all_dim) ** 2
+    return model.eval()
