@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import torch
-from megatron.core import parallel_state as ps
 
-from lora_moe_rl.adapters.layers import LoRALinear, Slice, Switch, merge_qkv
-from lora_moe_rl.adapters.sharding import RankLayout
+from lora_moe_rl.adapters.gradients import Gradients, current_layout
+from lora_moe_rl.adapters.layers import LoRALinear, Slice, Start, Switch, merge_qkv
+from lora_moe_rl.adapters.sharding import window
 from lora_moe_rl.adapters.shards import Shard
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.errors import AdapterError
@@ -22,6 +22,7 @@ _ATTENTION = {
     "self_attention.linear_q_down_proj": ("q_a_proj",),
     "self_attention.linear_q_up_proj": ("q_b_proj",),
     "self_attention.linear_kv_down_proj": ("kv_a_proj",),
+    "self_attention.linear_kv_up_proj": ("kv_b_proj",),
     "self_attention.linear_proj": ("o_proj",),
 }
 _MLPS = {"mlp": "mlp", "mlp.shared_experts": "shared_expert", "mlp.experts": "experts"}
@@ -35,62 +36,74 @@ FUSED = _ATTENTION | {
 }
 
 
-def current_layout() -> RankLayout:
-    """This process's place in Megatron's groups."""
-    return RankLayout(
-        tp_rank=ps.get_tensor_model_parallel_rank(),
-        tp_size=ps.get_tensor_model_parallel_world_size(),
-        ep_rank=ps.get_expert_model_parallel_rank(),
-        ep_size=ps.get_expert_model_parallel_world_size(),
-        dp_rank=ps.get_data_parallel_rank(),
-        expert_dp_rank=ps.get_expert_data_parallel_rank(),
-    )
-
-
 class Adapters:
     """All adapters of this rank's part of the model."""
 
-    def __init__(self, model: torch.nn.Module, spec: AdapterSpec, seed: int):
-        """Freezes the model and wraps the linears of the spec's sites. Raises AdapterError when a
-        site of one of this rank's layers has no linear to sit on."""
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        spec: AdapterSpec,
+        seed: int,
+        start: Start | None = None,
+    ):
+        """Freezes the model (one chunk, or several under virtual pipelining) and wraps the linears
+        of the spec's sites. `start`: where A and B begin, if not as Kaiming and zero. Raises
+        AdapterError when a site of one of this rank's layers has no linear to sit on."""
+        self.spec, self.seed, self.start = spec, seed, start
         self.switch = Switch()
+        self.layout = current_layout()
         self.layers: list[LoRALinear] = []
-        layout = current_layout()
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
-        decoder = model.decoder
         wanted = set()
-        for layer in decoder.layers:
-            number = layer.layer_number - 1
-            wanted |= {site.name for site in spec if site.layer == number}
-            for path, modules in FUSED.items():
-                sites = [spec.by_name.get(f"layers.{number}.{m}") for m in modules]
-                if any(site is not None for site in sites):
-                    self._wrap(layer, path, sites, spec, layout, decoder.config, seed)
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.requires_grad_(False)
+            if chunk.config.tensor_model_parallel_size > 1 and not chunk.config.sequence_parallel:
+                raise AdapterError("adapters under tensor parallelism need sequence_parallel=True")
+            for layer in chunk.decoder.layers:
+                number = layer.layer_number - 1
+                wanted |= {site.name for site in spec if site.layer == number}
+                self._wrap_layer(layer, number)
         placed = {site.name for lora in self.layers for site in lora.sites}
         if missing := sorted(wanted - placed):
             raise AdapterError(f"the model has no linear for {', '.join(missing)}")
+        self.gradients = Gradients(self.layers, self.layout)
 
-    def _wrap(self, layer, path, sites, spec, layout, config, seed) -> None:
-        parent_path, _, name = path.rpartition(".")
-        try:
-            parent = layer.get_submodule(parent_path)
-            base = parent.get_submodule(name)
-        except AttributeError:
-            return
-        number = layer.layer_number - 1
-        dims = spec.shape.modules(number)
-        tp = 1 if path.startswith("mlp.experts") else layout.tp_size
+    def _wrap_layer(self, layer: torch.nn.Module, number: int) -> None:
+        for path, modules in FUSED.items():
+            places = [self.spec.by_name.get(f"layers.{number}.{m}") for m in modules]
+            if not any(place is not None for place in places):
+                continue
+            parent_path, _, name = path.rpartition(".")
+            try:
+                parent = layer.get_submodule(parent_path)
+                base = parent.get_submodule(name)
+            except AttributeError:
+                continue
+            lora = LoRALinear(
+                base,
+                places,
+                self._widths(path, number),
+                self.layout,
+                self.switch,
+                self.seed,
+                self.start,
+                self._merge(path),
+            )
+            setattr(parent, name, lora)
+            self.layers.append(lora)
+
+    def _widths(self, path: str, number: int) -> list[int]:
+        """This rank's output columns of each module fused in the linear at `path`."""
         whole = path.endswith(("linear_fc2", "linear_proj", "_down_proj"))
-        widths = [dims[m][1] // (1 if whole else tp) for m in FUSED[path]]
-        merge = None
-        if path.endswith("linear_qkv"):
-            merge = merge_qkv(spec.shape.dims["kv_heads"] // tp)
-        lora = LoRALinear(
-            base, sites, widths, layout, config.sequence_parallel, self.switch, seed, merge
-        )
-        setattr(parent, name, lora)
-        self.layers.append(lora)
+        axis = "etp" if path.startswith("mlp.experts") else "tp"
+        ways = 1 if whole else self.layout.place(axis)[1]
+        dims = self.spec.shape.modules(number)
+        return [dims[module][1] // ways for module in FUSED[path]]
+
+    def _merge(self, path: str):
+        if not path.endswith("linear_qkv"):
+            return None
+        return merge_qkv(self.spec.shape.dims["kv_heads"] // self.layout.tp[1])
 
     def slices(self) -> Iterator[Slice]:
         for lora in self.layers:
@@ -105,28 +118,35 @@ class Adapters:
         finally:
             self.switch.on = True
 
-    def export(self, of=lambda parameter: parameter) -> list[Shard]:
-        """This rank's shards, float32 copies on the host. `of` maps a parameter to a tensor of its
-        shape: itself, or an optimizer state."""
-        return [
-            Shard(s.name, s.start, of(s.parameter).detach()[s.index].to("cpu", copy=True).numpy())
-            for s in self.slices()
-            if s.exported
-        ]
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """What is trained."""
+        return [p for lora in self.layers for t in ("A", "B") for p in lora.parameters_of(t)]
+
+    def export(self, of=None) -> list[Shard]:
+        """This rank's shards, float32 copies on the host. `of` maps a trained parameter to a tensor
+        of its shape, as its gradient or an optimizer state; those have no shards of what is not
+        trained."""
+        shards = []
+        for s in self.slices():
+            if not s.exported or (of is not None and not s.trained):
+                continue
+            tensor = s.tensor if of is None else of(s.tensor)
+            data = tensor.detach()[s.index].to("cpu", copy=True).numpy()
+            shards.append(Shard(s.name, s.start, data))
+        return shards
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, np.ndarray], into=lambda parameter: parameter) -> None:
+    def load(self, tensors: Mapping[str, np.ndarray]) -> None:
         """Writes this rank's parts of whole canonical tensors. Raises AdapterError for a missing
         tensor or one of another shape."""
         for s in self.slices():
-            target = into(s.parameter).detach()[s.index]
+            target = s.tensor.detach()[s.index]
             if s.name not in tensors:
                 raise AdapterError(f"tensor {s.name} is missing")
-            window = tuple(slice(a, a + n) for a, n in zip(s.start, target.shape, strict=True))
-            part = torch.from_numpy(np.ascontiguousarray(tensors[s.name][window]))
+            part = np.ascontiguousarray(tensors[s.name][window(s.start, tuple(target.shape))])
             if part.shape != target.shape:
                 raise AdapterError(
                     f"tensor {s.name}: shape {tensors[s.name].shape} does not hold "
                     f"{tuple(target.shape)} at {s.start}"
                 )
-            target.copy_(part)
+            target.copy_(torch.from_numpy(part))

@@ -1,28 +1,39 @@
 """LoRA around Megatron-core linears: wrappers that keep the base module as it is.
 
-Shape letters: T tokens of this rank, S sites fused in one base linear, r rank, E local experts.
-The A of fused sites is one parameter `[S * r, in]` (`[E, S * r, in]` for experts), so that x is
-read once; the B of each site is its own. Parameters are float32 and are cast to the activations'
-dtype. How they are cut and summed is read from `adapters/sharding.py`.
+Shape letters: T tokens of this rank, r rank, E local experts, R the ranks of fused sites together.
+The A of the sites fused in one base linear is one parameter `[R, in]` (`[E, R, in]` for experts,
+`[R, in]` again where all experts share it), so that x is read once; the B of each site is its own.
+Parameters are float32 and are cast to the activations' dtype. How they are cut over ranks is read
+from `adapters/sharding.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel as mtp
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
-from lora_moe_rl.adapters.sharding import RULES, RankLayout, kind_of
+from lora_moe_rl.adapters.sharding import RankLayout, kind_of, window
 from lora_moe_rl.adapters.spec import Site
 from lora_moe_rl.kernels.grouped_linear import grouped_linear
 
 Merge = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
+
+class Start(Protocol):
+    """Where a site's A and B start when they do not start as Kaiming and zero."""
+
+    def tensors(self, site: Site, experts: range | None) -> tuple[np.ndarray, np.ndarray]:
+        """(A `[r, in]`, B `[out, r]`), stacked over `experts` where there are any."""
+        ...
 
 
 class Switch:
@@ -34,148 +45,191 @@ class Switch:
 
 @dataclass(frozen=True)
 class Slice:
-    """This rank's part of a canonical tensor: `parameter[index]`, at `start` of the whole."""
+    """This rank's part of a canonical tensor: `tensor[index]`, at `start` of the whole. A part
+    that is not trained is a buffer."""
 
     name: str
-    parameter: torch.nn.Parameter
-    index: tuple[slice, ...]
+    tensor: torch.Tensor
+    index: tuple
     start: tuple[int, ...]
     exported: bool
+    trained: bool = True
 
 
 class LoRALinear(torch.nn.Module):
     """`base(x) + merge(scale_i * B_i A_i x)` for the sites fused in one base linear.
 
     `merge` lays the sites' outputs out as the base's output; a site that is not adapted is None in
-    `sites`, and its part of the output stays the base's.
+    `places`, and its part of the output stays the base's.
     """
 
     def __init__(
         self,
         base: torch.nn.Module,
-        sites: Sequence[Site | None],
+        places: Sequence[Site | None],
         widths: Sequence[int],
         layout: RankLayout,
-        sequence_parallel: bool,
         switch: Switch,
         seed: int,
+        start: Start | None = None,
         merge: Merge | None = None,
     ):
-        """`widths`: columns of the base's local output that belong to each of `sites`."""
+        """`widths`: columns of the base's local output that belong to each of `places`."""
         super().__init__()
         self.base, self.switch, self.layout = base, switch, layout
-        self.places, self.widths = list(sites), list(widths)
-        self.sites = [site for site in sites if site is not None]
-        self.kind = kind_of(self.sites[0].module)
-        self.sequence_parallel = sequence_parallel
+        self.places, self.widths = list(places), list(widths)
+        self.sites = [site for site in places if site is not None]
+        (self.kind,) = {kind_of(site) for site in self.sites}
+        self.grouped = self.sites[0].num_experts is not None
         self.merge = merge or (lambda parts: parts[0] if len(parts) == 1 else torch.cat(parts, -1))
-        ranks = {site.rank for site in self.sites}
-        if len(ranks) != 1:
-            raise ValueError(f"fused sites need one rank, got {sorted(ranks)}")
-        self.rank = ranks.pop()
+        self.ranks = [site.rank - site.frozen_rank for site in self.sites]
+        self.frozen_ranks = [site.frozen_rank for site in self.sites]
         device = next(base.parameters()).device
-        self.A = _parameter(
-            torch.cat([self._init_A(site, seed) for site in self.sites], dim=-2), device
-        )
-        self.B = torch.nn.ParameterList(
-            _parameter(torch.zeros(self._local("B", site.shape_B)[1]), device)
-            for site in self.sites
-        )
-        self._mark(self.A, "A")
-        for parameter in self.B:
-            self._mark(parameter, "B")
-        if hasattr(base, "return_layernorm_output"):  # Transformer Engine's fused norm and linear
+        starts = [self._start(site, seed, start) for site in self.sites]
+        self.A = _parameter(torch.cat([A for A, _ in starts], dim=-2), device)
+        self.B = torch.nn.ParameterList(_parameter(B, device) for _, B in starts)
+        if any(self.frozen_ranks):  # the start, taken off again: the function begins as the base's
+            self.register_buffer("A0", self.A.detach().clone(), persistent=False)
+            for i, B in enumerate(self.B):
+                self.register_buffer(f"B0_{i}", -B.detach(), persistent=False)
+        # Transformer Engine's fused norm and linear: the adapter reads what the linear reads.
+        self.normed_by_base = hasattr(base, "return_layernorm_output")
+        if self.normed_by_base:
             base.return_layernorm_output = True
-            self._normed_by_base = True
-        else:
-            self._normed_by_base = False
 
     def forward(self, x: torch.Tensor, *args):
         """As the base: returns (output, bias). args: tokens of each expert, for experts."""
         y, bias = self.base(x, *args)
-        if self._normed_by_base:
+        if self.normed_by_base:
             y, x = y
         if not self.switch.on:
             return y, bias
         return y + self._delta(x, *args).to(y.dtype), bias
 
     def _delta(self, x: torch.Tensor, counts=None) -> torch.Tensor:
-        if self.kind == "experts":
-            counts = list(counts)
-            xa = grouped_linear(x, self.A.to(x.dtype), counts)
-        else:
-            xa = self._across_tp(F.linear(x, self.A.to(x.dtype)))
-        parts = iter(zip(self.sites, self.B, xa.split(self.rank, dim=-1), strict=True))
+        counts = None if counts is None else list(counts)
+        A = torch.cat([self.A, self.A0], dim=-2) if any(self.frozen_ranks) else self.A
+        xa = self._across_tp(self._product(x, A, counts))
+        trained, frozen = xa.split([sum(self.ranks), sum(self.frozen_ranks)], dim=-1)
+        sites = iter(
+            zip(
+                self.sites,
+                self._whole_B(),
+                trained.split(self.ranks, dim=-1),
+                frozen.split(self.frozen_ranks, dim=-1),
+                strict=True,
+            )
+        )
         outs = []
         for place, width in zip(self.places, self.widths, strict=True):
             if place is None:
                 outs.append(xa.new_zeros(*xa.shape[:-1], width))
                 continue
-            site, B, part = next(parts)
-            B = (site.scale * B).to(x.dtype)
-            if self.kind == "experts":
-                outs.append(grouped_linear(part.contiguous(), B, counts))
-            else:
-                outs.append(F.linear(part, B))
+            site, B, part, part0 = next(sites)
+            part = torch.cat([part, part0], dim=-1) if site.frozen_rank else part
+            outs.append(self._product(part, site.scale * B, counts))
         return self.merge(outs)
 
+    def _product(self, x: torch.Tensor, weight: torch.Tensor, counts) -> torch.Tensor:
+        """x times weight^T, by expert where the weight has experts."""
+        weight = weight.to(x.dtype)
+        if weight.dim() == 3:
+            return grouped_linear(x.contiguous(), weight, counts)
+        return F.linear(x, weight)
+
+    def _whole_B(self) -> list[torch.Tensor]:
+        """Of each site `[out, rank]`, with the part that is not trained."""
+        return [
+            torch.cat([B, getattr(self, f"B0_{i}")], dim=-1) if self.frozen_ranks[i] else B
+            for i, B in enumerate(self.B)
+        ]
+
     def _across_tp(self, xa: torch.Tensor) -> torch.Tensor:
-        """A x of all tokens this rank's B needs; r numbers a token travel, not `in` or `out`."""
-        if self.layout.tp_size == 1 or self.kind == "replicated":
+        """A x of all tokens this rank's B needs; r numbers a token travel, not `in` or `out`.
+
+        Experts need nothing: their dispatcher sums the outputs over expert-tensor-parallel ranks.
+        """
+        if self.layout.tp[1] == 1:
             return xa
         if self.kind == "column":
-            if self.sequence_parallel:
-                return mtp.gather_from_sequence_parallel_region(xa)
-            return mtp.copy_to_tensor_model_parallel_region(xa)
-        if self.sequence_parallel:
+            return mtp.gather_from_sequence_parallel_region(xa)
+        if self.kind == "row":
             return mtp.reduce_scatter_to_sequence_parallel_region(xa)
-        return mtp.reduce_from_tensor_model_parallel_region(xa)
+        return xa
 
     def _local(self, tensor: str, shape: tuple[int, ...]):
         return self.layout.local_range(self.kind, tensor, shape)
 
-    def _init_A(self, site: Site, seed: int) -> torch.Tensor:
-        """This rank's part of A: uniform in +-1/sqrt(in), as PEFT's default (Kaiming, a=sqrt(5)).
+    def _start(self, site: Site, seed: int, start: Start | None):
+        """This rank's parts of the trained A and B at the start, float32."""
+        rank = site.rank - site.frozen_rank
+        shape_A = (*site.shape_A[:-2], rank, site.in_features)
+        shape_B = (*site.shape_B[:-1], rank)
+        (start_A, local_A), (start_B, local_B) = (
+            self._local("A", shape_A),
+            self._local("B", shape_B),
+        )
+        if start is None:
+            return _kaiming(site, rank, window(start_A, local_A), seed), torch.zeros(local_B)
+        experts = range(start_A[0], start_A[0] + local_A[0]) if self.grouped else None
+        skip = 1 if self.grouped else 0  # the experts are picked already
+        A, B = (torch.from_numpy(np.asarray(t)) for t in start.tensors(site, experts))
+        everything = (slice(None),) * skip
+        return (
+            A[everything + window(start_A, local_A)[skip:]],
+            B[everything + window(start_B, local_B)[skip:]],
+        )
 
-        Drawn whole from a seed of (run, site, global expert), so that it does not depend on the
-        layout.
-        """
-        start, local = self._local("A", site.shape_A)
-        bound = 1 / math.sqrt(site.in_features)
-
-        def draw(label: str) -> torch.Tensor:
-            digest = hashlib.sha256(f"{seed}/{site.name}/{label}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-            shape = site.shape_A[-2:]
-            return torch.empty(shape).uniform_(-bound, bound, generator=generator)
-
-        if site.num_experts is not None:
-            return torch.stack([draw(str(e)) for e in range(start[0], start[0] + local[0])])
-        window = tuple(slice(s, s + n) for s, n in zip(start, local, strict=True))
-        return draw("dense")[window]
-
-    def _mark(self, parameter: torch.nn.Parameter, tensor: str) -> None:
-        """mcore's own marks: which group sums this gradient, and whether norms count it once."""
-        rule = RULES[self.kind][tensor]
-        parameter.allreduce = self.kind != "experts"  # False: expert-data-parallel gradients
-        parameter.sequence_parallel = rule.sum_over_tp and self.sequence_parallel
-        if rule.split is not None:
-            set_tensor_model_parallel_attributes(parameter, True, rule.split, 1)
+    def parameters_of(self, tensor: str) -> list[torch.nn.Parameter]:
+        return [self.A] if tensor == "A" else list(self.B)
 
     def slices(self) -> Iterator[Slice]:
         """This rank's parts of the canonical tensors."""
+        rows = _spans(self.ranks)
+        rows0 = _spans(self.frozen_ranks)
         for i, site in enumerate(self.sites):
-            for tensor, shape in (("A", site.shape_A), ("B", site.shape_B)):
-                start, _ = self._local(tensor, shape)
-                rows = slice(i * self.rank, (i + 1) * self.rank)
-                index = (Ellipsis, rows, slice(None)) if tensor == "A" else (Ellipsis,)
-                parameter = self.A if tensor == "A" else self.B[i]
-                exported = self.layout.exports(self.kind, tensor)
-                yield Slice(f"{site.name}.{tensor}", parameter, index, start, exported)
+            start, _ = self._local("A", site.shape_A)
+            exported = self.layout.exports(self.kind, "A")
+            index = (Ellipsis, rows[i], slice(None))
+            yield Slice(f"{site.name}.A", self.A, index, start, exported)
+            if site.frozen_rank:
+                start = (*start[:-2], self.ranks[i], start[-1])
+                index = (Ellipsis, rows0[i], slice(None))
+                yield Slice(f"{site.name}.A", self.A0, index, start, exported, trained=False)
+            start, _ = self._local("B", site.shape_B)
+            exported = self.layout.exports(self.kind, "B")
+            yield Slice(f"{site.name}.B", self.B[i], (Ellipsis,), start, exported)
+            if site.frozen_rank:
+                start = (*start[:-1], self.ranks[i])
+                B0 = getattr(self, f"B0_{i}")
+                yield Slice(f"{site.name}.B", B0, (Ellipsis,), start, exported, trained=False)
+
+
+def _kaiming(site: Site, rank: int, where: tuple[slice, ...], seed: int) -> torch.Tensor:
+    """A part of A: uniform in +-1/sqrt(in), as PEFT's default (Kaiming, a=sqrt(5)).
+
+    Drawn whole from a seed of (run, site, global expert), so that it does not depend on the layout.
+    """
+    bound = 1 / math.sqrt(site.in_features)
+
+    def draw(label: str) -> torch.Tensor:
+        digest = hashlib.sha256(f"{seed}/{site.name}/{label}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        return torch.empty(rank, site.in_features).uniform_(-bound, bound, generator=generator)
+
+    if len(where) == 2:
+        return draw("dense")[where]
+    experts = range(where[0].start, where[0].stop)
+    return torch.stack([draw(str(expert))[where[1:]] for expert in experts])
 
 
 def _parameter(value: torch.Tensor, device) -> torch.nn.Parameter:
     return torch.nn.Parameter(value.to(device=device, dtype=torch.float32).contiguous())
+
+
+def _spans(sizes: Sequence[int]) -> list[slice]:
+    ends = list(itertools.accumulate(sizes))
+    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
 def merge_qkv(groups: int) -> Merge:

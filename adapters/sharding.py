@@ -1,41 +1,64 @@
 """How adapter tensors are cut over trainer ranks, and whose gradients are summed: the one table.
 
-Layers, checkpoints, refit and tests all read it. Pure: no torch.
+Layers, gradient sums, checkpoints, refit and tests all read it. Pure: no torch.
 
-    kind        modules                            A [r, in]              B [out, r]
-    column      q k v, q_b, gate/up (dense,        whole on each tp rank  rows split over tp
-                shared)
-    row         o, down (dense, shared)            columns split over tp  whole on each tp rank
-    replicated  q_a, kv_a (MLA's down projections) whole on each tp rank  whole on each tp rank
-    experts     experts.gate/up/down               experts split over ep  experts split over ep
+    kind            modules                       A [r, in]                B [out, r]
+    column          q k v, q_b, kv_b, gate/up     whole                    rows over tp
+                    (dense, shared expert)
+    row             o, down (dense, shared e.)    columns over tp          whole
+    replicated      q_a, kv_a (MLA down proj.)    whole                    whole
+    experts_column  experts.gate/up               E over ep                E over ep, rows over etp
+    experts_row     experts.down                  E over ep, cols over etp E over ep
+    shared_column   experts.gate/up, one A        whole                    E over ep, rows over etp
+    shared_row      experts.down, one B           E over ep, cols over etp whole
 
-A whole tensor sees only this rank's tokens under sequence parallelism, so its gradient is summed
-over the tensor-parallel group; a split one sees all tokens. Gradients of dense sites are summed
-over data-parallel ranks, those of routed experts over the ranks that hold the same experts
-(expert-data-parallel).
+The ranks of a pipeline stage stand in two grids: (tp, dp) for dense tensors, dp counting
+context-parallel ranks too, and (etp, ep, expert_dp) for those of routed experts. Each rank sees some
+of the tokens, or some of the output's terms, of a tensor that is not cut over an axis, so that its
+gradient is summed over that axis. (Dense layers see tokens cut over tp: sequence parallelism is
+always on. Expert-tensor-parallel ranks see the same tokens, each with a part of the experts' inner
+dimension.)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-Kind = Literal["column", "row", "replicated", "experts"]
+from lora_moe_rl.adapters.spec import Site
+
+Axis = Literal["tp", "dp", "ep", "etp", "expert_dp"]
+Kind = Literal[
+    "column", "row", "replicated", "experts_column", "experts_row", "shared_column", "shared_row"
+]
+
+DENSE_GRID: tuple[Axis, ...] = ("tp", "dp")
+EXPERT_GRID: tuple[Axis, ...] = ("etp", "ep", "expert_dp")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`split`: the canonical dimension that is cut, or None for a tensor that is whole."""
+    """`split`: (canonical dimension, axis it is cut over) pairs. `reduce`: the axes over which the
+    gradient is summed."""
 
-    split: int | None
-    sum_over_tp: bool
+    split: tuple[tuple[int, Axis], ...]
+    reduce: tuple[Axis, ...]
 
+
+_WHOLE = Rule((), ("tp", "dp"))
+_EXPERT = Rule(((0, "ep"),), ("etp", "expert_dp"))
+_EXPERT_ROWS = Rule(((0, "ep"), (1, "etp")), ("expert_dp",))
+_EXPERT_COLUMNS = Rule(((0, "ep"), (2, "etp")), ("expert_dp",))
+_ALL_EXPERTS = Rule((), ("etp", "ep", "expert_dp"))
 
 RULES: dict[Kind, dict[str, Rule]] = {
-    "column": {"A": Rule(None, True), "B": Rule(0, False)},
-    "row": {"A": Rule(1, False), "B": Rule(None, True)},
-    "replicated": {"A": Rule(None, True), "B": Rule(None, True)},
-    "experts": {"A": Rule(0, False), "B": Rule(0, False)},
+    "column": {"A": _WHOLE, "B": Rule(((0, "tp"),), ("dp",))},
+    "row": {"A": Rule(((1, "tp"),), ("dp",)), "B": _WHOLE},
+    "replicated": {"A": _WHOLE, "B": _WHOLE},
+    "experts_column": {"A": _EXPERT, "B": _EXPERT_ROWS},
+    "experts_row": {"A": _EXPERT_COLUMNS, "B": _EXPERT},
+    "shared_column": {"A": _ALL_EXPERTS, "B": _EXPERT_ROWS},
+    "shared_row": {"A": _EXPERT_COLUMNS, "B": _ALL_EXPERTS},
 }
 
 _DENSE_KINDS: dict[str, Kind] = {
@@ -43,6 +66,7 @@ _DENSE_KINDS: dict[str, Kind] = {
     "k_proj": "column",
     "v_proj": "column",
     "q_b_proj": "column",
+    "kv_b_proj": "column",
     "o_proj": "row",
     "q_a_proj": "replicated",
     "kv_a_proj": "replicated",
@@ -52,51 +76,80 @@ _DENSE_KINDS: dict[str, Kind] = {
 }
 
 
-def kind_of(module: str) -> Kind:
-    """The kind of a canonical module name."""
-    if module.startswith("experts."):
-        return "experts"
-    return _DENSE_KINDS[module.rpartition(".")[2]]
+def kind_of(site: Site) -> Kind:
+    if site.num_experts is None:
+        return _DENSE_KINDS[site.module.rpartition(".")[2]]
+    if site.module == "experts.down":
+        return "shared_row" if site.shared == "B" else "experts_row"
+    return "shared_column" if site.shared == "A" else "experts_column"
+
+
+def grid_of(kind: Kind) -> tuple[Axis, ...]:
+    """The axes that the ranks of a stage stand in, for tensors of this kind."""
+    return DENSE_GRID if kind in ("column", "row", "replicated") else EXPERT_GRID
+
+
+def reductions() -> list[tuple[Kind, str, Axis]]:
+    """Every entry (kind, "A" or "B", axis) of the table."""
+    return [
+        (kind, tensor, axis)
+        for kind, rules in RULES.items()
+        for tensor, rule in rules.items()
+        for axis in rule.reduce
+    ]
+
+
+def drop_reduction(kind: Kind, tensor: str, axis: Axis) -> None:
+    """Takes one entry out of this process's table: the fault that checks of layouts must catch.
+
+    Undone by `restore_reductions`.
+    """
+    rule = RULES[kind][tensor]
+    if axis not in rule.reduce:
+        raise ValueError(f"{kind}.{tensor} is not summed over {axis}")
+    RULES[kind][tensor] = replace(rule, reduce=tuple(a for a in rule.reduce if a != axis))
+
+
+_AS_WRITTEN = {kind: dict(rules) for kind, rules in RULES.items()}
+
+
+def restore_reductions() -> None:
+    for kind, rules in _AS_WRITTEN.items():
+        RULES[kind].update(rules)
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Where one trainer rank stands: its place in, and the size of, each group it cuts tensors by.
+    """Where one trainer rank stands: (rank, size) on each axis."""
 
-    `dp_rank` and `expert_dp_rank` count the ranks that hold the same dense tensors and the same
-    experts; of those, rank 0 exports.
-    """
+    tp: tuple[int, int] = (0, 1)
+    dp: tuple[int, int] = (0, 1)
+    ep: tuple[int, int] = (0, 1)
+    etp: tuple[int, int] = (0, 1)
+    expert_dp: tuple[int, int] = (0, 1)
 
-    tp_rank: int
-    tp_size: int
-    ep_rank: int
-    ep_size: int
-    dp_rank: int
-    expert_dp_rank: int
-
-    def place(self, kind: Kind) -> tuple[int, int]:
-        """(rank, size) of the group that tensors of this kind are split over."""
-        if kind == "experts":
-            return self.ep_rank, self.ep_size
-        return self.tp_rank, self.tp_size
+    def place(self, axis: Axis) -> tuple[int, int]:
+        return getattr(self, axis)
 
     def local_range(
         self, kind: Kind, tensor: str, shape: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(start, local shape) of this rank's part of a canonical tensor of the given shape."""
-        split = RULES[kind][tensor].split
         start, local = [0] * len(shape), list(shape)
-        if split is not None:
-            rank, size = self.place(kind)
-            if shape[split] % size:
-                raise ValueError(f"{size} ranks do not divide dimension {split} of {shape}")
-            local[split] = shape[split] // size
-            start[split] = rank * local[split]
+        for dim, axis in RULES[kind][tensor].split:
+            rank, size = self.place(axis)
+            if shape[dim] % size:
+                raise ValueError(f"{axis}={size} does not divide dimension {dim} of {shape}")
+            local[dim] = shape[dim] // size
+            start[dim] = rank * local[dim]
         return tuple(start), tuple(local)
 
     def exports(self, kind: Kind, tensor: str) -> bool:
         """True on exactly one of the ranks that hold equal copies."""
-        if kind == "experts":
-            return self.expert_dp_rank == 0
-        whole = RULES[kind][tensor].split is None
-        return self.dp_rank == 0 and (not whole or self.tp_rank == 0)
+        split = {axis for _, axis in RULES[kind][tensor].split}
+        return all(self.place(axis)[0] == 0 for axis in grid_of(kind) if axis not in split)
+
+
+def window(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """The slices that cut `shape` elements at `start` out of a whole tensor."""
+    return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))

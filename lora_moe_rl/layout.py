@@ -15,7 +15,7 @@ def check_layout(shape: ModelShape, config: RunConfig) -> None:
         heads["key/value heads"] = dims["kv_heads"]
     sizes = [
         ("trainer.ep", trainer.ep, {"experts": shape.num_experts}),
-        ("trainer.pp", trainer.pp, {"layers": shape.num_layers}),
+        ("trainer.etp", trainer.etp, {"columns of an expert": dims["moe_intermediate"]}),
         ("trainer.tp", trainer.tp, heads),
         ("rollout.tp", config.rollout.tp, heads),
     ]
@@ -26,8 +26,21 @@ def check_layout(shape: ModelShape, config: RunConfig) -> None:
                     f"{key}={size} does not divide the model's {number} {what}; use a divisor of "
                     f"{number}"
                 )
+    chunks = trainer.pp * trainer.vpp
+    if chunks > shape.num_layers:
+        raise ConfigError(
+            f"trainer.pp={trainer.pp} with trainer.vpp={trainer.vpp} wants {chunks} pieces of a "
+            f"model of {shape.num_layers} layers; lower one of them"
+        )
     if config.model.max_length > shape.max_positions:
         raise ConfigError(
             f"model.max_length={config.model.max_length} is more than the model's "
             f"{shape.max_positions} positions"
         )
+
+
+def pipeline_chunks(num_layers: int, chunks: int) -> list[int]:
+    """Layers of each pipeline chunk in the order of the model. What does not divide goes to the
+    chunks after the first, which holds the embedding too."""
+    even, extra = divmod(num_layers, chunks)
+    return [even + (1 <= i <= extra) for i in range(chunks)]

@@ -11,6 +11,7 @@ Wrapped: `RouterReplay.get_replay_topk` of megatron-core 0.19.2
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -69,23 +70,12 @@ class _Layer:
 
 
 class Replay:
-    """The routers of this rank's part of one model."""
+    """The routers of this rank's part of one model: of each of its pipeline chunks."""
 
-    def __init__(self, model: torch.nn.Module, moe_layers: tuple[int, ...]):
+    def __init__(self, chunks: Sequence[torch.nn.Module], moe_layers: tuple[int, ...]):
         """Raises ReplayError when the routers are not what the model's config promises."""
-        self.layers: dict[int, _Layer] = {}
-        for layer in model.decoder.layers:
-            number = layer.layer_number - 1
-            routers = [m for m in layer.modules() if isinstance(m, TopKRouter)]
-            if len(routers) != (number in moe_layers):
-                raise ReplayError(
-                    f"layer {number} has {len(routers)} routers; the model's config says "
-                    f"{int(number in moe_layers)}"
-                )
-            for router in routers:
-                if router.router_replay is None or router.config.moe_router_fusion:
-                    raise ReplayError(f"layer {number}: its router bypasses replay")
-                self.layers[number] = _Layer(number, router.router_replay)
+        self.chunks = [_routers(chunk, moe_layers) for chunk in chunks]
+        self.layers = {n: layer for chunk in self.chunks for n, layer in chunk.items()}
 
     @contextmanager
     def step(self):
@@ -96,36 +86,38 @@ class Replay:
             for layer in self.layers.values():
                 layer.reset()
 
-    def install(self, table: RouteTable, rows: np.ndarray, device: torch.device) -> None:
+    def install(
+        self, chunk: int, table: RouteTable, rows: np.ndarray, device: torch.device
+    ) -> None:
         """Routes of one micro-batch. `rows` `[T]`: its tokens' rows of the table; -1: padding."""
         mine = _sequence_shard(rows)
         known = mine >= 0
         safe = np.where(known, mine, 0)
         columns = {number: column for column, number in enumerate(table.layers)}
-        for number, layer in self.layers.items():
+        for number, layer in self.chunks[chunk].items():
             column = columns[number]
             layer.target = torch.from_numpy(table.ids[safe, column].astype(np.int64)).to(device)
             layer.valid = torch.from_numpy(known & table.valid[safe, column]).to(device)
             layer.instance.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
-    def install_recorded(self, recorded: dict[int, torch.Tensor]) -> None:
+    def install_recorded(self, chunk: int, recorded: dict[int, torch.Tensor]) -> None:
         """Routes that `take_recorded` returned for the same micro-batch."""
-        for number, layer in self.layers.items():
+        for number, layer in self.chunks[chunk].items():
             layer.target = recorded[number]
             layer.valid = torch.ones(
                 len(layer.target), dtype=torch.bool, device=layer.target.device
             )
             layer.instance.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
-    def clear_routes(self) -> None:
+    def clear_routes(self, chunk: int) -> None:
         """The routers choose for themselves again, and record what they choose."""
-        for layer in self.layers.values():
+        for layer in self.chunks[chunk].values():
             layer.target = None
             layer.instance.clear_router_replay_action()
 
-    def take_recorded(self) -> dict[int, torch.Tensor]:
+    def take_recorded(self, chunk: int) -> dict[int, torch.Tensor]:
         """The routers' own choices in the last forward, `{layer: int64 [T, K]}`."""
-        return {number: layer.recorded for number, layer in self.layers.items()}
+        return {number: layer.recorded for number, layer in self.chunks[chunk].items()}
 
     def counts(self) -> tuple[int, int]:
         """(routes where the trainer's own choice differs, routes replayed), over this rank's tokens
@@ -133,14 +125,33 @@ class Replay:
         layers = self.layers.values()
         return sum(x.differing for x in layers), sum(x.replayed for x in layers)
 
-    def check_calls(self, expected: int) -> None:
-        """Raises ReplayError unless every router ran `expected` times since the step began."""
-        for layer in self.layers.values():
-            if layer.calls != expected:
-                raise ReplayError(
-                    f"layer {layer.number}: its router consulted replay {layer.calls} times in "
-                    f"{expected} forwards"
-                )
+    def check_calls(self, expected: Sequence[int]) -> None:
+        """Raises ReplayError unless every router of chunk i ran `expected[i]` times since the step
+        began."""
+        for chunk, times in zip(self.chunks, expected, strict=True):
+            for layer in chunk.values():
+                if layer.calls != times:
+                    raise ReplayError(
+                        f"layer {layer.number}: its router consulted replay {layer.calls} times in "
+                        f"{times} forwards"
+                    )
+
+
+def _routers(model: torch.nn.Module, moe_layers: tuple[int, ...]) -> dict[int, _Layer]:
+    found = {}
+    for layer in model.decoder.layers:
+        number = layer.layer_number - 1
+        routers = [m for m in layer.modules() if isinstance(m, TopKRouter)]
+        if len(routers) != (number in moe_layers):
+            raise ReplayError(
+                f"layer {number} has {len(routers)} routers; the model's config says "
+                f"{int(number in moe_layers)}"
+            )
+        for router in routers:
+            if router.router_replay is None or router.config.moe_router_fusion:
+                raise ReplayError(f"layer {number}: its router bypasses replay")
+            found[number] = _Layer(number, router.router_replay)
+    return found
 
 
 def _sequence_shard(values: np.ndarray) -> np.ndarray:

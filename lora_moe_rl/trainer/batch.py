@@ -68,17 +68,23 @@ class TrainBatch:
 
 
 def plan_micro_batches(
-    samples: Sequence[int], lengths: np.ndarray, max_tokens: int, dp_size: int
+    samples: Sequence[int],
+    lengths: np.ndarray,
+    max_tokens: int,
+    dp_size: int,
+    multiple: int = 1,
 ) -> list[list[list[int]]]:
     """`plan[dp_rank]` is that rank's micro-batches, each a list of sample numbers.
 
-    All ranks get the same number of micro-batches, since expert parallelism makes them meet in
-    each. Longest first into the emptiest micro-batch; a sample longer than max_tokens has one of
-    its own. With fewer samples than ranks some micro-batches are empty.
+    All ranks get the same number of micro-batches, a multiple of `multiple`, since expert
+    parallelism makes them meet in each. Longest first into the emptiest micro-batch; a sample
+    longer than max_tokens has one of its own. With fewer samples than ranks some micro-batches are
+    empty.
     """
     order = sorted(samples, key=lambda i: (-lengths[i], i))
     total = sum(int(lengths[i]) for i in samples)
-    count = max(1, math.ceil(total / (max_tokens * dp_size))) * dp_size
+    unit = dp_size * multiple
+    count = max(1, math.ceil(total / (max_tokens * unit))) * unit
     while True:
         bins: list[list[int]] = [[] for _ in range(count)]
         sizes = [0] * count
@@ -89,7 +95,7 @@ def plan_micro_batches(
         crowded = any(size > max_tokens and len(b) > 1 for b, size in zip(bins, sizes, strict=True))
         if not crowded:
             return [[sorted(b) for b in bins[rank::dp_size]] for rank in range(dp_size)]
-        count += dp_size
+        count += unit
 
 
 @dataclass(frozen=True)
@@ -117,13 +123,14 @@ class MicroBatch:
         return int(np.diff(self.cu_seqlens).max())
 
 
-def pack(batch: TrainBatch, samples: Sequence[int], multiple: int) -> MicroBatch:
-    """Packs the samples one after the other; padding up to a multiple of `multiple` tokens (at
-    least one token for an empty micro-batch) is a sequence of its own at the end."""
+def pack(batch: TrainBatch, samples: Sequence[int], multiple: int, at_least: int = 0) -> MicroBatch:
+    """Packs the samples one after the other; padding up to a multiple of `multiple` tokens, and to
+    `at_least` (at least one token for an empty micro-batch), is a sequence of its own at the
+    end."""
     offsets = np.concatenate([[0], np.cumsum(batch.lengths())])
     lengths = [len(batch.token_ids[i]) - 1 for i in samples]
     total = sum(lengths)
-    padding = -total % multiple or (multiple if total == 0 else 0)
+    padding = -(-max(total, at_least, 1) // multiple) * multiple - total
     lengths_all = lengths + ([padding] if padding else [])
 
     def join(parts, fill, dtype):

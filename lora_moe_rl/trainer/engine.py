@@ -14,16 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state as ps
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from lora_moe_rl.adapters.attach import Adapters
+from lora_moe_rl.adapters.olora import OLoRAStart
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ReplayError
@@ -52,7 +49,7 @@ class Work:
 
     data: MicroBatch
     table: RouteTable | None
-    recorded: dict[int, torch.Tensor] | None = None
+    recorded: dict[int, torch.Tensor] = field(default_factory=dict)
     known: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -61,20 +58,17 @@ class TrainingEngine:
 
     def __init__(self, config: RunConfig, spec: AdapterSpec, model_dir: Path, device: Device):
         self.config, self.spec, self.device = config, spec, device
-        base = build_model(model_dir, config.trainer, device)
-        inner = base.module if hasattr(base, "module") else base  # Float16Module
-        self.adapters = Adapters(inner, spec, config.seed)
+        self.chunks = build_model(model_dir, config.trainer, spec.shape.num_layers, device)
+        inner = [getattr(chunk, "module", chunk) for chunk in self.chunks]  # Float16Module
+        start = OLoRAStart(model_dir, spec.shape) if config.adapter.init == "olora" else None
+        self.adapters = Adapters(inner, spec, config.seed, start)
         self.replay = Replay(inner, spec.shape.moe_layers)
-        self.model = DistributedDataParallel(
-            inner.config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
-            base,
-        )
-        self.optimizer = AdapterOptimizer(config.trainer, self.model)
-        inner.config.finalize_model_grads_func = finalize_model_grads
-        inner.config.grad_scale_func = None
+        self.optimizer = AdapterOptimizer(config.trainer, self.adapters)
+        for chunk in inner:
+            chunk.config.finalize_model_grads_func = self._finalize_gradients
+            chunk.config.grad_scale_func = None
         self.version = 0
-        self.forwards = 0
+        self.forwards = [0] * len(self.chunks)
 
     @property
     def is_last_stage(self) -> bool:
@@ -84,11 +78,19 @@ class TrainingEngine:
         self, batch: TrainBatch, samples, table: RouteTable | None, dp_size: int, dp_rank: int
     ) -> list[Work]:
         """This rank's micro-batches of the given samples."""
+        trainer, lengths = self.config.trainer, batch.lengths()
+        interleaved = trainer.vpp > 1
+        # The interleaved schedule goes through micro-batches in groups of pp, and wants them
+        # equally long.
         plan = plan_micro_batches(
-            samples, batch.lengths(), self.config.trainer.micro_batch_tokens, dp_size
-        )
-        tp = self.config.trainer.tp
-        return [Work(pack(batch, chunk, multiple=tp), table) for chunk in plan[dp_rank]]
+            samples,
+            lengths,
+            trainer.micro_batch_tokens,
+            dp_size,
+            multiple=trainer.pp if interleaved else 1,
+        )[dp_rank]
+        longest = max(int(lengths[chunk].sum()) for chunk in plan) if interleaved else 0
+        return [Work(pack(batch, chunk, trainer.tp, longest), table) for chunk in plan]
 
     @torch.no_grad()
     def forward(self, works: list[Work], name: str, temperature: float, record=False) -> None:
@@ -101,15 +103,16 @@ class TrainingEngine:
             work.known[name] = logprobs.detach()
             return logprobs.sum(), torch.tensor(0, dtype=torch.int), {}
 
-        self.model.eval()
+        for chunk in self.chunks:
+            chunk.eval()
         self._schedule(works, keep, temperature, forward_only=True, record=record)
 
     def forward_backward(self, works: list[Work], loss: LossFunction, temperature: float) -> list:
         """Accumulates gradients of the token-mean loss; returns `loss`'s third value for each work
         (on the last stage). `loss(work, logprobs, logits)` returns (sum, token count, anything)."""
-        self.model.train()
-        self.model.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        for chunk in self.chunks:
+            chunk.train()
+        self.adapters.gradients.zero()
         return self._schedule(works, loss, temperature, forward_only=False)
 
     def _schedule(self, works, loss, temperature, forward_only, record=False) -> list:
@@ -118,33 +121,49 @@ class TrainingEngine:
             logits = self._forward_one(work, model, record)
             return logits, lambda out: self._last_stage(work, out, loss, temperature)
 
-        return get_forward_backward_func()(
+        trainer = self.config.trainer
+        interleaved = trainer.vpp > 1
+        run = get_forward_backward_func(
+            pp_size=trainer.pp, vp_size=trainer.vpp if interleaved else None
+        )
+        return run(
             forward_step_func=forward_step,
-            data_iterator=iter(works),
-            model=self.model,
+            data_iterator=[iter(works) for _ in self.chunks] if interleaved else iter(works),
+            model=self.chunks if interleaved else self.chunks[0],
             num_microbatches=len(works),
             seq_length=len(works[0].data.input_ids),
             micro_batch_size=1,
             forward_only=forward_only,
         )
 
+    def _finalize_gradients(self, chunks, num_tokens: torch.Tensor, **_) -> None:
+        """Called by the schedule after the last backward: gradients of the mean over all tokens."""
+        self.adapters.gradients.reduce()
+        last = dist.get_global_rank(
+            ps.get_pipeline_model_parallel_group(), ps.get_pipeline_model_parallel_world_size() - 1
+        )
+        dist.broadcast(num_tokens, src=last, group=ps.get_pipeline_model_parallel_group())
+        dist.all_reduce(num_tokens, group=ps.get_data_parallel_group(with_context_parallel=True))
+        self.adapters.gradients.scale(1.0 / num_tokens.clamp(min=1))
+
     def _forward_one(self, work: Work, model, record: bool) -> torch.Tensor:
         data, device = work.data, self.device.torch_device
-        if work.recorded is not None:
-            self.replay.install_recorded(work.recorded)
-        elif work.table is not None:
-            self.replay.install(work.table, data.rows, device)
+        chunk = self.chunks.index(model)
+        if work.table is not None:
+            self.replay.install(chunk, work.table, data.rows, device)
+        elif record or not work.recorded:
+            self.replay.clear_routes(chunk)
         else:
-            self.replay.clear_routes()
+            self.replay.install_recorded(chunk, work.recorded)
         logits = model(
             input_ids=_tensor(data.input_ids, device)[None],
             position_ids=_tensor(data.positions, device)[None],
             attention_mask=None,
             packed_seq_params=_packed_params(data, device),
         )
-        self.forwards += 1
+        self.forwards[chunk] += 1
         if record:
-            work.recorded = self.replay.take_recorded()
+            work.recorded |= self.replay.take_recorded(chunk)
         return logits
 
     def _last_stage(self, work: Work, logits, loss, temperature):
@@ -181,7 +200,7 @@ class _Watched:
         self.step = engine.replay.step()
 
     def __enter__(self):
-        self.engine.forwards = 0
+        self.engine.forwards = [0] * len(self.engine.chunks)
         return self.step.__enter__()
 
     def __exit__(self, kind, value, trace):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lora_moe_rl.config import TrainerConfig
+from lora_moe_rl.layout import pipeline_chunks
 from lora_moe_rl.trainer.device import Device
 
 # mcore and Bridge options that need CUDA kernels, and training extras that a frozen base has no
@@ -39,7 +40,6 @@ _ALWAYS = {
     "hidden_dropout": 0.0,
     "calculate_per_token_loss": True,
     "mtp_num_layers": None,
-    "variable_seq_lengths": True,
     "deallocate_pipeline_outputs": False,
 }
 
@@ -55,14 +55,18 @@ def init_process_groups(config: TrainerConfig, device: Device, rank: int, addres
     ps.initialize_model_parallel(
         tensor_model_parallel_size=config.tp,
         pipeline_model_parallel_size=config.pp,
+        virtual_pipeline_model_parallel_size=config.vpp if config.vpp > 1 else None,
         expert_model_parallel_size=config.ep,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=config.etp,
     )
     model_parallel_cuda_manual_seed(1)
 
 
-def build_model(model_dir: Path, config: TrainerConfig, device: Device) -> torch.nn.Module:
-    """This rank's part of the frozen base, in `device.dtype`, ready for adapters."""
+def build_model(
+    model_dir: Path, config: TrainerConfig, num_layers: int, device: Device
+) -> list[torch.nn.Module]:
+    """This rank's part of the frozen base, in `device.dtype`, ready for adapters: `config.vpp`
+    chunks in the order the micro-batches go through them."""
     from lora_moe_rl.trainer import bridge
 
     logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -71,7 +75,7 @@ def build_model(model_dir: Path, config: TrainerConfig, device: Device) -> torch
         warnings.simplefilter("ignore")
         source = auto_bridge.from_hf_pretrained(str(model_dir), dtype=device.dtype)
         provider = source.to_megatron_provider(load_weights=True)
-        _configure(provider, config, device)
+        _configure(provider, config, num_layers, device)
         bf16 = device.dtype is torch.bfloat16
         chunks = provider.provide_distributed_model(
             wrap_with_ddp=False,
@@ -79,15 +83,15 @@ def build_model(model_dir: Path, config: TrainerConfig, device: Device) -> torch
             fp16=False,
             bf16=bf16,
         )
-    (model,) = chunks
     if not device.transformer_engine and config.tp > 1:
         from lora_moe_rl.trainer.local_modules import replicate_mla_down_projections
 
-        replicate_mla_down_projections(getattr(model, "module", model))
-    return model
+        for chunk in chunks:
+            replicate_mla_down_projections(getattr(chunk, "module", chunk))
+    return list(chunks)
 
 
-def _configure(provider, config: TrainerConfig, device: Device) -> None:
+def _configure(provider, config: TrainerConfig, num_layers: int, device: Device) -> None:
     bf16 = device.dtype is torch.bfloat16
     options = dict(_ALWAYS)
     if not device.transformer_engine:
@@ -99,7 +103,14 @@ def _configure(provider, config: TrainerConfig, device: Device) -> None:
         "tensor_model_parallel_size": config.tp,
         "pipeline_model_parallel_size": config.pp,
         "expert_model_parallel_size": config.ep,
-        "expert_tensor_parallel_size": 1,
+        "expert_tensor_parallel_size": config.etp,
+        "virtual_pipeline_model_parallel_size": config.vpp if config.vpp > 1 else None,
+        # Interleaved over two ranks, tensors and shapes of both directions would go to one peer in
+        # an order that each side reads otherwise (`p2p_communication.py` of megatron-core 0.19.2).
+        "variable_seq_lengths": config.vpp == 1,
+        "overlap_p2p_comm": config.vpp > 1,
+        "batch_p2p_comm": config.vpp == 1,
+        "pipeline_model_parallel_layout": _pipeline_layout(num_layers, config),
         "sequence_parallel": config.tp > 1,
         "params_dtype": device.dtype,
         "pipeline_dtype": device.dtype,
@@ -114,6 +125,14 @@ def _configure(provider, config: TrainerConfig, device: Device) -> None:
     provider.finalize()
 
 
+def _pipeline_layout(num_layers: int, config: TrainerConfig) -> list[list[str]] | None:
+    """mcore's form of `pipeline_chunks`."""
+    if config.pp == 1:
+        return None
+    chunks = [["decoder"] * n for n in pipeline_chunks(num_layers, config.pp * config.vpp)]
+    return [["embedding", *chunks[0]], *chunks[1:-1], [*chunks[-1], "loss"]]
+
+
 def _local_spec(config, vp_stage=None):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
@@ -122,4 +141,4 @@ def _local_spec(config, vp_stage=None):
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
     )
-    return localize(spec)
+    return localize(spec, config)

@@ -22,14 +22,10 @@ from lora_moe_rl.trainer.optimizer import AdapterOptimizer
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def _same(parameter: torch.nn.Parameter) -> torch.Tensor:
-    return parameter
-
-
 def save(directory: Path, rank: int, adapters: Adapters, optimizer: AdapterOptimizer) -> None:
     """Writes `trainer_<rank>.safetensors`."""
     tensors = {}
-    sources = {"adapter": _same} | {moment: optimizer.state(moment) for moment in MOMENTS}
+    sources = {"adapter": None} | {moment: optimizer.state(moment) for moment in MOMENTS}
     for kind, of in sources.items():
         for shard in adapters.export(of):
             key = f"{kind}|{shard.name}|{','.join(map(str, shard.start))}"
@@ -43,11 +39,13 @@ def load(directory: Path, adapters: Adapters, optimizer: AdapterOptimizer, steps
     is missing."""
     index = _Index(directory)
     optimizer.restore(steps)
-    targets = {"adapter": _same} | {moment: optimizer.state(moment) for moment in MOMENTS}
+    targets = {"adapter": None} | {moment: optimizer.state(moment) for moment in MOMENTS}
     with torch.no_grad():
         for kind, into in targets.items():
             for s in adapters.slices():
-                target = into(s.parameter).detach()[s.index]
+                if into is not None and not s.trained:
+                    continue
+                target = (s.tensor if into is None else into(s.tensor)).detach()[s.index]
                 part = index.read(kind, s.name, s.start, tuple(target.shape))
                 target.copy_(torch.from_numpy(part))
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
+from lora_moe_rl.adapters.shards import Shard
 from lora_moe_rl.algorithms import grpo, kl
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.trainer.batch import TrainBatch
@@ -60,6 +61,21 @@ def update(engine: TrainingEngine, batch: TrainBatch, table: RouteTable | None) 
     )
 
 
+def gradients(
+    engine: TrainingEngine, batch: TrainBatch, table: RouteTable
+) -> tuple[float, float, list[Shard]]:
+    """(policy loss, gradient norm, this rank's shards of the gradient) of one step on all samples,
+    before clipping; the adapter stays as it is. The loss is that of `update`."""
+    meter = _Meter(engine)
+    with engine.watched_replay():
+        works = engine.my_work(batch, range(len(batch.token_ids)), table, *_dp())
+        _before_update(engine, works)
+        _backward(engine, works, meter)
+    sums = meter.reduce()
+    shards = engine.adapters.export(of=lambda parameter: parameter.grad)
+    return sums["policy_loss"] / sums["tokens"], engine.adapters.gradients.norm(), shards
+
+
 def _dp() -> tuple[int, int]:
     return ps.get_data_parallel_world_size(), ps.get_data_parallel_rank()
 
@@ -75,6 +91,16 @@ def _before_update(engine: TrainingEngine, works: list[Work]) -> None:
 
 
 def _optimizer_step(engine: TrainingEngine, works: list[Work], meter: _Meter) -> StepResult:
+    _backward(engine, works, meter)
+    if meter.tokens_everywhere() == 0:
+        return StepResult(False, 0.0, 0.0)
+    result = engine.optimizer.step()
+    engine.version += result.applied
+    return result
+
+
+def _backward(engine: TrainingEngine, works: list[Work], meter: _Meter) -> None:
+    """Gradients of the loss of `works`, summed over ranks."""
     config = engine.config
     device = engine.device.torch_device
 
@@ -93,11 +119,6 @@ def _optimizer_step(engine: TrainingEngine, works: list[Work], meter: _Meter) ->
         return total, mask.sum().to(torch.int), {}
 
     engine.forward_backward(works, loss, config.rollout.temperature)
-    if meter.tokens_everywhere() == 0:
-        return StepResult(False, 0.0, 0.0)
-    result = engine.optimizer.step()
-    engine.version += result.applied
-    return result
 
 
 def _loss_mask(work: Work, missing: str) -> np.ndarray:

@@ -39,7 +39,7 @@ class TrainerWorker:
 
         init_process_groups(self.config.trainer, device, self.rank, address)
         self.engine = TrainingEngine(self.config, self.spec, self.model_dir, device)
-        trainable = sum(p.numel() for p in self.engine.optimizer.parameters())
+        trainable = sum(p.numel() for p in self.engine.adapters.parameters())
         return {
             "device": device.kind,
             "dtype": str(device.dtype).removeprefix("torch."),
@@ -51,6 +51,12 @@ class TrainerWorker:
         from lora_moe_rl.trainer.update import update
 
         return update(self.engine, batch, RouteTable.concat(tables) if tables else None)
+
+    def gradients(self, batch: TrainBatch, table: RouteTable):
+        """(loss, gradient norm, shards of the gradient) of one step: see `trainer/update.py`."""
+        from lora_moe_rl.trainer.update import gradients
+
+        return gradients(self.engine, batch, table)
 
     def score(
         self, sequences: list[list[int]], table: RouteTable | None, adapters: bool

@@ -6,7 +6,7 @@ from test_spec import KIMI_K2, QWEN3_30B_A3B
 from lora_moe_rl.adapters.spec import ModelShape
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.layout import check_layout
+from lora_moe_rl.layout import check_layout, pipeline_chunks
 
 QWEN, KIMI = ModelShape.from_hf_config(QWEN3_30B_A3B), ModelShape.from_hf_config(KIMI_K2)
 
@@ -15,10 +15,14 @@ QWEN, KIMI = ModelShape.from_hf_config(QWEN3_30B_A3B), ModelShape.from_hf_config
     ("shape", "sections", "message"),
     [
         (QWEN, {"trainer": {"world_size": 3, "ep": 3}}, "trainer.ep=3.*128 experts"),
-        (QWEN, {"trainer": {"world_size": 5, "pp": 5}}, "trainer.pp=5.*48 layers"),
+        (QWEN, {"trainer": {"world_size": 49, "pp": 49}}, "trainer.pp=49 .*49 pieces .*48 layers"),
+        (
+            QWEN,
+            {"trainer": {"world_size": 8, "pp": 8, "vpp": 8}},
+            "trainer.pp=8 with trainer.vpp=8 wants 64 pieces of a model of 48 layers",
+        ),
         (QWEN, {"trainer": {"world_size": 8, "tp": 8}}, "trainer.tp=8.*4 key/value heads"),
         (QWEN, {"rollout": {"tp": 3}}, "rollout.tp=3.*32 attention heads"),
-        (KIMI, {"trainer": {"world_size": 2, "pp": 2}}, "trainer.pp=2.*61 layers"),
         (QWEN, {"model": {"max_length": 50_000}}, "model.max_length=50000.*40960 positions"),
     ],
 )
@@ -30,3 +34,17 @@ def test_refused(shape, sections, message):
 def test_layouts_that_fit():
     check_layout(QWEN, RunConfig(trainer={"world_size": 16, "tp": 4, "pp": 2, "ep": 8}))
     check_layout(KIMI, RunConfig(trainer={"world_size": 64, "tp": 8, "ep": 64}))
+    check_layout(KIMI, RunConfig(trainer={"world_size": 16, "tp": 2, "pp": 8, "etp": 2}))
+
+
+@pytest.mark.parametrize(
+    ("layers", "chunks", "expected"),
+    [
+        (48, 4, [12, 12, 12, 12]),
+        (61, 8, [7, 8, 8, 8, 8, 8, 7, 7]),
+        (5, 2, [2, 3]),
+        (7, 4, [1, 2, 2, 2]),
+    ],
+)
+def test_layers_that_pipeline_stages_do_not_divide(layers, chunks, expected):
+    assert pipeline_chunks(layers, chunks) == expected

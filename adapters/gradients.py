@@ -1,0 +1,138 @@
+"""Gradients of the adapters: kept flat, summed over ranks by the table, and their norm.
+
+Each (kind, A or B) of `adapters/sharding.py` has one flat float32 buffer, into which autograd
+accumulates, so that a sum over an axis is one collective a buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+
+from lora_moe_rl.adapters.layers import LoRALinear
+from lora_moe_rl.adapters.sharding import RULES, Axis, Kind, RankLayout, grid_of
+from lora_moe_rl.errors import AdapterError
+
+
+def current_layout() -> RankLayout:
+    """This process's place in Megatron's groups."""
+
+    def place(axis: Axis) -> tuple[int, int]:
+        group = group_of(axis)
+        return dist.get_rank(group), dist.get_world_size(group)
+
+    return RankLayout(**{axis: place(axis) for axis in ("tp", "dp", "ep", "etp", "expert_dp")})
+
+
+def group_of(axis: Axis) -> dist.ProcessGroup:
+    if axis == "tp":
+        return ps.get_tensor_model_parallel_group()
+    if axis == "dp":
+        return ps.get_data_parallel_group(with_context_parallel=True)
+    if axis == "ep":
+        return ps.get_expert_model_parallel_group()
+    if axis == "etp":
+        return ps.get_expert_tensor_parallel_group()
+    return ps.get_expert_data_parallel_group()
+
+
+class Gradients:
+    """`p.grad` of every adapter parameter of this rank, as views of flat buffers."""
+
+    def __init__(self, layers: Iterable[LoRALinear], layout: RankLayout):
+        self.layout = layout
+        self.parameters: dict[tuple[Kind, str], list[torch.nn.Parameter]] = {}
+        for kind in RULES:
+            for tensor in ("A", "B"):
+                mine = [p for x in layers if x.kind == kind for p in x.parameters_of(tensor)]
+                if mine:
+                    self.parameters[kind, tensor] = mine
+        self.flat = {key: _flat_gradients(mine) for key, mine in self.parameters.items()}
+
+    def zero(self) -> None:
+        for flat in self.flat.values():
+            flat.zero_()
+
+    def reduce(self) -> None:
+        """Sums over ranks as the table says. All ranks of a stage call it together."""
+        self._check_views()
+        for (kind, tensor), flat in self.flat.items():
+            for axis in RULES[kind][tensor].reduce:
+                if self.layout.place(axis)[1] > 1:
+                    dist.all_reduce(flat, group=group_of(axis))
+
+    def scale(self, factor: float | torch.Tensor) -> None:
+        for flat in self.flat.values():
+            flat.mul_(factor)
+
+    def norm(self) -> float:
+        """Of the whole adapter's gradient: every element counts once. The same on all ranks; NaN or
+        infinite when any element of any rank is."""
+        mine = [
+            flat for (kind, tensor), flat in self.flat.items() if self.layout.exports(kind, tensor)
+        ]
+        squares = [torch.linalg.vector_norm(flat, dtype=torch.float64) ** 2 for flat in mine]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        device = next(iter(self.flat.values())).device if self.flat else _default_device()
+        total = total.to(device)
+        dist.all_reduce(total)
+        return math.sqrt(total.item()) if torch.isfinite(total) else float("nan")
+
+    @torch.no_grad()
+    def check_copies(self) -> None:
+        """Raises AdapterError when ranks that must hold the same parameters hold others: a gradient
+        was not summed where it must be. All ranks of a stage call it together."""
+        keys = list(self.flat)
+        if not keys:
+            return
+        sums = torch.stack([_digest(self.parameters[key]) for key in keys])
+        for axis in ("tp", "dp", "ep", "etp", "expert_dp"):
+            rows = [i for i, key in enumerate(keys) if self._copied(*key, axis)]
+            if not rows or self.layout.place(axis)[1] == 1:
+                continue
+            low, high = sums[rows].clone(), sums[rows].clone()
+            dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group_of(axis))
+            dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group_of(axis))
+            differing = [keys[row] for row, a, b in zip(rows, low, high, strict=True) if a != b]
+            if differing:
+                names = ", ".join(f"{kind}.{tensor}" for kind, tensor in differing)
+                raise AdapterError(
+                    f"the ranks of {axis} hold different copies of {names}: gradients were not "
+                    "summed over it; go back to the last checkpoint and run `verify layout`"
+                )
+
+    def _copied(self, kind: Kind, tensor: str, axis: Axis) -> bool:
+        split = {a for _, a in RULES[kind][tensor].split}
+        return axis in grid_of(kind) and axis not in split
+
+    def _check_views(self) -> None:
+        for key, mine in self.parameters.items():
+            low = self.flat[key].data_ptr()
+            high = low + self.flat[key].nbytes
+            for parameter in mine:
+                if parameter.grad is None or not low <= parameter.grad.data_ptr() < high:
+                    raise AdapterError(
+                        f"a gradient of {'.'.join(key)} left its buffer: do not set p.grad to None"
+                    )
+
+
+def _flat_gradients(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+    flat = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
+    for parameter, view in zip(
+        parameters, flat.split([p.numel() for p in parameters]), strict=True
+    ):
+        parameter.grad = view.view_as(parameter)
+    return flat
+
+
+def _digest(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+    """A float64 that differs when an element does, bar cancellations to the last bit."""
+    return sum(p.to(torch.float64).square().sum() for p in parameters)
+
+
+def _default_device() -> torch.device:
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

@@ -1,0 +1,91 @@
+"""The table of how adapter tensors are cut and whose gradients are summed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_moe_rl.adapters import sharding
+from lora_moe_rl.adapters.sharding import RULES, RankLayout, grid_of, kind_of, window
+from lora_moe_rl.adapters.spec import Site
+
+SITES = [
+    Site(0, "q_proj", 8, 16, 2, 1.0),
+    Site(0, "o_proj", 16, 8, 2, 1.0),
+    Site(0, "kv_a_proj", 8, 12, 2, 1.0),
+    Site(0, "shared_expert.up", 8, 16, 2, 1.0),
+    Site(0, "mlp.down", 16, 8, 2, 1.0),
+    Site(0, "experts.gate", 8, 16, 2, 1.0, num_experts=8),
+    Site(0, "experts.down", 16, 8, 2, 1.0, num_experts=8),
+    Site(0, "experts.up", 8, 16, 2, 1.0, num_experts=8, shared="A"),
+    Site(0, "experts.down", 16, 8, 2, 1.0, num_experts=8, shared="B"),
+]
+
+
+def ranks_of_a_stage(tp: int, dp: int, ep: int, etp: int) -> list[RankLayout]:
+    """Every rank of a stage of tp * dp ranks, in Megatron's order: tp fastest; etp fastest."""
+    expert_dp = tp * dp // (ep * etp)
+    return [
+        RankLayout(
+            tp=(n % tp, tp),
+            dp=(n // tp, dp),
+            etp=(n % etp, etp),
+            ep=(n // etp % ep, ep),
+            expert_dp=(n // (etp * ep), expert_dp),
+        )
+        for n in range(tp * dp)
+    ]
+
+
+def test_kinds():
+    assert [kind_of(site) for site in SITES] == [
+        "column", "row", "replicated", "column", "row",
+        "experts_column", "experts_row", "shared_column", "shared_row",
+    ]  # fmt: skip
+
+
+@given(
+    tp=st.sampled_from([1, 2, 4]),
+    dp=st.sampled_from([1, 2, 4]),
+    ep=st.sampled_from([1, 2, 4]),
+    etp=st.sampled_from([1, 2, 4]),
+    site=st.sampled_from(SITES),
+    tensor=st.sampled_from("AB"),
+)
+def test_exported_parts_are_the_whole_once(tp, dp, ep, etp, site, tensor):
+    if tp * dp % (ep * etp):
+        return
+    shape = site.shape_A if tensor == "A" else site.shape_B
+    kind = kind_of(site)
+    seen = np.zeros(shape, int)
+    for rank in ranks_of_a_stage(tp, dp, ep, etp):
+        if rank.exports(kind, tensor):
+            seen[window(*rank.local_range(kind, tensor, shape))] += 1
+    assert (seen == 1).all()
+
+
+def test_a_gradient_is_summed_over_every_axis_that_its_tensor_is_not_cut_over():
+    for kind, rules in RULES.items():
+        for tensor, rule in rules.items():
+            cut = {axis for _, axis in rule.split}
+            assert sorted([*cut, *rule.reduce]) == sorted(grid_of(kind)), (kind, tensor)
+
+
+def test_a_reduction_can_be_dropped_and_restored():
+    before = sharding.reductions()
+    assert ("row", "B", "tp") in before and len(before) == 24
+    sharding.drop_reduction("row", "B", "tp")
+    try:
+        assert sharding.reductions() == [entry for entry in before if entry != ("row", "B", "tp")]
+        with pytest.raises(ValueError, match=r"row\.B is not summed over tp"):
+            sharding.drop_reduction("row", "B", "tp")
+    finally:
+        sharding.restore_reductions()
+    assert sharding.reductions() == before
+
+
+def test_sizes_that_do_not_divide_are_an_error():
+    with pytest.raises(ValueError, match="tp=3 does not divide dimension 0"):
+        RankLayout(tp=(0, 3)).local_range("column", "B", (16, 2))
