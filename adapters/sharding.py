@@ -13,11 +13,11 @@ Layers, gradient sums, checkpoints, refit and tests all read it. Pure: no torch.
     shared_row      experts.down, one B           E over ep, cols over etp whole
 
 The ranks of a pipeline stage stand in two grids: (tp, dp) for dense tensors, dp counting
-context-parallel ranks too, and (etp, ep, expert_dp) for those of routed experts. Each rank sees some
-of the tokens, or some of the output's terms, of a tensor that is not cut over an axis, so that its
-gradient is summed over that axis. (Dense layers see tokens cut over tp: sequence parallelism is
-always on. Expert-tensor-parallel ranks see the same tokens, each with a part of the experts' inner
-dimension.)
+context-parallel ranks too, and (etp, ep, expert_dp) for those of routed experts. Each rank sees
+some of the tokens, or some of the terms of the output, of a tensor that is not cut over an axis, so
+that its gradient is summed over that axis. (Dense layers see tokens cut over tp: sequence
+parallelism is always on. Expert-tensor-parallel ranks see the same tokens, each with a part of the
+inner dimension of the experts.)
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class TrainerConfig(Section):
     )
     ep: int = Field(1, ge=1, description="Expert-parallel size; divides tp * (data parallel size).")
     etp: int = Field(
-        1, ge=1, description="Expert-tensor-parallel size: ranks that share each routed expert."
+        1, ge=1, description="Expert-tensor-parallel size: ranks that share an expert; divides tp."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where the trainer runs; auto: cuda when there is one."
@@ -153,6 +153,12 @@ class TrainerConfig(Section):
                 f"{experts} does not divide the {self.tp * self.dp} ranks of a pipeline "
                 f"stage (tp={self.tp} * dp={self.dp} with world_size={self.world_size}); raise "
                 f"trainer.world_size or lower trainer.ep"
+            )
+        if self.tp % self.etp:
+            raise ValueError(
+                f"trainer.etp={self.etp} does not divide trainer.tp={self.tp}: expert-tensor-"
+                "parallel ranks gather each other's tokens and must hold equally many, as the "
+                "ranks of one tp group do; raise trainer.tp or use trainer.ep"
             )
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"trainer.vpp={self.vpp} needs pipeline stages: trainer.pp is 1")

@@ -151,24 +151,3 @@ def install() -> None:
     if any(name.startswith("megatron.core") for name in sys.modules):
         raise ConfigError("megatron.core was imported before it was prepared for the CPU")
     sys.meta_path.insert(0, _PatchOnImport(_proxy()))
-    _patch_tensor_type()
-
-
-def _patch_tensor_type() -> None:
-    """`megatron/core/optimizer` sorts parameters by `tensor.type() == 'torch.cuda.FloatTensor'`.
-
-    A method of torch.Tensor cannot be reached through a proxy; the answer changes for callers in
-    that folder alone.
-    """
-    original = torch.Tensor.type
-
-    def type_(self, *args, **kwargs):
-        answer = original(self, *args, **kwargs)
-        if args or kwargs:
-            return answer
-        caller = sys._getframe(1).f_code.co_filename
-        if "megatron/core/optimizer" in caller and not answer.startswith("torch.cuda."):
-            answer = answer.replace("torch.", "torch.cuda.", 1)
-        return answer
-
-    torch.Tensor.type = type_
