@@ -44,6 +44,7 @@ from transformers import (
 from lora_moe_rl.adapters.spec import ModelShape
 from lora_moe_rl.errors import ModelError
 from lora_moe_rl.trainer import grouped_topk
+from lora_moe_rl.trainer.mla_query import without_query_norm
 
 MEGATRON, HF = "decoder.layers.*.", "model.layers.*."
 
@@ -120,6 +121,8 @@ class _Complete(MegatronModelBridge):
         rope = config.rope_parameters or {}
         provider.rotary_percent = rope.get("partial_rotary_factor", 1.0)
         provider.moe_token_dispatcher_type = "alltoall"
+        if provider.multi_latent_attention:
+            provider.transformer_layer_spec = _without_query_norm(provider.transformer_layer_spec)
         self.route(provider, config)
         grouped_topk.install(self.group_members)
         return provider
@@ -164,6 +167,13 @@ class _Complete(MegatronModelBridge):
                 f"({', '.join(left[:3])}): the model is of a variant that {type(self).__name__} "
                 "does not know"
             )
+
+
+def _without_query_norm(block_spec):
+    def spec(config, vp_stage=None):
+        return without_query_norm(block_spec(config, vp_stage=vp_stage), config)
+
+    return spec
 
 
 def _any_expert(name: str) -> str:

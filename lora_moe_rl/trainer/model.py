@@ -137,8 +137,9 @@ def _local_spec(config, vp_stage=None):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     from lora_moe_rl.trainer.local_modules import localize
+    from lora_moe_rl.trainer.mla_query import without_query_norm
 
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
     )
-    return localize(spec, config)
+    return localize(without_query_norm(spec, config))

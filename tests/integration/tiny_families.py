@@ -211,7 +211,12 @@ def load(folder: Path) -> torch.nn.Module:
     """
     config = json.loads((folder / "config.json").read_text())
     kind = next(c for c, _, _ in FAMILIES.values() if f"{c}ForCausalLM" in config["architectures"])
-    model = getattr(transformers, f"{kind}ForCausalLM").from_pretrained(folder, dtype=torch.float32)
+    # Under model_type kimi_k2 transformers would not find the experts of DeepSeek-V3.
+    config_class = getattr(transformers, f"{kind}Config")
+    settings = config_class.from_dict(config | {"model_type": config_class.model_type})
+    model = getattr(transformers, f"{kind}ForCausalLM").from_pretrained(
+        folder, config=settings, dtype=torch.float32
+    )
     if kind == "DeepseekV2":
         for layer in model.model.layers:
             if hasattr(layer.mlp, "gate"):
