@@ -55,7 +55,7 @@ class ModelShape:
     @classmethod
     def from_hf_config(cls, config: Config) -> ModelShape:
         """Raises ModelError for an architecture that is not supported, or a missing key."""
-        architecture = (config.get("architectures") or [None])[0]
+        architecture = str((config.get("architectures") or ["missing"])[0])
         family = FAMILIES.get(architecture)
         if family is None:
             listing = "; ".join(f"{name}: {f.title}" for name, f in FAMILIES.items())

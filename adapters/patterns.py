@@ -56,11 +56,20 @@ class Pattern:
 
 
 class Values[T]:
-    """The values of one option's patterns (`option`: `adapter.rank_pattern`)."""
+    """The values of one option's patterns (`option`: `adapter.rank_pattern`).
+
+    Raises ConfigError for a key that is no pattern.
+    """
 
     def __init__(self, option: str, values: Mapping[str, T]):
         self.option = option
-        self.values = [(key, Pattern.parse(key), value) for key, value in values.items()]
+        self.values = [(key, self._parse(key, value), value) for key, value in values.items()]
+
+    def _parse(self, key: str, value: T) -> Pattern:
+        try:
+            return Pattern.parse(key)
+        except ValueError as error:
+            raise ConfigError(f"{self.option}: {key!r}: {value} is no pattern: {error}") from error
 
     def of(self, place: Place, default: T) -> T:
         found = [value for _, pattern, value in self.values if pattern.matches(place)]
