@@ -153,3 +153,10 @@ class RankLayout:
 def window(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
     """The slices that cut `shape` elements at `start` out of a whole tensor."""
     return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
+
+
+def pipeline_chunks(num_layers: int, chunks: int) -> list[int]:
+    """Layers of each pipeline chunk in the order of the model. What does not divide goes to the
+    chunks after the first, which holds the embedding too."""
+    even, extra = divmod(num_layers, chunks)
+    return [even + (1 <= i <= extra) for i in range(chunks)]

@@ -37,10 +37,3 @@ def check_layout(shape: ModelShape, config: RunConfig) -> None:
             f"model.max_length={config.model.max_length} is more than the model's "
             f"{shape.max_positions} positions"
         )
-
-
-def pipeline_chunks(num_layers: int, chunks: int) -> list[int]:
-    """Layers of each pipeline chunk in the order of the model. What does not divide goes to the
-    chunks after the first, which holds the embedding too."""
-    even, extra = divmod(num_layers, chunks)
-    return [even + (1 <= i <= extra) for i in range(chunks)]

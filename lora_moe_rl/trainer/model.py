@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from lora_moe_rl.adapters.sharding import pipeline_chunks
 from lora_moe_rl.config import TrainerConfig
-from lora_moe_rl.layout import pipeline_chunks
 from lora_moe_rl.trainer.device import Device
 
 # mcore and Bridge options that need CUDA kernels, and training extras that a frozen base has no

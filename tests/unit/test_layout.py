@@ -6,7 +6,7 @@ from test_spec import KIMI_K2, QWEN3_30B_A3B
 from lora_moe_rl.adapters.spec import ModelShape
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.layout import check_layout, pipeline_chunks
+from lora_moe_rl.layout import check_layout
 
 QWEN, KIMI = ModelShape.from_hf_config(QWEN3_30B_A3B), ModelShape.from_hf_config(KIMI_K2)
 
@@ -35,16 +35,3 @@ def test_layouts_that_fit():
     check_layout(QWEN, RunConfig(trainer={"world_size": 16, "tp": 4, "pp": 2, "ep": 8}))
     check_layout(KIMI, RunConfig(trainer={"world_size": 64, "tp": 8, "ep": 64}))
     check_layout(KIMI, RunConfig(trainer={"world_size": 16, "tp": 2, "pp": 8, "etp": 2}))
-
-
-@pytest.mark.parametrize(
-    ("layers", "chunks", "expected"),
-    [
-        (48, 4, [12, 12, 12, 12]),
-        (61, 8, [7, 8, 8, 8, 8, 8, 7, 7]),
-        (5, 2, [2, 3]),
-        (7, 4, [1, 2, 2, 2]),
-    ],
-)
-def test_layers_that_pipeline_stages_do_not_divide(layers, chunks, expected):
-    assert pipeline_chunks(layers, chunks) == expected

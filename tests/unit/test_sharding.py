@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_moe_rl.adapters import sharding
-from lora_moe_rl.adapters.sharding import RULES, RankLayout, grid_of, kind_of, window
+from lora_moe_rl.adapters.sharding import (
+    RULES,
+    RankLayout,
+    grid_of,
+    kind_of,
+    pipeline_chunks,
+    window,
+)
 from lora_moe_rl.adapters.spec import Site
 
 SITES = [
@@ -89,3 +96,16 @@ def test_a_reduction_can_be_dropped_and_restored():
 def test_sizes_that_do_not_divide_are_an_error():
     with pytest.raises(ValueError, match="tp=3 does not divide dimension 0"):
         RankLayout(tp=(0, 3)).local_range("column", "B", (16, 2))
+
+
+@pytest.mark.parametrize(
+    ("layers", "chunks", "expected"),
+    [
+        (48, 4, [12, 12, 12, 12]),
+        (61, 8, [7, 8, 8, 8, 8, 8, 7, 7]),
+        (5, 2, [2, 3]),
+        (7, 4, [1, 2, 2, 2]),
+    ],
+)
+def test_layers_that_pipeline_stages_do_not_divide(layers, chunks, expected):
+    assert pipeline_chunks(layers, chunks) == expected
