@@ -1,18 +1,25 @@
 """Writes an adapter as a PEFT directory: `adapter_model.safetensors` and `adapter_config.json`.
 
 Routed experts are written one by one (`mlp.experts.7.gate_proj.lora_A.weight`), the form that vLLM
-and Megatron-Bridge read. Ranks that differ between modules go into `rank_pattern`. vLLM ignores
+and Megatron-Bridge read; a tensor that all experts share is written for each of them, since PEFT
+has no shared form. Ranks that differ between modules go into `rank_pattern`. vLLM ignores
 `rank_pattern` and `alpha_pattern` and scales every module by the one `lora_alpha / r`, so that the
 patterns are written to give each module that same scale, and what a module's own scale differs from
 it by is folded into its B: PEFT and vLLM then compute the same function.
+
+PEFT 0.21.2 on transformers 5 leaves out some modules when it loads such a directory, without a
+word: the routed experts of Qwen2-MoE, and the dense and shared-expert linears of any family with
+routed experts. vLLM serves them all.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -21,26 +28,6 @@ from safetensors.numpy import save_file
 from lora_moe_rl.adapters.families import hf_path
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
 from lora_moe_rl.config import RunConfig
-
-# Canonical module -> Hugging Face path below `model.layers.N`.
-HF_PATHS = {
-    "q_proj": "self_attn.q_proj",
-    "k_proj": "self_attn.k_proj",
-    "v_proj": "self_attn.v_proj",
-    "o_proj": "self_attn.o_proj",
-    "q_a_proj": "self_attn.q_a_proj",
-    "q_b_proj": "self_attn.q_b_proj",
-    "kv_a_proj": "self_attn.kv_a_proj_with_mqa",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-    "shared_expert.gate": "mlp.shared_experts.gate_proj",
-    "shared_expert.up": "mlp.shared_experts.up_proj",
-    "shared_expert.down": "mlp.shared_experts.down_proj",
-    "experts.gate": "mlp.experts.{}.gate_proj",
-    "experts.up": "mlp.experts.{}.up_proj",
-    "experts.down": "mlp.experts.{}.down_proj",
-}
 
 
 def write(
@@ -64,43 +51,38 @@ def peft_tensors(
     spec: AdapterSpec, tensors: Mapping[str, np.ndarray]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """(PEFT key, float32 array) of every site, and of every expert of a routed site."""
-    common = _first(spec).scale
+    common = _common(spec, "scale")
     for site in spec:
         for matrix in ("A", "B"):
             whole = tensors[f"{site.name}.{matrix}"]
             if matrix == "B" and site.scale != common:
                 whole = whole * np.float32(site.scale / common)
-            for path, values in _paths(spec, site, whole):
-                key = f"base_model.model.{path}.lora_{matrix}.weight"
+            path = f"model.layers.{site.layer}.{hf_path(spec.shape, site.module)}"
+            for expert, values in _each(site, matrix, whole):
+                key = f"base_model.model.{path.format(expert)}.lora_{matrix}.weight"
                 yield key, np.ascontiguousarray(values, dtype=np.float32)
 
 
-def _paths(spec: AdapterSpec, site: Site, whole: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    path = f"model.layers.{site.layer}.{hf_path(spec.shape, site.module)}"
+def _each(site: Site, matrix: str, whole: np.ndarray) -> Iterable[tuple[int | None, np.ndarray]]:
     if site.num_experts is None:
-        yield path, whole
-    else:
-        for expert in range(site.num_experts):
-            yield path.format(expert), whole[expert]
+        return [(None, whole)]
+    if site.shared == matrix:
+        return ((expert, whole) for expert in range(site.num_experts))
+    return enumerate(whole)
 
 
 def peft_config(spec: AdapterSpec, config: RunConfig) -> dict:
-    """`adapter_config.json`. `r` and `lora_alpha` are those of the modules outside the experts,
-    where there are any."""
-    first = _first(spec)
-    ranks = {
-        rf".*\.{hf_path(spec.shape, site.module)}".replace("{}", r"\d+"): site.rank
-        for site in spec
-        if site.rank != first.rank
-    }
+    """`adapter_config.json`. `r` and `lora_alpha / r` are the rank and scale of most modules."""
+    rank, scale = int(_common(spec, "rank")), _common(spec, "scale")
+    ranks = _rank_pattern(spec, rank)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": config.model.path,
-        "r": first.rank,
-        "lora_alpha": first.scale * first.rank,
+        "r": rank,
+        "lora_alpha": scale * rank,
         "rank_pattern": ranks,
-        "alpha_pattern": {pattern: first.scale * rank for pattern, rank in ranks.items()},
+        "alpha_pattern": {pattern: scale * r for pattern, r in ranks.items()},
         "target_modules": sorted(
             {hf_path(spec.shape, site.module).rpartition(".")[2] for site in spec}
         ),
@@ -116,6 +98,37 @@ def peft_config(spec: AdapterSpec, config: RunConfig) -> dict:
     }
 
 
-def _first(spec: AdapterSpec) -> Site:
-    """The site that gives the common rank and scale."""
-    return min(spec, key=lambda site: site.num_experts is not None)
+def _rank_pattern(spec: AdapterSpec, common: int) -> dict[str, int]:
+    """`{regular expression on the end of a module's name: rank}` of ranks other than `common`.
+
+    transformers 5 keeps the experts of a layer as two parameters, and PEFT then stacks their
+    adapters: that of `gate_up_proj` has the ranks of gate and up together, for which PEFT itself
+    takes twice `r`. Where that is not so it needs a pattern too, as `down_proj` does.
+    """
+    paths: dict[str, dict[int, int]] = {}  # path of a module -> {layer: rank}
+    usual: dict[str, int] = {}
+    for site in spec:
+        path = re.escape(hf_path(spec.shape, site.module)).replace(r"\{\}", r"\d+")
+        paths.setdefault(path, {})[site.layer] = site.rank
+        if site.num_experts is not None:
+            down = site.module == "experts.down"
+            stacked = rf"mlp\.experts\.{'down' if down else 'gate_up'}_proj"
+            of_layer = paths.setdefault(stacked, {})
+            of_layer[site.layer] = of_layer.get(site.layer, 0) + site.rank
+            usual[stacked] = common if down else 2 * common
+    patterns: dict[str, int] = {}
+    for path, of_layer in paths.items():
+        for rank in sorted(set(of_layer.values()) - {usual.get(path, common)}):
+            layers = [str(layer) for layer, r in of_layer.items() if r == rank]
+            everywhere = len(layers) == len(of_layer)
+            where = "" if everywhere else rf"layers\.({'|'.join(layers)})\."
+            patterns[where + path] = rank
+    return patterns
+
+
+def _common(spec: AdapterSpec, field: str) -> float:
+    """The value of most adapted linears, each expert counted."""
+    counts: Counter[float] = Counter()
+    for site in spec:
+        counts[getattr(site, field)] += site.num_experts or 1
+    return counts.most_common(1)[0][0]

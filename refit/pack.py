@@ -6,8 +6,9 @@ layer a third. Each of its modules takes a fixed number of parts; part i has a p
     A [r, in]      B [out, r]          a linear
     A [E, r, in]   B [E, out, r]       routed experts, parts in the order gate, down, up
 
-with the scale folded into B. A part that is not adapted is absent. The manifest says where each
-tensor lies in the buffer and what its checksum is; it travels as JSON.
+with the scale folded into B. Parts may differ in rank. A tensor that all experts share travels
+once, without E. A part that is not adapted is absent. The manifest says where each tensor lies in
+the buffer and what its checksum is; it travels as JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Literal
 import numpy as np
 import xxhash
 
-from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape, Site
+from lora_moe_rl.adapters.families import ModelShape
+from lora_moe_rl.adapters.spec import NOT_SERVABLE, AdapterSpec, Site
 from lora_moe_rl.errors import RefitError
 
 Dtype = Literal["float32", "bfloat16"]
@@ -31,18 +33,19 @@ Matrix = Literal["A", "B"]
 STORAGE = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16)}
 ALIGNMENT = 64  # bytes; a cache line, and more than any vector load asks for
 
-# Our module name -> (vLLM's module below model.layers.N, part, number of parts).
+# Our module name -> (vLLM's module below model.layers.N, part, number of parts). The names of the
+# blocks of experts are their family's.
 _COMMON = {
     "o_proj": ("self_attn.o_proj", 0, 1),
     "mlp.gate": ("mlp.gate_up_proj", 0, 2),
     "mlp.up": ("mlp.gate_up_proj", 1, 2),
     "mlp.down": ("mlp.down_proj", 0, 1),
-    "experts.gate": ("mlp.experts", 0, 3),
-    "experts.down": ("mlp.experts", 1, 3),
-    "experts.up": ("mlp.experts", 2, 3),
-    "shared_expert.gate": ("mlp.shared_experts.gate_up_proj", 0, 2),
-    "shared_expert.up": ("mlp.shared_experts.gate_up_proj", 1, 2),
-    "shared_expert.down": ("mlp.shared_experts.down_proj", 0, 1),
+    "experts.gate": ("{moe_block}.experts", 0, 3),
+    "experts.down": ("{moe_block}.experts", 1, 3),
+    "experts.up": ("{moe_block}.experts", 2, 3),
+    "shared_expert.gate": ("{moe_block}.{shared_expert}.gate_up_proj", 0, 2),
+    "shared_expert.up": ("{moe_block}.{shared_expert}.gate_up_proj", 1, 2),
+    "shared_expert.down": ("{moe_block}.{shared_expert}.down_proj", 0, 1),
 }
 _GQA = {
     "q_proj": ("self_attn.qkv_proj", 0, 3),
@@ -104,12 +107,20 @@ class Manifest:
 
 
 def vllm_module(shape: ModelShape, site: Site) -> tuple[str, int, int]:
-    """(vLLM's module, part, number of parts) that serves a site."""
-    if shape.architecture == "DeepseekV3ForCausalLM":
+    """(vLLM's module, part, number of parts) that serves a site.
+
+    Raises RefitError for one that vLLM serves no adapter of.
+    """
+    family = shape.family
+    if family.attention == "mla":
         attention = _MLA if shape.dims["q_lora_rank"] else _MLA_FULL_Q
     else:
         attention = _GQA
-    suffix, part, parts = (_COMMON | attention)[site.module]
+    modules = _COMMON | attention
+    if site.module not in modules:
+        raise RefitError(f"{site.name} has no adapter slot in vLLM: {NOT_SERVABLE[site.module]}")
+    suffix, part, parts = modules[site.module]
+    suffix = suffix.format(moe_block=family.moe_block, shared_expert=family.shared_expert)
     return f"model.layers.{site.layer}.{suffix}", part, parts
 
 

@@ -178,7 +178,8 @@ def _to_torch(pairs: list[list[np.ndarray] | None], dtype: torch.dtype) -> Parts
 def _weights(name: str, module: Any, parts: Parts) -> LoRALayerWeights:
     """What vLLM's set_lora of `module` takes. Scales are 1: they are folded into B."""
     if isinstance(module, FusedMoEWithLoRA):
-        parts = [_local_experts(module, pair) for pair in _fill_experts(module, parts)]
+        whole = _fill_experts(module, parts)
+        parts = [_local_experts(module, [_each(module, t) for t in pair]) for pair in whole]
     elif not isinstance(module, BaseLinearLayerWithLoRA):
         raise RefitError(f"{name}: vLLM serves it as {type(module).__name__}, unknown to {WHO}")
     if len(parts) == 1:
@@ -207,6 +208,13 @@ def _fill_experts(module: FusedMoEWithLoRA, parts: Parts) -> list[list[torch.Ten
         else pair
         for pair, (n_in, n_out) in zip(parts, sizes, strict=True)
     ]
+
+
+def _each(module: FusedMoEWithLoRA, tensor: torch.Tensor) -> torch.Tensor:
+    """One view for each expert of a tensor that all share (`[r, in]` or `[out, r]`)."""
+    if tensor.dim() == 3:
+        return tensor
+    return tensor.expand(module.global_num_experts, *tensor.shape)
 
 
 def _local_experts(module: FusedMoEWithLoRA, pair: list[torch.Tensor]) -> list[torch.Tensor]:

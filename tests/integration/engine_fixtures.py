@@ -17,9 +17,9 @@ import pytest
 import ray
 import torch
 
-from lora_moe_rl.adapters.peft import HF_PATHS
+from lora_moe_rl.adapters.families import ModelShape, hf_path
 from lora_moe_rl.adapters.shards import Shard
-from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape, Site
+from lora_moe_rl.adapters.spec import AdapterSpec, Site
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.rollout import outputs
 from lora_moe_rl.rollout.engine import RolloutEngine
@@ -30,8 +30,8 @@ DISK_ID = 1_000_000
 Tensors = dict[str, np.ndarray]
 
 
-def hf_name(site: Site) -> str:
-    return f"model.layers.{site.layer}.{HF_PATHS[site.module]}"
+def hf_name(shape: ModelShape, site: Site) -> str:
+    return f"model.layers.{site.layer}.{hf_path(shape, site.module)}"
 
 
 class EngineWithDisk(RolloutEngine):

@@ -90,7 +90,8 @@ def test_dense_sites_equal_the_peft_library(engine):
     sequences = random_prompts(2, [30, 12])
     scores, table = engine.score(sequences, version)
 
-    names = {hf_name(site).rpartition(".")[2] for site in sites}
+    paths = {site: hf_name(engine.spec.shape, site) for site in sites}
+    names = {path.rpartition(".")[2] for path in paths.values()}
     adapter = engine.config.adapter
     peft_config = LoraConfig(
         r=adapter.rank, lora_alpha=adapter.alpha, target_modules=sorted(names), lora_dropout=0.0
@@ -98,8 +99,8 @@ def test_dense_sites_equal_the_peft_library(engine):
     with engine.merged(None) as model:
         peft_model = get_peft_model(model, peft_config)
         state = {
-            f"base_model.model.{hf_name(site)}.lora_{m}.weight": _torch(tensors[f"{site.name}.{m}"])
-            for site in sites
+            f"base_model.model.{path}.lora_{m}.weight": _torch(tensors[f"{site.name}.{m}"])
+            for site, path in paths.items()
             for m in "AB"
         }
         loaded = set_peft_model_state_dict(peft_model, state)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers
-from published_configs import KIMI_K2, MIXTRAL_8X7B, PUBLISHED, QWEN3_30B_A3B
+from published_configs import KIMI_K2, MIXTRAL_8X7B, PUBLISHED, QWEN3_30B_A3B, shrunk
 from torch import nn
 
 from lora_moe_rl.adapters.families import FAMILIES, ModelShape, hf_path
@@ -24,19 +24,6 @@ PARAMETERS = {
     "Moonlight-16B-A3B": 16.0,
     "GLM-4.5-Air": 107,
 }
-
-
-def shrunk(config: dict) -> dict:
-    """A tiny config of the same family: every width another, so that none can stand for another."""
-    sizes = {
-        "num_hidden_layers": 4, "hidden_size": 48, "vocab_size": 64, "num_attention_heads": 6,
-        "num_key_value_heads": 3, "head_dim": 10, "intermediate_size": 28,
-        "moe_intermediate_size": 14, "shared_expert_intermediate_size": 22, "num_experts": 5,
-        "num_local_experts": 5, "n_routed_experts": 5, "num_experts_per_tok": 2,
-        "q_lora_rank": 18, "kv_lora_rank": 20, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6,
-        "v_head_dim": 7,
-    }  # fmt: skip
-    return config | {k: v for k, v in sizes.items() if config.get(k) is not None}
 
 
 def hf_config(config: dict):

@@ -3,51 +3,29 @@
 import numpy as np
 import pytest
 import torch
+from published_configs import (
+    DEEPSEEK_V3,
+    GLM_4_5_AIR,
+    MIXTRAL_8X7B,
+    QWEN1_5_MOE_A2_7B,
+    QWEN3_30B_A3B,
+    shrunk,
+)
 
-from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
+from lora_moe_rl.adapters.families import ModelShape
+from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import AdapterConfig
 from lora_moe_rl.errors import RefitError
 from lora_moe_rl.refit.buffers import read_shared, shared_buffer
 from lora_moe_rl.refit.pack import Manifest, layout, pack, unpack
 
-QWEN = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_hidden_layers": 2,
-    "hidden_size": 16,
-    "vocab_size": 32,
-    "max_position_embeddings": 64,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "intermediate_size": 24,
-    "moe_intermediate_size": 12,
-    "mlp_only_layers": [0],
-}
-DEEPSEEK = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "num_hidden_layers": 2,
-    "hidden_size": 16,
-    "vocab_size": 32,
-    "max_position_embeddings": 64,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "num_attention_heads": 2,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "intermediate_size": 24,
-    "moe_intermediate_size": 12,
-    "first_k_dense_replace": 1,
-}
+QWEN = shrunk(QWEN3_30B_A3B) | {"num_hidden_layers": 2, "mlp_only_layers": [0]}
+DEEPSEEK = shrunk(DEEPSEEK_V3) | {"num_hidden_layers": 2, "first_k_dense_replace": 1}
 
 
-def make_spec(model=QWEN, **adapter) -> AdapterSpec:
-    return AdapterSpec.build(ModelShape.from_hf_config(model), AdapterConfig(**adapter))
+def make_spec(model=QWEN, servable=True, **adapter) -> AdapterSpec:
+    shape = ModelShape.from_hf_config(model)
+    return AdapterSpec.build(shape, AdapterConfig(**adapter), servable)
 
 
 def make_tensors(spec: AdapterSpec, seed: int = 0) -> dict[str, np.ndarray]:
@@ -104,6 +82,52 @@ def test_deepseek_without_q_compression():
     modules = unpack(*pack_new(spec, make_tensors(spec)))
     assert "model.layers.0.self_attn.q_proj" in modules
     assert "model.layers.0.self_attn.kv_a_proj_with_mqa" in modules
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (QWEN1_5_MOE_A2_7B, ["mlp.experts", "mlp.shared_expert.gate_up_proj",
+                             "mlp.shared_expert.down_proj"]),
+        (MIXTRAL_8X7B, ["block_sparse_moe.experts"]),
+        (GLM_4_5_AIR, ["mlp.experts", "mlp.shared_experts.gate_up_proj",
+                       "mlp.shared_experts.down_proj"]),
+    ],
+)  # fmt: skip
+def test_blocks_of_experts_have_their_familys_name(model, names):
+    spec = make_spec(shrunk(model), targets=("q_proj", "experts.*", "*.down", "*.gate"))
+    modules = unpack(*pack_new(spec, make_tensors(spec)))
+    last = "model.layers.3."
+    found = [name.removeprefix(last) for name in modules if name.startswith(last)]
+    assert found == ["self_attn.qkv_proj", *names]
+
+
+def test_kv_b_proj_has_no_slot():
+    spec = make_spec(DEEPSEEK, servable=False, targets=("kv_b_proj",))
+    with pytest.raises(RefitError, match=r"layers.0.kv_b_proj has no adapter slot in vLLM: vLLM"):
+        layout(spec, "float32")
+
+
+def test_a_tensor_that_experts_share_travels_once():
+    spec = make_spec(expert_layout="shared_outer", rank=4, targets=("experts.*",), alpha=4)
+    tensors = make_tensors(spec)
+    modules = unpack(*pack_new(spec, tensors))
+    (gate_a, gate_b), (down_a, down_b), _ = modules["model.layers.1.mlp.experts"]
+    assert (gate_a.shape, gate_b.shape) == ((4, 48), (5, 14, 4))
+    assert (down_a.shape, down_b.shape) == ((5, 4, 14), (48, 4))
+    np.testing.assert_array_equal(down_b, tensors["layers.1.experts.down.B"])
+    per_expert = make_spec(rank=4, targets=("experts.*",))
+    assert layout(spec, "float32").nbytes < layout(per_expert, "float32").nbytes / 2
+
+
+def test_parts_of_one_module_may_differ_in_rank():
+    spec = make_spec(rank=4, rank_pattern={"k_proj": 3, "experts.up": 2, "experts.down": 5})
+    modules = unpack(*pack_new(spec, make_tensors(spec)))
+    qkv, experts = (
+        modules[f"model.layers.1.{name}"] for name in ("self_attn.qkv_proj", "mlp.experts")
+    )
+    assert [pair[0].shape[-2] for pair in qkv if pair] == [4, 3, 4]
+    assert [pair[1].shape[-1] for pair in experts if pair] == [4, 5, 2]  # gate, down, up
 
 
 def test_parts_that_are_not_adapted_are_absent():

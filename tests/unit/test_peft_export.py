@@ -1,0 +1,120 @@
+"""Exported adapters, loaded by the real PEFT onto transformers' models."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from peft import PeftModel
+from published_configs import PUBLISHED, shrunk
+from safetensors.numpy import load_file
+from test_families import hf_config
+
+from lora_moe_rl.adapters import peft
+from lora_moe_rl.adapters.families import ModelShape, hf_path
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.verify.hf import merge
+
+MIXED = {
+    "rank": 4, "alpha": 8, "expert_alpha": 3,
+    "rank_pattern": {"experts.*": 2, "experts.down": 3, "layers.1-2.*": 5, "layers.3.k_proj": 6},
+    "alpha_pattern": {"layers.2.*": 1},
+}  # fmt: skip
+ADAPTERS = {
+    "plain": {"rank": 4},
+    "expert_rank": {"rank": 4, "expert_rank": 3, "alpha": 8, "expert_alpha": 8},
+    "mixed": MIXED,
+    "shared": {"rank": 4, "expert_rank": 2, "expert_layout": "shared_outer"},
+    "olora": {"rank": 3, "init": "olora", "rslora": True},
+}
+
+
+def make(name: str, adapter: dict):
+    """(spec, random tensors, config, a tiny model with random weights)."""
+    config = RunConfig(adapter=adapter)
+    shape = ModelShape.from_hf_config(shrunk(PUBLISHED[name]))
+    spec = AdapterSpec.build(shape, config.adapter)
+    generator = np.random.default_rng(0)
+    tensors = {
+        key: generator.standard_normal(size, dtype=np.float32) * np.float32(0.1)
+        for key, size in spec.tensor_shapes.items()
+    }
+    torch.manual_seed(0)
+    hf = hf_config(shrunk(PUBLISHED[name]) | {"initializer_range": 0.2})
+    # The default kernel wants widths that are multiples of 16 bytes.
+    model = transformers.AutoModelForCausalLM.from_config(hf, experts_implementation="eager")
+    return spec, tensors, config, model.float().eval()
+
+
+@torch.no_grad()
+def logits(model) -> torch.Tensor:
+    return model(torch.arange(1, 20)[None]).logits
+
+
+def check_loaded_equals_merged(name: str, adapter: dict, directory):
+    spec, tensors, config, model = make(name, adapter)
+    peft.write(directory, spec, tensors, config)
+    base = logits(model)
+    loaded = PeftModel.from_pretrained(model, directory)
+    got = logits(loaded)
+    model = loaded.unload()
+    merge(model, spec, tensors)
+    torch.testing.assert_close(got, logits(model), rtol=0, atol=1e-4)
+    assert (got - base).abs().mean() > 0.1
+
+
+@pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")  # patterns of stacked experts
+@pytest.mark.parametrize("kind", [*ADAPTERS])
+def test_peft_loads_what_was_exported(kind, tmp_path):
+    check_loaded_equals_merged("Qwen3-30B-A3B", ADAPTERS[kind], tmp_path / "adapter")
+
+
+@pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")
+@pytest.mark.parametrize("name", ["Mixtral-8x7B", "DeepSeek-V2-Lite", "DeepSeek-V3", "GLM-4.5-Air"])
+def test_peft_loads_attention_and_experts_of_other_families(name, tmp_path):
+    adapter = {"rank": 4, "expert_rank": 3, "targets": ("*_proj", "experts.*")}
+    check_loaded_equals_merged(name, adapter, tmp_path / "adapter")
+
+
+def test_patterns_are_as_short_as_ranks_allow():
+    spec, _, config, _ = make("Qwen3-30B-A3B", {"rank": 4, "expert_rank": 2})
+    written = peft.peft_config(spec, config)
+    assert (written["r"], written["lora_alpha"]) == (2, 32)  # alpha / r of the experts
+    attention = [rf"self_attn\.{name}_proj" for name in "qkvo"]
+    assert written["rank_pattern"] == dict.fromkeys(attention, 4)
+
+    spec, _, config, _ = make("Qwen3-30B-A3B", MIXED)
+    patterns = peft.peft_config(spec, config)["rank_pattern"]
+    assert patterns[r"layers\.(3)\.self_attn\.k_proj"] == 6  # 5 is the rank of most
+    assert patterns[r"layers\.(0|3)\.mlp\.experts\.\d+\.down_proj"] == 3
+    for site in spec:  # as PEFT looks a module up
+        name = f"model.layers.{site.layer}.{hf_path(spec.shape, site.module)}".format(7)
+        found = [r for key, r in patterns.items() if re.match(rf"(.*\.)?({key})$", name)]
+        assert found in ([site.rank], []) and (found or site.rank == written_rank(spec, config))
+
+
+def written_rank(spec: AdapterSpec, config: RunConfig) -> int:
+    return peft.peft_config(spec, config)["r"]
+
+
+def test_a_shared_tensor_is_written_for_each_expert(tmp_path):
+    spec, tensors, config, _ = make("Mixtral-8x7B", ADAPTERS["shared"])
+    peft.write(tmp_path / "adapter", spec, tensors, config)
+    written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    moe = "base_model.model.model.layers.1.block_sparse_moe.experts"
+    for expert in range(5):
+        up_a = written[f"{moe}.{expert}.w3.lora_A.weight"]
+        np.testing.assert_array_equal(up_a, tensors["layers.1.experts.up.A"])
+    assert written[f"{moe}.4.w2.lora_A.weight"].shape == (2, 28)
+
+
+def test_files_of_an_interrupted_write_do_not_stay(tmp_path):
+    spec, tensors, config, _ = make("Qwen3-30B-A3B", {"rank": 4})
+    for _ in range(2):
+        peft.write(tmp_path / "adapter", spec, tensors, config)
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert written == json.loads(json.dumps(peft.peft_config(spec, config)))
