@@ -43,7 +43,7 @@ def random_adapter(
 
 def trained_part(site: Site, letter: str) -> tuple:
     """The index of the trained rows of A, or columns of B, in a canonical tensor."""
-    trained = slice(0, site.rank - site.frozen_rank)
+    trained = slice(0, site.trained_rank)
     return (..., trained, slice(None)) if letter == "A" else (..., trained)
 
 

@@ -11,19 +11,29 @@ os.environ.update(CPU_ENVIRONMENT)
 
 
 def _import_all() -> None:
-    import contextlib
     import importlib
-    import warnings
+    import threading
 
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from lora_moe_rl.trainer import megatron_on_cpu
+    from lora_moe_rl.trainer import megatron_on_cpu
 
-            megatron_on_cpu.install()
-            for name in ("bridge", "engine", "local_modules", "model", "state", "update"):
-                importlib.import_module(f"lora_moe_rl.trainer.{name}")
-            importlib.import_module("lora_moe_rl.trainer.bridge").load()
+    megatron_on_cpu.install()
+    for name in ("bridge", "engine", "local_modules", "model", "state", "update"):
+        importlib.import_module(f"lora_moe_rl.trainer.{name}")
+    importlib.import_module("lora_moe_rl.trainer.bridge").load()
+    # Its default lock is a semaphore of the system, which a rank that ends would leave behind.
+    importlib.import_module("tqdm").tqdm.set_lock(threading.RLock())
 
 
-_import_all()
+def _quietly(function) -> None:
+    """What the imports have to say of missing packages is known and goes nowhere."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        function()
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+_quietly(_import_all)

@@ -17,7 +17,8 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
-from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
+from lora_moe_rl.adapters.families import ModelShape
+from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ActorFailed
 from lora_moe_rl.tiny.make import check_model_dir
@@ -27,8 +28,9 @@ LOG_LINES = 15
 
 
 def spec_of(model_dir: Path, config: RunConfig) -> AdapterSpec:
-    """Raises ModelError or ConfigError for a model or adapter that is not supported."""
-    return AdapterSpec.build(ModelShape.from_hf_config(check_model_dir(model_dir)), config.adapter)
+    """What is trained, whether or not vLLM could serve it. Raises ModelError or ConfigError."""
+    shape = ModelShape.from_hf_config(check_model_dir(model_dir))
+    return AdapterSpec.build(shape, config.adapter, servable=False)
 
 
 def run_ranks(

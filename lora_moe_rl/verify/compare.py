@@ -1,0 +1,205 @@
+"""One layout against one rank: errors, what is too much, and what would explain it. Pure.
+
+How an error is measured, and why no fault hides in the rounding:
+
+    initial     largest difference of an element of the adapter before training
+    loss        |difference| / max(1, |loss|); logprobs likewise, the worst token
+    gradients   of each tensor ||difference|| / max(||tensor||, 1e-3 * the largest ||tensor||). A
+                sum that is left out changes a tensor by about its own size: even one whose gradient
+                is a millionth of the largest then errs by 1e-3, a hundred times the tolerance
+    grad norm   |difference| / norm
+    adapter     of each tensor ||difference of the updates|| / ||update|| after three steps. Adam
+                moves every element by about lr whatever its gradient, also the few whose gradient
+                is rounding noise and whose sign may be any: hence the wider tolerance. Adam forgets
+                a wrong size; the gradients and the norm are what shows it
+    checkpoint  elements of adapter and moments that differ, after one rank has loaded what the
+                layout saved and the layout what one rank saved: none may
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lora_moe_rl.adapters.sharding import RULES, kind_of
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.verify.jobs import MOMENTS, Outcome, Tensors
+
+FLOOR = 1e-3
+QUANTITIES = (
+    "initial", "loss", "logprobs", "gradients", "grad norm", "adapter", "checkpoint",
+)  # fmt: skip
+Tolerances = Mapping[str, float]
+
+TOLERANCES: dict[tuple[str, str], Tolerances] = {}
+
+
+def tolerances(loss: float, gradients: float, adapter: float) -> Tolerances:
+    return {
+        "initial": 1e-6,  # equal but for OLoRA's QR, whose last bits depend on the thread count
+        "loss": loss,
+        "logprobs": loss,
+        "gradients": gradients,
+        "grad norm": gradients,
+        "adapter": adapter,
+        "checkpoint": 0.0,
+    }
+
+
+# By device and dtype. Those of the CPU's float32 are the claim; a GPU adds the order of its atomic
+# sums, and bfloat16 keeps 8 bits of every partial sum.
+TOLERANCES |= {
+    ("cpu", "float32"): tolerances(1e-5, 1e-5, 1e-2),
+    ("cuda", "float32"): tolerances(1e-4, 1e-4, 3e-2),
+    ("cpu", "bfloat16"): tolerances(0.05, 0.1, 0.5),
+    ("cuda", "bfloat16"): tolerances(0.05, 0.1, 0.5),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One tensor that is wrong. `axes`: `{axis: ranks}` over which the table sums this gradient,
+    and `split` over which it cuts the tensor, those of one rank left out."""
+
+    name: str
+    error: float
+    kind: str
+    axes: dict[str, int]
+    split: dict[str, int]
+
+    def __str__(self) -> str:
+        def listed(axes: dict[str, int]) -> str:
+            return ", ".join(f"{axis} ({ranks} ranks)" for axis, ranks in axes.items())
+
+        tensor = self.name.rpartition(".")[2]
+        table = f"the table sums {self.kind}.{tensor} over {listed(self.axes) or 'no ranks here'}"
+        cut = f" and cuts it over {listed(self.split)}" if self.split else ""
+        return f"{self.name} is off by {self.error:.2g}; {table}{cut}"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One quantity of one layout. `error` is None when it was not come to."""
+
+    quantity: str
+    error: float | None
+    tolerance: float
+    faults: Sequence[Fault] = field(default_factory=tuple)
+
+    @property
+    def passed(self) -> bool:
+        """NaN passes nothing."""
+        return self.error is not None and self.error <= self.tolerance
+
+
+def compare(
+    spec: AdapterSpec,
+    sizes: Mapping[str, int],
+    got: Outcome,
+    expected: Outcome,
+    tolerance: Tolerances,
+) -> list[Check]:
+    """All quantities but the checkpoint. `sizes`: ranks of the layout along each axis."""
+
+    def check(quantity: str, error: float) -> Check:
+        return Check(quantity, error, tolerance[quantity])
+
+    def tensors(quantity: str, errors: dict[str, float] | None) -> Check:
+        if errors is None:
+            return Check(quantity, None, tolerance[quantity])
+        return _tensor_check(spec, sizes, quantity, errors, tolerance[quantity])
+
+    ours, theirs = got.tensors, expected.tensors
+    updated = None
+    if "trained" in ours:
+        updated = update_errors(ours["trained"], theirs["trained"], expected.adapter)
+    return [
+        tensors("initial", largest_differences(ours["initial"], theirs["initial"])),
+        check("loss", _scaled(got.loss, expected.loss)),
+        check("logprobs", logprob_error(got.logprobs, expected.logprobs)),
+        tensors("gradients", gradient_errors(ours["gradients"], theirs["gradients"])),
+        check("grad norm", abs(got.grad_norm - expected.grad_norm) / expected.grad_norm),
+        tensors("adapter", updated),
+    ]
+
+
+def checkpoint_check(
+    spec: AdapterSpec,
+    sizes: Mapping[str, int],
+    pairs: Sequence[tuple[Outcome, Outcome]],
+) -> Check:
+    """Each pair: who loaded, and who had saved. The state of both must be equal in every bit."""
+    errors: dict[str, float] = {}
+    for loaded, saved in pairs:
+        for suffix in ("", *(f" {moment}" for moment in MOMENTS)):
+            if f"loaded{suffix}" not in loaded.tensors or f"trained{suffix}" not in saved.tensors:
+                return Check("checkpoint", None, 0.0)
+            theirs = saved.tensors[f"trained{suffix}"]
+            for name, ours in loaded.tensors[f"loaded{suffix}"].items():
+                errors[name] = errors.get(name, 0.0) + float((ours != theirs[name]).sum())
+    return _tensor_check(spec, sizes, "checkpoint", errors, 0.0)
+
+
+def _tensor_check(spec, sizes, quantity: str, errors: dict[str, float], tolerance) -> Check:
+    wrong = {name: error for name, error in errors.items() if not error <= tolerance}
+    ordered = sorted(wrong, key=lambda name: -_badness(wrong[name]))
+    faults = [_fault(spec, sizes, name, wrong[name]) for name in ordered]
+    return Check(quantity, max(errors.values(), key=_badness), tolerance, faults)
+
+
+def _badness(error: float) -> float:
+    return math.inf if math.isnan(error) else error
+
+
+def _fault(spec: AdapterSpec, sizes: Mapping[str, int], name: str, error: float) -> Fault:
+    site, _, tensor = name.rpartition(".")
+    kind = kind_of(spec.by_name[site])
+    rule = RULES[kind][tensor]
+    axes = {axis: sizes[axis] for axis in rule.reduce if sizes[axis] > 1}
+    split = {axis: sizes[axis] for _, axis in rule.split if sizes[axis] > 1}
+    return Fault(name, error, kind, axes, split)
+
+
+def logprob_error(got: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
+    """Of the worst token."""
+    pairs = zip(got, expected, strict=True)
+    return max(float(np.max(_scaled(a, b))) for a, b in pairs)
+
+
+def _scaled(got, expected):
+    return np.abs(got - expected) / np.maximum(1.0, np.abs(expected))
+
+
+def gradient_errors(got: Tensors, expected: Tensors) -> dict[str, float]:
+    sizes = {name: float(np.linalg.norm(tensor)) for name, tensor in expected.items()}
+    floor = FLOOR * max(sizes.values())
+    return {name: _norm(got, expected, name) / max(size, floor) for name, size in sizes.items()}
+
+
+def update_errors(got: Tensors, expected: Tensors, start: Tensors) -> dict[str, float]:
+    """Of tensors that were updated; one that was not must not be anywhere."""
+    errors = {}
+    for name in expected:
+        size = float(np.linalg.norm(expected[name] - start[name]))
+        difference = _norm(got, expected, name)
+        errors[name] = difference / size if size else (math.inf if difference else 0.0)
+    return errors
+
+
+def largest_differences(got: Tensors, expected: Tensors) -> dict[str, float]:
+    return {name: float(np.abs(got[name] - expected[name]).max()) for name in expected}
+
+
+def _norm(got: Tensors, expected: Tensors, name: str) -> float:
+    return float(np.linalg.norm(got[name] - expected[name]))
+
+
+def entries(spec: AdapterSpec, faults: Sequence[Fault]) -> Iterator[tuple[str, list[Fault]]]:
+    """Faults by entry of the table (`row.B`), the worst first."""
+    groups: dict[str, list[Fault]] = {}
+    for fault in faults:
+        groups.setdefault(f"{fault.kind}.{fault.name.rpartition('.')[2]}", []).append(fault)
+    yield from groups.items()

@@ -1,0 +1,46 @@
+"""What Hugging Face says: forward passes with adapters merged into the weights by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from lora_moe_rl.adapters.families import hf_path
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.verify.hf_load import load
+
+__all__ = ["load", "logprobs", "merge"]
+
+
+@torch.no_grad()
+def merge(model: torch.nn.Module, spec: AdapterSpec, tensors: Mapping[str, np.ndarray]) -> None:
+    """W += scale * B A, in place.
+
+    transformers 5 stacks the routed experts of every family: `mlp.experts.gate_up_proj`
+    `[E, 2I, H]` and `down_proj` `[E, H, I]`. A tensor that all experts share has no E: the product
+    broadcasts.
+    """
+    state = model.state_dict()
+    for site in spec:
+        A, B = (torch.from_numpy(tensors[f"{site.name}.{m}"]) for m in "AB")
+        delta = site.scale * (B @ A)
+        layer = f"model.layers.{site.layer}"
+        if site.num_experts is None:
+            state[f"{layer}.{hf_path(spec.shape, site.module)}.weight"] += delta
+        elif site.module == "experts.down":
+            state[f"{layer}.mlp.experts.down_proj"] += delta
+        else:
+            weight = state[f"{layer}.mlp.experts.gate_up_proj"]
+            width = weight.shape[1] // 2
+            first = 0 if site.module == "experts.gate" else width
+            weight[:, first : first + width] += delta
+
+
+@torch.no_grad()
+def logprobs(model: torch.nn.Module, sequence: Sequence[int]) -> np.ndarray:
+    """Log-probability of each token after the first, float32 `[L - 1]`."""
+    ids = torch.as_tensor(np.asarray(sequence), dtype=torch.long)[None]
+    scores = torch.log_softmax(model(ids).logits[0, :-1].float(), dim=-1)
+    return scores.gather(1, ids[0, 1:, None])[:, 0].numpy()

@@ -1,0 +1,245 @@
+"""`lora-moe-rl verify layout`: each layout against one rank, and one rank against Hugging Face.
+
+one rank ──> adapter, outcome, checkpoint ──> Hugging Face: logprobs of the merged weights
+                     │
+                     ├──> each layout: the same adapter, samples and routes -> its outcome
+                     │
+one rank <── the checkpoints of all layouts
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import ConfigError, LoraMoeRlError
+from lora_moe_rl.overrides import override, with_settings
+from lora_moe_rl.verify import jobs
+from lora_moe_rl.verify.compare import (
+    TOLERANCES,
+    Check,
+    Tolerances,
+    checkpoint_check,
+    compare,
+    logprob_error,
+)
+from lora_moe_rl.verify.inputs import random_batch
+from lora_moe_rl.verify.jobs import Inputs, Outcome, gather
+from lora_moe_rl.verify.layouts import Layout, parse_layouts
+from lora_moe_rl.verify.ranks import run_processes, run_ranks, spec_of
+
+DEFAULT_LAYOUTS = "tp2,pp2,ep2,tp2ep2,etp2tp2,pp2ep2,tp2pp2ep2"
+SETTINGS = ("adapter.", "trainer.device=", "trainer.dtype=", "seed=")
+# Small micro-batches, so that every rank has several of uneven size. The loss has a KL term, since
+# on-policy the value of the rest does not depend on the model. A model that was trained gives random
+# tokens logits of +-20, whose rounding drowns small gradients: hence the temperature.
+BASE = {
+    "model": {"max_length": 32},
+    "trainer": {"dtype": "float32", "lr": 1e-3, "micro_batch_tokens": 64, "clip_grad": 0.1},
+    "rollout": {"temperature": 4.0},
+    "algorithm": {"kl_coef": 0.1},
+}
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Row:
+    """One line of the table. `failure`: why a quantity was not come to."""
+
+    name: str
+    ranks: int
+    checks: list[Check] = field(default_factory=list)
+    seconds: float = 0.0
+    failure: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.failure is None and all(check.passed for check in self.checks)
+
+
+@dataclass
+class Report:
+    """`rows[0]` is one rank against Hugging Face."""
+
+    model: str
+    device: str
+    dtype: str
+    samples: int
+    rows: list[Row]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return all(row.passed for row in self.rows)
+
+
+def make_config(model: str, settings: Sequence[str] = ()) -> RunConfig:
+    """Raises ConfigError for a setting that this command does not read."""
+    for setting in settings:
+        if not setting.startswith(SETTINGS):
+            raise ConfigError(
+                f"verify layout does not read {setting!r}; it reads adapter.*=VALUE, "
+                f"trainer.device=VALUE, trainer.dtype=VALUE and seed=VALUE"
+            )
+    config = with_settings(RunConfig(), BASE | {"model": {**BASE["model"], "path": model}})
+    return override(config, settings)
+
+
+def plan(
+    config: RunConfig, names: Sequence[str], model_dir: Path
+) -> tuple[AdapterSpec, list[Layout]]:
+    """All that can be refused before anything starts. Raises ConfigError or ModelError."""
+    spec = spec_of(model_dir, config)
+    layouts = parse_layouts(names, config, spec.shape)
+    device = _device(config.trainer.device, max(layout.world_size for layout in layouts))
+    settings = {"trainer": {"device": device}}
+    placed = [replace(x, config=with_settings(x.config, settings)) for x in layouts]
+    return spec, placed
+
+
+def _device(wanted: str, world_size: int) -> str:
+    """A GPU for each rank, or the CPU."""
+    if wanted == "cpu":
+        return "cpu"
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if gpus >= world_size:
+        return "cuda"
+    if wanted == "cuda":
+        raise ConfigError(
+            f"trainer.device=cuda: {world_size} ranks need as many GPUs, and torch sees {gpus}; "
+            f"leave layouts out or use trainer.device=cpu"
+        )
+    return "cpu"
+
+
+@dataclass
+class Verification:
+    """One run of the command. `dropped`: entries of the sharding table that no rank sums over, to
+    see that it is noticed."""
+
+    spec: AdapterSpec
+    model_dir: Path
+    layouts: list[Layout]
+    samples: int
+    timeout_s: float
+    dropped: tuple[tuple, ...] = ()
+    say: Say = lambda text: None
+
+    def __post_init__(self):
+        trainer = self.layouts[0].config.trainer
+        self.cuda = trainer.device == "cuda"
+        self.tolerances: Tolerances = TOLERANCES[trainer.device, _dtype(trainer.dtype, self.cuda)]
+        alone = {"world_size": 1} | dict.fromkeys(("tp", "pp", "ep", "etp", "vpp"), 1)
+        self.alone = with_settings(self.layouts[0].config, {"trainer": alone})
+
+    def run(self) -> Report:
+        started = time.perf_counter()
+        trainer = self.alone.trainer
+        batch, table = random_batch(self.spec, self.samples)
+        batch.advantages = np.abs(batch.advantages)  # of one sign, tokens add up above rounding
+        with tempfile.TemporaryDirectory(prefix="lora-moe-rl-verify-") as folder:
+            inputs = Inputs(batch, table, _made(Path(folder) / "one"))
+            one, reference = self._one_rank(inputs)
+            inputs = replace(
+                inputs,
+                adapter=one.adapter,
+                other=(inputs.directory, one.meta),
+                dropped=self.dropped,
+            )
+            rows, outcomes = [], []
+            for layout in self.layouts:
+                self.say(f"{layout.name} ({layout.world_size} ranks)")
+                mine = replace(inputs, directory=_made(Path(folder) / layout.name))
+                row, outcome = self._layout(layout, mine, one)
+                rows.append(row)
+                outcomes.append((mine.directory, outcome))
+            self.say("reading the checkpoints of all layouts")
+            self._checkpoints(rows, outcomes, one)
+        return Report(
+            model=self.alone.model.path,
+            device=trainer.device,
+            dtype=_dtype(trainer.dtype, self.cuda),
+            samples=self.samples,
+            rows=[reference, *rows],
+            seconds=time.perf_counter() - started,
+        )
+
+    def _ranks(self, config: RunConfig, job, *args):
+        return run_ranks(
+            config, self.model_dir, job, *args, cuda=self.cuda, timeout_s=self.timeout_s
+        )
+
+    def _one_rank(self, inputs: Inputs) -> tuple[Outcome, Row]:
+        """Raises what stops it: without one rank there is nothing to compare with."""
+        started = time.perf_counter()
+        self.say("one rank")
+        one = gather(self.spec, self._ranks(self.alone, jobs.compute, inputs))
+        if one.failure is not None:
+            raise one.failure
+        self.say("Hugging Face, with the adapter merged by hand")
+        row = Row("one rank / Hugging Face", 1)
+        try:
+            arguments = (self.model_dir, self.spec, one.adapter, inputs.sequences)
+            (theirs,) = run_processes(
+                1, jobs.merged_logprobs, *arguments, cuda=False, timeout_s=self.timeout_s
+            )
+            error = logprob_error(one.own_logprobs or [], theirs)
+            row.checks.append(Check("logprobs", error, self.tolerances["logprobs"]))
+        except LoraMoeRlError as error:
+            row.failure = str(error)
+        row.seconds = time.perf_counter() - started
+        return one, row
+
+    def _layout(self, layout: Layout, inputs: Inputs, one: Outcome) -> tuple[Row, Outcome | None]:
+        started = time.perf_counter()
+        row, outcome = Row(layout.name, layout.world_size), None
+        try:
+            outcome = gather(self.spec, self._ranks(layout.config, jobs.compute, inputs))
+            row.checks = compare(self.spec, layout.sizes(), outcome, one, self.tolerances)
+            if outcome.failure is not None:
+                row.failure = str(outcome.failure)
+        except LoraMoeRlError as error:
+            row.failure = str(error)
+        row.seconds = time.perf_counter() - started
+        return row, outcome
+
+    def _checkpoints(
+        self, rows: list[Row], outcomes: list[tuple[Path, Outcome | None]], one: Outcome
+    ) -> None:
+        """Adds the last check of each layout that saved one."""
+        saved = [i for i, (_, outcome) in enumerate(outcomes) if outcome and outcome.meta]
+        wanted = [(outcomes[i][0], outcomes[i][1].meta) for i in saved]
+        loaded: dict[int, Outcome] = {}
+        reason = None
+        try:
+            if wanted:
+                (parts,) = self._ranks(self.alone, jobs.load_all, wanted)
+                loaded = dict(zip(saved, (gather(self.spec, [p]) for p in parts), strict=True))
+        except LoraMoeRlError as error:
+            reason = str(error)
+        for i, (row, (_, outcome)) in enumerate(zip(rows, outcomes, strict=True)):
+            if i in loaded and outcome is not None:
+                pairs = [(loaded[i], outcome), (outcome, one)]
+                sizes = self.layouts[i].sizes()
+                row.checks.append(checkpoint_check(self.spec, sizes, pairs))
+            elif i in saved:
+                row.failure = row.failure or reason
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir()
+    return directory
+
+
+def _dtype(wanted: str, cuda: bool) -> str:
+    return ("bfloat16" if cuda else "float32") if wanted == "auto" else wanted
