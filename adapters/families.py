@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lora_moe_rl.adapters.variants import check_variant
 from lora_moe_rl.errors import ModelError
 
 Config = Mapping[str, Any]
@@ -54,7 +55,8 @@ class ModelShape:
 
     @classmethod
     def from_hf_config(cls, config: Config) -> ModelShape:
-        """Raises ModelError for an architecture that is not supported, or a missing key."""
+        """Raises ModelError for an architecture or a variant that is not supported, or a missing
+        key."""
         architecture = str((config.get("architectures") or ["missing"])[0])
         family = FAMILIES.get(architecture)
         if family is None:
@@ -62,6 +64,7 @@ class ModelShape:
             raise ModelError(
                 f"architecture {architecture} is not supported; supported are {listing}"
             )
+        check_variant(architecture, config)
         try:
             return _read(family, architecture, config)
         except KeyError as error:

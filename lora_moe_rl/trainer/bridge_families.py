@@ -93,6 +93,7 @@ class _Complete(MegatronModelBridge):
     """Stands before an upstream bridge: adds to its mappings, sets what it leaves out, checks."""
 
     group_members = 2  # experts whose scores make the score of their group, if there are groups
+    read_with: tuple[str, ...] = ()  # endings of tensors that the bridge reads beside a weight
 
     def added(self) -> list:
         """Mappings that the upstream bridge lacks."""
@@ -160,7 +161,8 @@ class _Complete(MegatronModelBridge):
                 used.update([names] if isinstance(names, str) else names.values())
         used = {_any_expert(name) for name in used}  # other experts' are on other ranks
         num_layers = self.hf_config.num_hidden_layers
-        left = sorted(k for k in keys if _any_expert(k) not in used and _trained(k, num_layers))
+        keys = [k for k in keys if _trained(k, num_layers) and not k.endswith(self.read_with)]
+        left = sorted(k for k in keys if _any_expert(k) not in used)
         if left:
             raise ModelError(
                 f"{len(left)} weights of the checkpoint have no place in the Megatron model "
@@ -182,10 +184,10 @@ def _any_expert(name: str) -> str:
 
 def _trained(name: str, num_layers: int) -> bool:
     """Whether a weight belongs to the model: not to multi-token prediction, whose layers come after
-    the last, nor to a quantised weight's scales or an old checkpoint's rotary frequencies."""
+    the last, nor to an old checkpoint's rotary frequencies."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     beyond = layer is not None and int(layer[1]) >= num_layers
-    return not (beyond or name.endswith(("rotary_emb.inv_freq", "_scale_inv")))
+    return not (beyond or name.endswith("rotary_emb.inv_freq"))
 
 
 @MegatronModelBridge.register_bridge(
@@ -250,7 +252,7 @@ class DeepseekV2(_Complete, DeepSeekV2Bridge):
     model_type="deepseek_v3",
 )
 class DeepseekV3(_Complete, DeepSeekV3Bridge):
-    pass
+    read_with = ("_scale_inv",)  # of FP8 weights
 
 
 @MegatronModelBridge.register_bridge(

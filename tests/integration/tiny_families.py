@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
 
 VOCAB_SIZE = 131  # what two tensor-parallel ranks do not divide
 COMMON = {
@@ -201,27 +200,3 @@ def save(name: str, folder: Path) -> torch.nn.Module:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | published, indent=2))
     return model
-
-
-def load(folder: Path) -> torch.nn.Module:
-    """The Hugging Face model, with two mistakes of transformers 5.12.1's DeepSeek-V2 mended.
-
-    Its group-limited router asks for `num_experts`, which is not set, and its attention leaves out
-    YaRN's `mscale_all_dim`, which DeepSeek's own code and vLLM apply (`DeepseekV3Attention` does).
-    """
-    config = json.loads((folder / "config.json").read_text())
-    kind = next(c for c, _, _ in FAMILIES.values() if f"{c}ForCausalLM" in config["architectures"])
-    # Under model_type kimi_k2 transformers would not find the experts of DeepSeek-V3.
-    config_class = getattr(transformers, f"{kind}Config")
-    settings = config_class.from_dict(config | {"model_type": config_class.model_type})
-    model = getattr(transformers, f"{kind}ForCausalLM").from_pretrained(
-        folder, config=settings, dtype=torch.float32
-    )
-    if kind == "DeepseekV2":
-        for layer in model.model.layers:
-            if hasattr(layer.mlp, "gate"):
-                layer.mlp.num_experts = model.config.n_routed_experts
-            rope = model.config.rope_parameters
-            if all_dim := rope.get("mscale_all_dim"):
-                layer.self_attn.scaling *= yarn_get_mscale(rope["factor"], all_dim) ** 2
-    return model.eval()

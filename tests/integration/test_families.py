@@ -1,0 +1,61 @@
+"""Every family in real Megatron-core: the forward of Hugging Face, base and adapted, on one rank.
+
+The models (`tiny_families.py`) have awkward sizes and routing; routers choose for themselves.
+"""
+
+from __future__ import annotations
+
+import hf
+import numpy as np
+import pytest
+import tiny_families
+from ranks import run_ranks, spec_of
+
+from lora_moe_rl.config import RunConfig
+
+FLOAT32 = {"rtol": 3e-6, "atol": 1e-5}
+LENGTHS = (5, 17, 40, 200)  # the last goes beyond YaRN's original positions
+
+
+def sequences() -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, tiny_families.VOCAB_SIZE, n).tolist() for n in LENGTHS]
+
+
+def make_config(folder, **trainer) -> RunConfig:
+    return RunConfig(
+        model=str(folder),
+        adapter={"rank": 5, "expert_rank": 3},
+        trainer={"micro_batch_tokens": 60, **trainer},
+    )
+
+
+def random_adapter(spec) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    return {
+        name: rng.normal(0, 0.05 if name.endswith("B") else shape[-1] ** -0.5, shape).astype("f4")
+        for name, shape in spec.tensor_shapes.items()
+    }
+
+
+def score(worker, spec, adapter):
+    base = worker.score(sequences(), None, False)
+    worker.set_adapter(adapter)
+    return base, worker.score(sequences(), None, True)
+
+
+@pytest.mark.parametrize("name", tiny_families.FAMILIES)
+def test_forward_equals_hugging_face(name, tmp_path):
+    tiny_families.save(name, tmp_path)
+    config = make_config(tmp_path)
+    spec = spec_of(tmp_path, config)
+    adapter = random_adapter(spec)
+    ((base, adapted),) = run_ranks(config, tmp_path, score, adapter)
+    reference = hf.load(tmp_path)
+    plain = [hf.logprobs(reference, ids) for ids in sequences()]
+    hf.merge(reference, spec, adapter)
+    merged = [hf.logprobs(reference, ids) for ids in sequences()]
+    for ours, theirs in zip(base + adapted, plain + merged, strict=True):
+        np.testing.assert_allclose(ours, theirs, **FLOAT32)
+    changed = [np.abs(a - b).max() for a, b in zip(plain, merged, strict=True)]
+    assert min(changed) > 0.01, "the adapter changes nothing"

@@ -1,0 +1,51 @@
+"""What a config.json may not ask for, since trainer or engine would compute something else."""
+
+from __future__ import annotations
+
+import pytest
+
+from lora_moe_rl.adapters.variants import check_variant
+from lora_moe_rl.errors import ModelError
+
+YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+QWEN3, QWEN2 = "Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM"
+V2, V3, GLM = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"
+MIXTRAL = "MixtralForCausalLM"
+
+REFUSED = [
+    (QWEN3, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    (QWEN3, {"tie_word_embeddings": True}, "tie_word_embeddings"),
+    (QWEN3, {"attention_bias": True}, "attention_bias"),
+    (QWEN3, {"rope_scaling": YARN}, "rope type 'yarn'"),
+    (QWEN2, {"use_sliding_window": True, "sliding_window": 32768}, "use_sliding_window"),
+    (MIXTRAL, {"sliding_window": 4096, "max_position_embeddings": 32768}, "at most 4096 tokens"),
+    (MIXTRAL, {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+    (V2, {"norm_topk_prob": True}, "norm_topk_prob=true"),
+    (V2, {"topk_method": "noaux_tc"}, "topk_method='noaux_tc'"),
+    (V2, {"rope_scaling": {"type": "linear", "factor": 2}}, "rope type 'linear'"),
+    (V3, {"rope_scaling": YARN | {"attention_factor": 2}}, "attention_factor"),
+    (V3, {"rope_scaling": {"type": "yarn", "factor": 40}}, "assumes 4096"),
+    (V3, {"norm_topk_prob": False}, "norm_topk_prob=false"),
+    (V3, {"topk_method": "noaux_tc"}, "scoring_func=None"),
+    (GLM, {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+]
+ALLOWED = [
+    (QWEN3, {"norm_topk_prob": False, "rope_scaling": None}),
+    (QWEN2, {"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 21}),
+    (MIXTRAL, {"sliding_window": None, "num_experts_per_tok": 2}),
+    (V2, {"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),
+    (V3, {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True}),
+    (GLM, {"attention_bias": True, "partial_rotary_factor": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "config", "message"), REFUSED)
+def test_refused(architecture, config, message):
+    with pytest.raises(ModelError, match=f"config.json of {architecture}: ") as raised:
+        check_variant(architecture, config)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(("architecture", "config"), ALLOWED)
+def test_allowed(architecture, config):
+    check_variant(architecture, config)
