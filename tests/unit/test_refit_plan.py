@@ -1,0 +1,170 @@
+"""The plan of a refit: every element that an engine rank holds arrives there exactly once."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from published_configs import KIMI_K2, QWEN3_30B_A3B
+
+from lora_moe_rl.adapters.sharding import kind_of
+from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
+from lora_moe_rl.config import AdapterConfig, TrainerConfig
+from lora_moe_rl.errors import RefitError
+from lora_moe_rl.refit.plan import Box, EngineLayout, held, make_plan, trainer_ranks
+
+QWEN = {
+    **QWEN3_30B_A3B,
+    "num_hidden_layers": 3,
+    "hidden_size": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+DEEPSEEK = {
+    **KIMI_K2,
+    "num_hidden_layers": 3,
+    "hidden_size": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 4,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+def spec_of(config: dict, **adapter) -> AdapterSpec:
+    return AdapterSpec.build(ModelShape.from_hf_config(config), AdapterConfig(**adapter))
+
+
+@st.composite
+def trainers(draw) -> TrainerConfig:
+    tp, dp = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 4]))
+    pp, vpp = draw(st.sampled_from([(1, 1), (2, 1), (3, 1)]))
+    etp = draw(st.sampled_from([1, tp]))
+    ep = draw(st.sampled_from([n for n in (1, 2, 4, 8) if tp * dp % (n * etp) == 0]))
+    return TrainerConfig(world_size=tp * dp * pp, tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp)
+
+
+@st.composite
+def engines(draw) -> EngineLayout:
+    tp, how = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from(["plain", "ep", "sharded"]))
+    return EngineLayout(slot_rank=8, tp=tp, ep=how == "ep", fully_sharded=how == "sharded")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    trainer=trainers(),
+    engine=engines(),
+    config=st.sampled_from([QWEN, DEEPSEEK]),
+    layout=st.sampled_from(["per_expert", "shared_outer"]),
+    rank=st.sampled_from([3, 8]),
+)
+def test_every_element_arrives_exactly_once(trainer, engine, config, layout, rank):
+    """Moves real arrays along the plan, from what each trainer rank holds to what vLLM's own
+    slicing would leave on each engine rank."""
+    spec = spec_of(config, rank=rank, expert_layout=layout)
+    rng = np.random.default_rng(0)
+    tensors = {name: rng.random(shape) for name, shape in spec.tensor_shapes.items()}
+    kv_heads = spec.shape.dims.get("kv_heads", 0)
+    ranks = trainer_ranks(trainer, spec.shape.num_layers)
+    arrived: dict[tuple[int, str], np.ndarray] = {}
+    for t in make_plan(spec, trainer, engine, 4).transfers:
+        name = f"{t.site.name}.{t.matrix}"
+        source = ranks[t.source]
+        assert t.site.layer in source.layers
+        box = Box(*source.layout.local_range(kind_of(t.site), t.matrix, tensors[name].shape))
+        local = tensors[name][box.within(_whole(tensors[name].shape))]
+        target = held(t.site, t.matrix, engine, t.target, kv_heads)
+        buffer = arrived.setdefault((t.target, name), np.full(target.shape, np.nan))
+        place = buffer[t.box.within(target)]
+        assert np.isnan(place).all(), f"{name} arrives twice"
+        place[...] = local[t.box.within(box)]
+    for rank_number in range(engine.tp):
+        for site in spec:
+            for matrix in "AB":
+                name = f"{site.name}.{matrix}"
+                expected = sliced_by_vllm(site, matrix, tensors[name], engine, rank_number)
+                got = arrived.get((rank_number, name), np.zeros(expected.shape))
+                np.testing.assert_array_equal(got, expected, err_msg=name)
+
+
+def _whole(shape) -> Box:
+    return Box((0,) * len(shape), shape)
+
+
+def sliced_by_vllm(site, matrix, tensor, engine, rank):
+    """As `slice_lora_a` and `slice_lora_b` of vLLM's layers (vllm/lora/layers) cut it."""
+    tp = engine.tp
+    part = lambda x, dim: np.split(x, tp, axis=dim)[rank]  # noqa: E731
+    slot = engine.slot_rank // tp
+    ranks = slice(rank * slot, (rank + 1) * slot)
+    if site.num_experts is not None:
+        per_expert = tensor.ndim == 3
+        if engine.ep:
+            return part(tensor, 0) if per_expert else tensor
+        if site.module == "experts.down":
+            if matrix == "A":
+                return part(tensor, -1)
+            return part(tensor, -2) if engine.fully_sharded else tensor
+        if matrix == "B":
+            return part(tensor, -2)
+        return tensor[..., ranks, :] if engine.fully_sharded else tensor
+    if site.module in ("q_a_proj", "kv_a_proj"):
+        return tensor
+    if site.module.endswith(("o_proj", "down")):
+        if matrix == "A":
+            return part(tensor, 1)
+        return part(tensor, 0) if engine.fully_sharded else tensor
+    if matrix == "A":
+        return tensor[ranks] if engine.fully_sharded else tensor
+    if site.module in ("k_proj", "v_proj") and tp > 2:  # 2 key/value heads: replicated
+        return np.split(tensor, 2)[rank // (tp // 2)]
+    return part(tensor, 0)
+
+
+def test_at_most_one_transfer_a_tensor_and_pair_of_ranks():
+    """Of a layer of Qwen3-30B-A3B: 14 tensors, experts stacked."""
+    spec = spec_of(QWEN3_30B_A3B, rank=16)
+    plan = make_plan(spec, TrainerConfig(), EngineLayout(slot_rank=16), 2)
+    assert len(plan.transfers) == 14 * 48
+    assert plan.link_bytes == {(0, 0): spec.num_parameters * 2}
+
+
+def test_equal_copies_take_turns_in_sending():
+    spec = spec_of(QWEN3_30B_A3B, rank=16)
+    plan = make_plan(spec, TrainerConfig(world_size=4), EngineLayout(slot_rank=16, tp=4), 2)
+    sent = plan.sent_bytes()
+    assert sorted(sent) == [0, 1, 2, 3] and len(set(sent.values())) == 1
+
+
+def test_kimi_k2_on_512_ranks_is_planned_in_seconds():
+    spec = spec_of(KIMI_K2, rank=32)
+    trainer = TrainerConfig(world_size=512, tp=8, pp=8, ep=32)
+    started = time.perf_counter()
+    plan = make_plan(spec, trainer, EngineLayout(slot_rank=32, tp=16, ep=True), 2)
+    seconds = time.perf_counter() - started
+    print(f"{len(plan.transfers)} transfers in {seconds:.2f} s")
+    whole = sum(plan.received_bytes().values())
+    experts = sum(
+        2 * np.prod(shape) for name, shape in spec.tensor_shapes.items() if ".experts." in name
+    )
+    assert whole > experts > 0.9 * whole  # dense tensors are small, though some go to all 16
+
+
+def test_engines_shard_adapters_in_one_way_only():
+    with pytest.raises(RefitError, match="by experts .* or by rank"):
+        EngineLayout(slot_rank=8, tp=2, ep=True, fully_sharded=True)
