@@ -161,19 +161,20 @@ def _doctor(arguments: Sequence[str]) -> int:
 def _bench(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="lora-moe-rl bench",
-        description="Measure. step: one steady training step, by stage.",
+        description="Measure. step: one steady training step, by stage. memory: what training "
+        "keeps in memory, adapters against all parameters.",
     )
-    parser.add_argument("what", choices=("step",))
+    parser.add_argument("what", choices=("step", "memory"))
     parser.add_argument("rest", nargs=argparse.REMAINDER, help="options of the benchmark")
     options = parser.parse_args(arguments)
-    from lora_moe_rl.bench import step
+    from lora_moe_rl.bench import memory, step
 
-    return step.main(options.rest) or 0
+    return {"step": step, "memory": memory}[options.what].main(options.rest)
 
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (train, "train adapters, from a recipe or a config file"),
     "make-tiny": (_make_tiny, "make a tiny MoE model to train"),
     "doctor": (_doctor, "print versions and devices, what is missing and how to mend it"),
-    "bench": (_bench, "measure one steady training step"),
+    "bench": (_bench, "measure one steady training step, or its memory"),
 }

@@ -18,9 +18,9 @@ from lora_moe_rl.adapters.families import ModelShape
 
 # Bridge's wrapper of a linear -> its adapters, by canonical module where it has several.
 SPLIT = {
-    "self_attention.linear_qkv": {"q_proj": "adapter_q", "k_proj": "adapter_k", "v_proj": "adapter_v"},
+    "linear_qkv": {"q_proj": "adapter_q", "k_proj": "adapter_k", "v_proj": "adapter_v"},
     "linear_fc1": {"gate": "adapter_gate", "up": "adapter_up"},
-}  # fmt: skip
+}
 
 
 def build(worker, peft) -> torch.nn.Module:
@@ -122,7 +122,8 @@ def load(model, whole: dict[str, np.ndarray], cut=lambda name, array: array) -> 
 
 def cut_experts(rank: int, size: int):
     """Bridge's own marks for expert-tensor parallelism: dimension 1 of fc1's linear_in (its rank)
-    and of both linear_out, dimension 2 of fc2's linear_in. fc1's rows are gate, then up, on each."""
+    and of both linear_out, dimension 2 of fc2's linear_in. fc1's rows are gate, then up, on each.
+    """
 
     def cut(name: str, array: np.ndarray) -> np.ndarray:
         if name.endswith("linear_fc1.adapter.linear_out.weight"):

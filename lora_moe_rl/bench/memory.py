@@ -1,0 +1,211 @@
+"""`lora-moe-rl bench memory`: what training keeps in memory, adapters against all parameters.
+
+One rank, float32, the two tiny shapes with random weights; one micro-batch of 8 sequences of 64
+tokens, one optimizer step. The same model is measured three times:
+
+    adapters   the base is frozen, LoRA rank 16 on every linear
+    base       the base is frozen and has no adapters; only the embeddings' output has a gradient
+    all        no adapters; every parameter of the base is trained
+
+`kept` is what autograd saves in the forward for the backward, parameters left out: each storage
+counts once and whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.tiny.make import TINY_NAMES
+
+SEQUENCES, TOKENS = 8, 64
+ROWS = ("parameters", "trained", "gradients", "optimizer", "kept")
+Bytes = dict[str, int]
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="lora-moe-rl bench memory",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    result = {name: measure_tiny(name) for name in TINY_NAMES}
+    if options.json:
+        print(json.dumps(result, indent=1))
+    else:
+        _print(result)
+    return 0
+
+
+def measure_tiny(name: str) -> dict[str, Bytes]:
+    """`{"adapters", "base", "all": {row: bytes}}` of one tiny shape."""
+    from lora_moe_rl.verify.ranks import run_ranks
+
+    with tempfile.TemporaryDirectory(prefix="lora-moe-rl-bench-") as folder:
+        save_random(name, Path(folder))
+        trainer = {"device": "cpu", "micro_batch_tokens": SEQUENCES * TOKENS}
+        config = RunConfig(model=folder, trainer=trainer, adapter={"rank": 16})
+        return run_ranks(config, Path(folder), measure)[0]
+
+
+def save_random(name: str, folder: Path) -> None:
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from lora_moe_rl.tiny.shapes import EXTRA_CONFIG, build_model
+
+    disable_progress_bar()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        build_model(name).save_pretrained(folder)
+    config_file = folder / "config.json"
+    config = json.loads(config_file.read_text()) | EXTRA_CONFIG[name]
+    config_file.write_text(json.dumps(config))
+
+
+def measure(worker: Any, spec: Any) -> dict[str, Bytes]:
+    """All three, on one rank (a job of `verify.ranks`)."""
+    engine = worker.engine
+    adapters = Kept(engine)
+    engine.optimizer.step()
+    mine = engine.adapters.parameters()
+    base = base_parameters(engine)
+    everything = _bytes(base)
+    result = {
+        "adapters": {
+            "parameters": everything + _bytes(mine),
+            "trained": _bytes(mine),
+            "gradients": _bytes(engine.adapters.gradients.flat.values()),
+            "optimizer": optimizer_bytes(engine.optimizer.adam),
+            "kept": adapters.bytes,
+        }
+    }
+    with engine.adapters.off():
+        frozen = Kept(engine, with_embeddings=True)
+        nothing = dict.fromkeys(("trained", "gradients", "optimizer"), 0)
+        result["base"] = {"parameters": everything, **nothing, "kept": frozen.bytes}
+        result["all"] = _train_everything(engine, base, everything)
+    return result
+
+
+def _train_everything(engine, base: list, everything: int) -> Bytes:
+    import torch
+
+    for parameter in base:
+        parameter.requires_grad_()
+    try:
+        trained = Kept(engine)
+        grads = [p.grad for p in base if p.grad is not None]
+        adam = torch.optim.AdamW([p for p in base if p.grad is not None])
+        adam.step()
+        return {
+            "parameters": everything,
+            "trained": everything,
+            "gradients": _bytes(grads),
+            "optimizer": optimizer_bytes(adam),
+            "kept": trained.bytes,
+        }
+    finally:
+        for parameter in base:
+            parameter.requires_grad_(False).grad = None
+
+
+def base_parameters(engine) -> list:
+    """The base's parameters; of grouped experts, whose weights are views of one tensor, that."""
+    mine = {id(p) for p in engine.adapters.parameters()}
+    out = []
+    for chunk in engine.chunks:
+        stacks = {
+            m.stacked.untyped_storage().data_ptr(): m.stacked
+            for m in chunk.modules()
+            if hasattr(m, "stacked")
+        }
+        out += stacks.values()
+        out += [
+            p
+            for p in chunk.parameters()
+            if id(p) not in mine and p.untyped_storage().data_ptr() not in stacks
+        ]
+    return out
+
+
+def optimizer_bytes(optimizer) -> int:
+    return _bytes(value for state in optimizer.state.values() for value in state.values())
+
+
+class Kept:
+    """One forward and backward of one micro-batch, and what autograd saved between them.
+
+    `bytes` of all storages that are not parameters' or buffers'. `with_embeddings`: the output of
+    the embeddings has a gradient, as it has when they are trained.
+    """
+
+    def __init__(self, engine, with_embeddings: bool = False):
+        import torch
+
+        tensors = [t for c in engine.chunks for t in (*c.parameters(), *c.buffers())]
+        self.known = {t.untyped_storage().data_ptr() for t in tensors}
+        self.saved: dict[int, Any] = {}
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
+        handle = None
+        if with_embeddings:
+            handle = engine.chunks[0].embedding.register_forward_hook(
+                lambda module, inputs, output: output.requires_grad_()
+            )
+        try:
+            with hooks:
+                engine.forward_backward(_work(engine), _loss, temperature=1.0)
+        finally:
+            if handle is not None:
+                handle.remove()
+        self.bytes = sum(storage.nbytes() for storage in self.saved.values())
+        self.saved.clear()
+
+    def _save(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.known:
+            self.saved[storage.data_ptr()] = storage  # held, so that its address is not used again
+        return tensor
+
+
+def _work(engine) -> list:
+    import numpy as np
+
+    from lora_moe_rl.trainer.batch import TrainBatch
+
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, engine.spec.shape.vocab_size, (SEQUENCES, TOKENS + 1))
+    batch = TrainBatch.from_sequences(ids)
+    return engine.my_work(batch, range(SEQUENCES), None, 1, 0)
+
+
+def _loss(work, logprobs, logits):
+    import torch
+
+    return -logprobs.sum(), torch.tensor(logprobs.numel(), dtype=torch.int), {}
+
+
+def _bytes(tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _print(result: dict[str, dict[str, Bytes]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    for name, columns in result.items():
+        table = Table(title=f"{name}: KiB, one rank, {SEQUENCES * TOKENS} tokens, float32")
+        table.add_column("")
+        for column in columns:
+            table.add_column(column, justify="right")
+        for row in ROWS:
+            table.add_row(row, *(f"{values[row] / 1024:,.0f}" for values in columns.values()))
+        Console().print(table)

@@ -1,0 +1,99 @@
+"""Our adapters on Megatron's model against PEFT's on the Hugging Face model, one rank."""
+
+from __future__ import annotations
+
+import linear_loss
+import peft_lora
+import pytest
+import tiny_families
+import torch
+from ranks import random_adapter, run_ranks, spec_of
+
+from lora_moe_rl.config import RunConfig
+
+RELATIVE = 1e-5
+
+
+def step(worker, spec):
+    return linear_loss.our_step(worker, random_adapter(spec))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_one_rank_equals_peft(family, tmp_path):
+    model = tiny_families.save(family, tmp_path)
+    config = RunConfig(model=str(tmp_path), adapter=peft_lora.ADAPTER)
+    spec = spec_of(tmp_path, config)
+    vocab = spec.shape.vocab_size
+    base = linear_loss.hugging_face_logits(model, vocab).detach().numpy()
+    theirs = peft_lora.wrap(model, spec)
+    peft_lora.load(theirs, spec, random_adapter(spec))
+    expected = linear_loss.backward(linear_loss.hugging_face_logits(theirs, vocab))
+    gradients = peft_lora.views(theirs, spec, lambda p: p.grad)
+
+    ((logits, ours),) = run_ranks(config, tmp_path, step)
+
+    assert linear_loss.relative(base, expected) > 0.01, "the adapter changes nothing"
+    assert linear_loss.relative(logits, expected) < RELATIVE
+    difference, name = linear_loss.worst(ours, {n: g.numpy() for n, g in gradients.items()})
+    print(family, linear_loss.relative(logits, expected), difference, name)
+    assert difference < RELATIVE, name
+
+
+STEPS, LR = 3, 0.01
+DENSE = {
+    "qwen3_moe": ("*_proj", "mlp.*"),
+    "deepseek_v3": ("*_proj", "mlp.*", "shared_expert.*"),
+}
+
+
+def descend(parameters) -> None:
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter -= LR * parameter.grad
+            parameter.grad.zero_()
+
+
+def train_olora(worker, spec):
+    """(canonical start, logits before, logits after the steps, base's logits after them)."""
+    model, adapters = worker.engine.chunks[0], worker.engine.adapters
+    vocab = spec.shape.vocab_size
+    start = {shard.name: shard.data for shard in adapters.export(lambda parameter: parameter)}
+    adapters.gradients.zero()
+    logits = []
+    for _ in range(STEPS):
+        logits.append(linear_loss.backward(linear_loss.megatron_logits(model, vocab)))
+        descend(adapters.parameters())
+    with torch.no_grad():
+        logits.append(linear_loss.megatron_logits(model, vocab).numpy())
+        with adapters.off():
+            base = linear_loss.megatron_logits(model, vocab).numpy()
+    return start, logits, base
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_olora_trains_the_function_that_pefts_trains(family, tmp_path):
+    """On dense sites: PEFT 0.21.2 has no OLoRA for stacked experts."""
+    model = tiny_families.save(family, tmp_path)
+    adapter = {"rank": peft_lora.RANK, "alpha": peft_lora.ALPHA, "init": "olora"}
+    config = RunConfig(model=str(tmp_path), adapter=adapter | {"targets": DENSE[family]})
+    spec = spec_of(tmp_path, config)
+    vocab = spec.shape.vocab_size
+    untouched = linear_loss.hugging_face_logits(model, vocab).detach().numpy()
+    theirs = peft_lora.wrap(model, spec, init_lora_weights="olora")
+    expected_start = {n: v.clone().numpy() for n, v in peft_lora.views(theirs, spec).items()}
+    expected = []
+    for _ in range(STEPS):
+        expected.append(linear_loss.backward(linear_loss.hugging_face_logits(theirs, vocab)))
+        descend(p for p in theirs.parameters() if p.requires_grad)
+    expected.append(linear_loss.hugging_face_logits(theirs, vocab).detach().numpy())
+
+    ((start, logits, base),) = run_ranks(config, tmp_path, train_olora)
+
+    difference, name = linear_loss.worst(start, expected_start)
+    assert difference < RELATIVE, name
+    assert linear_loss.relative(logits[0], untouched) < RELATIVE, "it does not start as the base"
+    assert linear_loss.relative(expected[-1], expected[0]) > 0.01, "nothing was trained"
+    differences = [linear_loss.relative(a, b) for a, b in zip(logits, expected, strict=True)]
+    print(difference, differences, linear_loss.relative(expected[-1], expected[0]))
+    assert max(differences) < RELATIVE
+    assert linear_loss.relative(base, untouched) < RELATIVE, "the base has moved"
