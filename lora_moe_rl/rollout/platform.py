@@ -100,7 +100,7 @@ def _cpu_args(config: RunConfig, spec: AdapterSpec) -> dict[str, Any]:
         # As a class, not by its name "uni", which vLLM's CPU platform turns into "mp": a process
         # more to start, and one more exchange of messages for every token.
         args["distributed_executor_backend"] = UniProcExecutor
-    if spec.shape.architecture == "DeepseekV3ForCausalLM":
+    if spec.shape.family.attention == "mla":
         # vLLM 0.31's C++ CPU rotary op is wrong for MLA's 3-D input; the torch one is right.
         args["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
     return args
