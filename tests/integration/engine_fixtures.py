@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from lora_moe_rl.adapters.families import ModelShape, hf_path
 from lora_moe_rl.adapters.shards import Shard
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.refit import pack
 from lora_moe_rl.rollout import outputs
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.tiny import shapes
@@ -35,7 +36,11 @@ def hf_name(shape: ModelShape, site: Site) -> str:
 
 
 class EngineWithDisk(RolloutEngine):
-    """Can also score under an adapter that vLLM's own loader reads from a PEFT directory."""
+    """Can also score under an adapter that vLLM's own loader reads from a PEFT directory, and take
+    adapters of another form than the one it was started for."""
+
+    def use(self, spec: AdapterSpec) -> None:
+        self.spec, self.plan = spec, pack.layout(spec, self.plan.dtype)
 
     async def score_directory(self, sequences: list[list[int]], directory: str):
         from vllm.lora.request import LoRARequest
@@ -91,6 +96,18 @@ class EngineUnderTest:
             kept = modules is None or site.module in modules
             tensors[name] = values * (shape[-1] ** -0.5 if name.endswith("A") else 0.03 * kept)
         return tensors
+
+    @contextlib.contextmanager
+    def of_form(self, **adapter: Any) -> Iterator[EngineUnderTest]:
+        """The same engine with adapters of another form."""
+        config = RunConfig(adapter=adapter)
+        spec = AdapterSpec.build(self.spec.shape, config.adapter)
+        assert spec.slot_rank <= self.spec.slot_rank
+        ray.get(self.actor.use.remote(spec))
+        try:
+            yield replace(self, spec=spec)
+        finally:
+            ray.get(self.actor.use.remote(self.spec))
 
     @contextlib.contextmanager
     def merged(self, tensors: Tensors | None) -> Iterator[torch.nn.Module]:

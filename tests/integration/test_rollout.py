@@ -62,6 +62,36 @@ def test_samples_are_those_of_the_merged_weights(engine):
             np.testing.assert_array_equal(np.sort(table.ids[rows], axis=-1), routes)
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {
+            "rank": 6, "alpha": 12, "expert_layout": "shared_outer",
+            "rank_pattern": {"k*_proj": 3, "*.up": 2, "*.down": 7, "layers.2.*": 8},
+            "alpha_pattern": {"experts.up": 3},
+        },
+        {"rank": 4, "alpha": 8, "rslora": True, "init": "olora", "rank_pattern": {"*.gate": 3}},
+    ],
+    ids=["shared_outer", "olora"],
+)  # fmt: skip
+def test_every_form_of_adapter_is_the_merged_weights(engine, form):
+    """Ranks differ within what vLLM fuses; OLoRA's halves nearly cancel."""
+    with engine.of_form(**form) as other:
+        tensors = other.random_adapter(seed=31)
+        for name, whole in tensors.items():
+            axis = -2 if name.endswith("A") else -1
+            trained, frozen = np.array_split(np.moveaxis(whole, axis, 0), 2)
+            if other.spec.by_name[name[:-2]].frozen_rank:
+                frozen[...] = 0.3 * frozen + (trained if axis == -2 else -trained)
+        version = other.new_version(tensors)
+        sequences = random_prompts(31, [30, 12])
+        scores, table = other.score(sequences, version)
+        base, _ = other.score(sequences, None)
+        with other.merged(tensors) as model:
+            assert_scores_equal(other, model, sequences, scores, table)
+        assert all(np.abs(s - b).max() > 1e-2 for s, b in zip(scores, base, strict=True))
+
+
 def test_samples_depend_on_the_seed_alone(engine):
     version = engine.new_version(engine.random_adapter(seed=12))
     prompts = random_prompts(12, [12, 30, 5, 9, 40])
