@@ -7,9 +7,9 @@ has no shared form. Ranks that differ between modules go into `rank_pattern`. vL
 patterns are written to give each module that same scale, and what a module's own scale differs from
 it by is folded into its B: PEFT and vLLM then compute the same function.
 
-PEFT 0.21.2 on transformers 5 leaves out some modules when it loads such a directory, without a
-word: the routed experts of Qwen2-MoE, and the dense and shared-expert linears of any family with
-routed experts. vLLM serves them all.
+What PEFT 0.21.2 on transformers 5 leaves out, without a word, when it loads such a directory: the
+routed experts of Qwen2-MoE, and dense and shared-expert linears of the other families. vLLM serves
+them all.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config_files import read_config_file, to_yaml
+from lora_moe_rl.config_keys import sections
 from lora_moe_rl.errors import RunDirError
 from lora_moe_rl.types import Prompt, Sample
 
@@ -252,7 +253,8 @@ def _check_unchanged(saved: dict[str, Any], config: RunConfig, path: Path) -> No
     changed = [
         f"{key} was {before.get(key)} and is now {now[key]}"
         for key in now
-        if key.startswith(FIXED) and before.get(key) != now[key]
+        # As text: the order of a map's keys means something (adapter.rank_pattern).
+        if key.startswith(FIXED) and json.dumps(before.get(key)) != json.dumps(now[key])
     ]
     if changed:
         raise RunDirError(
@@ -262,10 +264,12 @@ def _check_unchanged(saved: dict[str, Any], config: RunConfig, path: Path) -> No
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{dotted key: value}`; a map that is a value stays one."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
+        name = f"{prefix}{key}"
+        if name in sections() and isinstance(value, dict):
+            flat |= _flat(value, f"{name}.")
         else:
-            flat[f"{prefix}{key}"] = value
+            flat[name] = value
     return flat

@@ -98,6 +98,15 @@ def test_resume_with_another_rank_is_refused(tmp_path):
         run_steps(config_in(tmp_path / "run"), [2], resume=True)
 
 
+@pytest.mark.parametrize("now", ["{}", '{"*.up":4,"experts.*":8}'])
+def test_resume_with_other_patterns_is_refused(tmp_path, now):
+    before = 'adapter.rank_pattern={"experts.*":8,"*.up":4}'  # the last that matches counts
+    run_steps(config_in(tmp_path / "run", before), [1])
+    with pytest.raises(RunDirError, match="adapter.rank_pattern was .* and is now"):
+        run_steps(config_in(tmp_path / "run", f"adapter.rank_pattern={now}"), [2], resume=True)
+    run_steps(config_in(tmp_path / "run", before), [2], resume=True)
+
+
 def test_resume_with_more_steps_is_fine(tmp_path):
     run_steps(config_in(tmp_path / "run"), [1])
     config = config_in(tmp_path / "run", "trainer.steps=400")
