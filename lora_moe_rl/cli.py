@@ -158,6 +158,12 @@ def _doctor(arguments: Sequence[str]) -> int:
     return doctor.main(arguments)
 
 
+def _verify(arguments: Sequence[str]) -> int:
+    from lora_moe_rl.verify import command
+
+    return command.main(arguments)
+
+
 def _bench(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="lora-moe-rl bench",
@@ -176,5 +182,6 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (train, "train adapters, from a recipe or a config file"),
     "make-tiny": (_make_tiny, "make a tiny MoE model to train"),
     "doctor": (_doctor, "print versions and devices, what is missing and how to mend it"),
+    "verify": (_verify, "show that the function is the same under every layout of ranks"),
     "bench": (_bench, "measure one steady training step, or its memory"),
 }

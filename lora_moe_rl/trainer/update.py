@@ -64,8 +64,8 @@ def update(engine: TrainingEngine, batch: TrainBatch, table: RouteTable | None) 
 def gradients(
     engine: TrainingEngine, batch: TrainBatch, table: RouteTable
 ) -> tuple[float, float, list[Shard]]:
-    """(policy loss, gradient norm, this rank's shards of the gradient) of one step on all samples,
-    before clipping; the adapter stays as it is. The loss is that of `update`."""
+    """(loss, gradient norm, this rank's shards of the gradient) of one step on all samples, before
+    clipping; the adapter stays as it is. The loss is that of `update`, its KL term included."""
     meter = _Meter(engine)
     with engine.watched_replay():
         works = engine.my_work(batch, range(len(batch.token_ids)), table, *_dp())
@@ -73,7 +73,8 @@ def gradients(
         _backward(engine, works, meter)
     sums = meter.reduce()
     shards = engine.adapters.export(of=lambda parameter: parameter.grad)
-    return sums["policy_loss"] / sums["tokens"], engine.adapters.gradients.norm(), shards
+    loss = sums["policy_loss"] + engine.config.algorithm.kl_coef * sums["kl"]
+    return loss / sums["tokens"], engine.adapters.gradients.norm(), shards
 
 
 def _dp() -> tuple[int, int]:

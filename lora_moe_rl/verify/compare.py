@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -29,33 +30,26 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.verify.jobs import MOMENTS, Outcome, Tensors
 
 FLOOR = 1e-3
-QUANTITIES = (
+LAYOUT_QUANTITIES = (
     "initial", "loss", "logprobs", "gradients", "grad norm", "adapter", "checkpoint",
 )  # fmt: skip
 Tolerances = Mapping[str, float]
 
-TOLERANCES: dict[tuple[str, str], Tolerances] = {}
+
+def tolerances(computed: float, adapter: float) -> Tolerances:
+    """`computed`: of loss, logprobs, gradients and their norm."""
+    same = dict.fromkeys(("loss", "logprobs", "gradients", "grad norm"), computed)
+    # Drawn from the same seeds; the last bits of OLoRA's QR depend on the number of threads.
+    return same | {"initial": 1e-6, "adapter": adapter, "checkpoint": 0.0}
 
 
-def tolerances(loss: float, gradients: float, adapter: float) -> Tolerances:
-    return {
-        "initial": 1e-6,  # equal but for OLoRA's QR, whose last bits depend on the thread count
-        "loss": loss,
-        "logprobs": loss,
-        "gradients": gradients,
-        "grad norm": gradients,
-        "adapter": adapter,
-        "checkpoint": 0.0,
-    }
-
-
-# By device and dtype. Those of the CPU's float32 are the claim; a GPU adds the order of its atomic
-# sums, and bfloat16 keeps 8 bits of every partial sum.
-TOLERANCES |= {
-    ("cpu", "float32"): tolerances(1e-5, 1e-5, 1e-2),
-    ("cuda", "float32"): tolerances(1e-4, 1e-4, 3e-2),
-    ("cpu", "bfloat16"): tolerances(0.05, 0.1, 0.5),
-    ("cuda", "bfloat16"): tolerances(0.05, 0.1, 0.5),
+# By device and dtype of the base. A GPU adds the order of its atomic sums; bfloat16 keeps 8 bits of
+# every partial sum.
+TOLERANCES: dict[tuple[str, str], Tolerances] = {
+    ("cpu", "float32"): tolerances(1e-5, 1e-2),
+    ("cuda", "float32"): tolerances(1e-4, 3e-2),
+    ("cpu", "bfloat16"): tolerances(0.1, 0.5),
+    ("cuda", "bfloat16"): tolerances(0.1, 0.5),
 }
 
 
@@ -70,14 +64,20 @@ class Fault:
     axes: dict[str, int]
     split: dict[str, int]
 
-    def __str__(self) -> str:
+    @property
+    def entry(self) -> str:
+        """Of the sharding table: `row.B`."""
+        return f"{self.kind}.{self.name.rpartition('.')[2]}"
+
+    @property
+    def rule(self) -> str:
+        """What the table says of it in this layout."""
+
         def listed(axes: dict[str, int]) -> str:
             return ", ".join(f"{axis} ({ranks} ranks)" for axis, ranks in axes.items())
 
-        tensor = self.name.rpartition(".")[2]
-        table = f"the table sums {self.kind}.{tensor} over {listed(self.axes) or 'no ranks here'}"
-        cut = f" and cuts it over {listed(self.split)}" if self.split else ""
-        return f"{self.name} is off by {self.error:.2g}; {table}{cut}"
+        summed = f"summed over {listed(self.axes) or 'no ranks here'}"
+        return summed + (f", cut over {listed(self.split)}" if self.split else "")
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def compare(
     def tensors(quantity: str, errors: dict[str, float] | None) -> Check:
         if errors is None:
             return Check(quantity, None, tolerance[quantity])
-        return _tensor_check(spec, sizes, quantity, errors, tolerance[quantity])
+        return tensor_check(spec, sizes, quantity, errors, tolerance[quantity])
 
     ours, theirs = got.tensors, expected.tensors
     updated = None
@@ -118,8 +118,8 @@ def compare(
         updated = update_errors(ours["trained"], theirs["trained"], expected.adapter)
     return [
         tensors("initial", largest_differences(ours["initial"], theirs["initial"])),
-        check("loss", _scaled(got.loss, expected.loss)),
-        check("logprobs", logprob_error(got.logprobs, expected.logprobs)),
+        check("loss", float(_scaled(got.loss, expected.loss))),
+        check("logprobs", logprob_error(got.logprobs or [], expected.logprobs or [])),
         tensors("gradients", gradient_errors(ours["gradients"], theirs["gradients"])),
         check("grad norm", abs(got.grad_norm - expected.grad_norm) / expected.grad_norm),
         tensors("adapter", updated),
@@ -140,10 +140,10 @@ def checkpoint_check(
             theirs = saved.tensors[f"trained{suffix}"]
             for name, ours in loaded.tensors[f"loaded{suffix}"].items():
                 errors[name] = errors.get(name, 0.0) + float((ours != theirs[name]).sum())
-    return _tensor_check(spec, sizes, "checkpoint", errors, 0.0)
+    return tensor_check(spec, sizes, "checkpoint", errors, 0.0)
 
 
-def _tensor_check(spec, sizes, quantity: str, errors: dict[str, float], tolerance) -> Check:
+def tensor_check(spec, sizes, quantity: str, errors: dict[str, float], tolerance) -> Check:
     wrong = {name: error for name, error in errors.items() if not error <= tolerance}
     ordered = sorted(wrong, key=lambda name: -_badness(wrong[name]))
     faults = [_fault(spec, sizes, name, wrong[name]) for name in ordered]
@@ -169,7 +169,7 @@ def logprob_error(got: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> 
     return max(float(np.max(_scaled(a, b))) for a, b in pairs)
 
 
-def _scaled(got, expected):
+def _scaled(got: Any, expected: Any) -> Any:
     return np.abs(got - expected) / np.maximum(1.0, np.abs(expected))
 
 
@@ -197,9 +197,9 @@ def _norm(got: Tensors, expected: Tensors, name: str) -> float:
     return float(np.linalg.norm(got[name] - expected[name]))
 
 
-def entries(spec: AdapterSpec, faults: Sequence[Fault]) -> Iterator[tuple[str, list[Fault]]]:
-    """Faults by entry of the table (`row.B`), the worst first."""
+def entries(faults: Sequence[Fault]) -> Iterator[tuple[str, list[Fault]]]:
+    """Faults by entry of the table, the worst first."""
     groups: dict[str, list[Fault]] = {}
     for fault in faults:
-        groups.setdefault(f"{fault.kind}.{fault.name.rpartition('.')[2]}", []).append(fault)
+        groups.setdefault(fault.entry, []).append(fault)
     yield from groups.items()

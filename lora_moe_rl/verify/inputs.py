@@ -12,7 +12,7 @@ from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.trainer.batch import TrainBatch
 
 # Size of what the adapter adds to an output, for an input of ones: enough to change every logprob.
-STRENGTH = 0.1
+STRENGTH = 0.3
 
 
 def random_adapter(
@@ -48,14 +48,14 @@ def trained_part(site: Site, letter: str) -> tuple:
 
 
 def random_batch(
-    spec: AdapterSpec, samples: int = 11, seed: int = 0
+    spec: AdapterSpec, samples: int = 11, seed: int = 0, lengths: tuple[int, int] = (6, 17)
 ) -> tuple[TrainBatch, RouteTable]:
-    """Sequences of uneven length with random, valid routes to replay."""
+    """Sequences of `lengths[0]` to `lengths[1] - 1` tokens with random, valid routes to replay."""
     rng = np.random.default_rng(seed)
     shape = spec.shape
     ids = [
         rng.integers(0, shape.vocab_size, int(n)).astype(np.int32)
-        for n in rng.integers(6, 17, samples)
+        for n in rng.integers(*lengths, samples)
     ]
     prompts = np.array([int(rng.integers(1, len(i) - 1)) for i in ids])
     batch = TrainBatch(
@@ -66,9 +66,9 @@ def random_batch(
         weights=np.ones(samples, np.float32),
         mini_batch=np.zeros(samples, np.int64),
     )
-    lengths = [len(i) - 1 for i in ids]
-    keys = rng.random((sum(lengths), len(shape.moe_layers), shape.num_experts))
+    fed = [len(i) - 1 for i in ids]
+    keys = rng.random((sum(fed), len(shape.moe_layers), shape.num_experts))
     routes = np.argsort(keys, axis=-1)[..., : shape.top_k]
-    rows = np.split(routes, np.cumsum(lengths)[:-1])
-    table = RouteTable.build(rows, lengths, shape.moe_layers, shape.num_experts, shape.top_k)
+    rows = np.split(routes, np.cumsum(fed)[:-1])
+    table = RouteTable.build(rows, fed, shape.moe_layers, shape.num_experts, shape.top_k)
     return batch, table

@@ -25,10 +25,10 @@ from lora_moe_rl.verify import jobs
 from lora_moe_rl.verify.compare import (
     TOLERANCES,
     Check,
-    Tolerances,
     checkpoint_check,
     compare,
     logprob_error,
+    tolerances,
 )
 from lora_moe_rl.verify.inputs import random_batch
 from lora_moe_rl.verify.jobs import Inputs, Outcome, gather
@@ -37,9 +37,11 @@ from lora_moe_rl.verify.ranks import run_processes, run_ranks, spec_of
 
 DEFAULT_LAYOUTS = "tp2,pp2,ep2,tp2ep2,etp2tp2,pp2ep2,tp2pp2ep2"
 SETTINGS = ("adapter.", "trainer.device=", "trainer.dtype=", "seed=")
+LENGTHS = (4, 9)
 # Small micro-batches, so that every rank has several of uneven size. The loss has a KL term, since
-# on-policy the value of the rest does not depend on the model. A model that was trained gives random
-# tokens logits of +-20, whose rounding drowns small gradients: hence the temperature.
+# on-policy the value of the rest does not depend on the model. A trained model gives random tokens
+# logits of +-20, whose rounding drowns small gradients: hence the temperature, the short sequences
+# and advantages of one sign, whose gradients add up.
 BASE = {
     "model": {"max_length": 32},
     "trainer": {"dtype": "float32", "lr": 1e-3, "micro_batch_tokens": 64, "clip_grad": 0.1},
@@ -130,23 +132,27 @@ class Verification:
     spec: AdapterSpec
     model_dir: Path
     layouts: list[Layout]
-    samples: int
-    timeout_s: float
+    samples: int = 32
+    timeout_s: float = 600
+    tolerance: float | None = None
     dropped: tuple[tuple, ...] = ()
     say: Say = lambda text: None
 
     def __post_init__(self):
         trainer = self.layouts[0].config.trainer
         self.cuda = trainer.device == "cuda"
-        self.tolerances: Tolerances = TOLERANCES[trainer.device, _dtype(trainer.dtype, self.cuda)]
+        self.dtype = _dtype(trainer.dtype, self.cuda)
+        self.tolerances = TOLERANCES[trainer.device, self.dtype]
+        if self.tolerance is not None:
+            self.tolerances = tolerances(self.tolerance, self.tolerances["adapter"])
         alone = {"world_size": 1} | dict.fromkeys(("tp", "pp", "ep", "etp", "vpp"), 1)
         self.alone = with_settings(self.layouts[0].config, {"trainer": alone})
 
     def run(self) -> Report:
         started = time.perf_counter()
         trainer = self.alone.trainer
-        batch, table = random_batch(self.spec, self.samples)
-        batch.advantages = np.abs(batch.advantages)  # of one sign, tokens add up above rounding
+        batch, table = random_batch(self.spec, self.samples, lengths=LENGTHS)
+        batch.advantages = np.abs(batch.advantages)
         with tempfile.TemporaryDirectory(prefix="lora-moe-rl-verify-") as folder:
             inputs = Inputs(batch, table, _made(Path(folder) / "one"))
             one, reference = self._one_rank(inputs)
@@ -168,7 +174,7 @@ class Verification:
         return Report(
             model=self.alone.model.path,
             device=trainer.device,
-            dtype=_dtype(trainer.dtype, self.cuda),
+            dtype=self.dtype,
             samples=self.samples,
             rows=[reference, *rows],
             seconds=time.perf_counter() - started,
@@ -187,7 +193,7 @@ class Verification:
         if one.failure is not None:
             raise one.failure
         self.say("Hugging Face, with the adapter merged by hand")
-        row = Row("one rank / Hugging Face", 1)
+        row = Row("Hugging Face", 1)
         try:
             arguments = (self.model_dir, self.spec, one.adapter, inputs.sequences)
             (theirs,) = run_processes(

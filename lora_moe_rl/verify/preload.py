@@ -26,13 +26,15 @@ def _import_all() -> None:
 
 def _quietly(function) -> None:
     """What the imports have to say of missing packages is known and goes nowhere."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    kept, nowhere = [os.dup(1), os.dup(2)], os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     try:
         function()
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        for number, copy in enumerate(kept, start=1):
+            os.dup2(copy, number)
+            os.close(copy)
         os.close(nowhere)
 
 
