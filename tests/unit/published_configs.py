@@ -97,3 +97,13 @@ def shrunk(config: dict) -> dict:
         "v_head_dim": 7, "n_group": 1, "topk_group": 1,
     }  # fmt: skip
     return config | {k: v for k, v in sizes.items() if config.get(k) is not None}
+
+
+def hf_config(config: dict):
+    """transformers' config object."""
+    import transformers
+
+    # transformers has no class of type kimi_k2: it is DeepSeek-V3's.
+    kind = str({"kimi_k2": "deepseek_v3"}.get(config["model_type"], config["model_type"]))
+    rest = {k: v for k, v in config.items() if k != "model_type"}
+    return transformers.AutoConfig.for_model(kind, **rest)

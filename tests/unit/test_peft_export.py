@@ -8,9 +8,8 @@ import pytest
 import torch
 import transformers
 from peft import PeftModel
-from published_configs import PUBLISHED, shrunk
+from published_configs import PUBLISHED, hf_config, shrunk
 from safetensors.numpy import load_file
-from test_families import hf_config
 
 from lora_moe_rl.adapters import peft
 from lora_moe_rl.adapters.families import ModelShape, hf_path

@@ -5,7 +5,14 @@ import json
 import pytest
 import torch
 import transformers
-from published_configs import KIMI_K2, MIXTRAL_8X7B, PUBLISHED, QWEN3_30B_A3B, shrunk
+from published_configs import (
+    KIMI_K2,
+    MIXTRAL_8X7B,
+    PUBLISHED,
+    QWEN3_30B_A3B,
+    hf_config,
+    shrunk,
+)
 from torch import nn
 
 from lora_moe_rl.adapters.families import FAMILIES, ModelShape, hf_path
@@ -24,13 +31,6 @@ PARAMETERS = {
     "Moonlight-16B-A3B": 16.0,
     "GLM-4.5-Air": 107,
 }
-
-
-def hf_config(config: dict):
-    # transformers has no class of type kimi_k2: it is DeepSeek-V3's.
-    kind = str({"kimi_k2": "deepseek_v3"}.get(config["model_type"], config["model_type"]))
-    rest = {k: v for k, v in config.items() if k != "model_type"}
-    return transformers.AutoConfig.for_model(kind, **rest)
 
 
 def hf_linears(config: dict) -> dict[str, tuple[int, ...]]:
