@@ -202,7 +202,7 @@ def _print(result: dict[str, dict[str, Bytes]]) -> None:
     from rich.table import Table
 
     for name, columns in result.items():
-        table = Table(title=f"{name}: KiB, one rank, {SEQUENCES * TOKENS} tokens, float32")
+        table = Table(title=f"{name}, KiB")
         table.add_column("")
         for column in columns:
             table.add_column(column, justify="right")

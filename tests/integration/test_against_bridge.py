@@ -1,8 +1,9 @@
 """Our adapters against Megatron-Bridge 0.6.2's, on the same Megatron model.
 
-One rank: `LoRA(share_expert_adapters=False)` on dense linears and grouped experts, and
-`CanonicalLoRA` on dense linears, whose q, k, v and gate, up have an A each, as ours. Expert tensor
-parallelism: Bridge's forward is not that of the merged weights; ours is.
+One rank: `LoRA(share_expert_adapters=False)` on dense linears and grouped experts;
+`CanonicalLoRA(share_expert_adapters=False)`, whose dense q, k, v and gate, up have an A each, as
+ours; and `LoRA(experts_shared_outer_loras=True)`. Expert tensor parallelism: Bridge's forward is
+not that of the merged weights; ours is.
 """
 
 from __future__ import annotations
@@ -40,60 +41,61 @@ def with_one_A(tensors: dict[str, np.ndarray], experts_only: bool = False) -> di
     return out
 
 
-def one_rank(worker, spec, family):
-    """`{what: (relative difference, where)}` of ours to Bridge's."""
+def transforms(family: str, expert_layout: str):
+    """`{name: (Bridge's transform, whether only experts share an A)}`."""
     from megatron.bridge.peft.canonical_lora import CanonicalLoRA
     from megatron.bridge.peft.lora import LoRA
 
     attention = ATTENTION[family]
-    split = {"linear_qkv": ["linear_q", "linear_k", "linear_v"]}
-    canonical = [part for name in attention for part in split.get(name, [name])]
-    plain = random_adapter(spec)
-    # name: (Bridge's transform, the adapter that it can hold)
-    cases = {
-        "LoRA": (
-            LoRA(
-                target_modules=[*attention, "linear_fc1", "linear_fc2"], dim=RANK, alpha=ALPHA,
-                share_expert_adapters=False,
-            ),
-            with_one_A(plain),
-        ),
-        "CanonicalLoRA": (
-            CanonicalLoRA(
-                target_modules=[*canonical, "linear_fc1_gate", "linear_fc1_up", "linear_fc2"],
-                dim=RANK, alpha=ALPHA, share_expert_adapters=False,
-            ),
-            with_one_A(plain, experts_only=True),
-        ),
-    }  # fmt: skip
+    modules = [*attention, "linear_fc1", "linear_fc2"]
+    if expert_layout == "shared_outer":
+        peft = LoRA(modules, dim=RANK, alpha=ALPHA, experts_shared_outer_loras=True)
+        return {"shared_outer": (peft, False)}
+    parts = {"linear_qkv": ["linear_q", "linear_k", "linear_v"]}
+    canonical = [part for name in attention for part in parts.get(name, [name])]
+    canonical += ["linear_fc1_gate", "linear_fc1_up", "linear_fc2"]
+    options = {"dim": RANK, "alpha": ALPHA, "share_expert_adapters": False}
+    return {
+        "LoRA": (LoRA(modules, **options), False),
+        "CanonicalLoRA": (CanonicalLoRA(canonical, **options), True),
+    }
+
+
+def one_rank(worker, spec, family, expert_layout):
+    """By transform: the relative differences of ours to Bridge's, and where they are largest."""
+    vocab = spec.shape.vocab_size
+    with worker.engine.adapters.off():
+        base = linear_loss.megatron_logits(worker.engine.chunks[0], vocab).detach().numpy()
     results = {}
-    for case, (peft, tensors) in cases.items():
+    for case, (peft, experts_only) in transforms(family, expert_layout).items():
+        tensors = with_one_A(random_adapter(spec), experts_only)
         logits, gradients = linear_loss.our_step(worker, tensors)
         model = bridge_lora.build(worker, peft)
         bridge_lora.load(model, bridge_lora.in_bridges_form(model, spec.shape, tensors))
-        theirs = linear_loss.backward(linear_loss.megatron_logits(model, spec.shape.vocab_size))
+        theirs = linear_loss.backward(linear_loss.megatron_logits(model, vocab))
         expected = {n: p.grad.numpy() for n, p in model.named_parameters() if p.requires_grad}
         got = bridge_lora.in_bridges_form(model, spec.shape, gradients, gradients=True)
         results[case] = {
-            "logits": (linear_loss.relative(logits, theirs), case),
+            "logits": linear_loss.relative(logits, theirs),
             "gradients": linear_loss.worst(got, expected),
-            "sites": len(expected),
+            "effect": linear_loss.relative(logits, base),
         }
-        with worker.engine.adapters.off():
-            base = linear_loss.megatron_logits(worker.engine.chunks[0], spec.shape.vocab_size)
-        results[case]["effect"] = linear_loss.relative(logits, base.detach().numpy())
     return results
 
 
+@pytest.mark.parametrize("expert_layout", ["per_expert", "shared_outer"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_one_rank_equals_bridge(family, tmp_path):
+def test_one_rank_equals_bridge(family, expert_layout, tmp_path):
     tiny_families.save(family, tmp_path)
-    config = RunConfig(model=str(tmp_path), adapter={"rank": RANK, "alpha": ALPHA})
-    (results,) = run_ranks(config, tmp_path, one_rank, family)
+    adapter = {"rank": RANK, "alpha": ALPHA, "expert_layout": expert_layout}
+    config = RunConfig(model=str(tmp_path), adapter=adapter)
+    (results,) = run_ranks(config, tmp_path, one_rank, family, expert_layout)
     for case, result in results.items():
         assert result["effect"] > 0.01, f"{case}: the adapter changes nothing"
-        assert result["logits"][0] < RELATIVE, (case, result["logits"])
-        assert result["gradients"][0] < RELATIVE, (case, result["gradients"])
+        assert result["logits"] < RELATIVE, case
+        difference, name = result["gradients"]
+        print(f"{case}: logits {result['logits']:.1e}, gradients {difference:.1e} ({name})")
+        assert difference < RELATIVE, (case, name)
 
 
 def expert_tensor_parallel(worker, spec):
@@ -136,4 +138,5 @@ def test_expert_tensor_parallel_equals_merged_weights_where_bridge_does_not(tmp_
         # Megatron-Bridge 0.6.2 does not sum fc2's A x over ranks, and gathers an output that the
         # dispatcher then sums: GroupedExpertLinearAdapter in megatron/bridge/peft/utils.py.
         off = np.abs(bridges - merged).max()
+        print(f"logits: ours {np.abs(ours - merged).max():.1e} off, Bridge's {off:.1e} off")
         assert off > 0.05, f"logits only {off:.1e} off: has Megatron-Bridge been mended?"
