@@ -38,7 +38,7 @@ ROUNDING = 1e-3
 
 
 def main(argv: Sequence[str]) -> int:
-    options = _parser().parse_args(argv)
+    options = _parser().parse_intermixed_args(argv)
     config = make_config(options.model, options.settings)
     model_dir = resolve_model(config.model.path)
     spec, layouts = plan(config, _names(options.layouts), model_dir)
@@ -143,13 +143,14 @@ def show(report: Report) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False, soft_wrap=True)
+    # Cut off by a narrow terminal, the figures would be worth nothing.
+    width = max(Console().width, TABLE_WIDTH)
+    console = Console(highlight=False, soft_wrap=True, width=width)
     console.print(
         f"{report.model}: {report.device}, {report.dtype}, {report.samples} samples, "
         f"{report.seconds:.0f} s; the largest error against one rank:"
     )
-    # Cut off by a narrow terminal, the figures would be worth nothing.
-    console.print(table(report), width=max(console.width, TABLE_WIDTH))
+    console.print(table(report))
     for line in explanations(report):
         console.print(Text(line, style="red"))
     console.print(Text("PASS" if report.passed else "FAIL", style="bold"))

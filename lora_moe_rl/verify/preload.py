@@ -3,6 +3,7 @@ some fifteen seconds of a core, which every rank would pay again."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 from lora_moe_rl.trainer.environment import CPU_ENVIRONMENT
@@ -30,7 +31,10 @@ def _quietly(function) -> None:
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     try:
-        function()
+        # What cannot be imported ends the rank that needs it, with a message; here it would end the
+        # server without one.
+        with contextlib.suppress(Exception):
+            function()
     finally:
         for number, copy in enumerate(kept, start=1):
             os.dup2(copy, number)
