@@ -1,7 +1,8 @@
-"""Our adapters on Megatron's model against PEFT's on the Hugging Face model, one rank."""
+"""Our adapters on Megatron's model against PEFT's, and merged ones, on the Hugging Face model; one rank."""
 
 from __future__ import annotations
 
+import hf
 import linear_loss
 import peft_lora
 import pytest
@@ -9,6 +10,7 @@ import tiny_families
 import torch
 from ranks import random_adapter, run_ranks, spec_of
 
+from lora_moe_rl.adapters.shards import assemble
 from lora_moe_rl.config import RunConfig
 
 RELATIVE = 1e-5
@@ -98,3 +100,25 @@ def test_olora_trains_the_function_that_pefts_trains(family, tmp_path):
     print(f"start {difference:.1e}, logits by step {max(differences):.1e}, trained {change:.2f}")
     assert max(differences) < RELATIVE
     assert linear_loss.relative(base, untouched) < RELATIVE, "the base has moved"
+
+
+def train_and_export(worker, spec):
+    """(whole canonical tensors after the steps, logits)."""
+    _, logits, _ = train_olora(worker, spec)
+    return assemble(spec.tensor_shapes, worker.engine.adapters.export()), logits
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_olora_of_all_sites_exports_what_merges_into_the_untouched_base(family, tmp_path):
+    model = tiny_families.save(family, tmp_path)
+    adapter = {"rank": peft_lora.RANK, "alpha": peft_lora.ALPHA, "init": "olora"}
+    config = RunConfig(model=str(tmp_path), adapter=adapter)
+    spec = spec_of(tmp_path, config)
+    untouched = linear_loss.hugging_face_logits(model, spec.shape.vocab_size).detach().numpy()
+    ((tensors, logits),) = run_ranks(config, tmp_path, train_and_export)
+    assert {name: tensor.shape for name, tensor in tensors.items()} == spec.tensor_shapes
+    hf.merge(model, spec, tensors)
+    merged = linear_loss.hugging_face_logits(model, spec.shape.vocab_size).detach().numpy()
+    assert linear_loss.relative(logits[0], untouched) < RELATIVE, "it does not start as the base"
+    assert linear_loss.relative(untouched, merged) > 0.01, "nothing was trained"
+    assert linear_loss.relative(logits[-1], merged) < RELATIVE
