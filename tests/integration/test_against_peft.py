@@ -1,4 +1,4 @@
-"""Our adapters on Megatron's model against PEFT's, and merged ones, on the Hugging Face model; one rank."""
+"""Our adapters on Megatron's model against PEFT's, and merged ones, on Hugging Face's; one rank."""
 
 from __future__ import annotations
 
