@@ -190,14 +190,20 @@ class RolloutConfig(Section):
 
 
 class RefitConfig(Section):
-    slots: int = Field(2, ge=2, description="Adapter slots of an engine: versions alive at once.")
+    slots: int = Field(
+        2, ge=1,
+        description="Adapter slots of an engine: versions alive at once. With 1, a refit waits for "
+        "the requests of the old version.",
+    )  # fmt: skip
     proof_prompts: int = Field(2, ge=1, description="Probe prompts compared at each refit.")
     proof_tolerance: float | None = Field(
         None, gt=0,
         description="Largest |logprob difference| between trainer and engine on the probe; null: "
         "1e-4 in float32, 0.15 in bfloat16.",
     )  # fmt: skip
-    timeout_s: float = Field(300, gt=0, description="Longest wait for one refit.")
+    timeout_s: float = Field(
+        300, gt=0, description="Longest wait for a free slot, and for one refit."
+    )
 
 
 class ReplayConfig(Section):

@@ -28,9 +28,11 @@ from lora_moe_rl.checkpoint import Found
 from lora_moe_rl.clock import Clock
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data import PromptSource
-from lora_moe_rl.errors import ConfigError, NonFiniteError, RewardError
+from lora_moe_rl.errors import ConfigError, NonFiniteError, RefitError, RewardError
 from lora_moe_rl.layout import check_layout
 from lora_moe_rl.metrics import MetricsWriter
+from lora_moe_rl.refit.parts import STORAGE, part_layouts
+from lora_moe_rl.refit.plan import EngineLayout, make_plan
 from lora_moe_rl.refit.proof import check_served, default_tolerance
 from lora_moe_rl.rewards.runner import RewardRunner
 from lora_moe_rl.run_dir import RunDir
@@ -128,8 +130,10 @@ class Controller:
                 self.engines.start_async()
                 self.trainer.start_async()
                 ranks = self.trainer.wait_started()
-                console.say_started(ranks, self.engines.wait_started())
+                engines = self.engines.wait_started()
+                console.say_started(ranks, engines)
             self.dtype: str = ranks[0]["dtype"]
+            self._prepare_refit(engines[0]["dtype"])
             yield
         finally:
             ray.shutdown()
@@ -169,11 +173,11 @@ class Controller:
         self._check_rewards(rewards, failures, len(rollout.samples))
         clock.lap("reward")
         batch, advantages = self._batch(rollout.samples, rewards)
-        result, shard_refs = self.trainer.update(batch, rollout.table_refs)
+        result, sent_refs = self.trainer.update(batch, rollout.table_refs)
         self._check_finite(result)
         clock.lap("train")
         version = self.version
-        refit = self._publish(shard_refs, result.version)
+        refit = self._publish(sent_refs, result.version)
         clock.lap("refit")
         self.run_dir.write_samples(step, prompts, rollout.samples, rewards, advantages)
         record = dict(result.metrics) | refit | rollout_metrics(rollout.samples, clock.seconds)
@@ -220,16 +224,32 @@ class Controller:
                 f"(trainer.max_skipped_steps={limit}); the adapter is unchanged since then"
             )
 
-    def _publish(self, shard_refs=None, version: int | None = None) -> dict[str, float]:
+    def _prepare_refit(self, dtype: str) -> None:
+        """Both ends learn once what will go from which trainer rank to which engine rank."""
+        config = self.config
+        engine = EngineLayout(self.spec.slot_rank, tp=config.rollout.tp)
+        plan = make_plan(self.spec, config.trainer, engine, STORAGE[dtype].itemsize)
+        layouts = part_layouts(plan, self.spec, dtype)
+        self.trainer.prepare_refit(layouts)
+        self.engines.prepare_refit(layouts)
+
+    def _publish(self, sent_refs=None, version: int | None = None) -> dict[str, float]:
         """Serves the trainer's adapter, proves that it is served, and forgets the last version."""
         clock = Clock()
         if version is None:
-            shard_refs, version = self.trainer.export(), self.version + 1
+            sent_refs, version = self.trainer.send(), self.version + 1
             self._prepare_probe()
         elif version == self.version:  # the update was skipped: nothing new to serve
             return {"refit/seconds": 0.0, "refit/bytes": 0, "refit/max_diff": 0.0}
-        receipts = self.engines.publish(version, shard_refs)
-        proof = self._prove(version)
+        receipts = self.engines.publish(version, sent_refs)
+        try:
+            proof = self._prove(version)
+        except RefitError as error:
+            differing = self.engines.roll_back(version, sent_refs)
+            found = f"slots differ from what was sent in {', '.join(differing)}"
+            raise RefitError(
+                f"{error}; {found if differing else 'all slots hold what was sent'}"
+            ) from error
         self.version = version
         clock.lap("refit")
         return {

@@ -1,64 +1,32 @@
-"""The receiving side of a refit: takes adapter versions inside vLLM's workers, in memory.
+"""The receiving side of a refit: writes adapter versions straight into vLLM's slot buffers.
 
 `Receiver` is a vLLM worker extension: its methods become methods of every worker and are called
 through `collective_rpc`. A version comes in two steps, so that nothing half-written is ever served:
 
-    refit_stage   read, check and keep it; touches no slot
-    refit_commit  register it, let vLLM write it into a free slot, read the slot back
+    refit_stage   check every tensor, and write it into a slot that no request reads
+    refit_commit  enter the version for that slot
 
-Everything of vLLM's internals that a refit touches stands in this file. vLLM itself can only load
-an adapter from disk; a registered id, however, is never loaded, so that registering an adapter we
-built ourselves is enough. Its ids start at 1: the id of version v is v + 1.
+What of vLLM it touches stands in `refit/slots.py`.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import vllm
-from vllm.lora.layers import FusedMoEWithLoRA
-from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
-from vllm.lora.lora_model import LoRAModel
-from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
-from vllm.lora.model_manager import LoRAModelManager, LRUCacheLoRAModelManager
 
 from lora_moe_rl.errors import LoraMoeRlError, RefitError
-from lora_moe_rl.refit.buffers import read_shared
-from lora_moe_rl.refit.pack import Manifest, unpack
-from lora_moe_rl.upstream import require_attributes, require_parameters, require_version
-
-KNOWN_VLLM = ("0.31.0",)
-WHO = "lora_moe_rl/refit/receiver.py"
-
-# A module's adapter: [A, B] of each part, None for a part that is not adapted.
-Parts = list[list[torch.Tensor] | None]
-
-
-def lora_id(version: int) -> int:
-    """vLLM's id of an adapter version: vLLM wants ids above 0."""
-    return version + 1
-
-
-def check_vllm() -> None:
-    """Raises ConfigError when the vLLM that is installed is not as this file expects."""
-    require_version("vllm", vllm.__version__, KNOWN_VLLM, WHO)
-    require_parameters(LoRAModel.__init__, ("self", "lora_model_id", "rank", "loras"), WHO)
-    require_parameters(
-        PackedLoRALayerWeights.__init__,
-        ("self", "module_name", "rank", "lora_alphas", "lora_a", "lora_b", "scaling"),
-        WHO,
-    )
-    for layer in (BaseLinearLayerWithLoRA, FusedMoEWithLoRA):
-        require_parameters(layer.set_lora, ("self", "index", "lora_a", "lora_b"), WHO)
-    names = ("activate_adapter", "remove_adapter", "deactivate_adapter", "lora_slots", "capacity")
-    require_attributes(LoRAModelManager, names, WHO)
-    require_attributes(
-        FusedMoEWithLoRA, ("_slice_w13_a", "_slice_w13_b", "_slice_w2_a", "_slice_w2_b"), WHO
-    )
+from lora_moe_rl.refit import parts
+from lora_moe_rl.refit.parts import Entry, PartLayout, SentPart
+from lora_moe_rl.refit.plan import Box
+from lora_moe_rl.refit.slots import Slots
 
 
 def answer(method):
@@ -78,186 +46,146 @@ def answer(method):
     return wrapped
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where box number `entry` of a part goes: `buffer[slot][window]`."""
+
+    entry: int
+    buffer: torch.Tensor
+    window: tuple[slice, ...]
+
+
 class Receiver:
-    """Methods of every vLLM worker. `_refit_staged` holds a version between stage and commit."""
+    """Methods of every vLLM worker. `_refit_staged`: (version, slot) between stage and commit."""
 
-    _refit_staged: tuple[int, LoRAModel, dict[str, Parts]] | None = None
-
-    @answer
-    def refit_check(self) -> dict[str, Any]:
-        """Checks vLLM's internals; tells which modules of this worker take adapters."""
-        check_vllm()
-        manager = _manager(self)
-        names = ("_registered_adapters", "_active_adapters", "lora_index_to_id", "modules")
-        require_attributes(manager, names, WHO)
-        return {"modules": list(manager.modules), "slots": manager.lora_slots}
+    _refit_staged: tuple[int, int] | None = None
 
     @answer
-    def refit_stage(self, path: str, manifest_json: str) -> dict[str, Any]:
-        """Reads and checks a version. Returns the modules of this worker that it adapts."""
+    def refit_prepare(self, layouts_json: str) -> dict[str, Any]:
+        """Checks vLLM's internals, and finds the place of every box that this worker takes."""
+        if not hasattr(self, "_refit_slots"):
+            self._refit_slots = Slots(self.model_runner.lora_manager._adapter_manager)
+        slots = self._refit_slots
+        slots.clean.clear()
+        self._refit_layouts = {layout.source: layout for layout in parts.from_json(layouts_json)}
+        self._refit_places = _find_places(list(self._refit_layouts.values()), self.rank, slots)
+        return {"modules": slots.modules, "slots": len(slots.manager.lora_index_to_id)}
+
+    @answer
+    def refit_stage(self, version: int, sent_json: str) -> dict[str, Any]:
+        """Checks a version and writes it into a free slot."""
         started = time.perf_counter()
-        manifest = Manifest.from_json(manifest_json)
-        manager = _manager(self)
-        dtype = getattr(torch, manifest.dtype)
-        if manager.lora_config.lora_dtype != dtype:
-            raise RefitError(
-                f"adapter version {manifest.version} is {dtype}, the slots are "
-                f"{manager.lora_config.lora_dtype}"
-            )
-        arrays = unpack(manifest, read_shared(path, manifest.nbytes))
-        parts = {
-            name: _to_torch(pairs, dtype)
-            for name, pairs in arrays.items()
-            if name in manager.modules  # with pipeline parallelism a worker has some layers only
-        }
-        loras = {name: _weights(name, manager.modules[name], p) for name, p in parts.items()}
-        rank = max((lora.rank for lora in loras.values()), default=1)
-        model = LoRAModel(lora_id(manifest.version), rank, loras)
-        self._refit_staged = (manifest.version, model, parts)
-        return {"modules": list(parts), "seconds": time.perf_counter() - started}
+        sent = [SentPart(**fields) for fields in json.loads(sent_json)]
+        parts.check_sent(list(self._refit_layouts.values()), sent, version)
+        slot = self._refit_slots.free(version)
+        nbytes = 0
+        for part in sent:
+            layout, places = self._refit_layouts[part.source], self._refit_places[part.source]
+            buffer = parts.open_part(part.path, part.nbytes)
+            parts.check_received(layout, part, buffer, (place.entry for place in places))
+            for place, values in _values(layout, places, buffer):
+                place.buffer[slot][place.window].copy_(values)
+                nbytes += values.nbytes
+        self._refit_staged = (version, slot)
+        return {"slot": slot, "bytes": nbytes, "seconds": time.perf_counter() - started}
 
     @answer
     def refit_commit(self, version: int) -> dict[str, Any]:
-        """Puts the staged version into a free slot and compares the slot with what was sent."""
-        started = time.perf_counter()
+        """Serves the staged version."""
         if self._refit_staged is None or self._refit_staged[0] != version:
             raise RefitError(f"adapter version {version} is not staged")
-        _, model, parts = self._refit_staged
+        slot = self._refit_staged[1]
         self._refit_staged = None
-        manager = _manager(self)
-        _require_free_slot(manager, version)
-        # vLLM's own add_adapter would group and rescale the tensors: they come ready.
-        manager._registered_adapters[model.id] = model
-        try:
-            manager.activate_adapter(model.id)
-            slot = manager.lora_index_to_id.index(model.id)
-            for name in parts:
-                _compare_slot(name, manager.modules[name], slot, model.loras[name])
-        except Exception:
-            manager.remove_adapter(model.id)
-            raise
-        return {"slot": slot, "seconds": time.perf_counter() - started}
+        self._refit_slots.enter(version, slot)
+        return {"slot": slot}
+
+    @answer
+    def refit_compare(self, version: int, sent_json: str) -> dict[str, Any]:
+        """The tensors of a served version that its slot does not hold as they were sent."""
+        slot = self._refit_slots.versions().get(version)
+        if slot is None:
+            raise RefitError(f"adapter version {version} is in no slot")
+        differing = []
+        for fields in json.loads(sent_json):
+            part = SentPart(**fields)
+            layout = self._refit_layouts[part.source]
+            buffer = parts.open_part(part.path, part.nbytes)
+            for place, values in _values(layout, self._refit_places[part.source], buffer):
+                held = place.buffer[slot][place.window]
+                if not torch.equal(held.cpu(), values.expand_as(held)):
+                    differing.append(layout.entries[place.entry].tensor)
+        return {"differing": differing}
 
     @answer
     def refit_drop(self, version: int) -> dict[str, Any]:
         """Forgets a version, staged or served."""
         if self._refit_staged is not None and self._refit_staged[0] == version:
             self._refit_staged = None
-        return {"dropped": _manager(self).remove_adapter(lora_id(version))}
+        return {"dropped": self._refit_slots.drop(version)}
 
     @answer
     def refit_state(self) -> dict[str, Any]:
         """The versions in slots."""
-        ids = _manager(self).lora_index_to_id
-        return {"versions": [i - 1 for i in ids if i is not None]}
+        return {"versions": sorted(self._refit_slots.versions())}
 
 
-def _manager(worker: Any) -> LRUCacheLoRAModelManager:
-    return worker.model_runner.lora_manager._adapter_manager
+def _find_places(layouts: Sequence[PartLayout], rank: int, slots: Slots) -> dict[int, list[Place]]:
+    """By trainer rank. Raises RefitError when vLLM has no slot for a tensor, or one of another
+    shape or dtype, or when the boxes of a tensor do not make up what the slot holds of it."""
+    mine: dict[str, list[tuple[int, int, Entry]]] = defaultdict(list)
+    for layout in layouts:
+        if slots.dtype != getattr(torch, layout.dtype):
+            raise RefitError(f"adapters are sent in {layout.dtype}, the slots are {slots.dtype}")
+        for i, entry in enumerate(layout.entries):
+            if rank in entry.targets:
+                mine[entry.tensor].append((layout.source, i, entry))
+    places: dict[int, list[Place]] = {layout.source: [] for layout in layouts}
+    for tensor, items in mine.items():
+        entry = items[0][2]
+        if entry.module not in slots.manager.modules:
+            raise RefitError(f"vLLM serves no adapters on {entry.module}")
+        buffer = slots.buffer(entry.module, entry.slice, entry.matrix)
+        outer = _outer_box(tensor, [entry.box for *_, entry in items])
+        _check_shape(tensor, entry.matrix, outer.shape, tuple(buffer.shape[1:]))
+        every_expert = (slice(None),) * (buffer.dim() - 1 - len(outer.shape))
+        for source, i, entry in items:
+            places[source].append(Place(i, buffer, every_expert + entry.box.within(outer)))
+    return places
 
 
-def _require_free_slot(manager: LRUCacheLoRAModelManager, version: int) -> None:
-    """vLLM would evict the version used longest ago, silently: never let it come to that."""
-    if None not in manager.lora_index_to_id or len(manager) >= manager.capacity:
-        raise RefitError(
-            f"no free slot for adapter version {version}: slots hold the versions "
-            f"{[i - 1 for i in manager.lora_index_to_id if i is not None]}"
+def _outer_box(tensor: str, boxes: Sequence[Box]) -> Box:
+    """What the boxes make up together. They do not overlap: the plan is made so."""
+    start = tuple(min(values) for values in zip(*(box.start for box in boxes), strict=True))
+    end = tuple(
+        max(values)
+        for values in zip(
+            *([a + n for a, n in zip(box.start, box.shape, strict=True)] for box in boxes),
+            strict=True,
         )
-
-
-def _to_torch(pairs: list[list[np.ndarray] | None], dtype: torch.dtype) -> Parts:
-    def tensor(array: np.ndarray) -> torch.Tensor:
-        values = torch.from_numpy(array).view(dtype)
-        if not torch.isfinite(values).all():
-            raise RefitError(f"an adapter tensor holds NaN or infinite values in {dtype}")
-        return values
-
-    return [None if pair is None else [tensor(array) for array in pair] for pair in pairs]
-
-
-def _weights(name: str, module: Any, parts: Parts) -> LoRALayerWeights:
-    """What vLLM's set_lora of `module` takes. Scales are 1: they are folded into B."""
-    if isinstance(module, FusedMoEWithLoRA):
-        whole = _fill_experts(module, parts)
-        parts = [_local_experts(module, [_each(module, t) for t in pair]) for pair in whole]
-    elif not isinstance(module, BaseLinearLayerWithLoRA):
-        raise RefitError(f"{name}: vLLM serves it as {type(module).__name__}, unknown to {WHO}")
-    if len(parts) == 1:
-        matrix_a, matrix_b = parts[0]
-        return LoRALayerWeights(name, matrix_a.shape[-2], 1, matrix_a, matrix_b, scaling=1.0)
-    rank = max(pair[0].shape[-2] for pair in parts if pair is not None)
-    return PackedLoRALayerWeights(
-        name,
-        rank,
-        [None if pair is None else 1 for pair in parts],
-        [None if pair is None else pair[0] for pair in parts],
-        [None if pair is None else pair[1] for pair in parts],
-        scaling=[1.0] * len(parts),
     )
+    outer = Box(start, tuple(b - a for a, b in zip(start, end, strict=True)))
+    if (got := sum(box.size for box in boxes)) != outer.size:
+        raise RefitError(f"{tensor}: {got} of {outer.size} elements are planned to arrive")
+    return outer
 
 
-def _fill_experts(module: FusedMoEWithLoRA, parts: Parts) -> list[list[torch.Tensor]]:
-    """vLLM wants all of gate, down and up: zeros of rank 1 stand for one that is not adapted."""
-    given = next(pair for pair in parts if pair is not None)
-    hidden, width = module.hidden_size, module.intermediate_size_per_partition * module.tp_size
-    sizes = [(hidden, width), (width, hidden), (hidden, width)]  # (in, out) of gate, down, up
-    experts = module.global_num_experts
-    return [
-        [given[0].new_zeros(experts, 1, n_in), given[1].new_zeros(experts, n_out, 1)]
-        if pair is None
-        else pair
-        for pair, (n_in, n_out) in zip(parts, sizes, strict=True)
-    ]
+def _check_shape(tensor: str, matrix: str, shape: tuple[int, ...], buffer: tuple[int, ...]) -> None:
+    """The rank may be smaller than the slot's; everything else is as the slot."""
+    wanted, given = list(buffer[-len(shape) :]), list(shape)
+    place = -2 if matrix == "A" else -1
+    fits = given[place] <= wanted[place]
+    del wanted[place], given[place]
+    if not fits or wanted != given:
+        raise RefitError(f"{tensor}: {shape} arrives for a slot of {buffer}")
 
 
-def _each(module: FusedMoEWithLoRA, tensor: torch.Tensor) -> torch.Tensor:
-    """One view for each expert of a tensor that all share (`[r, in]` or `[out, r]`)."""
-    if tensor.dim() == 3:
-        return tensor
-    return tensor.expand(module.global_num_experts, *tensor.shape)
-
-
-def _local_experts(module: FusedMoEWithLoRA, pair: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The experts that this worker holds under expert parallelism."""
-    if not module.use_ep:
-        return pair
-    first = module.ep_rank * module.local_num_experts
-    return [tensor[first : first + module.local_num_experts] for tensor in pair]
-
-
-def _compare_slot(name: str, module: Any, slot: int, lora: LoRALayerWeights) -> None:
-    """Raises RefitError unless the slot holds the adapter: a slot of zeros would serve the base."""
-    if isinstance(module, FusedMoEWithLoRA):
-        pairs = _expert_buffers(module, slot, lora)
-        if module.adapter_enabled[slot] != 1:
-            raise RefitError(f"{name}: vLLM did not enable the adapter in slot {slot}")
-    else:
-        pairs = _linear_buffers(module, slot, lora)
-    for buffer, sent in pairs:
-        held = buffer[tuple(slice(0, size) for size in sent.shape)]
-        if not torch.equal(held.cpu(), sent.cpu()):
-            raise RefitError(f"{name}: slot {slot} does not hold what was sent")
-
-
-def _expert_buffers(module: FusedMoEWithLoRA, slot: int, lora: LoRALayerWeights):
-    (gate_a, down_a, up_a), (gate_b, down_b, up_b) = lora.lora_a, lora.lora_b
-    return [
-        (module.w13_lora_a_stacked[0][slot], module._slice_w13_a(gate_a)),
-        (module.w13_lora_a_stacked[1][slot], module._slice_w13_a(up_a)),
-        (module.w13_lora_b_stacked[0][slot], module._slice_w13_b(gate_b)),
-        (module.w13_lora_b_stacked[1][slot], module._slice_w13_b(up_b)),
-        (module.w2_lora_a_stacked[0][slot], module._slice_w2_a(down_a)),
-        (module.w2_lora_b_stacked[0][slot], module._slice_w2_b(down_b)),
-    ]
-
-
-def _linear_buffers(module: Any, slot: int, lora: LoRALayerWeights):
-    lora_a, lora_b = lora.lora_a, lora.lora_b
-    if module.tp_size > 1:
-        lora_a, lora_b = module.slice_lora_a(lora_a), module.slice_lora_b(lora_b)
-    if not isinstance(lora_a, list):
-        lora_a, lora_b = [lora_a], [lora_b]
-    for i, (matrix_a, matrix_b) in enumerate(zip(lora_a, lora_b, strict=True)):
-        if matrix_a is not None:
-            yield module.lora_a_stacked[i][slot, 0], matrix_a
-            yield module.lora_b_stacked[i][slot, 0], matrix_b
+def _values(
+    layout: PartLayout, places: Sequence[Place], buffer: np.ndarray
+) -> Iterator[tuple[Place, torch.Tensor]]:
+    """Each place with what is to be there."""
+    dtype = getattr(torch, layout.dtype)
+    whole = torch.from_numpy(buffer).view(dtype)
+    for place in places:
+        entry = layout.entries[place.entry]
+        start = entry.offset // dtype.itemsize
+        yield place, whole[start : start + entry.box.size].view(entry.box.shape)

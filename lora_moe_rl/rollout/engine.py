@@ -2,7 +2,7 @@
 
     generate   prompts in; samples and their router decisions out, under one adapter version
     score      logprobs of given sequences, under a version or the bare base
-    publish    a trainer's adapter shards in; a receipt out
+    publish    parts of an adapter version in, from each trainer rank; a receipt out
 
 Every method is a coroutine: an actor serves them concurrently, so that a version can be published
 while another one generates. The class knows nothing of Ray: its creator applies `ray.remote`.
@@ -14,23 +14,24 @@ import asyncio
 import itertools
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lora_moe_rl.actor_log import redirect
-from lora_moe_rl.adapters.shards import Shard, assemble
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.clock import Clock
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import RefitError
-from lora_moe_rl.refit import pack
-from lora_moe_rl.refit.buffers import shared_buffer
+from lora_moe_rl.refit.parts import PartLayout, SentPart, check_sent, to_json, version_checksum
 from lora_moe_rl.refit.receipt import Receipt
 from lora_moe_rl.rollout import outputs, platform
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.types import Sample
+
+SLOT_POLL_S = 0.005
 
 
 class RolloutEngine:
@@ -64,19 +65,14 @@ class RolloutEngine:
 
         imported = time.perf_counter()
         self.tokenizer = AutoTokenizer.from_pretrained(self.model_dir)
-        self.plan = pack.layout(self.spec, platform.serving_dtype(self.config, cpu))
         self.sampling = outputs.sampling_params(self.config, stop_ids(self.model_dir))
         args = platform.engine_args(self.config, self.spec, self.model_dir, self.index, cpu)
         self.llm = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**args))
-        checks = await self._workers("refit_check")
-        served = {name for check in checks for name in check["modules"]}
-        if missing := set(self.plan.modules) - served:
-            raise RefitError(f"vLLM serves no adapters on {', '.join(sorted(missing))}")
         ended = time.perf_counter()
         return {
             "vllm": vllm.__version__,
             "device": "cpu" if cpu else "cuda",
-            "dtype": self.plan.dtype,
+            "dtype": platform.serving_dtype(self.config, cpu),
             "kv_blocks": self.llm.vllm_config.cache_config.num_gpu_blocks,
             "seconds": {"import": imported - started, "total": ended - started},
         }
@@ -116,74 +112,78 @@ class RolloutEngine:
         )
         return outputs.scores_and_routes(answers, self.spec.shape)
 
-    async def publish(self, version: int, *shard_lists: list[Shard]) -> Receipt:
-        """Takes the shards of all trainer ranks and serves them as `version`.
+    async def prepare_refit(self, layouts: list[PartLayout]) -> None:
+        """What the trainer ranks will send. Raises RefitError when vLLM has no slot for it."""
+        self.layouts = layouts
+        await self._workers("refit_prepare", to_json(layouts))
 
-        Either the version is served in full, or an error is raised and all is as before. Raises
-        AdapterError for shards that do not make up the adapter; RefitError for a version that is
-        not newer than the newest, when no slot can be freed, or when a worker refuses it.
+    async def publish(self, version: int, *sent: SentPart) -> Receipt:
+        """Takes the parts of all trainer ranks and serves them as `version`. Requests in flight
+        finish on the version they began with.
+
+        Either the version is served in full, or an error is raised and the versions that are served
+        stay. Raises RefitError for a version that is not newer than the newest, when no slot comes
+        free within refit.timeout_s, or when a worker refuses it.
         """
         async with self.publishing:
-            return await self._publish(version, shard_lists)
+            return await self._publish(version, sent)
 
-    async def _publish(self, version: int, shard_lists: tuple[list[Shard], ...]) -> Receipt:
+    async def _publish(self, version: int, sent: tuple[SentPart, ...]) -> Receipt:
         if self.receipts and version <= (newest := max(self.receipts)):
             raise RefitError(
                 f"adapter version {version} cannot be published: engine {self.index} has version "
                 f"{newest} already, and versions only grow"
             )
+        check_sent(self.layouts, sent, version)
         clock = Clock()
-        tensors = await asyncio.to_thread(
-            assemble, self.spec.tensor_shapes, itertools.chain.from_iterable(shard_lists)
-        )
-        clock.lap("assemble")
-        with shared_buffer(self.plan.nbytes) as (path, buffer):
-            manifest = await asyncio.to_thread(
-                pack.pack, self.spec, self.plan, tensors, version, buffer
-            )
-            clock.lap("pack")
-            await self._stage(manifest, path)
-        clock.lap("stage")
-        await self._commit(version)
-        clock.lap("commit")
-        receipt = Receipt(
-            version, manifest.nbytes, len(manifest.entries), manifest.checksum, clock.seconds
-        )
-        self.receipts[version] = receipt
-        return receipt
-
-    async def _stage(self, manifest: pack.Manifest, path: str) -> None:
+        await self._free_slot(version)
+        clock.lap("slot")
         try:
-            answers = await self._workers("refit_stage", path, manifest.to_json())
-            adapted = {name for answer in answers for name in answer["modules"]}
-            if missing := set(manifest.modules) - adapted:
-                raise RefitError(
-                    f"adapter version {manifest.version}: no worker took "
-                    f"{', '.join(sorted(missing))}"
-                )
-        except BaseException:
-            await self._workers("refit_drop", manifest.version)
-            raise
-
-    async def _commit(self, version: int) -> None:
-        try:
-            while len(self.receipts) >= self.config.refit.slots:
-                await self._drop_oldest(version)
+            await self._workers("refit_stage", version, json.dumps([asdict(part) for part in sent]))
+            clock.lap("stage")
             await self._workers("refit_commit", version)
         except BaseException:
             await self._workers("refit_drop", version)
             raise
+        clock.lap("commit")
+        receipt = Receipt(
+            version,
+            sum(part.nbytes for part in sent),
+            sum(len(part.checksums) for part in sent),
+            version_checksum(sent),
+            clock.seconds,
+        )
+        self.receipts[version] = receipt
+        return receipt
 
-    async def _drop_oldest(self, version: int) -> None:
-        oldest = min(self.receipts)
-        if self.running.get(oldest):
-            raise RefitError(
-                f"no free slot for adapter version {version}: version {oldest} still serves "
-                f"{self.running[oldest]} requests; raise refit.slots={self.config.refit.slots}"
-            )
+    async def _free_slot(self, version: int) -> None:
+        """Drops the oldest versions until a slot is free, each once its last request has ended."""
+        deadline = time.monotonic() + self.config.refit.timeout_s
+        while len(self.receipts) >= self.config.refit.slots:
+            oldest = min(self.receipts)
+            while self.running.get(oldest):
+                if time.monotonic() > deadline:
+                    raise RefitError(
+                        f"no free slot for adapter version {version}: version {oldest} still "
+                        f"serves {self.running[oldest]} requests after refit.timeout_s="
+                        f"{self.config.refit.timeout_s:g} s; raise it or refit.slots="
+                        f"{self.config.refit.slots}"
+                    )
+                await asyncio.sleep(SLOT_POLL_S)
+            await self.drop(oldest)
+
+    async def drop(self, version: int) -> None:
+        """Forgets a version that serves no request: to free its slot, or to go back to the one
+        before it."""
         # Forgotten first: from here on no request can ask for it.
-        del self.receipts[oldest]
-        await self._workers("refit_drop", oldest)
+        self.receipts.pop(version, None)
+        await self._workers("refit_drop", version)
+
+    async def differing(self, version: int, *sent: SentPart) -> list[str]:
+        """Tensors of a served version that a slot does not hold as they were sent."""
+        text = json.dumps([asdict(part) for part in sent])
+        answers = await self._workers("refit_compare", version, text)
+        return sorted({name for answer in answers for name in answer["differing"]})
 
     async def state(self) -> dict[str, Any]:
         """Versions in slots, as the workers tell it; requests in flight."""
@@ -212,7 +212,7 @@ class RolloutEngine:
             )
         from vllm.lora.request import LoRARequest
 
-        from lora_moe_rl.refit.receiver import lora_id
+        from lora_moe_rl.refit.slots import lora_id
 
         name = f"{self.config.name}/v{version:06d}"
         return LoRARequest(name, lora_id(version), lora_path="in memory")

@@ -13,12 +13,14 @@ import ray
 from lora_moe_rl.actors import Actor, get
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.refit.parts import PartLayout
 from lora_moe_rl.refit.receipt import Receipt
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.run_dir import RunDir
 from lora_moe_rl.types import Prompt, Sample
 
 POLL_S = 0.1
+REFIT_GRACE_S = 10  # an engine that gives up by itself says more than one that is given up
 
 
 @dataclass
@@ -81,7 +83,18 @@ class RolloutGroup:
         calls = [actor.remote("score", sequences, version, num_returns=2) for actor in self.actors]
         return get(self.actors, [scores for scores, _ in calls]), [table for _, table in calls]
 
-    def publish(self, version: int, shard_refs: list[Any]) -> list[Receipt]:
+    def prepare_refit(self, layouts: list[PartLayout]) -> None:
+        get(self.actors, [actor.remote("prepare_refit", layouts) for actor in self.actors])
+
+    def publish(self, version: int, sent_refs: list[Any]) -> list[Receipt]:
         """Every engine takes the version, or the run stops."""
-        refs = [actor.remote("publish", version, *shard_refs) for actor in self.actors]
-        return get(self.actors, refs, self.config.refit.timeout_s)
+        refs = [actor.remote("publish", version, *sent_refs) for actor in self.actors]
+        return get(self.actors, refs, self.config.refit.timeout_s + REFIT_GRACE_S)
+
+    def roll_back(self, version: int, sent_refs: list[Any]) -> list[str]:
+        """Takes a version back, so that the one before it serves again. Returns the tensors that a
+        slot does not hold as they were sent."""
+        refs = [actor.remote("differing", version, *sent_refs) for actor in self.actors]
+        differing = {name for names in get(self.actors, refs) for name in names}
+        get(self.actors, [actor.remote("drop", version) for actor in self.actors])
+        return sorted(differing)

@@ -9,7 +9,7 @@ from typing import Any
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.refit.pack import Dtype, vllm_module
+from lora_moe_rl.refit.names import Dtype, vllm_module
 from lora_moe_rl.rollout.vllm_plugin import ENGINE_VARIABLE
 
 GIB = 2**30

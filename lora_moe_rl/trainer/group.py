@@ -14,6 +14,7 @@ from lora_moe_rl.actors import Actor, get
 from lora_moe_rl.adapters.shards import assemble
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.refit.parts import PartLayout
 from lora_moe_rl.run_dir import RunDir
 from lora_moe_rl.trainer.batch import TrainBatch
 from lora_moe_rl.trainer.environment import CPU_ENVIRONMENT
@@ -58,20 +59,26 @@ class TrainerGroup:
         return get(self.actors, self._starting)
 
     def update(self, batch: TrainBatch, table_refs: list[Any]):
-        """One step. Returns an UpdateResult, and references to each rank's shards of the new
-        version: their export is queued behind the update, so that it costs no round trip."""
+        """One step. Returns an UpdateResult, and references to what each rank sends of the new
+        version: sending is queued behind the update, so that it costs no round trip."""
         batch_ref = ray.put(batch)
         refs = self._all("update", batch_ref, *table_refs)
-        shards = self._all("export")
-        return get(self.actors, refs)[0], shards
+        sent = self.send()
+        return get(self.actors, refs)[0], sent
 
-    def export(self) -> list[Any]:
-        """References to each rank's shards of the current version."""
-        return self._all("export")
+    def prepare_refit(self, layouts: list[PartLayout]) -> None:
+        self.sources = {layout.source for layout in layouts}
+        get(self.actors, self._all("prepare_refit", layouts))
+
+    def send(self) -> list[Any]:
+        """References to what each rank sends of the current version."""
+        return [
+            actor.remote("send") for rank, actor in enumerate(self.actors) if rank in self.sources
+        ]
 
     def adapter(self) -> dict[str, np.ndarray]:
         """The whole current adapter, canonical, on this host."""
-        parts = get(self.actors, self.export())
+        parts = get(self.actors, self._all("export"))
         return assemble(self.spec.tensor_shapes, [shard for part in parts for shard in part])
 
     def score(self, sequences, table_ref: Any, adapters: bool = True) -> list[np.ndarray]:

@@ -11,6 +11,7 @@ import numpy as np
 from lora_moe_rl.adapters.shards import Shard
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.refit.parts import PartLayout, SentPart
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.trainer.batch import TrainBatch
 from lora_moe_rl.trainer.device import Device
@@ -68,6 +69,20 @@ class TrainerWorker:
             return self.engine.score(batch, table)
         with self.engine.adapters.off():
             return self.engine.score(batch, table)
+
+    def prepare_refit(self, layouts: list[PartLayout]) -> None:
+        """What the ranks send to engines: this one's part among them, if it has one."""
+        from lora_moe_rl.refit.sender import Sender, held_by
+
+        scales = {site.name: site.scale for site in self.spec}
+        held = held_by(self.engine.adapters.slices())
+        for layout in layouts:
+            if layout.source == self.rank:
+                self.sender = Sender(layout, held, scales)
+
+    def send(self) -> SentPart:
+        """Writes this rank's part of the current version. Only ranks that have one are asked."""
+        return self.sender.send(self.engine.version)
 
     def export(self) -> list[Shard]:
         """This rank's shards of the current version."""

@@ -16,18 +16,20 @@ import numpy as np
 import pytest
 import ray
 import torch
+from refit_ranks import make_layouts, make_senders
 
 from lora_moe_rl.adapters.families import ModelShape, hf_path
-from lora_moe_rl.adapters.shards import Shard
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
-from lora_moe_rl.config import RunConfig
-from lora_moe_rl.refit import pack
+from lora_moe_rl.config import RunConfig, TrainerConfig
+from lora_moe_rl.refit.parts import SentPart
+from lora_moe_rl.refit.sender import Sender
 from lora_moe_rl.rollout import outputs
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.tiny import shapes
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 
 DISK_ID = 1_000_000
+ONE_RANK = TrainerConfig()
 Tensors = dict[str, np.ndarray]
 
 
@@ -37,22 +39,27 @@ def hf_name(shape: ModelShape, site: Site) -> str:
 
 class EngineWithDisk(RolloutEngine):
     """Can also score under an adapter that vLLM's own loader reads from a PEFT directory, and take
-    adapters of another form than the one it was started for."""
+    adapters of another form, or refit settings, than those it was started for."""
 
     def use(self, spec: AdapterSpec) -> None:
-        self.spec, self.plan = spec, pack.layout(spec, self.plan.dtype)
+        self.spec = spec
+
+    def use_refit(self, **settings: Any) -> None:
+        refit = self.config.refit.model_copy(update=settings)
+        self.config = self.config.model_copy(update={"refit": refit})
 
     async def score_directory(self, sequences: list[list[int]], directory: str):
         from vllm.lora.request import LoRARequest
 
         while len(self.receipts) >= self.config.refit.slots:
-            await self._drop_oldest(-1)  # vLLM would evict a version behind our back
+            await self.drop(min(self.receipts))  # vLLM would evict a version behind our back
         request = LoRARequest("from disk", DISK_ID, lora_path=directory)
         params = outputs.scoring_params()
         answers = await asyncio.gather(
             *(self._request(ids, params, request, None) for ids in sequences)
         )
         await self.llm.remove_lora(DISK_ID)
+        await self.prepare_refit(self.layouts)  # the slot holds what a refit would not overwrite
         return outputs.scores_and_routes(answers, self.spec.shape)
 
 
@@ -65,14 +72,31 @@ class EngineUnderTest:
     spec: AdapterSpec
     model: torch.nn.Module
     versions: Iterator[int] = field(default_factory=itertools.count)
+    prepared: list[Any] = field(default_factory=list)
+    senders: list[Sender] = field(default_factory=list)
 
     def new_version(self, tensors: Tensors) -> int:
         version = next(self.versions)
-        self.publish(version, shards(tensors))
+        self.publish(version, tensors)
         return version
 
-    def publish(self, version: int, *shard_lists: list[Shard]):
-        return ray.get(self.actor.publish.remote(version, *(ray.put(s) for s in shard_lists)))
+    def publish(self, version: int, tensors: Tensors, trainer: TrainerConfig = ONE_RANK):
+        return self.publish_parts(version, self.send(version, tensors, trainer)[1])
+
+    def publish_parts(self, version: int, sent: list[SentPart]):
+        return ray.get(self.actor.publish.remote(version, *sent))
+
+    def send(
+        self, version: int, tensors: Tensors, trainer: TrainerConfig = ONE_RANK
+    ) -> tuple[list[Sender], list[SentPart]]:
+        """The parts of the trainer ranks of a layout, and who holds their memory."""
+        layouts = make_layouts(self.spec, trainer)
+        if self.prepared != [layouts]:
+            ray.get(self.actor.prepare_refit.remote(layouts))
+            self.prepared[:] = [layouts]
+        senders = make_senders(layouts, self.spec, tensors, trainer)
+        self.senders[:] = [*self.senders[-20:], *senders]  # a part goes with its sender
+        return senders, [sender.send(version) for sender in senders]
 
     def generate(self, prompts: list[list[int]], n: int, version: int, seed: int = 0):
         groups = list(range(len(prompts)))
@@ -142,10 +166,6 @@ def reference(model: torch.nn.Module, spec: AdapterSpec, token_ids: list[int]):
     return logprobs, table.sort(-1).values.numpy()
 
 
-def shards(tensors: Tensors) -> list[Shard]:
-    return [Shard(name, (0,) * value.ndim, value) for name, value in tensors.items()]
-
-
 def save_random_model(name: str, folder: Path) -> torch.nn.Module:
     """A tiny model with random weights, as a Hugging Face directory."""
     torch.manual_seed(0)
@@ -176,13 +196,15 @@ def engine(request, ray_session, tmp_path_factory) -> Iterator[EngineUnderTest]:
     shape = ModelShape.from_hf_config(json.loads((folder / "config.json").read_text()))
     spec = AdapterSpec.build(shape, config.adapter)
     log = str(folder / "engine.log")
-    this_folder = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}}
-    actor_class = ray.remote(num_cpus=1, runtime_env=this_folder)(EngineWithDisk)
+    here = Path(__file__).parent
+    folders = {"env_vars": {"PYTHONPATH": f"{here}:{here.parent / 'unit'}"}}
+    actor_class = ray.remote(num_cpus=1, runtime_env=folders)(EngineWithDisk)
     actor = actor_class.remote(config, str(folder), spec, 0, log)
     try:
         ray.get(actor.start.remote(), timeout=240)
     except Exception:
-        print(Path(log).read_text()[-5000:])
+        if Path(log).exists():
+            print(Path(log).read_text()[-5000:])
         raise
     yield EngineUnderTest(actor, config, spec, model)
     ray.get(actor.shutdown.remote(), timeout=60)

@@ -1,14 +1,17 @@
 """The real vLLM engine in a Ray actor against Hugging Face's float32 forward, for both shapes."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import ray
-from engine_fixtures import EngineUnderTest, hf_name, reference, shards
+from engine_fixtures import EngineUnderTest, hf_name, reference
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from refit_ranks import make_layouts
 
 from lora_moe_rl.adapters import peft
-from lora_moe_rl.adapters.shards import Shard
-from lora_moe_rl.errors import AdapterError, RefitError
+from lora_moe_rl.config import TrainerConfig
+from lora_moe_rl.errors import RefitError
 
 pytestmark = pytest.mark.slow
 EXACT = 1e-5  # logprobs, float32
@@ -169,56 +172,77 @@ def test_a_new_version_does_not_reuse_the_old_ones_prefix_cache(engine):
                     np.testing.assert_array_equal(np.sort(table.ids[rows], axis=-1), routes)
 
 
-def test_shards_of_several_ranks_make_one_version(engine):
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {"world_size": 2, "tp": 2, "etp": 2},
+        {"world_size": 2, "pp": 2},
+        {"world_size": 4, "tp": 2, "ep": 4},
+    ],
+    ids=["tp2etp2", "pp2", "tp2ep4"],
+)
+def test_parts_of_several_ranks_make_one_version(engine, trainer):
     tensors = engine.random_adapter(seed=7)
-    halves: tuple[list[Shard], list[Shard]] = ([], [])
-    for name, value in tensors.items():
-        cut = value.shape[0] // 2  # experts, rank or output rows
-        rest = (0,) * (value.ndim - 1)
-        halves[0].append(Shard(name, (0, *rest), value[:cut]))
-        halves[1].append(Shard(name, (cut, *rest), value[cut:]))
+    sequences = random_prompts(7, [30])
+    expected, _ = engine.score(sequences, engine.new_version(tensors))
     version = next(engine.versions)
-    receipt = engine.publish(version, *halves)
-    assert receipt.version == version and receipt.tensors == len(tensors)
-    again = engine.publish(next(engine.versions), shards(tensors))
-    assert again.checksum == receipt.checksum and again.bytes == receipt.bytes
+    receipt = engine.publish(version, tensors, TrainerConfig(**trainer))
+    assert receipt.version == version and receipt.tensors >= len(tensors)
+    scores, _ = engine.score(sequences, version)
+    np.testing.assert_array_equal(scores[0], expected[0])
 
 
 def test_a_bad_version_is_refused_and_the_old_one_still_serves(engine):
-    tensors = engine.random_adapter(seed=8)
-    version = engine.new_version(tensors)
+    version = engine.new_version(engine.random_adapter(seed=8))
     sequences = random_prompts(8, [25])
     before, _ = engine.score(sequences, version)
-    good = shards(engine.random_adapter(seed=9))
-    nan = shards({name: value.copy() for name, value in engine.random_adapter(seed=9).items()})
-    nan[3].data.flat[5] = np.nan
-
+    two = TrainerConfig(world_size=2, pp=2)
     bad = next(engine.versions)
-    for shard_list, message in [
-        (nan, f"{nan[3].name} holds NaN"),
-        (good[1:], f"{good[0].name}: {good[0].data.size} elements missing"),
-        ([*good, good[4]], "sent more than once"),
+    senders, sent = engine.send(bad, engine.random_adapter(seed=9), two)
+    entry = senders[1].layout.entries[4]
+    senders[1].buffer[entry.offset + 2] ^= 1  # in transit
+    for parts, message in [
+        (sent, f"checksum of {entry.tensor} from trainer rank 1 differs"),
+        (sent[:1], "parts of trainer ranks [1] are missing"),
+        ([sent[0], dataclasses.replace(sent[1], path="/proc/self/none")], "cannot read an adapter"),
     ]:
-        error = our_error(engine.publish, bad, shard_list)
-        assert isinstance(error, AdapterError) and message in str(error)
+        error = our_error(engine.publish_parts, bad, parts)
+        assert isinstance(error, RefitError) and message in str(error)
+    senders[1].buffer[entry.offset + 2] ^= 1
     for old in (version, version - 1):
-        error = our_error(engine.publish, old, good)
+        error = our_error(engine.publish_parts, old, sent)
         assert isinstance(error, RefitError) and "versions only grow" in str(error)
 
     state = ray.get(engine.actor.state.remote())
     assert version in state["versions"] and bad not in state["versions"]
     np.testing.assert_array_equal(engine.score(sequences, version)[0][0], before[0])
-    assert engine.publish(bad, good).version == bad  # the number is not spent
+    assert engine.publish_parts(bad, sent).version == bad  # the number is not spent
 
 
-def test_a_version_that_overflows_its_dtype_is_refused_by_the_worker(engine):
-    tensors = engine.random_adapter(seed=10)
-    site = engine.spec.sites[0]
-    tensors[f"{site.name}.B"] = np.full(site.shape_B, 3e38, dtype=np.float32)  # times scale 2: inf
-    versions = ray.get(engine.actor.state.remote())["versions"]
-    error = our_error(engine.publish, next(engine.versions), shards(tensors))
-    assert isinstance(error, RefitError) and "infinite" in str(error)
-    assert ray.get(engine.actor.state.remote())["versions"] == versions
+def test_an_adapter_of_another_rank_does_not_fit_the_slots(engine):
+    with engine.of_form(rank=8) as other:
+        layouts = make_layouts(other.spec)
+    (entry, *rest) = layouts[0].entries
+    wider = dataclasses.replace(entry, box=dataclasses.replace(entry.box, shape=(9, 96)))
+    layouts = [dataclasses.replace(layouts[0], entries=(wider, *rest))]
+    error = our_error(lambda: ray.get(engine.actor.prepare_refit.remote(layouts)))
+    assert isinstance(error, RefitError) and "(9, 96) arrives for a slot of (8, 96)" in str(error)
+    engine.prepared.clear()
+
+
+def test_a_slot_that_differs_from_what_was_sent_is_named_and_taken_back(engine):
+    old = engine.new_version(engine.random_adapter(seed=13))
+    new = next(engine.versions)
+    senders, sent = engine.send(new, engine.random_adapter(seed=14))
+    engine.publish_parts(new, sent)
+    assert ray.get(engine.actor.differing.remote(new, *sent)) == []
+    entry = senders[0].layout.entries[7]
+    senders[0].buffer[entry.offset + 3] ^= 1
+    assert ray.get(engine.actor.differing.remote(new, *sent)) == [entry.tensor]
+    ray.get(engine.actor.drop.remote(new))
+    assert ray.get(engine.actor.state.remote())["versions"][-1] == old
+    engine.score([[20, 21, 22]], old)
+    assert "asked for adapter version" in str(our_error(engine.generate, [[20]], 1, new))
 
 
 def test_a_version_that_was_never_published_is_an_error(engine):
@@ -230,21 +254,38 @@ def test_a_version_that_was_never_published_is_an_error(engine):
         assert isinstance(error, RefitError) and "asked for adapter version 10000" in str(error)
 
 
-def test_the_oldest_version_makes_room_unless_it_is_busy(engine):
-    tensors = shards(engine.random_adapter(seed=11))
+def test_a_version_waits_for_the_last_request_of_the_oldest(engine):
+    """Two slots: while one version is busy the next is served beside it, the one after waits."""
+    tensors = engine.random_adapter(seed=11)
     first, second, third = (next(engine.versions) for _ in range(3))
     engine.publish(first, tensors)
+    sent = engine.send(second, tensors)[1], engine.send(third, tensors)[1]
     call = engine.actor.generate.options(num_returns=2)
     busy = call.remote(random_prompts(11, [40] * 32), list(range(32)), 8, first, 0)
-    engine.publish(second, tensors)
-    error = our_error(engine.publish, third, tensors)
+    engine.publish_parts(second, sent[0])
+    ray.get(engine.actor.use_refit.remote(timeout_s=0.0))
+    error = our_error(engine.publish_parts, third, sent[1])
     assert isinstance(error, RefitError)
     assert f"version {first} still serves" in str(error) and "refit.slots=2" in str(error)
-    ray.get(busy)
 
-    engine.publish(third, tensors)
+    ray.get(engine.actor.use_refit.remote(timeout_s=60.0))
+    receipt = engine.publish_parts(third, sent[1])
+    assert receipt.seconds["slot"] > 0.01  # it waited
+    samples, _ = ray.get(busy)
+    assert len(samples) == 32 * 8 and all((s.versions == first).all() for s in samples)
     assert ray.get(engine.actor.state.remote())["versions"] == [second, third]
     assert "asked for adapter version" in str(our_error(engine.generate, [[20]], 1, first))
+
+
+def test_one_slot_is_switched_when_its_requests_have_ended(engine):
+    tensors = engine.random_adapter(seed=15)
+    ray.get(engine.actor.use_refit.remote(slots=1))
+    try:
+        first = engine.new_version(tensors)
+        second = engine.new_version(tensors)
+        assert ray.get(engine.actor.state.remote())["versions"] == [second] and first < second
+    finally:
+        ray.get(engine.actor.use_refit.remote(slots=2))
 
 
 def _torch(array: np.ndarray):

@@ -1,0 +1,64 @@
+"""vLLM's names for the linears that take adapters.
+
+vLLM fuses some linears: q, k and v are one module, gate and up another, all routed experts of a
+layer a third. Each of its modules takes a fixed number of parts (its slices), each with an A and a
+B of its own; those of routed experts come in the order gate, down, up.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lora_moe_rl.adapters.families import ModelShape
+from lora_moe_rl.adapters.spec import NOT_SERVABLE, Site
+from lora_moe_rl.errors import RefitError
+
+Dtype = Literal["float32", "bfloat16"]
+Matrix = Literal["A", "B"]
+
+# Our module name -> (vLLM's module below model.layers.N, part, number of parts). The names of the
+# blocks of experts are their family's.
+_COMMON = {
+    "o_proj": ("self_attn.o_proj", 0, 1),
+    "mlp.gate": ("mlp.gate_up_proj", 0, 2),
+    "mlp.up": ("mlp.gate_up_proj", 1, 2),
+    "mlp.down": ("mlp.down_proj", 0, 1),
+    "experts.gate": ("{moe_block}.experts", 0, 3),
+    "experts.down": ("{moe_block}.experts", 1, 3),
+    "experts.up": ("{moe_block}.experts", 2, 3),
+    "shared_expert.gate": ("{moe_block}.{shared_expert}.gate_up_proj", 0, 2),
+    "shared_expert.up": ("{moe_block}.{shared_expert}.gate_up_proj", 1, 2),
+    "shared_expert.down": ("{moe_block}.{shared_expert}.down_proj", 0, 1),
+}
+_GQA = {
+    "q_proj": ("self_attn.qkv_proj", 0, 3),
+    "k_proj": ("self_attn.qkv_proj", 1, 3),
+    "v_proj": ("self_attn.qkv_proj", 2, 3),
+}
+_MLA = {
+    "q_a_proj": ("self_attn.fused_qkv_a_proj", 0, 2),
+    "kv_a_proj": ("self_attn.fused_qkv_a_proj", 1, 2),
+    "q_b_proj": ("self_attn.q_b_proj", 0, 1),
+}
+_MLA_FULL_Q = {
+    "q_proj": ("self_attn.q_proj", 0, 1),
+    "kv_a_proj": ("self_attn.kv_a_proj_with_mqa", 0, 1),
+}
+
+
+def vllm_module(shape: ModelShape, site: Site) -> tuple[str, int, int]:
+    """(vLLM's module, part, number of parts) that serves a site.
+
+    Raises RefitError for one that vLLM serves no adapter of.
+    """
+    family = shape.family
+    if family.attention == "mla":
+        attention = _MLA if shape.dims["q_lora_rank"] else _MLA_FULL_Q
+    else:
+        attention = _GQA
+    modules = _COMMON | attention
+    if site.module not in modules:
+        raise RefitError(f"{site.name} has no adapter slot in vLLM: {NOT_SERVABLE[site.module]}")
+    suffix, part, parts = modules[site.module]
+    suffix = suffix.format(moe_block=family.moe_block, shared_expert=family.shared_expert)
+    return f"model.layers.{site.layer}.{suffix}", part, parts

@@ -1,0 +1,175 @@
+"""What a trainer rank sends of an adapter version: boxes of canonical tensors in one buffer.
+
+A rank's part has the same layout for all versions: it is computed once from the plan, and both ends
+know it. Of a version travel only the buffer and one checksum a box. The scale is folded into B.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import xxhash
+
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.errors import RefitError
+from lora_moe_rl.refit.names import Dtype, Matrix, vllm_module
+from lora_moe_rl.refit.plan import Box, Plan
+
+# numpy has no bfloat16: its bits travel as uint16.
+STORAGE = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16)}
+ALIGNMENT = 64  # bytes; a cache line, and more than any vector load asks for
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One box of a part: of which tensor, for which slot of vLLM (its module and the part of it),
+    for which engine ranks, and at which byte of the buffer."""
+
+    site: str
+    matrix: Matrix
+    module: str
+    slice: int
+    box: Box
+    targets: tuple[int, ...]
+    offset: int
+
+    @property
+    def tensor(self) -> str:
+        return f"{self.site}.{self.matrix}"
+
+    def nbytes(self, dtype: Dtype) -> int:
+        return self.box.size * STORAGE[dtype].itemsize
+
+
+@dataclass(frozen=True)
+class PartLayout:
+    """Where everything lies that trainer rank `source` sends."""
+
+    source: int
+    dtype: Dtype
+    nbytes: int
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True)
+class SentPart:
+    """A part of one version, ready to be read: `path` names its buffer, `checksums` are xxh3-64 of
+    the boxes, in the order of the layout."""
+
+    source: int
+    version: int
+    path: str
+    nbytes: int
+    checksums: tuple[int, ...]
+
+
+def part_layouts(plan: Plan, spec: AdapterSpec, dtype: Dtype) -> list[PartLayout]:
+    """One for each trainer rank that sends anything. A box that several engine ranks take from the
+    same trainer rank lies there once."""
+    boxes: dict[int, dict[tuple[str, Matrix, Box], list[int]]] = {}
+    for t in plan.transfers:
+        mine = boxes.setdefault(t.source, {})
+        mine.setdefault((t.site.name, t.matrix, t.box), []).append(t.target)
+    return [_lay_out(source, mine, spec, dtype) for source, mine in sorted(boxes.items())]
+
+
+def _lay_out(source: int, boxes, spec: AdapterSpec, dtype: Dtype) -> PartLayout:
+    entries, offset = [], 0
+    for (name, matrix, box), targets in boxes.items():
+        module, slice_, _ = vllm_module(spec.shape, spec.by_name[name])
+        entry = Entry(name, matrix, module, slice_, box, tuple(targets), offset)
+        entries.append(entry)
+        offset += -(-entry.nbytes(dtype) // ALIGNMENT) * ALIGNMENT
+    return PartLayout(source, dtype, offset, tuple(entries))
+
+
+def to_json(layouts: Iterable[PartLayout]) -> str:
+    return json.dumps([asdict(layout) for layout in layouts])
+
+
+def from_json(text: str) -> list[PartLayout]:
+    layouts = []
+    for fields in json.loads(text):
+        entries = []
+        for item in fields.pop("entries"):
+            box = Box(tuple(item["box"]["start"]), tuple(item["box"]["shape"]))
+            entries.append(Entry(**item | {"box": box, "targets": tuple(item["targets"])}))
+        layouts.append(PartLayout(**fields, entries=tuple(entries)))
+    return layouts
+
+
+def checksums(layout: PartLayout, buffer: np.ndarray) -> tuple[int, ...]:
+    """xxh3-64 of each box in `buffer` (uint8 `[layout.nbytes]`)."""
+    data = memoryview(buffer)
+    return tuple(
+        xxhash.xxh3_64_intdigest(data[e.offset : e.offset + e.nbytes(layout.dtype)])
+        for e in layout.entries
+    )
+
+
+def version_checksum(sent: Sequence[SentPart]) -> str:
+    """One checksum of a version: of the checksums of all boxes of all parts."""
+    digest = xxhash.xxh3_128()
+    for part in sorted(sent, key=lambda p: p.source):
+        digest.update(np.array([part.source, *part.checksums], dtype=np.uint64).tobytes())
+    return digest.hexdigest()
+
+
+def check_sent(layouts: Sequence[PartLayout], sent: Sequence[SentPart], version: int) -> None:
+    """Raises RefitError unless every part of `version` is there, once, in its size."""
+    wanted = {layout.source: layout for layout in layouts}
+    got = [part.source for part in sent]
+    if missing := sorted(set(wanted) - set(got)):
+        raise RefitError(
+            f"adapter version {version}: the parts of trainer ranks {missing} are missing"
+        )
+    if len(got) != len(set(got)) or set(got) - set(wanted):
+        raise RefitError(f"adapter version {version}: parts came from trainer ranks {got}")
+    for part in sent:
+        layout = wanted[part.source]
+        if part.version != version:
+            raise RefitError(
+                f"trainer rank {part.source} sent adapter version {part.version} instead of "
+                f"{version}"
+            )
+        if part.nbytes != layout.nbytes or len(part.checksums) != len(layout.entries):
+            raise RefitError(
+                f"adapter version {version}: trainer rank {part.source} sent {part.nbytes} bytes "
+                f"in {len(part.checksums)} tensors; {layout.nbytes} in {len(layout.entries)} were "
+                "agreed on"
+            )
+
+
+def check_received(
+    layout: PartLayout, sent: SentPart, buffer: np.ndarray, entries: Iterable[int]
+) -> None:
+    """Raises RefitError, naming the tensor, when a box is not what was sent. `entries`: numbers of
+    the boxes to look at."""
+    data = memoryview(buffer)
+    for i in entries:
+        e = layout.entries[i]
+        found = xxhash.xxh3_64_intdigest(data[e.offset : e.offset + e.nbytes(layout.dtype)])
+        if found != sent.checksums[i]:
+            raise RefitError(
+                f"adapter version {sent.version}: the checksum of {e.tensor} from trainer rank "
+                f"{sent.source} differs from the sender's"
+            )
+
+
+def open_part(path: str, nbytes: int) -> np.ndarray:
+    """A part's buffer, uint8 `[nbytes]`, shared with its sender. Raises RefitError when it cannot
+    be opened: the processes must see each other's /proc."""
+    try:
+        size = os.stat(path).st_size
+        if size != nbytes:
+            raise RefitError(f"{path} holds {size} bytes, {nbytes} were sent")
+        return np.memmap(path, dtype=np.uint8, mode="c", shape=(nbytes,))
+    except OSError as error:
+        raise RefitError(
+            f"cannot read an adapter from {path} ({error.strerror}): trainer and engine must run "
+            "on one machine, in one container and as one user"
+        ) from error

@@ -1,0 +1,52 @@
+"""Ranks that send an adapter, without a trainer: whole tensors cut as a layout cuts them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from lora_moe_rl.adapters.sharding import kind_of, window
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.config import TrainerConfig
+from lora_moe_rl.refit.names import Dtype
+from lora_moe_rl.refit.parts import STORAGE, PartLayout, part_layouts
+from lora_moe_rl.refit.plan import Box, EngineLayout, TrainerRank, make_plan, trainer_ranks
+from lora_moe_rl.refit.sender import Held, Sender
+
+Tensors = Mapping[str, np.ndarray]
+
+
+def held_by(rank: TrainerRank, spec: AdapterSpec, tensors: Tensors) -> Held:
+    held = {}
+    for site in spec:
+        if site.layer in rank.layers:
+            for matrix in "AB":
+                name = f"{site.name}.{matrix}"
+                whole = tensors[name]
+                place = rank.layout.local_range(kind_of(site), matrix, whole.shape)
+                part = np.ascontiguousarray(whole[window(*place)], dtype=np.float32)
+                held[name] = [(Box(*place), torch.from_numpy(part))]
+    return held
+
+
+def make_layouts(
+    spec: AdapterSpec,
+    trainer: TrainerConfig | None = None,
+    engine: EngineLayout | None = None,
+    dtype: Dtype = "float32",
+) -> list[PartLayout]:
+    engine = engine or EngineLayout(spec.slot_rank)
+    plan = make_plan(spec, trainer or TrainerConfig(), engine, STORAGE[dtype].itemsize)
+    return part_layouts(plan, spec, dtype)
+
+
+def make_senders(
+    layouts: list[PartLayout], spec: AdapterSpec, tensors: Tensors, trainer: TrainerConfig
+) -> list[Sender]:
+    ranks = trainer_ranks(trainer, spec.shape.num_layers)
+    scales = {site.name: site.scale for site in spec}
+    return [
+        Sender(layout, held_by(ranks[layout.source], spec, tensors), scales) for layout in layouts
+    ]
