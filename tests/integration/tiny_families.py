@@ -26,6 +26,7 @@ COMMON = {
     "rms_norm_eps": 1e-6,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
 }
 GQA = {"num_key_value_heads": 2, "head_dim": 32}
 MLA = {
@@ -39,7 +40,7 @@ MLA = {
 }
 YARN = {
     "rope_type": "yarn",
-    "rope_theta": 10000.0,
+    "rope_theta": 50000.0,
     "factor": 4.0,
     "original_max_position_embeddings": 128,
     "beta_fast": 32,
@@ -180,17 +181,17 @@ FAMILIES = {
             "first_k_dense_replace": 1,
             "attention_bias": True,
             "use_qk_norm": True,
-            "partial_rotary_factor": 0.5,
+            "rope_parameters": COMMON["rope_parameters"] | {"partial_rotary_factor": 0.25},
         },
         {},
     ),
 }
 
 
-def save(name: str, folder: Path) -> torch.nn.Module:
-    """Writes the named model to `folder` and returns it, in float32."""
+def save(name: str, folder: Path, **changes) -> torch.nn.Module:
+    """Writes the named model to `folder` and returns it, in float32; `changes`: other sizes."""
     kind, sizes, published = FAMILIES[name]
-    config = getattr(transformers, f"{kind}Config")(**COMMON | sizes)
+    config = getattr(transformers, f"{kind}Config")(**COMMON | sizes | changes)
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
     for value in model.state_dict().values():
@@ -198,5 +199,16 @@ def save(name: str, folder: Path) -> torch.nn.Module:
             value += 0.1 * torch.randn_like(value)
     model.save_pretrained(folder)
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | published, indent=2))
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps(_published_rope(written) | published, indent=2))
     return model
+
+
+def _published_rope(config: dict) -> dict:
+    """The rotary embedding as published configs give it, not as transformers 5 writes it."""
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    kind = rope.pop("rope_type")
+    return config | {"rope_scaling": None if kind == "default" else rope | {"type": kind}}
