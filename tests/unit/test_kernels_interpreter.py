@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-FILES = ("grouped_lora",)
+FILES = ("grouped_lora", "merge")
 
 
 def test_triton_kernels_in_the_interpreter():
