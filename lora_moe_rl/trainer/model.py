@@ -40,6 +40,9 @@ _ALWAYS = {
     "hidden_dropout": 0.0,
     "calculate_per_token_loss": True,
     "mtp_num_layers": None,
+    # A vocabulary that tp does not divide is padded to a multiple of tp, no further.
+    "should_pad_vocab": True,
+    "make_vocab_size_divisible_by": 1,
     "deallocate_pipeline_outputs": False,
 }
 
