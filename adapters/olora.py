@@ -88,6 +88,9 @@ class BaseWeights:
         index = self.directory / "model.safetensors.index.json"
         if index.is_file():
             names = json.loads(index.read_text())["weight_map"]
+            for file in set(names.values()):
+                if Path(file).name != file:
+                    raise ModelError(f"{index} names {file!r}, which is not a file beside it")
             return {key: self.directory / file for key, file in names.items()}
         single = self.directory / "model.safetensors"
         if not single.is_file():

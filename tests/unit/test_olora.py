@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lora_moe_rl.adapters.families import ModelShape
-from lora_moe_rl.adapters.olora import OLoRAStart, olora
+from lora_moe_rl.adapters.olora import BaseWeights, OLoRAStart, olora
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import AdapterConfig
 from lora_moe_rl.errors import ModelError
@@ -162,3 +162,10 @@ def test_a_weight_of_another_shape_is_refused(tmp_path):
     save_file({key: torch.zeros(8, 9)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"has shape \(8, 9\); config.json says \(9, 8\)"):
         start_of(tmp_path, "kv_a_proj")
+
+
+def test_an_index_cannot_lead_out_of_its_directory(tmp_path):
+    index = {"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="elsewhere.safetensors', which is not a file beside it"):
+        BaseWeights(tmp_path).read("model.norm")
