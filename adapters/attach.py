@@ -45,11 +45,13 @@ class Adapters:
         spec: AdapterSpec,
         seed: int,
         start: Start | None = None,
+        kernel: str = "auto",
     ):
         """Freezes the model (one chunk, or several under virtual pipelining) and wraps the linears
-        of the spec's sites. `start`: where A and B begin, if not as Kaiming and zero. Raises
-        AdapterError when a site of one of this rank's layers has no linear to sit on."""
-        self.spec, self.seed, self.start = spec, seed, start
+        of the spec's sites. `start`: where A and B begin, if not as Kaiming and zero. `kernel`: of
+        routed experts (auto, triton, torch). Raises AdapterError when a site of one of this rank's
+        layers has no linear to sit on."""
+        self.spec, self.seed, self.start, self.kernel = spec, seed, start, kernel
         self.switch = Switch()
         self.layout = current_layout()
         self.layers: list[LoRALinear] = []
@@ -88,6 +90,7 @@ class Adapters:
                 self.seed,
                 self.start,
                 self._merge(path),
+                self.kernel,
             )
             setattr(parent, name, lora)
             self.layers.append(lora)

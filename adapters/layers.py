@@ -23,7 +23,7 @@ from megatron.core import tensor_parallel as mtp
 
 from lora_moe_rl.adapters.sharding import RankLayout, kind_of, window
 from lora_moe_rl.adapters.spec import Site
-from lora_moe_rl.kernels.grouped_linear import grouped_linear
+from lora_moe_rl.kernels.grouped_lora import grouped_lora
 
 Merge = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
@@ -73,10 +73,12 @@ class LoRALinear(torch.nn.Module):
         seed: int,
         start: Start | None = None,
         merge: Merge | None = None,
+        kernel: str = "auto",
     ):
-        """`widths`: columns of the base's local output that belong to each of `places`."""
+        """`widths`: columns of the base's local output that belong to each of `places`. `kernel`:
+        of routed experts, see `kernels/grouped_lora`."""
         super().__init__()
-        self.base, self.switch, self.layout = base, switch, layout
+        self.base, self.switch, self.layout, self.kernel = base, switch, layout, kernel
         self.places, self.widths = list(places), list(widths)
         self.sites = [site for site in places if site is not None]
         (self.kind,) = {kind_of(site) for site in self.sites}
@@ -107,35 +109,34 @@ class LoRALinear(torch.nn.Module):
         return y + self._delta(x, *args).to(y.dtype), bias
 
     def _delta(self, x: torch.Tensor, counts=None) -> torch.Tensor:
-        counts = None if counts is None else list(counts)
-        A = torch.cat([self.A, self.A0], dim=-2) if any(self.frozen_ranks) else self.A
-        xa = self._across_tp(self._product(x, A, counts))
-        trained, frozen = xa.split([sum(self.ranks), sum(self.frozen_ranks)], dim=-1)
-        sites = iter(
-            zip(
-                self.sites,
-                self._whole_B(),
-                trained.split(self.ranks, dim=-1),
-                frozen.split(self.frozen_ranks, dim=-1),
-                strict=True,
-            )
+        A, Bs, scales = self._whole_A(), self._whole_B(), [site.scale for site in self.sites]
+        if self.grouped:
+            both = grouped_lora(x, A, Bs, counts, scales, self.kernel)
+            outs = both.split([B.shape[-2] for B in Bs], dim=-1)
+        else:
+            xa = self._across_tp(F.linear(x, A.to(x.dtype)))
+            parts = xa.split([site.rank for site in self.sites], dim=-1)
+            outs = [
+                F.linear(part, (scale * B).to(x.dtype))
+                for part, B, scale in zip(parts, Bs, scales, strict=True)
+            ]
+        if len(self.places) == len(self.sites):
+            return self.merge(outs)
+        given = iter(outs)
+        return self.merge(
+            [
+                outs[0].new_zeros(*outs[0].shape[:-1], width) if place is None else next(given)
+                for place, width in zip(self.places, self.widths, strict=True)
+            ]
         )
-        outs = []
-        for place, width in zip(self.places, self.widths, strict=True):
-            if place is None:
-                outs.append(xa.new_zeros(*xa.shape[:-1], width))
-                continue
-            site, B, part, part0 = next(sites)
-            part = torch.cat([part, part0], dim=-1) if site.frozen_rank else part
-            outs.append(self._product(part, site.scale * B, counts))
-        return self.merge(outs)
 
-    def _product(self, x: torch.Tensor, weight: torch.Tensor, counts) -> torch.Tensor:
-        """x times weight^T, by expert where the weight has experts."""
-        weight = weight.to(x.dtype)
-        if weight.dim() == 3:
-            return grouped_linear(x.contiguous(), weight, counts)
-        return F.linear(x, weight)
+    def _whole_A(self) -> torch.Tensor:
+        """Of all sites, one after the other, each with the part that is not trained."""
+        if not any(self.frozen_ranks):
+            return self.A
+        trained = self.A.split(self.ranks, dim=-2)
+        frozen = self.A0.split(self.frozen_ranks, dim=-2)
+        return torch.cat([part for pair in zip(trained, frozen) for part in pair], dim=-2)
 
     def _whole_B(self) -> list[torch.Tensor]:
         """Of each site `[out, rank]`, with the part that is not trained."""

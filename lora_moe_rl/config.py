@@ -118,6 +118,9 @@ class TrainerConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Dtype of the frozen base; auto: bfloat16 on cuda, float32 on the CPU."
     )
+    lora_kernel: Literal["auto", "triton", "torch"] = Field(
+        "auto", description="Kernels of the experts' adapters; auto: triton on cuda, else torch."
+    )
     gpus_per_rank: float = Field(
         1.0, gt=0, le=1, description="Share of a GPU one rank holds (Ray)."
     )

@@ -61,7 +61,7 @@ class TrainingEngine:
         self.chunks = build_model(model_dir, config.trainer, spec.shape.num_layers, device)
         inner = [getattr(chunk, "module", chunk) for chunk in self.chunks]  # Float16Module
         start = OLoRAStart(model_dir, spec.shape) if config.adapter.init == "olora" else None
-        self.adapters = Adapters(inner, spec, config.seed, start)
+        self.adapters = Adapters(inner, spec, config.seed, start, config.trainer.lora_kernel)
         self.replay = Replay(inner, spec.shape.moe_layers)
         self.optimizer = AdapterOptimizer(config.trainer, self.adapters)
         for chunk in inner:
