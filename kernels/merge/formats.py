@@ -25,7 +25,7 @@ def dequantise_fp8(weight: Tensor, scale_inv: Tensor, dtype=torch.float32) -> Te
 
 def quantise_fp8(value: Tensor) -> tuple[Tensor, Tensor]:
     """(float8_e4m3fn weight, float32 scale_inv): a block's largest element becomes 448."""
-    *stack, out, in_features = value.shape
+    out, in_features = value.shape[-2:]
     pad = (0, -in_features % FP8_BLOCK, 0, -out % FP8_BLOCK)
     blocks = torch.nn.functional.pad(value.abs(), pad)
     blocks = blocks.unflatten(-1, (-1, FP8_BLOCK)).unflatten(-3, (-1, FP8_BLOCK))

@@ -118,7 +118,10 @@ def poison_empty(monkeypatch) -> None:
     def poisoned(make):
         def wrapper(*args, **kwargs):
             value = make(*args, **kwargs)
-            return value.fill_(float("nan") if value.is_floating_point() else 10**8)
+            if value.dtype == torch.bool:
+                return value.fill_(True)
+            floating = value.is_floating_point()
+            return value.fill_(float("nan") if floating else torch.iinfo(value.dtype).max // 4)
 
         return wrapper
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-FILES = ("grouped_lora", "merge")
+FILES = ("grouped_lora", "merge", "route_codec")
 
 
 def test_triton_kernels_in_the_interpreter():

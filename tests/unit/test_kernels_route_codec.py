@@ -1,0 +1,164 @@
+"""The route codec against its reference, and Megatron's routing map against Megatron."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import DEVICE, INTERPRETER, KERNEL, poison_empty
+
+from lora_moe_rl.kernels.route_codec import (
+    RowLayout,
+    naive,
+    op,
+    pack,
+    pack_array,
+    routing_map,
+    unpack,
+    unpack_array,
+)
+
+LAYOUTS = [
+    RowLayout(3, 2, 8),  # 18 bits: rows end within a byte
+    RowLayout(4, 8, 128),
+    RowLayout(2, 8, 256),
+    RowLayout(5, 3, 384),  # 15 ids: not whole groups of 8
+    RowLayout(2, 4, 512),
+    RowLayout(1, 1, 1),
+    RowLayout(3, 5, 1000),
+    RowLayout(2, 3, 2**15),
+]
+
+
+def random_ids(layout, tokens=9, seed=0):
+    rng = np.random.default_rng(seed)
+    shape = (tokens, layout.num_layers, layout.top_k)
+    ids = rng.integers(0, layout.num_experts, shape)
+    ids[-1] = layout.num_experts - 1
+    return ids
+
+
+def test_bytes_a_token():
+    assert RowLayout(48, 8, 128).row_bytes == 336
+    assert RowLayout(60, 8, 384).row_bytes == 540
+    assert RowLayout(3, 2, 8).row_bytes == 3
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_packs_and_unpacks_as_the_reference(monkeypatch, layout):
+    ids = random_ids(layout)
+    expected = naive.pack(ids, layout)
+    assert np.array_equal(naive.unpack(expected, layout), ids)
+    poison_empty(monkeypatch)
+    for dtype in (torch.int64, torch.int16, *([] if layout.wide else [torch.uint8])):
+        packed = pack(torch.from_numpy(ids).to(dtype).to(DEVICE), layout, KERNEL)
+        assert np.array_equal(packed.cpu().numpy(), expected)
+    got = unpack(packed, layout, KERNEL)
+    assert got.dtype == (torch.int16 if layout.wide else torch.uint8)
+    assert np.array_equal(got.cpu().numpy(), ids)
+
+
+@pytest.mark.skipif(INTERPRETER, reason="of numpy")
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    layers=st.integers(1, 6),
+    top_k=st.integers(1, 9),
+    experts=st.integers(1, 2**15),
+    tokens=st.integers(0, 5),
+)
+def test_arrays_of_any_layout(layers, top_k, experts, tokens):
+    layout = RowLayout(layers, top_k, experts)
+    ids = np.random.default_rng(tokens).integers(0, experts, (tokens, layers, top_k))
+    packed = pack_array(ids.astype(np.uint16), layout)
+    assert np.array_equal(packed, naive.pack(ids, layout))
+    got = unpack_array(packed, layout)
+    assert np.array_equal(got, ids) and got.dtype == (np.uint16 if experts > 256 else np.uint8)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:5], ids=str)
+def test_routing_map_as_the_reference(monkeypatch, layout):
+    ids = random_ids(layout)
+    packed = naive.pack(ids, layout)
+    generator = torch.Generator().manual_seed(0)
+    shape = (len(ids), layout.num_experts)
+    scores = torch.randn(shape, generator=generator, dtype=torch.float32)
+    poison_empty(monkeypatch)
+    for layer in {0, layout.num_layers - 1}:
+        leaf = scores.clone().requires_grad_()
+        chosen, gathered = naive.routing_map(packed, layer, layout, leaf)
+        weights = torch.arange(float(scores.numel())).view(shape)
+        (expected,) = torch.autograd.grad((gathered * weights).sum(), leaf)
+        rows = torch.from_numpy(packed).to(DEVICE)
+        ours = scores.to(DEVICE).requires_grad_()
+        got_chosen, got_gathered = routing_map(rows, layer, layout, ours, KERNEL)
+        assert torch.equal(got_chosen.cpu(), chosen)
+        assert torch.equal(got_gathered.detach().cpu(), gathered.detach())
+        (got,) = torch.autograd.grad((got_gathered * weights.to(DEVICE)).sum(), ours)
+        assert torch.equal(got.cpu(), expected)
+
+
+@pytest.mark.skipif(INTERPRETER, reason="a check of the reference")
+def test_the_map_is_what_megatron_builds():
+    moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    layout = RowLayout(2, 4, 16)
+    logits = torch.randn(6, 16, generator=torch.Generator().manual_seed(0))
+    probs, chosen = moe_utils.topk_routing_with_score_function(
+        logits, layout.top_k, use_pre_softmax=True
+    )
+    ids = logits.topk(layout.top_k).indices
+    packed = pack(torch.stack([torch.zeros_like(ids), ids], dim=1), layout)
+    got_chosen, gathered = routing_map(packed, 1, layout, logits.softmax(-1))
+    assert torch.equal(got_chosen, chosen)
+    torch.testing.assert_close(gathered, probs)
+
+
+@pytest.mark.skipif(INTERPRETER, reason="of the plain path")
+@pytest.mark.parametrize("broken", ["bits", "order", "last id"])
+def test_a_broken_codec_is_noticed(broken):
+    layout = RowLayout(3, 3, 384)
+    ids = random_ids(layout)
+    expected = naive.pack(ids, layout)
+    if broken == "bits":
+        ids = ids & 255
+    elif broken == "order":
+        ids = ids[:, :, ::-1]
+    else:
+        ids = ids.copy()
+        ids[:, -1, -1] = 0
+    assert not np.array_equal(pack_array(ids, layout), expected)
+
+
+@pytest.mark.skipif(INTERPRETER, reason="of the plain path")
+def test_meta_tensors_and_compile():
+    layout = LAYOUTS[3]
+    ids = torch.from_numpy(random_ids(layout))
+    scores = torch.randn(len(ids), layout.num_experts)
+    packed = pack(ids.to("meta"), layout)
+    assert packed.shape == (len(ids), layout.row_bytes)
+    assert unpack(packed, layout).shape == ids.shape
+    assert routing_map(packed, 0, layout, scores.to("meta"))[0].dtype == torch.bool
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def call(ids, scores):
+        return op.routing_map(op.pack(ids, layout), 1, layout, scores)
+
+    got, expected = call(ids, scores), op.routing_map(op.pack(ids, layout), 1, layout, scores)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.skipif(INTERPRETER, reason="of the plain path")
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p: pack_array(np.full((2, 3, 2), 8), LAYOUTS[0]), "expert id 8 is not one of 8"),
+        (lambda p: pack_array(np.full((2, 3, 2), -1), LAYOUTS[0]), "expert id -1 is not one of"),
+        (lambda p: pack_array(np.zeros((2, 2, 3), int), LAYOUTS[0]), r"\(2, 2, 3\), not"),
+        (lambda p: unpack_array(np.zeros((2, 4), np.uint8), LAYOUTS[0]), r"not \(tokens, 3\)"),
+        (lambda p: RowLayout(1, 1, 2**16), "experts 1 to 32768"),
+        (lambda p: routing_map(p, 3, LAYOUTS[0], torch.zeros(2, 8)), "layer 3 is not one of the 3"),
+        (lambda p: routing_map(p, 0, LAYOUTS[0], torch.zeros(2, 9)), r"it is \(2, 8\)"),
+    ],
+)
+def test_what_cannot_be_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(torch.zeros(2, 3, dtype=torch.uint8))
