@@ -16,14 +16,16 @@ import torch
 import transformers
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
 
+from lora_moe_rl.adapters.families import FAMILIES
+
 
 def load(model_dir: Path) -> torch.nn.Module:
     """The model of a Hugging Face directory, in float32 on the CPU."""
     config = json.loads((Path(model_dir) / "config.json").read_text())
     (architecture,) = config["architectures"]
     model_class = getattr(transformers, architecture)
-    config_class = model_class.config_class
-    settings = config_class.from_dict(config | {"model_type": config_class.model_type})
+    known_type = FAMILIES[architecture].model_types[0]
+    settings = model_class.config_class.from_dict(config | {"model_type": known_type})
     model = model_class.from_pretrained(model_dir, config=settings, dtype=torch.float32)
     for layer in model.model.layers:
         if hasattr(layer.self_attn, "kv_a_layernorm"):
