@@ -41,8 +41,8 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_intermixed_args(argv)
     config = make_config(options.model, options.settings)
     model_dir = resolve_model(config.model.path)
-    spec, layouts = plan(config, _names(options.layouts), model_dir)
     dropped = tuple(_entry(text) for text in options.drop)
+    spec, layouts = plan(config, _names(options.layouts), model_dir)
     with _progress(len(layouts) + 3, options.json) as say:
         verification = Verification(
             spec,
@@ -193,7 +193,7 @@ def explanations(report: Report) -> list[str]:
 
 def _explain(row: Row) -> Iterator[str]:
     if row.failure:
-        yield row.failure
+        yield row.failure.splitlines()[0]  # --json has the traceback behind it
     wrong = [check for check in row.checks if not check.passed and check.error is not None]
     for check in wrong:
         if not check.faults:
@@ -202,8 +202,8 @@ def _explain(row: Row) -> Iterator[str]:
             more = f" (and {len(faults) - SHOWN} more)" if len(faults) > SHOWN else ""
             names = ", ".join(f"{fault.name} by {fault.error:.2g}" for fault in faults[:SHOWN])
             yield f"{check.quantity}: off are {names}{more}; {entry}: {faults[0].rule}"
-    errors = [check.error for check in wrong if check.quantity not in ("adapter", "checkpoint")]
-    if errors and max(errors) < ROUNDING and not row.failure:
+    computed = [check for check in wrong if check.quantity not in ("adapter", "checkpoint")]
+    if computed and all((check.error or 0) < ROUNDING for check in computed) and not row.failure:
         yield (
             f"errors below {ROUNDING:.0e} are more likely the rounding of {row.name} than a sum "
             "that is left out; --tolerance sets what is allowed"

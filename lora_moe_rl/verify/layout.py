@@ -223,23 +223,21 @@ class Verification:
         self, rows: list[Row], outcomes: list[tuple[Path, Outcome | None]], one: Outcome
     ) -> None:
         """Adds the last check of each layout that saved one."""
-        saved = [i for i, (_, outcome) in enumerate(outcomes) if outcome and outcome.meta]
-        wanted = [(outcomes[i][0], outcomes[i][1].meta) for i in saved]
-        loaded: dict[int, Outcome] = {}
-        reason = None
+        saved = {i: (d, x) for i, (d, x) in enumerate(outcomes) if x is not None and x.meta}
+        wanted = [(directory, outcome.meta) for directory, outcome in saved.values()]
+        if not wanted:
+            return
         try:
-            if wanted:
-                (parts,) = self._ranks(self.alone, jobs.load_all, wanted)
-                loaded = dict(zip(saved, (gather(self.spec, [p]) for p in parts), strict=True))
+            (parts,) = self._ranks(self.alone, jobs.load_all, wanted)
+            loaded = [gather(self.spec, [part]) for part in parts]
         except LoraMoeRlError as error:
-            reason = str(error)
-        for i, (row, (_, outcome)) in enumerate(zip(rows, outcomes, strict=True)):
-            if i in loaded and outcome is not None:
-                pairs = [(loaded[i], outcome), (outcome, one)]
-                sizes = self.layouts[i].sizes()
-                row.checks.append(checkpoint_check(self.spec, sizes, pairs))
-            elif i in saved:
-                row.failure = row.failure or reason
+            for i in saved:
+                rows[i].failure = rows[i].failure or str(error)
+            return
+        for by_one, (i, (_, outcome)) in zip(loaded, saved.items(), strict=True):
+            pairs = [(by_one, outcome), (outcome, one)]
+            check = checkpoint_check(self.spec, self.layouts[i].sizes(), pairs)
+            rows[i].checks.append(check)
 
 
 def _made(directory: Path) -> Path:
