@@ -187,7 +187,13 @@ def ray_session() -> Iterator[None]:
 @pytest.fixture(scope="session", params=["qwen3_moe", "deepseek_v3"])
 def engine(request, ray_session, tmp_path_factory) -> Iterator[EngineUnderTest]:
     folder = tmp_path_factory.mktemp(request.param)
-    model = save_random_model(request.param, folder)
+    with start_engine(save_random_model(request.param, folder), folder) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def start_engine(model: torch.nn.Module, folder: Path) -> Iterator[EngineUnderTest]:
+    """An engine that serves `folder`, where `model` was saved. Ray must be running."""
     config = RunConfig(
         model={"path": str(folder), "max_length": 256},
         adapter={"rank": 6, "expert_rank": 4, "alpha": 12, "expert_alpha": 4},

@@ -1,0 +1,35 @@
+"""Every family in the real vLLM engine: logprobs and routes of Hugging Face, base and adapted."""
+
+from __future__ import annotations
+
+import hf
+import numpy as np
+import pytest
+import tiny_families
+from engine_fixtures import reference, start_engine
+
+from lora_moe_rl.tiny.tokenizer import make_tokenizer
+
+pytestmark = pytest.mark.slow
+EXACT = 5e-6  # logprobs, float32
+
+
+# Qwen3-MoE and DeepSeek-V3 have tests of their own (test_rollout.py).
+@pytest.mark.parametrize("name", ["qwen2_moe", "mixtral", "deepseek_v2", "glm4_moe"])
+def test_engine_serves_the_merged_weights(name, ray_session, tmp_path):
+    tiny_families.save(name, tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, tiny_families.VOCAB_SIZE, n).tolist() for n in (5, 17, 40, 200)]
+    with start_engine(hf.load(tmp_path), tmp_path) as engine:
+        tensors = engine.random_adapter(seed=1)
+        version = engine.new_version(tensors)
+        for served, adapter in ((None, None), (version, tensors)):
+            scores, table = engine.score(sequences, served)
+            with engine.merged(adapter) as model:
+                expected = [reference(model, engine.spec, ids) for ids in sequences]
+            for ours, (logprobs, _) in zip(scores, expected, strict=True):
+                np.testing.assert_allclose(ours, logprobs, atol=EXACT, rtol=0)
+            routes = np.concatenate([routes for _, routes in expected])
+            np.testing.assert_array_equal(np.sort(table.ids, axis=-1), routes)
+            assert table.coverage == 1.0
