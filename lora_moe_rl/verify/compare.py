@@ -36,20 +36,21 @@ LAYOUT_QUANTITIES = (
 Tolerances = Mapping[str, float]
 
 
-def tolerances(computed: float, adapter: float) -> Tolerances:
+def tolerances(computed: float, adapter: float, hugging_face: float | None = None) -> Tolerances:
     """`computed`: of loss, logprobs, gradients and their norm."""
     same = dict.fromkeys(("loss", "logprobs", "gradients", "grad norm"), computed)
     # Drawn from the same seeds; the last bits of OLoRA's QR depend on the number of threads.
-    return same | {"initial": 1e-6, "adapter": adapter, "checkpoint": 0.0}
+    same |= {"initial": 1e-6, "adapter": adapter, "checkpoint": 0.0}
+    return same | {"Hugging Face": computed if hugging_face is None else hugging_face}
 
 
-# By device and dtype of the base. A GPU adds the order of its atomic sums; bfloat16 keeps 8 bits of
-# every partial sum.
+# By device and dtype of the base. A GPU adds the order of its atomic sums. bfloat16 keeps 8 bits of
+# every partial sum, and some of its routers choose otherwise than the reference's in float32.
 TOLERANCES: dict[tuple[str, str], Tolerances] = {
     ("cpu", "float32"): tolerances(1e-5, 1e-2),
     ("cuda", "float32"): tolerances(1e-4, 3e-2),
-    ("cpu", "bfloat16"): tolerances(0.1, 0.5),
-    ("cuda", "bfloat16"): tolerances(0.1, 0.5),
+    ("cpu", "bfloat16"): tolerances(0.1, 0.5, 0.5),
+    ("cuda", "bfloat16"): tolerances(0.1, 0.5, 0.5),
 }
 
 
