@@ -14,7 +14,7 @@ _GROUPED_DTYPES = {
     "cpu": (torch.float32, torch.bfloat16, torch.float16),
     "cuda": (torch.bfloat16,),
 }
-_ALIGNMENT = 16  # bytes that the strides of `torch._grouped_mm`'s operands are multiples of
+_ALIGNMENT = 16  # bytes that addresses and strides of its operands are multiples of
 
 
 def forward(y, add, x, A, Bs, counts, scales, ranks) -> torch.Tensor:
@@ -62,10 +62,10 @@ def grouped(x: torch.Tensor, w: torch.Tensor, counts: torch.Tensor) -> torch.Ten
     """`x[t] w[e(t)]`: x `[T, K]`, w `[E, K, N]` or `[K, N]` for all. Returns `[T, N]`."""
     if w.dim() == 2:
         return x @ w
-    if x.is_cuda and x.dtype == torch.bfloat16:
-        return _padded_grouped_mm(x, w, counts)
     if _aligned(x) and _aligned(w) and _whole(w.shape[-1], x):
         return torch._grouped_mm(x, w, offs=_offsets(counts))
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        return _padded_grouped_mm(x, w, counts)
     y = x.new_empty(x.shape[0], w.shape[-1])
     for e, tokens in _spans(counts):
         torch.mm(x[tokens], w[e], out=y[tokens])
@@ -88,21 +88,23 @@ def outer(u: torch.Tensor, v: torch.Tensor, counts: torch.Tensor, shared: bool) 
 
 def _padded_grouped_mm(x, w, counts):
     n = w.shape[-1]
-    x = _pad(x, -1)
+    x = _pad(x)
     w = torch.nn.functional.pad(w, (0, -n % 8, 0, x.shape[1] - w.shape[-2]))
     return torch._grouped_mm(x.contiguous(), w.contiguous(), offs=_offsets(counts))[:, :n]
 
 
 def _padded_outer(u, v, counts):
     m, n = u.shape[1], v.shape[1]
-    u, v = _pad(u, -1).contiguous(), _pad(v, -1).contiguous()
+    u, v = _pad(u).contiguous(), _pad(v).contiguous()
     result = torch._grouped_mm(u.t(), v, offs=_offsets(counts))[:, :m, :n]
     # Of an expert without tokens nothing says what is written.
     return torch.where((counts > 0).view(-1, 1, 1), result, 0)
 
 
-def _pad(x: torch.Tensor, dim: int) -> torch.Tensor:
-    return torch.nn.functional.pad(x, (0, -x.shape[dim] % 8))
+def _pad(x: torch.Tensor) -> torch.Tensor:
+    """x with its last side a multiple of 8; itself where it is one (a pad by nothing copies)."""
+    missing = -x.shape[-1] % 8
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
 def _aligned(x: torch.Tensor) -> bool:
@@ -111,7 +113,11 @@ def _aligned(x: torch.Tensor) -> bool:
         return False
     *experts, row, column = x.stride()
     rows_or_columns = (column == 1 and _whole(row, x)) or (row == 1 and _whole(column, x))
-    return rows_or_columns and all(_whole(stride, x) for stride in experts)
+    return (
+        rows_or_columns
+        and all(_whole(stride, x) for stride in experts)
+        and x.data_ptr() % _ALIGNMENT == 0
+    )
 
 
 def _whole(elements: int, x: torch.Tensor) -> bool:

@@ -34,6 +34,7 @@ MERGE = {"UPCAST": False, "PRECISION": "tf32x3", "BLOCK_R": 32}
 TILE = {"BLOCK_O": 64, "BLOCK_I": 128}
 BF16 = {"x": "bf16", "y": "bf16", "u": "bf16", "v": "bf16", "w": "fp32", "d": "fp32"}
 FP32 = dict.fromkeys(("x", "y", "u", "v", "w", "d"), "fp32")
+FP32_W = dict.fromkeys(("W", "out"), "fp32")
 SMALL = {"BLOCK_T": 64, "BLOCK_M": 64, "BLOCK_N": 64}
 ROW = {"NUM_IDS": 480, "WIDTH": 540, "BITS": 9}
 MAP = {"packed": "u8", "scores": "fp32", "chosen": "u8", "gathered": "fp32"}
@@ -47,6 +48,8 @@ CASES = [
     (LORA, "outer", FP32, SMALL | {"UPCAST": False}),
     (LORA, "outer_reduce", BF16, {"BLOCK_M": 64, "BLOCK_N": 128}),
     ("merge", "merge_delta", dict.fromkeys(("W", "out"), "bf16"), MERGE | TILE),
+    ("merge", "merge_delta", {"W": "bf16", "out": "bf16", "A": "bf16", "B": "bf16"}, MERGE | TILE),
+    ("merge", "merge_delta", FP32_W, MERGE | TILE | {"PRECISION": "ieee"}),
     ("merge", "merge_delta_fp8", {"W": "fp8e4nv"}, MERGE),
     ("merge", "merge_delta_int4", {"scales": "bf16"}, MERGE | TILE),
     (CODEC, "pack", {"ids": "i16", "packed": "u8"}, ROW | {"SPAN": 2, "BLOCK": 1024}),

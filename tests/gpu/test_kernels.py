@@ -1,0 +1,125 @@
+"""The Triton kernels on a GPU at real sizes, against their float64 references. `make test-gpu`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from kernel_cases import Problem, check, differences, poison_empty
+
+from lora_moe_rl.bench.kernel_contenders import loads
+from lora_moe_rl.kernels import merge
+from lora_moe_rl.kernels.grouped_lora import grouped_lora
+from lora_moe_rl.kernels.merge import formats, naive
+from lora_moe_rl.kernels.route_codec import RowLayout, pack, pack_array, routing_map, unpack
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+ODD = [7, 0, 33, 1, 0, 700]
+SMALL = {
+    "rank 1": {"site_ranks": (1,)},
+    "ranks 3 and 17": {"in_features": 70, "outs": (33, 130), "site_ranks": (3, 17)},
+    "rank 128": {"site_ranks": (128,)},
+    "shared A": {"site_ranks": (3,), "shared": "A"},
+    "shared B": {"site_ranks": (17,), "shared": "B"},
+    "into": {"into": True},
+    "recompute": {"recompute": True},
+    "mixed ranks": {"site_ranks": (8,), "ranks": [8, 1, 3, 5, 0, 8]},
+}
+REAL = {
+    "qwen3-30b gate and up": (128, 2048, (768, 768), (32, 32)),
+    "qwen3-30b down": (128, 768, (2048,), (8,)),
+    "deepseek-v3 down, EP 32": (8, 2048, (7168,), (32,)),
+    "kimi-k2 gate and up, EP 32": (12, 7168, (2048, 2048), (16, 16)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", SMALL)
+def test_odd_sizes_with_poisoned_buffers(monkeypatch, case, dtype):
+    problem = Problem(ODD, device="cuda", dtype=dtype, **SMALL[case])
+    expected = problem.reference()
+    poison_empty(monkeypatch)
+    assert differences(problem.run("triton"), expected) == {}
+
+
+@pytest.mark.parametrize("load", ["balanced", "zipf"])
+@pytest.mark.parametrize("shape", REAL)
+def test_real_sizes(shape, load):
+    experts, in_features, outs, ranks = REAL[shape]
+    counts = loads(experts, 8192, load)
+    problem = Problem(counts, in_features, outs, ranks, dtype=torch.bfloat16, device="cuda")
+    first = check(problem, "triton")
+    second = problem.run("triton")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_torch_path_on_a_gpu():
+    check(Problem(ODD, 70, (33,), (3,), dtype=torch.bfloat16, device="cuda"), "torch")
+    check(Problem(ODD, 70, (33,), (3,), device="cuda"), "torch")
+
+
+def test_nothing_waits_for_the_device():
+    problem = Problem(ODD, 64, (32, 32), (8, 8), ranks=[8] * 6, dtype=torch.bfloat16, device="cuda")
+    x, A, *Bs = problem.leaves()
+    counts = torch.tensor(ODD, device="cuda")
+    ranks = torch.tensor(problem.ranks, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y = grouped_lora(x, A, Bs, counts, problem.scales, "triton", ranks=ranks)
+        torch.autograd.grad(y, [x, A, *Bs], problem.dy)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_under_torch_compile():
+    problem = Problem(ODD, 64, (32,), (8,), dtype=torch.bfloat16, device="cuda")
+    x, A, *Bs = problem.leaves()
+    counts = torch.tensor(ODD, device="cuda")
+
+    def call(x, A, *Bs):
+        return grouped_lora(2 * x, A, Bs, counts, problem.scales).relu()
+
+    assert torch.equal(torch.compile(call, fullgraph=True)(x, A, *Bs), call(x, A, *Bs))
+
+
+@pytest.mark.parametrize("rank", [3, 32, 128])
+def test_merges(rank):
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    W, A, B = draw(4, 700, 2048), draw(4, rank, 2048), draw(4, 700, rank)
+    exact = naive.merged(W.bfloat16(), A, B, 0.3)
+    got = merge.merge_delta_(W.bfloat16(), A, B, 0.3, kernel="triton")
+    assert ((got.double() - exact).abs() <= 2.0**-8 * exact.abs() * 1.001 + 1e-4).all()
+
+    fp8 = formats.quantise_fp8(W)
+    expected, expected_scale = naive.merge_delta_fp8(*fp8, A, B, 0.3)
+    merge.merge_delta_fp8_(*fp8, A, B, 0.3, kernel="triton")
+    torch.testing.assert_close(fp8[1], expected_scale, rtol=1e-4, atol=0)
+    assert (fp8[0].float() != expected.float()).float().mean() < 0.01
+
+    int4 = formats.quantise_int4(W, torch.bfloat16)
+    expected, expected_scale = naive.merge_delta_int4(*int4, A, B, 0.3)
+    merge.merge_delta_int4_(*int4, A, B, 0.3, kernel="triton")
+    assert (int4[1] != expected_scale).float().mean() < 0.01
+    assert (int4[0] != expected).float().mean() < 0.05
+
+
+@pytest.mark.parametrize("layout", [RowLayout(48, 8, 128), RowLayout(60, 8, 384)], ids=str)
+def test_route_codec(layout):
+    shape = (3000, layout.num_layers, layout.top_k)
+    ids = np.random.default_rng(0).integers(0, layout.num_experts, shape)
+    packed = pack(torch.from_numpy(ids).cuda(), layout, "triton")
+    assert np.array_equal(packed.cpu().numpy(), pack_array(ids, layout))
+    assert np.array_equal(unpack(packed, layout, "triton").cpu().numpy(), ids)
+    scores = torch.rand(3000, layout.num_experts, device="cuda")
+    for layer in (0, layout.num_layers - 1):
+        chosen, gathered = routing_map(packed, layer, layout, scores, "triton")
+        on_cpu = routing_map(packed.cpu(), layer, layout, scores.cpu(), "torch")
+        assert torch.equal(chosen.cpu(), on_cpu[0]) and torch.equal(gathered.cpu(), on_cpu[1])
