@@ -66,13 +66,14 @@ class Sender:
         """Writes the current values. Raises RefitError when one is NaN or infinite."""
         for view, tensor, scale in self.pieces:
             view.copy_(tensor if scale == 1.0 else tensor * scale)
-        if not torch.isfinite(self.whole.sum(dtype=torch.float32)):
-            self._name_what_is_not_finite(version)
+        if not all(torch.isfinite(end) for end in torch.aminmax(self.whole)):
+            raise self._not_finite(version)
         path = f"/proc/{os.getpid()}/fd/{self.descriptor}"
         sums = checksums(self.layout, self.buffer)
         return SentPart(self.layout.source, version, path, self.layout.nbytes, sums)
 
-    def _name_what_is_not_finite(self, version: int) -> None:
+    def _not_finite(self, version: int) -> RefitError:
+        """Names the first value that is not."""
         dtype = self.whole.dtype
         for entry in self.layout.entries:
             start = entry.offset // dtype.itemsize
@@ -80,10 +81,11 @@ class Sender:
             if not torch.isfinite(values).all():
                 where = (~torch.isfinite(values)).nonzero()[0].tolist()
                 place = [a + b for a, b in zip(entry.box.start, where, strict=True)]
-                raise RefitError(
+                return RefitError(
                     f"adapter version {version}: {entry.tensor} holds {values[tuple(where)]} at "
                     f"{place}; nothing was published"
                 )
+        raise AssertionError(f"adapter version {version}: every value is finite")
 
 
 def _memory(nbytes: int) -> tuple[int, np.ndarray]:
