@@ -193,6 +193,15 @@ class RolloutConfig(Section):
 
 
 class RefitConfig(Section):
+    transport: Literal["auto", "shm", "distributed", "directory"] = Field(
+        "auto",
+        description="How adapters travel: by shared memory, by torch.distributed, or through "
+        "refit.directory; auto: shm when trainer and engines are on one machine, else distributed.",
+    )
+    directory: str | None = Field(
+        None,
+        description="Of transport directory: a path that is the same for trainer and engines.",
+    )
     slots: int = Field(
         2, ge=1,
         description="Adapter slots of an engine: versions alive at once. With 1, a refit waits for "
@@ -207,6 +216,20 @@ class RefitConfig(Section):
     timeout_s: float = Field(
         300, gt=0, description="Longest wait for a free slot, and for one refit."
     )
+
+    @model_validator(mode="after")
+    def _directory(self):
+        if self.transport == "directory" and self.directory is None:
+            raise ValueError(
+                "refit.transport=directory needs refit.directory: a path that trainer and engines "
+                "share"
+            )
+        if self.directory is not None and not Path(self.directory).is_absolute():
+            raise ValueError(
+                f"refit.directory={self.directory} is relative, and trainer and engines may run in "
+                "different places; give it from the root"
+            )
+        return self
 
 
 class ReplayConfig(Section):

@@ -34,6 +34,7 @@ from lora_moe_rl.metrics import MetricsWriter
 from lora_moe_rl.refit.parts import STORAGE, part_layouts
 from lora_moe_rl.refit.plan import EngineLayout, make_plan
 from lora_moe_rl.refit.proof import check_served, default_tolerance
+from lora_moe_rl.refit.transports.choose import choose
 from lora_moe_rl.rewards.runner import RewardRunner
 from lora_moe_rl.run_dir import RunDir
 from lora_moe_rl.tiny.make import check_model_dir, resolve_model
@@ -131,6 +132,8 @@ class Controller:
                 self.trainer.start_async()
                 ranks = self.trainer.wait_started()
                 engines = self.engines.wait_started()
+                places = [[actor.pop("place") for actor in actors] for actors in (ranks, engines)]
+                self.wire = choose(config.refit, *places)
                 console.say_started(ranks, engines)
             self.dtype: str = ranks[0]["dtype"]
             self._prepare_refit(engines[0]["dtype"])
@@ -230,8 +233,8 @@ class Controller:
         engine = EngineLayout(self.spec.slot_rank, tp=config.rollout.tp)
         plan = make_plan(self.spec, config.trainer, engine, STORAGE[dtype].itemsize)
         layouts = part_layouts(plan, self.spec, dtype)
-        self.trainer.prepare_refit(layouts)
-        self.engines.prepare_refit(layouts)
+        self.trainer.prepare_refit(layouts, self.wire)
+        self.engines.prepare_refit(layouts, self.wire)
 
     def _publish(self, sent_refs=None, version: int | None = None) -> dict[str, float]:
         """Serves the trainer's adapter, proves that it is served, and forgets the last version."""
@@ -241,7 +244,8 @@ class Controller:
             self._prepare_probe()
         elif version == self.version:  # the update was skipped: nothing new to serve
             return {"refit/seconds": 0.0, "refit/bytes": 0, "refit/max_diff": 0.0}
-        receipts = self.engines.publish(version, sent_refs)
+        with self._in_directory(version, sent_refs):
+            receipts = self.engines.publish(version, sent_refs)
         try:
             proof = self._prove(version)
         except RefitError as error:
@@ -257,6 +261,20 @@ class Controller:
             "refit/bytes": sum(receipt.bytes for receipt in receipts),
             "refit/max_diff": proof.max_diff,
         }
+
+    @contextmanager
+    def _in_directory(self, version: int, sent_refs):
+        """With transport directory: the version is whole there when engines take it, and those that
+        no slot needs any more are removed after it."""
+        if self.wire.kind != "directory":
+            yield
+            return
+        from lora_moe_rl.refit.transports import directory
+
+        directory.publish(self.wire.directory, self.trainer.sent(sent_refs))
+        yield
+        oldest = version - self.config.refit.slots + 1
+        directory.keep_only(self.wire.directory, range(oldest, version + 1))
 
     def _prepare_probe(self) -> None:
         """Probe sequences, and what the bare base says of them in both engines."""

@@ -69,7 +69,7 @@ class SentPart:
 
 def part_layouts(plan: Plan, spec: AdapterSpec, dtype: Dtype) -> list[PartLayout]:
     """One for each trainer rank that sends anything. A box that several engine ranks take from the
-    same trainer rank lies there once."""
+    same trainer rank lies there once; those for one engine rank lie together as far as can be."""
     boxes: dict[int, dict[tuple[str, Matrix, Box], list[int]]] = {}
     for t in plan.transfers:
         mine = boxes.setdefault(t.source, {})
@@ -79,7 +79,7 @@ def part_layouts(plan: Plan, spec: AdapterSpec, dtype: Dtype) -> list[PartLayout
 
 def _lay_out(source: int, boxes, spec: AdapterSpec, dtype: Dtype) -> PartLayout:
     entries, offset = [], 0
-    for (name, matrix, box), targets in boxes.items():
+    for (name, matrix, box), targets in sorted(boxes.items(), key=lambda item: item[1]):
         module, slice_, _ = vllm_module(spec.shape, spec.by_name[name])
         entry = Entry(name, matrix, module, slice_, box, tuple(targets), offset)
         entries.append(entry)
@@ -167,7 +167,7 @@ def open_part(path: str, nbytes: int) -> np.ndarray:
         size = os.stat(path).st_size
         if size != nbytes:
             raise RefitError(f"{path} holds {size} bytes, {nbytes} were sent")
-        return np.memmap(path, dtype=np.uint8, mode="c", shape=(nbytes,))
+        return np.memmap(path, dtype=np.uint8, mode="r+", shape=(nbytes,))
     except OSError as error:
         raise RefitError(
             f"cannot read an adapter from {path} ({error.strerror}): trainer and engine must run "

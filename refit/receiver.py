@@ -27,6 +27,7 @@ from lora_moe_rl.refit import parts
 from lora_moe_rl.refit.parts import Entry, PartLayout, SentPart
 from lora_moe_rl.refit.plan import Box
 from lora_moe_rl.refit.slots import Slots
+from lora_moe_rl.refit.transports.choose import Wire, make_incoming
 
 
 def answer(method):
@@ -61,14 +62,17 @@ class Receiver:
     _refit_staged: tuple[int, int] | None = None
 
     @answer
-    def refit_prepare(self, layouts_json: str) -> dict[str, Any]:
-        """Checks vLLM's internals, and finds the place of every box that this worker takes."""
+    def refit_prepare(self, layouts_json: str, wire_json: str = "{}") -> dict[str, Any]:
+        """Checks vLLM's internals, and finds the place of every box that this worker takes.
+        `wire_json`: how the boxes come, see `refit/transports`."""
         if not hasattr(self, "_refit_slots"):
             self._refit_slots = Slots(self.model_runner.lora_manager._adapter_manager)
         slots = self._refit_slots
         slots.clean.clear()
+        self._refit_held: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._refit_layouts = {layout.source: layout for layout in parts.from_json(layouts_json)}
         self._refit_places = _find_places(list(self._refit_layouts.values()), self.rank, slots)
+        self._refit_incoming = make_incoming(Wire(**json.loads(wire_json)), self.rank)
         return {"modules": slots.modules, "slots": len(slots.manager.lora_index_to_id)}
 
     @answer
@@ -78,16 +82,23 @@ class Receiver:
         sent = [SentPart(**fields) for fields in json.loads(sent_json)]
         parts.check_sent(list(self._refit_layouts.values()), sent, version)
         slot = self._refit_slots.free(version)
-        nbytes = 0
         for part in sent:
             layout, places = self._refit_layouts[part.source], self._refit_places[part.source]
-            buffer = parts.open_part(part.path, part.nbytes)
+            buffer = self._refit_incoming.open(layout, part)
             parts.check_received(layout, part, buffer, (place.entry for place in places))
-            for place, values in _values(layout, places, buffer):
-                place.buffer[slot][place.window].copy_(values)
-                nbytes += values.nbytes
+            self._refit_write(part.source, buffer, slot)
         self._refit_staged = (version, slot)
-        return {"slot": slot, "bytes": nbytes, "seconds": time.perf_counter() - started}
+        return {"slot": slot, "seconds": time.perf_counter() - started}
+
+    def _refit_write(self, source: int, buffer: np.ndarray, slot: int) -> None:
+        """Copies a part into a slot; where to is found out once."""
+        layout, places = self._refit_layouts[source], self._refit_places[source]
+        if (source, slot) not in self._refit_held:
+            held = [place.buffer[slot][place.window] for place in places]
+            self._refit_held[source, slot] = held
+        values = _values(layout, places, buffer)
+        for held, (_, value) in zip(self._refit_held[source, slot], values, strict=True):
+            held.copy_(value)
 
     @answer
     def refit_commit(self, version: int) -> dict[str, Any]:
@@ -109,7 +120,7 @@ class Receiver:
         for fields in json.loads(sent_json):
             part = SentPart(**fields)
             layout = self._refit_layouts[part.source]
-            buffer = parts.open_part(part.path, part.nbytes)
+            buffer = self._refit_incoming.open(layout, part)
             for place, values in _values(layout, self._refit_places[part.source], buffer):
                 held = place.buffer[slot][place.window]
                 if not torch.equal(held.cpu(), values.expand_as(held)):

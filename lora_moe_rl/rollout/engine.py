@@ -27,11 +27,14 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import RefitError
 from lora_moe_rl.refit.parts import PartLayout, SentPart, check_sent, to_json, version_checksum
 from lora_moe_rl.refit.receipt import Receipt
+from lora_moe_rl.refit.transports import shm
+from lora_moe_rl.refit.transports.choose import SHARED_MEMORY, Wire
 from lora_moe_rl.rollout import outputs, platform
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.types import Sample
 
 SLOT_POLL_S = 0.005
+WORKER_GRACE_S = 5.0  # a worker that gives up by itself says more
 
 
 class RolloutEngine:
@@ -66,16 +69,19 @@ class RolloutEngine:
         imported = time.perf_counter()
         self.tokenizer = AutoTokenizer.from_pretrained(self.model_dir)
         self.sampling = outputs.sampling_params(self.config, stop_ids(self.model_dir))
-        args = platform.engine_args(self.config, self.spec, self.model_dir, self.index, cpu)
-        self.llm = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**args))
+        self.llm = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**self._engine_args(cpu)))
         ended = time.perf_counter()
         return {
             "vllm": vllm.__version__,
             "device": "cpu" if cpu else "cuda",
             "dtype": platform.serving_dtype(self.config, cpu),
             "kv_blocks": self.llm.vllm_config.cache_config.num_gpu_blocks,
+            "place": shm.place(),
             "seconds": {"import": imported - started, "total": ended - started},
         }
+
+    def _engine_args(self, cpu: bool) -> dict[str, Any]:
+        return platform.engine_args(self.config, self.spec, self.model_dir, self.index, cpu)
 
     async def generate(
         self, prompts: list[list[int]], group_ids: list[int], n: int, version: int, seed: int
@@ -112,10 +118,11 @@ class RolloutEngine:
         )
         return outputs.scores_and_routes(answers, self.spec.shape)
 
-    async def prepare_refit(self, layouts: list[PartLayout]) -> None:
-        """What the trainer ranks will send. Raises RefitError when vLLM has no slot for it."""
+    async def prepare_refit(self, layouts: list[PartLayout], wire: Wire = SHARED_MEMORY) -> None:
+        """What the trainer ranks will send, and how. Raises RefitError when vLLM has no slot for
+        it."""
         self.layouts = layouts
-        await self._workers("refit_prepare", to_json(layouts))
+        await self._workers("refit_prepare", to_json(layouts), wire.to_json())
 
     async def publish(self, version: int, *sent: SentPart) -> Receipt:
         """Takes the parts of all trainer ranks and serves them as `version`. Requests in flight
@@ -241,7 +248,7 @@ class RolloutEngine:
 
     async def _workers(self, method: str, *args: Any) -> list[dict[str, Any]]:
         """Calls a method of refit/receiver.py on all workers. Raises RefitError if one says no."""
-        timeout = self.config.refit.timeout_s
+        timeout = self.config.refit.timeout_s + WORKER_GRACE_S
         answers = await self.llm.collective_rpc(method, timeout=timeout, args=args)
         for answer in answers:
             if "error" in answer:

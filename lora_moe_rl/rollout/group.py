@@ -15,6 +15,7 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.refit.parts import PartLayout
 from lora_moe_rl.refit.receipt import Receipt
+from lora_moe_rl.refit.transports.choose import Wire
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.run_dir import RunDir
 from lora_moe_rl.types import Prompt, Sample
@@ -83,8 +84,8 @@ class RolloutGroup:
         calls = [actor.remote("score", sequences, version, num_returns=2) for actor in self.actors]
         return get(self.actors, [scores for scores, _ in calls]), [table for _, table in calls]
 
-    def prepare_refit(self, layouts: list[PartLayout]) -> None:
-        get(self.actors, [actor.remote("prepare_refit", layouts) for actor in self.actors])
+    def prepare_refit(self, layouts: list[PartLayout], wire: Wire) -> None:
+        get(self.actors, [actor.remote("prepare_refit", layouts, wire) for actor in self.actors])
 
     def publish(self, version: int, sent_refs: list[Any]) -> list[Receipt]:
         """Every engine takes the version, or the run stops."""

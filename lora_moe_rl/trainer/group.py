@@ -14,7 +14,8 @@ from lora_moe_rl.actors import Actor, get
 from lora_moe_rl.adapters.shards import assemble
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.refit.parts import PartLayout
+from lora_moe_rl.refit.parts import PartLayout, SentPart
+from lora_moe_rl.refit.transports.choose import Wire
 from lora_moe_rl.run_dir import RunDir
 from lora_moe_rl.trainer.batch import TrainBatch
 from lora_moe_rl.trainer.environment import CPU_ENVIRONMENT
@@ -66,15 +67,19 @@ class TrainerGroup:
         sent = self.send()
         return get(self.actors, refs)[0], sent
 
-    def prepare_refit(self, layouts: list[PartLayout]) -> None:
+    def prepare_refit(self, layouts: list[PartLayout], wire: Wire) -> None:
         self.sources = {layout.source for layout in layouts}
-        get(self.actors, self._all("prepare_refit", layouts))
+        get(self.actors, self._all("prepare_refit", layouts, wire))
 
     def send(self) -> list[Any]:
         """References to what each rank sends of the current version."""
         return [
             actor.remote("send") for rank, actor in enumerate(self.actors) if rank in self.sources
         ]
+
+    def sent(self, sent_refs: list[Any]) -> list[SentPart]:
+        """What `send` and `update` return references to, once all of it is sent."""
+        return get([self.actors[rank] for rank in sorted(self.sources)], sent_refs)
 
     def adapter(self) -> dict[str, np.ndarray]:
         """The whole current adapter, canonical, on this host."""

@@ -12,6 +12,8 @@ from lora_moe_rl.adapters.shards import Shard
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.refit.parts import PartLayout, SentPart
+from lora_moe_rl.refit.transports import shm
+from lora_moe_rl.refit.transports.choose import Wire, make_outgoing
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.trainer.batch import TrainBatch
 from lora_moe_rl.trainer.device import Device
@@ -45,6 +47,7 @@ class TrainerWorker:
             "device": device.kind,
             "dtype": str(device.dtype).removeprefix("torch."),
             "trainable": trainable,
+            "place": shm.place(),
         }
 
     def update(self, batch: TrainBatch, *tables: RouteTable):
@@ -70,8 +73,10 @@ class TrainerWorker:
         with self.engine.adapters.off():
             return self.engine.score(batch, table)
 
-    def prepare_refit(self, layouts: list[PartLayout]) -> None:
-        """What the ranks send to engines: this one's part among them, if it has one."""
+    def prepare_refit(self, layouts: list[PartLayout], wire: Wire) -> None:
+        """What the ranks send to engines, and how: this one's part among them, if it has one."""
+        import ray
+
         from lora_moe_rl.refit.sender import Sender, held_by
 
         scales = {site.name: site.scale for site in self.spec}
@@ -79,10 +84,14 @@ class TrainerWorker:
         for layout in layouts:
             if layout.source == self.rank:
                 self.sender = Sender(layout, held, scales)
+                host = ray.util.get_node_ip_address()
+                self.outgoing = make_outgoing(wire, layout, host)
 
     def send(self) -> SentPart:
-        """Writes this rank's part of the current version. Only ranks that have one are asked."""
-        return self.sender.send(self.engine.version)
+        """Writes this rank's part of the current version and offers it to the engines. Only ranks
+        that have one are asked."""
+        sent = self.sender.send(self.engine.version)
+        return self.outgoing.offer(sent, self.sender.buffer)
 
     def export(self) -> list[Shard]:
         """This rank's shards of the current version."""

@@ -1,0 +1,198 @@
+"""A directory that trainer and engines share, for engines elsewhere.
+
+    <directory>/v000012/part-00003.safetensors   of trainer rank 3: written, synced, renamed
+    <directory>/v000012/manifest.json            last: without it the version is not there
+
+The manifest names every file with its size and the checksums of its tensors. It is untrusted: a
+file that it names outside its folder is refused. The directory belongs to one run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from lora_moe_rl.errors import RefitError
+from lora_moe_rl.refit.parts import Entry, PartLayout, SentPart, version_checksum
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+FILE_NAME = re.compile(r"part-\d{5,}\.safetensors")
+FOLDER_NAME = re.compile(r"v\d{6,}")
+
+
+class Outgoing:
+    """Writes one rank's parts."""
+
+    def __init__(self, directory: str, layout: PartLayout):
+        self.root, self.layout = Path(directory), layout
+
+    def offer(self, sent: SentPart, buffer: np.ndarray) -> SentPart:
+        folder = self.root / _folder(sent.version)
+        file = folder / f"part-{sent.source:05d}.safetensors"
+        whole = torch.from_numpy(buffer)
+        tensors = {_name(entry): _view(whole, self.layout, entry) for entry in self.layout.entries}
+        with _disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / MANIFEST).unlink(missing_ok=True)  # of an earlier run that came further
+            scratch = file.with_suffix(".tmp")
+            save_file(tensors, scratch)
+            _move(scratch, file)
+        return replace(sent, path=f"{folder.name}/{file.name}")
+
+
+class Incoming:
+    """Reads what one engine worker needs of each part."""
+
+    def __init__(self, directory: str, rank: int):
+        self.root, self.rank = Path(directory), rank
+
+    def open(self, layout: PartLayout, sent: SentPart) -> np.ndarray:
+        published = {part.source: part for part in read_manifest(self.root, sent.version)}
+        if published.get(sent.source) != replace(sent, checksums=tuple(sent.checksums)):
+            raise RefitError(
+                f"{self.root / _folder(sent.version) / MANIFEST} does not tell of the part that "
+                f"trainer rank {sent.source} has sent; does another run write there?"
+            )
+        buffer = np.empty(layout.nbytes, dtype=np.uint8)
+        whole = torch.from_numpy(buffer)
+        path = self.root / sent.path
+        try:
+            with safe_open(path, framework="pt") as file:
+                for entry in layout.entries:
+                    if self.rank in entry.targets:
+                        target = _view(whole, layout, entry)
+                        values = file.get_tensor(_name(entry))
+                        if (values.shape, values.dtype) != (target.shape, target.dtype):
+                            raise RefitError(
+                                f"{path}: {_name(entry)} is {tuple(values.shape)} {values.dtype} "
+                                f"instead of {tuple(target.shape)} {target.dtype}"
+                            )
+                        target.copy_(values)
+        except (OSError, SafetensorError) as error:
+            raise RefitError(f"cannot read an adapter from {path}: {error}") from error
+        return buffer
+
+
+def publish(directory: str | Path, sent: Sequence[SentPart]) -> None:
+    """Writes the manifest of a version whose parts are all there."""
+    (version,) = {part.version for part in sent}
+    folder = Path(directory) / _folder(version)
+    with _disk_errors(folder):
+        parts = [
+            {
+                "source": part.source,
+                "file": Path(part.path).name,
+                "file_bytes": (folder / Path(part.path).name).stat().st_size,
+                "bytes": part.nbytes,
+                "checksums": part.checksums,
+            }
+            for part in sorted(sent, key=lambda part: part.source)
+        ]
+        manifest = {
+            "format": FORMAT,
+            "version": version,
+            "checksum": version_checksum(sent),
+            "parts": parts,
+        }
+        scratch = folder / "manifest.tmp"
+        scratch.write_text(json.dumps(manifest))
+        _move(scratch, folder / MANIFEST)
+
+
+def read_manifest(directory: str | Path, version: int) -> list[SentPart]:
+    """The parts of a version. Raises RefitError unless it was published whole: the manifest is
+    there and agrees with itself, and every file is there in its size."""
+    folder = Path(directory) / _folder(version)
+    path = folder / MANIFEST
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text())
+        if manifest["format"] != FORMAT or manifest["version"] != version:
+            raise RefitError(f"{path} is of version {manifest['version']}, not {version}")
+        sent = [_read_part(folder, version, part) for part in manifest["parts"]]
+        if manifest["checksum"] != version_checksum(sent):
+            raise RefitError(f"{path} is damaged: its checksum is not that of its parts")
+        return sent
+    except FileNotFoundError as error:
+        raise RefitError(
+            f"adapter version {version} is not published in {directory}: there is no "
+            f"{error.filename}"
+        ) from error
+    except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
+        raise RefitError(f"{path} cannot be read: {error!r}") from error
+
+
+def keep_only(directory: str | Path, versions: Iterable[int]) -> None:
+    """Removes all other versions. Of each, the manifest goes first."""
+    kept = {_folder(version) for version in versions}
+    root = Path(directory)
+    with _disk_errors(root):
+        for folder in root.iterdir():
+            if FOLDER_NAME.fullmatch(folder.name) and folder.name not in kept:
+                (folder / MANIFEST).unlink(missing_ok=True)
+                for path in [*folder.glob("part-*.safetensors"), *folder.glob("*.tmp")]:
+                    path.unlink()
+                folder.rmdir()
+
+
+def _read_part(folder: Path, version: int, fields: dict[str, Any]) -> SentPart:
+    name = fields["file"]
+    if not FILE_NAME.fullmatch(name):
+        raise RefitError(f"{folder / MANIFEST} names the file {name!r}, which is not a part")
+    file = folder / name
+    if not file.resolve().is_relative_to(folder.parent.resolve()):
+        raise RefitError(f"{file} leads out of {folder.parent}")
+    if (size := file.stat().st_size) != fields["file_bytes"]:
+        raise RefitError(f"{file} has {size} bytes instead of {fields['file_bytes']}")
+    return SentPart(
+        fields["source"],
+        version,
+        f"{folder.name}/{name}",
+        fields["bytes"],
+        tuple(fields["checksums"]),
+    )
+
+
+def _folder(version: int) -> str:
+    return f"v{version:06d}"
+
+
+def _name(entry: Entry) -> str:
+    """A tensor may be cut into several boxes."""
+    return f"{entry.tensor}@{','.join(map(str, entry.box.start))}"
+
+
+def _view(whole: torch.Tensor, layout: PartLayout, entry: Entry) -> torch.Tensor:
+    raw = whole[entry.offset : entry.offset + entry.nbytes(layout.dtype)]
+    return raw.view(getattr(torch, layout.dtype)).view(entry.box.shape)
+
+
+def _move(scratch: Path, final: Path) -> None:
+    """Once its bytes are on the disk."""
+    for path, then in ((scratch, scratch.rename), (final.parent, None)):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if then:
+            then(final)
+
+
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise RefitError(f"cannot write an adapter to {path} (refit.directory): {error}") from error

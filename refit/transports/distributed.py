@@ -1,0 +1,162 @@
+"""torch.distributed over gloo: each trainer rank straight to each engine worker.
+
+vLLM's workers have a torch.distributed world of their own, so every pair gets a process group of
+two, over a store that the trainer rank holds. The worker asks, the trainer rank answers from a
+thread, the part's bytes follow from buffer to buffer:
+
+    worker                                     trainer rank (its TCPStore at SentPart.path)
+    ask {link, rank, version}  ── queue ──>    one at a time
+    <── "ok", or why not       ── store ──
+    <── the worker's runs of the buffer ── group of the link, made at its first ask
+
+A link that failed is given up; the next ask is on a new one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import uuid
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import timedelta
+
+import numpy as np
+import torch
+from torch.distributed import DistStoreError, PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+from lora_moe_rl.errors import RefitError
+from lora_moe_rl.refit.parts import PartLayout, SentPart
+
+IDLE = timedelta(days=1)  # then the thread asks its store again
+CONNECT_S = 20.0  # a machine that is there accepts at once
+ASKED, READY = "asked", "ok"
+SENDER, RECEIVER = 0, 1  # ranks in a link's group
+
+log = logging.getLogger(__name__)
+
+
+class Outgoing:
+    """A trainer rank's end. Its thread ends with the process."""
+
+    def __init__(self, layout: PartLayout, host: str, timeout_s: float):
+        self.layout, self.host, self.timeout_s = layout, host, timeout_s
+        self.store = TCPStore(host, 0, None, True, timeout=IDLE, wait_for_workers=False)
+        self.links: dict[str, ProcessGroupGloo] = {}
+        self.offered: tuple[int, torch.Tensor] | None = None
+        threading.Thread(target=self._serve, name="refit", daemon=True).start()
+
+    def offer(self, sent: SentPart, buffer: np.ndarray) -> SentPart:
+        self.offered = sent.version, torch.from_numpy(buffer)
+        return replace(sent, path=f"{self.host}:{self.store.port}")
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                ask = json.loads(self.store.queue_pop(ASKED))
+            except DistStoreError:  # nobody asked
+                continue
+            try:
+                self._answer(**ask)
+            except RuntimeError as error:  # the worker is gone, or gave up
+                self.links.pop(ask["link"], None)
+                log.warning("an engine worker left while it fetched an adapter: %s", error)
+
+    def _answer(self, ask: str, link: str, left: list[str], rank: int, version: int) -> None:
+        """`left`: links that the worker does not use any more."""
+        for name in left:
+            self.links.pop(name, None)
+        offered = self.offered
+        if offered is None or offered[0] != version:
+            has = "none" if offered is None else f"version {offered[0]}"
+            self.store.set(ask, f"asked for adapter version {version}, it has {has}")
+            return
+        self.store.set(ask, READY)
+        if link not in self.links:
+            self.links[link] = _group(self.store, link, SENDER, self.host, self.timeout_s)
+        group, whole = self.links[link], offered[1]
+        for start, stop in runs(self.layout, rank):
+            group.send([whole[start:stop]], RECEIVER, 0).wait()
+
+
+class Incoming:
+    """An engine worker's end: a link to each trainer rank that sends to it."""
+
+    def __init__(self, rank: int, timeout_s: float):
+        self.rank, self.timeout_s = rank, timeout_s
+        self.links: dict[str, _Link] = {}
+        self.left: list[str] = []
+
+    def open(self, layout: PartLayout, sent: SentPart) -> np.ndarray:
+        buffer = np.empty(layout.nbytes, dtype=np.uint8)  # memory is taken where bytes arrive
+        whole = torch.from_numpy(buffer)
+        try:
+            if sent.path not in self.links:
+                self.links[sent.path] = _Link(sent.path, self.timeout_s)
+            pieces = [whole[start:stop] for start, stop in runs(layout, self.rank)]
+            self.links[sent.path].fetch(pieces, self.rank, sent.version, self.left)
+        except (RuntimeError, OSError) as error:
+            if link := self.links.pop(sent.path, None):
+                self.left.append(link.name)
+            reason = str(error).partition("\n")[0]
+            raise RefitError(
+                f"adapter version {sent.version}: trainer rank {sent.source} at {sent.path} did "
+                f"not send its part; it is gone, cannot be reached, or took longer than "
+                f"refit.timeout_s={self.timeout_s:g} ({reason})"
+            ) from error
+        return buffer
+
+
+class _Link:
+    """One worker's connection to one trainer rank."""
+
+    def __init__(self, path: str, timeout_s: float):
+        host, _, port = path.rpartition(":")
+        # Fails at once where nobody listens, which the store would take its whole timeout for.
+        limit = min(CONNECT_S, timeout_s)
+        with socket.create_connection((host, int(port)), timeout=limit) as connection:
+            self.host = connection.getsockname()[0]
+        self.path, self.timeout_s, self.name = path, timeout_s, uuid.uuid4().hex
+        timeout = timedelta(seconds=timeout_s)
+        self.store = TCPStore(host, int(port), None, False, timeout=timeout)
+        self.group: ProcessGroupGloo | None = None
+        self.asks = 0
+
+    def fetch(
+        self, pieces: Iterable[torch.Tensor], rank: int, version: int, left: list[str]
+    ) -> None:
+        self.asks += 1
+        ask = f"{self.name}/{self.asks}"
+        fields = {"ask": ask, "link": self.name, "left": left, "rank": rank, "version": version}
+        self.store.queue_push(ASKED, json.dumps(fields))
+        answer = self.store.get(ask).decode()
+        self.store.delete_key(ask)
+        if answer != READY:
+            raise RefitError(f"the trainer rank at {self.path} was {answer}")
+        left.clear()
+        if self.group is None:
+            self.group = _group(self.store, self.name, RECEIVER, self.host, self.timeout_s)
+        for work in [self.group.recv([piece], SENDER, 0) for piece in pieces]:
+            work.wait()
+
+
+def runs(layout: PartLayout, rank: int) -> list[tuple[int, int]]:
+    """Where the boxes for engine rank `rank` lie in the buffer: (first byte, last + 1), of boxes
+    without others between them in one."""
+    found: list[tuple[int, int]] = []
+    ends = [entry.offset for entry in layout.entries[1:]] + [layout.nbytes]
+    for entry, end in zip(layout.entries, ends, strict=True):
+        if rank in entry.targets:
+            start = found.pop()[0] if found and found[-1][1] == entry.offset else entry.offset
+            found.append((start, end))
+    return found
+
+
+def _group(store: Store, link: str, rank: int, host: str, timeout_s: float) -> ProcessGroupGloo:
+    options = ProcessGroupGloo._Options()
+    # By address: a machine's name may stand for an address that others do not reach.
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=timeout_s)
+    return ProcessGroupGloo(PrefixStore(link, store), rank, 2, options)

@@ -1,0 +1,265 @@
+"""Transports, from a sender to what an engine worker reads: equal bytes, and faults that are
+named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from transport_ranks import VERSION, all_sent, offer_and_wait
+
+from lora_moe_rl.config import RefitConfig
+from lora_moe_rl.errors import ConfigError, RefitError
+from lora_moe_rl.refit import parts
+from lora_moe_rl.refit.transports import directory, distributed, shm
+from lora_moe_rl.refit.transports.choose import Wire, choose, make_incoming
+
+KINDS = ["shm", "directory", "distributed"]
+
+
+def make_wire(kind: str, tmp_path) -> Wire:
+    return Wire(kind, str(tmp_path / "refit") if kind == "directory" else "", timeout_s=20)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_worker_gets_its_boxes_bit_for_bit(kind, dtype, tmp_path):
+    wire = make_wire(kind, tmp_path)
+    all_ = all_sent(wire, dtype)
+    for rank in (0, 1):
+        end = make_incoming(wire, rank)
+        for layout, sender, sent in zip(all_.layouts, all_.senders, all_.sent, strict=True):
+            buffer = end.open(layout, sent)
+            mine = [i for i, e in enumerate(layout.entries) if rank in e.targets]
+            assert 0 < len(mine) < len(layout.entries)
+            parts.check_received(layout, sent, buffer, mine)
+            for entry in (layout.entries[i] for i in mine):
+                place = slice(entry.offset, entry.offset + entry.nbytes(dtype))
+                np.testing.assert_array_equal(buffer[place], sender.buffer[place])
+
+
+@pytest.mark.parametrize("kind", ["shm", "distributed"])
+def test_a_byte_that_changes_on_the_way_is_named(kind, tmp_path):
+    wire = make_wire(kind, tmp_path)
+    all_ = all_sent(wire)
+    layout, entry = all_.layouts[1], all_.layouts[1].entries[5]
+    all_.senders[1].buffer[entry.offset + 2] ^= 1
+    rank = entry.targets[0]
+    buffer = make_incoming(wire, rank).open(layout, all_.sent[1])
+    mine = [i for i, e in enumerate(layout.entries) if rank in e.targets]
+    with pytest.raises(RefitError, match=f"checksum of {entry.tensor} from trainer rank 1"):
+        parts.check_received(layout, all_.sent[1], buffer, mine)
+
+
+def test_a_pair_of_ranks_has_one_message():
+    wire = Wire()
+    for layout in all_sent(wire).layouts:
+        for rank in (0, 1):
+            ((start, stop),) = distributed.runs(layout, rank)
+            mine = [e for e in layout.entries if rank in e.targets]
+            assert start == mine[0].offset and stop - start < layout.nbytes
+            assert stop - start < sum(e.nbytes("float32") for e in mine) + 64 * len(mine)
+
+
+# ---- directory
+
+
+@pytest.fixture
+def published(tmp_path):
+    wire = make_wire("directory", tmp_path)
+    all_ = all_sent(wire)
+    folder = tmp_path / "refit" / "v000012"
+    return SimpleNamespace(
+        root=folder.parent,
+        folder=folder,
+        manifest=folder / "manifest.json",
+        sent=all_.sent,
+        layout=all_.layouts[0],
+        open=lambda: make_incoming(wire, 0).open(all_.layouts[1], all_.sent[1]),
+    )
+
+
+def rewrite(published, change) -> None:
+    manifest = json.loads(published.manifest.read_text())
+    change(manifest)
+    published.manifest.write_text(json.dumps(manifest))
+
+
+def test_a_manifest_tells_all_that_was_sent(published):
+    assert directory.read_manifest(published.root, VERSION) == published.sent
+    names = sorted(path.name for path in published.folder.iterdir())
+    assert names == ["manifest.json", "part-00000.safetensors", "part-00001.safetensors"]
+
+
+def test_without_its_manifest_a_version_is_not_there(published):
+    published.manifest.unlink()
+    with pytest.raises(RefitError, match="version 12 is not published in .*manifest.json"):
+        published.open()
+
+
+def test_a_version_that_is_written_again_is_not_there_until_it_is_whole(published):
+    """An earlier run came further: its version 12 must not be taken for this run's."""
+    end = directory.Outgoing(str(published.root), published.layout)
+    end.offer(published.sent[0], np.zeros(published.layout.nbytes, dtype=np.uint8))
+    with pytest.raises(RefitError, match="version 12 is not published"):
+        published.open()
+
+
+def test_a_file_that_is_cut_short_is_refused(published):
+    path = published.folder / "part-00001.safetensors"
+    os.truncate(path, path.stat().st_size - 100)
+    with pytest.raises(RefitError, match=r"part-00001.safetensors has \d+ bytes instead of"):
+        published.open()
+    # Even where the manifest agrees:
+    rewrite(published, lambda m: m["parts"][1].update(file_bytes=path.stat().st_size))
+    with pytest.raises(RefitError, match="cannot read an adapter from .*part-00001.safetensors"):
+        published.open()
+
+
+def test_a_missing_part_is_refused(published):
+    (published.folder / "part-00001.safetensors").unlink()
+    with pytest.raises(RefitError, match="there is no .*part-00001.safetensors"):
+        published.open()
+
+
+@pytest.mark.parametrize(
+    "name", ["../v000011/part-00001.safetensors", "/etc/passwd", "..", "part-00001.bin"]
+)
+def test_a_manifest_cannot_name_other_files(published, name):
+    rewrite(published, lambda m: m["parts"][1].update(file=name))
+    with pytest.raises(RefitError, match="which is not a part"):
+        published.open()
+
+
+def test_a_link_out_of_the_directory_is_refused(published, tmp_path):
+    path = published.folder / "part-00001.safetensors"
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RefitError, match="leads out of"):
+        published.open()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m["parts"][0]["checksums"].__setitem__(0, 1), "is damaged"),
+        (lambda m: m.update(version=11), "is of version 11, not 12"),
+        (lambda m: m.pop("parts"), "cannot be read"),
+        (lambda m: m["parts"].__setitem__(0, 3), "cannot be read"),
+    ],
+)
+def test_a_manifest_that_is_wrong_is_refused(published, change, message):
+    rewrite(published, change)
+    with pytest.raises(RefitError, match=message):
+        published.open()
+
+
+def test_a_manifest_of_another_run_is_refused(published):
+    other = [dataclasses.replace(p, checksums=(1, *p.checksums[1:])) for p in published.sent]
+    directory.publish(published.root, other)
+    with pytest.raises(RefitError, match="does another run write there"):
+        published.open()
+
+
+def test_old_versions_are_removed_and_nothing_else(published):
+    for name in ("v000010", "v000011", "v000099", "notes"):
+        (published.root / name).mkdir()
+        (published.root / name / "part-00000.safetensors").write_bytes(b"")
+    directory.keep_only(published.root, range(11, 13))
+    assert sorted(p.name for p in published.root.iterdir()) == ["notes", "v000011", "v000012"]
+    published.open()
+
+
+def test_a_directory_that_cannot_be_written_names_its_setting(tmp_path):
+    (tmp_path / "refit").write_text("a file")
+    with pytest.raises(RefitError, match="refit.directory"):
+        all_sent(make_wire("directory", tmp_path))
+
+
+# ---- distributed
+
+
+@pytest.fixture
+def trainer_process():
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=offer_and_wait, args=(theirs,))
+    process.start()
+    assert ours.poll(60), "the trainer process did not start"
+    layouts, sent = ours.recv()
+    yield SimpleNamespace(process=process, layout=layouts[1], sent=sent[1])
+    process.kill()
+    process.join()
+
+
+def test_another_process_sends_as_often_as_asked_until_it_is_gone(trainer_process):
+    layout, sent = trainer_process.layout, trainer_process.sent
+    workers = [distributed.Incoming(rank, timeout_s=20) for rank in (0, 1, 0)]
+    for worker in [*workers, *workers]:
+        buffer = worker.open(layout, sent)
+        mine = [i for i, e in enumerate(layout.entries) if worker.rank in e.targets]
+        parts.check_received(layout, sent, buffer, mine)
+
+    stale = dataclasses.replace(sent, version=13)
+    with pytest.raises(RefitError, match="asked for adapter version 13, it has version 12"):
+        workers[0].open(layout, stale)
+    workers[0].open(layout, sent)
+
+    os.kill(trainer_process.process.pid, signal.SIGKILL)
+    trainer_process.process.join()
+    started = time.monotonic()
+    for worker in (workers[0], distributed.Incoming(0, timeout_s=20)):
+        with pytest.raises(RefitError, match="trainer rank 1 at 127.0.0.1:.* did not send"):
+            worker.open(layout, sent)
+    assert time.monotonic() - started < 10  # it is seen, not waited for
+
+
+def test_a_trainer_rank_that_hangs_is_given_up(trainer_process):
+    os.kill(trainer_process.process.pid, signal.SIGSTOP)
+    with pytest.raises(RefitError, match="took longer than refit.timeout_s=1 "):
+        distributed.Incoming(0, timeout_s=1).open(trainer_process.layout, trainer_process.sent)
+
+
+def test_a_worker_that_leaves_does_not_stop_the_others():
+    all_ = all_sent(Wire("distributed", timeout_s=1))
+    layout, sent = all_.layouts[0], all_.sent[0]
+    leaver = distributed.Incoming(0, timeout_s=1)
+    leaver.open(layout, sent)
+    link = leaver.links[sent.path]
+    ask = {"ask": "x", "link": "nobody", "left": [], "rank": 0, "version": VERSION}
+    link.store.queue_push(distributed.ASKED, json.dumps(ask))  # and then never meets the sender
+    leaver.links.clear()
+    buffer = distributed.Incoming(1, timeout_s=20).open(layout, sent)
+    mine = [i for i, e in enumerate(layout.entries) if 1 in e.targets]
+    parts.check_received(layout, sent, buffer, mine)
+
+
+# ---- which
+
+
+def test_auto_is_shared_memory_where_all_run_in_one_place():
+    here = shm.place()
+    assert choose(RefitConfig(), [here, here], [here]).kind == "shm"
+    assert choose(RefitConfig(), [here, here], ["elsewhere"]).kind == "distributed"
+    assert choose(RefitConfig(transport="distributed"), [here], [here]).kind == "distributed"
+    with pytest.raises(ConfigError, match="use distributed or directory"):
+        choose(RefitConfig(transport="shm"), [here], ["elsewhere"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"transport": "directory"}, "needs refit.directory"),
+        ({"transport": "directory", "directory": "refit"}, "refit.directory=refit is relative"),
+    ],
+)
+def test_a_directory_must_be_given_from_the_root(settings, message):
+    with pytest.raises(ValueError, match=message):
+        RefitConfig(**settings)
