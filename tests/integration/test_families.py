@@ -9,9 +9,13 @@ import hf
 import numpy as np
 import pytest
 import tiny_families
+import torch
 from ranks import run_ranks, spec_of
+from safetensors.torch import load_file, save_file
 
+from lora_moe_rl import cli
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import ActorFailed
 
 FLOAT32 = {"rtol": 3e-6, "atol": 1e-5}
 LENGTHS = (5, 17, 40, 200)  # the last goes beyond YaRN's original positions
@@ -59,3 +63,41 @@ def test_forward_equals_hugging_face(name, tmp_path):
         np.testing.assert_allclose(ours, theirs, **FLOAT32)
     changed = [np.abs(a - b).max() for a, b in zip(plain, merged, strict=True)]
     assert min(changed) > 0.01, "the adapter changes nothing"
+
+
+def drop_a_norm(tensors: dict) -> None:
+    del tensors["model.layers.0.self_attn.k_norm.weight"]
+
+
+def add_a_bias(tensors: dict) -> None:
+    tensors["model.layers.1.self_attn.q_proj.bias"] = torch.ones(128)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop_a_norm, "no weight of the checkpoint belongs to 1 parameters"),
+        (add_a_bias, r"1 weights of the checkpoint have no place .*q_proj\.bias"),
+    ],
+)
+def test_a_checkpoint_of_an_unknown_variant_is_refused(change, message, tmp_path):
+    """Upstream logs such weights and goes on with another model."""
+    tiny_families.save("qwen3_moe", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ActorFailed, match=message):
+        run_ranks(make_config(tmp_path), tmp_path, score, {})
+
+
+# Qwen3-MoE and DeepSeek-V3: test_verify_layout.py.
+OTHERS = [name for name in tiny_families.FAMILIES if name not in ("qwen3_moe", "deepseek_v3")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_layouts_train_the_same_function(name, tmp_path, capsys):
+    tiny_families.save(name, tmp_path)
+    options = ["--model", str(tmp_path), "--layouts", "tp2ep2", "--json"]
+    code = cli.main(["verify", "layout", *options, "adapter.rank=5", "adapter.expert_rank=3"])
+    assert code == 0, capsys.readouterr().out
