@@ -168,14 +168,15 @@ def _bench(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="lora-moe-rl bench",
         description="Measure. step: one steady training step, by stage. memory: what training "
-        "keeps in memory, adapters against all parameters.",
+        "keeps in memory, adapters against all parameters. refit: an adapter into vLLM, against "
+        "vLLM's own ways and a plain copy. kernels: expert adapters, merges and the route codec.",
     )
-    parser.add_argument("what", choices=("step", "memory"))
+    parser.add_argument("what", choices=("step", "memory", "refit", "kernels"))
     parser.add_argument("rest", nargs=argparse.REMAINDER, help="options of the benchmark")
     options = parser.parse_args(arguments)
-    from lora_moe_rl.bench import memory, step
+    from importlib import import_module
 
-    return {"step": step, "memory": memory}[options.what].main(options.rest)
+    return import_module(f"lora_moe_rl.bench.{options.what}").main(options.rest)
 
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
@@ -183,5 +184,5 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "make-tiny": (_make_tiny, "make a tiny MoE model to train"),
     "doctor": (_doctor, "print versions and devices, what is missing and how to mend it"),
     "verify": (_verify, "show that the function is the same under every layout of ranks"),
-    "bench": (_bench, "measure one steady training step, or its memory"),
+    "bench": (_bench, "measure one steady training step, its memory, or a refit"),
 }
