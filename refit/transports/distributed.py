@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import queue
 import socket
 import threading
 import uuid
@@ -54,10 +55,12 @@ class Outgoing:
 
     def _serve(self) -> None:
         while True:
+            self.store.set_timeout(IDLE)
             try:
                 ask = json.loads(self.store.queue_pop(ASKED))
             except DistStoreError:  # nobody asked
                 continue
+            self.store.set_timeout(timedelta(seconds=self.timeout_s))
             try:
                 self._answer(**ask)
             except RuntimeError as error:  # the worker is gone, or gave up
@@ -119,8 +122,7 @@ class _Link:
         with socket.create_connection((host, int(port)), timeout=limit) as connection:
             self.host = connection.getsockname()[0]
         self.path, self.timeout_s, self.name = path, timeout_s, uuid.uuid4().hex
-        timeout = timedelta(seconds=timeout_s)
-        self.store = TCPStore(host, int(port), None, False, timeout=timeout)
+        self.store = _connect(host, int(port), timeout_s)
         self.group: ProcessGroupGloo | None = None
         self.asks = 0
 
@@ -152,6 +154,26 @@ def runs(layout: PartLayout, rank: int) -> list[tuple[int, int]]:
             start = found.pop()[0] if found and found[-1][1] == entry.offset else entry.offset
             found.append((start, end))
     return found
+
+
+def _connect(host: str, port: int, timeout_s: float) -> TCPStore:
+    """A store's client. Its constructor would wait for ever for a process that hangs."""
+    timeout, found = timedelta(seconds=timeout_s), queue.SimpleQueue()
+
+    def connect() -> None:
+        try:
+            found.put(TCPStore(host, port, None, False, timeout=timeout))
+        except RuntimeError as error:
+            found.put(error)
+
+    threading.Thread(target=connect, name="refit", daemon=True).start()
+    try:
+        store = found.get(timeout=timeout_s)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {timeout_s:g} s") from None
+    if isinstance(store, RuntimeError):
+        raise store
+    return store
 
 
 def _group(store: Store, link: str, rank: int, host: str, timeout_s: float) -> ProcessGroupGloo:
