@@ -181,6 +181,15 @@ def test_gradients_that_nobody_wants_are_not_computed(monkeypatch):
 
 
 @plain_only
+def test_torchs_grouped_matmul_gives_the_bits_of_a_loop(monkeypatch):
+    problem = Problem(ODD, 64, (32, 32), (8, 8))
+    grouped = problem.run()
+    monkeypatch.setattr(torch_path, "_aligned", lambda _: False)
+    loop = problem.run()
+    assert all(torch.equal(grouped[name], loop[name]) for name in loop)
+
+
+@plain_only
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
 def test_meta_tensors_have_the_shapes(kernel):
     problem = Problem([3, 5], 16, (8, 6), (4, 2))
