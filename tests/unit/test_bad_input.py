@@ -77,7 +77,7 @@ def train(model, *arguments) -> int:
         ("adapter.targets=kv_a_proj", ["Qwen3MoeForCausalLM has no module", "it has q_proj, "]),
         ("trainer.world_size=3 trainer.ep=3", ["trainer.ep=3 does not divide", "8 experts"]),
         ("trainer.world_size=3 trainer.tp=2", ["trainer.world_size=3 does not match the layout"]),
-        ("trainer.world_size=3 trainer.pp=3", ["trainer.pp=3 does not divide", "4 layers"]),
+        ("trainer.world_size=5 trainer.pp=5", ["trainer.pp=5", "5 pieces", "4 layers"]),
         ("model.max_length=1024", ["model.max_length=1024", "512 positions"]),
         ("model=./no_config", ["no_config has no config.json"]),
         ("model=./no_shard", ["lacks 1 of 1 weight shards (model-00001-of-00002.safetensors"]),
