@@ -19,6 +19,7 @@ from lora_moe_rl.kernels.grouped_lora.torch_path import row_in_site
 _BLOCKS = {2: (128, 128, 64, 64), 4: (64, 64, 32, 32)}
 _SMALLEST = 16  # sides of tl.dot
 _WARPS, _STAGES = 4, 3
+_WIDE_TILE = 64 * 128  # a larger tile does not leave registers enough on four warps
 # With more tokens an expert than this, weights are cast to x's dtype once and not by each tile.
 _CAST_ONCE = 512
 # Tokens of one program of `outer`: four times the mean of an expert, so that a balanced load has no
@@ -101,7 +102,7 @@ def _matmul(x, w, y, tiles, size, scale=1.0, add=False, limits=None):
         x.stride(0), *w.stride(), y.stride(0),
         ADD=add, HAS_RANKS=limits is not None, UPCAST=interpreting(),
         BLOCK_T=size, BLOCK_N=block_n, BLOCK_K=_block(K, wide_k),
-        num_warps=_WARPS, num_stages=_STAGES,
+        num_warps=2 * _WARPS if size * block_n > _WIDE_TILE else _WARPS, num_stages=_STAGES,
     )  # fmt: skip
 
 
