@@ -110,7 +110,7 @@ def drop_reduction(kind: Kind, tensor: str, axis: Axis) -> None:
     RULES[kind][tensor] = replace(rule, reduce=tuple(a for a in rule.reduce if a != axis))
 
 
-_AS_WRITTEN = {kind: dict(rules) for kind, rules in RULES.items()}
+_AS_WRITTEN: dict[Kind, dict[str, Rule]] = {kind: dict(rules) for kind, rules in RULES.items()}
 
 
 def restore_reductions() -> None:

@@ -28,6 +28,7 @@ from lora_moe_rl.adapters.sharding import Kind, RankLayout, kind_of, pipeline_ch
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
 from lora_moe_rl.config import TrainerConfig
 from lora_moe_rl.errors import RefitError
+from lora_moe_rl.refit.names import Matrix
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Transfer:
     source: int
     target: int
     site: Site
-    matrix: str
+    matrix: Matrix
     box: Box
 
 
@@ -168,7 +169,8 @@ def make_plan(
     transfers = []
     for site in spec:
         stage = stages[site.layer]
-        for matrix, shape in (("A", site.shape_A), ("B", site.shape_B)):
+        pairs: list[tuple[Matrix, tuple[int, ...]]] = [("A", site.shape_A), ("B", site.shape_B)]
+        for matrix, shape in pairs:
             # Stages are alike: what goes where within one is the same for all its layers.
             key = (site.module, matrix, shape)
             if key not in known:
