@@ -10,8 +10,8 @@ from lora_moe_rl.kernels.backend import interpreting
 from lora_moe_rl.kernels.merge import triton_kernels as kernels
 from lora_moe_rl.kernels.merge.formats import FP8_BLOCK
 
-# (rows, columns) of a program's tile, chosen by the registers that ptxas for sm_90 gives it. FP8's is
-# fixed, and spills least on sixteen warps.
+# (rows, columns) of a program's tile, chosen by the registers that ptxas for sm_90 gives it. FP8's
+# is fixed, and spills least on sixteen warps.
 _BLOCK = (64, 64)
 _INT4_BLOCK = (32, 128)
 _MOST_R = 32
