@@ -90,7 +90,8 @@ class RolloutGroup:
     def publish(self, version: int, sent_refs: list[Any]) -> list[Receipt]:
         """Every engine takes the version, or the run stops."""
         refs = [actor.remote("publish", version, *sent_refs) for actor in self.actors]
-        return get(self.actors, refs, self.config.refit.timeout_s + REFIT_GRACE_S)
+        # An engine may wait as long for a slot and again for its workers.
+        return get(self.actors, refs, 2 * self.config.refit.timeout_s + REFIT_GRACE_S)
 
     def roll_back(self, version: int, sent_refs: list[Any]) -> list[str]:
         """Takes a version back, so that the one before it serves again. Returns the tensors that a
