@@ -22,6 +22,7 @@ inner dimension of the experts.)
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -116,6 +117,36 @@ _AS_WRITTEN: dict[Kind, dict[str, Rule]] = {kind: dict(rules) for kind, rules in
 def restore_reductions() -> None:
     for kind, rules in _AS_WRITTEN.items():
         RULES[kind].update(rules)
+
+
+@dataclass(frozen=True)
+class Box:
+    """`shape` elements at `start` of a canonical tensor."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Where this box lies in the memory of `outer`."""
+        return tuple(
+            slice(a - o, a - o + n)
+            for a, o, n in zip(self.start, outer.start, self.shape, strict=True)
+        )
+
+    def common(self, other: Box) -> Box | None:
+        """The elements that both have, if any."""
+        start, shape = [], []
+        for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True):
+            low, high = max(a, b), min(a + n, b + m)
+            if low >= high:
+                return None
+            start.append(low)
+            shape.append(high - low)
+        return Box(tuple(start), tuple(shape))
 
 
 @dataclass(frozen=True)

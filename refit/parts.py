@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
@@ -18,6 +19,9 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.errors import RefitError
 from lora_moe_rl.refit.names import Dtype, Matrix, vllm_module
 from lora_moe_rl.refit.plan import Box, Plan
+
+if TYPE_CHECKING:
+    import torch
 
 # numpy has no bfloat16: its bits travel as uint16.
 STORAGE = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16)}
@@ -43,6 +47,16 @@ class Entry:
 
     def nbytes(self, dtype: Dtype) -> int:
         return self.box.size * STORAGE[dtype].itemsize
+
+    def view(self, whole: torch.Tensor) -> torch.Tensor:
+        """The box in a buffer that is seen in its dtype."""
+        start = self.offset // whole.itemsize
+        return whole[start : start + self.box.size].view(self.box.shape)
+
+    def digest(self, buffer: np.ndarray, dtype: Dtype) -> int:
+        """xxh3-64 of the box in a buffer of bytes."""
+        data = memoryview(buffer)[self.offset : self.offset + self.nbytes(dtype)]
+        return xxhash.xxh3_64_intdigest(data)
 
 
 @dataclass(frozen=True)
@@ -104,11 +118,7 @@ def from_json(text: str) -> list[PartLayout]:
 
 def checksums(layout: PartLayout, buffer: np.ndarray) -> tuple[int, ...]:
     """xxh3-64 of each box in `buffer` (uint8 `[layout.nbytes]`)."""
-    data = memoryview(buffer)
-    return tuple(
-        xxhash.xxh3_64_intdigest(data[e.offset : e.offset + e.nbytes(layout.dtype)])
-        for e in layout.entries
-    )
+    return tuple(entry.digest(buffer, layout.dtype) for entry in layout.entries)
 
 
 def version_checksum(sent: Sequence[SentPart]) -> str:
@@ -149,13 +159,11 @@ def check_received(
 ) -> None:
     """Raises RefitError, naming the tensor, when a box is not what was sent. `entries`: numbers of
     the boxes to look at."""
-    data = memoryview(buffer)
     for i in entries:
-        e = layout.entries[i]
-        found = xxhash.xxh3_64_intdigest(data[e.offset : e.offset + e.nbytes(layout.dtype)])
-        if found != sent.checksums[i]:
+        entry = layout.entries[i]
+        if entry.digest(buffer, layout.dtype) != sent.checksums[i]:
             raise RefitError(
-                f"adapter version {sent.version}: the checksum of {e.tensor} from trainer rank "
+                f"adapter version {sent.version}: the checksum of {entry.tensor} from trainer rank "
                 f"{sent.source} differs from the sender's"
             )
 

@@ -18,47 +18,22 @@ along the slot's rank, the B of a row and of experts' down along its rows.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from lora_moe_rl.adapters.sharding import Kind, RankLayout, kind_of, pipeline_chunks
+from lora_moe_rl.adapters.sharding import (
+    Box,
+    Kind,
+    RankLayout,
+    kind_of,
+    pipeline_chunks,
+)
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
 from lora_moe_rl.config import TrainerConfig
 from lora_moe_rl.errors import RefitError
 from lora_moe_rl.refit.names import Matrix
-
-
-@dataclass(frozen=True)
-class Box:
-    """`shape` elements at `start` of a canonical tensor."""
-
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    def within(self, outer: Box) -> tuple[slice, ...]:
-        """Where this box lies in the memory of `outer`."""
-        return tuple(
-            slice(a - o, a - o + n)
-            for a, o, n in zip(self.start, outer.start, self.shape, strict=True)
-        )
-
-    def common(self, other: Box) -> Box | None:
-        """The elements that both have, if any."""
-        start, shape = [], []
-        for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True):
-            low, high = max(a, b), min(a + n, b + m)
-            if low >= high:
-                return None
-            start.append(low)
-            shape.append(high - low)
-        return Box(tuple(start), tuple(shape))
 
 
 @dataclass(frozen=True)

@@ -194,9 +194,6 @@ def _values(
     layout: PartLayout, places: Sequence[Place], buffer: np.ndarray
 ) -> Iterator[tuple[Place, torch.Tensor]]:
     """Each place with what is to be there."""
-    dtype = getattr(torch, layout.dtype)
-    whole = torch.from_numpy(buffer).view(dtype)
+    whole = torch.from_numpy(buffer).view(getattr(torch, layout.dtype))
     for place in places:
-        entry = layout.entries[place.entry]
-        start = entry.offset // dtype.itemsize
-        yield place, whole[start : start + entry.box.size].view(entry.box.shape)
+        yield place, layout.entries[place.entry].view(whole)

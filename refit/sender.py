@@ -42,12 +42,10 @@ class Sender:
         wants of it, or when there is no room."""
         self.layout = layout
         self.descriptor, self.buffer = _memory(layout.nbytes)
-        dtype = getattr(torch, layout.dtype)
-        self.whole = torch.from_numpy(self.buffer).view(dtype)
+        self.whole = torch.from_numpy(self.buffer).view(getattr(torch, layout.dtype))
         self.pieces: list[tuple[torch.Tensor, torch.Tensor, float]] = []
         for entry in layout.entries:
-            start = entry.offset // dtype.itemsize
-            view = self.whole[start : start + entry.box.size].view(entry.box.shape)
+            view = entry.view(self.whole)
             scale = scales[entry.site] if entry.matrix == "B" else 1.0
             found = 0
             for box, tensor in held.get(entry.tensor, ()):
@@ -74,10 +72,8 @@ class Sender:
 
     def _not_finite(self, version: int) -> RefitError:
         """Names the first value that is not."""
-        dtype = self.whole.dtype
         for entry in self.layout.entries:
-            start = entry.offset // dtype.itemsize
-            values = self.whole[start : start + entry.box.size].view(entry.box.shape)
+            values = entry.view(self.whole)
             if not torch.isfinite(values).all():
                 where = (~torch.isfinite(values)).nonzero()[0].tolist()
                 place = [a + b for a, b in zip(entry.box.start, where, strict=True)]

@@ -6,7 +6,6 @@ key of a slice says which tensor it is part of and where it lies: `adapter|layer
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from lora_moe_rl.adapters.attach import Adapters
+from lora_moe_rl.adapters.sharding import Box
 from lora_moe_rl.checkpoint import disk_errors
 from lora_moe_rl.errors import CheckpointError
 from lora_moe_rl.trainer.optimizer import AdapterOptimizer
@@ -69,23 +69,15 @@ class _Index:
         """The window `start + shape` of one tensor, float32."""
         out = np.empty(shape, dtype=np.float32)
         covered = 0
+        wanted = Box(start, shape)
         for begin, key, path in self.where.get((kind, name), []):
             part = self.files[path].get_slice(key)
-            overlap = list(_overlap(start, shape, begin, tuple(part.get_shape())))
-            if any(o is None for o in overlap):
-                continue
-            values = part[tuple(source for _, source in overlap)]
-            out[tuple(target for target, _ in overlap)] = values
-            covered += values.size
+            held = Box(begin, tuple(part.get_shape()))
+            if common := wanted.common(held):
+                out[common.within(wanted)] = part[common.within(held)]
+                covered += common.size
         if covered != out.size:
             raise CheckpointError(
                 f"{kind} of {name}: {covered} of {out.size} elements are in the checkpoint"
             )
         return out
-
-
-def _overlap(start, shape, begin, extent) -> Iterator[tuple[slice, slice] | None]:
-    """For each dimension (target slice, source slice), or None where the two do not meet."""
-    for s, n, b, m in zip(start, shape, begin, extent, strict=True):
-        low, high = max(s, b), min(s + n, b + m)
-        yield (slice(low - s, high - s), slice(low - b, high - b)) if low < high else None

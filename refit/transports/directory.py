@@ -41,8 +41,8 @@ class Outgoing:
     def offer(self, sent: SentPart, buffer: np.ndarray) -> SentPart:
         folder = self.root / _folder(sent.version)
         file = folder / f"part-{sent.source:05d}.safetensors"
-        whole = torch.from_numpy(buffer)
-        tensors = {_name(entry): _view(whole, self.layout, entry) for entry in self.layout.entries}
+        whole = torch.from_numpy(buffer).view(getattr(torch, self.layout.dtype))
+        tensors = {_name(entry): entry.view(whole) for entry in self.layout.entries}
         with _disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / MANIFEST).unlink(missing_ok=True)  # of an earlier run that came further
@@ -66,13 +66,13 @@ class Incoming:
                 f"trainer rank {sent.source} has sent; does another run write there?"
             )
         buffer = np.empty(layout.nbytes, dtype=np.uint8)
-        whole = torch.from_numpy(buffer)
+        whole = torch.from_numpy(buffer).view(getattr(torch, layout.dtype))
         path = self.root / sent.path
         try:
             with safe_open(path, framework="pt") as file:
                 for entry in layout.entries:
                     if self.rank in entry.targets:
-                        target = _view(whole, layout, entry)
+                        target = entry.view(whole)
                         values = file.get_tensor(_name(entry))
                         if (values.shape, values.dtype) != (target.shape, target.dtype):
                             raise RefitError(
@@ -171,11 +171,6 @@ def _folder(version: int) -> str:
 def _name(entry: Entry) -> str:
     """A tensor may be cut into several boxes."""
     return f"{entry.tensor}@{','.join(map(str, entry.box.start))}"
-
-
-def _view(whole: torch.Tensor, layout: PartLayout, entry: Entry) -> torch.Tensor:
-    raw = whole[entry.offset : entry.offset + entry.nbytes(layout.dtype)]
-    return raw.view(getattr(torch, layout.dtype)).view(entry.box.shape)
 
 
 def _move(scratch: Path, final: Path) -> None:
