@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 
 from lora_moe_rl import __version__
@@ -51,7 +52,7 @@ def _complain(message: str) -> None:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    rows = "\n".join(f"  {name:<10} {sentence}" for name, (_, sentence) in COMMANDS.items())
+    rows = "\n".join(f"  {name:<12} {sentence}" for name, (_, sentence) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="lora-moe-rl",
         description="Reinforcement learning of Mixture-of-Experts models by training only LoRA "
@@ -152,37 +153,54 @@ def _make_tiny(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _doctor(arguments: Sequence[str]) -> int:
-    from lora_moe_rl import doctor
+VERIFY = {
+    "layout": ("verify.command", "one function, gradient and checkpoint under every layout"),
+    "refit": ("verify.refit", "vLLM serves what the trainer holds, by every way in"),
+    "replay": ("verify.replay", "Megatron uses the routes that vLLM recorded"),
+    "export": ("verify.export", "PEFT, vLLM and transformers compute what was trained"),
+}
+BENCH = {
+    "step": ("bench.step", "one steady training step, by stage"),
+    "memory": ("bench.memory", "what training keeps in memory, adapters against all parameters"),
+    "refit": ("bench.refit", "an adapter into vLLM, against vLLM's own ways and a plain copy"),
+    "replay": ("bench.replay", "router replay: bytes, codec, its share of a step, its effect"),
+    "export": ("bench.export", "merging a checkpoint, against cp and PEFT"),
+    "kernels": ("bench.kernels", "expert adapters, merges and the route codec"),
+}
 
-    return doctor.main(arguments)
 
-
-def _verify(arguments: Sequence[str]) -> int:
-    from lora_moe_rl.verify import command
-
-    return command.main(arguments)
-
-
-def _bench(arguments: Sequence[str]) -> int:
+def _one_of(command: str, table: dict[str, tuple[str, str]], arguments: Sequence[str]) -> int:
+    """`lora-moe-rl COMMAND WHAT ...`: WHAT's module has a `main(argv)` of its own."""
+    rows = "\n".join(f"  {name:<8} {sentence}" for name, (_, sentence) in table.items())
     parser = argparse.ArgumentParser(
-        prog="lora-moe-rl bench",
-        description="Measure. step: one steady training step, by stage. memory: what training "
-        "keeps in memory, adapters against all parameters. refit: an adapter into vLLM, against "
-        "vLLM's own ways and a plain copy. kernels: expert adapters, merges and the route codec.",
+        prog=f"lora-moe-rl {command}",
+        epilog=f"`lora-moe-rl {command} WHAT --help` says more of each:\n{rows}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", choices=("step", "memory", "refit", "kernels"))
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help="options of the benchmark")
-    options = parser.parse_args(arguments)
-    from importlib import import_module
+    parser.add_argument("what", choices=list(table), metavar="WHAT")
+    options = parser.parse_args(arguments[:1])
+    module, _ = table[options.what]
+    return _module(module)(arguments[1:])
 
-    return import_module(f"lora_moe_rl.bench.{options.what}").main(options.rest)
+
+def _module(name: str) -> Callable[[Sequence[str]], int]:
+    def main(arguments: Sequence[str]) -> int:
+        return import_module(f"lora_moe_rl.{name}").main(arguments)
+
+    return main
 
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (train, "train adapters, from a recipe or a config file"),
     "make-tiny": (_make_tiny, "make a tiny MoE model to train"),
-    "doctor": (_doctor, "print versions and devices, what is missing and how to mend it"),
-    "verify": (_verify, "show that the function is the same under every layout of ranks"),
-    "bench": (_bench, "measure one steady training step, its memory, or a refit"),
+    "plan": (_module("planner.command"), "what fits where, from the model's config alone"),
+    "export": (_module("export.command"), "write an adapter for PEFT and vLLM, or a merged model"),
+    "adapter": (_module("export.adapter_command"), "inspect, import, resize, combine adapters"),
+    "serve-check": (_module("export.serve_check"), "serve an exported adapter and compare"),
+    "doctor": (_module("doctor"), "print versions and devices, what is missing and how to mend it"),
+    "verify": (
+        lambda arguments: _one_of("verify", VERIFY, arguments),
+        "show that all engines and layouts compute the same: " + ", ".join(VERIFY),
+    ),
+    "bench": (lambda arguments: _one_of("bench", BENCH, arguments), "measure: " + ", ".join(BENCH)),
 }

@@ -1,4 +1,4 @@
-"""The command line of `lora-moe-rl verify`, its table and its JSON."""
+"""The command line of `lora-moe-rl verify layout`, its table and its JSON."""
 
 from __future__ import annotations
 
@@ -64,11 +64,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="lora-moe-rl verify",
+        prog="lora-moe-rl verify layout",
         description=ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", choices=("layout",))
     parser.add_argument("settings", nargs="*", metavar="key=value", help="as adapter.rank=8")
     parser.add_argument(
         "--model", required=True, help="Hugging Face directory or hub name, or a tiny model's name"
