@@ -47,6 +47,16 @@ class AdapterError(LoraMoeRlError, ValueError):
     """Adapter tensors that are not what the spec says."""
 
 
+class FileError(LoraMoeRlError, ValueError):
+    """A file from elsewhere that is malformed, or that may not be read or written."""
+
+    exit_code = 2
+
+
+class ExportError(LoraMoeRlError):
+    """An adapter or a merged model that cannot be written, or that is not served as it should."""
+
+
 class RefitError(LoraMoeRlError):
     """An adapter version that could not be published, or that the engine does not serve."""
 
