@@ -24,6 +24,7 @@ from lora_moe_rl import checkpoint, console, report
 from lora_moe_rl.adapters import peft
 from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
 from lora_moe_rl.algorithms.advantages import group_normalized
+from lora_moe_rl.base_model import base_record, check_unchanged
 from lora_moe_rl.checkpoint import Found
 from lora_moe_rl.clock import Clock
 from lora_moe_rl.config import RunConfig
@@ -59,6 +60,8 @@ def run(config: RunConfig, resume: bool = False) -> None:
         if resume:
             found = checkpoint.newest_valid(run_dir.checkpoints)
             console.say_resume(found)
+            if found.path:
+                check_unchanged(found.metadata["base"], model_dir)
         console.log_to(run_dir.log_path("controller"))
         Controller(config, spec, model_dir, source, rewards, run_dir).run(found)
 
@@ -85,6 +88,7 @@ class Controller:
         self.source: PromptSource = source
         self.rewards: RewardRunner = rewards
         self.run_dir: RunDir = run_dir
+        self.base = base_record(config.model.path, model_dir)
         self.version = -1
         self.skipped_in_a_row = 0
 
@@ -298,7 +302,12 @@ class Controller:
 
     def _checkpoint(self, step: int) -> None:
         """Adapter, moments, counters and data position: complete, or not at all."""
-        metadata: dict[str, Any] = {"step": step, "data": self.source.state_dict()}
+        metadata: dict[str, Any] = {
+            "step": step,
+            "data": self.source.state_dict(),
+            "adapter": self.config.adapter.model_dump(mode="json"),
+            "base": self.base,
+        }
         writer = checkpoint.write_checkpoint(
             self.run_dir.checkpoints, step, self.config.checkpoint.keep, metadata
         )

@@ -1,0 +1,1 @@
+"""Adapters in and out: other tools' files, merged checkpoints, other ranks."""

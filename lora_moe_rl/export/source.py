@@ -1,0 +1,111 @@
+"""Where an adapter comes from: a run, one of its checkpoints, or a PEFT directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lora_moe_rl import checkpoint
+from lora_moe_rl.adapters.families import ModelShape
+from lora_moe_rl.adapters.shards import Shard, assemble
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.base_model import check_unchanged
+from lora_moe_rl.config import AdapterConfig, RunConfig
+from lora_moe_rl.errors import AdapterError, CheckpointError
+from lora_moe_rl.safe_files import SafeFile, read_json
+
+
+@dataclass(frozen=True)
+class Source:
+    """A whole adapter: float32 arrays of the shapes in `spec.tensor_shapes`.
+
+    `config.model.path` is its base as the run named it, or as `adapter_config.json` names it.
+    `base` is what the run kept of it (`base_model.base_record`); a PEFT directory keeps nothing.
+    """
+
+    path: Path
+    spec: AdapterSpec
+    tensors: dict[str, np.ndarray]
+    config: RunConfig
+    base: dict[str, Any] | None
+
+    def check_base(self, directory: Path) -> None:
+        """Raises ModelError when `directory` is not the base that the run was made on."""
+        if self.base is not None:
+            check_unchanged(self.base, directory)
+
+
+def load(path: Path, base: Path | None = None) -> Source:
+    """`base`: directory of the base model, which a PEFT directory needs where its
+    `adapter_config.json` does not name one that is here. For a run, its newest valid checkpoint.
+
+    Raises AdapterError, CheckpointError, FileError or ModelError with what is wrong.
+    """
+    path = Path(path)
+    if (path / "checkpoints").is_dir():
+        found = checkpoint.newest_valid(path / "checkpoints")
+        if found.path is None:
+            raise CheckpointError(f"{path} has no checkpoint yet; let the run save one")
+        return _from_checkpoint(found.path, found.metadata, base)
+    if (path / checkpoint.MANIFEST).is_file():
+        return _from_checkpoint(path, _read_manifest(path), base)
+    if (path / "adapter_config.json").is_file():
+        return _from_peft(path, base)
+    raise AdapterError(
+        f"{path} is no run (it has no checkpoints/), no checkpoint (no {checkpoint.MANIFEST}) and "
+        f"no PEFT directory (no adapter_config.json)"
+    )
+
+
+def checkpoint_spec(metadata: dict[str, Any]) -> AdapterSpec:
+    """The adapter that a checkpoint holds, from its metadata alone."""
+    shape = ModelShape.from_hf_config(metadata["base"]["config"])
+    return AdapterSpec.build(shape, AdapterConfig(**metadata["adapter"]))
+
+
+def checkpoint_shards(directory: Path, kind: str = "adapter") -> Iterator[Shard]:
+    """The slices of one kind (adapter, exp_avg, exp_avg_sq) in a verified checkpoint."""
+    for path in sorted(directory.glob("trainer_*.safetensors")):
+        file = SafeFile.open(path)
+        for key in file.entries:
+            of, name, start = key.split("|")
+            if of == kind:
+                place = tuple(int(x) for x in start.split(","))
+                yield Shard(name, place, file.read(key).numpy())
+        file.close()
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        return checkpoint.read_manifest(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {path} is not valid: {error}") from error
+
+
+def _from_checkpoint(path: Path, metadata: dict[str, Any], base: Path | None) -> Source:
+    if not {"adapter", "base"} <= set(metadata):
+        raise CheckpointError(f"{path} does not say what adapter it holds, of which base")
+    if base is not None:
+        check_unchanged(metadata["base"], base)
+    spec = checkpoint_spec(metadata)
+    tensors = assemble(spec.tensor_shapes, checkpoint_shards(path))
+    config = RunConfig(model=metadata["base"]["path"], adapter=AdapterConfig(**metadata["adapter"]))
+    return Source(path, spec, tensors, config, metadata["base"])
+
+
+def _from_peft(path: Path, base: Path | None) -> Source:
+    from lora_moe_rl.adapters.peft_import import read
+
+    named = read_json(path / "adapter_config.json").get("base_model_name_or_path")
+    directory = base or (Path(named) if isinstance(named, str) and named else None)
+    if directory is None or not (directory / "config.json").is_file():
+        raise AdapterError(
+            f"{path} is of the base {named!r}, which is no directory here; give it with --base DIR"
+        )
+    shape = ModelShape.from_hf_config(read_json(directory / "config.json"))
+    spec, tensors = read(path, shape)
+    return Source(path, spec, tensors, RunConfig(model=str(directory)), None)
