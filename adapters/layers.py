@@ -170,6 +170,8 @@ class LoRALinear(torch.nn.Module):
             self._local("A", shape_A),
             self._local("B", shape_B),
         )
+        if next(self.base.parameters()).is_meta:  # of a model that is planned, not trained
+            return torch.empty(local_A, device="meta"), torch.empty(local_B, device="meta")
         if start is None:
             return _kaiming(site, rank, window(start_A, local_A), seed), torch.zeros(local_B)
         experts = range(start_A[0], start_A[0] + local_A[0]) if self.grouped else None

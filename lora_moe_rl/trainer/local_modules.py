@@ -81,7 +81,8 @@ class _GroupedLinear(torch.nn.Module):
         self.in_features = input_size if column else input_size // tp
         self.out_features = output_size // tp if column else output_size
         self.explicit_expert_comm = tp > 1 or config.expert_model_parallel_size > 1
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        # As mcore's linears: on the CPU, or inside `torch.device("meta")` without values.
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
         shape = (num_gemms, self.out_features, self.in_features)
         self.stacked = torch.zeros(shape, dtype=config.params_dtype, device=device)
         for i in range(num_gemms):

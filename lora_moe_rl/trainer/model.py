@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -49,18 +50,24 @@ _ALWAYS = {
 
 def init_process_groups(config: TrainerConfig, device: Device, rank: int, address: str) -> None:
     """torch.distributed and Megatron's groups. `address`: host:port of rank 0."""
-    from megatron.core import parallel_state as ps
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
     dist.init_process_group(
         device.backend, init_method=f"tcp://{address}", rank=rank, world_size=config.world_size
     )
+    init_model_parallel(config)
+
+
+def init_model_parallel(config: TrainerConfig, **options) -> None:
+    """Megatron's groups, in the world that torch.distributed has."""
+    from megatron.core import parallel_state as ps
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
     ps.initialize_model_parallel(
         tensor_model_parallel_size=config.tp,
         pipeline_model_parallel_size=config.pp,
         virtual_pipeline_model_parallel_size=config.vpp if config.vpp > 1 else None,
         expert_model_parallel_size=config.ep,
         expert_tensor_parallel_size=config.etp,
+        **options,
     )
     model_parallel_cuda_manual_seed(1)
 
@@ -77,8 +84,7 @@ def build_model(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         source = auto_bridge.from_hf_pretrained(str(model_dir), dtype=device.dtype)
-        provider = source.to_megatron_provider(load_weights=True)
-        _configure(provider, config, num_layers, device)
+        provider = make_provider(source, config, num_layers, device)
         bf16 = device.dtype is torch.bfloat16
         chunks = provider.provide_distributed_model(
             wrap_with_ddp=False,
@@ -86,15 +92,23 @@ def build_model(
             fp16=False,
             bf16=bf16,
         )
+    replicate(chunks, config, device)
+    return list(chunks)
+
+
+def replicate(chunks: Sequence[torch.nn.Module], config: TrainerConfig, device: Device) -> None:
+    """Makes whole, on every tensor-parallel rank, what the local spec cuts and should not."""
     if not device.transformer_engine and config.tp > 1:
         from lora_moe_rl.trainer.local_modules import replicate_mla_down_projections
 
         for chunk in chunks:
             replicate_mla_down_projections(getattr(chunk, "module", chunk))
-    return list(chunks)
 
 
-def _configure(provider, config: TrainerConfig, num_layers: int, device: Device) -> None:
+def make_provider(source, config: TrainerConfig, num_layers: int, device: Device, load=True):
+    """Bridge's provider of the model `source` (an AutoBridge), with our options. `load`: whether
+    the models that it builds load their weights."""
+    provider = source.to_megatron_provider(load_weights=load)
     bf16 = device.dtype is torch.bfloat16
     options = dict(_ALWAYS)
     if not device.transformer_engine:
@@ -126,6 +140,7 @@ def _configure(provider, config: TrainerConfig, num_layers: int, device: Device)
             raise RuntimeError(f"Megatron-Bridge's provider has no option {name} any more")
         setattr(provider, name, value)
     provider.finalize()
+    return provider
 
 
 def _pipeline_layout(num_layers: int, config: TrainerConfig) -> list[list[str]] | None:
