@@ -34,10 +34,23 @@ _RULES = [
     _Rule("replay.missing", lambda c: c.replay.mode == "r3", "replay.mode", "with replay.mode=r3"),
     _Rule("data.split", _is_hub_data, "data.path", "to a hub data set"),
     _Rule(
+        "refit.slots",
+        lambda c: c.refit.mode == "adapter",
+        "refit.mode",
+        "with refit.mode=adapter",
+    ),
+    _Rule(
         "refit.directory",
         lambda c: c.refit.transport == "directory",
         "refit.transport",
         "with refit.transport=directory",
+    ),
+    _Rule("rollout.ep", lambda c: c.rollout.tp > 1, "rollout.tp", "with rollout.tp above 1"),
+    _Rule(
+        "rollout.fully_sharded",
+        lambda c: c.rollout.tp > 1,
+        "rollout.tp",
+        "with rollout.tp above 1",
     ),
     _Rule(
         "trainer.gpus_per_rank", lambda c: c.trainer.device != "cpu", "trainer.device", "on cuda"

@@ -176,6 +176,15 @@ class TrainerConfig(Section):
 class RolloutConfig(Section):
     engines: int = Field(1, ge=1, description="vLLM engine replicas.")
     tp: int = Field(1, ge=1, description="Tensor-parallel size of each engine.")
+    ep: bool = Field(
+        False,
+        description="Give each of an engine's tp ranks a share of the experts, not of each expert.",
+    )
+    fully_sharded: bool = Field(
+        False,
+        description="Cut adapters over an engine's tp ranks along the rank too (vLLM's "
+        "fully_sharded_loras): less memory, more communication.",
+    )
     max_response_tokens: int = Field(8, ge=1, description="Longest response, in tokens.")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature; the loss uses it too.")
     stop_token_ids: tuple[int, ...] = Field(
@@ -191,8 +200,22 @@ class RolloutConfig(Section):
     prefix_caching: bool = Field(True, description="Reuse the KV cache of equal prompt prefixes.")
     start_timeout_s: float = Field(600, gt=0, description="Longest wait for an engine to start.")
 
+    @model_validator(mode="after")
+    def _one_cut(self):
+        if self.ep and self.fully_sharded:
+            raise ValueError(
+                "rollout.ep=true and rollout.fully_sharded=true are both set: vLLM cuts adapters "
+                "of experts over the tp ranks either by expert or by rank; choose one"
+            )
+        return self
+
 
 class RefitConfig(Section):
+    mode: Literal["adapter", "merged"] = Field(
+        "adapter",
+        description="What engines serve: adapters in slots, or base weights with the adapter "
+        "merged in, for what vLLM cannot serve as an adapter (kv_b_proj).",
+    )
     transport: Literal["auto", "shm", "distributed", "directory"] = Field(
         "auto",
         description="How adapters travel: by shared memory, by torch.distributed, or through "

@@ -37,6 +37,7 @@ from lora_moe_rl.refit.plan import EngineLayout, make_plan
 from lora_moe_rl.refit.proof import check_served, default_tolerance
 from lora_moe_rl.refit.transports.choose import choose
 from lora_moe_rl.rewards.runner import RewardRunner
+from lora_moe_rl.rollout.platform import check_engine
 from lora_moe_rl.run_dir import RunDir
 from lora_moe_rl.tiny.make import check_model_dir, resolve_model
 from lora_moe_rl.types import Prompt, Sample
@@ -70,7 +71,9 @@ def make_spec(config: RunConfig, model_dir: Path) -> AdapterSpec:
     """Raises ModelError or ConfigError for a model or a layout that cannot work."""
     shape = ModelShape.from_hf_config(check_model_dir(model_dir))
     check_layout(shape, config)
-    return AdapterSpec.build(shape, config.adapter)
+    spec = AdapterSpec.build(shape, config.adapter)
+    check_engine(config, spec)
+    return spec
 
 
 def make_source(config: RunConfig, model_dir: Path) -> PromptSource:
@@ -234,7 +237,7 @@ class Controller:
     def _prepare_refit(self, dtype: str) -> None:
         """Both ends learn once what will go from which trainer rank to which engine rank."""
         config = self.config
-        engine = EngineLayout(self.spec.slot_rank, tp=config.rollout.tp)
+        engine = EngineLayout.of(config.rollout, self.spec.slot_rank)
         plan = make_plan(self.spec, config.trainer, engine, STORAGE[dtype].itemsize)
         layouts = part_layouts(plan, self.spec, dtype)
         self.trainer.prepare_refit(layouts, self.wire)

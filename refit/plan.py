@@ -14,6 +14,9 @@ transfer's.
 
 With `fully_sharded` (vLLM's fully_sharded_loras) the A of a column and of experts' gate/up is cut
 along the slot's rank, the B of a row and of experts' down along its rows.
+
+With `merged` an engine rank merges whole weights, and takes of every tensor the whole; with ep, of
+the experts' its own.
 """
 
 from __future__ import annotations
@@ -30,20 +33,21 @@ from lora_moe_rl.adapters.sharding import (
     kind_of,
     pipeline_chunks,
 )
-from lora_moe_rl.adapters.spec import AdapterSpec, Site
-from lora_moe_rl.config import TrainerConfig
+from lora_moe_rl.adapters.spec import NOT_SERVABLE, AdapterSpec, Site
+from lora_moe_rl.config import RolloutConfig, TrainerConfig
 from lora_moe_rl.errors import RefitError
 from lora_moe_rl.refit.names import Matrix
 
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """One vLLM engine. `slot_rank` is its max_lora_rank."""
+    """One vLLM engine. `slot_rank` is its max_lora_rank; `merged`: it has no slots."""
 
     slot_rank: int
     tp: int = 1
     ep: bool = False
     fully_sharded: bool = False
+    merged: bool = False
 
     def __post_init__(self):
         if self.ep and self.fully_sharded:
@@ -51,6 +55,15 @@ class EngineLayout:
                 "vLLM cuts adapters over the same ranks by experts (ep) or by rank "
                 "(fully_sharded), not by both; choose one"
             )
+        if self.fully_sharded and self.slot_rank % self.tp:
+            raise RefitError(
+                f"{self.tp} engine ranks do not divide an adapter slot of rank {self.slot_rank}, "
+                "which fully_sharded cuts over them"
+            )
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig, slot_rank: int) -> EngineLayout:
+        return cls(slot_rank, rollout.tp, rollout.ep, rollout.fully_sharded)
 
 
 @dataclass(frozen=True)
@@ -136,13 +149,20 @@ def _place(config: TrainerConfig, n: int) -> RankLayout:
 def make_plan(
     spec: AdapterSpec, trainer: TrainerConfig, engine: EngineLayout, itemsize: int
 ) -> Plan:
-    """The transfers of one refit to one engine. `itemsize`: bytes an element in flight."""
+    """The transfers of one refit to one engine. `itemsize`: bytes an element in flight.
+
+    Raises RefitError for a site that vLLM serves no adapter of, unless `engine` merges.
+    """
     ranks = trainer_ranks(trainer, spec.shape.num_layers)
     stages = {layer: [r for r in ranks if layer in r.layers] for layer in range(max_layer(spec))}
     kv_heads = spec.shape.dims.get("kv_heads", 0)
     known: dict[tuple, list[tuple[int, int, Box]]] = {}
     transfers = []
     for site in spec:
+        if site.module in NOT_SERVABLE and not engine.merged:
+            raise RefitError(
+                f"{site.name} has no adapter slot in vLLM: {NOT_SERVABLE[site.module]}"
+            )
         stage = stages[site.layer]
         pairs: list[tuple[Matrix, tuple[int, ...]]] = [("A", site.shape_A), ("B", site.shape_B)]
         for matrix, shape in pairs:
@@ -178,6 +198,9 @@ def held(site: Site, matrix: str, engine: EngineLayout, rank: int, kv_heads: int
     """What engine rank `rank` holds of a canonical tensor of `site`. `kv_heads` of the model: with
     fewer than tp, ranks share a head's k and v."""
     shape = site.shape_A if matrix == "A" else site.shape_B
+    if engine.merged:
+        cut = engine.ep and len(shape) == 3
+        return _cut_experts(shape, rank, engine.tp) if cut else _whole(shape)
     if site.num_experts is not None:
         return _held_experts(site, matrix, shape, engine, rank)
     kind = kind_of(site)
