@@ -34,7 +34,7 @@ from lora_moe_rl.errors import ConfigError
 # No pattern of adapter.targets includes these, only their name.
 NOT_SERVABLE = {
     "kv_b_proj": "vLLM absorbs it into MLA attention and would ignore the adapter; only a refit "
-    "with merged weights could serve it"
+    "with merged weights (refit.mode=merged) serves it"
 }
 
 
@@ -199,7 +199,7 @@ def _check_targets(
     for target in targets:
         if servable and target in NOT_SERVABLE and target in names:
             raise ConfigError(
-                f"adapter.targets names {target}: {NOT_SERVABLE[target]}; leave it out"
+                f"adapter.targets names {target}: {NOT_SERVABLE[target]}; leave it out or set that"
             )
         if not any(_selects(target, name) for name in offered):
             raise ConfigError(

@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import Literal
 
 from lora_moe_rl.adapters.families import ModelShape
-from lora_moe_rl.adapters.spec import NOT_SERVABLE, Site
-from lora_moe_rl.errors import RefitError
+from lora_moe_rl.adapters.spec import Site
 
 Dtype = Literal["float32", "bfloat16"]
 Matrix = Literal["A", "B"]
@@ -39,26 +38,35 @@ _MLA = {
     "q_a_proj": ("self_attn.fused_qkv_a_proj", 0, 2),
     "kv_a_proj": ("self_attn.fused_qkv_a_proj", 1, 2),
     "q_b_proj": ("self_attn.q_b_proj", 0, 1),
+    "kv_b_proj": ("self_attn.kv_b_proj", 0, 1),
 }
 _MLA_FULL_Q = {
     "q_proj": ("self_attn.q_proj", 0, 1),
     "kv_a_proj": ("self_attn.kv_a_proj_with_mqa", 0, 1),
+    "kv_b_proj": ("self_attn.kv_b_proj", 0, 1),
 }
 
 
 def vllm_module(shape: ModelShape, site: Site) -> tuple[str, int, int]:
-    """(vLLM's module, part, number of parts) that serves a site.
+    """(vLLM's module, part, number of parts) of a site."""
+    return _module(shape, site.layer, site.module)
 
-    Raises RefitError for one that vLLM serves no adapter of.
-    """
+
+def fused_parts(shape: ModelShape, layer: int) -> dict[str, list[str]]:
+    """`{vLLM's module: our modules that it fuses, in the order of its parts}` of a layer."""
+    parts: dict[str, list[tuple[int, str]]] = {}
+    for module in shape.modules(layer):
+        path, part, _ = _module(shape, layer, module)
+        parts.setdefault(path, []).append((part, module))
+    return {path: [module for _, module in sorted(found)] for path, found in parts.items()}
+
+
+def _module(shape: ModelShape, layer: int, module: str) -> tuple[str, int, int]:
     family = shape.family
     if family.attention == "mla":
         attention = _MLA if shape.dims["q_lora_rank"] else _MLA_FULL_Q
     else:
         attention = _GQA
-    modules = _COMMON | attention
-    if site.module not in modules:
-        raise RefitError(f"{site.name} has no adapter slot in vLLM: {NOT_SERVABLE[site.module]}")
-    suffix, part, parts = modules[site.module]
+    suffix, part, parts = (_COMMON | attention)[module]
     suffix = suffix.format(moe_block=family.moe_block, shared_expert=family.shared_expert)
-    return f"model.layers.{site.layer}.{suffix}", part, parts
+    return f"model.layers.{layer}.{suffix}", part, parts
