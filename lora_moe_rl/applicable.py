@@ -33,11 +33,14 @@ class _Rule(NamedTuple):
 _RULES = [
     _Rule("replay.missing", lambda c: c.replay.mode == "r3", "replay.mode", "with replay.mode=r3"),
     _Rule("data.split", _is_hub_data, "data.path", "to a hub data set"),
-    _Rule(
-        "refit.slots",
-        lambda c: c.refit.mode == "adapter",
-        "refit.mode",
-        "with refit.mode=adapter",
+    *(
+        _Rule(
+            option,
+            lambda c: c.refit.mode == "adapter",
+            "refit.mode",
+            "with refit.mode=adapter",
+        )
+        for option in ("refit.slots", "rollout.fully_sharded")
     ),
     _Rule(
         "refit.directory",

@@ -71,7 +71,7 @@ def make_spec(config: RunConfig, model_dir: Path) -> AdapterSpec:
     """Raises ModelError or ConfigError for a model or a layout that cannot work."""
     shape = ModelShape.from_hf_config(check_model_dir(model_dir))
     check_layout(shape, config)
-    spec = AdapterSpec.build(shape, config.adapter)
+    spec = AdapterSpec.build(shape, config.adapter, servable=config.refit.mode == "adapter")
     check_engine(config, spec)
     return spec
 
@@ -237,7 +237,8 @@ class Controller:
     def _prepare_refit(self, dtype: str) -> None:
         """Both ends learn once what will go from which trainer rank to which engine rank."""
         config = self.config
-        engine = EngineLayout.of(config.rollout, self.spec.slot_rank)
+        merged = config.refit.mode == "merged"
+        engine = EngineLayout.of(config.rollout, self.spec.slot_rank, merged)
         plan = make_plan(self.spec, config.trainer, engine, STORAGE[dtype].itemsize)
         layouts = part_layouts(plan, self.spec, dtype)
         self.trainer.prepare_refit(layouts, self.wire)

@@ -62,8 +62,8 @@ class EngineLayout:
             )
 
     @classmethod
-    def of(cls, rollout: RolloutConfig, slot_rank: int) -> EngineLayout:
-        return cls(slot_rank, rollout.tp, rollout.ep, rollout.fully_sharded)
+    def of(cls, rollout: RolloutConfig, slot_rank: int, merged: bool = False) -> EngineLayout:
+        return cls(slot_rank, rollout.tp, rollout.ep, rollout.fully_sharded, merged)
 
 
 @dataclass(frozen=True)

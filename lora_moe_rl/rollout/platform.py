@@ -79,7 +79,6 @@ def engine_args(
 ) -> dict[str, Any]:
     """Keywords of vLLM's AsyncEngineArgs."""
     dtype = serving_dtype(config, cpu)
-    modules = {vllm_module(spec.shape, site)[0].rpartition(".")[2] for site in spec}
     args: dict[str, Any] = {
         "model": model_dir,
         "skip_tokenizer_init": True,  # token ids in, token ids out
@@ -94,6 +93,20 @@ def engine_args(
         "enable_prefix_caching": config.rollout.prefix_caching,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
         "enable_return_routed_experts": True,
+        "disable_log_stats": True,
+    }
+    if config.refit.mode == "merged":
+        args["worker_extension_cls"] = "lora_moe_rl.refit.merged.MergedReceiver"
+    else:
+        args |= _lora_args(config, spec)
+    if cpu:
+        args |= _cpu_args(config, spec)
+    return args
+
+
+def _lora_args(config: RunConfig, spec: AdapterSpec) -> dict[str, Any]:
+    modules = {vllm_module(spec.shape, site)[0].rpartition(".")[2] for site in spec}
+    return {
         "enable_lora": True,
         "max_loras": config.refit.slots,
         "max_cpu_loras": config.refit.slots,
@@ -102,11 +115,7 @@ def engine_args(
         "lora_dtype": "auto",  # the dtype of the base
         "lora_target_modules": sorted(modules),
         "worker_extension_cls": "lora_moe_rl.refit.receiver.Receiver",
-        "disable_log_stats": True,
     }
-    if cpu:
-        args |= _cpu_args(config, spec)
-    return args
 
 
 def _cpu_args(config: RunConfig, spec: AdapterSpec) -> dict[str, Any]:
