@@ -11,6 +11,10 @@ from typing import NamedTuple
 import torch
 import vllm
 from torch.nn.functional import silu
+from vllm.distributed import (
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -66,7 +70,7 @@ class TorchLoRAExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
             experts = expert_map.long()[experts]  # -1: an expert of another worker
         order, runs = sort_by_expert(experts, w1.shape[0], self._slot_groups(tokens), top_k)
 
-        lora = self._lora_context
+        lora = self._lora_context if any(run.slot >= 0 for run in runs) else None
         inner = _gate_up(hidden_states[order // top_k], w1, runs, lora)
         result = _down(inner, w2, runs, lora).float()
         if not apply_router_weight_on_input:
@@ -114,35 +118,53 @@ def sort_by_expert(
 def _gate_up(x: torch.Tensor, w1: torch.Tensor, runs: list[Run], lora: MoELoRAContext | None):
     """silu(gate(x)) * up(x), [N, I], for sorted rows x [N, H]."""
     width = w1.shape[1] // 2
-    hidden = x.new_empty(len(x), 2 * width)
-    for slot, expert, start, stop in runs:
-        rows, target = x[start:stop], hidden[start:stop]
-        torch.mm(rows, w1[expert].T, out=target)
-        if slot >= 0 and lora is not None:
-            for i in range(2):  # gate, up
-                _add_lora(
-                    target[:, i * width : (i + 1) * width],
-                    rows,
-                    lora.w13_lora_a_stacked[i][slot, expert],
-                    lora.w13_lora_b_stacked[i][slot, expert],
-                )
+    hidden = _matmul(x, w1, runs)
+    for i in range(2 if lora is not None else 0):  # gate, up
+        low = _shrink(x, lora.w13_lora_a_stacked[i], runs)
+        if lora.fully_sharded:  # each worker has a part of the rank
+            low = tensor_model_parallel_all_gather(low)
+        target = hidden[:, i * width : (i + 1) * width]
+        _expand(target, low, lora.w13_lora_b_stacked[i], runs)
     return silu(hidden[:, :width]) * hidden[:, width:]
 
 
 def _down(inner: torch.Tensor, w2: torch.Tensor, runs: list[Run], lora: MoELoRAContext | None):
-    """[N, H] from sorted rows inner [N, I]."""
-    result = inner.new_empty(len(inner), w2.shape[1])
-    for slot, expert, start, stop in runs:
-        rows, target = inner[start:stop], result[start:stop]
-        torch.mm(rows, w2[expert].T, out=target)
-        if slot >= 0 and lora is not None:
-            lora_a, lora_b = lora.w2_lora_a_stacked[0], lora.w2_lora_b_stacked[0]
-            _add_lora(target, rows, lora_a[slot, expert], lora_b[slot, expert])
+    """[N, H] from sorted rows inner [N, I]; the workers' results are summed later."""
+    result = _matmul(inner, w2, runs)
+    if lora is not None:
+        low, target = _shrink(inner, lora.w2_lora_a_stacked[0], runs), result
+        lora_b = lora.w2_lora_b_stacked[0]
+        if lora.fully_sharded:  # each worker has a part of the columns of the output
+            low = tensor_model_parallel_all_reduce(low)
+            width = lora_b.shape[2]
+            target = result[:, lora.tp_rank * width : (lora.tp_rank + 1) * width]
+        _expand(target, low, lora_b, runs)
     return result
 
 
-def _add_lora(target: torch.Tensor, x: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor):
-    target.addmm_((x.to(lora_a.dtype) @ lora_a.T).to(target.dtype), lora_b.T.to(target.dtype))
+def _matmul(x: torch.Tensor, weights: torch.Tensor, runs: list[Run]) -> torch.Tensor:
+    """Each row of x [N, in] times its expert's weight: weights [E, out, in]."""
+    result = x.new_empty(len(x), weights.shape[1])
+    for _, expert, start, stop in runs:
+        torch.mm(x[start:stop], weights[expert].T, out=result[start:stop])
+    return result
+
+
+def _shrink(x: torch.Tensor, lora_a: torch.Tensor, runs: list[Run]) -> torch.Tensor:
+    """x A^T, [N, r] in the dtype of A [slots, E, r, in]; zero in rows without an adapter."""
+    low = torch.zeros(len(x), lora_a.shape[2], dtype=lora_a.dtype)
+    for slot, expert, start, stop in runs:
+        if slot >= 0:
+            torch.mm(x[start:stop].to(low.dtype), lora_a[slot, expert].T, out=low[start:stop])
+    return low
+
+
+def _expand(target: torch.Tensor, low: torch.Tensor, lora_b: torch.Tensor, runs: list[Run]):
+    """target [N, out] += low B^T for rows with an adapter; B [slots, E, out, r]."""
+    for slot, expert, start, stop in runs:
+        if slot >= 0:
+            rows = low[start:stop].to(target.dtype)
+            target[start:stop].addmm_(rows, lora_b[slot, expert].T.to(target.dtype))
 
 
 def install() -> None:

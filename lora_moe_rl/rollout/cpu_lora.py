@@ -57,6 +57,25 @@ class GroupedLoRA(PunicaWrapperCPU):
                     target[rows] = target[rows] + delta
                 start += width
 
+    def add_shrink(self, y, x, lora_a_stacked, scale, **kwargs):
+        """y[i] += scale * x A_i^T for the tokens of each slot; for adapters that are cut over the
+        workers along the rank, with add_expand after an exchange. y [slices, T, r], x [T, in]."""
+        for slot, tokens in self.slot_groups:
+            rows = slice(None) if tokens is None else tokens
+            for low, stacked_a in zip(y, lora_a_stacked, strict=True):
+                lora_a = stacked_a[slot, 0]
+                low[rows] += (x[rows].to(lora_a.dtype) @ lora_a.T).to(low.dtype) * scale
+
+    def add_expand(self, y, x, lora_b_stacked, output_slices, offset_start=0, **kwargs):
+        """y[:, slice i] += x[i] B_i^T for the tokens of each slot. x [slices, T, r]."""
+        for slot, tokens in self.slot_groups:
+            rows = slice(None) if tokens is None else tokens
+            start = offset_start
+            for low, stacked_b, width in zip(x, lora_b_stacked, output_slices, strict=True):
+                lora_b, target = stacked_b[slot, 0], y[:, start : start + width]
+                target[rows] += (low[rows].to(lora_b.dtype) @ lora_b.T).to(y.dtype)
+                start += width
+
 
 def group_by_slot(slots: torch.Tensor) -> list[SlotGroup]:
     """Groups of a batch, from the slot number of each token `[T]` (-1: no adapter)."""
@@ -74,6 +93,14 @@ def install() -> None:
     require_parameters(
         PunicaWrapperCPU.add_lora_linear,
         ("self", "y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices"),
+        WHO,
+    )
+    require_parameters(
+        PunicaWrapperCPU.add_shrink, ("self", "y", "x", "lora_a_stacked", "scale"), WHO
+    )
+    require_parameters(
+        PunicaWrapperCPU.add_expand,
+        ("self", "y", "x", "lora_b_stacked", "output_slices", "offset_start"),
         WHO,
     )
     require_parameters(
