@@ -1,0 +1,113 @@
+"""A vLLM engine in this process, stepped by hand: real scheduler, model runner and route recorder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.config import RunConfig, TrainerConfig
+from lora_moe_rl.errors import RefitError
+from lora_moe_rl.refit.parts import STORAGE, part_layouts, to_json
+from lora_moe_rl.refit.plan import Box, EngineLayout, make_plan
+from lora_moe_rl.refit.sender import Sender
+from lora_moe_rl.refit.slots import lora_id
+from lora_moe_rl.rollout import platform
+
+VERSION = 0
+RPC_S = 120
+
+
+class SteppedEngine:
+    """As a rollout engine starts vLLM, with `changes` to its arguments."""
+
+    def __init__(self, config: RunConfig, spec: AdapterSpec, model_dir: Path, **changes: Any):
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        self.config, self.spec = config, spec
+        cpu = platform.is_cpu()
+        self.dtype = platform.serving_dtype(config, cpu)
+        args = platform.engine_args(config, spec, str(model_dir), 0, cpu)
+        args |= {"disable_log_stats": False} | changes  # its counters are the proof
+        self.llm = LLMEngine.from_engine_args(EngineArgs(**args), enable_multiprocessing=False)
+        self.caches_prefixes = self.llm.vllm_config.cache_config.enable_prefix_caching
+        self.chunks_prompts = self.llm.vllm_config.scheduler_config.enable_chunked_prefill
+        self.requests = 0
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: Any, adapter: bool = False
+    ) -> list[Any]:
+        """The final output of each request, all at once in the engine."""
+        return self.run([self.submit(prompt, params, adapter) for prompt in prompts])
+
+    def submit(self, prompt: Sequence[int], params: Any, adapter: bool = False) -> str:
+        """vLLM's name of the request. `adapter`: under the version that `publish` took."""
+        from vllm.lora.request import LoRARequest
+
+        lora = LoRARequest("verify", lora_id(VERSION), lora_path="in memory") if adapter else None
+        self.requests += 1
+        return self.llm.add_request(
+            str(self.requests),
+            {"prompt_token_ids": [int(token) for token in prompt]},
+            params,
+            lora_request=lora,
+        )
+
+    def run(self, names: Sequence[str]) -> list[Any]:
+        """Steps until these requests have ended."""
+        done: dict[str, Any] = {}
+        states = self.llm.output_processor.request_states
+        external = {states[name].external_req_id: name for name in names}
+        while self.llm.has_unfinished_requests():
+            for output in self.llm.step():
+                if output.finished and output.request_id in external:
+                    done[external[output.request_id]] = output
+        return [done[name] for name in names]
+
+    def abort(self, name: str) -> Any:
+        """Ends a request as `AsyncLLM.abort` does; its output until then."""
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.output_processor import RequestOutputCollector
+
+        state = self.llm.output_processor.request_states[name]
+        state.queue = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, name)
+        self.llm.abort_request([name], internal=True)
+        return state.queue.get_nowait()
+
+    def counter(self, name: str) -> int:
+        """One of vLLM's own counters, as vllm:num_preemptions."""
+        values = [metric.value for metric in self.llm.get_metrics() if metric.name == name]
+        if not values:
+            raise RuntimeError(f"vLLM has no counter {name} any more")
+        return int(sum(values))
+
+    def publish(self, tensors: Mapping[str, np.ndarray]) -> None:
+        """Serves a whole canonical adapter, by the way of a refit."""
+        plan = make_plan(
+            self.spec,
+            TrainerConfig(),
+            EngineLayout(self.spec.slot_rank, tp=self.config.rollout.tp),
+            STORAGE[self.dtype].itemsize,
+        )
+        (layout,) = layouts = part_layouts(plan, self.spec, self.dtype)
+        held = {
+            name: [(Box((0,) * tensor.ndim, tensor.shape), torch.from_numpy(tensor))]
+            for name, tensor in tensors.items()
+        }
+        self.sender = Sender(layout, held, {site.name: site.scale for site in self.spec})
+        sent = json.dumps([asdict(self.sender.send(VERSION))])
+        self._workers("refit_prepare", to_json(layouts))
+        self._workers("refit_stage", VERSION, sent)
+        self._workers("refit_commit", VERSION)
+
+    def _workers(self, method: str, *args: Any) -> None:
+        for answer in self.llm.collective_rpc(method, timeout=RPC_S, args=args):
+            if "error" in answer:
+                raise RefitError(answer["error"])

@@ -1,0 +1,164 @@
+"""What Hugging Face chooses and computes, in float32: the reference of `verify replay`.
+
+A route that the record has otherwise is a tie within rounding when this layer of Hugging Face
+itself chooses as recorded once its input is disturbed in the last bits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.verify import hf
+
+SIGMOID = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
+ROUNDING, TRIES = 1e-5, 32  # of a layer's input, relative; how often it is disturbed
+WEIGHT_ERROR = 1e-5
+
+
+@dataclass
+class Reference:
+    """Of some sequences: logprobs of every token after the first, float32 `[L - 1]`, with the given
+    routes; and the routes that are Hugging Face's own otherwise."""
+
+    logprobs: list[np.ndarray]
+    routes: int = 0
+    ties: list[str] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+
+
+class HuggingFace:
+    """The model of a directory, with an adapter merged by hand or none."""
+
+    def __init__(
+        self, model_dir: Path, spec: AdapterSpec, tensors: Mapping[str, np.ndarray] | None
+    ):
+        self.model, self.spec = hf.load(model_dir), spec
+        if tensors is not None:
+            hf.merge(self.model, spec, tensors)
+        (architecture,) = json.loads((model_dir / "config.json").read_text())["architectures"]
+        self.sigmoid = architecture in SIGMOID
+
+    @torch.no_grad()
+    def compare(
+        self, sequences: Sequence[Sequence[int]], rows: Sequence[np.ndarray], valid
+    ) -> Reference:
+        """Each row of routes `[L - 1, moe_layers, top_k]` beside Hugging Face's own choice."""
+        found = Reference([])
+        for i, (sequence, given, known) in enumerate(zip(sequences, rows, valid, strict=True)):
+            with self._watched() as calls:
+                found.logprobs.append(hf.logprobs(self.model, sequence))
+            for column, layer in enumerate(self.spec.shape.moe_layers):
+                hidden, own = calls[layer]
+                own = np.sort(own[: len(given)].numpy(), axis=-1)
+                wanted = np.sort(given[:, column].astype(np.int64), axis=-1)
+                found.routes += int(known[:, column].sum()) * wanted.shape[1]
+                for token in np.flatnonzero((own != wanted).any(-1) & known[:, column]):
+                    text = (
+                        f"sample {i}, token {token}, layer {layer}: recorded "
+                        f"{wanted[token].tolist()}, Hugging Face {own[token].tolist()}"
+                    )
+                    tie = self._is_tie(layer, hidden[token], wanted[token])
+                    (found.ties if tie else found.differences).append(text)
+        return found
+
+    @torch.no_grad()
+    def replay(
+        self, sequences: Sequence[Sequence[int]], rows: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        """Logprobs with these experts in place of the model's own, and weights from its scores."""
+        logprobs = []
+        for sequence, given in zip(sequences, rows, strict=True):
+            with self._forced(torch.from_numpy(given.astype(np.int64))):
+                logprobs.append(hf.logprobs(self.model, sequence))
+        return logprobs
+
+    def _layers(self) -> Iterator[tuple[int, int, torch.nn.Module]]:
+        for column, layer in enumerate(self.spec.shape.moe_layers):
+            yield column, layer, self.model.get_submodule(f"model.layers.{layer}.mlp")
+
+    @contextmanager
+    def _watched(self) -> Iterator[dict[int, tuple[torch.Tensor, torch.Tensor]]]:
+        """{layer: (input of the MoE layer `[L, H]`, experts chosen `[L, top_k]`)}."""
+        calls: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def note(layer: int):
+            def hook(module, args):
+                hidden, chosen = args[0], args[1]
+                calls[layer] = (hidden.reshape(-1, hidden.shape[-1]), chosen)
+
+            return hook
+
+        with _hooks((mlp.experts, note(layer)) for _, layer, mlp in self._layers()):
+            yield calls
+
+    @contextmanager
+    def _forced(self, routes: torch.Tensor) -> Iterator[None]:
+        """The last token, which has no row, is routed freely: nothing comes after it."""
+        logits: dict[int, torch.Tensor] = {}
+
+        def keep(layer: int):
+            def hook(module, args, out):
+                logits[layer] = out[0] if isinstance(out, tuple) else out
+
+            return hook
+
+        def force(column: int, layer: int):
+            def hook(module, args):
+                hidden, own, weights = args
+                mine = self._weights(logits[layer], own)
+                error = float((mine - weights).abs().max())
+                if error > WEIGHT_ERROR * float(weights.abs().max()):
+                    raise RuntimeError(
+                        f"layer {layer}: Hugging Face weighs experts otherwise (by {error:.2g})"
+                    )
+                chosen = torch.cat([routes[:, column], own[len(routes) :]])
+                return hidden, chosen, self._weights(logits[layer], chosen)
+
+            return hook
+
+        layers = list(self._layers())
+        gates = [mlp.gate.register_forward_hook(keep(layer)) for _, layer, mlp in layers]
+        try:
+            with _hooks((mlp.experts, force(column, layer)) for column, layer, mlp in layers):
+                yield
+        finally:
+            for gate in gates:
+                gate.remove()
+
+    def _weights(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Combine weights of the chosen experts, as the published models compute them."""
+        config = self.model.config
+        logits = logits.reshape(-1, logits.shape[-1]).float()
+        scores = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
+        weights = scores.gather(1, chosen)
+        if getattr(config, "norm_topk_prob", True):
+            weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if self.sigmoid else 0))
+        return weights * getattr(config, "routed_scaling_factor", 1.0)
+
+    def _is_tie(self, layer: int, hidden: torch.Tensor, wanted: np.ndarray) -> bool:
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(TRIES, len(hidden), generator=generator)
+        disturbed = hidden * (1 + ROUNDING * noise)
+        mlp = self.model.get_submodule(f"model.layers.{layer}.mlp")
+        with self._watched() as calls:
+            mlp(disturbed[None])
+        chosen = calls[layer][1].sort(-1).values.numpy()
+        return bool((chosen == wanted).all(-1).any())
+
+
+@contextmanager
+def _hooks(pairs) -> Iterator[None]:
+    handles = [module.register_forward_pre_hook(hook) for module, hook in pairs]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
