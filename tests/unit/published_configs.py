@@ -1,78 +1,15 @@
 """What the published `config.json` of one real model of each family says, as far as we read it."""
 
-QWEN3_30B_A3B = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
-    "num_hidden_layers": 48, "hidden_size": 2048, "vocab_size": 151936,
-    "max_position_embeddings": 40960, "num_attention_heads": 32, "num_key_value_heads": 4,
-    "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768,
-    "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [],
-}  # fmt: skip
-QWEN1_5_MOE_A2_7B = {
-    "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe",
-    "num_hidden_layers": 24, "hidden_size": 2048, "vocab_size": 151936,
-    "max_position_embeddings": 8192, "num_attention_heads": 16, "num_key_value_heads": 16,
-    "intermediate_size": 5632, "moe_intermediate_size": 1408,
-    "shared_expert_intermediate_size": 5632, "num_experts": 60, "num_experts_per_tok": 4,
-    "decoder_sparse_step": 1, "sliding_window": 32768, "use_sliding_window": False,
-}  # fmt: skip
-MIXTRAL_8X7B = {
-    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral",
-    "num_hidden_layers": 32, "hidden_size": 4096, "vocab_size": 32000,
-    "max_position_embeddings": 32768, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2,
-    "sliding_window": None,
-}  # fmt: skip
-YARN = {
-    "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096,
-    "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
-}  # fmt: skip
-DEEPSEEK_V2_LITE = {
-    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2",
-    "num_hidden_layers": 27, "hidden_size": 2048, "vocab_size": 102400,
-    "max_position_embeddings": 163840, "num_attention_heads": 16, "num_key_value_heads": 16,
-    "q_lora_rank": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
-    "v_head_dim": 128, "intermediate_size": 10944, "moe_intermediate_size": 1408,
-    "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
-    "first_k_dense_replace": 1, "moe_layer_freq": 1, "n_group": 1, "topk_group": 1,
-    "scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False,
-    "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
-}  # fmt: skip
-DEEPSEEK_V3 = {
-    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
-    "num_hidden_layers": 61, "hidden_size": 7168, "vocab_size": 129280,
-    "max_position_embeddings": 163840, "num_attention_heads": 128, "num_key_value_heads": 128,
-    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
-    "v_head_dim": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048,
-    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
-    "first_k_dense_replace": 3, "moe_layer_freq": 1, "n_group": 8, "topk_group": 4,
-    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True,
-    "rope_scaling": YARN,
-}  # fmt: skip
-KIMI_K2 = DEEPSEEK_V3 | {
-    "model_type": "kimi_k2", "vocab_size": 163840, "max_position_embeddings": 131072,
-    "num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384,
-    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
-    "rope_scaling": YARN | {"factor": 32, "beta_fast": 1},
-}  # fmt: skip
-MOONLIGHT_16B_A3B = {
-    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
-    "num_hidden_layers": 27, "hidden_size": 2048, "vocab_size": 163840,
-    "max_position_embeddings": 8192, "num_attention_heads": 16, "num_key_value_heads": 16,
-    "q_lora_rank": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
-    "v_head_dim": 128, "intermediate_size": 11264, "moe_intermediate_size": 1408,
-    "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
-    "first_k_dense_replace": 1, "moe_layer_freq": 1, "n_group": 1, "topk_group": 1,
-    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True,
-}  # fmt: skip
-GLM_4_5_AIR = {
-    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe",
-    "num_hidden_layers": 46, "hidden_size": 4096, "vocab_size": 151552,
-    "max_position_embeddings": 131072, "num_attention_heads": 96, "num_key_value_heads": 8,
-    "head_dim": 128, "intermediate_size": 10944, "moe_intermediate_size": 1408,
-    "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8,
-    "first_k_dense_replace": 1, "attention_bias": True, "use_qk_norm": False,
-    "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "partial_rotary_factor": 0.5,
-}  # fmt: skip
+from lora_moe_rl.planner.facts import config_of
+
+QWEN3_30B_A3B = config_of("qwen3_30b_a3b")
+QWEN1_5_MOE_A2_7B = config_of("qwen1_5_moe_a2_7b")
+MIXTRAL_8X7B = config_of("mixtral_8x7b")
+DEEPSEEK_V2_LITE = config_of("deepseek_v2_lite")
+DEEPSEEK_V3 = config_of("deepseek_v3")
+KIMI_K2 = config_of("kimi_k2")
+MOONLIGHT_16B_A3B = config_of("moonlight_16b_a3b")
+GLM_4_5_AIR = config_of("glm_4_5_air")
 
 PUBLISHED = {
     "Qwen3-30B-A3B": QWEN3_30B_A3B,

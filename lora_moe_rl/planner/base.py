@@ -1,0 +1,174 @@
+"""Every tensor of the frozen base as Megatron-core holds it, and each rank's part of it.
+
+Names are mcore's, with the global number of the layer and the experts of a layer stacked in one
+tensor: `decoder.layers.7.mlp.experts.linear_fc1.weight` of shape `[E, 2 I, H]` is weight0..E-1 of
+layer 7. Transformer Engine keeps some norms inside the linear behind them, under another name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from lora_moe_rl.adapters.families import Config, ModelShape
+from lora_moe_rl.adapters.sharding import Axis, Box, RankLayout
+from lora_moe_rl.planner.facts import Facts
+from lora_moe_rl.refit.plan import TrainerRank
+
+Split = tuple[tuple[int, Axis], ...]
+ROWS: Split = ((0, "tp"),)
+COLUMNS: Split = ((1, "tp"),)
+WHOLE: Split = ()
+EXPERT_ROWS: Split = ((0, "ep"), (1, "etp"))
+EXPERT_COLUMNS: Split = ((0, "ep"), (2, "etp"))
+PARTS = ("embeddings", "attention", "router", "experts", "shared experts", "dense MLPs", "norms")
+
+
+@dataclass(frozen=True)
+class BaseTensor:
+    """`split`: (dimension, axis) pairs it is cut over. `layer` -1: before the first layer, and
+    `num_layers`: behind the last. `buffer`: float32 whatever the base's dtype, and no parameter.
+    `linear`: a matrix that FP8 checkpoints hold in FP8; `part`: one of PARTS."""
+
+    name: str
+    shape: tuple[int, ...]
+    split: Split
+    layer: int
+    part: str
+    linear: bool = False
+    buffer: bool = False
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def local(self, layout: RankLayout) -> Box:
+        """A rank's part. Sizes divide: `check_layout` has seen to it, and the vocabulary is padded
+        to a multiple of tp."""
+        start, shape = [0] * len(self.shape), list(self.shape)
+        for dim, axis in self.split:
+            rank, ways = layout.place(axis)
+            size = -(-shape[dim] // ways)
+            if self.part != "embeddings" and shape[dim] % ways:
+                raise ValueError(f"{axis}={ways} does not divide dimension {dim} of {self.name}")
+            start[dim], shape[dim] = rank * size, size
+        return Box(tuple(start), tuple(shape))
+
+
+def base_tensors(facts: Facts) -> Iterator[BaseTensor]:
+    """All of them, in the order of the model."""
+    shape = facts.shape
+    hidden, last = shape.hidden_size, shape.num_layers
+    vocabulary = (shape.vocab_size, hidden)
+    name = "embedding.word_embeddings.weight"
+    yield BaseTensor(name, vocabulary, ROWS, -1, "embeddings")
+    for layer in range(last):
+        prefix = f"decoder.layers.{layer}."
+        for tensor in (*_attention(facts, layer), *_mlp(facts, layer)):
+            yield replace(tensor, name=prefix + tensor.name)
+    yield BaseTensor("decoder.final_layernorm.weight", (hidden,), WHOLE, last, "norms")
+    yield BaseTensor("output_layer.weight", vocabulary, ROWS, last, "embeddings")
+
+
+def num_parameters(facts: Facts) -> int:
+    """Of the model as published, router corrections included, without prediction layers."""
+    return sum(tensor.size for tensor in base_tensors(facts))
+
+
+def prediction_parameters(facts: Facts) -> int:
+    """Of the layers that predict further tokens: a last layer each, with embeddings, head, a
+    projection of two states to one and three norms."""
+    shape = facts.shape
+    layer = sum(t.size for t in base_tensors(facts) if t.layer == shape.num_layers - 1)
+    hidden = shape.hidden_size
+    extra = 2 * shape.vocab_size * hidden + 2 * hidden * hidden + 3 * hidden
+    return facts.prediction_layers * (layer + extra)
+
+
+def held_by(facts: Facts, rank: TrainerRank) -> dict[BaseTensor, Box]:
+    """What one trainer rank holds: its layers, the embedding with the first of them, the final norm
+    and the head with the last."""
+    first = 0 in rank.layers
+    last = facts.shape.num_layers - 1 in rank.layers
+    held = {}
+    for tensor in base_tensors(facts):
+        mine = tensor.layer in rank.layers
+        mine |= (tensor.layer < 0 and first) or (tensor.layer == facts.shape.num_layers and last)
+        if mine:
+            held[tensor] = tensor.local(rank.layout)
+    return held
+
+
+def _attention(facts: Facts, layer: int) -> Iterator[BaseTensor]:
+    shape, c = facts.shape, facts.config
+    d, hidden = shape.dims, shape.hidden_size
+
+    def norm(name: str, width: int) -> BaseTensor:
+        return BaseTensor(name, (width,), WHOLE, layer, "norms")
+
+    def linear(name: str, rows: int, columns: int, split: Split) -> BaseTensor:
+        name = f"self_attention.{name}.weight"
+        return BaseTensor(name, (rows, columns), split, layer, "attention", linear=True)
+
+    yield norm("input_layernorm.weight", hidden)
+    if shape.family.attention == "mla":
+        query = d["heads"] * (d["nope_dim"] + d["rope_dim"])
+        if d["q_lora_rank"]:
+            yield linear("linear_q_down_proj", d["q_lora_rank"], hidden, WHOLE)
+            yield norm("self_attention.q_layernorm.weight", d["q_lora_rank"])
+            yield linear("linear_q_up_proj", query, d["q_lora_rank"], ROWS)
+        else:
+            yield linear("linear_q_proj", query, hidden, ROWS)
+        yield linear("linear_kv_down_proj", d["kv_lora_rank"] + d["rope_dim"], hidden, WHOLE)
+        yield norm("self_attention.kv_layernorm.weight", d["kv_lora_rank"])
+        keys = d["heads"] * (d["nope_dim"] + d["v_dim"])
+        yield linear("linear_kv_up_proj", keys, d["kv_lora_rank"], ROWS)
+        yield linear("linear_proj", hidden, d["heads"] * d["v_dim"], COLUMNS)
+        return
+    rows = (d["heads"] + 2 * d["kv_heads"]) * d["head_dim"]
+    yield linear("linear_qkv", rows, hidden, ROWS)
+    if _has_qkv_bias(shape, c):
+        yield BaseTensor("self_attention.linear_qkv.bias", (rows,), ROWS, layer, "attention")
+    if shape.architecture == "Qwen3MoeForCausalLM" or c.get("use_qk_norm"):
+        yield norm("self_attention.q_layernorm.weight", d["head_dim"])
+        yield norm("self_attention.k_layernorm.weight", d["head_dim"])
+    yield linear("linear_proj", hidden, d["heads"] * d["head_dim"], COLUMNS)
+
+
+def _has_qkv_bias(shape: ModelShape, c: Config) -> bool:
+    if shape.architecture == "Qwen2MoeForCausalLM":
+        return bool(c.get("qkv_bias", True))
+    return bool(c.get("attention_bias"))
+
+
+def _mlp(facts: Facts, layer: int) -> Iterator[BaseTensor]:
+    shape = facts.shape
+    d, hidden = shape.dims, shape.hidden_size
+    yield BaseTensor("pre_mlp_layernorm.weight", (hidden,), WHOLE, layer, "norms")
+    if layer not in shape.moe_layers:
+        yield from _pair("mlp", d["intermediate"], hidden, layer, "dense MLPs")
+        return
+    experts = shape.num_experts
+    yield BaseTensor("mlp.router.weight", (experts, hidden), WHOLE, layer, "router")
+    if shape.architecture in ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"):
+        name = "mlp.router.expert_bias"
+        yield BaseTensor(name, (experts,), WHOLE, layer, "router", buffer=True)
+    width = d["moe_intermediate"]
+    for name, sizes, split in (
+        ("linear_fc1", (experts, 2 * width, hidden), EXPERT_ROWS),
+        ("linear_fc2", (experts, hidden, width), EXPERT_COLUMNS),
+    ):
+        yield BaseTensor(f"mlp.experts.{name}.weight", sizes, split, layer, "experts", linear=True)
+    if d["shared_intermediate"]:
+        width = d["shared_intermediate"]
+        yield from _pair("mlp.shared_experts", width, hidden, layer, "shared experts")
+        if shape.architecture == "Qwen2MoeForCausalLM":
+            name = "mlp.shared_experts.gate_weight"
+            yield BaseTensor(name, (1, hidden), WHOLE, layer, "shared experts")
+
+
+def _pair(prefix: str, width: int, hidden: int, layer: int, part: str) -> Iterator[BaseTensor]:
+    up, down = (2 * width, hidden), (hidden, width)
+    yield BaseTensor(f"{prefix}.linear_fc1.weight", up, ROWS, layer, part, linear=True)
+    yield BaseTensor(f"{prefix}.linear_fc2.weight", down, COLUMNS, layer, part, linear=True)

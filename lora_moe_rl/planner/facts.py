@@ -1,0 +1,123 @@
+"""What the planner knows of a model: its `config.json` and what was published about it.
+
+`models/*.json` hold the sizes of published models; a Hugging Face directory is read as it is; the
+tiny models are in `models/` too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from lora_moe_rl.adapters.families import Config, ModelShape
+from lora_moe_rl.errors import ModelError
+from lora_moe_rl.tiny.make import TINY_NAMES
+
+MODELS = Path(__file__).parent / "models"
+Format = Literal["bf16", "fp8", "int4", "float32"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """`checkpoint`: how the published weights are stored. `parameters`: their published number,
+    with those of `prediction_layers` layers that predict further tokens and are not trained here;
+    `stated` says by whom. None and '' for a directory."""
+
+    name: str
+    config: Config
+    shape: ModelShape
+    checkpoint: Format
+    source: str
+    parameters: int | None = None
+    prediction_layers: int = 0
+    stated: str = ""
+
+
+@cache
+def known() -> dict[str, Mapping[str, Any]]:
+    """`{file name without .json: what it holds}`."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(MODELS.glob("*.json"))}
+
+
+def find(name: str) -> Facts:
+    """The facts of a model by its name (kimi-k2), hub name, or Hugging Face directory.
+
+    Raises ModelError for a name that is none of these, with the nearest that are.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _of_directory(path)
+    if name in TINY_NAMES:  # to the letter: deepseek-v3 is the published model
+        return _of_entry(known()[f"tiny_{name}"])
+    for stem, entry in known().items():
+        if plain(name) in {plain(stem), plain(entry["name"]), *map(plain, entry["hub"])}:
+            return _of_entry(entry)
+    names = [entry["name"] for entry in known().values()]
+    near = get_close_matches(plain(name), [plain(n) for n in names], n=3, cutoff=0.4)
+    nearest = [n for n in names if plain(n) in near]
+    raise ModelError(
+        f"{name!r} is not a model that the planner knows, and not a directory with a config.json; "
+        + (f"did you mean {' or '.join(nearest)}? " if nearest else "")
+        + f"It knows {', '.join(names)}"
+    )
+
+
+def plain(name: str) -> str:
+    """A name without case, punctuation and the owner: moonshotai/Kimi-K2 is kimik2."""
+    return re.sub(r"[^a-z0-9]", "", name.lower().rpartition("/")[2])
+
+
+def config_of(stem: str) -> dict[str, Any]:
+    """A published config as far as it is read here."""
+    return dict(known()[stem]["config"])
+
+
+def _of_entry(entry: Mapping[str, Any]) -> Facts:
+    published = entry["published"]
+    return Facts(
+        entry["name"],
+        entry["config"],
+        ModelShape.from_hf_config(entry["config"]),
+        entry["checkpoint"],
+        entry["source"],
+        published["parameters"],
+        published["prediction_layers"],
+        published["as"],
+    )
+
+
+def _of_directory(path: Path) -> Facts:
+    file = path / "config.json"
+    if not file.is_file():
+        raise ModelError(f"{path} has no config.json: it is not a Hugging Face model directory")
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ModelError(f"{file} is not JSON: {error}") from error
+    shape = ModelShape.from_hf_config(config)
+    return Facts(path.name, config, shape, _format(config, file), str(file))
+
+
+def _format(config: Config, file: Path) -> Format:
+    """How the weights of a directory are stored, as its config says."""
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+        return "float32" if dtype == "float32" else "bf16"
+    method = quantization.get("quant_method")
+    if method == "fp8":
+        return "fp8"
+    groups = quantization.get("config_groups") or {}
+    bits = {(group.get("weights") or {}).get("num_bits") for group in groups.values()}
+    if method == "compressed-tensors" and bits == {4}:
+        return "int4"
+    raise ModelError(
+        f"{file}: quant_method={method!r} is not a format that the planner can size; it knows "
+        f"{', '.join(get_args(Format))}"
+    )
