@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     model_dir = resolve_model(config.model.path)
     dropped = tuple(_entry(text) for text in options.drop)
     spec, layouts = plan(config, _names(options.layouts), model_dir)
-    with _progress(len(layouts) + 3, options.json) as say:
+    with progress(len(layouts) + 3, options.json) as say:
         verification = Verification(
             spec,
             model_dir,
@@ -120,7 +120,7 @@ def _entry(text: str) -> tuple[str, str, str]:
 
 
 @contextlib.contextmanager
-def _progress(phases: int, quiet: bool) -> Iterator[Say]:
+def progress(phases: int, quiet: bool) -> Iterator[Say]:
     """A bar on a terminal; on stderr, so that --json stays clean."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

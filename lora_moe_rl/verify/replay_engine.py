@@ -1,8 +1,9 @@
-"""A vLLM engine in this process, stepped by hand: real scheduler, model runner and route recorder."""
+"""A vLLM engine in this process, stepped by hand: its own scheduler, runner and route recorder."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -36,7 +37,10 @@ class SteppedEngine:
         self.dtype = platform.serving_dtype(config, cpu)
         args = platform.engine_args(config, spec, str(model_dir), 0, cpu)
         args |= {"disable_log_stats": False} | changes  # its counters are the proof
-        self.llm = LLMEngine.from_engine_args(EngineArgs(**args), enable_multiprocessing=False)
+        vllm_config = EngineArgs(**args).create_engine_config()
+        # vLLM's CPU platform has just asked for spawn: each worker would import everything anew.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        self.llm = LLMEngine.from_vllm_config(vllm_config)
         self.caches_prefixes = self.llm.vllm_config.cache_config.enable_prefix_caching
         self.chunks_prompts = self.llm.vllm_config.scheduler_config.enable_chunked_prefill
         self.requests = 0

@@ -1,0 +1,166 @@
+"""What a trainer rank does for `verify replay`: it replays tables, and notes which experts its
+token dispatchers were given, apart from all that installs routes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.trainer.batch import TrainBatch
+
+SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One forward of all sequences: `table` is installed, `truth` is what it should have been."""
+
+    name: str
+    sequences: list[list[int]]
+    table: RouteTable
+    truth: RouteTable
+    adapter: bool = False
+    train: bool = False  # with backward, as a training step
+
+
+@dataclass
+class Used:
+    """What one rank's dispatchers were given in one forward.
+
+    `routes`: of tokens with a valid row, top_k of each; `wrong` of those were not the table's.
+    `seen` bool `[rows, moe_layers]`: whose routes passed here. `calls`: forwards of each router.
+    """
+
+    routes: int
+    wrong: int
+    first: list[str]
+    seen: np.ndarray
+    calls: int
+    micro_batches: int
+    logprobs: list[np.ndarray] | None = None
+
+
+@dataclass
+class _Calls:
+    """Maps bool `[T, E]` given to one layer's dispatcher, in order; those of a recomputing forward
+    apart, which runs with gradients after a first without."""
+
+    first: list[np.ndarray] = field(default_factory=list)
+    again: list[np.ndarray] = field(default_factory=list)
+
+
+def replay(
+    worker, spec, tensors: dict[str, np.ndarray], tasks: Sequence[Replayed], recompute: bool
+) -> list[Used]:
+    """The job of a rank: every task in turn."""
+    worker.set_adapter(tensors)
+    return [_one(worker, task, recompute) for task in tasks]
+
+
+def _one(worker, task: Replayed, recompute: bool) -> Used:
+    engine = worker.engine
+    logprobs = None
+    with _watched(engine, recompute and task.train) as calls:
+        if task.train:
+            batch = TrainBatch.from_sequences(task.sequences)
+            batch.advantages += 1
+            worker.gradients(batch, task.table)
+        else:
+            logprobs = worker.score(task.sequences, task.table, task.adapter)
+    used = _compare(_tokens(worker, task), calls, task, recompute and task.train)
+    used.logprobs = logprobs
+    return used
+
+
+@contextmanager
+def _watched(engine, recompute: bool) -> Iterator[dict[int, _Calls]]:
+    """{layer: calls} of the dispatchers of this rank's MoE layers."""
+    calls: dict[int, _Calls] = {}
+    undo = []
+    for chunk in engine.chunks:
+        for layer in getattr(chunk, "module", chunk).decoder.layers:
+            dispatcher = getattr(layer.mlp, "token_dispatcher", None)
+            if dispatcher is None:
+                continue
+            mine = calls[layer.layer_number - 1] = _Calls()
+            dispatcher.dispatch_preprocess = _noting(dispatcher, mine, recompute)
+            undo.append(dispatcher)
+    try:
+        yield calls
+    finally:
+        for dispatcher in undo:
+            del dispatcher.dispatch_preprocess
+
+
+def _noting(dispatcher: Any, calls: _Calls, recompute: bool):
+    upstream = dispatcher.dispatch_preprocess
+
+    def dispatch_preprocess(hidden_states, routing_map, probs):
+        again = recompute and torch.is_grad_enabled()
+        (calls.again if again else calls.first).append(routing_map.detach().cpu().numpy().copy())
+        return upstream(hidden_states, routing_map, probs)
+
+    return dispatch_preprocess
+
+
+def _tokens(worker, task: Replayed) -> list[np.ndarray]:
+    """Rows of the table of this rank's tokens, of each micro-batch; -1 for padding."""
+    from megatron.core import parallel_state as ps
+
+    engine = worker.engine
+    batch = TrainBatch.from_sequences(task.sequences)
+    size, rank = 1, 0
+    if task.train:
+        size, rank = ps.get_data_parallel_world_size(), ps.get_data_parallel_rank()
+    works = engine.my_work(batch, range(len(batch.token_ids)), None, size, rank)
+    tp = ps.get_tensor_model_parallel_world_size()
+    mine = ps.get_tensor_model_parallel_rank()  # sequence parallelism cuts the tokens in order
+    return [work.data.rows.reshape(tp, -1)[mine] for work in works]
+
+
+def _compare(tokens: list[np.ndarray], calls: dict[int, _Calls], task: Replayed, recompute) -> Used:
+    """Raises RuntimeError when a router ran another number of times than there are
+    micro-batches."""
+    truth = task.truth
+    used = Used(0, 0, [], np.zeros(truth.valid.shape, bool), 0, len(tokens))
+    columns = {layer: column for column, layer in enumerate(truth.layers)}
+    for layer, noted in calls.items():
+        for maps in (noted.first, noted.again) if recompute else (noted.first,):
+            if len(maps) != len(tokens):
+                raise RuntimeError(
+                    f"layer {layer}: its dispatcher ran {len(maps)} times for {len(tokens)} "
+                    f"micro-batches"
+                )
+            used.calls += len(maps)
+            for rows, chosen in zip(tokens, maps, strict=True):
+                _compare_one(used, layer, columns[layer], rows, chosen, truth)
+        if noted.again and not recompute:
+            raise RuntimeError(f"layer {layer}: recomputed without being asked to")
+    return used
+
+
+def _compare_one(used: Used, layer: int, column: int, rows, chosen, truth: RouteTable) -> None:
+    at = np.flatnonzero(rows >= 0)
+    at = at[truth.valid[rows[at], column]]
+    expected = np.zeros((len(at), truth.num_experts), bool)
+    np.put_along_axis(expected, truth.ids[rows[at], column].astype(np.int64), True, axis=1)
+    wrong = (expected & ~chosen[at]).sum(axis=1)
+    wrong = np.maximum(wrong, (chosen[at] & ~expected).sum(axis=1))
+    used.routes += int(expected.sum())
+    used.wrong += int(wrong.sum())
+    used.seen[rows[at], column] = True
+    for i in np.flatnonzero(wrong):
+        if len(used.first) == SHOWN:
+            break
+        row = int(rows[at[i]])
+        sample = int(np.searchsorted(truth.offsets, row, side="right")) - 1
+        used.first.append(
+            f"sample {sample}, token {row - int(truth.offsets[sample])}, layer {layer}: expected "
+            f"{np.flatnonzero(expected[i]).tolist()}, used {np.flatnonzero(chosen[at[i]]).tolist()}"
+        )

@@ -1,0 +1,293 @@
+"""The stages of `verify replay`: vLLM records, Hugging Face judges, Megatron replays.
+
+vLLM, each condition ──> sequences, logprobs, routes ──> Hugging Face's own routes of the tokens
+                                    │
+                                    └──> each layout: dispatchers' maps, logprobs
+                                                      with the recorded routes,
+                                                      with routes that no router would choose,
+                                                      with routes that are slightly wrong
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import ActorFailed, LoraMoeRlError
+from lora_moe_rl.overrides import with_settings
+from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.verify import replay_ranks, replay_record, replay_tables
+from lora_moe_rl.verify.inputs import random_adapter
+from lora_moe_rl.verify.layouts import Layout
+from lora_moe_rl.verify.ranks import run_processes, run_ranks
+from lora_moe_rl.verify.replay_ranks import Replayed, Used
+from lora_moe_rl.verify.replay_record import Recording
+
+TOLERANCE = 1e-5
+Say = Callable[[str], None]
+
+
+@dataclass
+class RecordRow:
+    """One condition. `error`: of vLLM's logprobs against Hugging Face's."""
+
+    recording: Recording
+    routes: int = 0
+    differences: list[str] = field(default_factory=list)
+    ties: list[str] = field(default_factory=list)
+    error: float | None = None
+    tolerance: float = TOLERANCE
+
+    @property
+    def passed(self) -> bool:
+        r = self.recording
+        if r.absent:
+            return True
+        within = self.error is not None and self.error <= self.tolerance
+        return r.failure is None and not self.differences and within and self.routes > 0
+
+
+@dataclass
+class ReplayRow:
+    """One layout. `errors` of logprobs, by what they are compared with; `caught`: (routes that the
+    maps showed to be wrong, error of the logprobs) by kind of shift."""
+
+    name: str
+    ranks: int
+    micro_batches: int = 0
+    routes: int = 0
+    wrong: list[str] = field(default_factory=list)
+    unseen: int = 0
+    errors: dict[str, float] = field(default_factory=dict)
+    caught: dict[str, tuple[int, float]] = field(default_factory=dict)
+    seconds: float = 0.0
+    failure: str | None = None
+    tolerance: float = TOLERANCE
+
+    @property
+    def passed(self) -> bool:
+        within = all(error <= self.tolerance for error in self.errors.values())
+        all_caught = all(
+            wrong > 0 and not error <= self.tolerance for wrong, error in self.caught.values()
+        )
+        complete = self.routes > 0 and not self.unseen and len(self.caught) == len(SHIFTS)
+        return self.failure is None and not self.wrong and within and all_caught and complete
+
+
+SHIFTS = replay_tables.SHIFTS
+
+
+@dataclass
+class Report:
+    model: str
+    records: list[RecordRow]
+    moved: float  # share of the other experts' routes that the record has not
+    replays: list[ReplayRow]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return all(row.passed for row in [*self.records, *self.replays])
+
+
+@dataclass
+class Group:
+    """Recordings that are replayed together: all of the base, or all under the adapter."""
+
+    adapter: bool
+    sequences: list[list[int]]
+    rollout: list[np.ndarray]  # vLLM's logprobs of the response tokens
+    table: RouteTable
+    other: RouteTable
+    expected: list[np.ndarray] = field(default_factory=list)
+    expected_other: list[np.ndarray] = field(default_factory=list)
+
+
+@dataclass
+class Verification:
+    """One run of the command. `layouts`: with or without recomputation, as their configs say."""
+
+    config: RunConfig
+    spec: AdapterSpec
+    model_dir: Path
+    layouts: list[Layout]
+    engines: Sequence[str]
+    samples: int = 16
+    timeout_s: float = 600
+    tolerance: float = TOLERANCE
+    say: Say = lambda text: None
+
+    def run(self) -> Report:
+        started = time.perf_counter()
+        tensors = random_adapter(self.spec, self.config.seed + 1)
+        self.say("vLLM records")
+        recordings = self._record(tensors)
+        groups = [g for adapter in (False, True) if (g := _group(recordings, adapter))]
+        self.say("Hugging Face")
+        records = self._judge(recordings, groups, tensors)
+        rows = []
+        for layout in self.layouts:
+            self.say(f"{layout.name} ({layout.world_size} ranks)")
+            rows.append(self._replay(layout, groups, tensors))
+        return Report(
+            self.config.model.path,
+            records,
+            replay_tables.moved(groups[0].other, groups[0].table),
+            rows,
+            time.perf_counter() - started,
+        )
+
+    def _record(self, tensors) -> list[Recording]:
+        """In a process of its own: this one may hold Megatron, whose mends vLLM must not see."""
+        context = multiprocessing.get_context("spawn")
+        arguments = (self.config, self.spec, self.model_dir, tensors, self.samples, self.engines)
+        with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+            future = pool.submit(replay_record.record, *arguments, self.timeout_s)
+            try:
+                return future.result()
+            except concurrent.futures.process.BrokenProcessPool as error:
+                raise ActorFailed("vLLM", f"its process died: {error}") from error
+
+    def _judge(self, recordings: list[Recording], groups: list[Group], tensors) -> list[RecordRow]:
+        found = run_processes(
+            1,
+            replay_record_judge,
+            self.model_dir,
+            self.spec,
+            tensors,
+            recordings,
+            groups,
+            cuda=False,
+            timeout_s=self.timeout_s,
+        )
+        rows, expected = found[0]
+        for group, (logprobs, other) in zip(groups, expected, strict=True):
+            group.expected, group.expected_other = logprobs, other
+        return [replace(row, tolerance=self.tolerance) for row in rows]
+
+    def _replay(self, layout: Layout, groups: list[Group], tensors) -> ReplayRow:
+        started = time.perf_counter()
+        row = ReplayRow(layout.name, layout.world_size, tolerance=self.tolerance)
+        tasks = _tasks(groups)
+        try:
+            by_rank = run_ranks(
+                layout.config,
+                self.model_dir,
+                replay_ranks.replay,
+                tensors,
+                tasks,
+                layout.config.trainer.recompute == "full",
+                timeout_s=self.timeout_s,
+            )
+            for task, used in zip(tasks, zip(*by_rank, strict=True), strict=True):
+                _add(row, task, used, groups)
+        except LoraMoeRlError as error:
+            row.failure = str(error)
+        row.seconds = time.perf_counter() - started
+        return row
+
+
+def _group(recordings: Sequence[Recording], adapter: bool) -> Group | None:
+    mine = [r for r in recordings if r.adapter == adapter and r.table is not None]
+    if not mine:
+        return None
+    table = RouteTable.concat([r.table for r in mine if r.table is not None])
+    return Group(
+        adapter,
+        [sequence for r in mine for sequence in r.sequences],
+        [logprobs for r in mine for logprobs in r.logprobs],
+        table,
+        replay_tables.permuted(table, seed=1),
+    )
+
+
+def replay_record_judge(
+    rank: int, model_dir: Path, spec: AdapterSpec, tensors, recordings, groups
+) -> tuple[list[RecordRow], list[tuple[list[np.ndarray], list[np.ndarray]]]]:
+    """A process's job: (a row of each recording, Hugging Face's logprobs of each group with the
+    recorded and with the other experts)."""
+    from lora_moe_rl.verify.replay_reference import HuggingFace
+
+    models = {
+        g.adapter: HuggingFace(model_dir, spec, tensors if g.adapter else None) for g in groups
+    }
+    rows = []
+    for recording in recordings:
+        row = RecordRow(recording)
+        if recording.table is not None:
+            ids, valid = replay_tables.rows_of(recording.table)
+            found = models[recording.adapter].compare(recording.sequences, ids, valid)
+            row.routes, row.ties, row.differences = found.routes, found.ties, found.differences
+            row.error = replay_tables.largest_error(found.logprobs, recording.logprobs)
+        rows.append(row)
+    expected = []
+    for group in groups:
+        model = models[group.adapter]
+        expected.append(
+            tuple(
+                model.replay(group.sequences, *replay_tables.rows_of(table))
+                for table in (group.table, group.other)
+            )
+        )
+    return rows, expected
+
+
+def _tasks(groups: Sequence[Group]) -> list[Replayed]:
+    tasks = []
+    for group in groups:
+        common: dict[str, Any] = {"sequences": group.sequences, "adapter": group.adapter}
+        tasks += [
+            Replayed("recorded", table=group.table, truth=group.table, **common),
+            Replayed("other experts", table=group.other, truth=group.other, **common),
+        ]
+    last = groups[-1]
+    common = {"sequences": last.sequences, "adapter": last.adapter}
+    tasks.append(
+        Replayed("a step", table=last.other, truth=last.other, adapter=True, train=True,
+                 sequences=last.sequences)
+    )  # fmt: skip
+    for by in SHIFTS:
+        wrong = replay_tables.shifted(last.table, by)
+        tasks.append(Replayed(by, table=wrong, truth=last.table, **common))
+    return tasks
+
+
+def _add(row: ReplayRow, task: Replayed, used: Sequence[Used], groups: Sequence[Group]) -> None:
+    """What all ranks found in one task."""
+    group = next(g for g in groups if g.adapter == task.adapter)
+    logprobs = next((u.logprobs for u in used if u.logprobs is not None), None)
+    wrong = sum(u.wrong for u in used)
+    seen = np.logical_or.reduce([u.seen for u in used])
+    row.unseen += int((task.truth.valid & ~seen).sum())
+    if task.name in SHIFTS:
+        assert logprobs is not None
+        row.caught[task.name] = (wrong, replay_tables.largest_error(logprobs, group.expected))
+        return
+    row.routes += sum(u.routes for u in used)
+    row.micro_batches = max(row.micro_batches, *(u.micro_batches for u in used))
+    row.wrong += [f"{task.name}: {line}" for u in used for line in u.first]
+    if task.name == "recorded":
+        assert logprobs is not None
+        _worst(row, "vLLM", replay_tables.largest_error(logprobs, group.rollout))
+        _worst(row, "Hugging Face", replay_tables.largest_error(logprobs, group.expected))
+    elif task.name == "other experts":
+        assert logprobs is not None
+        _worst(row, "other experts", replay_tables.largest_error(logprobs, group.expected_other))
+
+
+def _worst(row: ReplayRow, name: str, error: float) -> None:
+    row.errors[name] = float(np.maximum(row.errors.get(name, 0.0), error))  # NaN stays
+
+
+def with_recompute(layout: Layout) -> Layout:
+    settings = {"trainer": {"recompute": "full"}}
+    return Layout(f"{layout.name}+recompute", with_settings(layout.config, settings))
