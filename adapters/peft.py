@@ -1,15 +1,27 @@
 """Writes an adapter as a PEFT directory: `adapter_model.safetensors` and `adapter_config.json`.
 
-Routed experts are written one by one (`mlp.experts.7.gate_proj.lora_A.weight`), the form that vLLM
-and Megatron-Bridge read; a tensor that all experts share is written for each of them, since PEFT
-has no shared form. Ranks that differ between modules go into `rank_pattern`. vLLM ignores
-`rank_pattern` and `alpha_pattern` and scales every module by the one `lora_alpha / r`, so that the
-patterns are written to give each module that same scale, and what a module's own scale differs from
-it by is folded into its B: PEFT and vLLM then compute the same function.
+Two forms of routed experts, the rest is the same:
 
-What PEFT 0.21.2 on transformers 5 leaves out, without a word, when it loads such a directory: the
-routed experts of Qwen2-MoE, and dense and shared-expert linears of the other families. vLLM serves
-them all.
+    2d  one by one, `mlp.experts.7.gate_proj.lora_A.weight`: what vLLM and Megatron-Bridge read, and
+        PEFT from 0.21 with transformers 5, which stacks them while it loads
+    3d  stacked, as PEFT itself saves them: `mlp.experts.base_layer.lora_A.weight` of gate_up_proj,
+        `mlp.experts.lora_A.weight` of down_proj. A is [E * r, in] with the expert slowest, B is
+        [out, r * E] with the expert fastest. Gate and up of ranks g and u are one adapter of rank
+        g + u, A = [A_gate; A_up], B = diag(B_gate, B_up).
+
+A tensor that all experts share is written for each of them: PEFT has no shared form. A layer with
+adapters on some of gate, up and down gets zero ones on the others: both readers want all three.
+
+Ranks that differ go into `rank_pattern`. vLLM ignores it and `alpha_pattern`, and scales every
+module by the one `lora_alpha / r`, so that the patterns are written to give each module that same
+scale, and what a module's own scale differs from it by is folded into its B. `for_vllm` pads all
+ranks to one, for engines that want to know the largest from `r`.
+
+PEFT 0.21.2 takes gate_proj, up_proj and down_proj in `target_modules` of a model whose experts
+transformers 5 stacks for these experts alone, and forgets the linears of dense layers and shared
+experts that have the same names (`_convert_peft_config_moe`). Those are named by their weights, in
+`target_parameters`, which it leaves as they are. For Qwen2-MoE it does the opposite: it takes the
+linears, and the stacked experts have to be named.
 """
 
 from __future__ import annotations
@@ -20,7 +32,9 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -29,16 +43,22 @@ from lora_moe_rl.adapters.families import hf_path
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
 from lora_moe_rl.config import RunConfig
 
+Form = Literal["2d", "3d"]
+EXPERTS = ("experts.gate", "experts.up", "experts.down")
+# Stacked experts that PEFT 0.21.2 does not find under the names of their linears.
+_NOT_CONVERTED = ("Qwen2MoeForCausalLM",)
+Tensors = Mapping[str, np.ndarray]
+
 
 def write(
-    directory: Path, spec: AdapterSpec, tensors: Mapping[str, np.ndarray], config: RunConfig
+    directory: Path, spec: AdapterSpec, tensors: Tensors, config: RunConfig, form: Form = "2d"
 ) -> None:
     """Replaces `directory` as a whole; an interrupted write leaves the old one."""
     fresh = directory.with_name(f"{directory.name}.tmp-{os.getpid()}")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
-    save_file(dict(peft_tensors(spec, tensors)), fresh / "adapter_model.safetensors")
-    text = json.dumps(peft_config(spec, config), indent=2)
+    save_file(dict(peft_tensors(spec, tensors, form)), fresh / "adapter_model.safetensors")
+    text = json.dumps(peft_config(spec, config, form), indent=2)
     (fresh / "adapter_config.json").write_text(text + "\n")
     old = directory.with_name(f"{directory.name}.old-{os.getpid()}")
     if directory.exists():
@@ -47,20 +67,48 @@ def write(
     shutil.rmtree(old, ignore_errors=True)
 
 
+def for_vllm(spec: AdapterSpec, tensors: Tensors) -> tuple[AdapterSpec, dict[str, np.ndarray]]:
+    """The same function with one rank, a slot rank of vLLM, and one scale for all sites."""
+    common, rank = _common(spec, "scale"), spec.slot_rank
+    padded = {}
+    for site in spec:
+        A, B = tensors[f"{site.name}.A"], tensors[f"{site.name}.B"] * _fold(site, common)
+        padded[f"{site.name}.A"] = _pad(A, -2, rank)
+        padded[f"{site.name}.B"] = _pad(B, -1, rank)
+    sites = (replace(site, rank=rank, scale=common, frozen_rank=0) for site in spec)
+    return AdapterSpec(spec.shape, tuple(sites)), padded
+
+
+def _pad(array: np.ndarray, axis: int, size: int) -> np.ndarray:
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (0, size - array.shape[axis])
+    return np.pad(array, widths)
+
+
+def _fold(site: Site, common: float) -> np.float32:
+    return np.float32(site.scale / common)
+
+
 def peft_tensors(
-    spec: AdapterSpec, tensors: Mapping[str, np.ndarray]
+    spec: AdapterSpec, tensors: Tensors, form: Form = "2d"
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """(PEFT key, float32 array) of every site, and of every expert of a routed site."""
+    """(PEFT key, float32 array) of every site; of every expert of a routed one, or stacked."""
+    spec, tensors = _completed(spec, tensors)
     common = _common(spec, "scale")
     for site in spec:
-        for matrix in ("A", "B"):
+        if form == "3d" and site.num_experts is not None:
+            continue
+        for matrix in "AB":
             whole = tensors[f"{site.name}.{matrix}"]
             if matrix == "B" and site.scale != common:
-                whole = whole * np.float32(site.scale / common)
+                whole = whole * _fold(site, common)
             path = f"model.layers.{site.layer}.{hf_path(spec.shape, site.module)}"
             for expert, values in _each(site, matrix, whole):
                 key = f"base_model.model.{path.format(expert)}.lora_{matrix}.weight"
                 yield key, np.ascontiguousarray(values, dtype=np.float32)
+    if form == "3d":
+        for layer in sorted({site.layer for site in spec if site.num_experts is not None}):
+            yield from _stacked(spec, tensors, layer, common)
 
 
 def _each(site: Site, matrix: str, whole: np.ndarray) -> Iterable[tuple[int | None, np.ndarray]]:
@@ -71,10 +119,57 @@ def _each(site: Site, matrix: str, whole: np.ndarray) -> Iterable[tuple[int | No
     return enumerate(whole)
 
 
-def peft_config(spec: AdapterSpec, config: RunConfig) -> dict:
+def _stacked(
+    spec: AdapterSpec, tensors: Tensors, layer: int, common: float
+) -> Iterator[tuple[str, np.ndarray]]:
+    path = f"base_model.model.model.layers.{layer}.mlp.experts"
+    pairs = []
+    for module in EXPERTS:
+        site = spec.by_name[f"layers.{layer}.{module}"]
+        A, B = (
+            np.stack([one for _, one in _each(site, m, tensors[f"{site.name}.{m}"])]) for m in "AB"
+        )
+        pairs.append((A, B * _fold(site, common)))
+    (gate_A, gate_B), (up_A, up_B), down = pairs
+    both_B = np.concatenate(
+        [_pad(gate_B, -1, gate_B.shape[-1] + up_B.shape[-1]), _pad_front(up_B, gate_B.shape[-1])], 1
+    )
+    gate_up = np.concatenate([gate_A, up_A], 1), both_B
+    for name, (A, B) in ((f"{path}.base_layer", gate_up), (path, down)):
+        flat_A = A.reshape(-1, A.shape[-1])
+        flat_B = B.transpose(1, 2, 0).reshape(B.shape[1], -1)
+        yield f"{name}.lora_A.weight", np.ascontiguousarray(flat_A, dtype=np.float32)
+        yield f"{name}.lora_B.weight", np.ascontiguousarray(flat_B, dtype=np.float32)
+
+
+def _pad_front(array: np.ndarray, columns: int) -> np.ndarray:
+    return np.pad(array, [(0, 0)] * (array.ndim - 1) + [(columns, 0)])
+
+
+def _completed(spec: AdapterSpec, tensors: Tensors) -> tuple[AdapterSpec, Tensors]:
+    """With zero adapters on those of gate, up and down of adapted experts that have none."""
+    sites, more = list(spec.sites), dict(tensors)
+    for layer in sorted({site.layer for site in spec if site.num_experts is not None}):
+        present = [site for site in spec if site.layer == layer and site.module in EXPERTS]
+        for module in set(EXPERTS) - {site.module for site in present}:
+            in_features, out_features, experts = spec.shape.modules(layer)[module]
+            site = Site(
+                layer, module, in_features, out_features, present[0].rank, present[0].scale, experts
+            )
+            sites.append(site)
+            more[f"{site.name}.A"] = np.zeros(site.shape_A, np.float32)
+            more[f"{site.name}.B"] = np.zeros(site.shape_B, np.float32)
+    if len(sites) == len(spec.sites):
+        return spec, tensors
+    return AdapterSpec(spec.shape, tuple(sites)), more
+
+
+def peft_config(spec: AdapterSpec, config: RunConfig, form: Form = "2d") -> dict:
     """`adapter_config.json`. `r` and `lora_alpha / r` are the rank and scale of most modules."""
+    spec, _ = _completed(spec, {})
     rank, scale = int(_common(spec, "rank")), _common(spec, "scale")
-    ranks = _rank_pattern(spec, rank)
+    ranks = _rank_pattern(spec, rank, form)
+    modules, parameters = _targets(spec, form)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -83,9 +178,8 @@ def peft_config(spec: AdapterSpec, config: RunConfig) -> dict:
         "lora_alpha": scale * rank,
         "rank_pattern": ranks,
         "alpha_pattern": {pattern: scale * r for pattern, r in ranks.items()},
-        "target_modules": sorted(
-            {hf_path(spec.shape, site.module).rpartition(".")[2] for site in spec}
-        ),
+        "target_modules": modules,
+        "target_parameters": parameters or None,
         "use_rslora": False,  # its scale is in lora_alpha
         "use_dora": False,
         "bias": "none",
@@ -98,24 +192,48 @@ def peft_config(spec: AdapterSpec, config: RunConfig) -> dict:
     }
 
 
-def _rank_pattern(spec: AdapterSpec, common: int) -> dict[str, int]:
+def _targets(spec: AdapterSpec, form: Form) -> tuple[list[str], list[str]]:
+    """(`target_modules`, `target_parameters`): see above."""
+    converted = spec.shape.architecture not in _NOT_CONVERTED
+    modules: set[str] = set()
+    parameters: set[str] = set()
+    for site in spec:
+        path = hf_path(spec.shape, site.module)
+        name = path.rpartition(".")[2]
+        expert = site.num_experts is not None
+        if not expert and (not site.module.endswith((".gate", ".up", ".down"))):
+            modules.add(name)
+        elif not expert and converted:
+            parameters.add(f"{path}.weight")
+        elif not expert or (form == "2d" and converted):
+            modules.add(name)
+        else:
+            parameters.add(f"mlp.experts.{'down' if site.module == EXPERTS[2] else 'gate_up'}_proj")
+    return sorted(modules), sorted(parameters)
+
+
+def _rank_pattern(spec: AdapterSpec, common: int, form: Form) -> dict[str, int]:
     """`{regular expression on the end of a module's name: rank}` of ranks other than `common`.
 
-    transformers 5 keeps the experts of a layer as two parameters, and PEFT then stacks their
-    adapters: that of `gate_up_proj` has the ranks of gate and up together, for which PEFT itself
-    takes twice `r`. Where that is not so it needs a pattern too, as `down_proj` does.
+    The stacked adapter of gate_up_proj has the ranks of gate and up together, for which PEFT itself
+    takes twice `r` where it converts the names of linears. `(\\.weight)?`: PEFT looks a linear up
+    by the name of its weight where `target_parameters` names that.
     """
+    converted = form == "2d" and spec.shape.architecture not in _NOT_CONVERTED
     paths: dict[str, dict[int, int]] = {}  # path of a module -> {layer: rank}
     usual: dict[str, int] = {}
     for site in spec:
         path = re.escape(hf_path(spec.shape, site.module)).replace(r"\{\}", r"\d+")
-        paths.setdefault(path, {})[site.layer] = site.rank
+        if site.num_experts is None and site.module.endswith((".gate", ".up", ".down")):
+            path += r"(\.weight)?"
+        if site.num_experts is None or form == "2d":
+            paths.setdefault(path, {})[site.layer] = site.rank
         if site.num_experts is not None:
             down = site.module == "experts.down"
             stacked = rf"mlp\.experts\.{'down' if down else 'gate_up'}_proj"
             of_layer = paths.setdefault(stacked, {})
             of_layer[site.layer] = of_layer.get(site.layer, 0) + site.rank
-            usual[stacked] = common if down else 2 * common
+            usual[stacked] = 2 * common if converted and not down else common
     patterns: dict[str, int] = {}
     for path, of_layer in paths.items():
         for rank in sorted(set(of_layer.values()) - {usual.get(path, common)}):
