@@ -11,6 +11,7 @@ import json
 import math
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -70,6 +71,7 @@ class SafeFile:
     entries: dict[str, Entry]
     metadata: dict[str, str]
     _fd: int | None = field(default=None, repr=False)
+    _opening: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @classmethod
     def open(cls, path: Path) -> SafeFile:
@@ -122,9 +124,11 @@ class SafeFile:
         return data.view(dtype).reshape(entry.shape)
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        """Fills `buffer` from byte `start` on. Raises FileError when the file ends before."""
-        if self._fd is None:
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        """Fills `buffer` from byte `start` on; threads may. Raises FileError when the file ends
+        before."""
+        with self._opening:
+            if self._fd is None:
+                self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         done = 0
         while done < len(buffer):
             count = os.preadv(self._fd, [buffer[done:]], start + done)
@@ -166,9 +170,12 @@ class SafeWeights:
             raise FileError(f"{index}: weight_map is no map of tensors to files; {_FETCH}")
         files = {}
         for name in sorted(set(weight_map.values())):
-            if not name.endswith(".safetensors"):
-                raise FileError(f"{index} names {name}, and only .safetensors files are read")
-            files[name] = SafeFile.open(inside(directory, name, named_by=index))
+            path = inside(directory, name, named_by=index)
+            if path.parent != directory or path.suffix != ".safetensors":
+                raise FileError(
+                    f"{index} names {name}, and only .safetensors files beside it are read"
+                )
+            files[name] = SafeFile.open(path)
         _check_index(index, weight_map, files)
         return cls(directory, files, {tensor: files[name] for tensor, name in weight_map.items()})
 

@@ -1,0 +1,251 @@
+"""Which tensors of a base checkpoint hold the weights that an adapter changes, and in what form.
+
+float   `….weight`, F32, BF16 or F16; or all experts of a layer in one, as transformers 5 keeps
+        them: `….experts.gate_up_proj` [E, 2I, H] and `….experts.down_proj` [E, H, I]
+fp8     `….weight` F8_E4M3 and `….weight_scale_inv`: blocks of 128 x 128 (DeepSeek-V3)
+int4    `….weight_packed` I32, `….weight_scale` and `….weight_shape`: groups of 32
+        (compressed-tensors' pack-quantized, Kimi-K2-Thinking)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lora_moe_rl.adapters.families import hf_path
+from lora_moe_rl.adapters.spec import AdapterSpec, Site
+from lora_moe_rl.errors import ExportError
+from lora_moe_rl.safe_files import Entry, SafeWeights
+
+FLOATS = ("F32", "BF16", "F16")
+FP8_BLOCK, INT4_GROUP, INT4_IN_WORD = 128, 32, 8
+SHOWN = 5
+WAY_OUT = "write another form with --dtype bfloat16"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a matrix, and the site whose B A is added to them."""
+
+    first_row: int
+    rows: int
+    site: Site
+    expert: int | None
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """One weight `[out, in]`, or a stack `[E, out, in]`. `name` is that of its unquantised tensor,
+    `tensors` are `{role: tensor}` with the roles weight, scale and shape. `parts` has an element
+    for each matrix, or none when no adapter changes it."""
+
+    name: str
+    form: str
+    shape: tuple[int, ...]
+    tensors: Mapping[str, str]
+    parts: tuple[tuple[Part, ...], ...] = ()
+
+    def role_of(self, tensor: str) -> str:
+        return next(role for role, name in self.tensors.items() if name == tensor)
+
+
+def find(
+    base: SafeWeights, config: Mapping[str, Any], spec: AdapterSpec, dtype: str | None
+) -> dict[str, StoredWeight]:
+    """`{name: weight}` of all that adapters change and, when `dtype` is given, of all that gets
+    another form. Raises ExportError for a site that has no weight in the base, a weight of another
+    shape, and a form that is not known."""
+    found: dict[str, StoredWeight] = {}
+    missing: list[str] = []
+    for site in spec:
+        for weight in _weights_of(base, spec, site, missing):
+            known = found.get(weight.name)
+            if known is not None:  # gate and up in one stack
+                parts = tuple(a + b for a, b in zip(known.parts, weight.parts, strict=True))
+                weight = StoredWeight(known.name, known.form, known.shape, known.tensors, parts)
+            found[weight.name] = weight
+    if missing:
+        more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
+        raise ExportError(
+            f"{base.directory} has no weights for {len(missing)} adapted linears: "
+            f"{'; '.join(missing[:SHOWN])}{more}. Is it the base of this adapter?"
+        )
+    check_quantisation(config, {w.form for w in found.values()}, dtype)
+    if dtype is not None:
+        found |= {w.name: w for w in _others(base, found)}
+        check_quantisation(config, {w.form for w in found.values()}, dtype)
+    return found
+
+
+def _weights_of(
+    base: SafeWeights, spec: AdapterSpec, site: Site, missing: list[str]
+) -> Iterator[StoredWeight]:
+    layer = f"model.layers.{site.layer}"
+    path = f"{layer}.{hf_path(spec.shape, site.module)}"
+    shape = (site.out_features, site.in_features)
+    if site.num_experts is None:
+        yield from _one(base, path, shape, Part(0, shape[0], site, None), missing)
+        return
+    if (stack := _stack(base, spec, site)) is not None:
+        yield stack
+        return
+    for expert in range(site.num_experts):
+        part = Part(0, shape[0], site, expert)
+        yield from _one(base, path.format(expert), shape, part, missing)
+    beyond = path.format(site.num_experts)
+    if names := _below(base, beyond):
+        raise ExportError(
+            f"{base.directory} has {names[0]}, and the adapter has {site.num_experts} experts in "
+            f"{site.name}: it belongs to another base"
+        )
+
+
+def _one(
+    base: SafeWeights, path: str, shape: tuple[int, int], part: Part, missing: list[str]
+) -> Iterator[StoredWeight]:
+    weight = stored(base, path)
+    if weight is None:
+        there = _below(base, path)
+        note = f" (it has {', '.join(there)}, a form that is not known)" if there else ""
+        missing.append(f"{path}.weight of {part.site.name}{note}")
+        return
+    if weight.shape != shape:
+        raise ExportError(
+            f"{base.directory}: {weight.name} is {list(weight.shape)}, and the adapter's site "
+            f"{part.site.name} takes {list(shape)}: it belongs to another base"
+        )
+    yield StoredWeight(weight.name, weight.form, weight.shape, weight.tensors, ((part,),))
+
+
+def stored(base: SafeWeights, path: str) -> StoredWeight | None:
+    """The linear at `path`, or None when it is not there in a form that is known. Raises
+    ExportError when its tensors do not belong together."""
+    name, packed = f"{path}.weight", f"{path}.weight_packed"
+    if packed in base.file_of:
+        return _int4(base, path)
+    if name not in base.file_of:
+        return None
+    entry = base.entry(name)
+    if entry.dtype in FLOATS:
+        return StoredWeight(name, "float", entry.shape, {"weight": name})
+    scale = f"{path}.weight_scale_inv"
+    if entry.dtype != "F8_E4M3" or scale not in base.file_of:
+        return None
+    blocks = tuple(-(-size // FP8_BLOCK) for size in entry.shape)
+    _require(base, base.entry(scale), blocks, ("F32",))
+    return StoredWeight(name, "fp8", entry.shape, {"weight": name, "scale": scale})
+
+
+def _int4(base: SafeWeights, path: str) -> StoredWeight | None:
+    names = {
+        "weight": f"{path}.weight_packed",
+        "scale": f"{path}.weight_scale",
+        "shape": f"{path}.weight_shape",
+    }
+    packed = base.entry(names["weight"])
+    if packed.dtype != "I32" or len(packed.shape) != 2 or any(
+        name not in base.file_of for name in names.values()
+    ):  # fmt: skip
+        return None
+    out, in_features = packed.shape[0], packed.shape[1] * INT4_IN_WORD
+    written = tuple(base.read(names["shape"]).tolist())
+    if written != (out, in_features):
+        raise ExportError(
+            f"{base.directory}: {names['shape']} says {list(written)}, and {packed.name} holds "
+            f"{[out, in_features]}"
+        )
+    groups = (out, in_features // INT4_GROUP)
+    _require(base, base.entry(names["scale"]), groups, FLOATS)
+    if in_features % INT4_GROUP:
+        raise ExportError(f"{packed.name}: {in_features} columns are no whole groups of 32")
+    return StoredWeight(f"{path}.weight", "int4", (out, in_features), names)
+
+
+def _require(base: SafeWeights, entry: Entry, shape: tuple, dtypes: tuple[str, ...]) -> None:
+    if entry.shape != shape or entry.dtype not in dtypes:
+        raise ExportError(
+            f"{base.directory}: {entry.name} is {entry.dtype} {list(entry.shape)}, and its weight "
+            f"takes {' or '.join(dtypes)} {list(shape)}"
+        )
+
+
+def _stack(base: SafeWeights, spec: AdapterSpec, site: Site) -> StoredWeight | None:
+    """All experts of a layer in one tensor, or None."""
+    assert site.num_experts is not None
+    down = site.module == "experts.down"
+    blocks = dict.fromkeys((spec.shape.family.moe_block, "mlp"))
+    for block in blocks:
+        name = f"model.layers.{site.layer}.{block}.experts.{'down' if down else 'gate_up'}_proj"
+        if name not in base.file_of:
+            continue
+        rows = site.out_features * (1 if down else 2)
+        shape = (site.num_experts, rows, site.in_features)
+        _require(base, base.entry(name), shape, FLOATS)
+        first = site.out_features if site.module == "experts.up" else 0
+        parts = tuple((Part(first, site.out_features, site, expert),) for expert in range(shape[0]))
+        return StoredWeight(name, "float", shape, {"weight": name}, parts)
+    return None
+
+
+def _below(base: SafeWeights, path: str) -> list[str]:
+    return [name for name in base.file_of if name.startswith(f"{path}.")]
+
+
+def _others(base: SafeWeights, found: Mapping[str, StoredWeight]) -> Iterator[StoredWeight]:
+    """What no adapter changes and another dtype does: quantised weights, and the tensors of the
+    main dtype. What is kept in another one on purpose, as a router's corrections, stays."""
+    owned = {tensor for weight in found.values() for tensor in weight.tensors.values()}
+    for name in base.file_of:
+        path, _, last = name.rpartition(".")
+        if last in ("weight_packed", "weight_scale_inv") and name not in owned:
+            weight = stored(base, path)
+            if weight is None:
+                raise ExportError(f"{base.directory}: the form of {name} is not known")
+            owned |= set(weight.tensors.values())
+            yield weight
+    main = main_dtype(base)
+    for entry in base.entries():
+        if entry.dtype == main and entry.name not in owned:
+            columns = entry.shape[-1] if len(entry.shape) > 1 else 1
+            rows = math.prod(entry.shape) // max(columns, 1)
+            yield StoredWeight(entry.name, "float", (rows, columns), {"weight": entry.name})
+
+
+def main_dtype(base: SafeWeights) -> str:
+    """That of most bytes among F32, BF16 and F16; the scales of INT4 weights do not count."""
+    nbytes = dict.fromkeys(FLOATS, 0)
+    for entry in base.entries():
+        if entry.dtype in nbytes and not entry.name.endswith((".weight_scale", "_scale_inv")):
+            nbytes[entry.dtype] += entry.nbytes
+    return max(nbytes, key=lambda dtype: nbytes[dtype])
+
+
+def check_quantisation(config: Mapping[str, Any], forms: set[str], dtype: str | None) -> None:
+    """Raises ExportError when config.json says of a quantised base what `forms` are not."""
+    said = config.get("quantization_config") or {}
+    if "fp8" in forms:
+        method, block = said.get("quant_method"), said.get("weight_block_size")
+        if method != "fp8" or block != [FP8_BLOCK, FP8_BLOCK]:
+            raise ExportError(
+                f"the base's weights are F8_E4M3, and quantization_config in config.json says "
+                f"quant_method={method!r}, weight_block_size={block}; known is 'fp8' with "
+                f"{[FP8_BLOCK, FP8_BLOCK]}"
+            )
+        if said.get("scale_fmt") not in (None, "float") and dtype is None:
+            raise ExportError(
+                f"the base's FP8 scales have scale_fmt={said['scale_fmt']!r}, which a merge does "
+                f"not write; {WAY_OUT}"
+            )
+    if "int4" in forms:
+        groups = said.get("config_groups") or {}
+        weights = [(group or {}).get("weights") or {} for group in groups.values()]
+        wanted = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": INT4_GROUP}
+        wrong = [w for w in weights if any(w.get(k) != v for k, v in wanted.items())]
+        if said.get("format") != "pack-quantized" or not weights or wrong:
+            raise ExportError(
+                f"the base's weights are packed, and quantization_config in config.json says "
+                f"format={said.get('format')!r} with {wrong or weights}; known is "
+                f"'pack-quantized' with {wanted}"
+            )
