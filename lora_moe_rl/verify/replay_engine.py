@@ -10,19 +10,47 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
 from lora_moe_rl.config import RunConfig, TrainerConfig
-from lora_moe_rl.errors import RefitError
+from lora_moe_rl.errors import ConfigError, RefitError
 from lora_moe_rl.refit.parts import STORAGE, part_layouts, to_json
 from lora_moe_rl.refit.plan import Box, EngineLayout, make_plan
-from lora_moe_rl.refit.sender import Sender
-from lora_moe_rl.refit.slots import lora_id
-from lora_moe_rl.rollout import platform
+from lora_moe_rl.rollout import outputs, platform
+from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.types import Sample
 
 VERSION = 0
 RPC_S = 120
+
+
+def prepare_process(config: RunConfig) -> None:
+    """Of a process that is to hold engines: comes before anything that imports torch.
+
+    Raises ConfigError where vLLM is not its CPU build.
+    """
+    platform.prepare_environment(config, cpu=True)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if not platform.is_cpu():
+        raise ConfigError(
+            "routes are recorded in this process, in float32 beside a trainer on the CPU: it needs "
+            "vLLM's CPU build (`make setup`)"
+        )
+
+
+def samples_and_routes(
+    answers: Sequence[Any], shape: ModelShape
+) -> tuple[list[Sample], RouteTable]:
+    """As a rollout engine makes them of vLLM's answers, without texts."""
+    groups = range(len(answers))
+    return outputs.samples_and_routes(answers, groups, VERSION, _NoText(), shape)
+
+
+class _NoText:
+    """In place of a tokenizer."""
+
+    def batch_decode(self, token_ids: Sequence, skip_special_tokens: bool = False) -> list[str]:
+        return [""] * len(token_ids)
 
 
 class SteppedEngine:
@@ -54,6 +82,8 @@ class SteppedEngine:
     def submit(self, prompt: Sequence[int], params: Any, adapter: bool = False) -> str:
         """vLLM's name of the request. `adapter`: under the version that `publish` took."""
         from vllm.lora.request import LoRARequest
+
+        from lora_moe_rl.refit.slots import lora_id
 
         lora = LoRARequest("verify", lora_id(VERSION), lora_path="in memory") if adapter else None
         self.requests += 1
@@ -94,6 +124,10 @@ class SteppedEngine:
 
     def publish(self, tensors: Mapping[str, np.ndarray]) -> None:
         """Serves a whole canonical adapter, by the way of a refit."""
+        import torch
+
+        from lora_moe_rl.refit.sender import Sender
+
         plan = make_plan(
             self.spec,
             TrainerConfig(),

@@ -7,7 +7,6 @@ proof that its condition was met: without one it would show nothing.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,9 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ActorFailed
 from lora_moe_rl.overrides import with_settings
+from lora_moe_rl.rollout import outputs
 from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.verify.replay_engine import SteppedEngine, prepare_process, samples_and_routes
 
 RESPONSE = 24
 SHORT, LONG = 20, 80  # tokens of a prompt
@@ -54,9 +55,6 @@ class _Recorder:
     """One engine and what is asked of it."""
 
     def __init__(self, config, spec, model_dir, tensors, samples, **changes: Any):
-        from lora_moe_rl.rollout import outputs
-        from lora_moe_rl.verify.replay_engine import SteppedEngine
-
         self.spec, self.samples = spec, samples
         self.engine = SteppedEngine(config, spec, model_dir, **changes)
         self.engine.publish(tensors)
@@ -71,11 +69,7 @@ class _Recorder:
         return [self.rng.integers(0, self.spec.shape.vocab_size, n).tolist() for n in sizes]
 
     def recorded(self, name: str, answers: Sequence[Any], adapter: bool = False) -> Recording:
-        from lora_moe_rl.rollout import outputs
-
-        samples, table = outputs.samples_and_routes(
-            answers, range(len(answers)), 0, _NoText(), self.spec.shape
-        )
+        samples, table = samples_and_routes(answers, self.spec.shape)
         return Recording(
             name,
             adapter,
@@ -86,10 +80,10 @@ class _Recorder:
         )
 
     def plain(self, name: str, adapter: bool = False) -> Recording:
-        """One request after the other: nothing is shared."""
-        answers = [
-            self.engine.generate([prompt], self.params, adapter)[0] for prompt in self.prompts()
-        ]
+        """One short request after the other: nothing is shared."""
+        params = self.params.clone()
+        params.max_tokens = RESPONSE // 3
+        answers = [self.engine.generate([prompt], params, adapter)[0] for prompt in self.prompts()]
         found = self.recorded(name, answers, adapter)
         found.proof = f"{len(answers)} requests, one at a time"
         return found
@@ -181,13 +175,6 @@ class _Recorder:
         return second
 
 
-class _NoText:
-    """In place of a tokenizer: verification needs ids only."""
-
-    def batch_decode(self, token_ids: Sequence, skip_special_tokens: bool = False) -> list[str]:
-        return [""] * len(token_ids)
-
-
 def _rows(recording: Recording, sample: int) -> tuple[np.ndarray, np.ndarray]:
     """(sorted ids, valid) of one sample."""
     table = recording.table
@@ -259,10 +246,7 @@ def record(
 ) -> list[Recording]:
     """All conditions of the named engines. The job of a process of its own; raises ActorFailed when
     an engine fails."""
-    from lora_moe_rl.rollout import platform
-
-    platform.prepare_environment(config, platform.is_cpu())
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    prepare_process(config)
     import vllm.v1.engine.llm_engine  # noqa: F401  once for all engines
 
     found = []

@@ -1,0 +1,136 @@
+"""What replay is worth in bfloat16: mismatch with and without it, on the same samples."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import multiprocessing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.router_replay.table import RouteTable
+
+SHAPE = {
+    "num_hidden_layers": 8,
+    "n_routed_experts": 32,
+    "num_experts_per_tok": 4,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+}
+INITIALIZER_RANGE = 0.05
+SAMPLES, PROMPT, RESPONSE = 32, 16, 48
+GOAL = 0.5  # mismatch with replay, over that without
+
+Recorded = tuple[list[list[int]], list[np.ndarray], RouteTable]
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """k3 KL, mean and largest |logprob difference|, and the share of tokens off by more than a
+    factor of two, between vLLM and Megatron, both in bfloat16."""
+    from lora_moe_rl.verify.ranks import run_ranks
+
+    parameters = save_model(folder / "model")
+    config = make_config(folder / "model")
+    sequences, logprobs, table = _apart(record, config, folder / "model")
+    (results,) = run_ranks(config, folder / "model", score, sequences, table, timeout_s=600)
+    found = {name: compare(logprobs, theirs) for name, theirs in results["logprobs"].items()}
+    return {
+        "shape": SHAPE,
+        "parameters": parameters,
+        "samples": len(sequences),
+        "tokens": int(sum(map(len, logprobs))),
+        "coverage": table.coverage,
+        "disagreement": results["disagreement"],
+        "on": found["on"],
+        "off": found["off"],
+        "on_over_off": {
+            name: _ratio(found["on"][name], found["off"][name]) for name in found["on"]
+        },
+    }
+
+
+def make_config(model_dir: Path) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"path": str(model_dir), "max_length": PROMPT + RESPONSE},
+            "trainer": {"dtype": "bfloat16", "device": "cpu", "micro_batch_tokens": 1024},
+            "rollout": {"max_response_tokens": RESPONSE},
+        }
+    )
+
+
+def save_model(folder: Path) -> int:
+    """Random weights of a DeepSeek-V3 shape; the number of parameters."""
+    import torch
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    from lora_moe_rl.tiny.shapes import CORRECTION_BIAS_STD, DEEPSEEK_V3, EXTRA_CONFIG
+
+    sizes = DEEPSEEK_V3 | SHAPE | {"initializer_range": INITIALIZER_RANGE}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes)).bfloat16()
+        for layer in model.model.layers[DEEPSEEK_V3["first_k_dense_replace"] :]:
+            bias = layer.mlp.gate.e_score_correction_bias
+            bias.copy_(CORRECTION_BIAS_STD * torch.randn_like(bias))
+    disable_progress_bar()
+    model.save_pretrained(folder)
+    config_file = folder / "config.json"
+    config = json.loads(config_file.read_text()) | EXTRA_CONFIG["deepseek_v3"]
+    config_file.write_text(json.dumps(config, indent=2) + "\n")
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _apart(job, *args) -> Any:
+    """In a process of its own, which has no Megatron."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(job, *args).result()
+
+
+def record(config: RunConfig, model_dir: Path) -> Recorded:
+    """(sequences, vLLM's logprobs of the response tokens, routes)."""
+    from lora_moe_rl.rollout import outputs
+    from lora_moe_rl.verify.ranks import spec_of
+    from lora_moe_rl.verify.replay_engine import (
+        SteppedEngine,
+        prepare_process,
+        samples_and_routes,
+    )
+
+    prepare_process(config)
+    spec = spec_of(model_dir, config)
+    engine = SteppedEngine(config, spec, model_dir)
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, spec.shape.vocab_size, (SAMPLES, PROMPT)).tolist()
+    params = outputs.sampling_params(config, set())
+    params.ignore_eos = True
+    samples, table = samples_and_routes(engine.generate(prompts, params), spec.shape)
+    return [s.token_ids.tolist() for s in samples], [s.logprobs for s in samples], table
+
+
+def score(worker, spec, sequences: list[list[int]], table: RouteTable) -> dict[str, Any]:
+    """A trainer rank's job: logprobs with and without replay."""
+    logprobs = {
+        "on": worker.score(sequences, table, False),
+        "off": worker.score(sequences, None, False),
+    }
+    return {"logprobs": logprobs, "disagreement": None}
+
+
+def compare(rollout: Sequence[np.ndarray], trainer: Sequence[np.ndarray]) -> dict[str, float]:
+    """Of the response tokens: the last of each sequence."""
+    from lora_moe_rl.algorithms.kl import mismatch
+
+    ours = np.concatenate([t[len(t) - len(r) :] for r, t in zip(rollout, trainer, strict=True)])
+    return mismatch(np.concatenate(rollout), ours, np.ones(len(ours), bool))
+
+
+def _ratio(on: float, off: float) -> float | None:
+    return on / off if off else None
