@@ -22,9 +22,12 @@ START_S = 400  # longest wait for the first step, on a busy machine
 class CliRun:
     """`lora-moe-rl ARGUMENTS`, with a process group of its own, as a terminal gives it."""
 
-    def __init__(self, *arguments: object, output: Path):
+    def __init__(self, *arguments: object, output: Path, ray_address: str | None = None):
+        """`ray_address`: of a cluster to join; by default the run starts Ray itself."""
         self.output_file = output
         environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+        if ray_address is not None:
+            environment["RAY_ADDRESS"] = ray_address
         command = [sys.executable, "-m", "lora_moe_rl", *map(str, arguments)]
         with open(output, "w") as file:
             self.process = psutil.Popen(

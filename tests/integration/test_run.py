@@ -205,6 +205,34 @@ JSONL = ROOT / "recipes/data/tiny_arithmetic.jsonl"
 
 
 @pytest.mark.slow
+def test_on_four_ray_nodes_the_first_step_is_the_same(whole, tmp_path):
+    """Two trainer ranks and two engines, each on a node of its own."""
+    from ray.cluster_utils import Cluster
+
+    node = {"num_cpus": 1, "object_store_memory": 150_000_000}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    try:
+        for _ in range(3):
+            cluster.add_node(**node)
+        cluster.wait_for_nodes()
+        run = CliRun(
+            *("train", RECIPE, "trainer.steps=1", "rollout.engines=2"),
+            f"logging.run_dir={tmp_path / 'run'}",
+            output=tmp_path / "run.out",
+            ray_address=cluster.address,
+        )
+        try:
+            assert run.finish() == 0, run.output
+        finally:
+            run.end()
+    finally:
+        cluster.shutdown()
+    (record,) = read_jsonl(tmp_path / "run/metrics.jsonl")
+    for name in ("loss/policy", "optim/grad_norm", "reward/mean", "rollout/response_length"):
+        assert record[name] == pytest.approx(whole.records[0][name], rel=1e-5, abs=1e-7), name
+
+
+@pytest.mark.slow
 def test_a_jsonl_file_and_a_named_reward_need_no_python(tmp_path):
     """The DeepSeek shape (MLA, sigmoid router, shared expert, first layer dense), on one rank."""
     resolve_model("deepseek_v3")
