@@ -126,6 +126,7 @@ class Controller:
         import ray
 
         from lora_moe_rl.actors import start_ray
+        from lora_moe_rl.placement import Placement
         from lora_moe_rl.rollout.group import RolloutGroup
         from lora_moe_rl.trainer.group import TrainerGroup
 
@@ -133,8 +134,9 @@ class Controller:
         start_ray(config.trainer.world_size + config.rollout.engines)
         try:
             with console.starting():
-                self.trainer = TrainerGroup(config, self.spec, self.model_dir, self.run_dir)
-                self.engines = RolloutGroup(config, self.spec, self.model_dir, self.run_dir)
+                where = (self.model_dir, self.run_dir, Placement(config))
+                self.trainer = TrainerGroup(config, self.spec, *where)
+                self.engines = RolloutGroup(config, self.spec, *where)
                 self.engines.start_async()
                 self.trainer.start_async()
                 ranks = self.trainer.wait_started()

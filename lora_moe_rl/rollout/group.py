@@ -13,6 +13,7 @@ import ray
 from lora_moe_rl.actors import Actor, get
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.placement import Placement
 from lora_moe_rl.refit.parts import PartLayout
 from lora_moe_rl.refit.receipt import Receipt
 from lora_moe_rl.refit.transports.choose import Wire
@@ -34,17 +35,22 @@ class Rollout:
 
 
 class RolloutGroup:
-    def __init__(self, config: RunConfig, spec: AdapterSpec, model_dir: Path, run_dir: RunDir):
+    def __init__(
+        self,
+        config: RunConfig,
+        spec: AdapterSpec,
+        model_dir: Path,
+        run_dir: RunDir,
+        placement: Placement,
+    ):
         self.config = config
-        gpus = config.rollout.gpus_per_engine
-        if gpus is None:
-            gpus = config.rollout.tp if ray.cluster_resources().get("GPU", 0) else 0
-        engine = ray.remote(num_cpus=1, num_gpus=gpus)(RolloutEngine)
+        engine = ray.remote(RolloutEngine)
         self.actors = []
         for index in range(config.rollout.engines):
             name = f"engine-{index}"
             log = str(run_dir.log_path(name))
-            handle = engine.remote(config, str(model_dir), spec, index, log)
+            place = placement.engine(index)
+            handle = engine.options(**place).remote(config, str(model_dir), spec, index, log)
             self.actors.append(Actor(handle, name, run_dir))
 
     def start_async(self) -> None:

@@ -14,6 +14,7 @@ from lora_moe_rl.actors import Actor, get
 from lora_moe_rl.adapters.shards import assemble
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.placement import Placement
 from lora_moe_rl.refit.parts import PartLayout, SentPart
 from lora_moe_rl.refit.transports.choose import Wire
 from lora_moe_rl.run_dir import RunDir
@@ -34,18 +35,23 @@ class TrainerGroup:
     """`start_async` and `wait_started` come first. Arguments named `*_refs` are Ray object
     references: the data goes from its maker to the ranks, not through the controller."""
 
-    def __init__(self, config: RunConfig, spec: AdapterSpec, model_dir: Path, run_dir: RunDir):
+    def __init__(
+        self,
+        config: RunConfig,
+        spec: AdapterSpec,
+        model_dir: Path,
+        run_dir: RunDir,
+        placement: Placement,
+    ):
         self.config, self.spec = config, spec
-        gpus = config.trainer.gpus_per_rank if _uses_gpu(config) else 0
-        options = {"num_cpus": 1, "num_gpus": gpus}
-        if not gpus:
-            options["runtime_env"] = {"env_vars": CPU_ENVIRONMENT}
-        worker = ray.remote(**options)(LoggedWorker)
+        environment = {} if placement.trainer_gpus else {"env_vars": CPU_ENVIRONMENT}
+        worker = ray.remote(runtime_env=environment)(LoggedWorker)
         self.actors = []
         for rank in range(config.trainer.world_size):
             name = f"trainer-{rank}"
             log = str(run_dir.log_path(name))
-            handle = worker.remote(log, config, spec, model_dir, rank)
+            place = placement.trainer(rank)
+            handle = worker.options(**place).remote(log, config, spec, model_dir, rank)
             self.actors.append(Actor(handle, name, run_dir))
 
     def _all(self, method: str, *args: Any) -> list[Any]:
@@ -98,9 +104,3 @@ class TrainerGroup:
 
     def load(self, directory: Path, meta: dict) -> None:
         get(self.actors, self._all("load", directory, meta))
-
-
-def _uses_gpu(config: RunConfig) -> bool:
-    if config.trainer.device == "auto":
-        return ray.cluster_resources().get("GPU", 0) > 0
-    return config.trainer.device == "cuda"
