@@ -100,11 +100,15 @@ def plan(
 ) -> tuple[AdapterSpec, list[Layout]]:
     """All that can be refused before anything starts. Raises ConfigError or ModelError."""
     spec = spec_of(model_dir, config)
-    layouts = parse_layouts(names, config, spec.shape)
-    device = _device(config.trainer.device, max(layout.world_size for layout in layouts))
+    return spec, placed(parse_layouts(names, config, spec.shape))
+
+
+def placed(layouts: Sequence[Layout]) -> list[Layout]:
+    """The same layouts on the device that all of them fit on. Raises ConfigError."""
+    wanted = layouts[0].config.trainer.device
+    device = _device(wanted, max(layout.world_size for layout in layouts))
     settings = {"trainer": {"device": device}}
-    placed = [replace(x, config=with_settings(x.config, settings)) for x in layouts]
-    return spec, placed
+    return [replace(x, config=with_settings(x.config, settings)) for x in layouts]
 
 
 def _device(wanted: str, world_size: int) -> str:
