@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import xxhash
 from safetensors.numpy import save_file
 
 from lora_moe_rl.adapters.families import hf_path
@@ -47,6 +48,9 @@ Form = Literal["2d", "3d"]
 EXPERTS = ("experts.gate", "experts.up", "experts.down")
 # Stacked experts that PEFT 0.21.2 does not find under the names of their linears.
 _NOT_CONVERTED = ("Qwen2MoeForCausalLM",)
+# In the metadata of the file: how columns of stacked B stand, and a checksum of all tensors.
+ORDER_KEY = "lora_moe_rl.expert_order"
+CHECKSUM_KEY = "lora_moe_rl.xxh3_128"
 Tensors = Mapping[str, np.ndarray]
 
 
@@ -57,7 +61,9 @@ def write(
     fresh = directory.with_name(f"{directory.name}.tmp-{os.getpid()}")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
-    save_file(dict(peft_tensors(spec, tensors, form)), fresh / "adapter_model.safetensors")
+    arrays = dict(peft_tensors(spec, tensors, form))
+    metadata = {"format": "pt", ORDER_KEY: "fastest", CHECKSUM_KEY: checksum(arrays)}
+    save_file(arrays, fresh / "adapter_model.safetensors", metadata)
     text = json.dumps(peft_config(spec, config, form), indent=2)
     (fresh / "adapter_config.json").write_text(text + "\n")
     old = directory.with_name(f"{directory.name}.old-{os.getpid()}")
@@ -65,6 +71,15 @@ def write(
         os.replace(directory, old)
     os.replace(fresh, directory)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def checksum(arrays: Tensors) -> str:
+    """Of names and values; it tells flipped bits, which safetensors alone does not."""
+    digest = xxhash.xxh3_128()
+    for name in sorted(arrays):
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(arrays[name]).data)
+    return digest.hexdigest()
 
 
 def for_vllm(spec: AdapterSpec, tensors: Tensors) -> tuple[AdapterSpec, dict[str, np.ndarray]]:
