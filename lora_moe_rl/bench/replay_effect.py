@@ -116,12 +116,19 @@ def record(config: RunConfig, model_dir: Path) -> Recorded:
 
 
 def score(worker, spec, sequences: list[list[int]], table: RouteTable) -> dict[str, Any]:
-    """A trainer rank's job: logprobs with and without replay."""
-    logprobs = {
-        "on": worker.score(sequences, table, False),
-        "off": worker.score(sequences, None, False),
-    }
-    return {"logprobs": logprobs, "disagreement": None}
+    """A trainer rank's job: logprobs with and without replay, and the share of routes that the
+    routers choose otherwise without."""
+    from lora_moe_rl.trainer.batch import TrainBatch
+    from lora_moe_rl.verify import replay_ranks
+
+    engine, batch = worker.engine, TrainBatch.from_sequences(sequences)
+    task = replay_ranks.Replayed("off", sequences, table, table)
+    with engine.adapters.off():
+        on = engine.score(batch, table)
+        with replay_ranks.watched(engine, False) as calls:
+            off = engine.score(batch)
+    used = replay_ranks.compare(replay_ranks.tokens(worker, task), calls, task, False)
+    return {"logprobs": {"on": on, "off": off}, "disagreement": used.wrong / used.routes}
 
 
 def compare(rollout: Sequence[np.ndarray], trainer: Sequence[np.ndarray]) -> dict[str, float]:

@@ -202,7 +202,7 @@ def _replays(report: Report):
         errors = [_number(row.errors.get(name)) for name in compared]
         rows.append(
             [row.name, str(row.ranks), str(row.micro_batches), f"{row.routes:,}",
-             str(len(row.wrong)), *errors, *caught, f"{row.seconds:.1f}", _verdict(row.passed)]
+             f"{row.wrong:,}", *errors, *caught, f"{row.seconds:.1f}", _verdict(row.passed)]
         )  # fmt: skip
     shifts = [f"by a {by}" for by in SHIFTS]
     names = ("Megatron", "ranks", "micro-batches", "used", "wrong", *compared, *shifts, "s", "")
@@ -244,7 +244,7 @@ def _replay_faults(row: ReplayRow) -> Iterator[str]:
     if row.failure:
         yield row.failure.splitlines()[0]
         return
-    yield from row.wrong[:SHOWN]
+    yield from row.first[:SHOWN]
     if row.unseen:
         yield f"{row.unseen} tokens of a layer passed no dispatcher"
     for name, error in row.errors.items():
@@ -296,6 +296,7 @@ def _replay_json(row: ReplayRow) -> dict[str, Any]:
         "micro_batches": row.micro_batches,
         "routes": row.routes,
         "wrong": row.wrong,
+        "first_wrong": row.first,
         "unseen": row.unseen,
         "logprob_errors": {name: _finite(error) for name, error in row.errors.items()},
         "caught": {

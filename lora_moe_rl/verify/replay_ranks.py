@@ -66,36 +66,42 @@ def replay(
 def _one(worker, task: Replayed, recompute: bool) -> Used:
     engine = worker.engine
     logprobs = None
-    with _watched(engine, recompute and task.train) as calls:
+    with watched(engine, recompute and task.train) as calls:
+        batch = TrainBatch.from_sequences(task.sequences)
         if task.train:
-            batch = TrainBatch.from_sequences(task.sequences)
             batch.advantages += 1
             worker.gradients(batch, task.table)
         else:
-            logprobs = worker.score(task.sequences, task.table, task.adapter)
-    used = _compare(_tokens(worker, task), calls, task, recompute and task.train)
+            logprobs = _score(engine, batch, task)
+    used = compare(tokens(worker, task), calls, task, recompute and task.train)
     used.logprobs = logprobs
     return used
 
 
+def _score(engine, batch: TrainBatch, task: Replayed) -> list[np.ndarray] | None:
+    if task.adapter:
+        return engine.score(batch, task.table)
+    with engine.adapters.off():
+        return engine.score(batch, task.table)
+
+
 @contextmanager
-def _watched(engine, recompute: bool) -> Iterator[dict[int, _Calls]]:
+def watched(engine, recompute: bool) -> Iterator[dict[int, _Calls]]:
     """{layer: calls} of the dispatchers of this rank's MoE layers."""
     calls: dict[int, _Calls] = {}
     undo = []
     for chunk in engine.chunks:
         for layer in getattr(chunk, "module", chunk).decoder.layers:
             dispatcher = getattr(layer.mlp, "token_dispatcher", None)
-            if dispatcher is None:
-                continue
-            mine = calls[layer.layer_number - 1] = _Calls()
-            dispatcher.dispatch_preprocess = _noting(dispatcher, mine, recompute)
-            undo.append(dispatcher)
+            if dispatcher is not None:
+                mine = calls[layer.layer_number - 1] = _Calls()
+                undo.append((dispatcher, dispatcher.dispatch_preprocess))
+                dispatcher.dispatch_preprocess = _noting(dispatcher, mine, recompute)
     try:
         yield calls
     finally:
-        for dispatcher in undo:
-            del dispatcher.dispatch_preprocess
+        for dispatcher, stock in undo:
+            dispatcher.dispatch_preprocess = stock
 
 
 def _noting(dispatcher: Any, calls: _Calls, recompute: bool):
@@ -109,7 +115,7 @@ def _noting(dispatcher: Any, calls: _Calls, recompute: bool):
     return dispatch_preprocess
 
 
-def _tokens(worker, task: Replayed) -> list[np.ndarray]:
+def tokens(worker, task: Replayed) -> list[np.ndarray]:
     """Rows of the table of this rank's tokens, of each micro-batch; -1 for padding."""
     from megatron.core import parallel_state as ps
 
@@ -124,21 +130,25 @@ def _tokens(worker, task: Replayed) -> list[np.ndarray]:
     return [work.data.rows.reshape(tp, -1)[mine] for work in works]
 
 
-def _compare(tokens: list[np.ndarray], calls: dict[int, _Calls], task: Replayed, recompute) -> Used:
-    """Raises RuntimeError when a router ran another number of times than there are
-    micro-batches."""
+def compare(
+    micro_batches: Sequence[np.ndarray], calls: dict[int, _Calls], task: Replayed, recompute: bool
+) -> Used:
+    """What the dispatchers were given, against `task.truth`; `micro_batches` as of `tokens`.
+
+    Raises RuntimeError when a router ran another number of times than there are micro-batches.
+    """
     truth = task.truth
-    used = Used(0, 0, [], np.zeros(truth.valid.shape, bool), 0, len(tokens))
+    used = Used(0, 0, [], np.zeros(truth.valid.shape, bool), 0, len(micro_batches))
     columns = {layer: column for column, layer in enumerate(truth.layers)}
     for layer, noted in calls.items():
         for maps in (noted.first, noted.again) if recompute else (noted.first,):
-            if len(maps) != len(tokens):
+            if len(maps) != len(micro_batches):
                 raise RuntimeError(
-                    f"layer {layer}: its dispatcher ran {len(maps)} times for {len(tokens)} "
+                    f"layer {layer}: its dispatcher ran {len(maps)} times for {len(micro_batches)} "
                     f"micro-batches"
                 )
             used.calls += len(maps)
-            for rows, chosen in zip(tokens, maps, strict=True):
+            for rows, chosen in zip(micro_batches, maps, strict=True):
                 _compare_one(used, layer, columns[layer], rows, chosen, truth)
         if noted.again and not recompute:
             raise RuntimeError(f"layer {layer}: recomputed without being asked to")

@@ -48,7 +48,10 @@ class HuggingFace:
 
     @torch.no_grad()
     def compare(
-        self, sequences: Sequence[Sequence[int]], rows: Sequence[np.ndarray], valid
+        self,
+        sequences: Sequence[Sequence[int]],
+        rows: Sequence[np.ndarray],
+        valid: Sequence[np.ndarray],
     ) -> Reference:
         """Each row of routes `[L - 1, moe_layers, top_k]` beside Hugging Face's own choice."""
         found = Reference([])
@@ -71,12 +74,17 @@ class HuggingFace:
 
     @torch.no_grad()
     def replay(
-        self, sequences: Sequence[Sequence[int]], rows: Sequence[np.ndarray]
+        self,
+        sequences: Sequence[Sequence[int]],
+        rows: Sequence[np.ndarray],
+        valid: Sequence[np.ndarray],
     ) -> list[np.ndarray]:
-        """Logprobs with these experts in place of the model's own, and weights from its scores."""
+        """Logprobs with these experts in place of the model's own, where they are valid, and
+        weights from its scores."""
         logprobs = []
-        for sequence, given in zip(sequences, rows, strict=True):
-            with self._forced(torch.from_numpy(given.astype(np.int64))):
+        for sequence, given, known in zip(sequences, rows, valid, strict=True):
+            ids = torch.from_numpy(given.astype(np.int64))
+            with self._forced(ids, torch.from_numpy(known)):
                 logprobs.append(hf.logprobs(self.model, sequence))
         return logprobs
 
@@ -100,7 +108,7 @@ class HuggingFace:
             yield calls
 
     @contextmanager
-    def _forced(self, routes: torch.Tensor) -> Iterator[None]:
+    def _forced(self, routes: torch.Tensor, known: torch.Tensor) -> Iterator[None]:
         """The last token, which has no row, is routed freely: nothing comes after it."""
         logits: dict[int, torch.Tensor] = {}
 
@@ -119,7 +127,8 @@ class HuggingFace:
                     raise RuntimeError(
                         f"layer {layer}: Hugging Face weighs experts otherwise (by {error:.2g})"
                     )
-                chosen = torch.cat([routes[:, column], own[len(routes) :]])
+                chosen = own.clone()
+                chosen[: len(routes)][known[:, column]] = routes[known[:, column], column]
                 return hidden, chosen, self._weights(logits[layer], chosen)
 
             return hook

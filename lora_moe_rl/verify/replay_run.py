@@ -58,14 +58,16 @@ class RecordRow:
 
 @dataclass
 class ReplayRow:
-    """One layout. `errors` of logprobs, by what they are compared with; `caught`: (routes that the
+    """One layout. `routes` that were used, of which `wrong` were not the table's, the `first` of them
+    in words; `unseen`: (token, layer) that no dispatcher was given. `errors` of logprobs, by what they are compared with; `caught`: (routes that the
     maps showed to be wrong, error of the logprobs) by kind of shift."""
 
     name: str
     ranks: int
     micro_batches: int = 0
     routes: int = 0
-    wrong: list[str] = field(default_factory=list)
+    wrong: int = 0
+    first: list[str] = field(default_factory=list)
     unseen: int = 0
     errors: dict[str, float] = field(default_factory=dict)
     caught: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -274,7 +276,8 @@ def _add(row: ReplayRow, task: Replayed, used: Sequence[Used], groups: Sequence[
         return
     row.routes += sum(u.routes for u in used)
     row.micro_batches = max(row.micro_batches, *(u.micro_batches for u in used))
-    row.wrong += [f"{task.name}: {line}" for u in used for line in u.first]
+    row.wrong += wrong
+    row.first += [f"{task.name}: {line}" for u in used for line in u.first]
     if task.name == "recorded":
         assert logprobs is not None
         _worst(row, "vLLM", replay_tables.largest_error(logprobs, group.rollout))

@@ -1,0 +1,266 @@
+"""What replay adds to a training step: each of its own calls timed where it runs, on one rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.kernels.route_codec import RowLayout, pack_array
+from lora_moe_rl.router_replay.packed import PackedRoutes
+from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.router_replay.travel import Block, SentRoutes, send
+from lora_moe_rl.types import Sample
+
+DEMO = {"prompts": 16, "group": 8, "prompt_tokens": 12, "tokens": 8}  # of `make demo`
+ROUNDS = 15
+KIMI_LAYERS, KIMI_TOP_K, KIMI_EXPERTS, KIMI_PP = 60, 8, 384, 8
+KIMI_SAMPLES, KIMI_TOKENS = 512, 16_384
+STAGE_LAYERS = 8  # MoE layers of the largest of 8 stages
+OBJECT_STORE = 1 << 30
+# Kimi-K2's routers, and as little as possible of everything else.
+KIMI_SHAPE = {
+    "num_hidden_layers": 1 + STAGE_LAYERS,
+    "n_routed_experts": KIMI_EXPERTS,
+    "num_experts_per_tok": KIMI_TOP_K,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+}
+
+
+@dataclass
+class Stopwatch:
+    """Seconds spent in calls, by name."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def around(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+    @contextmanager
+    def watching(self, *calls: tuple[str, Any, str]) -> Iterator[None]:
+        """Times every call of (name, object or class, method)."""
+        stock = [(owner, method, getattr(owner, method)) for _, owner, method in calls]
+        for (name, owner, method), (_, _, call) in zip(calls, stock, strict=True):
+            setattr(owner, method, self._timed(name, call))
+        try:
+            yield
+        finally:
+            for owner, method, call in stock:
+                setattr(owner, method, call)
+
+    def _timed(self, name: str, call):
+        def timed(*args, **kwargs):
+            with self.around(name):
+                return call(*args, **kwargs)
+
+        return timed
+
+
+def measure_demo(model_dir: Path) -> dict[str, Any]:
+    """Median seconds that replay adds to a step of the demo's size, by part: on the engine, and on
+    one rank that has all samples. `pair`: a whole forward and backward, with and without."""
+    from lora_moe_rl.verify.ranks import run_ranks
+
+    config = RunConfig.model_validate(
+        {"model": {"path": str(model_dir)}, "trainer": {"device": "cpu", "dtype": "float32"}}
+    )
+    (found,) = run_ranks(config, model_dir, demo_job, timeout_s=600)
+    return found
+
+
+def demo_job(worker, spec) -> dict[str, Any]:
+    from lora_moe_rl.router_replay.replay import LayerReplay, Replay
+    from lora_moe_rl.trainer.engine import TrainingEngine
+    from lora_moe_rl.trainer.routes import Routes
+
+    batch, rows = _demo_samples(spec)
+    lengths = [len(ids) - 1 for ids in batch.token_ids]
+    shape = spec.shape
+    engine_side = ("routes", "fetch", "micro", "complete", "install")
+    watched = (
+        ("routes", TrainingEngine, "routes"), ("fetch", Routes, "fetch"),
+        ("micro", Routes, "micro"), ("complete", Routes, "complete"),
+        ("install", Replay, "install"), ("top-k", LayerReplay, "_choose"),
+    )  # fmt: skip
+    parts: list[dict[str, float]] = []
+    pair: dict[str, list[float]] = {"with": [], "without": []}
+    for _ in range(ROUNDS):
+        watch = Stopwatch()
+        with watch.around("pack"):
+            table = RouteTable.build(
+                rows, lengths, shape.moe_layers, shape.num_experts, shape.top_k
+            )
+            sent = send(table)
+        with watch.around("with"), watch.watching(*watched):
+            worker.gradients(batch, sent)
+        with watch.around("without"):
+            worker.gradients(batch)
+        for name in pair:
+            pair[name].append(watch.seconds.pop(name))
+        parts.append(watch.seconds)
+    assert all(name in parts[0] for name in engine_side)
+    return {
+        "seconds": {name: median(p[name] for p in parts) for name in parts[0]},
+        "pair": {name: median(values) for name, values in pair.items()},
+        "tokens": int(sum(lengths)),
+    }
+
+
+def _demo_samples(spec) -> tuple[Any, list[np.ndarray]]:
+    from lora_moe_rl.trainer.batch import TrainBatch
+
+    rng = np.random.default_rng(0)
+    shape = spec.shape
+    samples, rows = [], []
+    for group in range(DEMO["prompts"]):
+        for _ in range(DEMO["group"]):
+            prompt = rng.integers(0, shape.vocab_size, DEMO["prompt_tokens"]).astype(np.int32)
+            response = rng.integers(0, shape.vocab_size, DEMO["tokens"]).astype(np.int32)
+            zeros = np.zeros(len(response))
+            samples.append(
+                Sample(group, prompt, response, zeros.astype(np.float32), zeros.astype(np.int32),
+                       "length", "")
+            )  # fmt: skip
+            size = (len(prompt) + len(response) - 1, len(shape.moe_layers), shape.top_k)
+            rows.append(_distinct(rng, size, shape.num_experts).astype(np.uint8))
+    ones = np.ones(len(samples), np.float32)
+    return TrainBatch.from_samples(samples, ones, ones), rows
+
+
+def _distinct(rng: np.random.Generator, size: tuple[int, int, int], num_experts: int) -> np.ndarray:
+    """int16 ids, different ones within a token and layer, anywhere among the experts."""
+    tokens, layers, top_k = size
+    first = rng.integers(0, num_experts, (tokens, layers, 1), dtype=np.int16)
+    apart = np.arange(top_k, dtype=np.int16) * (num_experts // top_k)
+    return (first + apart) % np.int16(num_experts)
+
+
+def measure_kimi(folder: Path) -> dict[str, Any]:
+    """Seconds of a rank that gets its stage's routes of every sample (data-parallel size 1, no
+    tensor parallelism): fetched from Ray's object store, checked, cut to micro-batches, unpacked
+    and installed."""
+    from lora_moe_rl.verify.ranks import run_ranks
+
+    save_kimi(folder / "kimi")
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": str(folder / "kimi"), "max_length": KIMI_TOKENS + 1},
+            "adapter": {"rank": 1, "targets": ("o_proj",)},
+            "trainer": {
+                "device": "cpu",
+                "dtype": "float32",
+                "micro_batch_tokens": KIMI_TOKENS,
+            },
+        }
+    )
+    (found,) = run_ranks(config, folder / "kimi", kimi_job, timeout_s=600)
+    return found
+
+
+def save_kimi(folder: Path) -> None:
+    import json
+
+    import torch
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    from lora_moe_rl.tiny.shapes import DEEPSEEK_V3, EXTRA_CONFIG
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**DEEPSEEK_V3 | KIMI_SHAPE)).float()
+    disable_progress_bar()
+    model.save_pretrained(folder)
+    config_file = folder / "config.json"
+    config = json.loads(config_file.read_text()) | EXTRA_CONFIG["deepseek_v3"]
+    config_file.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def kimi_job(worker, spec) -> dict[str, Any]:
+    import ray
+
+    from lora_moe_rl.trainer.batch import TrainBatch
+
+    engine = worker.engine
+    ray.init(
+        address="local", num_cpus=1, include_dashboard=False, object_store_memory=OBJECT_STORE,
+        log_to_driver=False,
+    )  # fmt: skip
+    try:
+        sent, packed_bytes, pack_seconds = _kimi_routes(ray.put, engine.replay.chunk_layers[0])
+        batch = TrainBatch.from_sequences([np.zeros(KIMI_TOKENS + 1, np.int32)] * KIMI_SAMPLES)
+        everything = range(KIMI_SAMPLES)
+        plain = Stopwatch()
+        with plain.around("work"):
+            engine.my_work(batch, everything, None, 1, 0)
+        watch = Stopwatch()
+        with watch.around("check"):
+            routes = engine.routes(batch, (sent,))
+        with watch.around("fetch, check and cut"):
+            works = engine.my_work(batch, everything, routes, 1, 0)
+        watch.seconds["fetch, check and cut"] -= plain.seconds["work"]
+        assert len(works) == KIMI_SAMPLES
+        with engine.replay.step(), watch.around("unpack and install"):
+            for work in works:
+                engine.replay.install(0, work.routes[0], work.data, engine.device.torch_device)
+        del works, routes
+    finally:
+        ray.shutdown()
+    return {
+        "samples": KIMI_SAMPLES,
+        "tokens": KIMI_TOKENS,
+        "layers": STAGE_LAYERS,
+        "bytes": packed_bytes,
+        "engine_pack_seconds": pack_seconds,
+        "seconds": watch.seconds,
+        "total": sum(watch.seconds.values()),
+    }
+
+
+def _kimi_routes(put, layers: tuple[int, ...]) -> tuple[SentRoutes, int, float]:
+    """(one stage's share of all samples as an engine sends it, its bytes, seconds of one sample's
+    packing). The other stages' parts are not made."""
+    assert len(layers) == STAGE_LAYERS
+    rng = np.random.default_rng(0)
+    layout = RowLayout(STAGE_LAYERS, KIMI_TOP_K, KIMI_EXPERTS)
+    rest = range(layers[-1] + 1, layers[0] + KIMI_LAYERS)
+    blocks, total, seconds = [], 0, []
+    for i in range(KIMI_SAMPLES):
+        size = (KIMI_TOKENS, STAGE_LAYERS, KIMI_TOP_K)
+        ids = _distinct(rng, size, KIMI_EXPERTS)
+        started = time.perf_counter()
+        rows = pack_array(ids, layout)
+        offsets = np.array([0, KIMI_TOKENS])
+        part = PackedRoutes._of(layers, layout, offsets, rows, None).to_bytes()
+        seconds.append(time.perf_counter() - started)
+        total += part.nbytes
+        blocks.append(Block(i, i + 1, (put(part), None)))
+    return (
+        SentRoutes(
+            (*layers, *rest),
+            KIMI_TOP_K,
+            KIMI_EXPERTS,
+            np.arange(KIMI_SAMPLES + 1, dtype=np.int64) * KIMI_TOKENS,
+            (layers, tuple(rest)),
+            tuple(blocks),
+            np.zeros(KIMI_LAYERS, np.int64),
+            np.zeros(0, np.int64),
+            None,
+        ),
+        total,
+        median(seconds),
+    )

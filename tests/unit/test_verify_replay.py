@@ -1,0 +1,145 @@
+import numpy as np
+import pytest
+
+from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.verify import replay
+from lora_moe_rl.verify.replay_ranks import Replayed, _Calls, compare
+from lora_moe_rl.verify.replay_record import Recording
+from lora_moe_rl.verify.replay_run import RecordRow, ReplayRow
+from lora_moe_rl.verify.replay_tables import largest_error, moved, permuted, rows_of, shifted
+
+LAYERS, EXPERTS, TOP_K = (1, 3, 4), 8, 2
+
+
+@pytest.fixture
+def table() -> RouteTable:
+    rng = np.random.default_rng(0)
+    rows = [
+        rng.permuted(np.tile(np.arange(EXPERTS), (n, len(LAYERS), 1)), axis=-1)[..., :TOP_K]
+        for n in (9, 4, 6)
+    ]
+    return RouteTable.build(rows, [9, 4, 6], LAYERS, EXPERTS, TOP_K)
+
+
+def test_other_experts_are_valid_and_no_router_s_choice(table):
+    other = permuted(table, seed=3)
+    other.check()
+    assert (other.ids != table.ids).all()
+    assert moved(table, other) > 0.5
+    assert moved(table, table) == 0
+
+
+def test_a_shift_by_a_token_stays_within_the_sample(table):
+    wrong = shifted(table, "token")
+    for (ids, _), (before, _) in zip(zip(*rows_of(wrong)), zip(*rows_of(table)), strict=True):
+        assert (ids[1:] == before[:-1]).all() and (ids[0] == before[-1]).all()
+
+
+def test_a_shift_by_a_layer_gives_every_layer_its_neighbour_s(table):
+    wrong = shifted(table, "layer")
+    assert (wrong.ids[:, 1:] == table.ids[:, :-1]).all()
+    assert moved(table, wrong) > 0
+
+
+def test_one_wrong_expert_is_one_id_and_can_be_replayed(table):
+    wrong = shifted(table, "expert")
+    wrong.check()
+    assert (wrong.ids != table.ids).sum() == 1
+
+
+def test_errors_are_of_the_last_tokens_and_a_nan_is_one():
+    got = [np.array([9.0, -1.0, -4.0]), np.array([-2.0])]
+    assert largest_error(got, [np.array([-1.0, -2.0]), np.array([-2.5])]) == 1.0
+    assert np.isnan(largest_error(got, [np.array([-1.0, np.nan]), np.array([-2.0])]))
+
+
+def maps_of(table: RouteTable, column: int, rows: np.ndarray) -> np.ndarray:
+    chosen = np.zeros((len(rows), EXPERTS), bool)
+    np.put_along_axis(chosen, table.ids[np.maximum(rows, 0), column].astype(int), True, axis=1)
+    return chosen
+
+
+def used(table: RouteTable, installed: RouteTable, again: int = 0, recompute: bool = False):
+    """What is found of two micro-batches, the second one padded, with `installed` in use."""
+    micro_batches = [np.arange(13), np.array([*range(13, 19), -1, -1])]
+    calls = {
+        layer: _Calls(
+            [maps_of(installed, column, rows) for rows in micro_batches],
+            [maps_of(installed, column, rows) for rows in micro_batches[:again]],
+        )
+        for column, layer in enumerate(LAYERS)
+    }
+    return compare(micro_batches, calls, Replayed("", [], installed, table), recompute)
+
+
+def test_what_dispatchers_were_given_is_compared_with_the_table(table):
+    found = used(table, table)
+    assert found.wrong == 0 and found.seen.all() and found.routes == table.ids.size
+    for by, least in (("token", 10), ("layer", 10), ("expert", 1)):
+        assert used(table, shifted(table, by)).wrong >= least
+    assert used(table, shifted(table, "expert")).wrong == 1
+
+
+def test_a_difference_names_token_layer_expected_and_used(table):
+    (line,) = used(table, shifted(table, "expert")).first
+    expected = sorted(table.ids[4, 1].tolist())
+    assert line.startswith(f"sample 0, token 4, layer 3: expected {expected}, used [")
+
+
+def test_recomputation_must_run_every_micro_batch_again(table):
+    assert used(table, table, again=2, recompute=True).routes == 2 * table.ids.size
+    with pytest.raises(RuntimeError, match="ran 1 times for 2 micro-batches"):
+        used(table, table, again=1, recompute=True)
+    with pytest.raises(RuntimeError, match="recomputed without being asked"):
+        used(table, table, again=2)
+
+
+def test_rows_that_are_not_valid_are_not_compared(table):
+    table.valid[4, 1] = False
+    found = used(table, shifted(table, "expert"))
+    assert found.wrong == 0 and found.routes == table.ids.size - TOP_K
+
+
+def passing() -> ReplayRow:
+    caught = {"token": (9, 0.1), "layer": (9, 0.1), "expert": (1, 0.01)}
+    return ReplayRow("tp2", 2, routes=10, errors={"vLLM": 1e-6}, caught=caught)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"routes": 0},
+        {"unseen": 1},
+        {"wrong": 1},
+        {"errors": {"vLLM": 2e-5}},
+        {"errors": {"vLLM": float("nan")}},
+        {"failure": "a rank died"},
+        {"caught": {"token": (9, 0.1)}},
+        {"caught": {"token": (0, 0.1), "layer": (9, 0.1), "expert": (1, 0.1)}},
+        {"caught": {"token": (9, 0.1), "layer": (9, 0.1), "expert": (1, 1e-6)}},
+    ],
+)
+def test_a_layout_passes_only_without_any_fault(change):
+    row = passing()
+    assert row.passed
+    for name, value in change.items():
+        setattr(row, name, value)
+    assert not row.passed
+
+
+def test_a_record_passes_only_when_its_condition_was_met(table):
+    def row(**changes) -> RecordRow:
+        return RecordRow(
+            Recording("preemption", table=table), **{"routes": 9, "error": 1e-6, **changes}
+        )
+
+    assert row().passed
+    assert row(ties=["token 3"]).passed and replay.notes(
+        replay.Report("", [row(ties=["token 3"])], 1.0, [], 0.0)
+    ) == ["preemption: a tie within rounding: token 3"]
+    assert not row(differences=["token 3"]).passed
+    assert not row(error=1e-4).passed and not row(error=None).passed and not row(routes=0).passed
+    unmet = row()
+    unmet.recording.failure = "vLLM counts no preemption"
+    assert not unmet.passed
+    assert RecordRow(Recording("prefix hits", absent="no cache")).passed
