@@ -58,15 +58,27 @@ class BaseTensor:
 
 def base_tensors(facts: Facts) -> Iterator[BaseTensor]:
     """All of them, in the order of the model."""
-    shape = facts.shape
-    hidden, last = shape.hidden_size, shape.num_layers
-    vocabulary = (shape.vocab_size, hidden)
-    name = "embedding.word_embeddings.weight"
-    yield BaseTensor(name, vocabulary, ROWS, -1, "embeddings")
-    for layer in range(last):
-        prefix = f"decoder.layers.{layer}."
-        for tensor in (*_attention(facts, layer), *_mlp(facts, layer)):
-            yield replace(tensor, name=prefix + tensor.name)
+    yield from tensors_before(facts)
+    for layer in range(facts.shape.num_layers):
+        yield from tensors_of_layer(facts, layer)
+    yield from tensors_behind(facts)
+
+
+def tensors_before(facts: Facts) -> Iterator[BaseTensor]:
+    """On the first stage, before its layers."""
+    vocabulary = (facts.shape.vocab_size, facts.shape.hidden_size)
+    yield BaseTensor("embedding.word_embeddings.weight", vocabulary, ROWS, -1, "embeddings")
+
+
+def tensors_of_layer(facts: Facts, layer: int) -> Iterator[BaseTensor]:
+    for tensor in (*_attention(facts, layer), *_mlp(facts, layer)):
+        yield replace(tensor, name=f"decoder.layers.{layer}.{tensor.name}")
+
+
+def tensors_behind(facts: Facts) -> Iterator[BaseTensor]:
+    """On the last stage, behind its layers."""
+    hidden, last = facts.shape.hidden_size, facts.shape.num_layers
+    vocabulary = (facts.shape.vocab_size, hidden)
     yield BaseTensor("decoder.final_layernorm.weight", (hidden,), WHOLE, last, "norms")
     yield BaseTensor("output_layer.weight", vocabulary, ROWS, last, "embeddings")
 
@@ -89,15 +101,12 @@ def prediction_parameters(facts: Facts) -> int:
 def held_by(facts: Facts, rank: TrainerRank) -> dict[BaseTensor, Box]:
     """What one trainer rank holds: its layers, the embedding with the first of them, the final norm
     and the head with the last."""
-    first = 0 in rank.layers
-    last = facts.shape.num_layers - 1 in rank.layers
-    held = {}
-    for tensor in base_tensors(facts):
-        mine = tensor.layer in rank.layers
-        mine |= (tensor.layer < 0 and first) or (tensor.layer == facts.shape.num_layers and last)
-        if mine:
-            held[tensor] = tensor.local(rank.layout)
-    return held
+    tensors = [t for layer in sorted(rank.layers) for t in tensors_of_layer(facts, layer)]
+    if 0 in rank.layers:
+        tensors = [*tensors_before(facts), *tensors]
+    if facts.shape.num_layers - 1 in rank.layers:
+        tensors += tensors_behind(facts)
+    return {tensor: tensor.local(rank.layout) for tensor in tensors}
 
 
 def _attention(facts: Facts, layer: int) -> Iterator[BaseTensor]:

@@ -15,6 +15,7 @@ from lora_moe_rl.refit.parts import PartLayout, SentPart
 from lora_moe_rl.refit.transports import shm
 from lora_moe_rl.refit.transports.choose import Wire, make_outgoing
 from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.router_replay.travel import SentRoutes
 from lora_moe_rl.trainer.batch import TrainBatch
 from lora_moe_rl.trainer.device import Device
 
@@ -50,17 +51,32 @@ class TrainerWorker:
             "place": shm.place(),
         }
 
-    def update(self, batch: TrainBatch, *tables: RouteTable):
-        """One step's optimizer steps: see `trainer/update.py`. `tables`: of each engine in turn."""
+    def memory(self) -> dict[str, int]:
+        """Bytes this rank holds of the frozen base, adapters, their gradients and Adam's state."""
+        engine = self.engine
+        held = [parameter for chunk in engine.chunks for parameter in chunk.parameters()]
+        adapters = [s.tensor for s in engine.adapters.slices()]  # some twice: an A of several sites
+        mine = {id(tensor) for tensor in adapters}
+        states = engine.optimizer.adam.state.values()
+        return {
+            "base": _nbytes(t for t in held if id(t) not in mine),
+            "adapter": _nbytes(adapters),
+            "gradients": _nbytes(engine.adapters.gradients.flat.values()),
+            "optimizer": _nbytes(t for state in states for t in state.values()),
+        }
+
+    def update(self, batch: TrainBatch, *parts: SentRoutes | RouteTable):
+        """One step's optimizer steps: see `trainer/update.py`. `parts`: routes of each engine in
+        turn."""
         from lora_moe_rl.trainer.update import update
 
-        return update(self.engine, batch, RouteTable.concat(tables) if tables else None)
+        return update(self.engine, batch, parts)
 
-    def gradients(self, batch: TrainBatch, table: RouteTable):
+    def gradients(self, batch: TrainBatch, *parts: SentRoutes | RouteTable):
         """(loss, gradient norm, shards of the gradient) of one step: see `trainer/update.py`."""
         from lora_moe_rl.trainer.update import gradients
 
-        return gradients(self.engine, batch, table)
+        return gradients(self.engine, batch, parts)
 
     def score(
         self, sequences: list[list[int]], table: RouteTable | None, adapters: bool
@@ -68,10 +84,11 @@ class TrainerWorker:
         """Logprobs of every token after the first, at temperature 1, from one rank (None from the
         others). `adapters=False`: the frozen base."""
         batch = TrainBatch.from_sequences(sequences)
+        parts = () if table is None else (table,)
         if adapters:
-            return self.engine.score(batch, table)
+            return self.engine.score(batch, *parts)
         with self.engine.adapters.off():
-            return self.engine.score(batch, table)
+            return self.engine.score(batch, *parts)
 
     def prepare_refit(self, layouts: list[PartLayout], wire: Wire) -> None:
         """What the ranks send to engines, and how: this one's part among them, if it has one."""
@@ -117,3 +134,7 @@ class TrainerWorker:
     def set_adapter(self, tensors: dict[str, np.ndarray]) -> None:
         """Writes whole canonical tensors (tests, and starting from an adapter)."""
         self.engine.adapters.load(tensors)
+
+
+def _nbytes(tensors) -> int:
+    return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())

@@ -1,0 +1,217 @@
+"""Floating-point operations of a token, and seconds of a step by a roofline.
+
+Times are what the hardware would need at the efficiencies of `hardware.Efficiency`, which are
+guesses and are printed with them: good for ranking layouts, not for promising a step time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.planner.base import base_tensors
+from lora_moe_rl.planner.facts import Facts, Format
+from lora_moe_rl.planner.formats import itemsize
+from lora_moe_rl.planner.hardware import Efficiency, Gpu
+from lora_moe_rl.planner.rollout import EngineRank
+from lora_moe_rl.planner.trainer import (
+    RankClass,
+    Recompute,
+    micro_batch_tokens,
+    micro_batches,
+    stage_layers,
+)
+
+# Of one decoded token: launches and the all-reduces of a layer that no bandwidth explains.
+DECODE_LAYER_SECONDS = 60e-6
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Mean tokens of a prompt and of a response that traffic and times are computed with."""
+
+    prompt: int
+    response: int
+
+    @property
+    def sample(self) -> int:
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Of one token. `active`: base parameters that multiply it, without the embedding; `adapter`:
+    those of the adapters. `full`: training every parameter."""
+
+    active: int
+    adapter: int
+    attention: float
+    forward: float
+    train: float
+    full: float
+
+    @property
+    def adapter_share(self) -> float:
+        """What the adapters add to a training step's operations."""
+        return 6 * self.adapter / (self.train - 6 * self.adapter)
+
+
+def flops(facts: Facts, spec: AdapterSpec, context: int, recompute: Recompute) -> Flops:
+    """At a mean context of half of `context` tokens (causal attention).
+
+    Frozen weights have no gradient: a backward is one pass over the base and two over the adapters,
+    against two and two when all is trained. Recomputation adds a forward.
+    """
+    shape = facts.shape
+    active = 0
+    for tensor in base_tensors(facts):
+        if tensor.name.startswith("embedding") or len(tensor.shape) < 2:
+            continue
+        share = shape.top_k / shape.num_experts if tensor.part == "experts" else 1
+        active += round(tensor.size * share)
+    adapter = 0
+    for site in spec:
+        times = shape.top_k if site.num_experts is not None else 1
+        adapter += times * site.rank * (site.in_features + site.out_features)
+    attention = _attention(facts) * context / 2
+    forward = 2 * (active + adapter) + attention
+    again = forward if recompute == "full" else 0.0
+    train = forward + again + 2 * active + 4 * adapter + 2 * attention
+    full_forward = 2 * active + attention
+    full = 3 * full_forward + (full_forward if recompute == "full" else 0.0)
+    return Flops(active, adapter, attention, forward, train, full)
+
+
+def _attention(facts: Facts) -> float:
+    """Operations a token and token of context: scores and weighted values."""
+    d, layers = facts.shape.dims, facts.shape.num_layers
+    if facts.shape.family.attention == "mla":
+        return 2.0 * layers * d["heads"] * (d["nope_dim"] + d["rope_dim"] + d["v_dim"])
+    return 4.0 * layers * d["heads"] * d["head_dim"]
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one step, one stage after the other."""
+
+    rollout: float
+    train: float
+    refit: float
+    parts: dict[str, float]  # of rollout and train
+
+    @property
+    def step(self) -> float:
+        return self.rollout + self.train + self.refit
+
+
+class Roofline:
+    """Times of steps of one model under any layout."""
+
+    def __init__(self, facts: Facts, spec: AdapterSpec, lengths: Lengths, weights: Format):
+        self.facts, self.spec, self.lengths = facts, spec, lengths
+        self.b = itemsize(weights)
+        self._flops: dict[Recompute, Flops] = {
+            how: flops(facts, spec, lengths.sample, how) for how in ("none", "full")
+        }
+
+    def of(self, recompute: Recompute) -> Flops:
+        return self._flops[recompute]
+
+    def seconds(
+        self,
+        config: RunConfig,
+        recompute: Recompute,
+        heaviest: RankClass,
+        engine: EngineRank,
+        refit: float,
+        hardware: tuple[Gpu, int, Efficiency],
+    ) -> Seconds:
+        """`hardware`: the GPU, how many share a node, and the efficiencies."""
+        train = self._train(config, recompute, heaviest, *hardware)
+        rollout = self._rollout(config, engine, *hardware)
+        return Seconds(sum(rollout.values()), sum(train.values()), refit, rollout | train)
+
+    def _train(
+        self,
+        config: RunConfig,
+        recompute: Recompute,
+        heaviest: RankClass,
+        gpu: Gpu,
+        per_node: int,
+        efficiency: Efficiency,
+    ) -> dict[str, float]:
+        trainer, shape, algorithm = config.trainer, self.facts.shape, config.algorithm
+        work = self.of(recompute)
+        tokens = algorithm.prompts_per_step * algorithm.group_size * self.lengths.sample
+        per_token = algorithm.epochs * work.train
+        if not algorithm.on_policy or config.replay.mode == "r2":
+            per_token += work.forward
+        if algorithm.kl_coef:
+            per_token += 2 * work.active + work.attention
+        compute = tokens * per_token / (trainer.world_size * gpu.flops * efficiency.train_flops)
+        stages = [len(layers) for layers in stage_layers(trainer, shape.num_layers)]
+        uneven = max(stages) * trainer.pp / shape.num_layers
+        steps = algorithm.mini_batches * algorithm.epochs
+        count = micro_batches(config, self.lengths.sample)
+        bubble = compute * uneven * (trainer.pp - 1) / (count * trainer.vpp)
+        volume = self._volume(config, max(stages), recompute, per_node)
+        passes = steps * count
+        fast = passes * volume["fast"] / (gpu.fast_link * efficiency.links)
+        slow = passes * volume["slow"] / (gpu.link * efficiency.links)
+        summed = 4 * heaviest.trained_parameters * 2 if trainer.dp * trainer.tp > 1 else 0
+        return {
+            "compute": compute * uneven,
+            "pipeline bubble": bubble,
+            "communication": fast + slow,
+            "gradient sums": steps * summed / (gpu.link * efficiency.links),
+        }
+
+    def _volume(
+        self, config: RunConfig, layers: int, recompute: Recompute, per_node: int
+    ) -> dict[str, float]:
+        """Bytes of one micro-batch that a rank sends inside its node and beyond."""
+        trainer, shape = config.trainer, self.facts.shape
+        tokens, hidden = micro_batch_tokens(config), shape.hidden_size
+        passes = 3 if recompute == "full" else 2  # forward, backward, and the forward again
+        tp, ep = trainer.tp, trainer.ep * trainer.etp
+        # A gather and a scatter before and behind attention, and again for the MLP.
+        gathered = 4 * tokens * hidden * self.b * (tp - 1) / tp * layers * passes
+        # To the experts and back.
+        exchanged = 2 * tokens / tp * shape.top_k * hidden * self.b * layers * passes
+        exchanged *= (ep - 1) / ep
+        outside = max(0.0, 1 - per_node / ep)
+        staged = 2 * tokens / tp * hidden * self.b if trainer.pp > 1 else 0
+        inside = tp <= per_node
+        return {
+            "fast": exchanged * (1 - outside) + (gathered if inside else 0.0),
+            "slow": exchanged * outside + staged + (0.0 if inside else gathered),
+        }
+
+    def _rollout(
+        self, config: RunConfig, engine: EngineRank, gpu: Gpu, per_node: int, efficiency: Efficiency
+    ) -> dict[str, float]:
+        """Prefill of every prompt, then decoding in waves of as many sequences as fit."""
+        rollout, algorithm = config.rollout, config.algorithm
+        prompts = math.ceil(algorithm.prompts_per_step / rollout.engines)
+        samples = prompts * algorithm.group_size
+        context = self.lengths.prompt + self.lengths.response // 2
+        fit = max(1, max(0, engine.kv_cache) // (engine.kv_token * context))
+        batch = max(1, min(samples, rollout.max_num_seqs, fit))
+        waves = samples / batch
+        work, speed = self.of("none"), gpu.flops * efficiency.prefill_flops * rollout.tp
+        shape = self.facts.shape
+        untouched = (1 - shape.top_k / shape.num_experts) ** batch
+        slot = engine.slots / max(1, config.refit.slots)
+        read = (engine.weights + slot) * (1 - untouched) + batch * context * engine.kv_token
+        token = max(
+            read / (gpu.bandwidth * efficiency.decode_bandwidth),
+            batch * work.forward / speed,
+        )
+        token += shape.num_layers * DECODE_LAYER_SECONDS
+        prefilled = prompts if rollout.prefix_caching else samples
+        return {
+            "prefill": prefilled * self.lengths.prompt * work.forward / speed,
+            "decode": waves * self.lengths.response * token,
+        }

@@ -1,0 +1,112 @@
+"""What a rank of a vLLM engine holds: weights, adapter slots, and what is left for the KV cache."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.planner.base import BaseTensor, base_tensors
+from lora_moe_rl.planner.facts import Facts, Format
+from lora_moe_rl.planner.formats import itemsize, tensor_bytes
+from lora_moe_rl.planner.hardware import GIB, Gpu
+from lora_moe_rl.refit.plan import EngineLayout, held
+
+# What vLLM's profiling run and CUDA graphs take, beside the logits of the sequences in flight.
+PROFILE_BYTES = int(3 * GIB)
+LOGIT_BYTES = 4 + 4 + 2  # float32 logits and logprobs, logits as they come
+
+
+@dataclass(frozen=True)
+class EngineRank:
+    """Bytes of one rank of an engine. `kv_cache` is what vLLM's share of the GPU leaves, negative
+    when there is too little; `sequences`: of `model.max_length` tokens that it holds."""
+
+    weights: int
+    slots: int
+    working: int
+    kv_cache: int
+    kv_token: int
+    sequences: int
+    budget: int
+
+    @property
+    def memory(self) -> dict[str, int]:
+        return {
+            "weights": self.weights,
+            "adapter slots": self.slots,
+            "working": self.working,
+            "KV cache": max(0, self.kv_cache),
+        }
+
+    @property
+    def total(self) -> int:
+        return sum(self.memory.values())
+
+
+def engine_rank(
+    facts: Facts, spec: AdapterSpec, config: RunConfig, weights: Format, gpu: Gpu
+) -> EngineRank:
+    """Ranks of an engine hold equally much, but for experts that do not divide: the first."""
+    rollout, shape = config.rollout, facts.shape
+    budget = int(rollout.gpu_memory_utilization * gpu.memory * GIB)
+    base = weight_bytes(facts, rollout.tp, rollout.ep, weights)
+    slots = 0 if config.refit.mode == "merged" else slot_bytes(spec, config, itemsize(weights))
+    logits = LOGIT_BYTES * rollout.max_num_seqs * shape.vocab_size
+    working = PROFILE_BYTES + logits
+    kv_cache = budget - base - slots - working
+    token = kv_token_bytes(facts, rollout.tp, itemsize(weights))
+    sequences = max(0, kv_cache) // (token * config.model.max_length)
+    return EngineRank(base, slots, working, kv_cache, token, sequences, budget)
+
+
+def weight_bytes(facts: Facts, tp: int, ep: bool, weights: Format) -> int:
+    """Of the first of `tp` ranks."""
+    return sum(
+        tensor_bytes(tensor, _local(facts, tensor, tp, ep), weights)
+        for tensor in base_tensors(facts)
+    )
+
+
+def _local(facts: Facts, tensor: BaseTensor, tp: int, ep: bool) -> tuple[int, ...]:
+    """As vLLM cuts it: key and value heads are repeated where there are fewer than ranks, experts
+    are cut whole (ep) or each along its width."""
+    shape = list(tensor.shape)
+    if tensor.part == "experts":
+        dim = 0 if ep else tensor.split[1][0]
+        shape[dim] = math.ceil(shape[dim] / tp)
+        return tuple(shape)
+    if not tensor.split:
+        return tensor.shape
+    d = facts.shape.dims
+    if "linear_qkv" in tensor.name:
+        kv_heads = max(d["kv_heads"], tp)
+        shape[0] = (d["heads"] + 2 * kv_heads) * d["head_dim"]
+    dim = tensor.split[0][0]
+    shape[dim] = math.ceil(shape[dim] / tp)
+    return tuple(shape)
+
+
+def slot_bytes(spec: AdapterSpec, config: RunConfig, b: int) -> int:
+    """Of all slots of the first rank. A slot has room for the largest rank at every site."""
+    layout = EngineLayout.of(config.rollout, spec.slot_rank)
+    kv_heads = spec.shape.dims.get("kv_heads", 0)
+    total = 0
+    for site in spec:
+        for matrix, shape in (("A", site.shape_A), ("B", site.shape_B)):
+            rank_dim = len(shape) - (2 if matrix == "A" else 1)
+            box = held(site, matrix, layout, 0, kv_heads)
+            room = spec.slot_rank
+            if box.shape[rank_dim] < shape[rank_dim]:  # cut along the rank
+                room //= layout.tp
+            total += box.size // box.shape[rank_dim] * room
+    return total * b * config.refit.slots
+
+
+def kv_token_bytes(facts: Facts, tp: int, b: int) -> int:
+    """Of one token on one rank. MLA's latent is the same on every rank."""
+    d, layers = facts.shape.dims, facts.shape.num_layers
+    if facts.shape.family.attention == "mla":
+        return layers * (d["kv_lora_rank"] + d["rope_dim"]) * b
+    return layers * 2 * max(1, d["kv_heads"] // tp) * d["head_dim"] * b

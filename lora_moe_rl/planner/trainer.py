@@ -1,0 +1,284 @@
+"""What a trainer rank holds, by class of rank.
+
+Ranks of one pipeline stage hold equally much: every cut divides evenly. A class is one or several
+stages with the same figures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal
+
+from lora_moe_rl.adapters.sharding import Box, RankLayout, kind_of, pipeline_chunks
+from lora_moe_rl.adapters.spec import AdapterSpec, Site
+from lora_moe_rl.config import RunConfig, TrainerConfig
+from lora_moe_rl.planner.activations import (
+    communication,
+    kept_by_layer,
+    kept_when_recomputed,
+    layer_work,
+)
+from lora_moe_rl.planner.base import (
+    PARTS,
+    BaseTensor,
+    tensors_before,
+    tensors_behind,
+    tensors_of_layer,
+)
+from lora_moe_rl.planner.facts import Facts, Format
+from lora_moe_rl.planner.formats import itemsize, tensor_bytes
+from lora_moe_rl.planner.hardware import FRAGMENTATION, RUNTIME_BYTES
+from lora_moe_rl.refit.plan import TrainerRank
+
+Recompute = Literal["none", "full"]
+FLOAT32 = 4
+STEP = 4  # Adam's count of steps: one float32 a parameter tensor, on the host
+# Bytes a logit at the worst moment, the backward: logits and their gradient in bf16, the softmax
+# that the loss keeps and its gradient in float32.
+LOGIT_BYTES = 2 + 2 + 4 + 4
+FORMATS: tuple[Format, ...] = ("bf16", "fp8", "int4")
+
+
+@dataclass(frozen=True)
+class RankClass:
+    """Ranks with the same figures. `memory`: bytes by what they are for; `parts`: parameters of the
+    base by part of the model; `base_bytes`: of the base in each format. Buffers of the base (router
+    corrections, rotary tables: a few MB) are left out."""
+
+    stages: tuple[int, ...]
+    ranks: int
+    layers: tuple[int, ...]  # of the first of the stages
+    parts: dict[str, int]
+    base_bytes: dict[Format, int]
+    adapter_parameters: int
+    trained_parameters: int
+    memory: dict[str, int]
+
+    @property
+    def base_parameters(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def total(self) -> int:
+        return sum(self.memory.values())
+
+    @property
+    def name(self) -> str:
+        first, last = self.stages[0], self.stages[-1]
+        return f"stage {first}" if first == last else f"stages {first}-{last}"
+
+
+@dataclass(frozen=True)
+class Held:
+    """Elements and bytes of some of a rank's tensors."""
+
+    parts: Counter[str]
+    base_bytes: Counter[Format]
+    adapters: int = 0
+    trained: int = 0
+    tensors: int = 0
+
+
+class TrainerMemory:
+    """Memory of trainer ranks of one model and adapter, under any layout.
+
+    Layers of one kind (dense or MoE, with the same adapters) are counted once a layout.
+    """
+
+    def __init__(self, facts: Facts, spec: AdapterSpec, weights: Format):
+        self.facts, self.spec = facts, spec
+        self.weights: Format = weights
+        self.formats: list[Format] = sorted({*FORMATS, weights})
+        sites: dict[int, list[Site]] = {}
+        for site in spec:
+            sites.setdefault(site.layer, []).append(site)
+        kinds: dict[tuple, int] = {}
+        self.kind = []  # of each layer: the first layer of its kind
+        for layer in range(facts.shape.num_layers):
+            adapted = tuple(
+                (s.module, s.rank, s.frozen_rank, s.shared) for s in sites.get(layer, ())
+            )
+            key = (layer in facts.shape.moe_layers, adapted)
+            self.kind.append(kinds.setdefault(key, layer))
+        self._held: dict[tuple, Held] = {}
+
+    def classes(self, config: RunConfig, recompute: Recompute) -> list[RankClass]:
+        """In the order of the stages; neighbours with the same figures are one class."""
+        classes: list[RankClass] = []
+        trainer = config.trainer
+        size = trainer.world_size // trainer.pp
+        for stage, layers in enumerate(stage_layers(trainer, self.facts.shape.num_layers)):
+            mine = self._stage(config, recompute, stage, layers, size)
+            if classes and _figures(classes[-1]) == _figures(mine):
+                last = classes.pop()
+                mine = replace(last, stages=last.stages + (stage,), ranks=last.ranks + size)
+            classes.append(mine)
+        return classes
+
+    def _stage(
+        self, config: RunConfig, recompute: Recompute, stage: int, layers: list[int], ranks: int
+    ) -> RankClass:
+        held = self._all(config.trainer, layers)
+        memory = {
+            "base": held.base_bytes[self.weights],
+            "adapter": FLOAT32 * held.adapters,
+            "gradients": FLOAT32 * held.trained,
+            "optimizer": 2 * FLOAT32 * held.trained + STEP * held.tensors,
+        }
+        moving = self._moving(config, recompute, stage, layers)
+        in_step = sum(moving.values())
+        # Adam's step holds one more copy while there are no activations.
+        memory |= moving | {"Adam's step": max(0, FLOAT32 * held.trained - in_step)}
+        memory |= {"allocator": int(FRAGMENTATION * in_step), "runtime": RUNTIME_BYTES}
+        return RankClass(
+            (stage,),
+            ranks,
+            tuple(layers),
+            {part: held.parts[part] for part in PARTS},
+            {form: held.base_bytes[form] for form in self.formats},
+            held.adapters,
+            held.trained,
+            memory,
+        )
+
+    def _all(self, trainer: TrainerConfig, layers: list[int]) -> Held:
+        facts = self.facts
+        blocks = [self._layer(trainer, self.kind[layer]) for layer in layers]
+        if 0 in layers:
+            blocks.append(self._tensors(trainer, tensors_before(facts)))
+        if facts.shape.num_layers - 1 in layers:
+            blocks.append(self._tensors(trainer, tensors_behind(facts)))
+        total = Held(Counter(), Counter())
+        for block in blocks:
+            total.parts.update(block.parts)
+            total.base_bytes.update(block.base_bytes)
+        sums = (sum(getattr(b, key) for b in blocks) for key in ("adapters", "trained", "tensors"))
+        return Held(total.parts, total.base_bytes, *sums)
+
+    def _layer(self, trainer: TrainerConfig, layer: int) -> Held:
+        key = (layer, trainer.tp, trainer.ep, trainer.etp)
+        if key not in self._held:
+            base = self._tensors(trainer, tensors_of_layer(self.facts, layer))
+            layout = _layout(trainer)
+            sizes = adapter_sizes(self.spec, layout, layer)
+            self._held[key] = replace(base, adapters=sizes[0], trained=sizes[1], tensors=sizes[2])
+        return self._held[key]
+
+    def _tensors(self, trainer: TrainerConfig, tensors: Iterable[BaseTensor]) -> Held:
+        layout, held = _layout(trainer), Held(Counter(), Counter())
+        for tensor in tensors:
+            if not tensor.buffer:
+                box = tensor.local(layout)
+                held.parts[tensor.part] += box.size
+                for form in self.formats:
+                    held.base_bytes[form] += tensor_bytes(tensor, box.shape, form)
+        return held
+
+    def _moving(
+        self, config: RunConfig, recompute: Recompute, stage: int, layers: list[int]
+    ) -> dict[str, int]:
+        """What lives within a step: activations of the micro-batches in flight, the work of one
+        layer, buffers of collectives, logits."""
+        trainer, shape, b = config.trainer, self.facts.shape, itemsize(self.weights)
+        tokens = micro_batch_tokens(config)
+        kinds = Counter(self.kind[layer] for layer in layers)
+        full = {k: sum(kept_by_layer(self.spec, k, trainer, b).values()) for k in kinds}
+        kept, work = full, layer_work(shape, trainer, b)
+        if recompute == "full":
+            kept = dict.fromkeys(full, kept_when_recomputed(shape, trainer.tp, b))
+            work += max(full.values())
+        flights = in_flight(trainer, stage, micro_batches(config))
+        activations = tokens * flights * sum(kept[kind] * n for kind, n in kinds.items())
+        logits = 0
+        if shape.num_layers - 1 in layers:
+            logits = LOGIT_BYTES * tokens * math.ceil(shape.vocab_size / trainer.tp)
+        return {
+            "activations": int(activations),
+            "one layer's work": int(tokens * work),
+            "communication": int(tokens * communication(shape, trainer, b)),
+            "logits": logits,
+        }
+
+
+def _figures(c: RankClass) -> tuple:
+    return tuple(c.memory.items()), c.parts, c.adapter_parameters
+
+
+def _layout(trainer: TrainerConfig) -> RankLayout:
+    """Of the first rank of any stage: the others hold as much."""
+    experts = trainer.etp * trainer.ep
+    return RankLayout(
+        tp=(0, trainer.tp),
+        dp=(0, trainer.dp),
+        etp=(0, trainer.etp),
+        ep=(0, trainer.ep),
+        expert_dp=(0, trainer.tp * trainer.dp // experts),
+    )
+
+
+def stage_layers(trainer: TrainerConfig, num_layers: int) -> list[list[int]]:
+    """Global layers of each pipeline stage."""
+    chunks = pipeline_chunks(num_layers, trainer.pp * trainer.vpp)
+    ends = list(accumulate(chunks))
+    spans = [range(end - size, end) for end, size in zip(ends, chunks, strict=True)]
+    return [[i for span in spans[stage :: trainer.pp] for i in span] for stage in range(trainer.pp)]
+
+
+def micro_batch_tokens(config: RunConfig) -> int:
+    """The most tokens of one micro-batch: a longer sample has one of its own."""
+    return max(config.trainer.micro_batch_tokens, config.model.max_length)
+
+
+def micro_batches(config: RunConfig, sample_tokens: int | None = None) -> int:
+    """Of one rank and optimizer step, with samples of `sample_tokens` (by default the longest)."""
+    algorithm, trainer = config.algorithm, config.trainer
+    samples = algorithm.prompts_per_step * algorithm.group_size // algorithm.mini_batches
+    tokens = samples * (sample_tokens or config.model.max_length)
+    return max(1, math.ceil(tokens / (micro_batch_tokens(config) * trainer.dp)))
+
+
+def in_flight(trainer: TrainerConfig, stage: int, num_micro_batches: int) -> float:
+    """Micro-batches whose activations a stage holds at once, in whole stages: as Megatron's
+    schedules warm up (1F1B; interleaved with virtual stages)."""
+    if trainer.vpp == 1:
+        return min(trainer.pp - stage, num_micro_batches)
+    warm = 2 * (trainer.pp - stage - 1) + (trainer.vpp - 1) * trainer.pp + 1
+    return min(warm, num_micro_batches * trainer.vpp) / trainer.vpp
+
+
+def adapter_boxes(spec: AdapterSpec, rank: TrainerRank) -> Iterator[tuple[Site, str, Box]]:
+    """A rank's part of every canonical tensor of its layers: (site, A or B, box)."""
+    for site in spec:
+        if site.layer in rank.layers:
+            for matrix, shape in (("A", site.shape_A), ("B", site.shape_B)):
+                yield site, matrix, Box(*rank.layout.local_range(kind_of(site), matrix, shape))
+
+
+def adapter_sizes(spec: AdapterSpec, layout: RankLayout, layer: int) -> tuple[int, int, int]:
+    """(elements held, those trained, parameter tensors) of a rank's adapters of one layer.
+
+    Tensors as `adapters/layers.py` holds them: the sites fused in one linear share an A, and each
+    has its B.
+    """
+    whole = trained = 0
+    mine = [site for site in spec if site.layer == layer]
+    for site in mine:
+        for matrix, shape in (("A", site.shape_A), ("B", site.shape_B)):
+            _, local = layout.local_range(kind_of(site), matrix, shape)
+            size = math.prod(local)
+            whole += size
+            trained += size // site.rank * site.trained_rank
+    linears = {_linear(site.module, spec) for site in mine}
+    return whole, trained, len(mine) + len(linears)
+
+
+def _linear(module: str, spec: AdapterSpec) -> str:
+    block, _, part = module.rpartition(".")
+    if part in ("gate", "up"):
+        return f"{block}.fc1"
+    fused = spec.shape.family.attention == "gqa" and part in ("q_proj", "k_proj", "v_proj")
+    return "qkv" if fused else module
