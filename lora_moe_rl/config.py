@@ -203,6 +203,10 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _one_cut(self):
         if self.ep and self.fully_sharded:
+    max_restarts: int = Field(
+        2, ge=0,
+        description="How often a run starts engines anew whose processes have died; 0: never.",
+    )  # fmt: skip
             raise ValueError(
                 "rollout.ep=true and rollout.fully_sharded=true are both set: vLLM cuts adapters "
                 "of experts over the tp ranks either by expert or by rank; choose one"

@@ -34,7 +34,7 @@ from lora_moe_rl.layout import check_layout
 from lora_moe_rl.metrics import MetricsWriter
 from lora_moe_rl.refit.parts import STORAGE, part_layouts
 from lora_moe_rl.refit.plan import EngineLayout, make_plan
-from lora_moe_rl.refit.proof import check_served, default_tolerance
+from lora_moe_rl.refit.proof import Proof, check_served, default_tolerance
 from lora_moe_rl.refit.transports.choose import choose
 from lora_moe_rl.rewards.runner import RewardRunner
 from lora_moe_rl.rollout.platform import check_engine
@@ -136,7 +136,7 @@ class Controller:
             with console.starting():
                 where = (self.model_dir, self.run_dir, Placement(config))
                 self.trainer = TrainerGroup(config, self.spec, *where)
-                self.engines = RolloutGroup(config, self.spec, *where)
+                self.engines = RolloutGroup(config, self.spec, *where, self._prove_returned)
                 self.engines.start_async()
                 self.trainer.start_async()
                 ranks = self.trainer.wait_started()
@@ -195,6 +195,7 @@ class Controller:
         record = dict(result.metrics) | refit | rollout_metrics(rollout.samples, clock.seconds)
         record |= reward_metrics(rewards, failures)
         record |= {"adapter/version": version, "optim/skipped": result.skipped}
+        record |= {"rollout/restarts": self.engines.restarts}
         stages = {f"time/{stage}": clock.seconds[stage] for stage in report.STAGES}
         clock.lap("records")
         return record | stages | {"time/step": clock.seconds["total"]}
@@ -298,13 +299,24 @@ class Controller:
 
     def _prove(self, version: int):
         scores, tables = self.engines.score(self.probe, version)
-        tolerance = self.config.refit.proof_tolerance or default_tolerance(self.dtype)
         trainer = self.trainer.score(self.probe, tables[0])
         proofs = [
-            check_served(engine, trainer, base, self.trainer_base, tolerance, version)
+            self._check_served(engine, trainer, base, version)
             for engine, base in zip(scores, self.engine_base, strict=True)
         ]
         return max(proofs, key=lambda proof: proof.max_diff)
+    def _prove_returned(self, index: int, version: int) -> None:
+        """Of an engine that was started anew."""
+        if self.config.refit.mode == "adapter":  # merged weights hold the base no more
+            self.engine_base[index], _ = self.engines.score_by(index, self.probe, None)
+        scores, table = self.engines.score_by(index, self.probe, version)
+        trainer = self.trainer.score(self.probe, table)
+        self._check_served(scores, trainer, self.engine_base[index], version)
+
+    def _check_served(self, engine, trainer, engine_base, version: int) -> Proof:
+        tolerance = self.config.refit.proof_tolerance or default_tolerance(self.dtype)
+        return check_served(engine, trainer, engine_base, self.trainer_base, tolerance, version)
+
 
     def _checkpoint(self, step: int) -> None:
         """Adapter, moments, counters and data position: complete, or not at all."""

@@ -61,6 +61,10 @@ class RefitError(LoraMoeRlError):
     """An adapter version that could not be published, or that the engine does not serve."""
 
 
+class EngineDied(LoraMoeRlError):
+    """vLLM's processes of an engine have ended; the actor around them still lives."""
+
+
 class ReplayError(LoraMoeRlError):
     """Router decisions that cannot be replayed."""
 

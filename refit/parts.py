@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # numpy has no bfloat16: its bits travel as uint16.
 STORAGE = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16)}
+INFINITY = {"float32": np.uint32(0x7F800000), "bfloat16": np.uint16(0x7F80)}  # their bits
+SIGN = {"float32": np.uint32(1 << 31), "bfloat16": np.uint16(1 << 15)}
 ALIGNMENT = 64  # bytes; a cache line, and more than any vector load asks for
 
 
@@ -53,10 +55,9 @@ class Entry:
         start = self.offset // whole.itemsize
         return whole[start : start + self.box.size].view(self.box.shape)
 
-    def digest(self, buffer: np.ndarray, dtype: Dtype) -> int:
-        """xxh3-64 of the box in a buffer of bytes."""
-        data = memoryview(buffer)[self.offset : self.offset + self.nbytes(dtype)]
-        return xxhash.xxh3_64_intdigest(data)
+    def bytes_of(self, buffer: np.ndarray, dtype: Dtype) -> np.ndarray:
+        """The box in a buffer of bytes."""
+        return buffer[self.offset : self.offset + self.nbytes(dtype)]
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,21 @@ def from_json(text: str) -> list[PartLayout]:
     return layouts
 
 
-def checksums(layout: PartLayout, buffer: np.ndarray) -> tuple[int, ...]:
-    """xxh3-64 of each box in `buffer` (uint8 `[layout.nbytes]`)."""
-    return tuple(entry.digest(buffer, layout.dtype) for entry in layout.entries)
+def digest(data: np.ndarray) -> int:
+    """xxh3-64 of the bytes of a box."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def all_finite(data: np.ndarray, dtype: Dtype) -> bool:
+    """Whether no value of a box, given as its bytes, is NaN or infinite: has an exponent of ones.
+
+    Of numbers with one sign, these have the largest bits. Negative numbers are above positive ones
+    when seen as unsigned integers, and below when seen as signed: two maxima tell of both.
+    """
+    infinity = INFINITY[dtype]
+    unsigned = data.view(infinity.dtype)
+    signed = unsigned.view(f"i{infinity.itemsize}")
+    return bool(signed.max() < infinity and unsigned.max() < infinity | SIGN[dtype])
 
 
 def version_checksum(sent: Sequence[SentPart]) -> str:
@@ -154,18 +167,22 @@ def check_sent(layouts: Sequence[PartLayout], sent: Sequence[SentPart], version:
             )
 
 
+def check_box(layout: PartLayout, sent: SentPart, number: int, data: np.ndarray) -> None:
+    """Raises RefitError, naming the tensor, when box `number`, given as the bytes that arrived, is
+    not what was sent."""
+    if digest(data) != sent.checksums[number]:
+        raise RefitError(
+            f"adapter version {sent.version}: the checksum of {layout.entries[number].tensor} from "
+            f"trainer rank {sent.source} differs from the sender's"
+        )
+
+
 def check_received(
     layout: PartLayout, sent: SentPart, buffer: np.ndarray, entries: Iterable[int]
 ) -> None:
-    """Raises RefitError, naming the tensor, when a box is not what was sent. `entries`: numbers of
-    the boxes to look at."""
+    """`check_box` of the boxes with the numbers `entries`, in the part's buffer."""
     for i in entries:
-        entry = layout.entries[i]
-        if entry.digest(buffer, layout.dtype) != sent.checksums[i]:
-            raise RefitError(
-                f"adapter version {sent.version}: the checksum of {entry.tensor} from trainer rank "
-                f"{sent.source} differs from the sender's"
-            )
+        check_box(layout, sent, i, layout.entries[i].bytes_of(buffer, layout.dtype))
 
 
 def open_part(path: str, nbytes: int) -> np.ndarray:

@@ -15,7 +15,7 @@ import functools
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,21 @@ class Place:
     window: tuple[slice, ...]
 
 
+Writer = Callable[[np.ndarray], None]  # takes the bytes of a box
+
+
+def make_writer(held: torch.Tensor, shape: tuple[int, ...]) -> Writer:
+    """Writes a box of `shape` into `held`, of that shape or one that it is broadcast to."""
+    if held.device.type == "cpu" and held.is_contiguous() and held.shape == shape:
+        flat = held.view(-1).view(torch.uint8).numpy()
+        return functools.partial(np.copyto, flat)
+
+    def write(data: np.ndarray) -> None:
+        held.copy_(torch.from_numpy(data).view(held.dtype).view(shape))
+
+    return write
+
+
 class Receiver:
     """Methods of every vLLM worker. `_refit_staged`: (version, slot) between stage and commit."""
 
@@ -69,7 +84,7 @@ class Receiver:
             self._refit_slots = Slots(self.model_runner.lora_manager._adapter_manager)
         slots = self._refit_slots
         slots.clean.clear()
-        self._refit_held: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._refit_written: dict[tuple[int, int], list[Writer]] = {}
         self._refit_layouts = {layout.source: layout for layout in parts.from_json(layouts_json)}
         self._refit_places = _find_places(list(self._refit_layouts.values()), self.rank, slots)
         self._refit_incoming = make_incoming(Wire(**json.loads(wire_json)), self.rank)
@@ -85,20 +100,23 @@ class Receiver:
         for part in sent:
             layout, places = self._refit_layouts[part.source], self._refit_places[part.source]
             buffer = self._refit_incoming.open(layout, part)
-            parts.check_received(layout, part, buffer, (place.entry for place in places))
-            self._refit_write(part.source, buffer, slot)
+            # Each box is written just after its check: while it is in the processor's cache.
+            for place, write in zip(places, self._refit_writers(part.source, slot), strict=True):
+                data = layout.entries[place.entry].bytes_of(buffer, layout.dtype)
+                parts.check_box(layout, part, place.entry, data)
+                write(data)
         self._refit_staged = (version, slot)
         return {"slot": slot, "seconds": time.perf_counter() - started}
 
-    def _refit_write(self, source: int, buffer: np.ndarray, slot: int) -> None:
-        """Copies a part into a slot; where to is found out once."""
-        layout, places = self._refit_layouts[source], self._refit_places[source]
-        if (source, slot) not in self._refit_held:
-            held = [place.buffer[slot][place.window] for place in places]
-            self._refit_held[source, slot] = held
-        values = _values(layout, places, buffer)
-        for held, (_, value) in zip(self._refit_held[source, slot], values, strict=True):
-            held.copy_(value)
+    def _refit_writers(self, source: int, slot: int) -> list[Writer]:
+        """What writes each box of a part into a slot; made once."""
+        if (source, slot) not in self._refit_written:
+            layout = self._refit_layouts[source]
+            self._refit_written[source, slot] = [
+                make_writer(place.buffer[slot][place.window], layout.entries[place.entry].box.shape)
+                for place in self._refit_places[source]
+            ]
+        return self._refit_written[source, slot]
 
     @answer
     def refit_commit(self, version: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,7 @@ import psutil
 import torch
 
 from lora_moe_rl.errors import RefitError
-from lora_moe_rl.refit.parts import PartLayout, SentPart, checksums
+from lora_moe_rl.refit.parts import Entry, PartLayout, SentPart, all_finite, digest
 from lora_moe_rl.refit.plan import Box
 
 if TYPE_CHECKING:
@@ -31,6 +32,21 @@ def held_by(slices: Iterable[Slice]) -> Held:
     return held
 
 
+# Where to, from where, times what, and where the product stands until it is cast.
+Piece = tuple[torch.Tensor, torch.Tensor, float, torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A box of the part: `view` of it in the buffer, in its dtype and shape; `data`, its bytes; the
+    pieces that it is made of."""
+
+    entry: Entry
+    view: torch.Tensor
+    data: np.ndarray
+    pieces: list[Piece]
+
+
 class Sender:
     """One rank's part: its memory, and where each piece of it comes from. Made once a run.
 
@@ -42,46 +58,64 @@ class Sender:
         wants of it, or when there is no room."""
         self.layout = layout
         self.descriptor, self.buffer = _memory(layout.nbytes)
-        self.whole = torch.from_numpy(self.buffer).view(getattr(torch, layout.dtype))
-        self.pieces: list[tuple[torch.Tensor, torch.Tensor, float]] = []
+        whole = torch.from_numpy(self.buffer).view(getattr(torch, layout.dtype))
+        self.blocks: list[Block] = []
+        scratch: dict[tuple, torch.Tensor] = {}
         for entry in layout.entries:
-            view = entry.view(self.whole)
+            view = entry.view(whole)
             scale = scales[entry.site] if entry.matrix == "B" else 1.0
-            found = 0
+            pieces, found = [], 0
             for box, tensor in held.get(entry.tensor, ()):
                 if common := box.common(entry.box):
                     into, out_of = common.within(entry.box), common.within(box)
-                    self.pieces.append((view[into], tensor[out_of], scale))
+                    pieces.append(_piece(view[into], tensor[out_of], scale, scratch))
                     found += common.size
             if found != entry.box.size:
                 raise RefitError(
                     f"trainer rank {layout.source} holds {found} of {entry.box.size} elements of "
                     f"{entry.tensor} that the plan wants of it"
                 )
+            data = entry.bytes_of(self.buffer, layout.dtype)
+            self.blocks.append(Block(entry, view, data, pieces))
 
     @torch.no_grad()
     def send(self, version: int) -> SentPart:
-        """Writes the current values. Raises RefitError when one is NaN or infinite."""
-        for view, tensor, scale in self.pieces:
-            view.copy_(tensor if scale == 1.0 else tensor * scale)
-        if not all(torch.isfinite(end) for end in torch.aminmax(self.whole)):
-            raise self._not_finite(version)
-        path = f"/proc/{os.getpid()}/fd/{self.descriptor}"
-        sums = checksums(self.layout, self.buffer)
-        return SentPart(self.layout.source, version, path, self.layout.nbytes, sums)
+        """Writes the current values. Raises RefitError when one is NaN or infinite.
 
-    def _not_finite(self, version: int) -> RefitError:
-        """Names the first value that is not."""
-        for entry in self.layout.entries:
-            values = entry.view(self.whole)
-            if not torch.isfinite(values).all():
-                where = (~torch.isfinite(values)).nonzero()[0].tolist()
-                place = [a + b for a, b in zip(entry.box.start, where, strict=True)]
-                return RefitError(
-                    f"adapter version {version}: {entry.tensor} holds {values[tuple(where)]} at "
-                    f"{place}; nothing was published"
-                )
-        raise AssertionError(f"adapter version {version}: every value is finite")
+        One box after the other is cast, checked and hashed: while it is in the processor's cache.
+        """
+        sums = []
+        dtype = self.layout.dtype
+        for block in self.blocks:
+            for view, tensor, scale, scratch in block.pieces:
+                view.copy_(tensor if scratch is None else torch.mul(tensor, scale, out=scratch))
+            if not all_finite(block.data, dtype):
+                raise _not_finite(block, version)
+            sums.append(digest(block.data))
+        path = f"/proc/{os.getpid()}/fd/{self.descriptor}"
+        return SentPart(self.layout.source, version, path, self.layout.nbytes, tuple(sums))
+
+
+def _piece(
+    view: torch.Tensor, tensor: torch.Tensor, scale: float, scratch: dict[tuple, torch.Tensor]
+) -> Piece:
+    """`scratch`: shared by all pieces of one shape."""
+    if scale == 1.0:
+        return view, tensor, scale, None
+    key = (tensor.shape, tensor.dtype, tensor.device)
+    if key not in scratch:
+        scratch[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return view, tensor, scale, scratch[key]
+
+
+def _not_finite(block: Block, version: int) -> RefitError:
+    """Names the first value that is not."""
+    where = (~torch.isfinite(block.view)).nonzero()[0].tolist()
+    place = [a + b for a, b in zip(block.entry.box.start, where, strict=True)]
+    return RefitError(
+        f"adapter version {version}: {block.entry.tensor} holds {block.view[tuple(where)]} at "
+        f"{place}; nothing was published"
+    )
 
 
 def _memory(nbytes: int) -> tuple[int, np.ndarray]:

@@ -24,7 +24,7 @@ from lora_moe_rl.actor_log import redirect
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.clock import Clock
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import RefitError
+from lora_moe_rl.errors import EngineDied, RefitError
 from lora_moe_rl.refit.parts import PartLayout, SentPart, check_sent, to_json, version_checksum
 from lora_moe_rl.refit.receipt import Receipt
 from lora_moe_rl.refit.transports import shm
@@ -36,6 +36,8 @@ from lora_moe_rl.types import Sample
 SLOT_POLL_S = 0.005
 WORKER_GRACE_S = 5.0  # a worker that gives up by itself says more
 
+DEATH_POLL_S = 0.1
+DEATH_GRACE_S = 2.0  # within which vLLM tells of the death that an error came from
 
 class RolloutEngine:
     """Owns one vLLM engine and the adapter versions in its slots. `start` comes first."""
@@ -229,11 +231,11 @@ class RolloutEngine:
         key = -1 if version is None else version
         self.running[key] = self.running.get(key, 0) + 1
         try:
-            final = None
             async for output in self.llm.generate(
                 {"prompt_token_ids": [int(token) for token in token_ids]},
                 params,
                 f"{self.index}-{next(self.request_ids)}",
+        final = None
                 lora_request=lora_request,
             ):
                 final = output
@@ -243,13 +245,28 @@ class RolloutEngine:
 
     async def _sample(self, token_ids: list[int], params, lora_request, version: int):
         answer = await self._request(token_ids, params, lora_request, version)
+        except Exception as error:
+            await self._raise_if_dead(error)
+            raise
         self.finished_samples += params.n
         return answer
 
     async def _workers(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        """Calls a method of refit/receiver.py on all workers. Raises RefitError if one says no."""
+        """Calls a method of refit/receiver.py on all workers. Raises RefitError if one says no,
+        EngineDied when vLLM's processes end."""
         timeout = self.config.refit.timeout_s + WORKER_GRACE_S
-        answers = await self.llm.collective_rpc(method, timeout=timeout, args=args)
+        call = asyncio.ensure_future(self.llm.collective_rpc(method, timeout=timeout, args=args))
+        # vLLM leaves a call unanswered for ever when its processes end.
+        while not (await asyncio.wait([call], timeout=DEATH_POLL_S))[0] and not self.llm.errored:
+            pass
+        if not call.done():
+            call.cancel()
+            raise self._dead()
+        try:
+            answers = call.result()
+        except Exception as error:
+            await self._raise_if_dead(error)
+            raise
         for answer in answers:
             if "error" in answer:
                 raise RefitError(f"engine {self.index}, {answer['error']}")
@@ -261,6 +278,17 @@ def stop_ids(model_dir: str) -> set[int]:
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         path = Path(model_dir) / name
+    async def _raise_if_dead(self, error: Exception) -> None:
+        """Raises EngineDied when `error` comes from the end of vLLM's processes."""
+        deadline = time.monotonic() + DEATH_GRACE_S
+        while not self.llm.errored and time.monotonic() < deadline:
+            await asyncio.sleep(DEATH_POLL_S)
+        if self.llm.errored:
+            raise self._dead() from error
+
+    def _dead(self) -> EngineDied:
+        return EngineDied(f"vLLM's processes of engine {self.index} have ended")
+
         value = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
         if value is not None:
             found |= set(value) if isinstance(value, list) else {value}

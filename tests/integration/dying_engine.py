@@ -1,0 +1,51 @@
+"""A recipe: the demo on two engines, the first of which loses vLLM's process in two refits, after
+the new version is written into its slot and before it is switched to.
+
+Only this recipe dies: a run that is resumed from its config.yaml has none of it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from lora_moe_rl.recipe import load_config
+from lora_moe_rl.rollout import group
+
+DEATHS = (2, 4)  # versions at whose commit it dies, once each
+ROOT = Path(__file__).parents[2]
+config = load_config(str(ROOT / "recipes/tiny_arithmetic.py"))
+
+
+def dying(engine_class: type, marks: Path) -> type:
+    class DyingEngine(engine_class):
+        async def _workers(self, method: str, *args: Any):
+            if method == "refit_commit" and self.index == 0 and args[0] in DEATHS:
+                mark = marks / f"died-at-{args[0]}"
+                if not mark.exists():
+                    mark.touch()
+                    for child in psutil.Process().children(recursive=True):
+                        child.kill()
+            return await super()._workers(method, *args)
+
+    return DyingEngine
+
+
+class WatchedGroup(group.RolloutGroup):
+    """Says whether the other engine serves the version before, while one is down."""
+
+    def _start_anew(self, index: int) -> None:
+        other = self.actors[1 - index]
+        (old, *_) = ray.get(other.remote("state"))["versions"]
+        scores, _ = ray.get(other.remote("score", [[20, 21, 22]], old, num_returns=2))
+        print(f"meanwhile {other.name} serves version {old}: {len(scores[0])} logprobs", flush=True)
+        super()._start_anew(index)
+
+
+if "MARKS" in os.environ:
+    group.RolloutEngine = dying(group.RolloutEngine, Path(os.environ["MARKS"]))
+    group.RolloutGroup = WatchedGroup

@@ -1,0 +1,175 @@
+"""Engines that die are started anew: in which order, how often, and which errors are no death."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import ActorFailed, EngineDied, RefitError
+from lora_moe_rl.rollout import group
+from lora_moe_rl.types import Prompt
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_session():
+    started = not ray.is_initialized()
+    if started:
+        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    yield
+    if started:
+        ray.shutdown()
+
+
+class Engine:
+    """Writes down what it is asked. What is to happen to it stands in a file that is named after
+    its number and the method, once for each line."""
+
+    def __init__(self, config, model_dir, spec, index, log_path):
+        self.folder, self.index = Path(log_path).parent, index
+
+    def _do(self, method: str, *args):
+        with open(self.folder / f"asked-{self.index}", "a") as file:
+            print(method, *args, file=file)
+        fate = self.folder / f"fate-{self.index}-{method}"
+        lines = fate.read_text().split() if fate.exists() else []
+        if lines:
+            fate.write_text("\n".join(lines[1:]))
+            if lines[0] == "exit":
+                os._exit(1)
+            if lines[0] == "dead":
+                raise EngineDied(f"vLLM's processes of engine {self.index} have ended")
+            if lines[0] == "refuse":
+                raise RefitError("no")
+            time.sleep(60)
+        return method, args
+
+    async def start(self):
+        return self._do("start")
+
+    async def prepare_refit(self, *args):
+        self._do("prepare_refit")
+
+    async def publish(self, version, *sent):
+        return self._do("publish", version, *sent)
+
+    async def score(self, sequences, version):
+        return self._do("score", version), "table"
+
+    async def generate(self, prompts, groups, n, version, seed):
+        return [self._do("generate", groups, version, seed)], f"table-{self.index}"
+
+    async def completed(self):
+        return 1
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Makes a group of two engines that are prepared and serve version 3."""
+    monkeypatch.setattr(group, "RolloutEngine", Engine)
+    groups = []
+
+    def start(**rollout):
+        config = RunConfig(rollout={"engines": 2, **rollout})
+        run_dir = SimpleNamespace(
+            log_path=lambda name: tmp_path / f"{name}.log", tail=lambda name: f"tail of {name}"
+        )
+        place = SimpleNamespace(engine=lambda index: {"num_cpus": 0})
+        made = group.RolloutGroup(
+            config, None, tmp_path, run_dir, place, lambda *what: made.proven.append(what)
+        )
+        made.proven = []
+        groups.append(made)
+        made.start_async()
+        made.wait_started()
+        made.prepare_refit([], None)
+        made.publish(3, [])
+        for path in tmp_path.glob("asked-*"):
+            path.unlink()
+        return made
+
+    yield start
+    for made in groups:
+        for actor in made.actors:
+            ray.kill(actor.handle)
+
+
+def asked(folder: Path, index: int) -> list[str]:
+    return (folder / f"asked-{index}").read_text().splitlines()
+
+
+def fate(folder: Path, index: int, method: str, *fates: str) -> None:
+    (folder / f"fate-{index}-{method}").write_text("\n".join(fates))
+
+
+def generate(engines) -> list[str]:
+    prompts = [Prompt(row, "", [1]) for row in range(4)]
+    rollout = engines.generate(prompts, 3, 7, lambda done: None)
+    assert [args[0] for _, args in rollout.samples] == [[0, 1], [2, 3]]
+    return ray.get(rollout.table_refs)
+
+
+@pytest.mark.parametrize("how", ["exit", "dead"])
+def test_an_engine_that_dies_is_served_proven_and_asked_again(start, tmp_path, how):
+    engines = start()
+    fate(tmp_path, 1, "generate", how)
+    assert generate(engines) == ["table-0", "table-1"]
+    assert asked(tmp_path, 0) == ["generate [0, 1] 3 7"]
+    again = "generate [2, 3] 3 7"
+    assert asked(tmp_path, 1) == [again, "start", "prepare_refit", "publish 3", again]
+    assert engines.proven == [(1, 3)] and engines.restarts == 1
+
+
+def test_a_publish_in_flight_is_repeated_and_the_old_version_is_not(start, tmp_path):
+    """The parts of the version before are written over by then. The run proves the new one."""
+    engines = start()
+    fate(tmp_path, 0, "publish", "dead")
+    receipts = engines.publish(4, [])
+    assert receipts == [("publish", (4,))] * 2
+    assert asked(tmp_path, 0) == ["publish 4", "start", "prepare_refit", "publish 4"]
+    assert asked(tmp_path, 1) == ["publish 4"]
+    assert engines.proven == [] and engines.restarts == 1
+    fate(tmp_path, 1, "generate", "exit")
+    generate(engines)
+    assert "publish 4" in asked(tmp_path, 1)[2:] and engines.proven == [(1, 4)]
+
+
+def test_an_engine_that_dies_again_while_it_starts_counts_twice(start, tmp_path):
+    engines = start()
+    fate(tmp_path, 1, "score", "dead")
+    fate(tmp_path, 1, "publish", "exit")
+    scores, _ = engines.score([[1]], 3)
+    assert len(scores) == 2 and engines.restarts == 2
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_beyond_the_bound_the_run_stops(start, tmp_path, limit):
+    engines = start(max_restarts=limit)
+    fate(tmp_path, 0, "score", *["dead"] * (limit + 1))
+    with pytest.raises(ActorFailed, match=f"rollout.max_restarts={limit} allows no more") as info:
+        engines.score([[1]], 3)
+    assert info.value.actor == "engine-0" and "--resume" in str(info.value)
+    assert "tail of engine-0" in str(info.value)
+    assert asked(tmp_path, 0).count("start") == limit
+
+
+def test_what_is_no_death_stops_the_run(start, tmp_path):
+    engines = start()
+    fate(tmp_path, 1, "publish", "refuse")
+    with pytest.raises(RefitError, match="no"):
+        engines.publish(4, [])
+    assert engines.restarts == 0
+
+
+def test_an_engine_that_is_silent_is_given_up(start, tmp_path, monkeypatch):
+    engines = start()
+    monkeypatch.setattr(group, "REFIT_GRACE_S", 0)
+    engines.config = RunConfig(refit={"timeout_s": 0.5})
+    fate(tmp_path, 1, "publish", "sleep")
+    with pytest.raises(ActorFailed, match="actor engine-1 failed: no answer within 1 s"):
+        engines.publish(4, [])
