@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -32,15 +33,16 @@ _CLASS_OF = {"kimi_k2": "deepseek_v3"}
 class BuiltRank:
     """What a rank holds.
 
-    parameters: shape of every frozen parameter, by chunk and Megatron's name.
-    ways: of those that are cut, over how many ranks of the rank's tp or expert-tp group.
-    adapters: (canonical tensor, its box, whether this rank is the one that exports it).
+    base: shape of every frozen tensor, by the names of `planner/base.py`: global layers, the
+        rank's experts of a layer stacked.
+    ways: over how many ranks each of them is cut, as Megatron marks it.
+    adapters: canonical tensor and box of each of the rank's parts of the adapter.
     """
 
     rank: int
-    parameters: dict[str, tuple[int, ...]]
+    base: dict[str, tuple[int, ...]]
     ways: dict[str, int]
-    adapters: list[tuple[str, Box, bool]]
+    adapters: list[tuple[str, Box]]
 
 
 class Builder:
@@ -64,19 +66,20 @@ class Builder:
         with self._groups(rank), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             chunks = self._chunks()
-            parameters, ways = {}, {}
-            for i, chunk in enumerate(chunks):
-                for name, parameter in chunk.named_parameters():
-                    parameters[f"{i}.{name}"] = tuple(parameter.shape)
-                    ways[f"{i}.{name}"] = self._ways(name, parameter)
+            base, ways = {}, {}
+            for chunk in chunks:
+                for name, tensors in _tensors(chunk).items():
+                    (shape,) = {tuple(tensor.shape) for tensor in tensors}
+                    of_experts = ".experts." in name
+                    base[name] = (len(tensors), *shape) if of_experts else shape
+                    ways[name] = self._ways(tensors[0], of_experts)
             from lora_moe_rl.adapters.attach import Adapters
 
-            adapters = Adapters(chunks, self.spec, seed=0)
-            held = [
-                (s.name, Box(s.start, tuple(s.tensor[s.index].shape)), s.exported)
-                for s in adapters.slices()
+            adapters = [
+                (s.name, Box(s.start, tuple(s.tensor[s.index].shape)))
+                for s in Adapters(chunks, self.spec, seed=0).slices()
             ]
-        return BuiltRank(rank, parameters, ways, held)
+        return BuiltRank(rank, base, ways, adapters)
 
     @contextmanager
     def _groups(self, rank: int) -> Iterator[None]:
@@ -114,7 +117,22 @@ class Builder:
             replicate(chunks, self.trainer, self.device)
         return chunks
 
-    def _ways(self, name: str, parameter: torch.nn.Parameter) -> int:
-        if not getattr(parameter, "tensor_model_parallel", False):
-            return 1
-        return self.trainer.etp if ".experts." in name else self.trainer.tp
+    def _ways(self, tensor: torch.Tensor, of_experts: bool) -> int:
+        cut = getattr(tensor, "tensor_model_parallel", False)
+        if of_experts:
+            return self.trainer.ep * (self.trainer.etp if cut else 1)
+        return self.trainer.tp if cut else 1
+
+
+def _tensors(chunk: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
+    """Parameters and the routers' corrections, by name; of experts, one tensor each."""
+    found = [*chunk.named_parameters()]
+    found += [(n, b) for n, b in chunk.named_buffers() if n.endswith(".expert_bias")]
+    by_name: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in found:
+        if match := re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name):
+            layer = chunk.decoder.layers[int(match[1])].layer_number - 1
+            rest = re.sub(r"(\.experts\..*\.weight)\d+$", r"\1", match[2])
+            name = f"decoder.layers.{layer}.{rest}"
+        by_name.setdefault(name, []).append(tensor)
+    return by_name
