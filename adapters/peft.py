@@ -42,7 +42,8 @@ from safetensors.numpy import save_file
 
 from lora_moe_rl.adapters.families import hf_path
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
-from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config import VLLM_SLOT_RANKS, RunConfig
+from lora_moe_rl.errors import AdapterError
 
 Form = Literal["2d", "3d"]
 EXPERTS = ("experts.gate", "experts.up", "experts.down")
@@ -83,7 +84,16 @@ def checksum(arrays: Tensors) -> str:
 
 
 def for_vllm(spec: AdapterSpec, tensors: Tensors) -> tuple[AdapterSpec, dict[str, np.ndarray]]:
-    """The same function with one rank, a slot rank of vLLM, and one scale for all sites."""
+    """The same function with one rank, a slot rank of vLLM, and one scale for all sites.
+
+    Raises AdapterError for a rank that no slot holds.
+    """
+    largest = max(site.rank for site in spec)
+    if largest > VLLM_SLOT_RANKS[-1]:
+        raise AdapterError(
+            f"rank {largest} is above {VLLM_SLOT_RANKS[-1]}, vLLM's largest; "
+            f"`lora-moe-rl adapter resize` makes it smaller"
+        )
     common, rank = _common(spec, "scale"), spec.slot_rank
     padded = {}
     for site in spec:

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from lora_moe_rl import checkpoint
+from lora_moe_rl.adapters import peft_import
 from lora_moe_rl.adapters.families import ModelShape
+from lora_moe_rl.adapters.peft_import import Order
 from lora_moe_rl.adapters.shards import Shard, assemble
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.base_model import check_unchanged
@@ -39,9 +41,10 @@ class Source:
             check_unchanged(self.base, directory)
 
 
-def load(path: Path, base: Path | None = None) -> Source:
+def load(path: Path, base: Path | None = None, order: Order | None = None) -> Source:
     """`base`: directory of the base model, which a PEFT directory needs where its
     `adapter_config.json` does not name one that is here. For a run, its newest valid checkpoint.
+    `order`: see `peft_import.read`.
 
     Raises AdapterError, CheckpointError, FileError or ModelError with what is wrong.
     """
@@ -54,7 +57,7 @@ def load(path: Path, base: Path | None = None) -> Source:
     if (path / checkpoint.MANIFEST).is_file():
         return _from_checkpoint(path, _read_manifest(path), base)
     if (path / "adapter_config.json").is_file():
-        return _from_peft(path, base)
+        return _from_peft(path, base, order)
     raise AdapterError(
         f"{path} is no run (it has no checkpoints/), no checkpoint (no {checkpoint.MANIFEST}) and "
         f"no PEFT directory (no adapter_config.json)"
@@ -97,15 +100,21 @@ def _from_checkpoint(path: Path, metadata: dict[str, Any], base: Path | None) ->
     return Source(path, spec, tensors, config, metadata["base"])
 
 
-def _from_peft(path: Path, base: Path | None) -> Source:
-    from lora_moe_rl.adapters.peft_import import read
-
+def _from_peft(path: Path, base: Path | None, order: Order | None) -> Source:
     named = read_json(path / "adapter_config.json").get("base_model_name_or_path")
-    directory = base or (Path(named) if isinstance(named, str) and named else None)
-    if directory is None or not (directory / "config.json").is_file():
+    directory = base or _local(named)
+    if directory is None:
         raise AdapterError(
             f"{path} is of the base {named!r}, which is no directory here; give it with --base DIR"
         )
     shape = ModelShape.from_hf_config(read_json(directory / "config.json"))
-    spec, tensors = read(path, shape)
+    spec, tensors = peft_import.read(path, shape, order)
     return Source(path, spec, tensors, RunConfig(model=str(directory)), None)
+
+
+def _local(named: Any) -> Path | None:
+    """The directory that a file names as the base: only if it is there, nothing is fetched or
+    made because a file says so."""
+    if not isinstance(named, str) or not named:
+        return None
+    return Path(named) if (Path(named) / "config.json").is_file() else None

@@ -1,0 +1,220 @@
+"""`export` and `adapter` on the command line, from a run's checkpoint to directories and back."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from published_configs import PUBLISHED, shrunk
+from safetensors.numpy import save_file
+
+from lora_moe_rl import cli
+from lora_moe_rl.adapters import peft
+from lora_moe_rl.adapters.families import ModelShape
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.base_model import base_record
+from lora_moe_rl.checkpoint import write_checkpoint
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.export import source
+
+CONFIG = shrunk(PUBLISHED["DeepSeek-V3"]) | {"num_hidden_layers": 2, "first_k_dense_replace": 1}
+
+
+@pytest.fixture
+def base(tmp_path):
+    directory = tmp_path / "base"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    save_file({"x": np.arange(6, dtype=np.float32)}, directory / "model.safetensors")
+    return directory
+
+
+def save_run(folder, base, **adapter):
+    """A run whose checkpoint was written by two ranks that each hold half of every tensor."""
+    config = RunConfig(model=str(base), adapter=adapter)
+    spec = AdapterSpec.build(ModelShape.from_hf_config(CONFIG), config.adapter)
+    generator = np.random.default_rng(len(adapter))
+    tensors, files = {}, ({}, {})
+    for name, shape in spec.tensor_shapes.items():
+        tensors[name] = generator.standard_normal(shape, dtype=np.float32)
+        cut = shape[0] // 2
+        zeros = ",".join("0" * (len(shape) - 1))
+        files[0][f"adapter|{name}|0,{zeros}"] = tensors[name][:cut]
+        files[1][f"adapter|{name}|{cut},{zeros}"] = tensors[name][cut:]
+        files[1][f"exp_avg|{name}|{cut},{zeros}"] = tensors[name][cut:]
+    metadata = {
+        "step": 3,
+        "adapter": config.adapter.model_dump(mode="json"),
+        "base": base_record(str(base), base),
+    }
+    with write_checkpoint(folder / "checkpoints", 3, 2, metadata) as directory:
+        for rank, arrays in enumerate(files):
+            arrays = {name: np.ascontiguousarray(value) for name, value in arrays.items()}
+            save_file(arrays, directory / f"trainer_{rank:05d}.safetensors")
+    return spec, tensors
+
+
+@pytest.fixture
+def run(tmp_path, base):
+    return save_run(
+        tmp_path / "run", base, rank=4, expert_rank=2, rank_pattern={"mlp.*": 5, "experts.*": 3}
+    )
+
+
+def deltas(spec, tensors):
+    return {s.name: s.scale * (tensors[f"{s.name}.B"] @ tensors[f"{s.name}.A"]) for s in spec}
+
+
+def check(directory, base, expected, scale=1.0):
+    found = source.load(directory, base)
+    got = deltas(found.spec, found.tensors)
+    assert got.keys() == expected.keys()
+    for name in got:
+        limit = 1e-5 * np.abs(expected[name]).max()
+        np.testing.assert_allclose(got[name], scale * expected[name], atol=limit)
+    return found
+
+
+def test_a_run_is_exported_in_every_form(run, base, tmp_path, capsys):
+    expected = deltas(*run)
+    for number, options in enumerate(((), ("--form", "3d"), ("--for", "vllm"))):
+        out = tmp_path / f"out{number}"
+        command = ["export", str(tmp_path / "run"), "--to", "peft", "--out", str(out), *options]
+        assert cli.main(command) == 0
+        found = check(out, None, expected)  # its config names the base
+    assert {site.rank for site in found.spec} == {8} and not json.loads(
+        (out / "adapter_config.json").read_text()
+    )["rank_pattern"]
+    assert f"--max-lora-rank 8 --lora-modules out2={out}" in capsys.readouterr().out
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000003"
+    assert cli.main(["export", str(checkpoint), "--to", "peft", "--out", str(tmp_path / "c")]) == 0
+    check(tmp_path / "c", base, expected)
+
+
+def refused(capsys, *command):
+    assert cli.main([str(word) for word in command]) != 0
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_what_export_refuses(run, base, tmp_path, capsys):
+    folder, full = tmp_path / "run", tmp_path / "full"
+    full.mkdir()
+    (full / "mine.txt").write_text("mine")
+    to = ("--to", "peft", "--out")
+    assert "is not empty" in refused(capsys, "export", folder, *to, full)
+    assert "no run" in refused(capsys, "export", full, *to, tmp_path / "x")
+    assert "no effect" in refused(capsys, "export", folder, *to, "x", "--dtype", "float32")
+    assert "--form has no effect" in refused(
+        capsys, "export", folder, "--to", "merged", "--out", "x", "--form", "2d"
+    )
+    other = tmp_path / "other"
+    shutil.copytree(base, other)
+    save_file({"x": np.arange(1, 7, dtype=np.float32)}, other / "model.safetensors")
+    for target in ("peft", "merged"):
+        command = ("export", folder, "--to", target, "--out", tmp_path / "x", "--base", other)
+        assert "weight files are others than when the run was made" in refused(capsys, *command)
+    (other / "config.json").write_text(json.dumps(CONFIG | {"rms_norm_eps": 0.5}))
+    assert "rms_norm_eps was None, is 0.5" in refused(capsys, *command)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_damaged_checkpoint_is_refused(run, tmp_path, capsys):
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000003"
+    path = checkpoint / "trainer_00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    command = ("--to", "peft", "--out", tmp_path / "x")
+    for origin in (checkpoint, tmp_path / "run"):
+        assert "its SHA-256 differs" in refused(capsys, "export", origin, *command)
+
+
+def test_inspect_shows_ranks_and_norms(run, tmp_path, capsys):
+    folder = str(tmp_path / "run")
+    assert cli.main(["adapter", "inspect", folder, "--json", "--png", str(tmp_path / "h.png")]) == 0
+    report = json.loads(capsys.readouterr().out)
+    for name, delta in deltas(*run).items():
+        found = report["sites"][name]
+        np.testing.assert_allclose(found["norm"], np.linalg.norm(delta), rtol=1e-5)
+        if delta.ndim == 3:
+            of_expert = np.linalg.norm(delta, axis=(1, 2))
+            np.testing.assert_allclose(found["of_expert"], of_expert, rtol=1e-5)
+    from matplotlib.image import imread
+
+    picture = imread(tmp_path / "h.png")
+    assert len(np.unique(picture.reshape(-1, picture.shape[-1]), axis=0)) > 30
+    assert cli.main(["adapter", "inspect", folder]) == 0
+    out = capsys.readouterr().out
+    assert "experts.down" in out and "kv_a_proj" in out
+
+
+def test_import_says_the_settings_that_train_it(run, base, tmp_path, capsys):
+    cli.main(
+        [
+            "export",
+            str(tmp_path / "run"),
+            "--to",
+            "peft",
+            "--form",
+            "3d",
+            "--out",
+            str(tmp_path / "p"),
+        ]
+    )
+    capsys.readouterr()
+    assert cli.main(["adapter", "import", str(tmp_path / "p"), "--out", str(tmp_path / "i")]) == 0
+    check(tmp_path / "i", base, deltas(*run))
+    from lora_moe_rl.overrides import override
+
+    words = [line.strip().replace("'", "") for line in capsys.readouterr().out.splitlines()[2:]]
+    config = override(RunConfig(model=str(base)), words)
+    spec = AdapterSpec.build(run[0].shape, config.adapter)
+    assert [(s.name, s.rank) for s in spec] == [(s.name, s.rank) for s in run[0]]
+    for site, wanted in zip(spec, source.load(tmp_path / "p", base).spec, strict=True):
+        assert site.scale == pytest.approx(wanted.scale, rel=1e-5)
+
+
+def test_resize_and_combine(run, base, tmp_path, capsys):
+    folder, expected = str(tmp_path / "run"), deltas(*run)
+    command = ["adapter", "resize", folder, "--rank", "7", "--expert-rank", "9", "--out"]
+    assert cli.main([*command, str(tmp_path / "grown")]) == 0
+    assert "grown (exact)" in capsys.readouterr().out
+    found = check(tmp_path / "grown", base, expected)
+    assert {site.rank for site in found.spec} == {7, 9}
+
+    assert cli.main(["adapter", "resize", folder, "--rank", "2", "--out", str(tmp_path / "s")]) == 0
+    assert "rank 5 -> 2" in capsys.readouterr().out
+    small = source.load(tmp_path / "s", base)
+    lost = sum(
+        np.square(d - e).sum()
+        for d, e in zip(deltas(small.spec, small.tensors).values(), expected.values())
+    )
+    assert 0 < lost < sum(np.square(e).sum() for e in expected.values())
+
+    parts = [f"{folder}:0.5", f"{tmp_path / 'grown'}:1.5"]
+    assert cli.main(["adapter", "combine", *parts, "--out", str(tmp_path / "sum")]) == 0
+    check(tmp_path / "sum", base, expected, 2.0)
+    capsys.readouterr()
+    command = ("adapter", "combine", *parts, "--out", tmp_path / "sum5", "--rank", 5)
+    assert cli.main([str(word) for word in command]) == 0
+    check(tmp_path / "sum5", base, expected, 2.0)
+
+
+def test_adapters_of_other_bases_have_no_sum(run, base, tmp_path, capsys):
+    other = tmp_path / "other"
+    shutil.copytree(base, other)
+    save_file({"x": np.arange(1, 7, dtype=np.float32)}, other / "model.safetensors")
+    save_run(tmp_path / "run2", other, rank=4)
+    parts = (tmp_path / "run", tmp_path / "run2", "--out", tmp_path / "x")
+    assert "of several bases have no sum" in refused(capsys, "adapter", "combine", *parts)
+    weight = (f"{tmp_path / 'run'}:nan", "--out", tmp_path / "x")
+    assert "not finite" in refused(capsys, "adapter", "combine", *weight)
+
+
+def test_a_rank_beyond_vllms_slots_is_refused_for_vllm(run, tmp_path, capsys):
+    spec, tensors = run
+    from lora_moe_rl.adapters.resize import resize
+
+    spec, tensors, _ = resize(spec, tensors, lambda site: 513)
+    with pytest.raises(ValueError, match="rank 513 is above 512"):
+        peft.for_vllm(spec, tensors)
