@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import json
-import multiprocessing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,10 +31,11 @@ def measure(folder: Path) -> dict[str, Any]:
     """k3 KL, mean and largest |logprob difference|, and the share of tokens off by more than a
     factor of two, between vLLM and Megatron, both in bfloat16."""
     from lora_moe_rl.verify.ranks import run_ranks
+    from lora_moe_rl.verify.replay_engine import apart
 
     parameters = save_model(folder / "model")
     config = make_config(folder / "model")
-    sequences, logprobs, table = _apart(record, config, folder / "model")
+    sequences, logprobs, table = apart(record, config, folder / "model")
     (results,) = run_ranks(config, folder / "model", score, sequences, table, timeout_s=600)
     found = {name: compare(logprobs, theirs) for name, theirs in results["logprobs"].items()}
     return {
@@ -85,13 +84,6 @@ def save_model(folder: Path) -> int:
     config = json.loads(config_file.read_text()) | EXTRA_CONFIG["deepseek_v3"]
     config_file.write_text(json.dumps(config, indent=2) + "\n")
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _apart(job, *args) -> Any:
-    """In a process of its own, which has no Megatron."""
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(job, *args).result()
 
 
 def record(config: RunConfig, model_dir: Path) -> Recorded:

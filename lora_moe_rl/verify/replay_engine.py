@@ -3,29 +3,49 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lora_moe_rl.actor_log import redirect
 from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
 from lora_moe_rl.config import RunConfig, TrainerConfig
-from lora_moe_rl.errors import ConfigError, RefitError
+from lora_moe_rl.errors import ActorFailed, ConfigError, RefitError
 from lora_moe_rl.refit.parts import STORAGE, part_layouts, to_json
 from lora_moe_rl.refit.plan import Box, EngineLayout, make_plan
 from lora_moe_rl.rollout import outputs, platform
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.types import Sample
+from lora_moe_rl.verify.ranks import LOG_LINES
 
 VERSION = 0
 RPC_S = 120
 
 
+def apart(job: Callable[..., Any], *args: Any) -> Any:
+    """`job(*args)` in a process of its own: this one may hold Megatron, whose mends vLLM must not
+    see. Raises ActorFailed when the process dies; what it prints goes into the error."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="lora-moe-rl-vllm-") as folder:
+        log = Path(folder) / "vllm.log"
+        with ProcessPoolExecutor(1, context, redirect, (log,)) as pool:
+            try:
+                return pool.submit(job, *args).result()
+            except BrokenProcessPool as error:
+                tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+                raise ActorFailed("vLLM", f"its process died: {error}", tail) from error
+
+
 def prepare_process(config: RunConfig) -> None:
-    """Of a process that is to hold engines: comes before anything that imports torch.
+    """Of a process that is to hold engines: comes before anything that imports torch, if possible.
 
     Raises ConfigError where vLLM is not its CPU build.
     """
@@ -36,6 +56,9 @@ def prepare_process(config: RunConfig) -> None:
             "routes are recorded in this process, in float32 beside a trainer on the CPU: it needs "
             "vLLM's CPU build (`make setup`)"
         )
+    import torch
+
+    torch.set_num_threads(config.rollout.cpu_threads)  # what was imported before read no variable
 
 
 def samples_and_routes(

@@ -255,11 +255,11 @@ def record(
     return found
 
 
-def _forked(name: str, config: RunConfig, *args: Any) -> list[Recording]:
-    *args, timeout_s = args
+def _forked(name: str, *args: Any) -> list[Recording]:
+    *arguments, timeout_s = args
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(theirs, name, config, *args))
+    process = context.Process(target=_run, args=(theirs, name, *arguments))
     process.start()
     theirs.close()
     try:

@@ -10,8 +10,6 @@ vLLM, each condition ──> sequences, logprobs, routes ──> Hugging Face's 
 
 from __future__ import annotations
 
-import concurrent.futures
-import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,13 +20,14 @@ import numpy as np
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import ActorFailed, LoraMoeRlError
+from lora_moe_rl.errors import LoraMoeRlError
 from lora_moe_rl.overrides import with_settings
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.verify import replay_ranks, replay_record, replay_tables
 from lora_moe_rl.verify.inputs import random_adapter
 from lora_moe_rl.verify.layouts import Layout
 from lora_moe_rl.verify.ranks import run_processes, run_ranks
+from lora_moe_rl.verify.replay_engine import apart
 from lora_moe_rl.verify.replay_ranks import Replayed, Used
 from lora_moe_rl.verify.replay_record import Recording
 
@@ -58,9 +57,12 @@ class RecordRow:
 
 @dataclass
 class ReplayRow:
-    """One layout. `routes` that were used, of which `wrong` were not the table's, the `first` of them
-    in words; `unseen`: (token, layer) that no dispatcher was given. `errors` of logprobs, by what they are compared with; `caught`: (routes that the
-    maps showed to be wrong, error of the logprobs) by kind of shift."""
+    """One layout.
+
+    routes: that were used; `wrong` of them were not the table's, the `first` ones in words. unseen:
+    (token, layer) that no dispatcher was given. errors: of logprobs, by what they are compared
+    with. caught: (wrong routes in the dispatchers' maps, error of logprobs) by kind of shift.
+    """
 
     name: str
     ranks: int
@@ -149,15 +151,8 @@ class Verification:
         )
 
     def _record(self, tensors) -> list[Recording]:
-        """In a process of its own: this one may hold Megatron, whose mends vLLM must not see."""
-        context = multiprocessing.get_context("spawn")
         arguments = (self.config, self.spec, self.model_dir, tensors, self.samples, self.engines)
-        with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-            future = pool.submit(replay_record.record, *arguments, self.timeout_s)
-            try:
-                return future.result()
-            except concurrent.futures.process.BrokenProcessPool as error:
-                raise ActorFailed("vLLM", f"its process died: {error}") from error
+        return apart(replay_record.record, *arguments, self.timeout_s)
 
     def _judge(self, recordings: list[Recording], groups: list[Group], tensors) -> list[RecordRow]:
         found = run_processes(

@@ -1,0 +1,49 @@
+"""`lora-moe-rl verify replay` on both shapes: real vLLM, Hugging Face and Megatron."""
+
+import json
+
+import pytest
+import tiny_families
+
+from lora_moe_rl.verify import replay
+
+# Seven layers, the first one dense: three MoE layers and more on each of two stages.
+CASES = {
+    "qwen3_moe": (
+        {"num_hidden_layers": 7, "mlp_only_layers": [0]},
+        "roomy,chunked,tight,tp2",
+        "tp2ep2,pp2vpp2",
+        {},
+    ),
+    # Grouped routing, whose groups Megatron scores otherwise than the published model.
+    "deepseek_v3": (
+        {"num_hidden_layers": 7},
+        "roomy,tight",
+        "tp2,pp2+recompute",
+        {"prefix-cache hits": "caches no prefixes"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_verify_replay(name, tmp_path, capsys):
+    changes, engines, layouts, absent = CASES[name]
+    tiny_families.save(name, tmp_path, **changes)
+    code = replay.main(
+        ["--model", str(tmp_path), "--engines", engines, "--layouts", layouts, "--json"]
+    )
+    report = json.loads(capsys.readouterr().out)
+    assert code == 0 and report["passed"], json.dumps(report, indent=1)
+    records = {row["name"]: row for row in report["records"]}
+    for condition, reason in absent.items():
+        assert reason in records.pop(condition)["absent"]
+    wanted = {"plain", "batched", "aborted and resumed", "experts' LoRA", "preemption"}
+    if name == "qwen3_moe":
+        wanted |= {"prefix-cache hits", "chunked prefill", "tp 2"}
+    assert set(records) == wanted
+    for row in records.values():
+        assert row["coverage"] == 1 and row["routes"] >= 3000 and not row["differences"]
+    for row in report["replays"]:
+        assert row["micro_batches"] > 2 and row["routes"] > 3000
+        assert row["caught"]["expert"]["wrong_routes"] >= 1
+    assert report["other_experts_moved"] > 0.5
