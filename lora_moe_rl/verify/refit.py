@@ -35,18 +35,20 @@ ABOUT = """\
 Puts a random adapter from real Megatron ranks into real vLLM engines, as a run does, and compares
 vLLM's logprobs with the trainer's (with vLLM's routes replayed), with Hugging Face's forward of the
 hand-merged weights, and with the base's, which must differ; and every adapter slot with what vLLM's
-own loader puts into one. Every two of an engine, a trainer and a transport meet. Exit code 1 when
-anything is wrong, 2 when a layout does not fit the model. Settings are adapter.*, trainer.device,
-trainer.dtype (by default float32), rollout.gpu_memory_utilization and seed.
+own loader puts into one. Every two of an engine, a trainer and a transport meet. With --mode merged
+engines have no slots: what can be read back of their weights is compared with base + adapter. Exit
+code 1 when anything is wrong, 2 when a layout does not fit the model. Settings are adapter.*,
+trainer.device, trainer.dtype (by default float32), rollout.gpu_memory_utilization and seed.
 """
-DEFAULT_ENGINES = "tp1,tp2,tp2ep,tp2fs"
+DEFAULT_ENGINES = {"adapter": "tp1,tp2,tp2ep,tp2fs", "merged": "tp1,tp2,tp2ep"}
 DEFAULT_TRAINERS = "tp2,pp2,ep2,tp2ep2"
 DEFAULT_TRANSPORTS = "shm,distributed,directory"
 SETTINGS = (
     "adapter.", "trainer.device=", "trainer.dtype=", "rollout.gpu_memory_utilization=", "seed=",
 )  # fmt: skip
 # One slot for the adapter from files, and two as in a run.
-BASE = {"model": {"max_length": 64}, "trainer": {"dtype": "float32"}, "refit": {"slots": 3}}
+BASE = {"model": {"max_length": 64}, "trainer": {"dtype": "float32"}}
+REFIT = {"adapter": {"slots": 3}, "merged": {"mode": "merged"}}
 LENGTHS = (8, 25)
 TABLE_WIDTH = 110
 SHOWN = 4  # faults of a row
@@ -68,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 def make_verification(options: argparse.Namespace) -> tuple[RefitVerification, list[str]]:
     """All that can be refused before anything starts; and why a default engine is left out."""
-    config = make_config(options.model, options.settings)
+    config = make_config(options.model, options.settings, options.mode)
     model_dir = resolve_model(config.model.path)
     spec = _spec(config, model_dir)
     engines, left_out = _engines(options.engines, config, spec)
@@ -94,7 +96,7 @@ def make_verification(options: argparse.Namespace) -> tuple[RefitVerification, l
     return verification, left_out
 
 
-def make_config(model: str, settings: Sequence[str] = ()) -> RunConfig:
+def make_config(model: str, settings: Sequence[str] = (), mode: str = "adapter") -> RunConfig:
     """Raises ConfigError for a setting that this command does not read."""
     for setting in settings:
         if not setting.startswith(SETTINGS):
@@ -102,14 +104,16 @@ def make_config(model: str, settings: Sequence[str] = ()) -> RunConfig:
                 f"verify refit does not read {setting!r}; it reads adapter.*=VALUE, "
                 + ", ".join(f"{name}VALUE" for name in SETTINGS[1:])
             )
-    config = with_settings(RunConfig(), BASE | {"model": {**BASE["model"], "path": model}})
+    base = BASE | {"model": {**BASE["model"], "path": model}, "refit": REFIT[mode]}
+    config = with_settings(RunConfig(), base)
     return override(config, settings)
 
 
 def _spec(config: RunConfig, model_dir: Path) -> AdapterSpec:
     from lora_moe_rl.adapters.families import ModelShape
 
-    return AdapterSpec.build(ModelShape.from_hf_config(check_model_dir(model_dir)), config.adapter)
+    shape = ModelShape.from_hf_config(check_model_dir(model_dir))
+    return AdapterSpec.build(shape, config.adapter, servable=config.refit.mode == "adapter")
 
 
 def _engines(
@@ -120,7 +124,7 @@ def _engines(
     if names is not None:
         return [parse_engine(name, config, spec) for name in _names(names)], []
     engines, left_out = [], []
-    for name in _names(DEFAULT_ENGINES):
+    for name in _names(DEFAULT_ENGINES[config.refit.mode]):
         try:
             engines.append(parse_engine(name, config, spec))
         except ConfigError as error:
@@ -158,7 +162,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--engines",
         help="tp1, tp2, tp2ep (experts over the ranks), tp2fs (fully sharded adapters), with "
-        f"commas (those of {DEFAULT_ENGINES} that the model allows)",
+        f"commas (those of {DEFAULT_ENGINES['adapter']} that the model allows)",
+    )
+    parser.add_argument(
+        "--mode",
+        choices=tuple(REFIT),
+        default="adapter",
+        help="adapters in slots, or merged into the weights (adapter)",
     )
     parser.add_argument(
         "--trainers",

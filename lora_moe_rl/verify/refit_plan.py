@@ -31,7 +31,8 @@ class Engine:
     config: RunConfig
 
     def layout(self, spec: AdapterSpec) -> EngineLayout:
-        return EngineLayout.of(self.config.rollout, spec.slot_rank)
+        merged = self.config.refit.mode == "merged"
+        return EngineLayout.of(self.config.rollout, spec.slot_rank, merged)
 
 
 def parse_engine(name: str, config: RunConfig, spec: AdapterSpec) -> Engine:

@@ -23,6 +23,7 @@ import psutil
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ActorFailed, LoraMoeRlError
+from lora_moe_rl.rollout.merged import MergedRolloutEngine
 from lora_moe_rl.verify.ranks import LOG_LINES, run_ranks
 
 POLL_S = 0.2
@@ -146,7 +147,8 @@ def _engine_process(connection: Connection, config, spec, model_dir: str, log: s
 async def _serve_engine(connection: Connection, config, spec, model_dir: str, log: str) -> None:
     from lora_moe_rl.verify.refit_jobs import VerifiedEngine
 
-    engine = VerifiedEngine(config, model_dir, spec, 0, log)
+    engine_class = MergedRolloutEngine if config.refit.mode == "merged" else VerifiedEngine
+    engine = engine_class(config, model_dir, spec, 0, log)
     try:
         while True:
             try:

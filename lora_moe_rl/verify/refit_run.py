@@ -125,6 +125,11 @@ class RefitVerification:
     fault: Fault | None = None
     say: Say = lambda text: None
 
+    @property
+    def merged(self) -> bool:
+        """Whether engines serve merged weights; then there are no slots to look at."""
+        return self.config.refit.mode == "merged"
+
     def run(self) -> Report:
         started = time.perf_counter()
         trainer = self.config.trainer
@@ -173,7 +178,8 @@ class RefitVerification:
                     self.facts = process.start()
                     scores, _ = process.call("score", self.reference.sequences, None)
                     row.merged_error = largest(scores, self.reference.base)
-                    process.call("load_files", str(self.folder / "files"))
+                    if not self.merged:
+                        process.call("load_files", str(self.folder / "files"))
                 self.base = scores
                 self._trainers(engine, process)
         except LoraMoeRlError as error:
@@ -222,11 +228,16 @@ class RefitVerification:
             directory.publish(path, sent)
         receipt = process.call("publish", version, *sent)
         row.nbytes, row.publish_seconds = receipt.bytes, time.perf_counter() - started
-        row.unlike = process.call(
-            "unlike_files", version, self.names, SLOT_TOLERANCES[self.facts["dtype"]]
-        )
+        if self.merged:
+            if differing := process.call("differing", version, *sent):
+                row.failure = f"not base + adapter: {', '.join(differing)}"
+        else:
+            row.unlike = process.call(
+                "unlike_files", version, self.names, SLOT_TOLERANCES[self.facts["dtype"]]
+            )
         scores, table = process.call("score", self.reference.sequences, version)
-        process.call("drop", version)
+        if not self.merged:
+            process.call("drop", version)
         row.merged_error = largest(scores, self.reference.merged)
         row.effect = min(largest([a], [b]) for a, b in zip(scores, self.base, strict=True))
         if table.coverage < 1:
