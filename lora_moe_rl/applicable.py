@@ -31,7 +31,16 @@ class _Rule(NamedTuple):
 
 
 _RULES = [
-    _Rule("replay.missing", lambda c: c.replay.mode == "r3", "replay.mode", "with replay.mode=r3"),
+    *(
+        _Rule(key, lambda c: c.replay.mode == "r3", "replay.mode", "with replay.mode=r3")
+        for key in ("replay.missing", "replay.audit", "replay.compare_every")
+    ),
+    _Rule(
+        "replay.audit_samples",
+        lambda c: c.replay.audit > 0,
+        "replay.audit",
+        "with replay.audit > 0",
+    ),
     _Rule("data.split", _is_hub_data, "data.path", "to a hub data set"),
     *(
         _Rule(

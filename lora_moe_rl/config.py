@@ -63,6 +63,16 @@ class AdapterConfig(Section):
         description="Start: A random and B zero, or both from the base weight's QR (OLoRA; served "
         "and exported with twice the rank, the base weights stay as they are).",
     )
+    init_from: str | None = Field(
+        None,
+        description="Start from this adapter: a PEFT directory, a run or a checkpoint. A resumed "
+        "run goes on from its own checkpoint.",
+    )
+    resize: bool = Field(
+        False,
+        description="Let a resumed run, or one with init_from, change ranks and alphas by an SVD "
+        "of B A; Adam begins anew for what changed.",
+    )
     targets: tuple[str, ...] = Field(
         ("*",),
         description="Modules to adapt, as names or patterns (q_proj, experts.*, shared_expert.up); "
@@ -91,6 +101,11 @@ class AdapterConfig(Section):
             raise ValueError(
                 f"adapter.expert_rank={self.expert_rank} and adapter.expert_rank_over_top_k=true "
                 f"both set the rank of experts; set one of them"
+            )
+        if self.init_from is not None and self.init == "olora":
+            raise ValueError(
+                f"adapter.init_from={self.init_from} and adapter.init=olora both say where the "
+                f"adapter starts; set one of them"
             )
         if self.expert_layout == "shared_outer" and self.init == "olora":
             raise ValueError(
@@ -135,6 +150,10 @@ class TrainerConfig(Section):
     )
     micro_batch_tokens: int = Field(
         4096, ge=1, description="Most tokens packed into one micro-batch of one rank."
+    )
+    recompute: Literal["none", "full"] = Field(
+        "none",
+        description="Activations of each layer: kept for backward (none), or computed again (full).",
     )
     max_skipped_steps: int = Field(
         3, ge=1, description="Stop after this many optimizer steps in a row with NaN or inf."
@@ -199,14 +218,14 @@ class RolloutConfig(Section):
     max_num_seqs: int = Field(256, ge=1, description="Most sequences an engine decodes at once.")
     prefix_caching: bool = Field(True, description="Reuse the KV cache of equal prompt prefixes.")
     start_timeout_s: float = Field(600, gt=0, description="Longest wait for an engine to start.")
-
-    @model_validator(mode="after")
-    def _one_cut(self):
-        if self.ep and self.fully_sharded:
     max_restarts: int = Field(
         2, ge=0,
         description="How often a run starts engines anew whose processes have died; 0: never.",
     )  # fmt: skip
+
+    @model_validator(mode="after")
+    def _one_cut(self):
+        if self.ep and self.fully_sharded:
             raise ValueError(
                 "rollout.ep=true and rollout.fully_sharded=true are both set: vLLM cuts adapters "
                 "of experts over the tp ranks either by expert or by rank; choose one"
@@ -270,6 +289,17 @@ class ReplayConfig(Section):
         description="What r3 does with a token without recorded routes: stop, mask it out of the "
         "loss, or let the trainer route it.",
     )
+    audit: int = Field(
+        10, ge=0,
+        description="Steps from one comparison of the routes that were used, read back from the "
+        "token dispatchers, with those recorded to the next; 0: none.",
+    )  # fmt: skip
+    audit_samples: int = Field(4, ge=1, description="Samples compared in an audited step.")
+    compare_every: int = Field(
+        0, ge=0,
+        description="Steps from one forward without replay, for mismatch/without_replay/*, to the "
+        "next; 0: none.",
+    )  # fmt: skip
 
 
 class AlgorithmConfig(Section):

@@ -184,7 +184,7 @@ class Controller:
         rewards, failures = self.rewards.score(prompts, rollout.samples)
         self._check_rewards(rewards, failures, len(rollout.samples))
         clock.lap("reward")
-        batch, advantages = self._batch(rollout.samples, rewards)
+        batch, advantages = self._batch(step, rollout.samples, rewards)
         result, sent_refs = self.trainer.update(batch, rollout.table_refs)
         self._check_finite(result)
         clock.lap("train")
@@ -208,7 +208,7 @@ class Controller:
         """Sampling is seeded by (run seed, step), so that no generator's state must be saved."""
         return int(np.random.SeedSequence([self.config.seed, step]).generate_state(1)[0])
 
-    def _batch(self, samples: list[Sample], rewards: np.ndarray):
+    def _batch(self, step: int, samples: list[Sample], rewards: np.ndarray):
         from lora_moe_rl.trainer.batch import TrainBatch
 
         config = self.config.algorithm
@@ -218,7 +218,7 @@ class Controller:
             keep = keep & ~np.array([s.truncated for s in samples])
         per_mini_batch = config.prompts_per_step // config.mini_batches
         return TrainBatch.from_samples(
-            samples, advantages, keep.astype(np.float32), groups // per_mini_batch
+            samples, advantages, keep.astype(np.float32), groups // per_mini_batch, step
         ), advantages
 
     def _check_rewards(self, rewards: np.ndarray, failures: list[str], total: int) -> None:
@@ -261,10 +261,9 @@ class Controller:
             proof = self._prove(version)
         except RefitError as error:
             differing = self.engines.roll_back(version, sent_refs)
-            found = f"slots differ from what was sent in {', '.join(differing)}"
-            raise RefitError(
-                f"{error}; {found if differing else 'all slots hold what was sent'}"
-            ) from error
+            found = f"engines hold something else than was sent in {', '.join(differing)}"
+            same = "what can be read back of the engines is what was sent"
+            raise RefitError(f"{error}; {found if differing else same}") from error
         self.version = version
         clock.lap("refit")
         return {
@@ -305,6 +304,7 @@ class Controller:
             for engine, base in zip(scores, self.engine_base, strict=True)
         ]
         return max(proofs, key=lambda proof: proof.max_diff)
+
     def _prove_returned(self, index: int, version: int) -> None:
         """Of an engine that was started anew."""
         if self.config.refit.mode == "adapter":  # merged weights hold the base no more
@@ -316,7 +316,6 @@ class Controller:
     def _check_served(self, engine, trainer, engine_base, version: int) -> Proof:
         tolerance = self.config.refit.proof_tolerance or default_tolerance(self.dtype)
         return check_served(engine, trainer, engine_base, self.trainer_base, tolerance, version)
-
 
     def _checkpoint(self, step: int) -> None:
         """Adapter, moments, counters and data position: complete, or not at all."""

@@ -5,6 +5,10 @@ routes of its tokens are installed, by global layer number; each router then tak
 its own top-k, gathers its probabilities from its own scores, and its own choice is counted beside
 them. Nothing here is optional: a router that did not consume its routes stops the step.
 
+Under activation recomputation a router runs again in backward, when routes of a later micro-batch
+are installed. It is served from what it used the first time, found by the memory of its layer's
+input: that is kept from the forward to the backward, so no other micro-batch can have it.
+
 Wrapped: `RouterReplay.get_replay_topk` of megatron-core 0.19.2
 (`core/transformer/moe/router_replay.py`), which every unfused top-k calls.
 """
@@ -13,69 +17,164 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import parallel_state as ps
-from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from lora_moe_rl.errors import ReplayError
-from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.kernels.route_codec import RowLayout, unpack
+from lora_moe_rl.upstream import require_parameters
+
+WHO = "router_replay/replay.py"
+
+# Options of mcore under which a router or its dispatcher does other than its top-k says, and the
+# only value that we know to be harmless.
+_HARMLESS = {
+    "moe_router_fusion": False,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_enable_deepep": False,
+    "moe_expert_capacity_factor": None,
+    "moe_pad_expert_input_to_capacity": False,
+    "moe_router_padding_for_quantization": False,
+    "moe_router_force_load_balancing": False,
+    "moe_router_force_biased": None,
+    "moe_input_jitter_eps": None,
+    "moe_router_load_balancing_type": "none",
+    "cuda_graph_impl": "none",
+}
 
 
-class _Layer:
-    """The replay of one router."""
+@dataclass(frozen=True)
+class MicroRoutes:
+    """Routes of one rank's tokens of one micro-batch, in the MoE layers of one pipeline chunk.
 
-    def __init__(self, number: int, instance: RouterReplay):
-        self.number = number
-        self.instance = instance
-        self.upstream = instance.get_replay_topk
-        instance.get_replay_topk = self.topk
+    rows: uint8 `[T, row_bytes]`, packed. known: bool `[T]`, False for padding. valid: bool
+    `[T, layers]`, or None when all known tokens are.
+    """
+
+    layers: tuple[int, ...]
+    layout: RowLayout
+    rows: np.ndarray
+    known: np.ndarray
+    valid: np.ndarray | None
+
+
+class LayerReplay:
+    """The replay of one router.
+
+    `micro_batch` is what `install` was told of the micro-batch that runs, in backward too.
+    """
+
+    def __init__(self, number: int, layer: torch.nn.Module, moe: MoELayer):
+        self.number, self.moe = number, moe
+        self.instance: RouterReplay = moe.router.router_replay
+        self.upstream = self.instance.get_replay_topk
+        self.instance.get_replay_topk = self.topk
+        self.recompute = moe.config.recompute_granularity is not None
+        if self.recompute:
+            layer.register_forward_pre_hook(self._enter, with_kwargs=True)
         self.reset()
 
     def reset(self) -> None:
         self.instance.clear_indices()
         self.instance.clear_router_replay_action()
-        self.target: torch.Tensor | None = None  # int64 [T, K]
-        self.valid: torch.Tensor | None = None  # bool [T]
+        self.micro_batch: Any = None
+        self.clear_target()
         self.recorded: torch.Tensor | None = None
-        self.calls = 0
-        self.differing = 0
-        self.replayed = 0
+        self.waiting: dict[int, tuple[torch.Tensor, Any]] = {}  # of a recomputation, by input
+        self.input = 0
+        self.calls = self.recomputations = 0
+        self.differing: torch.Tensor | int = 0
+        self.replayed: torch.Tensor | int = 0
+
+    def set_target(
+        self,
+        target: torch.Tensor,
+        counted: torch.Tensor | None = None,
+        free: torch.Tensor | None = None,
+    ) -> None:
+        """target: int64 `[T, K]`; counted: bool `[T]`, tokens with recorded routes (None: all);
+        free: bool `[T]`, those that the router routes itself (None: none)."""
+        self.target, self.counted, self.free = target, counted, free
+
+    def clear_target(self) -> None:
+        self.target = self.counted = self.free = None
+
+    def _enter(self, layer, args, kwargs) -> None:
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        self.input = hidden.data_ptr()
 
     def topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
         """As upstream: (values, indices) `[T, K]`."""
-        self.calls += 1
+        saved = self.recompute and self.moe.training
+        if saved and torch.is_grad_enabled():
+            chosen = self._chosen_before()
+        else:
+            self.calls += 1
+            with torch.no_grad():
+                own = default_compute_topk(
+                    scores.detach(), topk, num_groups=num_groups, group_topk=group_topk
+                )[1]
+            chosen = self._choose(own)
+            self.recorded = own
+            if saved:
+                if self.input in self.waiting:
+                    raise ReplayError(f"layer {self.number}: two micro-batches share one input")
+                self.waiting[self.input] = (chosen, self.micro_batch)
+        self.instance.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        self.instance.set_target_indices(chosen)
+        self.instance.replay_backward_list.clear()  # recomputation is served by us
+        return self.upstream(scores, topk, num_groups, group_topk, default_compute_topk)
+
+    def _choose(self, own: torch.Tensor) -> torch.Tensor:
         if self.target is None:
-            out = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-            self.recorded = out[1].detach()
-            return out
-        if self.target.shape != (scores.shape[0], topk):
+            return own
+        if self.target.shape != own.shape:
             raise ReplayError(
                 f"layer {self.number}: routes of shape {tuple(self.target.shape)} for "
-                f"{scores.shape[0]} tokens and {topk} experts"
+                f"{own.shape[0]} tokens and {own.shape[1]} experts"
             )
-        with torch.no_grad():
-            own = default_compute_topk(
-                scores.detach(), topk, num_groups=num_groups, group_topk=group_topk
-            )[1]
-            chosen = torch.where(self.valid.unsqueeze(1), self.target, own)
-            same = (own.unsqueeze(2) == self.target.unsqueeze(1)).any(2)
-            self.differing += int((~same[self.valid]).sum())
-            self.replayed += int(self.valid.sum()) * topk
-        self.instance.set_target_indices(chosen)
-        self.instance.replay_backward_list.clear()  # nothing is recomputed in backward
-        return self.upstream(scores, topk, num_groups, group_topk, default_compute_topk)
+        if self.moe.training:  # not the reference's choice, nor that of a probe
+            other = (own.unsqueeze(2) != self.target.unsqueeze(1)).all(2)
+            if self.counted is None:
+                self.replayed += own.numel()
+            else:
+                other &= self.counted.unsqueeze(1)
+                self.replayed += self.counted.sum() * own.shape[1]
+            self.differing += other.sum()
+        if self.free is None:
+            return self.target
+        return torch.where(self.free.unsqueeze(1), own, self.target)
+
+    def _chosen_before(self) -> torch.Tensor:
+        if self.input not in self.waiting:
+            raise ReplayError(
+                f"layer {self.number}: backward recomputes a micro-batch that had no forward"
+            )
+        self.recomputations += 1
+        chosen, self.micro_batch = self.waiting.pop(self.input)
+        return chosen
 
 
 class Replay:
     """The routers of this rank's part of one model: of each of its pipeline chunks."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], moe_layers: tuple[int, ...]):
-        """Raises ReplayError when the routers are not what the model's config promises."""
+        """Raises ReplayError when the routers are not what the model's config promises, or do not
+        do what they are told."""
+        parameters = ("self", "scores", "topk", "num_groups", "group_topk", "default_compute_topk")
+        require_parameters(RouterReplay.get_replay_topk, parameters, WHO)
         self.chunks = [_routers(chunk, moe_layers) for chunk in chunks]
         self.layers = {n: layer for chunk in self.chunks for n, layer in chunk.items()}
+
+    @property
+    def chunk_layers(self) -> list[tuple[int, ...]]:
+        """Global numbers of the MoE layers of each chunk."""
+        return [tuple(chunk) for chunk in self.chunks]
 
     @contextmanager
     def step(self):
@@ -87,74 +186,91 @@ class Replay:
                 layer.reset()
 
     def install(
-        self, chunk: int, table: RouteTable, rows: np.ndarray, device: torch.device
+        self, chunk: int, routes: MicroRoutes | None, micro_batch: Any, device: torch.device
     ) -> None:
-        """Routes of one micro-batch. `rows` `[T]`: its tokens' rows of the table; -1: padding."""
-        mine = _sequence_shard(rows)
-        known = mine >= 0
-        safe = np.where(known, mine, 0)
-        columns = {number: column for column, number in enumerate(table.layers)}
-        for number, layer in self.chunks[chunk].items():
-            column = columns[number]
-            layer.target = torch.from_numpy(table.ids[safe, column].astype(np.int64)).to(device)
-            layer.valid = torch.from_numpy(known & table.valid[safe, column]).to(device)
-            layer.instance.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        """Routes of one micro-batch; None for a chunk without MoE layers."""
+        if routes is None:
+            return
+        packed = torch.from_numpy(routes.rows).to(device)
+        ids = unpack(packed, routes.layout).transpose(0, 1)
+        target = torch.empty(ids.shape, dtype=torch.int64, device=device).copy_(ids)
+        known = torch.from_numpy(routes.known).to(device)
+        if not routes.known.all():
+            padding = np.flatnonzero(~routes.known)
+            spread = _spread(len(padding), routes.layout).to(device)
+            target[:, torch.from_numpy(padding).to(device)] = spread
+        for column, number in enumerate(routes.layers):
+            layer = self.chunks[chunk][number]
+            layer.micro_batch = micro_batch
+            counted = None if routes.known.all() else known
+            free = None
+            if routes.valid is not None:
+                valid = torch.from_numpy(routes.valid[:, column]).to(device)
+                counted, free = known & valid, known & ~valid
+            layer.set_target(target[column], counted, free)
 
     def install_recorded(self, chunk: int, recorded: dict[int, torch.Tensor]) -> None:
         """Routes that `take_recorded` returned for the same micro-batch."""
         for number, layer in self.chunks[chunk].items():
-            layer.target = recorded[number]
-            layer.valid = torch.ones(
-                len(layer.target), dtype=torch.bool, device=layer.target.device
-            )
-            layer.instance.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+            layer.micro_batch = None
+            layer.set_target(recorded[number])
 
     def clear_routes(self, chunk: int) -> None:
         """The routers choose for themselves again, and record what they choose."""
         for layer in self.chunks[chunk].values():
-            layer.target = None
-            layer.instance.clear_router_replay_action()
+            layer.micro_batch = None
+            layer.clear_target()
 
     def take_recorded(self, chunk: int) -> dict[int, torch.Tensor]:
         """The routers' own choices in the last forward, `{layer: int64 [T, K]}`."""
         return {number: layer.recorded for number, layer in self.chunks[chunk].items()}
 
-    def counts(self) -> tuple[int, int]:
-        """(routes where the trainer's own choice differs, routes replayed), over this rank's tokens
-        since the step began."""
-        layers = self.layers.values()
-        return sum(x.differing for x in layers), sum(x.replayed for x in layers)
+    def counts(self) -> dict[int, tuple[int, int]]:
+        """By layer: (routes where the trainer's own choice differs, routes replayed), over this
+        rank's tokens in training forwards since the step began."""
+        return {n: (int(x.differing), int(x.replayed)) for n, x in self.layers.items()}
 
-    def check_calls(self, expected: Sequence[int]) -> None:
-        """Raises ReplayError unless every router of chunk i ran `expected[i]` times since the step
-        began."""
-        for chunk, times in zip(self.chunks, expected, strict=True):
+    def check_calls(self, forwards: Sequence[int], trained: Sequence[int]) -> None:
+        """Raises ReplayError unless, since the step began, every router of chunk i ran
+        `forwards[i]` times and, under recomputation, `trained[i]` times again in backward."""
+        for chunk, times, again in zip(self.chunks, forwards, trained, strict=True):
             for layer in chunk.values():
                 if layer.calls != times:
                     raise ReplayError(
                         f"layer {layer.number}: its router consulted replay {layer.calls} times in "
                         f"{times} forwards"
                     )
+                if layer.recompute and layer.recomputations != again:
+                    raise ReplayError(
+                        f"layer {layer.number}: its router was recomputed {layer.recomputations} "
+                        f"times after {again} forwards in training"
+                    )
 
 
-def _routers(model: torch.nn.Module, moe_layers: tuple[int, ...]) -> dict[int, _Layer]:
-    found = {}
+def _routers(model: torch.nn.Module, moe_layers: tuple[int, ...]) -> dict[int, LayerReplay]:
+    for name, value in _HARMLESS.items():
+        if (found := getattr(model.config, name)) != value:
+            raise ReplayError(
+                f"Megatron-core's {name}={found} changes or bypasses replayed routes; only "
+                f"{name}={value} is known not to"
+            )
+    replays = {}
     for layer in model.decoder.layers:
         number = layer.layer_number - 1
-        routers = [m for m in layer.modules() if isinstance(m, TopKRouter)]
-        if len(routers) != (number in moe_layers):
+        moes = [m for m in layer.modules() if isinstance(m, MoELayer)]
+        if len(moes) != (number in moe_layers):
             raise ReplayError(
-                f"layer {number} has {len(routers)} routers; the model's config says "
+                f"layer {number} has {len(moes)} routers; the model's config says "
                 f"{int(number in moe_layers)}"
             )
-        for router in routers:
-            if router.router_replay is None or router.config.moe_router_fusion:
+        for moe in moes:
+            if moe.router.router_replay is None:
                 raise ReplayError(f"layer {number}: its router bypasses replay")
-            found[number] = _Layer(number, router.router_replay)
-    return found
+            replays[number] = LayerReplay(number, layer, moe)
+    return replays
 
 
-def _sequence_shard(values: np.ndarray) -> np.ndarray:
-    """Under sequence parallelism a router sees one of tp equal slices of the tokens."""
-    tp = ps.get_tensor_model_parallel_world_size()
-    return values.reshape(tp, -1)[ps.get_tensor_model_parallel_rank()]
+def _spread(num_tokens: int, layout: RowLayout) -> torch.Tensor:
+    """Experts for padding, int64 `[tokens, top_k]`: all equally often, so no rank waits for it."""
+    first = torch.arange(num_tokens).unsqueeze(1) * layout.top_k
+    return (first + torch.arange(layout.top_k)) % layout.num_experts

@@ -9,16 +9,35 @@ sampled token is never fed, so it has none:
     predicts  p1   p2   r0   r1   r2
 
 Columns are indexed by global layer number through `layers`; dense layers have no column.
+
+A sample of several turns is recorded in several requests. Each is fed all tokens so far, so that
+rows are there more than once; the earliest forward of a token counts, since its successors were
+sampled from it:
+
+    token       p0   p1   r0   r1=end   t0   t1   q0   q1=end      t: a tool's answer
+    request 1    0    1    2
+    request 2   (0)  (1)  (2)   3       4    5    6                (0): there already
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from lora_moe_rl.errors import ReplayError
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows that one request recorded: of the sample's tokens from `start` on.
+
+    ids: integers `[n, moe_layers, top_k]`.
+    """
+
+    start: int
+    ids: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -40,32 +59,40 @@ class RouteTable:
     @classmethod
     def build(
         cls,
-        rows: Sequence[np.ndarray | None],
+        rows: Sequence[np.ndarray | Sequence[Segment] | None],
         num_rows: Sequence[int],
         layers: tuple[int, ...],
         num_experts: int,
         top_k: int,
     ) -> RouteTable:
-        """From one array `[n, moe_layers, top_k]` a sample.
+        """From the segments of each sample, in the order of its requests.
 
-        `num_rows[i]` rows are expected of sample i. None, or fewer rows than expected, leaves the
-        rest invalid: rows are recorded from the first token on. Raises ReplayError for more rows
-        than expected, another shape, an id out of range or an expert named twice in a valid row.
+        An array `[n, moe_layers, top_k]` stands for one segment from the first token on, None for
+        none. `num_rows[i]` rows are expected of sample i; those that no segment has are invalid,
+        and of those that several have the first counts. Raises ReplayError for rows beyond those
+        expected, another shape, an id out of range or an expert named twice in a valid row.
         """
         dtype = np.uint8 if num_experts <= 256 else np.uint16
         offsets = np.concatenate([[0], np.cumsum(num_rows)]).astype(np.int64)
         ids = np.zeros((int(offsets[-1]), len(layers), top_k), dtype=dtype)
         valid = np.zeros(ids.shape[:2], dtype=bool)
-        for i, array in enumerate(rows):
-            if array is None:
-                continue
-            if array.shape[1:] != ids.shape[1:] or len(array) > num_rows[i]:
-                raise ReplayError(
-                    f"sample {i}: routes of shape {array.shape}, expected at most "
-                    f"({num_rows[i]}, {len(layers)}, {top_k})"
-                )
-            ids[offsets[i] : offsets[i] + len(array)] = array
-            valid[offsets[i] : offsets[i] + len(array)] = True
+        for i, given in enumerate(rows):
+            segments = [Segment(0, given)] if isinstance(given, np.ndarray) else given or ()
+            for segment in segments:
+                array, start = segment.ids, segment.start
+                if array.shape[1:] != ids.shape[1:] or not 0 <= start <= num_rows[i] - len(array):
+                    raise ReplayError(
+                        f"sample {i}: routes of shape {array.shape} from token {start} on, "
+                        f"expected at most ({num_rows[i]}, {len(layers)}, {top_k}) in all"
+                    )
+                if array.dtype != dtype:  # -1 or 256 would become another expert
+                    _check_range(array, num_experts, i, start)
+                span = slice(int(offsets[i]) + start, int(offsets[i]) + start + len(array))
+                if valid[span].any():
+                    fresh = np.flatnonzero(~valid[span, 0])
+                    ids[span.start + fresh], valid[span.start + fresh] = array[fresh], True
+                else:
+                    ids[span], valid[span] = array, True
         table = cls(ids, valid, offsets, layers, num_experts)
         table.check()
         return table
@@ -93,6 +120,32 @@ class RouteTable:
         """Share of (token, MoE layer) pairs that have recorded routes."""
         return float(self.valid.mean()) if self.valid.size else 1.0
 
+    def trimmed(self, num_tokens: Sequence[int]) -> RouteTable:
+        """Without the rows of the first `num_tokens[i]` tokens of sample i: a prompt cut on its
+        left. Raises ReplayError when a sample has fewer rows."""
+        drop = np.asarray(num_tokens)
+        lengths = np.diff(self.offsets)
+        if drop.shape != lengths.shape or (drop < 0).any() or (drop > lengths).any():
+            raise ReplayError(
+                f"cannot drop the first {drop.tolist()} rows of samples of {lengths.tolist()}"
+            )
+        row = np.arange(len(self.ids)) - np.repeat(self.offsets[:-1], lengths)
+        keep = row >= np.repeat(drop, lengths)
+        offsets = np.concatenate([[0], np.cumsum(lengths - drop)]).astype(np.int64)
+        return replace(self, ids=self.ids[keep], valid=self.valid[keep], offsets=offsets)
+
+    @classmethod
+    def join_layers(cls, tables: Sequence[RouteTable]) -> RouteTable:
+        """One table of all layers, from tables of the same samples; layers in order."""
+        if len(tables) == 1:
+            return tables[0]
+        return replace(
+            tables[0],
+            ids=np.concatenate([t.ids for t in tables], axis=1),
+            valid=np.concatenate([t.valid for t in tables], axis=1),
+            layers=tuple(layer for t in tables for layer in t.layers),
+        )
+
     @classmethod
     def concat(cls, tables: Sequence[RouteTable]) -> RouteTable:
         """One table of all samples, in order."""
@@ -106,4 +159,14 @@ class RouteTable:
             np.concatenate([*offsets, shifts[-1:]]),
             tables[0].layers,
             tables[0].num_experts,
+        )
+
+
+def _check_range(array: np.ndarray, num_experts: int, sample: int, start: int) -> None:
+    bad = (array < 0) | (array >= num_experts)
+    if bad.any():
+        row, column, _ = (int(x[0]) for x in np.nonzero(bad))
+        raise ReplayError(
+            f"sample {sample}, token {start + row}: routes of MoE layer {column} are "
+            f"{array[row, column].tolist()}; there are {num_experts} experts"
         )

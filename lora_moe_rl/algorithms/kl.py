@@ -7,8 +7,12 @@ unbiased and never negative. In code: expm1(log r) - log r, which keeps its digi
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
+
+MISMATCH = ("kl", "mean_abs_logprob_diff", "max_abs_logprob_diff", "off_by_2x")
 
 
 def k3(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
@@ -22,15 +26,19 @@ def mismatch(rollout: np.ndarray, trainer: np.ndarray, mask: np.ndarray) -> dict
     """How the trainer's logprobs differ from those the engine sampled with, at the same version.
 
     All inputs are of one shape; only tokens where `mask` is True count. Returns `kl`, the mean k3
-    of KL(rollout || trainer), `max_abs_logprob_diff`, and `tokens`. Without tokens both are 0; a
-    NaN on either side stays a NaN.
+    of KL(rollout || trainer), `mean_abs_logprob_diff`, `max_abs_logprob_diff`, `off_by_2x`, the
+    share of tokens whose probabilities differ by more than a factor of 2, and `tokens`. Without
+    tokens all are 0; a NaN on either side stays a NaN.
     """
     mask = np.asarray(mask, dtype=bool)
     log_ratio = np.asarray(trainer, dtype=np.float64)[mask] - np.asarray(rollout)[mask]
     if not log_ratio.size:
-        return {"kl": 0.0, "max_abs_logprob_diff": 0.0, "tokens": 0.0}
+        return dict.fromkeys(MISMATCH, 0.0) | {"tokens": 0.0}
+    off = np.abs(log_ratio)
     return {
         "kl": float(np.mean(np.expm1(log_ratio) - log_ratio)),
-        "max_abs_logprob_diff": float(np.max(np.abs(log_ratio))),
+        "mean_abs_logprob_diff": float(np.mean(off)),
+        "max_abs_logprob_diff": float(np.max(off)),
+        "off_by_2x": float(np.mean(~(off <= math.log(2)))),
         "tokens": float(log_ratio.size),
     }

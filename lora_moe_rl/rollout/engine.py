@@ -31,13 +31,14 @@ from lora_moe_rl.refit.transports import shm
 from lora_moe_rl.refit.transports.choose import SHARED_MEMORY, Wire
 from lora_moe_rl.rollout import outputs, platform
 from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.router_replay.travel import SentRoutes, send
 from lora_moe_rl.types import Sample
 
 SLOT_POLL_S = 0.005
 WORKER_GRACE_S = 5.0  # a worker that gives up by itself says more
-
 DEATH_POLL_S = 0.1
 DEATH_GRACE_S = 2.0  # within which vLLM tells of the death that an error came from
+
 
 class RolloutEngine:
     """Owns one vLLM engine and the adapter versions in its slots. `start` comes first."""
@@ -87,8 +88,9 @@ class RolloutEngine:
 
     async def generate(
         self, prompts: list[list[int]], group_ids: list[int], n: int, version: int, seed: int
-    ) -> tuple[list[Sample], RouteTable]:
+    ) -> tuple[list[Sample], SentRoutes]:
         """`n` samples of each prompt under adapter `version`: all of prompt 0, then of prompt 1.
+        Their routes are in Ray's object store, cut as the trainer's ranks will fetch them.
 
         A sample depends on `seed`, its group and its place in the group, not on what else the
         engine does. Raises RefitError when the version is not in a slot.
@@ -102,9 +104,13 @@ class RolloutEngine:
                 for prompt, group_params in zip(prompts, params, strict=True)
             )
         )
-        return outputs.samples_and_routes(
+        import ray
+
+        samples, table = outputs.samples_and_routes(
             answers, group_ids, version, self.tokenizer, self.spec.shape
         )
+        pieces = outputs.route_pieces(self.spec.shape, self.config.trainer)
+        return samples, send(table, pieces, ray.put)
 
     async def score(
         self, sequences: list[list[int]], version: int | None
@@ -230,24 +236,24 @@ class RolloutEngine:
         """The final output of one vLLM request."""
         key = -1 if version is None else version
         self.running[key] = self.running.get(key, 0) + 1
+        final = None
         try:
             async for output in self.llm.generate(
                 {"prompt_token_ids": [int(token) for token in token_ids]},
                 params,
                 f"{self.index}-{next(self.request_ids)}",
-        final = None
                 lora_request=lora_request,
             ):
                 final = output
+        except Exception as error:
+            await self._raise_if_dead(error)
+            raise
         finally:
             self.running[key] -= 1
         return final
 
     async def _sample(self, token_ids: list[int], params, lora_request, version: int):
         answer = await self._request(token_ids, params, lora_request, version)
-        except Exception as error:
-            await self._raise_if_dead(error)
-            raise
         self.finished_samples += params.n
         return answer
 
@@ -272,12 +278,6 @@ class RolloutEngine:
                 raise RefitError(f"engine {self.index}, {answer['error']}")
         return answers
 
-
-def stop_ids(model_dir: str) -> set[int]:
-    """The end-of-sequence ids that the model's files name."""
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        path = Path(model_dir) / name
     async def _raise_if_dead(self, error: Exception) -> None:
         """Raises EngineDied when `error` comes from the end of vLLM's processes."""
         deadline = time.monotonic() + DEATH_GRACE_S
@@ -289,6 +289,12 @@ def stop_ids(model_dir: str) -> set[int]:
     def _dead(self) -> EngineDied:
         return EngineDied(f"vLLM's processes of engine {self.index} have ended")
 
+
+def stop_ids(model_dir: str) -> set[int]:
+    """The end-of-sequence ids that the model's files name."""
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        path = Path(model_dir) / name
         value = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
         if value is not None:
             found |= set(value) if isinstance(value, list) else {value}

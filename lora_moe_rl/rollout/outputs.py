@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from lora_moe_rl.adapters.sharding import pipeline_chunks
 from lora_moe_rl.adapters.spec import ModelShape
-from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.types import Sample
 
@@ -96,6 +98,16 @@ def _sample(group: int, answer, output, version: int, text: str) -> Sample:
         finish_reason=output.finish_reason,
         text=text,
     )
+
+
+def route_pieces(shape: ModelShape, trainer: TrainerConfig) -> list[tuple[int, ...]]:
+    """The MoE layers of each of the trainer's pipeline pieces, in the order of the model."""
+    sizes = pipeline_chunks(shape.num_layers, trainer.pp * trainer.vpp)
+    ends = np.cumsum([0, *sizes])
+    return [
+        tuple(layer for layer in shape.moe_layers if start <= layer < stop)
+        for start, stop in pairwise(ends)
+    ]
 
 
 def _moe_rows(routes: np.ndarray | None, shape: ModelShape) -> np.ndarray | None:

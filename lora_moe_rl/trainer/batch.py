@@ -21,7 +21,8 @@ class TrainBatch:
 
     token_ids: int32 `[L_i]` a sample. prompt_lengths: int `[n]`. logprobs: float32 `[R_i]`, the
     rollout's. advantages: float32 `[n]`. weights: float32 `[n]`, 0 for a sample left out of the
-    loss. mini_batch: int `[n]`, the optimizer step that uses the sample.
+    loss. mini_batch: int `[n]`, the optimizer step that uses the sample. step: of the run, from 1;
+    0 for a forward outside steps.
     """
 
     token_ids: list[np.ndarray]
@@ -30,6 +31,7 @@ class TrainBatch:
     advantages: np.ndarray
     weights: np.ndarray
     mini_batch: np.ndarray
+    step: int = 1
 
     @classmethod
     def from_samples(
@@ -38,6 +40,7 @@ class TrainBatch:
         advantages: np.ndarray,
         weights: np.ndarray,
         mini_batch: np.ndarray | None = None,
+        step: int = 1,
     ) -> TrainBatch:
         n = len(samples)
         return cls(
@@ -47,6 +50,7 @@ class TrainBatch:
             np.asarray(advantages, dtype=np.float32),
             np.asarray(weights, dtype=np.float32),
             np.zeros(n, dtype=np.int64) if mini_batch is None else mini_batch,
+            step,
         )
 
     @classmethod
@@ -60,6 +64,7 @@ class TrainBatch:
             np.zeros(n, dtype=np.float32),
             np.ones(n, dtype=np.float32),
             np.zeros(n, dtype=np.int64),
+            step=0,
         )
 
     def lengths(self) -> np.ndarray:

@@ -8,7 +8,8 @@ Every rank calls the same methods with the same arguments; each picks its own mi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,14 +24,14 @@ from lora_moe_rl.adapters.attach import Adapters
 from lora_moe_rl.adapters.olora import OLoRAStart
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import ReplayError
-from lora_moe_rl.router_replay.replay import Replay
-from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.router_replay.replay import MicroRoutes, Replay
+from lora_moe_rl.trainer.audit import Audit, due
 from lora_moe_rl.trainer.batch import MicroBatch, TrainBatch, pack, plan_micro_batches, unpack
 from lora_moe_rl.trainer.device import Device
 from lora_moe_rl.trainer.logprobs import token_logprobs
 from lora_moe_rl.trainer.model import build_model
 from lora_moe_rl.trainer.optimizer import AdapterOptimizer
+from lora_moe_rl.trainer.routes import Routes, Sent
 
 LossFunction = Callable[["Work", torch.Tensor, torch.Tensor], tuple]
 
@@ -45,10 +46,15 @@ class PackedParams(PackedSeqParams):
 
 @dataclass
 class Work:
-    """One micro-batch on its way: arrays, routes, and the logprobs found so far `{name: [T]}`."""
+    """One micro-batch on its way: arrays, routes, and the logprobs found so far `{name: [T]}`.
+
+    `routes`: to be replayed, of each pipeline chunk; None when routers choose. `complete`: bool
+    `[T]`, tokens with routes in all layers of the model.
+    """
 
     data: MicroBatch
-    table: RouteTable | None
+    routes: list[MicroRoutes | None] | None
+    complete: np.ndarray | None = None
     recorded: dict[int, torch.Tensor] = field(default_factory=dict)
     known: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -63,21 +69,25 @@ class TrainingEngine:
         start = OLoRAStart(model_dir, spec.shape) if config.adapter.init == "olora" else None
         self.adapters = Adapters(inner, spec, config.seed, start, config.trainer.lora_kernel)
         self.replay = Replay(inner, spec.shape.moe_layers)
+        self.audit = Audit(self.replay)
+        if config.trainer.recompute == "full":
+            _train_through_embeddings(inner)
         self.optimizer = AdapterOptimizer(config.trainer, self.adapters)
         for chunk in inner:
             chunk.config.finalize_model_grads_func = self._finalize_gradients
             chunk.config.grad_scale_func = None
         self.version = 0
         self.forwards = [0] * len(self.chunks)
+        self.trained = [0] * len(self.chunks)
 
     @property
     def is_last_stage(self) -> bool:
         return ps.is_pipeline_last_stage(ignore_virtual=True)
 
     def my_work(
-        self, batch: TrainBatch, samples, table: RouteTable | None, dp_size: int, dp_rank: int
+        self, batch: TrainBatch, samples, routes: Routes | None, dp_size: int, dp_rank: int
     ) -> list[Work]:
-        """This rank's micro-batches of the given samples."""
+        """This rank's micro-batches of the given samples, with their routes if there are any."""
         trainer, lengths = self.config.trainer, batch.lengths()
         interleaved = trainer.vpp > 1
         # The interleaved schedule goes through micro-batches in groups of pp, and wants them
@@ -90,13 +100,30 @@ class TrainingEngine:
             multiple=trainer.pp if interleaved else 1,
         )[dp_rank]
         longest = max(int(lengths[chunk].sum()) for chunk in plan) if interleaved else 0
-        return [Work(pack(batch, chunk, trainer.tp, longest), table) for chunk in plan]
+        data = [pack(batch, chunk, trainer.tp, longest) for chunk in plan]
+        if routes is None:
+            return [Work(one, None) for one in data]
+        routes.fetch(sample for one in data for sample in one.samples)
+        return [Work(one, routes.micro(one), routes.complete(one)) for one in data]
+
+    def routes(self, batch: TrainBatch, parts: Sequence[Sent]) -> Routes | None:
+        """The routes of a step, None without parts. Raises ReplayError when they are not those of
+        the batch, or miss some under replay.missing=error."""
+        if not parts:
+            return None
+        routes = Routes(parts, self.replay.chunk_layers)
+        routes.check_samples(batch.lengths())
+        routes.check_missing(self.config.replay.missing)
+        return routes
 
     @torch.no_grad()
-    def forward(self, works: list[Work], name: str, temperature: float, record=False) -> None:
+    def forward(
+        self, works: list[Work], name: str, temperature: float, record=False, replay=True
+    ) -> None:
         """Adds `known[name]`, the logprobs of every label, to each work (on the last stage).
 
-        `record`: also keep the routes the routers chose by themselves, for r2.
+        `record`: also keep the routes the routers chose by themselves, for r2. `replay=False`: let
+        them choose whatever routes there are.
         """
 
         def keep(work: Work, logprobs: torch.Tensor, logits: torch.Tensor):
@@ -105,7 +132,7 @@ class TrainingEngine:
 
         for chunk in self.chunks:
             chunk.eval()
-        self._schedule(works, keep, temperature, forward_only=True, record=record)
+        self._schedule(works, keep, temperature, forward_only=True, record=record, replay=replay)
 
     def forward_backward(self, works: list[Work], loss: LossFunction, temperature: float) -> list:
         """Accumulates gradients of the token-mean loss; returns `loss`'s third value for each work
@@ -115,10 +142,10 @@ class TrainingEngine:
         self.adapters.gradients.zero()
         return self._schedule(works, loss, temperature, forward_only=False)
 
-    def _schedule(self, works, loss, temperature, forward_only, record=False) -> list:
+    def _schedule(self, works, loss, temperature, forward_only, record=False, replay=True) -> list:
         def forward_step(iterator, model):
             work = next(iterator)
-            logits = self._forward_one(work, model, record)
+            logits = self._forward_one(work, model, record, replay)
             return logits, lambda out: self._last_stage(work, out, loss, temperature)
 
         trainer = self.config.trainer
@@ -146,11 +173,11 @@ class TrainingEngine:
         dist.all_reduce(num_tokens, group=ps.get_data_parallel_group(with_context_parallel=True))
         self.adapters.gradients.scale(1.0 / num_tokens.clamp(min=1))
 
-    def _forward_one(self, work: Work, model, record: bool) -> torch.Tensor:
+    def _forward_one(self, work: Work, model, record: bool, replay: bool) -> torch.Tensor:
         data, device = work.data, self.device.torch_device
         chunk = self.chunks.index(model)
-        if work.table is not None:
-            self.replay.install(chunk, work.table, data.rows, device)
+        if work.routes is not None and replay:
+            self.replay.install(chunk, work.routes[chunk], data, device)
         elif record or not work.recorded:
             self.replay.clear_routes(chunk)
         else:
@@ -162,6 +189,7 @@ class TrainingEngine:
             packed_seq_params=_packed_params(data, device),
         )
         self.forwards[chunk] += 1
+        self.trained[chunk] += model.training
         if record:
             work.recorded |= self.replay.take_recorded(chunk)
         return logits
@@ -171,11 +199,12 @@ class TrainingEngine:
         logprobs = token_logprobs(logits, labels, temperature, self.spec.shape.vocab_size)
         return loss(work, logprobs, logits)
 
-    def score(self, batch: TrainBatch, table: RouteTable | None) -> list[np.ndarray] | None:
+    def score(self, batch: TrainBatch, *parts: Sent) -> list[np.ndarray] | None:
         """Logprobs of the response tokens of each sample, at temperature 1, from one rank (the
         others return None). Every data-parallel rank scores all samples: this is for a few."""
-        with self.watched_replay():
-            works = self.my_work(batch, range(len(batch.token_ids)), table, 1, 0)
+        routes = self.routes(batch, parts)
+        with self.watched_replay(batch, routes):
+            works = self.my_work(batch, range(len(batch.token_ids)), routes, 1, 0)
             self.forward(works, "score", temperature=1.0)
         if (
             not self.is_last_stage
@@ -188,39 +217,35 @@ class TrainingEngine:
             out |= unpack(work.data, work.known["score"].cpu().numpy())
         return [out[i] for i in range(len(batch.token_ids))]
 
-    def watched_replay(self):
-        """A context around forwards: routes are cleared at its end, and every router must have
-        consulted them in every forward."""
-        return _Watched(self)
+    @contextmanager
+    def watched_replay(self, batch: TrainBatch, routes: Routes | None):
+        """Around forwards: routes are cleared at its end, and every router must have consulted them
+        in every forward. In an audited step, raises ReplayError for routes not used as recorded."""
+        self.forwards = [0] * len(self.chunks)
+        self.trained = [0] * len(self.chunks)
+        settings = self.config.replay
+        audited = routes is not None and due(batch.step, settings.audit)
+        with self.replay.step():
+            if audited:
+                self.audit.start(routes, batch, settings.audit_samples)
+            try:
+                yield self.replay
+                self.audit.check()
+            finally:
+                self.audit.stop()
+            self.replay.check_calls(self.forwards, self.trained)
 
 
-class _Watched:
-    def __init__(self, engine: TrainingEngine):
-        self.engine = engine
-        self.step = engine.replay.step()
+def _train_through_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
+    """Recomputation gives no gradients to what is inside it unless its input wants one, and the
+    frozen embedding's output does not."""
 
-    def __enter__(self):
-        self.engine.forwards = [0] * len(self.engine.chunks)
-        return self.step.__enter__()
+    def want_gradient(module, args, output: torch.Tensor) -> torch.Tensor:
+        return output.requires_grad_() if torch.is_grad_enabled() else output
 
-    def __exit__(self, kind, value, trace):
-        try:
-            if kind is None:
-                self.engine.replay.check_calls(self.engine.forwards)
-        finally:
-            self.step.__exit__(kind, value, trace)
-
-
-def check_coverage(table: RouteTable, missing: str) -> None:
-    """Raises ReplayError for missing routes under replay.missing=error."""
-    if missing == "error" and not table.valid.all():
-        row, column = (int(x[0]) for x in np.nonzero(~table.valid))
-        sample = int(np.searchsorted(table.offsets, row, side="right")) - 1
-        raise ReplayError(
-            f"sample {sample} has no routes for token {row - int(table.offsets[sample])}, layer "
-            f"{table.layers[column]} ({1 - table.coverage:.2%} missing); set replay.missing=mask "
-            f"or route to go on without them"
-        )
+    for chunk in chunks:
+        if chunk.pre_process:
+            chunk.embedding.register_forward_hook(want_gradient)
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:

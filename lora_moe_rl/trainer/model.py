@@ -35,6 +35,7 @@ _ALWAYS = {
     "moe_aux_loss_coeff": 0.0,
     "moe_router_bias_update_rate": 0.0,
     "moe_router_fusion": False,  # the fused router bypasses replay
+    "moe_token_dispatcher_type": "alltoall",  # the one whose map the audit of replay reads
     "moe_enable_routing_replay": True,
     "attention_softmax_in_fp32": True,
     "attention_dropout": 0.0,
@@ -135,6 +136,12 @@ def make_provider(source, config: TrainerConfig, num_layers: int, device: Device
         "fp16": False,
         "use_cpu_initialization": device.kind == "cpu",
     }
+    if config.recompute == "full":
+        options |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
     for name, value in options.items():
         if not hasattr(provider, name):
             raise RuntimeError(f"Megatron-Bridge's provider has no option {name} any more")

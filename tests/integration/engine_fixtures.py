@@ -101,7 +101,8 @@ class EngineUnderTest:
     def generate(self, prompts: list[list[int]], n: int, version: int, seed: int = 0):
         groups = list(range(len(prompts)))
         call = self.actor.generate.options(num_returns=2)
-        return ray.get(call.remote(prompts, groups, n, version, seed))
+        samples, sent = ray.get(call.remote(prompts, groups, n, version, seed))
+        return samples, sent.table(ray.get)
 
     def score(self, sequences: list[list[int]], version: int | None):
         return ray.get(self.actor.score.options(num_returns=2).remote(sequences, version))

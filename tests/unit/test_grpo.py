@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from lora_moe_rl.algorithms import grpo
-from lora_moe_rl.algorithms.kl import k3, mismatch
+from lora_moe_rl.algorithms.kl import MISMATCH, k3, mismatch
 from lora_moe_rl.algorithms.policy_loss import clipped_policy_loss
 from lora_moe_rl.config import AlgorithmConfig
 
@@ -62,6 +62,13 @@ def test_mismatch_by_hand_and_only_where_masked():
     assert stats["tokens"] == 2
     assert stats["kl"] == pytest.approx((math.log(2) - 0.5) / 2, rel=1e-6)
     assert stats["max_abs_logprob_diff"] == pytest.approx(math.log(2), rel=1e-6)
+    assert stats["mean_abs_logprob_diff"] == pytest.approx(math.log(2) / 2, rel=1e-6)
+
+
+def test_mismatch_counts_tokens_off_by_more_than_2x():
+    rollout = np.log(np.array([0.5, 0.5, 0.2, 0.9], np.float32))
+    trainer = np.log(np.array([0.26, 0.24, 0.5, 0.9], np.float32))
+    assert mismatch(rollout, trainer, np.ones(4, bool))["off_by_2x"] == 0.5
 
 
 def test_mismatch_of_rounding_errors_keeps_its_digits():
@@ -74,7 +81,7 @@ def test_mismatch_shows_a_nan_and_survives_no_tokens():
     nan = mismatch(np.zeros(2), np.array([0.0, NAN]), np.ones(2, bool))
     assert math.isnan(nan["kl"]) and math.isnan(nan["max_abs_logprob_diff"])
     none = mismatch(np.zeros(2), np.zeros(2), np.zeros(2, bool))
-    assert none == {"kl": 0.0, "max_abs_logprob_diff": 0.0, "tokens": 0.0}
+    assert set(none) == {*MISMATCH, "tokens"} and not any(none.values())
 
 
 def grpo_inputs():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lora_moe_rl.errors import ReplayError
-from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.router_replay.table import RouteTable, Segment
 
 LAYERS = (1, 3)
 EXPERTS, TOP_K = 8, 2
@@ -70,3 +70,48 @@ def test_concat_keeps_the_samples():
     np.testing.assert_array_equal(table.ids[5:], tables[1].ids)
     np.testing.assert_array_equal(table.valid[:, 0], [1, 1, 1, 0, 0, 1, 1, 1, 1])
     assert RouteTable.concat(tables[:1]) is tables[0]
+
+
+def test_an_id_that_does_not_fit_is_an_error_and_not_another_expert():
+    for wrong in (-1, 256):
+        bad = routes(4).astype(np.int16)
+        bad[2, 1, 0] = wrong
+        with pytest.raises(ReplayError, match=rf"sample 0, token 2: .* \[{wrong}, \d+\]"):
+            build([bad], [4], experts=256)
+
+
+def test_turns_are_joined_and_the_first_forward_of_a_token_counts():
+    """Request 1: 3 prompt tokens, 2 sampled. Request 2: those, 2 of a tool, 3 sampled."""
+    first, second = routes(4), routes(9, seed=1)
+    table = build([[Segment(0, first), Segment(0, second)]], [9])
+    np.testing.assert_array_equal(table.ids[:4], first)
+    np.testing.assert_array_equal(table.ids[4:], second[4:])
+    assert table.valid.all()
+    trimmed = build([[Segment(0, first), Segment(6, second[6:])]], [9])
+    np.testing.assert_array_equal(trimmed.ids[6:], second[6:])
+    np.testing.assert_array_equal(trimmed.valid[:, 0], [1, 1, 1, 1, 0, 0, 1, 1, 1])
+    with pytest.raises(ReplayError, match="from token 6 on"):
+        build([[Segment(6, second)]], [9])
+
+
+def test_a_prompt_cut_on_its_left_takes_its_rows_along():
+    table = build([routes(5), routes(3, seed=1), None], [5, 3, 2])
+    got = table.trimmed([2, 0, 1])
+    np.testing.assert_array_equal(got.offsets, [0, 3, 6, 7])
+    np.testing.assert_array_equal(got.ids[:3], table.ids[2:5])
+    np.testing.assert_array_equal(got.ids[3:6], table.ids[5:8])
+    np.testing.assert_array_equal(got.valid[:, 1], [1] * 6 + [0])
+    with pytest.raises(ReplayError, match="cannot drop"):
+        table.trimmed([2, 4, 0])
+
+
+def test_layers_are_joined():
+    table = build([routes(5), None], [5, 3])
+    parts = [
+        RouteTable(table.ids[:, i : i + 1], table.valid[:, i : i + 1], table.offsets, (layer,), 8)
+        for i, layer in enumerate(LAYERS)
+    ]
+    joined = RouteTable.join_layers(parts)
+    assert joined.layers == LAYERS
+    np.testing.assert_array_equal(joined.ids, table.ids)
+    np.testing.assert_array_equal(joined.valid, table.valid)

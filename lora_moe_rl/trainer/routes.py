@@ -1,0 +1,178 @@
+"""A rank's routes: fetched for its samples and its pipeline chunks, cut to its micro-batches.
+
+They stay packed until a micro-batch's forward (`router_replay/replay.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from megatron.core import parallel_state as ps
+
+from lora_moe_rl.errors import ReplayError
+from lora_moe_rl.kernels.route_codec import RowLayout
+from lora_moe_rl.router_replay.packed import PackedRoutes, valid_rows
+from lora_moe_rl.router_replay.replay import MicroRoutes
+from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.router_replay.travel import SentRoutes, send
+from lora_moe_rl.trainer.batch import MicroBatch
+
+Sent = SentRoutes | RouteTable
+
+
+class Routes:
+    """The routes of one step: all about them, and the packed rows of this rank's share.
+
+    `parts`: of each engine in turn, sent or as tables, which then are packed here. `chunks`: global
+    numbers of the MoE layers of each of this rank's pipeline chunks.
+    """
+
+    def __init__(self, parts: Sequence[Sent], chunks: Sequence[tuple[int, ...]]):
+        self.parts = [send(p) if isinstance(p, RouteTable) else p for p in parts]
+        self.chunks = chunks
+        self.num_samples = sum(part.num_samples for part in self.parts)
+        self.num_rows = sum(part.num_rows for part in self.parts)
+        self.layers = self.parts[0].layers
+        self.missing = np.sum([part.missing for part in self.parts], axis=0)
+        starts = np.cumsum([0] + [part.num_rows for part in self.parts])
+        rows = [part.incomplete + start for part, start in zip(self.parts, starts)]
+        self.incomplete = np.concatenate(rows)
+        self.bytes = 0
+        # By chunk and sample: a block's routes, and the number of the sample in it.
+        self._received: dict[tuple[int, int], tuple[PackedRoutes, int]] = {}
+        self._packed: dict[tuple[int, int], tuple[PackedRoutes, int]] = {}
+
+    @property
+    def coverage(self) -> float:
+        """Share of (token, MoE layer) pairs that have recorded routes."""
+        pairs = self.num_rows * len(self.layers)
+        return 1.0 - float(self.missing.sum()) / pairs if pairs else 1.0
+
+    def check_samples(self, lengths: np.ndarray) -> None:
+        """Raises ReplayError unless there is a row for every token fed of every sample."""
+        found = np.concatenate([np.diff(part.offsets) for part in self.parts])
+        if len(found) != len(lengths) or (found != lengths).any():
+            raise ReplayError(
+                f"there are routes of {len(found)} samples and {self.num_rows} tokens; the batch "
+                f"has {len(lengths)} samples and {int(lengths.sum())} tokens to feed"
+            )
+
+    def check_missing(self, missing: str) -> None:
+        """Raises ReplayError for missing routes under replay.missing=error."""
+        if missing != "error":
+            return
+        first = 0
+        for part in self.parts:
+            if part.first_missing is not None:
+                row, layer = part.first_missing
+                sample = int(np.searchsorted(part.offsets, row, side="right")) - 1
+                raise ReplayError(
+                    f"sample {first + sample} has no routes for token "
+                    f"{row - int(part.offsets[sample])}, layer {layer} "
+                    f"({1 - self.coverage:.2%} missing); set replay.missing=mask or route to go on "
+                    f"without them"
+                )
+            first += part.num_samples
+
+    def fetch(self, samples: Iterable[int]) -> None:
+        """Brings the routes of the samples in this rank's layers here, and checks their bytes."""
+        wanted = {sample: self._place(sample) for sample in samples}
+        chunks = [chunk for chunk, layers in enumerate(self.chunks) if layers]
+        keys = {
+            (part, block, chunk): (part, block, self._piece(part, chunk))
+            for part, block, _ in wanted.values()
+            for chunk in chunks
+        }
+        places = sorted(set(keys.values()))
+        refs = [self.parts[part].blocks[block].parts[piece] for part, block, piece in places]
+        arrays = _get(refs)
+        self.bytes += sum(array.nbytes for array in arrays)
+        blocks = dict(zip(places, map(PackedRoutes.from_bytes, arrays), strict=True))
+        for sample, (part, block, local) in wanted.items():
+            for place in {keys[part, block, chunk] for chunk in chunks}:
+                blocks[place].check(local, f"sample {sample}")
+        cut = {key: blocks[place].cut(self.chunks[key[2]]) for key, place in keys.items()}
+        for sample, (part, block, local) in wanted.items():
+            for chunk in chunks:
+                key = (part, block, chunk)
+                self._received[chunk, sample] = (blocks[keys[key]], local)
+                self._packed[chunk, sample] = (cut[key], local)
+
+    def _place(self, sample: int) -> tuple[int, int, int]:
+        """Part, block, and number within the block."""
+        for p, part in enumerate(self.parts):
+            if sample < part.num_samples:
+                for b, block in enumerate(part.blocks):
+                    if sample < block.stop:
+                        return p, b, sample - block.first
+            sample -= part.num_samples
+        raise ReplayError(f"there are routes of {self.num_samples} samples only")
+
+    def _piece(self, part: int, chunk: int) -> int:
+        """The pipeline piece that holds a chunk's layers."""
+        pieces = self.parts[part].pieces
+        for i, piece in enumerate(pieces):
+            if set(self.chunks[chunk]) <= set(piece):
+                return i
+        raise ReplayError(
+            f"routes were sent in pieces of layers {pieces}; this rank needs layers "
+            f"{self.chunks[chunk]} in one: they were cut for another pipeline layout"
+        )
+
+    def received(self, chunk: int, sample: int) -> tuple[PackedRoutes, slice]:
+        """The packed rows that hold a sample's routes, as they came, and which of them are its."""
+        return _of_sample(*self._received[chunk, sample])
+
+    def micro(self, data: MicroBatch) -> list[MicroRoutes | None]:
+        """Of each chunk, the rows of this rank's tokens of a micro-batch."""
+        return [self._micro(chunk, data) if self.chunks[chunk] else None
+                for chunk in range(len(self.chunks))]  # fmt: skip
+
+    def _micro(self, chunk: int, data: MicroBatch) -> MicroRoutes:
+        found = [_of_sample(*self._packed[chunk, sample]) for sample in data.samples]
+        length = len(data.input_ids)
+        layers, first = self.chunks[chunk], self.parts[0]
+        layout = RowLayout(len(layers), first.top_k, first.num_experts)
+        rows = np.zeros((length, layout.row_bytes), dtype=np.uint8)
+        valid = None
+        for k, (packed, span) in enumerate(found):
+            here = slice(*data.cu_seqlens[k : k + 2])
+            rows[here] = packed.rows[span]
+            if packed.valid is not None:
+                valid = np.ones((length, layout.num_layers), dtype=bool) if valid is None else valid
+                bits = packed.valid[span]
+                valid[here] = valid_rows(bits, len(bits), layout.num_layers)
+        mine = sequence_shard(length)
+        return MicroRoutes(
+            layers,
+            layout,
+            rows[mine],
+            data.counted[mine],
+            None if valid is None else valid[mine],
+        )
+
+    def complete(self, data: MicroBatch) -> np.ndarray:
+        """bool `[T]`: tokens of a micro-batch that have routes in all layers of the model."""
+        return ~np.isin(data.rows, self.incomplete) if len(self.incomplete) else data.rows >= 0
+
+
+def _of_sample(packed: PackedRoutes, local: int) -> tuple[PackedRoutes, slice]:
+    return packed, slice(int(packed.offsets[local]), int(packed.offsets[local + 1]))
+
+
+def sequence_shard(length: int) -> slice:
+    """Under sequence parallelism a router sees one of tp equal slices of the tokens."""
+    tp, rank = ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_rank()
+    return slice(rank * length // tp, (rank + 1) * length // tp)
+
+
+def _get(refs: list) -> list[np.ndarray]:
+    """What the references stand for; arrays stand for themselves."""
+    remote = [ref for ref in refs if not isinstance(ref, np.ndarray)]
+    if not remote:
+        return refs
+    import ray
+
+    fetched = dict(zip(remote, ray.get(remote), strict=True))
+    return [ref if isinstance(ref, np.ndarray) else fetched[ref] for ref in refs]

@@ -1,0 +1,117 @@
+"""Routes on their way from the engine that recorded them to the trainer ranks that replay them.
+
+The maker packs its samples in blocks, cuts each by the trainer's pipeline pieces, and puts the
+parts where they can be fetched (Ray's object store). What it hands on is `SentRoutes`: references
+and counts. A rank fetches the parts of its own layers that hold any of its own samples:
+
+    samples      0 1 2 3 4 │ 5 6 7 8 │ 9        a block: whole samples, up to BLOCK_BYTES of rows
+    layers 0-3       *     │    *    │ *
+    layers 4-7       *     │    *    │ *        *: one object
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lora_moe_rl.kernels.route_codec import RowLayout
+from lora_moe_rl.router_replay.packed import PackedRoutes
+from lora_moe_rl.router_replay.table import RouteTable
+
+BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Block:
+    """Samples first to stop - 1; `parts` are their packed bytes or references to them, one a
+    pipeline piece."""
+
+    first: int
+    stop: int
+    parts: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class SentRoutes:
+    """Where the routes of some samples are, and which are missing.
+
+    offsets: int64 `[samples + 1]`, as a table's. pieces: the MoE layers of each part of a block.
+    missing: int64 `[layers]`, rows without routes. incomplete: int64, the rows that lack a layer;
+    first_missing: the first of them and the layer that it lacks.
+    """
+
+    layers: tuple[int, ...]
+    top_k: int
+    num_experts: int
+    offsets: np.ndarray
+    pieces: tuple[tuple[int, ...], ...]
+    blocks: tuple[Block, ...]
+    missing: np.ndarray
+    incomplete: np.ndarray
+    first_missing: tuple[int, int] | None
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.offsets[-1])
+
+    def table(self, get: Callable[[list[Any]], list[np.ndarray]] = list) -> RouteTable:
+        """All of it, unpacked; `get` fetches parts. Raises ReplayError for corrupt parts."""
+        tables = []
+        for block in self.blocks:
+            parts = [PackedRoutes.from_bytes(part).unpack() for part in get(list(block.parts))]
+            tables.append(RouteTable.join_layers(parts))
+        return RouteTable.concat(tables)
+
+
+def send(
+    table: RouteTable,
+    pieces: Sequence[tuple[int, ...]] | None = None,
+    put: Callable[[np.ndarray], Any] = lambda part: part,
+    block_bytes: int = BLOCK_BYTES,
+) -> SentRoutes:
+    """Packs a table and puts its parts. `pieces`: the MoE layers of each pipeline piece, None for
+    one of all; together they are the table's layers, in order."""
+    pieces = (table.layers,) if pieces is None else tuple(tuple(piece) for piece in pieces if piece)
+    if tuple(layer for piece in pieces for layer in piece) != table.layers:
+        raise ValueError(f"pieces {pieces} are not the layers {table.layers}")
+    blocks = []
+    for first, stop in _spans(table, block_bytes):
+        packed = PackedRoutes.pack(table, first, stop)
+        parts = tuple(put(packed.cut(piece).to_bytes()) for piece in pieces)
+        blocks.append(Block(first, stop, parts))
+    incomplete = np.flatnonzero(~table.valid.all(axis=1))
+    first_missing = None
+    if len(incomplete):
+        row = int(incomplete[0])
+        first_missing = (row, table.layers[int(np.argmin(table.valid[row]))])
+    return SentRoutes(
+        table.layers,
+        table.ids.shape[2],
+        table.num_experts,
+        table.offsets,
+        pieces,
+        tuple(blocks),
+        (~table.valid).sum(axis=0),
+        incomplete,
+        first_missing,
+    )
+
+
+def _spans(table: RouteTable, block_bytes: int) -> list[tuple[int, int]]:
+    """Samples of each block: as many as fit, at least one."""
+    layout = RowLayout(len(table.layers), table.ids.shape[2], table.num_experts)
+    rows = max(1, block_bytes // layout.row_bytes)
+    spans, first = [], 0
+    while first < table.num_samples:
+        stop = int(np.searchsorted(table.offsets, table.offsets[first] + rows, side="right")) - 1
+        stop = max(first + 1, stop)
+        spans.append((first, stop))
+        first = stop
+    return spans

@@ -1,0 +1,133 @@
+"""Packed routes: exact, self-describing, cut without unpacking, and any flipped bit is named."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_moe_rl.errors import ReplayError
+from lora_moe_rl.kernels.route_codec import RowLayout, cut_array, naive, pack_array
+from lora_moe_rl.router_replay.packed import PackedRoutes
+from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.router_replay.travel import send
+
+
+def make_table(num_rows, layers, experts, top_k, seed=0, missing=0.0) -> RouteTable:
+    rng = np.random.default_rng(seed)
+    keys = rng.random((sum(num_rows), len(layers), experts))
+    ids = np.argsort(keys, axis=-1)[..., :top_k]
+    dtype = np.uint8 if experts <= 256 else np.uint16
+    valid = rng.random((sum(num_rows), len(layers))) >= missing
+    offsets = np.concatenate([[0], np.cumsum(num_rows)])
+    return RouteTable((ids * valid[..., None]).astype(dtype), valid, offsets, layers, experts)
+
+
+def assert_equal(got: RouteTable, expected: RouteTable) -> None:
+    assert (got.layers, got.num_experts) == (expected.layers, expected.num_experts)
+    np.testing.assert_array_equal(got.offsets, expected.offsets)
+    np.testing.assert_array_equal(got.valid, expected.valid)
+    np.testing.assert_array_equal(got.ids, expected.ids)
+
+
+SHAPES = st.tuples(
+    st.integers(1, 9),  # layers
+    st.sampled_from([2, 3, 8, 13, 64, 128, 256, 257, 384, 1000]),  # experts
+    st.integers(1, 9),  # top_k
+)
+
+
+@given(shape=SHAPES, rows=st.lists(st.integers(0, 5), min_size=1, max_size=4), data=st.data())
+def test_cut_of_packed_rows_is_the_packed_cut(shape, rows, data):
+    """Beside the reference codec, which goes bit by bit."""
+    num_layers, experts, top_k = shape
+    top_k = min(top_k, experts)
+    first = data.draw(st.integers(0, num_layers - 1))
+    count = data.draw(st.integers(1, num_layers - first))
+    table = make_table(rows, tuple(range(num_layers)), experts, top_k)
+    whole = RowLayout(num_layers, top_k, experts)
+    cut = cut_array(pack_array(table.ids, whole), whole, first, count)
+    expected = naive.pack(table.ids[:, first : first + count], RowLayout(count, top_k, experts))
+    np.testing.assert_array_equal(cut, expected)
+
+
+@given(shape=SHAPES, missing=st.sampled_from([0.0, 0.3]))
+def test_bytes_and_back(shape, missing):
+    num_layers, experts, top_k = shape
+    layers = tuple(range(3, 3 + 2 * num_layers, 2))
+    table = make_table([4, 0, 3], layers, experts, min(top_k, experts), missing=missing)
+    packed = PackedRoutes.from_bytes(PackedRoutes.pack(table).to_bytes())
+    assert_equal(packed.unpack(), table)
+
+
+def test_layers_and_samples_are_cut_with_their_validity():
+    table = make_table([3, 2, 4], (1, 2, 4, 7), 10, 3, missing=0.4)
+    piece = PackedRoutes.pack(table, 1, 3).cut((2, 4))
+    got = PackedRoutes.from_bytes(piece.to_bytes()).unpack()
+    expected = RouteTable(table.ids[3:, 1:3], table.valid[3:, 1:3], np.array([0, 2, 6]), (2, 4), 10)
+    assert_equal(got, expected)
+    with pytest.raises(ReplayError, match="no run of layers"):
+        piece.cut((2, 7))
+
+
+def test_a_row_takes_as_many_bits_as_its_ids():
+    assert RowLayout(60, 8, 384).row_bytes == 540 and RowLayout(48, 8, 128).row_bytes == 336
+    table = make_table([100], tuple(range(48)), 128, 8)
+    header = 24 + 4 * 48 + 8 * 2 + 8 + 8
+    assert PackedRoutes.pack(table).to_bytes().nbytes == 100 * 336 + header
+
+
+@pytest.mark.parametrize("missing", [0.0, 0.3])
+def test_every_flipped_byte_is_noticed(missing):
+    table = make_table([2, 3], (0, 1, 2), 9, 2, missing=missing)
+    data = PackedRoutes.pack(table).to_bytes()
+    for place in range(len(data)):
+        broken = data.copy()
+        broken[place] ^= 1 << place % 8
+        with pytest.raises(ReplayError):
+            PackedRoutes.from_bytes(broken).unpack()
+
+
+def test_the_sample_of_a_flipped_byte_is_named_and_the_others_are_good():
+    packed = PackedRoutes.pack(make_table([2, 3, 2], (0, 1, 2), 9, 2))
+    data = packed.to_bytes()
+    data[len(data) - 3 * packed.layout.row_bytes] ^= 4  # the last row of sample 1
+    broken = PackedRoutes.from_bytes(data)
+    broken.check(0, "sample 7")
+    broken.check(2, "sample 9")
+    with pytest.raises(ReplayError, match="sample 8: routes of layers 0 to 2 are corrupt"):
+        broken.check(1, "sample 8")
+
+
+def test_other_bytes_are_refused():
+    data = PackedRoutes.pack(make_table([2], (0,), 9, 2)).to_bytes()
+    newer = data.copy()
+    newer[4] += 1
+    for bad, message in (
+        (data[:10], "less than a header"),
+        (newer, "version 2"),
+        (np.zeros(60, np.uint8), "begin with"),
+        (data[:-1], "have 1 bytes"),
+    ):
+        with pytest.raises(ReplayError, match=message):
+            PackedRoutes.from_bytes(bad)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 30, 10**6])
+def test_sent_routes_are_the_table(block_bytes):
+    table = make_table([3, 0, 2, 9, 1], (1, 2, 5, 6), 12, 3, missing=0.2)
+    store: list[np.ndarray] = []
+
+    def put(part):
+        store.append(part)
+        return len(store) - 1
+
+    sent = send(table, [(1, 2), (), (5, 6)], put, block_bytes)
+    assert [(b.first, b.stop) for b in sent.blocks][-1][1] == 5
+    assert len(sent.blocks) == {1: 5, 30: 3, 10**6: 1}[block_bytes]
+    assert_equal(sent.table(lambda refs: [store[ref] for ref in refs]), table)
+    np.testing.assert_array_equal(sent.missing, (~table.valid).sum(axis=0))
+    rows, columns = np.nonzero(~table.valid)
+    assert sent.first_missing == (rows[0], table.layers[columns[0]])
+    np.testing.assert_array_equal(sent.incomplete, np.unique(rows))
+    with pytest.raises(ValueError, match="are not the layers"):
+        send(table, [(1, 2), (5,)])
