@@ -30,7 +30,8 @@ from lora_moe_rl.placement import Placement
 from lora_moe_rl.refit.parts import PartLayout
 from lora_moe_rl.refit.receipt import Receipt
 from lora_moe_rl.refit.transports.choose import Wire
-from lora_moe_rl.rollout.merged import engine_class
+from lora_moe_rl.rollout.engine import RolloutEngine
+from lora_moe_rl.rollout.merged import MergedRolloutEngine
 from lora_moe_rl.run_dir import RunDir
 from lora_moe_rl.types import Prompt, Sample
 
@@ -80,7 +81,9 @@ class RolloutGroup:
         self.actors = [self._actor(index) for index in range(config.rollout.engines)]
 
     def _actor(self, index: int) -> Actor:
-        engine = ray.remote(engine_class(self.config)).options(**self.placement.engine(index))
+        merged = self.config.refit.mode == "merged"
+        engine_class = MergedRolloutEngine if merged else RolloutEngine
+        engine = ray.remote(engine_class).options(**self.placement.engine(index))
         name = f"engine-{index}"
         log_path = str(self.run_dir.log_path(name))
         handle = engine.remote(self.config, str(self.model_dir), self.spec, index, log_path)

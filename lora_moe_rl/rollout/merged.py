@@ -14,7 +14,6 @@ import time
 from dataclasses import asdict
 
 from lora_moe_rl.clock import Clock
-from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import RefitError
 from lora_moe_rl.refit.parts import SentPart, check_sent, version_checksum
 from lora_moe_rl.refit.receipt import Receipt
@@ -112,7 +111,3 @@ class MergedRolloutEngine(RolloutEngine):
                 f"engine {self.index} was asked for adapter version {version}, but serves "
                 f"{sorted(self.receipts) or 'the base'}: publish it first"
             )
-
-
-def engine_class(config: RunConfig) -> type[RolloutEngine]:
-    return MergedRolloutEngine if config.refit.mode == "merged" else RolloutEngine
