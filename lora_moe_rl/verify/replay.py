@@ -44,6 +44,7 @@ BASE = {
     "adapter": {"rank": 8},
     "trainer": {"dtype": "float32", "device": "cpu", "micro_batch_tokens": 512},
     "rollout": {"max_response_tokens": RESPONSE},
+    "replay": {"missing": "route", "audit": 1, "audit_samples": 1_000_000},
 }
 
 
@@ -250,9 +251,11 @@ def _replay_faults(row: ReplayRow) -> Iterator[str]:
     for name, error in row.errors.items():
         if not error <= row.tolerance:
             yield f"logprobs are off from {name}'s by {error:.2g}, more than {row.tolerance:.0e}"
-    for by, (wrong, error) in row.caught.items():
+    for by, (wrong, error, audit) in row.caught.items():
         if not wrong:
             yield f"a table that is wrong by a {by} was not noticed in the routes used"
+        if not audit:
+            yield f"the audit of a run did not notice a table that is wrong by a {by}"
         if error <= row.tolerance:
             yield f"a table that is wrong by a {by} moved no logprob by more than {error:.2g}"
 
@@ -300,8 +303,8 @@ def _replay_json(row: ReplayRow) -> dict[str, Any]:
         "unseen": row.unseen,
         "logprob_errors": {name: _finite(error) for name, error in row.errors.items()},
         "caught": {
-            by: {"wrong_routes": wrong, "logprob_error": _finite(error)}
-            for by, (wrong, error) in row.caught.items()
+            by: {"wrong_routes": wrong, "logprob_error": _finite(error), "audit": audit}
+            for by, (wrong, error, audit) in row.caught.items()
         },
         "failure": row.failure,
         "seconds": round(row.seconds, 1),

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.trainer.batch import TrainBatch
 
@@ -34,7 +35,8 @@ class Used:
     """What one rank's dispatchers were given in one forward.
 
     `routes`: of tokens with a valid row, top_k of each; `wrong` of those were not the table's.
-    `seen` bool `[rows, moe_layers]`: whose routes passed here. `calls`: forwards of each router.
+    `seen` bool `[rows, moe_layers]`: whose routes passed here. `calls`: forwards of all routers.
+    `audit`: the difference that the run's own audit found, in a table that is not the truth.
     """
 
     routes: int
@@ -44,6 +46,7 @@ class Used:
     calls: int
     micro_batches: int
     logprobs: list[np.ndarray] | None = None
+    audit: str | None = None
 
 
 @dataclass
@@ -75,7 +78,21 @@ def _one(worker, task: Replayed, recompute: bool) -> Used:
             logprobs = _score(engine, batch, task)
     used = compare(tokens(worker, task), calls, task, recompute and task.train)
     used.logprobs = logprobs
+    if task.table is not task.truth:
+        used.audit = _audited(engine, batch, task)
     return used
+
+
+def _audited(engine, batch: TrainBatch, task: Replayed) -> str | None:
+    """What the run's own audit says of these routes against the truth."""
+    engine.audit.against, batch.step = task.truth, 1
+    try:
+        _score(engine, batch, task)
+    except ReplayError as error:
+        return str(error)
+    finally:
+        engine.audit.against = None
+    return None
 
 
 def _score(engine, batch: TrainBatch, task: Replayed) -> list[np.ndarray] | None:
@@ -108,9 +125,11 @@ def _noting(dispatcher: Any, calls: _Calls, recompute: bool):
     upstream = dispatcher.dispatch_preprocess
 
     def dispatch_preprocess(hidden_states, routing_map, probs):
+        out = upstream(hidden_states, routing_map, probs)
         again = recompute and torch.is_grad_enabled()
-        (calls.again if again else calls.first).append(routing_map.detach().cpu().numpy().copy())
-        return upstream(hidden_states, routing_map, probs)
+        # What it holds now is what it permutes tokens by.
+        (calls.again if again else calls.first).append(dispatcher.routing_map.cpu().numpy().copy())
+        return out
 
     return dispatch_preprocess
 

@@ -61,7 +61,8 @@ class ReplayRow:
 
     routes: that were used; `wrong` of them were not the table's, the `first` ones in words. unseen:
     (token, layer) that no dispatcher was given. errors: of logprobs, by what they are compared
-    with. caught: (wrong routes in the dispatchers' maps, error of logprobs) by kind of shift.
+    with. caught: (wrong routes in the dispatchers' maps, error of logprobs, what a run's own audit
+    says) by kind of shift.
     """
 
     name: str
@@ -72,7 +73,7 @@ class ReplayRow:
     first: list[str] = field(default_factory=list)
     unseen: int = 0
     errors: dict[str, float] = field(default_factory=dict)
-    caught: dict[str, tuple[int, float]] = field(default_factory=dict)
+    caught: dict[str, tuple[int, float, str | None]] = field(default_factory=dict)
     seconds: float = 0.0
     failure: str | None = None
     tolerance: float = TOLERANCE
@@ -81,7 +82,8 @@ class ReplayRow:
     def passed(self) -> bool:
         within = all(error <= self.tolerance for error in self.errors.values())
         all_caught = all(
-            wrong > 0 and not error <= self.tolerance for wrong, error in self.caught.values()
+            wrong > 0 and not error <= self.tolerance and audit
+            for wrong, error, audit in self.caught.values()
         )
         complete = self.routes > 0 and not self.unseen and len(self.caught) == len(SHIFTS)
         return self.failure is None and not self.wrong and within and all_caught and complete
@@ -267,7 +269,9 @@ def _add(row: ReplayRow, task: Replayed, used: Sequence[Used], groups: Sequence[
     row.unseen += int((task.truth.valid & ~seen).sum())
     if task.name in SHIFTS:
         assert logprobs is not None
-        row.caught[task.name] = (wrong, replay_tables.largest_error(logprobs, group.expected))
+        audit = next((u.audit for u in used if u.audit), None)
+        error = replay_tables.largest_error(logprobs, group.expected)
+        row.caught[task.name] = (wrong, error, audit)
         return
     row.routes += sum(u.routes for u in used)
     row.micro_batches = max(row.micro_batches, *(u.micro_batches for u in used))

@@ -46,4 +46,5 @@ def test_verify_replay(name, tmp_path, capsys):
     for row in report["replays"]:
         assert row["micro_batches"] > 2 and row["routes"] > 3000
         assert row["caught"]["expert"]["wrong_routes"] >= 1
+        assert "was not routed as recorded in layer" in row["caught"]["expert"]["audit"]
     assert report["other_experts_moved"] > 0.5

@@ -101,7 +101,7 @@ def test_rows_that_are_not_valid_are_not_compared(table):
 
 
 def passing() -> ReplayRow:
-    caught = {"token": (9, 0.1), "layer": (9, 0.1), "expert": (1, 0.01)}
+    caught = {"token": (9, 0.1, "a"), "layer": (9, 0.1, "a"), "expert": (1, 0.01, "a")}
     return ReplayRow("tp2", 2, routes=10, errors={"vLLM": 1e-6}, caught=caught)
 
 
@@ -114,9 +114,10 @@ def passing() -> ReplayRow:
         {"errors": {"vLLM": 2e-5}},
         {"errors": {"vLLM": float("nan")}},
         {"failure": "a rank died"},
-        {"caught": {"token": (9, 0.1)}},
-        {"caught": {"token": (0, 0.1), "layer": (9, 0.1), "expert": (1, 0.1)}},
-        {"caught": {"token": (9, 0.1), "layer": (9, 0.1), "expert": (1, 1e-6)}},
+        {"caught": {"token": (9, 0.1, "a")}},
+        {"caught": {"token": (0, 0.1, "a"), "layer": (9, 0.1, "a"), "expert": (1, 0.1, "a")}},
+        {"caught": {"token": (9, 0.1, "a"), "layer": (9, 0.1, "a"), "expert": (1, 1e-6, "a")}},
+        {"caught": {"token": (9, 0.1, "a"), "layer": (9, 0.1, "a"), "expert": (1, 0.1, None)}},
     ],
 )
 def test_a_layout_passes_only_without_any_fault(change):
