@@ -143,6 +143,15 @@ def _fresh_rows(site: Site, batch: tuple[int, ...], rows: int, seed: int) -> np.
     return generator.uniform(-bound, bound, (*batch, rows, site.in_features)).astype(np.float32)
 
 
+def fresh(site: Site, seed: int) -> dict[str, np.ndarray]:
+    """A new adapter of one site: A random, B zero."""
+    shape = site.shape_A
+    return {
+        f"{site.name}.A": _fresh_rows(site, shape[:-2], site.rank, seed),
+        f"{site.name}.B": np.zeros(site.shape_B, np.float32),
+    }
+
+
 def _each_expert(site: Site, A: np.ndarray, B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """A and B with one of each expert, whatever was shared."""
     if site.num_experts is None:

@@ -125,6 +125,13 @@ def say_resume(found: Found) -> None:
         say(f"going on from {found.path}")
 
 
+def say_notes(notes: list[str]) -> None:
+    """What a run did to the adapter it starts from."""
+    for note in notes:
+        say(note, "yellow")
+        logging.getLogger(__name__).info(note)
+
+
 def say_stopping() -> None:
     say("stopping after this step, with a checkpoint; once more to stop at once", "yellow")
 

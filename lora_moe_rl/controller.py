@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from lora_moe_rl import checkpoint, console, report
+from lora_moe_rl import checkpoint, console, report, starting
 from lora_moe_rl.adapters import peft
 from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
 from lora_moe_rl.algorithms.advantages import group_normalized
@@ -63,8 +63,12 @@ def run(config: RunConfig, resume: bool = False) -> None:
             console.say_resume(found)
             if found.path:
                 check_unchanged(found.metadata["base"], model_dir)
+                starting.other_ranks(found, config, spec)
         console.log_to(run_dir.log_path("controller"))
-        Controller(config, spec, model_dir, source, rewards, run_dir).run(found)
+        start = None
+        if config.adapter.init_from is not None and not (found and found.path):
+            start = starting.init_from(config, spec, model_dir)
+        Controller(config, spec, model_dir, source, rewards, run_dir).run(found, start)
 
 
 def make_spec(config: RunConfig, model_dir: Path) -> AdapterSpec:
@@ -95,7 +99,7 @@ class Controller:
         self.version = -1
         self.skipped_in_a_row = 0
 
-    def run(self, found: Found | None) -> None:
+    def run(self, found: Found | None, start: starting.Start | None = None) -> None:
         """Steps until done, or until a signal asks to stop after the current one."""
         step = saved = found.metadata["step"] if found and found.path else 0
         self.run_dir.rewind(step)  # before the files are opened to go on in them
@@ -103,6 +107,9 @@ class Controller:
         with metrics, self._engines(), self._signals():
             if step:
                 self._restore(found)
+            elif start is not None:
+                self.trainer.set_adapter(start.tensors)
+                console.say_notes(start.notes)
             self._publish()
             while step < self.config.trainer.steps and not self.stop_requested:
                 step += 1
@@ -171,7 +178,13 @@ class Controller:
 
     def _restore(self, found: Found) -> None:
         meta = found.metadata
-        self.trainer.load(found.path, meta["trainer"])
+        old = starting.other_ranks(found, self.config, self.spec)
+        if old is None:
+            self.trainer.load(found.path, meta["trainer"])
+        else:
+            with starting.resized(found, old, self.spec, self.config.seed) as (directory, notes):
+                self.trainer.load(directory, meta["trainer"])
+            console.say_notes(notes)
         self.source.load_state_dict(meta["data"])
         self.version = meta["trainer"]["version"] - 1
 

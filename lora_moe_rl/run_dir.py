@@ -32,6 +32,14 @@ LOG_TAIL_LINES = 20
 
 # What a checkpoint's tensors depend on: a resumed run cannot change them.
 FIXED = ("model.path", "adapter")
+# Of these, what `starting.other_ranks` can change under adapter.resize=true.
+RESIZABLE = {
+    f"adapter.{key}"
+    for key in (
+        "rank", "expert_rank", "expert_rank_over_top_k", "rank_pattern",
+        "alpha", "expert_alpha", "alpha_pattern", "rslora",
+    )
+}  # fmt: skip
 
 
 class RunDir:
@@ -248,19 +256,31 @@ def _cut_after(path: Path, step: int) -> None:
 
 
 def _check_unchanged(saved: dict[str, Any], config: RunConfig, path: Path) -> None:
-    """Raises RunDirError when a key of FIXED differs between the saved config and `config`."""
+    """Raises RunDirError when a key of FIXED differs between the saved config and `config`, unless
+    adapter.resize allows it."""
     before, now = _flat(saved), _flat(yaml.safe_load(to_yaml(config)))
     changed = [
-        f"{key} was {before.get(key)} and is now {now[key]}"
+        key
         for key in now
         # As text: the order of a map's keys means something (adapter.rank_pattern).
-        if key.startswith(FIXED) and json.dumps(before.get(key)) != json.dumps(now[key])
+        if key.startswith(FIXED)
+        and key != "adapter.resize"
+        and not (config.adapter.resize and key in RESIZABLE)
+        and json.dumps(before.get(key)) != json.dumps(now[key])
     ]
-    if changed:
-        raise RunDirError(
-            f"{path} cannot be resumed with another base or other adapters: {'; '.join(changed)}. "
-            f"Leave them as they were, or start anew with logging.run_dir=DIR"
+    if not changed:
+        return
+    values = "; ".join(f"{key} was {before.get(key)} and is now {now[key]}" for key in changed)
+    way_out = "Leave them as they were, or start anew with logging.run_dir=DIR"
+    if set(changed) <= RESIZABLE:
+        way_out += (
+            "; or set adapter.resize=true: the adapter is brought to the new ranks and alphas by "
+            "an SVD (exact when growing, the best approximation when shrinking), and Adam begins "
+            "anew for what changed"
         )
+    raise RunDirError(
+        f"{path} cannot be resumed with another base or other adapters: {values}. {way_out}"
+    )
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -67,7 +67,7 @@ def load(path: Path, base: Path | None = None, order: Order | None = None) -> So
 def checkpoint_spec(metadata: dict[str, Any]) -> AdapterSpec:
     """The adapter that a checkpoint holds, from its metadata alone."""
     shape = ModelShape.from_hf_config(metadata["base"]["config"])
-    return AdapterSpec.build(shape, AdapterConfig(**metadata["adapter"]))
+    return AdapterSpec.build(shape, AdapterConfig(**metadata["adapter"]), servable=False)
 
 
 def checkpoint_shards(directory: Path, kind: str = "adapter") -> Iterator[Shard]:

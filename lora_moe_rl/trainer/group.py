@@ -102,5 +102,9 @@ class TrainerGroup:
         """Every rank writes its file; returns what the checkpoint's manifest must hold."""
         return get(self.actors, self._all("save", directory))[0]
 
+    def set_adapter(self, tensors: dict[str, np.ndarray]) -> None:
+        """Starts from whole canonical tensors."""
+        get(self.actors, self._all("set_adapter", ray.put(tensors)))
+
     def load(self, directory: Path, meta: dict) -> None:
         get(self.actors, self._all("load", directory, meta))

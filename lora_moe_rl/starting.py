@@ -1,0 +1,163 @@
+"""What a run starts from when it is not its own fresh adapter: another's, or one of other ranks."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lora_moe_rl.adapters.resize import Change, fit, fresh
+from lora_moe_rl.adapters.shards import assemble
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.checkpoint import Found
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import AdapterError, RunDirError
+from lora_moe_rl.export.settings import settings_of
+from lora_moe_rl.export.source import checkpoint_shards, checkpoint_spec, load
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Start:
+    """`tensors`: of every site of the run. `notes`: what the log should say."""
+
+    tensors: dict[str, np.ndarray]
+    notes: list[str]
+
+
+def init_from(config: RunConfig, spec: AdapterSpec, model_dir: Path) -> Start:
+    """The adapter of `adapter.init_from` as the run's own.
+
+    Raises AdapterError when it has sites that the run does not adapt, and when its ranks are others
+    and adapter.resize is not set; and what `export.source.load` raises.
+    """
+    path = Path(str(config.adapter.init_from))
+    found = load(path, model_dir)
+    if lost := [site.name for site in found.spec if site.name not in spec.by_name]:
+        raise AdapterError(
+            f"adapter.init_from={path} has adapters that this run has not, and which would be "
+            f"lost: {_some(lost)}. These settings train it as it is: "
+            f"{' '.join(settings_of(found.spec))}"
+        )
+    _require_resize(config, found.spec, spec, f"adapter.init_from={path}")
+    tensors, changes = fit(found.spec, found.tensors, spec, config.seed)
+    notes = [f"starting from {path}: {len(found.spec.sites)} sites", *_notes(changes)]
+    missing = [site for site in spec if site.name not in found.spec.by_name]
+    for site in missing:
+        tensors |= fresh(site, config.seed)
+    if missing:
+        notes.append(f"new adapters, at zero, on {_some([site.name for site in missing])}")
+    return Start(tensors, notes)
+
+
+def other_ranks(found: Found, config: RunConfig, spec: AdapterSpec) -> AdapterSpec | None:
+    """The adapter that a checkpoint holds, if its ranks or scales are not those of the run.
+
+    Raises RunDirError when adapter.resize is not set, and for what no resizing can change.
+    """
+    old = checkpoint_spec(found.metadata)
+    if old == spec:
+        return None
+    if [site.name for site in old] != [site.name for site in spec]:
+        raise RunDirError(
+            f"{found.path} has adapters on other modules than adapter.targets="
+            f"{','.join(config.adapter.targets)}; a resumed run keeps its modules"
+        )
+    if any(site.frozen_rank for site in (*old, *spec)):
+        raise RunDirError(
+            f"{found.path}: ranks of adapter.init=olora cannot be changed: its frozen half is the "
+            "base's own of that rank. Export the adapter, resize it, and start a run from it with "
+            "adapter.init_from"
+        )
+    if any(old.by_name[site.name].shared != site.shared for site in spec):
+        raise RunDirError(f"{found.path}: a resumed run keeps its adapter.expert_layout")
+    _require_resize(config, old, spec, str(found.path))
+    return old
+
+
+def _require_resize(config: RunConfig, old: AdapterSpec, spec: AdapterSpec, where: str) -> None:
+    differ = [
+        f"{site.name} {old.by_name[site.name].rank} -> {site.rank}"
+        for site in spec
+        if site.name in old.by_name and old.by_name[site.name].rank != site.rank
+    ]
+    if differ and not config.adapter.resize:
+        raise AdapterError(
+            f"{where} has other ranks than this run: {_some(differ)}. With adapter.resize=true "
+            f"they are changed by an SVD of B A (exact when growing, the best approximation when "
+            f"shrinking) and Adam begins anew for them; or keep the ranks: "
+            f"{' '.join(settings_of(old))}"
+        )
+
+
+@contextmanager
+def resized(found: Found, old: AdapterSpec, spec: AdapterSpec, seed: int) -> Iterator[Any]:
+    """Yields (directory, notes): the trainer state of a checkpoint, at the ranks of `spec`.
+
+    Adam's moments of sites that changed are zero. The directory is gone afterwards.
+    """
+    assert found.path is not None
+    directory = found.path.parent / f"tmp-resized-{found.path.name}"
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    try:
+        yield directory, _write_resized(directory, found.path, old, spec, seed)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _write_resized(
+    directory: Path, source: Path, old: AdapterSpec, spec: AdapterSpec, seed: int
+) -> list[str]:
+    from safetensors.numpy import save_file
+
+    tensors = assemble(old.tensor_shapes, checkpoint_shards(source))
+    tensors, changes = fit(old, tensors, spec, seed)
+    changed = {site.name for site in spec if site != old.by_name[site.name]}
+    states = {"adapter": {_key("adapter", n, value.shape): value for n, value in tensors.items()}}
+    del tensors
+    for number, kind in enumerate(("adapter", *MOMENTS)):
+        state = states.pop(kind, None) or _moments(kind, source, spec, changed)
+        save_file(state, directory / f"trainer_{number:05d}.safetensors")
+    kept = len(spec.sites) - len(changed)
+    return [
+        *_notes(changes),
+        f"Adam begins anew for {len(changed)} sites, {kept} keep their moments",
+    ]
+
+
+def _moments(kind: str, source: Path, spec: AdapterSpec, changed: set[str]):
+    state = {
+        f"{kind}|{shard.name}|{','.join(map(str, shard.start))}": shard.data
+        for shard in checkpoint_shards(source, kind)
+        if shard.name.rpartition(".")[0] not in changed
+    }
+    for name, shape in spec.tensor_shapes.items():
+        if name.rpartition(".")[0] in changed:
+            state[_key(kind, name, shape)] = np.zeros(shape, np.float32)
+    return state
+
+
+def _key(kind: str, name: str, shape: tuple[int, ...]) -> str:
+    return f"{kind}|{name}|{','.join('0' for _ in shape)}"
+
+
+def _notes(changes: list[Change]) -> list[str]:
+    if not changes:
+        return []
+    worst = max(changes, key=lambda change: change.relative)
+    shrunk = sum(change.after < change.before for change in changes)
+    return [
+        f"resized {len(changes)} sites, {shrunk} of them to a lower rank; the most that one lost "
+        f"of its ‖ΔW‖ is {worst.relative:.2e} ({worst.site}, rank {worst.before} -> {worst.after})"
+    ]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
