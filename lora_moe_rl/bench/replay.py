@@ -1,5 +1,7 @@
 """`lora-moe-rl bench replay`: what router replay moves, what it costs, and what it is worth.
 
+Sections, each on request:
+
     bytes    a token's routes at ceil(log2(experts)) bits an id, beside plain integers
     codec    packing and unpacking on one core, of int16 ids
     step     what replay adds to a step of the demo's size

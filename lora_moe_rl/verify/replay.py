@@ -37,7 +37,7 @@ when anything is wrong, 2 when a layout does not fit the model. Settings are ada
 DEFAULT_LAYOUTS = "tp2,pp2,pp2vpp2,ep2,tp2ep2,pp2+recompute"
 RECOMPUTE = "+recompute"
 SETTINGS = ("adapter.", "seed=")
-TABLE_WIDTH = 118
+TABLE_WIDTH = 142
 SHOWN = 3
 BASE = {
     "model": {"max_length": 160},
@@ -173,7 +173,8 @@ def _table(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]):
         title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
     )
     for i, name in enumerate(names):
-        table.add_column(name, justify="left" if i in (0, len(names) - 1) else "right")
+        justify = "left" if i in (0, len(names) - 1) else "right"
+        table.add_column(name, justify=justify, no_wrap=True)
     for row in rows:
         table.add_row(*row)
     return table
@@ -205,9 +206,10 @@ def _replays(report: Report):
             [row.name, str(row.ranks), str(row.micro_batches), f"{row.routes:,}",
              f"{row.wrong:,}", *errors, *caught, f"{row.seconds:.1f}", _verdict(row.passed)]
         )  # fmt: skip
-    shifts = [f"by a {by}" for by in SHIFTS]
-    names = ("Megatron", "ranks", "micro-batches", "used", "wrong", *compared, *shifts, "s", "")
-    return _table("routes used, errors of logprobs, wrong routes noticed:", names, rows)
+    shifts = [f"by {by}" for by in SHIFTS]
+    names = ("Megatron", "ranks", "batches", "used", "wrong", *compared, *shifts, "seconds", "")
+    title = "routes used; errors of logprobs; wrong routes noticed in tables shifted by one ...:"
+    return _table(title, names, rows)
 
 
 def _number(value: float | None) -> str:
