@@ -17,6 +17,7 @@ from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.router_replay.travel import send
 
 ALL = 10**6
+TOP_K, BITS = 3, 3  # of the model's 8 experts
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +46,16 @@ def step_and_gradients(worker, spec):
     return loss, norm, worker.update(batch, sent).metrics, bytes_received(worker, spec)
 
 
-def bytes_received(worker, spec) -> tuple[int, int]:
-    """By this rank of long samples, each in a block of its own; and the MoE layers it has."""
+def bytes_received(worker, spec) -> tuple[int, list[int]]:
+    """By this rank of long samples, each in a block of its own; and the MoE layers of its chunks."""
+    from megatron.core import parallel_state as ps
+
     batch, table = random_batch(spec, samples=8, lengths=(3000, 3001))
     pieces = route_pieces(spec.shape, worker.config.trainer)
     routes = worker.engine.routes(batch, (send(table, pieces, block_bytes=1),))
     dp = ps.get_data_parallel_world_size(), ps.get_data_parallel_rank()
     worker.engine.my_work(batch, range(8), routes, *dp)
-    return routes.bytes, sum(map(len, routes.chunks))
+    return routes.bytes, [len(layers) for layers in routes.chunks]
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +84,8 @@ def test_every_route_is_used_in_every_layout(model, one_rank, layout):
     forwards = 1 + times  # the reference's, and training's
     rows = sum(len(ids) - 1 for ids in random_rows(model))
     assert got["replay/audited"] == rows * 3 * forwards
-    for *_, (received, layers) in everyone:
-        # A row's bits: layers * top_k * bits, in whole bytes.
-        row_bytes = -(-layers * TOP_K * BITS // 8)
+    for *_, (received, chunks) in everyone:
+        row_bytes = sum(-(-layers * TOP_K * BITS // 8) for layers in chunks)
         samples = 4 if layout.get("ep") == 2 else 8
         assert received == pytest.approx(samples * 2999 * row_bytes, rel=0.03)
     for name in set(expected) - {"replay/audited", "replay/bytes"}:
