@@ -29,7 +29,7 @@ from lora_moe_rl.run_dir import read_jsonl
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 from lora_moe_rl.verify.refit_processes import EngineProcess
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LENGTHS = (9, 40)
 Tensors = dict[str, np.ndarray]
 
