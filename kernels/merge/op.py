@@ -32,7 +32,7 @@ def merge_delta_(
         )
     A, B = _stacked(W.shape, A, B)
     target3, W3 = _three(target), None if out is None else _three(W)
-    _merge_delta(target3, W3, A, B, scale, backend.resolve(kernel, W.device))
+    _call(_merge_delta, _merge_delta_op, target3, W3, A, B, scale, kernel)
     return target
 
 
@@ -49,8 +49,7 @@ def merge_delta_fp8_(
             f"{tuple(W.shape)} it is float32 {(*W.shape[:-2], *blocks)}"
         )
     A, B = _stacked(W.shape, A, B)
-    chosen = backend.resolve(kernel, W.device)
-    _merge_delta_fp8(_three(W), _three(scale_inv), A, B, scale, chosen)
+    _call(_merge_delta_fp8, _merge_delta_fp8_op, _three(W), _three(scale_inv), A, B, scale, kernel)
 
 
 @torch.no_grad()
@@ -68,8 +67,16 @@ def merge_delta_int4_(
             f"is torch.int32, and the scales {groups}"
         )
     A, B = _stacked((*packed.shape[:-1], in_features), A, B)
-    chosen = backend.resolve(kernel, packed.device)
-    _merge_delta_int4(_three(packed), _three(scales), A, B, scale, chosen)
+    operands = (_three(packed), _three(scales), A, B, scale, kernel)
+    _call(_merge_delta_int4, _merge_delta_int4_op, *operands)
+
+
+def _call(op, function, W: Tensor, *operands) -> None:
+    """As an op where torch.compile traces, plainly elsewhere: the first call of an op imports
+    torch._dynamo, five seconds of a core and 300 MB."""
+    *tensors, kernel = operands
+    chosen = backend.resolve(kernel, W.device)
+    (op if torch.compiler.is_compiling() else function)(W, *tensors, chosen)
 
 
 def _three(W: Tensor) -> Tensor:
