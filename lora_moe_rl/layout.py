@@ -17,7 +17,7 @@ def check_layout(shape: ModelShape, config: RunConfig) -> None:
         ("trainer.ep", trainer.ep, {"experts": shape.num_experts}),
         ("trainer.etp", trainer.etp, {"columns of an expert": dims["moe_intermediate"]}),
         ("trainer.tp", trainer.tp, heads),
-        ("rollout.tp", config.rollout.tp, heads),
+        ("rollout.tp", config.rollout.tp, {"attention heads": dims["heads"]}),
     ]
     for key, size, numbers in sizes:
         for what, number in numbers.items():
@@ -26,6 +26,7 @@ def check_layout(shape: ModelShape, config: RunConfig) -> None:
                     f"{key}={size} does not divide the model's {number} {what}; use a divisor of "
                     f"{number}"
                 )
+    _check_engine_heads(dims.get("kv_heads", config.rollout.tp), config.rollout.tp)
     chunks = trainer.pp * trainer.vpp
     if chunks > shape.num_layers:
         raise ConfigError(
@@ -36,4 +37,13 @@ def check_layout(shape: ModelShape, config: RunConfig) -> None:
         raise ConfigError(
             f"model.max_length={config.model.max_length} is more than the model's "
             f"{shape.max_positions} positions"
+        )
+
+
+def _check_engine_heads(kv_heads: int, tp: int) -> None:
+    """vLLM repeats key/value heads where there are fewer than ranks."""
+    if kv_heads % tp and tp % kv_heads:
+        raise ConfigError(
+            f"rollout.tp={tp} neither divides the model's {kv_heads} key/value heads nor is a "
+            f"multiple of them; use a divisor or a multiple of {kv_heads}"
         )

@@ -18,7 +18,6 @@ from lora_moe_rl.planner.hardware import Efficiency, Gpu
 from lora_moe_rl.planner.rollout import EngineRank
 from lora_moe_rl.planner.trainer import (
     RankClass,
-    Recompute,
     micro_batch_tokens,
     micro_batches,
     stage_layers,
@@ -58,7 +57,7 @@ class Flops:
         return 6 * self.adapter / (self.train - 6 * self.adapter)
 
 
-def flops(facts: Facts, spec: AdapterSpec, context: int, recompute: Recompute) -> Flops:
+def flops(facts: Facts, spec: AdapterSpec, context: int, recompute: str) -> Flops:
     """At a mean context of half of `context` tokens (causal attention).
 
     Frozen weights have no gradient: a backward is one pass over the base and two over the adapters,
@@ -112,38 +111,36 @@ class Roofline:
     def __init__(self, facts: Facts, spec: AdapterSpec, lengths: Lengths, weights: Format):
         self.facts, self.spec, self.lengths = facts, spec, lengths
         self.b = itemsize(weights)
-        self._flops: dict[Recompute, Flops] = {
+        self._flops: dict[str, Flops] = {
             how: flops(facts, spec, lengths.sample, how) for how in ("none", "full")
         }
 
-    def of(self, recompute: Recompute) -> Flops:
+    def of(self, recompute: str) -> Flops:
         return self._flops[recompute]
 
     def seconds(
         self,
         config: RunConfig,
-        recompute: Recompute,
         heaviest: RankClass,
         engine: EngineRank,
         refit: float,
         hardware: tuple[Gpu, int, Efficiency],
     ) -> Seconds:
         """`hardware`: the GPU, how many share a node, and the efficiencies."""
-        train = self._train(config, recompute, heaviest, *hardware)
-        rollout = self._rollout(config, engine, *hardware)
+        train = self._train(config, heaviest, *hardware)
+        rollout = self.rollout(config, engine, *hardware)
         return Seconds(sum(rollout.values()), sum(train.values()), refit, rollout | train)
 
     def _train(
         self,
         config: RunConfig,
-        recompute: Recompute,
         heaviest: RankClass,
         gpu: Gpu,
         per_node: int,
         efficiency: Efficiency,
     ) -> dict[str, float]:
         trainer, shape, algorithm = config.trainer, self.facts.shape, config.algorithm
-        work = self.of(recompute)
+        work = self.of(trainer.recompute)
         tokens = algorithm.prompts_per_step * algorithm.group_size * self.lengths.sample
         per_token = algorithm.epochs * work.train
         if not algorithm.on_policy or config.replay.mode == "r2":
@@ -156,7 +153,7 @@ class Roofline:
         steps = algorithm.mini_batches * algorithm.epochs
         count = micro_batches(config, self.lengths.sample)
         bubble = compute * uneven * (trainer.pp - 1) / (count * trainer.vpp)
-        volume = self._volume(config, max(stages), recompute, per_node)
+        volume = self._volume(config, max(stages), per_node)
         passes = steps * count
         fast = passes * volume["fast"] / (gpu.fast_link * efficiency.links)
         slow = passes * volume["slow"] / (gpu.link * efficiency.links)
@@ -168,13 +165,11 @@ class Roofline:
             "gradient sums": steps * summed / (gpu.link * efficiency.links),
         }
 
-    def _volume(
-        self, config: RunConfig, layers: int, recompute: Recompute, per_node: int
-    ) -> dict[str, float]:
+    def _volume(self, config: RunConfig, layers: int, per_node: int) -> dict[str, float]:
         """Bytes of one micro-batch that a rank sends inside its node and beyond."""
         trainer, shape = config.trainer, self.facts.shape
         tokens, hidden = micro_batch_tokens(config), shape.hidden_size
-        passes = 3 if recompute == "full" else 2  # forward, backward, and the forward again
+        passes = 3 if trainer.recompute == "full" else 2  # forward, backward, and the forward again
         tp, ep = trainer.tp, trainer.ep * trainer.etp
         # A gather and a scatter before and behind attention, and again for the MLP.
         gathered = 4 * tokens * hidden * self.b * (tp - 1) / tp * layers * passes
@@ -189,7 +184,7 @@ class Roofline:
             "slow": exchanged * outside + staged + (0.0 if inside else gathered),
         }
 
-    def _rollout(
+    def rollout(
         self, config: RunConfig, engine: EngineRank, gpu: Gpu, per_node: int, efficiency: Efficiency
     ) -> dict[str, float]:
         """Prefill of every prompt, then decoding in waves of as many sequences as fit."""

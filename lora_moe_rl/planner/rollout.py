@@ -90,14 +90,15 @@ def _local(facts: Facts, tensor: BaseTensor, tp: int, ep: bool) -> tuple[int, ..
 
 def slot_bytes(spec: AdapterSpec, config: RunConfig, b: int) -> int:
     """Of all slots of the first rank. A slot has room for the largest rank at every site."""
-    layout = EngineLayout.of(config.rollout, spec.slot_rank)
+    slot_rank = spec.slot_rank
+    layout = EngineLayout.of(config.rollout, slot_rank)
     kv_heads = spec.shape.dims.get("kv_heads", 0)
     total = 0
     for site in spec:
         for matrix, shape in (("A", site.shape_A), ("B", site.shape_B)):
             rank_dim = len(shape) - (2 if matrix == "A" else 1)
             box = held(site, matrix, layout, 0, kv_heads)
-            room = spec.slot_rank
+            room = slot_rank
             if box.shape[rank_dim] < shape[rank_dim]:  # cut along the rank
                 room //= layout.tp
             total += box.size // box.shape[rank_dim] * room

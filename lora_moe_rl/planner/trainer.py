@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal
 
 from lora_moe_rl.adapters.sharding import Box, RankLayout, kind_of, pipeline_chunks
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
@@ -34,7 +33,6 @@ from lora_moe_rl.planner.formats import itemsize, tensor_bytes
 from lora_moe_rl.planner.hardware import FRAGMENTATION, RUNTIME_BYTES
 from lora_moe_rl.refit.plan import TrainerRank
 
-Recompute = Literal["none", "full"]
 FLOAT32 = 4
 STEP = 4  # Adam's count of steps: one float32 a parameter tensor, on the host
 # Bytes a logit at the worst moment, the backward: logits and their gradient in bf16, the softmax
@@ -106,22 +104,20 @@ class TrainerMemory:
             self.kind.append(kinds.setdefault(key, layer))
         self._held: dict[tuple, Held] = {}
 
-    def classes(self, config: RunConfig, recompute: Recompute) -> list[RankClass]:
+    def classes(self, config: RunConfig) -> list[RankClass]:
         """In the order of the stages; neighbours with the same figures are one class."""
         classes: list[RankClass] = []
         trainer = config.trainer
         size = trainer.world_size // trainer.pp
         for stage, layers in enumerate(stage_layers(trainer, self.facts.shape.num_layers)):
-            mine = self._stage(config, recompute, stage, layers, size)
+            mine = self._stage(config, stage, layers, size)
             if classes and _figures(classes[-1]) == _figures(mine):
                 last = classes.pop()
                 mine = replace(last, stages=last.stages + (stage,), ranks=last.ranks + size)
             classes.append(mine)
         return classes
 
-    def _stage(
-        self, config: RunConfig, recompute: Recompute, stage: int, layers: list[int], ranks: int
-    ) -> RankClass:
+    def _stage(self, config: RunConfig, stage: int, layers: list[int], ranks: int) -> RankClass:
         held = self._all(config.trainer, layers)
         memory = {
             "base": held.base_bytes[self.weights],
@@ -129,7 +125,7 @@ class TrainerMemory:
             "gradients": FLOAT32 * held.trained,
             "optimizer": 2 * FLOAT32 * held.trained + STEP * held.tensors,
         }
-        moving = self._moving(config, recompute, stage, layers)
+        moving = self._moving(config, stage, layers)
         in_step = sum(moving.values())
         # Adam's step holds one more copy while there are no activations.
         memory |= moving | {"Adam's step": max(0, FLOAT32 * held.trained - in_step)}
@@ -178,9 +174,7 @@ class TrainerMemory:
                     held.base_bytes[form] += tensor_bytes(tensor, box.shape, form)
         return held
 
-    def _moving(
-        self, config: RunConfig, recompute: Recompute, stage: int, layers: list[int]
-    ) -> dict[str, int]:
+    def _moving(self, config: RunConfig, stage: int, layers: list[int]) -> dict[str, int]:
         """What lives within a step: activations of the micro-batches in flight, the work of one
         layer, buffers of collectives, logits."""
         trainer, shape, b = config.trainer, self.facts.shape, itemsize(self.weights)
@@ -188,7 +182,7 @@ class TrainerMemory:
         kinds = Counter(self.kind[layer] for layer in layers)
         full = {k: sum(kept_by_layer(self.spec, k, trainer, b).values()) for k in kinds}
         kept, work = full, layer_work(shape, trainer, b)
-        if recompute == "full":
+        if trainer.recompute == "full":
             kept = dict.fromkeys(full, kept_when_recomputed(shape, trainer.tp, b))
             work += max(full.values())
         flights = in_flight(trainer, stage, micro_batches(config))

@@ -52,7 +52,7 @@ def test_every_rank_holds_what_the_plan_says(tmp_path, family, adapter):
     config = RunConfig(model=str(tmp_path), trainer=trainer, adapter=adapter)
     facts = find(str(tmp_path))
     spec = AdapterSpec.build(facts.shape, config.adapter, servable=False)
-    classes = TrainerMemory(facts, spec, "float32").classes(config, "none")
+    classes = TrainerMemory(facts, spec, "float32").classes(config)
     planned = {stage: c.memory for c in classes for stage in c.stages}
     ranks = trainer_ranks(config.trainer, facts.shape.num_layers)
     for rank, (bytes_held, shapes) in zip(ranks, run_ranks(config, tmp_path, report), strict=True):

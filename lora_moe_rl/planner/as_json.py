@@ -1,0 +1,61 @@
+"""A plan as one JSON object: every figure of the tables, in bytes, operations and seconds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from lora_moe_rl.planner.plan import RunPlan
+from lora_moe_rl.planner.search import Proposal
+
+
+def as_json(plan: RunPlan, proposals: list[Proposal]) -> dict[str, Any]:
+    facts, assumed = plan.facts, plan.assumed
+    mine, theirs, shared = plan.gpus
+    return {
+        "model": {
+            "name": facts.name,
+            "architecture": facts.shape.architecture,
+            "source": facts.source,
+            "parameters": plan.parameters,
+            "published_parameters": facts.parameters,
+        },
+        "adapter": {
+            "parameters": plan.spec.num_parameters,
+            "tensors": plan.adapter_tensors,
+            "slot_rank": plan.spec.slot_rank,
+        },
+        "assumed": asdict(assumed) | {"gpu": asdict(assumed.hardware.spec)},
+        "gpus": {"trainer": mine, "engines": theirs, "shared": shared},
+        "trainer": [
+            {
+                "name": c.name,
+                "stages": c.stages,
+                "ranks": c.ranks,
+                "layers": len(c.layers),
+                "base_parameters": c.base_parameters,
+                "parameters_by_part": c.parts,
+                "base_bytes": c.base_bytes,
+                "adapter_parameters": c.adapter_parameters,
+                "trained_parameters": c.trained_parameters,
+                "memory": c.memory,
+                "total": c.total,
+            }
+            for c in plan.classes
+        ],
+        "engine": asdict(plan.engine) | {"total": plan.engine.total},
+        "refits": [asdict(refit) for refit in plan.refits],
+        "routes": asdict(plan.routes),
+        "flops": asdict(plan.flops) | {"adapter_share": plan.flops.adapter_share},
+        "seconds": asdict(plan.seconds) | {"step": plan.seconds.step},
+        "problems": plan.problems,
+        "proposals": [
+            {
+                "settings": p.settings,
+                "trainer_bytes": p.heaviest.total,
+                "sequences": p.engine.sequences,
+                "seconds": asdict(p.seconds) | {"step": p.seconds.step},
+            }
+            for p in proposals
+        ],
+    }

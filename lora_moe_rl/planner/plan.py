@@ -1,0 +1,185 @@
+"""The plan of one run: what every rank holds, what travels, a step's time, what is wrong."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.config import AdapterConfig, RunConfig
+from lora_moe_rl.layout import check_layout
+from lora_moe_rl.planner.base import num_parameters
+from lora_moe_rl.planner.compute import Flops, Lengths, Roofline, Seconds
+from lora_moe_rl.planner.facts import Facts, Format
+from lora_moe_rl.planner.hardware import GIB, Efficiency, Hardware
+from lora_moe_rl.planner.rollout import EngineRank, engine_rank
+from lora_moe_rl.planner.traffic import Refit, Routes, Way, refits, routes
+from lora_moe_rl.planner.trainer import RankClass, TrainerMemory
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What a plan takes for granted beside the config. `weights`: format of the trainer's base;
+    `served`: of the engines'."""
+
+    hardware: Hardware
+    weights: Format
+    served: Format
+    lengths: Lengths
+    efficiency: Efficiency = field(default_factory=Efficiency)
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """`problems`: why the run would not fit; empty when it does."""
+
+    facts: Facts
+    spec: AdapterSpec
+    config: RunConfig
+    assumed: Assumed
+    classes: list[RankClass]
+    engine: EngineRank
+    refits: list[Refit]
+    routes: Routes
+    flops: Flops
+    seconds: Seconds
+    problems: list[str]
+
+    @property
+    def heaviest(self) -> RankClass:
+        return max(self.classes, key=lambda c: c.total)
+
+    @property
+    def parameters(self) -> int:
+        """Of the base, as published, without layers that predict further tokens."""
+        return num_parameters(self.facts)
+
+    @property
+    def adapter_tensors(self) -> int:
+        """As PEFT's files count them: two for each linear, and for each expert's."""
+        return sum(2 * (site.num_experts or 1) for site in self.spec)
+
+    @property
+    def gpus(self) -> tuple[int, int, bool]:
+        return gpus_of(self.config)
+
+
+def make(facts: Facts, config: RunConfig, assumed: Assumed) -> RunPlan:
+    """Raises ConfigError for a layout that does not divide the model, or an adapter it cannot
+    have."""
+    check_layout(facts.shape, config)
+    spec = build_spec(facts, config)
+    gpu = assumed.hardware.spec
+    classes = TrainerMemory(facts, spec, assumed.weights).classes(config)
+    engine = engine_rank(facts, spec, config, assumed.served, gpu)
+    moved = refits(facts, _ways(facts, config), config, assumed.served, gpu, assumed.efficiency)
+    roofline = Roofline(facts, spec, assumed.lengths, assumed.weights)
+    heaviest = max(classes, key=lambda c: c.total)
+    chosen = next(r for r in moved if r.way == config.adapter.expert_layout)
+    hardware = (gpu, assumed.hardware.gpus_per_node, assumed.efficiency)
+    algorithm = config.algorithm
+    tokens = algorithm.prompts_per_step * algorithm.group_size * assumed.lengths.sample
+    return RunPlan(
+        facts,
+        spec,
+        config,
+        assumed,
+        classes,
+        engine,
+        moved,
+        routes(facts.shape, tokens),
+        roofline.of(config.trainer.recompute),
+        roofline.seconds(config, heaviest, engine, chosen.seconds, hardware),
+        problems(config, heaviest, engine, assumed.hardware),
+    )
+
+
+def build_spec(facts: Facts, config: RunConfig) -> AdapterSpec:
+    servable = config.refit.mode == "adapter"
+    return AdapterSpec.build(facts.shape, config.adapter, servable=servable)
+
+
+def _ways(facts: Facts, config: RunConfig) -> dict[Way, AdapterSpec]:
+    """The adapter in its own expert layout and, where there is one, in the other."""
+    ways: dict[Way, AdapterSpec] = {}
+    for way in ("per_expert", "shared_outer"):
+        if way == "shared_outer" and config.adapter.init == "olora":
+            continue
+        changed = config.adapter.model_dump() | {"expert_layout": way}
+        adapter = AdapterConfig.model_validate(changed)
+        spec = build_spec(facts, config.model_copy(update={"adapter": adapter}))
+        if way == config.adapter.expert_layout or any(site.shared for site in spec):
+            ways[way] = spec
+    return ways
+
+
+def gpus_of(config: RunConfig) -> tuple[int, int, bool]:
+    """(GPUs for the trainer, for the engines, whether they share them)."""
+    trainer, rollout = config.trainer, config.rollout
+    each = rollout.tp if rollout.gpus_per_engine is None else rollout.gpus_per_engine
+    mine = math.ceil(trainer.world_size * trainer.gpus_per_rank)
+    theirs = math.ceil(rollout.engines * each)
+    share = rollout.tp == 1 and trainer.gpus_per_rank + each <= 1
+    if share:
+        together = trainer.world_size * trainer.gpus_per_rank + rollout.engines * each
+        return math.ceil(together), math.ceil(together), True
+    return mine, theirs, False
+
+
+def problems(
+    config: RunConfig, heaviest: RankClass, engine: EngineRank, hardware: Hardware
+) -> list[str]:
+    """One sentence for each thing that does not fit, with numbers and a way out."""
+    found = []
+    memory = hardware.spec.memory
+    mine, theirs, shared = gpus_of(config)
+    needed = mine if shared else mine + theirs
+    if needed > hardware.gpus:
+        found.append(
+            f"the run needs {needed} GPUs (trainer {mine}, engines {theirs}) and there are "
+            f"{hardware.gpus}; lower trainer.world_size={config.trainer.world_size} or "
+            f"rollout.engines={config.rollout.engines} * rollout.tp={config.rollout.tp}"
+        )
+    total = heaviest.total / GIB
+    if total > memory:
+        largest = max(heaviest.memory, key=lambda key: heaviest.memory[key])
+        found.append(
+            f"a trainer rank of {heaviest.name} needs {total:.1f} GiB of {memory:g}: most of it is "
+            f"its {largest} ({heaviest.memory[largest] / GIB:.1f} GiB); {_way_out(config, largest)}"
+        )
+    budget = engine.budget / GIB
+    if shared and total + budget > memory and total <= memory:
+        found.append(
+            f"a trainer rank of {total:.1f} GiB and an engine of {budget:.1f} GiB "
+            f"(rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization:g}) share a "
+            f"GPU of {memory:g} GiB; lower the engine's share to "
+            f"{max(0.0, math.floor((memory - total) / memory * 100) / 100):.2f}"
+        )
+    if engine.sequences < 1:
+        found.append(
+            f"an engine rank has {engine.kv_cache / GIB:.1f} GiB left for the KV cache of "
+            f"{budget:.1f} GiB (weights {engine.weights / GIB:.1f}, adapter slots "
+            f"{engine.slots / GIB:.1f}), and one sequence of model.max_length="
+            f"{config.model.max_length} takes {engine.kv_token * config.model.max_length / GIB:.1f}"
+            f"; {_engine_way_out(config, engine)}"
+        )
+    return found
+
+
+def _way_out(config: RunConfig, largest: str) -> str:
+    if largest == "base":
+        return "raise trainer.pp, trainer.ep or trainer.tp, over more GPUs"
+    if largest in ("adapter", "gradients", "optimizer"):
+        return (
+            "lower adapter.rank or adapter.expert_rank, or use adapter.expert_layout=shared_outer"
+        )
+    if config.trainer.recompute == "none":
+        return "set trainer.recompute=full, or lower trainer.micro_batch_tokens"
+    return "lower trainer.micro_batch_tokens and model.max_length, or raise trainer.tp"
+
+
+def _engine_way_out(config: RunConfig, engine: EngineRank) -> str:
+    rollout = config.rollout
+    if engine.slots > engine.weights / 4 and rollout.tp > 1 and not rollout.ep:
+        return "set rollout.ep=true or rollout.fully_sharded=true, which cut adapter slots"
+    return "raise rollout.tp or rollout.gpu_memory_utilization, or lower refit.slots"

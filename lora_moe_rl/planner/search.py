@@ -1,0 +1,207 @@
+"""Layouts of a run on a number of GPUs: those that divide the model and fit, by estimated time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lora_moe_rl.adapters.families import ModelShape
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.config import RolloutConfig, RunConfig, TrainerConfig
+from lora_moe_rl.planner.compute import Roofline, Seconds
+from lora_moe_rl.planner.facts import Facts
+from lora_moe_rl.planner.hardware import GIB
+from lora_moe_rl.planner.plan import Assumed, build_spec
+from lora_moe_rl.planner.rollout import EngineRank, engine_rank
+from lora_moe_rl.planner.trainer import RankClass, TrainerMemory, micro_batches
+
+MAX_PP = 32
+TPS = (1, 2, 4, 8)
+ENGINE_TPS = (1, 2, 4, 8, 16, 32, 64)
+SPLITS = 16  # shares of the GPUs that engines are tried with
+# Less than this share of a GPU stays free: what the plan does not know of.
+MARGIN = 0.04
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A layout that divides and fits. `seconds` without the refit, which hardly differs."""
+
+    config: RunConfig
+    heaviest: RankClass
+    engine: EngineRank
+    seconds: Seconds
+    shared: bool
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """Of the config, what makes this layout."""
+        trainer, rollout = self.config.trainer, self.config.rollout
+        found: dict[str, object] = {
+            f"trainer.{key}": getattr(trainer, key)
+            for key in ("world_size", "tp", "pp", "ep", "recompute")
+        }
+        found |= {f"rollout.{key}": getattr(rollout, key) for key in ("engines", "tp")}
+        if rollout.ep:
+            found["rollout.ep"] = True
+        if self.shared:
+            found |= {
+                "trainer.gpus_per_rank": trainer.gpus_per_rank,
+                "rollout.gpus_per_engine": rollout.gpus_per_engine,
+            }
+        return found | {"rollout.gpu_memory_utilization": rollout.gpu_memory_utilization}
+
+
+class Search:
+    """Of one model, adapter and hardware; `config` gives all that is not layout."""
+
+    def __init__(self, facts: Facts, config: RunConfig, assumed: Assumed):
+        self.facts, self.config, self.assumed = facts, config, assumed
+        self.spec: AdapterSpec = build_spec(facts, config)
+        self.memory = TrainerMemory(facts, self.spec, assumed.weights)
+        self.roofline = Roofline(facts, self.spec, assumed.lengths, assumed.weights)
+        gpu = assumed.hardware.spec
+        self.hardware = (gpu, assumed.hardware.gpus_per_node, assumed.efficiency)
+        self.room = gpu.memory * GIB * (1 - MARGIN)
+        self._heavy: dict[tuple, RankClass] = {}
+        self._engines: dict[tuple[int, bool, float], EngineRank] = {}
+
+    def best(self, count: int) -> list[Proposal]:
+        """The fastest of each split of the GPUs between trainer and engines, fastest first."""
+        gpus = self.assumed.hardware.gpus
+        found = [self._shared(gpus)] if gpus else []
+        for engines in _splits(gpus):
+            found.append(self._split(gpus - engines, engines))
+        proposals = [proposal for proposal in found if proposal is not None]
+        return sorted(proposals, key=lambda p: p.seconds.step)[:count]
+
+    def nearest(self, wanted: dict[str, int], count: int = 3) -> list[TrainerConfig]:
+        """Trainer layouts of the wanted number of ranks that divide and fit, most like it first."""
+        world = wanted["world_size"]
+
+        def distance(t: TrainerConfig) -> float:
+            return sum(
+                abs(math.log2(getattr(t, key) / max(1, wanted.get(key, 1))))
+                for key in ("tp", "pp", "ep")
+            )
+
+        fitting = {
+            (t.tp, t.pp, t.ep): t
+            for t in trainer_layouts(self.facts.shape, self.config.trainer, world)
+            if self._heaviest(t).total <= self.room
+        }
+        return sorted(fitting.values(), key=distance)[:count]
+
+    def _split(self, mine: int, theirs: int) -> Proposal | None:
+        rollout = self._rollout(theirs)
+        return None if rollout is None else self._proposal(mine, rollout, shared=False)
+
+    def _shared(self, gpus: int) -> Proposal | None:
+        """Every GPU holds a trainer rank and an engine of its own, half and half for Ray."""
+        update = {"engines": gpus, "tp": 1, "ep": False, "gpus_per_engine": 0.5}
+        best = None
+        for trainer in trainer_layouts(self.facts.shape, self.config.trainer, gpus):
+            trainer = trainer.model_copy(update={"gpus_per_rank": 0.5})
+            heaviest = self._heaviest(trainer)
+            free = math.floor((self.room - heaviest.total) / (self.room / (1 - MARGIN)) * 100) / 100
+            if free <= 0:
+                continue
+            share = {"gpu_memory_utilization": free}
+            rollout = self.config.rollout.model_copy(update=update | share)
+            engine = self._engine(rollout)
+            if engine.sequences < 1:
+                continue
+            proposal = self._timed(trainer, rollout, heaviest, engine, shared=True)
+            if best is None or proposal.seconds.step < best.seconds.step:
+                best = proposal
+        return best
+
+    def _proposal(self, world: int, rollout: RolloutConfig, shared: bool) -> Proposal | None:
+        engine, best = self._engine(rollout), None
+        for trainer in trainer_layouts(self.facts.shape, self.config.trainer, world):
+            heaviest = self._heaviest(trainer)
+            if heaviest.total > self.room:
+                continue
+            proposal = self._timed(trainer, rollout, heaviest, engine, shared)
+            if best is None or proposal.seconds.step < best.seconds.step:
+                best = proposal
+        return best
+
+    def _timed(self, trainer, rollout, heaviest, engine, shared) -> Proposal:
+        config = self.config.model_copy(update={"trainer": trainer, "rollout": rollout})
+        seconds = self.roofline.seconds(config, heaviest, engine, 0.0, self.hardware)
+        return Proposal(config, heaviest, engine, seconds, shared)
+
+    def _rollout(self, gpus: int) -> RolloutConfig | None:
+        """The fastest engines on so many GPUs."""
+        best, least = None, math.inf
+        for tp in ENGINE_TPS:
+            if gpus % tp or not divides_engine(self.facts.shape, tp):
+                continue
+            for ep in (False, True) if tp > 1 else (False,):
+                update = {"engines": gpus // tp, "tp": tp, "ep": ep, "gpus_per_engine": None}
+                rollout = self.config.rollout.model_copy(update=update | {"fully_sharded": False})
+                engine = self._engine(rollout)
+                if engine.sequences < 1:
+                    continue
+                config = self.config.model_copy(update={"rollout": rollout})
+                seconds = sum(self.roofline.rollout(config, engine, *self.hardware).values())
+                if seconds < least:
+                    best, least = rollout, seconds
+        return best
+
+    def _engine(self, rollout: RolloutConfig) -> EngineRank:
+        config = self.config.model_copy(update={"rollout": rollout})
+        key = (rollout.tp, rollout.ep, rollout.gpu_memory_utilization)
+        if key not in self._engines:
+            served, gpu = self.assumed.served, self.hardware[0]
+            self._engines[key] = engine_rank(self.facts, self.spec, config, served, gpu)
+        return self._engines[key]
+
+    def _heaviest(self, trainer: TrainerConfig) -> RankClass:
+        """Of world sizes, memory sees only how many micro-batches there are to be in flight."""
+        config = self.config.model_copy(update={"trainer": trainer})
+        flights = min(trainer.pp, micro_batches(config))
+        key = (trainer.tp, trainer.pp, trainer.ep, trainer.recompute, flights)
+        if key not in self._heavy:
+            self._heavy[key] = max(self.memory.classes(config), key=lambda c: c.total)
+        return self._heavy[key]
+
+
+def trainer_layouts(
+    shape: ModelShape, trainer: TrainerConfig, world: int
+) -> Iterator[TrainerConfig]:
+    """All that divide the model, with and without recomputation; etp and vpp stay 1."""
+    for tp in TPS:
+        if world % tp or not divides(shape, tp):
+            continue
+        for pp in range(1, min(MAX_PP, shape.num_layers) + 1):
+            if world % (tp * pp):
+                continue
+            ranks = world // pp
+            for ep in range(1, min(ranks, shape.num_experts) + 1):
+                if ranks % ep or shape.num_experts % ep:
+                    continue
+                for recompute in ("none", "full"):
+                    layout = {"world_size": world, "tp": tp, "pp": pp, "ep": ep, "etp": 1}
+                    layout |= {"vpp": 1, "recompute": recompute, "gpus_per_rank": 1.0}
+                    yield trainer.model_copy(update=layout)
+
+
+def divides(shape: ModelShape, tp: int) -> bool:
+    """Whether tp divides the heads, and the key/value heads where they are cut."""
+    heads = (shape.dims["heads"], shape.dims.get("kv_heads", tp))
+    return not any(number % tp for number in heads)
+
+
+def divides_engine(shape: ModelShape, tp: int) -> bool:
+    """As `divides`, but vLLM repeats key/value heads where there are fewer than ranks."""
+    kv_heads = shape.dims.get("kv_heads", tp)
+    return shape.dims["heads"] % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+
+
+def _splits(gpus: int) -> Sequence[int]:
+    """Numbers of GPUs for engines that are tried."""
+    step = max(1, gpus // SPLITS)
+    return range(step, gpus, step)

@@ -1,0 +1,164 @@
+"""A plan on the terminal."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lora_moe_rl.planner.hardware import GIB
+from lora_moe_rl.planner.plan import Assumed, RunPlan
+from lora_moe_rl.planner.search import Proposal
+
+WIDTH = 118
+# Columns of a trainer rank: heading -> kinds of memory.
+TRAINER = {
+    "base": ("base",),
+    "adapter": ("adapter",),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer", "Adam's step"),
+    "activations": ("activations", "one layer's work"),
+    "logits": ("logits",),
+    "comm.": ("communication",),
+    "other": ("allocator", "runtime"),
+}
+
+
+def console() -> Console:
+    # Cut off by a narrow terminal, the figures would be worth nothing.
+    return Console(highlight=False, soft_wrap=True, width=max(Console().width, WIDTH))
+
+
+def show(plan: RunPlan, chosen: bool) -> None:
+    out = console()
+    for line in _head(plan, chosen):
+        out.print(Text(line))
+    out.print(_trainer(plan))
+    out.print(Text(_formats(plan)))
+    out.print(_engine(plan))
+    out.print(_refits(plan))
+    for line in (*_routes(plan), *_flops(plan), *_seconds(plan)):
+        out.print(Text(line))
+    for problem in plan.problems:
+        out.print(Text(f"does not fit: {problem}", style="red"))
+    if not plan.problems:
+        out.print(Text("fits", style="bold green"))
+
+
+def _head(plan: RunPlan, chosen: bool) -> list[str]:
+    facts, trainer, rollout = plan.facts, plan.config.trainer, plan.config.rollout
+    hardware = plan.assumed.hardware
+    mine, theirs, shared = plan.gpus
+    gpus = f"{mine} shared" if shared else f"{mine} trainer + {theirs} engines"
+    layout = f"tp {trainer.tp} pp {trainer.pp} ep {trainer.ep} dp {trainer.dp}"
+    layout += f" vpp {trainer.vpp}" if trainer.vpp > 1 else ""
+    layout += f" etp {trainer.etp}" if trainer.etp > 1 else ""
+    engines = f"{rollout.engines} of tp {rollout.tp}{' ep' if rollout.ep else ''}"
+    size = plan.spec.num_parameters
+    return [
+        f"{facts.name}: {plan.parameters:,} parameters, adapter {size:,} in "
+        f"{plan.adapter_tensors:,} tensors ({2 * size / 1e9:,.2f} GB in bf16)",
+        f"{hardware.gpus} GPUs ({hardware.gpu}, {hardware.spec.memory:g} GiB): {gpus}",
+        f"trainer {layout}, recompute {trainer.recompute}; engines {engines}"
+        + (" (the fastest layout found)" if chosen else ""),
+    ]
+
+
+def _table(title: str, columns: list[str]) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title)
+    table.title_justify, table.title_style = "left", "bold"
+    table.add_column(columns[0])
+    for column in columns[1:]:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _gib(value: float) -> str:
+    return f"{value / GIB:,.2f}"
+
+
+def _trainer(plan: RunPlan) -> Table:
+    title = f"a trainer rank, GiB (base in {plan.assumed.weights})"
+    table = _table(title, ["", "ranks", "layers", "parameters", *TRAINER, "total"])
+    for c in plan.classes:
+        cells = [_gib(sum(c.memory[kind] for kind in kinds)) for kinds in TRAINER.values()]
+        parameters = f"{c.base_parameters / 1e9:,.3f} B"
+        layers = str(len(c.layers))
+        table.add_row(c.name, str(c.ranks), layers, parameters, *cells, _gib(c.total))
+    return table
+
+
+def _formats(plan: RunPlan) -> str:
+    heaviest = plan.heaviest
+    sizes = ", ".join(f"{form} {_gib(size)}" for form, size in heaviest.base_bytes.items())
+    return f"base of {heaviest.name} by format, GiB: {sizes}\n"
+
+
+def _engine(plan: RunPlan) -> Table:
+    engine = plan.engine
+    title = f"an engine rank, GiB (weights in {plan.assumed.served})"
+    columns = ["", *engine.memory, "vLLM's share", "KiB a token", "sequences"]
+    table = _table(title, columns)
+    name = f"{plan.config.rollout.engines} x tp {plan.config.rollout.tp}"
+    cells = [_gib(size) for size in engine.memory.values()]
+    token = f"{engine.kv_token / 1024:,.1f}"
+    sequences = f"{engine.sequences:,} of {plan.config.model.max_length:,}"
+    table.add_row(name, *cells, _gib(engine.budget), token, sequences)
+    return table
+
+
+def _refits(plan: RunPlan) -> Table:
+    speed = plan.assumed.hardware.spec.link * plan.assumed.efficiency.links / 1e9
+    title = f"a refit, GB (at {speed:.0f} GB/s a GPU)"
+    columns = ["", "adapter", "sent by a rank", "to an engine rank", "a link", "transfers", "ms"]
+    table = _table(title, columns)
+    for refit in plan.refits:
+        sizes = (refit.adapter, refit.sent, refit.received, refit.link)
+        cells = [f"{size / 1e9:,.3f}" if size else "-" for size in sizes]
+        transfers = f"{refit.transfers:,}" if refit.transfers else "-"
+        table.add_row(refit.way, *cells, transfers, f"{1e3 * refit.seconds:,.0f}")
+    return table
+
+
+def _routes(plan: RunPlan) -> list[str]:
+    routes = plan.routes
+    return [
+        f"routes: {routes.token:,} bytes a token packed (int16 {routes.token_int16:,}, int32 "
+        f"{routes.token_int32:,}), {routes.step / 1e9:,.2f} GB a step"
+    ]
+
+
+def _flops(plan: RunPlan) -> list[str]:
+    f, length = plan.flops, plan.assumed.lengths.sample
+    return [
+        f"operations a token at {length:,} tokens: forward {f.forward / 1e9:,.1f} G, training "
+        f"{f.train / 1e9:,.1f} G, of which adapters {6 * f.adapter / 1e9:,.2f} G "
+        f"({f.adapter_share:+.1%}); all parameters trained: {f.full / 1e9:,.1f} G",
+        f"active parameters a token: base {f.active / 1e9:,.2f} B, adapters "
+        f"{f.adapter / 1e6:,.1f} M",
+    ]
+
+
+def _seconds(plan: RunPlan) -> list[str]:
+    s, lengths, e = plan.seconds, plan.assumed.lengths, plan.assumed.efficiency
+    parts = ", ".join(f"{name} {value:,.1f}" for name, value in s.parts.items())
+    return [
+        f"a step by roofline, s: {s.step:,.0f} = rollout {s.rollout:,.0f} + train {s.train:,.0f} + "
+        f"refit {s.refit:.2f} ({parts})",
+        f"  assumed: prompts of {lengths.prompt:,} and responses of {lengths.response:,} tokens, "
+        f"evenly loaded experts; of the peak: training {e.train_flops:.0%}, prefill "
+        f"{e.prefill_flops:.0%}, decode bandwidth {e.decode_bandwidth:.0%}, links {e.links:.0%}",
+    ]
+
+
+def show_proposals(proposals: list[Proposal], assumed: Assumed) -> None:
+    gpus = assumed.hardware.gpus
+    columns = ["layouts by estimated step", "s", "rollout", "train", "GiB", "sequences"]
+    table = _table(f"the fastest layouts found of {gpus} GPUs", columns)
+    for p in proposals:
+        settings = " ".join(f"{key}={value}" for key, value in p.settings.items())
+        s = p.seconds
+        cells = [f"{value:,.0f}" for value in (s.step, s.rollout, s.train)]
+        table.add_row(settings, *cells, _gib(p.heaviest.total), f"{p.engine.sequences:,}")
+    console().print(table)
