@@ -10,7 +10,7 @@ import pytest
 import tiny_families
 from ranks import random_adapter, random_batch, run_ranks
 
-from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config import ReplayConfig, RunConfig
 from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.rollout.outputs import route_pieces
 from lora_moe_rl.router_replay.table import RouteTable
@@ -43,11 +43,18 @@ def step_and_gradients(worker, spec):
     batch, table = random_batch(spec)
     sent = send(table, route_pieces(spec.shape, worker.config.trainer), block_bytes=100)
     loss, norm, _ = worker.gradients(batch, sent)
-    return loss, norm, worker.update(batch, sent).metrics, bytes_received(worker, spec)
+    metrics = worker.update(batch, sent).metrics
+    for mode in ("r2", "off"):
+        worker.set_adapter(random_adapter(spec))
+        worker.engine.config = worker.config.model_copy(update={"replay": ReplayConfig(mode=mode)})
+        own = worker.update(batch).metrics
+        metrics |= {f"{mode} {name}": own[name] for name in ("loss/policy", "optim/grad_norm")}
+    worker.engine.config = worker.config
+    return loss, norm, metrics, bytes_received(worker, spec)
 
 
 def bytes_received(worker, spec) -> tuple[int, list[int]]:
-    """By this rank of long samples, each in a block of its own; and the MoE layers of its chunks."""
+    """By this rank of long samples, each a block of its own; and the MoE layers of its chunks."""
     from megatron.core import parallel_state as ps
 
     batch, table = random_batch(spec, samples=8, lengths=(3000, 3001))
@@ -176,6 +183,20 @@ def test_a_fault_of_any_kind_stops_the_step_and_is_named(model):
     )
     assert found["corrupt"].startswith("sample 10: routes of layers 1 to 3 are corrupt")
     assert cleared and audited > 0
+
+
+def spread_of_padding(worker, spec):
+    from lora_moe_rl.kernels.route_codec import RowLayout
+    from lora_moe_rl.router_replay.replay import _spread
+
+    return [_spread(n, RowLayout(1, 3, 8)).tolist() for n in (1, 5, 16)]
+
+
+def test_padding_goes_to_all_experts_equally_often(model):
+    for rows in run_ranks(make_config(model), model, spread_of_padding)[0]:
+        assert all(len(set(row)) == 3 for row in rows)
+        loads = np.bincount(np.ravel(rows), minlength=8)
+        assert loads.max() - loads.min() <= 1
 
 
 def missing_and_compared(worker, spec):
