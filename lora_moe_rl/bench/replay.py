@@ -169,7 +169,9 @@ def goals(result: Result) -> dict[str, Result]:
     if "kimi" in result:
         goal("seconds a rank, Kimi-K2 at PP 8", result["kimi"]["total"], 1.0)
     if "effect" in result:
-        goal("mismatch KL, on / off", result["effect"]["on_over_off"]["kl"], 0.5)
+        ratios = result["effect"]["on_over_off"]
+        goal("mismatch KL, on / off", ratios["kl"], 0.5)
+        goal("mean |Δlogprob|, on / off", ratios["mean_abs_logprob_diff"], 0.5)
     return found
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.router_replay.table import RouteTable
 
 SHAPE = {
@@ -22,14 +23,17 @@ SHAPE = {
 }
 INITIALIZER_RANGE = 0.05
 SAMPLES, PROMPT, RESPONSE = 32, 16, 48
-GOAL = 0.5  # mismatch with replay, over that without
 
 Recorded = tuple[list[list[int]], list[np.ndarray], RouteTable]
 
 
 def measure(folder: Path) -> dict[str, Any]:
     """k3 KL, mean and largest |logprob difference|, and the share of tokens off by more than a
-    factor of two, between vLLM and Megatron, both in bfloat16."""
+    factor of two, between vLLM and Megatron, both in bfloat16.
+
+    Raises BenchmarkError when they are equal without replay.
+    """
+    from lora_moe_rl.algorithms.kl import MISMATCH
     from lora_moe_rl.verify.ranks import run_ranks
     from lora_moe_rl.verify.replay_engine import apart
 
@@ -38,6 +42,8 @@ def measure(folder: Path) -> dict[str, Any]:
     sequences, logprobs, table = apart(record, config, folder / "model")
     (results,) = run_ranks(config, folder / "model", score, sequences, table, timeout_s=600)
     found = {name: compare(logprobs, theirs) for name, theirs in results["logprobs"].items()}
+    if not found["off"]["kl"] > 0:
+        raise BenchmarkError(f"without replay the KL is {found['off']['kl']}: nothing to compare")
     return {
         "shape": SHAPE,
         "parameters": parameters,
@@ -47,9 +53,7 @@ def measure(folder: Path) -> dict[str, Any]:
         "disagreement": results["disagreement"],
         "on": found["on"],
         "off": found["off"],
-        "on_over_off": {
-            name: _ratio(found["on"][name], found["off"][name]) for name in found["on"]
-        },
+        "on_over_off": {name: _ratio(found["on"][name], found["off"][name]) for name in MISMATCH},
     }
 
 

@@ -58,8 +58,8 @@ def result_of(**changes) -> replay.Result:
         {"codec": {"b": {"pack_gb_s": 2.0, "unpack_gb_s": 0.9}}},
         {"step": {"share": 0.021}},
         {"kimi": {"total": 1.1}},
-        {"effect": {"on_over_off": dict.fromkeys(replay_report.MISMATCH, 0.6)}},
-        {"effect": {"on_over_off": dict.fromkeys(replay_report.MISMATCH, float("nan"))}},
+        {"effect": {"on_over_off": dict.fromkeys(replay_report.MISMATCH, 0.1) | {"kl": 0.6}}},
+        {"effect": {"on_over_off": {"kl": 0.1, "mean_abs_logprob_diff": float("nan")}}},
     ],
 )
 def test_each_goal_can_be_missed(missed):
@@ -71,7 +71,7 @@ def test_a_missed_goal_is_shown(capsys):
     replay_report.show(result_of(kimi={"total": 1.1}))
     shown = capsys.readouterr().out
     assert "seconds a rank, Kimi-K2 at PP 8: 1.1, at most 1: missed" in shown
-    assert shown.count(": met") == 4
+    assert shown.count(": met") == 5
 
 
 def test_a_stopwatch_adds_up_and_leaves_what_it_watched_as_it_was():
