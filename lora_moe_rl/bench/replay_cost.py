@@ -25,10 +25,11 @@ KIMI_LAYERS, KIMI_TOP_K, KIMI_EXPERTS, KIMI_PP = 60, 8, 384, 8
 KIMI_SAMPLES, KIMI_TOKENS = 512, 16_384
 STAGE_LAYERS = 8  # MoE layers of the largest of 8 stages
 OBJECT_STORE = 1 << 30
-# Kimi-K2's routers, and as little as possible of everything else.
+# A stage's routers, to install routes on, and as little as possible of everything else: no forward
+# is run, and how many experts there are shows in the routes alone.
 KIMI_SHAPE = {
     "num_hidden_layers": 1 + STAGE_LAYERS,
-    "n_routed_experts": KIMI_EXPERTS,
+    "n_routed_experts": KIMI_TOP_K,
     "num_experts_per_tok": KIMI_TOP_K,
     "hidden_size": 64,
     "intermediate_size": 64,
