@@ -165,6 +165,7 @@ BENCH = {
     "refit": ("bench.refit", "an adapter into vLLM, against vLLM's own ways and a plain copy"),
     "replay": ("bench.replay", "router replay: bytes, codec, its share of a step, its effect"),
     "export": ("bench.export", "merging a checkpoint, against cp and PEFT"),
+    "loading": ("bench.loading", "what each trainer rank reads of a checkpoint, and its memory"),
     "kernels": ("bench.kernels", "expert adapters, merges and the route codec"),
 }
 

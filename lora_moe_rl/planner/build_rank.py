@@ -109,7 +109,6 @@ class Builder:
             source = self.auto_bridge.from_hf_config(AutoConfig.from_pretrained(folder))
             num_layers = self.spec.shape.num_layers
             provider = make_provider(source, self.trainer, num_layers, self.device, load=False)
-        provider.perform_initialization = False
         provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         stages = range(self.trainer.vpp) if self.trainer.vpp > 1 else [None]
         with torch.device("meta"):

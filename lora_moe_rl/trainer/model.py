@@ -46,6 +46,7 @@ _ALWAYS = {
     "should_pad_vocab": True,
     "make_vocab_size_divisible_by": 1,
     "deallocate_pipeline_outputs": False,
+    "perform_initialization": False,  # every weight is loaded; the bridge checks that each is
 }
 
 

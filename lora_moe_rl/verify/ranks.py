@@ -46,12 +46,16 @@ def run_ranks(
     `job` and `args` are pickled. Raises ActorFailed when a rank raises, dies, or does not answer
     within `timeout_s`; the others are ended then.
     """
+    size = config.trainer.world_size
+    arguments = (free_address(), config, model_dir, job, args)
+    return run_processes(size, _worker_job, *arguments, cuda=cuda, timeout_s=timeout_s)
+
+
+def free_address() -> str:
+    """Where rank 0 can be met."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{s.getsockname()[1]}"
-    size = config.trainer.world_size
-    arguments = (address, config, model_dir, job, args)
-    return run_processes(size, _worker_job, *arguments, cuda=cuda, timeout_s=timeout_s)
+        return f"127.0.0.1:{s.getsockname()[1]}"
 
 
 def run_processes(

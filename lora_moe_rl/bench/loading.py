@@ -1,0 +1,206 @@
+"""`lora-moe-rl bench loading`: what a trainer rank reads of a checkpoint, and its memory meanwhile.
+
+A synthetic checkpoint with DeepSeek-V3's tensor names, in bfloat16, is loaded as at the start of a
+run, by ranks that each are a process. Of each rank:
+
+    holds      the frozen base that it keeps
+    takes      the tensors that it takes from the files, whole, for itself or, as the first of its
+               tensor-parallel group, for the group
+    read       what the system read from the disk on its behalf, the page cache being empty at the
+               start; ranks of one machine share what one of them has read
+    peak       its anonymous memory at most, above what it had before loading
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import BenchmarkError
+
+ROWS = ("holds", "takes", "read", "peak")
+SAMPLE_S = 0.01
+BF16 = 2
+LAYOUTS = {
+    "1": {},
+    "ep2": {"world_size": 2, "ep": 2},
+    "ep4": {"world_size": 4, "ep": 4},
+    "tp2": {"world_size": 2, "tp": 2},
+    "pp2": {"world_size": 2, "pp": 2},
+    "tp2ep2": {"world_size": 2, "tp": 2, "ep": 2},
+    "tp2pp2": {"world_size": 4, "tp": 2, "pp": 2},
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="lora-moe-rl bench loading",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--gb", type=float, default=6.0, help="size of the checkpoint (6)")
+    parser.add_argument("--layout", choices=list(LAYOUTS), default="ep4", help="(ep4)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="lora-moe-rl-bench-") as folder:
+        result = measure(Path(folder), options.gb, options.layout)
+    if options.json:
+        print(json.dumps(result, indent=1))
+    else:
+        _print(result)
+    return 0
+
+
+def measure(folder: Path, gigabytes: float, layout: str) -> dict[str, Any]:
+    from lora_moe_rl.bench.export_model import write_model
+    from lora_moe_rl.verify.ranks import free_address, run_processes
+
+    model = folder / "model"
+    total = write_model(model, _layers(gigabytes * 1e9), "bf16")
+    trainer = LAYOUTS[layout] | {"device": "cpu", "dtype": "bfloat16"}
+    config = RunConfig.model_validate(
+        {"model": {"path": str(model)}, "trainer": trainer, "adapter": {"rank": 1}}
+    )
+    empty_page_cache(model)
+    ranks = run_processes(
+        config.trainer.world_size, load, free_address(), config, model, cuda=False, timeout_s=900
+    )
+    return {
+        "layout": layout,
+        "checkpoint": total,
+        "ranks": ranks,
+        "read_in_all": sum(rank["read"] for rank in ranks),
+        "taken_in_all": sum(rank["takes"] for rank in ranks),
+    }
+
+
+def _layers(size: float) -> int:
+    """Of a checkpoint of about `size` bytes: a dense layer and, at the least, one with experts."""
+    from lora_moe_rl.adapters.families import ModelShape
+    from lora_moe_rl.bench.export_model import CONFIG
+
+    shape = ModelShape.from_hf_config(CONFIG | {"num_hidden_layers": 2})
+
+    def layer(number: int) -> int:
+        sizes = shape.modules(number).values()
+        return BF16 * sum(i * o * (experts or 1) for i, o, experts in sizes)
+
+    rest = size - layer(0) - 2 * BF16 * shape.vocab_size * shape.hidden_size
+    return 1 + max(1, round(rest / layer(1)))
+
+
+def empty_page_cache(model: Path) -> None:
+    """Of the checkpoint's files, so that reading them is reading from the disk."""
+    for path in model.glob("*.safetensors"):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def load(rank: int, address: str, config: RunConfig, model: Path) -> dict[str, float]:
+    """One rank: loads as a run does. A job of `verify.ranks.run_processes`."""
+    from lora_moe_rl.trainer.device import Device
+    from lora_moe_rl.trainer.model import build_model, init_process_groups
+
+    device = Device.choose(config.trainer)
+    device.prepare(threads=1)
+    init_process_groups(config.trainer, device, rank, address)
+    taken = _count_taken()
+    before, read, started = anonymous_bytes(), disk_bytes(), time.perf_counter()
+    with Peak() as peak:
+        num_layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+        chunks = build_model(model, config.trainer, num_layers, device)
+    held = [*(p for c in chunks for p in c.parameters()), *(b for c in chunks for b in c.buffers())]
+    return {
+        "holds": sum(tensor.nbytes for tensor in held),
+        "takes": taken(),
+        "read": disk_bytes() - read,
+        "peak": peak.bytes - before,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def _count_taken():
+    """Counts the tensors that Megatron-Bridge takes from the files on this rank. The mappings of
+    the other ranks of a tensor-parallel group look at a tensor's shape, and leave its pages where
+    they are."""
+    from megatron.bridge.models.hf_pretrained.state import SafeTensorsStateSource
+    from megatron.core import parallel_state as ps
+
+    upstream = SafeTensorsStateSource.load_tensors
+    bytes_taken = 0
+
+    def load_tensors(self, keys):
+        nonlocal bytes_taken
+        tensors = upstream(self, keys)
+        if ps.get_tensor_model_parallel_rank() == 0:
+            bytes_taken += sum(tensor.nbytes for tensor in tensors.values())
+        return tensors
+
+    SafeTensorsStateSource.load_tensors = load_tensors
+    return lambda: bytes_taken
+
+
+class Peak:
+    """The most anonymous memory of this process inside the context, in `bytes`."""
+
+    def __enter__(self) -> Peak:
+        self.bytes, self.ended = anonymous_bytes(), threading.Event()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+        self.thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self.ended.wait(SAMPLE_S):
+            self.bytes = max(self.bytes, anonymous_bytes())
+
+    def __exit__(self, *_) -> None:
+        self.ended.set()
+        self.thread.join()
+
+
+def anonymous_bytes() -> int:
+    return 1024 * _number("/proc/self/status", "RssAnon")
+
+
+def disk_bytes() -> int:
+    """Read from the disk for this process so far. Raises BenchmarkError where that is not told."""
+    return _number("/proc/self/io", "read_bytes")
+
+
+def _number(path: str, key: str) -> int:
+    match = re.search(rf"^{key}:\s+(\d+)", Path(path).read_text(), re.MULTILINE)
+    if match is None:
+        raise BenchmarkError(f"{path} does not tell {key}: run this on Linux")
+    return int(match[1])
+
+
+def _print(result: dict[str, Any]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    total = result["checkpoint"]
+    table = Table(box=SIMPLE_HEAD, title=f"{result['layout']}, checkpoint of {total / 1e6:,.0f} MB")
+    for column in ("rank", *(f"{row} MB" for row in ROWS), "seconds"):
+        table.add_column(column, justify="right")
+    for number, rank in enumerate(result["ranks"]):
+        cells = (f"{rank[row] / 1e6:,.0f}" for row in ROWS)
+        table.add_row(str(number), *cells, f"{rank['seconds']:.1f}")
+    console = Console()
+    console.print(table)
+    console.print(f"read from the disk / checkpoint: {result['read_in_all'] / total:.3f}")
+    console.print(f"taken by all ranks / checkpoint: {result['taken_in_all'] / total:.3f}")
