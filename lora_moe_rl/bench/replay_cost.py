@@ -84,41 +84,55 @@ def measure_demo(model_dir: Path) -> dict[str, Any]:
 
 
 def demo_job(worker, spec) -> dict[str, Any]:
-    from lora_moe_rl.router_replay.replay import LayerReplay, Replay
-    from lora_moe_rl.trainer.engine import TrainingEngine
-    from lora_moe_rl.trainer.routes import Routes
+    from lora_moe_rl.trainer.audit import Audit
 
     batch, rows = _demo_samples(spec)
     lengths = [len(ids) - 1 for ids in batch.token_ids]
     shape = spec.shape
-    engine_side = ("routes", "fetch", "micro", "complete", "install")
-    watched = (
-        ("routes", TrainingEngine, "routes"), ("fetch", Routes, "fetch"),
-        ("micro", Routes, "micro"), ("complete", Routes, "complete"),
-        ("install", Replay, "install"), ("top-k", LayerReplay, "_choose"),
-    )  # fmt: skip
+    every = worker.config.replay.audit
     parts: list[dict[str, float]] = []
     pair: dict[str, list[float]] = {"with": [], "without": []}
     for _ in range(ROUNDS):
         watch = Stopwatch()
-        with watch.around("pack"):
+        with watch.around("build, pack and send"):
             table = RouteTable.build(
                 rows, lengths, shape.moe_layers, shape.num_experts, shape.top_k
             )
             sent = send(table)
-        with watch.around("with"), watch.watching(*watched):
+        batch.step = 2  # not audited, unlike the first of every ten
+        with watch.around("with"), watch.watching(*_calls()):
             worker.gradients(batch, sent)
         with watch.around("without"):
             worker.gradients(batch)
+        batch.step = 1
+        audit = Stopwatch()
+        with audit.watching(("all", Audit, "_compare")):
+            worker.gradients(batch, sent)
+        watch.seconds[f"audit, a step in {every}"] = audit.seconds["all"] / every
         for name in pair:
             pair[name].append(watch.seconds.pop(name))
         parts.append(watch.seconds)
-    assert all(name in parts[0] for name in engine_side)
     return {
-        "seconds": {name: median(p[name] for p in parts) for name in parts[0]},
+        "seconds": {name: median(part[name] for part in parts) for name in parts[0]},
         "pair": {name: median(values) for name, values in pair.items()},
         "tokens": int(sum(lengths)),
     }
+
+
+def _calls() -> tuple[tuple[str, Any, str], ...]:
+    """All that a rank does for replay, and where."""
+    from lora_moe_rl.router_replay.replay import LayerReplay, Replay
+    from lora_moe_rl.trainer.engine import TrainingEngine
+    from lora_moe_rl.trainer.routes import Routes
+
+    return (
+        ("check", TrainingEngine, "routes"),
+        ("fetch and check bytes", Routes, "fetch"),
+        ("cut to micro-batches", Routes, "micro"),
+        ("missing rows", Routes, "complete"),
+        ("unpack and install", Replay, "install"),
+        ("compare with the routers' choice", LayerReplay, "_choose"),
+    )
 
 
 def _demo_samples(spec) -> tuple[Any, list[np.ndarray]]:
