@@ -131,7 +131,8 @@ def all_finite(data: np.ndarray, dtype: Dtype) -> bool:
     infinity = INFINITY[dtype]
     unsigned = data.view(infinity.dtype)
     signed = unsigned.view(f"i{infinity.itemsize}")
-    return bool(signed.max() < infinity and unsigned.max() < infinity | SIGN[dtype])
+    top = np.maximum.reduce
+    return bool(top(signed) < infinity and top(unsigned) < infinity | SIGN[dtype])
 
 
 def version_checksum(sent: Sequence[SentPart]) -> str:

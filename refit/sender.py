@@ -32,6 +32,8 @@ def held_by(slices: Iterable[Slice]) -> Held:
     return held
 
 
+RUN_BYTES = 2**18  # of boxes that are written together: what a core's own cache holds
+
 # Where to, from where, times what, and where the product stands until it is cast.
 Piece = tuple[torch.Tensor, torch.Tensor, float, torch.Tensor | None]
 
@@ -59,7 +61,7 @@ class Sender:
         self.layout = layout
         self.descriptor, self.buffer = _memory(layout.nbytes)
         whole = torch.from_numpy(self.buffer).view(getattr(torch, layout.dtype))
-        self.blocks: list[Block] = []
+        self.runs: list[list[Block]] = []
         scratch: dict[tuple, torch.Tensor] = {}
         for entry in layout.entries:
             view = entry.view(whole)
@@ -76,22 +78,27 @@ class Sender:
                     f"{entry.tensor} that the plan wants of it"
                 )
             data = entry.bytes_of(self.buffer, layout.dtype)
-            self.blocks.append(Block(entry, view, data, pieces))
+            block = Block(entry, view, data, pieces)
+            if self.runs and _end(block) - self.runs[-1][0].entry.offset <= RUN_BYTES:
+                self.runs[-1].append(block)
+            else:
+                self.runs.append([block])
 
     @torch.no_grad()
     def send(self, version: int) -> SentPart:
         """Writes the current values. Raises RefitError when one is NaN or infinite.
 
-        One box after the other is cast, checked and hashed: while it is in the processor's cache.
+        A few boxes at a time are cast, checked and hashed: while they are in the processor's cache.
         """
         sums = []
-        dtype = self.layout.dtype
-        for block in self.blocks:
-            for view, tensor, scale, scratch in block.pieces:
-                view.copy_(tensor if scratch is None else torch.mul(tensor, scale, out=scratch))
-            if not all_finite(block.data, dtype):
-                raise _not_finite(block, version)
-            sums.append(digest(block.data))
+        for run in self.runs:
+            for block in run:
+                for view, tensor, scale, scratch in block.pieces:
+                    view.copy_(tensor if scratch is None else torch.mul(tensor, scale, out=scratch))
+            data = self.buffer[run[0].entry.offset : _end(run[-1])]
+            if not all_finite(data, self.layout.dtype):
+                raise _not_finite(run, version)
+            sums += [digest(block.data) for block in run]
         path = f"/proc/{os.getpid()}/fd/{self.descriptor}"
         return SentPart(self.layout.source, version, path, self.layout.nbytes, tuple(sums))
 
@@ -108,8 +115,14 @@ def _piece(
     return view, tensor, scale, scratch[key]
 
 
-def _not_finite(block: Block, version: int) -> RefitError:
+def _end(block: Block) -> int:
+    """The byte of the buffer after a box."""
+    return block.entry.offset + block.data.nbytes
+
+
+def _not_finite(run: list[Block], version: int) -> RefitError:
     """Names the first value that is not."""
+    block = next(block for block in run if not torch.isfinite(block.view).all())
     where = (~torch.isfinite(block.view)).nonzero()[0].tolist()
     place = [a + b for a, b in zip(block.entry.box.start, where, strict=True)]
     return RefitError(

@@ -239,16 +239,29 @@ def test_parts_that_do_not_make_up_the_version_are_refused(change, message):
         parts.check_sent(layouts, change(sent), 5)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_values_that_are_not_finite_are_not_sent(value):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_values_that_are_not_finite_are_not_sent(value, dtype):
     spec = make_spec(rank=4)
     tensors = make_tensors(spec)
     tensors["layers.1.experts.up.B"][3, 2, 1] = value
-    layouts = make_layouts(spec, TWO)
+    layouts = make_layouts(spec, TWO, dtype=dtype)
     senders = make_senders(layouts, spec, tensors, TWO)
     senders[0].send(1)
     with pytest.raises(RefitError, match=r"layers.1.experts.up.B holds -?(nan|inf) at \[3, 2, 1\]"):
         senders[1].send(1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_largest_values_of_either_sign_are_finite(dtype):
+    """Beside them, the smallest that are not."""
+    bits = {"float32": 0x7F7FFFFF, "bfloat16": 0x7F7F}[dtype]
+    storage = parts.STORAGE[dtype].newbyteorder("=").str.replace("f", "u")
+    for sign in (0, 1 << (8 * np.dtype(storage).itemsize - 1)):
+        values = np.array([0, 1, sign, sign | 1, sign | bits], storage)
+        assert parts.all_finite(values.view(np.uint8), dtype)
+        values[-1] += 1
+        assert not parts.all_finite(values.view(np.uint8), dtype)
 
 
 def test_a_value_that_overflows_its_dtype_is_not_sent():
