@@ -298,11 +298,13 @@ def test_exported_directory_is_the_same_function_in_vllms_own_loader(engine, tmp
     """Ranks and scales of experts differ here, and vLLM ignores rank_pattern and alpha_pattern."""
     tensors = engine.random_adapter(seed=21)
     sequences = [[40, 41, 42, 43, 44, 45, 46], [90, 17, 33, 65, 71]]
-    peft.write(tmp_path / "adapter", engine.spec, tensors, engine.config)
-    scores, _ = engine.score_directory(sequences, tmp_path / "adapter")
+    peft.write(tmp_path / "plain", engine.spec, tensors, engine.config)
+    peft.write(tmp_path / "padded", *peft.for_vllm(engine.spec, tensors), engine.config)
     base, _ = engine.score(sequences, None)
-    with engine.merged(tensors) as model:
-        for ids, got, plain in zip(sequences, scores, base, strict=True):
-            expected, _ = reference(model, engine.spec, ids)
-            np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
-            assert np.abs(got - plain).max() > 1e-2
+    for name in ("plain", "padded"):
+        scores, _ = engine.score_directory(sequences, tmp_path / name)
+        with engine.merged(tensors) as model:
+            for ids, got, plain in zip(sequences, scores, base, strict=True):
+                expected, _ = reference(model, engine.spec, ids)
+                np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
+                assert np.abs(got - plain).max() > 1e-2

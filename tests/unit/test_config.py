@@ -35,6 +35,7 @@ def test_importing_the_config_imports_no_torch():
         ({"alpha_pattern": {"q_proj": 0}}, "greater than 0"),
         ({"expert_rank": 2, "expert_rank_over_top_k": True}, "both set the rank of experts"),
         ({"init": "olora", "expert_layout": "shared_outer"}, "use per_expert or kaiming"),
+        ({"init": "olora", "init_from": "x"}, "adapter.init_from=x and adapter.init=olora both"),
     ],
 )
 def test_adapters_that_cannot_be(adapter, message):

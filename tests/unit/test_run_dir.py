@@ -94,8 +94,20 @@ def test_a_file_in_the_way(tmp_path):
 
 def test_resume_with_another_rank_is_refused(tmp_path):
     run_steps(config_in(tmp_path / "run", "adapter.rank=8"), [1])
-    with pytest.raises(RunDirError, match="adapter.rank was 8 and is now 16"):
+    with pytest.raises(RunDirError, match="adapter.rank was 8 and is now 16.*adapter.resize=true"):
         run_steps(config_in(tmp_path / "run"), [2], resume=True)
+    run_steps(config_in(tmp_path / "run", "adapter.resize=true"), [2], resume=True)
+
+
+def test_resizing_does_not_change_modules_or_layouts(tmp_path):
+    run_steps(config_in(tmp_path / "run"), [1])
+    for setting in ("adapter.targets=q_proj", "adapter.init=olora", "adapter.init_from=elsewhere"):
+        config = config_in(tmp_path / "run", setting, "adapter.resize=true")
+        with pytest.raises(
+            RunDirError, match=f"{setting.split('=')[0]} was .*new with logging"
+        ) as e:
+            run_steps(config, [2], resume=True)
+        assert "adapter.resize=true" not in str(e.value)
 
 
 @pytest.mark.parametrize("now", ["{}", '{"*.up":4,"experts.*":8}'])
