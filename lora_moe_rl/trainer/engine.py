@@ -108,10 +108,11 @@ class TrainingEngine:
 
     def routes(self, batch: TrainBatch, parts: Sequence[Sent]) -> Routes | None:
         """The routes of a step, None without parts. Raises ReplayError when they are not those of
-        the batch, or miss some under replay.missing=error."""
+        the model or the batch, or miss some under replay.missing=error."""
         if not parts:
             return None
         routes = Routes(parts, self.replay.chunk_layers)
+        routes.check_model(self.spec.shape)
         routes.check_samples(batch.lengths())
         routes.check_missing(self.config.replay.missing)
         return routes

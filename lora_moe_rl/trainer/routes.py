@@ -5,11 +5,13 @@ They stay packed until a micro-batch's forward (`router_replay/replay.py`).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 from megatron.core import parallel_state as ps
 
+from lora_moe_rl.adapters.spec import ModelShape
 from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.kernels.route_codec import RowLayout
 from lora_moe_rl.router_replay.packed import PackedRoutes, valid_rows
@@ -39,6 +41,7 @@ class Routes:
         rows = [part.incomplete + start for part, start in zip(self.parts, starts)]
         self.incomplete = np.concatenate(rows)
         self.bytes = 0
+        self._blocks: dict[tuple[int, int, int], PackedRoutes] = {}  # by part, block and piece
         # By chunk and sample: a block's routes, and the number of the sample in it.
         self._received: dict[tuple[int, int], tuple[PackedRoutes, int]] = {}
         self._packed: dict[tuple[int, int], tuple[PackedRoutes, int]] = {}
@@ -48,6 +51,16 @@ class Routes:
         """Share of (token, MoE layer) pairs that have recorded routes."""
         pairs = self.num_rows * len(self.layers)
         return 1.0 - float(self.missing.sum()) / pairs if pairs else 1.0
+
+    def check_model(self, shape: ModelShape) -> None:
+        """Raises ReplayError for routes of another model."""
+        expected = (shape.moe_layers, shape.top_k, shape.num_experts)
+        for part in self.parts:
+            if (found := (part.layers, part.top_k, part.num_experts)) != expected:
+                raise ReplayError(
+                    f"routes are of (layers, experts a token, experts) {found}; the model has "
+                    f"{expected}"
+                )
 
     def check_samples(self, lengths: np.ndarray) -> None:
         """Raises ReplayError unless there is a row for every token fed of every sample."""
@@ -84,11 +97,12 @@ class Routes:
             for part, block, _ in wanted.values()
             for chunk in chunks
         }
-        places = sorted(set(keys.values()))
+        blocks = self._blocks
+        places = sorted(set(keys.values()) - set(blocks))
         refs = [self.parts[part].blocks[block].parts[piece] for part, block, piece in places]
-        arrays = _get(refs)
-        self.bytes += sum(array.nbytes for array in arrays)
-        blocks = dict(zip(places, map(PackedRoutes.from_bytes, arrays), strict=True))
+        for place, array in zip(places, _get(refs), strict=True):
+            self.bytes += array.nbytes
+            blocks[place] = self._parsed(place, array)
         for sample, (part, block, local) in wanted.items():
             for place in {keys[part, block, chunk] for chunk in chunks}:
                 blocks[place].check(local, f"sample {sample}")
@@ -99,13 +113,28 @@ class Routes:
                 self._received[chunk, sample] = (blocks[keys[key]], local)
                 self._packed[chunk, sample] = (cut[key], local)
 
+    def _parsed(self, place: tuple[int, int, int], data: np.ndarray) -> PackedRoutes:
+        packed = PackedRoutes.from_bytes(data)
+        part = self.parts[place[0]]
+        block, layers = part.blocks[place[1]], part.pieces[place[2]]
+        layout = RowLayout(len(layers), part.top_k, part.num_experts)
+        lengths = np.diff(part.offsets[block.first : block.stop + 1])
+        if (packed.layers, packed.layout) != (layers, layout) or not np.array_equal(
+            np.diff(packed.offsets), lengths
+        ):
+            raise ReplayError(
+                f"a block that was sent as samples of {lengths.tolist()} tokens in {layout} of "
+                f"layers {layers} holds samples of {np.diff(packed.offsets).tolist()} tokens in "
+                f"{packed.layout} of layers {packed.layers}"
+            )
+        return packed
+
     def _place(self, sample: int) -> tuple[int, int, int]:
         """Part, block, and number within the block."""
         for p, part in enumerate(self.parts):
             if sample < part.num_samples:
-                for b, block in enumerate(part.blocks):
-                    if sample < block.stop:
-                        return p, b, sample - block.first
+                block = bisect_right(part.blocks, sample, key=lambda block: block.stop)
+                return p, block, sample - part.blocks[block].first
             sample -= part.num_samples
         raise ReplayError(f"there are routes of {self.num_samples} samples only")
 

@@ -35,6 +35,8 @@ def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> 
     """Called on all ranks with the same arguments. `parts`: the rollout's routes, for r3."""
     started = time.perf_counter()
     config = engine.config
+    if config.replay.mode == "r3" and not parts:
+        raise ReplayError("replay.mode=r3, but the rollout came without routes")
     routes = engine.routes(batch, parts if config.replay.mode == "r3" else ())
     compared = routes is not None and due(batch.step, config.replay.compare_every)
     meter = _meter(engine)

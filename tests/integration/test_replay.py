@@ -151,9 +151,16 @@ def faults(worker, spec):
     short = RouteTable.build(
         [table.ids[:5]], [5], table.layers, table.num_experts, table.ids.shape[2]
     )
-    with pytest.raises(ReplayError, match="routes of 1 samples and 5 tokens") as raised:
+    with pytest.raises(ReplayError, match="routes of 1 samples and 5 tokens"):
         worker.update(batch, short)
-    sent = send(table)
+    with pytest.raises(ReplayError, match="the model has"):
+        worker.update(batch, dataclasses.replace(table, layers=(0, 1, 2)))
+    with pytest.raises(ReplayError, match="came without routes"):
+        worker.update(batch)
+    sent, other = send(table), send(short)
+    mixed = dataclasses.replace(sent.blocks[0], parts=other.blocks[0].parts)
+    with pytest.raises(ReplayError, match="a block that was sent as samples of"):
+        worker.update(batch, dataclasses.replace(sent, blocks=(mixed,)))
     sent.blocks[0].parts[0][-3] ^= 1
     with pytest.raises(ReplayError, match="are corrupt") as raised:
         worker.update(batch, sent)
