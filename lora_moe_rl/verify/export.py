@@ -1,0 +1,184 @@
+"""`lora-moe-rl verify export`: every exported form of an adapter computes what was trained."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.export.comparisons import Comparison, as_json, largest, show
+
+ABOUT = """\
+Export a random adapter of MODEL in every form, and compare logprobs with transformers' forward of
+the base with scale * B A added to its weights, in float32:
+
+    peft 2d, peft 3d         the real PEFT library loads what `export --to peft` writes
+    transformers, merged     loads what `export --to merged` writes
+    vllm, adapter            `vllm serve` with what `export --to peft --for vllm` writes
+    vllm, merged             `vllm serve` of the merged model
+
+Exit code 1 when a form differs. Settings are adapter.*, as adapter.rank=8.
+"""
+FORMS = ("peft-2d", "peft-3d", "merged", "vllm-adapter", "vllm-merged")
+TOLERANCE = 5e-6
+NEW_TOKENS = 4
+EFFECT = 100  # the adapter must change logprobs by this many tolerances
+Tensors = dict[str, np.ndarray]
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_intermixed_args(argv)
+    forms = options.forms.split(",")
+    if unknown := set(forms) - set(FORMS):
+        raise ConfigError(
+            f"--forms {', '.join(sorted(unknown))}: there are {', '.join(FORMS)}, with commas"
+        )
+    with _progress(options.json) as say, tempfile.TemporaryDirectory() as folder:
+        rows = _Verification(options, Path(folder), say).run(forms)
+    if options.json:
+        print(json.dumps({"model": options.model, **as_json(rows)}, indent=1))
+    else:
+        show(rows)
+    return 0 if all(row.passed for row in rows) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lora-moe-rl verify export",
+        description=ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("settings", nargs="*", metavar="adapter.key=value")
+    parser.add_argument(
+        "--model", required=True, help="Hugging Face directory or hub name, or a tiny model's name"
+    )
+    parser.add_argument("--forms", default=",".join(FORMS), help=f"some of {','.join(FORMS)}")
+    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help=f"({TOLERANCE:g})")
+    parser.add_argument("--timeout", type=float, default=600, help="for a server's start (600 s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+@contextlib.contextmanager
+def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
+    from rich.console import Console
+
+    with Console(stderr=True, quiet=quiet).status("starting") as status:
+        yield status.update
+
+
+def random_adapter(spec, seed: int) -> Tensors:
+    """Large enough to change every token's logprobs."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: rng.standard_normal(shape, dtype=np.float32)
+        * np.float32(shape[-1] ** -0.5 if name.endswith("A") else 0.03)
+        for name, shape in spec.tensor_shapes.items()
+    }
+
+
+class _Verification:
+    def __init__(self, options: argparse.Namespace, folder: Path, say: Callable[[str], None]):
+        import peft  # noqa: F401  first: it looks for transformer_engine, which may be a stand-in
+
+        from lora_moe_rl.adapters.families import ModelShape
+        from lora_moe_rl.adapters.spec import AdapterSpec
+        from lora_moe_rl.config import RunConfig
+        from lora_moe_rl.export.serve_check import random_prompts, require_tokenizer
+        from lora_moe_rl.overrides import override
+        from lora_moe_rl.tiny.make import check_model_dir, resolve_model
+        from lora_moe_rl.verify import hf
+
+        for setting in options.settings:
+            if not setting.startswith("adapter."):
+                raise ConfigError(f"verify export does not read {setting!r}; it reads adapter.*")
+        self.options, self.folder, self.say = options, folder, say
+        self.base = resolve_model(options.model)
+        self.config = override(RunConfig(model=str(self.base)), options.settings)
+        shape = ModelShape.from_hf_config(check_model_dir(self.base))
+        self.spec = AdapterSpec.build(shape, self.config.adapter)
+        if any(form.startswith("vllm") for form in options.forms.split(",")):
+            require_tokenizer(self.base)
+        self.tensors = random_adapter(self.spec, seed=0)
+        self.prompts = random_prompts(shape.vocab_size)
+        say("transformers, merged by hand")
+        self.model = hf.load(self.base)
+        self.without = [hf.logprobs(self.model, ids) for ids in self.prompts]
+        hf.merge(self.model, self.spec, self.tensors)
+        self.expected = [hf.logprobs(self.model, ids) for ids in self.prompts]
+        self.merged = folder / "merged"
+
+    def run(self, forms: Sequence[str]) -> list[Comparison]:
+        limit = self.options.tolerance
+        effect = largest(self.expected, self.without)
+        rows = [Comparison("the adapter, against the base", effect, EFFECT * limit, at_least=True)]
+        if {"merged", "vllm-merged"} & set(forms):
+            self.say("merging")
+            self._merge()
+        for form in FORMS:
+            if form in forms:
+                self.say(form)
+                rows.append(Comparison(form, getattr(self, f"_{form.replace('-', '_')}")(), limit))
+        return rows
+
+    def _merge(self) -> None:
+        from lora_moe_rl.export.merged import export_merged
+
+        export_merged(self.spec, self.tensors, self.base, self.merged, dtype="float32")
+
+    def _merged(self) -> float:
+        from lora_moe_rl.verify import hf
+
+        return self._scored(hf.load(self.merged))
+
+    def _peft_2d(self) -> float:
+        return self._peft("2d")
+
+    def _peft_3d(self) -> float:
+        return self._peft("3d")
+
+    def _peft(self, form: Any) -> float:
+        from peft import PeftModel
+
+        from lora_moe_rl.adapters import peft
+        from lora_moe_rl.verify import hf
+
+        directory = self.folder / form
+        peft.write(directory, self.spec, self.tensors, self.config, form)
+        return self._scored(PeftModel.from_pretrained(hf.load(self.base), directory).eval())
+
+    def _scored(self, model: Any) -> float:
+        from lora_moe_rl.verify import hf
+
+        return largest([hf.logprobs(model, ids) for ids in self.prompts], self.expected)
+
+    def _vllm_adapter(self) -> float:
+        from lora_moe_rl.adapters import peft
+
+        directory = self.folder / "vllm"
+        spec, tensors = peft.for_vllm(self.spec, self.tensors)
+        peft.write(directory, spec, tensors, self.config)
+        return self._served(self.base, directory)
+
+    def _vllm_merged(self) -> float:
+        return self._served(self.merged, None)
+
+    def _served(self, model: Path, adapter: Path | None) -> float:
+        from lora_moe_rl.export import serving
+        from lora_moe_rl.verify import hf
+
+        name = str(model) if adapter is None else serving.ADAPTER
+        mla = self.spec.shape.family.attention == "mla"
+        timeout = self.options.timeout
+        with serving.start(model, adapter, self.spec.slot_rank, mla, "float32", timeout) as server:
+            answers = [server.logprobs(name, ids, NEW_TOKENS) for ids in self.prompts]
+        expected = [hf.logprobs(self.model, ids) for ids, _ in answers]
+        return largest([values for _, values in answers], expected)
