@@ -37,10 +37,17 @@ class Outgoing:
 
     def __init__(self, directory: str, layout: PartLayout):
         self.root, self.layout = Path(directory), layout
+        self.offered: SentPart | None = None
 
     def offer(self, sent: SentPart, buffer: np.ndarray) -> SentPart:
+        if sent != self.offered:  # of a version that a skipped update left as it was, all is there
+            self._write(sent, buffer)
+            self.offered = sent
+        return replace(sent, path=f"{_folder(sent.version)}/{_file(sent.source)}")
+
+    def _write(self, sent: SentPart, buffer: np.ndarray) -> None:
         folder = self.root / _folder(sent.version)
-        file = folder / f"part-{sent.source:05d}.safetensors"
+        file = folder / _file(sent.source)
         whole = torch.from_numpy(buffer).view(getattr(torch, self.layout.dtype))
         tensors = {_name(entry): entry.view(whole) for entry in self.layout.entries}
         with _disk_errors(folder):
@@ -49,7 +56,6 @@ class Outgoing:
             scratch = file.with_suffix(".tmp")
             save_file(tensors, scratch)
             _move(scratch, file)
-        return replace(sent, path=f"{folder.name}/{file.name}")
 
 
 class Incoming:
@@ -166,6 +172,10 @@ def _read_part(folder: Path, version: int, fields: dict[str, Any]) -> SentPart:
 
 def _folder(version: int) -> str:
     return f"v{version:06d}"
+
+
+def _file(source: int) -> str:
+    return f"part-{source:05d}.safetensors"
 
 
 def _name(entry: Entry) -> str:

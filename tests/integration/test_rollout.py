@@ -219,14 +219,24 @@ def test_a_bad_version_is_refused_and_the_old_one_still_serves(engine):
     assert engine.publish_parts(bad, sent).version == bad  # the number is not spent
 
 
-def test_an_adapter_of_another_rank_does_not_fit_the_slots(engine):
+@pytest.mark.parametrize("what", ["rank", "experts"])
+def test_an_adapter_of_another_rank_or_expert_count_does_not_fit_the_slots(engine, what):
     with engine.of_form(rank=8) as other:
-        layouts = make_layouts(other.spec)
-    (entry, *rest) = layouts[0].entries
-    wider = dataclasses.replace(entry, box=dataclasses.replace(entry.box, shape=(9, 96)))
-    layouts = [dataclasses.replace(layouts[0], entries=(wider, *rest))]
+        (layout,) = make_layouts(other.spec)
+    kind, dim = {"rank": ("o_proj.A", -2), "experts": ("experts.down.B", 0)}[what]
+    changed, name, now = [], "", ()
+    for entry in layout.entries:
+        if not name and entry.tensor.endswith(kind):
+            name = entry.tensor
+            shape = list(entry.box.shape)
+            shape[dim] = 9 if what == "rank" else shape[dim] + 1
+            now = tuple(shape)
+            entry = dataclasses.replace(entry, box=dataclasses.replace(entry.box, shape=now))
+        changed.append(entry)
+    layouts = [dataclasses.replace(layout, entries=tuple(changed))]
     error = our_error(lambda: ray.get(engine.actor.prepare_refit.remote(layouts)))
-    assert isinstance(error, RefitError) and "(9, 96) arrives for a slot of (8, 96)" in str(error)
+    assert isinstance(error, RefitError)
+    assert f"{name}: {now} arrives for a slot of" in str(error)
     engine.prepared.clear()
 
 

@@ -112,6 +112,19 @@ def test_a_version_that_is_written_again_is_not_there_until_it_is_whole(publishe
         published.open()
 
 
+def test_a_version_that_is_offered_again_stays_whole(published):
+    """A skipped update leaves the version as it was; engines that come back still need it."""
+    end = directory.Outgoing(str(published.root), published.layout)
+    buffer = np.zeros(published.layout.nbytes, dtype=np.uint8)
+    sent = end.offer(published.sent[0], buffer)
+    directory.publish(published.root, [sent, published.sent[1]])
+    assert end.offer(published.sent[0], buffer) == sent
+    assert directory.read_manifest(published.root, VERSION)[0] == sent
+    end.offer(dataclasses.replace(published.sent[0], checksums=(1,)), buffer)
+    with pytest.raises(RefitError, match="version 12 is not published"):
+        directory.read_manifest(published.root, VERSION)
+
+
 def test_a_file_that_is_cut_short_is_refused(published):
     path = published.folder / "part-00001.safetensors"
     os.truncate(path, path.stat().st_size - 100)
