@@ -41,7 +41,7 @@ import xxhash
 from safetensors.numpy import save_file
 
 from lora_moe_rl.adapters.families import hf_path
-from lora_moe_rl.adapters.spec import AdapterSpec, Site
+from lora_moe_rl.adapters.spec import NOT_SERVABLE, AdapterSpec, Site
 from lora_moe_rl.config import VLLM_SLOT_RANKS, RunConfig
 from lora_moe_rl.errors import AdapterError
 
@@ -86,8 +86,10 @@ def checksum(arrays: Tensors) -> str:
 def for_vllm(spec: AdapterSpec, tensors: Tensors) -> tuple[AdapterSpec, dict[str, np.ndarray]]:
     """The same function with one rank, a slot rank of vLLM, and one scale for all sites.
 
-    Raises AdapterError for a rank that no slot holds.
+    Raises AdapterError for a rank that no slot holds, and for a module that vLLM would ignore.
     """
+    if ignored := sorted({site.module for site in spec} & set(NOT_SERVABLE)):
+        raise AdapterError(f"{ignored[0]}: {NOT_SERVABLE[ignored[0]]}; export --to merged")
     largest = max(site.rank for site in spec)
     if largest > VLLM_SLOT_RANKS[-1]:
         raise AdapterError(

@@ -21,7 +21,7 @@ from lora_moe_rl.adapters.peft import CHECKSUM_KEY, ORDER_KEY, checksum
 from lora_moe_rl.adapters.peft_keys import Key, PeftSettings, parse_keys
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
 from lora_moe_rl.errors import AdapterError
-from lora_moe_rl.safe_files import SafeWeights, read_json
+from lora_moe_rl.safe_files import SafeWeights, inside, read_json
 
 Order = Literal["fastest", "slowest"]
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -31,7 +31,7 @@ _ORIENTED = (0, 19, 1)
 
 @dataclass(frozen=True)
 class _Found:
-    """A, B and scale of one linear, or of a stack of them; `parts`: of each expert, in order."""
+    """A, B and scale of one linear, or of a stack of them."""
 
     A: np.ndarray
     B: np.ndarray
@@ -48,7 +48,7 @@ def read(
     match no site, have no partner, another shape or values that are not finite, for a wrong number
     of experts, for what is not plain LoRA, and for what cannot be told apart.
     """
-    config = read_json(directory / "adapter_config.json")
+    config = read_json(inside(directory, "adapter_config.json"))
     settings = PeftSettings.read(config)
     with SafeWeights.open(directory, "adapter_model") as weights:
         metadata = {k: v for file in weights.files.values() for k, v in file.metadata.items()}

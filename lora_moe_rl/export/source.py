@@ -18,7 +18,7 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.base_model import check_unchanged
 from lora_moe_rl.config import AdapterConfig, RunConfig
 from lora_moe_rl.errors import AdapterError, CheckpointError
-from lora_moe_rl.safe_files import SafeFile, read_json
+from lora_moe_rl.safe_files import SafeFile, inside, read_json
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _from_checkpoint(path: Path, metadata: dict[str, Any], base: Path | None) ->
 
 
 def _from_peft(path: Path, base: Path | None, order: Order | None) -> Source:
-    named = read_json(path / "adapter_config.json").get("base_model_name_or_path")
+    named = read_json(inside(path, "adapter_config.json")).get("base_model_name_or_path")
     directory = base or _local(named)
     if directory is None:
         raise AdapterError(

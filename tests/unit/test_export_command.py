@@ -3,14 +3,17 @@
 import json
 import shutil
 
+import hf
 import numpy as np
 import pytest
+import tiny_families
 from published_configs import PUBLISHED, shrunk
 from safetensors.numpy import save_file
 
 from lora_moe_rl import cli
 from lora_moe_rl.adapters import peft
 from lora_moe_rl.adapters.families import ModelShape
+from lora_moe_rl.adapters.resize import resize
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.base_model import base_record
 from lora_moe_rl.checkpoint import write_checkpoint
@@ -29,10 +32,10 @@ def base(tmp_path):
     return directory
 
 
-def save_run(folder, base, **adapter):
+def save_run(folder, base, sizes=CONFIG, **adapter):
     """A run whose checkpoint was written by two ranks that each hold half of every tensor."""
     config = RunConfig(model=str(base), adapter=adapter)
-    spec = AdapterSpec.build(ModelShape.from_hf_config(CONFIG), config.adapter)
+    spec = AdapterSpec.build(ModelShape.from_hf_config(sizes), config.adapter)
     generator = np.random.default_rng(len(adapter))
     tensors, files = {}, ({}, {})
     for name, shape in spec.tensor_shapes.items():
@@ -211,10 +214,26 @@ def test_adapters_of_other_bases_have_no_sum(run, base, tmp_path, capsys):
     assert "not finite" in refused(capsys, "adapter", "combine", *weight)
 
 
-def test_a_rank_beyond_vllms_slots_is_refused_for_vllm(run, tmp_path, capsys):
-    spec, tensors = run
-    from lora_moe_rl.adapters.resize import resize
-
-    spec, tensors, _ = resize(spec, tensors, lambda site: 513)
+def test_what_vllm_cannot_serve_is_refused_for_it(run):
+    spec, tensors, _ = resize(*run, lambda site: 513)
     with pytest.raises(ValueError, match="rank 513 is above 512"):
         peft.for_vllm(spec, tensors)
+    adapter = RunConfig(adapter={"targets": ("kv_b_proj",)}).adapter
+    spec = AdapterSpec.build(run[0].shape, adapter, servable=False)
+    with pytest.raises(ValueError, match="kv_b_proj: vLLM absorbs it"):
+        peft.for_vllm(spec, {})
+
+
+def test_a_run_is_merged_into_a_real_model(tmp_path, capsys):
+    tiny_families.save("moonlight", tmp_path / "base")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    spec, tensors = save_run(tmp_path / "run", tmp_path / "base", config, rank=3, alpha=1)
+    command = ["export", str(tmp_path / "run"), "--to", "merged", "--out", str(tmp_path / "m")]
+    assert cli.main(command) == 0
+    assert "tensors changed" in capsys.readouterr().out
+    ids = [5, 9, 77, 3, 20, 21]
+    before = hf.logprobs(hf.load(tmp_path / "base"), ids)
+    hf.merge(model := hf.load(tmp_path / "base"), spec, tensors)
+    expected, got = hf.logprobs(model, ids), hf.logprobs(hf.load(tmp_path / "m"), ids)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=5e-6)
+    assert np.abs(got - before).max() > 0.1
