@@ -1,11 +1,8 @@
-"""What the processes of `verify refit` do: a trainer rank, an engine and its workers, and Hugging
-Face."""
+"""What the processes of `verify refit` do: a trainer rank and an engine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,42 +63,3 @@ class VerifiedEngine(RolloutEngine):
         told = [[*place, name] for place, name in names.items()]
         answers = await self._workers("verify_unlike", version, FILES_ID, told, tolerance)
         return [fault for answer in answers for fault in answer["unlike"]]
-
-
-@dataclass
-class Reference:
-    """Hugging Face's. `sequences` were sampled from the merged model; `merged` and `base` are the
-    logprobs `[L - 1]` of each, with the adapter merged into the weights by hand and without."""
-
-    sequences: list[list[int]]
-    merged: list[np.ndarray]
-    base: list[np.ndarray]
-
-
-def reference(
-    rank: int, model_dir: Path, spec: AdapterSpec, tensors: Tensors, lengths: list[int], seed: int
-) -> Reference:
-    """A process's job. The model's own samples, since unlikely tokens have large logits, in which
-    the last bit of float32 is worth more."""
-    from lora_moe_rl.verify import hf
-
-    model = hf.load(model_dir)
-    hf.merge(model, spec, tensors)
-    sequences = _sample(model, lengths, seed)
-    merged = [hf.logprobs(model, sequence) for sequence in sequences]
-    del model
-    model = hf.load(model_dir)
-    return Reference(sequences, merged, [hf.logprobs(model, s) for s in sequences])
-
-
-def _sample(model, lengths: list[int], seed: int) -> list[list[int]]:
-    """Sequences that begin with a random token."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(model.config.vocab_size, (len(lengths), 1), generator=generator)
-    with torch.no_grad():
-        while ids.shape[1] < max(lengths):
-            chances = model(ids).logits[:, -1].float().softmax(-1)
-            ids = torch.cat([ids, torch.multinomial(chances, 1, generator=generator)], dim=1)
-    return [row[:length] for row, length in zip(ids.tolist(), lengths, strict=True)]

@@ -29,7 +29,6 @@ from lora_moe_rl.refit.parts import STORAGE, part_layouts
 from lora_moe_rl.refit.plan import make_plan
 from lora_moe_rl.refit.transports import directory
 from lora_moe_rl.refit.transports.choose import choose
-from lora_moe_rl.verify import refit_jobs
 from lora_moe_rl.verify.inputs import random_adapter
 from lora_moe_rl.verify.layouts import Layout
 from lora_moe_rl.verify.ranks import run_processes
@@ -78,8 +77,9 @@ class Report:
     device: str
     dtype: str
     tolerance: float
-    sequences: int
-    tokens: int
+    sequences: int = 0
+    tokens: int = 0
+    noise: float = 0.0  # what another last bit changes of Hugging Face's logprobs
     rows: list[Row] = field(default_factory=list)
     experts: tuple[int, int] = (0, 0)  # that a token went to, and all, over the MoE layers
     seconds: float = 0.0
@@ -90,9 +90,13 @@ class Report:
     def faults(self, row: Row) -> list[str]:
         """What is wrong with a row. NaN is."""
         found = []
-        for what, error in (("trainer", row.trainer_error), ("merged weights", row.merged_error)):
+        theirs = (
+            ("the trainer's", row.trainer_error),
+            ("those of the merged weights", row.merged_error),
+        )
+        for whose, error in theirs:
             if error is not None and not error <= self.tolerance:
-                found.append(f"logprobs differ from the {what}'s by {error:.2g}")
+                found.append(f"logprobs differ from {whose} by {error:.2g}")
         least = EFFECT * self.tolerance
         if row.effect is not None and not row.effect >= least:
             found.append(f"logprobs differ from the base's by {row.effect:.2g} only")
@@ -120,7 +124,7 @@ class RefitVerification:
     engines: list[Engine]
     trainers: list[Layout]
     combinations: list[Combination]
-    lengths: list[int]
+    samples: int
     timeout_s: float = 600
     fault: Fault | None = None
     say: Say = lambda text: None
@@ -139,8 +143,6 @@ class RefitVerification:
             trainer.device,
             trainer.dtype,
             TOLERANCES[trainer.device, trainer.dtype],
-            len(self.lengths),
-            sum(self.lengths),
         )
         self.versions = itertools.count()
         self.used: set[tuple[int, int]] = set()
@@ -159,12 +161,17 @@ class RefitVerification:
         self.say("Hugging Face, with the adapter merged by hand")
         seed = self.config.seed + 1
         self.tensors = random_adapter(self.spec, seed)
-        arguments = (self.model_dir, self.spec, self.tensors, self.lengths, seed)
+        least = 10 * EFFECT * self.report.tolerance  # an engine has room for rounding
+        arguments = (self.model_dir, self.spec, self.tensors, self.samples, seed, least)
         (self.reference,) = run_processes(
-            1, refit_jobs.reference, *arguments, cuda=False, timeout_s=self.timeout_s
+            1, run_reference, *arguments, cuda=False, timeout_s=self.timeout_s
         )
-        peft.write(self.folder / "files", self.spec, self.tensors, self.config)
-        self.names = {vllm_module(self.spec.shape, site)[:2]: site.name for site in self.spec}
+        self.report.sequences = len(self.reference.sequences)
+        self.report.tokens = sum(map(len, self.reference.sequences))
+        self.report.noise = self.reference.noise
+        if not self.merged:
+            peft.write(self.folder / "files", self.spec, self.tensors, self.config)
+            self.names = {vllm_module(self.spec.shape, site)[:2]: site.name for site in self.spec}
 
     def _engine(self, engine: Engine) -> None:
         """The rows of one engine; when it fails, the first row says so and there are no more."""
@@ -245,6 +252,13 @@ class RefitVerification:
         self.used |= experts_used(table)
         theirs = ranks.call("score", self.reference.sequences, table)
         row.trainer_error = largest(scores, next(t for t in theirs if t is not None))
+
+
+def run_reference(rank: int, *args: Any):
+    """In the process of its own, which has torch."""
+    from lora_moe_rl.verify.refit_reference import reference
+
+    return reference(rank, *args)
 
 
 def largest(ours: Scores, theirs: Scores) -> float:

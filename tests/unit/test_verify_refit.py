@@ -1,0 +1,195 @@
+"""`verify refit` without engines: combinations, faults, and what the report says."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+from published_configs import KIMI_K2, QWEN3_30B_A3B, shrunk
+
+from lora_moe_rl import cli
+from lora_moe_rl.adapters.families import ModelShape
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.config import AdapterConfig, TrainerConfig
+from lora_moe_rl.errors import ConfigError, RefitError
+from lora_moe_rl.overrides import with_settings
+from lora_moe_rl.refit.plan import EngineLayout, make_plan
+from lora_moe_rl.verify.refit import (
+    DEFAULT_ENGINES,
+    as_json,
+    explanations,
+    make_config,
+)
+from lora_moe_rl.verify.refit_plan import covering, parse_engine, parse_fault
+from lora_moe_rl.verify.refit_run import Report, Row, largest
+
+CONFIG = make_config("x")
+ENGINES = DEFAULT_ENGINES["adapter"].split(",")
+
+
+def small(config: dict) -> dict:
+    """Two layers that two ranks divide."""
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = "n_routed_experts" if "n_routed_experts" in config else "num_experts"
+    return shrunk(config) | sizes | {experts: 4}
+
+
+def spec_of(config: dict, **adapter) -> AdapterSpec:
+    shape = ModelShape.from_hf_config(small(config))
+    return AdapterSpec.build(shape, AdapterConfig(**{"rank": 4, **adapter}))
+
+
+QWEN = spec_of(QWEN3_30B_A3B)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        (
+            DEFAULT_ENGINES["adapter"].split(","),
+            ["tp2", "pp2", "ep2", "tp2ep2"],
+            ["shm", "distributed"],
+        ),
+        (["tp1"], ["tp2", "pp2"], ["shm", "distributed", "directory"]),
+        (["tp1"], ["tp2"], ["shm"]),
+    ],
+)
+def test_every_two_meet_and_not_all_three(names):
+    found = covering(*names)
+    product = list(itertools.product(*names))
+    for pairs in itertools.combinations(range(3), 2):
+        wanted = {tuple(c[i] for i in pairs) for c in product}
+        assert {tuple(c[i] for i in pairs) for c in found} == wanted
+    assert len(found) == len(set(found)) <= max(len(product) // 2 + 4, 1)
+    assert found == [c for c in product if c in found]  # those of an engine together
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("tp1", EngineLayout(8)),
+        ("tp2", EngineLayout(8, 2)),
+        ("tp2ep", EngineLayout(8, 2, ep=True)),
+        ("tp2fs", EngineLayout(8, 2, fully_sharded=True)),
+    ],
+)
+def test_names_of_engines(name, layout):
+    assert parse_engine(name, CONFIG, QWEN).layout(QWEN) == layout
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("ep2", "is not an engine"),
+        ("tp2epfs", "is not an engine"),
+        ("tp1ep", "rollout.ep=true has no effect with rollout.tp=1"),
+        ("tp1fs", "rollout.fully_sharded=true has no effect with rollout.tp=1"),
+        ("tp3", "rollout.tp=3 does not divide"),
+    ],
+)
+def test_what_is_no_engine_is_refused(name, says):
+    with pytest.raises(ConfigError, match=f"--engines: .*{says}"):
+        parse_engine(name, CONFIG, QWEN)
+
+
+def test_fully_sharded_adapters_are_refused_where_vllm_is_wrong():
+    for spec, says in [
+        (spec_of(KIMI_K2), "fused_qkv_a_proj of MLA whole"),
+        (spec_of(QWEN3_30B_A3B, rank=1), "here of rank 1, over rollout.tp=2"),
+    ]:
+        with pytest.raises(ConfigError, match=says):
+            parse_engine("tp2fs", CONFIG, spec)
+    without = spec_of(KIMI_K2, targets=("o_proj", "experts.*", "shared_expert.*"))
+    parse_engine("tp2fs", CONFIG, without)
+    with pytest.raises(RefitError, match="do not divide an adapter slot of rank 1"):
+        EngineLayout(slot_rank=1, tp=2, fully_sharded=True)
+
+
+def test_experts_and_ranks_are_not_both_cut():
+    settings = {"rollout": {"tp": 2, "ep": True, "fully_sharded": True}}
+    with pytest.raises(ConfigError, match="either by expert or by rank"):
+        with_settings(CONFIG, settings)
+
+
+def test_faults():
+    tensor = "layers.1.experts.up.B"
+    engine = EngineLayout(slot_rank=8, tp=2, ep=True)
+    plan = make_plan(QWEN, TrainerConfig(world_size=2, tp=2, ep=2), engine, 4)
+
+    def of_tensor(plan):
+        return {t.box: t.target for t in plan.transfers if f"{t.site.name}.{t.matrix}" == tensor}
+
+    left_out = parse_fault(f"left-out:{tensor}", QWEN)(plan, engine)
+    assert not of_tensor(left_out) and of_tensor(plan)
+    assert len(left_out.transfers) == len(plan.transfers) - len(of_tensor(plan))
+    misplaced = of_tensor(parse_fault(f"misplaced:{tensor}", QWEN)(plan, engine))
+    assert misplaced == {box: 1 - target for box, target in of_tensor(plan).items()}
+
+    for text, says in [
+        ("lost:x", "'lost' is not a fault; there are left-out, misplaced"),
+        ("left-out:layers.9.o_proj.A", "no tensor 'layers.9.o_proj.A'; layers.1.experts"),
+    ]:
+        with pytest.raises(ConfigError, match=says):
+            parse_fault(text, QWEN)
+    with pytest.raises(ConfigError, match="several ranks"):
+        parse_fault(f"misplaced:{tensor}", QWEN)(plan, EngineLayout(8))
+
+
+def report(**fields) -> Report:
+    row = Row("tp2ep", "ep2", "shm", 1e-6, 2e-6, 0.3, [], 1000, 0.1, 2.0)
+    for name, value in fields.items():
+        setattr(row, name, value)
+    return Report("m", "per_expert", "cpu", "float32", 5e-6, rows=[row])
+
+
+UNLIKE = {"tensor": "layers.1.experts.up.B", "worker": 1, "error": 0.7, "experts": [0, 3]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"trainer_error": 6e-6}, "logprobs differ from the trainer's by 6e-06"),
+        ({"merged_error": math.nan}, "logprobs differ from those of the merged weights by nan"),
+        ({"effect": 1e-4}, "logprobs differ from the base's by 0.0001 only"),
+        ({"unlike": [UNLIKE]}, "layers.1.experts.up.B is not in its slot on engine rank 1, experts "
+         "0, 3 of it (off by 0.7 of its largest value)"),
+        ({"failure": "the engine is gone\nmore"}, "the engine is gone"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(fields, says):
+    found = report(**fields)
+    assert not found.all_passed
+    lines = explanations(found)
+    assert lines[0] == f"tp2ep ep2 shm: {says}"
+    logprobs = fields.keys() & {"trainer_error", "merged_error", "effect"}
+    assert any("not the refit" in line for line in lines) == bool(logprobs)
+    told = json.loads(json.dumps(as_json(found), allow_nan=False))
+    assert not told["passed"] and not told["rows"][0]["passed"]
+
+
+def test_what_is_right_passes():
+    found = report()
+    assert found.all_passed and explanations(found) == [] and as_json(found)["passed"]
+
+
+def test_nan_is_not_a_small_difference():
+    assert largest([np.array([0.0, 1.0])], [np.array([0.5, 1.0])]) == 0.5
+    assert math.isnan(largest([np.array([np.nan, 1.0])], [np.array([0.0, 1.0])]))
+
+
+def test_the_command_refuses_before_anything_starts(tmp_path, capsys):
+    config = small(QWEN3_30B_A3B)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    for arguments, says in [
+        (["--transports", "pigeon"], "'pigeon' is not a transport"),
+        (["--engines", "tp2ep,tp7"], "rollout.tp=7 does not divide"),
+        (["--trainers", "ep3"], "ep3"),
+        (["data.path=x"], "verify refit does not read 'data.path=x'"),
+        (["--engines", "tp1", "--fault", "misplaced:layers.1.o_proj.A"], "several ranks"),
+    ]:
+        assert cli.main(["verify", "refit", "--model", str(tmp_path), *arguments]) == 2
+        assert says in capsys.readouterr().err
