@@ -17,7 +17,7 @@ from lora_moe_rl.verify.layouts import Layout, parse_layouts
 from lora_moe_rl.verify.ranks import spec_of
 from lora_moe_rl.verify.replay_record import ENGINES, RESPONSE
 from lora_moe_rl.verify.replay_run import (
-    SHIFTS,
+    COMPARED,
     TOLERANCE,
     RecordRow,
     ReplayRow,
@@ -25,6 +25,7 @@ from lora_moe_rl.verify.replay_run import (
     Verification,
     with_recompute,
 )
+from lora_moe_rl.verify.replay_tables import SHIFTS
 
 ABOUT = """\
 Records router decisions with vLLM where a record may go wrong: prefix-cache hits, chunked prefill,
@@ -197,17 +198,16 @@ def _records(report: Report):
 
 
 def _replays(report: Report):
-    compared = ("vLLM", "Hugging Face", "other experts")
     rows = []
     for row in report.replays:
         caught = [f"{row.caught[by][0]:,}" if by in row.caught else "-" for by in SHIFTS]
-        errors = [_number(row.errors.get(name)) for name in compared]
+        errors = [_number(row.errors.get(name)) for name in COMPARED]
         rows.append(
             [row.name, str(row.ranks), str(row.micro_batches), f"{row.routes:,}",
              f"{row.wrong:,}", *errors, *caught, f"{row.seconds:.1f}", _verdict(row.passed)]
         )  # fmt: skip
     shifts = [f"by {by}" for by in SHIFTS]
-    names = ("Megatron", "ranks", "batches", "used", "wrong", *compared, *shifts, "seconds", "")
+    names = ("Megatron", "ranks", "batches", "used", "wrong", *COMPARED, *shifts, "seconds", "")
     title = "routes used; errors of logprobs; wrong routes noticed in tables shifted by one ...:"
     return _table(title, names, rows)
 

@@ -30,8 +30,10 @@ from lora_moe_rl.verify.ranks import run_processes, run_ranks
 from lora_moe_rl.verify.replay_engine import apart
 from lora_moe_rl.verify.replay_ranks import Replayed, Used
 from lora_moe_rl.verify.replay_record import Recording
+from lora_moe_rl.verify.replay_tables import SHIFTS
 
 TOLERANCE = 1e-5
+COMPARED = ("vLLM", "Hugging Face", "other experts")  # with whose logprobs
 Say = Callable[[str], None]
 
 
@@ -85,11 +87,9 @@ class ReplayRow:
             wrong > 0 and not error <= self.tolerance and audit
             for wrong, error, audit in self.caught.values()
         )
-        complete = self.routes > 0 and not self.unseen and len(self.caught) == len(SHIFTS)
+        complete = self.routes > 0 and not self.unseen
+        complete &= set(self.caught) == set(SHIFTS) and set(self.errors) == set(COMPARED)
         return self.failure is None and not self.wrong and within and all_caught and complete
-
-
-SHIFTS = replay_tables.SHIFTS
 
 
 @dataclass
@@ -159,7 +159,7 @@ class Verification:
     def _judge(self, recordings: list[Recording], groups: list[Group], tensors) -> list[RecordRow]:
         found = run_processes(
             1,
-            replay_record_judge,
+            judge,
             self.model_dir,
             self.spec,
             tensors,
@@ -209,7 +209,7 @@ def _group(recordings: Sequence[Recording], adapter: bool) -> Group | None:
     )
 
 
-def replay_record_judge(
+def judge(
     rank: int, model_dir: Path, spec: AdapterSpec, tensors, recordings, groups
 ) -> tuple[list[RecordRow], list[tuple[list[np.ndarray], list[np.ndarray]]]]:
     """A process's job: (a row of each recording, Hugging Face's logprobs of each group with the
@@ -248,12 +248,10 @@ def _tasks(groups: Sequence[Group]) -> list[Replayed]:
             Replayed("recorded", table=group.table, truth=group.table, **common),
             Replayed("other experts", table=group.other, truth=group.other, **common),
         ]
+    # Under the adapter: without one there is nothing to train.
     last = groups[-1]
     common = {"sequences": last.sequences, "adapter": last.adapter}
-    tasks.append(
-        Replayed("a step", table=last.other, truth=last.other, adapter=True, train=True,
-                 sequences=last.sequences)
-    )  # fmt: skip
+    tasks.append(Replayed("a step", table=last.other, truth=last.other, train=True, **common))
     for by in SHIFTS:
         wrong = replay_tables.shifted(last.table, by)
         tasks.append(Replayed(by, table=wrong, truth=last.table, **common))

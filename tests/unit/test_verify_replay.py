@@ -5,7 +5,7 @@ from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.verify import replay
 from lora_moe_rl.verify.replay_ranks import Replayed, _Calls, compare
 from lora_moe_rl.verify.replay_record import Recording
-from lora_moe_rl.verify.replay_run import RecordRow, ReplayRow
+from lora_moe_rl.verify.replay_run import COMPARED, RecordRow, ReplayRow
 from lora_moe_rl.verify.replay_tables import largest_error, moved, permuted, rows_of, shifted
 
 LAYERS, EXPERTS, TOP_K = (1, 3, 4), 8, 2
@@ -102,7 +102,7 @@ def test_rows_that_are_not_valid_are_not_compared(table):
 
 def passing() -> ReplayRow:
     caught = {"token": (9, 0.1, "a"), "layer": (9, 0.1, "a"), "expert": (1, 0.01, "a")}
-    return ReplayRow("tp2", 2, routes=10, errors={"vLLM": 1e-6}, caught=caught)
+    return ReplayRow("tp2", 2, routes=10, errors=dict.fromkeys(COMPARED, 1e-6), caught=caught)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,9 @@ def passing() -> ReplayRow:
         {"routes": 0},
         {"unseen": 1},
         {"wrong": 1},
-        {"errors": {"vLLM": 2e-5}},
-        {"errors": {"vLLM": float("nan")}},
+        {"errors": dict.fromkeys(COMPARED, 1e-6) | {"vLLM": 2e-5}},
+        {"errors": dict.fromkeys(COMPARED, 1e-6) | {"other experts": float("nan")}},
+        {"errors": {"vLLM": 1e-6}},
         {"failure": "a rank died"},
         {"caught": {"token": (9, 0.1, "a")}},
         {"caught": {"token": (0, 0.1, "a"), "layer": (9, 0.1, "a"), "expert": (1, 0.1, "a")}},
