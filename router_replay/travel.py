@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.kernels.route_codec import RowLayout
 from lora_moe_rl.router_replay.packed import PackedRoutes
 from lora_moe_rl.router_replay.table import RouteTable
@@ -61,11 +62,11 @@ class SentRoutes:
     def num_rows(self) -> int:
         return int(self.offsets[-1])
 
-    def table(self, get: Callable[[list[Any]], list[np.ndarray]] = list) -> RouteTable:
-        """All of it, unpacked; `get` fetches parts. Raises ReplayError for corrupt parts."""
+    def table(self) -> RouteTable:
+        """All of it, fetched and unpacked. Raises ReplayError for corrupt parts."""
         tables = []
         for block in self.blocks:
-            parts = [PackedRoutes.from_bytes(part).unpack() for part in get(list(block.parts))]
+            parts = [PackedRoutes.from_bytes(part).unpack() for part in fetch(block.parts)]
             tables.append(RouteTable.join_layers(parts))
         return RouteTable.concat(tables)
 
@@ -102,6 +103,25 @@ def send(
         incomplete,
         first_missing,
     )
+
+
+def fetch(parts: Sequence[Any]) -> list[np.ndarray]:
+    """The bytes of parts: arrays, or Ray's references to arrays. Raises ReplayError when the engine
+    that owns them has ended."""
+    remote = [part for part in parts if not isinstance(part, np.ndarray)]
+    if not remote:
+        return list(parts)
+    import ray
+    from ray.exceptions import ObjectLostError
+
+    try:
+        fetched = dict(zip(remote, ray.get(remote), strict=True))
+    except ObjectLostError as error:
+        raise ReplayError(
+            f"routes of this step's rollout are lost: the engine that recorded them has ended "
+            f"({type(error).__name__}); go on from the newest checkpoint with --resume"
+        ) from error
+    return [part if isinstance(part, np.ndarray) else fetched[part] for part in parts]
 
 
 def _spans(table: RouteTable, block_bytes: int) -> list[tuple[int, int]]:

@@ -17,7 +17,7 @@ from lora_moe_rl.kernels.route_codec import RowLayout
 from lora_moe_rl.router_replay.packed import PackedRoutes, valid_rows
 from lora_moe_rl.router_replay.replay import MicroRoutes
 from lora_moe_rl.router_replay.table import RouteTable
-from lora_moe_rl.router_replay.travel import SentRoutes, send
+from lora_moe_rl.router_replay.travel import SentRoutes, fetch, send
 from lora_moe_rl.trainer.batch import MicroBatch
 
 Sent = SentRoutes | RouteTable
@@ -100,7 +100,7 @@ class Routes:
         blocks = self._blocks
         places = sorted(set(keys.values()) - set(blocks))
         refs = [self.parts[part].blocks[block].parts[piece] for part, block, piece in places]
-        for place, array in zip(places, _get(refs), strict=True):
+        for place, array in zip(places, fetch(refs), strict=True):
             self.bytes += array.nbytes
             blocks[place] = self._parsed(place, array)
         for sample, (part, block, local) in wanted.items():
@@ -194,14 +194,3 @@ def sequence_shard(length: int) -> slice:
     """Under sequence parallelism a router sees one of tp equal slices of the tokens."""
     tp, rank = ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_rank()
     return slice(rank * length // tp, (rank + 1) * length // tp)
-
-
-def _get(refs: list) -> list[np.ndarray]:
-    """What the references stand for; arrays stand for themselves."""
-    remote = [ref for ref in refs if not isinstance(ref, np.ndarray)]
-    if not remote:
-        return refs
-    import ray
-
-    fetched = dict(zip(remote, ray.get(remote), strict=True))
-    return [ref if isinstance(ref, np.ndarray) else fetched[ref] for ref in refs]

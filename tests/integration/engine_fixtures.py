@@ -102,7 +102,7 @@ class EngineUnderTest:
         groups = list(range(len(prompts)))
         call = self.actor.generate.options(num_returns=2)
         samples, sent = ray.get(call.remote(prompts, groups, n, version, seed))
-        return samples, sent.table(ray.get)
+        return samples, sent.table()
 
     def score(self, sequences: list[list[int]], version: int | None):
         return ray.get(self.actor.score.options(num_returns=2).remote(sequences, version))

@@ -4,9 +4,11 @@ noticed. A deep enough DeepSeek-V3 shape: a dense layer first, grouped routing, 
 from __future__ import annotations
 
 import dataclasses
+import pickle
 
 import numpy as np
 import pytest
+import ray
 import tiny_families
 from ranks import random_adapter, random_batch, run_ranks
 
@@ -190,6 +192,26 @@ def test_a_fault_of_any_kind_stops_the_step_and_is_named(model):
     )
     assert found["corrupt"].startswith("sample 10: routes of layers 1 to 3 are corrupt")
     assert cleared and audited > 0
+
+
+def test_only_references_pass_through_the_controller_until_the_engine_ends(ray_session):
+    class Recorder:
+        """In place of an engine."""
+
+        def record(self):
+            rows = np.tile(np.arange(8, dtype=np.uint8), (5000, 4, 1))
+            table = RouteTable.build([rows] * 3, [5000] * 3, (1, 2, 3, 4), 8, 8)
+            return send(table, [(1, 2), (3, 4)], ray.put)
+
+    actor = ray.remote(num_cpus=0)(Recorder).remote()
+    sent = ray.get(actor.record.remote())
+    assert len(pickle.dumps(sent)) < 5000 < sent.num_rows
+    table = sent.table()
+    assert table.layers == (1, 2, 3, 4) and (table.ids == np.arange(8)).all()
+    lost = ray.get(actor.record.remote())
+    ray.kill(actor)
+    with pytest.raises(ReplayError, match=r"routes of this step's rollout are lost: .* --resume"):
+        lost.table()
 
 
 def spread_of_padding(worker, spec):

@@ -115,16 +115,10 @@ def test_other_bytes_are_refused():
 @pytest.mark.parametrize("block_bytes", [1, 30, 10**6])
 def test_sent_routes_are_the_table(block_bytes):
     table = make_table([3, 0, 2, 9, 1], (1, 2, 5, 6), 12, 3, missing=0.2)
-    store: list[np.ndarray] = []
-
-    def put(part):
-        store.append(part)
-        return len(store) - 1
-
-    sent = send(table, [(1, 2), (), (5, 6)], put, block_bytes)
+    sent = send(table, [(1, 2), (), (5, 6)], block_bytes=block_bytes)
     assert [(b.first, b.stop) for b in sent.blocks][-1][1] == 5
     assert len(sent.blocks) == {1: 5, 30: 3, 10**6: 1}[block_bytes]
-    assert_equal(sent.table(lambda refs: [store[ref] for ref in refs]), table)
+    assert_equal(sent.table(), table)
     np.testing.assert_array_equal(sent.missing, (~table.valid).sum(axis=0))
     rows, columns = np.nonzero(~table.valid)
     assert sent.first_missing == (rows[0], table.layers[columns[0]])
