@@ -23,7 +23,7 @@ from lora_moe_rl.verify import hf
 
 Tensors = dict[str, np.ndarray]
 LENGTHS = (8, 25)  # of a sequence, the second excluded
-CANDIDATES = 4  # sampled for each that is wanted
+CANDIDATES = 8  # sampled for each that is wanted
 TRIALS = 2  # of rounding, in each of the two models
 LAST_BIT = 2.0**-24
 

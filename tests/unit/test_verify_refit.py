@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from published_configs import KIMI_K2, QWEN3_30B_A3B, shrunk
 
 from lora_moe_rl import cli
@@ -24,6 +26,7 @@ from lora_moe_rl.verify.refit import (
     make_config,
 )
 from lora_moe_rl.verify.refit_plan import covering, parse_engine, parse_fault
+from lora_moe_rl.verify.refit_reference import choose, other_last_bits
 from lora_moe_rl.verify.refit_run import Report, Row, largest
 
 CONFIG = make_config("x")
@@ -193,3 +196,22 @@ def test_the_command_refuses_before_anything_starts(tmp_path, capsys):
     ]:
         assert cli.main(["verify", "refit", "--model", str(tmp_path), *arguments]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_sequences_that_rounding_changes_least_come_first():
+    """[4, 3] logprobs; of the second only its first counts, the third is not changed enough."""
+    effect = np.array([[1, 0, 0], [1, 0, 0], [1e-4, 0, 1], [0, -1, 0]], dtype=np.float64)
+    noise = np.array([[0, 3e-6, 0], [1e-6, 9e-6, 9e-6], [0, 0, 0], [2e-6, 0, 0]])
+    lengths = np.array([4, 2, 3, 4])
+    assert choose(effect, noise, lengths, 5e-3) == [1, 3, 0]
+    assert choose(effect, noise, lengths, 2.0) == []
+
+
+def test_other_last_bits_are_of_the_last_bit():
+    layers = [torch.nn.Identity(), torch.nn.Identity()]
+    model = SimpleNamespace(model=SimpleNamespace(embed_tokens=torch.nn.Identity(), layers=layers))
+    x = torch.full((2, 50), 1.5)
+    with other_last_bits(model, torch.Generator().manual_seed(0)):
+        changed = layers[1](x)
+    assert 0 < (changed != x).float().mean() < 1 and (changed - x).abs().max() <= 2.0**-23
+    assert torch.equal(layers[1](x), x)
