@@ -74,7 +74,7 @@ class LayerReplay:
         self.instance: RouterReplay = moe.router.router_replay
         self.upstream = self.instance.get_replay_topk
         self.instance.get_replay_topk = self.topk
-        self.recompute = moe.config.recompute_granularity is not None
+        self.recompute = moe.config.recompute_granularity == "full"
         if self.recompute:
             layer.register_forward_pre_hook(self._enter, with_kwargs=True)
         self.reset()
