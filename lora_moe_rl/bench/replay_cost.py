@@ -209,6 +209,7 @@ def kimi_job(worker, spec) -> dict[str, Any]:
     import ray
 
     from lora_moe_rl.trainer.batch import TrainBatch
+    from lora_moe_rl.trainer.routes import Routes
 
     engine = worker.engine
     ray.init(
@@ -224,7 +225,10 @@ def kimi_job(worker, spec) -> dict[str, Any]:
             engine.my_work(batch, everything, None, 1, 0)
         watch = Stopwatch()
         with watch.around("check"):
-            routes = engine.routes(batch, (sent,))
+            # As `engine.routes`, but for the check of the whole model, of which this is a stage.
+            routes = Routes((sent,), engine.replay.chunk_layers)
+            routes.check_samples(batch.lengths())
+            routes.check_missing(engine.config.replay.missing)
         with watch.around("fetch, check and cut"):
             works = engine.my_work(batch, everything, routes, 1, 0)
         watch.seconds["fetch, check and cut"] -= plain.seconds["work"]
