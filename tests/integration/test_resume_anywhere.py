@@ -134,7 +134,7 @@ def test_other_ranks_go_on_with_the_same_function(model, tmp_path):
 def test_init_from_loses_nothing_and_fills_the_rest(model, tmp_path):
     from lora_moe_rl.adapters import peft
 
-    attention = config_of(model, targets=("*_proj",))
+    attention = config_of(model, targets=("*_proj",), expert_rank=None)
     spec = spec_of(model, attention)
     peft.write(tmp_path / "a", spec, random_adapter(spec), attention)
     config = config_of(model, init_from=str(tmp_path / "a"))
