@@ -1,0 +1,82 @@
+"""Exported adapters and merged models in the real PEFT, transformers and vLLM, by the commands."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny_families
+
+from lora_moe_rl.cli import main
+from lora_moe_rl.tiny.tokenizer import make_tokenizer
+from lora_moe_rl.verify import export as verify_export
+
+FORMS = ("peft-2d", "peft-3d", "merged")
+
+
+@pytest.fixture(params=["qwen3_moe", "deepseek_v3"])
+def model(request, tmp_path):
+    folder = tmp_path / request.param
+    tiny_families.save(request.param, folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def rows(capsys) -> dict[str, dict]:
+    return {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+
+
+def test_verify_export_passes(model, capsys):
+    arguments = ["--model", str(model), "--forms", ",".join(FORMS), "--json"]
+    assert main(["verify", "export", *arguments, "adapter.rank=6", "adapter.expert_rank=4"]) == 0
+    found = rows(capsys)
+    assert found.keys() == {"the adapter, against the base", *FORMS}
+    assert all(found[form]["error"] <= 5e-6 for form in FORMS)
+
+
+def test_verify_export_notices_an_adapter_that_is_not_the_same(tmp_path, capsys, monkeypatch):
+    tiny_families.save("qwen3_moe", tmp_path / "model")
+    original = verify_export._Verification._merge
+
+    def merge_another(self):
+        self.tensors = verify_export.random_adapter(self.spec, seed=1)
+        original(self)
+
+    monkeypatch.setattr(verify_export._Verification, "_merge", merge_another)
+    arguments = ["--model", str(tmp_path / "model"), "--forms", "merged", "--json"]
+    assert main(["verify", "export", *arguments]) == 1
+    assert not rows(capsys)["merged"]["passed"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_adapter_is_served_as_its_merged_model(tmp_path, capsys, monkeypatch):
+    """`export --to merged`, then `vllm serve` with the adapter: the same logprobs; no process is
+    left."""
+    from lora_moe_rl.adapters import peft
+    from lora_moe_rl.adapters.families import ModelShape
+    from lora_moe_rl.adapters.spec import AdapterSpec
+    from lora_moe_rl.config import AdapterConfig, RunConfig
+    from lora_moe_rl.export import serving
+
+    base, adapter, merged = (tmp_path / name for name in ("base", "adapter", "merged"))
+    tiny_families.save("qwen3_moe", base)
+    make_tokenizer().save_pretrained(base)
+    shape = ModelShape.from_hf_config(json.loads((base / "config.json").read_text()))
+    config = AdapterConfig(rank=6, expert_rank=4, alpha=12.0)
+    spec = AdapterSpec.build(shape, config)
+    spec, tensors = peft.for_vllm(spec, verify_export.random_adapter(spec, seed=0))
+    peft.write(adapter, spec, tensors, RunConfig(model=str(base), adapter=config))
+    arguments = [str(adapter), "--to", "merged", "--base", str(base), "--out", str(merged)]
+    assert main(["export", *arguments]) == 0
+    capsys.readouterr()
+    started = []
+    family = serving._family
+    monkeypatch.setattr(serving, "_family", lambda pid: started.extend(family(pid)) or started)
+    assert (
+        main(["serve-check", str(adapter), "--base", str(base), "--merged", str(merged), "--json"])
+        == 0
+    )
+    captured = json.loads(capsys.readouterr().out)
+    assert captured["command"].count("--lora-modules") == 1 and captured["passed"]
+    assert started and not any(process.is_running() for process in started)
