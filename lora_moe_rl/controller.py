@@ -52,7 +52,7 @@ def run(config: RunConfig, resume: bool = False) -> None:
             "reward.function is not set: name a function as module:function or file.py:function, "
             "or lora_moe_rl.rewards:exact_match to compare with the answer column"
         )
-    model_dir = resolve_model(config.model.path)
+    model_dir = resolve_model(config.model.path).absolute()
     spec = make_spec(config, model_dir)
     source = make_source(config, model_dir)
     rewards = RewardRunner(config.reward.function, config.reward.timeout_s)
@@ -141,7 +141,8 @@ class Controller:
         start_ray(config.trainer.world_size + config.rollout.engines)
         try:
             with console.starting():
-                where = (self.model_dir, self.run_dir, Placement(config))
+                placement = Placement(config, [self.model_dir, self.run_dir.path])
+                where = (self.model_dir, self.run_dir, placement)
                 self.trainer = TrainerGroup(config, self.spec, *where)
                 self.engines = RolloutGroup(config, self.spec, *where, self._prove_returned)
                 self.engines.start_async()
