@@ -42,6 +42,7 @@ _RULES = [
         "with replay.audit > 0",
     ),
     _Rule("data.split", _is_hub_data, "data.path", "to a hub data set"),
+    _Rule("data.subset", _is_hub_data, "data.path", "to a hub data set"),
     *(
         _Rule(
             option,

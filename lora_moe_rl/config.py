@@ -326,6 +326,9 @@ class AlgorithmConfig(Section):
 
 class DataConfig(Section):
     path: str | None = Field(None, description="JSONL or parquet file, or a hub data set name.")
+    subset: str | None = Field(
+        None, description="Configuration of a hub data set that has several (GSM8K: main)."
+    )
     split: str = Field("train", description="Split of a hub data set.")
     generator: str | None = Field(
         None,

@@ -30,7 +30,7 @@ def read_rows(config: DataConfig) -> list[tuple[str, dict[str, Any]]]:
     elif path.suffix in SUFFIXES or path.is_absolute() or config.path.startswith("."):
         raise DataError(f"data.path={config.path}: there is no such file")
     else:
-        rows = list(islice(_hub(config.path, config.split), config.limit))
+        rows = list(islice(_hub(config.path, config.subset, config.split), config.limit))
     if not rows:
         raise DataError(f"data.path={config.path} has no rows")
     return rows
@@ -63,15 +63,15 @@ def _parquet(path: Path):
         raise DataError(f"{path} cannot be read as parquet: {error}") from error
 
 
-def _hub(name: str, split: str):
+def _hub(name: str, subset: str | None, split: str):
     import datasets
 
     try:
-        rows = datasets.load_dataset(name, split=split)
+        rows = datasets.load_dataset(name, subset, split=split)
     except Exception as error:  # offline, absent, gated, no such split: each its own kind
         raise DataError(
-            f"data.path={name!r} is no local file, and could not be fetched from the hub (split "
-            f"{split!r}): {type(error).__name__}: {error}"
+            f"data.path={name!r} is no local file, and could not be fetched from the hub (subset "
+            f"{subset!r}, split {split!r}): {type(error).__name__}: {error}"
         ) from error
     for number, row in enumerate(rows):
         yield f"{name} ({split}), row {number}", dict(row)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -43,7 +43,7 @@ WHAT_IF = (
     "algorithm.prompts_per_step=64",
 )
 LAYOUT_KEYS = ("world_size", "tp", "pp", "ep", "etp", "vpp")
-TIMES_MORE_GPUS = (2, 3, 4, 6, 8, 12, 16)
+TIMES_MORE_GPUS = (2, 4, 8)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -83,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         "--gpu-memory", type=float, metavar="GIB", help="where it is not the kind's"
     )
     parser.add_argument("--bandwidth", type=float, metavar="GB/S", help="of a GPU to other nodes")
+    parser.add_argument("--gpus-per-node", type=int, help="which an engine cannot exceed (8)")
     parser.add_argument("--rank", type=int, help="short for adapter.rank")
     formats = ("bf16", "fp8", "int4")
     about = "the trainer's frozen base, as if held in this format (bf16 is what there is)"
@@ -134,9 +135,10 @@ def _hardware(options: argparse.Namespace, named: Hardware | None) -> Hardware |
         "gpu": options.gpu,
         "gpu_memory": options.gpu_memory,
         "bandwidth": options.bandwidth,
+        "gpus_per_node": options.gpus_per_node,
     }
     given = {key: value for key, value in given.items() if value is not None}
-    for key in ("gpus", "gpu_memory", "bandwidth"):
+    for key in ("gpus", "gpu_memory", "bandwidth", "gpus_per_node"):
         if given.get(key, 1) <= 0:
             raise ConfigError(f"--{key.replace('_', '-')} {given[key]} is not above 0")
     if named is not None:
@@ -228,21 +230,33 @@ def _search(facts: Facts, config: RunConfig, assumed: Assumed, top: int) -> list
     proposals = Search(facts, config, assumed).best(max(1, top))
     if proposals:
         return proposals
-    gpus = assumed.hardware.gpus
-    for times in TIMES_MORE_GPUS:
-        more = replace(assumed, hardware=replace(assumed.hardware, gpus=gpus * times))
-        if best := Search(facts, config, more).best(1):
+    hardware = assumed.hardware
+    what = (
+        f"no layout of {facts.name} with adapter.rank={config.adapter.rank} fits {hardware.gpus} "
+        f"GPUs of {hardware.spec.memory:g} GiB"
+    )
+    for other in _larger(hardware):
+        best = Search(facts, config, replace(assumed, hardware=other)).best(1)
+        if best:
             settings = " ".join(f"{key}={value}" for key, value in best[0].settings.items())
             raise ConfigError(
-                f"no layout of {facts.name} with adapter.rank={config.adapter.rank} fits {gpus} "
-                f"GPUs of {assumed.hardware.spec.memory:g} GiB; on {gpus * times} one does: "
-                f"{settings}"
+                f"{what} in nodes of {hardware.gpus_per_node}; on {other.gpus} {other.gpu} of "
+                f"{other.spec.memory:g} GiB one does: {settings}"
             )
     raise ConfigError(
-        f"no layout of {facts.name} with adapter.rank={config.adapter.rank} fits {gpus} GPUs of "
-        f"{assumed.hardware.spec.memory:g} GiB, nor {TIMES_MORE_GPUS[-1]} times as many; lower "
-        "adapter.rank, model.max_length or refit.slots, or set adapter.expert_layout=shared_outer"
+        f"{what}, nor any larger cluster that was tried; lower adapter.rank, model.max_length or "
+        "refit.slots, set adapter.expert_layout=shared_outer, or serve fewer bits (--served)"
     )
+
+
+def _larger(hardware: Hardware) -> Iterator[Hardware]:
+    """More of the same GPUs, and as many and more of those with more memory."""
+    kinds = [g for g in GPUS.values() if g.memory > hardware.spec.memory]
+    others = [replace(hardware, gpu=g.name, gpu_memory=None) for g in kinds]
+    for times in (1, *TIMES_MORE_GPUS):
+        for other in [hardware, *sorted(others, key=lambda o: o.spec.memory)]:
+            if times > 1 or other is not hardware:
+                yield replace(other, gpus=other.gpus * times)
 
 
 def _show(

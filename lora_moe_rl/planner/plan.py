@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from lora_moe_rl.adapters.spec import AdapterSpec
-from lora_moe_rl.config import AdapterConfig, RunConfig
+from lora_moe_rl.config import RunConfig
 from lora_moe_rl.layout import check_layout
 from lora_moe_rl.planner.base import num_parameters
 from lora_moe_rl.planner.compute import Flops, Lengths, Roofline, Seconds
@@ -105,11 +105,10 @@ def _ways(facts: Facts, config: RunConfig) -> dict[Way, AdapterSpec]:
     for way in ("per_expert", "shared_outer"):
         if way == "shared_outer" and config.adapter.init == "olora":
             continue
-        changed = config.adapter.model_dump() | {"expert_layout": way}
-        adapter = AdapterConfig.model_validate(changed)
-        spec = build_spec(facts, config.model_copy(update={"adapter": adapter}))
-        if way == config.adapter.expert_layout or any(site.shared for site in spec):
-            ways[way] = spec
+        adapter = config.adapter.model_copy(update={"expert_layout": way})
+        targets = [*AdapterSpec.build(facts.shape, config.adapter, servable=False)]
+        if way == "per_expert" or any(site.num_experts for site in targets):
+            ways[way] = build_spec(facts, config.model_copy(update={"adapter": adapter}))
     return ways
 
 
@@ -140,6 +139,12 @@ def problems(
             f"{hardware.gpus}; lower trainer.world_size={config.trainer.world_size} or "
             f"rollout.engines={config.rollout.engines} * rollout.tp={config.rollout.tp}"
         )
+    for key, tp in (("trainer.tp", config.trainer.tp), ("rollout.tp", config.rollout.tp)):
+        if tp > hardware.gpus_per_node:
+            found.append(
+                f"{key}={tp} ranks stand on one node, and a node has {hardware.gpus_per_node} "
+                f"GPUs; use {key}={hardware.gpus_per_node} or less, or --gpus-per-node"
+            )
     total = heaviest.total / GIB
     if total > memory:
         largest = max(heaviest.memory, key=lambda key: heaviest.memory[key])

@@ -137,6 +137,8 @@ class Search:
         """The fastest engines on so many GPUs."""
         best, least = None, math.inf
         for tp in ENGINE_TPS:
+            if tp > self.hardware[1]:  # an engine stands on one node
+                break
             if gpus % tp or not divides_engine(self.facts.shape, tp):
                 continue
             for ep in (False, True) if tp > 1 else (False,):

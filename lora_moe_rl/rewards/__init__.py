@@ -1,4 +1,4 @@
-"""Rewards are plain Python functions; these two are there already.
+"""Rewards are plain Python functions; these three are there already.
 
     def reward(prompts, completions, completion_ids, **columns) -> list[float | None]
 
@@ -12,5 +12,6 @@ None means that the reward does not apply to this sample: it is left out of the 
 """
 
 from lora_moe_rl.rewards.builtin import exact_match, number_match
+from lora_moe_rl.rewards.math import math_verify
 
-__all__ = ["exact_match", "number_match"]
+__all__ = ["exact_match", "math_verify", "number_match"]

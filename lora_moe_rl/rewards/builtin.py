@@ -12,7 +12,7 @@ NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 def exact_match(completions: list, answer: list, **_) -> list[float]:
     """1 where the completion is the answer, but for white space around it; else 0."""
     return [
-        float(_text(completion).strip() == str(expected).strip())
+        float(completion_text(completion).strip() == str(expected).strip())
         for completion, expected in zip(completions, answer, strict=True)
     ]
 
@@ -25,7 +25,7 @@ def number_match(completions: list, answer: list, **_) -> list[float | None]:
     rewards: list[float | None] = []
     for completion, expected in zip(completions, answer, strict=True):
         wanted = last_number(str(expected))
-        rewards.append(None if wanted is None else float(last_number(_text(completion)) == wanted))
+        rewards.append(None if wanted is None else float(last_number(completion_text(completion)) == wanted))
     return rewards
 
 
@@ -40,6 +40,6 @@ def last_number(text: str) -> Decimal | None:
     return found
 
 
-def _text(completion: Any) -> str:
+def completion_text(completion: Any) -> str:
     """The text of a completion, which is a list of one message when the prompt has messages."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
