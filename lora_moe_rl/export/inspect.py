@@ -46,7 +46,7 @@ def inspect(source: Source) -> Norms:
 
 def print_report(source: Source, report: Norms) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     console = Console(highlight=False, soft_wrap=True)
     spec = source.spec
@@ -54,7 +54,15 @@ def print_report(source: Source, report: Norms) -> None:
         f"{source.path}: {len(spec.sites)} sites of {spec.shape.architecture}, "
         f"{spec.num_parameters:,} parameters, {report['bytes_float32'] / 1e6:.1f} MB in float32"
     )
-    table = Table("module", "layers", "experts", "rank", "scale", "parameters", "‖ΔW‖ by layer")
+    table = Table(
+        Column("module", no_wrap=True),
+        "layers",
+        "experts",
+        "rank",
+        "scale",
+        "parameters",
+        "‖ΔW‖ by layer",
+    )
     modules: dict[str, list[Site]] = {}
     for site in spec:
         modules.setdefault(site.module, []).append(site)
