@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.kernels.route_codec import RowLayout, pack_array
 from lora_moe_rl.router_replay.packed import PackedRoutes
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.router_replay.travel import Block, SentRoutes, send
@@ -255,16 +254,16 @@ def _kimi_routes(put, layers: tuple[int, ...]) -> tuple[SentRoutes, int, float]:
     packing). The other stages' parts are not made."""
     assert len(layers) == STAGE_LAYERS
     rng = np.random.default_rng(0)
-    layout = RowLayout(STAGE_LAYERS, KIMI_TOP_K, KIMI_EXPERTS)
+    offsets = np.array([0, KIMI_TOKENS])
     rest = range(layers[-1] + 1, layers[0] + KIMI_LAYERS)
     blocks, total, seconds = [], 0, []
     for i in range(KIMI_SAMPLES):
         size = (KIMI_TOKENS, STAGE_LAYERS, KIMI_TOP_K)
         ids = _distinct(rng, size, KIMI_EXPERTS)
         started = time.perf_counter()
-        rows = pack_array(ids, layout)
-        offsets = np.array([0, KIMI_TOKENS])
-        part = PackedRoutes._of(layers, layout, offsets, rows, None).to_bytes()
+        valid = np.ones(ids.shape[:2], bool)
+        table = RouteTable(ids.view(np.uint16), valid, offsets, layers, KIMI_EXPERTS)
+        part = PackedRoutes.pack(table).to_bytes()
         seconds.append(time.perf_counter() - started)
         total += part.nbytes
         blocks.append(Block(i, i + 1, (put(part), None)))
