@@ -25,7 +25,8 @@ def number_match(completions: list, answer: list, **_) -> list[float | None]:
     rewards: list[float | None] = []
     for completion, expected in zip(completions, answer, strict=True):
         wanted = last_number(str(expected))
-        rewards.append(None if wanted is None else float(last_number(completion_text(completion)) == wanted))
+        found = last_number(completion_text(completion))
+        rewards.append(None if wanted is None else float(found == wanted))
     return rewards
 
 

@@ -28,16 +28,27 @@ def _mask_padding(logits: torch.Tensor, vocab_size: int) -> None:
         logits[..., max(0, vocab_size - first) :] = float("-inf")
 
 
+ROWS_AT_ONCE = 1024  # of logits in float32, of which there are several copies
+
+
 @torch.no_grad()
 def token_entropy(logits: torch.Tensor, temperature: float, vocab_size: int) -> torch.Tensor:
     """Entropy of each position's distribution, in nats: float32 `[T]`."""
-    scaled = logits.squeeze(0).float() / temperature
-    _mask_padding(scaled, vocab_size)
+
+    def scaled_rows():
+        for rows in logits.squeeze(0).split(ROWS_AT_ONCE):
+            scaled = rows.float() / temperature
+            _mask_padding(scaled, vocab_size)
+            yield scaled
+
     group = ps.get_tensor_model_parallel_group()
-    top = scaled.max(dim=-1).values
+    top = torch.cat([scaled.max(dim=-1).values for scaled in scaled_rows()])
     dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-    scaled -= top.unsqueeze(-1)
-    weight = scaled.exp()
-    sums = torch.stack([weight.sum(-1), (weight * scaled.clamp_min(-1e4)).sum(-1)])
-    dist.all_reduce(sums, group=group)
-    return sums[0].log() - sums[1] / sums[0]
+    sums = []
+    for scaled, highest in zip(scaled_rows(), top.split(ROWS_AT_ONCE), strict=True):
+        scaled -= highest.unsqueeze(-1)
+        weight = scaled.exp()
+        sums.append(torch.stack([weight.sum(-1), (weight * scaled.clamp_min(-1e4)).sum(-1)]))
+    total = torch.cat(sums, dim=-1)
+    dist.all_reduce(total, group=group)
+    return total[0].log() - total[1] / total[0]
