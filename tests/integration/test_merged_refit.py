@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import tiny_families
 import torch
@@ -82,9 +84,11 @@ def score(engine: EngineProcess, version: int | None) -> list[np.ndarray]:
 
 
 @contextlib.contextmanager
-def serving(name: str, folder: Path, targets: tuple[str, ...], tp: int, **adapter) -> Iterator:
+def serving(
+    name: str, folder: Path, targets: tuple[str, ...], tp: int, sizes=None, **adapter
+) -> Iterator[Serving]:
     model_dir = folder / "base"
-    tiny_families.save(name, model_dir)
+    tiny_families.save(name, model_dir, **sizes or {})
     make_tokenizer().save_pretrained(model_dir)
     config = RunConfig(
         model={"path": str(model_dir), "max_length": 128},
@@ -203,16 +207,41 @@ def test_a_base_that_changed_on_disk_is_refused(deepseek):
         deepseek.publish(8, tensors)
 
 
+MANY_EXPERTS = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 64}
+EXPERT_BYTES = 3 * 256 * 256 * 4
+WORKER_STACK_BYTES = 64 * EXPERT_BYTES // 2  # of one layer, in one of two workers
+
+
 def test_qwen_over_two_engine_ranks_equals_a_restart(tmp_path):
-    with serving("qwen3_moe", tmp_path, ("*",), tp=2) as qwen:
+    with serving("qwen3_moe", tmp_path, ("*",), tp=2, sizes=MANY_EXPERTS) as qwen:
         base = qwen.score(None)
         qwen.publish(1, qwen.adapter(1))
         tensors = qwen.adapter(2)
-        qwen.publish(2, tensors)
+        with peak_memory(qwen.engine) as rise:
+            receipt = qwen.publish(2, tensors)
         found = qwen.score(2)
         assert changes(base, found)
         assert qwen.engine.call("differing", 2, *qwen.send(2, tensors)) == []
+    print(f"{max(rise):,} bytes above {receipt.bytes:,} of the adapter; {receipt.seconds}")
+    allowed = 2 * receipt.bytes + 8 * EXPERT_BYTES
+    assert max(rise) < allowed < WORKER_STACK_BYTES
     check_equals_a_restart(qwen, found, tensors)
+
+
+@contextlib.contextmanager
+def peak_memory(engine: EngineProcess) -> Iterator[list[int]]:
+    """How far the memory of vLLM's processes rises above what it was, in bytes of each."""
+    processes = psutil.Process(engine.process.pid).children(recursive=True)
+    assert len(processes) >= 2
+    for process in processes:
+        Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # the peak begins anew
+    before = [process.memory_info().rss for process in processes]
+    rise: list[int] = []
+    yield rise
+    for process, start in zip(processes, before, strict=True):
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        peak = 1024 * int(re.search(r"VmHWM:\s+(\d+)", status)[1])
+        rise.append(peak - start)
 
 
 def test_a_run_serves_merged_weights(tmp_path):
