@@ -24,6 +24,15 @@ MIXED = RunConfig(
 )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """The models are tiny: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def make(config=MIXED, shape=SHAPE):
     spec = AdapterSpec.build(shape, config.adapter)
     generator = np.random.default_rng(1)
