@@ -11,7 +11,17 @@ function gets those of the keywords that it names, or all if it takes `**kwargs`
 None means that the reward does not apply to this sample: it is left out of the loss.
 """
 
+from typing import Any
+
 from lora_moe_rl.rewards.builtin import exact_match, number_match
-from lora_moe_rl.rewards.math import math_verify
 
 __all__ = ["exact_match", "math_verify", "number_match"]
+
+
+def __getattr__(name: str) -> Any:
+    """math_verify, which imports sympy: only where it is asked for."""
+    if name == "math_verify":
+        from lora_moe_rl.rewards.math import math_verify
+
+        return math_verify
+    raise AttributeError(name)

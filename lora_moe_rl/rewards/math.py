@@ -11,7 +11,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from math_verify import parse, verify
+
 from lora_moe_rl.rewards.builtin import completion_text
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no timeout
 
 FINAL = "####"  # what GSM8K writes before its answer
 
@@ -22,9 +26,6 @@ def math_verify(completions: list, answer: list, **_) -> list[float | None]:
     `answer` may be a bare answer (`\\frac{1}{2}`), one in dollars or in a box, or a whole solution
     that ends in one. One that cannot be read is not applicable (None).
     """
-    from math_verify import verify
-
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no timeout
     rewards: list[float | None] = []
     known: dict[str, list[Any]] = {}
     for completion, expected in zip(completions, answer, strict=True):
@@ -35,7 +36,7 @@ def math_verify(completions: list, answer: list, **_) -> list[float | None]:
             rewards.append(None)
             continue
         found = _parse(completion_text(completion))
-        rewards.append(float(verify(known[text], found, timeout_seconds=None)))
+        rewards.append(float(verify(known[text], found, timeout_seconds=0)))
     return rewards
 
 
@@ -48,6 +49,4 @@ def parse_answer(text: str) -> list[Any]:
 
 
 def _parse(text: str) -> list[Any]:
-    from math_verify import parse
-
-    return parse(text, parsing_timeout=None)
+    return parse(text, parsing_timeout=0)

@@ -3,12 +3,13 @@
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.rewards import exact_match, number_match
+from lora_moe_rl.rewards import exact_match, math_verify, number_match
 from lora_moe_rl.rewards.runner import RewardRunner
 from lora_moe_rl.types import Prompt, Sample
 
@@ -196,3 +197,33 @@ def test_number_match():
     ]  # fmt: skip
     completions, answers, expected = (list(column) for column in zip(*cases, strict=True))
     assert number_match(completions, answer=answers) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "reward"),
+    [
+        ("18", "the answer is $18$.", 1.0),
+        ("18", "first 18, then \\boxed{19}", 0.0),
+        ("\\frac{1}{2}", "so \\boxed{0.5}", 1.0),
+        ("$\\{1,2\\}$", "\\boxed{\\{2,1\\}}", 1.0),
+        ("(1,2]", "$(1,2]$", 1.0),
+        ("He has 2 left.\n#### 1,234", "It is 1234.", 1.0),
+        ("a solution, so $\\boxed{\\frac{14}{3}}$.", "\\boxed{14/3}", 1.0),
+        ("72", [{"role": "assistant", "content": "so 72"}], 1.0),
+        ("5", "no idea", 0.0),
+        ("", "5", None),
+    ],
+)
+def test_math_verify(answer, completion, reward):
+    assert math_verify([completion], [answer]) == [reward]
+
+
+def test_a_completion_that_math_verify_never_comes_back_from():
+    """It computes what a model wrote; the process is ended, and the sample has no reward."""
+    prompts, samples = step(["a", "b"], 1, {"answer": "7"})
+    texts = ["\\boxed{9^{9^9}}", "\\boxed{7}"]
+    samples = [replace(sample, text=text) for sample, text in zip(samples, texts, strict=True)]
+    with RewardRunner("lora_moe_rl.rewards:math_verify", timeout_s=4) as runner:
+        rewards, failures = runner.score(prompts, samples)
+    assert np.isnan(rewards[0]) and "took longer than reward.timeout_s=4" in failures[0]
+    assert rewards[1] == 1.0

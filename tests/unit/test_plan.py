@@ -1,0 +1,300 @@
+"""The planner: published figures, sums over ranks, traffic, problems, bad input."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from lora_moe_rl import cli
+from lora_moe_rl.adapters.families import ModelShape
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.config import RunConfig, TrainerConfig
+from lora_moe_rl.errors import ModelError
+from lora_moe_rl.planner import published
+from lora_moe_rl.planner.base import base_tensors, held_by, num_parameters
+from lora_moe_rl.planner.compute import Lengths, flops
+from lora_moe_rl.planner.facts import find, known
+from lora_moe_rl.planner.formats import tensor_bytes
+from lora_moe_rl.planner.hardware import GIB, Hardware
+from lora_moe_rl.planner.plan import Assumed, make
+from lora_moe_rl.planner.rollout import slot_bytes, weight_bytes
+from lora_moe_rl.planner.search import Search
+from lora_moe_rl.planner.traffic import routes
+from lora_moe_rl.planner.trainer import TrainerMemory, adapter_boxes, in_flight, stage_layers
+from lora_moe_rl.refit.plan import trainer_ranks
+
+NAMES = [entry["name"] for entry in known().values() if not entry["name"].startswith("tiny")]
+
+
+def config_of(**sections) -> RunConfig:
+    return RunConfig.model_validate({"model": {"max_length": 4096}} | sections)
+
+
+@pytest.mark.parametrize("row", published.rows(), ids=lambda row: row.what)
+def test_published_figures(row):
+    assert row.passed, f"{row.predicted:,} planned, {row.published:,} published"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_hold_the_whole_model_once(name):
+    """Over the ranks of a layout with TP, PP, EP and ETP: each element as often as it is copied."""
+    facts = find(name)
+    trainer = TrainerConfig(world_size=16, tp=2, pp=2, ep=2, etp=2)
+    found = Counter()
+    for rank in trainer_ranks(trainer, facts.shape.num_layers):
+        for tensor, box in held_by(facts, rank).items():
+            found[tensor] += box.size
+    for tensor in base_tensors(facts):
+        cut = 1
+        for _, axis in tensor.split:
+            cut *= {"tp": 2, "ep": 2, "etp": 2}[axis]
+        assert found[tensor] == tensor.size * 8 // cut, tensor.name
+
+
+def test_classes_are_the_sums_of_their_tensors():
+    facts = find("kimi-k2")
+    config = config_of(
+        trainer={"world_size": 48, "tp": 8, "pp": 6, "ep": 8},
+        adapter={"rank_pattern": {"layers.9.*": 8}},
+    )
+    spec = AdapterSpec.build(facts.shape, config.adapter)
+    classes = TrainerMemory(facts, spec, "bf16").classes(config)
+    ranks = trainer_ranks(config.trainer, facts.shape.num_layers)
+    assert sum(c.ranks for c in classes) == 48
+    for c in classes:
+        for stage in c.stages:
+            rank = ranks[stage * 8 + 3]
+            held = [(t, b) for t, b in held_by(facts, rank).items() if not t.buffer]
+            assert c.base_parameters == sum(box.size for _, box in held)
+            for form in ("bf16", "fp8", "int4"):
+                bytes_held = sum(tensor_bytes(t, box.shape, form) for t, box in held)
+                assert c.base_bytes[form] == bytes_held
+            adapters = sum(box.size for _, _, box in adapter_boxes(spec, rank))
+            assert c.adapter_parameters == c.trained_parameters == adapters
+
+
+def test_checkpoints_in_fp8_have_their_published_numbers():
+    """The hub's count of DeepSeek-V3: matrices in FP8, float32 scales and corrections, the rest."""
+    facts = find("deepseek-v3")
+    tensors = list(base_tensors(facts))
+    linear = sum(t.size for t in tensors if t.linear)
+    scales = sum(tensor_bytes(t, t.shape, "fp8") - t.size for t in tensors if t.linear) // 4
+    # The hub counts the layer that predicts one token more, too: of its parts here.
+    layer = [t for t in tensors if t.layer == 60]
+    more = sum(t.size for t in layer if t.linear)
+    more_scales = sum(tensor_bytes(t, t.shape, "fp8") - t.size for t in layer if t.linear) // 4
+    assert linear + more == 680_571_043_840
+    corrections = 59 * 256
+    assert scales + more_scales + corrections == 41_555_600
+
+
+def test_engine_weights_over_ranks_are_the_model():
+    facts = find("qwen3-30b-a3b")
+    whole = 2 * num_parameters(facts)
+    assert weight_bytes(facts, 1, False, "bf16") == whole
+    repeated = 2 * sum(t.size for t in base_tensors(facts) if not t.split)
+    for ep in (False, True):
+        assert 4 * weight_bytes(facts, 4, ep, "bf16") == whole + 3 * repeated
+    # Eight ranks share four key/value heads, each of which two ranks then hold.
+    doubled = 2 * 48 * 4 * 2 * 128 * 2048
+    assert 8 * weight_bytes(facts, 8, True, "bf16") == whole + 7 * repeated + doubled
+
+
+def test_kimi_slots_are_as_computed_from_vllms_buffers():
+    facts = find("kimi-k2")
+    for rollout, gigabytes in (
+        ({"tp": 16}, 32.3),
+        ({"tp": 16, "ep": True}, 2.6),
+        ({"tp": 16, "fully_sharded": True}, 2.6),
+    ):
+        config = config_of(rollout=rollout, adapter={"rank": 32}, refit={"slots": 1})
+        spec = AdapterSpec.build(facts.shape, config.adapter)
+        assert slot_bytes(spec, config, 2) / 1e9 == pytest.approx(gigabytes, rel=0.06)
+
+
+def test_slots_have_room_for_the_largest_rank():
+    facts = find("qwen3-30b-a3b")
+    sizes = []
+    for rank in (9, 16):
+        config = config_of(adapter={"rank": rank})
+        sizes.append(slot_bytes(AdapterSpec.build(facts.shape, config.adapter), config, 2))
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_routes_are_those_of_the_codec(name):
+    from lora_moe_rl.kernels.route_codec.layout import RowLayout
+
+    shape = find(name).shape
+    layout = RowLayout(len(shape.moe_layers), shape.top_k, shape.num_experts)
+    assert routes(shape, 7).token == layout.row_bytes
+    assert routes(shape, 7).step == 7 * layout.row_bytes
+
+
+def test_operations():
+    facts = find("qwen3-30b-a3b")
+    spec = AdapterSpec.build(facts.shape, config_of(adapter={"rank": 16}).adapter)
+    f = flops(facts, spec, 0, "none")
+    assert f.active / 1e9 == pytest.approx(3.35 - 0.31, abs=0.01)  # 3.3B with the embedding
+    assert f.train == 4 * f.active + 6 * f.adapter
+    assert f.full == 6 * f.active
+    again = flops(facts, spec, 0, "full")
+    assert again.train - f.train == f.forward
+    assert f.adapter_share == pytest.approx(6 * f.adapter / (4 * f.active))
+
+
+def test_stages_and_their_micro_batches_in_flight():
+    trainer = TrainerConfig(world_size=4, pp=4)
+    assert [in_flight(trainer, stage, 8) for stage in range(4)] == [4, 3, 2, 1]
+    assert [in_flight(trainer, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
+    interleaved = TrainerConfig(world_size=2, pp=2, vpp=2)
+    assert [in_flight(interleaved, stage, 8) for stage in range(2)] == [5 / 2, 3 / 2]
+    assert stage_layers(interleaved, 5) == [[0, 3], [1, 2, 4]]
+
+
+def planned(model: str, gpus: int, **sections):
+    facts = find(model)
+    config = config_of(**sections)
+    return make(facts, config, Assumed(Hardware(gpus), "bf16", "bf16", Lengths(512, 512)))
+
+
+def test_what_does_not_fit_is_said_with_a_way_out():
+    trainer = {"world_size": 8, "ep": 8}
+    kept = planned("qwen3-235b-a22b", 16, trainer=trainer, rollout={"tp": 8})
+    assert any("its activations" in text and "recompute=full" in text for text in kept.problems)
+    trainer["recompute"] = "full"
+    base = planned("qwen3-235b-a22b", 16, trainer=trainer, rollout={"tp": 8})
+    assert any("its base" in text and "raise trainer.pp" in text for text in base.problems)
+    few = planned("qwen3-30b-a3b", 2, trainer={"world_size": 2, "ep": 2}, rollout={"tp": 2})
+    assert "needs 4 GPUs (trainer 2, engines 2) and there are 2" in few.problems[0]
+    wide = planned("qwen3-30b-a3b", 32, rollout={"tp": 16})
+    assert any("rollout.tp=16 ranks stand on one node" in text for text in wide.problems)
+    cache = planned("qwen3-30b-a3b", 2, rollout={"gpu_memory_utilization": 0.5})
+    assert any("left for the KV cache" in text for text in cache.problems)
+    trainer = {"world_size": 4, "ep": 4, "micro_batch_tokens": 4096}
+    rollout = {"tp": 2, "engines": 2, "gpu_memory_utilization": 0.9}
+    fits = planned("qwen3-30b-a3b", 8, trainer=trainer, rollout=rollout)
+    assert fits.problems == []
+
+
+def test_a_shared_gpu_must_hold_both():
+    share = {"trainer": {"gpus_per_rank": 0.5, "recompute": "full"}}
+    rollout = {"gpus_per_engine": 0.5, "gpu_memory_utilization": 0.6}
+    both = planned("moonlight-16b-a3b", 1, **share, rollout=rollout)
+    assert any("share a GPU of 80 GiB" in text for text in both.problems)
+    assert both.gpus == (1, 1, True)
+
+
+def test_the_search_proposes_what_fits():
+    facts = find("qwen3-30b-a3b")
+    config = config_of(rollout={"gpu_memory_utilization": 0.9})
+    assumed = Assumed(Hardware(8), "bf16", "bf16", Lengths(512, 512))
+    proposals = Search(facts, config, assumed).best(5)
+    assert len(proposals) > 1
+    assert [p.seconds.step for p in proposals] == sorted(p.seconds.step for p in proposals)
+    for proposal in proposals:
+        result = make(facts, RunConfig.model_validate(proposal.config.model_dump()), assumed)
+        assert result.problems == []
+        assert result.heaviest.total <= 80 * GIB
+
+
+def run(*arguments) -> subprocess.CompletedProcess:
+    code = (
+        "import sys; from lora_moe_rl import cli; rc = cli.main(sys.argv[1:]);"
+        "assert not {'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules); sys.exit(rc)"
+    )
+    command = [sys.executable, "-c", code, "plan", *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_the_command_needs_no_torch():
+    child = run("--model", "kimi-k2", "--gpus", "64", "--gpu", "b200", "--json")
+    assert child.returncode == 0, child.stderr
+    plan = json.loads(child.stdout)
+    assert plan["model"]["parameters"] == 1_026_408_232_448
+    assert sum(c["ranks"] for c in plan["trainer"]) == plan["gpus"]["trainer"]
+    assert plan["problems"] == []
+
+
+def test_the_tables_and_the_chart(tmp_path, capsys):
+    picture = tmp_path / "plan.png"
+    words = ["plan", "--model", "qwen3-30b-a3b", "--gpus", "8", "--search", "--png", str(picture)]
+    assert cli.main(words) == 0
+    shown = capsys.readouterr().out
+    for text in (
+        "30,532,122,624 parameters",
+        "GiB",
+        "routes: 336 bytes",
+        "fastest layouts",
+        "fits",
+    ):
+        assert text in shown
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "kimi-k9", "--gpus", "8"], "did you mean Kimi-K2"),
+        (["--model", "kimi-k2"], "needs --gpus"),
+        ([], "one recipe or --model"),
+        (["--model", "kimi-k2", "recipes/tiny_arithmetic.py"], "one recipe or --model"),
+        (["--model", "qwen3-30b-a3b", "--gpus", "0"], "--gpus 0 is not above 0"),
+        (
+            ["--model", "kimi-k2", "--gpus", "8"],
+            "no layout of Kimi-K2.*one does: trainer.world_size",
+        ),
+        (
+            ["--model", "qwen3-30b-a3b", "--gpus", "16", "trainer.world_size=8", "trainer.tp=3"],
+            "multiple of tp .* nearest layouts of 8 trainer ranks that do and fit: tp=",
+        ),
+        (
+            ["--model", "qwen3-30b-a3b", "trainer.world_size=256", "trainer.ep=256"],
+            "does not divide the model's 128 experts.*nearest layouts of 256 .*ep=128",
+        ),
+        (["--model", "qwen3-30b-a3b", "--gpus", "8", "trainer.tpp=2"], "tpp"),
+    ],
+)
+def test_bad_input(words, said, capsys):
+    import re
+
+    assert cli.main(["plan", *words]) == 2
+    error = capsys.readouterr().err
+    assert re.search(said, error, re.DOTALL), error
+
+
+def test_a_config_that_lacks_a_field(tmp_path):
+    config = dict(find("kimi-k2").config)
+    del config["moe_intermediate_size"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="lacks the key 'moe_intermediate_size'"):
+        find(str(tmp_path))
+    with pytest.raises(ModelError, match="no config.json"):
+        find(str(tmp_path.parent))
+
+
+def test_quantised_directories_are_known_by_their_config(tmp_path):
+    config = dict(find("kimi-k2").config)
+    int4 = {"quant_method": "compressed-tensors",
+            "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}  # fmt: skip
+    for quantization, form in (({"quant_method": "fp8"}, "fp8"), (int4, "int4"), (None, "bf16")):
+        entry = {"quantization_config": quantization} if quantization else {}
+        (tmp_path / "config.json").write_text(json.dumps(config | entry))
+        assert find(str(tmp_path)).checkpoint == form
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "awq"}})
+    )
+    with pytest.raises(ModelError, match="awq"):
+        find(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_tiny_models_are_as_they_are_made(name):
+    from lora_moe_rl.tiny.shapes import EXTRA_CONFIG, SHAPES
+
+    facts = find(name)
+    made = {k: v for k, v in (SHAPES[name] | EXTRA_CONFIG[name]).items() if k in facts.config}
+    assert made == {key: facts.config[key] for key in made}
+    assert facts.shape == ModelShape.from_hf_config(dict(facts.config) | SHAPES[name])

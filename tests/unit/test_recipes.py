@@ -1,0 +1,93 @@
+"""Every recipe parses, resolves, is planned without a network, and fits what it says it is for."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lora_moe_rl import recipe
+from lora_moe_rl.data import PromptMaker
+from lora_moe_rl.data_files import read_rows
+from lora_moe_rl.importing import load_file, load_function
+from lora_moe_rl.overrides import override
+from lora_moe_rl.planner.compute import Lengths
+from lora_moe_rl.planner.facts import find
+from lora_moe_rl.planner.hardware import GIB, Hardware
+from lora_moe_rl.planner.plan import Assumed, make
+from lora_moe_rl.rewards.math import parse_answer
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.py"))
+LOCAL = ROOT / "recipes/data/math_small.jsonl"
+SHARED_GPU = [
+    "trainer.world_size=1",
+    "trainer.ep=1",
+    "trainer.gpus_per_rank=0.5",
+    "trainer.recompute=full",
+    "rollout.engines=1",
+    "rollout.gpus_per_engine=0.5",
+    "rollout.gpu_memory_utilization=0.45",
+]
+
+
+def planned(config, hardware):
+    facts = find(config.model.path)
+    served = facts.checkpoint if facts.checkpoint in ("fp8", "int4") else "bf16"
+    return make(facts, config, Assumed(hardware, "bf16", served, Lengths(512, 512)))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_fits(path):
+    config = recipe.resolve(recipe.load_config(str(path)))
+    load_function(config.reward.function)
+    module = load_file(path)
+    hardware = getattr(module, "hardware", Hardware(3))
+    result = planned(config, hardware)
+    assert result.problems == []
+    if config.trainer.device != "cuda":
+        return  # a tiny one, for a CPU
+    mine, theirs, shared = result.gpus
+    assert (mine if shared else mine + theirs) == hardware.gpus
+    said = " ".join(module.__doc__.split())
+    assert (
+        f"holds {result.heaviest.total / GIB:.0f} GiB of {hardware.spec.memory:g}"
+        in said.replace("holds up to", "holds")
+    )
+    assert f"room for {result.engine.sequences} sequences of {config.model.max_length:,}" in said
+    assert f"python recipes/{path.name}" in said and "Watch" in said.replace("watch", "Watch")
+
+
+def test_moonlight_fits_one_gpu_and_eight():
+    config = recipe.load_config(str(ROOT / "recipes/moonlight_16b_a3b.py"))
+    assert planned(override(config, SHARED_GPU), Hardware(1, "h200")).problems == []
+    eight = override(config, ["trainer.world_size=4", "trainer.ep=4", "rollout.engines=4"])
+    assert planned(eight, Hardware(8)).problems == []
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_settings_in_a_recipes_docstring_are_accepted(path):
+    config = recipe.load_config(str(path))
+    text = load_file(path).__doc__.replace("\\\n", " ")
+    commands = re.findall(rf"python recipes/{path.name}(.*)", text)
+    assert commands
+    for command in commands:
+        override(config, re.findall(r"[\w.]+=\S+", command))
+
+
+def test_the_local_rows_have_answers_that_can_be_read():
+    config = override(
+        recipe.load_config(str(ROOT / "recipes/qwen3_30b_a3b.py")),
+        [f"data.path={LOCAL}", "data.subset=null", "data.answer_key=answer"],
+    )
+    rows = read_rows(config.data)
+    assert len(rows) == 30
+    maker = PromptMaker(config.data.model_copy(update={"chat_template": False}), _Words(), 100)
+    for _, _, columns in maker.make_all(rows):
+        assert parse_answer(columns["answer"]), columns
+
+
+class _Words:
+    """As many ids as words."""
+
+    def encode(self, text, **_):
+        return list(range(len(text.split())))
