@@ -76,6 +76,7 @@ def _step(found: Result):
 def _kimi(found: Result):
     rows = [[name, f"{seconds:.3f}"] for name, seconds in found["seconds"].items()]
     rows.append(["all", f"{found['total']:.3f}"])
+    rows.append(["CPU seconds, packing of tokens included", f"{found['cpu_seconds']:.3f}"])
     title = (
         f"one rank's {found['layers']} MoE layers of {found['samples']} samples of "
         f"{found['tokens']:,} tokens ({found['bytes'] / 1e6:,.0f} MB), seconds"

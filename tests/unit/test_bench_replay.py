@@ -40,7 +40,7 @@ def result_of(**changes) -> replay.Result:
         "step": {"share": 0.01, "seconds": {"pack": 1e-3}, "added": 1e-3, "step": 0.1,
                  "pair": {"with": 0.2, "without": 0.2}, "tokens": 9},
         "kimi": {"total": 0.5, "seconds": {"check": 0.5}, "layers": 8, "samples": 2, "tokens": 3,
-                 "bytes": 10},
+                 "bytes": 10, "cpu_seconds": 0.6},
         "effect": {"on_over_off": dict.fromkeys(replay_report.MISMATCH, 0.1), "tokens": 3,
                    "on": dict.fromkeys(replay_report.MISMATCH, 0.1), "parameters": 1e6,
                    "off": dict.fromkeys(replay_report.MISMATCH, 1.0), "disagreement": 0.1,
