@@ -115,7 +115,7 @@ def _dequantise(form: str, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def _square(value: Tensor) -> float:
-    return float(value.double().square().sum())
+    return float(torch.linalg.vector_norm(value, dtype=torch.float64)) ** 2
 
 
 def _is_finite(value: Tensor) -> bool:

