@@ -5,6 +5,7 @@ UV_VERSION := 0.13.8
 KIND := $(if $(GPU),gpu,cpu)
 BIN := .venv/bin
 STAMP := .venv/.setup-$(KIND)
+JOBS ?= 2
 DEMO_DIR ?= runs/demo/$(shell date +%Y%m%d-%H%M%S)
 
 .PHONY: help setup demo test test-slow test-gpu lint format clean
@@ -39,11 +40,13 @@ $(STAMP): requirements/$(KIND).txt requirements/engines-$(KIND).txt pyproject.to
 demo: $(STAMP)
 	$(BIN)/lora-moe-rl train recipes/tiny_arithmetic.py logging.run_dir=$(DEMO_DIR)
 
+# Files of integration tests go to JOBS processes: much of their time is waiting and importing.
 test: $(STAMP)
-	$(BIN)/pytest tests/unit tests/integration -m "not slow and not gpu"
+	$(BIN)/pytest tests/unit -m "not slow"
+	$(BIN)/pytest tests/integration -m "not slow" -n $(JOBS) --dist loadfile
 
 test-slow: $(STAMP)
-	$(BIN)/pytest tests/unit tests/integration -m "slow and not gpu"
+	$(BIN)/pytest tests/unit tests/integration -m slow -n $(JOBS) --dist loadfile
 
 test-gpu: $(STAMP)
 	$(BIN)/pytest tests/gpu
