@@ -19,6 +19,7 @@ examples:
   lora-moe-rl export runs/demo --to peft --for vllm --out adapter
   lora-moe-rl export runs/demo --to merged --base Qwen/Qwen3-30B-A3B --out merged
 """
+WORST_SHOWN = 10  # quantised tensors
 
 
 def main(argv: Sequence[str]) -> int:
@@ -121,9 +122,12 @@ def _export_merged(options: argparse.Namespace) -> int:
         f"{report.directory}: {report.changed_tensors:,} tensors changed, {report.shards} shards, "
         f"{report.kept_shards} of them found finished; {report.bytes_written / 1e9:.2f} GB written"
     )
-    for name, error in sorted(report.errors.items()):
+    worst = sorted(report.errors.items(), key=lambda item: -item[1].over_delta)
+    for name, error in worst[:WORST_SHOWN]:
         print(
             f"{name}: quantised, off by {error.relative:.2e} of its norm, {error.over_delta:.2f} "
             f"of what the adapter changed"
         )
+    if len(worst) > WORST_SHOWN:
+        print(f"these are the largest of {len(worst):,}; all are in {report.directory}/merge.json")
     return 0
