@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from lora_moe_rl import recipe
 from lora_moe_rl.config import RunConfig
@@ -20,6 +21,9 @@ from lora_moe_rl.planner.facts import Facts, Format, find
 from lora_moe_rl.planner.hardware import DEFAULT_GPU, GPUS, Hardware
 from lora_moe_rl.planner.plan import Assumed, RunPlan
 from lora_moe_rl.planner.search import Proposal, Search
+
+if TYPE_CHECKING:
+    from lora_moe_rl.planner.build import BuildReport
 
 ABOUT = """\
 What a run needs, from the model's config alone: memory of every trainer rank and engine rank,
@@ -65,8 +69,9 @@ def main(argv: Sequence[str]) -> int:
     if not asked:
         config = proposals[0].config
     result = plans.make(facts, config, assumed)
-    _show(result, proposals if options.search else [], chosen=not asked, options=options)
-    return 1 if result.problems else 0
+    report = _built(result) if options.build else None
+    _show(result, proposals if options.search else [], report, chosen=not asked, options=options)
+    return 1 if result.problems or (report is not None and not report.passed) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -94,6 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--response-tokens", type=int, help="mean (half of the most)")
     parser.add_argument("--search", action="store_true", help="propose layouts, fastest first")
     parser.add_argument("--top", type=int, default=8, help="of --search: how many (8)")
+    about = "build ranks of every stage without values and compare (needs torch and Megatron)"
+    parser.add_argument("--build", action="store_true", help=about)
     parser.add_argument("--published", action="store_true", help="compare with published figures")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw memory by class of rank")
@@ -259,8 +266,22 @@ def _larger(hardware: Hardware) -> Iterator[Hardware]:
                 yield replace(other, gpus=other.gpus * times)
 
 
+def _built(result: RunPlan) -> BuildReport:
+    """Progress goes to stderr, so that --json stays clean."""
+    from lora_moe_rl.planner.build import check
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    return check(result.facts, result.spec, result.config, say)
+
+
 def _show(
-    result: RunPlan, proposals: list[Proposal], chosen: bool, options: argparse.Namespace
+    result: RunPlan,
+    proposals: list[Proposal],
+    report: BuildReport | None,
+    chosen: bool,
+    options: argparse.Namespace,
 ) -> None:
     if options.png:
         from lora_moe_rl.planner.chart import draw
@@ -269,12 +290,15 @@ def _show(
     if options.json:
         from lora_moe_rl.planner.as_json import as_json
 
-        print(json.dumps(as_json(result, proposals), indent=1))
+        built = {} if report is None else {"build": asdict(report) | {"passed": report.passed}}
+        print(json.dumps(as_json(result, proposals) | built, indent=1))
         return
     from lora_moe_rl.planner import tables
 
     tables.show(result, chosen)
     if proposals:
         tables.show_proposals(proposals, result.assumed)
+    if report is not None:
+        tables.show_build(report)
     if options.png:
         print(f"drawn: {options.png}")

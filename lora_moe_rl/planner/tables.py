@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -10,6 +12,9 @@ from rich.text import Text
 from lora_moe_rl.planner.hardware import GIB
 from lora_moe_rl.planner.plan import Assumed, RunPlan
 from lora_moe_rl.planner.search import Proposal
+
+if TYPE_CHECKING:
+    from lora_moe_rl.planner.build import BuildReport
 
 WIDTH = 118
 # Columns of a trainer rank: heading -> kinds of memory.
@@ -150,6 +155,24 @@ def _seconds(plan: RunPlan) -> list[str]:
         f"evenly loaded experts; of the peak: training {e.train_flops:.0%}, prefill "
         f"{e.prefill_flops:.0%}, decode bandwidth {e.decode_bandwidth:.0%}, links {e.links:.0%}",
     ]
+
+
+def show_build(report: BuildReport) -> None:
+    """What was compared with ranks that were built, and what differs."""
+    from lora_moe_rl.planner.build import lines
+
+    out, ranks = console(), len(report.ranks)
+    table = _table(
+        f"built without values: {ranks} ranks, {report.seconds:.0f} s, "
+        f"{report.peak_bytes / GIB:.2f} GiB; parameters, each once: {report.unique_parameters:,}",
+        ["", "elements", ""],
+    )
+    for check in report.checks:
+        verdict = "[bold red]FAIL[/]" if check.faults else "[green]PASS[/]"
+        table.add_row(check.what, f"{check.elements:,}", verdict)
+    out.print(table)
+    for line in lines(report):
+        out.print(Text(line, style="red"))
 
 
 def show_proposals(proposals: list[Proposal], assumed: Assumed) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from lora_moe_rl.adapters.sharding import Box, RankLayout, kind_of, pipeline_chunks
+from lora_moe_rl.adapters.sharding import RankLayout, kind_of, pipeline_chunks
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
 from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.planner.activations import (
@@ -31,7 +31,6 @@ from lora_moe_rl.planner.base import (
 from lora_moe_rl.planner.facts import Facts, Format
 from lora_moe_rl.planner.formats import itemsize, tensor_bytes
 from lora_moe_rl.planner.hardware import FRAGMENTATION, RUNTIME_BYTES
-from lora_moe_rl.refit.plan import TrainerRank
 
 FLOAT32 = 4
 STEP = 4  # Adam's count of steps: one float32 a parameter tensor, on the host
@@ -242,14 +241,6 @@ def in_flight(trainer: TrainerConfig, stage: int, num_micro_batches: int) -> flo
         return min(trainer.pp - stage, num_micro_batches)
     warm = 2 * (trainer.pp - stage - 1) + (trainer.vpp - 1) * trainer.pp + 1
     return min(warm, num_micro_batches * trainer.vpp) / trainer.vpp
-
-
-def adapter_boxes(spec: AdapterSpec, rank: TrainerRank) -> Iterator[tuple[Site, str, Box]]:
-    """A rank's part of every canonical tensor of its layers: (site, A or B, box)."""
-    for site in spec:
-        if site.layer in rank.layers:
-            for matrix, shape in (("A", site.shape_A), ("B", site.shape_B)):
-                yield site, matrix, Box(*rank.layout.local_range(kind_of(site), matrix, shape))
 
 
 def adapter_sizes(spec: AdapterSpec, layout: RankLayout, layer: int) -> tuple[int, int, int]:

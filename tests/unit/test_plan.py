@@ -14,6 +14,7 @@ from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.errors import ModelError
 from lora_moe_rl.planner import published
 from lora_moe_rl.planner.base import base_tensors, held_by, num_parameters
+from lora_moe_rl.planner.build import adapter_boxes
 from lora_moe_rl.planner.compute import Lengths, flops
 from lora_moe_rl.planner.facts import find, known
 from lora_moe_rl.planner.formats import tensor_bytes
@@ -22,7 +23,7 @@ from lora_moe_rl.planner.plan import Assumed, make
 from lora_moe_rl.planner.rollout import slot_bytes, weight_bytes
 from lora_moe_rl.planner.search import Search
 from lora_moe_rl.planner.traffic import routes
-from lora_moe_rl.planner.trainer import TrainerMemory, adapter_boxes, in_flight, stage_layers
+from lora_moe_rl.planner.trainer import TrainerMemory, in_flight, stage_layers
 from lora_moe_rl.refit.plan import trainer_ranks
 
 NAMES = [entry["name"] for entry in known().values() if not entry["name"].startswith("tiny")]
@@ -71,7 +72,7 @@ def test_classes_are_the_sums_of_their_tensors():
             for form in ("bf16", "fp8", "int4"):
                 bytes_held = sum(tensor_bytes(t, box.shape, form) for t, box in held)
                 assert c.base_bytes[form] == bytes_held
-            adapters = sum(box.size for _, _, box in adapter_boxes(spec, rank))
+            adapters = sum(box.size for box in adapter_boxes(spec, rank).values())
             assert c.adapter_parameters == c.trained_parameters == adapters
 
 
