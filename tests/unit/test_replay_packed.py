@@ -125,3 +125,15 @@ def test_sent_routes_are_the_table(block_bytes):
     np.testing.assert_array_equal(sent.incomplete, np.unique(rows))
     with pytest.raises(ValueError, match="are not the layers"):
         send(table, [(1, 2), (5,)])
+
+
+def test_the_end_of_the_engine_that_owns_routes_is_named(monkeypatch):
+    import ray
+
+    def get(refs):
+        raise ray.exceptions.OwnerDiedError("ab", None, "")
+
+    monkeypatch.setattr(ray, "get", get)
+    sent = send(make_table([3], (1,), 8, 2), put=lambda part: "a reference")
+    with pytest.raises(ReplayError, match=r"rollout are lost: .*OwnerDiedError.* --resume"):
+        sent.table()
