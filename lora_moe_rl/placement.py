@@ -8,14 +8,20 @@ expert-parallel ranks share nodes as far as they can and pipeline stages are wha
 
 from __future__ import annotations
 
+import os
+import socket
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import placement_group, placement_group_table
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError
@@ -26,9 +32,10 @@ Bundle = dict[str, float]
 class Placement:
     """The nodes' resources that a run has reserved. They are free again when it ends."""
 
-    def __init__(self, config: RunConfig):
-        """Raises ConfigError, naming what was found, when the cluster cannot hold the run, or does
-        not within rollout.start_timeout_s."""
+    def __init__(self, config: RunConfig, shared: Sequence[Path] = ()):
+        """`shared`: what every node must see. Raises ConfigError, naming what was found, when a
+        node does not, when the cluster cannot hold the run, or does not within
+        rollout.start_timeout_s."""
         self.config = config
         gpus = ray.cluster_resources().get("GPU", 0) > 0
         self.trainer_gpus = config.trainer.gpus_per_rank if _trains_on_gpu(config, gpus) else 0
@@ -52,6 +59,8 @@ class Placement:
         places = placement_group_table(self.group)["bundles_to_node_id"]
         groups = config.trainer.world_size // config.trainer.tp
         self.trainer_bundles = node_by_node([places[i] for i in range(groups)])
+        if len(nodes) > 1:
+            check_shared(shared, sorted(set(places.values())))
 
     def bundles(self) -> list[Bundle]:
         """Of each tensor-parallel group of the trainer, then of each engine."""
@@ -72,6 +81,27 @@ class Placement:
     def _options(self, gpus: float, bundle: int) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(self.group, bundle)
         return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy}
+
+
+def check_shared(paths: Sequence[Path], nodes: Sequence[str]) -> None:
+    """Raises ConfigError for a path that one of the nodes (Ray's ids) does not see."""
+    look = ray.remote(num_cpus=0)(_look)
+    refs = [
+        look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+            [str(path) for path in paths]
+        )
+        for node in nodes
+    ]
+    for host, missing in ray.get(refs):
+        if missing:
+            raise ConfigError(
+                f"{host} does not see {', '.join(missing)}: with several nodes, model.path and "
+                "logging.run_dir must lie on a file system that all of them share, under one name"
+            )
+
+
+def _look(paths: list[str]) -> tuple[str, list[str]]:
+    return socket.gethostname(), [path for path in paths if not os.path.exists(path)]
 
 
 def check_capacity(bundles: Sequence[Bundle], nodes: dict[str, dict[str, float]]) -> None:
