@@ -208,6 +208,8 @@ def test_number_match():
         ("$\\{1,2\\}$", "\\boxed{\\{2,1\\}}", 1.0),
         ("(1,2]", "$(1,2]$", 1.0),
         ("He has 2 left.\n#### 1,234", "It is 1234.", 1.0),
+        ("She pays $3 and $4, so 7 in all.\n#### 7", "\\boxed{7}", 1.0),
+        ("She pays $3 and $4, so 7 in all.\n#### 7", "\\boxed{3}", 0.0),
         ("a solution, so $\\boxed{\\frac{14}{3}}$.", "\\boxed{14/3}", 1.0),
         ("72", [{"role": "assistant", "content": "so 72"}], 1.0),
         ("5", "no idea", 0.0),
