@@ -153,7 +153,7 @@ class TrainerConfig(Section):
     )
     recompute: Literal["none", "full"] = Field(
         "none",
-        description="Activations of each layer: kept for backward (none), or computed again (full).",
+        description="Activations of a layer: kept for backward (none), or computed again (full).",
     )
     max_skipped_steps: int = Field(
         3, ge=1, description="Stop after this many optimizer steps in a row with NaN or inf."
