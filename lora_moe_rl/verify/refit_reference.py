@@ -2,14 +2,14 @@
 
 Sequences are sampled from the merged model: to a trained one most others are so unlikely that their
 logits are large, and the last bit of a float32 of 20 is 2e-6. Of several times as many as are
-wanted, those are kept whose logprobs change least when every layer's output is changed in its last
+wanted, those are kept whose logprobs change least when every linear's output is changed in its last
 bit, in the merged model and in the base, and that the adapter changes enough. What is left out is
 what a right engine could not be told from a wrong one by; a fault changes all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +22,10 @@ from lora_moe_rl.errors import RefitError
 from lora_moe_rl.verify import hf
 
 Tensors = dict[str, np.ndarray]
-LENGTHS = (8, 25)  # of a sequence, the second excluded
-CANDIDATES = 8  # sampled for each that is wanted
-TRIALS = 2  # of rounding, in each of the two models
-LAST_BIT = 2.0**-24
+LENGTHS = (6, 17)  # of a sequence, the second excluded
+CANDIDATES = 16  # sampled for each that is wanted
+TRIALS = 3  # of rounding, in each of the two models
+LAST_BIT = 2.0**-23
 
 
 @dataclass
@@ -117,19 +117,26 @@ def _logprobs(model: torch.nn.Module, ids: torch.Tensor) -> np.ndarray:
 
 @contextmanager
 def other_last_bits(model: torch.nn.Module, generator: torch.Generator) -> Iterator[None]:
-    """Within it, what embeddings and layers return is changed by up to half a unit in the last
-    place of a float32."""
+    """Within it, what linears, norms and layers return is changed by up to a unit in the last place
+    of a float32."""
 
     def change(module, args, output):
         hidden = output[0] if isinstance(output, tuple) else output
+        if not hidden.is_floating_point():
+            return output
         noise = torch.rand(hidden.shape, generator=generator) * 2 - 1
         hidden = hidden * (1 + LAST_BIT * noise)
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
-    inner: Sequence[torch.nn.Module] = [model.model.embed_tokens, *model.model.layers]
+    inner = [*model.model.layers, *(m for m in model.model.modules() if _computes(m))]
     handles = [module.register_forward_hook(change) for module in inner]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _computes(module: torch.nn.Module) -> bool:
+    name = type(module).__name__
+    return isinstance(module, torch.nn.Linear) or name.endswith(("Norm", "Experts"))

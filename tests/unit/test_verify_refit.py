@@ -208,10 +208,14 @@ def test_sequences_that_rounding_changes_least_come_first():
 
 
 def test_other_last_bits_are_of_the_last_bit():
-    layers = [torch.nn.Identity(), torch.nn.Identity()]
-    model = SimpleNamespace(model=SimpleNamespace(embed_tokens=torch.nn.Identity(), layers=layers))
-    x = torch.full((2, 50), 1.5)
+    linear, layer = torch.nn.Linear(4, 50), torch.nn.Identity()
+    model = SimpleNamespace(model=torch.nn.Module())
+    model.model.layers, model.model.inner = torch.nn.ModuleList([layer]), linear
+    x, ones = torch.ones(3, 4), torch.full((3, 50), 1.5)
+    right = linear(x)
     with other_last_bits(model, torch.Generator().manual_seed(0)):
-        changed = layers[1](x)
-    assert 0 < (changed != x).float().mean() < 1 and (changed - x).abs().max() <= 2.0**-23
-    assert torch.equal(layers[1](x), x)
+        changed, passed = linear(x), layer(ones)
+    for got, exact in ((changed, right), (passed, ones)):
+        assert 0 < (got != exact).float().mean() <= 1
+        assert ((got - exact).abs() <= 2.0**-22 * exact.abs()).all()
+    assert torch.equal(linear(x), right)
