@@ -227,7 +227,9 @@ def _kaiming(site: Site, rank: int, where: tuple[slice, ...], seed: int) -> torc
 
 
 def _parameter(value: torch.Tensor, device) -> torch.nn.Parameter:
-    return torch.nn.Parameter(value.to(device=device, dtype=torch.float32).contiguous())
+    """A copy: a part of a larger tensor would keep all of it in memory."""
+    value = value.to(device=device, dtype=torch.float32)
+    return torch.nn.Parameter(value.clone(memory_format=torch.contiguous_format))
 
 
 def _spans(sizes: Sequence[int]) -> list[slice]:

@@ -4,6 +4,7 @@ Of every pipeline stage the first and the last rank are built (`planner/build_ra
 the other in one process, and compared with the plan, which read nothing but the model's config:
 
     base       names and shapes of every frozen tensor
+    counts     parameters of base and adapter that the plan's table shows of the stage
     total      all tensors of all stages, each element counted once, against the published number
     adapters   every part of the canonical adapter: which elements, and where they begin
     refit      what the plan has these ranks send is what they hold, and every engine rank gets
@@ -17,7 +18,7 @@ import multiprocessing
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.errors import LoraMoeRlError, ModelError
 from lora_moe_rl.planner.base import held_by, num_parameters
 from lora_moe_rl.planner.facts import Facts
+from lora_moe_rl.planner.trainer import RankClass
 from lora_moe_rl.refit.plan import EngineLayout, Plan, TrainerRank, held, make_plan, trainer_ranks
 
 if TYPE_CHECKING:
@@ -43,8 +45,10 @@ SHOWN = 3
 
 @dataclass
 class Check:
-    """One comparison of a built rank, or of all of them, with the plan; passed without faults."""
+    """One comparison with the plan of a built rank, or (`rank` None) of the whole layout; passed
+    without faults."""
 
+    rank: int | None
     what: str
     elements: int
     faults: list[str] = field(default_factory=list)
@@ -61,28 +65,44 @@ class BuildReport:
     seconds: float
     peak_bytes: int
 
+    def rows(self) -> list[tuple[str, int, int, bool]]:
+        """(what, ranks, elements, passed) of each kind of check."""
+        rows = []
+        for what in dict.fromkeys(check.what for check in self.checks):
+            mine = [check for check in self.checks if check.what == what]
+            passed = not any(check.faults for check in mine)
+            rows.append((what, len(mine), sum(check.elements for check in mine), passed))
+        return rows
+
     @property
     def passed(self) -> bool:
         return not any(check.faults for check in self.checks)
 
 
-def check(facts: Facts, spec: AdapterSpec, config: RunConfig, say: Say) -> BuildReport:
-    """Builds and compares. Raises ModelError when a rank cannot be built."""
+def check(
+    facts: Facts, spec: AdapterSpec, config: RunConfig, classes: Sequence[RankClass], say: Say
+) -> BuildReport:
+    """Builds and compares; `classes`: what the plan says of the stages. Raises ModelError when a
+    rank cannot be built."""
     started = time.perf_counter()
     trainer = config.trainer
     ranks = chosen(trainer)
-    plan = make_plan(spec, trainer, engine_layout(spec, config), BF16)
+    engine = EngineLayout.of(config.rollout, spec.slot_rank, config.refit.mode == "merged")
+    plan = make_plan(spec, trainer, engine, BF16)
+    planned = {stage: rank_class for rank_class in classes for stage in rank_class.stages}
     built, peak = _build(facts, spec, trainer, ranks, say)
     places = trainer_ranks(trainer, spec.shape.num_layers)
     checks = []
     for rank in built:
         expected = {t.name: box.shape for t, box in held_by(facts, places[rank.rank]).items()}
         checks.append(compare_base(rank, expected))
+        stage = rank.rank // (trainer.world_size // trainer.pp)
+        checks.append(compare_counts(rank, planned[stage]))
         checks.append(compare_adapter(rank, adapter_boxes(spec, places[rank.rank])))
         checks.append(compare_refit(rank, plan))
     unique = unique_parameters(built, trainer)
     checks.append(_total(facts, unique))
-    checks.append(completeness(plan, spec, engine_layout(spec, config)))
+    checks.append(completeness(plan, spec, engine))
     return BuildReport(ranks, checks, unique, time.perf_counter() - started, peak)
 
 
@@ -92,10 +112,6 @@ def chosen(trainer: TrainerConfig) -> list[int]:
     return sorted(
         {n for stage in range(trainer.pp) for n in (stage * size, stage * size + size - 1)}
     )
-
-
-def engine_layout(spec: AdapterSpec, config: RunConfig) -> EngineLayout:
-    return EngineLayout(spec.slot_rank, tp=config.rollout.tp)
 
 
 def adapter_boxes(spec: AdapterSpec, rank: TrainerRank) -> dict[str, Box]:
@@ -114,7 +130,18 @@ def compare_base(rank: BuiltRank, expected: dict[str, tuple[int, ...]]) -> Check
     for name in sorted(rank.base.keys() | expected.keys()):
         if rank.base.get(name) != expected.get(name):
             faults.append(f"{name}: built {rank.base.get(name)}, planned {expected.get(name)}")
-    return Check(f"rank {rank.rank}: base", _elements(rank.base.values()), faults)
+    return Check(rank.rank, "base", _elements(rank.base.values()), faults)
+
+
+def compare_counts(rank: BuiltRank, planned: RankClass) -> Check:
+    """The numbers of the plan's table."""
+    base = {n: shape for n, shape in rank.base.items() if not n.endswith(".expert_bias")}
+    pairs = (
+        ("base", _elements(base.values()), planned.base_parameters),
+        ("adapter", _elements(box.shape for _, box in rank.adapters), planned.adapter_parameters),
+    )
+    faults = [f"{what}: built {a:,}, planned {b:,}" for what, a, b in pairs if a != b]
+    return Check(rank.rank, "counts", sum(built for _, built, _ in pairs), faults)
 
 
 def compare_adapter(rank: BuiltRank, expected: dict[str, Box]) -> Check:
@@ -129,7 +156,7 @@ def compare_adapter(rank: BuiltRank, expected: dict[str, Box]) -> Check:
         if box is None or not _make_up(boxes, box):
             faults.append(f"{name}: built {boxes or None}, planned {box}")
     elements = _elements(box.shape for _, box in rank.adapters)
-    return Check(f"rank {rank.rank}: adapter", elements, faults)
+    return Check(rank.rank, "adapters", elements, faults)
 
 
 def _make_up(boxes: list[Box], whole: Box) -> bool:
@@ -153,7 +180,7 @@ def compare_refit(rank: BuiltRank, plan: Plan) -> Check:
         elements += transfer.box.size
         if sum(box.size for box in common) != transfer.box.size:
             faults.append(f"{name}: sends {transfer.box}, holds {parts[name] or None}")
-    return Check(f"rank {rank.rank}: refit", elements, faults)
+    return Check(rank.rank, "refit", elements, faults)
 
 
 def completeness(plan: Plan, spec: AdapterSpec, engine: EngineLayout) -> Check:
@@ -172,7 +199,7 @@ def completeness(plan: Plan, spec: AdapterSpec, engine: EngineLayout) -> Check:
                     faults.append(
                         f"{name}: engine rank {target} gets {got[name, target]} of {needed.size}"
                     )
-    return Check("refit: complete", elements, faults)
+    return Check(None, "refit, all", elements, faults)
 
 
 def unique_parameters(built: Iterable[BuiltRank], trainer: TrainerConfig) -> int:
@@ -189,7 +216,7 @@ def unique_parameters(built: Iterable[BuiltRank], trainer: TrainerConfig) -> int
 def _total(facts: Facts, unique: int) -> Check:
     planned = num_parameters(facts)
     faults = [] if unique == planned else [f"built {unique:,}, planned {planned:,}"]
-    return Check("all ranks: parameters", unique, faults)
+    return Check(None, "parameters, all", unique, faults)
 
 
 def _elements(shapes: Iterable[tuple[int, ...]]) -> int:
@@ -252,7 +279,8 @@ def _peak() -> int:
 def lines(report: BuildReport) -> Iterator[str]:
     """What is wrong, a line each, and not more than a few of each check."""
     for check in report.checks:
+        where = check.what if check.rank is None else f"rank {check.rank}, {check.what}"
         for fault in check.faults[:SHOWN]:
-            yield f"{check.what}: {fault}"
+            yield f"{where}: {fault}"
         if len(check.faults) > SHOWN:
-            yield f"{check.what}: and {len(check.faults) - SHOWN} more"
+            yield f"{where}: and {len(check.faults) - SHOWN} more"

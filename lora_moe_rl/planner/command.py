@@ -273,7 +273,7 @@ def _built(result: RunPlan) -> BuildReport:
     def say(text: str) -> None:
         print(text, file=sys.stderr)
 
-    return check(result.facts, result.spec, result.config, say)
+    return check(result.facts, result.spec, result.config, result.classes, say)
 
 
 def _show(

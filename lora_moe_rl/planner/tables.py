@@ -165,11 +165,11 @@ def show_build(report: BuildReport) -> None:
     table = _table(
         f"built without values: {ranks} ranks, {report.seconds:.0f} s, "
         f"{report.peak_bytes / GIB:.2f} GiB; parameters, each once: {report.unique_parameters:,}",
-        ["", "elements", ""],
+        ["", "checks", "elements", ""],
     )
-    for check in report.checks:
-        verdict = "[bold red]FAIL[/]" if check.faults else "[green]PASS[/]"
-        table.add_row(check.what, f"{check.elements:,}", verdict)
+    for what, checks, elements, passed in report.rows():
+        verdict = "[green]PASS[/]" if passed else "[bold red]FAIL[/]"
+        table.add_row(what, str(checks), f"{elements:,}", verdict)
     out.print(table)
     for line in lines(report):
         out.print(Text(line, style="red"))

@@ -12,7 +12,8 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.planner import build, facts
 from lora_moe_rl.planner.base import held_by
 from lora_moe_rl.planner.build_rank import BuiltRank
-from lora_moe_rl.refit.plan import make_plan, trainer_ranks
+from lora_moe_rl.planner.trainer import TrainerMemory
+from lora_moe_rl.refit.plan import EngineLayout, make_plan, trainer_ranks
 
 CONFIG = RunConfig.model_validate(
     {
@@ -24,7 +25,8 @@ CONFIG = RunConfig.model_validate(
 FACTS = facts.find("deepseek_v3")
 SPEC = AdapterSpec.build(FACTS.shape, CONFIG.adapter)
 PLACES = trainer_ranks(CONFIG.trainer, FACTS.shape.num_layers)
-ENGINE = build.engine_layout(SPEC, CONFIG)
+ENGINE = EngineLayout.of(CONFIG.rollout, SPEC.slot_rank)
+CLASSES = TrainerMemory(FACTS, SPEC, "bf16").classes(CONFIG)
 PLAN = make_plan(SPEC, CONFIG.trainer, ENGINE, 2)
 
 
@@ -46,6 +48,7 @@ def faults(rank: BuiltRank) -> list[str]:
     boxes = build.adapter_boxes(SPEC, place)
     checks = (
         build.compare_base(rank, base),
+        build.compare_counts(rank, next(c for c in CLASSES if rank.rank // 4 in c.stages)),
         build.compare_adapter(rank, boxes),
         build.compare_refit(rank, PLAN),
     )
@@ -63,7 +66,7 @@ def test_another_shape_a_missing_tensor_and_one_too_many_are_named():
     name = "decoder.layers.0.input_layernorm.weight"
     rank.base[name] = (rank.base[name][0] + 1,)
     found = faults(rank)
-    assert len(found) == 3
+    assert len(found) == 4 and found[3].startswith("base: built")
     for name in ("embedding.word_embeddings", "output_layer", "layers.0.input_layernorm"):
         assert any(name in fault for fault in found)
 
