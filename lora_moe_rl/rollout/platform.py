@@ -13,7 +13,6 @@ from lora_moe_rl.refit.names import Dtype, vllm_module
 from lora_moe_rl.rollout.vllm_plugin import ENGINE_VARIABLE
 
 GIB = 2**30
-FUSED_QKV_A = "fused_qkv_a_proj"  # vLLM's module of MLA's q_a_proj and kv_a_proj
 CPU_STEP_TOKENS = 4096  # most tokens of one step of a CPU engine
 
 
@@ -25,25 +24,13 @@ def is_cpu() -> bool:
 
 
 def check_engine(config: RunConfig, spec: AdapterSpec) -> None:
-    """Raises ConfigError for engine settings that vLLM 0.31 cannot serve these adapters with."""
-    if not config.rollout.fully_sharded:
-        return
-    if spec.slot_rank % config.rollout.tp:
+    """Raises ConfigError for engine settings that vLLM cannot serve these adapters with."""
+    if config.rollout.fully_sharded and spec.slot_rank % config.rollout.tp:
         raise ConfigError(
             f"rollout.fully_sharded=true cuts adapter slots, here of rank {spec.slot_rank}, over "
             f"rollout.tp={config.rollout.tp} ranks, which do not divide it; use another rank or "
             f"leave rollout.fully_sharded out"
         )
-    for site in spec:
-        module = vllm_module(spec.shape, site)[0].rpartition(".")[2]
-        if module == FUSED_QKV_A:
-            raise ConfigError(
-                f"rollout.fully_sharded=true cannot serve {site.name}: every rank holds "
-                f"{FUSED_QKV_A} of MLA whole, and vLLM's fully sharded LoRA gathers the ranks' "
-                f"parts of it all the same (vllm/lora/layers/column_parallel_linear.py, "
-                f"_mcp_apply); leave rollout.fully_sharded out, or {site.module} out of "
-                f"adapter.targets"
-            )
 
 
 def serving_dtype(config: RunConfig, cpu: bool) -> Dtype:
