@@ -198,7 +198,7 @@ def show(report: Report, left_out: Sequence[str] = ()) -> None:
     console.print(
         f"{report.model}, {report.expert_layout}: {report.device}, {report.dtype}, "
         f"{report.seconds:.0f} s\n{report.sequences} sequences of {report.tokens} tokens in all, "
-        f"{used} of {experts} experts used; one bit of rounding in every layer changes "
+        f"{used} of {experts} experts used; a last bit changed everywhere moves "
         f"Hugging Face's logprobs by {report.noise:.1e}"
     )
     for line in left_out:
