@@ -3,8 +3,8 @@
 Sequences are sampled from the merged model: to a trained one most others are so unlikely that their
 logits are large, and the last bit of a float32 of 20 is 2e-6. Of several times as many as are
 wanted, those are kept whose logprobs change least when every linear's output is changed in its last
-bit, in the merged model and in the base, and that the adapter changes enough. What is left out is
-what a right engine could not be told from a wrong one by; a fault changes all of them.
+bit, in the merged model and in the base, and that the adapter changes enough.
+A fault has the size of what the adapter adds, which all of these show.
 """
 
 from __future__ import annotations
