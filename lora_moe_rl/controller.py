@@ -32,7 +32,7 @@ from lora_moe_rl.data import PromptSource
 from lora_moe_rl.errors import ConfigError, NonFiniteError, RefitError, RewardError
 from lora_moe_rl.layout import check_layout
 from lora_moe_rl.metrics import MetricsWriter
-from lora_moe_rl.refit.parts import STORAGE, part_layouts
+from lora_moe_rl.refit.parts import STORAGE, check_complete, part_layouts
 from lora_moe_rl.refit.plan import EngineLayout, make_plan
 from lora_moe_rl.refit.proof import Proof, check_served, default_tolerance
 from lora_moe_rl.refit.transports.choose import choose
@@ -258,6 +258,7 @@ class Controller:
         engine = EngineLayout.of(config.rollout, self.spec.slot_rank, merged)
         plan = make_plan(self.spec, config.trainer, engine, STORAGE[dtype].itemsize)
         layouts = part_layouts(plan, self.spec, dtype)
+        check_complete(layouts, self.spec, engine)
         self.trainer.prepare_refit(layouts, self.wire)
         self.engines.prepare_refit(layouts, self.wire)
 

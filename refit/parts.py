@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ import xxhash
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.errors import RefitError
 from lora_moe_rl.refit.names import Dtype, Matrix, vllm_module
-from lora_moe_rl.refit.plan import Box, Plan
+from lora_moe_rl.refit.plan import Box, EngineLayout, Plan, lacking
 
 if TYPE_CHECKING:
     import torch
@@ -90,6 +91,19 @@ def part_layouts(plan: Plan, spec: AdapterSpec, dtype: Dtype) -> list[PartLayout
         mine = boxes.setdefault(t.source, {})
         mine.setdefault((t.site.name, t.matrix, t.box), []).append(t.target)
     return [_lay_out(source, mine, spec, dtype) for source, mine in sorted(boxes.items())]
+
+
+def check_complete(layouts: Sequence[PartLayout], spec: AdapterSpec, engine: EngineLayout) -> None:
+    """Raises RefitError unless the parts together bring every engine rank all that it holds: what
+    never arrives, no other check would miss."""
+    counts: Counter[tuple[str, int]] = Counter()
+    for layout in layouts:
+        for entry in layout.entries:
+            for target in entry.targets:
+                counts[entry.tensor, target] += entry.box.size
+    if faults := lacking(counts, spec, engine):
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise RefitError(f"the parts of a refit are not all of the adapter: {faults[0]}{more}")
 
 
 def _lay_out(source: int, boxes, spec: AdapterSpec, dtype: Dtype) -> PartLayout:

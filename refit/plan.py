@@ -22,7 +22,7 @@ the experts' its own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -192,6 +192,34 @@ def _pairs(
         for source, places in holders.items():
             if common := source.common(box):
                 yield places[target % len(places)], target, common
+
+
+def lacking(
+    received: Mapping[tuple[str, int], int], spec: AdapterSpec, engine: EngineLayout
+) -> list[str]:
+    """What is wrong with the elements that engine ranks receive, `{(tensor, rank): number}`: each
+    must get as many of each tensor as it holds."""
+    kv_heads = spec.shape.dims.get("kv_heads", 0)
+    faults = []
+    for site in spec:
+        matrices: tuple[Matrix, ...] = ("A", "B")
+        for matrix in matrices:
+            for rank in range(engine.tp):
+                wanted = held(site, matrix, engine, rank, kv_heads).size
+                found = received.get((f"{site.name}.{matrix}", rank), 0)
+                if found != wanted:
+                    faults.append(
+                        f"{site.name}.{matrix}: engine rank {rank} gets {found} of {wanted}"
+                    )
+    return faults
+
+
+def received(plan: Plan) -> Counter[tuple[str, int]]:
+    """Elements by tensor and engine rank."""
+    counts: Counter[tuple[str, int]] = Counter()
+    for t in plan.transfers:
+        counts[f"{t.site.name}.{t.matrix}", t.target] += t.box.size
+    return counts
 
 
 def held(site: Site, matrix: str, engine: EngineLayout, rank: int, kv_heads: int) -> Box:

@@ -17,7 +17,7 @@ import math
 import multiprocessing
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -32,7 +32,15 @@ from lora_moe_rl.errors import LoraMoeRlError, ModelError
 from lora_moe_rl.planner.base import held_by, num_parameters
 from lora_moe_rl.planner.facts import Facts
 from lora_moe_rl.planner.trainer import RankClass
-from lora_moe_rl.refit.plan import EngineLayout, Plan, TrainerRank, held, make_plan, trainer_ranks
+from lora_moe_rl.refit.plan import (
+    EngineLayout,
+    Plan,
+    TrainerRank,
+    lacking,
+    make_plan,
+    received,
+    trainer_ranks,
+)
 
 if TYPE_CHECKING:
     from lora_moe_rl.planner.build_rank import Builder, BuiltRank
@@ -184,22 +192,9 @@ def compare_refit(rank: BuiltRank, plan: Plan) -> Check:
 
 
 def completeness(plan: Plan, spec: AdapterSpec, engine: EngineLayout) -> Check:
-    """Every engine rank gets as many elements of each tensor as it holds, none of them twice."""
-    got: Counter[tuple[str, int]] = Counter()
-    for t in plan.transfers:
-        got[f"{t.site.name}.{t.matrix}", t.target] += t.box.size
-    kv_heads = spec.shape.dims.get("kv_heads", 0)
-    faults, elements = [], 0
-    for site in spec:
-        for matrix in ("A", "B"):
-            for target in range(engine.tp):
-                name, needed = f"{site.name}.{matrix}", held(site, matrix, engine, target, kv_heads)
-                elements += needed.size
-                if got[name, target] != needed.size:
-                    faults.append(
-                        f"{name}: engine rank {target} gets {got[name, target]} of {needed.size}"
-                    )
-    return Check(None, "refit, all", elements, faults)
+    """Every engine rank gets as many elements of each tensor as it holds."""
+    counts = received(plan)
+    return Check(None, "refit, all", sum(counts.values()), lacking(counts, spec, engine))
 
 
 def unique_parameters(built: Iterable[BuiltRank], trainer: TrainerConfig) -> int:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
-from lora_moe_rl.adapters.families import ModelShape
-from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.bench import refit, refit_plan
 from lora_moe_rl.bench.refit_report import GOALS, print_result
 from lora_moe_rl.cli import main
-from lora_moe_rl.config import AdapterConfig
 from lora_moe_rl.errors import BenchmarkError
-from lora_moe_rl.refit.plan import make_plan
 
 WAYS = (
     "disk", "in_memory", "publish", "publish/send", "publish/slot", "publish/stage",
@@ -75,23 +69,6 @@ def test_the_plan_of_kimi_k2_is_complete():
     found = refit_plan.kimi_k2()
     assert found["transfers"] > 61 * 14
     assert found["seconds"] < 5
-
-
-@pytest.mark.parametrize("change", ["lost", "short", "twice"])
-def test_a_plan_that_is_not_complete_is_refused(change):
-    shape = ModelShape.from_hf_config(refit_plan.KIMI_K2 | {"num_hidden_layers": 2})
-    spec = AdapterSpec.build(shape, AdapterConfig(rank=32))
-    trainer = refit_plan.TrainerConfig(world_size=16, tp=8, ep=16)
-    plan = make_plan(spec, trainer, refit_plan.ENGINE, 2)
-    refit_plan.check_complete(plan, spec, refit_plan.ENGINE)
-    first, *others = plan.transfers
-    half = (first.box.shape[0] // 2, *first.box.shape[1:])
-    shorter = dataclasses.replace(first, box=dataclasses.replace(first.box, shape=half))
-    broken = {"lost": others, "short": [shorter, *others], "twice": [first, first, *others]}[change]
-    with pytest.raises(BenchmarkError, match="the plan sends"):
-        refit_plan.check_complete(
-            dataclasses.replace(plan, transfers=tuple(broken)), spec, refit_plan.ENGINE
-        )
 
 
 @pytest.mark.parametrize(("ours", "base"), [(0.5, 0.0), (1.0, 1.0)])

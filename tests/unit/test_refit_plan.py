@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import time
 
 import numpy as np
@@ -14,7 +16,16 @@ from lora_moe_rl.adapters.sharding import kind_of
 from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
 from lora_moe_rl.config import AdapterConfig, TrainerConfig
 from lora_moe_rl.errors import RefitError
-from lora_moe_rl.refit.plan import Box, EngineLayout, held, make_plan, trainer_ranks
+from lora_moe_rl.refit.parts import check_complete, part_layouts
+from lora_moe_rl.refit.plan import (
+    Box,
+    EngineLayout,
+    held,
+    lacking,
+    make_plan,
+    received,
+    trainer_ranks,
+)
 
 QWEN = {
     **QWEN3_30B_A3B,
@@ -168,3 +179,22 @@ def test_kimi_k2_on_512_ranks_is_planned_in_seconds():
 def test_engines_shard_adapters_in_one_way_only():
     with pytest.raises(RefitError, match="by experts .* or by rank"):
         EngineLayout(slot_rank=8, tp=2, ep=True, fully_sharded=True)
+
+
+@pytest.mark.parametrize("change", ["lost", "short", "twice"])
+def test_parts_that_are_not_all_of_the_adapter_are_refused(change):
+    spec = AdapterSpec.build(ModelShape.from_hf_config(QWEN), AdapterConfig(rank=4))
+    engine = EngineLayout(spec.slot_rank, tp=2)
+    plan = make_plan(spec, TrainerConfig(world_size=2, ep=2), engine, 4)
+    check_complete(part_layouts(plan, spec, "float32"), spec, engine)
+    first, *others = plan.transfers
+    half = (first.box.shape[0] // 2, *first.box.shape[1:])
+    shorter = dataclasses.replace(first, box=dataclasses.replace(first.box, shape=half))
+    broken = {"lost": others, "short": [shorter, *others], "twice": [first, first, *others]}[change]
+    wrong = dataclasses.replace(plan, transfers=tuple(broken))
+    message = rf"{first.site.name}.{first.matrix}: engine rank {first.target} gets \d+ of"
+    (fault,) = lacking(received(wrong), spec, engine)
+    assert re.match(message, fault)
+    if change != "twice":  # equal boxes are one entry
+        with pytest.raises(RefitError, match=message):
+            check_complete(part_layouts(wrong, spec, "float32"), spec, engine)
