@@ -46,7 +46,8 @@ test: $(STAMP)
 	$(BIN)/pytest tests/integration -m "not slow" -n $(JOBS) --dist loadfile
 
 test-slow: $(STAMP)
-	$(BIN)/pytest tests/unit tests/integration -m slow -n $(JOBS) --dist loadfile
+	$(BIN)/pytest tests/unit -m slow
+	$(BIN)/pytest tests/integration -m slow -n $(JOBS) --dist loadfile
 
 test-gpu: $(STAMP)
 	$(BIN)/pytest tests/gpu

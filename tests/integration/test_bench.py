@@ -14,7 +14,8 @@ from lora_moe_rl.rollout.engine import stop_ids
 
 
 @pytest.mark.slow
-def test_bench_step_reports_as_json(tmp_path):
+def test_bench_step_reports_as_json(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("b")  # a short name: vLLM's sockets lie there
     command = [sys.executable, "-m", "lora_moe_rl", "bench", "step", "--steps", "2", "--json"]
     # Ray's sockets cannot lie as deep as the test's folder.
     environment = os.environ | {"TMPDIR": str(tmp_path), "RAY_TMPDIR": tempfile.gettempdir()}

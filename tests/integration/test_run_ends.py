@@ -75,7 +75,6 @@ ENGINE_CORE = "EngineCore|multiprocessing.spawn"
 # What is killed, by the log it writes and its name among the processes; the actor to be named.
 VICTIMS = [
     pytest.param("engine-0", "ray::RolloutEngine", id="engine"),
-    pytest.param("engine-0", ENGINE_CORE, id="vLLM's own process"),
     pytest.param("trainer-1", "ray::LoggedWorker", id="trainer rank"),
 ]
 

@@ -227,12 +227,11 @@ def sample_accuracy(path, num_problems=64, num_samples=8):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", TINY_NAMES)
-def test_a_made_model_is_right_between_20_and_60_percent(name, tmp_path):
-    path = make_tiny(name, out=tmp_path / name, progress=False)
+def test_a_made_model_is_right_between_20_and_60_percent(name):
+    path = make_tiny(name, progress=False)
     accuracy = sample_accuracy(path)
     print(f"{name}: {accuracy:.1%} of the samples right")
     assert 0.2 <= accuracy <= 0.6
-    assert make_tiny(name, out=path) == path  # found, not made again
 
 
 @pytest.mark.slow
