@@ -156,7 +156,7 @@ def make_plan(
     ranks = trainer_ranks(trainer, spec.shape.num_layers)
     stages = {layer: [r for r in ranks if layer in r.layers] for layer in range(max_layer(spec))}
     kv_heads = spec.shape.dims.get("kv_heads", 0)
-    known: dict[tuple, list[tuple[int, int, Box]]] = {}
+    known: dict[tuple, list[tuple[list[int], int, Box]]] = {}
     transfers = []
     for site in spec:
         if site.module in NOT_SERVABLE and not engine.merged:
@@ -171,8 +171,10 @@ def make_plan(
             if key not in known:
                 targets = [held(site, matrix, engine, t, kv_heads) for t in range(engine.tp)]
                 known[key] = list(_pairs(kind_of(site), matrix, shape, stage, targets))
-            for source, target, box in known[key]:
-                transfers.append(Transfer(stage[source].rank, target, site, matrix, box))
+            for holders, target, box in known[key]:
+                # Of ranks that hold equal copies, each has its turn: by engine rank and by layer.
+                source = stage[holders[(target + site.layer) % len(holders)]].rank
+                transfers.append(Transfer(source, target, site, matrix, box))
     return Plan(tuple(transfers), itemsize)
 
 
@@ -182,16 +184,15 @@ def max_layer(spec: AdapterSpec) -> int:
 
 def _pairs(
     kind: Kind, matrix: str, shape: tuple[int, ...], stage: list[TrainerRank], targets: list[Box]
-) -> Iterator[tuple[int, int, Box]]:
-    """(place in the stage, engine rank, box). Of ranks that hold equal copies, engine ranks take
-    turns in asking."""
+) -> Iterator[tuple[list[int], int, Box]]:
+    """(places in the stage that hold equal copies, engine rank, box)."""
     holders: dict[Box, list[int]] = {}
     for place, rank in enumerate(stage):
         holders.setdefault(Box(*rank.layout.local_range(kind, matrix, shape)), []).append(place)
     for target, box in enumerate(targets):
         for source, places in holders.items():
             if common := source.common(box):
-                yield places[target % len(places)], target, common
+                yield places, target, common
 
 
 def lacking(
