@@ -52,9 +52,15 @@ def make_tiny(
     if out and target.is_dir() and any(target.iterdir()) and not force:
         raise ModelError(f"{target} exists and holds no model; name another directory, or --force")
 
+    from filelock import FileLock
+
     from lora_moe_rl.tiny.build import build
 
-    build(name, target, progress)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(target.with_name(f".{target.name}.lock")):
+        # Another process may have made it while this one waited.
+        if force or not (target / "config.json").is_file():
+            build(name, target, progress)
     return target
 
 
