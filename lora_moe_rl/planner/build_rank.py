@@ -25,9 +25,6 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import TrainerConfig
 from lora_moe_rl.trainer.device import Device
 
-# transformers has no class of type kimi_k2: it is DeepSeek-V3's.
-_CLASS_OF = {"kimi_k2": "deepseek_v3"}
-
 
 @dataclass(frozen=True)
 class BuiltRank:
@@ -59,8 +56,7 @@ class Builder:
         logging.getLogger("megatron").setLevel(logging.ERROR)
         logging.getLogger("megatron.bridge").setLevel(logging.ERROR)
         self.auto_bridge = bridge.load()
-        kind = _CLASS_OF.get(hf_config["model_type"], hf_config["model_type"])
-        self.hf_config = hf_config | {"model_type": kind}
+        self.hf_config = hf_config
 
     def build(self, rank: int) -> BuiltRank:
         with self._groups(rank), warnings.catch_warnings():
