@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_moe_rl.errors import BenchmarkError
+from lora_moe_rl.options import result_parser
 
 Row = dict[str, Any]
 GB, MB = 1e9, 1e6
@@ -52,15 +53,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lora-moe-rl bench export",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = result_parser("bench export", __doc__)
     parser.add_argument("--gb", type=float, default=6.5, help="size of the larger one (6.5)")
     parser.add_argument("--dir", type=Path, help="on which disk; by default that of $TMPDIR")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 

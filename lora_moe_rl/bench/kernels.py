@@ -11,7 +11,6 @@ figure is printed. On the CPU the sides of each shape are divided by 8.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from lora_moe_rl.doctor import installed
 from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.kernels import merge, route_codec
 from lora_moe_rl.kernels.merge import formats
+from lora_moe_rl.options import result_parser
 
 TOKENS = {"cpu": (512,), "cuda": (4096, 32768, 65536)}
 RANKS = {"cpu": (8, 32), "cuda": (8, 32, 128)}
@@ -47,17 +47,11 @@ Row = dict[str, Any]
 
 def main(argv: Sequence[str]) -> int:
     """Raises BenchmarkError when a kernel is wrong or a device is missing."""
-    parser = argparse.ArgumentParser(
-        prog="lora-moe-rl bench kernels",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = result_parser("bench kernels", __doc__)
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--tokens", type=int, nargs="+", help="before top-k")
     parser.add_argument("--ranks", type=int, nargs="+")
-    parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     device = options.device
     if device == "auto":

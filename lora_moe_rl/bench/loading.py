@@ -13,7 +13,6 @@ run, by ranks that each are a process. Of each rank:
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -26,6 +25,7 @@ from typing import Any
 
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import BenchmarkError
+from lora_moe_rl.options import result_parser
 
 ROWS = ("holds", "takes", "read", "peak")
 SAMPLE_S = 0.01
@@ -42,15 +42,9 @@ LAYOUTS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="lora-moe-rl bench loading",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = result_parser("bench loading", __doc__)
     parser.add_argument("--gb", type=float, default=6.0, help="size of the checkpoint (6)")
     parser.add_argument("--layout", choices=list(LAYOUTS), default="ep4", help="(ep4)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="lora-moe-rl-bench-") as folder:
         result = measure(Path(folder), options.gb, options.layout)

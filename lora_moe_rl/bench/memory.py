@@ -13,7 +13,6 @@ counts once and whole.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.options import result_parser
 from lora_moe_rl.tiny.make import TINY_NAMES
 
 SEQUENCES, TOKENS = 8, 64
@@ -29,13 +29,7 @@ Bytes = dict[str, int]
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="lora-moe-rl bench memory",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
+    parser = result_parser("bench memory", __doc__)
     options = parser.parse_args(argv)
     result = {name: measure_tiny(name) for name in TINY_NAMES}
     if options.json:

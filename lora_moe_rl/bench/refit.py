@@ -14,7 +14,6 @@ Then: generation during a refit, memory, and the plan alone for Kimi-K2.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
@@ -30,6 +29,7 @@ from lora_moe_rl.bench.refit_report import GOALS, print_result
 from lora_moe_rl.bench.step import busy_cores
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import BenchmarkError
+from lora_moe_rl.options import result_parser
 
 RANK, ALPHA = 16, 32
 WARMUP, COPIES = 2, 20
@@ -42,17 +42,11 @@ Events = Sequence[tuple[float, int]]
 
 def main(argv: Sequence[str]) -> int:
     """Raises BenchmarkError when vLLM does not answer as it should, whatever the speed."""
-    parser = argparse.ArgumentParser(
-        prog="lora-moe-rl bench refit",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = result_parser("bench refit", __doc__)
     parser.add_argument("--rounds", type=int, default=7, help="measured loads of each way (7)")
     parser.add_argument(
         "--trainer", choices=list(LAYOUTS), default="ep2", help="the 2 trainer ranks (ep2)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     from lora_moe_rl.bench.refit_plan import kimi_k2
 

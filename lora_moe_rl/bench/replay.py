@@ -11,7 +11,6 @@ Sections, each on request:
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
@@ -25,6 +24,7 @@ import numpy as np
 from lora_moe_rl.bench.step import BUSY, busy_cores
 from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.kernels.route_codec import RowLayout, pack_array, unpack_array
+from lora_moe_rl.options import result_parser
 
 SECTIONS = ("bytes", "codec", "step", "kimi", "effect")
 # (MoE layers, experts a token, experts) as published.
@@ -43,16 +43,10 @@ Result = dict[str, Any]
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 1 when a goal is missed. Raises BenchmarkError for figures that would be wrong."""
-    parser = argparse.ArgumentParser(
-        prog="lora-moe-rl bench replay",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = result_parser("bench replay", __doc__)
     parser.add_argument(
         "--only", default=",".join(SECTIONS), help=f"sections, with commas ({','.join(SECTIONS)})"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     names = [name.strip() for name in options.only.split(",") if name.strip()]
     if unknown := [name for name in names if name not in SECTIONS]:

@@ -29,6 +29,7 @@ from lora_moe_rl.bench import trl_step
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.doctor import TESTED, VLLM, installed
 from lora_moe_rl.errors import BenchmarkError
+from lora_moe_rl.options import positive
 
 PROMPTS, GROUP, TOKENS, RANK, ALPHA, LR = 16, 8, 8, 16, 32, 1e-3
 WARMUP = 3
@@ -49,7 +50,7 @@ Record = dict[str, Any]
 def main(argv: Sequence[str]) -> int:
     """Raises BenchmarkError when the run was not right, whatever its speed."""
     parser = argparse.ArgumentParser(prog="lora-moe-rl bench step", description=__doc__)
-    parser.add_argument("--steps", type=_positive, default=10, help="measured steps (10)")
+    parser.add_argument("--steps", type=positive, default=10, help="measured steps (10)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--trl-python", metavar="PATH", help="an interpreter that has TRL, if this one has not"
@@ -64,12 +65,6 @@ def main(argv: Sequence[str]) -> int:
     else:
         _print(result)
     return 0
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value
 
 
 def measure(folder: Path, steps: int) -> dict[str, Any]:

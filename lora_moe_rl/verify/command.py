@@ -11,6 +11,7 @@ from typing import Any
 
 from lora_moe_rl.adapters.sharding import reductions
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.options import positive, verify_parser
 from lora_moe_rl.tiny.make import resolve_model
 from lora_moe_rl.verify.compare import LAYOUT_QUANTITIES, Check, entries
 from lora_moe_rl.verify.layout import (
@@ -63,21 +64,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lora-moe-rl verify layout",
-        description=ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="as adapter.rank=8")
-    parser.add_argument(
-        "--model", required=True, help="Hugging Face directory or hub name, or a tiny model's name"
-    )
+    parser = verify_parser("layout", ABOUT)
     parser.add_argument(
         "--layouts",
         default=DEFAULT_LAYOUTS,
         help=f"names as tp2ep2, pp2vpp2, etp2tp2, tp2dp2, with commas ({DEFAULT_LAYOUTS})",
     )
-    parser.add_argument("--samples", type=_positive, default=32, help="sequences (32)")
+    parser.add_argument("--samples", type=positive, default=32, help="sequences (32)")
     parser.add_argument(
         "--tolerance",
         type=float,
@@ -85,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         "(float32 on the CPU: 1e-5)",
     )
     parser.add_argument(
-        "--timeout", type=_positive, default=600, help="longest wait for one layout, seconds (600)"
+        "--timeout", type=positive, default=600, help="longest wait for one layout, seconds (600)"
     )
     parser.add_argument(
         "--drop",
@@ -94,15 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KIND.TENSOR.AXIS",
         help="leave one sum of the sharding table out, as column.A.tp, to see it noticed",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
     return parser
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value
 
 
 def _names(text: str) -> list[str]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.export.comparisons import Comparison, as_json, largest, show
+from lora_moe_rl.options import verify_parser
 
 ABOUT = """\
 Export a random adapter of MODEL in every form, and compare logprobs with transformers' forward of
@@ -50,20 +51,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lora-moe-rl verify export",
-        description=ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("settings", nargs="*", metavar="adapter.key=value")
-    parser.add_argument(
-        "--model", required=True, help="Hugging Face directory or hub name, or a tiny model's name"
-    )
+    parser = verify_parser("export", ABOUT)
     parser.add_argument("--forms", default=",".join(FORMS), help=f"some of {','.join(FORMS)}")
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help=f"({TOLERANCE:g})")
     parser.add_argument("--timeout", type=float, default=600, help="for a server's start (600 s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 

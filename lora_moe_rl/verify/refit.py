@@ -13,6 +13,7 @@ from typing import Any
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.options import verify_parser
 from lora_moe_rl.overrides import override, with_settings
 from lora_moe_rl.refit.plan import Plan
 from lora_moe_rl.tiny.make import check_model_dir, resolve_model
@@ -143,15 +144,7 @@ def _names(text: str) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lora-moe-rl verify refit",
-        description=ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="as adapter.rank=8")
-    parser.add_argument(
-        "--model", required=True, help="Hugging Face directory or hub name, or a tiny model's name"
-    )
+    parser = verify_parser("refit", ABOUT)
     parser.add_argument(
         "--engines",
         help="tp1, tp2, tp2ep (experts over the ranks), tp2fs (fully sharded adapters), with "
@@ -183,8 +176,6 @@ def _parser() -> argparse.ArgumentParser:
         help="leave a tensor's transfers out (left-out:layers.1.o_proj.A), or send them to the "
         "next engine rank (misplaced:layers.1.experts.up.B), to see it noticed",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 

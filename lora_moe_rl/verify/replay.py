@@ -10,6 +10,7 @@ from typing import Any
 
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.options import positive, verify_parser
 from lora_moe_rl.overrides import override, with_settings
 from lora_moe_rl.tiny.make import resolve_model
 from lora_moe_rl.verify.command import progress
@@ -63,15 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lora-moe-rl verify replay",
-        description=ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="as adapter.rank=8")
-    parser.add_argument(
-        "--model", required=True, help="Hugging Face directory or hub name, or a tiny model's name"
-    )
+    parser = verify_parser("replay", ABOUT)
     parser.add_argument(
         "--layouts",
         default=DEFAULT_LAYOUTS,
@@ -84,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         help="roomy (plain, batched, prefix hits, aborts, LoRA), chunked (prefill), tight (a KV "
         f"cache that preempts), tp2 ({','.join(ENGINES)})",
     )
-    parser.add_argument("--samples", type=_positive, default=16, help="of each condition (16)")
+    parser.add_argument("--samples", type=positive, default=16, help="of each condition (16)")
     parser.add_argument(
         "--tolerance",
         type=float,
@@ -92,17 +85,9 @@ def _parser() -> argparse.ArgumentParser:
         help=f"for logprobs, relative where they are beyond -1 ({TOLERANCE:.0e})",
     )
     parser.add_argument(
-        "--timeout", type=_positive, default=600, help="longest wait for one stage, seconds (600)"
+        "--timeout", type=positive, default=600, help="longest wait for one stage, seconds (600)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
     return parser
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value
 
 
 def _verification(options: argparse.Namespace) -> Verification:
