@@ -41,9 +41,10 @@ import xxhash
 from safetensors.numpy import save_file
 
 from lora_moe_rl.adapters.families import hf_path
-from lora_moe_rl.adapters.spec import NOT_SERVABLE, AdapterSpec, Site
-from lora_moe_rl.config import VLLM_SLOT_RANKS, RunConfig
+from lora_moe_rl.adapters.spec import AdapterSpec, Site
+from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import AdapterError
+from lora_moe_rl.rollout.facts import NOT_SERVABLE, SLOT_RANKS, slot_rank
 
 Form = Literal["2d", "3d"]
 EXPERTS = ("experts.gate", "experts.up", "experts.down")
@@ -91,12 +92,12 @@ def for_vllm(spec: AdapterSpec, tensors: Tensors) -> tuple[AdapterSpec, dict[str
     if ignored := sorted({site.module for site in spec} & set(NOT_SERVABLE)):
         raise AdapterError(f"{ignored[0]}: {NOT_SERVABLE[ignored[0]]}; export --to merged")
     largest = max(site.rank for site in spec)
-    if largest > VLLM_SLOT_RANKS[-1]:
+    if largest > SLOT_RANKS[-1]:
         raise AdapterError(
-            f"rank {largest} is above {VLLM_SLOT_RANKS[-1]}, vLLM's largest; "
+            f"rank {largest} is above {SLOT_RANKS[-1]}, vLLM's largest; "
             f"`lora-moe-rl adapter resize` makes it smaller"
         )
-    common, rank = _common(spec, "scale"), spec.slot_rank
+    common, rank = _common(spec, "scale"), slot_rank(spec)
     padded = {}
     for site in spec:
         A, B = tensors[f"{site.name}.A"], tensors[f"{site.name}.B"] * _fold(site, common)

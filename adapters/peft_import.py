@@ -21,7 +21,7 @@ from lora_moe_rl.adapters.peft import CHECKSUM_KEY, ORDER_KEY, checksum
 from lora_moe_rl.adapters.peft_keys import Key, PeftSettings, parse_keys
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
 from lora_moe_rl.errors import AdapterError
-from lora_moe_rl.safe_files import SafeWeights, inside, read_json
+from lora_moe_rl.files.untrusted import SafeWeights, inside, read_json
 
 Order = Literal["fastest", "slowest"]
 FLOATS = ("F64", "F32", "F16", "BF16")

@@ -28,14 +28,9 @@ from typing import Literal
 
 from lora_moe_rl.adapters.families import Dims, ModelShape
 from lora_moe_rl.adapters.patterns import Values
-from lora_moe_rl.config import VLLM_SLOT_RANKS, AdapterConfig
+from lora_moe_rl.config import AdapterConfig
 from lora_moe_rl.errors import ConfigError
-
-# No pattern of adapter.targets includes these, only their name.
-NOT_SERVABLE = {
-    "kv_b_proj": "vLLM absorbs it into MLA attention and would ignore the adapter; only a refit "
-    "with merged weights (refit.mode=merged) serves it"
-}
+from lora_moe_rl.rollout.facts import NOT_SERVABLE
 
 
 @dataclass(frozen=True)
@@ -132,12 +127,6 @@ class AdapterSpec:
     def num_parameters(self) -> int:
         """Numbers of the canonical tensors, those that are not trained included."""
         return sum(math.prod(shape) for shape in self.tensor_shapes.values())
-
-    @property
-    def slot_rank(self) -> int:
-        """The smallest slot rank of vLLM that holds every site."""
-        largest = max(site.rank for site in self.sites)
-        return next(rank for rank in VLLM_SLOT_RANKS if rank >= largest)
 
 
 @dataclass(frozen=True)

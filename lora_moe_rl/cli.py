@@ -89,13 +89,13 @@ of a run directory); without one, every key has its default.
 
 def train(arguments: Sequence[str], config: RunConfig | None = None, prog: str = "") -> int:
     """Train with `config`, or with that of the recipe among `arguments`."""
-    from lora_moe_rl import recipe
-    from lora_moe_rl.config_files import to_yaml
-    from lora_moe_rl.overrides import override
+    from lora_moe_rl.config import recipes
+    from lora_moe_rl.config.files import to_yaml
+    from lora_moe_rl.config.overrides import override
 
     flags, settings = _split_flags(arguments)
     if flags & {"--help", "-h"}:
-        from lora_moe_rl.config_help import config_help
+        from lora_moe_rl.config.help import config_help
 
         usage = f"python {prog}" if config else "lora-moe-rl train [RECIPE]"
         about = "" if config else ABOUT_TRAIN
@@ -103,12 +103,12 @@ def train(arguments: Sequence[str], config: RunConfig | None = None, prog: str =
         return 0
     if config is None:
         target, settings = _split_target(settings)
-        config = recipe.load_config(target)
-    config = recipe.resolve(override(config, settings))
+        config = recipes.load_config(target)
+    config = recipes.resolve(override(config, settings))
     if "--dry-run" in flags:
         print(to_yaml(config), end="")
         return 0
-    from lora_moe_rl import controller
+    from lora_moe_rl.run import controller
 
     controller.run(config, resume="--resume" in flags)
     return 0
@@ -198,7 +198,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "export": (_module("export.command"), "write an adapter for PEFT and vLLM, or a merged model"),
     "adapter": (_module("export.adapter_command"), "inspect, import, resize, combine adapters"),
     "serve-check": (_module("export.serve_check"), "serve an exported adapter and compare"),
-    "doctor": (_module("doctor"), "print versions and devices, what is missing and how to mend it"),
+    "doctor": (_module("upstream.doctor"), "print versions and devices, what is missing and how to mend it"),
     "verify": (
         lambda arguments: _one_of("verify", VERIFY, arguments),
         "show that all engines and layouts compute the same: " + ", ".join(VERIFY),

@@ -1,6 +1,5 @@
-"""From a recipe to a run: what `python recipes/x.py ...` and `lora-moe-rl train ...` both do.
-
-A recipe is a Python file that defines `config`, and if it likes the reward and the rows, and ends
+"""The way in of a recipe: a Python file that defines `config`, and if it likes the reward and the
+rows, and ends
 
     if __name__ == "__main__":
         recipe.main(config, __file__)
@@ -8,76 +7,15 @@ A recipe is a Python file that defines `config`, and if it likes the reward and 
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
-from pydantic import ValidationError
-
+from lora_moe_rl import cli
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config_files import SUFFIXES, read_config_file
-from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.importing import absolute_spec, load_file
-from lora_moe_rl.overrides import readable, with_settings
 
 
 def main(config: RunConfig, file: str, argv: Sequence[str] | None = None) -> NoReturn:
     """Run `config` of the recipe `file` with the command line's settings, and exit."""
-    from lora_moe_rl import cli
-
     arguments = sys.argv[1:] if argv is None else argv
     sys.exit(cli.exit_code_of(lambda: cli.train(arguments, config=config, prog=file), arguments))
-
-
-def load_config(target: str | None) -> RunConfig:
-    """The config of a recipe (.py) or of a file (.yaml, .json, .toml); all defaults without one."""
-    if target is None:
-        return RunConfig()
-    path = Path(target)
-    if path.suffix in SUFFIXES:
-        return with_settings(RunConfig(), read_config_file(path))
-    if path.suffix != ".py":
-        raise ConfigError(
-            f"{target!r} is neither a recipe (.py) nor a config file ({', '.join(SUFFIXES)}); "
-            f"settings are written key=value or --key value"
-        )
-    try:
-        module = load_file(path)
-    except ConfigError as error:
-        # A recipe whose own RunConfig(...) is wrong: say what is wrong, not how it was found.
-        if isinstance(error.__cause__, ValidationError):
-            raise ConfigError(f"{target}: {readable(error.__cause__)}") from error
-        raise
-    config = vars(module).get("config")
-    if not isinstance(config, RunConfig):
-        raise ConfigError(
-            f"the recipe {target} defines no `config`: it needs `config = RunConfig(...)`"
-        )
-    return config
-
-
-def resolve(config: RunConfig) -> RunConfig:
-    """`config` with what depends on the current directory made absolute: it is saved so, and any
-    process can use it. Raises ConfigError for a function's file that is not there."""
-    settings: dict[str, dict[str, str]] = {
-        "logging": {"run_dir": os.path.abspath(config.run_dir)},
-        "model": {},
-        "data": {},
-        "reward": {},
-    }
-    if config.reward.function is not None:
-        settings["reward"]["function"] = absolute_spec(config.reward.function)
-    if config.data.generator is not None:
-        settings["data"]["generator"] = absolute_spec(config.data.generator)
-    if config.data.path is not None and Path(config.data.path).expanduser().exists():
-        settings["data"]["path"] = os.path.abspath(Path(config.data.path).expanduser())
-    if _is_directory(config.model.path):
-        settings["model"]["path"] = os.path.abspath(Path(config.model.path).expanduser())
-    return with_settings(config, settings)
-
-
-def _is_directory(model: str) -> bool:
-    """As resolve_model has it: a directory that is there comes before any name."""
-    return model.startswith(("/", "./", "../", "~")) or Path(model).is_dir()

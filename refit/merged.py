@@ -26,11 +26,11 @@ from lora_moe_rl.kernels.merge import merge_delta_
 from lora_moe_rl.refit import parts
 from lora_moe_rl.refit.merged_base import Base
 from lora_moe_rl.refit.merged_vllm import Experts, Weights
-from lora_moe_rl.refit.names import fused_parts
 from lora_moe_rl.refit.parts import Entry, SentPart
 from lora_moe_rl.refit.plan import Box
 from lora_moe_rl.refit.receiver import answer
 from lora_moe_rl.refit.transports.choose import Wire, make_incoming
+from lora_moe_rl.rollout.facts import fused_parts
 
 Buffers = Mapping[int, torch.Tensor]  # of each trainer rank, in the adapter's dtype
 EXPERTS = {"experts.gate": "w1", "experts.up": "w3", "experts.down": "w2"}

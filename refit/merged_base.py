@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from lora_moe_rl.adapters.families import ModelShape, hf_path
 from lora_moe_rl.errors import RefitError
-from lora_moe_rl.safe_files import SafeWeights, inside, read_json
+from lora_moe_rl.files.untrusted import SafeWeights, inside, read_json
 
 if TYPE_CHECKING:
     import torch

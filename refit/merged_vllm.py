@@ -31,7 +31,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.model_loader.reload import layerwise
 
 from lora_moe_rl.errors import RefitError
-from lora_moe_rl.upstream import require_attributes, require_parameters, require_version
+from lora_moe_rl.upstream.checks import require_attributes, require_parameters, require_version
 
 KNOWN_VLLM = ("0.31.0",)
 WHO = "lora_moe_rl/refit/merged_vllm.py"

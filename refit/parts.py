@@ -18,8 +18,8 @@ import xxhash
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.errors import RefitError
-from lora_moe_rl.refit.names import Dtype, Matrix, vllm_module
 from lora_moe_rl.refit.plan import Box, EngineLayout, Plan, lacking
+from lora_moe_rl.rollout.facts import Dtype, Matrix, served_module
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +109,7 @@ def check_complete(layouts: Sequence[PartLayout], spec: AdapterSpec, engine: Eng
 def _lay_out(source: int, boxes, spec: AdapterSpec, dtype: Dtype) -> PartLayout:
     entries, offset = [], 0
     for (name, matrix, box), targets in sorted(boxes.items(), key=lambda item: item[1]):
-        module, slice_, _ = vllm_module(spec.shape, spec.by_name[name])
+        module, slice_, _ = served_module(spec.shape, spec.by_name[name])
         entry = Entry(name, matrix, module, slice_, box, tuple(targets), offset)
         entries.append(entry)
         offset += -(-entry.nbytes(dtype) // ALIGNMENT) * ALIGNMENT

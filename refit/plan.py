@@ -33,10 +33,10 @@ from lora_moe_rl.adapters.sharding import (
     kind_of,
     pipeline_chunks,
 )
-from lora_moe_rl.adapters.spec import NOT_SERVABLE, AdapterSpec, Site
+from lora_moe_rl.adapters.spec import AdapterSpec, Site
 from lora_moe_rl.config import RolloutConfig, TrainerConfig
 from lora_moe_rl.errors import RefitError
-from lora_moe_rl.refit.names import Matrix
+from lora_moe_rl.rollout.facts import NOT_SERVABLE, Matrix
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LoRAModelManager, LRUCacheLoRAModelManager
 
 from lora_moe_rl.errors import RefitError
-from lora_moe_rl.refit.names import Matrix
-from lora_moe_rl.upstream import require_attributes, require_parameters, require_version
+from lora_moe_rl.rollout.facts import Matrix
+from lora_moe_rl.upstream.checks import require_attributes, require_parameters, require_version
 
 KNOWN_VLLM = ("0.31.0",)
 WHO = "lora_moe_rl/refit/slots.py"

@@ -27,7 +27,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 
 from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.kernels.route_codec import RowLayout, unpack
-from lora_moe_rl.upstream import require_parameters
+from lora_moe_rl.upstream.checks import require_parameters
 
 WHO = "router_replay/replay.py"
 

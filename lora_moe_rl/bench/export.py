@@ -27,8 +27,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lora_moe_rl.config.options import result_parser
 from lora_moe_rl.errors import BenchmarkError
-from lora_moe_rl.options import result_parser
 
 Row = dict[str, Any]
 GB, MB = 1e9, 1e6

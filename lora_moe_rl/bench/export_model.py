@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from lora_moe_rl.adapters.families import ModelShape, hf_path
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import AdapterConfig
+from lora_moe_rl.files.untrusted import SafeFile
 from lora_moe_rl.kernels.merge import formats
-from lora_moe_rl.safe_files import SafeFile
 
 SHARD_BYTES = 10**9
 RANK = 32

@@ -23,11 +23,11 @@ from lora_moe_rl.bench import kernel_contenders as contenders
 from lora_moe_rl.bench.kernel_contenders import SHAPES, Layer, Shape, Unavailable
 from lora_moe_rl.bench.kernel_gate import gate
 from lora_moe_rl.bench.step import busy_cores
-from lora_moe_rl.doctor import installed
+from lora_moe_rl.config.options import result_parser
 from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.kernels import merge, route_codec
 from lora_moe_rl.kernels.merge import formats
-from lora_moe_rl.options import result_parser
+from lora_moe_rl.upstream.doctor import installed
 
 TOKENS = {"cpu": (512,), "cuda": (4096, 32768, 65536)}
 RANKS = {"cpu": (8, 32), "cuda": (8, 32, 128)}

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.options import result_parser
 from lora_moe_rl.errors import BenchmarkError
-from lora_moe_rl.options import result_parser
 
 ROWS = ("holds", "takes", "read", "peak")
 SAMPLE_S = 0.01

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.options import result_parser
+from lora_moe_rl.config.options import result_parser
 from lora_moe_rl.tiny.make import TINY_NAMES
 
 SEQUENCES, TOKENS = 8, 64
@@ -173,7 +173,7 @@ class Kept:
 def _work(engine) -> list:
     import numpy as np
 
-    from lora_moe_rl.trainer.batch import TrainBatch
+    from lora_moe_rl.data.batch import TrainBatch
 
     rng = np.random.default_rng(0)
     ids = rng.integers(0, engine.spec.shape.vocab_size, (SEQUENCES, TOKENS + 1))

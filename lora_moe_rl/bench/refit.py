@@ -28,8 +28,9 @@ import numpy as np
 from lora_moe_rl.bench.refit_report import GOALS, print_result
 from lora_moe_rl.bench.step import busy_cores
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.options import result_parser
 from lora_moe_rl.errors import BenchmarkError
-from lora_moe_rl.options import result_parser
+from lora_moe_rl.rollout.facts import slot_rank
 
 RANK, ALPHA = 16, 32
 WARMUP, COPIES = 2, 20
@@ -76,10 +77,10 @@ def make_config(folder: Path, trainer: str) -> RunConfig:
 def measure(folder: Path, rounds: int, trainer: str) -> dict[str, Any]:
     import ray
 
-    from lora_moe_rl.actors import start_ray
     from lora_moe_rl.adapters.families import ModelShape
     from lora_moe_rl.adapters.spec import AdapterSpec
     from lora_moe_rl.bench import refit_model
+    from lora_moe_rl.cluster.actors import start_ray
 
     busy = busy_cores()
     config = make_config(folder, trainer)
@@ -150,7 +151,7 @@ class Bench:
         from lora_moe_rl.refit.parts import part_layouts
         from lora_moe_rl.refit.plan import EngineLayout, make_plan
 
-        plan = make_plan(spec, config.trainer, EngineLayout(spec.slot_rank), itemsize=2)
+        plan = make_plan(spec, config.trainer, EngineLayout(slot_rank(spec)), itemsize=2)
         links = {(t.source, t.site.layer) for t in plan.transfers}
         layers = spec.shape.num_layers
         self.transfers = {

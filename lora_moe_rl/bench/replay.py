@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from lora_moe_rl.bench.step import BUSY, busy_cores
+from lora_moe_rl.config.options import result_parser
 from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.kernels.route_codec import RowLayout, pack_array, unpack_array
-from lora_moe_rl.options import result_parser
 
 SECTIONS = ("bytes", "codec", "step", "kimi", "effect")
 # (MoE layers, experts a token, experts) as published.

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.data.samples import Sample
 from lora_moe_rl.router_replay.packed import PackedRoutes
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.router_replay.travel import Block, SentRoutes, send
-from lora_moe_rl.types import Sample
 
 DEMO = {"prompts": 16, "group": 8, "prompt_tokens": 12, "tokens": 8}  # of `make demo`
 ROUNDS = 15
@@ -83,7 +83,7 @@ def measure_demo(model_dir: Path) -> dict[str, Any]:
 
 
 def demo_job(worker, spec) -> dict[str, Any]:
-    from lora_moe_rl.trainer.audit import Audit
+    from lora_moe_rl.router_replay.audit import Audit
 
     batch, rows = _demo_samples(spec)
     lengths = [len(ids) - 1 for ids in batch.token_ids]
@@ -121,8 +121,8 @@ def demo_job(worker, spec) -> dict[str, Any]:
 def _calls() -> tuple[tuple[str, Any, str], ...]:
     """All that a rank does for replay, and where."""
     from lora_moe_rl.router_replay.replay import LayerReplay, Replay
+    from lora_moe_rl.router_replay.routes import Routes
     from lora_moe_rl.trainer.engine import TrainingEngine
-    from lora_moe_rl.trainer.routes import Routes
 
     return (
         ("check", TrainingEngine, "routes"),
@@ -135,7 +135,7 @@ def _calls() -> tuple[tuple[str, Any, str], ...]:
 
 
 def _demo_samples(spec) -> tuple[Any, list[np.ndarray]]:
-    from lora_moe_rl.trainer.batch import TrainBatch
+    from lora_moe_rl.data.batch import TrainBatch
 
     rng = np.random.default_rng(0)
     shape = spec.shape
@@ -207,8 +207,8 @@ def save_kimi(folder: Path) -> None:
 def kimi_job(worker, spec) -> dict[str, Any]:
     import ray
 
-    from lora_moe_rl.trainer.batch import TrainBatch
-    from lora_moe_rl.trainer.routes import Routes
+    from lora_moe_rl.data.batch import TrainBatch
+    from lora_moe_rl.router_replay.routes import Routes
 
     engine = worker.engine
     ray.init(

@@ -114,7 +114,7 @@ def record(config: RunConfig, model_dir: Path) -> Recorded:
 def score(worker, spec, sequences: list[list[int]], table: RouteTable) -> dict[str, Any]:
     """A trainer rank's job: logprobs with and without replay, and the share of routes that the
     routers choose otherwise without."""
-    from lora_moe_rl.trainer.batch import TrainBatch
+    from lora_moe_rl.data.batch import TrainBatch
     from lora_moe_rl.verify import replay_ranks
 
     engine, batch = worker.engine, TrainBatch.from_sequences(sequences)

@@ -27,9 +27,9 @@ import psutil
 
 from lora_moe_rl.bench import trl_step
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.doctor import TESTED, VLLM, installed
+from lora_moe_rl.config.options import positive
 from lora_moe_rl.errors import BenchmarkError
-from lora_moe_rl.options import positive
+from lora_moe_rl.upstream.doctor import TESTED, VLLM, installed
 
 PROMPTS, GROUP, TOKENS, RANK, ALPHA, LR = 16, 8, 8, 16, 32, 1e-3
 WARMUP = 3
@@ -69,9 +69,9 @@ def main(argv: Sequence[str]) -> int:
 
 def measure(folder: Path, steps: int) -> dict[str, Any]:
     """Runs warm-up and measured steps in `folder`; what the run says goes to stderr."""
-    from lora_moe_rl import controller
     from lora_moe_rl.bench.model import make_model
-    from lora_moe_rl.run_dir import read_jsonl
+    from lora_moe_rl.files.run_dir import read_jsonl
+    from lora_moe_rl.run import controller
 
     busy = busy_cores()
     parameters = make_model(folder / "model")

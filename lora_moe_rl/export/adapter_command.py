@@ -14,7 +14,7 @@ from lora_moe_rl.errors import ConfigError
 if TYPE_CHECKING:
     from lora_moe_rl.adapters.resize import Change
     from lora_moe_rl.adapters.spec import AdapterSpec, Site
-    from lora_moe_rl.export.source import Source
+    from lora_moe_rl.files.adapter_source import Source
 
 ABOUT = """\
 Look at adapters and change them. DIR is a run directory (its newest valid checkpoint), a
@@ -81,8 +81,8 @@ def _add_out(parser: argparse.ArgumentParser) -> None:
 
 
 def _load(path: Path, options: argparse.Namespace) -> Source:
-    from lora_moe_rl.export import source
-    from lora_moe_rl.tiny.make import resolve_model
+    from lora_moe_rl.files import adapter_source as source
+    from lora_moe_rl.models.directory import resolve_model
 
     order = getattr(options, "expert_order", None)
     return source.load(path, resolve_model(options.base) if options.base else None, order)
@@ -110,8 +110,8 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
-    from lora_moe_rl.export.out_directory import require_empty
-    from lora_moe_rl.export.settings import settings_of
+    from lora_moe_rl.files.adapter_settings import settings_of
+    from lora_moe_rl.files.out_directory import require_empty
 
     require_empty(options.out)
     found = _load(options.directory, options)
@@ -124,7 +124,7 @@ def _import(options: argparse.Namespace) -> int:
 
 def _resize(options: argparse.Namespace) -> int:
     from lora_moe_rl.adapters.resize import resize
-    from lora_moe_rl.export.out_directory import require_empty
+    from lora_moe_rl.files.out_directory import require_empty
 
     require_empty(options.out)
     rank_of = _rank_of(options.rank, options.expert_rank)
@@ -137,7 +137,7 @@ def _resize(options: argparse.Namespace) -> int:
 
 def _combine(options: argparse.Namespace) -> int:
     from lora_moe_rl.adapters.resize import combine, resize
-    from lora_moe_rl.export.out_directory import require_empty
+    from lora_moe_rl.files.out_directory import require_empty
 
     require_empty(options.out)
     if options.expert_rank is not None and options.rank is None:

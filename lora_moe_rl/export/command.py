@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.rollout.facts import SLOT_RANKS, slot_rank
 
 ABOUT = """\
 Write what a run trained for other tools: as a PEFT adapter, or merged into its base.
@@ -73,16 +74,16 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _base(options: argparse.Namespace) -> Path | None:
-    from lora_moe_rl.tiny.make import resolve_model
+    from lora_moe_rl.models.directory import resolve_model
 
     return resolve_model(options.base) if options.base else None
 
 
 def _export_peft(options: argparse.Namespace) -> int:
     from lora_moe_rl.adapters import peft
-    from lora_moe_rl.config import VLLM_SLOT_RANKS, ModelConfig
-    from lora_moe_rl.export import source
-    from lora_moe_rl.export.out_directory import require_empty
+    from lora_moe_rl.config import ModelConfig
+    from lora_moe_rl.files import adapter_source as source
+    from lora_moe_rl.files.out_directory import require_empty
 
     require_empty(options.out)
     found = source.load(options.source, _base(options))
@@ -98,9 +99,9 @@ def _export_peft(options: argparse.Namespace) -> int:
         f"{options.out}: {len(spec.sites)} sites of {found.path}, rank {ranks}, "
         f"{spec.num_parameters:,} parameters"
     )
-    if form == "2d" and max(site.rank for site in spec) <= VLLM_SLOT_RANKS[-1]:
+    if form == "2d" and max(site.rank for site in spec) <= SLOT_RANKS[-1]:
         print(
-            f"vllm serve {base} --enable-lora --max-lora-rank {spec.slot_rank} --lora-modules "
+            f"vllm serve {base} --enable-lora --max-lora-rank {slot_rank(spec)} --lora-modules "
             f"{options.out.name}={options.out}"
         )
     return 0
@@ -109,9 +110,9 @@ def _export_peft(options: argparse.Namespace) -> int:
 def _export_merged(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from lora_moe_rl.export import source
     from lora_moe_rl.export.merged import export_merged
-    from lora_moe_rl.tiny.make import resolve_model
+    from lora_moe_rl.files import adapter_source as source
+    from lora_moe_rl.models.directory import resolve_model
 
     found = source.load(options.source, _base(options))
     base = resolve_model(options.base or found.config.model.path)

@@ -10,7 +10,7 @@ import numpy as np
 
 from lora_moe_rl.adapters.resize import squared_norms
 from lora_moe_rl.adapters.spec import Site
-from lora_moe_rl.export.source import Source
+from lora_moe_rl.files.adapter_source import Source
 
 Norms = dict[str, Any]
 

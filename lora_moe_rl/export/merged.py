@@ -29,7 +29,7 @@ from lora_moe_rl.export.merged_adapter import Adapter
 from lora_moe_rl.export.merged_out import PARTIAL, OutDirectory, disk_errors
 from lora_moe_rl.export.merged_plan import CopyStep, MergeStep, ShardPlan, plan_shards
 from lora_moe_rl.export.merged_weights import QuantisationError, compute
-from lora_moe_rl.safe_files import SafeFile, SafeWeights, inside, read_json
+from lora_moe_rl.files.untrusted import SafeFile, SafeWeights, inside, read_json
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 MOST_WORKERS = 4

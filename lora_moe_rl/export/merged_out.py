@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_moe_rl.errors import ExportError, FileError
-from lora_moe_rl.safe_files import PICKLES, inside, read_json
+from lora_moe_rl.files.untrusted import PICKLES, inside, read_json
 
 JOURNAL, RECORD = ".merge.json", "merge.json"
 INDEX = "model.safetensors.index.json"

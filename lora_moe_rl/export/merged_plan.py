@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lora_moe_rl.export.merged_targets import Part, StoredWeight
-from lora_moe_rl.safe_files import DTYPES, Entry, SafeWeights
+from lora_moe_rl.files.untrusted import DTYPES, Entry, SafeWeights
 
 COPY_BYTES = 8 * 2**20
 # Numbers of one step of a matrix: small enough for a core's cache, and to keep memory small.

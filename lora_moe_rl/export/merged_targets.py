@@ -17,7 +17,7 @@ from typing import Any
 from lora_moe_rl.adapters.families import hf_path
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
 from lora_moe_rl.errors import ExportError
-from lora_moe_rl.safe_files import Entry, SafeWeights
+from lora_moe_rl.files.untrusted import Entry, SafeWeights
 
 FLOATS = ("F32", "BF16", "F16")
 FP8_BLOCK, INT4_GROUP, INT4_IN_WORD = 128, 32, 8

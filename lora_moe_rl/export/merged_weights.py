@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lora_moe_rl.errors import ExportError
 from lora_moe_rl.export.merged_plan import Matrix, MergeStep
+from lora_moe_rl.files.untrusted import DTYPES
 from lora_moe_rl.kernels.merge import formats, merge_delta_, merge_delta_fp8_, merge_delta_int4_
-from lora_moe_rl.safe_files import DTYPES
 
 
 @dataclass

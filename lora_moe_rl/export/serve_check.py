@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from lora_moe_rl.export.comparisons import Comparison, as_json, largest, show
+from lora_moe_rl.rollout.facts import slot_rank
 
 ABOUT = """\
 Start `vllm serve` with the base and the adapter on loopback, ask it for logprobs through the OpenAI
@@ -53,9 +54,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def check(options: argparse.Namespace) -> tuple[list[Comparison], str]:
     """(comparisons, the command of the server)."""
-    from lora_moe_rl.export import serving, source
+    from lora_moe_rl.export import serving
+    from lora_moe_rl.files import adapter_source as source
+    from lora_moe_rl.models.directory import resolve_model
     from lora_moe_rl.rollout import platform
-    from lora_moe_rl.tiny.make import resolve_model
     from lora_moe_rl.verify import hf
 
     base = resolve_model(options.base)
@@ -67,7 +69,7 @@ def check(options: argparse.Namespace) -> tuple[list[Comparison], str]:
     say("starting vllm serve")
     mla = shape.family.attention == "mla"
     with serving.start(
-        base, options.adapter, found.spec.slot_rank, mla, dtype, options.timeout
+        base, options.adapter, slot_rank(found.spec), mla, dtype, options.timeout
     ) as server:
         served = [server.logprobs(serving.ADAPTER, ids, NEW_TOKENS) for ids in prompts]
         bare = [server.logprobs(str(base), ids, NEW_TOKENS) for ids in prompts]

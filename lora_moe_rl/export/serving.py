@@ -22,8 +22,8 @@ import numpy as np
 import psutil
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.doctor import installed
 from lora_moe_rl.errors import ExportError
+from lora_moe_rl.upstream.doctor import installed
 
 HOST = "127.0.0.1"
 ADAPTER = "adapter"  # the name under which an adapter is served

@@ -7,6 +7,7 @@ from typing import Any
 
 from lora_moe_rl.planner.plan import RunPlan
 from lora_moe_rl.planner.search import Proposal
+from lora_moe_rl.rollout.facts import slot_rank
 
 
 def as_json(plan: RunPlan, proposals: list[Proposal]) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def as_json(plan: RunPlan, proposals: list[Proposal]) -> dict[str, Any]:
         "adapter": {
             "parameters": plan.spec.num_parameters,
             "tensors": plan.adapter_tensors,
-            "slot_rank": plan.spec.slot_rank,
+            "slot_rank": slot_rank(plan.spec),
         },
         "assumed": asdict(assumed) | {"gpu": asdict(assumed.hardware.spec)},
         "gpus": {"trainer": mine, "engines": theirs, "shared": shared},

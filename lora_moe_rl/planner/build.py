@@ -41,6 +41,7 @@ from lora_moe_rl.refit.plan import (
     received,
     trainer_ranks,
 )
+from lora_moe_rl.rollout.facts import slot_rank
 
 if TYPE_CHECKING:
     from lora_moe_rl.planner.build_rank import Builder, BuiltRank
@@ -95,7 +96,7 @@ def check(
     started = time.perf_counter()
     trainer = config.trainer
     ranks = chosen(trainer)
-    engine = EngineLayout.of(config.rollout, spec.slot_rank, config.refit.mode == "merged")
+    engine = EngineLayout.of(config.rollout, slot_rank(spec), config.refit.mode == "merged")
     plan = make_plan(spec, trainer, engine, BF16)
     planned = {stage: rank_class for rank_class in classes for stage in rank_class.stages}
     built, peak = _build(facts, spec, trainer, ranks, say)
@@ -251,7 +252,7 @@ def _build(
 
 
 def _start(log: str, config: dict, spec: AdapterSpec, trainer: TrainerConfig) -> None:
-    from lora_moe_rl.actor_log import redirect
+    from lora_moe_rl.cluster.log import redirect
 
     redirect(log)
     from lora_moe_rl.planner.build_rank import Builder

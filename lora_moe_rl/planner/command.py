@@ -10,11 +10,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from lora_moe_rl import recipe
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.importing import load_file
+from lora_moe_rl.config.overrides import override, parse_arguments
+from lora_moe_rl.config.recipes import load_config
 from lora_moe_rl.errors import ConfigError, LoraMoeRlError
-from lora_moe_rl.importing import load_file
-from lora_moe_rl.overrides import override, parse_arguments
 from lora_moe_rl.planner import plan as plans
 from lora_moe_rl.planner.compute import Lengths
 from lora_moe_rl.planner.facts import Facts, Format, find
@@ -118,7 +118,7 @@ def _base(options: argparse.Namespace) -> tuple[RunConfig, Hardware | None]:
         )
     if options.model:
         return override(RunConfig(), WHAT_IF), None
-    config = recipe.load_config(recipes[0])
+    config = load_config(recipes[0])
     if not recipes[0].endswith(".py"):
         return config, None
     hardware = vars(load_file(Path(recipes[0]))).get("hardware")

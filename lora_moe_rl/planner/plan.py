@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.layout import check_layout
+from lora_moe_rl.models.fit import check_layout
 from lora_moe_rl.planner.base import num_parameters
 from lora_moe_rl.planner.compute import Flops, Lengths, Roofline, Seconds
 from lora_moe_rl.planner.facts import Facts, Format

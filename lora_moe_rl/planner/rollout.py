@@ -12,6 +12,7 @@ from lora_moe_rl.planner.facts import Facts, Format
 from lora_moe_rl.planner.formats import itemsize, tensor_bytes
 from lora_moe_rl.planner.hardware import GIB, Gpu
 from lora_moe_rl.refit.plan import EngineLayout, held
+from lora_moe_rl.rollout.facts import slot_rank
 
 # What vLLM's profiling run and CUDA graphs take, beside the logits of the sequences in flight.
 PROFILE_BYTES = int(3 * GIB)
@@ -90,15 +91,15 @@ def _local(facts: Facts, tensor: BaseTensor, tp: int, ep: bool) -> tuple[int, ..
 
 def slot_bytes(spec: AdapterSpec, config: RunConfig, b: int) -> int:
     """Of all slots of the first rank. A slot has room for the largest rank at every site."""
-    slot_rank = spec.slot_rank
-    layout = EngineLayout.of(config.rollout, slot_rank)
+    rank = slot_rank(spec)
+    layout = EngineLayout.of(config.rollout, rank)
     kv_heads = spec.shape.dims.get("kv_heads", 0)
     total = 0
     for site in spec:
         for matrix, shape in (("A", site.shape_A), ("B", site.shape_B)):
             rank_dim = len(shape) - (2 if matrix == "A" else 1)
             box = held(site, matrix, layout, 0, kv_heads)
-            room = slot_rank
+            room = rank
             if box.shape[rank_dim] < shape[rank_dim]:  # cut along the rank
                 room //= layout.tp
             total += box.size // box.shape[rank_dim] * room

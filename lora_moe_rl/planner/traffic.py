@@ -13,6 +13,7 @@ from lora_moe_rl.planner.formats import itemsize
 from lora_moe_rl.planner.hardware import Efficiency, Gpu
 from lora_moe_rl.planner.rollout import weight_bytes
 from lora_moe_rl.refit.plan import EngineLayout, make_plan
+from lora_moe_rl.rollout.facts import slot_rank
 
 Way = Literal["per_expert", "shared_outer", "merged weights"]
 
@@ -45,7 +46,7 @@ def refits(
     speed = gpu.link * efficiency.links
     rows = []
     for way, spec in specs.items():
-        layout = EngineLayout.of(rollout, spec.slot_rank, config.refit.mode == "merged")
+        layout = EngineLayout.of(rollout, slot_rank(spec), config.refit.mode == "merged")
         plan = make_plan(spec, config.trainer, layout, b)
         sent = rollout.engines * max(plan.sent_bytes().values())
         received = max(plan.received_bytes().values())

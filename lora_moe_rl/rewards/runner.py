@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from lora_moe_rl.data.samples import Prompt, Sample
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.types import Prompt, Sample
 
 NUM_WORKERS = 2
 START_TIMEOUT_S = 120.0  # of a worker: it imports what the user's file imports

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRA
 from vllm.model_executor.layers.fused_moe.oracle import unquantized as oracle
 
 from lora_moe_rl.rollout.cpu_lora import GroupedLoRA
-from lora_moe_rl.upstream import require_attributes, require_parameters, require_version
+from lora_moe_rl.upstream.checks import require_attributes, require_parameters, require_version
 
 KNOWN_VLLM = ("0.31.0",)
 WHO = "lora_moe_rl/rollout/cpu_experts.py"

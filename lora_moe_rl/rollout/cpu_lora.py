@@ -12,7 +12,7 @@ import vllm
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.platforms.cpu import CpuPlatform
 
-from lora_moe_rl.upstream import require_parameters, require_version
+from lora_moe_rl.upstream.checks import require_parameters, require_version
 
 KNOWN_VLLM = ("0.31.0",)
 WHO = "lora_moe_rl/rollout/cpu_lora.py"

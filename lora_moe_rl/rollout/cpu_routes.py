@@ -28,7 +28,7 @@ from vllm.distributed.aux_output_connector.worker import (
 )
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from lora_moe_rl.upstream import require_attributes, require_parameters, require_version
+from lora_moe_rl.upstream.checks import require_attributes, require_parameters, require_version
 
 KNOWN_VLLM = ("0.31.0",)
 WHO = "lora_moe_rl/rollout/cpu_routes.py"

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from lora_moe_rl.actor_log import redirect
 from lora_moe_rl.adapters.spec import AdapterSpec
-from lora_moe_rl.clock import Clock
+from lora_moe_rl.cluster.log import redirect
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.data.samples import Sample
 from lora_moe_rl.errors import EngineDied, RefitError
 from lora_moe_rl.refit.parts import PartLayout, SentPart, check_sent, to_json, version_checksum
 from lora_moe_rl.refit.receipt import Receipt
@@ -32,7 +32,7 @@ from lora_moe_rl.refit.transports.choose import SHARED_MEMORY, Wire
 from lora_moe_rl.rollout import outputs, platform
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.router_replay.travel import SentRoutes, send
-from lora_moe_rl.types import Sample
+from lora_moe_rl.telemetry.clock import Clock
 
 SLOT_POLL_S = 0.005
 WORKER_GRACE_S = 5.0  # a worker that gives up by itself says more

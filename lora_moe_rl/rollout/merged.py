@@ -13,11 +13,11 @@ import json
 import time
 from dataclasses import asdict
 
-from lora_moe_rl.clock import Clock
 from lora_moe_rl.errors import RefitError
 from lora_moe_rl.refit.parts import SentPart, check_sent, version_checksum
 from lora_moe_rl.refit.receipt import Receipt
 from lora_moe_rl.rollout.engine import RolloutEngine
+from lora_moe_rl.telemetry.clock import Clock
 
 POLL_S = 0.005
 

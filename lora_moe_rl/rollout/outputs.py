@@ -11,8 +11,8 @@ import numpy as np
 from lora_moe_rl.adapters.sharding import pipeline_chunks
 from lora_moe_rl.adapters.spec import ModelShape
 from lora_moe_rl.config import RunConfig, TrainerConfig
+from lora_moe_rl.data.samples import Sample
 from lora_moe_rl.router_replay.table import RouteTable
-from lora_moe_rl.types import Sample
 
 
 def sampling_params(config: RunConfig, stop_ids: set[int]) -> Any:

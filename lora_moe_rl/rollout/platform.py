@@ -9,7 +9,7 @@ from typing import Any
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.refit.names import Dtype, vllm_module
+from lora_moe_rl.rollout.facts import Dtype, served_module, slot_rank
 from lora_moe_rl.rollout.vllm_plugin import ENGINE_VARIABLE
 
 GIB = 2**30
@@ -25,9 +25,9 @@ def is_cpu() -> bool:
 
 def check_engine(config: RunConfig, spec: AdapterSpec) -> None:
     """Raises ConfigError for engine settings that vLLM cannot serve these adapters with."""
-    if config.rollout.fully_sharded and spec.slot_rank % config.rollout.tp:
+    if config.rollout.fully_sharded and slot_rank(spec) % config.rollout.tp:
         raise ConfigError(
-            f"rollout.fully_sharded=true cuts adapter slots, here of rank {spec.slot_rank}, over "
+            f"rollout.fully_sharded=true cuts adapter slots, here of rank {slot_rank(spec)}, over "
             f"rollout.tp={config.rollout.tp} ranks, which do not divide it; use another rank or "
             f"leave rollout.fully_sharded out"
         )
@@ -92,12 +92,12 @@ def engine_args(
 
 
 def _lora_args(config: RunConfig, spec: AdapterSpec) -> dict[str, Any]:
-    modules = {vllm_module(spec.shape, site)[0].rpartition(".")[2] for site in spec}
+    modules = {served_module(spec.shape, site)[0].rpartition(".")[2] for site in spec}
     return {
         "enable_lora": True,
         "max_loras": config.refit.slots,
         "max_cpu_loras": config.refit.slots,
-        "max_lora_rank": spec.slot_rank,
+        "max_lora_rank": slot_rank(spec),
         "fully_sharded_loras": config.rollout.fully_sharded,
         "lora_dtype": "auto",  # the dtype of the base
         "lora_target_modules": sorted(modules),

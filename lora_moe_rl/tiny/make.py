@@ -1,4 +1,4 @@
-"""Where a model's directory is: a tiny one is made if need be, another is found or fetched.
+"""A tiny model's directory: made if need be, and found in the cache the second time.
 
 Importing this file imports neither torch nor transformers.
 """
@@ -6,34 +6,14 @@ Importing this file imports neither torch nor transformers.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from importlib.metadata import version
 from pathlib import Path
 
-from lora_moe_rl.adapters.families import FAMILIES
 from lora_moe_rl.errors import ModelError
 
 TINY_NAMES = ("qwen3_moe", "deepseek_v3")
 SOURCES = ("arithmetic", "muon", "pretrain", "shapes", "tokenizer")
-
-
-def resolve_model(path: str) -> Path:
-    """The local directory of `model.path`.
-
-    A Hugging Face directory is taken as it is; the name of a tiny model is made unless it is
-    cached; anything else is a hub name. Raises ModelError when there is no such model.
-    """
-    if Path(path).is_dir():
-        return Path(path)
-    if path in TINY_NAMES:
-        return make_tiny(path)
-    if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise ModelError(
-            f"model.path={path!r} is not a directory, and not a hub name (owner/name) or one of "
-            f"the tiny models {', '.join(TINY_NAMES)}"
-        )
-    return _download(path)
 
 
 def make_tiny(
@@ -69,72 +49,9 @@ def cache_dir() -> Path:
     return Path(os.environ.get("LORA_MOE_RL_CACHE") or Path.home() / ".cache" / "lora_moe_rl")
 
 
-def check_model_dir(path: Path | str) -> dict:
-    """Whether a Hugging Face directory can be loaded and trained; returns its config.json.
-
-    Raises ModelError for a missing config, missing shards, weights that are not safetensors
-    (nothing is unpickled) and architectures that are not supported.
-    """
-    path = Path(path)
-    config_file = path / "config.json"
-    if not config_file.is_file():
-        raise ModelError(f"{path} has no config.json: it is not a Hugging Face model directory")
-    try:
-        config = json.loads(config_file.read_text())
-    except ValueError as error:
-        raise ModelError(f"{config_file} is not JSON: {error}") from error
-    architectures = config.get("architectures") or ["missing"]
-    family = FAMILIES.get(architectures[0])
-    if family is None or config.get("model_type") not in family.model_types:
-        known = ", ".join(
-            f"{name} (model_type {' or '.join(f.model_types)})" for name, f in FAMILIES.items()
-        )
-        raise ModelError(
-            f"{config_file}: architecture {', '.join(architectures)} (model_type "
-            f"{config.get('model_type')}) is not supported; supported are {known}"
-        )
-    _check_weights(path)
-    return config
-
-
-def _check_weights(path: Path) -> None:
-    index_file = path / "model.safetensors.index.json"
-    if index_file.is_file():
-        try:
-            shards = sorted(set(json.loads(index_file.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ModelError(f"{index_file} is not an index of shards: {error!r}") from error
-        missing = [shard for shard in shards if not (path / shard).is_file()]
-        if missing:
-            raise ModelError(
-                f"{path} lacks {len(missing)} of {len(shards)} weight shards ({missing[0]}, ...); "
-                "fetch the model again"
-            )
-    elif not (path / "model.safetensors").is_file():
-        pickled = sorted(file.name for file in [*path.glob("*.bin"), *path.glob("*.pt")])
-        found = f"only {pickled[0]}, which would have to be unpickled" if pickled else "none"
-        raise ModelError(
-            f"{path} has no safetensors weights (found: {found}); convert or fetch them as "
-            "model.safetensors"
-        )
-
-
 def _cache_key(name: str) -> str:
     """A hash of what decides the weights: our sources and the versions of what they call."""
     here = Path(__file__).parent
     parts = [name, *((here / f"{source}.py").read_text() for source in SOURCES)]
     parts += [version(package) for package in ("torch", "transformers", "tokenizers")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
-
-
-def _download(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf"]))
-    except Exception as error:  # huggingface_hub raises some twenty kinds: offline, absent, gated
-        raise ModelError(
-            f"model.path={name!r} is not a local directory, and could not be fetched from the hub: "
-            f"{type(error).__name__}: {str(error).splitlines()[0]}; check the name and the "
-            "network, or give a directory"
-        ) from error

@@ -24,14 +24,14 @@ from lora_moe_rl.adapters.attach import Adapters
 from lora_moe_rl.adapters.olora import OLoRAStart
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.data.batch import MicroBatch, TrainBatch, pack, plan_micro_batches, unpack
+from lora_moe_rl.router_replay.audit import Audit, due
 from lora_moe_rl.router_replay.replay import MicroRoutes, Replay
-from lora_moe_rl.trainer.audit import Audit, due
-from lora_moe_rl.trainer.batch import MicroBatch, TrainBatch, pack, plan_micro_batches, unpack
+from lora_moe_rl.router_replay.routes import Routes, Sent
 from lora_moe_rl.trainer.device import Device
 from lora_moe_rl.trainer.logprobs import token_logprobs
 from lora_moe_rl.trainer.model import build_model
 from lora_moe_rl.trainer.optimizer import AdapterOptimizer
-from lora_moe_rl.trainer.routes import Routes, Sent
 
 LossFunction = Callable[["Work", torch.Tensor, torch.Tensor], tuple]
 

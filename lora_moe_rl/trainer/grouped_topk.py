@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from megatron.core.transformer.moe import moe_utils
 
-from lora_moe_rl.upstream import require_parameters
+from lora_moe_rl.upstream.checks import require_parameters
 
 _PARAMETERS = ("scores", "topk", "num_tokens", "num_experts", "num_groups", "group_topk")
 _upstream = moe_utils.group_limited_topk

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
 from lora_moe_rl.algorithms import kl
+from lora_moe_rl.data.batch import MicroBatch
 from lora_moe_rl.router_replay.replay import Replay
-from lora_moe_rl.trainer.batch import MicroBatch
 from lora_moe_rl.trainer.device import Device
 from lora_moe_rl.trainer.optimizer import StepResult
 

@@ -13,7 +13,7 @@ from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.upstream import require_attributes
+from lora_moe_rl.upstream.checks import require_attributes
 
 
 class PlainQueryMLA(MLASelfAttention):

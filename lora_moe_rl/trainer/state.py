@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 
 from lora_moe_rl.adapters.attach import Adapters
 from lora_moe_rl.adapters.sharding import Box
-from lora_moe_rl.checkpoint import disk_errors
 from lora_moe_rl.errors import CheckpointError
+from lora_moe_rl.files.checkpoint import disk_errors
 from lora_moe_rl.trainer.optimizer import AdapterOptimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -20,15 +20,15 @@ from megatron.core import parallel_state as ps
 
 from lora_moe_rl.adapters.shards import Shard
 from lora_moe_rl.algorithms import grpo
+from lora_moe_rl.data.batch import TrainBatch
+from lora_moe_rl.data.samples import UpdateResult
 from lora_moe_rl.errors import ReplayError
-from lora_moe_rl.trainer.audit import due
-from lora_moe_rl.trainer.batch import TrainBatch
+from lora_moe_rl.router_replay.audit import due
+from lora_moe_rl.router_replay.routes import Routes, Sent
 from lora_moe_rl.trainer.engine import TrainingEngine, Work
 from lora_moe_rl.trainer.logprobs import token_entropy
 from lora_moe_rl.trainer.meter import WITH, WITHOUT, Meter
 from lora_moe_rl.trainer.optimizer import StepResult
-from lora_moe_rl.trainer.routes import Routes, Sent
-from lora_moe_rl.types import UpdateResult
 
 
 def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> UpdateResult:

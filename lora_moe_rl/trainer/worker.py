@@ -1,4 +1,4 @@
-"""One trainer rank as a Ray actor. Ray is applied in `trainer/group.py`; a test may run a
+"""One trainer rank as a Ray actor. Ray is applied in `cluster/trainer.py`; a test may run a
 rank in a process of its own."""
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import numpy as np
 from lora_moe_rl.adapters.shards import Shard
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.refit.parts import PartLayout, SentPart
 from lora_moe_rl.refit.transports import shm
 from lora_moe_rl.refit.transports.choose import Wire, make_outgoing
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.router_replay.travel import SentRoutes
-from lora_moe_rl.trainer.batch import TrainBatch
 from lora_moe_rl.trainer.device import Device
 
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lora_moe_rl.adapters.sharding import reductions
+from lora_moe_rl.config.options import positive, verify_parser
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.options import positive, verify_parser
-from lora_moe_rl.tiny.make import resolve_model
+from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.verify.compare import LAYOUT_QUANTITIES, Check, entries
 from lora_moe_rl.verify.layout import (
     DEFAULT_LAYOUTS,

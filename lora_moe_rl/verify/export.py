@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from lora_moe_rl.config.options import verify_parser
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.export.comparisons import Comparison, as_json, largest, show
-from lora_moe_rl.options import verify_parser
+from lora_moe_rl.rollout.facts import slot_rank
 
 ABOUT = """\
 Export a random adapter of MODEL in every form, and compare logprobs with transformers' forward of
@@ -83,9 +84,9 @@ class _Verification:
         from lora_moe_rl.adapters.families import ModelShape
         from lora_moe_rl.adapters.spec import AdapterSpec
         from lora_moe_rl.config import RunConfig
+        from lora_moe_rl.config.overrides import override
         from lora_moe_rl.export.serve_check import random_prompts
-        from lora_moe_rl.overrides import override
-        from lora_moe_rl.tiny.make import check_model_dir, resolve_model
+        from lora_moe_rl.models.directory import check_model_dir, resolve_model
         from lora_moe_rl.verify import hf
 
         for setting in options.settings:
@@ -167,7 +168,7 @@ class _Verification:
         name = str(model) if adapter is None else serving.ADAPTER
         mla = self.spec.shape.family.attention == "mla"
         timeout = self.options.timeout
-        with serving.start(model, adapter, self.spec.slot_rank, mla, "float32", timeout) as server:
+        with serving.start(model, adapter, slot_rank(self.spec), mla, "float32", timeout) as server:
             answers = [server.logprobs(name, ids, NEW_TOKENS) for ids in self.prompts]
         expected = [hf.logprobs(self.model, ids) for ids, _ in answers]
         return largest([values for _, values in answers], expected)

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
+from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.router_replay.table import RouteTable
-from lora_moe_rl.trainer.batch import TrainBatch
 
 # Size of what the adapter adds to an output, for an input of ones: enough to change every logprob.
 STRENGTH = 0.3

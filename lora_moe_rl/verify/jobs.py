@@ -11,9 +11,9 @@ import numpy as np
 from lora_moe_rl.adapters import sharding
 from lora_moe_rl.adapters.shards import Shard, assemble
 from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.errors import LoraMoeRlError
 from lora_moe_rl.router_replay.table import RouteTable
-from lora_moe_rl.trainer.batch import TrainBatch
 from lora_moe_rl.verify.inputs import random_adapter
 
 STEPS = 3

@@ -19,8 +19,8 @@ import numpy as np
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.overrides import override, with_settings
 from lora_moe_rl.errors import ConfigError, LoraMoeRlError
-from lora_moe_rl.overrides import override, with_settings
 from lora_moe_rl.verify import jobs
 from lora_moe_rl.verify.compare import (
     TOLERANCES,

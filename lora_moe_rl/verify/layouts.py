@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.layout import check_layout
-from lora_moe_rl.overrides import with_settings
+from lora_moe_rl.models.fit import check_layout
 
 AXES = ("tp", "pp", "ep", "etp", "dp", "vpp")
 _PART = re.compile(r"(etp|vpp|tp|pp|ep|dp)(\d+)")

@@ -21,7 +21,7 @@ from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ActorFailed
-from lora_moe_rl.tiny.make import check_model_dir
+from lora_moe_rl.models.directory import check_model_dir
 
 Job = Callable[..., Any]
 LOG_LINES = 15

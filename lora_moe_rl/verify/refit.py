@@ -12,11 +12,11 @@ from typing import Any
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.options import verify_parser
+from lora_moe_rl.config.overrides import override, with_settings
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.options import verify_parser
-from lora_moe_rl.overrides import override, with_settings
+from lora_moe_rl.models.directory import check_model_dir, resolve_model
 from lora_moe_rl.refit.plan import Plan
-from lora_moe_rl.tiny.make import check_model_dir, resolve_model
 from lora_moe_rl.verify.command import progress
 from lora_moe_rl.verify.layout import placed
 from lora_moe_rl.verify.layouts import Layout, parse_layouts

@@ -10,10 +10,11 @@ from typing import get_args
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RefitConfig, RunConfig
+from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.layout import check_layout
-from lora_moe_rl.overrides import with_settings
+from lora_moe_rl.models.fit import check_layout
 from lora_moe_rl.refit.plan import EngineLayout, Plan, Transfer
+from lora_moe_rl.rollout.facts import slot_rank
 from lora_moe_rl.rollout.platform import check_engine
 
 _ENGINE = re.compile(r"tp([1-9]\d*)(ep|fs)?")
@@ -32,7 +33,7 @@ class Engine:
 
     def layout(self, spec: AdapterSpec) -> EngineLayout:
         merged = self.config.refit.mode == "merged"
-        return EngineLayout.of(self.config.rollout, spec.slot_rank, merged)
+        return EngineLayout.of(self.config.rollout, slot_rank(spec), merged)
 
 
 def parse_engine(name: str, config: RunConfig, spec: AdapterSpec) -> Engine:

@@ -22,13 +22,13 @@ import numpy as np
 from lora_moe_rl.adapters import peft
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.errors import ActorFailed, LoraMoeRlError
-from lora_moe_rl.overrides import with_settings
-from lora_moe_rl.refit.names import vllm_module
 from lora_moe_rl.refit.parts import STORAGE, part_layouts
 from lora_moe_rl.refit.plan import make_plan
 from lora_moe_rl.refit.transports import directory
 from lora_moe_rl.refit.transports.choose import choose
+from lora_moe_rl.rollout.facts import served_module
 from lora_moe_rl.verify.inputs import random_adapter
 from lora_moe_rl.verify.layouts import Layout
 from lora_moe_rl.verify.ranks import run_processes
@@ -171,7 +171,7 @@ class RefitVerification:
         self.report.noise = self.reference.noise
         if not self.merged:
             peft.write(self.folder / "files", self.spec, self.tensors, self.config)
-            self.names = {vllm_module(self.spec.shape, site)[:2]: site.name for site in self.spec}
+            self.names = {served_module(self.spec.shape, site)[:2]: site.name for site in self.spec}
 
     def _engine(self, engine: Engine) -> None:
         """The rows of one engine; when it fails, the first row says so and there are no more."""

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.options import positive, verify_parser
+from lora_moe_rl.config.overrides import override, with_settings
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.options import positive, verify_parser
-from lora_moe_rl.overrides import override, with_settings
-from lora_moe_rl.tiny.make import resolve_model
+from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.verify.command import progress
 from lora_moe_rl.verify.layouts import Layout, parse_layouts
 from lora_moe_rl.verify.ranks import spec_of

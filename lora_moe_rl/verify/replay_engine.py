@@ -15,15 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from lora_moe_rl.actor_log import redirect
 from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
+from lora_moe_rl.cluster.log import redirect
 from lora_moe_rl.config import RunConfig, TrainerConfig
+from lora_moe_rl.data.samples import Sample
 from lora_moe_rl.errors import ActorFailed, ConfigError, RefitError
 from lora_moe_rl.refit.parts import STORAGE, part_layouts, to_json
 from lora_moe_rl.refit.plan import Box, EngineLayout, make_plan
 from lora_moe_rl.rollout import outputs, platform
+from lora_moe_rl.rollout.facts import slot_rank
 from lora_moe_rl.router_replay.table import RouteTable
-from lora_moe_rl.types import Sample
 from lora_moe_rl.verify.ranks import LOG_LINES
 
 VERSION = 0
@@ -154,7 +155,7 @@ class SteppedEngine:
         plan = make_plan(
             self.spec,
             TrainerConfig(),
-            EngineLayout(self.spec.slot_rank, tp=self.config.rollout.tp),
+            EngineLayout(slot_rank(self.spec), tp=self.config.rollout.tp),
             STORAGE[self.dtype].itemsize,
         )
         (layout,) = layouts = part_layouts(plan, self.spec, self.dtype)

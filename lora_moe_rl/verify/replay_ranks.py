@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.router_replay.table import RouteTable
-from lora_moe_rl.trainer.batch import TrainBatch
 
 SHOWN = 3
 NOTICED = "was not routed as recorded"  # of the audit's message

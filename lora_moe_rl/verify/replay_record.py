@@ -18,8 +18,8 @@ import numpy as np
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.errors import ActorFailed
-from lora_moe_rl.overrides import with_settings
 from lora_moe_rl.rollout import outputs
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.verify.replay_engine import SteppedEngine, prepare_process, samples_and_routes

@@ -20,8 +20,8 @@ import numpy as np
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.errors import LoraMoeRlError
-from lora_moe_rl.overrides import with_settings
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.verify import replay_ranks, replay_record, replay_tables
 from lora_moe_rl.verify.inputs import random_adapter

@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import ray
 
-from lora_moe_rl.recipe import load_config
-from lora_moe_rl.rollout import group
+from lora_moe_rl.cluster import engines as group
+from lora_moe_rl.config.recipes import load_config
 
 DEATHS = (2, 4)  # versions at whose commit it dies, once each
 ROOT = Path(__file__).parents[2]

@@ -25,6 +25,7 @@ from lora_moe_rl.refit.parts import SentPart
 from lora_moe_rl.refit.sender import Sender
 from lora_moe_rl.rollout import outputs
 from lora_moe_rl.rollout.engine import RolloutEngine
+from lora_moe_rl.rollout.facts import slot_rank
 from lora_moe_rl.tiny import shapes
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 
@@ -127,7 +128,7 @@ class EngineUnderTest:
         """The same engine with adapters of another form."""
         config = RunConfig(adapter=adapter)
         spec = AdapterSpec.build(self.spec.shape, config.adapter)
-        assert spec.slot_rank <= self.spec.slot_rank
+        assert slot_rank(spec) <= slot_rank(self.spec)
         ray.get(self.actor.use.remote(spec))
         try:
             yield replace(self, spec=spec)

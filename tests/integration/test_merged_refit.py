@@ -24,10 +24,11 @@ from lora_moe_rl.adapters.families import ModelShape, hf_path
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.errors import RefitError
+from lora_moe_rl.files.run_dir import read_jsonl
 from lora_moe_rl.refit.parts import SentPart
 from lora_moe_rl.refit.plan import EngineLayout
 from lora_moe_rl.refit.sender import Sender
-from lora_moe_rl.run_dir import read_jsonl
+from lora_moe_rl.rollout.facts import slot_rank
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 from lora_moe_rl.verify.refit_processes import EngineProcess
 
@@ -58,7 +59,7 @@ class Serving:
         layouts = make_layouts(
             self.spec,
             self.config.trainer,
-            EngineLayout.of(self.config.rollout, self.spec.slot_rank, merged=True),
+            EngineLayout.of(self.config.rollout, slot_rank(self.spec), merged=True),
         )
         if not self.senders:
             self.engine.call("prepare_refit", layouts)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from cli_run import CliRun
 
-from lora_moe_rl.checkpoint import newest_valid
-from lora_moe_rl.run_dir import read_jsonl
-from lora_moe_rl.tiny.make import resolve_model
+from lora_moe_rl.files.checkpoint import newest_valid
+from lora_moe_rl.files.run_dir import read_jsonl
+from lora_moe_rl.models.directory import resolve_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

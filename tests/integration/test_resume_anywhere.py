@@ -10,11 +10,11 @@ import pytest
 import tiny_families
 from ranks import random_adapter, random_batch, run_ranks, spec_of
 
-from lora_moe_rl import starting
-from lora_moe_rl.base_model import base_record
-from lora_moe_rl.checkpoint import newest_valid, write_checkpoint
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.export import source
+from lora_moe_rl.files import adapter_source as source
+from lora_moe_rl.files.checkpoint import newest_valid, write_checkpoint
+from lora_moe_rl.models.fingerprint import base_record
+from lora_moe_rl.run import adapter_start as starting
 
 LAYOUTS = {
     "one": {},

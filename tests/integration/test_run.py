@@ -19,13 +19,13 @@ from matplotlib.image import imread
 from ranks import spec_of
 from safetensors.numpy import load_file
 
-from lora_moe_rl import console
 from lora_moe_rl.adapters.peft import peft_tensors
 from lora_moe_rl.adapters.shards import Shard, assemble
-from lora_moe_rl.checkpoint import newest_valid
-from lora_moe_rl.recipe import load_config
-from lora_moe_rl.run_dir import read_jsonl
-from lora_moe_rl.tiny.make import resolve_model
+from lora_moe_rl.config.recipes import load_config
+from lora_moe_rl.files.checkpoint import newest_valid
+from lora_moe_rl.files.run_dir import read_jsonl
+from lora_moe_rl.models.directory import resolve_model
+from lora_moe_rl.telemetry import console
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -12,7 +12,7 @@ from ranks import random_adapter, random_batch, run_ranks, spec_of
 from lora_moe_rl.adapters.shards import assemble
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import CheckpointError, ReplayError
-from lora_moe_rl.tiny.make import resolve_model
+from lora_moe_rl.models.directory import resolve_model
 
 MODEL = "qwen3_moe"
 

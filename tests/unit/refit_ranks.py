@@ -10,10 +10,10 @@ import torch
 from lora_moe_rl.adapters.sharding import kind_of, window
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import TrainerConfig
-from lora_moe_rl.refit.names import Dtype
 from lora_moe_rl.refit.parts import STORAGE, PartLayout, part_layouts
 from lora_moe_rl.refit.plan import Box, EngineLayout, TrainerRank, make_plan, trainer_ranks
 from lora_moe_rl.refit.sender import Held, Sender
+from lora_moe_rl.rollout.facts import Dtype, slot_rank
 
 Tensors = Mapping[str, np.ndarray]
 
@@ -37,7 +37,7 @@ def make_layouts(
     engine: EngineLayout | None = None,
     dtype: Dtype = "float32",
 ) -> list[PartLayout]:
-    engine = engine or EngineLayout(spec.slot_rank)
+    engine = engine or EngineLayout(slot_rank(spec))
     plan = make_plan(spec, trainer or TrainerConfig(), engine, STORAGE[dtype].itemsize)
     return part_layouts(plan, spec, dtype)
 

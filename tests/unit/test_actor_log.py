@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from lora_moe_rl.actor_log import redirect
-from lora_moe_rl.run_dir import tail
+from lora_moe_rl.cluster.log import redirect
+from lora_moe_rl.files.run_dir import tail
 
 CODE = """
 import logging, os, subprocess, sys
-from lora_moe_rl.actor_log import redirect
+from lora_moe_rl.cluster.log import redirect
 logging.basicConfig(level=logging.WARNING)
 redirect(sys.argv[1])
 print("from Python")

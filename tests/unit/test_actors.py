@@ -6,10 +6,10 @@ import time
 import pytest
 import ray
 
-from lora_moe_rl.actors import Actor, get
+from lora_moe_rl.cluster.actors import Actor, get
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ActorFailed, RefitError
-from lora_moe_rl.run_dir import RunDir
+from lora_moe_rl.files.run_dir import RunDir
 
 NAMES = ("trainer-0", "trainer-1")
 

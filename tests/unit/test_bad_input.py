@@ -9,9 +9,9 @@ import ray
 import torch
 
 from lora_moe_rl import cli
-from lora_moe_rl.checkpoint import write_checkpoint
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config_files import to_yaml
+from lora_moe_rl.config.files import to_yaml
+from lora_moe_rl.files.checkpoint import write_checkpoint
 from lora_moe_rl.tiny import shapes
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 

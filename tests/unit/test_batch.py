@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_moe_rl.trainer.batch import TrainBatch, pack, plan_micro_batches, unpack
+from lora_moe_rl.data.batch import TrainBatch, pack, plan_micro_batches, unpack
 
 
 @given(

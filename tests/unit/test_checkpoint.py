@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from lora_moe_rl import checkpoint
-from lora_moe_rl.checkpoint import MANIFEST, newest_valid, read_manifest, write_checkpoint
 from lora_moe_rl.errors import CheckpointError
+from lora_moe_rl.files import checkpoint
+from lora_moe_rl.files.checkpoint import MANIFEST, newest_valid, read_manifest, write_checkpoint
 
 FILES = ("trainer_00000.safetensors", "data/position.json")
 
@@ -196,7 +196,7 @@ import os, resource, signal, sys
 import numpy as np
 from pathlib import Path
 from safetensors.numpy import save_file
-from lora_moe_rl import checkpoint
+from lora_moe_rl.files import checkpoint
 from lora_moe_rl.errors import CheckpointError
 root = Path(sys.argv[1])
 """

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from lora_moe_rl import cli
-from lora_moe_rl.importing import load_function
+from lora_moe_rl.config.importing import load_function
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lora_moe_rl.config import DataConfig
-from lora_moe_rl.data import PromptSource
+from lora_moe_rl.data.prompts import PromptSource
 from lora_moe_rl.errors import ConfigError, DataError
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 

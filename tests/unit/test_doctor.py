@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_moe_rl import doctor
+from lora_moe_rl.upstream import doctor
 
 ROOT = Path(__file__).parents[2]
 

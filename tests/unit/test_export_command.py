@@ -15,10 +15,10 @@ from lora_moe_rl.adapters import peft
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.resize import resize
 from lora_moe_rl.adapters.spec import AdapterSpec
-from lora_moe_rl.base_model import base_record
-from lora_moe_rl.checkpoint import write_checkpoint
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.export import source
+from lora_moe_rl.files import adapter_source as source
+from lora_moe_rl.files.checkpoint import write_checkpoint
+from lora_moe_rl.models.fingerprint import base_record
 
 CONFIG = shrunk(PUBLISHED["DeepSeek-V3"]) | {"num_hidden_layers": 2, "first_k_dense_replace": 1}
 
@@ -167,7 +167,7 @@ def test_import_says_the_settings_that_train_it(run, base, tmp_path, capsys):
     capsys.readouterr()
     assert cli.main(["adapter", "import", str(tmp_path / "p"), "--out", str(tmp_path / "i")]) == 0
     check(tmp_path / "i", base, deltas(*run))
-    from lora_moe_rl.overrides import override
+    from lora_moe_rl.config.overrides import override
 
     words = [line.strip().replace("'", "") for line in capsys.readouterr().out.splitlines()[2:]]
     config = override(RunConfig(model=str(base)), words)

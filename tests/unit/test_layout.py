@@ -6,7 +6,7 @@ from test_spec import KIMI_K2, QWEN3_30B_A3B
 from lora_moe_rl.adapters.spec import ModelShape
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.layout import check_layout
+from lora_moe_rl.models.fit import check_layout
 
 QWEN, KIMI = ModelShape.from_hf_config(QWEN3_30B_A3B), ModelShape.from_hf_config(KIMI_K2)
 

@@ -20,8 +20,8 @@ from lora_moe_rl.config import AdapterConfig
 from lora_moe_rl.errors import AdapterError, ConfigError, ExportError, FileError
 from lora_moe_rl.export import merged, merged_plan
 from lora_moe_rl.export.merged import export_merged
+from lora_moe_rl.files.untrusted import SafeWeights
 from lora_moe_rl.kernels.merge import formats
-from lora_moe_rl.safe_files import SafeWeights
 from lora_moe_rl.verify import hf
 
 ADAPTER = AdapterConfig(rank=4, expert_rank=3, alpha=5.0, expert_alpha=2.0)

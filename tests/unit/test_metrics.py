@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from lora_moe_rl import console, report
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.metrics import MetricsWriter, read_metrics
-from lora_moe_rl.overrides import override
-from lora_moe_rl.recipe import resolve
-from lora_moe_rl.run_dir import RunDir
+from lora_moe_rl.config.overrides import override
+from lora_moe_rl.config.recipes import resolve
+from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.telemetry import console, report
+from lora_moe_rl.telemetry.metrics import MetricsWriter, read_metrics
 
 
 def config_in(folder, *arguments: str) -> RunConfig:

@@ -6,12 +6,12 @@ import pytest
 from pydantic import ValidationError
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config_files import to_yaml
-from lora_moe_rl.config_help import config_help
-from lora_moe_rl.config_keys import all_keys
+from lora_moe_rl.config.files import to_yaml
+from lora_moe_rl.config.help import config_help
+from lora_moe_rl.config.keys import all_keys
+from lora_moe_rl.config.overrides import override, readable
+from lora_moe_rl.config.recipes import load_config
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.overrides import override, readable
-from lora_moe_rl.recipe import load_config
 
 
 def changed(*arguments: str, base: RunConfig | None = None) -> RunConfig:

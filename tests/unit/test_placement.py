@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from lora_moe_rl.cluster.placement import check_capacity, node_by_node
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.placement import check_capacity, node_by_node
 
 GROUP, ENGINE = {"CPU": 8, "GPU": 8}, {"CPU": 1, "GPU": 4}
 

@@ -14,6 +14,7 @@ from lora_moe_rl.planner.base import held_by
 from lora_moe_rl.planner.build_rank import BuiltRank
 from lora_moe_rl.planner.trainer import TrainerMemory
 from lora_moe_rl.refit.plan import EngineLayout, make_plan, trainer_ranks
+from lora_moe_rl.rollout.facts import slot_rank
 
 CONFIG = RunConfig.model_validate(
     {
@@ -25,7 +26,7 @@ CONFIG = RunConfig.model_validate(
 FACTS = facts.find("deepseek_v3")
 SPEC = AdapterSpec.build(FACTS.shape, CONFIG.adapter)
 PLACES = trainer_ranks(CONFIG.trainer, FACTS.shape.num_layers)
-ENGINE = EngineLayout.of(CONFIG.rollout, SPEC.slot_rank)
+ENGINE = EngineLayout.of(CONFIG.rollout, slot_rank(SPEC))
 CLASSES = TrainerMemory(FACTS, SPEC, "bf16").classes(CONFIG)
 PLAN = make_plan(SPEC, CONFIG.trainer, ENGINE, 2)
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from lora_moe_rl import recipe
-from lora_moe_rl.data import PromptMaker
-from lora_moe_rl.data_files import read_rows
-from lora_moe_rl.importing import load_file, load_function
-from lora_moe_rl.overrides import override
+from lora_moe_rl.config import recipes
+from lora_moe_rl.config.importing import load_file, load_function
+from lora_moe_rl.config.overrides import override
+from lora_moe_rl.data.prompts import PromptMaker
+from lora_moe_rl.data.rows import read_rows
 from lora_moe_rl.planner.compute import Lengths
 from lora_moe_rl.planner.facts import find
 from lora_moe_rl.planner.hardware import GIB, Hardware
@@ -38,7 +38,7 @@ def planned(config, hardware):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_fits(path):
-    config = recipe.resolve(recipe.load_config(str(path)))
+    config = recipes.resolve(recipes.load_config(str(path)))
     load_function(config.reward.function)
     module = load_file(path)
     hardware = getattr(module, "hardware", Hardware(3))
@@ -58,7 +58,7 @@ def test_a_recipe_fits(path):
 
 
 def test_moonlight_fits_one_gpu_and_eight():
-    config = recipe.load_config(str(ROOT / "recipes/moonlight_16b_a3b.py"))
+    config = recipes.load_config(str(ROOT / "recipes/moonlight_16b_a3b.py"))
     assert planned(override(config, SHARED_GPU), Hardware(1, "h200")).problems == []
     eight = override(config, ["trainer.world_size=4", "trainer.ep=4", "rollout.engines=4"])
     assert planned(eight, Hardware(8)).problems == []
@@ -66,7 +66,7 @@ def test_moonlight_fits_one_gpu_and_eight():
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_settings_in_a_recipes_docstring_are_accepted(path):
-    config = recipe.load_config(str(path))
+    config = recipes.load_config(str(path))
     text = load_file(path).__doc__.replace("\\\n", " ")
     commands = re.findall(rf"python recipes/{path.name}(.*)", text)
     assert commands
@@ -76,7 +76,7 @@ def test_settings_in_a_recipes_docstring_are_accepted(path):
 
 def test_the_local_rows_have_answers_that_can_be_read():
     config = override(
-        recipe.load_config(str(ROOT / "recipes/qwen3_30b_a3b.py")),
+        recipes.load_config(str(ROOT / "recipes/qwen3_30b_a3b.py")),
         [f"data.path={LOCAL}", "data.subset=null", "data.answer_key=answer"],
     )
     rows = read_rows(config.data)

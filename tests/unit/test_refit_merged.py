@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import AdapterConfig, RunConfig, TrainerConfig
+from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.errors import ConfigError, FileError, RefitError
-from lora_moe_rl.overrides import with_settings
 from lora_moe_rl.refit.merged_base import Base
-from lora_moe_rl.refit.names import fused_parts
 from lora_moe_rl.refit.plan import EngineLayout, make_plan
+from lora_moe_rl.rollout.facts import fused_parts
 
 SMALL = DEEPSEEK_V3 | {
     "num_hidden_layers": 2, "first_k_dense_replace": 1, "hidden_size": 32, "n_routed_experts": 5,

@@ -26,6 +26,7 @@ from lora_moe_rl.refit.plan import (
     received,
     trainer_ranks,
 )
+from lora_moe_rl.rollout.facts import slot_rank
 
 QWEN = {
     **QWEN3_30B_A3B,
@@ -184,7 +185,7 @@ def test_engines_shard_adapters_in_one_way_only():
 @pytest.mark.parametrize("change", ["lost", "short", "twice"])
 def test_parts_that_are_not_all_of_the_adapter_are_refused(change):
     spec = AdapterSpec.build(ModelShape.from_hf_config(QWEN), AdapterConfig(rank=4))
-    engine = EngineLayout(spec.slot_rank, tp=2)
+    engine = EngineLayout(slot_rank(spec), tp=2)
     plan = make_plan(spec, TrainerConfig(world_size=2, ep=2), engine, 4)
     check_complete(part_layouts(plan, spec, "float32"), spec, engine)
     first, *others = plan.transfers

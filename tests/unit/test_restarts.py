@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import ray
 
+from lora_moe_rl.cluster import engines as group
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.data.samples import Prompt
 from lora_moe_rl.errors import ActorFailed, EngineDied, RefitError
-from lora_moe_rl.rollout import group
-from lora_moe_rl.types import Prompt
 
 
 @pytest.fixture(scope="module", autouse=True)

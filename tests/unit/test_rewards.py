@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from lora_moe_rl.data.samples import Prompt, Sample
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.rewards import exact_match, math_verify, number_match
 from lora_moe_rl.rewards.runner import RewardRunner
-from lora_moe_rl.types import Prompt, Sample
 
 FUNCTIONS = '''
 import asyncio, os, time

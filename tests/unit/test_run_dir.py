@@ -8,14 +8,14 @@ import sys
 import numpy as np
 import pytest
 
-from lora_moe_rl.checkpoint import write_checkpoint
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.overrides import override
+from lora_moe_rl.config.recipes import load_config, resolve
+from lora_moe_rl.data.samples import Prompt, Sample
 from lora_moe_rl.errors import RunDirError
-from lora_moe_rl.metrics import MetricsWriter, read_metrics
-from lora_moe_rl.overrides import override
-from lora_moe_rl.recipe import load_config, resolve
-from lora_moe_rl.run_dir import RunDir, read_jsonl, tail
-from lora_moe_rl.types import Prompt, Sample
+from lora_moe_rl.files.checkpoint import write_checkpoint
+from lora_moe_rl.files.run_dir import RunDir, read_jsonl, tail
+from lora_moe_rl.telemetry.metrics import MetricsWriter, read_metrics
 
 
 def config_in(folder, *arguments: str) -> RunConfig:
@@ -130,8 +130,8 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
     config = config_in(tmp_path / "run")
     code = (
         "import sys\n"
-        "from lora_moe_rl.recipe import load_config\n"
-        "from lora_moe_rl.run_dir import RunDir\n"
+        "from lora_moe_rl.config.recipes import load_config\n"
+        "from lora_moe_rl.files.run_dir import RunDir\n"
         "try: RunDir(load_config(sys.argv[1]), True).__enter__()\n"
         "except Exception as error: print(type(error).__name__, error)\n"
     )

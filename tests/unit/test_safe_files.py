@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from lora_moe_rl.errors import FileError
-from lora_moe_rl.safe_files import DTYPES, SafeFile, SafeWeights, inside, read_json
+from lora_moe_rl.files.untrusted import DTYPES, SafeFile, SafeWeights, inside, read_json
 
 TENSORS = {
     "a.weight": torch.arange(12.0).view(3, 4),

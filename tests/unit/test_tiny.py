@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lora_moe_rl.adapters.families import FAMILIES
 from lora_moe_rl.errors import ModelError
+from lora_moe_rl.models.directory import check_model_dir, resolve_model
 from lora_moe_rl.tiny import build, pretrain, shapes
 from lora_moe_rl.tiny.arithmetic import MAX_ANSWER_TOKENS, MAX_PROMPT_TOKENS, problems
-from lora_moe_rl.tiny.make import TINY_NAMES, check_model_dir, make_tiny, resolve_model
+from lora_moe_rl.tiny.make import TINY_NAMES, make_tiny
 from lora_moe_rl.tiny.muon import orthogonalize
 from lora_moe_rl.tiny.tokenizer import make_tokenizer, token_id
 

@@ -16,8 +16,8 @@ from lora_moe_rl import cli
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import AdapterConfig, TrainerConfig
+from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.errors import ConfigError, RefitError
-from lora_moe_rl.overrides import with_settings
 from lora_moe_rl.refit.plan import EngineLayout, make_plan
 from lora_moe_rl.verify.refit import (
     DEFAULT_ENGINES,

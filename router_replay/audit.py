@@ -14,14 +14,14 @@ from __future__ import annotations
 import numpy as np
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+from lora_moe_rl.data.batch import MicroBatch, TrainBatch
 from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.kernels.route_codec import RowLayout
 from lora_moe_rl.router_replay.packed import PackedRoutes, valid_rows
 from lora_moe_rl.router_replay.replay import LayerReplay, Replay
+from lora_moe_rl.router_replay.routes import Routes, sequence_shard
 from lora_moe_rl.router_replay.table import RouteTable
-from lora_moe_rl.trainer.batch import MicroBatch, TrainBatch
-from lora_moe_rl.trainer.routes import Routes, sequence_shard
-from lora_moe_rl.upstream import require_parameters
+from lora_moe_rl.upstream.checks import require_parameters
 
 
 class Audit:
@@ -31,7 +31,7 @@ class Audit:
     def __init__(self, replay: Replay):
         parameters = ("self", "hidden_states", "routing_map", "probs")
         require_parameters(
-            MoEAlltoAllTokenDispatcher.dispatch_preprocess, parameters, "trainer/audit.py"
+            MoEAlltoAllTokenDispatcher.dispatch_preprocess, parameters, "router_replay/audit.py"
         )
         for chunk, layers in enumerate(replay.chunks):
             for layer in layers.values():

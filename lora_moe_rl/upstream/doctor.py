@@ -74,7 +74,7 @@ def examine() -> list[Finding]:
         check_vllm({name: installed(name) for name in VLLM}),
         *(check_needed(name, installed(name)) for name in NEEDED),
         check_plugin(),
-        check_links(Path(__file__).parent),
+        check_links(Path(__file__).parents[1]),
         check_gpu(),
         check_cores(len(os.sched_getaffinity(0))),
         check_memory(psutil.virtual_memory().available / GIB),

@@ -15,10 +15,10 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from lora_moe_rl.applicable import check_applicable
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config_files import read_config_file
-from lora_moe_rl.config_keys import Key, all_keys, nearest, sections
+from lora_moe_rl.config.applicable import check_applicable
+from lora_moe_rl.config.files import read_config_file
+from lora_moe_rl.config.keys import Key, all_keys, nearest, sections
 from lora_moe_rl.errors import ConfigError
 
 

@@ -11,9 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-# Slot ranks that vLLM allocates (`vllm/config/lora.py`, MaxLoRARanks). A smaller rank is served in
-# the next larger slot, padded with zeros.
-VLLM_SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+from lora_moe_rl.rollout.facts import SLOT_RANKS
 
 
 class Section(BaseModel):
@@ -83,7 +81,7 @@ class AdapterConfig(Section):
     def _servable(self):
         ranks = {"rank": self.rank, "expert_rank": self.expert_rank or self.rank}
         ranks |= {f"rank_pattern[{key!r}]": rank for key, rank in self.rank_pattern.items()}
-        largest, times = VLLM_SLOT_RANKS[-1], 2 if self.init == "olora" else 1
+        largest, times = SLOT_RANKS[-1], 2 if self.init == "olora" else 1
         for key, rank in ranks.items():
             if rank * times > largest:
                 twice = f" with adapter.init=olora, which serves {2 * rank}," if times == 2 else ""

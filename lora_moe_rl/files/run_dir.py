@@ -23,10 +23,10 @@ import yaml
 from filelock import FileLock, Timeout
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config_files import read_config_file, to_yaml
-from lora_moe_rl.config_keys import sections
+from lora_moe_rl.config.files import read_config_file, to_yaml
+from lora_moe_rl.config.keys import sections
+from lora_moe_rl.data.samples import Prompt, Sample
 from lora_moe_rl.errors import RunDirError
-from lora_moe_rl.types import Prompt, Sample
 
 LOG_TAIL_LINES = 20
 

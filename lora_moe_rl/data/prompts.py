@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from lora_moe_rl.config import DataConfig
-from lora_moe_rl.data_files import read_rows
+from lora_moe_rl.config.importing import load_function
+from lora_moe_rl.data.rows import read_rows
+from lora_moe_rl.data.samples import Prompt
 from lora_moe_rl.errors import ConfigError, DataError
-from lora_moe_rl.importing import load_function
-from lora_moe_rl.types import Prompt
 
 PROMPT_COLUMNS = ("prompt", "messages", "question")
 ANSWER_COLUMNS = ("answer", "solution", "label", "ground_truth", "reward_model.ground_truth")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lora_moe_rl.types import Sample
+from lora_moe_rl.data.samples import Sample
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.run_dir import RunDir, read_jsonl, to_json
+from lora_moe_rl.files.run_dir import RunDir, read_jsonl, to_json
 
 
 class MetricsWriter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config_keys import all_keys, sections, type_text, value_of, value_text
+from lora_moe_rl.config.keys import all_keys, sections, type_text, value_of, value_text
 
 WIDTH = 100
 INDENT = 6

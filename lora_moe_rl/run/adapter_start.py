@@ -14,11 +14,11 @@ import numpy as np
 from lora_moe_rl.adapters.resize import Change, fit, fresh
 from lora_moe_rl.adapters.shards import assemble
 from lora_moe_rl.adapters.spec import AdapterSpec
-from lora_moe_rl.checkpoint import Found
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import AdapterError, RunDirError
-from lora_moe_rl.export.settings import settings_of
-from lora_moe_rl.export.source import checkpoint_shards, checkpoint_spec, load
+from lora_moe_rl.files.adapter_settings import settings_of
+from lora_moe_rl.files.adapter_source import checkpoint_shards, checkpoint_spec, load
+from lora_moe_rl.files.checkpoint import Found
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -10,8 +10,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from lora_moe_rl.metrics import read_metrics
-from lora_moe_rl.run_dir import RunDir
+from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.telemetry.metrics import read_metrics
 
 STEPS_COMPARED = 5
 STAGES = ("rollout", "reward", "train", "refit")

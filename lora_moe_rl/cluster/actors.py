@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from lora_moe_rl.errors import ActorFailed, ConfigError, LoraMoeRlError
-from lora_moe_rl.run_dir import RunDir
+from lora_moe_rl.files.run_dir import RunDir
 
 LOCAL_OBJECT_STORE = 2 * 2**30
 PEER_GRACE_S = 5.0  # within which Ray tells of an actor's death

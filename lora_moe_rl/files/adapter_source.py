@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from lora_moe_rl import checkpoint
 from lora_moe_rl.adapters import peft_import
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.peft_import import Order
 from lora_moe_rl.adapters.shards import Shard, assemble
 from lora_moe_rl.adapters.spec import AdapterSpec
-from lora_moe_rl.base_model import check_unchanged
 from lora_moe_rl.config import AdapterConfig, RunConfig
 from lora_moe_rl.errors import AdapterError, CheckpointError
-from lora_moe_rl.safe_files import SafeFile, inside, read_json
+from lora_moe_rl.files import checkpoint
+from lora_moe_rl.files.untrusted import SafeFile, inside, read_json
+from lora_moe_rl.models.fingerprint import check_unchanged
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from lora_moe_rl.actor_log import FORMAT
-from lora_moe_rl.checkpoint import Found
+from lora_moe_rl.cluster.log import FORMAT
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.run_dir import RunDir
+from lora_moe_rl.files.checkpoint import Found
+from lora_moe_rl.files.run_dir import RunDir
 
 HEADER_EVERY = 20
 

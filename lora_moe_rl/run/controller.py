@@ -20,27 +20,30 @@ from typing import Any
 
 import numpy as np
 
-from lora_moe_rl import checkpoint, console, report, starting
 from lora_moe_rl.adapters import peft
 from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
 from lora_moe_rl.algorithms.advantages import group_normalized
-from lora_moe_rl.base_model import base_record, check_unchanged
-from lora_moe_rl.checkpoint import Found
-from lora_moe_rl.clock import Clock
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.data import PromptSource
+from lora_moe_rl.data.prompts import PromptSource
+from lora_moe_rl.data.samples import Prompt, Sample
 from lora_moe_rl.errors import ConfigError, NonFiniteError, RefitError, RewardError
-from lora_moe_rl.layout import check_layout
-from lora_moe_rl.metrics import MetricsWriter
+from lora_moe_rl.files import checkpoint
+from lora_moe_rl.files.checkpoint import Found
+from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.models.directory import check_model_dir, resolve_model
+from lora_moe_rl.models.fingerprint import base_record, check_unchanged
+from lora_moe_rl.models.fit import check_layout
 from lora_moe_rl.refit.parts import STORAGE, check_complete, part_layouts
 from lora_moe_rl.refit.plan import EngineLayout, make_plan
 from lora_moe_rl.refit.proof import Proof, check_served, default_tolerance
 from lora_moe_rl.refit.transports.choose import choose
 from lora_moe_rl.rewards.runner import RewardRunner
+from lora_moe_rl.rollout.facts import slot_rank
 from lora_moe_rl.rollout.platform import check_engine
-from lora_moe_rl.run_dir import RunDir
-from lora_moe_rl.tiny.make import check_model_dir, resolve_model
-from lora_moe_rl.types import Prompt, Sample
+from lora_moe_rl.run import adapter_start as starting
+from lora_moe_rl.telemetry import console, report
+from lora_moe_rl.telemetry.clock import Clock
+from lora_moe_rl.telemetry.metrics import MetricsWriter
 
 PROBE_TOKENS = 256
 
@@ -132,10 +135,10 @@ class Controller:
         """Starts Ray and all actors; ends them, whatever happens."""
         import ray
 
-        from lora_moe_rl.actors import start_ray
-        from lora_moe_rl.placement import Placement
-        from lora_moe_rl.rollout.group import RolloutGroup
-        from lora_moe_rl.trainer.group import TrainerGroup
+        from lora_moe_rl.cluster.actors import start_ray
+        from lora_moe_rl.cluster.engines import RolloutGroup
+        from lora_moe_rl.cluster.placement import Placement
+        from lora_moe_rl.cluster.trainer import TrainerGroup
 
         config = self.config
         start_ray(config.trainer.world_size + config.rollout.engines)
@@ -223,7 +226,7 @@ class Controller:
         return int(np.random.SeedSequence([self.config.seed, step]).generate_state(1)[0])
 
     def _batch(self, step: int, samples: list[Sample], rewards: np.ndarray):
-        from lora_moe_rl.trainer.batch import TrainBatch
+        from lora_moe_rl.data.batch import TrainBatch
 
         config = self.config.algorithm
         groups = np.array([s.group for s in samples])
@@ -255,7 +258,7 @@ class Controller:
         """Both ends learn once what will go from which trainer rank to which engine rank."""
         config = self.config
         merged = config.refit.mode == "merged"
-        engine = EngineLayout.of(config.rollout, self.spec.slot_rank, merged)
+        engine = EngineLayout.of(config.rollout, slot_rank(self.spec), merged)
         plan = make_plan(self.spec, config.trainer, engine, STORAGE[dtype].itemsize)
         layouts = part_layouts(plan, self.spec, dtype)
         check_complete(layouts, self.spec, engine)

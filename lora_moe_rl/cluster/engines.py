@@ -22,18 +22,18 @@ import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from lora_moe_rl.actors import Actor, get
 from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.cluster.actors import Actor, get
+from lora_moe_rl.cluster.placement import Placement
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.data.samples import Prompt, Sample
 from lora_moe_rl.errors import ActorFailed, EngineDied, LoraMoeRlError
-from lora_moe_rl.placement import Placement
+from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.refit.parts import PartLayout
 from lora_moe_rl.refit.receipt import Receipt
 from lora_moe_rl.refit.transports.choose import Wire
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.rollout.merged import MergedRolloutEngine
-from lora_moe_rl.run_dir import RunDir
-from lora_moe_rl.types import Prompt, Sample
 
 POLL_S = 0.1
 REFIT_GRACE_S = 10  # an engine that gives up by itself says more than one that is given up

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import ray
 
-from lora_moe_rl.actor_log import redirect
-from lora_moe_rl.actors import Actor, get
 from lora_moe_rl.adapters.shards import assemble
 from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.cluster.actors import Actor, get
+from lora_moe_rl.cluster.log import redirect
+from lora_moe_rl.cluster.placement import Placement
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.placement import Placement
+from lora_moe_rl.data.batch import TrainBatch
+from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.refit.parts import PartLayout, SentPart
 from lora_moe_rl.refit.transports.choose import Wire
-from lora_moe_rl.run_dir import RunDir
-from lora_moe_rl.trainer.batch import TrainBatch
 from lora_moe_rl.trainer.environment import CPU_ENVIRONMENT
 from lora_moe_rl.trainer.worker import TrainerWorker
 

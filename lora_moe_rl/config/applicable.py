@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config_keys import value_of, value_text
-from lora_moe_rl.data_files import SUFFIXES
+from lora_moe_rl.config.keys import value_of, value_text
+from lora_moe_rl.data.rows import SUFFIXES
 from lora_moe_rl.errors import ConfigError
 
 

@@ -1,19 +1,42 @@
-"""vLLM's names for the linears that take adapters.
+"""What the rollout engine, vLLM, can serve, and under which names.
 
-vLLM fuses some linears: q, k and v are one module, gate and up another, all routed experts of a
-layer a third. Each of its modules takes a fixed number of parts (its slices), each with an A and a
+The one door through which config, adapters, refit and planner ask.
+
+vLLM allocates adapter slots of a few ranks only; a smaller rank is served in the next larger slot,
+padded with zeros. It fuses some linears: q, k and v are one module, gate and up another, all routed
+experts of a layer a third. Each of its modules takes a fixed number of slices, each with an A and a
 B of its own; those of routed experts come in the order gate, down, up.
+
+Importing this file imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from lora_moe_rl.adapters.families import ModelShape
-from lora_moe_rl.adapters.spec import Site
+if TYPE_CHECKING:
+    from lora_moe_rl.adapters.families import ModelShape
+    from lora_moe_rl.adapters.spec import AdapterSpec, Site
 
 Dtype = Literal["float32", "bfloat16"]
 Matrix = Literal["A", "B"]
+
+# Slot ranks that vLLM allocates (`vllm/config/lora.py`, MaxLoRARanks).
+SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+# Modules that vLLM cannot serve adapters on; no pattern of adapter.targets includes them, only
+# their name.
+NOT_SERVABLE = {
+    "kv_b_proj": "vLLM absorbs it into MLA attention and would ignore the adapter; only a refit "
+    "with merged weights (refit.mode=merged) serves it"
+}
+
+
+def slot_rank(spec: AdapterSpec) -> int:
+    """The smallest slot rank that holds every site of an adapter."""
+    largest = max(site.rank for site in spec.sites)
+    return next(rank for rank in SLOT_RANKS if rank >= largest)
+
 
 # Our module name -> (vLLM's module below model.layers.N, part, number of parts). The names of the
 # blocks of experts are their family's.
@@ -47,7 +70,7 @@ _MLA_FULL_Q = {
 }
 
 
-def vllm_module(shape: ModelShape, site: Site) -> tuple[str, int, int]:
+def served_module(shape: ModelShape, site: Site) -> tuple[str, int, int]:
     """(vLLM's module, part, number of parts) of a site."""
     return _module(shape, site.layer, site.module)
 

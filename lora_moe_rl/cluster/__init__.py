@@ -1,0 +1,1 @@
+"""Ray: actors, their logs and places."""

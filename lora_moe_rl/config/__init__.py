@@ -1,0 +1,38 @@
+"""What a run is: one typed, frozen config, and its ways in: recipes, files, the command line.
+
+Importing this package imports no torch.
+"""
+
+from lora_moe_rl.config.schema import (
+    AdapterConfig,
+    AlgorithmConfig,
+    CheckpointConfig,
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    RefitConfig,
+    ReplayConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    Section,
+    TrainerConfig,
+    WandbConfig,
+)
+
+__all__ = [
+    "AdapterConfig",
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "DataConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "RefitConfig",
+    "ReplayConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "Section",
+    "TrainerConfig",
+    "WandbConfig",
+]

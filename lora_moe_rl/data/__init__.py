@@ -1,0 +1,1 @@
+"""What moves in a step, and where prompts come from."""

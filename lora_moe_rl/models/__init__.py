@@ -1,0 +1,1 @@
+"""Model directories: where they are, what they are, what fits them."""

@@ -1,0 +1,1 @@
+"""The run: one loop over tickets, and what it drives."""

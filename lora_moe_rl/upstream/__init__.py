@@ -1,0 +1,1 @@
+"""What we rely on of other packages, checked."""

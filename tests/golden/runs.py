@@ -1,0 +1,119 @@
+"""Six short runs whose figures are kept, so that a change of the house that moves a bit is seen.
+
+    python tests/golden/runs.py record [NAME ...]     write tests/golden/NAME.json anew
+
+Each run has four steps with a checkpoint every two; a copy of it goes on from step 2. Kept are the
+records of metrics.jsonl without clocks and without what depends on how the engine happens to batch
+requests, samples.jsonl, and the SHA-256 of both adapters. The figures hold for one kind of machine
+and one base, which the file names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import load_file
+
+ROOT = Path(__file__).parents[2]
+FOLDER = Path(__file__).parent
+STEPS = ("trainer.steps=4", "checkpoint.every=2", "logging.samples_per_step=8")
+
+RUNS: dict[str, tuple[str, ...]] = {
+    "demo": (),
+    "deepseek_v3": ("model=deepseek_v3", "trainer.lr=1e-3"),
+    "two_engines": ("rollout.engines=2",),
+    "r2": ("replay.mode=r2",),
+    "off_policy": ("algorithm.epochs=2", "algorithm.mini_batches=2", "algorithm.kl_coef=0.05"),
+    "merged": ("refit.mode=merged",),
+}
+# Clocks; and the last bit of the engine's logprobs, which depends on what it batches together.
+MEASURED = re.compile(r"time/.*|refit/seconds|refit/max_diff|.*/tokens_per_second|mismatch/.*")
+
+
+def run(name: str, folder: Path) -> dict[str, Any]:
+    """Runs it in `folder`, then goes on from step 2 in a copy. Returns what is kept."""
+    whole, resumed = folder / "whole", folder / "resumed"
+    _train("recipes/tiny_arithmetic.py", *STEPS, *RUNS[name], f"logging.run_dir={whole}")
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / "checkpoints/step-000004")
+    _train(str(resumed / "config.yaml"), "--resume", f"logging.run_dir={resumed}")
+    kept = figures(whole)
+    return kept | {"resumed": {key: figures(resumed)[key] for key in ("metrics", "adapter")}}
+
+
+def figures(run_dir: Path) -> dict[str, Any]:
+    """What is kept of one finished run."""
+    metrics = [
+        {key: value for key, value in record.items() if not MEASURED.fullmatch(key)}
+        for record in _lines(run_dir / "metrics.jsonl")
+    ]
+    adapter = load_file(run_dir / "adapter/adapter_model.safetensors")
+    digest = hashlib.sha256()
+    for name in sorted(adapter):
+        digest.update(name.encode() + adapter[name].tobytes())
+    return {
+        "metrics": metrics,
+        "samples": _lines(run_dir / "samples.jsonl"),
+        "adapter": digest.hexdigest(),
+    }
+
+
+def machine(model: str) -> dict[str, str]:
+    """What the last bits of the figures depend on."""
+    from importlib.metadata import version
+
+    from lora_moe_rl.tiny.make import make_tiny
+
+    weights = (make_tiny(model) / "model.safetensors").read_bytes()
+    return {
+        "processor": processor(),
+        "base": hashlib.sha256(weights).hexdigest(),
+        **{name: version(name) for name in ("torch", "numpy", "megatron-core")},
+    }
+
+
+def processor() -> str:
+    found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    return found.group(1) if found else platform.processor()
+
+
+def model_of(name: str) -> str:
+    return "deepseek_v3" if name == "deepseek_v3" else "qwen3_moe"
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().split("\n") if line]
+
+
+def _train(*arguments: str) -> None:
+    command = [sys.executable, "-m", "lora_moe_rl", "train", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+
+
+def _write(path: Path, kept: dict[str, Any]) -> None:
+    """A line a record: so that a difference can be read."""
+    text = json.dumps(kept, ensure_ascii=False)
+    path.write_text(re.sub(r"(?<=[\[,]) ?(?=\{\"(?:step|row)\")", "\n", text) + "\n")
+
+
+def main(arguments: list[str]) -> None:
+    for name in arguments[1:] or RUNS:
+        with tempfile.TemporaryDirectory() as folder:
+            kept = {"machine": machine(model_of(name))} | run(name, Path(folder))
+        _write(FOLDER / f"{name}.json", kept)
+        print(name, kept["adapter"], kept["resumed"]["adapter"], flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
