@@ -108,9 +108,9 @@ def train(arguments: Sequence[str], config: RunConfig | None = None, prog: str =
     if "--dry-run" in flags:
         print(to_yaml(config), end="")
         return 0
-    from lora_moe_rl.run import controller
+    from lora_moe_rl.run.start import run
 
-    controller.run(config, resume="--resume" in flags)
+    run(config, resume="--resume" in flags)
     return 0
 
 
@@ -198,7 +198,10 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "export": (_module("export.command"), "write an adapter for PEFT and vLLM, or a merged model"),
     "adapter": (_module("export.adapter_command"), "inspect, import, resize, combine adapters"),
     "serve-check": (_module("export.serve_check"), "serve an exported adapter and compare"),
-    "doctor": (_module("upstream.doctor"), "print versions and devices, what is missing and how to mend it"),
+    "doctor": (
+        _module("upstream.doctor"),
+        "print what is installed, what is missing and how to mend it",
+    ),
     "verify": (
         lambda arguments: _one_of("verify", VERIFY, arguments),
         "show that all engines and layouts compute the same: " + ", ".join(VERIFY),

@@ -23,6 +23,7 @@ from lora_moe_rl.router_replay.packed import PackedRoutes
 from lora_moe_rl.router_replay.table import RouteTable
 
 BLOCK_BYTES = 1 << 20
+INLINE_BYTES = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,15 @@ def send(
         incomplete,
         first_missing,
     )
+
+
+def put(part: np.ndarray) -> Any:
+    """A reference to a part in Ray's object store; a small part itself, which travels faster."""
+    if part.nbytes <= INLINE_BYTES:
+        return part
+    import ray
+
+    return ray.put(part)
 
 
 def fetch(parts: Sequence[Any]) -> list[np.ndarray]:

@@ -1,51 +1,57 @@
-"""GRPO (arXiv:2402.03300) for one micro-batch. Shape letter: T tokens of the micro-batch.
+"""GRPO (arXiv:2402.03300): rewards against their group, a clipped ratio, and a KL to the base.
 
-The loss is a mean over tokens, not over samples first, as in DAPO (arXiv:2503.14476): each response
-token of the step weighs the same. A micro-batch gives its sum; the trainer divides by the number of
-response tokens of the whole step.
+The loss is a mean over tokens, not over samples first, as in DAPO (arXiv:2503.14476): each token of
+the step weighs the same.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
+from typing import ClassVar
 
-from lora_moe_rl.algorithms.kl import k3
-from lora_moe_rl.algorithms.policy_loss import clipped_policy_loss
+from pydantic import Field
+
+from lora_moe_rl.algorithms.base import Algorithm, Loss, Pass, Reduce, Signal, Tokens
+from lora_moe_rl.algorithms.parts.advantages import group_normalized
+from lora_moe_rl.algorithms.parts.kl import reference_kl
+from lora_moe_rl.algorithms.parts.policy_loss import clipped_policy_loss
 from lora_moe_rl.config import AlgorithmConfig
+from lora_moe_rl.data.samples import Group
 
 
-def loss(
-    logprobs: torch.Tensor,
-    old_logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    ref_logprobs: torch.Tensor | None,
-    config: AlgorithmConfig,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The summed loss and the sums that the metrics are made of; all inputs are [T].
+class GRPO(Algorithm):
+    class Settings(AlgorithmConfig):
+        clip_low: float = Field(
+            0.2, ge=0, lt=1, description="The ratio is clipped below at 1 - clip_low."
+        )
+        clip_high: float = Field(
+            0.2, ge=0, description="The ratio is clipped above at 1 + clip_high."
+        )
+        normalize_std: bool = Field(True, description="Divide advantages by the group's deviation.")
+        kl_coef: float = Field(
+            0.0, ge=0, description="Weight of the KL to the base (adapters off)."
+        )
 
-    `mask` is True on response tokens of samples that are kept. On-policy, `old_logprobs` is
-    `logprobs.detach()`. `ref_logprobs` are the base's, adapters off; they are needed exactly when
-    `config.kl_coef` is above 0.
-
-    Sums, without gradient: `tokens`, `policy_loss`, `kl` (unweighted; 0 without a reference),
-    `ratio`, `clipped_low`, `clipped_high`.
-    """
-    if (ref_logprobs is None) != (config.kl_coef == 0):
-        given = "are missing" if ref_logprobs is None else "were computed for nothing"
-        raise ValueError(f"algorithm.kl_coef={config.kl_coef}, but reference logprobs {given}")
-    mask = mask.bool()
-    policy_loss, sums = clipped_policy_loss(
-        logprobs, old_logprobs, advantages, mask, config.clip_low, config.clip_high
-    )
-    total, kl = policy_loss, torch.zeros_like(policy_loss)
-    if ref_logprobs is not None:
-        kl = k3(logprobs, torch.where(mask, ref_logprobs, logprobs.detach()))
-        kl = torch.where(mask, kl, 0.0).sum()
-        total = policy_loss + config.kl_coef * kl
-    sums |= {
-        "tokens": mask.sum().to(policy_loss.dtype),
-        "policy_loss": policy_loss.detach(),
-        "kl": kl.detach(),
+    settings: Settings
+    metrics: ClassVar[Mapping[str, Reduce]] = {
+        "policy": "token_mean",
+        "kl": "token_mean",
+        "ratio": "token_mean",
+        "clipped_low": "token_mean",
+        "clipped_high": "token_mean",
     }
-    return total, sums
+
+    @property
+    def passes(self) -> frozenset[Pass]:
+        return frozenset({"reference"} if self.settings.kl_coef else ())
+
+    def signal(self, group: Group) -> Signal:
+        advantages = group_normalized(group.rewards, self.settings.normalize_std)
+        return Signal.of_samples(group, advantages)
+
+    def loss(self, tokens: Tokens) -> Loss:
+        settings = self.settings
+        policy, sums = clipped_policy_loss(tokens, settings.clip_low, settings.clip_high)
+        kl = reference_kl(tokens, settings.kl_coef)
+        total = policy + settings.kl_coef * kl if settings.kl_coef else policy
+        return Loss(total, {"policy": policy.detach(), "kl": kl.detach(), **sums})

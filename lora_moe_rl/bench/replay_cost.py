@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.data.samples import Sample
 from lora_moe_rl.router_replay.packed import PackedRoutes
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.router_replay.travel import Block, SentRoutes, send
@@ -100,13 +99,13 @@ def demo_job(worker, spec) -> dict[str, Any]:
             sent = send(table)
         batch.step = 2  # not audited, unlike the first of every ten
         with watch.around("with"), watch.watching(*_calls()):
-            worker.gradients(batch, sent)
+            worker.gradients(batch, [sent])
         with watch.around("without"):
-            worker.gradients(batch)
+            worker.gradients(batch, [])
         batch.step = 1
         audit = Stopwatch()
         with audit.watching(("all", Audit, "_compare")):
-            worker.gradients(batch, sent)
+            worker.gradients(batch, [sent])
         watch.seconds[f"audit, a step in {every}"] = audit.seconds["all"] / every
         for name in pair:
             pair[name].append(watch.seconds.pop(name))
@@ -140,19 +139,15 @@ def _demo_samples(spec) -> tuple[Any, list[np.ndarray]]:
     rng = np.random.default_rng(0)
     shape = spec.shape
     samples, rows = [], []
-    for group in range(DEMO["prompts"]):
+    for _ in range(DEMO["prompts"]):
         for _ in range(DEMO["group"]):
             prompt = rng.integers(0, shape.vocab_size, DEMO["prompt_tokens"]).astype(np.int32)
             response = rng.integers(0, shape.vocab_size, DEMO["tokens"]).astype(np.int32)
-            zeros = np.zeros(len(response))
-            samples.append(
-                Sample(group, prompt, response, zeros.astype(np.float32), zeros.astype(np.int32),
-                       "length", "")
-            )  # fmt: skip
+            samples.append(np.concatenate([prompt, response]))
             size = (len(prompt) + len(response) - 1, len(shape.moe_layers), shape.top_k)
             rows.append(_distinct(rng, size, shape.num_experts).astype(np.uint8))
-    ones = np.ones(len(samples), np.float32)
-    return TrainBatch.from_samples(samples, ones, ones), rows
+    prompts = [DEMO["prompt_tokens"]] * len(samples)
+    return TrainBatch.from_sequences(samples, prompts, step=1), rows
 
 
 def _distinct(rng: np.random.Generator, size: tuple[int, int, int], num_experts: int) -> np.ndarray:

@@ -71,14 +71,14 @@ def measure(folder: Path, steps: int) -> dict[str, Any]:
     """Runs warm-up and measured steps in `folder`; what the run says goes to stderr."""
     from lora_moe_rl.bench.model import make_model
     from lora_moe_rl.files.run_dir import read_jsonl
-    from lora_moe_rl.run import controller
+    from lora_moe_rl.run.start import run
 
     busy = busy_cores()
     parameters = make_model(folder / "model")
     _write_prompts(folder / "prompts.jsonl", PROMPTS * (WARMUP + steps))
     config = make_config(folder, steps)
     with contextlib.redirect_stdout(sys.stderr):
-        controller.run(config)
+        run(config)
     records = list(read_jsonl(config.run_dir / "metrics.jsonl"))
     return {"parameters": parameters, "busy_cores_before": busy} | figures(records, steps)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import tempfile
@@ -62,11 +63,16 @@ class Actor:
                            self.run_dir.tail(self.name))  # fmt: skip
 
 
-def get(actors: Sequence[Actor], refs: Sequence[Any], timeout: float | None = None) -> list[Any]:
+def get(
+    actors: Sequence[Actor],
+    refs: Sequence[Any],
+    timeout: float | None = None,
+    said: float | None = None,
+) -> list[Any]:
     """The results of one call on each actor.
 
     As soon as one has failed, raises our own errors as they are, and ActorFailed (which names the
-    actor) for everything else.
+    actor) for everything else. `said`: the time-out that the error names, if not this one.
     """
     pending = dict(zip(refs, actors, strict=True))
     done, waiting = ray.wait(list(refs), num_returns=1, timeout=timeout)
@@ -80,8 +86,41 @@ def get(actors: Sequence[Actor], refs: Sequence[Any], timeout: float | None = No
             return ray.get(list(refs))
         done, waiting = ray.wait(waiting, num_returns=1, timeout=timeout)
     names = ", ".join(pending[ref].name for ref in waiting)
-    raise ActorFailed(names, f"no answer within {timeout:.0f} s", pending[waiting[0]].run_dir.tail(
-        pending[waiting[0]].name))  # fmt: skip
+    tail = pending[waiting[0]].run_dir.tail(pending[waiting[0]].name)
+    raise ActorFailed(names, f"no answer within {said or timeout:.0f} s", tail)
+
+
+async def answers(
+    actors: Sequence[Actor], refs: Sequence[Any], timeout: float | None = None
+) -> list[Any]:
+    """As `get`, while other tasks of the event loop go on."""
+    waiting = {asyncio.ensure_future(_settled(ref)) for ref in refs}
+    failed = False
+    while waiting and not failed:
+        done, waiting = await asyncio.wait(
+            waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not done:
+            break
+        failed = not all(task.result() for task in done)
+    for task in waiting:
+        task.cancel()
+    silent = waiting and not failed
+    return get(actors, refs, 0 if silent else None, said=timeout)
+
+
+async def answer(actor: Actor, ref: Any, timeout: float | None = None) -> Any:
+    """The result of one call: see `answers`."""
+    return (await answers([actor], [ref], timeout))[0]
+
+
+async def _settled(ref: Any) -> bool:
+    """Waits for a call to end; whether it ended well."""
+    try:
+        await ref
+    except Exception:  # which one it is, `get` finds out
+        return False
+    return True
 
 
 Failure = tuple[Actor, BaseException]

@@ -1,68 +1,49 @@
-"""The rollout engines as the controller sees them: all replicas as one.
+"""The rollout engines as the run sees them: all replicas as one.
 
 An engine whose processes have died is started anew, up to rollout.max_restarts times a run:
 
     start ──> prepare its refit ──> publish the newest version ──> prove it ──> ask again
 
-What it was asked when it died is asked again: samples depend on their seed alone, and a version is
-published in full or not at all. The other engines go on meanwhile.
+Tickets that it was rolling go back to the book, and to whichever engine is free; all else that it
+was asked is asked again. Samples depend on their seed alone, and a version is published in full or
+not at all, so that nothing depends on who answers. The other engines go on meanwhile.
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError
 
 from lora_moe_rl.adapters.spec import AdapterSpec
-from lora_moe_rl.cluster.actors import Actor, get
+from lora_moe_rl.cluster.actors import Actor, answer, get
 from lora_moe_rl.cluster.placement import Placement
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.data.samples import Prompt, Sample
+from lora_moe_rl.data.samples import Sample
 from lora_moe_rl.errors import ActorFailed, EngineDied, LoraMoeRlError
 from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.ports import Receipt, Ref
 from lora_moe_rl.refit.parts import PartLayout
-from lora_moe_rl.refit.receipt import Receipt
 from lora_moe_rl.refit.transports.choose import Wire
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.rollout.merged import MergedRolloutEngine
 
-POLL_S = 0.1
 REFIT_GRACE_S = 10  # an engine that gives up by itself says more than one that is given up
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class Rollout:
-    """`samples` of all prompts, in order; `table_refs`: references to their routes, one an engine,
-    in the same order."""
-
-    samples: list[Sample]
-    table_refs: list[Any]
-
-
-@dataclass(frozen=True)
-class Call:
-    """What engine `index` is asked."""
-
-    index: int
-    method: str
-    args: tuple
-    num_returns: int = 1
-
-
-class RolloutGroup:
-    """`start_async` and `wait_started` come first. `prove(index, version)` is called for an engine
-    that came back, and raises RefitError when it does not serve the version."""
+class RolloutEngines:
+    """`start_async`, `wait_started` and `prepare_refit` come first. `prove(index, version)` is
+    awaited for an engine that came back, and raises RefitError when it does not serve the
+    version."""
 
     def __init__(
         self,
@@ -71,14 +52,16 @@ class RolloutGroup:
         model_dir: Path,
         run_dir: RunDir,
         placement: Placement,
-        prove: Callable[[int, int], None],
     ):
         self.config, self.spec, self.model_dir, self.run_dir = config, spec, model_dir, run_dir
-        self.placement, self.prove = placement, prove
+        self.placement = placement
+        self.prove: Callable[[int, int], Awaitable[None]] | None = None
         self.restarts = 0
         self.prepared: tuple[list[PartLayout], Wire] | None = None
-        self.published: tuple[int, list[Any]] | None = None  # by all engines: version, its parts
+        self.published: tuple[int, Sequence[Ref]] | None = None  # by all: a version, its parts
         self.actors = [self._actor(index) for index in range(config.rollout.engines)]
+        self.rolling = [0] * len(self.actors)  # requests for samples in flight
+        self.returning: dict[int, asyncio.Task[None]] = {}  # engines that are being started anew
 
     def _actor(self, index: int) -> Actor:
         merged = self.config.refit.mode == "merged"
@@ -95,113 +78,125 @@ class RolloutGroup:
     def wait_started(self) -> list[dict]:
         return get(self.actors, self._starting, self.config.rollout.start_timeout_s)
 
-    def generate(
-        self, prompts: list[Prompt], version: int, seed: int, progress: Callable[[int], None]
-    ) -> Rollout:
-        """A group of samples of each prompt. `progress` is told how many samples are done."""
-        n = self.config.algorithm.group_size
-        shares = np.array_split(np.arange(len(prompts)), len(self.actors))
-        calls = []
-        for index, share in enumerate(shares):
-            if len(share):
-                token_ids = [prompts[i].token_ids for i in share]
-                args = (token_ids, [int(i) for i in share], n, version, seed)
-                calls.append(Call(index, "generate", args, num_returns=2))
-        refs = self._ask(calls, progress=progress)
-        parts = ray.get([samples for samples, _ in refs])
-        return Rollout([s for part in parts for s in part], [table for _, table in refs])
-
-    def score(self, sequences: list[list[int]], version: int | None):
-        """Logprobs from each engine, and references to the routes of each."""
-        refs = self._ask(self._all("score", sequences, version, num_returns=2))
-        return ray.get([scores for scores, _ in refs]), [table for _, table in refs]
-
-    def score_by(self, index: int, sequences: list[list[int]], version: int | None):
-        """Logprobs from one engine, and a reference to its routes."""
-        scores, table = self.actors[index].remote("score", sequences, version, num_returns=2)
-        return get([self.actors[index]], [scores])[0], table
-
     def prepare_refit(self, layouts: list[PartLayout], wire: Wire) -> None:
-        self._ask(self._all("prepare_refit", layouts, wire))
+        get(self.actors, [actor.remote("prepare_refit", layouts, wire) for actor in self.actors])
         self.prepared = layouts, wire
 
-    def publish(self, version: int, sent_refs: list[Any]) -> list[Receipt]:
+    def policy(self, version: int, seed: int) -> TicketPolicy:
+        return TicketPolicy(self, version, seed)
+
+    async def sample(
+        self, token_ids: Sequence[int], n: int, version: int, seed: int
+    ) -> tuple[list[Sample], Ref]:
+        """Asks the engine that has least to do. Raises EngineDied when it dies over it; it comes
+        back by itself, and its death is counted once, however many were waiting for it."""
+        index = await self._free_engine()
+        actor = self.actors[index]
+        self.rolling[index] += 1
+        try:
+            return await answer(actor, actor.remote("sample", token_ids, n, version, seed))
+        except LoraMoeRlError as error:
+            if not _is_death(error):
+                raise
+            if actor is self.actors[index] and index not in self.returning:
+                self._count(index, error)
+                self.returning[index] = asyncio.create_task(self._bring_back(index))
+            raise EngineDied(str(error)) from error
+        finally:
+            self.rolling[index] -= 1
+
+    async def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        version: int | None,
+        engines: Sequence[int] | None = None,
+    ) -> tuple[list[list[np.ndarray]], list[Ref]]:
+        indices = range(len(self.actors)) if engines is None else engines
+        asked = (self._ask(i, "score", sequences, version, num_returns=2) for i in indices)
+        refs = await asyncio.gather(*asked)
+        return ray.get([scores for scores, _ in refs]), [table for _, table in refs]
+
+    async def publish(self, version: int, parts: Sequence[Ref]) -> list[Receipt]:
         """Every engine takes the version, or the run stops. The parts stay as they are until the
         next version: engines that come back take it from them too."""
+        await self._all_back()
         self.published = None  # the parts of the last version are written over
-        calls = self._all("publish", version, *sent_refs)
-        # An engine may wait as long for a slot and again for its workers.
-        refs = self._ask(calls, 2 * self.config.refit.timeout_s + REFIT_GRACE_S)
-        self.published = version, sent_refs
+        asked = (
+            self._ask(index, "publish", version, *parts, timeout=self._refit_timeout)
+            for index in range(len(self.actors))
+        )
+        refs = await asyncio.gather(*asked)
+        self.published = version, parts
         return ray.get([ref for (ref,) in refs])
 
-    def roll_back(self, version: int, sent_refs: list[Any]) -> list[str]:
-        """Takes a version back, so that the one before it serves again. Returns the tensors that a
-        slot does not hold as they were sent."""
-        refs = [actor.remote("differing", version, *sent_refs) for actor in self.actors]
-        differing = {name for names in get(self.actors, refs) for name in names}
-        get(self.actors, [actor.remote("drop", version) for actor in self.actors])
-        return sorted(differing)
+    async def roll_back(self, version: int, parts: Sequence[Ref]) -> list[str]:
+        found = await self._each("differing", version, *parts)
+        await self._each("drop", version)
+        return sorted({name for names in found for name in names})
 
-    def _all(self, method: str, *args: Any, num_returns: int = 1) -> list[Call]:
-        return [Call(index, method, args, num_returns) for index in range(len(self.actors))]
+    @property
+    def _refit_timeout(self) -> float:
+        """An engine may wait as long for a slot and again for its workers."""
+        return 2 * self.config.refit.timeout_s + REFIT_GRACE_S
 
-    def _ask(
+    async def _each(self, method: str, *args: Any) -> list[Any]:
+        return await asyncio.gather(
+            *(answer(actor, actor.remote(method, *args)) for actor in self.actors)
+        )
+
+    async def _ask(
         self,
-        calls: Sequence[Call],
+        index: int,
+        method: str,
+        *args: Any,
+        num_returns: int = 1,
         timeout: float | None = None,
-        progress: Callable[[int], None] | None = None,
-    ) -> list[list[Any]]:
-        """References to what each call returns, once all have returned.
+    ) -> list[Ref]:
+        """References to what an engine returns, once it has; an engine that dies is started anew
+        and asked again.
 
-        Raises what an engine raises, and ActorFailed when one is silent for `timeout` seconds or
+        Raises what the engine raises, and ActorFailed when it is silent for `timeout` seconds or
         dies more often than is allowed. (A silent engine is not started anew: it may be busy.)
         """
-        refs = [self._send(call) for call in calls]
-        waiting = set(range(len(calls)))
-        heard = time.monotonic()
-        while waiting:
-            firsts = {refs[i][0]: i for i in waiting}
-            for ref in ray.wait(list(firsts), num_returns=len(firsts), timeout=POLL_S)[0]:
-                i, heard = firsts[ref], time.monotonic()
-                actor = self.actors[calls[i].index]
-                try:
-                    get([actor], [ref])
-                    waiting.remove(i)
-                except LoraMoeRlError as error:
-                    self._bring_back(calls[i].index, error)
-                    refs[i], heard = self._send(calls[i]), time.monotonic()
-            if timeout is not None and waiting and time.monotonic() - heard > timeout:
-                silent = [self.actors[calls[i].index] for i in sorted(waiting)]
-                names = ", ".join(actor.name for actor in silent)
-                tail = self.run_dir.tail(silent[0].name)
-                raise ActorFailed(names, f"no answer within {timeout:.0f} s", tail)
-            if progress is not None:
-                progress(self._num_completed(call.index for call in calls))
-        return refs
+        while True:
+            actor = self.actors[index]
+            sent = actor.remote(method, *args, num_returns=num_returns)
+            refs = sent if num_returns > 1 else [sent]
+            try:
+                await answer(actor, refs[0], timeout)
+                return refs
+            except LoraMoeRlError as error:
+                if not _is_death(error):
+                    raise
+                self._count(index, error)
+                await self._bring_back(index)
 
-    def _send(self, call: Call) -> list[Any]:
-        refs = self.actors[call.index].remote(call.method, *call.args, num_returns=call.num_returns)
-        return refs if call.num_returns > 1 else [refs]
+    async def _free_engine(self) -> int:
+        """The living engine with the fewest requests. Raises what kept one from coming back."""
+        while True:
+            for index, task in list(self.returning.items()):
+                if task.done():
+                    del self.returning[index]
+                    task.result()
+            alive = [i for i in range(len(self.actors)) if i not in self.returning]
+            if alive:
+                return min(alive, key=lambda index: self.rolling[index])
+            await asyncio.wait(self.returning.values(), return_when=asyncio.FIRST_COMPLETED)
 
-    def _num_completed(self, indices: Any) -> int:
-        """0 from an engine that has died, which its call tells of."""
-        total = 0
-        for ref in [self.actors[index].remote("completed") for index in indices]:
-            with contextlib.suppress(RayError):
-                total += int(ray.get(ref))
-        return total
+    async def _all_back(self) -> None:
+        while self.returning:
+            _, task = self.returning.popitem()
+            await task
 
-    def _bring_back(self, index: int, error: LoraMoeRlError) -> None:
-        """Starts a dead engine anew, until it lives. Raises `error` when it is no death."""
+    async def _bring_back(self, index: int) -> None:
+        """Starts a dead engine anew, until it lives."""
         started = time.perf_counter()
         while True:
-            self._count(index, error)
             try:
-                self._start_anew(index)
+                await self._start_anew(index)
                 break
-            except LoraMoeRlError as again:
-                error = again
+            except LoraMoeRlError as error:
+                self._count(index, error)
         served = "" if self.published is None else f" and serves version {self.published[0]}"
         log.warning(
             "engine-%d is back%s, %.1f s later", index, served, time.perf_counter() - started
@@ -225,17 +220,27 @@ class RolloutGroup:
             *(actor.name, reason, self.restarts, limit, self.run_dir.log_path(actor.name)),
         )
 
-    def _start_anew(self, index: int) -> None:
+    async def _start_anew(self, index: int) -> None:
         ray.kill(self.actors[index].handle)  # may live on around a vLLM that has died
         actor = self.actors[index] = self._actor(index)
-        get([actor], [actor.remote("start")], self.config.rollout.start_timeout_s)
+        await answer(actor, actor.remote("start"), self.config.rollout.start_timeout_s)
         if self.prepared is not None:
-            get([actor], [actor.remote("prepare_refit", *self.prepared)])
+            await answer(actor, actor.remote("prepare_refit", *self.prepared))
         if self.published is not None:
-            version, sent_refs = self.published
-            timeout = 2 * self.config.refit.timeout_s + REFIT_GRACE_S
-            get([actor], [actor.remote("publish", version, *sent_refs)], timeout)
-            self.prove(index, version)
+            version, parts = self.published
+            await answer(actor, actor.remote("publish", version, *parts), self._refit_timeout)
+            if self.prove is not None:
+                await self.prove(index, version)
+
+
+class TicketPolicy:
+    """The engines as one ticket sees them."""
+
+    def __init__(self, engines: RolloutEngines, version: int, seed: int):
+        self.engines, self.version, self.seed = engines, version, seed
+
+    async def sample(self, token_ids: Sequence[int], n: int) -> tuple[list[Sample], Ref]:
+        return await self.engines.sample(token_ids, n, self.version, self.seed)
 
 
 def _is_death(error: LoraMoeRlError) -> bool:

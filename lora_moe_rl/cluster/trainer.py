@@ -1,8 +1,9 @@
-"""The trainer as the controller sees it: all ranks as one."""
+"""The trainer as the run sees it: all ranks as one."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,17 @@ import ray
 
 from lora_moe_rl.adapters.shards import assemble
 from lora_moe_rl.adapters.spec import AdapterSpec
-from lora_moe_rl.cluster.actors import Actor, get
+from lora_moe_rl.cluster.actors import Actor, answers, get
 from lora_moe_rl.cluster.log import redirect
 from lora_moe_rl.cluster.placement import Placement
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
+from lora_moe_rl.data.samples import UpdateResult
 from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.ports import Ref
 from lora_moe_rl.refit.parts import PartLayout, SentPart
 from lora_moe_rl.refit.transports.choose import Wire
+from lora_moe_rl.rollout.facts import Dtype
 from lora_moe_rl.trainer.environment import CPU_ENVIRONMENT
 from lora_moe_rl.trainer.worker import TrainerWorker
 
@@ -31,9 +35,8 @@ class LoggedWorker(TrainerWorker):
         super().__init__(*args)
 
 
-class TrainerGroup:
-    """`start_async` and `wait_started` come first. Arguments named `*_refs` are Ray object
-    references: the data goes from its maker to the ranks, not through the controller."""
+class TrainerRanks:
+    """`start_async`, `wait_started` and `prepare_refit` come first."""
 
     def __init__(
         self,
@@ -63,39 +66,41 @@ class TrainerGroup:
         self._starting = self._all("start", address, threads)
 
     def wait_started(self) -> list[dict]:
-        return get(self.actors, self._starting)
+        facts = get(self.actors, self._starting)
+        self.dtype: Dtype = facts[0]["dtype"]
+        return facts
 
-    def update(self, batch: TrainBatch, table_refs: list[Any]):
-        """One step. Returns an UpdateResult, and references to what each rank sends of the new
-        version: sending is queued behind the update, so that it costs no round trip."""
-        batch_ref = ray.put(batch)
-        refs = self._all("update", batch_ref, *table_refs)
-        sent = self.send()
-        return get(self.actors, refs)[0], sent
+    async def update(
+        self, batch: TrainBatch, routes: Sequence[Ref]
+    ) -> tuple[UpdateResult, list[Ref]]:
+        """Sending the new version is queued behind the update, so that it costs no round trip."""
+        refs = self._all("update", ray.put(batch), ray.put(list(routes)))
+        parts = await self.send()
+        return (await answers(self.actors, refs))[0], parts
 
     def prepare_refit(self, layouts: list[PartLayout], wire: Wire) -> None:
         self.sources = {layout.source for layout in layouts}
         get(self.actors, self._all("prepare_refit", layouts, wire))
 
-    def send(self) -> list[Any]:
-        """References to what each rank sends of the current version."""
-        return [
-            actor.remote("send") for rank, actor in enumerate(self.actors) if rank in self.sources
-        ]
+    async def send(self) -> list[Ref]:
+        return [actor.remote("send") for actor in self._senders]
 
-    def sent(self, sent_refs: list[Any]) -> list[SentPart]:
-        """What `send` and `update` return references to, once all of it is sent."""
-        return get([self.actors[rank] for rank in sorted(self.sources)], sent_refs)
+    async def sent(self, parts: Sequence[Ref]) -> list[SentPart]:
+        return await answers(self._senders, parts)
+
+    @property
+    def _senders(self) -> list[Actor]:
+        return [actor for rank, actor in enumerate(self.actors) if rank in self.sources]
 
     def adapter(self) -> dict[str, np.ndarray]:
-        """The whole current adapter, canonical, on this host."""
         parts = get(self.actors, self._all("export"))
         return assemble(self.spec.tensor_shapes, [shard for part in parts for shard in part])
 
-    def score(self, sequences, table_ref: Any, adapters: bool = True) -> list[np.ndarray]:
-        """Logprobs of every token after the first, at temperature 1, with the engine's routes."""
-        answers = get(self.actors, self._all("score", sequences, table_ref, adapters))
-        (scores,) = [answer for answer in answers if answer is not None]
+    async def score(
+        self, sequences: Sequence[Sequence[int]], routes: Ref, adapters: bool = True
+    ) -> list[np.ndarray]:
+        refs = self._all("score", sequences, routes, adapters)
+        (scores,) = [found for found in await answers(self.actors, refs) if found is not None]
         return scores
 
     def save(self, directory: Path) -> dict:

@@ -12,8 +12,10 @@ from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.plugins import ALGORITHMS, ENVIRONMENTS
 
 
 @dataclass(frozen=True)
@@ -105,9 +107,33 @@ def _walk(model: type[BaseModel], prefix: str) -> typing.Iterator[Key]:
     for name, field in model.model_fields.items():
         if _is_section(field.annotation):
             yield from _walk(field.annotation, f"{prefix}{name}.")
+            yield from _walk_choices(f"{prefix}{name}", field.annotation)
         else:
             sentence = field.description or ""
             yield Key(prefix + name, field.annotation, field.default, sentence)
+
+
+def _walk_choices(section: str, common: type[BaseModel]) -> typing.Iterator[Key]:
+    """The keys that each plug-in of a section adds to those that all have."""
+    owners: dict[str, list[str]] = {}
+    fields: dict[str, FieldInfo] = {}
+    for plugin, settings in choices(section).items():
+        for name, field in settings.model_fields.items():
+            if name not in common.model_fields:
+                owners.setdefault(name, []).append(plugin)
+                fields.setdefault(name, field)
+    for name, field in fields.items():
+        sentence = f"({', '.join(owners[name])}) {field.description or ''}"
+        yield Key(f"{section}.{name}", field.annotation, field.default, sentence)
+
+
+@cache
+def choices(section: str) -> dict[str, type[BaseModel]]:
+    """`{name: settings}` of the plug-ins that a section chooses among; empty for other sections."""
+    kinds = {kind.key.removesuffix(".name"): kind for kind in (ALGORITHMS, ENVIRONMENTS)}
+    if section not in kinds:
+        return {}
+    return {name: kinds[section].find(name).Settings for name in kinds[section].names()}
 
 
 def _collect_sections(model: type[BaseModel], prefix: str, found: dict[str, str]) -> None:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.applicable import check_applicable
 from lora_moe_rl.config.files import read_config_file
-from lora_moe_rl.config.keys import Key, all_keys, nearest, sections
+from lora_moe_rl.config.keys import Key, all_keys, choices, nearest, sections
 from lora_moe_rl.errors import ConfigError
 
 
@@ -101,7 +101,7 @@ def _split(text: str) -> tuple[str, ...]:
 
 
 def checked_keys(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`settings` with unknown keys refused and `model: NAME` written out as `model: {path: NAME}`.
+    """`settings` with unknown keys refused, and `model: NAME` written out as `model: {path: NAME}`.
 
     Dotted keys (`adapter.rank: 8`) are accepted in files too.
     """
@@ -120,8 +120,11 @@ def checked_keys(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any
 
 
 def _section_value(name: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, str) and f"{name}.path" in all_keys():
-        value = {"path": value}
+    if isinstance(value, str):
+        for short in ("path", "name"):  # model=NAME, algorithm=NAME
+            if f"{name}.{short}" in all_keys() and (short == "path" or choices(name)):
+                value = {short: value}
+                break
     if isinstance(value, BaseModel):
         value = value.model_dump(exclude_unset=True)
     if value is None:
@@ -144,7 +147,11 @@ def _merge(into: dict[str, Any], layer: Mapping[str, Any], prefix: str = "") -> 
 
 
 def _known(name: str) -> bool:
-    return name in all_keys() or (name != "" and name in sections())
+    """Keys of a section that chooses a plug-in are left to the validation: the plug-in may be one's
+    own."""
+    head, dot, _ = name.partition(".")
+    chosen = bool(dot) and bool(choices(head))
+    return chosen or name in all_keys() or (name != "" and name in sections())
 
 
 def _unknown(name: str) -> ConfigError:

@@ -50,6 +50,10 @@ def resolve(config: RunConfig) -> RunConfig:
         "data": {},
         "reward": {},
     }
+    for section in ("algorithm", "environment"):
+        name = getattr(config, section).name
+        if ":" in name:
+            settings[section] = {"name": absolute_spec(name)}
     if config.reward.function is not None:
         settings["reward"]["function"] = absolute_spec(config.reward.function)
     if config.data.generator is not None:

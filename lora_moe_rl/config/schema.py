@@ -9,8 +9,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    field_validator,
+    model_validator,
+)
 
+from lora_moe_rl.config.plugins import ALGORITHMS, ENVIRONMENTS, Kind
 from lora_moe_rl.rollout.facts import SLOT_RANKS
 
 
@@ -301,17 +309,15 @@ class ReplayConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    name: Literal["grpo"] = Field("grpo", description="The algorithm.")
+    """What all algorithms have; each adds settings of its own (`algorithms/`)."""
+
+    name: str = Field(
+        "grpo", description="The algorithm: a file of algorithms/, or a class as file.py:Class."
+    )
     prompts_per_step: int = Field(16, ge=1, description="Prompts of one step.")
     group_size: int = Field(8, ge=2, description="Samples of each prompt.")
     epochs: int = Field(1, ge=1, description="Passes over the samples of a step.")
     mini_batches: int = Field(1, ge=1, description="Optimizer steps of one pass.")
-    clip_low: float = Field(
-        0.2, ge=0, lt=1, description="The ratio is clipped below at 1 - clip_low."
-    )
-    clip_high: float = Field(0.2, ge=0, description="The ratio is clipped above at 1 + clip_high.")
-    normalize_std: bool = Field(True, description="Divide advantages by the group's deviation.")
-    kl_coef: float = Field(0.0, ge=0, description="Weight of the KL to the base (adapters off).")
     mask_truncated: bool = Field(
         False, description="Leave samples that hit the length limit out of the loss."
     )
@@ -320,6 +326,15 @@ class AlgorithmConfig(Section):
     def on_policy(self) -> bool:
         """True when each step makes one update: the ratio is 1 and needs no old-logprob pass."""
         return self.epochs == 1 and self.mini_batches == 1
+
+
+class EnvironmentConfig(Section):
+    """What all environments have; each adds settings of its own (`environments/`)."""
+
+    name: str = Field(
+        "single_turn",
+        description="How a prompt becomes samples: a file of environments/, or file.py:Class.",
+    )
 
 
 class DataConfig(Section):
@@ -378,6 +393,29 @@ class LoggingConfig(Section):
     wandb: WandbConfig = Field(WandbConfig(), description="Weights & Biases.")
 
 
+def _settings_of(kind: Kind, common: type[Section], value: Any) -> Any:
+    """`value` as settings of the plug-in that it names; `NAME` is short for `{name: NAME}`."""
+    if isinstance(value, str):
+        value = {"name": value}
+    if type(value) is common:
+        value = value.model_dump(exclude_unset=True)
+    if not isinstance(value, dict):
+        return value
+    name = value.get("name", common.model_fields["name"].default)
+    if not isinstance(name, str):
+        raise ValueError(f"{kind.key}={name!r} is not a name")
+    settings = kind.find(name).Settings
+    for key in value.keys() - settings.model_fields.keys():
+        others = [n for n in kind.names() if key in kind.find(n).Settings.model_fields]
+        if others:
+            section = kind.key.removesuffix(".name")
+            raise ValueError(
+                f"{section}.{key}={value[key]} is no setting of {kind.key}={name}: it is one of "
+                f"{', '.join(others)}"
+            )
+    return settings.model_validate(value)
+
+
 class RunConfig(Section):
     """One run. Recipes build it, the command line overrides it, the run directory keeps it."""
 
@@ -389,7 +427,12 @@ class RunConfig(Section):
     rollout: RolloutConfig = Field(RolloutConfig(), description="vLLM.")
     refit: RefitConfig = Field(RefitConfig(), description="Moving adapters into vLLM.")
     replay: ReplayConfig = Field(ReplayConfig(), description="Router replay.")
-    algorithm: AlgorithmConfig = Field(AlgorithmConfig(), description="The RL algorithm.")
+    algorithm: SerializeAsAny[AlgorithmConfig] = Field(
+        AlgorithmConfig(), description="The RL algorithm."
+    )
+    environment: SerializeAsAny[EnvironmentConfig] = Field(
+        EnvironmentConfig(), description="How prompts become samples."
+    )
     data: DataConfig = Field(DataConfig(), description="Prompts.")
     reward: RewardConfig = Field(RewardConfig(), description="Rewards.")
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="Checkpoints.")
@@ -400,6 +443,21 @@ class RunConfig(Section):
     def _model_by_name(cls, value: Any) -> Any:
         """`model=NAME` is short for `model.path=NAME`."""
         return {"path": value} if isinstance(value, str) else value
+
+    @field_validator("algorithm", mode="before")
+    @classmethod
+    def _algorithm_settings(cls, value: Any) -> Any:
+        return _settings_of(ALGORITHMS, AlgorithmConfig, value)
+
+    @field_validator("environment", mode="before")
+    @classmethod
+    def _environment_settings(cls, value: Any) -> Any:
+        return _settings_of(ENVIRONMENTS, EnvironmentConfig, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By value: the settings of one's own algorithm are of a class that no other process can
+        import by its module's name."""
+        return RunConfig.model_validate, (self.model_dump(exclude_unset=True),)
 
     @model_validator(mode="after")
     def _together(self):

@@ -9,27 +9,35 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from heapq import heapreplace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lora_moe_rl.data.samples import Sample
+from lora_moe_rl.data.samples import NOT_SAMPLED, Group, Sample
+
+if TYPE_CHECKING:
+    from lora_moe_rl.algorithms.base import Signal
 
 
 @dataclass
 class TrainBatch:
     """What the trainer needs of one step's samples. Light: routes travel beside it.
 
-    token_ids: int32 `[L_i]` a sample. prompt_lengths: int `[n]`. logprobs: float32 `[R_i]`, the
-    rollout's. advantages: float32 `[n]`. weights: float32 `[n]`, 0 for a sample left out of the
-    loss. mini_batch: int `[n]`, the optimizer step that uses the sample. step: of the run, from 1;
-    0 for a forward outside steps.
+    token_ids: int32 `[L_i]` a sample. prompt_lengths: int `[n]`; the streams below begin after the
+    prompt and have R_i = L_i - prompt_lengths[i] entries. logprobs: float32, the rollout's.
+    versions: int32, the adapter version that sampled each token. advantages: float32. weights:
+    float32, what each token weighs in the loss; 0 leaves it out. mini_batch: int `[n]`, the
+    optimizer step that uses the sample. step: of the run, from 1; 0 for a forward outside steps.
     """
 
     token_ids: list[np.ndarray]
     prompt_lengths: np.ndarray
     logprobs: list[np.ndarray]
-    advantages: np.ndarray
-    weights: np.ndarray
+    versions: list[np.ndarray]
+    advantages: list[np.ndarray]
+    weights: list[np.ndarray]
     mini_batch: np.ndarray
     step: int = 1
 
@@ -37,39 +45,67 @@ class TrainBatch:
     def from_samples(
         cls,
         samples: Sequence[Sample],
-        advantages: np.ndarray,
-        weights: np.ndarray,
+        advantages: Sequence[np.ndarray],
+        weights: Sequence[np.ndarray],
         mini_batch: np.ndarray | None = None,
         step: int = 1,
     ) -> TrainBatch:
-        n = len(samples)
         return cls(
             [s.token_ids for s in samples],
             np.array([len(s.prompt_ids) for s in samples]),
             [s.logprobs for s in samples],
-            np.asarray(advantages, dtype=np.float32),
-            np.asarray(weights, dtype=np.float32),
-            np.zeros(n, dtype=np.int64) if mini_batch is None else mini_batch,
+            [s.versions for s in samples],
+            list(advantages),
+            list(weights),
+            np.zeros(len(samples), dtype=np.int64) if mini_batch is None else mini_batch,
             step,
         )
 
     @classmethod
-    def from_sequences(cls, sequences: Sequence[Sequence[int]]) -> TrainBatch:
-        """Whole sequences to be scored: every token after the first counts as response."""
-        n = len(sequences)
+    def from_groups(
+        cls, groups: Sequence[Group], signals: Sequence[Signal], mini_batches: int, step: int
+    ) -> TrainBatch:
+        """The samples of all groups in turn; `mini_batches` takes equally many groups each."""
+        per_mini_batch = len(groups) // mini_batches
+        sizes = [len(group.samples) for group in groups]
+        return cls.from_samples(
+            [sample for group in groups for sample in group.samples],
+            [advantages for signal in signals for advantages in signal.advantages],
+            [weights for signal in signals for weights in signal.weights],
+            np.repeat(np.arange(len(groups)) // per_mini_batch, sizes),
+            step,
+        )
+
+    @classmethod
+    def from_sequences(
+        cls,
+        sequences: Sequence[Sequence[int] | np.ndarray],
+        prompt_lengths: Sequence[int] | None = None,
+        step: int = 0,
+    ) -> TrainBatch:
+        """Whole sequences to be scored: every token after the prompt (by default, after the first)
+        counts as response, with weight 1, advantage 0 and rollout logprob 0."""
+        prompts = np.ones(len(sequences), np.int64) if prompt_lengths is None else prompt_lengths
+        sizes = [len(ids) - int(p) for ids, p in zip(sequences, prompts, strict=True)]
         return cls(
             [np.asarray(s, dtype=np.int32) for s in sequences],
-            np.ones(n, dtype=np.int64),
-            [np.zeros(len(s) - 1, dtype=np.float32) for s in sequences],
-            np.zeros(n, dtype=np.float32),
-            np.ones(n, dtype=np.float32),
-            np.zeros(n, dtype=np.int64),
-            step=0,
+            np.asarray(prompts, dtype=np.int64),
+            [np.zeros(n, dtype=np.float32) for n in sizes],
+            [np.zeros(n, dtype=np.int32) for n in sizes],
+            [np.zeros(n, dtype=np.float32) for n in sizes],
+            [np.ones(n, dtype=np.float32) for n in sizes],
+            np.zeros(len(sequences), dtype=np.int64),
+            step,
         )
 
     def lengths(self) -> np.ndarray:
         """Tokens fed of each sample: L - 1."""
         return np.array([len(ids) - 1 for ids in self.token_ids])
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """int64 `[n + 1]`, the first row of each sample in the route table."""
+        return np.concatenate([[0], np.cumsum(self.lengths())])
 
 
 def plan_micro_batches(
@@ -92,23 +128,23 @@ def plan_micro_batches(
     count = max(1, math.ceil(total / (max_tokens * unit))) * unit
     while True:
         bins: list[list[int]] = [[] for _ in range(count)]
-        sizes = [0] * count
+        emptiest = [(0, number) for number in range(count)]  # a heap of (tokens, micro-batch)
         for i in order:
-            emptiest = sizes.index(min(sizes))
-            bins[emptiest].append(i)
-            sizes[emptiest] += int(lengths[i])
-        crowded = any(size > max_tokens and len(b) > 1 for b, size in zip(bins, sizes, strict=True))
-        if not crowded:
+            size, number = emptiest[0]
+            bins[number].append(i)
+            heapreplace(emptiest, (size + int(lengths[i]), number))
+        if not any(size > max_tokens and len(bins[number]) > 1 for size, number in emptiest):
             return [[sorted(b) for b in bins[rank::dp_size]] for rank in range(dp_size)]
         count += unit
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One packed micro-batch as numpy arrays; every array has T entries.
+    """One packed micro-batch as numpy arrays; every array has T entries, entry t of which tells of
+    the token that is predicted at t.
 
-    `rows` are rows of the route table (-1: none), `counted` marks tokens of real samples, `mask`
-    those whose prediction is a response token in the loss.
+    `rows` are rows of the route table (-1: none), `sample_of` numbers of samples (-1: padding),
+    `response` marks tokens after a prompt; `weights` is above 0 for those in the loss.
     """
 
     samples: tuple[int, ...]
@@ -117,11 +153,27 @@ class MicroBatch:
     positions: np.ndarray
     cu_seqlens: np.ndarray
     rows: np.ndarray
-    counted: np.ndarray
+    sample_of: np.ndarray
     response: np.ndarray
-    mask: np.ndarray
     rollout_logprobs: np.ndarray
+    versions: np.ndarray
     advantages: np.ndarray
+    weights: np.ndarray
+
+    @property
+    def mask(self) -> np.ndarray:
+        """bool [T], True for tokens in the loss."""
+        return self.weights > 0
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """bool [T], True for tokens that a policy sampled."""
+        return self.versions != NOT_SAMPLED
+
+    @property
+    def counted(self) -> np.ndarray:
+        """bool [T], False for padding."""
+        return self.sample_of >= 0
 
     @property
     def max_seqlen(self) -> int:
@@ -132,7 +184,7 @@ def pack(batch: TrainBatch, samples: Sequence[int], multiple: int, at_least: int
     """Packs the samples one after the other; padding up to a multiple of `multiple` tokens, and to
     `at_least` (at least one token for an empty micro-batch), is a sequence of its own at the
     end."""
-    offsets = np.concatenate([[0], np.cumsum(batch.lengths())])
+    offsets = batch.offsets
     lengths = [len(batch.token_ids[i]) - 1 for i in samples]
     total = sum(lengths)
     padding = -(-max(total, at_least, 1) // multiple) * multiple - total
@@ -141,16 +193,16 @@ def pack(batch: TrainBatch, samples: Sequence[int], multiple: int, at_least: int
     def join(parts, fill, dtype):
         return np.concatenate([*parts, np.full(padding, fill)]).astype(dtype)
 
-    responses, rollout = [], []
-    for i in samples:
-        before = int(batch.prompt_lengths[i]) - 1
-        after = len(batch.token_ids[i]) - 1 - before
-        responses.append(np.arange(before + after) >= before)
-        rollout.append(np.concatenate([np.zeros(before, np.float32), batch.logprobs[i]]))
-    response = join(responses, False, bool)
-    per_token = [np.full(n, i) for n, i in zip(lengths, samples, strict=True)]
-    sample_of = join(per_token, 0, np.int64)
-    counted = join([np.ones(total)], 0, bool)
+    def stream(values: list[np.ndarray], fill: float, dtype):
+        """A per-token stream at the places that predict its tokens, `fill` everywhere else."""
+        parts = []
+        for i in samples:
+            parts += [np.full(int(batch.prompt_lengths[i]) - 1, fill, dtype), values[i]]
+        return join(parts, fill, dtype)
+
+    after_prompt = [
+        np.arange(n) >= batch.prompt_lengths[i] - 1 for n, i in zip(lengths, samples, strict=True)
+    ]
     return MicroBatch(
         samples=tuple(samples),
         input_ids=join([batch.token_ids[i][:-1] for i in samples], 0, np.int64),
@@ -158,11 +210,12 @@ def pack(batch: TrainBatch, samples: Sequence[int], multiple: int, at_least: int
         positions=np.concatenate([np.arange(n) for n in lengths_all]),
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths_all)]).astype(np.int32),
         rows=join([np.arange(offsets[i], offsets[i + 1]) for i in samples], -1, np.int64),
-        counted=counted,
-        response=response,
-        mask=response & (batch.weights[sample_of] > 0),
-        rollout_logprobs=join(rollout, 0, np.float32),
-        advantages=np.where(counted, batch.advantages[sample_of], 0).astype(np.float32),
+        sample_of=join([np.full(n, i) for n, i in zip(lengths, samples)], -1, np.int64),
+        response=join(after_prompt, False, bool),
+        rollout_logprobs=stream(batch.logprobs, 0, np.float32),
+        versions=stream(batch.versions, NOT_SAMPLED, np.int32),
+        advantages=stream(batch.advantages, 0, np.float32),
+        weights=stream(batch.weights, 0, np.float32),
     )
 
 

@@ -1,15 +1,28 @@
 """The data that moves in one step. Plain numpy: no torch, Ray, Megatron or vLLM in here.
 
-Shape letters: L tokens of one sample (prompt and response), R response tokens, M MoE layers,
-K experts a token (top-k).
+A group is all samples of one prompt; a sample is segments, each written by one author:
+
+    tokens    p0  p1 │ r0  r1  r2 │ t0  t1 │ q0  q1        p: prompt, t: a tool's answer
+    author     user  │   policy   │  tool  │ policy
+    mask       0  0  │  1   1   1 │  0   0 │  1   1
+    stream           │  0   1   2    3   4    5   6        per-token streams begin after the prompt
+
+Token ids in, token ids out: nothing is decoded and tokenised again between engine and trainer.
+
+Shape letters: L tokens of one sample, R tokens after its prompt, n samples of a group.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
+
+Author = Literal["policy", "tool", "user", "environment"]
+NOT_SAMPLED = -1  # the version of a token that no policy sampled
 
 
 @dataclass(frozen=True)
@@ -17,7 +30,7 @@ class Prompt:
     """One row of the data.
 
     `columns` are the row's own values, given to the reward as keywords; `row` counts the prompts
-    drawn since the run began.
+    drawn since the run began, and is the number of the prompt's ticket.
     """
 
     row: int
@@ -26,17 +39,81 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass
-class Sample:
-    """One response. Token ids in, token ids out: nothing is ever re-tokenised."""
+@dataclass(frozen=True)
+class Segment:
+    """A run of tokens by one author. All arrays have one entry a token.
 
-    group: int  # index of the prompt within the step
-    prompt_ids: np.ndarray  # int32 [L - R]
-    response_ids: np.ndarray  # int32 [R], with the token that ended it
-    logprobs: np.ndarray  # float32 [R], of the sampling distribution (temperature applied)
-    versions: np.ndarray  # int32 [R], the adapter version that produced each token
+    token_ids: int32. mask: bool, True for a token that may be in the loss. logprobs: float32, of
+    the sampling distribution (temperature applied), 0 for a token that was not sampled. versions:
+    int32, the adapter version that sampled the token, or NOT_SAMPLED.
+    """
+
+    author: Author
+    token_ids: np.ndarray
+    mask: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+
+    @classmethod
+    def given(cls, author: Author, token_ids: Sequence[int] | np.ndarray) -> Segment:
+        """Tokens that nobody sampled: a prompt, a tool's answer. They are never trained."""
+        n = len(token_ids)
+        return cls(
+            author,
+            np.asarray(token_ids, dtype=np.int32),
+            np.zeros(n, dtype=bool),
+            np.zeros(n, dtype=np.float32),
+            np.full(n, NOT_SAMPLED, dtype=np.int32),
+        )
+
+    @classmethod
+    def sampled(
+        cls, token_ids: Sequence[int] | np.ndarray, logprobs: np.ndarray, version: int
+    ) -> Segment:
+        """Tokens that the policy sampled at adapter `version`, all of them in the loss."""
+        n = len(token_ids)
+        return cls(
+            "policy",
+            np.asarray(token_ids, dtype=np.int32),
+            np.ones(n, dtype=bool),
+            np.asarray(logprobs, dtype=np.float32),
+            np.full(n, version, dtype=np.int32),
+        )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One way from the prompt to the end. `segments[0]` is the prompt; `text` is what the policy
+    wrote, decoded, without special tokens."""
+
+    segments: tuple[Segment, ...]
     finish_reason: Literal["stop", "length", "abort"]
-    text: str  # the response, decoded, without special tokens
+    text: str
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        """int32 [L - R]."""
+        return self.segments[0].token_ids
+
+    @cached_property
+    def response_ids(self) -> np.ndarray:
+        """int32 [R], with the token that ended it."""
+        return self._stream("token_ids", np.int32)
+
+    @cached_property
+    def mask(self) -> np.ndarray:
+        """bool [R], True for tokens that may be in the loss."""
+        return self._stream("mask", bool)
+
+    @cached_property
+    def logprobs(self) -> np.ndarray:
+        """float32 [R]."""
+        return self._stream("logprobs", np.float32)
+
+    @cached_property
+    def versions(self) -> np.ndarray:
+        """int32 [R], NOT_SAMPLED for tokens that no policy sampled."""
+        return self._stream("versions", np.int32)
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -46,6 +123,26 @@ class Sample:
     @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
+
+    def _stream(self, name: str, dtype: Any) -> np.ndarray:
+        parts = [getattr(segment, name) for segment in self.segments[1:]]
+        return np.concatenate(parts) if parts else np.zeros(0, dtype)
+
+
+@dataclass
+class Group:
+    """All samples of one prompt, scored.
+
+    routes: a reference to the samples' router decisions, in their order (None: none were recorded).
+    rewards: float32 [n], NaN for a sample without one. failures: one line for each reward that
+    failed; a failed reward is never a 0.
+    """
+
+    prompt: Prompt
+    samples: list[Sample]
+    routes: Any
+    rewards: np.ndarray
+    failures: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

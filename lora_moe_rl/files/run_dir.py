@@ -22,10 +22,11 @@ import numpy as np
 import yaml
 from filelock import FileLock, Timeout
 
+from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.files import read_config_file, to_yaml
 from lora_moe_rl.config.keys import sections
-from lora_moe_rl.data.samples import Prompt, Sample
+from lora_moe_rl.data.samples import Group
 from lora_moe_rl.errors import RunDirError
 
 LOG_TAIL_LINES = 20
@@ -147,39 +148,36 @@ class RunDir:
         for path in (self.metrics_file, self.samples_file):
             _cut_after(path, step)
 
-    def write_samples(
-        self,
-        step: int,
-        prompts: Sequence[Prompt],
-        samples: Sequence[Sample],
-        rewards: np.ndarray,
-        advantages: np.ndarray,
-    ) -> None:
-        """Appends `logging.samples_per_step` of the step's samples. `samples[i]` has the reward
-        `rewards[i]` (NaN: none) and `advantages[i]`, and answers `prompts[samples[i].group]`."""
-        chosen = _spread(len(samples), self.config.logging.samples_per_step)
+    def write_samples(self, step: int, groups: Sequence[Group], signals: Sequence[Signal]) -> None:
+        """Appends `logging.samples_per_step` of the step's samples, with what their groups said."""
+        samples = [(g, i) for g, group in enumerate(groups) for i in range(len(group.samples))]
         with open(self.samples_file, "a") as file:
-            for i in chosen:
-                record = _sample_record(
-                    step, prompts[samples[i].group], samples[i], rewards[i], advantages[i]
-                )
+            for chosen in _spread(len(samples), self.config.logging.samples_per_step):
+                g, i = samples[chosen]
+                record = _sample_record(step, groups[g], signals[g], i)
                 file.write(to_json(record) + "\n")
 
 
-def _sample_record(
-    step: int, prompt: Prompt, sample: Sample, reward: float, advantage: float
-) -> dict[str, Any]:
+def _sample_record(step: int, group: Group, signal: Signal, index: int) -> dict[str, Any]:
+    sample = group.samples[index]
     return {
         "step": step,
-        "row": prompt.row,
-        "prompt": prompt.text,
+        "row": group.prompt.row,
+        "prompt": group.prompt.text,
         "response": sample.text,
-        "reward": float(reward),
-        "advantage": float(advantage),
+        "reward": float(group.rewards[index]),
+        "advantage": _one_number(signal.advantages[index][sample.mask]),
         "finish_reason": sample.finish_reason,
         "tokens": len(sample.response_ids),
-        "versions": sorted({int(version) for version in sample.versions}),
+        "versions": sorted({int(version) for version in sample.versions[sample.mask]}),
     }
+
+
+def _one_number(values: np.ndarray) -> float:
+    """What all values are, or their mean; NaN of none."""
+    if not len(values):
+        return math.nan
+    return float(values[0] if (values == values[0]).all() else values.mean())
 
 
 def _spread(total: int, wanted: int) -> list[int]:

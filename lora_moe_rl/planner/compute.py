@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.planner.base import base_tensors
@@ -143,9 +144,10 @@ class Roofline:
         work = self.of(trainer.recompute)
         tokens = algorithm.prompts_per_step * algorithm.group_size * self.lengths.sample
         per_token = algorithm.epochs * work.train
-        if not algorithm.on_policy or config.replay.mode == "r2":
+        wanted = algorithms.passes(config)
+        if "old" in wanted:
             per_token += work.forward
-        if algorithm.kl_coef:
+        if "reference" in wanted:
             per_token += 2 * work.active + work.attention
         compute = tokens * per_token / (trainer.world_size * gpu.flops * efficiency.train_flops)
         stages = [len(layers) for layers in stage_layers(trainer, shape.num_layers)]

@@ -1,18 +1,19 @@
-"""Calls the user's reward function for all samples of a step, in processes that may be lost."""
+"""Calls the user's reward function for each group as it finishes, in processes that may be lost."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
-from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,12 @@ import numpy as np
 from lora_moe_rl.data.samples import Prompt, Sample
 from lora_moe_rl.errors import ConfigError
 
+Outcome = list[float | str | None]  # a reward, None: not applicable, or why there is none
+
 NUM_WORKERS = 2
 START_TIMEOUT_S = 120.0  # of a worker: it imports what the user's file imports
 # An async function ends a late prompt itself; only when it blocks its loop is it ended from here.
 ASYNC_GRACE_S = 5.0
-
-Group = tuple[int, dict[str, Any]]
 
 
 class WorkerLost(Exception):
@@ -33,27 +34,33 @@ class WorkerLost(Exception):
 
 
 @dataclass(eq=False)
+class Job:
+    """One call of the function, for one prompt."""
+
+    number: int
+    arguments: dict[str, Any]
+    outcome: asyncio.Future[Outcome]
+
+    def fail(self, reason: str) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result([reason] * len(self.arguments["completions"]))
+
+
+@dataclass(eq=False)
 class Worker:
-    """One process, and the groups it has been given and has not answered."""
+    """One process, and the jobs it has been given and has not answered, oldest first. A plain
+    function does one after the other, an async one all at the same time."""
 
     process: subprocess.Popen
     connection: Connection
     is_async: bool = False
-    pending: deque[Group] = field(default_factory=deque)
-    deadline: float = 0.0  # time.monotonic() by which the next answer is due
-
-    def give(self, groups: list[Group], timeout_s: float) -> None:
-        self.pending = deque(groups)
-        self.wait_again(timeout_s)
-        if groups:
-            with suppress(OSError):  # a dead worker is seen when its answers are read
-                self.connection.send((groups, timeout_s))
-
-    def wait_again(self, timeout_s: float) -> None:
-        self.deadline = time.monotonic() + timeout_s + (ASYNC_GRACE_S if self.is_async else 0.0)
+    pending: dict[int, Job] = field(default_factory=dict)
+    alarms: dict[int, asyncio.TimerHandle] = field(default_factory=dict)
 
     def end(self) -> None:
         """End the process and whatever it started. Harmless the second time."""
+        for alarm in self.alarms.values():
+            alarm.cancel()
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -61,7 +68,7 @@ class Worker:
 
 
 class RewardRunner:
-    """Rewards of a step. Use it as a context manager, or call `close`.
+    """Rewards of groups, as they come. Use it as a context manager, or call `close`.
 
     A prompt's samples are scored by one call. A call that raises, takes longer than `timeout_s`,
     ends the process or returns anything but one finite number (or None) for each sample has failed:
@@ -72,33 +79,32 @@ class RewardRunner:
 
     def __init__(self, function: str, timeout_s: float):
         self.function, self.timeout_s = function, timeout_s
+        self._numbers = itertools.count()
         self._workers: list[Worker] = []
+        self._starting: asyncio.Task[None] | None = None
+        self._giving: set[asyncio.Task[None]] = set()  # of jobs whose worker was lost
         try:
-            self._start_missing()
+            self._workers = _start(self.function, NUM_WORKERS)
         except WorkerLost as error:
             raise ConfigError(f"reward.function={function}: {error}") from error
 
-    def score(self, prompts: list[Prompt], samples: list[Sample]) -> tuple[np.ndarray, list[str]]:
-        """Rewards, float32 in the order of `samples`, and one line for each sample that failed.
+    async def score(
+        self, prompt: Prompt, samples: Sequence[Sample]
+    ) -> tuple[np.ndarray, list[str]]:
+        """Rewards of a prompt's samples, float32 [n], and one line for each sample that failed.
 
-        NaN stands for a failure and for None ("does not apply"), which is no failure. A sample's
-        `group` is the index of its prompt.
+        NaN stands for a failure and for None ("does not apply"), which is no failure.
         """
+        outcome = asyncio.get_running_loop().create_future()
+        job = Job(next(self._numbers), _arguments(prompt, samples), outcome)
+        await self._give([job])
         rewards = np.full(len(samples), np.nan, dtype=np.float32)
         failures: list[str] = []
-        members: dict[int, list[int]] = {}
-        for index, sample in enumerate(samples):
-            members.setdefault(sample.group, []).append(index)
-        groups = [
-            (group, _arguments(prompts[group], [samples[index] for index in indices]))
-            for group, indices in members.items()
-        ]
-        for group, outcome in self._run(groups):
-            for index, value in zip(members[group], outcome, strict=True):
-                if isinstance(value, str):
-                    failures.append(f"prompt {prompts[group].row}: {self.function} {value}")
-                elif value is not None:
-                    rewards[index] = value
+        for index, value in enumerate(await job.outcome):
+            if isinstance(value, str):
+                failures.append(f"prompt {prompt.row}: {self.function} {value}")
+            elif value is not None:
+                rewards[index] = value
         return rewards, failures
 
     def close(self) -> None:
@@ -112,68 +118,82 @@ class RewardRunner:
     def __exit__(self, *exc) -> None:
         self.close()
 
-    def _start_missing(self) -> None:
-        """Bring the workers to their number. They are started together, then awaited."""
-        started = [_launch(self.function) for _ in range(NUM_WORKERS - len(self._workers))]
+    async def _give(self, jobs: Sequence[Job]) -> None:
+        """To the workers that have least to do; those that are missing are started first."""
         try:
-            for worker in started:
-                self._workers.append(_await_ready(worker))
-        except (WorkerLost, ConfigError):
-            for worker in {*started, *self._workers}:
-                worker.end()
-            self._workers = []
-            raise
-
-    def _run(self, groups: list[Group]):
-        """Yields (group, outcome) as they come, exactly one for each group."""
-        try:
-            self._start_missing()  # those that could not be replaced in an earlier step
+            await self._start_missing()
         except (WorkerLost, ConfigError) as error:
-            yield from ((group, _failed(arguments, str(error))) for group, arguments in groups)
+            for job in jobs:
+                job.fail(f"could not be started again: {error}")
             return
-        for number, worker in enumerate(self._workers):
-            worker.give(groups[number :: len(self._workers)], self.timeout_s)
-        while busy := [worker for worker in self._workers if worker.pending]:
-            patience = min(worker.deadline for worker in busy) - time.monotonic()
-            ready = wait([worker.connection for worker in busy], max(0.0, patience))
-            for worker in busy:
-                if worker.connection in ready:
-                    yield from self._read(worker)
-                elif time.monotonic() > worker.deadline:
-                    yield from self._replace(
-                        worker, f"took longer than reward.timeout_s={self.timeout_s:g}"
-                    )
+        loop = asyncio.get_running_loop()
+        for job in jobs:
+            worker = min(self._workers, key=lambda worker: len(worker.pending))
+            worker.pending[job.number] = job
+            loop.add_reader(worker.connection.fileno(), self._read, worker)
+            with suppress(OSError):  # a dead worker is seen when its answers are read
+                worker.connection.send((job.number, job.arguments, self.timeout_s))
+            self._set_alarms(worker)
 
-    def _read(self, worker: Worker):
+    async def _start_missing(self) -> None:
+        """Those that could not be replaced before. All that wait for them share one start."""
+        while len(self._workers) < NUM_WORKERS:
+            if self._starting is None:
+                self._starting = asyncio.create_task(self._start_in_thread())
+            starting = self._starting
+            try:
+                await asyncio.shield(starting)
+            finally:
+                if self._starting is starting:
+                    self._starting = None
+
+    async def _start_in_thread(self) -> None:
+        missing = NUM_WORKERS - len(self._workers)
+        self._workers += await asyncio.to_thread(_start, self.function, missing)
+
+    def _set_alarms(self, worker: Worker) -> None:
+        """For what a worker is doing now: all it has been given, or the first of it."""
+        # An async function ends a late prompt itself; only when it blocks its loop is it ended from
+        # here.
+        patience = self.timeout_s + (ASYNC_GRACE_S if worker.is_async else 0.0)
+        doing = list(worker.pending) if worker.is_async else list(worker.pending)[:1]
+        for number in doing:
+            if number not in worker.alarms:
+                reason = f"took longer than reward.timeout_s={self.timeout_s:g}"
+                loop = asyncio.get_running_loop()
+                worker.alarms[number] = loop.call_later(patience, self._lost, worker, reason)
+
+    def _read(self, worker: Worker) -> None:
+        """Called by the event loop when a worker has answered, or has ended."""
         try:
             message = json.loads(worker.connection.recv_bytes())
         except (EOFError, OSError, ValueError):
-            yield from self._replace(worker, f"ended its process ({_how_it_ended(worker.process)})")
+            self._lost(worker, f"ended its process ({_how_it_ended(worker.process)})")
             return
-        worker.pending = deque(item for item in worker.pending if item[0] != message["group"])
-        worker.wait_again(self.timeout_s)
-        yield message["group"], message["outcome"]
+        job = worker.pending.pop(message["group"], None)
+        if alarm := worker.alarms.pop(message["group"], None):
+            alarm.cancel()
+        self._set_alarms(worker)
+        if job is not None and not job.outcome.done():
+            job.outcome.set_result(message["outcome"])
 
-    def _replace(self, worker: Worker, reason: str):
-        """End a worker. What it was doing has failed; a new one gets what it had yet to do."""
+    def _lost(self, worker: Worker, reason: str) -> None:
+        """Ends a worker. What it was doing has failed; others get what it had yet to do."""
+        asyncio.get_running_loop().remove_reader(worker.connection.fileno())
         worker.end()
-        # A plain function does one prompt after the other; an async one all at the same time, so
-        # that any of them may be to blame.
-        count = len(worker.pending) if worker.is_async else 1
-        failed = [worker.pending.popleft() for _ in range(count)]
         self._workers.remove(worker)
-        yield from ((group, _failed(arguments, reason)) for group, arguments in failed)
-        try:
-            new = _await_ready(_launch(self.function))
-        except (WorkerLost, ConfigError) as error:
-            reason = f"could not be started again: {error}"
-            yield from ((group, _failed(arguments, reason)) for group, arguments in worker.pending)
-        else:
-            self._workers.append(new)
-            new.give(list(worker.pending), self.timeout_s)
+        jobs = list(worker.pending.values())
+        # Of an async function any of those that run may be to blame.
+        count = len(jobs) if worker.is_async else 1
+        for job in jobs[:count]:
+            job.fail(reason)
+        if rest := jobs[count:]:
+            task = asyncio.create_task(self._give(rest))
+            self._giving.add(task)
+            task.add_done_callback(self._giving.discard)
 
 
-def _arguments(prompt: Prompt, samples: list[Sample]) -> dict[str, Any]:
+def _arguments(prompt: Prompt, samples: Sequence[Sample]) -> dict[str, Any]:
     """What a worker needs to call the function for one prompt."""
     texts: list[Any] = [sample.text for sample in samples]
     if not isinstance(prompt.text, str):
@@ -186,8 +206,15 @@ def _arguments(prompt: Prompt, samples: list[Sample]) -> dict[str, Any]:
     }
 
 
-def _failed(arguments: dict[str, Any], reason: str) -> list[str]:
-    return [reason] * len(arguments["completions"])
+def _start(function: str, count: int) -> list[Worker]:
+    """Workers that are ready. They are started together, then awaited."""
+    started = [_launch(function) for _ in range(count)]
+    try:
+        return [_await_ready(worker) for worker in started]
+    except (WorkerLost, ConfigError):
+        for worker in started:
+            worker.end()
+        raise
 
 
 def _launch(function: str) -> Worker:

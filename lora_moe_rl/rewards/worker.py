@@ -40,14 +40,11 @@ def main(argv: list[str]) -> None:
     is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
     _send(connection, {"async": is_async})
     jobs = _read_ahead(connection)
+    if is_async:
+        asyncio.run(_serve(function, keywords, jobs, connection))
     while True:
-        groups, timeout_s = jobs.get()
-        if is_async:
-            asyncio.run(_score_all(function, keywords, groups, timeout_s, connection))
-        else:
-            for index, arguments in groups:
-                outcome = _score(function, keywords, arguments)
-                _send(connection, {"group": index, "outcome": outcome})
+        number, arguments, _ = jobs.get()  # the parent ends a plain function that is late
+        _send(connection, {"group": number, "outcome": _score(function, keywords, arguments)})
 
 
 def accepted_keywords(function: Callable) -> frozenset[str] | None:
@@ -104,10 +101,10 @@ def _score(function: Callable, keywords: frozenset[str] | None, arguments: dict)
         return [f"raised {_short(error)}"] * num_samples
 
 
-async def _score_all(function, keywords, groups, timeout_s: float, connection: Connection) -> None:
+async def _serve(function, keywords, jobs: queue.SimpleQueue, connection: Connection) -> None:
     """All prompts at the same time; each answered when it is done."""
 
-    async def score(index: int, arguments: dict) -> None:
+    async def score(number: int, arguments: dict, timeout_s: float) -> None:
         num_samples = len(arguments["completions"])
         try:
             call = function(**expand(arguments, keywords))
@@ -116,9 +113,13 @@ async def _score_all(function, keywords, groups, timeout_s: float, connection: C
             outcome = [f"took longer than reward.timeout_s={timeout_s:g}"] * num_samples
         except BaseException as error:
             outcome = [f"raised {_short(error)}"] * num_samples
-        _send(connection, {"group": index, "outcome": outcome})
+        _send(connection, {"group": number, "outcome": outcome})
 
-    await asyncio.gather(*(score(index, arguments) for index, arguments in groups))
+    running = set()  # the event loop itself holds tasks weakly
+    while True:
+        task = asyncio.create_task(score(*await asyncio.to_thread(jobs.get)))
+        running.add(task)
+        task.add_done_callback(running.discard)
 
 
 def _read_ahead(connection: Connection) -> queue.SimpleQueue:

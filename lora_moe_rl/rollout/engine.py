@@ -1,6 +1,6 @@
 """One rollout engine: a Ray actor around vLLM's AsyncLLM.
 
-    generate   prompts in; samples and their router decisions out, under one adapter version
+    sample     a prompt in; samples and their router decisions out, under one adapter version
     score      logprobs of given sequences, under a version or the bare base
     publish    parts of an adapter version in, from each trainer rank; a receipt out
 
@@ -14,6 +14,7 @@ import asyncio
 import itertools
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,13 @@ from lora_moe_rl.cluster.log import redirect
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Sample
 from lora_moe_rl.errors import EngineDied, RefitError
+from lora_moe_rl.ports import Receipt
 from lora_moe_rl.refit.parts import PartLayout, SentPart, check_sent, to_json, version_checksum
-from lora_moe_rl.refit.receipt import Receipt
 from lora_moe_rl.refit.transports import shm
 from lora_moe_rl.refit.transports.choose import SHARED_MEMORY, Wire
 from lora_moe_rl.rollout import outputs, platform
 from lora_moe_rl.router_replay.table import RouteTable
-from lora_moe_rl.router_replay.travel import SentRoutes, send
+from lora_moe_rl.router_replay.travel import SentRoutes, put, send
 from lora_moe_rl.telemetry.clock import Clock
 
 SLOT_POLL_S = 0.005
@@ -86,31 +87,21 @@ class RolloutEngine:
     def _engine_args(self, cpu: bool) -> dict[str, Any]:
         return platform.engine_args(self.config, self.spec, self.model_dir, self.index, cpu)
 
-    async def generate(
-        self, prompts: list[list[int]], group_ids: list[int], n: int, version: int, seed: int
+    async def sample(
+        self, token_ids: Sequence[int], n: int, version: int, seed: int
     ) -> tuple[list[Sample], SentRoutes]:
-        """`n` samples of each prompt under adapter `version`: all of prompt 0, then of prompt 1.
-        Their routes are in Ray's object store, cut as the trainer's ranks will fetch them.
+        """`n` samples that go on from `token_ids` under adapter `version`, and their routes, cut as
+        the trainer's ranks will fetch them: large ones stay in Ray's object store.
 
-        A sample depends on `seed`, its group and its place in the group, not on what else the
-        engine does. Raises RefitError when the version is not in a slot.
+        A sample depends on `seed` and its place, not on what else the engine does. Raises
+        RefitError when the version is not in a slot.
         """
-        request = self._lora_request(version)
-        self.finished_samples = 0
-        params = [outputs.group_params(self.sampling, n, seed, group) for group in group_ids]
-        answers = await asyncio.gather(
-            *(
-                self._sample(prompt, group_params, request, version)
-                for prompt, group_params in zip(prompts, params, strict=True)
-            )
-        )
-        import ray
-
-        samples, table = outputs.samples_and_routes(
-            answers, group_ids, version, self.tokenizer, self.spec.shape
-        )
-        pieces = outputs.route_pieces(self.spec.shape, self.config.trainer)
-        return samples, send(table, pieces, ray.put)
+        params = outputs.group_params(self.sampling, n, seed)
+        answer = await self._request(token_ids, params, self._lora_request(version), version)
+        shape = self.spec.shape
+        samples, table = outputs.samples_and_routes([answer], version, self.tokenizer, shape)
+        self.finished_samples += n
+        return samples, send(table, outputs.route_pieces(shape, self.config.trainer), put)
 
     async def score(
         self, sequences: list[list[int]], version: int | None
@@ -209,10 +200,6 @@ class RolloutEngine:
             "finished_samples": self.finished_samples,
         }
 
-    async def completed(self) -> int:
-        """Samples that the current `generate` has finished."""
-        return self.finished_samples
-
     async def shutdown(self) -> None:
         """Ends vLLM's processes."""
         self.llm.shutdown()
@@ -232,7 +219,7 @@ class RolloutEngine:
         name = f"{self.config.name}/v{version:06d}"
         return LoRARequest(name, lora_id(version), lora_path="in memory")
 
-    async def _request(self, token_ids: list[int], params, lora_request, version: int | None):
+    async def _request(self, token_ids: Sequence[int], params, lora_request, version: int | None):
         """The final output of one vLLM request."""
         key = -1 if version is None else version
         self.running[key] = self.running.get(key, 0) + 1
@@ -251,11 +238,6 @@ class RolloutEngine:
         finally:
             self.running[key] -= 1
         return final
-
-    async def _sample(self, token_ids: list[int], params, lora_request, version: int):
-        answer = await self._request(token_ids, params, lora_request, version)
-        self.finished_samples += params.n
-        return answer
 
     async def _workers(self, method: str, *args: Any) -> list[dict[str, Any]]:
         """Calls a method of refit/receiver.py on all workers. Raises RefitError if one says no,

@@ -14,8 +14,8 @@ import time
 from dataclasses import asdict
 
 from lora_moe_rl.errors import RefitError
+from lora_moe_rl.ports import Receipt
 from lora_moe_rl.refit.parts import SentPart, check_sent, version_checksum
-from lora_moe_rl.refit.receipt import Receipt
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.telemetry.clock import Clock
 

@@ -11,7 +11,7 @@ import numpy as np
 from lora_moe_rl.adapters.sharding import pipeline_chunks
 from lora_moe_rl.adapters.spec import ModelShape
 from lora_moe_rl.config import RunConfig, TrainerConfig
-from lora_moe_rl.data.samples import Sample
+from lora_moe_rl.data.samples import Sample, Segment
 from lora_moe_rl.router_replay.table import RouteTable
 
 
@@ -30,11 +30,10 @@ def sampling_params(config: RunConfig, stop_ids: set[int]) -> Any:
     )
 
 
-def group_params(params: Any, n: int, seed: int, group: int) -> Any:
+def group_params(params: Any, n: int, seed: int) -> Any:
     """SamplingParams of one group. vLLM seeds sample i with this seed + i."""
     params = params.clone()
-    params.n = n
-    params.seed = int(np.random.SeedSequence([seed, group]).generate_state(1)[0])
+    params.n, params.seed = n, seed
     return params
 
 
@@ -54,20 +53,16 @@ def scoring_params() -> Any:
 
 
 def samples_and_routes(
-    answers: Sequence[Any], group_ids: Sequence[int], version: int, tokenizer, shape: ModelShape
+    answers: Sequence[Any], version: int, tokenizer, shape: ModelShape
 ) -> tuple[list[Sample], RouteTable]:
     """Samples in the order of the answers, and one table of their routes."""
-    pairs = [
-        (group, answer, output)
-        for group, answer in zip(group_ids, answers, strict=True)
-        for output in answer.outputs
-    ]
-    texts = tokenizer.batch_decode([out.token_ids for *_, out in pairs], skip_special_tokens=True)
+    pairs = [(answer, output) for answer in answers for output in answer.outputs]
+    texts = tokenizer.batch_decode([out.token_ids for _, out in pairs], skip_special_tokens=True)
     samples = [
-        _sample(group, answer, output, version, text)
-        for (group, answer, output), text in zip(pairs, texts, strict=True)
+        _sample(answer.prompt_token_ids, output, version, text)
+        for (answer, output), text in zip(pairs, texts, strict=True)
     ]
-    rows = [_moe_rows(output.routed_experts, shape) for *_, output in pairs]
+    rows = [_moe_rows(output.routed_experts, shape) for _, output in pairs]
     num_rows = [len(sample.prompt_ids) + len(sample.response_ids) - 1 for sample in samples]
     return samples, _table(rows, num_rows, shape)
 
@@ -86,18 +81,11 @@ def scores_and_routes(
     return scores, _table(rows, [len(score) for score in scores], shape)
 
 
-def _sample(group: int, answer, output, version: int, text: str) -> Sample:
+def _sample(prompt_ids: Sequence[int], output, version: int, text: str) -> Sample:
     flat = output.logprobs
-    response = np.array(output.token_ids, dtype=np.int32)
-    return Sample(
-        group=group,
-        prompt_ids=np.array(answer.prompt_token_ids, dtype=np.int32),
-        response_ids=response,
-        logprobs=np.array([flat.logprobs[i] for i in flat.start_indices], dtype=np.float32),
-        versions=np.full(len(response), version, dtype=np.int32),
-        finish_reason=output.finish_reason,
-        text=text,
-    )
+    logprobs = np.array([flat.logprobs[i] for i in flat.start_indices], dtype=np.float32)
+    response = Segment.sampled(output.token_ids, logprobs, version)
+    return Sample((Segment.given("user", prompt_ids), response), output.finish_reason, text)
 
 
 def route_pieces(shape: ModelShape, trainer: TrainerConfig) -> list[tuple[int, ...]]:

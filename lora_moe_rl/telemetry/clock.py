@@ -12,9 +12,10 @@ class Clock:
         self.seconds: dict[str, float] = {}
         self._started = self._last = time.perf_counter()
 
-    def lap(self, stage: str) -> None:
-        """Ends a stage that began at the last lap."""
-        now = time.perf_counter()
+    def lap(self, stage: str, at: float | None = None) -> None:
+        """Ends a stage that began at the last lap, now or at an earlier `time.perf_counter()`; what
+        was over before this clock began took no time."""
+        now = time.perf_counter() if at is None else max(at, self._last)
         self.seconds[stage] = now - self._last
         self.seconds["total"] = now - self._started
         self._last = now

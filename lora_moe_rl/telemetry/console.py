@@ -20,20 +20,22 @@ from lora_moe_rl.cluster.log import FORMAT
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.files.checkpoint import Found
 from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.telemetry import names
 
 HEADER_EVERY = 20
+Bar = Callable[[int], None]
 
 # Metric -> heading, width, format.
 _COLUMNS = {
     "step": ("step", 5, "d"),
-    "reward/mean": ("reward", 8, ".3f"),
-    "loss/policy": ("loss", 10, "+.2e"),
-    "mismatch/kl": ("mismatch", 10, ".1e"),
-    "time/rollout": ("rollout s", 11, ".2f"),
-    "time/train": ("train s", 9, ".2f"),
-    "refit/seconds": ("refit s", 9, ".3f"),
-    "time/step": ("step s", 8, ".2f"),
-    "rollout/tokens_per_second": ("tokens/s", 10, ",.0f"),
+    names.REWARD: ("reward", 8, ".3f"),
+    names.LOSS: ("loss", 10, "+.2e"),
+    names.MISMATCH_KL: ("mismatch", 10, ".1e"),
+    names.time("rollout"): ("rollout s", 11, ".2f"),
+    names.time("train"): ("train s", 9, ".2f"),
+    names.time("refit"): ("refit s", 9, ".3f"),
+    names.STEP_SECONDS: ("step s", 8, ".2f"),
+    names.TOKENS_PER_SECOND: ("tokens/s", 10, ",.0f"),
 }
 
 _console = Console(highlight=False, soft_wrap=True)
@@ -66,8 +68,8 @@ def _number(value: float | None, form: str) -> str:
 
 
 @contextmanager
-def progress(total: int, config: RunConfig) -> Iterator[Callable[[int], None]]:
-    """A bar for the rollout; yields what takes the number of samples that are done."""
+def progress(total: int, config: RunConfig) -> Iterator[Bar]:
+    """A bar for the rollout; yields what takes the number of samples that came in."""
     bar = Progress(
         TextColumn("rollout"),
         BarColumn(),
@@ -79,7 +81,7 @@ def progress(total: int, config: RunConfig) -> Iterator[Callable[[int], None]]:
     )
     with bar:
         task = bar.add_task("rollout", total=total)
-        yield lambda done: bar.update(task, completed=done)
+        yield lambda count: bar.advance(task, count)
 
 
 @contextmanager

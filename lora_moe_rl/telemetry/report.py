@@ -11,24 +11,24 @@ from rich.console import Console
 from rich.table import Table
 
 from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.telemetry import names
 from lora_moe_rl.telemetry.metrics import read_metrics
 
 STEPS_COMPARED = 5
-STAGES = ("rollout", "reward", "train", "refit")
 
 # Metric -> (label, format, how the compared steps are summed up).
 _ROWS = {
-    "reward/mean": ("reward", ".3f", "mean"),
-    "reward/failed": ("failed rewards", ".0f", "max"),
-    "rollout/truncated": ("truncated samples", ".1%", "mean"),
-    "mismatch/kl": ("mismatch KL", ".1e", "max"),
-    "mismatch/max_abs_logprob_diff": ("mismatch, largest |Δlogprob|", ".1e", "max"),
-    "replay/coverage": ("replayed routes", ".2%", "min"),
-    "replay/disagreement": ("routes the trainer would change", ".2%", "mean"),
-    "optim/grad_norm": ("gradient norm", ".3g", "mean"),
-    "rollout/tokens_per_second": ("tokens/s", ",.0f", "mean"),
-    **{f"time/{stage}": (f"{stage} s", ".3f", "mean") for stage in STAGES},
-    "time/step": ("step s", ".3f", "mean"),
+    names.REWARD: ("reward", ".3f", "mean"),
+    names.REWARDS_FAILED: ("failed rewards", ".0f", "max"),
+    names.TRUNCATED: ("truncated samples", ".1%", "mean"),
+    names.MISMATCH_KL: ("mismatch KL", ".1e", "max"),
+    names.MISMATCH_LARGEST: ("mismatch, largest |Δlogprob|", ".1e", "max"),
+    names.COVERAGE: ("replayed routes", ".2%", "min"),
+    names.DISAGREEMENT: ("routes the trainer would change", ".2%", "mean"),
+    names.GRAD_NORM: ("gradient norm", ".3g", "mean"),
+    names.TOKENS_PER_SECOND: ("tokens/s", ",.0f", "mean"),
+    **{names.time(stage): (f"{stage} s", ".3f", "mean") for stage in names.STAGES},
+    names.STEP_SECONDS: ("step s", ".3f", "mean"),
 }
 _SUMMARIES = {"mean": np.mean, "max": np.max, "min": np.min}
 
@@ -105,7 +105,7 @@ BLUE, ORANGE, GREEN, RED = "#2b6cb0", "#dd8a2c", "#4a9a6a", "#b9483d"
 
 
 def _draw_reward(axes: Any, steps: np.ndarray, records: list[dict[str, Any]]) -> None:
-    mean, std = column(records, "reward/mean"), column(records, "reward/std")
+    mean, std = column(records, names.REWARD), column(records, names.REWARD_STD)
     axes.fill_between(
         steps, mean - std, mean + std, color=BLUE, alpha=0.13, linewidth=0, label="± std of samples"
     )
@@ -115,8 +115,8 @@ def _draw_reward(axes: Any, steps: np.ndarray, records: list[dict[str, Any]]) ->
 
 
 def _draw_mismatch(axes: Any, steps: np.ndarray, records: list[dict[str, Any]]) -> None:
-    lines = {"mismatch/max_abs_logprob_diff": ("largest |Δlogprob|", ORANGE)}
-    lines["mismatch/kl"] = ("KL (k3)", RED)
+    lines = {names.MISMATCH_LARGEST: ("largest |Δlogprob|", ORANGE)}
+    lines[names.MISMATCH_KL] = ("KL (k3)", RED)
     axes.set_yscale("log")
     for metric, (label, color) in lines.items():
         values = column(records, metric)
@@ -128,11 +128,13 @@ def _draw_mismatch(axes: Any, steps: np.ndarray, records: list[dict[str, Any]]) 
 
 
 def _draw_seconds(axes: Any, steps: np.ndarray, records: list[dict[str, Any]]) -> None:
-    stages = np.nan_to_num([column(records, f"time/{stage}") for stage in STAGES])
-    other = np.clip(np.nan_to_num(column(records, "time/step")) - stages.sum(axis=0), 0, None)
+    stages = np.nan_to_num([column(records, names.time(stage)) for stage in names.STAGES])
+    other = np.clip(
+        np.nan_to_num(column(records, names.STEP_SECONDS)) - stages.sum(axis=0), 0, None
+    )
     colors = (BLUE, GREEN, ORANGE, RED, "#bbbbbb")
     bottom = np.zeros(len(steps))
-    labels = (*STAGES, "other")
+    labels = (*names.STAGES, "other")
     for label, values, color in zip(labels, [*stages, other], colors, strict=True):
         axes.bar(steps, values, bottom=bottom, width=0.85, color=color, label=label, linewidth=0)
         bottom += values

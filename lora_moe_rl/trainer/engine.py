@@ -20,6 +20,7 @@ from megatron.core import parallel_state as ps
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.attach import Adapters
 from lora_moe_rl.adapters.olora import OLoRAStart
 from lora_moe_rl.adapters.spec import AdapterSpec
@@ -64,6 +65,7 @@ class TrainingEngine:
 
     def __init__(self, config: RunConfig, spec: AdapterSpec, model_dir: Path, device: Device):
         self.config, self.spec, self.device = config, spec, device
+        self.algorithm = algorithms.make(config.algorithm)
         self.chunks = build_model(model_dir, config.trainer, spec.shape.num_layers, device)
         inner = [getattr(chunk, "module", chunk) for chunk in self.chunks]  # Float16Module
         start = OLoRAStart(model_dir, spec.shape) if config.adapter.init == "olora" else None

@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
-from lora_moe_rl.algorithms import kl
+from lora_moe_rl.algorithms.base import Reduce
+from lora_moe_rl.algorithms.parts import kl
 from lora_moe_rl.data.batch import MicroBatch
 from lora_moe_rl.router_replay.replay import Replay
 from lora_moe_rl.trainer.device import Device
 from lora_moe_rl.trainer.optimizer import StepResult
 
 WITH, WITHOUT = "mismatch", "mismatch/without_replay"
-_MEANS = tuple(name for name in kl.MISMATCH if not name.startswith("max"))
-_SUMS = sorted(
-    {"policy_loss", "kl", "ratio", "clipped_low", "clipped_high", "tokens", "entropy", "masked"}
-    | {f"{prefix}/{name}" for prefix in (WITH, WITHOUT) for name in (*_MEANS, "tokens")}
-)
+_MISMATCH_MEANS = tuple(name for name in kl.MISMATCH if not name.startswith("max"))
+_ALWAYS = ("tokens", "entropy", "masked")
 
 
 class Meter:
     """`reports`: whether this rank's sums count. Under tensor parallelism every rank of a group
-    computes the same logprobs, and only the last stage has any."""
+    computes the same logprobs, and only the last stage has any. `declared`: the metrics of the
+    algorithm, and how each is put together."""
 
-    def __init__(self, device: Device, is_last_stage: bool):
-        self.device = device
+    def __init__(self, device: Device, is_last_stage: bool, declared: Mapping[str, Reduce]):
+        self.device, self.declared = device, declared
         self.sums: dict[str, float] = defaultdict(float)
+        self.extremes: dict[str, float] = {}  # of the metrics that are a max or a min
         self.max_diff = {WITH: 0.0, WITHOUT: 0.0}
         self.seen_tokens = 0.0
         self.reports = is_last_stage and ps.get_tensor_model_parallel_rank() == 0
@@ -37,14 +39,26 @@ class Meter:
     def add(self, name: str, value) -> None:
         self.sums[name] += float(value)
 
-    def add_sums(self, sums: dict[str, torch.Tensor]) -> None:
-        for name, value in sums.items():
-            self.add(name, value)
+    def add_metrics(self, metrics: Mapping[str, torch.Tensor]) -> None:
+        """Of one micro-batch. Raises ValueError for other metrics than those declared: a rank
+        without them would wait for ever for the others."""
+        if set(metrics) != set(self.declared):
+            raise ValueError(
+                f"the loss returned the metrics {sorted(metrics)}; its algorithm declares "
+                f"{sorted(self.declared)}"
+            )
+        for name, value in metrics.items():
+            how = self.declared[name]
+            if how in ("max", "min"):
+                pick, known = (max if how == "max" else min), self.extremes.get(name)
+                self.extremes[name] = float(value) if known is None else pick(known, float(value))
+            else:
+                self.add(f"loss/{name}", value)
 
     def mismatch(self, prefix: str, data: MicroBatch, trainer: torch.Tensor) -> None:
-        """Rollout against trainer, over the response tokens of this micro-batch."""
-        stats = kl.mismatch(data.rollout_logprobs, trainer.cpu().numpy(), data.response)
-        for name in _MEANS:
+        """Rollout against trainer, over the sampled tokens of this micro-batch."""
+        stats = kl.mismatch(data.rollout_logprobs, trainer.cpu().numpy(), data.sampled)
+        for name in _MISMATCH_MEANS:
             self.add(f"{prefix}/{name}", stats[name] * stats["tokens"])
         self.add(f"{prefix}/tokens", stats["tokens"])
         self.max_diff[prefix] = max(self.max_diff[prefix], stats["max_abs_logprob_diff"])
@@ -55,37 +69,61 @@ class Meter:
         self.seen_tokens = self.sums["tokens"]
         return float(self.all_reduce([here])[0])
 
-    def reduce(self) -> dict[str, float]:
-        """The sums over all ranks. Raises ValueError for one that has no place in a metric."""
-        if unknown := set(self.sums) - set(_SUMS):
-            raise ValueError(f"sums without a metric: {sorted(unknown)}")
-        total = self.all_reduce([self.sums[n] if self.reports else 0.0 for n in _SUMS])
-        return dict(zip(_SUMS, total, strict=True))
+    def loss(self) -> float:
+        """The mean loss of the tokens so far."""
+        sums = self._reduce(["loss", "tokens"])
+        return sums["loss"] / sums["tokens"]
 
     def metrics(self, results: list[StepResult], compared: bool) -> dict[str, float]:
         """`compared`: whether there was a forward without replay."""
-        s = self.reduce()
+        prefixes = (WITH, WITHOUT) if compared else (WITH,)
+        names = [f"loss/{n}" for n, how in self.declared.items() if how in ("token_mean", "sum")]
+        names += [f"{p}/{name}" for p in prefixes for name in (*_MISMATCH_MEANS, "tokens")]
+        s = self._reduce([*_ALWAYS, *names])
         tokens, responses = max(s["tokens"], 1.0), max(s[f"{WITH}/tokens"], 1.0)
         metrics = {
-            "loss/policy": s["policy_loss"] / tokens,
-            "loss/kl": s["kl"] / tokens,
-            "loss/ratio": s["ratio"] / tokens,
-            "loss/clipped_low": s["clipped_low"] / tokens,
-            "loss/clipped_high": s["clipped_high"] / tokens,
+            f"loss/{name}": s[f"loss/{name}"] / (tokens if how == "token_mean" else 1.0)
+            for name, how in self.declared.items()
+            if how in ("token_mean", "sum")
+        }
+        metrics |= self._extremes() | {
             "loss/tokens": s["tokens"],
             "policy/entropy": s["entropy"] / responses,
             "replay/masked_tokens": s["masked"],
             "optim/grad_norm": float(np.mean([r.grad_norm for r in results])),
             "optim/lr": results[-1].lr,
         }
-        prefixes = (WITH, WITHOUT) if compared else (WITH,)
         here = [self.max_diff[p] if self.reports else 0.0 for p in prefixes]
         top = self.all_reduce(here, dist.ReduceOp.MAX)
         for prefix, largest in zip(prefixes, top, strict=True):
             count = max(s[f"{prefix}/tokens"], 1.0)
-            metrics |= {f"{prefix}/{name}": s[f"{prefix}/{name}"] / count for name in _MEANS}
+            metrics |= {
+                f"{prefix}/{name}": s[f"{prefix}/{name}"] / count for name in _MISMATCH_MEANS
+            }
             metrics[f"{prefix}/max_abs_logprob_diff"] = largest
         return metrics
+
+    def _extremes(self) -> dict[str, float]:
+        """The largest and smallest over all ranks; NaN when no rank has any."""
+        found = {}
+        for how, op, none in (
+            ("max", dist.ReduceOp.MAX, -math.inf),
+            ("min", dist.ReduceOp.MIN, math.inf),
+        ):
+            names = [name for name, declared in self.declared.items() if declared == how]
+            here = [self.extremes.get(n, none) if self.reports else none for n in names]
+            if names:
+                top = self.all_reduce(here, op)
+                found |= {
+                    f"loss/{name}": math.nan if value == none else value
+                    for name, value in zip(names, top, strict=True)
+                }
+        return found
+
+    def _reduce(self, names: list[str]) -> dict[str, float]:
+        """Sums over all ranks."""
+        total = self.all_reduce([self.sums[n] if self.reports else 0.0 for n in names])
+        return dict(zip(names, total, strict=True))
 
     def disagreement(self, replay: Replay, moe_layers: tuple[int, ...]) -> dict[str, float]:
         """Share of replayed routes that the trainer would have chosen differently: of each layer,

@@ -1,11 +1,11 @@
-"""One step's update: old and reference logprobs where they are needed, then the optimizer steps.
+"""One step's update: the forwards that the loss wants first, then the optimizer steps.
 
-on-policy (one optimizer step a rollout)   the ratio is 1: old logprobs are the current ones,
-                                           detached, and no extra forward is made
-off-policy (epochs or mini_batches > 1)    one forward of all samples first
-replay.mode=r2                             that forward also records the routes
-algorithm.kl_coef > 0                      one forward with the adapters off
-replay.compare_every=N                     every N steps one forward without replay
+Which forwards those are is said by `algorithms.passes`; nothing here knows an algorithm:
+
+old         of the adapter before the update; with replay.mode=r2 it also records the routes. When
+            each rollout makes one update the current logprobs, detached, are the old ones
+reference   of the base: adapters off
+free        every replay.compare_every steps, without replay: what the mismatch would be
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
 from lora_moe_rl.adapters.shards import Shard
-from lora_moe_rl.algorithms import grpo
+from lora_moe_rl.algorithms import passes
+from lora_moe_rl.algorithms.base import Tokens
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.samples import UpdateResult
 from lora_moe_rl.errors import ReplayError
@@ -69,21 +70,19 @@ def gradients(
     engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]
 ) -> tuple[float, float, list[Shard]]:
     """(loss, gradient norm, this rank's shards of the gradient) of one step on all samples, before
-    clipping; the adapter stays as it is. The loss is that of `update`, its KL term included."""
+    clipping; the adapter stays as it is. The loss is that of `update`."""
     meter = _meter(engine)
     routes = engine.routes(batch, parts)
     with engine.watched_replay(batch, routes):
         works = engine.my_work(batch, range(len(batch.token_ids)), routes, *_dp())
         _before_update(engine, works)
         _backward(engine, works, meter)
-    sums = meter.reduce()
     shards = engine.adapters.export(of=lambda parameter: parameter.grad)
-    loss = sums["policy_loss"] + engine.config.algorithm.kl_coef * sums["kl"]
-    return loss / sums["tokens"], engine.adapters.gradients.norm(), shards
+    return meter.loss(), engine.adapters.gradients.norm(), shards
 
 
 def _meter(engine: TrainingEngine) -> Meter:
-    return Meter(engine.device, engine.is_last_stage)
+    return Meter(engine.device, engine.is_last_stage, engine.algorithm.metrics)
 
 
 def _dp() -> tuple[int, int]:
@@ -100,12 +99,12 @@ def _compare(engine: TrainingEngine, works: list[Work], meter: Meter) -> None:
 
 def _before_update(engine: TrainingEngine, works: list[Work]) -> None:
     config = engine.config
-    temperature = config.rollout.temperature
-    if not config.algorithm.on_policy or config.replay.mode == "r2":
+    temperature, wanted = config.rollout.temperature, passes(config)
+    if "old" in wanted:
         engine.forward(works, "old", temperature, record=config.replay.mode == "r2")
-    if config.algorithm.kl_coef:
+    if "reference" in wanted:
         with engine.adapters.off():
-            engine.forward(works, "ref", temperature)
+            engine.forward(works, "reference", temperature)
 
 
 def _optimizer_step(engine: TrainingEngine, works: list[Work], meter: Meter) -> StepResult:
@@ -121,34 +120,45 @@ def _optimizer_step(engine: TrainingEngine, works: list[Work], meter: Meter) -> 
 def _backward(engine: TrainingEngine, works: list[Work], meter: Meter) -> None:
     """Gradients of the loss of `works`, summed over ranks."""
     config = engine.config
-    device = engine.device.torch_device
     temperature = config.rollout.temperature
 
     def loss(work: Work, logprobs: torch.Tensor, logits: torch.Tensor):
         data = work.data
-        kept = _loss_mask(work, config.replay.missing)
-        meter.add("masked", (data.mask & ~kept).sum())
-        mask = torch.from_numpy(kept).to(device)
-        old = work.known.get("old")
-        old = logprobs.detach() if old is None else old
-        advantages = torch.from_numpy(data.advantages).to(device)
-        total, sums = grpo.loss(
-            logprobs, old, advantages, mask, work.known.get("ref"), config.algorithm
-        )
-        meter.add_sums(sums)
-        meter.mismatch(WITH, data, old)
+        tokens = _tokens(work, logprobs, config.replay.missing)
+        meter.add("masked", data.mask.sum() - tokens.mask.sum())
+        found = engine.algorithm.loss(tokens)
+        meter.add("tokens", tokens.mask.sum())
+        meter.add("loss", found.total.detach())
+        meter.add_metrics(found.metrics)
+        meter.mismatch(WITH, data, tokens.old)
         entropy = token_entropy(logits.detach(), temperature, engine.spec.shape.vocab_size)
-        meter.add("entropy", entropy.cpu().numpy()[data.response].sum())
-        return total, mask.sum().to(torch.int), {}
+        meter.add("entropy", entropy.cpu().numpy()[data.sampled].sum())
+        return found.total, tokens.mask.sum().to(torch.int), {}
 
     engine.forward_backward(works, loss, temperature)
 
 
-def _loss_mask(work: Work, missing: str) -> np.ndarray:
-    """The loss mask, without tokens whose routes are missing when those are to be masked."""
-    if work.complete is None or missing != "mask":
-        return work.data.mask
-    return work.data.mask & work.complete
+def _tokens(work: Work, logprobs: torch.Tensor, missing: str) -> Tokens:
+    """What the loss sees of a micro-batch. Tokens whose routes are missing are left out when those
+    are to be masked."""
+    data, device = work.data, logprobs.device
+    weights = data.weights
+    if work.complete is not None and missing == "mask":
+        weights = np.where(work.complete, weights, np.float32(0))
+
+    def on_device(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return Tokens(
+        logprobs=logprobs,
+        old=work.known.get("old", logprobs.detach()),
+        rollout=on_device(data.rollout_logprobs),
+        reference=work.known.get("reference"),
+        advantages=on_device(data.advantages),
+        weights=on_device(weights),
+        samples=on_device(data.sample_of),
+        versions=on_device(data.versions),
+    )
 
 
 def _replay_metrics(

@@ -4,7 +4,9 @@ rank in a process of its own."""
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,8 +18,10 @@ from lora_moe_rl.refit.parts import PartLayout, SentPart
 from lora_moe_rl.refit.transports import shm
 from lora_moe_rl.refit.transports.choose import Wire, make_outgoing
 from lora_moe_rl.router_replay.table import RouteTable
-from lora_moe_rl.router_replay.travel import SentRoutes
 from lora_moe_rl.trainer.device import Device
+
+if TYPE_CHECKING:
+    from lora_moe_rl.router_replay.routes import Sent
 
 
 class TrainerWorker:
@@ -65,14 +69,14 @@ class TrainerWorker:
             "optimizer": _nbytes(t for state in states for t in state.values()),
         }
 
-    def update(self, batch: TrainBatch, *parts: SentRoutes | RouteTable):
-        """One step's optimizer steps: see `trainer/update.py`. `parts`: routes of each engine in
+    def update(self, batch: TrainBatch, parts: Sequence[Sent]):
+        """One step's optimizer steps: see `trainer/update.py`. `parts`: routes of the groups in
         turn."""
         from lora_moe_rl.trainer.update import update
 
         return update(self.engine, batch, parts)
 
-    def gradients(self, batch: TrainBatch, *parts: SentRoutes | RouteTable):
+    def gradients(self, batch: TrainBatch, parts: Sequence[Sent]):
         """(loss, gradient norm, shards of the gradient) of one step: see `trainer/update.py`."""
         from lora_moe_rl.trainer.update import gradients
 

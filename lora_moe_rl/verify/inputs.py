@@ -58,14 +58,10 @@ def random_batch(
         for n in rng.integers(*lengths, samples)
     ]
     prompts = np.array([int(rng.integers(1, len(i) - 1)) for i in ids])
-    batch = TrainBatch(
-        token_ids=ids,
-        prompt_lengths=prompts,
-        logprobs=[rng.normal(-5, 1, len(i) - p).astype(np.float32) for i, p in zip(ids, prompts)],
-        advantages=rng.normal(0, 1, samples).astype(np.float32),
-        weights=np.ones(samples, np.float32),
-        mini_batch=np.zeros(samples, np.int64),
-    )
+    batch = TrainBatch.from_sequences(ids, prompts, step=1)
+    batch.logprobs = [rng.normal(-5, 1, len(w)).astype(np.float32) for w in batch.weights]
+    advantages = rng.normal(0, 1, samples).astype(np.float32)
+    batch.advantages = [np.full(len(w), a) for a, w in zip(advantages, batch.weights)]
     fed = [len(i) - 1 for i in ids]
     keys = rng.random((sum(fed), len(shape.moe_layers), shape.num_experts))
     routes = np.argsort(keys, axis=-1)[..., : shape.top_k]

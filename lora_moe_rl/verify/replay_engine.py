@@ -66,8 +66,7 @@ def samples_and_routes(
     answers: Sequence[Any], shape: ModelShape
 ) -> tuple[list[Sample], RouteTable]:
     """As a rollout engine makes them of vLLM's answers, without texts."""
-    groups = range(len(answers))
-    return outputs.samples_and_routes(answers, groups, VERSION, _NoText(), shape)
+    return outputs.samples_and_routes(answers, VERSION, _NoText(), shape)
 
 
 class _NoText:

@@ -69,6 +69,38 @@ def choose(config: RefitConfig, trainer: Iterable[str], engines: Iterable[str]) 
     return Wire(kind, config.directory or "", config.timeout_s)
 
 
+class _NoChannel:
+    """Of a transport that needs nothing of the controller."""
+
+    async def published(self, parts) -> None:
+        pass
+
+    def keep(self, versions: Iterable[int]) -> None:
+        pass
+
+
+class _DirectoryChannel:
+    """The version is whole in the directory when engines take it, and those that no slot needs any
+    more are removed after it."""
+
+    def __init__(self, directory: str):
+        self.directory = directory
+
+    async def published(self, parts) -> None:
+        from lora_moe_rl.refit.transports import directory
+
+        directory.publish(self.directory, await parts())
+
+    def keep(self, versions: Iterable[int]) -> None:
+        from lora_moe_rl.refit.transports import directory
+
+        directory.keep_only(self.directory, versions)
+
+
+def make_channel(wire: Wire):
+    return _DirectoryChannel(wire.directory) if wire.kind == "directory" else _NoChannel()
+
+
 def make_outgoing(wire: Wire, layout: PartLayout, host: str) -> Outgoing:
     """`host`: the address under which others reach this rank."""
     if wire.kind == "shm":

@@ -8,18 +8,23 @@ unbiased and never negative. In code: expm1(log r) - log r, which keeps its digi
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lora_moe_rl.algorithms.base import Tokens
 
 MISMATCH = ("kl", "mean_abs_logprob_diff", "max_abs_logprob_diff", "off_by_2x")
 
 
-def k3(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     """KL(policy || reference) per token, the shape of the inputs; differentiable in `logprobs`,
     the policy's own."""
     log_ratio = reference - logprobs
-    return torch.expm1(log_ratio) - log_ratio
+    return log_ratio.expm1() - log_ratio
 
 
 def mismatch(rollout: np.ndarray, trainer: np.ndarray, mask: np.ndarray) -> dict[str, float]:
@@ -42,3 +47,19 @@ def mismatch(rollout: np.ndarray, trainer: np.ndarray, mask: np.ndarray) -> dict
         "off_by_2x": float(np.mean(~(off <= math.log(2)))),
         "tokens": float(log_ratio.size),
     }
+
+
+def reference_kl(tokens: Tokens, kl_coef: float) -> Tensor:
+    """The summed k3 of KL(policy || base) over the tokens in the loss, each with its weight.
+
+    Raises ValueError when the reference logprobs are missing though `kl_coef` wants them, or were
+    computed for nothing.
+    """
+    if (tokens.reference is None) != (kl_coef == 0):
+        given = "are missing" if tokens.reference is None else "were computed for nothing"
+        raise ValueError(f"algorithm.kl_coef={kl_coef}, but reference logprobs {given}")
+    if tokens.reference is None:
+        return tokens.logprobs.detach().new_zeros(())
+    mask = tokens.mask
+    kl = k3(tokens.logprobs, tokens.reference.where(mask, tokens.logprobs.detach()))
+    return (kl.where(mask, 0.0) * tokens.weights).sum()

@@ -1,0 +1,1 @@
+"""How a prompt becomes samples with rewards: one file an environment."""

@@ -1,0 +1,155 @@
+"""The ports: all that the run knows of what it drives.
+
+The loop, the publisher and the algorithms call these and nothing else; no Megatron, vLLM, Ray or
+loss stands above them. Who implements what:
+
+    Trainer       cluster/trainer.py, over trainer/ (Megatron-core)
+    Engines       cluster/engines.py, over rollout/ (vLLM)
+    Policy        cluster/engines.py: the engines as one ticket sees them
+    Rewards       rewards/runner.py
+    Environment   environments/, a file each
+    Algorithm     algorithms/, a file each (the base class is algorithms/base.py)
+    Publisher     run/publisher.py
+    Channel       refit/transports/, a file each
+    BaseWeights   where the frozen base's tensors come from: refit/merged_base.py
+
+Calls that take long are coroutines. Routes, parts of adapters and other bulk data pass by
+reference: `Ref` is whatever the implementation hands out and takes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from lora_moe_rl.data.batch import TrainBatch
+    from lora_moe_rl.data.samples import Prompt, Sample, UpdateResult
+
+Ref = Any
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What an engine answers when it has taken an adapter version: it is served. `bytes` and
+    `tensors` came in, `checksum` is that of the version. `seconds` by stage of the engine's work,
+    and `total`."""
+
+    version: int
+    bytes: int
+    tensors: int
+    checksum: str
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Policy(Protocol):
+    """The policy as one ticket sees it: at one adapter version, seeded by the ticket's number."""
+
+    async def sample(self, token_ids: Sequence[int], n: int) -> tuple[list[Sample], Ref]:
+        """`n` samples that go on from `token_ids`, and a reference to their routes.
+
+        Raises EngineDied when the engine that was asked has died; it is started anew meanwhile.
+        """
+        ...
+
+
+class Engines(Protocol):
+    """All rollout engines as one."""
+
+    restarts: int
+
+    def policy(self, version: int, seed: int) -> Policy: ...
+
+    async def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        version: int | None,
+        engines: Sequence[int] | None = None,
+    ) -> tuple[list[list[np.ndarray]], list[Ref]]:
+        """Logprobs of every token after the first at temperature 1, from each of `engines` (None:
+        all), and a reference to the routes of each. `version` None is the bare base."""
+        ...
+
+    async def publish(self, version: int, parts: Sequence[Ref]) -> list[Receipt]:
+        """Every engine takes the version, or an error is raised."""
+        ...
+
+    async def roll_back(self, version: int, parts: Sequence[Ref]) -> list[str]:
+        """Takes a version back, so that the one before it serves again. Returns the tensors that an
+        engine does not hold as they were sent."""
+        ...
+
+
+class Trainer(Protocol):
+    """All trainer ranks as one."""
+
+    async def update(
+        self, batch: TrainBatch, routes: Sequence[Ref]
+    ) -> tuple[UpdateResult, list[Ref]]:
+        """One step on a batch, with the routes of its groups in turn. Returns what it did, and the
+        parts of the new version."""
+        ...
+
+    async def score(
+        self, sequences: Sequence[Sequence[int]], routes: Ref, adapters: bool = True
+    ) -> list[np.ndarray]:
+        """Logprobs of every token after the first at temperature 1, with an engine's routes;
+        `adapters=False`: of the bare base."""
+        ...
+
+    async def send(self) -> list[Ref]:
+        """The parts of the current version."""
+        ...
+
+    async def sent(self, parts: Sequence[Ref]) -> list[Any]:
+        """What the parts are (refit.parts.SentPart), once all are there."""
+        ...
+
+    def save(self, directory: Path) -> dict[str, Any]: ...
+
+    def load(self, directory: Path, meta: dict[str, Any]) -> None: ...
+
+    def adapter(self) -> dict[str, np.ndarray]:
+        """The whole current adapter, canonical, on this host."""
+        ...
+
+
+class Rewards(Protocol):
+    async def score(
+        self, prompt: Prompt, samples: Sequence[Sample]
+    ) -> tuple[np.ndarray, list[str]]:
+        """Rewards of a group, float32 [n], NaN for none, and one line for each that failed."""
+        ...
+
+
+class Channel(Protocol):
+    """The controller's end of a transport."""
+
+    async def published(self, parts: Callable[[], Awaitable[list[Any]]]) -> None:
+        """A version is about to be served; `parts()` are its parts, once all are offered. Most
+        transports need do nothing, and then nothing waits for them here."""
+        ...
+
+    def keep(self, versions: Iterable[int]) -> None:
+        """Nothing needs the other versions any more."""
+        ...
+
+
+class BaseWeights(Protocol):
+    """Where tensors of the frozen base come from. They are given, and never written."""
+
+    def weight(self, layer: int, module: str, expert: int | None = None) -> Any:
+        """A linear's weight `[out, in]`, by global layer, canonical module and global expert."""
+        ...
+
+    def bias(self, layer: int, module: str) -> Any:
+        """A linear's bias `[out]`, None when it has none."""
+        ...
+
+    def check_unchanged(self) -> None:
+        """Raises RefitError when a tensor is not what it was at the start."""
+        ...

@@ -1,0 +1,133 @@
+"""The run: three kinds of task, one ticket book, one pure schedule. Who waits for whom:
+
+    feed ──ticket──> roll (xN) ──scored group──> learn ──update──> publish ──┐
+      ^                                                                      │
+      └───────────── a slot, when a group is trained AND served ─────────────┘
+
+    task    takes             waits for                              is let go by
+    feed    a prompt          a slot (schedule.may_admit)            learn: groups are trained
+    roll    a waiting ticket  the environment: policy, rewards       feed, or a ticket given back
+    learn   a step of groups  scored groups (schedule.next_step)     roll
+
+With lag 0 the schedule makes them take turns; the code is the same for all. Nothing here knows a
+loss, an engine, a transport or Ray: those stand behind `ports.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lora_moe_rl.algorithms.base import Algorithm, signal_of
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.data.batch import TrainBatch
+from lora_moe_rl.data.prompts import PromptSource
+from lora_moe_rl.environments.base import Environment
+from lora_moe_rl.errors import EngineDied
+from lora_moe_rl.ports import Engines, Policy, Ref, Trainer
+from lora_moe_rl.run.publisher import Publisher
+from lora_moe_rl.run.records import Records, StepFacts
+from lora_moe_rl.run.schedule import seed_of
+from lora_moe_rl.run.tickets import Ticket, TicketBook
+from lora_moe_rl.telemetry.clock import Clock
+
+
+@dataclass
+class Ports:
+    """All that the loop drives."""
+
+    config: RunConfig
+    source: PromptSource
+    environment: Environment
+    algorithm: Algorithm
+    engines: Engines
+    trainer: Trainer
+    publisher: Publisher
+    records: Records
+
+
+async def run(ports: Ports, book: TicketBook, first_step: int) -> None:
+    """Steps from `first_step` until trainer.steps, or until `records.stop_requested`. When a task
+    fails all end, and its own error is raised."""
+    await ports.publisher.start()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(feed(ports, book))
+            for _ in range(book.schedule.width):
+                tasks.create_task(roll(ports, book))
+            await learn(ports, book, first_step)
+            book.close()
+    except BaseExceptionGroup as group:
+        raise _first(group) from None
+
+
+async def feed(ports: Ports, book: TicketBook) -> None:
+    while await book.slot():
+        drawn_at = ports.source.state_dict()
+        book.admit(ports.source.next(1)[0], drawn_at)
+
+
+async def roll(ports: Ports, book: TicketBook) -> None:
+    config = ports.config
+    while ticket := await book.claim(lambda: ports.publisher.version):
+        seed = seed_of(config.seed, ticket.number, config.algorithm.prompts_per_step)
+        policy = _Timed(ports.engines.policy(ticket.version, seed), ticket)
+        try:
+            group = await ports.environment.rollout(ticket.prompt, policy)
+        except EngineDied:
+            book.give_back(ticket)
+        else:
+            ports.records.rolled(len(group.samples))
+            book.scored(ticket, group)
+
+
+async def learn(ports: Ports, book: TicketBook, first_step: int) -> None:
+    config, records = ports.config, ports.records
+    for step in range(first_step, config.trainer.steps + 1):
+        clock = Clock()
+        with records.progress():
+            tickets = await book.next_step(ports.publisher.version)
+        if tickets is None:
+            return
+        clock.lap("rollout", at=max(ticket.sampled_at for ticket in tickets))
+        clock.lap("reward")
+        groups = [ticket.group for ticket in tickets if ticket.group is not None]
+        records.check_rewards(groups)
+        signals = [signal_of(ports.algorithm, group) for group in groups]
+        batch = TrainBatch.from_groups(groups, signals, config.algorithm.mini_batches, step)
+        result, parts = await ports.trainer.update(batch, [group.routes for group in groups])
+        records.check_update(result)
+        clock.lap("train")
+        version = ports.publisher.version
+        published = await ports.publisher.publish(result.version, parts)
+        clock.lap("refit")
+        book.trained(tickets)
+        records.step(
+            StepFacts(step, groups, signals, result, version, published, ports.engines.restarts),
+            clock,
+        )
+        records.checkpoint(step, book.state_dict(ports.source.state_dict()))
+        if records.stop_requested:
+            return
+
+
+class _Timed:
+    """A ticket's policy, which notes when its last sample came."""
+
+    def __init__(self, policy: Policy, ticket: Ticket):
+        self.policy, self.ticket = policy, ticket
+
+    async def sample(self, token_ids: Sequence[int], n: int) -> tuple[list, Ref]:
+        answer = await self.policy.sample(token_ids, n)
+        self.ticket.sampled_at = time.perf_counter()
+        return answer
+
+
+def _first(group: BaseExceptionGroup) -> BaseException:
+    """The error that the others followed from: tasks that are told to end raise none."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,171 @@
+"""What the run keeps of each step: metrics, samples, checkpoints; and when it has to stop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lora_moe_rl.adapters import peft
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.algorithms.base import Signal
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.data.samples import Group, Sample, UpdateResult
+from lora_moe_rl.errors import NonFiniteError, RewardError
+from lora_moe_rl.files import checkpoint
+from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.models.fingerprint import base_record
+from lora_moe_rl.ports import Trainer
+from lora_moe_rl.telemetry import console, names
+from lora_moe_rl.telemetry.clock import Clock
+from lora_moe_rl.telemetry.metrics import MetricsWriter
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """A step that was trained and served. `version` is the one that it updated, `published` the
+    publisher's metrics, `restarts` the engines' so far."""
+
+    step: int
+    groups: Sequence[Group]
+    signals: Sequence[Signal]
+    result: UpdateResult
+    version: int
+    published: dict[str, float]
+    restarts: int
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for group in self.groups for sample in group.samples]
+
+
+class Records:
+    """`done` is the last step that is on record."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        spec: AdapterSpec,
+        model_dir: Path,
+        run_dir: RunDir,
+        trainer: Trainer,
+        metrics: MetricsWriter,
+        done: int,
+    ):
+        self.config, self.spec, self.run_dir = config, spec, run_dir
+        self.trainer, self.metrics = trainer, metrics
+        self.base = base_record(config.model.path, model_dir)
+        self.stop_requested = False
+        self.done = done
+        self._skipped_in_a_row = 0
+        self._unrewarded_in_a_row = 0
+        self._bar: console.Bar | None = None
+
+    @contextmanager
+    def progress(self) -> Iterator[None]:
+        """A bar of the samples that a step waits for."""
+        algorithm = self.config.algorithm
+        with console.progress(
+            algorithm.prompts_per_step * algorithm.group_size, self.config
+        ) as bar:
+            self._bar = bar
+            yield
+        self._bar = None
+
+    def rolled(self, num_samples: int) -> None:
+        if self._bar is not None:
+            self._bar(num_samples)
+
+    def check_rewards(self, groups: Sequence[Group]) -> None:
+        """Raises RewardError when too many rewards of a step have failed, or when no sample has had
+        one in too many steps in a row."""
+        failures = [failure for group in groups for failure in group.failures]
+        total = sum(len(group.samples) for group in groups)
+        if len(failures) > self.config.reward.max_failed * total:
+            raise RewardError(
+                f"{len(failures)} of {total} rewards failed, more than reward.max_failed="
+                f"{self.config.reward.max_failed:g} allows; the first: {failures[0]}"
+            )
+        none = all(np.isnan(group.rewards).all() for group in groups)
+        self._unrewarded_in_a_row = self._unrewarded_in_a_row + 1 if none else 0
+        limit = self.config.trainer.max_skipped_steps
+        if self._unrewarded_in_a_row >= limit:
+            raise RewardError(
+                f"no sample had a reward in {limit} steps in a row (trainer.max_skipped_steps="
+                f"{limit}): reward.function={self.config.reward.function} returned None for all of "
+                "them, which leaves nothing to train on"
+            )
+
+    def check_update(self, result: UpdateResult) -> None:
+        """Raises NonFiniteError when loss or gradients were not finite too often in a row."""
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.nonfinite else 0
+        limit = self.config.trainer.max_skipped_steps
+        if self._skipped_in_a_row >= limit:
+            raise NonFiniteError(
+                f"loss or gradients were NaN or infinite in {limit} steps in a row "
+                f"(trainer.max_skipped_steps={limit}); the adapter is unchanged since then"
+            )
+
+    def step(self, facts: StepFacts, clock: Clock) -> None:
+        """Writes a step's samples and metrics."""
+        self.run_dir.write_samples(facts.step, facts.groups, facts.signals)
+        record = {"step": facts.step, **facts.result.metrics, **facts.published}
+        record |= rollout_metrics(facts.samples, clock.seconds["rollout"])
+        record |= reward_metrics(facts.groups)
+        record |= {
+            names.VERSION: facts.version,
+            names.SKIPPED: facts.result.skipped,
+            names.RESTARTS: facts.restarts,
+        }
+        stages = {names.time(stage): clock.seconds[stage] for stage in names.STAGES}
+        clock.lap("records")
+        record |= stages | {names.STEP_SECONDS: clock.seconds["total"]}
+        self.metrics.write(record)
+        console.step_line(record)
+        self.done = facts.step
+
+    def checkpoint(self, step: int, book: dict[str, Any]) -> None:
+        """Writes one when it is due, or the run's last: adapter, moments, counters and tickets,
+        complete or not at all. `book` is the ticket book's state."""
+        every = self.config.checkpoint.every
+        last = step == self.config.trainer.steps or self.stop_requested
+        if not last and not (every and step % every == 0):
+            return
+        metadata: dict[str, Any] = {
+            "step": step,
+            **book,
+            "adapter": self.config.adapter.model_dump(mode="json"),
+            "base": self.base,
+        }
+        keep = self.config.checkpoint.keep
+        writer = checkpoint.write_checkpoint(self.run_dir.checkpoints, step, keep, metadata)
+        with writer as directory:
+            metadata["trainer"] = self.trainer.save(directory)
+        peft.write(self.run_dir.adapter, self.spec, self.trainer.adapter(), self.config)
+
+
+def rollout_metrics(samples: Sequence[Sample], seconds: float) -> dict[str, float]:
+    """`seconds`: from the step's begin to its last sample."""
+    tokens = sum(len(sample.response_ids) for sample in samples)
+    return {
+        "rollout/tokens": tokens,
+        names.TOKENS_PER_SECOND: tokens / seconds if seconds else math.nan,
+        names.TRUNCATED: sum(sample.truncated for sample in samples) / len(samples),
+        "rollout/response_length": tokens / len(samples),
+    }
+
+
+def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Over the samples that have a reward; NaN when none has."""
+    rewards = np.concatenate([group.rewards for group in groups])
+    given = rewards[~np.isnan(rewards)]
+    return {
+        names.REWARD: float(given.mean()) if len(given) else math.nan,
+        names.REWARD_STD: float(given.std()) if len(given) else math.nan,
+        names.REWARDS_FAILED: sum(len(group.failures) for group in groups),
+    }

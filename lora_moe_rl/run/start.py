@@ -1,0 +1,218 @@
+"""A run from its config to its end: what can be checked is checked before engines start."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lora_moe_rl import algorithms
+from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.plugins import ENVIRONMENTS
+from lora_moe_rl.data.prompts import PromptSource
+from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.files import checkpoint
+from lora_moe_rl.files.checkpoint import Found
+from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.models.directory import check_model_dir, resolve_model
+from lora_moe_rl.models.fingerprint import check_unchanged
+from lora_moe_rl.models.fit import check_layout
+from lora_moe_rl.rewards.runner import RewardRunner
+from lora_moe_rl.rollout.platform import check_engine
+from lora_moe_rl.run import adapter_start, loop
+from lora_moe_rl.run.publisher import Publisher, plan_layouts
+from lora_moe_rl.run.records import Records
+from lora_moe_rl.run.schedule import Schedule
+from lora_moe_rl.run.tickets import TicketBook
+from lora_moe_rl.telemetry import console, report
+from lora_moe_rl.telemetry.metrics import MetricsWriter
+
+if TYPE_CHECKING:
+    from lora_moe_rl.cluster.engines import RolloutEngines
+    from lora_moe_rl.cluster.trainer import TrainerRanks
+    from lora_moe_rl.refit.transports.choose import Wire
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a run is made of before anything slow has started. `found` is the checkpoint to go on
+    from, `start` the adapter to begin with; None when there is none."""
+
+    config: RunConfig
+    spec: AdapterSpec
+    model_dir: Path
+    source: PromptSource
+    rewards: RewardRunner
+    run_dir: RunDir
+    found: Found | None = None
+    start: adapter_start.Start | None = None
+
+    @property
+    def step(self) -> int:
+        """The step that the run goes on from."""
+        return self.found.metadata["step"] if self.found else 0
+
+
+def run(config: RunConfig, resume: bool = False) -> None:
+    """Trains to `trainer.steps`. Raises a LoraMoeRlError for what a user can get wrong, and
+    KeyboardInterrupt when a signal ended the run after one of its steps."""
+    if config.reward.function is None:
+        raise ConfigError(
+            "reward.function is not set: name a function as module:function or file.py:function, "
+            "or lora_moe_rl.rewards:exact_match to compare with the answer column"
+        )
+    model_dir = resolve_model(config.model.path).absolute()
+    spec = make_spec(config, model_dir)
+    source = make_source(config, model_dir)
+    rewards = RewardRunner(config.reward.function, config.reward.timeout_s)
+    with RunDir(config, resume) as run_dir, rewards:
+        found = None
+        if resume:
+            newest = checkpoint.newest_valid(run_dir.checkpoints)
+            console.say_resume(newest)
+            if newest.path:
+                found = newest
+                check_unchanged(found.metadata["base"], model_dir)
+                adapter_start.other_ranks(found, config, spec)
+        console.log_to(run_dir.log_path("controller"))
+        start = None
+        if config.adapter.init_from is not None and not found:
+            start = adapter_start.init_from(config, spec, model_dir)
+        parts = (config, spec, model_dir, source, rewards, run_dir)
+        _run(Prepared(*parts, found=found, start=start))
+
+
+def make_spec(config: RunConfig, model_dir: Path) -> AdapterSpec:
+    """Raises ModelError or ConfigError for a model or a layout that cannot work."""
+    shape = ModelShape.from_hf_config(check_model_dir(model_dir))
+    check_layout(shape, config)
+    spec = AdapterSpec.build(shape, config.adapter, servable=config.refit.mode == "adapter")
+    check_engine(config, spec)
+    return spec
+
+
+def make_source(config: RunConfig, model_dir: Path) -> PromptSource:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    return PromptSource(config.data, tokenizer, config.seed, config.max_prompt_tokens)
+
+
+def _run(run: Prepared) -> None:
+    run.run_dir.rewind(run.step)  # before the files are opened to go on in them
+    with MetricsWriter(run.run_dir, run.config) as metrics, _actors(run) as actors:
+        trainer, engines, wire = actors
+        parts = (run.config, run.spec, run.model_dir, run.run_dir, trainer, metrics)
+        records = Records(*parts, done=run.step)
+        with _signals(records):
+            _go(run, trainer, engines, wire, records)
+    report.finish(run.run_dir)
+    if records.stop_requested:
+        console.say_stopped(run.run_dir, records.done)
+        raise KeyboardInterrupt
+
+
+def _go(
+    run: Prepared, trainer: TrainerRanks, engines: RolloutEngines, wire: Wire, records: Records
+) -> None:
+    """Steps until done, or until a signal asks to stop after the current one."""
+    from lora_moe_rl.refit.transports.choose import make_channel
+
+    config = run.config
+    version = _restore(run, trainer)
+    publisher = Publisher(
+        config, trainer, engines, make_channel(wire), run.source, trainer.dtype, version
+    )
+    engines.prove = publisher.prove_returned
+    environment = ENVIRONMENTS.find(config.environment.name)
+    ports = loop.Ports(
+        config,
+        run.source,
+        environment(config.environment, run.rewards, config.algorithm.group_size),
+        algorithms.make(config.algorithm),
+        engines,
+        trainer,
+        publisher,
+        records,
+    )
+    schedule = Schedule(config.algorithm.prompts_per_step)
+    done = run.found.metadata.get("done", []) if run.found else []
+    asyncio.run(loop.run(ports, TicketBook(schedule, done), run.step + 1))
+
+
+def _restore(run: Prepared, trainer: TrainerRanks) -> int:
+    """Adapter, moments and data as the run goes on from them. Returns the adapter's version."""
+    if run.found is None:
+        if run.start is not None:
+            trainer.set_adapter(run.start.tensors)
+            console.say_notes(run.start.notes)
+        return 0
+    found, meta = run.found, run.found.metadata
+    assert found.path is not None
+    old = adapter_start.other_ranks(found, run.config, run.spec)
+    if old is None:
+        trainer.load(found.path, meta["trainer"])
+    else:
+        resized = adapter_start.resized(found, old, run.spec, run.config.seed)
+        with resized as (directory, notes):
+            trainer.load(directory, meta["trainer"])
+        console.say_notes(notes)
+    run.source.load_state_dict(meta["data"])
+    return meta["trainer"]["version"]
+
+
+@contextmanager
+def _actors(run: Prepared) -> Iterator[tuple[TrainerRanks, RolloutEngines, Wire]]:
+    """Starts Ray and all actors; ends them, whatever happens."""
+    import ray
+
+    from lora_moe_rl.cluster.actors import start_ray
+    from lora_moe_rl.cluster.engines import RolloutEngines
+    from lora_moe_rl.cluster.placement import Placement
+    from lora_moe_rl.cluster.trainer import TrainerRanks
+    from lora_moe_rl.refit.transports.choose import choose
+
+    config = run.config
+    start_ray(config.trainer.world_size + config.rollout.engines)
+    try:
+        with console.starting():
+            placement = Placement(config, [run.model_dir, run.run_dir.path])
+            where = (run.model_dir, run.run_dir, placement)
+            trainer = TrainerRanks(config, run.spec, *where)
+            engines = RolloutEngines(config, run.spec, *where)
+            engines.start_async()
+            trainer.start_async()
+            started = (trainer.wait_started(), engines.wait_started())
+            places = [[actor.pop("place") for actor in actors] for actors in started]
+            wire = choose(config.refit, *places)
+            console.say_started(*started)
+        layouts = plan_layouts(config, run.spec, started[1][0]["dtype"])
+        trainer.prepare_refit(layouts, wire)
+        engines.prepare_refit(layouts, wire)
+        yield trainer, engines, wire
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _signals(records: Records) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM ends the run after its step, with a checkpoint; the second ends
+    it at once."""
+
+    def ask(signum, frame):
+        if records.stop_requested:
+            raise KeyboardInterrupt
+        records.stop_requested = True
+        console.say_stopping()
+
+    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

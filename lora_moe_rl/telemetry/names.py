@@ -1,0 +1,25 @@
+"""Names of metrics that one place writes and another reads."""
+
+from __future__ import annotations
+
+REWARD, REWARD_STD, REWARDS_FAILED = "reward/mean", "reward/std", "reward/failed"
+LOSS = "loss/policy"
+TRUNCATED = "rollout/truncated"
+TOKENS = "rollout/tokens"
+TOKENS_PER_SECOND = "rollout/tokens_per_second"
+RESTARTS = "rollout/restarts"
+MISMATCH_KL = "mismatch/kl"
+MISMATCH_LARGEST = "mismatch/max_abs_logprob_diff"
+COVERAGE, DISAGREEMENT = "replay/coverage", "replay/disagreement"
+GRAD_NORM, SKIPPED = "optim/grad_norm", "optim/skipped"
+VERSION = "adapter/version"
+REFIT_SECONDS = "refit/seconds"
+
+# A step's stages, which follow each other; what it takes beyond them is other.
+STAGES = ("rollout", "reward", "train", "refit")
+STEP_SECONDS = "time/step"
+
+
+def time(stage: str) -> str:
+    """The metric of a stage's seconds."""
+    return f"time/{stage}"
