@@ -9,7 +9,6 @@ a fork. There is no CUDA here, and one thread makes no OpenMP team: with more, v
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import stat
@@ -35,8 +34,7 @@ class EngineFork(ForkProcess):
     """A process of vLLM's that computes with one thread."""
 
     def run(self) -> None:
-        """Begins as a spawned process does: with stock signals, no socket of its parent's and a name
-        of its own."""
+        """Begins as a spawned process does: stock signals, no socket of its parent's, its name."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         _let_go_of_sockets()
