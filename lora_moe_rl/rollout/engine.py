@@ -70,6 +70,8 @@ class RolloutEngine:
         from transformers import AutoTokenizer
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        if cpu:
+            platform.fork_processes(self.config)
         imported = time.perf_counter()
         self.tokenizer = AutoTokenizer.from_pretrained(self.model_dir)
         self.sampling = outputs.sampling_params(self.config, stop_ids(self.model_dir))

@@ -61,6 +61,13 @@ def prepare_environment(config: RunConfig, cpu: bool) -> None:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
+def fork_processes(config: RunConfig) -> None:
+    """vLLM's CPU processes come of this one by a fork, where they can. Imports what they need."""
+    from lora_moe_rl.rollout import forked
+
+    forked.install(config.rollout.cpu_threads)
+
+
 def engine_args(
     config: RunConfig, spec: AdapterSpec, model_dir: str, index: int, cpu: bool
 ) -> dict[str, Any]:
