@@ -48,8 +48,6 @@ from lora_moe_rl.rollout.facts import NOT_SERVABLE, SLOT_RANKS, slot_rank
 
 Form = Literal["2d", "3d"]
 EXPERTS = ("experts.gate", "experts.up", "experts.down")
-# Stacked experts that PEFT 0.21.2 does not find under the names of their linears.
-_NOT_CONVERTED = ("Qwen2MoeForCausalLM",)
 # In the metadata of the file: how columns of stacked B stand, and a checksum of all tensors.
 ORDER_KEY = "lora_moe_rl.expert_order"
 CHECKSUM_KEY = "lora_moe_rl.xxh3_128"
@@ -222,7 +220,7 @@ def peft_config(spec: AdapterSpec, config: RunConfig, form: Form = "2d") -> dict
 
 def _targets(spec: AdapterSpec, form: Form) -> tuple[list[str], list[str]]:
     """(`target_modules`, `target_parameters`): see above."""
-    converted = spec.shape.architecture not in _NOT_CONVERTED
+    converted = spec.shape.family.peft_finds_experts
     modules: set[str] = set()
     parameters: set[str] = set()
     for site in spec:
@@ -247,7 +245,7 @@ def _rank_pattern(spec: AdapterSpec, common: int, form: Form) -> dict[str, int]:
     takes twice `r` where it converts the names of linears. `(\\.weight)?`: PEFT looks a linear up
     by the name of its weight where `target_parameters` names that.
     """
-    converted = form == "2d" and spec.shape.architecture not in _NOT_CONVERTED
+    converted = form == "2d" and spec.shape.family.peft_finds_experts
     paths: dict[str, dict[int, int]] = {}  # path of a module -> {layer: rank}
     usual: dict[str, int] = {}
     for site in spec:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from lora_moe_rl.adapters.spec import ModelShape
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.keys import value_text
 from lora_moe_rl.errors import ConfigError
 
 
 def check_layout(shape: ModelShape, config: RunConfig) -> None:
-    """Raises ConfigError, naming both numbers, for a size that does not divide the model."""
+    """Raises ConfigError, naming both numbers, for a size that does not divide the model, and for
+    what has to do with experts if it has none."""
+    if not shape.moe_layers:
+        _check_dense(shape, config)
     trainer, dims = config.trainer, shape.dims
     heads = {"attention heads": dims["heads"]}
     if "kv_heads" in dims:
@@ -38,6 +42,22 @@ def check_layout(shape: ModelShape, config: RunConfig) -> None:
             f"model.max_length={config.model.max_length} is more than the model's "
             f"{shape.max_positions} positions"
         )
+
+
+def _check_dense(shape: ModelShape, config: RunConfig) -> None:
+    """Every option about experts or their routers would be ignored."""
+    trainer, rollout, mode = config.trainer, config.rollout, config.replay.mode
+    for option, value, other in (
+        ("trainer.ep", trainer.ep, 1),
+        ("trainer.etp", trainer.etp, 1),
+        ("rollout.ep", rollout.ep, False),
+        ("replay.mode", mode, "off"),
+    ):
+        if value != other:
+            raise ConfigError(
+                f"{option}={value_text(value)} has no effect: this {shape.architecture} is dense, "
+                f"it has no experts and no routers; set {option}={value_text(other)}"
+            )
 
 
 def _check_engine_heads(kv_heads: int, tp: int) -> None:

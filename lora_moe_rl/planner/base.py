@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from lora_moe_rl.adapters.families import Config, ModelShape
 from lora_moe_rl.adapters.sharding import Axis, Box, RankLayout
 from lora_moe_rl.planner.facts import Facts
 from lora_moe_rl.refit.plan import TrainerRank
@@ -137,18 +136,12 @@ def _attention(facts: Facts, layer: int) -> Iterator[BaseTensor]:
         return
     rows = (d["heads"] + 2 * d["kv_heads"]) * d["head_dim"]
     yield linear("linear_qkv", rows, hidden, ROWS)
-    if _has_qkv_bias(shape, c):
+    if shape.family.qkv_bias(c):
         yield BaseTensor("self_attention.linear_qkv.bias", (rows,), ROWS, layer, "attention")
-    if shape.architecture == "Qwen3MoeForCausalLM" or c.get("use_qk_norm"):
+    if shape.family.qk_norm(c):
         yield norm("self_attention.q_layernorm.weight", d["head_dim"])
         yield norm("self_attention.k_layernorm.weight", d["head_dim"])
     yield linear("linear_proj", hidden, d["heads"] * d["head_dim"], COLUMNS)
-
-
-def _has_qkv_bias(shape: ModelShape, c: Config) -> bool:
-    if shape.architecture == "Qwen2MoeForCausalLM":
-        return bool(c.get("qkv_bias", True))
-    return bool(c.get("attention_bias"))
 
 
 def _mlp(facts: Facts, layer: int) -> Iterator[BaseTensor]:
@@ -160,7 +153,7 @@ def _mlp(facts: Facts, layer: int) -> Iterator[BaseTensor]:
         return
     experts = shape.num_experts
     yield BaseTensor("mlp.router.weight", (experts, hidden), WHOLE, layer, "router")
-    if shape.architecture in ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"):
+    if shape.family.sigmoid_router:
         name = "mlp.router.expert_bias"
         yield BaseTensor(name, (experts,), WHOLE, layer, "router", buffer=True)
     width = d["moe_intermediate"]
@@ -172,7 +165,7 @@ def _mlp(facts: Facts, layer: int) -> Iterator[BaseTensor]:
     if d["shared_intermediate"]:
         width = d["shared_intermediate"]
         yield from _pair("mlp.shared_experts", width, hidden, layer, "shared experts")
-        if shape.architecture == "Qwen2MoeForCausalLM":
+        if shape.family.shared_gate:
             name = "mlp.shared_experts.gate_weight"
             yield BaseTensor(name, (1, hidden), WHOLE, layer, "shared experts")
 

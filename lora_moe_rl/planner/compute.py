@@ -199,7 +199,8 @@ class Roofline:
         waves = samples / batch
         work, speed = self.of("none"), gpu.flops * efficiency.prefill_flops * rollout.tp
         shape = self.facts.shape
-        untouched = (1 - shape.top_k / shape.num_experts) ** batch
+        chosen = shape.top_k / shape.num_experts if shape.num_experts else 1.0
+        untouched = (1 - chosen) ** batch
         slot = engine.slots / max(1, config.refit.slots)
         read = (engine.weights + slot) * (1 - untouched) + batch * context * engine.kv_token
         token = max(

@@ -182,7 +182,7 @@ def trainer_layouts(
             if world % (tp * pp):
                 continue
             ranks = world // pp
-            for ep in range(1, min(ranks, shape.num_experts) + 1):
+            for ep in range(1, min(ranks, shape.num_experts or 1) + 1):
                 if ranks % ep or shape.num_experts % ep:
                     continue
                 for recompute in ("none", "full"):

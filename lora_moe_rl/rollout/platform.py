@@ -86,7 +86,7 @@ def engine_args(
         "gpu_memory_utilization": config.rollout.gpu_memory_utilization,
         "enable_prefix_caching": config.rollout.prefix_caching,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
-        "enable_return_routed_experts": True,
+        "enable_return_routed_experts": bool(spec.shape.moe_layers),
         "disable_log_stats": True,
     }
     if config.refit.mode == "merged":

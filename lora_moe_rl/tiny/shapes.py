@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    PreTrainedModel,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lora_moe_rl.tiny.tokenizer import VOCAB_SIZE, token_id
 
@@ -70,9 +64,10 @@ SHAPES = {"qwen3_moe": QWEN3_MOE, "deepseek_v3": DEEPSEEK_V3}
 
 def build_model(name: str) -> PreTrainedModel:
     """The named model in float32, with weights from torch's default generator."""
+    config = AutoConfig.for_model(name, **SHAPES[name])
+    model = AutoModelForCausalLM.from_config(config).float()
     if name == "qwen3_moe":
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**QWEN3_MOE)).float()
-    model = DeepseekV3ForCausalLM(DeepseekV3Config(**DEEPSEEK_V3)).float()
+        return model
     for layer in model.model.layers[DEEPSEEK_V3["first_k_dense_replace"] :]:
         # A buffer that training leaves alone: the routers learn around it.
         bias = layer.mlp.gate.e_score_correction_bias

@@ -1,7 +1,7 @@
 """Megatron-Bridge 0.6.2, made to build and load without Transformer Engine.
 
 Two mends, each here alone: a stub of `transformer_engine`, which Bridge imports by name, and the
-class names of our leaf modules. The model families stand in `bridge_families.py`.
+class names of our leaf modules. A model family's bridge stands in its file, `adapters/families/`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 import types
+from functools import cache
 
+from lora_moe_rl.adapters.families import FAMILIES
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.trainer.device import HAS_TRANSFORMER_ENGINE
 
@@ -29,8 +31,7 @@ def load():
     from megatron.bridge import AutoBridge
 
     _register_local_modules()
-    import lora_moe_rl.trainer.bridge_families  # noqa: F401  registers them
-
+    _register_families()
     return AutoBridge
 
 
@@ -55,3 +56,20 @@ def _register_local_modules() -> None:
 
     AutoMapping.register_module_type("ColumnGroupedLinear", "column")
     AutoMapping.register_module_type("RowGroupedLinear", "row")
+
+
+@cache
+def _register_families() -> None:
+    """In place of upstream's bridges, where it has some. The class of the provider is that of the
+    upstream bridge that a family's stands before."""
+    import transformers
+    from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    for architecture, family in FAMILIES.items():
+        register = MegatronModelBridge.register_bridge(
+            source=getattr(transformers, architecture),
+            target=GPTModel,
+            model_type=family.model_types[0],
+        )
+        register(family.bridge())

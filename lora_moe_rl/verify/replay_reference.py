@@ -6,7 +6,6 @@ itself chooses as recorded once its input is disturbed in the last bits.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ import torch
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.verify import hf
 
-SIGMOID = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
 ROUNDING, TRIES = 1e-5, 32  # of a layer's input, relative; how often it is disturbed
 WEIGHT_ERROR = 1e-5
 
@@ -43,8 +41,7 @@ class HuggingFace:
         self.model, self.spec = hf.load(model_dir), spec
         if tensors is not None:
             hf.merge(self.model, spec, tensors)
-        (architecture,) = json.loads((model_dir / "config.json").read_text())["architectures"]
-        self.sigmoid = architecture in SIGMOID
+        self.sigmoid = spec.shape.family.sigmoid_router
 
     @torch.no_grad()
     def compare(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lora_moe_rl.adapters.variants import check_variant
+from lora_moe_rl.adapters.families import check_variant
 from lora_moe_rl.errors import ModelError
 
 YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}

@@ -1,15 +1,14 @@
-"""The families of `adapters/families.py` as Megatron-Bridge 0.6.2 bridges.
+"""What the families' bridges (`adapters/families/*.py`) share, on Megatron-Bridge 0.6.2.
 
-Two families have none upstream (Qwen2-MoE, Mixtral). The others are upstream's, with what they lack
-or get wrong for some members mended in `_Complete`:
+A family's class stands before an upstream bridge, its own or a near one's, and `Complete` before
+that: it mends what upstream lacks or gets wrong for some members:
 
-- layers that are dense by name or by step (Qwen3-MoE builds every layer as MoE);
-- more than one shared expert (GLM-4.5 takes one), partial rotary embeddings that config.json gives
-  in `rope_parameters`, groups that a greedy router ignores (DeepSeek-V2);
+- layers that are dense by name or by step, more than one shared expert, partial rotary embeddings
+  that config.json gives in `rope_parameters`;
 - parameters without a weight and weights without a parameter are logged upstream, and the model is
   then silently another one; here they are errors.
 
-Import only through `bridge.load()`.
+Import only after `bridge.load()` has prepared Megatron-Bridge.
 """
 
 from __future__ import annotations
@@ -25,23 +24,8 @@ from megatron.bridge.models.conversion.param_mapping import (
     GatedMLPMapping,
     ReplicatedMapping,
 )
-from megatron.bridge.models.deepseek.deepseek_v2_bridge import DeepSeekV2Bridge
-from megatron.bridge.models.deepseek.deepseek_v3_bridge import DeepSeekV3Bridge
-from megatron.bridge.models.glm.glm45_bridge import GLM45Bridge
-from megatron.bridge.models.mla_provider import MLAModelProvider
-from megatron.bridge.models.qwen.qwen2_bridge import Qwen2Bridge
-from megatron.bridge.models.qwen.qwen3_moe_bridge import Qwen3MoEBridge
-from megatron.core.models.gpt.gpt_model import GPTModel
-from transformers import (
-    AutoConfig,
-    DeepseekV3Config,
-    Glm4MoeForCausalLM,
-    MixtralForCausalLM,
-    Qwen2MoeForCausalLM,
-    Qwen3MoeForCausalLM,
-)
 
-from lora_moe_rl.adapters.spec import ModelShape
+from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.errors import ModelError
 from lora_moe_rl.trainer import grouped_topk
 from lora_moe_rl.trainer.mla_query import without_query_norm
@@ -61,16 +45,21 @@ def _gated(megatron: str, hf: str, gate: str = "gate_proj", up: str = "up_proj")
     )
 
 
-def _experts(block: str, gate: str, up: str, down: str) -> list:
+def experts(
+    block: str = "mlp", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> list:
+    """Routers and routed experts, for an upstream bridge of a dense model, which has the norm
+    before an MLP. `names`: of gate, up and down."""
+    gate, up, down = names
     return [
         _auto("mlp.router.weight", f"{block}.gate.weight"),
-        _auto("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
         _gated("mlp.experts.linear_fc1.weight*", f"{block}.experts.*", gate, up),
         _auto("mlp.experts.linear_fc2.weight*", f"{block}.experts.*.{down}.weight"),
     ]
 
 
-def _dense_mlp() -> list:
+def dense_mlp() -> list:
+    """The MLPs of dense layers, for an upstream bridge that has experts alone."""
     return [
         _gated("mlp.linear_fc1.weight", "mlp"),
         _auto("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
@@ -78,7 +67,8 @@ def _dense_mlp() -> list:
     ]
 
 
-def _gated_shared_expert() -> list:
+def gated_shared_expert() -> list:
+    """One shared expert whose output is weighed by a sigmoid of its own."""
     return [
         _gated("mlp.shared_experts.linear_fc1.weight", "mlp.shared_expert"),
         _auto("mlp.shared_experts.linear_fc2.weight", "mlp.shared_expert.down_proj.weight"),
@@ -89,7 +79,7 @@ def _gated_shared_expert() -> list:
     ]
 
 
-class _Complete(MegatronModelBridge):
+class Complete(MegatronModelBridge):
     """Stands before an upstream bridge: adds to its mappings, sets what it leaves out, checks."""
 
     group_members = 2  # experts whose scores make the score of their group, if there are groups
@@ -116,17 +106,21 @@ class _Complete(MegatronModelBridge):
         folder = Path(hf_pretrained.model_name_or_path)
         shape = ModelShape.from_hf_config(json.loads((folder / "config.json").read_text()))
         provider = super().provider_bridge(hf_pretrained)
+        rope = config.rope_parameters or {}
+        provider.rotary_percent = rope.get("partial_rotary_factor", 1.0)
+        if provider.multi_latent_attention:
+            provider.transformer_layer_spec = _without_query_norm(provider.transformer_layer_spec)
+        if shape.num_experts:
+            self._set_experts(provider, shape)
+            self.route(provider, config)
+            grouped_topk.install(self.group_members)
+        return provider
+
+    def _set_experts(self, provider, shape: ModelShape) -> None:
         provider.moe_layer_freq = [int(i in shape.moe_layers) for i in range(shape.num_layers)]
         provider.moe_shared_expert_intermediate_size = shape.dims["shared_intermediate"] or None
         provider.moe_ffn_hidden_size = shape.dims["moe_intermediate"]
-        rope = config.rope_parameters or {}
-        provider.rotary_percent = rope.get("partial_rotary_factor", 1.0)
         provider.moe_token_dispatcher_type = "alltoall"
-        if provider.multi_latent_attention:
-            provider.transformer_layer_spec = _without_query_norm(provider.transformer_layer_spec)
-        self.route(provider, config)
-        grouped_topk.install(self.group_members)
-        return provider
 
     def route(self, provider, config) -> None:
         """Sets the router's options that the upstream bridge leaves out."""
@@ -188,84 +182,3 @@ def _trained(name: str, num_layers: int) -> bool:
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     beyond = layer is not None and int(layer[1]) >= num_layers
     return not (beyond or name.endswith("rotary_emb.inv_freq"))
-
-
-@MegatronModelBridge.register_bridge(
-    source=Qwen3MoeForCausalLM, target=GPTModel, model_type="qwen3_moe"
-)
-class Qwen3Moe(_Complete, Qwen3MoEBridge):
-    def added(self) -> list:
-        return _dense_mlp()
-
-
-@MegatronModelBridge.register_bridge(
-    source=Qwen2MoeForCausalLM, target=GPTModel, model_type="qwen2_moe"
-)
-class Qwen2Moe(_Complete, Qwen2Bridge):
-    """Qwen2's dense bridge with experts; its mappings hold those of the dense layers."""
-
-    def added(self) -> list:
-        experts = _experts("mlp", "gate_proj", "up_proj", "down_proj")
-        return [m for m in experts if "pre_mlp" not in m.megatron_param] + _gated_shared_expert()
-
-    def route(self, provider, config) -> None:
-        provider.add_qkv_bias = config.qkv_bias
-        provider.moe_router_score_function = "softmax"
-        provider.moe_router_pre_softmax = not config.norm_topk_prob
-        provider.moe_shared_expert_gate = True
-
-
-@MegatronModelBridge.register_bridge(
-    source=MixtralForCausalLM, target=GPTModel, model_type="mixtral"
-)
-class Mixtral(_Complete, Qwen2Bridge):
-    """Attention and norms have Qwen2's names; every layer is MoE."""
-
-    def added(self) -> list:
-        experts = _experts("block_sparse_moe", "w1", "w3", "w2")
-        return [m for m in experts if "pre_mlp" not in m.megatron_param]
-
-    def route(self, provider, config) -> None:
-        provider.add_qkv_bias = False
-        provider.moe_router_score_function = "softmax"
-        provider.moe_router_pre_softmax = False  # softmax over the chosen: they add up to one
-
-
-@MegatronModelBridge.register_bridge(
-    source="DeepseekV2ForCausalLM",
-    target=GPTModel,
-    provider=MLAModelProvider,
-    model_type="deepseek_v2",
-)
-class DeepseekV2(_Complete, DeepSeekV2Bridge):
-    group_members = 1
-
-    def route(self, provider, config) -> None:
-        if config.topk_method == "greedy":
-            provider.moe_router_num_groups = provider.moe_router_group_topk = None
-
-
-@MegatronModelBridge.register_bridge(
-    source="DeepseekV3ForCausalLM",
-    target=GPTModel,
-    provider=MLAModelProvider,
-    model_type="deepseek_v3",
-)
-class DeepseekV3(_Complete, DeepSeekV3Bridge):
-    read_with = ("_scale_inv",)  # of FP8 weights
-
-
-@MegatronModelBridge.register_bridge(
-    source=Glm4MoeForCausalLM, target=GPTModel, model_type="glm4_moe"
-)
-class Glm4Moe(_Complete, GLM45Bridge):
-    pass
-
-
-class KimiK2Config(DeepseekV3Config):
-    """Kimi-K2 is DeepSeek-V3 under a model_type that transformers knows only by remote code."""
-
-    model_type = "kimi_k2"
-
-
-AutoConfig.register("kimi_k2", KimiK2Config, exist_ok=True)

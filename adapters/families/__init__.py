@@ -1,0 +1,132 @@
+"""Model families, and what the rest of the system needs to know of a model's `config.json`.
+
+A family is one file of this folder: all that is particular to it stands there, and being there is
+all that it takes to be found. What families share is in `common/`. Torch-free: a family's
+Megatron-Bridge class is imported when `trainer/bridge.py` asks for it.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+
+from lora_moe_rl.adapters.families.common import linears
+from lora_moe_rl.adapters.families.common.family import Config, Dims, Family
+from lora_moe_rl.errors import ModelError
+
+__all__ = ["FAMILIES", "Config", "Dims", "Family", "ModelShape", "check_variant", "hf_path"]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model's sizes. `dims` depends on the attention: see `common/linears.py`.
+
+    A dense model has no `moe_layers`, and `num_experts` and `top_k` of 0.
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    num_experts: int
+    top_k: int
+    moe_layers: tuple[int, ...]  # global layer numbers, from 0
+    dims: Mapping[str, int]
+
+    @classmethod
+    def from_hf_config(cls, config: Config) -> ModelShape:
+        """Raises ModelError for an architecture or a variant that is not supported, or a missing
+        key."""
+        architecture = str((config.get("architectures") or ["missing"])[0])
+        family = FAMILIES.get(architecture)
+        if family is None:
+            listing = "; ".join(f"{name}: {f.title}" for name, f in FAMILIES.items())
+            raise ModelError(
+                f"architecture {architecture} is not supported; supported are {listing}"
+            )
+        check_variant(architecture, config)
+        try:
+            return _read(family, config)
+        except KeyError as error:
+            raise ModelError(f"config.json of {architecture} lacks the key {error}") from error
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.architecture]
+
+    def modules(self, layer: int) -> dict[str, Dims]:
+        """`{module: (in_features, out_features, num_experts or None)}` of one global layer."""
+        d, hidden = self.dims, self.hidden_size
+        attention = linears.ATTENTION[self.family.attention].linears(d, hidden)
+        if layer not in self.moe_layers:
+            return attention | linears.mlp("mlp", hidden, d["intermediate"], None)
+        experts = linears.mlp("experts", hidden, d["moe_intermediate"], self.num_experts)
+        modules = attention | experts
+        if d["shared_intermediate"]:
+            modules |= linears.mlp("shared_expert", hidden, d["shared_intermediate"], None)
+        return modules
+
+
+def check_variant(architecture: str, config: Config) -> None:
+    """Raises ModelError, naming the key, its value and the reason, for what trainer and engine
+    would not compute as it was trained."""
+    for reason in FAMILIES[architecture].refused(config):
+        raise ModelError(f"config.json of {architecture}: {reason}")
+
+
+def hf_path(shape: ModelShape, module: str) -> str:
+    """The path of a canonical module below `model.layers.N`, as checkpoints and PEFT files have it.
+
+    `{}` stands for the expert: `mlp.experts.{}.gate_proj`.
+    """
+    family = shape.family
+    block, _, part = module.rpartition(".")
+    if block == "experts":
+        name = family.expert_names[("gate", "up", "down").index(part)]
+        return f"{family.moe_block}.experts.{{}}.{name}"
+    if block == "shared_expert":
+        return f"mlp.{family.shared_expert}.{part}_proj"
+    if block == "mlp":
+        return f"mlp.{part}_proj"
+    return f"self_attn.{'kv_a_proj_with_mqa' if module == 'kv_a_proj' else module}"
+
+
+def _read(family: Family, c: Config) -> ModelShape:
+    dims = linears.ATTENTION[family.attention].dims(c)
+    dims |= {"intermediate": c["intermediate_size"], "moe_intermediate": 0}
+    dims |= {"shared_intermediate": 0}
+    experts, top_k, moe_layers = 0, 0, ()
+    if family.moe_layers is not None:
+        # transformers 5 writes num_local_experts for Qwen3-MoE, whose published configs do not.
+        keys = ("num_experts", "num_local_experts", "n_routed_experts")
+        experts = next((c[key] for key in keys if key in c), None)
+        if experts is None:
+            raise KeyError(" or ".join(keys))
+        top_k = c["num_experts_per_tok"]
+        moe_layers = family.moe_layers(c) if experts > 0 else ()
+        dims["moe_intermediate"] = c[family.moe_width]
+        dims["shared_intermediate"] = family.shared_width(c)
+    return ModelShape(
+        architecture=family.architecture,
+        num_layers=c["num_hidden_layers"],
+        hidden_size=c["hidden_size"],
+        vocab_size=c["vocab_size"],
+        max_positions=c["max_position_embeddings"],
+        num_experts=experts,
+        top_k=top_k,
+        moe_layers=moe_layers,
+        dims=dims,
+    )
+
+
+def _found() -> dict[str, Family]:
+    """`{architecture: family}` of every file of this folder."""
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg)
+    families = [import_module(f"{__name__}.{name}").FAMILY for name in names]
+    return {family.architecture: family for family in families}
+
+
+FAMILIES = _found()

@@ -1,0 +1,56 @@
+"""What a family's file says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Config = Mapping[str, Any]
+# (in_features, out_features, number of routed experts or None) of one linear
+Dims = tuple[int, int, int | None]
+
+
+def never(config: Config) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture of Hugging Face. Functions of a `Config` take the model's `config.json`.
+
+    refused      the reasons why a config is not supported, as texts; `refusals.py` has the usual
+    bridge       imports Megatron and returns the family's class for `trainer/bridge.py` to register
+                 (`trainer/bridge_parts.py`)
+    moe_layers   the global numbers of the layers with routed experts; None: the family is dense,
+                 and what follows about experts means nothing
+    moe_block, expert_names  (gate, up, down): the names that checkpoints, vLLM and adapters use for
+                 routed experts
+    shared_expert  its Hugging Face name below `mlp`; `shared_width`: its width, 0 if there is none
+    """
+
+    architecture: str
+    title: str
+    model_types: tuple[str, ...]  # the first is the one that transformers knows
+    attention: Literal["gqa", "mla"]
+    refused: Callable[[Config], Iterable[str]]
+    bridge: Callable[[], type]
+    qkv_bias: Callable[[Config], bool] = never
+    qk_norm: Callable[[Config], bool] = never  # norms on the queries and keys of GQA
+
+    moe_layers: Callable[[Config], tuple[int, ...]] | None = None
+    moe_width: str = "moe_intermediate_size"
+    moe_block: str = "mlp"
+    expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    sigmoid_router: bool = False  # sigmoid scores with a correction bias, else a softmax
+    shared_expert: str | None = None
+    shared_width: Callable[[Config], int] = lambda c: 0
+    shared_gate: bool = False  # the shared expert's output is weighed by a sigmoid of its own
+
+    # Why vLLM cannot serve adapters of the family; '' if it can.
+    not_served: str = ""
+    # Whether PEFT 0.21.2 finds stacked experts under the names of their linears (adapters/peft.py).
+    peft_finds_experts: bool = True
+    # Mends a decoder layer of transformers' model in place, given that and the model's config, so
+    # that it computes what was trained (verify/hf_load.py).
+    mend_reference: Callable[[Any, Any], None] | None = None

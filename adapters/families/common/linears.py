@@ -1,0 +1,73 @@
+"""The linears of a layer, with their sizes, by kind of attention and of MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from lora_moe_rl.adapters.families.common.family import Config, Dims
+
+
+class Attention(NamedTuple):
+    """`dims` reads sizes from config.json; `linears` are a layer's, given them and the hidden
+    size."""
+
+    dims: Callable[[Config], dict[str, int]]
+    linears: Callable[[Mapping[str, int], int], dict[str, Dims]]
+
+
+def mlp(prefix: str, hidden: int, width: int, experts: int | None) -> dict[str, Dims]:
+    return {
+        f"{prefix}.gate": (hidden, width, experts),
+        f"{prefix}.up": (hidden, width, experts),
+        f"{prefix}.down": (width, hidden, experts),
+    }
+
+
+def _gqa_dims(c: Config) -> dict[str, int]:
+    return {
+        "heads": c["num_attention_heads"],
+        "kv_heads": c.get("num_key_value_heads") or c["num_attention_heads"],
+        "head_dim": c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"],
+    }
+
+
+def _mla_dims(c: Config) -> dict[str, int]:
+    return {
+        "heads": c["num_attention_heads"],
+        "q_lora_rank": c.get("q_lora_rank") or 0,
+        "kv_lora_rank": c["kv_lora_rank"],
+        "rope_dim": c["qk_rope_head_dim"],
+        "nope_dim": c["qk_nope_head_dim"],
+        "v_dim": c["v_head_dim"],
+    }
+
+
+def _gqa(d: Mapping[str, int], hidden: int) -> dict[str, Dims]:
+    q_out, kv_out = d["heads"] * d["head_dim"], d["kv_heads"] * d["head_dim"]
+    return {
+        "q_proj": (hidden, q_out, None),
+        "k_proj": (hidden, kv_out, None),
+        "v_proj": (hidden, kv_out, None),
+        "o_proj": (q_out, hidden, None),
+    }
+
+
+def _mla(d: Mapping[str, int], hidden: int) -> dict[str, Dims]:
+    q_out = d["heads"] * (d["nope_dim"] + d["rope_dim"])
+    modules: dict[str, Dims]
+    if d["q_lora_rank"]:
+        modules = {
+            "q_a_proj": (hidden, d["q_lora_rank"], None),
+            "q_b_proj": (d["q_lora_rank"], q_out, None),
+        }
+    else:
+        modules = {"q_proj": (hidden, q_out, None)}
+    return modules | {
+        "kv_a_proj": (hidden, d["kv_lora_rank"] + d["rope_dim"], None),
+        "kv_b_proj": (d["kv_lora_rank"], d["heads"] * (d["nope_dim"] + d["v_dim"]), None),
+        "o_proj": (d["heads"] * d["v_dim"], hidden, None),
+    }
+
+
+ATTENTION = {"gqa": Attention(_gqa_dims, _gqa), "mla": Attention(_mla_dims, _mla)}

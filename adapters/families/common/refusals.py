@@ -1,0 +1,72 @@
+"""Reasons to refuse a variant that trainer and engine would not compute as it was trained.
+
+A config.json can ask for things that Megatron-core, Megatron-Bridge or vLLM ignore; the model would
+load, and be silently another one. A family's `refused` chooses from these, and adds its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from lora_moe_rl.adapters.families.common.family import Config
+
+MLA_ROPES = ("default", "yarn")
+_ROPE_KEYS = {
+    "type",
+    "rope_type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+}
+
+
+def usual(
+    c: Config, ropes: tuple[str, ...] = ("default",), attention_bias: bool = False
+) -> Iterator[str]:
+    """What every family refuses. `ropes`: the types of rotary embedding that it has;
+    `attention_bias`: whether it has members with one."""
+    if (act := c.get("hidden_act", "silu")) != "silu":
+        yield f"hidden_act={act!r} is not supported; only 'silu' is"
+    for key in ("tie_word_embeddings", "mlp_bias"):
+        if c.get(key):
+            yield f"{key}=true is not supported: no published model of this family has it"
+    if c.get("attention_bias") and not attention_bias:
+        yield "attention_bias=true is not supported for this family: Megatron-Bridge has no place"
+    if c.get("use_sliding_window"):
+        yield "use_sliding_window=true is not supported: the trainer attends to all tokens"
+    yield from _rope(c.get("rope_parameters") or c.get("rope_scaling") or {}, ropes)
+
+
+def _rope(rope: Config, allowed: tuple[str, ...]) -> Iterator[str]:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in allowed:
+        yield f"rope type {kind!r} is not supported for this family; supported: {allowed}"
+    if unknown := sorted(set(rope) - _ROPE_KEYS):
+        yield f"rope parameters {', '.join(unknown)} are not known to Megatron-Bridge"
+    if kind == "yarn" and "original_max_position_embeddings" not in rope:
+        yield "yarn rope needs original_max_position_embeddings, or Megatron-core assumes 4096"
+
+
+def one_expert(c: Config, normalised: bool | None) -> Iterator[str]:
+    """`normalised`: whether the scores of the chosen experts are made to add up to one."""
+    if c.get("num_experts_per_tok") == 1 and normalised:
+        yield "num_experts_per_tok=1 with normalised scores: every score would be 1 or not divided"
+
+
+def sigmoid_router(c: Config) -> Iterator[str]:
+    if c.get("norm_topk_prob") is False:
+        yield "norm_topk_prob=false is not supported: Megatron-core divides sigmoid scores"
+    yield from one_expert(c, normalised=True)
+
+
+def scoring(c: Config, known: Collection[tuple[str | None, str | None]], has: str) -> Iterator[str]:
+    """`known`: pairs of `scoring_func` and `topk_method`, None for a key that is left out; `has`
+    tells users what they are."""
+    function, method = c.get("scoring_func"), c.get("topk_method")
+    if (function, method) not in known:
+        yield f"scoring_func={function!r} with topk_method={method!r} is not supported; {has}"
