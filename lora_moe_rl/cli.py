@@ -198,7 +198,10 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "export": (_module("export.command"), "write an adapter for PEFT and vLLM, or a merged model"),
     "adapter": (_module("export.adapter_command"), "inspect, import, resize, combine adapters"),
     "serve-check": (_module("export.serve_check"), "serve an exported adapter and compare"),
-    "doctor": (_module("upstream.doctor"), "print versions and devices, what is missing and how to mend it"),
+    "doctor": (
+        _module("upstream.doctor"),
+        "print versions and devices, what is missing and how to mend it",
+    ),
     "verify": (
         lambda arguments: _one_of("verify", VERIFY, arguments),
         "show that all engines and layouts compute the same: " + ", ".join(VERIFY),

@@ -31,7 +31,7 @@ from lora_moe_rl.errors import ActorFailed, EngineDied, LoraMoeRlError
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.refit.parts import PartLayout
 from lora_moe_rl.refit.receipt import Receipt
-from lora_moe_rl.refit.transports.choose import Wire
+from lora_moe_rl.refit.transports import Channel
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.rollout.merged import MergedRolloutEngine
 
@@ -76,7 +76,7 @@ class RolloutGroup:
         self.config, self.spec, self.model_dir, self.run_dir = config, spec, model_dir, run_dir
         self.placement, self.prove = placement, prove
         self.restarts = 0
-        self.prepared: tuple[list[PartLayout], Wire] | None = None
+        self.prepared: tuple[list[PartLayout], Channel] | None = None
         self.published: tuple[int, list[Any]] | None = None  # by all engines: version, its parts
         self.actors = [self._actor(index) for index in range(config.rollout.engines)]
 
@@ -121,9 +121,9 @@ class RolloutGroup:
         scores, table = self.actors[index].remote("score", sequences, version, num_returns=2)
         return get([self.actors[index]], [scores])[0], table
 
-    def prepare_refit(self, layouts: list[PartLayout], wire: Wire) -> None:
-        self._ask(self._all("prepare_refit", layouts, wire))
-        self.prepared = layouts, wire
+    def prepare_refit(self, layouts: list[PartLayout], channel: Channel) -> None:
+        self._ask(self._all("prepare_refit", layouts, channel))
+        self.prepared = layouts, channel
 
     def publish(self, version: int, sent_refs: list[Any]) -> list[Receipt]:
         """Every engine takes the version, or the run stops. The parts stay as they are until the

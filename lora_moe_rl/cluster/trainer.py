@@ -18,7 +18,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.refit.parts import PartLayout, SentPart
-from lora_moe_rl.refit.transports.choose import Wire
+from lora_moe_rl.refit.transports import Channel
 from lora_moe_rl.trainer.environment import CPU_ENVIRONMENT
 from lora_moe_rl.trainer.worker import TrainerWorker
 
@@ -73,9 +73,9 @@ class TrainerGroup:
         sent = self.send()
         return get(self.actors, refs)[0], sent
 
-    def prepare_refit(self, layouts: list[PartLayout], wire: Wire) -> None:
+    def prepare_refit(self, layouts: list[PartLayout], channel: Channel) -> None:
         self.sources = {layout.source for layout in layouts}
-        get(self.actors, self._all("prepare_refit", layouts, wire))
+        get(self.actors, self._all("prepare_refit", layouts, channel))
 
     def send(self) -> list[Any]:
         """References to what each rank sends of the current version."""

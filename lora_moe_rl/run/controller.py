@@ -36,7 +36,7 @@ from lora_moe_rl.models.fit import check_layout
 from lora_moe_rl.refit.parts import STORAGE, check_complete, part_layouts
 from lora_moe_rl.refit.plan import EngineLayout, make_plan
 from lora_moe_rl.refit.proof import Proof, check_served, default_tolerance
-from lora_moe_rl.refit.transports.choose import choose
+from lora_moe_rl.refit.transports import choose
 from lora_moe_rl.rewards.runner import RewardRunner
 from lora_moe_rl.rollout.facts import slot_rank
 from lora_moe_rl.rollout.platform import check_engine
@@ -153,7 +153,7 @@ class Controller:
                 ranks = self.trainer.wait_started()
                 engines = self.engines.wait_started()
                 places = [[actor.pop("place") for actor in actors] for actors in (ranks, engines)]
-                self.wire = choose(config.refit, *places)
+                self.channel = choose(config.refit, *places)
                 console.say_started(ranks, engines)
             self.dtype: str = ranks[0]["dtype"]
             self._prepare_refit(engines[0]["dtype"])
@@ -262,8 +262,8 @@ class Controller:
         plan = make_plan(self.spec, config.trainer, engine, STORAGE[dtype].itemsize)
         layouts = part_layouts(plan, self.spec, dtype)
         check_complete(layouts, self.spec, engine)
-        self.trainer.prepare_refit(layouts, self.wire)
-        self.engines.prepare_refit(layouts, self.wire)
+        self.trainer.prepare_refit(layouts, self.channel)
+        self.engines.prepare_refit(layouts, self.channel)
 
     def _publish(self, sent_refs=None, version: int | None = None) -> dict[str, float]:
         """Serves the trainer's adapter, proves that it is served, and forgets the last version."""
@@ -273,8 +273,9 @@ class Controller:
             self._prepare_probe()
         elif version == self.version:  # the update was skipped: nothing new to serve
             return {"refit/seconds": 0.0, "refit/bytes": 0, "refit/max_diff": 0.0}
-        with self._in_directory(version, sent_refs):
-            receipts = self.engines.publish(version, sent_refs)
+        self.channel.published(lambda: self.trainer.sent(sent_refs))
+        receipts = self.engines.publish(version, sent_refs)
+        self.channel.keep(range(version - self.config.refit.slots + 1, version + 1))
         try:
             proof = self._prove(version)
         except RefitError as error:
@@ -289,20 +290,6 @@ class Controller:
             "refit/bytes": sum(receipt.bytes for receipt in receipts),
             "refit/max_diff": proof.max_diff,
         }
-
-    @contextmanager
-    def _in_directory(self, version: int, sent_refs):
-        """With transport directory: the version is whole there when engines take it, and those that
-        no slot needs any more are removed after it."""
-        if self.wire.kind != "directory":
-            yield
-            return
-        from lora_moe_rl.refit.transports import directory
-
-        directory.publish(self.wire.directory, self.trainer.sent(sent_refs))
-        yield
-        oldest = version - self.config.refit.slots + 1
-        directory.keep_only(self.wire.directory, range(oldest, version + 1))
 
     def _prepare_probe(self) -> None:
         """Probe sequences, and what the bare base says of them in both engines."""
