@@ -1,4 +1,4 @@
-"""The families of `adapters/families.py` as Megatron-Bridge 0.6.2 bridges.
+"""The families of `adapters/families.py` as Megatron-Bridge bridges.
 
 Two families have none upstream (Qwen2-MoE, Mixtral). The others are upstream's, with what they lack
 or get wrong for some members mended in `_Complete`:
