@@ -22,8 +22,8 @@ def require_version(package: str, who: str) -> None:
     if found is None or not versions.is_tested(package, found):
         known = versions.TESTED[package]
         raise ConfigError(
-            f"{who} knows {package} {known}, but {found or 'none'} is installed; install {known}, or "
-            "check what it relies on in the other and change lora_moe_rl/upstream/versions.py"
+            f"{who} knows {package} {known}, but {found or 'none'} is installed; install {known}, "
+            "or check what it relies on in the other and change upstream/versions.py"
         )
 
 

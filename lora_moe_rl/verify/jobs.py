@@ -13,11 +13,11 @@ from lora_moe_rl.adapters.shards import Shard, assemble
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.errors import LoraMoeRlError
+from lora_moe_rl.files.trainer_state import MOMENTS
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.verify.inputs import random_adapter
 
 STEPS = 3
-MOMENTS = ("exp_avg", "exp_avg_sq")
 Tensors = dict[str, np.ndarray]
 
 
