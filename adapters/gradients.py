@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
 from lora_moe_rl.adapters.layers import LoRALinear
-from lora_moe_rl.adapters.sharding import RULES, Axis, Kind, RankLayout, grid_of
+from lora_moe_rl.adapters.sharding import Axis, Kind, RankLayout
 from lora_moe_rl.errors import AdapterError
 
 
@@ -46,7 +46,7 @@ class Gradients:
     def __init__(self, layers: Iterable[LoRALinear], layout: RankLayout):
         self.layout = layout
         self.parameters: dict[tuple[Kind, str], list[torch.nn.Parameter]] = {}
-        for kind in RULES:
+        for kind in layout.table:
             for tensor in ("A", "B"):
                 mine = [p for x in layers if x.kind == kind for p in x.parameters_of(tensor)]
                 if mine:
@@ -61,7 +61,7 @@ class Gradients:
         """Sums over ranks as the table says. All ranks of a stage call it together."""
         self._check_views()
         for (kind, tensor), flat in self.flat.items():
-            for axis in RULES[kind][tensor].reduce:
+            for axis in self.layout.table[kind][tensor].reduce:
                 if self.layout.place(axis)[1] > 1:
                     dist.all_reduce(flat, group=group_of(axis))
 
@@ -91,7 +91,7 @@ class Gradients:
             return
         sums = torch.stack([_digest(self.parameters[key]) for key in keys])
         for axis in ("tp", "dp", "ep", "etp", "expert_dp"):
-            rows = [i for i, key in enumerate(keys) if self._copied(*key, axis)]
+            rows = [i for i, key in enumerate(keys) if self.layout.copied_over(*key, axis)]
             if not rows or self.layout.place(axis)[1] == 1:
                 continue
             low, high = sums[rows].clone(), sums[rows].clone()
@@ -104,10 +104,6 @@ class Gradients:
                     f"the ranks of {axis} hold different copies of {names}: gradients were not "
                     "summed over it; go back to the last checkpoint and run `verify layout`"
                 )
-
-    def _copied(self, kind: Kind, tensor: str, axis: Axis) -> bool:
-        split = {a for _, a in RULES[kind][tensor].split}
-        return axis in grid_of(kind) and axis not in split
 
     def _check_views(self) -> None:
         for key, mine in self.parameters.items():

@@ -23,7 +23,8 @@ inner dimension of the experts.)
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lora_moe_rl.adapters.spec import Site
@@ -52,7 +53,8 @@ _EXPERT_ROWS = Rule(((0, "ep"), (1, "etp")), ("expert_dp",))
 _EXPERT_COLUMNS = Rule(((0, "ep"), (2, "etp")), ("expert_dp",))
 _ALL_EXPERTS = Rule((), ("etp", "ep", "expert_dp"))
 
-RULES: dict[Kind, dict[str, Rule]] = {
+Table = Mapping[Kind, Mapping[str, Rule]]
+RULES: Table = {
     "column": {"A": _WHOLE, "B": Rule(((0, "tp"),), ("dp",))},
     "row": {"A": Rule(((1, "tp"),), ("dp",)), "B": _WHOLE},
     "replicated": {"A": _WHOLE, "B": _WHOLE},
@@ -100,23 +102,16 @@ def reductions() -> list[tuple[Kind, str, Axis]]:
     ]
 
 
-def drop_reduction(kind: Kind, tensor: str, axis: Axis) -> None:
-    """Takes one entry out of this process's table: the fault that checks of layouts must catch.
-
-    Undone by `restore_reductions`.
-    """
-    rule = RULES[kind][tensor]
-    if axis not in rule.reduce:
-        raise ValueError(f"{kind}.{tensor} is not summed over {axis}")
-    RULES[kind][tensor] = replace(rule, reduce=tuple(a for a in rule.reduce if a != axis))
-
-
-_AS_WRITTEN: dict[Kind, dict[str, Rule]] = {kind: dict(rules) for kind, rules in RULES.items()}
-
-
-def restore_reductions() -> None:
-    for kind, rules in _AS_WRITTEN.items():
-        RULES[kind].update(rules)
+def without(entries: Iterable[tuple[Kind, str, Axis]]) -> Table:
+    """The table with entries (see `reductions`) left out: the fault that checks of layouts must
+    catch. Raises ValueError for one that is not there."""
+    table = {kind: dict(rules) for kind, rules in RULES.items()}
+    for kind, tensor, axis in entries:
+        rule = table[kind][tensor]
+        if axis not in rule.reduce:
+            raise ValueError(f"{kind}.{tensor} is not summed over {axis}")
+        table[kind][tensor] = replace(rule, reduce=tuple(a for a in rule.reduce if a != axis))
+    return table
 
 
 @dataclass(frozen=True)
@@ -151,13 +146,15 @@ class Box:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Where one trainer rank stands: (rank, size) on each axis."""
+    """Where one trainer rank stands: (rank, size) on each axis. `table`: how tensors are cut and
+    summed; another than `RULES` is a fault, to see that it is noticed."""
 
     tp: tuple[int, int] = (0, 1)
     dp: tuple[int, int] = (0, 1)
     ep: tuple[int, int] = (0, 1)
     etp: tuple[int, int] = (0, 1)
     expert_dp: tuple[int, int] = (0, 1)
+    table: Table = field(default_factory=lambda: RULES, compare=False, repr=False)
 
     def place(self, axis: Axis) -> tuple[int, int]:
         return getattr(self, axis)
@@ -167,7 +164,7 @@ class RankLayout:
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(start, local shape) of this rank's part of a canonical tensor of the given shape."""
         start, local = [0] * len(shape), list(shape)
-        for dim, axis in RULES[kind][tensor].split:
+        for dim, axis in self.table[kind][tensor].split:
             rank, size = self.place(axis)
             if shape[dim] % size:
                 raise ValueError(f"{axis}={size} does not divide dimension {dim} of {shape}")
@@ -177,8 +174,16 @@ class RankLayout:
 
     def exports(self, kind: Kind, tensor: str) -> bool:
         """True on exactly one of the ranks that hold equal copies."""
-        split = {axis for _, axis in RULES[kind][tensor].split}
-        return all(self.place(axis)[0] == 0 for axis in grid_of(kind) if axis not in split)
+        return all(
+            self.place(axis)[0] == 0
+            for axis in grid_of(kind)
+            if self.copied_over(kind, tensor, axis)
+        )
+
+    def copied_over(self, kind: Kind, tensor: str, axis: Axis) -> bool:
+        """Whether the ranks along an axis hold equal copies of a tensor."""
+        split = {a for _, a in self.table[kind][tensor].split}
+        return axis in grid_of(kind) and axis not in split
 
 
 def window(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:

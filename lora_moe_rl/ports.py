@@ -10,7 +10,7 @@ loss stands above them. Who implements what:
     Environment   environments/, a file each
     Algorithm     algorithms/, a file each (the base class is algorithms/base.py)
     Publisher     run/publisher.py
-    Channel       refit/transports/, a file each
+    Channel       refit/transports/, a file each (the base class is in its __init__)
     BaseWeights   where the frozen base's tensors come from: refit/merged_base.py
 
 Calls that take long are coroutines. Routes, parts of adapters and other bulk data pass by

@@ -23,13 +23,13 @@ import torch
 
 from lora_moe_rl.errors import RefitError
 from lora_moe_rl.kernels.merge import merge_delta_
-from lora_moe_rl.refit import parts
+from lora_moe_rl.refit import parts, transports
 from lora_moe_rl.refit.merged_base import Base
 from lora_moe_rl.refit.merged_vllm import Experts, Weights
 from lora_moe_rl.refit.parts import Entry, SentPart
 from lora_moe_rl.refit.plan import Box
 from lora_moe_rl.refit.receiver import answer
-from lora_moe_rl.refit.transports.choose import Wire, make_incoming
+from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
 from lora_moe_rl.rollout.facts import fused_parts
 
 Buffers = Mapping[int, torch.Tensor]  # of each trainer rank, in the adapter's dtype
@@ -78,7 +78,9 @@ class MergedReceiver:
     _refit_touched = False
 
     @answer
-    def refit_prepare(self, layouts_json: str, wire_json: str = "{}") -> dict[str, Any]:
+    def refit_prepare(
+        self, layouts_json: str, channel_json: str = SHARED_MEMORY.to_json()
+    ) -> dict[str, Any]:
         """Checks vLLM's internals, the base's files and what is going to arrive against each other,
         and that what we would write of the base is what vLLM has loaded."""
         if not hasattr(self, "_refit_weights"):
@@ -86,7 +88,7 @@ class MergedReceiver:
             self._refit_weights = Weights(self.model_runner)
         self._refit_layouts = {layout.source: layout for layout in parts.from_json(layouts_json)}
         self._refit_modules = self._refit_find_modules()
-        self._refit_incoming = make_incoming(Wire(**json.loads(wire_json)), self.rank)
+        self._refit_incoming = transports.from_json(channel_json).incoming(self.rank)
         if not self._refit_touched:
             self._refit_check_layout()
         return {"modules": [module.path for module in self._refit_modules], "slots": 0}

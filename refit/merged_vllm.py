@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 
 import torch
-import vllm
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.fused_moe_modular_method import FusedMoEModularMethod
@@ -33,7 +32,6 @@ from vllm.model_executor.model_loader.reload import layerwise
 from lora_moe_rl.errors import RefitError
 from lora_moe_rl.upstream.checks import require_attributes, require_parameters, require_version
 
-KNOWN_VLLM = ("0.31.0",)
 WHO = "lora_moe_rl/refit/merged_vllm.py"
 
 # vLLM's names of an expert's gate, up and down
@@ -43,7 +41,7 @@ STACKS = ("w13_weight", "w2_weight")
 
 def check_vllm() -> None:
     """Raises ConfigError when the vLLM that is installed is not as this file expects."""
-    require_version("vllm", vllm.__version__, KNOWN_VLLM, WHO)
+    require_version("vllm", WHO)
     for function, names in (
         (layerwise.initialize_layerwise_reload, ("model",)),
         (layerwise.finalize_layerwise_processing, ("model", "model_config")),

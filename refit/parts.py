@@ -7,6 +7,7 @@ know it. Of a version travel only the buffer and one checksum a box. The scale i
 from __future__ import annotations
 
 import json
+import mmap
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import psutil
 import xxhash
 
 from lora_moe_rl.adapters.spec import AdapterSpec
@@ -73,7 +75,8 @@ class PartLayout:
 
 @dataclass(frozen=True)
 class SentPart:
-    """A part of one version, ready to be read: `path` names its buffer, `checksums` are xxh3-64 of
+    """A part of one version, ready to be read: `path` tells an engine worker where,
+    as its transport needs it; `checksums` are xxh3-64 of
     the boxes, in the order of the layout."""
 
     source: int
@@ -198,6 +201,22 @@ def check_received(
     """`check_box` of the boxes with the numbers `entries`, in the part's buffer."""
     for i in entries:
         check_box(layout, sent, i, layout.entries[i].bytes_of(buffer, layout.dtype))
+
+
+def check_room(nbytes: int) -> None:
+    """Raises RefitError when the machine has not so much memory available."""
+    if nbytes > (available := psutil.virtual_memory().available):
+        raise RefitError(
+            f"no room for {nbytes:,} bytes of an adapter in memory: {available:,} are available"
+        )
+
+
+def host_memory(nbytes: int) -> np.ndarray:
+    """Private memory of this process, uint8 `[nbytes]`, page-aligned and there at once: to run out
+    while writing kills the process. Raises RefitError when there is no room."""
+    check_room(nbytes)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    return np.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=np.uint8)
 
 
 def open_part(path: str, nbytes: int) -> np.ndarray:

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 
 from lora_moe_rl.errors import LoraMoeRlError, RefitError
-from lora_moe_rl.refit import parts
+from lora_moe_rl.refit import parts, transports
 from lora_moe_rl.refit.parts import Entry, PartLayout, SentPart
 from lora_moe_rl.refit.plan import Box
 from lora_moe_rl.refit.slots import Slots
-from lora_moe_rl.refit.transports.choose import Wire, make_incoming
+from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
 
 
 def answer(method):
@@ -77,9 +77,11 @@ class Receiver:
     _refit_staged: tuple[int, int] | None = None
 
     @answer
-    def refit_prepare(self, layouts_json: str, wire_json: str = "{}") -> dict[str, Any]:
+    def refit_prepare(
+        self, layouts_json: str, channel_json: str = SHARED_MEMORY.to_json()
+    ) -> dict[str, Any]:
         """Checks vLLM's internals, and finds the place of every box that this worker takes.
-        `wire_json`: how the boxes come, see `refit/transports`."""
+        `channel_json`: how the boxes come, see `refit/transports`."""
         if not hasattr(self, "_refit_slots"):
             self._refit_slots = Slots(self.model_runner.lora_manager._adapter_manager)
         slots = self._refit_slots
@@ -87,7 +89,7 @@ class Receiver:
         self._refit_written: dict[tuple[int, int], list[Writer]] = {}
         self._refit_layouts = {layout.source: layout for layout in parts.from_json(layouts_json)}
         self._refit_places = _find_places(list(self._refit_layouts.values()), self.rank, slots)
-        self._refit_incoming = make_incoming(Wire(**json.loads(wire_json)), self.rank)
+        self._refit_incoming = transports.from_json(channel_json).incoming(self.rank)
         return {"modules": slots.modules, "slots": len(slots.manager.lora_index_to_id)}
 
     @answer

@@ -1,20 +1,18 @@
-"""The sending side of a refit: a trainer rank writes its part of a version into shared memory."""
+"""The sending side of a refit: a trainer rank packs its part of a version and offers it."""
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import psutil
 import torch
 
 from lora_moe_rl.errors import RefitError
 from lora_moe_rl.refit.parts import Entry, PartLayout, SentPart, all_finite, digest
 from lora_moe_rl.refit.plan import Box
+from lora_moe_rl.refit.transports import Outgoing
 
 if TYPE_CHECKING:
     from lora_moe_rl.adapters.layers import Slice
@@ -50,16 +48,15 @@ class Block:
 
 
 class Sender:
-    """One rank's part: its memory, and where each piece of it comes from. Made once a run.
+    """One rank's part: its memory, and where each piece of it comes from. Made once a run."""
 
-    The memory has no name in any file system: it goes with the process, however that ends.
-    """
-
-    def __init__(self, layout: PartLayout, held: Held, scales: Mapping[str, float]):
-        """`scales`: of each site. Raises RefitError when this rank does not hold what the plan
-        wants of it, or when there is no room."""
-        self.layout = layout
-        self.descriptor, self.buffer = _memory(layout.nbytes)
+    def __init__(
+        self, layout: PartLayout, held: Held, scales: Mapping[str, float], outgoing: Outgoing
+    ):
+        """`scales`: of each site. `outgoing`: this rank's end of the transport. Raises RefitError
+        when this rank does not hold what the plan wants of it, or when there is no room."""
+        self.layout, self.outgoing = layout, outgoing
+        self.buffer = outgoing.memory(layout.nbytes)
         whole = torch.from_numpy(self.buffer).view(getattr(torch, layout.dtype))
         self.runs: list[list[Block]] = []
         scratch: dict[tuple, torch.Tensor] = {}
@@ -86,7 +83,7 @@ class Sender:
 
     @torch.no_grad()
     def send(self, version: int) -> SentPart:
-        """Writes the current values. Raises RefitError when one is NaN or infinite.
+        """Packs the current values and offers them. Raises RefitError when one is NaN or infinite.
 
         A few boxes at a time are cast, checked and hashed: while they are in the processor's cache.
         """
@@ -99,8 +96,8 @@ class Sender:
             if not all_finite(data, self.layout.dtype):
                 raise _not_finite(run, version)
             sums += [digest(block.data) for block in run]
-        path = f"/proc/{os.getpid()}/fd/{self.descriptor}"
-        return SentPart(self.layout.source, version, path, self.layout.nbytes, tuple(sums))
+        sent = SentPart(self.layout.source, version, "", self.layout.nbytes, tuple(sums))
+        return self.outgoing.offer(sent)
 
 
 def _piece(
@@ -129,14 +126,3 @@ def _not_finite(run: list[Block], version: int) -> RefitError:
         f"adapter version {version}: {block.entry.tensor} holds {block.view[tuple(where)]} at "
         f"{place}; nothing was published"
     )
-
-
-def _memory(nbytes: int) -> tuple[int, np.ndarray]:
-    # Asked first: memory without a name has no limit of its own but the machine's.
-    if nbytes > (available := psutil.virtual_memory().available):
-        raise RefitError(
-            f"no room for {nbytes:,} bytes of an adapter in memory: {available:,} are available"
-        )
-    descriptor = os.memfd_create("lora_moe_rl")
-    os.posix_fallocate(descriptor, 0, nbytes)  # now: to run out while writing kills the process
-    return descriptor, np.frombuffer(mmap.mmap(descriptor, nbytes), dtype=np.uint8)

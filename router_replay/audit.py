@@ -5,7 +5,7 @@ what it holds then is what tokens are permuted by. What was recorded is read fro
 as they came, with a decoder of its own, at the places that the attention's sequence boundaries
 give. Nothing on the way from the one to the other is shared but the sample's number.
 
-Wrapped: `MoEAlltoAllTokenDispatcher.dispatch_preprocess` of megatron-core 0.19.2
+Wrapped: `MoEAlltoAllTokenDispatcher.dispatch_preprocess` of megatron-core
 (`core/transformer/moe/token_dispatcher.py`).
 """
 
@@ -21,7 +21,9 @@ from lora_moe_rl.router_replay.packed import PackedRoutes, valid_rows
 from lora_moe_rl.router_replay.replay import LayerReplay, Replay
 from lora_moe_rl.router_replay.routes import Routes, sequence_shard
 from lora_moe_rl.router_replay.table import RouteTable
-from lora_moe_rl.upstream.checks import require_parameters
+from lora_moe_rl.upstream.checks import require_parameters, require_version
+
+WHO = "router_replay/audit.py"
 
 
 class Audit:
@@ -30,9 +32,8 @@ class Audit:
 
     def __init__(self, replay: Replay):
         parameters = ("self", "hidden_states", "routing_map", "probs")
-        require_parameters(
-            MoEAlltoAllTokenDispatcher.dispatch_preprocess, parameters, "router_replay/audit.py"
-        )
+        require_version("megatron-core", WHO)
+        require_parameters(MoEAlltoAllTokenDispatcher.dispatch_preprocess, parameters, WHO)
         for chunk, layers in enumerate(replay.chunks):
             for layer in layers.values():
                 self._watch(chunk, layer)

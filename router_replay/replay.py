@@ -9,7 +9,7 @@ Under activation recomputation a router runs again in backward, when routes of a
 are installed. It is served from what it used the first time, found by the memory of its layer's
 input: that is kept from the forward to the backward, so no other micro-batch can have it.
 
-Wrapped: `RouterReplay.get_replay_topk` of megatron-core 0.19.2
+Wrapped: `RouterReplay.get_replay_topk` of megatron-core
 (`core/transformer/moe/router_replay.py`), which every unfused top-k calls.
 """
 
@@ -27,7 +27,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 
 from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.kernels.route_codec import RowLayout, unpack
-from lora_moe_rl.upstream.checks import require_parameters
+from lora_moe_rl.upstream.checks import require_parameters, require_version
 
 WHO = "router_replay/replay.py"
 
@@ -167,6 +167,7 @@ class Replay:
         """Raises ReplayError when the routers are not what the model's config promises, or do not
         do what they are told."""
         parameters = ("self", "scores", "topk", "num_groups", "group_topk", "default_compute_topk")
+        require_version("megatron-core", WHO)
         require_parameters(RouterReplay.get_replay_topk, parameters, WHO)
         self.chunks = [_routers(chunk, moe_layers) for chunk in chunks]
         self.layers = {n: layer for chunk in self.chunks for n, layer in chunk.items()}

@@ -19,6 +19,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.refit.parts import PartLayout, SentPart
 from lora_moe_rl.refit.plan import Box, trainer_ranks
 from lora_moe_rl.refit.sender import Held, Sender
+from lora_moe_rl.refit.transports import shm
 
 LAYERS, EXPERTS, TOP_K = 48, 128, 8
 WIDTHS = {
@@ -82,7 +83,7 @@ class SendingRank:
     def prepare_refit(self, layouts: list[PartLayout]) -> None:
         scales = {site.name: site.scale for site in self.spec}
         (layout,) = (layout for layout in layouts if layout.source == self.rank)
-        self.sender = Sender(layout, self._held(), scales)
+        self.sender = Sender(layout, self._held(), scales, shm.Outgoing())
 
     def send(self, version: int) -> SentPart:
         return self.sender.send(version)

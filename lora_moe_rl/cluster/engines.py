@@ -31,7 +31,7 @@ from lora_moe_rl.errors import ActorFailed, EngineDied, LoraMoeRlError
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.ports import Receipt, Ref
 from lora_moe_rl.refit.parts import PartLayout
-from lora_moe_rl.refit.transports.choose import Wire
+from lora_moe_rl.refit.transports import Channel
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.rollout.merged import MergedRolloutEngine
 
@@ -57,7 +57,7 @@ class RolloutEngines:
         self.placement = placement
         self.prove: Callable[[int, int], Awaitable[None]] | None = None
         self.restarts = 0
-        self.prepared: tuple[list[PartLayout], Wire] | None = None
+        self.prepared: tuple[list[PartLayout], Channel] | None = None
         self.published: tuple[int, Sequence[Ref]] | None = None  # by all: a version, its parts
         self.actors = [self._actor(index) for index in range(config.rollout.engines)]
         self.rolling = [0] * len(self.actors)  # requests for samples in flight
@@ -78,9 +78,9 @@ class RolloutEngines:
     def wait_started(self) -> list[dict]:
         return get(self.actors, self._starting, self.config.rollout.start_timeout_s)
 
-    def prepare_refit(self, layouts: list[PartLayout], wire: Wire) -> None:
-        get(self.actors, [actor.remote("prepare_refit", layouts, wire) for actor in self.actors])
-        self.prepared = layouts, wire
+    def prepare_refit(self, layouts: list[PartLayout], channel: Channel) -> None:
+        get(self.actors, [actor.remote("prepare_refit", layouts, channel) for actor in self.actors])
+        self.prepared = layouts, channel
 
     def policy(self, version: int, seed: int) -> TicketPolicy:
         return TicketPolicy(self, version, seed)

@@ -21,7 +21,7 @@ from lora_moe_rl.data.samples import UpdateResult
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.ports import Ref
 from lora_moe_rl.refit.parts import PartLayout, SentPart
-from lora_moe_rl.refit.transports.choose import Wire
+from lora_moe_rl.refit.transports import Channel
 from lora_moe_rl.rollout.facts import Dtype
 from lora_moe_rl.trainer.environment import CPU_ENVIRONMENT
 from lora_moe_rl.trainer.worker import TrainerWorker
@@ -78,9 +78,9 @@ class TrainerRanks:
         parts = await self.send()
         return (await answers(self.actors, refs))[0], parts
 
-    def prepare_refit(self, layouts: list[PartLayout], wire: Wire) -> None:
+    def prepare_refit(self, layouts: list[PartLayout], channel: Channel) -> None:
         self.sources = {layout.source for layout in layouts}
-        get(self.actors, self._all("prepare_refit", layouts, wire))
+        get(self.actors, self._all("prepare_refit", layouts, channel))
 
     async def send(self) -> list[Ref]:
         return [actor.remote("send") for actor in self._senders]

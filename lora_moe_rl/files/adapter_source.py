@@ -17,6 +17,7 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import AdapterConfig, RunConfig
 from lora_moe_rl.errors import AdapterError, CheckpointError
 from lora_moe_rl.files import checkpoint
+from lora_moe_rl.files.trainer_state import FILES, parse
 from lora_moe_rl.files.untrusted import SafeFile, inside, read_json
 from lora_moe_rl.models.fingerprint import check_unchanged
 
@@ -71,14 +72,13 @@ def checkpoint_spec(metadata: dict[str, Any]) -> AdapterSpec:
 
 
 def checkpoint_shards(directory: Path, kind: str = "adapter") -> Iterator[Shard]:
-    """The slices of one kind (adapter, exp_avg, exp_avg_sq) in a verified checkpoint."""
-    for path in sorted(directory.glob("trainer_*.safetensors")):
+    """The slices of one of `trainer_state.KINDS` in a verified checkpoint."""
+    for path in sorted(directory.glob(FILES)):
         file = SafeFile.open(path)
-        for key in file.entries:
-            of, name, start = key.split("|")
+        for text in file.entries:
+            of, name, start = parse(text)
             if of == kind:
-                place = tuple(int(x) for x in start.split(","))
-                yield Shard(name, place, file.read(key).numpy())
+                yield Shard(name, start, file.read(text).numpy())
         file.close()
 
 

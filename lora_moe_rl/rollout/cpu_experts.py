@@ -1,4 +1,4 @@
-"""Mend for vLLM 0.31.0 on the CPU: LoRA on routed experts.
+"""Mend for vLLM on the CPU: LoRA on routed experts.
 
 `vllm/model_executor/layers/fused_moe/oracle/unquantized.py` always picks Triton when LoRA is on,
 which the CPU has not, and vLLM's CPU kernels know no LoRA. Here: an experts class in plain torch.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import vllm
 from torch.nn.functional import silu
 from vllm.distributed import (
     tensor_model_parallel_all_gather,
@@ -25,7 +24,6 @@ from vllm.model_executor.layers.fused_moe.oracle import unquantized as oracle
 from lora_moe_rl.rollout.cpu_lora import GroupedLoRA
 from lora_moe_rl.upstream.checks import require_attributes, require_parameters, require_version
 
-KNOWN_VLLM = ("0.31.0",)
 WHO = "lora_moe_rl/rollout/cpu_experts.py"
 
 
@@ -169,7 +167,7 @@ def _expand(target: torch.Tensor, low: torch.Tensor, lora_b: torch.Tensor, runs:
 
 def install() -> None:
     """Makes vLLM pick this class wherever LoRA is on."""
-    require_version("vllm", vllm.__version__, KNOWN_VLLM, WHO)
+    require_version("vllm", WHO)
     require_attributes(oracle, ("select_unquantized_moe_backend",), WHO)
     require_parameters(
         CPUUnquantizedExperts.apply,

@@ -1,4 +1,4 @@
-"""Mend for vLLM 0.31.0 on the CPU: recording of router decisions.
+"""Mend for vLLM on the CPU: recording of router decisions.
 
 vLLM records them in its V2 model runner (`vllm/v1/worker/gpu/model_runner.py`), which needs Triton;
 the CPU has the V1 runner (`vllm/v1/worker/cpu_model_runner.py`). Here that runner is given the same
@@ -18,7 +18,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
-import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.aux_output_connector.routed_experts import RoutedExpertsBuffer
 from vllm.distributed.aux_output_connector.worker import (
@@ -30,7 +29,6 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from lora_moe_rl.upstream.checks import require_attributes, require_parameters, require_version
 
-KNOWN_VLLM = ("0.31.0",)
 WHO = "lora_moe_rl/rollout/cpu_routes.py"
 
 stock_execute_model = CPUModelRunner.execute_model
@@ -136,7 +134,7 @@ def _verify(self) -> None:
 
 def install() -> None:
     """Gives the CPU model runner its recorder."""
-    require_version("vllm", vllm.__version__, KNOWN_VLLM, WHO)
+    require_version("vllm", WHO)
     require_parameters(stock_execute_model, ("self", "scheduler_output"), WHO)
     require_parameters(
         RoutedExpertsBuffer.__init__,

@@ -28,8 +28,8 @@ from lora_moe_rl.data.samples import Sample
 from lora_moe_rl.errors import EngineDied, RefitError
 from lora_moe_rl.ports import Receipt
 from lora_moe_rl.refit.parts import PartLayout, SentPart, check_sent, to_json, version_checksum
-from lora_moe_rl.refit.transports import shm
-from lora_moe_rl.refit.transports.choose import SHARED_MEMORY, Wire
+from lora_moe_rl.refit.transports import Channel, place
+from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
 from lora_moe_rl.rollout import outputs, platform
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.router_replay.travel import SentRoutes, put, send
@@ -82,7 +82,7 @@ class RolloutEngine:
             "device": "cpu" if cpu else "cuda",
             "dtype": platform.serving_dtype(self.config, cpu),
             "kv_blocks": self.llm.vllm_config.cache_config.num_gpu_blocks,
-            "place": shm.place(),
+            "place": place(),
             "seconds": {"import": imported - started, "total": ended - started},
         }
 
@@ -119,11 +119,13 @@ class RolloutEngine:
         )
         return outputs.scores_and_routes(answers, self.spec.shape)
 
-    async def prepare_refit(self, layouts: list[PartLayout], wire: Wire = SHARED_MEMORY) -> None:
+    async def prepare_refit(
+        self, layouts: list[PartLayout], channel: Channel = SHARED_MEMORY
+    ) -> None:
         """What the trainer ranks will send, and how. Raises RefitError when vLLM has no slot for
         it."""
         self.layouts = layouts
-        await self._workers("refit_prepare", to_json(layouts), wire.to_json())
+        await self._workers("refit_prepare", to_json(layouts), channel.to_json())
 
     async def publish(self, version: int, *sent: SentPart) -> Receipt:
         """Takes the parts of all trainer ranks and serves them as `version`. Requests in flight

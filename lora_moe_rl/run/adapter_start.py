@@ -19,8 +19,7 @@ from lora_moe_rl.errors import AdapterError, RunDirError
 from lora_moe_rl.files.adapter_settings import settings_of
 from lora_moe_rl.files.adapter_source import checkpoint_shards, checkpoint_spec, load
 from lora_moe_rl.files.checkpoint import Found
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from lora_moe_rl.files.trainer_state import MOMENTS, file_name, key
 
 
 @dataclass(frozen=True)
@@ -120,11 +119,11 @@ def _write_resized(
     tensors = assemble(old.tensor_shapes, checkpoint_shards(source))
     tensors, changes = fit(old, tensors, spec, seed)
     changed = {site.name for site in spec if site != old.by_name[site.name]}
-    states = {"adapter": {_key("adapter", n, value.shape): value for n, value in tensors.items()}}
-    del tensors
-    for number, kind in enumerate(("adapter", *MOMENTS)):
-        state = states.pop(kind, None) or _moments(kind, source, spec, changed)
-        save_file(state, directory / f"trainer_{number:05d}.safetensors")
+    adapter = {key("adapter", n, (0,) * value.ndim): value for n, value in tensors.items()}
+    save_file(adapter, directory / file_name(0))
+    del tensors, adapter
+    for number, kind in enumerate(MOMENTS, start=1):
+        save_file(_moments(kind, source, spec, changed), directory / file_name(number))
     kept = len(spec.sites) - len(changed)
     return [
         *_notes(changes),
@@ -134,18 +133,14 @@ def _write_resized(
 
 def _moments(kind: str, source: Path, spec: AdapterSpec, changed: set[str]):
     state = {
-        f"{kind}|{shard.name}|{','.join(map(str, shard.start))}": shard.data
+        key(kind, shard.name, shard.start): shard.data
         for shard in checkpoint_shards(source, kind)
         if shard.name.rpartition(".")[0] not in changed
     }
     for name, shape in spec.tensor_shapes.items():
         if name.rpartition(".")[0] in changed:
-            state[_key(kind, name, shape)] = np.zeros(shape, np.float32)
+            state[key(kind, name, (0,) * len(shape))] = np.zeros(shape, np.float32)
     return state
-
-
-def _key(kind: str, name: str, shape: tuple[int, ...]) -> str:
-    return f"{kind}|{name}|{','.join('0' for _ in shape)}"
 
 
 def _notes(changes: list[Change]) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
@@ -35,7 +35,7 @@ from lora_moe_rl.telemetry.metrics import MetricsWriter
 if TYPE_CHECKING:
     from lora_moe_rl.cluster.engines import RolloutEngines
     from lora_moe_rl.cluster.trainer import TrainerRanks
-    from lora_moe_rl.refit.transports.choose import Wire
+    from lora_moe_rl.refit.transports import Channel
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,14 @@ class Prepared:
     def step(self) -> int:
         """The step that the run goes on from."""
         return self.found.metadata["step"] if self.found else 0
+
+
+class Actors(NamedTuple):
+    """What has started."""
+
+    trainer: TrainerRanks
+    engines: RolloutEngines
+    channel: Channel
 
 
 def run(config: RunConfig, resume: bool = False) -> None:
@@ -106,28 +114,21 @@ def make_source(config: RunConfig, model_dir: Path) -> PromptSource:
 def _run(run: Prepared) -> None:
     run.run_dir.rewind(run.step)  # before the files are opened to go on in them
     with MetricsWriter(run.run_dir, run.config) as metrics, _actors(run) as actors:
-        trainer, engines, wire = actors
-        parts = (run.config, run.spec, run.model_dir, run.run_dir, trainer, metrics)
+        parts = (run.config, run.spec, run.model_dir, run.run_dir, actors.trainer, metrics)
         records = Records(*parts, done=run.step)
         with _signals(records):
-            _go(run, trainer, engines, wire, records)
+            _go(run, actors, records)
     report.finish(run.run_dir)
     if records.stop_requested:
         console.say_stopped(run.run_dir, records.done)
         raise KeyboardInterrupt
 
 
-def _go(
-    run: Prepared, trainer: TrainerRanks, engines: RolloutEngines, wire: Wire, records: Records
-) -> None:
+def _go(run: Prepared, actors: Actors, records: Records) -> None:
     """Steps until done, or until a signal asks to stop after the current one."""
-    from lora_moe_rl.refit.transports.choose import make_channel
-
-    config = run.config
+    config, (trainer, engines, channel) = run.config, actors
     version = _restore(run, trainer)
-    publisher = Publisher(
-        config, trainer, engines, make_channel(wire), run.source, trainer.dtype, version
-    )
+    publisher = Publisher(config, trainer, engines, channel, run.source, trainer.dtype, version)
     engines.prove = publisher.prove_returned
     environment = ENVIRONMENTS.find(config.environment.name)
     ports = loop.Ports(
@@ -167,7 +168,7 @@ def _restore(run: Prepared, trainer: TrainerRanks) -> int:
 
 
 @contextmanager
-def _actors(run: Prepared) -> Iterator[tuple[TrainerRanks, RolloutEngines, Wire]]:
+def _actors(run: Prepared) -> Iterator[Actors]:
     """Starts Ray and all actors; ends them, whatever happens."""
     import ray
 
@@ -175,7 +176,7 @@ def _actors(run: Prepared) -> Iterator[tuple[TrainerRanks, RolloutEngines, Wire]
     from lora_moe_rl.cluster.engines import RolloutEngines
     from lora_moe_rl.cluster.placement import Placement
     from lora_moe_rl.cluster.trainer import TrainerRanks
-    from lora_moe_rl.refit.transports.choose import choose
+    from lora_moe_rl.refit.transports import choose
 
     config = run.config
     start_ray(config.trainer.world_size + config.rollout.engines)
@@ -189,12 +190,12 @@ def _actors(run: Prepared) -> Iterator[tuple[TrainerRanks, RolloutEngines, Wire]
             trainer.start_async()
             started = (trainer.wait_started(), engines.wait_started())
             places = [[actor.pop("place") for actor in actors] for actors in started]
-            wire = choose(config.refit, *places)
+            channel = choose(config.refit, *places)
             console.say_started(*started)
         layouts = plan_layouts(config, run.spec, started[1][0]["dtype"])
-        trainer.prepare_refit(layouts, wire)
-        engines.prepare_refit(layouts, wire)
-        yield trainer, engines, wire
+        trainer.prepare_refit(layouts, channel)
+        engines.prepare_refit(layouts, channel)
+        yield Actors(trainer, engines, channel)
     finally:
         ray.shutdown()
 

@@ -1,4 +1,4 @@
-"""Megatron-Bridge 0.6.2, made to build and load without Transformer Engine.
+"""Megatron-Bridge, made to build and load without Transformer Engine.
 
 Two mends, each here alone: a stub of `transformer_engine`, which Bridge imports by name, and the
 class names of our leaf modules. A model family's bridge stands in its file, `adapters/families/`.
@@ -6,24 +6,18 @@ class names of our leaf modules. A model family's bridge stands in its file, `ad
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 import types
 from functools import cache
 
 from lora_moe_rl.adapters.families import FAMILIES
-from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.trainer.device import HAS_TRANSFORMER_ENGINE
-
-KNOWN_VERSION = "0.6.2"
+from lora_moe_rl.upstream.checks import require_version
 
 
 def load():
     """Imports and prepares Megatron-Bridge; returns `AutoBridge`. Idempotent."""
-    if (version := importlib.metadata.version("megatron-bridge")) != KNOWN_VERSION:
-        raise ConfigError(
-            f"megatron-bridge {version} is installed; this version is written for {KNOWN_VERSION}"
-        )
+    require_version("megatron-bridge", "lora_moe_rl/trainer/bridge.py")
     if not HAS_TRANSFORMER_ENGINE:
         import megatron.core.extensions.transformer_engine  # noqa: F401  sees that there is none
 

@@ -1,4 +1,4 @@
-"""What the families' bridges (`adapters/families/*.py`) share, on Megatron-Bridge 0.6.2.
+"""What the families' bridges (`adapters/families/*.py`) share, on Megatron-Bridge.
 
 A family's class stands before an upstream bridge, its own or a near one's, and `Complete` before
 that: it mends what upstream lacks or gets wrong for some members:

@@ -1,6 +1,6 @@
 """Group-limited routing as the models were trained with it.
 
-megatron-core 0.19.2 (`core/transformer/moe/moe_utils.py`, `group_limited_topk`) scores a group of
+megatron-core (`core/transformer/moe/moe_utils.py`, `group_limited_topk`) scores a group of
 experts by the sum of its best `topk // group_topk`. DeepSeek-V3 and GLM-4.5 add up the best two
 whatever the top-k, and DeepSeek-V2 takes the best one.
 """
@@ -12,8 +12,9 @@ from functools import partial
 import torch
 from megatron.core.transformer.moe import moe_utils
 
-from lora_moe_rl.upstream.checks import require_parameters
+from lora_moe_rl.upstream.checks import require_parameters, require_version
 
+WHO = "lora_moe_rl/trainer/grouped_topk.py"
 _PARAMETERS = ("scores", "topk", "num_tokens", "num_experts", "num_groups", "group_topk")
 _upstream = moe_utils.group_limited_topk
 
@@ -41,5 +42,6 @@ def group_limited_topk(
 
 def install(group_members: int) -> None:
     """Makes every router of this process score groups by their best `group_members`."""
-    require_parameters(_upstream, _PARAMETERS, "trainer/grouped_topk.py")
+    require_version("megatron-core", WHO)
+    require_parameters(_upstream, _PARAMETERS, WHO)
     moe_utils.group_limited_topk = partial(group_limited_topk, group_members=group_members)

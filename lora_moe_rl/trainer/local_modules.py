@@ -8,6 +8,7 @@ packed rotary embedding, which loops over sequences in Python.
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 
 import torch
@@ -18,12 +19,18 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
 )
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer import attention as attention_module
+from megatron.core.transformer import multi_latent_attention as mla_module
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.kernels.grouped_linear import grouped_linear
+from lora_moe_rl.upstream.checks import require_parameters, require_version
+
+WHO = "lora_moe_rl/trainer/local_modules.py"
 
 
 def local_norm(config, hidden_size: int, eps: float = 1e-5, **_) -> torch.nn.Module:
@@ -123,10 +130,11 @@ class ReplicatedLinear(torch.nn.Module):
 def replicate_mla_down_projections(model: torch.nn.Module) -> None:
     """MLA's down projections, built column-parallel by the local spec, become whole.
 
-    Upstream (`multi_latent_attention.py` of megatron-core 0.19.2) gathers their output without
+    Upstream (`multi_latent_attention.py` of megatron-core) gathers their output without
     summing the gradient of the rotary key over the ranks' heads, so that under TP everything below
     would be trained on a partial gradient. TE's spec, which replicates them, is right.
     """
+    require_version("megatron-core", WHO)
     for layer in model.decoder.layers:
         attention = layer.self_attention
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
@@ -136,6 +144,7 @@ def replicate_mla_down_projections(model: torch.nn.Module) -> None:
 
 def localize(spec):
     """Replaces the leaves of a local block spec in place, and returns it."""
+    require_version("megatron-core", WHO)
     if spec.layer_norm is WrappedTorchNorm:
         spec.layer_norm = local_norm
     distinct = {id(layer): layer for layer in spec.layer_specs}  # layers share one spec object
@@ -168,7 +177,7 @@ def _rope_packed(
 ):  # fmt: skip
     """One gather and one multiplication instead of a loop over sequences.
 
-    Stands for `rope_utils._apply_rotary_pos_emb_thd` of megatron-core 0.19.2, whose loop costs
+    Stands for `rope_utils._apply_rotary_pos_emb_thd` of megatron-core, whose loop costs
     more than the attention itself for many short sequences. t `[T, heads, d]`.
     """
     if cp_group is not None and cp_group.size() > 1:
@@ -190,5 +199,21 @@ _rope_upstream = rope_utils._apply_rotary_pos_emb_thd
 
 
 def install() -> None:
-    """Use the packed rotary embedding above."""
+    """Use the packed rotary embedding above. Raises ConfigError when mcore is another than we know,
+    or would not call it."""
+    require_version("megatron-core", WHO)
+    require_parameters(_rope_upstream, tuple(inspect.signature(_rope_packed).parameters), WHO)
+    caller = rope_utils.apply_rotary_pos_emb
+    looked_up = "_apply_rotary_pos_emb_thd" in caller.__code__.co_names
+    if not looked_up or caller.__globals__ is not vars(rope_utils):
+        raise ConfigError(
+            f"{WHO} expects rope_utils.apply_rotary_pos_emb to look up _apply_rotary_pos_emb_thd: "
+            "the upstream code has changed"
+        )
+    for attention in (attention_module, mla_module):
+        if attention.apply_rotary_pos_emb is not caller:
+            raise ConfigError(
+                f"{WHO} expects {attention.__name__} to use rope_utils.apply_rotary_pos_emb: the "
+                "upstream code has changed"
+            )
     rope_utils._apply_rotary_pos_emb_thd = _rope_packed

@@ -1,4 +1,4 @@
-"""Lets unmodified Megatron-core 0.19.2 run on the CPU over gloo.
+"""Lets unmodified Megatron-core run on the CPU over gloo.
 
 Megatron-core asks `torch.cuda` for devices, streams and RNG states wherever it goes. Patching
 `torch` itself would reach Hugging Face and PEFT too (it silently corrupts `from_pretrained`), so
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.abc
-import importlib.metadata
 import importlib.util
 import sys
 import types
@@ -19,8 +18,8 @@ import types
 import torch
 
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.upstream.checks import require_version
 
-KNOWN_VERSION = "0.19.2"
 CPU = torch.device("cpu")
 _FACTORIES = ("zeros", "ones", "empty", "tensor", "full", "arange")
 
@@ -140,14 +139,9 @@ class _PatchOnImport(importlib.abc.MetaPathFinder):
 
 def install() -> None:
     """Idempotent. Raises ConfigError for another Megatron-core or one already imported."""
+    require_version("megatron-core", "lora_moe_rl/trainer/megatron_on_cpu.py")
     if any(isinstance(finder, _PatchOnImport) for finder in sys.meta_path):
         return
-    version = importlib.metadata.version("megatron-core")
-    if version != KNOWN_VERSION:
-        raise ConfigError(
-            f"trainer.device=cpu knows megatron-core {KNOWN_VERSION}, found {version}; "
-            "install the pinned version or train on a GPU"
-        )
     if any(name.startswith("megatron.core") for name in sys.modules):
         raise ConfigError("megatron.core was imported before it was prepared for the CPU")
     sys.meta_path.insert(0, _PatchOnImport(_proxy()))

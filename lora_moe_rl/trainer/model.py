@@ -125,7 +125,7 @@ def make_provider(source, config: TrainerConfig, num_layers: int, device: Device
         "expert_tensor_parallel_size": config.etp,
         "virtual_pipeline_model_parallel_size": config.vpp if config.vpp > 1 else None,
         # Interleaved over two ranks, tensors and shapes of both directions would go to one peer in
-        # an order that each side reads otherwise (`p2p_communication.py` of megatron-core 0.19.2).
+        # an order that each side reads otherwise (`p2p_communication.py` of megatron-core).
         "variable_seq_lengths": config.vpp == 1,
         "overlap_p2p_comm": config.vpp > 1,
         "batch_p2p_comm": config.vpp == 1,

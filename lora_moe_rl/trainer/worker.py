@@ -15,8 +15,7 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.refit.parts import PartLayout, SentPart
-from lora_moe_rl.refit.transports import shm
-from lora_moe_rl.refit.transports.choose import Wire, make_outgoing
+from lora_moe_rl.refit.transports import Channel, place
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.trainer.device import Device
 
@@ -52,7 +51,7 @@ class TrainerWorker:
             "device": device.kind,
             "dtype": str(device.dtype).removeprefix("torch."),
             "trainable": trainable,
-            "place": shm.place(),
+            "place": place(),
         }
 
     def memory(self) -> dict[str, int]:
@@ -94,7 +93,7 @@ class TrainerWorker:
         with self.engine.adapters.off():
             return self.engine.score(batch, *parts)
 
-    def prepare_refit(self, layouts: list[PartLayout], wire: Wire) -> None:
+    def prepare_refit(self, layouts: list[PartLayout], channel: Channel) -> None:
         """What the ranks send to engines, and how: this one's part among them, if it has one."""
         import ray
 
@@ -104,15 +103,13 @@ class TrainerWorker:
         held = held_by(self.engine.adapters.slices())
         for layout in layouts:
             if layout.source == self.rank:
-                self.sender = Sender(layout, held, scales)
-                host = ray.util.get_node_ip_address()
-                self.outgoing = make_outgoing(wire, layout, host)
+                outgoing = channel.outgoing(layout, ray.util.get_node_ip_address())
+                self.sender = Sender(layout, held, scales, outgoing)
 
     def send(self) -> SentPart:
         """Writes this rank's part of the current version and offers it to the engines. Only ranks
         that have one are asked."""
-        sent = self.sender.send(self.engine.version)
-        return self.outgoing.offer(sent, self.sender.buffer)
+        return self.sender.send(self.engine.version)
 
     def export(self) -> list[Shard]:
         """This rank's shards of the current version."""

@@ -1,6 +1,6 @@
 """Checks that what we touch of other packages' internals is still as we know it.
 
-A mend of an upstream package names the versions it was written against and what it relies on. If
+A mend of an upstream package requires the version it was written against and what it relies on. If
 either has changed it must refuse to start: a mend that no longer fits would fail silently.
 """
 
@@ -11,14 +11,19 @@ from collections.abc import Callable
 from typing import Any
 
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.upstream import versions
 
 
-def require_version(package: str, found: str, known: tuple[str, ...], who: str) -> None:
-    """Raises ConfigError when `found` (without its local part, as in 1.2+cpu) is not in `known`."""
-    if found.split("+")[0] not in known:
+def require_version(package: str, who: str) -> None:
+    """Raises ConfigError unless the package is installed in the version that `who` was written
+    against: that of `versions.TESTED`."""
+    builds = versions.VLLM_BUILDS if package == "vllm" else (package,)
+    found = next(filter(None, map(versions.installed, builds)), None)
+    if found is None or not versions.is_tested(package, found):
+        known = versions.TESTED[package]
         raise ConfigError(
-            f"{who} knows {package} {' and '.join(known)}, but {found} is installed; install a "
-            f"known version, or check the upstream code and add the version in {who}"
+            f"{who} knows {package} {known}, but {found or 'none'} is installed; install {known}, "
+            "or check what it relies on in the other and change upstream/versions.py"
         )
 
 

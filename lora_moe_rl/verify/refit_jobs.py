@@ -9,7 +9,7 @@ import numpy as np
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.refit.parts import PartLayout, SentPart
-from lora_moe_rl.refit.transports.choose import Wire
+from lora_moe_rl.refit.transports import Channel, place
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.router_replay.table import RouteTable
 
@@ -25,17 +25,15 @@ class RankJob:
         self.worker, self.spec = worker, spec
 
     def place(self) -> str:
-        from lora_moe_rl.refit.transports import shm
-
-        return shm.place()
+        return place()
 
     def set_adapter(self, tensors: Tensors) -> None:
         self.worker.set_adapter(tensors)
 
-    def send(self, version: int, layouts: list[PartLayout], wire: Wire) -> SentPart | None:
+    def send(self, version: int, layouts: list[PartLayout], channel: Channel) -> SentPart | None:
         """This rank's part of the adapter as `version`, if the plan wants one of it."""
         self.worker.engine.version = version
-        self.worker.prepare_refit(layouts, wire)
+        self.worker.prepare_refit(layouts, channel)
         if self.worker.rank not in {layout.source for layout in layouts}:
             return None
         return self.worker.send()

@@ -6,21 +6,19 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
 
 from lora_moe_rl.adapters.spec import AdapterSpec
-from lora_moe_rl.config import RefitConfig, RunConfig
+from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.models.fit import check_layout
 from lora_moe_rl.refit.plan import EngineLayout, Plan, Transfer
+from lora_moe_rl.refit.transports import transport_names
 from lora_moe_rl.rollout.facts import slot_rank
 from lora_moe_rl.rollout.platform import check_engine
 
 _ENGINE = re.compile(r"tp([1-9]\d*)(ep|fs)?")
-TRANSPORTS = tuple(
-    kind for kind in get_args(RefitConfig.model_fields["transport"].annotation) if kind != "auto"
-)
+TRANSPORTS = transport_names()
 Combination = tuple[str, str, str]  # names of engine, trainer and transport
 
 

@@ -26,8 +26,7 @@ from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.errors import ActorFailed, LoraMoeRlError
 from lora_moe_rl.refit.parts import STORAGE, part_layouts
 from lora_moe_rl.refit.plan import make_plan
-from lora_moe_rl.refit.transports import directory
-from lora_moe_rl.refit.transports.choose import choose
+from lora_moe_rl.refit.transports import choose
 from lora_moe_rl.rollout.facts import served_module
 from lora_moe_rl.verify.inputs import random_adapter
 from lora_moe_rl.verify.layouts import Layout
@@ -226,13 +225,12 @@ class RefitVerification:
         path = str(self.folder / "refits") if row.transport == "directory" else None
         settings = {"refit": {"transport": row.transport, "directory": path}}
         refit = with_settings(self.config, settings).refit
-        wire = choose(refit, ranks.call("place"), [self.facts["place"]])
-        process.call("prepare_refit", layouts, wire)
+        channel = choose(refit, ranks.call("place"), [self.facts["place"]])
+        process.call("prepare_refit", layouts, channel)
         started = time.perf_counter()
-        answers = ranks.call("send", version, layouts, wire)
+        answers = ranks.call("send", version, layouts, channel)
         sent = [part for part in answers if part is not None]
-        if path is not None:
-            directory.publish(path, sent)
+        channel.published(lambda: sent)
         receipt = process.call("publish", version, *sent)
         row.nbytes, row.publish_seconds = receipt.bytes, time.perf_counter() - started
         if self.merged:

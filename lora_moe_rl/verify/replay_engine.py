@@ -150,6 +150,7 @@ class SteppedEngine:
         import torch
 
         from lora_moe_rl.refit.sender import Sender
+        from lora_moe_rl.refit.transports import shm
 
         plan = make_plan(
             self.spec,
@@ -162,7 +163,8 @@ class SteppedEngine:
             name: [(Box((0,) * tensor.ndim, tensor.shape), torch.from_numpy(tensor))]
             for name, tensor in tensors.items()
         }
-        self.sender = Sender(layout, held, {site.name: site.scale for site in self.spec})
+        scales = {site.name: site.scale for site in self.spec}
+        self.sender = Sender(layout, held, scales, shm.Outgoing())
         sent = json.dumps([asdict(self.sender.send(VERSION))])
         self._workers("refit_prepare", to_json(layouts))
         self._workers("refit_stage", VERSION, sent)

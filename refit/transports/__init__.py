@@ -1,5 +1,128 @@
-"""How a part of an adapter version gets from a trainer rank into an engine worker: a file each.
+"""How a part of an adapter version gets from a trainer rank into an engine worker.
+
+Every module in this folder is a transport, known by the module's name, and defines a `Channel`:
+both ends, the memory that a trainer rank packs its part into, and what the controller has to do.
+
+trainer rank    channel.outgoing(layout, host): .memory(nbytes), then .offer(part) of each version
+controller      channel.published(sent) before engines take a version, channel.keep(versions) after
+engine worker   channel.incoming(rank).open(layout, part) -> the part's buffer
 
 A transport only moves bytes. What the bytes are, and the checks of them, are the same for all: see
-`refit/parts.py`.
+`refit/parts.py`. docs/adding/transport.md tells how to add one. Importing this imports no torch.
 """
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from lora_moe_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from lora_moe_rl.config import RefitConfig
+    from lora_moe_rl.refit.parts import PartLayout, SentPart
+
+AUTO = ("shm", "distributed")  # the first of them that fits is refit.transport=auto
+
+
+class Outgoing(Protocol):
+    """A trainer rank's end."""
+
+    def memory(self, nbytes: int) -> np.ndarray:
+        """Where the sender packs the rank's part of every version: uint8 `[nbytes]`, asked for
+        once. Raises RefitError when there is no room."""
+        ...
+
+    def offer(self, sent: SentPart) -> SentPart:
+        """Makes a part ready to be fetched: its bytes are in the memory, and stay there until the
+        next version. Returns it with the `path` that the other end needs."""
+        ...
+
+
+class Incoming(Protocol):
+    """An engine worker's end."""
+
+    def open(self, layout: PartLayout, sent: SentPart) -> np.ndarray:
+        """The part's buffer, uint8 `[sent.nbytes]`, as it is at the sender wherever a box for this
+        worker lies. Raises RefitError when it cannot be had."""
+        ...
+
+
+class Channel:
+    """The transport of a run. Made by the controller, which tells it to both ends.
+
+    `settings`: the run's section `refit`, with this transport's name in `transport`.
+    """
+
+    def __init__(self, settings: RefitConfig):
+        self.settings = settings
+
+    @staticmethod
+    def unfit(places: Sequence[str]) -> str | None:
+        """Why processes at these places (see `place`) cannot use it, as what follows
+        "refit.transport=NAME" in an error; None when they can."""
+        return None
+
+    def outgoing(self, layout: PartLayout, host: str) -> Outgoing:
+        """`host`: the address under which others reach this trainer rank."""
+        raise NotImplementedError
+
+    def incoming(self, rank: int) -> Incoming:
+        """`rank`: the worker's own in its engine."""
+        raise NotImplementedError
+
+    async def published(self, sent: Callable[[], Awaitable[Sequence[SentPart]]]) -> None:
+        """Called by the controller before engines take a version. `sent()` waits until all parts of
+        it are offered, and returns them; a transport that needs nothing done does not ask."""
+
+    def keep(self, versions: Iterable[int]) -> None:
+        """Called by the controller when engines have taken a version. Only `versions` may be asked
+        for from now on: what is held of others can go."""
+
+    def to_json(self) -> str:
+        return self.settings.model_dump_json()
+
+
+def from_json(text: str) -> Channel:
+    """Of a channel that another process of the run has chosen."""
+    from lora_moe_rl.config import RefitConfig
+
+    return channel(RefitConfig.model_construct(**json.loads(text)))
+
+
+def transport_names() -> tuple[str, ...]:
+    """What refit.transport can be, beside auto."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+
+
+def channel(settings: RefitConfig) -> Channel:
+    """By the name in `settings.transport`."""
+    return importlib.import_module(f"{__name__}.{settings.transport}").Channel(settings)
+
+
+def choose(settings: RefitConfig, trainer: Iterable[str], engines: Iterable[str]) -> Channel:
+    """`trainer` and `engines`: where each of them runs, see `place`.
+
+    Raises ConfigError for a transport that processes at these places cannot use.
+    """
+    places, reason = [*trainer, *engines], None
+    names = AUTO if settings.transport == "auto" else (settings.transport,)
+    for name in names:
+        found = channel(settings.model_copy(update={"transport": name}))
+        reason = found.unfit(places)
+        if reason is None:
+            return found
+    raise ConfigError(f"refit.transport={settings.transport} {reason}")
+
+
+def place() -> str:
+    """Equal for processes that see each other's memory: one machine, one container, one user."""
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{machine}/{os.readlink('/proc/self/ns/pid')}/{os.getuid()}"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +24,32 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from lora_moe_rl.errors import RefitError
-from lora_moe_rl.refit.parts import Entry, PartLayout, SentPart, version_checksum
+from lora_moe_rl.refit import transports
+from lora_moe_rl.refit.parts import Entry, PartLayout, SentPart, host_memory, version_checksum
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 FILE_NAME = re.compile(r"part-\d{5,}\.safetensors")
 FOLDER_NAME = re.compile(r"v\d{6,}")
+
+
+class Channel(transports.Channel):
+    @property
+    def directory(self) -> str:
+        assert self.settings.directory is not None  # the config sees to it
+        return self.settings.directory
+
+    def outgoing(self, layout: PartLayout, host: str) -> Outgoing:
+        return Outgoing(self.directory, layout)
+
+    def incoming(self, rank: int) -> Incoming:
+        return Incoming(self.directory, rank)
+
+    async def published(self, sent: Callable[[], Awaitable[Sequence[SentPart]]]) -> None:
+        publish(self.directory, await sent())
+
+    def keep(self, versions: Iterable[int]) -> None:
+        keep_only(self.directory, versions)
 
 
 class Outgoing:
@@ -39,9 +59,13 @@ class Outgoing:
         self.root, self.layout = Path(directory), layout
         self.offered: SentPart | None = None
 
-    def offer(self, sent: SentPart, buffer: np.ndarray) -> SentPart:
+    def memory(self, nbytes: int) -> np.ndarray:
+        self.buffer = host_memory(nbytes)
+        return self.buffer
+
+    def offer(self, sent: SentPart) -> SentPart:
         if sent != self.offered:  # of a version that a skipped update left as it was, all is there
-            self._write(sent, buffer)
+            self._write(sent, self.buffer)
             self.offered = sent
         return replace(sent, path=f"{_folder(sent.version)}/{_file(sent.source)}")
 

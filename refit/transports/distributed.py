@@ -29,7 +29,8 @@ import torch
 from torch.distributed import DistStoreError, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from lora_moe_rl.errors import RefitError
-from lora_moe_rl.refit.parts import PartLayout, SentPart
+from lora_moe_rl.refit import transports
+from lora_moe_rl.refit.parts import PartLayout, SentPart, host_memory
 
 IDLE = timedelta(days=1)  # then the thread asks its store again
 CONNECT_S = 20.0  # a machine that is there accepts at once
@@ -39,6 +40,14 @@ SENDER, RECEIVER = 0, 1  # ranks in a link's group
 log = logging.getLogger(__name__)
 
 
+class Channel(transports.Channel):
+    def outgoing(self, layout: PartLayout, host: str) -> Outgoing:
+        return Outgoing(layout, host, self.settings.timeout_s)
+
+    def incoming(self, rank: int) -> Incoming:
+        return Incoming(rank, self.settings.timeout_s)
+
+
 class Outgoing:
     """A trainer rank's end. Its thread ends with the process."""
 
@@ -46,11 +55,16 @@ class Outgoing:
         self.layout, self.host, self.timeout_s = layout, host, timeout_s
         self.store = TCPStore(host, 0, None, True, timeout=IDLE, wait_for_workers=False)
         self.links: dict[str, ProcessGroupGloo] = {}
-        self.offered: tuple[int, torch.Tensor] | None = None
+        self.offered: int | None = None  # a version
         threading.Thread(target=self._serve, name="refit", daemon=True).start()
 
-    def offer(self, sent: SentPart, buffer: np.ndarray) -> SentPart:
-        self.offered = sent.version, torch.from_numpy(buffer)
+    def memory(self, nbytes: int) -> np.ndarray:
+        buffer = host_memory(nbytes)
+        self.whole = torch.from_numpy(buffer)
+        return buffer
+
+    def offer(self, sent: SentPart) -> SentPart:
+        self.offered = sent.version
         return replace(sent, path=f"{self.host}:{self.store.port}")
 
     def _serve(self) -> None:
@@ -72,16 +86,16 @@ class Outgoing:
         for name in left:
             self.links.pop(name, None)
         offered = self.offered
-        if offered is None or offered[0] != version:
-            has = "none" if offered is None else f"version {offered[0]}"
+        if offered != version:
+            has = "none" if offered is None else f"version {offered}"
             self.store.set(ask, f"asked for adapter version {version}, it has {has}")
             return
         self.store.set(ask, READY)
         if link not in self.links:
             self.links[link] = _group(self.store, link, SENDER, self.host, self.timeout_s)
-        group, whole = self.links[link], offered[1]
+        group = self.links[link]
         for start, stop in runs(self.layout, rank):
-            group.send([whole[start:stop]], RECEIVER, 0).wait()
+            group.send([self.whole[start:stop]], RECEIVER, 0).wait()
 
 
 class Incoming:

@@ -1,26 +1,54 @@
-"""Shared memory on one machine: the worker maps the sender's buffer, and nothing is copied."""
+"""Shared memory on one machine: the worker maps the sender's buffer, and nothing is copied.
+
+The memory has no name in any file system: it goes with the trainer rank's process, however that
+ends.
+"""
 
 from __future__ import annotations
 
+import mmap
 import os
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from lora_moe_rl.refit.parts import PartLayout, SentPart, open_part
+from lora_moe_rl.config import RefitConfig
+from lora_moe_rl.refit import transports
+from lora_moe_rl.refit.parts import PartLayout, SentPart, check_room, open_part
 
 
-def place() -> str:
-    """Equal for processes that see each other's memory: one machine, one container, one user."""
-    machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{machine}/{os.readlink('/proc/self/ns/pid')}/{os.getuid()}"
+class Channel(transports.Channel):
+    @staticmethod
+    def unfit(places: Sequence[str]) -> str | None:
+        if len(set(places)) == 1:
+            return None
+        return (
+            "needs all trainer ranks and engines on one machine, in one container and as one user, "
+            "and they are not; use distributed or directory"
+        )
+
+    def outgoing(self, layout: PartLayout, host: str) -> Outgoing:
+        return Outgoing()
+
+    def incoming(self, rank: int) -> Incoming:
+        return Incoming()
+
+
+SHARED_MEMORY = Channel(RefitConfig(transport="shm"))
 
 
 class Outgoing:
-    """The sender's buffer is shared memory already, and its path is in the part."""
+    """A trainer rank's memory, and its path in /proc."""
 
-    def offer(self, sent: SentPart, buffer: np.ndarray) -> SentPart:
-        return sent
+    def memory(self, nbytes: int) -> np.ndarray:
+        check_room(nbytes)  # memory without a name has no limit of its own but the machine's
+        self.descriptor = os.memfd_create("lora_moe_rl")
+        os.posix_fallocate(self.descriptor, 0, nbytes)  # to run out while writing kills the process
+        return np.frombuffer(mmap.mmap(self.descriptor, nbytes), dtype=np.uint8)
+
+    def offer(self, sent: SentPart) -> SentPart:
+        return replace(sent, path=f"/proc/{os.getpid()}/fd/{self.descriptor}")
 
 
 class Incoming:

@@ -13,6 +13,8 @@ from lora_moe_rl.config import TrainerConfig
 from lora_moe_rl.refit.parts import STORAGE, PartLayout, part_layouts
 from lora_moe_rl.refit.plan import Box, EngineLayout, TrainerRank, make_plan, trainer_ranks
 from lora_moe_rl.refit.sender import Held, Sender
+from lora_moe_rl.refit.transports import Channel
+from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
 from lora_moe_rl.rollout.facts import Dtype, slot_rank
 
 Tensors = Mapping[str, np.ndarray]
@@ -43,10 +45,16 @@ def make_layouts(
 
 
 def make_senders(
-    layouts: list[PartLayout], spec: AdapterSpec, tensors: Tensors, trainer: TrainerConfig
+    layouts: list[PartLayout],
+    spec: AdapterSpec,
+    tensors: Tensors,
+    trainer: TrainerConfig,
+    channel: Channel = SHARED_MEMORY,
 ) -> list[Sender]:
     ranks = trainer_ranks(trainer, spec.shape.num_layers)
     scales = {site.name: site.scale for site in spec}
-    return [
-        Sender(layout, held_by(ranks[layout.source], spec, tensors), scales) for layout in layouts
-    ]
+    senders = []
+    for layout in layouts:
+        held = held_by(ranks[layout.source], spec, tensors)
+        senders.append(Sender(layout, held, scales, channel.outgoing(layout, "127.0.0.1")))
+    return senders

@@ -26,6 +26,7 @@ from lora_moe_rl.errors import RefitError
 from lora_moe_rl.refit import parts
 from lora_moe_rl.refit.plan import Box, EngineLayout
 from lora_moe_rl.refit.sender import Sender
+from lora_moe_rl.refit.transports import shm
 
 QWEN = shrunk(QWEN3_30B_A3B) | {"num_hidden_layers": 2, "mlp_only_layers": [0]}
 DEEPSEEK = shrunk(DEEPSEEK_V3) | {"num_hidden_layers": 2, "first_k_dense_replace": 1}
@@ -194,7 +195,7 @@ def test_a_sender_sends_what_its_tensors_hold_now():
     (layout,) = make_layouts(spec)
     values = {name: torch.from_numpy(value) for name, value in tensors.items()}
     held = {n: [(Box((0, 0), tuple(v.shape)), v)] for n, v in values.items()}
-    sender = Sender(layout, held, {site.name: site.scale for site in spec})
+    sender = Sender(layout, held, {site.name: site.scale for site in spec}, shm.Outgoing())
     before = sender.send(1)
     values["layers.1.o_proj.B"].add_(1)
     after = sender.send(2)
@@ -278,20 +279,20 @@ def test_a_rank_without_what_the_plan_wants_of_it_is_refused():
     spec = make_spec(rank=4)
     (layout,) = make_layouts(spec)
     with pytest.raises(RefitError, match=r"rank 0 holds 0 of \d+ elements of layers.0.q_proj.A"):
-        Sender(layout, {}, {site.name: site.scale for site in spec})
+        Sender(layout, {}, {site.name: site.scale for site in spec}, shm.Outgoing())
 
 
 def test_a_part_goes_with_its_sender():
     _, senders = two_senders()
     sent = senders[0].send(1)
-    os.close(senders[0].descriptor)
+    os.close(senders[0].outgoing.descriptor)
     with pytest.raises(RefitError, match="one machine, in one container and as one user"):
         parts.open_part(sent.path, sent.nbytes)
     senders.clear()
     gc.collect()
 
 
-def test_a_part_larger_than_memory_is_an_error():
-    (layout,) = make_layouts(make_spec(rank=4))
+@pytest.mark.parametrize("memory", [shm.Outgoing().memory, parts.host_memory])
+def test_a_part_larger_than_memory_is_an_error(memory):
     with pytest.raises(RefitError, match="no room for"):
-        Sender(dataclasses.replace(layout, nbytes=2**60), {}, {})
+        memory(2**60)

@@ -7,34 +7,39 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from transport_ranks import VERSION, all_sent, offer_and_wait
+from transport_ranks import VERSION, all_sent, make_channel, offer_and_wait
 
 from lora_moe_rl.config import RefitConfig
 from lora_moe_rl.errors import ConfigError, RefitError
-from lora_moe_rl.refit import parts
-from lora_moe_rl.refit.transports import directory, distributed, shm
-from lora_moe_rl.refit.transports.choose import Wire, choose, make_incoming
+from lora_moe_rl.refit import parts, transports
+from lora_moe_rl.refit.transports import Channel, choose, directory, distributed, from_json, place
+from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
 
 KINDS = ["shm", "directory", "distributed"]
 
 
-def make_wire(kind: str, tmp_path) -> Wire:
-    return Wire(kind, str(tmp_path / "refit") if kind == "directory" else "", timeout_s=20)
+def make(kind: str, tmp_path) -> Channel:
+    """Told to another process and back, as in a run."""
+    return from_json(make_channel(kind, tmp_path / "refit").to_json())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_worker_gets_its_boxes_bit_for_bit(kind, dtype, tmp_path):
-    wire = make_wire(kind, tmp_path)
-    all_ = all_sent(wire, dtype)
+    channel = make(kind, tmp_path)
+    all_ = all_sent(channel, dtype)
     for rank in (0, 1):
-        end = make_incoming(wire, rank)
+        end = channel.incoming(rank)
         for layout, sender, sent in zip(all_.layouts, all_.senders, all_.sent, strict=True):
             buffer = end.open(layout, sent)
             mine = [i for i, e in enumerate(layout.entries) if rank in e.targets]
@@ -47,20 +52,19 @@ def test_each_worker_gets_its_boxes_bit_for_bit(kind, dtype, tmp_path):
 
 @pytest.mark.parametrize("kind", ["shm", "distributed"])
 def test_a_byte_that_changes_on_the_way_is_named(kind, tmp_path):
-    wire = make_wire(kind, tmp_path)
-    all_ = all_sent(wire)
+    channel = make(kind, tmp_path)
+    all_ = all_sent(channel)
     layout, entry = all_.layouts[1], all_.layouts[1].entries[5]
     all_.senders[1].buffer[entry.offset + 2] ^= 1
     rank = entry.targets[0]
-    buffer = make_incoming(wire, rank).open(layout, all_.sent[1])
+    buffer = channel.incoming(rank).open(layout, all_.sent[1])
     mine = [i for i, e in enumerate(layout.entries) if rank in e.targets]
     with pytest.raises(RefitError, match=f"checksum of {entry.tensor} from trainer rank 1"):
         parts.check_received(layout, all_.sent[1], buffer, mine)
 
 
 def test_a_pair_of_ranks_has_one_message():
-    wire = Wire()
-    for layout in all_sent(wire).layouts:
+    for layout in all_sent(SHARED_MEMORY).layouts:
         for rank in (0, 1):
             ((start, stop),) = distributed.runs(layout, rank)
             mine = [e for e in layout.entries if rank in e.targets]
@@ -73,8 +77,8 @@ def test_a_pair_of_ranks_has_one_message():
 
 @pytest.fixture
 def published(tmp_path):
-    wire = make_wire("directory", tmp_path)
-    all_ = all_sent(wire)
+    channel = make("directory", tmp_path)
+    all_ = all_sent(channel)
     folder = tmp_path / "refit" / "v000012"
     return SimpleNamespace(
         root=folder.parent,
@@ -82,7 +86,7 @@ def published(tmp_path):
         manifest=folder / "manifest.json",
         sent=all_.sent,
         layout=all_.layouts[0],
-        open=lambda: make_incoming(wire, 0).open(all_.layouts[1], all_.sent[1]),
+        open=lambda: channel.incoming(0).open(all_.layouts[1], all_.sent[1]),
     )
 
 
@@ -107,7 +111,8 @@ def test_without_its_manifest_a_version_is_not_there(published):
 def test_a_version_that_is_written_again_is_not_there_until_it_is_whole(published):
     """An earlier run came further: its version 12 must not be taken for this run's."""
     end = directory.Outgoing(str(published.root), published.layout)
-    end.offer(published.sent[0], np.zeros(published.layout.nbytes, dtype=np.uint8))
+    end.memory(published.layout.nbytes)
+    end.offer(published.sent[0])
     with pytest.raises(RefitError, match="version 12 is not published"):
         published.open()
 
@@ -115,12 +120,12 @@ def test_a_version_that_is_written_again_is_not_there_until_it_is_whole(publishe
 def test_a_version_that_is_offered_again_stays_whole(published):
     """A skipped update leaves the version as it was; engines that come back still need it."""
     end = directory.Outgoing(str(published.root), published.layout)
-    buffer = np.zeros(published.layout.nbytes, dtype=np.uint8)
-    sent = end.offer(published.sent[0], buffer)
+    end.memory(published.layout.nbytes)
+    sent = end.offer(published.sent[0])
     directory.publish(published.root, [sent, published.sent[1]])
-    assert end.offer(published.sent[0], buffer) == sent
+    assert end.offer(published.sent[0]) == sent
     assert directory.read_manifest(published.root, VERSION)[0] == sent
-    end.offer(dataclasses.replace(published.sent[0], checksums=(1,)), buffer)
+    end.offer(dataclasses.replace(published.sent[0], checksums=(1,)))
     with pytest.raises(RefitError, match="version 12 is not published"):
         directory.read_manifest(published.root, VERSION)
 
@@ -193,7 +198,7 @@ def test_old_versions_are_removed_and_nothing_else(published):
 def test_a_directory_that_cannot_be_written_names_its_setting(tmp_path):
     (tmp_path / "refit").write_text("a file")
     with pytest.raises(RefitError, match="refit.directory"):
-        all_sent(make_wire("directory", tmp_path))
+        all_sent(make("directory", tmp_path))
 
 
 # ---- distributed
@@ -241,7 +246,7 @@ def test_a_trainer_rank_that_hangs_is_given_up(trainer_process):
 
 
 def test_a_worker_that_leaves_does_not_stop_the_others():
-    all_ = all_sent(Wire("distributed", timeout_s=1))
+    all_ = all_sent(make_channel("distributed", timeout_s=1))
     layout, sent = all_.layouts[0], all_.sent[0]
     leaver = distributed.Incoming(0, timeout_s=1)
     leaver.open(layout, sent)
@@ -258,10 +263,15 @@ def test_a_worker_that_leaves_does_not_stop_the_others():
 
 
 def test_auto_is_shared_memory_where_all_run_in_one_place():
-    here = shm.place()
-    assert choose(RefitConfig(), [here, here], [here]).kind == "shm"
-    assert choose(RefitConfig(), [here, here], ["elsewhere"]).kind == "distributed"
-    assert choose(RefitConfig(transport="distributed"), [here], [here]).kind == "distributed"
+    here = place()
+    for transport, engine, chosen in [
+        ("auto", here, "shm"),
+        ("auto", "elsewhere", "distributed"),
+        ("distributed", here, "distributed"),
+    ]:
+        channel = choose(RefitConfig(transport=transport), [here, here], [engine])
+        assert channel.settings.transport == chosen
+        assert type(channel).__module__.endswith(f".{chosen}")
     with pytest.raises(ConfigError, match="use distributed or directory"):
         choose(RefitConfig(transport="shm"), [here], ["elsewhere"])
 
@@ -276,3 +286,33 @@ def test_auto_is_shared_memory_where_all_run_in_one_place():
 def test_a_directory_must_be_given_from_the_root(settings, message):
     with pytest.raises(ValueError, match=message):
         RefitConfig(**settings)
+
+
+# ---- adding one
+
+
+def test_a_transport_is_added_by_one_file(tmp_path, monkeypatch):
+    """The one of the page that tells how."""
+    page = Path(__file__).parents[2] / "docs" / "adding" / "transport.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    (tmp_path / "copies.py").write_text(code)
+    monkeypatch.setattr(transports, "__path__", [*transports.__path__, str(tmp_path)])
+    assert transports.transport_names() == ("copies", "directory", "distributed", "shm")
+    (tmp_path / "refit").mkdir()
+    channel = make("copies", tmp_path)
+    all_ = all_sent(channel)
+    channel.keep([VERSION])
+    for layout, sender, sent in zip(all_.layouts, all_.senders, all_.sent, strict=True):
+        np.testing.assert_array_equal(channel.incoming(0).open(layout, sent), sender.buffer)
+    channel.keep([VERSION + 1])
+    with pytest.raises(RefitError, match="cannot read an adapter from"):
+        channel.incoming(0).open(all_.layouts[0], all_.sent[0])
+
+
+def test_the_names_of_transports_are_had_without_torch():
+    code = (
+        "import sys; from lora_moe_rl.refit.transports import transport_names;"
+        "assert transport_names() == ('directory', 'distributed', 'shm');"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

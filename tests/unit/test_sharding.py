@@ -80,17 +80,17 @@ def test_a_gradient_is_summed_over_every_axis_that_its_tensor_is_not_cut_over():
             assert sorted([*cut, *rule.reduce]) == sorted(grid_of(kind)), (kind, tensor)
 
 
-def test_a_reduction_can_be_dropped_and_restored():
-    before = sharding.reductions()
-    assert ("row", "B", "tp") in before and len(before) == 24
-    sharding.drop_reduction("row", "B", "tp")
-    try:
-        assert sharding.reductions() == [entry for entry in before if entry != ("row", "B", "tp")]
-        with pytest.raises(ValueError, match=r"row\.B is not summed over tp"):
-            sharding.drop_reduction("row", "B", "tp")
-    finally:
-        sharding.restore_reductions()
-    assert sharding.reductions() == before
+def test_a_reduction_is_left_out_of_another_table():
+    entries = sharding.reductions()
+    assert len(entries) == 24
+    for kind, tensor, axis in entries:
+        faulty = RankLayout(table=sharding.without([(kind, tensor, axis)])).table
+        left = [a for a in RULES[kind][tensor].reduce if a != axis]
+        assert list(faulty[kind][tensor].reduce) == left
+        assert faulty != RULES
+    assert sharding.reductions() == entries and RankLayout().table is RULES
+    with pytest.raises(ValueError, match=r"row\.B is not summed over tp"):
+        sharding.without([("row", "B", "tp"), ("row", "B", "tp")])
 
 
 def test_sizes_that_do_not_divide_are_an_error():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,18 +12,25 @@ from refit_ranks import make_layouts, make_senders
 
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.spec import AdapterSpec
-from lora_moe_rl.config import AdapterConfig, TrainerConfig
+from lora_moe_rl.config import AdapterConfig, RefitConfig, TrainerConfig
 from lora_moe_rl.refit.plan import EngineLayout
-from lora_moe_rl.refit.transports import directory
-from lora_moe_rl.refit.transports.choose import Wire, make_outgoing
+from lora_moe_rl.refit.transports import Channel, channel
 
 TWO = TrainerConfig(world_size=2, pp=2)
 ENGINE = EngineLayout(slot_rank=8, tp=2)
 VERSION = 12
 
 
-def all_sent(wire: Wire, dtype="float32"):
-    """Two trainer ranks that have offered a version: (layouts, senders, parts, ends)."""
+def make_channel(transport: str, directory: Path | None = None, timeout_s: float = 20) -> Channel:
+    path = None if directory is None else str(directory)
+    return channel(
+        RefitConfig.model_construct(transport=transport, directory=path, timeout_s=timeout_s)
+    )
+
+
+def all_sent(channel: Channel, dtype="float32"):
+    """Two trainer ranks that have offered a version, and it is published: (layouts, senders,
+    parts)."""
     shape = ModelShape.from_hf_config(shrunk(QWEN3_30B_A3B) | {"num_hidden_layers": 2})
     spec = AdapterSpec.build(shape, AdapterConfig(rank=3, alpha=4))
     generator = np.random.default_rng(0)
@@ -31,19 +39,14 @@ def all_sent(wire: Wire, dtype="float32"):
         for name, shape in spec.tensor_shapes.items()
     }
     layouts = make_layouts(spec, TWO, ENGINE, dtype)
-    senders = make_senders(layouts, spec, tensors, TWO)
-    ends = [make_outgoing(wire, layout, "127.0.0.1") for layout in layouts]
-    sent = [
-        end.offer(sender.send(VERSION), sender.buffer)
-        for end, sender in zip(ends, senders, strict=True)
-    ]
-    if wire.directory:
-        directory.publish(wire.directory, sent)
-    return SimpleNamespace(layouts=layouts, senders=senders, sent=sent, ends=ends)
+    senders = make_senders(layouts, spec, tensors, TWO, channel)
+    sent = [sender.send(VERSION) for sender in senders]
+    channel.published(lambda: sent)
+    return SimpleNamespace(layouts=layouts, senders=senders, sent=sent)
 
 
 def offer_and_wait(pipe) -> None:
     """A trainer process: offers a version, then lives until it is killed."""
-    all_ = all_sent(Wire("distributed", timeout_s=20))
+    all_ = all_sent(make_channel("distributed"))
     pipe.send((all_.layouts, all_.sent))
     time.sleep(60)

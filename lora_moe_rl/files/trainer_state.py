@@ -1,0 +1,33 @@
+"""How a trainer's state stands on disk: slices of canonical tensors, so that any layout reads it.
+
+Each rank writes one safetensors file with the slices it owns. The key of a slice says of what it
+is, which tensor it is part of and where it lies: `adapter|layers.0.q_proj.A|0,0`. Pure: no torch.
+"""
+
+from __future__ import annotations
+
+from lora_moe_rl.errors import CheckpointError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's
+KINDS = ("adapter", *MOMENTS)  # each of all canonical tensors
+FILES = "trainer_*.safetensors"
+
+
+def file_name(number: int) -> str:
+    return f"trainer_{number:05d}.safetensors"
+
+
+def key(kind: str, name: str, start: tuple[int, ...]) -> str:
+    return f"{kind}|{name}|{','.join(map(str, start))}"
+
+
+def parse(text: str) -> tuple[str, str, tuple[int, ...]]:
+    """(kind, tensor, start) of a key. Raises CheckpointError for what is none."""
+    try:
+        kind, name, start = text.split("|")
+        return kind, name, tuple(int(x) for x in start.split(","))
+    except ValueError:
+        example = key("adapter", "layers.0.q_proj.A", (0, 0))
+        raise CheckpointError(
+            f"{text!r} is no slice of a trainer's state: keys are like {example}"
+        ) from None
