@@ -100,7 +100,7 @@ class RunDir:
             self._check_earlier_run()
             for folder in (self.checkpoints, self.logs):
                 folder.mkdir(exist_ok=True)
-            replace_file(self.config_file, to_yaml(self.config))
+            replace_file(self.config_file, to_yaml(self.config).encode())
         except BaseException:
             self._lock.release()
             raise
@@ -158,7 +158,7 @@ class RunDir:
         """Appends `logging.samples_per_step` of the step's samples. `samples[i]` has the reward
         `rewards[i]` (NaN: none) and `advantages[i]`, and answers `prompts[samples[i].group]`."""
         chosen = _spread(len(samples), self.config.logging.samples_per_step)
-        with open(self.samples_file, "a") as file:
+        with open(self.samples_file, "a", encoding="utf-8") as file:
             for i in chosen:
                 record = _sample_record(
                     step, prompts[samples[i].group], samples[i], rewards[i], advantages[i]
@@ -208,11 +208,18 @@ def _finite(value: Any) -> Any:
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a file. A last line that was cut off in the middle is left out."""
     if path.exists():
-        for line in path.read_text().splitlines():
+        for line in _lines(path):
             try:
                 yield json.loads(line)
             except ValueError:
                 return
+
+
+def _lines(path: Path) -> list[bytes]:
+    """The lines of a JSONL file, with their ends. Only a line feed ends one: str.splitlines would
+    also split at U+2028 and its like, which JSON leaves as they are inside a text."""
+    with open(path, "rb") as file:
+        return file.readlines()
 
 
 def tail(path: Path, num_lines: int) -> str:
@@ -228,10 +235,10 @@ def tail(path: Path, num_lines: int) -> str:
     return "\n".join(text.splitlines()[-num_lines:])
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, content: bytes) -> None:
     """Writes `path` whole or not at all."""
     scratch = path.with_name(f".{path.name}.tmp")
-    scratch.write_text(text)
+    scratch.write_bytes(content)
     os.replace(scratch, path)
 
 
@@ -243,16 +250,16 @@ def _cut_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept, cut = [], []
-    for line in path.read_text().splitlines(keepends=True):
+    for line in _lines(path):
         try:
-            keep = line.endswith("\n") and json.loads(line)["step"] <= step
+            keep = line.endswith(b"\n") and json.loads(line)["step"] <= step
         except (ValueError, KeyError, TypeError):
             keep = False
         (kept if keep else cut).append(line)
     if cut:
-        with open(path.with_name(path.name + ".bak"), "a") as backup:
-            backup.writelines(line if line.endswith("\n") else line + "\n" for line in cut)
-        replace_file(path, "".join(kept))
+        with open(path.with_name(path.name + ".bak"), "ab") as backup:
+            backup.writelines(line if line.endswith(b"\n") else line + b"\n" for line in cut)
+        replace_file(path, b"".join(kept))
 
 
 def _check_unchanged(saved: dict[str, Any], config: RunConfig, path: Path) -> None:
