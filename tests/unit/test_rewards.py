@@ -44,6 +44,8 @@ def deed(prompts, completions):
         case "hang": time.sleep(60)
         case "nan": return [float("nan")] * n
         case "inf": return [float("inf")] * n
+        case "huge": return [1e39] * n
+        case "largest": return [3.4e38] * n
         case "text": return ["1.0"] * n
         case "few": return [1.0] * (n - 1)
         case "scalar": return 1.0
@@ -114,6 +116,7 @@ def test_messages_in_messages_out(functions):
         ("hang", "took longer than reward.timeout_s=1"),
         ("nan", "nan"),
         ("inf", "inf"),
+        ("huge", "returned 1e+39, not a finite number in float32"),
         ("text", "'1.0'"),
         ("few", "for 4 samples"),
         ("scalar", "returned 1.0"),
@@ -127,6 +130,11 @@ def test_a_failed_call_masks_its_prompt_and_no_other(deed, evil, reason):
     assert (rewards[:4] == 1).all() and (rewards[8:] == 1).all()
     assert len(failures) == 4
     assert all(line.startswith("prompt 1: ") and reason in line for line in failures)
+
+
+def test_a_reward_that_float32_still_holds_is_taken(deed):
+    rewards, failures = deed.score(*step(["largest"]))
+    assert not failures and rewards.tolist() == [np.float32(3.4e38)] * 4
 
 
 def test_every_prompt_may_fail_in_one_step(deed):
