@@ -6,11 +6,13 @@ import time
 from dataclasses import replace
 
 import numpy as np
+import psutil
 import pytest
 
 from lora_moe_rl.data.samples import Prompt, Sample
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.rewards import exact_match, math_verify, number_match
+from lora_moe_rl.rewards import runner as rewards_runner
 from lora_moe_rl.rewards.runner import RewardRunner
 
 FUNCTIONS = '''
@@ -184,6 +186,47 @@ def test_close_ends_the_processes(functions):
     processes = [worker.process for worker in runner._workers]
     runner.close()
     assert all(process.poll() is not None for process in processes)
+
+
+STARTS_OTHERS = """
+import pathlib, subprocess, time
+
+def reward(prompts, completions, file):
+    # One in a session of its own, and one whose parent has ended.
+    start = "setsid sleep 600 > /dev/null 2>&1 & echo $!"
+    orphan = subprocess.run(["sh", "-c", start], capture_output=True, text=True).stdout
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+    pathlib.Path(file[0]).write_text(f"{child} {orphan}")
+    time.sleep(600)
+"""
+
+
+def test_a_late_worker_ends_with_all_that_it_started(tmp_path):
+    (tmp_path / "starts.py").write_text(STARTS_OTHERS)
+    pids = tmp_path / "pids"
+    with RewardRunner(f"{tmp_path}/starts.py:reward", timeout_s=5) as runner:
+        _, failures = runner.score(*step(["a"], 1, {"file": str(pids)}))
+        assert "took longer than" in failures[0]
+        started = [int(pid) for pid in pids.read_text().split()]
+        assert len(started) == 2 and not any(map(psutil.pid_exists, started))
+
+
+def test_a_worker_that_cannot_start_again_is_ended(tmp_path, monkeypatch):
+    """The file hangs from its third import on: two workers start, the one after them does not."""
+    (tmp_path / "once.py").write_text(
+        "import os, pathlib, time\n"
+        f"folder = pathlib.Path({str(tmp_path)!r})\n"
+        "(folder / f'{os.getpid()}.pid').touch()\n"
+        "if len(list(folder.glob('*.pid'))) > 2: time.sleep(600)\n"
+        "def reward(completions): os._exit(3)\n"
+    )
+    with RewardRunner(f"{tmp_path}/once.py:reward", timeout_s=60) as runner:
+        monkeypatch.setattr(rewards_runner, "START_TIMEOUT_S", 5.0)
+        _, failures = runner.score(*step(["a", "b", "c"], 1))
+        reasons = ["exit code 3", "exit code 3", "could not be started again"]
+        assert all(any(reason in line for line in failures) for reason in reasons)
+        pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
+        assert len(pids) >= 3 and not any(map(psutil.pid_exists, pids))
 
 
 def test_the_worker_imports_no_torch():
