@@ -42,9 +42,14 @@ def read_config_file(path: Path) -> dict[str, Any]:
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"{path} is not a config file: its name must end in {_listed()}")
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}; save it "
+            f"as UTF-8, for example with `iconv -f latin1 -t utf-8`"
+        ) from error
     try:
         if path.suffix == ".json":
             content = json.loads(text)
@@ -52,6 +57,11 @@ def read_config_file(path: Path) -> dict[str, Any]:
             content = tomllib.loads(text)
         else:
             content = yaml.load(text, _Loader)
+    except RecursionError as error:
+        raise ConfigError(
+            f"{path} is nested too deeply to be read; a config has sections, their keys, and few "
+            f"maps in those"
+        ) from error
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from error
     if content is None:

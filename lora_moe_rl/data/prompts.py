@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 
 from lora_moe_rl.config import DataConfig
 from lora_moe_rl.config.importing import load_function
+from lora_moe_rl.data.fingerprint import FIRST_ROWS, content_of
 from lora_moe_rl.data.rows import read_rows
 from lora_moe_rl.data.samples import Prompt
 from lora_moe_rl.errors import ConfigError, DataError
@@ -43,7 +45,9 @@ class PromptSource:
         self._config, self._seed = config, seed
         self._epoch, self._position, self._drawn = 0, 0, 0
         if config.path is not None:
-            self._rows = self._maker.make_all(read_rows(config))
+            rows = read_rows(config)
+            self._content = content_of(values for _, values in rows)
+            self._rows = self._maker.make_all(rows)
             self._order = self._shuffled()
         elif generator is not None:
             self._generate = load_function(generator)
@@ -55,19 +59,42 @@ class PromptSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the source stands, as JSON can hold it."""
-        rows = len(self._rows) if self._config.path is not None else None
         position = {"epoch": self._epoch, "position": self._position, "drawn": self._drawn}
-        return position | {"rows": rows}
+        return position | self._identity()
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same when a run goes on: how many rows, what is in them (of a generator,
+        in the first), and the seed of their order."""
+        if self._config.path is not None:
+            return {"rows": len(self._rows), "content": self._content, "seed": self._seed}
+        content = content_of(islice(self._open_stream(), FIRST_ROWS))
+        return {"rows": None, "content": content, "seed": self._seed}
+
+    def _check_same(self, state: dict[str, Any]) -> None:
+        """Raises DataError that says what is not as it was. A checkpoint from before there were
+        fingerprints has none to compare."""
+        data, now = self._config.path or self._config.generator, self._identity()
+        way_out = "restore it, or start a new run with logging.run_dir=DIR"
+        if state["rows"] != now["rows"]:
+            raise DataError(
+                f"the data had {state['rows']} rows when the checkpoint was written and {data} has "
+                f"{now['rows']}: {way_out}"
+            )
+        if state.get("seed", self._seed) != self._seed:
+            raise DataError(
+                f"seed was {state['seed']} when the checkpoint was written and is now {self._seed}:"
+                f" {way_out}"
+            )
+        # A generator that gives other rows each time, whatever the seed, has no content to compare.
+        if state.get("content", now["content"]) != now["content"] == self._identity()["content"]:
+            raise DataError(
+                f"the rows of {data} are not those of when the checkpoint was written (as many, "
+                f"but others; data.subset, data.split and data.limit choose them too): {way_out}"
+            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another source stood. Raises DataError when the data are not the same."""
-        rows = self.state_dict()["rows"]
-        if state["rows"] != rows:
-            raise DataError(
-                f"the data had {state['rows']} rows when the checkpoint was written and "
-                f"{self._config.path or self._config.generator} has {rows}: restore them, or start "
-                "a new run"
-            )
+        self._check_same(state)
         self._epoch, self._position = state["epoch"], state["position"]
         self._drawn = state["drawn"]
         if self._config.path is not None:
@@ -163,11 +190,17 @@ class PromptMaker:
             messages = text = _checked_messages(text, place, key)
         if not text:
             raise DataError(f"{place}: the prompt (column {key}) is empty")
+        _check_unicode(text, place, key)
         if messages is None:
             token_ids = self._tokenizer.encode(text)
         else:
             token_ids = self._tokenizer.encode(
                 self._from_template(messages, place), add_special_tokens=False
+            )
+        if not token_ids:
+            raise DataError(
+                f"{place}: the model's tokenizer makes no tokens of the prompt (column {key}), "
+                f"{_short(text)}; leave the row out, or write another prompt"
             )
         return token_ids
 
@@ -225,6 +258,17 @@ def _checked_messages(messages: Any, place: str, key: str) -> list[dict]:
             f"and content; this is {_short(messages)}"
         )
     return messages
+
+
+def _check_unicode(text: Any, place: str, key: str) -> None:
+    """JSON may name half of a surrogate pair, which is no character and has no UTF-8."""
+    try:
+        json.dumps(text, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place}: the prompt (column {key}) holds {error.object[error.start]!r}, half of a "
+            "surrogate pair without the other, which is no character; mend or leave out the row"
+        ) from error
 
 
 def _short(value: Any) -> str:

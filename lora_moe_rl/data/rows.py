@@ -45,7 +45,7 @@ def _jsonl(path: Path):
             try:
                 # utf-8-sig: some editors put a byte order mark before the first line.
                 yield place, json.loads(line.decode("utf-8-sig"))
-            except ValueError as error:  # malformed UTF-8 too
+            except (ValueError, RecursionError) as error:  # malformed UTF-8 too
                 raise DataError(f"{place}: not a line of JSON: {error}") from error
 
 

@@ -13,7 +13,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -25,6 +26,7 @@ from lora_moe_rl.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+LATE_FILE_S = 60.0  # longer than network file systems remember what is not there
 _STEP_NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -39,12 +41,17 @@ class Found:
 
 
 @contextmanager
-def write_checkpoint(root: Path, step: int, keep: int, metadata: dict[str, Any]) -> Iterator[Path]:
+def write_checkpoint(
+    root: Path, step: int, keep: int, metadata: dict[str, Any], expect: Sequence[str] = ()
+) -> Iterator[Path]:
     """Yields a directory to write files into; on leaving, they become `root/step-<step>`.
 
-    `metadata` (JSON) is read on leaving, so it may be filled meanwhile. After that only the newest
-    `keep` checkpoints stay. Raises CheckpointError when the disk refuses; whatever is raised, by
-    the body too, nothing of this checkpoint stays and the earlier ones are as they were.
+    `metadata` (JSON) and `expect` are read on leaving, so they may be filled meanwhile. `expect`
+    names the files that other processes say they have written: one that is not seen here (a network
+    file system may show it late) is an error, not a checkpoint without it. After that only the
+    newest `keep` checkpoints stay. Raises CheckpointError when the disk refuses or a file is
+    missing; whatever is raised, by the body too, nothing of this checkpoint stays and the earlier
+    ones are as they were.
     """
     root.mkdir(parents=True, exist_ok=True)
     remove_leftovers(root)
@@ -53,6 +60,7 @@ def write_checkpoint(root: Path, step: int, keep: int, metadata: dict[str, Any])
         with disk_errors(scratch):
             scratch.mkdir()
             yield scratch
+            _check_expected(scratch, expect)
             _seal(scratch, step, metadata)
             _move_into_place(scratch, _directory(root, step))
     finally:
@@ -127,6 +135,18 @@ def remove_leftovers(root: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def _check_expected(scratch: Path, expect: Sequence[str]) -> None:
+    deadline = time.monotonic() + LATE_FILE_S
+    while missing := sorted(set(expect) - set(_files(scratch))):
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"cannot write the checkpoint {scratch}: {', '.join(missing)} was written by its "
+                f"rank and is not there {LATE_FILE_S:g} s later; do all nodes see the same "
+                f"directory (logging.run_dir)? The earlier checkpoints are untouched"
+            )
+        time.sleep(0.1)
+
+
 def _seal(scratch: Path, step: int, metadata: dict[str, Any]) -> None:
     files = {}
     for name in _files(scratch):
@@ -177,12 +197,18 @@ def _parse_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads((path / MANIFEST).read_text())
     except FileNotFoundError:
         raise CheckpointError(f"{MANIFEST} is missing") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from error
     if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest(manifest):
         raise CheckpointError(f"{MANIFEST} is corrupt: its SHA-256 differs")
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{MANIFEST} has format {manifest.get('format')}, known is {FORMAT}")
+    for key, kind in (("step", int), ("files", dict), ("metadata", dict)):
+        if not isinstance(manifest.get(key), kind):
+            raise CheckpointError(f"{MANIFEST} has no {key} as this program writes it")
+    for name, entry in manifest["files"].items():
+        if not isinstance(entry, dict) or not {"size", "sha256"} <= entry.keys():
+            raise CheckpointError(f"{MANIFEST} does not give size and SHA-256 of {name}")
     return manifest
 
 

@@ -101,7 +101,7 @@ class RunDir:
             self._check_earlier_run()
             for folder in (self.checkpoints, self.logs):
                 folder.mkdir(exist_ok=True)
-            replace_file(self.config_file, to_yaml(self.config))
+            replace_file(self.config_file, to_yaml(self.config).encode())
         except BaseException:
             self._lock.release()
             raise
@@ -151,7 +151,7 @@ class RunDir:
     def write_samples(self, step: int, groups: Sequence[Group], signals: Sequence[Signal]) -> None:
         """Appends `logging.samples_per_step` of the step's samples, with what their groups said."""
         samples = [(g, i) for g, group in enumerate(groups) for i in range(len(group.samples))]
-        with open(self.samples_file, "a") as file:
+        with open(self.samples_file, "a", encoding="utf-8") as file:
             for chosen in _spread(len(samples), self.config.logging.samples_per_step):
                 g, i = samples[chosen]
                 record = _sample_record(step, groups[g], signals[g], i)
@@ -206,11 +206,18 @@ def _finite(value: Any) -> Any:
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a file. A last line that was cut off in the middle is left out."""
     if path.exists():
-        for line in path.read_text().splitlines():
+        for line in _lines(path):
             try:
                 yield json.loads(line)
             except ValueError:
                 return
+
+
+def _lines(path: Path) -> list[bytes]:
+    """The lines of a JSONL file, with their ends. Only a line feed ends one: str.splitlines would
+    also split at U+2028 and its like, which JSON leaves as they are inside a text."""
+    with open(path, "rb") as file:
+        return file.readlines()
 
 
 def tail(path: Path, num_lines: int) -> str:
@@ -226,10 +233,10 @@ def tail(path: Path, num_lines: int) -> str:
     return "\n".join(text.splitlines()[-num_lines:])
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, content: bytes) -> None:
     """Writes `path` whole or not at all."""
     scratch = path.with_name(f".{path.name}.tmp")
-    scratch.write_text(text)
+    scratch.write_bytes(content)
     os.replace(scratch, path)
 
 
@@ -241,16 +248,16 @@ def _cut_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept, cut = [], []
-    for line in path.read_text().splitlines(keepends=True):
+    for line in _lines(path):
         try:
-            keep = line.endswith("\n") and json.loads(line)["step"] <= step
+            keep = line.endswith(b"\n") and json.loads(line)["step"] <= step
         except (ValueError, KeyError, TypeError):
             keep = False
         (kept if keep else cut).append(line)
     if cut:
-        with open(path.with_name(path.name + ".bak"), "a") as backup:
-            backup.writelines(line if line.endswith("\n") else line + "\n" for line in cut)
-        replace_file(path, "".join(kept))
+        with open(path.with_name(path.name + ".bak"), "ab") as backup:
+            backup.writelines(line if line.endswith(b"\n") else line + b"\n" for line in cut)
+        replace_file(path, b"".join(kept))
 
 
 def _check_unchanged(saved: dict[str, Any], config: RunConfig, path: Path) -> None:

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+import psutil
 
 from lora_moe_rl.data.samples import Prompt, Sample
 from lora_moe_rl.errors import ConfigError
@@ -27,6 +29,8 @@ NUM_WORKERS = 2
 START_TIMEOUT_S = 120.0  # of a worker: it imports what the user's file imports
 # An async function ends a late prompt itself; only when it blocks its loop is it ended from here.
 ASYNC_GRACE_S = 5.0
+# In the environment of a worker, and so of all that it starts: by it they are found again.
+MARK = "LORA_MOE_RL_REWARD_WORKER"
 
 
 class WorkerLost(Exception):
@@ -53,17 +57,26 @@ class Worker:
 
     process: subprocess.Popen
     connection: Connection
+    mark: str
     is_async: bool = False
     pending: dict[int, Job] = field(default_factory=dict)
     alarms: dict[int, asyncio.TimerHandle] = field(default_factory=dict)
 
     def end(self) -> None:
-        """End the process and whatever it started. Harmless the second time."""
+        """End the process and whatever it started, also what is in a session of its own or has
+        outlived its parent. Harmless the second time."""
+        if self.connection.closed:
+            return
         for alarm in self.alarms.values():
             alarm.cancel()
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        while started := _marked(self.mark):  # again: one may have started another meanwhile
+            for process in started:
+                with suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(started, timeout=1.0)
         self.connection.close()
 
 
@@ -221,15 +234,16 @@ def _launch(function: str) -> Worker:
     """A worker process. Not multiprocessing's: that would import the main script again."""
     ours, theirs = socket.socketpair()
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    mark = uuid.uuid4().hex
     process = subprocess.Popen(
         [sys.executable, "-m", "lora_moe_rl.rewards.worker", str(theirs.fileno()), function],
         pass_fds=(theirs.fileno(),),
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, MARK: mark},
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is ours to handle; and killpg reaches its children
     )
     theirs.close()
-    return Worker(process, Connection(ours.detach()))
+    return Worker(process, Connection(ours.detach()), mark)
 
 
 def _await_ready(worker: Worker) -> Worker:
@@ -245,6 +259,17 @@ def _await_ready(worker: Worker) -> Worker:
         raise ConfigError(message["error"])
     worker.is_async = message["async"]
     return worker
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    """Processes that have a worker's mark in their environment, and still run."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or is another user's
+            ours = process.environ().get(MARK) == mark
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def _how_it_ended(process: subprocess.Popen) -> str:

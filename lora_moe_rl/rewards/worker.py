@@ -13,6 +13,8 @@ import json
 import math
 import os
 import queue
+import signal
+import struct
 import sys
 import threading
 from collections.abc import Callable
@@ -70,7 +72,8 @@ def expand(arguments: dict[str, Any], keywords: frozenset[str] | None) -> dict[s
 
 
 def check(returned: Any, num_samples: int) -> Outcome:
-    """What a function returned, made plain: every value a finite float, None, or what is wrong."""
+    """What a function returned, made plain: every value a float that is finite in float32 (in which
+    rewards are kept), None, or what is wrong."""
     try:
         values = list(returned)
     except TypeError:
@@ -87,9 +90,12 @@ def _check_value(value: Any) -> float | str | None:
         return None
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
+        struct.pack("<f", number)  # OverflowError beyond the range of float32
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    return number if math.isfinite(number) else f"returned {_short(value)}, not a finite number"
+    if math.isfinite(number):
+        return number
+    return f"returned {_short(value)}, not a finite number in float32"
 
 
 def _score(function: Callable, keywords: frozenset[str] | None, arguments: dict) -> Outcome:
@@ -124,7 +130,7 @@ async def _serve(function, keywords, jobs: queue.SimpleQueue, connection: Connec
 
 def _read_ahead(connection: Connection) -> queue.SimpleQueue:
     """Jobs as they come. A thread reads them, so that the end of the parent ends this process even
-    while the user's code runs."""
+    while the user's code runs, and with it what that has started."""
     jobs: queue.SimpleQueue = queue.SimpleQueue()
 
     def read() -> None:
@@ -132,7 +138,7 @@ def _read_ahead(connection: Connection) -> queue.SimpleQueue:
             try:
                 jobs.put(connection.recv())
             except (EOFError, OSError):
-                os._exit(0)
+                os.killpg(0, signal.SIGKILL)  # its own group: the parent made it one
 
     threading.Thread(target=read, daemon=True).start()
     return jobs

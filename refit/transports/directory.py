@@ -173,7 +173,9 @@ def keep_only(directory: str | Path, versions: Iterable[int]) -> None:
                 (folder / MANIFEST).unlink(missing_ok=True)
                 for path in [*folder.glob("part-*.safetensors"), *folder.glob("*.tmp")]:
                     path.unlink()
-                folder.rmdir()
+                # NFS keeps a file that is still open as .nfs*; it goes when its reader does.
+                if not any(folder.glob(".nfs*")):
+                    folder.rmdir()
 
 
 def _read_part(folder: Path, version: int, fields: dict[str, Any]) -> SentPart:

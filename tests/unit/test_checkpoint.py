@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -127,14 +128,67 @@ def test_a_link_is_refused(tmp_path):
         read_manifest(path)
 
 
+def rewrite_manifest(path: Path, change) -> None:
+    """As a writer would who knows the digest."""
+    manifest = json.loads((path / MANIFEST).read_text())
+    del manifest["sha256"]
+    change(manifest)
+    manifest["sha256"] = checkpoint._digest(manifest)
+    (path / MANIFEST).write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: m.pop("files"), "has no files as"),
+        (lambda m: m.pop("step"), "has no step as"),
+        (lambda m: m.pop("metadata"), "has no metadata as"),
+        (lambda m: m.update(files=[]), "has no files as"),
+        (lambda m: m["files"].update({FILES[0]: {"size": 1}}), f"SHA-256 of {FILES[0]}"),
+    ],
+)
+def test_a_manifest_that_lacks_something_is_refused(tmp_path, change, reason):
+    path = write(tmp_path, 1)
+    rewrite_manifest(path, change)
+    with pytest.raises(CheckpointError, match=reason):
+        read_manifest(path)
+
+
+def test_a_manifest_that_is_nested_without_end_is_refused(tmp_path):
+    path = write(tmp_path, 1)
+    (path / MANIFEST).write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="manifest.json cannot be read"):
+        read_manifest(path)
+
+
+def test_a_file_that_its_writer_named_and_that_is_not_seen_makes_no_checkpoint(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(checkpoint, "LATE_FILE_S", 0.3)
+    earlier = write(tmp_path, 1)
+    names_told: list[str] = []
+    with (
+        pytest.raises(CheckpointError, match=r"trainer_00001.safetensors was written by its rank"),
+        write_checkpoint(tmp_path, 2, 2, {}, names_told) as directory,
+    ):
+        names_told += ["trainer_00000.safetensors", "trainer_00001.safetensors"]
+        (directory / names_told[0]).write_bytes(bytes(100))
+    assert names(tmp_path) == [earlier.name]
+
+
+def test_a_file_that_is_seen_late_is_waited_for(tmp_path):
+    def show() -> None:
+        (directory / "late").write_bytes(bytes(100))
+
+    with write_checkpoint(tmp_path, 1, 2, {}, ["late"]) as directory:
+        threading.Timer(0.5, show).start()
+    assert (newest_valid(tmp_path).path / "late").stat().st_size == 100
+
+
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "data/../../secret", "..\\secret"])
 def test_a_manifest_cannot_name_files_outside(tmp_path, name):
     path = write(tmp_path, 1)
-    manifest = json.loads((path / MANIFEST).read_text())
-    manifest["files"][name] = {"size": 1, "sha256": "0" * 64}
-    del manifest["sha256"]
-    manifest["sha256"] = checkpoint._digest(manifest)
-    (path / MANIFEST).write_text(json.dumps(manifest))
+    rewrite_manifest(path, lambda m: m["files"].update({name: {"size": 1, "sha256": "0" * 64}}))
     with pytest.raises(CheckpointError, match="not a path inside the checkpoint"):
         read_manifest(path)
 

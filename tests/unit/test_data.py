@@ -19,6 +19,14 @@ def counting(seed):
 def three():
     return iter([{"prompt": c} for c in "abc"])
 
+def other_three():
+    return iter([{"prompt": c} for c in "abd"])
+
+def chance():
+    import random
+    while True:
+        yield {"prompt": f"{random.random():.9f}"}
+
 def none():
     return []
 
@@ -92,6 +100,35 @@ def test_resume_with_other_data_is_refused(write):
     state = source(path=write({"prompt": "a"}, {"prompt": "b"})).state_dict()
     with pytest.raises(DataError, match=r"had 2 rows .* has 1"):
         source(path=write({"prompt": "a"})).load_state_dict(state)
+    other = source(path=write({"prompt": "a"}, {"prompt": "b", "answer": "2"}))
+    with pytest.raises(DataError, match=r"the rows of .*data.jsonl are not those .* logging.run_d"):
+        other.load_state_dict(state)
+
+
+def test_resume_with_another_seed_is_refused(write):
+    path = write({"prompt": "a"}, {"prompt": "b"})
+    with pytest.raises(DataError, match=r"seed was 3 .* and is now 4: restore it"):
+        source(path=path, seed=4).load_state_dict(source(path=path).state_dict())
+
+
+def test_resume_with_another_generator_is_refused(generators):
+    state = source(generator=f"{generators}:three").state_dict()
+    with pytest.raises(DataError, match=r"the rows of .*:other_three are not those"):
+        source(generator=f"{generators}:other_three").load_state_dict(state)
+
+
+def test_a_generator_that_is_never_the_same_may_go_on(generators):
+    drawn = source(generator=f"{generators}:chance")
+    drawn.next(5)
+    source(generator=f"{generators}:chance").load_state_dict(drawn.state_dict())
+
+
+def test_a_checkpoint_without_fingerprints_may_go_on(write):
+    path = write({"prompt": "a"}, {"prompt": "b"})
+    old = {"epoch": 1, "position": 1, "drawn": 3, "rows": 2}
+    resumed = source(path=path)
+    resumed.load_state_dict(old)
+    assert [prompt.row for prompt in resumed.next(2)] == [3, 4]
 
 
 def test_generators(generators):
@@ -153,6 +190,9 @@ GOOD = {"prompt": "a"}
         ([{"prompt": 5}], "line 1: .* string or a list .* this is 5"),
         ([{"prompt": [{"role": "user"}]}], "line 1: .* objects with role"),
         ([GOOD, {"prompt": "x" * 25}], "line 2: the prompt has 25 tokens; at most 24 fit"),
+        ([GOOD, '{"prompt": "1\\ud8002"}'], r"line 2: .*prompt. holds '.ud800', half of a surrog"),
+        ([{"prompt": [{"role": "user", "content": "\udfff"}]}], "line 1: .*half of a surrogate"),
+        ([GOOD, '{"prompt": ' + "[" * 100_000], "line 2: not a line of JSON"),
         ([{"prompt": "a", "question": "b"}], "prompt and question .* data.prompt_key=prompt"),
         ([{"prompt": "a", "label": 1, "answer": 2}], "answer and label .* data.answer_key=answer"),
     ],
@@ -160,6 +200,20 @@ GOOD = {"prompt": "a"}
 def test_bad_rows(write, rows, reason):
     with pytest.raises(DataError, match=reason):
         source(path=write(*rows))
+
+
+def test_a_prompt_must_have_tokens(write):
+    class Deaf:
+        """Some tokenizers drop what they do not know, and add no token of their own."""
+
+        chat_template = None
+
+        def encode(self, text):
+            return []
+
+    path = write({"prompt": "\u200b"})
+    with pytest.raises(DataError, match=r"line 1: the model's tokenizer makes no tokens .*u200b"):
+        PromptSource(DataConfig(path=path), Deaf(), 0, MAX_TOKENS)
 
 
 def test_a_named_column_must_be_there(write):

@@ -94,6 +94,14 @@ def test_a_run_is_exported_in_every_form(run, base, tmp_path, capsys):
     check(tmp_path / "c", base, expected)
 
 
+def test_the_directory_one_is_in_is_not_replaced(tmp_path, run, base, capsys, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    error = refused(capsys, "export", tmp_path / "run", "--to", "peft", "--out", ".")
+    assert "--out . is the directory you are in; name a new one" in error
+    assert not any((tmp_path / "here").iterdir())
+
+
 def refused(capsys, *command):
     assert cli.main([str(word) for word in command]) != 0
     return " ".join(capsys.readouterr().err.split())

@@ -198,14 +198,25 @@ def test_files_lie_over_the_config_in_their_turn(tmp_path, name):
         ("- 1", "holds a list"),
         ("a: [", "is not valid YAML"),
         ("adapter: {rank: eight}", "adapter.rank='eight' is not an integer"),
+        ("model: " + "[" * 5000, "c.yaml is nested too deeply"),
+        ("model: é".encode("latin-1"), "c.yaml is not UTF-8: byte 7 is 0xe9; save it as UTF-8"),
     ],
 )
 def test_bad_files(tmp_path, text, message):
     path = tmp_path / "c.yaml"
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError) as caught:
         changed(f"@{path}")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("c.json", '{"model": ' + "[" * 100_000), ("c.toml", "a = " + "[" * 5000)]
+)
+def test_other_files_that_are_nested_without_end(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=f"{name} is nested too deeply"):
+        changed(f"@{tmp_path / name}")
 
 
 def test_an_empty_file_sets_nothing(tmp_path):

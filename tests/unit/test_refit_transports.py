@@ -186,6 +186,15 @@ def test_a_manifest_of_another_run_is_refused(published):
         published.open()
 
 
+def test_what_nfs_keeps_for_an_open_reader_ends_no_run(published):
+    (published.folder / ".nfs000000000123").write_bytes(b"")
+    directory.keep_only(published.root, [13])
+    assert [path.name for path in published.folder.iterdir()] == [".nfs000000000123"]
+    (published.folder / ".nfs000000000123").unlink()
+    directory.keep_only(published.root, [13])
+    assert not published.folder.exists()
+
+
 def test_old_versions_are_removed_and_nothing_else(published):
     for name in ("v000010", "v000011", "v000099", "notes"):
         (published.root / name).mkdir()

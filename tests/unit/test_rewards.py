@@ -6,11 +6,13 @@ import time
 from dataclasses import replace
 
 import numpy as np
+import psutil
 import pytest
 
 from lora_moe_rl.data.samples import Prompt, Sample
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.rewards import exact_match, math_verify, number_match
+from lora_moe_rl.rewards import runner as rewards_runner
 from lora_moe_rl.rewards.runner import RewardRunner
 
 FUNCTIONS = '''
@@ -44,6 +46,8 @@ def deed(prompts, completions):
         case "hang": time.sleep(60)
         case "nan": return [float("nan")] * n
         case "inf": return [float("inf")] * n
+        case "huge": return [1e39] * n
+        case "largest": return [3.4e38] * n
         case "text": return ["1.0"] * n
         case "few": return [1.0] * (n - 1)
         case "scalar": return 1.0
@@ -114,6 +118,7 @@ def test_messages_in_messages_out(functions):
         ("hang", "took longer than reward.timeout_s=1"),
         ("nan", "nan"),
         ("inf", "inf"),
+        ("huge", "returned 1e+39, not a finite number in float32"),
         ("text", "'1.0'"),
         ("few", "for 4 samples"),
         ("scalar", "returned 1.0"),
@@ -127,6 +132,11 @@ def test_a_failed_call_masks_its_prompt_and_no_other(deed, evil, reason):
     assert (rewards[:4] == 1).all() and (rewards[8:] == 1).all()
     assert len(failures) == 4
     assert all(line.startswith("prompt 1: ") and reason in line for line in failures)
+
+
+def test_a_reward_that_float32_still_holds_is_taken(deed):
+    rewards, failures = deed.score(*step(["largest"]))
+    assert not failures and rewards.tolist() == [np.float32(3.4e38)] * 4
 
 
 def test_every_prompt_may_fail_in_one_step(deed):
@@ -176,6 +186,47 @@ def test_close_ends_the_processes(functions):
     processes = [worker.process for worker in runner._workers]
     runner.close()
     assert all(process.poll() is not None for process in processes)
+
+
+STARTS_OTHERS = """
+import pathlib, subprocess, time
+
+def reward(prompts, completions, file):
+    # One in a session of its own, and one whose parent has ended.
+    start = "setsid sleep 600 > /dev/null 2>&1 & echo $!"
+    orphan = subprocess.run(["sh", "-c", start], capture_output=True, text=True).stdout
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+    pathlib.Path(file[0]).write_text(f"{child} {orphan}")
+    time.sleep(600)
+"""
+
+
+def test_a_late_worker_ends_with_all_that_it_started(tmp_path):
+    (tmp_path / "starts.py").write_text(STARTS_OTHERS)
+    pids = tmp_path / "pids"
+    with RewardRunner(f"{tmp_path}/starts.py:reward", timeout_s=5) as runner:
+        _, failures = runner.score(*step(["a"], 1, {"file": str(pids)}))
+        assert "took longer than" in failures[0]
+        started = [int(pid) for pid in pids.read_text().split()]
+        assert len(started) == 2 and not any(map(psutil.pid_exists, started))
+
+
+def test_a_worker_that_cannot_start_again_is_ended(tmp_path, monkeypatch):
+    """The file hangs from its third import on: two workers start, the one after them does not."""
+    (tmp_path / "once.py").write_text(
+        "import os, pathlib, time\n"
+        f"folder = pathlib.Path({str(tmp_path)!r})\n"
+        "(folder / f'{os.getpid()}.pid').touch()\n"
+        "if len(list(folder.glob('*.pid'))) > 2: time.sleep(600)\n"
+        "def reward(completions): os._exit(3)\n"
+    )
+    with RewardRunner(f"{tmp_path}/once.py:reward", timeout_s=60) as runner:
+        monkeypatch.setattr(rewards_runner, "START_TIMEOUT_S", 5.0)
+        _, failures = runner.score(*step(["a", "b", "c"], 1))
+        reasons = ["exit code 3", "exit code 3", "could not be started again"]
+        assert all(any(reason in line for line in failures) for reason in reasons)
+        pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
+        assert len(pids) >= 3 and not any(map(psutil.pid_exists, pids))
 
 
 def test_the_worker_imports_no_torch():

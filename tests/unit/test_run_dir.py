@@ -1,5 +1,6 @@
 """The run directory: refusals, the lock, appending, and going back to a step."""
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -158,6 +159,22 @@ def test_rewind_cuts_and_keeps_what_it_cut(tmp_path):
     assert backup[2] == '{"step": 6, "rew'
     run_steps(config, [4], resume=True)
     assert [record["step"] for record in read_metrics(run_dir)] == [1, 2, 3, 4]
+
+
+def test_separators_of_unicode_end_no_line(tmp_path):
+    """U+2028, U+2029 and U+0085 end a line for str.splitlines, and none for JSON."""
+    prompts, samples = samples_of(1)
+    text = "one\u2028two\u2029three\u0085four\r\nfive"
+    prompts = [dataclasses.replace(prompt, text=text) for prompt in prompts]
+    samples = [dataclasses.replace(sample, text=text) for sample in samples]
+    run_dir = run_steps(config_in(tmp_path / "run", "logging.samples_per_step=1"), [1, 2])
+    for step in (1, 2):
+        run_dir.write_samples(step, prompts, samples, np.ones(8), np.ones(8))
+    run_dir.rewind(1)
+    (record,) = read_jsonl(run_dir.samples_file)
+    assert record["step"] == 1 and record["prompt"] == record["response"] == text
+    (cut,) = read_jsonl(run_dir.path / "samples.jsonl.bak")
+    assert cut["step"] == 2 and cut["response"] == text
 
 
 def test_samples_are_spread_over_the_prompts(tmp_path):
