@@ -16,19 +16,21 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lora_moe_rl.bench.process import to_disk
+from lora_moe_rl.bench.report import all_met, conclude, goal, temporary
 from lora_moe_rl.config.options import result_parser
 from lora_moe_rl.errors import BenchmarkError
+from lora_moe_rl.verify import report
+from lora_moe_rl.verify.report import progress
 
 Row = dict[str, Any]
 GB, MB = 1e9, 1e6
@@ -37,19 +39,17 @@ FIXED_GB = 0.36
 QUANTISED_LAYERS = 2
 MOST_MEMORY_GB, LEAST_OF_CP = 1.5, 0.5
 CHILD_TIMEOUT_S = 3600
+PHASES = 13  # three of each checkpoint, and PEFT's
 PEFT_MEMORY = 3.0  # sizes of the model that PEFT's way needs
 
 
 def main(argv: Sequence[str]) -> int:
     """1 when a goal is missed. Raises BenchmarkError when there is no room."""
     options = _parser().parse_args(argv)
-    with _progress(options.json) as say, _folder(options) as folder:
+    with progress(PHASES, options.json) as say, _folder(options) as folder:
         result = measure(folder, options.gb, say)
-    if options.json:
-        print(json.dumps(result, indent=1))
-    else:
-        show(result)
-    return 0 if all(goal["met"] for goal in result["goals"].values()) else 1
+    conclude(result, options.json, parts)
+    return 0 if all_met(result) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,17 +60,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 @contextmanager
-def _progress(quiet: bool) -> Iterator[Any]:
-    from rich.console import Console
-
-    with Console(stderr=True, quiet=quiet).status("starting") as status:
-        yield status.update
-
-
-@contextmanager
 def _folder(options: argparse.Namespace) -> Iterator[Path]:
     """Removed at the end, whatever happens."""
-    with tempfile.TemporaryDirectory(prefix="lora-moe-rl-bench-", dir=options.dir) as folder:
+    with temporary(options.dir) as folder:
         free, needed = shutil.disk_usage(folder).free / GB, 2.2 * options.gb + 2
         if free < needed:
             raise BenchmarkError(
@@ -92,12 +84,9 @@ def measure(folder: Path, gb: float, say) -> dict[str, Any]:
     memory = max(row["memory_gb"] for row in rows)
     speed = min(row["cp_s"] / row["merge_s"] for row in plain)
     goals = {
-        "peak memory, GB": {"found": memory, "limit": MOST_MEMORY_GB, "at_least": False},
-        "throughput / cp": {"found": speed, "limit": LEAST_OF_CP, "at_least": True},
+        "peak memory, GB": goal(memory, MOST_MEMORY_GB),
+        "throughput / cp": goal(speed, LEAST_OF_CP, at_least=True),
     }
-    for goal in goals.values():
-        found, limit = goal["found"], goal["limit"]
-        goal["met"] = found >= limit if goal["at_least"] else found <= limit
     return {"rows": rows, "goals": goals}
 
 
@@ -108,13 +97,13 @@ def _measure_one(folder: Path, form: str, layers: int, say, with_peft: bool = Fa
     say(f"{form}, {layers} layers: writing the checkpoint")
     nbytes = write_model(base, layers, form)
     write_adapter(adapter, spec_of(base))
-    _sync(base)
+    to_disk(base)
     row: Row = {"form": form, "layers": layers, "bytes": nbytes}
     row["shards"] = len(list(base.glob("*.safetensors")))
     say(f"{form}, {layers} layers: cp")
     row |= _copy(base, folder / "out")
     say(f"{form}, {layers} layers: merging")
-    _forget(base)
+    to_disk(base, forget=True)
     row |= _child("merge", base, adapter, folder / "out")
     shutil.rmtree(folder / "out")
     if with_peft:
@@ -126,13 +115,13 @@ def _measure_one(folder: Path, form: str, layers: int, say, with_peft: bool = Fa
 
 
 def _copy(base: Path, out: Path) -> Row:
-    _forget(base)
+    to_disk(base, forget=True)
     out.mkdir()
     files = [str(path) for path in base.glob("*.safetensors")]
     start = time.perf_counter()
     subprocess.run(["cp", *files, str(out)], check=True)
     copied = time.perf_counter()
-    _sync(out)
+    to_disk(out)
     ended = time.perf_counter()
     shutil.rmtree(out)
     return {"cp_s": ended - start, "cp_without_sync_s": copied - start}
@@ -147,7 +136,7 @@ def _peft(base: Path, adapter: Path, out: Path, nbytes: int) -> Row:
             "left_out": f"it takes about {PEFT_MEMORY * nbytes / GB:.0f} GB of memory, and "
             f"{available / GB:.0f} GB are free"
         }
-    _forget(base)
+    to_disk(base, forget=True)
     row = _child("peft", base, adapter, out)
     shutil.rmtree(out, ignore_errors=True)
     return row
@@ -166,32 +155,10 @@ def _child(job: str, base: Path, adapter: Path, out: Path) -> Row:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _sync(folder: Path) -> None:
-    for path in folder.iterdir():
-        fd = os.open(path, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
-
-
-def _forget(folder: Path) -> None:
-    """The kernel's copies of files that are on the disk."""
-    for path in folder.iterdir():
-        fd = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
-
-
-def show(result: dict[str, Any]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, soft_wrap=True, width=max(Console().width, 110))
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("base", "GB", "shards", "merge s", "MB/s", "cp s", "of cp", "peak GB"):
-        table.add_column(name, justify="right" if name != "base" else "left")
-    for name in ("error / weight", "error / change"):
-        table.add_column(name, justify="right")
+def parts(result: dict[str, Any]) -> Iterator[Any]:
+    """What is printed of the figures, the goals left out."""
+    columns = ("base", "GB", "shards", "merge s", "MB/s", "cp s", "of cp", "peak GB")
+    table = report.table([*columns, "error / weight", "error / change"])
     for row in result["rows"]:
         table.add_row(
             row["form"],
@@ -204,15 +171,10 @@ def show(result: dict[str, Any]) -> None:
             f"{row['memory_gb']:.2f}",
             *(f"{row[key]:.1e}" if key in row else "" for key in ("error", "error_over_change")),
         )
-        if peft := row.get("peft"):
-            if "left_out" in peft:
-                console.print(f"PEFT is left out: {peft['left_out']}")
-                continue
-            table.add_row(
-                "  PEFT", "", "", f"{peft['merge_s']:.1f}", "", "", "", f"{peft['memory_gb']:.2f}"
-            )
-    console.print(table)
-    for name, goal in result["goals"].items():
-        sign = "≥" if goal["at_least"] else "≤"
-        verdict = "PASS" if goal["met"] else "FAIL"
-        console.print(f"{name}: {goal['found']:.2f} {sign} {goal['limit']:g} {verdict}")
+        peft = row.get("peft", {})
+        if "left_out" in peft:
+            yield f"PEFT is left out: {peft['left_out']}"
+        elif peft:
+            seconds, memory = f"{peft['merge_s']:.1f}", f"{peft['memory_gb']:.2f}"
+            table.add_row("  PEFT", "", "", seconds, "", "", "", memory)
+    yield table

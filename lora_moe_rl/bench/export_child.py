@@ -6,12 +6,13 @@ Prints its seconds, after all imports, and the peak memory of the process.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from lora_moe_rl.bench.process import status_bytes, to_disk
 
 
 def merge(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
@@ -47,19 +48,11 @@ def peft(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
     )
     merged = get_peft_model(model, config).merge_and_unload()
     merged.save_pretrained(out)
-    for path in out.iterdir():
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
+    to_disk(out)
     return {"merge_s": time.perf_counter() - start}
-
-
-def peak_memory() -> int:
-    """Bytes. getrusage would tell the peak of the parent if that was higher."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(next(line for line in status.splitlines() if "VmHWM" in line).split()[1])
 
 
 if __name__ == "__main__":
     job, *paths = sys.argv[1:]
     found = {"merge": merge, "peft": peft}[job](*map(Path, paths))
-    print(json.dumps(found | {"memory_gb": peak_memory() / 1e9}))
+    print(json.dumps(found | {"memory_gb": status_bytes("VmHWM") / 1e9}))

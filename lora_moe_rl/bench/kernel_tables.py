@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from lora_moe_rl.bench.kernel_contenders import CONTENDERS
-from lora_moe_rl.bench.step import BUSY
+from lora_moe_rl.verify import report
 
 
-def show(result: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=True)
+def parts(result: dict[str, Any]) -> Iterator[Any]:
+    """What is printed of the figures."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     ceilings = result["ceilings"]
-    console.print(
+    yield (
         f"{result['device']}, {result['date']}, {versions}\n"
         f"copy {ceilings['copy_gb_s']:.1f} GB/s, matmul {ceilings['matmul_tflop_s']:.3f} TFLOP/s"
     )
-    console.print(adapters(result["adapters"]))
+    yield adapters(result["adapters"])
     for name, reason in _reasons(result["adapters"]).items():
-        console.print(f"{name} was not run: {reason}")
-    console.print(merges(result["merge"]))
-    console.print(codec(result["codec"]))
-    if (busy := result["busy_cores_before"]) > BUSY:
-        console.print(
-            f"just before, other programs kept {busy:.2f} cores busy: measure again on a quiet "
-            "machine",
-            style="yellow",
-        )
+        yield f"{name} was not run: {reason}"
+    yield merges(result["merge"])
+    yield codec(result["codec"])
     if result["gpu_figures"]:
-        console.print(result["gpu_figures"])
+        yield result["gpu_figures"]
 
 
 def adapters(rows: list[dict[str, Any]]):
     """Milliseconds of each contender; ours also as a share of the base layer."""
-    table = _table("adapters of one MoE layer, forward and backward, ms")
-    for name in ("shape", "tokens", "rank", "load", *CONTENDERS, "ours / base", "GB/s", "TFLOP/s"):
-        table.add_column(name, justify="left" if name in ("shape", "load") else "right")
+    title = "adapters of one MoE layer, forward and backward, ms"
+    columns = ("shape", "tokens", "rank", "load", *CONTENDERS, "ours / base", "GB/s", "TFLOP/s")
+    table = report.table(columns, title, left=(0, 3))
     for row in rows:
         times = row["seconds"]
         cells = [f"{1e3 * times[name]:.2f}" if name in times else "-" for name in CONTENDERS]
@@ -51,9 +44,8 @@ def adapters(rows: list[dict[str, Any]]):
 
 
 def merges(rows: list[dict[str, Any]]):
-    table = _table("merge of gate and up, rank 32")
-    for name in ("shape", "format", "ms", "GB/s", "of a copy"):
-        table.add_column(name, justify="left" if name in ("shape", "format") else "right")
+    columns = ("shape", "format", "ms", "GB/s", "of a copy")
+    table = report.table(columns, "merge of gate and up, rank 32", left=(0, 1))
     for row in rows:
         table.add_row(
             _label(row["shape"]), row["format"], f"{1e3 * row['seconds']:.2f}",
@@ -63,21 +55,14 @@ def merges(rows: list[dict[str, Any]]):
 
 
 def codec(rows: list[dict[str, Any]]):
-    table = _table("route codec, GB/s of int16 ids")
-    for name in ("model", "tokens", "bytes a token", "pack", "unpack", "unpack, of a copy"):
-        table.add_column(name, justify="left" if name == "model" else "right")
+    columns = ("model", "tokens", "bytes a token", "pack", "unpack", "unpack, of a copy")
+    table = report.table(columns, "route codec, GB/s of int16 ids")
     for row in rows:
         table.add_row(
             row["name"], str(row["tokens"]), str(row["row_bytes"]), f"{row['pack_gb_s']:.2f}",
             f"{row['unpack_gb_s']:.2f}", f"{row['unpack_share_of_copy']:.0%}",
         )  # fmt: skip
     return table
-
-
-def _table(title: str):
-    from rich.table import Table
-
-    return Table(title=title, title_justify="left", title_style="bold")
 
 
 def _label(shape: dict[str, Any]) -> str:

@@ -11,7 +11,6 @@ figure is printed. On the CPU the sides of each shape are divided by 8.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -20,9 +19,10 @@ from typing import Any
 import torch
 
 from lora_moe_rl.bench import kernel_contenders as contenders
+from lora_moe_rl.bench import kernel_tables
 from lora_moe_rl.bench.kernel_contenders import SHAPES, Layer, Shape, Unavailable
 from lora_moe_rl.bench.kernel_gate import gate
-from lora_moe_rl.bench.step import busy_cores
+from lora_moe_rl.bench.report import busy_cores, conclude
 from lora_moe_rl.config.options import result_parser
 from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.kernels import merge, route_codec
@@ -60,12 +60,7 @@ def main(argv: Sequence[str]) -> int:
         raise BenchmarkError("--device cuda, but torch sees no GPU; use --device cpu")
     tokens, ranks = options.tokens or TOKENS[device], options.ranks or RANKS[device]
     result = measure(options.shape, device, tokens, ranks)
-    if options.json:
-        print(json.dumps(result))
-    else:
-        from lora_moe_rl.bench.kernel_tables import show
-
-        show(result)
+    conclude(result, options.json, kernel_tables.parts)
     return 0
 
 
@@ -90,9 +85,7 @@ def measure(names: Sequence[str], device: str, tokens, ranks) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else f"cpu, {_threads()}",
         "date": time.strftime("%Y-%m-%d"),
-        "versions": {
-            name: installed(name) for name in ("torch", "triton", "megatron-bridge", "peft")
-        },
+        "versions": {name: installed(name) for name in VERSIONS},
         "busy_cores_before": busy,
         "gpu_figures": None if device == "cuda" else STILL_TO_COME,
         "ceilings": ceilings,

@@ -14,18 +14,17 @@ run, by ranks that each are a process. Of each rank:
 from __future__ import annotations
 
 import json
-import os
-import re
-import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lora_moe_rl.bench.process import disk_bytes, status_bytes, to_disk
+from lora_moe_rl.bench.report import conclude, temporary
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import result_parser
-from lora_moe_rl.errors import BenchmarkError
+from lora_moe_rl.verify import report
 
 ROWS = ("holds", "takes", "read", "peak")
 SAMPLE_S = 0.01
@@ -46,18 +45,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--gb", type=float, default=6.0, help="size of the checkpoint (6)")
     parser.add_argument("--layout", choices=list(LAYOUTS), default="ep4", help="(ep4)")
     options = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="lora-moe-rl-bench-") as folder:
+    with temporary() as folder:
         result = measure(Path(folder), options.gb, options.layout)
-    if options.json:
-        print(json.dumps(result, indent=1))
-    else:
-        _print(result)
+    conclude(result, options.json, parts)
     return 0
 
 
 def measure(folder: Path, gigabytes: float, layout: str) -> dict[str, Any]:
     from lora_moe_rl.bench.export_model import write_model
-    from lora_moe_rl.verify.ranks import free_address, run_processes
+    from lora_moe_rl.verify.processes import run_processes
+    from lora_moe_rl.verify.ranks import free_address
 
     model = folder / "model"
     total = write_model(model, _layers(gigabytes * 1e9), "bf16")
@@ -65,10 +62,9 @@ def measure(folder: Path, gigabytes: float, layout: str) -> dict[str, Any]:
     config = RunConfig.model_validate(
         {"model": {"path": str(model)}, "trainer": trainer, "adapter": {"rank": 1}}
     )
-    empty_page_cache(model)
-    ranks = run_processes(
-        config.trainer.world_size, load, free_address(), config, model, cuda=False, timeout_s=900
-    )
+    to_disk(model, forget=True)
+    size = config.trainer.world_size
+    ranks = run_processes(size, load, free_address(), config, model, timeout_s=900)
     return {
         "layout": layout,
         "checkpoint": total,
@@ -93,19 +89,8 @@ def _layers(size: float) -> int:
     return 1 + max(1, round(rest / layer(1)))
 
 
-def empty_page_cache(model: Path) -> None:
-    """Of the checkpoint's files, so that reading them is reading from the disk."""
-    for path in model.glob("*.safetensors"):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
-
-
 def load(rank: int, address: str, config: RunConfig, model: Path) -> dict[str, float]:
-    """One rank: loads as a run does. A job of `verify.ranks.run_processes`."""
+    """One rank: loads as a run does. A job of `run_processes`."""
     from lora_moe_rl.trainer.device import Device
     from lora_moe_rl.trainer.model import build_model, init_process_groups
 
@@ -113,7 +98,7 @@ def load(rank: int, address: str, config: RunConfig, model: Path) -> dict[str, f
     device.prepare(threads=1)
     init_process_groups(config.trainer, device, rank, address)
     taken = _count_taken()
-    before, read, started = anonymous_bytes(), disk_bytes(), time.perf_counter()
+    before, read, started = status_bytes("RssAnon"), disk_bytes(), time.perf_counter()
     with Peak() as peak:
         num_layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
         chunks = build_model(model, config.trainer, num_layers, device)
@@ -152,49 +137,29 @@ class Peak:
     """The most anonymous memory of this process inside the context, in `bytes`."""
 
     def __enter__(self) -> Peak:
-        self.bytes, self.ended = anonymous_bytes(), threading.Event()
+        self.bytes, self.ended = status_bytes("RssAnon"), threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True)
         self.thread.start()
         return self
 
     def _watch(self) -> None:
         while not self.ended.wait(SAMPLE_S):
-            self.bytes = max(self.bytes, anonymous_bytes())
+            self.bytes = max(self.bytes, status_bytes("RssAnon"))
 
     def __exit__(self, *_) -> None:
         self.ended.set()
         self.thread.join()
 
 
-def anonymous_bytes() -> int:
-    return 1024 * _number("/proc/self/status", "RssAnon")
-
-
-def disk_bytes() -> int:
-    """Read from the disk for this process so far. Raises BenchmarkError where that is not told."""
-    return _number("/proc/self/io", "read_bytes")
-
-
-def _number(path: str, key: str) -> int:
-    match = re.search(rf"^{key}:\s+(\d+)", Path(path).read_text(), re.MULTILINE)
-    if match is None:
-        raise BenchmarkError(f"{path} does not tell {key}: run this on Linux")
-    return int(match[1])
-
-
-def _print(result: dict[str, Any]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
+def parts(result: dict[str, Any]) -> Iterator[Any]:
+    """What is printed of the figures."""
     total = result["checkpoint"]
-    table = Table(box=SIMPLE_HEAD, title=f"{result['layout']}, checkpoint of {total / 1e6:,.0f} MB")
-    for column in ("rank", *(f"{row} MB" for row in ROWS), "seconds"):
-        table.add_column(column, justify="right")
+    columns = ["rank", *(f"{row} MB" for row in ROWS), "seconds"]
+    title = f"{result['layout']}, checkpoint of {total / 1e6:,.0f} MB"
+    table = report.table(columns, title, left=())
     for number, rank in enumerate(result["ranks"]):
         cells = (f"{rank[row] / 1e6:,.0f}" for row in ROWS)
         table.add_row(str(number), *cells, f"{rank['seconds']:.1f}")
-    console = Console()
-    console.print(table)
-    console.print(f"read from the disk / checkpoint: {result['read_in_all'] / total:.3f}")
-    console.print(f"taken by all ranks / checkpoint: {result['taken_in_all'] / total:.3f}")
+    yield table
+    yield f"read from the disk / checkpoint: {result['read_in_all'] / total:.3f}"
+    yield f"taken by all ranks / checkpoint: {result['taken_in_all'] / total:.3f}"

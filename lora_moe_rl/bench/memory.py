@@ -13,15 +13,16 @@ counts once and whole.
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lora_moe_rl.bench.model import save_random
+from lora_moe_rl.bench.report import conclude, temporary
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import result_parser
 from lora_moe_rl.tiny.make import TINY_NAMES
+from lora_moe_rl.verify import report
 
 SEQUENCES, TOKENS = 8, 64
 ROWS = ("parameters", "trained", "gradients", "optimizer", "kept")
@@ -32,37 +33,20 @@ def main(argv: Sequence[str]) -> int:
     parser = result_parser("bench memory", __doc__)
     options = parser.parse_args(argv)
     result = {name: measure_tiny(name) for name in TINY_NAMES}
-    if options.json:
-        print(json.dumps(result, indent=1))
-    else:
-        _print(result)
+    conclude(result, options.json, parts)
     return 0
 
 
 def measure_tiny(name: str) -> dict[str, Bytes]:
     """`{"adapters", "base", "all": {row: bytes}}` of one tiny shape."""
+    from lora_moe_rl.tiny.shapes import EXTRA_CONFIG, build_model
     from lora_moe_rl.verify.ranks import run_ranks
 
-    with tempfile.TemporaryDirectory(prefix="lora-moe-rl-bench-") as folder:
-        save_random(name, Path(folder))
+    with temporary() as folder:
+        save_random(Path(folder), lambda: build_model(name), EXTRA_CONFIG[name])
         trainer = {"device": "cpu", "micro_batch_tokens": SEQUENCES * TOKENS}
         config = RunConfig(model=folder, trainer=trainer, adapter={"rank": 16})
         return run_ranks(config, Path(folder), measure)[0]
-
-
-def save_random(name: str, folder: Path) -> None:
-    import torch
-    from transformers.utils.logging import disable_progress_bar
-
-    from lora_moe_rl.tiny.shapes import EXTRA_CONFIG, build_model
-
-    disable_progress_bar()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        build_model(name).save_pretrained(folder)
-    config_file = folder / "config.json"
-    config = json.loads(config_file.read_text()) | EXTRA_CONFIG[name]
-    config_file.write_text(json.dumps(config))
 
 
 def measure(worker: Any, spec: Any) -> dict[str, Bytes]:
@@ -191,15 +175,10 @@ def _bytes(tensors) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _print(result: dict[str, dict[str, Bytes]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+def parts(result: dict[str, dict[str, Bytes]]) -> Iterator[Any]:
+    """What is printed of the figures: a table of each model."""
     for name, columns in result.items():
-        table = Table(title=f"{name}, KiB")
-        table.add_column("")
-        for column in columns:
-            table.add_column(column, justify="right")
+        table = report.table(["", *columns], f"{name}, KiB")
         for row in ROWS:
             table.add_row(row, *(f"{values[row] / 1024:,.0f}" for values in columns.values()))
-        Console().print(table)
+        yield table

@@ -1,31 +1,46 @@
-"""The model of a benchmark: the tiny Qwen3-MoE shape with random weights and no end of sequence."""
+"""Models of benchmarks, with random weights that are the same each time."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 
-def make_model(folder: Path) -> int:
-    """Writes a Hugging Face directory, the same weights each time; returns the parameter count.
-
-    Without an end-of-sequence token no response can end before the length limit, so that every
-    step is the same work.
-    """
+def save_random(folder: Path, make: Callable[[], Any], config: Mapping[str, Any]) -> int:
+    """Writes the model that `make` draws as a Hugging Face directory, with `config` laid over its
+    config.json; returns the parameter count."""
     import torch
     from transformers.utils.logging import disable_progress_bar
 
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = make()
+    disable_progress_bar()
+    model.save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(config), indent=2) + "\n")
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def deepseek_v3(**sizes: Any):
+    """A DeepSeek-V3 of the tiny shape but for `sizes`, in float32, with weights from torch's
+    default generator. Its routers prefer no expert yet."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    from lora_moe_rl.tiny.shapes import DEEPSEEK_V3
+
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**DEEPSEEK_V3 | sizes)).float()
+
+
+def make_model(folder: Path) -> int:
+    """The tiny Qwen3-MoE shape without an end-of-sequence token: no response can end before the
+    length limit, so that every step is the same work. Returns the parameter count."""
     from lora_moe_rl.tiny.shapes import build_model
     from lora_moe_rl.tiny.tokenizer import make_tokenizer
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = build_model("qwen3_moe")
-    disable_progress_bar()
-    model.save_pretrained(folder)
+    count = save_random(folder, lambda: build_model("qwen3_moe"), {"eos_token_id": None})
     make_tokenizer().save_pretrained(folder)
     (folder / "generation_config.json").unlink()
-    config_file = folder / "config.json"
-    config = json.loads(config_file.read_text()) | {"eos_token_id": None}
-    config_file.write_text(json.dumps(config, indent=2) + "\n")
-    return sum(parameter.numel() for parameter in model.parameters())
+    return count

@@ -15,8 +15,6 @@ Then: generation during a refit, memory, and the plan alone for Kimi-K2.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from lora_moe_rl.bench.refit_report import GOALS, print_result
-from lora_moe_rl.bench.step import busy_cores
+from lora_moe_rl.bench.refit_report import GOALS, parts
+from lora_moe_rl.bench.report import busy_cores, conclude, cores, temporary
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import result_parser
 from lora_moe_rl.errors import BenchmarkError
@@ -51,14 +49,11 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     from lora_moe_rl.bench.refit_plan import kimi_k2
 
-    with tempfile.TemporaryDirectory(prefix="lora-moe-rl-bench-") as folder:
+    with temporary() as folder:
         result = measure(Path(folder), options.rounds, options.trainer)
     result["kimi_k2"] = kimi_k2()
-    result["goals"] = {name: goal(result) for name, goal in GOALS.items()}
-    if options.json:
-        print(json.dumps(result, indent=1))
-    else:
-        print_result(result)
+    result["goals"] = {name: judge(result) for name, judge in GOALS.items()}
+    conclude(result, options.json, parts)
     return 0
 
 
@@ -100,7 +95,7 @@ def measure(folder: Path, rounds: int, trainer: str) -> dict[str, Any]:
                 **refit_model.WIDTHS,
             },
             "trainer": trainer,
-            "cores": len(os.sched_getaffinity(0)),
+            "cores": cores(),
             "busy_cores_before": busy,
             "rounds": rounds,
             "adapter": {"rank": RANK, "tensors": tensors, "bytes": bench.receipt.bytes},
@@ -165,13 +160,13 @@ class Bench:
 
     def vllm_ways(self, rounds: int) -> dict[str, list[float]]:
         """Seconds of vLLM's two ways; keeps what it says under the adapter."""
-        seconds = {"disk": [self._get("load_from_disk", self.directory) for _ in range(rounds + 1)]}
-        self.expected = self._get("score_loaded", PROBE, self.directory)
+        seconds = {"disk": [self._get("timed_load", self.directory) for _ in range(rounds + 1)]}
+        self.expected = self._get("score_files", PROBE, self.directory)[0]
         seconds["in_memory"] = [
             self._get("load_in_memory", self.directory) for _ in range(rounds + 1)
         ]
-        self._compare("in memory", self._get("score_loaded", PROBE, self.directory))
-        self._get("unload")
+        self._compare("in memory", self._get("score_files", PROBE, self.directory)[0])
+        self._get("unload_files")
         return {name: values[1:] for name, values in seconds.items()}
 
     def ours(self, rounds: int) -> dict[str, list[float]]:

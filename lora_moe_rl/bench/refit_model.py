@@ -15,6 +15,7 @@ import torch
 from lora_moe_rl.adapters import peft
 from lora_moe_rl.adapters.sharding import kind_of, window
 from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.bench.model import save_random
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.refit.parts import PartLayout, SentPart
 from lora_moe_rl.refit.plan import Box, trainer_ranks
@@ -31,19 +32,15 @@ WIDTHS = {
 def save_model(folder: Path) -> None:
     """Writes a Hugging Face directory, bfloat16; no token ends a sequence."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-    from transformers.utils.logging import disable_progress_bar
 
     from lora_moe_rl.tiny.tokenizer import VOCAB_SIZE, make_tokenizer
 
-    disable_progress_bar()
     config = Qwen3MoeConfig(
         **WIDTHS, vocab_size=VOCAB_SIZE, num_hidden_layers=LAYERS, num_experts=EXPERTS,
         num_experts_per_tok=TOP_K, norm_topk_prob=True, max_position_embeddings=4096,
         initializer_range=0.05, dtype=torch.bfloat16, eos_token_id=None, bos_token_id=None,
     )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    save_random(folder, lambda: Qwen3MoeForCausalLM(config).to(torch.bfloat16), {})
     make_tokenizer().save_pretrained(folder)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from lora_moe_rl.bench.step import BUSY
+from lora_moe_rl.bench.report import Result, goal
+from lora_moe_rl.verify import report
 
-Result = dict[str, Any]
 WAYS = {
     "disk": "vLLM: files, load_inplace",
     "in_memory": "vLLM: from_lora_tensors",
@@ -30,12 +30,7 @@ def ratio(result: Result, way: str, to: str) -> float:
 
 
 def _goal(value: Callable[[Result], float], limit: float, at_least: bool = False):
-    def judge(result: Result) -> dict[str, Any]:
-        found = value(result)
-        met = found >= limit if at_least else found <= limit
-        return {"found": found, "limit": limit, "at_least": at_least, "met": met}
-
-    return judge
+    return lambda result: goal(value(result), limit, at_least)
 
 
 GOALS = {
@@ -52,26 +47,23 @@ GOALS = {
 }
 
 
-def print_result(result: Result) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=True)
+def parts(result: Result) -> Iterator[Any]:
+    """What is printed of the figures, the goals left out."""
     base, adapter, memory = result["base"], result["adapter"], result["memory"]
-    console.print(
+    yield (
         f"{base['layers']} layers, {base['experts']} experts, hidden {base['hidden_size']}, expert "
         f"width {base['moe_intermediate_size']}, LoRA rank {adapter['rank']} in bfloat16: "
         f"{adapter['tensors']:,} tensors, {adapter['bytes'] / 1e6:.1f} MB; 2 trainer ranks "
         f"({result['trainer']}), 1 engine, {result['cores']} cores"
     )
-    console.print(
+    yield (
         f"logprobs: ours equals vLLM's own path (difference {result['logprobs']['difference']:g}; "
         f"the base differs by {result['logprobs']['effect']:.3g})"
     )
-    console.print(_ways(result))
     transfers, generation, plan = (
         result["transfers_a_layer"], result["generation"], result["kimi_k2"],
     )  # fmt: skip
-    console.print(
+    yield (
         f"transfers a layer: {transfers['all']:g}, at most {transfers['most_on_a_link']} between "
         f"two ranks\nmemory while receiving: {memory['extra'] / 1e6:.1f} MB more; the largest part "
         f"has {memory['largest_part'] / 1e6:.1f} MB\n"
@@ -83,40 +75,9 @@ def print_result(result: Result) -> None:
         f"{plan['bytes'] / 1e9:.1f} GB in all, {plan['most_bytes_received'] / 1e9:.2f} GB to a "
         f"rank, in {plan['seconds']:.2f} s; complete"
     )
-    console.print(_goals(result))
-    if result["busy_cores_before"] > BUSY:
-        console.print(
-            f"just before, other programs kept {result['busy_cores_before']:.2f} cores busy: "
-            "measure again on a quiet machine",
-            style="yellow",
-        )
-
-
-def _ways(result: Result):
-    from rich.table import Table
-
-    rows = Table(title=f"median of {result['rounds']}", title_justify="left", title_style="bold")
-    for column in ("", "ms", "best", "/ memcpy"):
-        rows.add_column(column, justify="right" if column else "left")
+    table = report.table(["", "ms", "best", "/ memcpy"], f"median of {result['rounds']}")
     for way, name in WAYS.items():
         found = result["seconds"][way]
-        rows.add_row(
-            name,
-            f"{found['median'] * 1e3:,.1f}",
-            f"{found['best'] * 1e3:,.1f}",
-            f"{ratio(result, way, 'memcpy'):,.1f}",
-        )
-    return rows
-
-
-def _goals(result: Result):
-    from rich.table import Table
-
-    rows = Table(title="goals", title_justify="left", title_style="bold")
-    for column in ("", "found", "goal", ""):
-        rows.add_column(column, justify="right" if column else "left")
-    for name, goal in result["goals"].items():
-        sign = ">=" if goal["at_least"] else "<="
-        met = "[green]met[/green]" if goal["met"] else "[red]missed[/red]"
-        rows.add_row(name, f"{goal['found']:.3g}", f"{sign} {goal['limit']:g}", met)
-    return rows
+        cells = [f"{found[which] * 1e3:,.1f}" for which in ("median", "best")]
+        table.add_row(name, *cells, f"{ratio(result, way, 'memcpy'):,.1f}")
+    yield table

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lora_moe_rl.bench.process import status_bytes
 from lora_moe_rl.refit.parts import SentPart
 from lora_moe_rl.refit.receiver import Receiver
 
@@ -79,15 +79,9 @@ class BenchReceiver(Receiver):
         """Stages a version. `extra`: the peak over what was resident before, without the pages that
         the sender shares with us, which are in memory already."""
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-        before = _resident()
+        resident, shared = status_bytes("VmRSS"), status_bytes("RssShmem")
         answer = self.refit_stage(version, sent_json)
-        after = _resident()
+        peak, shared = status_bytes("VmHWM"), status_bytes("RssShmem") - shared
         if "error" in answer:
             return answer
-        shared = after["RssShmem"] - before["RssShmem"]
-        return {"extra": after["VmHWM"] - before["VmRSS"] - shared, "shared": shared}
-
-
-def _resident() -> dict[str, int]:
-    text = Path("/proc/self/status").read_text()
-    return {name: int(kib) * 1024 for name, kib in re.findall(r"(\w+):\s+(\d+) kB", text)}
+        return {"extra": peak - resident - shared, "shared": shared}

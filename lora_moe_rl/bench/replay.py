@@ -11,9 +11,6 @@ Sections, each on request:
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from lora_moe_rl.bench.step import BUSY, busy_cores
-from lora_moe_rl.config.options import result_parser
+from lora_moe_rl.bench.replay_report import parts
+from lora_moe_rl.bench.report import Result, all_met, busy_cores, conclude, cores, goal, temporary
+from lora_moe_rl.config.options import names, result_parser
 from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.kernels.route_codec import RowLayout, pack_array, unpack_array
 
@@ -38,7 +36,6 @@ MODELS = {
 CODEC_TOKENS = 8192
 CODEC_S = 0.3  # of each measurement at least
 STEPS = 10
-Result = dict[str, Any]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,27 +45,19 @@ def main(argv: Sequence[str]) -> int:
         "--only", default=",".join(SECTIONS), help=f"sections, with commas ({','.join(SECTIONS)})"
     )
     options = parser.parse_args(argv)
-    names = [name.strip() for name in options.only.split(",") if name.strip()]
-    if unknown := [name for name in names if name not in SECTIONS]:
-        parser.error(f"--only: {unknown[0]} is none of {', '.join(SECTIONS)}")
-    result = measure(names)
-    if options.json:
-        print(json.dumps(result, indent=1))
-    else:
-        from lora_moe_rl.bench.replay_report import show
-
-        show(result)
-    return 0 if all(goal["met"] for goal in result["goals"].values()) else 1
+    result = measure(names(options.only, "--only", "a section", SECTIONS))
+    conclude(result, options.json, parts)
+    return 0 if all_met(result) else 1
 
 
-def measure(names: Sequence[str]) -> Result:
+def measure(sections: Sequence[str]) -> Result:
     result: Result = {
         "date": time.strftime("%Y-%m-%d"),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores(),
         "busy_cores_before": busy_cores(),
     }
-    with tempfile.TemporaryDirectory(prefix="lora-moe-rl-bench-") as folder:
-        for name in names:
+    with temporary() as folder:
+        for name in sections:
             result[name] = _MEASURES[name](Path(folder))
     result["goals"] = goals(result)
     return result
@@ -147,28 +136,18 @@ _MEASURES: dict[str, Callable[[Path], Any]] = {
 
 
 def goals(result: Result) -> dict[str, Result]:
-    """Of the sections that were measured."""
+    """The goals of the sections that were measured."""
     found = {}
-
-    def goal(name: str, value: float, limit: float, at_least: bool = False) -> None:
-        met = value >= limit if at_least else value <= limit
-        found[name] = {"found": value, "limit": limit, "at_least": at_least, "met": met}
-
     if "codec" in result:
         for side in ("pack", "unpack"):
             slowest = min(row[f"{side}_gb_s"] for row in result["codec"].values())
-            goal(f"{side}, GB/s of int16, slowest model", slowest, 1.0, at_least=True)
+            found[f"{side}, GB/s of int16, slowest model"] = goal(slowest, 1.0, at_least=True)
     if "step" in result:
-        goal("share of a step", result["step"]["share"], 0.02)
+        found["share of a step"] = goal(result["step"]["share"], 0.02)
     if "kimi" in result:
-        goal("seconds a rank, Kimi-K2 at PP 8", result["kimi"]["total"], 1.0)
+        found["seconds a rank, Kimi-K2 at PP 8"] = goal(result["kimi"]["total"], 1.0)
     if "effect" in result:
         ratios = result["effect"]["on_over_off"]
-        goal("mismatch KL, on / off", ratios["kl"], 0.5)
-        goal("mean |Δlogprob|, on / off", ratios["mean_abs_logprob_diff"], 0.5)
+        found["mismatch KL, on / off"] = goal(ratios["kl"], 0.5)
+        found["mean |Δlogprob|, on / off"] = goal(ratios["mean_abs_logprob_diff"], 0.5)
     return found
-
-
-def disturbed(result: Result) -> bool:
-    """Whether other programs were busy when it began."""
-    return result["busy_cores_before"] > BUSY

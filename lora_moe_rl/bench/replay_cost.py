@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from lora_moe_rl.bench.model import deepseek_v3, save_random
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.router_replay.packed import PackedRoutes
 from lora_moe_rl.router_replay.table import RouteTable
@@ -162,9 +163,10 @@ def measure_kimi(folder: Path) -> dict[str, Any]:
     """Seconds of a rank that gets its stage's routes of every sample (data-parallel size 1, no
     tensor parallelism): fetched from Ray's object store, checked, cut to micro-batches, unpacked
     and installed."""
+    from lora_moe_rl.tiny.shapes import EXTRA_CONFIG
     from lora_moe_rl.verify.ranks import run_ranks
 
-    save_kimi(folder / "kimi")
+    save_random(folder / "kimi", lambda: deepseek_v3(**KIMI_SHAPE), EXTRA_CONFIG["deepseek_v3"])
     config = RunConfig.model_validate(
         {
             "model": {"path": str(folder / "kimi"), "max_length": KIMI_TOKENS + 1},
@@ -178,25 +180,6 @@ def measure_kimi(folder: Path) -> dict[str, Any]:
     )
     (found,) = run_ranks(config, folder / "kimi", kimi_job, timeout_s=600)
     return found
-
-
-def save_kimi(folder: Path) -> None:
-    import json
-
-    import torch
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    from lora_moe_rl.tiny.shapes import DEEPSEEK_V3, EXTRA_CONFIG
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = DeepseekV3ForCausalLM(DeepseekV3Config(**DEEPSEEK_V3 | KIMI_SHAPE)).float()
-    disable_progress_bar()
-    model.save_pretrained(folder)
-    config_file = folder / "config.json"
-    config = json.loads(config_file.read_text()) | EXTRA_CONFIG["deepseek_v3"]
-    config_file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def kimi_job(worker, spec) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lora_moe_rl.bench.model import deepseek_v3, save_random
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.router_replay.table import RouteTable
@@ -34,12 +34,12 @@ def measure(folder: Path) -> dict[str, Any]:
     Raises BenchmarkError when they are equal without replay.
     """
     from lora_moe_rl.algorithms.kl import MISMATCH
+    from lora_moe_rl.verify.processes import apart
     from lora_moe_rl.verify.ranks import run_ranks
-    from lora_moe_rl.verify.replay_engine import apart
 
     parameters = save_model(folder / "model")
     config = make_config(folder / "model")
-    sequences, logprobs, table = apart(record, config, folder / "model")
+    sequences, logprobs, table = apart("vLLM", record, config, folder / "model", timeout_s=1200)
     (results,) = run_ranks(config, folder / "model", score, sequences, table, timeout_s=600)
     found = {name: compare(logprobs, theirs) for name, theirs in results["logprobs"].items()}
     if not found["off"]["kl"] > 0:
@@ -69,25 +69,14 @@ def make_config(model_dir: Path) -> RunConfig:
 
 def save_model(folder: Path) -> int:
     """Random weights of a DeepSeek-V3 shape; the number of parameters."""
-    import torch
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-    from transformers.utils.logging import disable_progress_bar
+    from lora_moe_rl.tiny.shapes import EXTRA_CONFIG, draw_biases
 
-    from lora_moe_rl.tiny.shapes import CORRECTION_BIAS_STD, DEEPSEEK_V3, EXTRA_CONFIG
+    def make():
+        model = deepseek_v3(**SHAPE, initializer_range=INITIALIZER_RANGE).bfloat16()
+        draw_biases(model)
+        return model
 
-    sizes = DEEPSEEK_V3 | SHAPE | {"initializer_range": INITIALIZER_RANGE}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes)).bfloat16()
-        for layer in model.model.layers[DEEPSEEK_V3["first_k_dense_replace"] :]:
-            bias = layer.mlp.gate.e_score_correction_bias
-            bias.copy_(CORRECTION_BIAS_STD * torch.randn_like(bias))
-    disable_progress_bar()
-    model.save_pretrained(folder)
-    config_file = folder / "config.json"
-    config = json.loads(config_file.read_text()) | EXTRA_CONFIG["deepseek_v3"]
-    config_file.write_text(json.dumps(config, indent=2) + "\n")
-    return sum(parameter.numel() for parameter in model.parameters())
+    return save_random(folder, make, EXTRA_CONFIG["deepseek_v3"])
 
 
 def record(config: RunConfig, model_dir: Path) -> Recorded:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from lora_moe_rl.bench.replay import disturbed
+from lora_moe_rl.bench.report import Result
+from lora_moe_rl.verify import report
 
-Result = dict[str, Any]
 WIDTHS = ("packed", "uint8", "int16", "int32")
 MISMATCH = {
     "kl": "KL (k3)",
@@ -16,31 +17,15 @@ MISMATCH = {
 }
 
 
-def show(result: Result) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=True)
+def parts(result: Result) -> Iterator[Any]:
+    """What is printed of the figures, the goals left out."""
     for name, table in _TABLES.items():
         if name in result:
-            console.print(table(result[name]))
-    for name, goal in result["goals"].items():
-        sign = "at least" if goal["at_least"] else "at most"
-        verdict = "[green]met[/]" if goal["met"] else "[bold red]missed[/]"
-        console.print(f"{name}: {goal['found']:.3g}, {sign} {goal['limit']:g}: {verdict}")
-    if disturbed(result):
-        console.print(
-            f"just before, other programs kept {result['busy_cores_before']:.2f} cores busy: "
-            f"measure again on a quiet machine",
-            style="yellow",
-        )
+            yield table(result[name])
 
 
 def _table(title: str, names: list[str], rows: list[list[str]]):
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for i, name in enumerate(names):
-        table.add_column(name, justify="right" if i else "left")
+    table = report.table(names, title)
     for row in rows:
         table.add_row(*row)
     return table

@@ -7,35 +7,32 @@ experts of a 2M-parameter Qwen3-MoE, float32. Seconds are medians over the measu
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
 import os
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
-
 from lora_moe_rl.bench import trl_step
+from lora_moe_rl.bench.report import BUSY, busy_cores, conclude, cores, temporary
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config.options import positive
+from lora_moe_rl.config.options import positive, result_parser
 from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.upstream.doctor import TESTED, VLLM, installed
+from lora_moe_rl.verify import report
 
 PROMPTS, GROUP, TOKENS, RANK, ALPHA, LR = 16, 8, 8, 16, 32, 1e-3
 WARMUP = 3
 STAGES = ("rollout", "reward", "train", "refit")
 MAX_KL, MAX_DIFF = 1e-6, 1e-4
-BUSY = 0.2  # cores; more than that, used by others, and the figures are not to be trusted
 WORST = {"mismatch/kl": max, "mismatch/max_abs_logprob_diff": max, "replay/coverage": min}
 SETTLE_S = 3.0  # in which the actors of our own run end, so as not to count as other programs
 TRL_INSTALL = (
@@ -49,21 +46,16 @@ Record = dict[str, Any]
 
 def main(argv: Sequence[str]) -> int:
     """Raises BenchmarkError when the run was not right, whatever its speed."""
-    parser = argparse.ArgumentParser(prog="lora-moe-rl bench step", description=__doc__)
+    parser = result_parser("bench step", __doc__)
     parser.add_argument("--steps", type=positive, default=10, help="measured steps (10)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--trl-python", metavar="PATH", help="an interpreter that has TRL, if this one has not"
     )
-    parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="lora-moe-rl-bench-") as folder:
+    with temporary() as folder:
         result = measure(Path(folder), options.steps)
         result["trl"] = measure_trl(Path(folder), options.steps, options.trl_python)
-    if options.json:
-        print(json.dumps(result, indent=1))
-    else:
-        _print(result)
+    conclude(result, options.json, parts, runs)
     return 0
 
 
@@ -94,7 +86,7 @@ def figures(records: Sequence[Record], steps: int) -> dict[str, Any]:
         "lora_rank": RANK,
         "steps": steps,
         "warmup": WARMUP,
-        "cores": _cores(),
+        "cores": cores(),
         "versions": {name: found for name in (*TESTED, *VLLM) if (found := installed(name))},
         **summary(records[WARMUP:]),
         "worst": {name: worst(record[name] for record in records) for name, worst in WORST.items()},
@@ -188,7 +180,7 @@ def _run_trl(python: str, folder: Path, steps: int, experts: bool) -> dict[str, 
     work = {
         "model": str(folder / "model"), "data": str(folder / "prompts.jsonl"), "experts": experts,
         "prompts": PROMPTS, "group": GROUP, "tokens": TOKENS, "rank": RANK, "alpha": ALPHA,
-        "lr": LR, "steps": steps, "warmup": WARMUP, "threads": _cores(),
+        "lr": LR, "steps": steps, "warmup": WARMUP, "threads": cores(),
     }  # fmt: skip
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [python, trl_step.__file__, json.dumps(work)]
@@ -214,56 +206,30 @@ def _run_trl(python: str, folder: Path, steps: int, experts: bool) -> dict[str, 
     }
 
 
-def busy_cores() -> float:
-    """Cores that other programs use, over one second in which this one only waits."""
-    return round(psutil.cpu_percent(interval=1.0) / 100 * (os.cpu_count() or 1), 2)
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-def _print(result: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(
+def parts(result: dict[str, Any]) -> Iterator[Any]:
+    """What is printed of the figures."""
+    yield (
         f"{result['prompts']} prompts x {result['samples_per_prompt']} samples x "
         f"{result['response_tokens']} tokens, {result['parameters']:,} parameters, LoRA rank "
         f"{result['lora_rank']}, {result['cores']} cores"
     )
-    console.print(table(result))
+    yield table(result)
     worst = ", ".join(f"{name} {value:.3g}" for name, value in result["worst"].items())
-    console.print(f"at worst: {worst}; the adapter version grew by one a step")
-    for line in disturbances(result):
-        console.print(line, style="yellow")
+    yield f"at worst: {worst}; the adapter version grew by one a step"
     if result["trl"] is None:
-        console.print(f"TRL is not installed here; to measure it too: {TRL_INSTALL}")
+        yield f"TRL is not installed here; to measure it too: {TRL_INSTALL}"
 
 
-def disturbances(result: dict[str, Any]) -> list[str]:
-    """What other programs did just before each measurement; empty on a quiet machine."""
-    runs = {"this run": result} | {
-        f"TRL, {name}": run for name, run in (result["trl"] or {}).items()
-    }
-    return [
-        f"just before {name}, other programs kept {run['busy_cores_before']:.2f} cores busy: "
-        f"measure again on a quiet machine"
-        for name, run in runs.items()
-        if run["busy_cores_before"] > BUSY
-    ]
+def runs(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Each measurement by its name."""
+    trl = result["trl"] or {}
+    return {"this run": result} | {f"TRL, {name}": run for name, run in trl.items()}
 
 
 def table(result: dict[str, Any]):
     """Median seconds by stage; TRL's steps and how ours compares."""
-    from rich.table import Table
-
     steps, seconds = result["steps"], result["seconds"]
-    rows = Table(title=f"median of {steps} steps", title_justify="left", title_style="bold")
-    rows.add_column("")
-    rows.add_column("seconds", justify="right")
-    rows.add_column("share", justify="right")
+    rows = report.table(["", "seconds", "share"], f"median of {steps} steps")
     for stage in (*STAGES, "other", "step"):
         share = seconds[stage] / seconds["step"]
         rows.add_row(stage, f"{seconds[stage]:.3f}", f"{share:.0%}", end_section=stage == "other")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+
+from lora_moe_rl.errors import ConfigError
 
 
 def result_parser(command: str, about: str | None) -> argparse.ArgumentParser:
-    """Of a command that prints tables, or one object with --json. `about` is printed as it is."""
+    """The parser of a command that prints tables, or one object with --json. `about` is printed as
+    it is."""
     parser = argparse.ArgumentParser(
         prog=f"lora-moe-rl {command}",
         description=about,
@@ -18,7 +22,7 @@ def result_parser(command: str, about: str | None) -> argparse.ArgumentParser:
 
 
 def verify_parser(what: str, about: str) -> argparse.ArgumentParser:
-    """Of `lora-moe-rl verify WHAT`: a model, and settings of its config."""
+    """The parser of `lora-moe-rl verify WHAT`, which takes a model and settings of its config."""
     parser = result_parser(f"verify {what}", about)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="as adapter.rank=8")
     parser.add_argument(
@@ -28,7 +32,19 @@ def verify_parser(what: str, about: str) -> argparse.ArgumentParser:
 
 
 def positive(text: str) -> int:
-    """A type for add_argument."""
+    """A type for add_argument: a whole number of at least 1."""
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{value} is less than 1")
     return value
+
+
+def names(text: str, option: str, what: str, known: Sequence[str] = ()) -> list[str]:
+    """The names of a list with commas, each once. `what` is one of them, with its article. Raises
+    ConfigError for an empty list and, where `known` are all there are, for another name."""
+    found = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not found:
+        raise ConfigError(f"{option} names no {what.partition(' ')[2]}")
+    for name in found:
+        if known and name not in known:
+            raise ConfigError(f"{option}: {name!r} is not {what}; there are {', '.join(known)}")
+    return found

@@ -68,8 +68,13 @@ def build_model(name: str) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config).float()
     if name == "qwen3_moe":
         return model
-    for layer in model.model.layers[DEEPSEEK_V3["first_k_dense_replace"] :]:
-        # A buffer that training leaves alone: the routers learn around it.
+    draw_biases(model)
+    return model
+
+
+def draw_biases(model: PreTrainedModel) -> None:
+    """Draws the routers' corrections of a DeepSeek-V3: buffers that training leaves alone, so that
+    the routers learn around them."""
+    for layer in model.model.layers[model.config.first_k_dense_replace :]:
         bias = layer.mlp.gate.e_score_correction_bias
         bias.copy_(CORRECTION_BIAS_STD * torch.randn_like(bias))
-    return model

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ import numpy as np
 from lora_moe_rl.adapters.sharding import RULES, kind_of
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.verify.jobs import MOMENTS, Outcome, Tensors
+from lora_moe_rl.verify.report import Check
 
 FLOOR = 1e-3
 LAYOUT_QUANTITIES = (
@@ -79,21 +80,6 @@ class Fault:
 
         summed = f"summed over {listed(self.axes) or 'no ranks here'}"
         return summed + (f", cut over {listed(self.split)}" if self.split else "")
-
-
-@dataclass(frozen=True)
-class Check:
-    """One quantity of one layout. `error` is None when it was not come to."""
-
-    quantity: str
-    error: float | None
-    tolerance: float
-    faults: Sequence[Fault] = field(default_factory=tuple)
-
-    @property
-    def passed(self) -> bool:
-        """NaN passes nothing."""
-        return self.error is not None and self.error <= self.tolerance
 
 
 def compare(

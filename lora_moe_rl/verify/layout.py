@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config.overrides import override, with_settings
-from lora_moe_rl.errors import ConfigError, LoraMoeRlError
+from lora_moe_rl.config.overrides import with_settings
+from lora_moe_rl.errors import LoraMoeRlError
 from lora_moe_rl.verify import jobs
 from lora_moe_rl.verify.compare import (
     TOLERANCES,
-    Check,
     checkpoint_check,
     compare,
     logprob_error,
@@ -32,11 +31,14 @@ from lora_moe_rl.verify.compare import (
 )
 from lora_moe_rl.verify.inputs import random_batch
 from lora_moe_rl.verify.jobs import Inputs, Outcome, gather
-from lora_moe_rl.verify.layouts import Layout, parse_layouts
-from lora_moe_rl.verify.ranks import run_processes, run_ranks, spec_of
+from lora_moe_rl.verify.layout_report import Report, Row
+from lora_moe_rl.verify.layouts import Layout, parse_layouts, placed, read_config
+from lora_moe_rl.verify.processes import run_processes
+from lora_moe_rl.verify.ranks import run_ranks, spec_of
+from lora_moe_rl.verify.report import Check, Say
 
 DEFAULT_LAYOUTS = "tp2,pp2,ep2,tp2ep2,etp2tp2,pp2ep2,tp2pp2ep2"
-SETTINGS = ("adapter.", "trainer.device=", "trainer.dtype=", "seed=")
+SETTINGS = ("adapter.*", "trainer.device", "trainer.dtype", "seed")
 LENGTHS = (4, 9)
 # Small micro-batches, so that every rank has several of uneven size. The loss has a KL term, since
 # on-policy the value of the rest does not depend on the model. A trained model gives random tokens
@@ -49,50 +51,10 @@ BASE = {
     "algorithm": {"kl_coef": 0.1},
 }
 
-Say = Callable[[str], None]
-
-
-@dataclass
-class Row:
-    """One line of the table. `failure`: why a quantity was not come to."""
-
-    name: str
-    ranks: int
-    checks: list[Check] = field(default_factory=list)
-    seconds: float = 0.0
-    failure: str | None = None
-
-    @property
-    def passed(self) -> bool:
-        return self.failure is None and all(check.passed for check in self.checks)
-
-
-@dataclass
-class Report:
-    """`rows[0]` is one rank against Hugging Face."""
-
-    model: str
-    device: str
-    dtype: str
-    samples: int
-    rows: list[Row]
-    seconds: float
-
-    @property
-    def passed(self) -> bool:
-        return all(row.passed for row in self.rows)
-
 
 def make_config(model: str, settings: Sequence[str] = ()) -> RunConfig:
     """Raises ConfigError for a setting that this command does not read."""
-    for setting in settings:
-        if not setting.startswith(SETTINGS):
-            raise ConfigError(
-                f"verify layout does not read {setting!r}; it reads adapter.*=VALUE, "
-                f"trainer.device=VALUE, trainer.dtype=VALUE and seed=VALUE"
-            )
-    config = with_settings(RunConfig(), BASE | {"model": {**BASE["model"], "path": model}})
-    return override(config, settings)
+    return read_config("verify layout", model, settings, SETTINGS, BASE)
 
 
 def plan(
@@ -101,31 +63,6 @@ def plan(
     """All that can be refused before anything starts. Raises ConfigError or ModelError."""
     spec = spec_of(model_dir, config)
     return spec, placed(parse_layouts(names, config, spec.shape))
-
-
-def placed(layouts: Sequence[Layout]) -> list[Layout]:
-    """The same layouts on the device that all of them fit on. Raises ConfigError."""
-    wanted = layouts[0].config.trainer.device
-    device = _device(wanted, max(layout.world_size for layout in layouts))
-    settings = {"trainer": {"device": device}}
-    return [replace(x, config=with_settings(x.config, settings)) for x in layouts]
-
-
-def _device(wanted: str, world_size: int) -> str:
-    """A GPU for each rank, or the CPU."""
-    if wanted == "cpu":
-        return "cpu"
-    import torch
-
-    gpus = torch.cuda.device_count()
-    if gpus >= world_size:
-        return "cuda"
-    if wanted == "cuda":
-        raise ConfigError(
-            f"trainer.device=cuda: {world_size} ranks need as many GPUs, and torch sees {gpus}; "
-            f"leave layouts out or use trainer.device=cpu"
-        )
-    return "cpu"
 
 
 @dataclass
@@ -145,8 +82,7 @@ class Verification:
     def __post_init__(self):
         trainer = self.layouts[0].config.trainer
         self.cuda = trainer.device == "cuda"
-        self.dtype = _dtype(trainer.dtype, self.cuda)
-        self.tolerances = TOLERANCES[trainer.device, self.dtype]
+        self.tolerances = TOLERANCES[trainer.device, trainer.dtype]
         if self.tolerance is not None:
             self.tolerances = tolerances(self.tolerance, self.tolerances["adapter"])
         alone = {"world_size": 1} | dict.fromkeys(("tp", "pp", "ep", "etp", "vpp"), 1)
@@ -178,7 +114,7 @@ class Verification:
         return Report(
             model=self.alone.model.path,
             device=trainer.device,
-            dtype=self.dtype,
+            dtype=trainer.dtype,
             samples=self.samples,
             rows=[reference, *rows],
             seconds=time.perf_counter() - started,
@@ -200,9 +136,7 @@ class Verification:
         row = Row("Hugging Face", 1)
         try:
             arguments = (self.model_dir, self.spec, one.adapter, inputs.sequences)
-            (theirs,) = run_processes(
-                1, jobs.merged_logprobs, *arguments, cuda=False, timeout_s=self.timeout_s
-            )
+            (theirs,) = run_processes(1, jobs.merged_logprobs, *arguments, timeout_s=self.timeout_s)
             error = logprob_error(one.own_logprobs or [], theirs)
             row.checks.append(Check("logprobs", error, self.tolerances["Hugging Face"]))
         except LoraMoeRlError as error:
@@ -247,7 +181,3 @@ class Verification:
 def _made(directory: Path) -> Path:
     directory.mkdir()
     return directory
-
-
-def _dtype(wanted: str, cuda: bool) -> str:
-    return ("bfloat16" if cuda else "float32") if wanted == "auto" else wanted

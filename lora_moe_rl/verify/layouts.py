@@ -1,15 +1,16 @@
-"""Names of layouts, as `tp2ep2`, and the config of each. Pure."""
+"""Names of layouts, as `tp2ep2`, and the config of each; what else a `verify` command reads."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config.overrides import with_settings
+from lora_moe_rl.config.overrides import override, with_settings
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.models.fit import check_layout
 
@@ -33,6 +34,19 @@ class Layout:
         t = self.config.trainer
         expert_dp = t.tp * t.dp // (t.ep * t.etp)
         return {"tp": t.tp, "dp": t.dp, "ep": t.ep, "etp": t.etp, "expert_dp": expert_dp}
+
+
+def read_config(
+    command: str, model: str, settings: Sequence[str], read: Sequence[str], base: Mapping[str, Any]
+) -> RunConfig:
+    """The config of `base` with the settings. `read` are the keys that the command reads, as
+    `adapter.*` or `seed`; raises ConfigError for another one."""
+    starts = tuple(key[:-1] if key.endswith("*") else f"{key}=" for key in read)
+    for setting in settings:
+        if not setting.startswith(starts):
+            raise ConfigError(f"{command} does not read {setting!r}; it reads {', '.join(read)}")
+    sections = {**base, "model": {**base.get("model", {}), "path": model}}
+    return override(with_settings(RunConfig(), sections), settings)
 
 
 def parse_layout(name: str, config: RunConfig) -> Layout:
@@ -70,3 +84,23 @@ def parse_layouts(names: Sequence[str], config: RunConfig, shape: ModelShape) ->
     if refused:
         raise ConfigError("--layouts: " + "\n".join(refused))
     return layouts
+
+
+def placed(layouts: Sequence[Layout]) -> list[Layout]:
+    """The same layouts on the device that all of them fit on, a GPU for each rank or the CPU, with
+    the dtype that `auto` is there. Raises ConfigError."""
+    import torch
+
+    from lora_moe_rl.trainer.device import Device
+
+    trainer = layouts[0].config.trainer
+    needed, gpus = max(layout.world_size for layout in layouts), torch.cuda.device_count()
+    if trainer.device == "cuda" and gpus < needed:
+        raise ConfigError(
+            f"trainer.device=cuda: {needed} ranks need as many GPUs, and torch sees {gpus}; "
+            f"leave layouts out or use trainer.device=cpu"
+        )
+    device = "cuda" if trainer.device != "cpu" and gpus >= needed else "cpu"
+    dtype = Device.choose(trainer.model_copy(update={"device": device})).dtype
+    settings = {"trainer": {"device": device, "dtype": str(dtype).removeprefix("torch.")}}
+    return [replace(x, config=with_settings(x.config, settings)) for x in layouts]

@@ -54,15 +54,6 @@ def parse_engine(name: str, config: RunConfig, spec: AdapterSpec) -> Engine:
     return engine
 
 
-def parse_transports(names: Sequence[str]) -> list[str]:
-    for name in names:
-        if name not in TRANSPORTS:
-            raise ConfigError(
-                f"--transports: {name!r} is not a transport; there are {', '.join(TRANSPORTS)}"
-            )
-    return list(names)
-
-
 def covering(
     engines: Sequence[str], trainers: Sequence[str], transports: Sequence[str]
 ) -> list[Combination]:

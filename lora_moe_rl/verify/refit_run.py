@@ -8,10 +8,11 @@ each engine ──> its base; the adapter from files, by vLLM's own loader, into
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,93 +25,23 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.errors import ActorFailed, LoraMoeRlError
-from lora_moe_rl.refit.parts import STORAGE, part_layouts
+from lora_moe_rl.refit.parts import STORAGE, SentPart, part_layouts
 from lora_moe_rl.refit.plan import make_plan
 from lora_moe_rl.refit.transports import choose
 from lora_moe_rl.rollout.facts import served_module
+from lora_moe_rl.verify import refit_jobs
+from lora_moe_rl.verify.engine import EngineProcess
 from lora_moe_rl.verify.inputs import random_adapter
 from lora_moe_rl.verify.layouts import Layout
-from lora_moe_rl.verify.ranks import run_processes
+from lora_moe_rl.verify.processes import run_processes
+from lora_moe_rl.verify.ranks import Ranks
 from lora_moe_rl.verify.refit_plan import Combination, Engine, Fault
-from lora_moe_rl.verify.refit_processes import EngineProcess, Ranks
+from lora_moe_rl.verify.refit_report import EFFECT, TOLERANCES, Report, Row
+from lora_moe_rl.verify.report import Say
 
-Say = Callable[[str], None]
 Scores = Sequence[np.ndarray]
-# Largest |difference of logprobs|, by device and dtype; only the first has been measured.
-TOLERANCES = {
-    ("cpu", "float32"): 5e-6,
-    ("cuda", "float32"): 1e-4,
-    ("cpu", "bfloat16"): 0.15,
-    ("cuda", "bfloat16"): 0.15,
-}
 # Of a value in a slot, relative to the largest of its tensor: vLLM scales B in another order.
 SLOT_TOLERANCES = {"float32": 1e-6, "bfloat16": 1e-2}
-EFFECT = 100  # the adapter must change each sequence by so many times the tolerance
-
-
-@dataclass
-class Row:
-    """One refit, or an engine's base, where there is neither trainer nor transport.
-
-    trainer_error, merged_error: largest |difference of logprobs| to the trainer and to the merged
-    weights; effect: to the engine's own base, of the sequence with the least. `unlike`: tensors of
-    a slot that are not as vLLM's own loader has them. None is what was not come to."""
-
-    engine: str
-    trainer: str = ""
-    transport: str = ""
-    trainer_error: float | None = None
-    merged_error: float | None = None
-    effect: float | None = None
-    unlike: list[dict[str, Any]] | None = None
-    nbytes: int = 0
-    publish_seconds: float = 0.0
-    seconds: float = 0.0
-    failure: str | None = None
-
-
-@dataclass
-class Report:
-    model: str
-    expert_layout: str
-    device: str
-    dtype: str
-    tolerance: float
-    sequences: int = 0
-    tokens: int = 0
-    noise: float = 0.0  # what another last bit changes of Hugging Face's logprobs
-    rows: list[Row] = field(default_factory=list)
-    experts: tuple[int, int] = (0, 0)  # that a token went to, and all, over the MoE layers
-    seconds: float = 0.0
-
-    def passed(self, row: Row) -> bool:
-        return row.failure is None and not self.faults(row)
-
-    def faults(self, row: Row) -> list[str]:
-        """What is wrong with a row. NaN is."""
-        found = []
-        theirs = (
-            ("the trainer's", row.trainer_error),
-            ("those of the merged weights", row.merged_error),
-        )
-        for whose, error in theirs:
-            if error is not None and not error <= self.tolerance:
-                found.append(f"logprobs differ from {whose} by {error:.2g}")
-        least = EFFECT * self.tolerance
-        if row.effect is not None and not row.effect >= least:
-            found.append(f"logprobs differ from the base's by {row.effect:.2g} only")
-        for unlike in row.unlike or ():
-            experts = unlike["experts"]
-            which = "" if experts is None else f", experts {', '.join(map(str, experts))} of it"
-            found.append(
-                f"{unlike['tensor']} is not in its slot on engine rank {unlike['worker']}{which} "
-                f"(off by {unlike['error']:.2g} of its largest value)"
-            )
-        return found
-
-    @property
-    def all_passed(self) -> bool:
-        return all(self.passed(row) for row in self.rows)
 
 
 @dataclass
@@ -126,6 +57,7 @@ class RefitVerification:
     samples: int
     timeout_s: float = 600
     fault: Fault | None = None
+    left_out: list[str] = field(default_factory=list)
     say: Say = lambda text: None
 
     @property
@@ -142,6 +74,7 @@ class RefitVerification:
             trainer.device,
             trainer.dtype,
             TOLERANCES[trainer.device, trainer.dtype],
+            left_out=self.left_out,
         )
         self.versions = itertools.count()
         self.used: set[tuple[int, int]] = set()
@@ -162,9 +95,7 @@ class RefitVerification:
         self.tensors = random_adapter(self.spec, seed)
         least = 10 * EFFECT * self.report.tolerance  # an engine has room for rounding
         arguments = (self.model_dir, self.spec, self.tensors, self.samples, seed, least)
-        (self.reference,) = run_processes(
-            1, run_reference, *arguments, cuda=False, timeout_s=self.timeout_s
-        )
+        (self.reference,) = run_processes(1, run_reference, *arguments, timeout_s=self.timeout_s)
         self.report.sequences = len(self.reference.sequences)
         self.report.tokens = sum(map(len, self.reference.sequences))
         self.report.noise = self.reference.noise
@@ -175,31 +106,36 @@ class RefitVerification:
     def _engine(self, engine: Engine) -> None:
         """The rows of one engine; when it fails, the first row says so and there are no more."""
         self.say(f"starting engine {engine.name}")
-        row = Row(engine.name)
-        self.report.rows.append(row)
+        (row,) = self._rows(engine.name)
         log = self.folder / f"{engine.name}.log"
         try:
             with EngineProcess(engine.config, self.spec, self.model_dir, log) as process:
                 with _timed(row):
                     self.facts = process.start()
-                    scores, _ = process.call("score", self.reference.sequences, None)
+                    scores, _ = process.ask("score", self.reference.sequences, None)
                     row.merged_error = largest(scores, self.reference.base)
                     if not self.merged:
-                        process.call("load_files", str(self.folder / "files"))
+                        process.ask("load_files", str(self.folder / "files"))
                 self.base = scores
                 self._trainers(engine, process)
         except LoraMoeRlError as error:
             row.failure = str(error)
 
+    def _rows(self, engine: str, *refits: tuple[str, str]) -> list[Row]:
+        """New rows of the report, one for each refit (trainer, transport), or the base's."""
+        tolerance = self.report.tolerance
+        rows = [Row(engine, *refit, tolerance=tolerance) for refit in refits or ((),)]
+        self.report.rows.extend(rows)
+        return rows
+
     def _trainers(self, engine: Engine, process: EngineProcess) -> None:
         cuda = self.config.trainer.device == "cuda"
         for layout in self.trainers:
             transports = [c[2] for c in self.combinations if c[:2] == (engine.name, layout.name)]
-            rows = [Row(engine.name, layout.name, transport) for transport in transports]
-            self.report.rows.extend(rows)
+            rows = self._rows(engine.name, *((layout.name, kind) for kind in transports))
             try:
                 with Ranks(layout.config, self.model_dir, cuda, self.timeout_s) as ranks:
-                    ranks.call("set_adapter", self.tensors)
+                    ranks.run(refit_jobs.set_adapter, self.tensors)
                     for row in rows:
                         self.say(f"{row.engine}, {row.trainer}, {row.transport}")
                         with _timed(row):
@@ -225,30 +161,30 @@ class RefitVerification:
         path = str(self.folder / "refits") if row.transport == "directory" else None
         settings = {"refit": {"transport": row.transport, "directory": path}}
         refit = with_settings(self.config, settings).refit
-        channel = choose(refit, ranks.call("place"), [self.facts["place"]])
-        process.call("prepare_refit", layouts, channel)
+        channel = choose(refit, ranks.run(refit_jobs.place), [self.facts["place"]])
+        process.ask("prepare_refit", layouts, channel)
         started = time.perf_counter()
-        answers = ranks.call("send", version, layouts, channel)
+        answers = ranks.run(refit_jobs.send, version, layouts, channel)
         sent = [part for part in answers if part is not None]
-        channel.published(lambda: sent)
-        receipt = process.call("publish", version, *sent)
+        asyncio.run(channel.published(lambda: _at_hand(sent)))
+        receipt = process.ask("publish", version, *sent)
         row.nbytes, row.publish_seconds = receipt.bytes, time.perf_counter() - started
         if self.merged:
-            if differing := process.call("differing", version, *sent):
+            if differing := process.ask("differing", version, *sent):
                 row.failure = f"not base + adapter: {', '.join(differing)}"
         else:
-            row.unlike = process.call(
+            row.unlike = process.ask(
                 "unlike_files", version, self.names, SLOT_TOLERANCES[self.facts["dtype"]]
             )
-        scores, table = process.call("score", self.reference.sequences, version)
+        scores, table = process.ask("score", self.reference.sequences, version)
         if not self.merged:
-            process.call("drop", version)
+            process.ask("drop", version)
         row.merged_error = largest(scores, self.reference.merged)
         row.effect = min(largest([a], [b]) for a, b in zip(scores, self.base, strict=True))
         if table.coverage < 1:
             row.failure = f"{1 - table.coverage:.1%} of the routes were not recorded"
         self.used |= experts_used(table)
-        theirs = ranks.call("score", self.reference.sequences, table)
+        theirs = ranks.run(refit_jobs.score, self.reference.sequences, table)
         row.trainer_error = largest(scores, next(t for t in theirs if t is not None))
 
 
@@ -286,3 +222,7 @@ def _timed(row: Row) -> Iterator[None]:
         row.failure = str(error)
     finally:
         row.seconds = time.perf_counter() - started
+
+
+async def _at_hand(sent: list[SentPart]) -> list[SentPart]:
+    return sent

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,40 +12,22 @@ from typing import Any
 import numpy as np
 
 from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
-from lora_moe_rl.cluster.log import redirect
 from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.data.samples import Sample
-from lora_moe_rl.errors import ActorFailed, ConfigError, RefitError
+from lora_moe_rl.errors import ConfigError, RefitError
 from lora_moe_rl.refit.parts import STORAGE, part_layouts, to_json
 from lora_moe_rl.refit.plan import Box, EngineLayout, make_plan
 from lora_moe_rl.rollout import outputs, platform
 from lora_moe_rl.rollout.facts import slot_rank
 from lora_moe_rl.router_replay.table import RouteTable
-from lora_moe_rl.verify.ranks import LOG_LINES
 
 VERSION = 0
 RPC_S = 120
 
 
-def apart(job: Callable[..., Any], *args: Any) -> Any:
-    """`job(*args)` in a process of its own: this one may hold Megatron, whose mends vLLM must not
-    see. Raises ActorFailed when the process dies; what it prints goes into the error."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="lora-moe-rl-vllm-") as folder:
-        log = Path(folder) / "vllm.log"
-        with ProcessPoolExecutor(1, context, redirect, (log,)) as pool:
-            try:
-                return pool.submit(job, *args).result()
-            except BrokenProcessPool as error:
-                tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
-                raise ActorFailed("vLLM", f"its process died: {error}", tail) from error
-
-
 def prepare_process(config: RunConfig) -> None:
-    """Of a process that is to hold engines: comes before anything that imports torch, if possible.
-
-    Raises ConfigError where vLLM is not its CPU build.
-    """
+    """Prepares this process to hold engines: before anything that imports torch, if possible.
+    Raises ConfigError where vLLM is not its CPU build."""
     platform.prepare_environment(config, cpu=True)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if not platform.is_cpu():
@@ -65,19 +43,19 @@ def prepare_process(config: RunConfig) -> None:
 def samples_and_routes(
     answers: Sequence[Any], shape: ModelShape
 ) -> tuple[list[Sample], RouteTable]:
-    """As a rollout engine makes them of vLLM's answers, without texts."""
+    """Samples and routes as a rollout engine makes them of vLLM's answers, without texts."""
     return outputs.samples_and_routes(answers, VERSION, _NoText(), shape)
 
 
 class _NoText:
-    """In place of a tokenizer."""
+    """Stands in place of a tokenizer."""
 
     def batch_decode(self, token_ids: Sequence, skip_special_tokens: bool = False) -> list[str]:
         return [""] * len(token_ids)
 
 
 class SteppedEngine:
-    """As a rollout engine starts vLLM, with `changes` to its arguments."""
+    """vLLM started as a rollout engine starts it, with `changes` to its arguments."""
 
     def __init__(self, config: RunConfig, spec: AdapterSpec, model_dir: Path, **changes: Any):
         from vllm import EngineArgs

@@ -6,9 +6,7 @@ proof that its condition was met: without one it would show nothing.
 
 from __future__ import annotations
 
-import multiprocessing
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +17,9 @@ import numpy as np
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import with_settings
-from lora_moe_rl.errors import ActorFailed
 from lora_moe_rl.rollout import outputs
 from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.verify.processes import apart
 from lora_moe_rl.verify.replay_engine import SteppedEngine, prepare_process, samples_and_routes
 
 RESPONSE = 24
@@ -251,50 +249,27 @@ def record(
 
     found = []
     for name in names:
-        found += _forked(name, config, spec, model_dir, tensors, samples, timeout_s)
+        arguments = (name, config, spec, model_dir, tensors, samples)
+        found += apart(f"vLLM engine {name}", _run, *arguments, timeout_s=timeout_s, start="fork")
     return found
 
 
-def _forked(name: str, *args: Any) -> list[Recording]:
-    *arguments, timeout_s = args
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(theirs, name, *arguments))
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(timeout_s):
-            raise ActorFailed(f"vLLM engine {name}", f"no answer within {timeout_s:.0f} s")
-        found, error = ours.recv()
-    except EOFError:
-        process.join(5)
-        raise ActorFailed(f"vLLM engine {name}", f"exit code {process.exitcode}") from None
-    finally:
-        process.join(20)
-        if process.is_alive():
-            process.kill()
-            process.join()
-    if error:
-        raise ActorFailed(f"vLLM engine {name}", error.strip().splitlines()[-1], error)
-    return found
-
-
-def _run(pipe, name: str, config: RunConfig, spec, model_dir, tensors, samples: int) -> None:
+def _run(
+    name: str, config: RunConfig, spec, model_dir: Path, tensors, samples: int
+) -> list[Recording]:
+    """An engine's process: all its conditions."""
     changes, conditions = ENGINES[name]
     block = BLOCKS[spec.shape.family.attention]
-    try:
-        if name == "tp2":
-            config = with_settings(config, {"rollout": {"tp": 2}})
-        changes = changes | {"block_size": block}
-        if name == "tight":
-            changes |= {"num_gpu_blocks_override": TIGHT // block}
+    if name == "tp2":
+        config = with_settings(config, {"rollout": {"tp": 2}})
+    changes = changes | {"block_size": block}
+    if name == "tight":
+        changes |= {"num_gpu_blocks_override": TIGHT // block}
+    started = time.perf_counter()
+    recorder = _Recorder(config, spec, model_dir, tensors, samples, **changes)
+    found = []
+    for condition in conditions:
+        found.append(condition(recorder))
+        found[-1].seconds = time.perf_counter() - started
         started = time.perf_counter()
-        recorder = _Recorder(config, spec, model_dir, tensors, samples, **changes)
-        found = []
-        for condition in conditions:
-            found.append(condition(recorder))
-            found[-1].seconds = time.perf_counter() - started
-            started = time.perf_counter()
-        pipe.send((found, None))
-    except BaseException:
-        pipe.send(([], traceback.format_exc()))
+    return found

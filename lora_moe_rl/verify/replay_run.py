@@ -11,7 +11,7 @@ vLLM, each condition ──> sequences, logprobs, routes ──> Hugging Face's 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,83 +26,13 @@ from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.verify import replay_ranks, replay_record, replay_tables
 from lora_moe_rl.verify.inputs import random_adapter
 from lora_moe_rl.verify.layouts import Layout
-from lora_moe_rl.verify.ranks import run_processes, run_ranks
-from lora_moe_rl.verify.replay_engine import apart
+from lora_moe_rl.verify.processes import apart, run_processes
+from lora_moe_rl.verify.ranks import run_ranks
 from lora_moe_rl.verify.replay_ranks import Replayed, Used
 from lora_moe_rl.verify.replay_record import Recording
+from lora_moe_rl.verify.replay_report import TOLERANCE, RecordRow, ReplayRow, Report
 from lora_moe_rl.verify.replay_tables import SHIFTS
-
-TOLERANCE = 1e-5
-COMPARED = ("vLLM", "Hugging Face", "other experts")  # with whose logprobs
-Say = Callable[[str], None]
-
-
-@dataclass
-class RecordRow:
-    """One condition. `error`: of vLLM's logprobs against Hugging Face's."""
-
-    recording: Recording
-    routes: int = 0
-    differences: list[str] = field(default_factory=list)
-    ties: list[str] = field(default_factory=list)
-    error: float | None = None
-    tolerance: float = TOLERANCE
-
-    @property
-    def passed(self) -> bool:
-        r = self.recording
-        if r.absent:
-            return True
-        within = self.error is not None and self.error <= self.tolerance
-        return r.failure is None and not self.differences and within and self.routes > 0
-
-
-@dataclass
-class ReplayRow:
-    """One layout.
-
-    routes: that were used; `wrong` of them were not the table's, the `first` ones in words. unseen:
-    (token, layer) that no dispatcher was given. errors: of logprobs, by what they are compared
-    with. caught: (wrong routes in the dispatchers' maps, error of logprobs, what a run's own audit
-    says) by kind of shift.
-    """
-
-    name: str
-    ranks: int
-    micro_batches: int = 0
-    routes: int = 0
-    wrong: int = 0
-    first: list[str] = field(default_factory=list)
-    unseen: int = 0
-    errors: dict[str, float] = field(default_factory=dict)
-    caught: dict[str, tuple[int, float, str | None]] = field(default_factory=dict)
-    seconds: float = 0.0
-    failure: str | None = None
-    tolerance: float = TOLERANCE
-
-    @property
-    def passed(self) -> bool:
-        within = all(error <= self.tolerance for error in self.errors.values())
-        all_caught = all(
-            wrong > 0 and not error <= self.tolerance and audit
-            for wrong, error, audit in self.caught.values()
-        )
-        complete = self.routes > 0 and not self.unseen
-        complete &= set(self.caught) == set(SHIFTS) and set(self.errors) == set(COMPARED)
-        return self.failure is None and not self.wrong and within and all_caught and complete
-
-
-@dataclass
-class Report:
-    model: str
-    records: list[RecordRow]
-    moved: float  # share of the other experts' routes that the record has not
-    replays: list[ReplayRow]
-    seconds: float
-
-    @property
-    def passed(self) -> bool:
-        return all(row.passed for row in [*self.records, *self.replays])
+from lora_moe_rl.verify.report import Say
 
 
 @dataclass
@@ -154,21 +84,15 @@ class Verification:
 
     def _record(self, tensors) -> list[Recording]:
         arguments = (self.config, self.spec, self.model_dir, tensors, self.samples, self.engines)
-        return apart(replay_record.record, *arguments, self.timeout_s)
+        stages = 1 + len(self.engines)
+        return apart(
+            "vLLM", replay_record.record, *arguments, self.timeout_s,
+            timeout_s=stages * self.timeout_s,
+        )  # fmt: skip
 
     def _judge(self, recordings: list[Recording], groups: list[Group], tensors) -> list[RecordRow]:
-        found = run_processes(
-            1,
-            judge,
-            self.model_dir,
-            self.spec,
-            tensors,
-            recordings,
-            groups,
-            cuda=False,
-            timeout_s=self.timeout_s,
-        )
-        rows, expected = found[0]
+        arguments = (self.model_dir, self.spec, tensors, recordings, groups)
+        ((rows, expected),) = run_processes(1, judge, *arguments, timeout_s=self.timeout_s)
         for group, (logprobs, other) in zip(groups, expected, strict=True):
             group.expected, group.expected_other = logprobs, other
         return [replace(row, tolerance=self.tolerance) for row in rows]

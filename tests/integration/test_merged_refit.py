@@ -30,7 +30,7 @@ from lora_moe_rl.refit.plan import EngineLayout
 from lora_moe_rl.refit.sender import Sender
 from lora_moe_rl.rollout.facts import slot_rank
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
-from lora_moe_rl.verify.refit_processes import EngineProcess
+from lora_moe_rl.verify.engine import EngineProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LENGTHS = (9, 40)
@@ -62,12 +62,12 @@ class Serving:
             EngineLayout.of(self.config.rollout, slot_rank(self.spec), merged=True),
         )
         if not self.senders:
-            self.engine.call("prepare_refit", layouts)
+            self.engine.ask("prepare_refit", layouts)
         self.senders = make_senders(layouts, self.spec, tensors, self.config.trainer)
         return [sender.send(version) for sender in self.senders]
 
     def publish(self, version: int, tensors: Tensors):
-        return self.engine.call("publish", version, *self.send(version, tensors))
+        return self.engine.ask("publish", version, *self.send(version, tensors))
 
     def score(self, version: int | None) -> list[np.ndarray]:
         return score(self.engine, version)
@@ -79,7 +79,7 @@ def score(engine: EngineProcess, version: int | None) -> list[np.ndarray]:
     found = []
     for length in LENGTHS:
         ids = generator.integers(3, tiny_families.VOCAB_SIZE, length).tolist()
-        (logprobs,), _ = engine.call("score", [ids], version)
+        (logprobs,), _ = engine.ask("score", [ids], version)
         found.append(logprobs)
     return found
 
@@ -152,7 +152,7 @@ def test_deepseek_with_kv_b_proj_equals_a_restart(deepseek):
     second = deepseek.publish(2, tensors)
     found = deepseek.score(2)
     assert changes(base, after_one) and changes(after_one, found)
-    assert deepseek.engine.call("differing", 2, *deepseek.send(2, tensors)) == []
+    assert deepseek.engine.ask("differing", 2, *deepseek.send(2, tensors)) == []
     assert first.bytes == second.bytes and first.checksum != second.checksum
     assert {"stage", "wait", "commit"} <= set(second.seconds)
     with pytest.raises(RefitError, match="asked for adapter version 1, but serves \\[2\\]"):
@@ -167,7 +167,7 @@ def test_nothing_is_touched_before_all_is_checked(deepseek):
     sent = deepseek.send(3, deepseek.adapter(3))
     deepseek.senders[0].buffer[5] ^= 1
     with pytest.raises(RefitError, match="the checksum of .* differs"):
-        deepseek.engine.call("publish", 3, *sent)
+        deepseek.engine.ask("publish", 3, *sent)
     sent = deepseek.send(3, deepseek.adapter(3))
     sender = deepseek.senders[1]
     entry = sender.layout.entries[-1]
@@ -175,9 +175,9 @@ def test_nothing_is_touched_before_all_is_checked(deepseek):
     box.view(np.float32)[-1] = np.nan
     sums = (*sent[1].checksums[:-1], xxhash.xxh3_64_intdigest(box))
     with pytest.raises(RefitError, match=rf"{entry.tensor} arrived with NaN"):
-        deepseek.engine.call("publish", 3, sent[0], replace(sent[1], checksums=sums))
+        deepseek.engine.ask("publish", 3, sent[0], replace(sent[1], checksums=sums))
     with pytest.raises(RefitError, match="trainer ranks \\[1\\] are missing"):
-        deepseek.engine.call("publish", 3, sent[0])
+        deepseek.engine.ask("publish", 3, sent[0])
     with pytest.raises(RefitError, match="versions only grow"):
         deepseek.publish(newest, deepseek.adapter(3))
     for ours, theirs in zip(deepseek.score(2), before, strict=True):
@@ -222,7 +222,7 @@ def test_qwen_over_two_engine_ranks_equals_a_restart(tmp_path):
             receipt = qwen.publish(2, tensors)
         found = qwen.score(2)
         assert changes(base, found)
-        assert qwen.engine.call("differing", 2, *qwen.send(2, tensors)) == []
+        assert qwen.engine.ask("differing", 2, *qwen.send(2, tensors)) == []
     print(f"{max(rise):,} bytes above {receipt.bytes:,} of the adapter; {receipt.seconds}")
     allowed = 2 * receipt.bytes + 8 * EXPERT_BYTES
     assert max(rise) < allowed < WORKER_STACK_BYTES
@@ -232,7 +232,7 @@ def test_qwen_over_two_engine_ranks_equals_a_restart(tmp_path):
 @contextlib.contextmanager
 def peak_memory(engine: EngineProcess) -> Iterator[list[int]]:
     """How far the memory of vLLM's processes rises above what it was, in bytes of each."""
-    processes = psutil.Process(engine.process.pid).children(recursive=True)
+    processes = psutil.Process(engine.pid).children(recursive=True)
     assert len(processes) >= 2
     for process in processes:
         Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # the peak begins anew

@@ -12,10 +12,10 @@ from ranks import run_ranks
 from lora_moe_rl import cli
 from lora_moe_rl.adapters import sharding
 from lora_moe_rl.verify import jobs
-from lora_moe_rl.verify.command import explanations
 from lora_moe_rl.verify.compare import TOLERANCES, gradient_errors, tensor_check
 from lora_moe_rl.verify.inputs import random_adapter, random_batch
-from lora_moe_rl.verify.layout import DEFAULT_LAYOUTS, Report, Row, make_config, plan
+from lora_moe_rl.verify.layout import DEFAULT_LAYOUTS, make_config, plan
+from lora_moe_rl.verify.layout_report import Report, Row
 
 TOLERANCE = TOLERANCES["cpu", "float32"]["gradients"]
 
@@ -139,7 +139,7 @@ def test_every_sum_left_out_is_named(name, deepseek):
             f"{site.name}.{tensor}" for site in spec if sharding.kind_of(site) == kind
         }
         row = dataclasses.replace(Row(layout_name, layout.world_size), checks=[check])
-        (line, *_) = explanations(Report("", "cpu", "float32", 12, [row], 0.0))
+        (line, *_) = Report("", "cpu", "float32", 12, [row], 0.0).explanations()
         assert check.faults[0].name in line and f"{kind}.{tensor}: summed over" in line
         assert f"{axis} ({sizes[axis]} ranks)" in line
 

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from lora_moe_rl import cli
 from lora_moe_rl.bench import step as bench
+from lora_moe_rl.bench.report import disturbances
 from lora_moe_rl.bench.trl_step import reward
 from lora_moe_rl.errors import BenchmarkError
 
@@ -93,13 +94,13 @@ def test_the_table_compares_with_trl():
     assert "rollout 2.000 50%" in lines
     assert "step 4.000 100%" in lines
     assert "TRL, attention 2.000 ours / TRL 2.00" in lines
-    assert bench.disturbances(compared(busy=0.0)) == []
+    assert disturbances(bench.runs(compared(busy=0.0))) == []
 
 
 def test_a_disturbed_measurement_is_not_compared():
     result = compared(busy=0.7)
     assert "TRL, attention 2.000 not comparable" in table_lines(result)
-    (line,) = bench.disturbances(result)
+    (line,) = disturbances(bench.runs(result))
     assert line.startswith("just before TRL, attention, other programs kept 0.70 cores busy")
 
 

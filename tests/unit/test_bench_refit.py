@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from lora_moe_rl.bench import refit, refit_plan
-from lora_moe_rl.bench.refit_report import GOALS, print_result
+from lora_moe_rl.bench.refit_report import GOALS, parts
+from lora_moe_rl.bench.report import conclude
 from lora_moe_rl.cli import main
 from lora_moe_rl.errors import BenchmarkError
 
@@ -49,7 +50,7 @@ def test_goals_are_judged_by_medians_and_in_their_direction(capsys):
     assert found["vLLM in memory / publish"] == (pytest.approx(700 / 49), False)
     assert found["extra memory / largest part"] == (0.5, True)
     assert found["tokens/s around a refit / before"] == (0.95, True)
-    print_result(result)
+    conclude(result, False, parts)
     printed = capsys.readouterr().out
     assert printed.count("missed") == 2
     assert "2,450.0" in printed

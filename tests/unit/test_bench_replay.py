@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from lora_moe_rl.bench import replay, replay_cost, replay_effect, replay_report
+from lora_moe_rl.bench.report import conclude
 from lora_moe_rl.kernels.route_codec import unpack_array
 from lora_moe_rl.router_replay.packed import PackedRoutes
 
@@ -68,7 +69,7 @@ def test_each_goal_can_be_missed(missed):
 
 
 def test_a_missed_goal_is_shown(capsys):
-    replay_report.show(result_of(kimi={"total": 1.1}))
+    conclude(result_of(kimi={"total": 1.1}), False, replay_report.parts)
     shown = capsys.readouterr().out
     assert "seconds a rank, Kimi-K2 at PP 8: 1.1, at most 1: missed" in shown
     assert shown.count(": met") == 5

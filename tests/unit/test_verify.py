@@ -14,11 +14,11 @@ from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import AdapterConfig
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.verify.command import as_json, explanations
 from lora_moe_rl.verify.compare import TOLERANCES, checkpoint_check, compare, gradient_errors
 from lora_moe_rl.verify.inputs import random_adapter, random_batch
 from lora_moe_rl.verify.jobs import MOMENTS, Outcome, trained
-from lora_moe_rl.verify.layout import DEFAULT_LAYOUTS, Report, Row, make_config
+from lora_moe_rl.verify.layout import DEFAULT_LAYOUTS, make_config
+from lora_moe_rl.verify.layout_report import Report, Row
 from lora_moe_rl.verify.layouts import parse_layout, parse_layouts
 
 SMALL = QWEN3_30B_A3B | {
@@ -190,27 +190,27 @@ def report(got: Outcome, failure: str | None = None) -> Report:
 
 def test_a_fault_is_named_with_its_entry_of_the_table():
     wrong = report(changed("gradients", "layers.1.o_proj.B", lambda t: t / 2))
-    (line,) = explanations(wrong)
+    (line,) = wrong.explanations()
     assert line == (
         "tp2dp1: gradients: off are layers.1.o_proj.B by 0.5; row.B: summed over tp (2 ranks)"
     )
     down = report(changed("gradients", "layers.0.experts.down.A", lambda t: t / 2))
-    assert "experts_row.A: summed over expert_dp (2 ranks)" in explanations(down)[0]
+    assert "experts_row.A: summed over expert_dp (2 ranks)" in down.explanations()[0]
     assert "column.B: summed over no ranks here, cut over tp (2 ranks)" in " ".join(
-        explanations(report(changed("gradients", "layers.0.q_proj.B", lambda t: t / 2)))
+        report(changed("gradients", "layers.0.q_proj.B", lambda t: t / 2)).explanations()
     )
 
 
 def test_rounding_is_called_by_its_name_and_a_failure_by_its_first_line():
-    rounding = explanations(report(changed("gradients", "layers.1.o_proj.B", lambda t: t * 1.0001)))
-    assert "--tolerance" in rounding[-1]
-    assert explanations(report(ONE, "rank 1 failed: why\ntraceback")) == [
+    rounding = report(changed("gradients", "layers.1.o_proj.B", lambda t: t * 1.0001))
+    assert "--tolerance" in rounding.explanations()[-1]
+    assert report(ONE, "rank 1 failed: why\ntraceback").explanations() == [
         "tp2dp1: rank 1 failed: why"
     ]
 
 
 def test_json_holds_every_fault_and_no_nan():
-    wrong = as_json(report(changed("gradients", "layers.1.o_proj.B", lambda t: t * np.nan)))
+    wrong = report(changed("gradients", "layers.1.o_proj.B", lambda t: t * np.nan)).as_json()
     text = json.dumps(wrong, allow_nan=False)
     (row,) = json.loads(text)["rows"]
     assert not wrong["passed"] and not row["passed"] and row["checks"]["loss"]["passed"]

@@ -19,15 +19,11 @@ from lora_moe_rl.config import AdapterConfig, TrainerConfig
 from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.errors import ConfigError, RefitError
 from lora_moe_rl.refit.plan import EngineLayout, make_plan
-from lora_moe_rl.verify.refit import (
-    DEFAULT_ENGINES,
-    as_json,
-    explanations,
-    make_config,
-)
+from lora_moe_rl.verify.refit import DEFAULT_ENGINES, make_config
 from lora_moe_rl.verify.refit_plan import covering, parse_engine, parse_fault
 from lora_moe_rl.verify.refit_reference import choose, other_last_bits
-from lora_moe_rl.verify.refit_run import Report, Row, largest
+from lora_moe_rl.verify.refit_report import Report, Row
+from lora_moe_rl.verify.refit_run import largest
 
 CONFIG = make_config("x")
 ENGINES = DEFAULT_ENGINES["adapter"].split(",")
@@ -157,18 +153,18 @@ UNLIKE = {"tensor": "layers.1.experts.up.B", "worker": 1, "error": 0.7, "experts
 )  # fmt: skip
 def test_what_is_wrong_is_named(fields, says):
     found = report(**fields)
-    assert not found.all_passed
-    lines = explanations(found)
+    assert not found.passed
+    lines = found.explanations()
     assert lines[0] == f"tp2ep ep2 shm: {says}"
     logprobs = fields.keys() & {"trainer_error", "merged_error", "effect"}
     assert any("not the refit" in line for line in lines) == bool(logprobs)
-    told = json.loads(json.dumps(as_json(found), allow_nan=False))
+    told = json.loads(json.dumps(found.as_json(), allow_nan=False))
     assert not told["passed"] and not told["rows"][0]["passed"]
 
 
 def test_what_is_right_passes():
     found = report()
-    assert found.all_passed and explanations(found) == [] and as_json(found)["passed"]
+    assert found.passed and found.explanations() == [] and found.as_json()["passed"]
 
 
 def test_nan_is_not_a_small_difference():

@@ -2,10 +2,9 @@ import numpy as np
 import pytest
 
 from lora_moe_rl.router_replay.table import RouteTable
-from lora_moe_rl.verify import replay
 from lora_moe_rl.verify.replay_ranks import Replayed, _Calls, compare
 from lora_moe_rl.verify.replay_record import Recording
-from lora_moe_rl.verify.replay_run import COMPARED, RecordRow, ReplayRow
+from lora_moe_rl.verify.replay_report import COMPARED, RecordRow, ReplayRow, Report
 from lora_moe_rl.verify.replay_tables import largest_error, moved, permuted, rows_of, shifted
 
 LAYERS, EXPERTS, TOP_K = (1, 3, 4), 8, 2
@@ -136,9 +135,10 @@ def test_a_record_passes_only_when_its_condition_was_met(table):
         )
 
     assert row().passed
-    assert row(ties=["token 3"]).passed and replay.notes(
-        replay.Report("", [row(ties=["token 3"])], 1.0, [], 0.0)
-    ) == ["preemption: a tie within rounding: token 3"]
+    tie = row(ties=["token 3"])
+    assert tie.passed
+    notes = Report("", [tie], 1.0, [], 0.0).notes()
+    assert notes == ["preemption: a tie within rounding: token 3"]
     assert not row(differences=["token 3"]).passed
     assert not row(error=1e-4).passed and not row(error=None).passed and not row(routes=0).passed
     unmet = row()

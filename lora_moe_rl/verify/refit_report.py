@@ -1,0 +1,140 @@
+"""What `verify refit` reports: logprobs after each refit, and slots that are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.text import Text
+
+from lora_moe_rl.verify import report
+
+# Largest |difference of logprobs|, by device and dtype; only the first has been measured.
+TOLERANCES = {
+    ("cpu", "float32"): 5e-6,
+    ("cuda", "float32"): 1e-4,
+    ("cpu", "bfloat16"): 0.15,
+    ("cuda", "bfloat16"): 0.15,
+}
+EFFECT = 100  # the adapter must change each sequence by so many times the tolerance
+SHOWN = 4  # faults of a row
+
+
+@dataclass
+class Row:
+    """One refit, or an engine's base, where there is neither trainer nor transport.
+
+    trainer_error, merged_error: largest |difference of logprobs| to the trainer and to the merged
+    weights; effect: to the engine's own base, of the sequence with the least. `unlike`: tensors of
+    a slot that are not as vLLM's own loader has them. None: not reached."""
+
+    engine: str
+    trainer: str = ""
+    transport: str = ""
+    trainer_error: float | None = None
+    merged_error: float | None = None
+    effect: float | None = None
+    unlike: list[dict[str, Any]] | None = None
+    nbytes: int = 0
+    publish_seconds: float = 0.0
+    seconds: float = 0.0
+    failure: str | None = None
+    tolerance: float = TOLERANCES["cpu", "float32"]
+
+    @property
+    def name(self) -> str:
+        return " ".join(name for name in (self.engine, self.trainer, self.transport) if name)
+
+    @property
+    def passed(self) -> bool:
+        return self.failure is None and not self.differences()
+
+    def differences(self) -> list[str]:
+        """Figures beyond what is allowed. NaN is."""
+        found = []
+        theirs = (
+            ("the trainer's", self.trainer_error),
+            ("those of the merged weights", self.merged_error),
+        )
+        for whose, error in theirs:
+            if error is not None and not error <= self.tolerance:
+                found.append(f"logprobs differ from {whose} by {error:.2g}")
+        if self.effect is not None and not self.effect >= EFFECT * self.tolerance:
+            found.append(f"logprobs differ from the base's by {self.effect:.2g} only")
+        for unlike in self.unlike or ():
+            experts = unlike["experts"]
+            which = "" if experts is None else f", experts {', '.join(map(str, experts))} of it"
+            found.append(
+                f"{unlike['tensor']} is not in its slot on engine rank {unlike['worker']}{which} "
+                f"(off by {unlike['error']:.2g} of its largest value)"
+            )
+        return found
+
+    def faults(self) -> Iterator[str]:
+        """What is wrong, and whether the refit is to blame."""
+        if self.failure:
+            yield self.failure.splitlines()[0]
+        differences = self.differences()
+        yield from report.first(differences, SHOWN)
+        if differences and self.unlike == []:
+            yield (
+                "all slots hold what vLLM's own loader puts there: what differs is not the refit "
+                "but what an engine computes"
+            )
+
+
+@dataclass
+class Report(report.Report):
+    """`left_out`: why engines of the default are not among the rows."""
+
+    model: str
+    expert_layout: str
+    device: str
+    dtype: str
+    tolerance: float
+    sequences: int = 0
+    tokens: int = 0
+    noise: float = 0.0  # what another last bit changes of Hugging Face's logprobs
+    rows: list[Row] = field(default_factory=list)
+    experts: tuple[int, int] = (0, 0)  # that a token went to, and all, over the MoE layers
+    seconds: float = 0.0
+    left_out: list[str] = field(default_factory=list)
+
+    def parts(self) -> Iterator[Any]:
+        used, experts = self.experts
+        yield (
+            f"{self.model}, {self.expert_layout}: {self.device}, {self.dtype}, "
+            f"{self.seconds:.0f} s\n{self.sequences} sequences of {self.tokens} tokens in all, "
+            f"{used} of {experts} experts used; a last bit changed everywhere moves "
+            f"Hugging Face's logprobs by {self.noise:.1e}"
+        )
+        yield from (Text(f"left out: {line}") for line in self.left_out)
+        table = report.table(
+            ["engine", "trainer", "transport", "trainer's", "merged", "base's", "slots", "bytes",
+             "publish s", "seconds", ""],
+            left=(0, 1, 2, -1),
+        )  # fmt: skip
+        limit = f"{self.tolerance:.0e}"
+        table.add_row("tolerance", "", "", limit, limit, "", "0", style="dim", end_section=True)
+        for row in self.rows:
+            table.add_row(*_cells(row))
+        yield table
+
+    def figures(self) -> dict[str, Any]:
+        """All that the table says and every slot that is wrong."""
+        rows = [
+            {key: value for key, value in vars(row).items() if key != "tolerance"}
+            | {"passed": row.passed, "faults": row.differences()}
+            for row in self.rows
+        ]
+        return vars(self) | {"passed": self.passed, "rows": rows}
+
+
+def _cells(row: Row) -> list[str]:
+    errors = (row.trainer_error, row.merged_error, row.effect)
+    slots = "-" if row.unlike is None else str(len(row.unlike))
+    refit = (f"{row.nbytes:,}", f"{row.publish_seconds:.3f}") if row.nbytes else ("-", "-")
+    place = (row.engine, row.trainer or "(base)", row.transport or "-")
+    end = (f"{row.seconds:.1f}", report.verdict(row.passed))
+    return [*place, *map(report.number, errors), slots, *refit, *end]
