@@ -105,7 +105,7 @@ def reductions() -> list[tuple[Kind, str, Axis]]:
 def without(entries: Iterable[tuple[Kind, str, Axis]]) -> Table:
     """The table with entries (see `reductions`) left out: the fault that checks of layouts must
     catch. Raises ValueError for one that is not there."""
-    table = {kind: dict(rules) for kind, rules in RULES.items()}
+    table: dict[Kind, dict[str, Rule]] = {kind: dict(rules) for kind, rules in RULES.items()}
     for kind, tensor, axis in entries:
         rule = table[kind][tensor]
         if axis not in rule.reduce:

@@ -26,7 +26,7 @@ from lora_moe_rl.bench.report import BUSY, busy_cores, conclude, cores, temporar
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import positive, result_parser
 from lora_moe_rl.errors import BenchmarkError
-from lora_moe_rl.upstream.doctor import TESTED, VLLM, installed
+from lora_moe_rl.upstream.versions import TESTED, VLLM_BUILDS, installed
 from lora_moe_rl.verify import report
 
 PROMPTS, GROUP, TOKENS, RANK, ALPHA, LR = 16, 8, 8, 16, 32, 1e-3
@@ -87,7 +87,7 @@ def figures(records: Sequence[Record], steps: int) -> dict[str, Any]:
         "steps": steps,
         "warmup": WARMUP,
         "cores": cores(),
-        "versions": {name: found for name in (*TESTED, *VLLM) if (found := installed(name))},
+        "versions": {name: found for name in (*TESTED, *VLLM_BUILDS) if (found := installed(name))},
         **summary(records[WARMUP:]),
         "worst": {name: worst(record[name] for record in records) for name, worst in WORST.items()},
     }

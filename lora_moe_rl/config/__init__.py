@@ -17,8 +17,8 @@ from lora_moe_rl.config.schema import (
     RolloutConfig,
     RunConfig,
     Section,
+    TrackerConfig,
     TrainerConfig,
-    WandbConfig,
 )
 
 __all__ = [
@@ -35,6 +35,6 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "Section",
+    "TrackerConfig",
     "TrainerConfig",
-    "WandbConfig",
 ]

@@ -68,15 +68,6 @@ _RULES = [
     _Rule(
         "trainer.gpus_per_rank", lambda c: c.trainer.device != "cpu", "trainer.device", "on cuda"
     ),
-    *(
-        _Rule(
-            f"logging.wandb.{key}",
-            lambda c: c.logging.wandb.enabled,
-            "logging.wandb.enabled",
-            "with logging.wandb.enabled=true",
-        )
-        for key in ("project", "name", "mode")
-    ),
 ]
 
 

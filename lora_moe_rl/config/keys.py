@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config.plugins import ALGORITHMS, ENVIRONMENTS
+from lora_moe_rl.config.plugins import KINDS
 
 
 @dataclass(frozen=True)
@@ -130,10 +130,9 @@ def _walk_choices(section: str, common: type[BaseModel]) -> typing.Iterator[Key]
 @cache
 def choices(section: str) -> dict[str, type[BaseModel]]:
     """`{name: settings}` of the plug-ins that a section chooses among; empty for other sections."""
-    kinds = {kind.key.removesuffix(".name"): kind for kind in (ALGORITHMS, ENVIRONMENTS)}
-    if section not in kinds:
+    if section not in KINDS:
         return {}
-    return {name: kinds[section].find(name).Settings for name in kinds[section].names()}
+    return {name: KINDS[section].find(name).Settings for name in KINDS[section].names()}
 
 
 def _collect_sections(model: type[BaseModel], prefix: str, found: dict[str, str]) -> None:

@@ -63,3 +63,5 @@ class Kind:
 
 ALGORITHMS = Kind("lora_moe_rl.algorithms", ("base", "Algorithm"), "algorithm.name")
 ENVIRONMENTS = Kind("lora_moe_rl.environments", ("base", "Environment"), "environment.name")
+TRACKERS = Kind("lora_moe_rl.telemetry.trackers", ("base", "Tracker"), "tracker.name")
+KINDS = {kind.key.removesuffix(".name"): kind for kind in (ALGORITHMS, ENVIRONMENTS, TRACKERS)}

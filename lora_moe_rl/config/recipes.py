@@ -11,6 +11,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.files import SUFFIXES, read_config_file
 from lora_moe_rl.config.importing import absolute_spec, load_file
 from lora_moe_rl.config.overrides import readable, with_settings
+from lora_moe_rl.config.plugins import KINDS
 from lora_moe_rl.errors import ConfigError
 
 
@@ -50,7 +51,7 @@ def resolve(config: RunConfig) -> RunConfig:
         "data": {},
         "reward": {},
     }
-    for section in ("algorithm", "environment"):
+    for section in KINDS:
         name = getattr(config, section).name
         if ":" in name:
             settings[section] = {"name": absolute_spec(name)}

@@ -18,7 +18,8 @@ from pydantic import (
     model_validator,
 )
 
-from lora_moe_rl.config.plugins import ALGORITHMS, ENVIRONMENTS, Kind
+from lora_moe_rl.config.plugins import ALGORITHMS, ENVIRONMENTS, TRACKERS, Kind
+from lora_moe_rl.refit.transports import transport_names
 from lora_moe_rl.rollout.facts import SLOT_RANKS
 
 
@@ -245,10 +246,11 @@ class RefitConfig(Section):
         description="What engines serve: adapters in slots, or base weights with the adapter "
         "merged in, for what vLLM cannot serve as an adapter (kv_b_proj).",
     )
-    transport: Literal["auto", "shm", "distributed", "directory"] = Field(
+    transport: str = Field(
         "auto",
-        description="How adapters travel: by shared memory, by torch.distributed, or through "
-        "refit.directory; auto: shm when trainer and engines are on one machine, else distributed.",
+        description="How adapters travel: by shared memory (shm), by torch.distributed "
+        "(distributed), or through refit.directory (directory); auto: shm when trainer and engines "
+        "are on one machine, else distributed.",
     )
     directory: str | None = Field(
         None,
@@ -268,6 +270,13 @@ class RefitConfig(Section):
     timeout_s: float = Field(
         300, gt=0, description="Longest wait for a free slot, and for one refit."
     )
+
+    @field_validator("transport")
+    @classmethod
+    def _known_transport(cls, value: str) -> str:
+        if value not in (known := ("auto", *transport_names())):
+            raise ValueError(f"refit.transport={value!r} is not one of {', '.join(known)}")
+        return value
 
     @model_validator(mode="after")
     def _directory(self):
@@ -377,11 +386,14 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=2, description="Newest checkpoints kept.")
 
 
-class WandbConfig(Section):
-    enabled: bool = Field(False, description="Send metrics to Weights & Biases too.")
-    project: str = Field("lora_moe_rl", description="wandb project.")
-    name: str | None = Field(None, description="wandb run name; null: the run directory's name.")
-    mode: Literal["online", "offline"] = Field("online", description="wandb mode.")
+class TrackerConfig(Section):
+    """What all trackers have; each adds settings of its own (`telemetry/trackers/`)."""
+
+    name: str = Field(
+        "none",
+        description="Where metrics go beside metrics.jsonl: a file of telemetry/trackers/, or "
+        "file.py:Class.",
+    )
 
 
 class LoggingConfig(Section):
@@ -390,7 +402,6 @@ class LoggingConfig(Section):
     )
     samples_per_step: int = Field(4, ge=0, description="Samples written to samples.jsonl a step.")
     progress: bool = Field(True, description="Show progress bars on a terminal.")
-    wandb: WandbConfig = Field(WandbConfig(), description="Weights & Biases.")
 
 
 def _settings_of(kind: Kind, common: type[Section], value: Any) -> Any:
@@ -436,7 +447,8 @@ class RunConfig(Section):
     data: DataConfig = Field(DataConfig(), description="Prompts.")
     reward: RewardConfig = Field(RewardConfig(), description="Rewards.")
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="Checkpoints.")
-    logging: LoggingConfig = Field(LoggingConfig(), description="Run directory, console, wandb.")
+    logging: LoggingConfig = Field(LoggingConfig(), description="Run directory and console.")
+    tracker: SerializeAsAny[TrackerConfig] = Field(TrackerConfig(), description="A tracker.")
 
     @field_validator("model", mode="before")
     @classmethod
@@ -453,6 +465,11 @@ class RunConfig(Section):
     @classmethod
     def _environment_settings(cls, value: Any) -> Any:
         return _settings_of(ENVIRONMENTS, EnvironmentConfig, value)
+
+    @field_validator("tracker", mode="before")
+    @classmethod
+    def _tracker_settings(cls, value: Any) -> Any:
+        return _settings_of(TRACKERS, TrackerConfig, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """By value: the settings of one's own algorithm are of a class that no other process can

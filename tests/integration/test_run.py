@@ -79,7 +79,7 @@ def whole(tmp_path_factory) -> Iterator[Finished]:
         tmp_path_factory.mktemp("whole") / "run",
         RECIPE,
         *("trainer.steps=4", "checkpoint.every=2"),
-        *("logging.wandb.enabled=true", "logging.wandb.mode=offline"),
+        *("tracker=wandb", "tracker.mode=offline"),
     )
 
 

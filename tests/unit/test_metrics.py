@@ -76,7 +76,7 @@ def test_wandb_offline_writes_into_the_run_directory(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
-    config = config_in(tmp_path / "run", "logging.wandb.enabled=true", "logging.wandb.mode=offline")
+    config = config_in(tmp_path / "run", "tracker=wandb", "tracker.mode=offline")
     with RunDir(config, False) as run_dir, MetricsWriter(run_dir, config) as metrics:
         metrics.write(record(1))
     (written,) = run_dir.path.glob("wandb/offline-run-*/*.wandb")
@@ -89,7 +89,7 @@ def test_wandb_offline_writes_into_the_run_directory(tmp_path, monkeypatch):
 
 def test_a_step_reads_in_columns():
     line = console.format_step(record(12))
-    assert line.split() == ["12", "1.200", "-1.23e-03", "1.5e-12", "0.55", "0.50", "0.051"] + [
+    assert line.split() == ["12", "1.200", "-1.23e-03", "1.5e-12", "0.55", "0.50", "0.060"] + [
         "1.14",
         "1,834",
     ]

@@ -1,0 +1,1 @@
+"""Where a run's metrics go beside metrics.jsonl: one file a tracker, chosen by `tracker.name`."""
