@@ -100,13 +100,13 @@ def demo_job(worker, spec) -> dict[str, Any]:
             sent = send(table)
         batch.step = 2  # not audited, unlike the first of every ten
         with watch.around("with"), watch.watching(*_calls()):
-            worker.gradients(batch, [sent])
+            worker.gradients(batch, sent)
         with watch.around("without"):
-            worker.gradients(batch, [])
+            worker.gradients(batch)
         batch.step = 1
         audit = Stopwatch()
         with audit.watching(("all", Audit, "_compare")):
-            worker.gradients(batch, [sent])
+            worker.gradients(batch, sent)
         watch.seconds[f"audit, a step in {every}"] = audit.seconds["all"] / every
         for name in pair:
             pair[name].append(watch.seconds.pop(name))

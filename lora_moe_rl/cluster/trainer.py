@@ -23,6 +23,7 @@ from lora_moe_rl.ports import Ref
 from lora_moe_rl.refit.parts import PartLayout, SentPart
 from lora_moe_rl.refit.transports import Channel
 from lora_moe_rl.rollout.facts import Dtype
+from lora_moe_rl.router_replay.routes import Sent
 from lora_moe_rl.trainer.environment import CPU_ENVIRONMENT
 from lora_moe_rl.trainer.worker import TrainerWorker
 
@@ -33,6 +34,10 @@ class LoggedWorker(TrainerWorker):
     def __init__(self, log_path: str, *args: Any):
         redirect(log_path)
         super().__init__(*args)
+
+    def update(self, batch: TrainBatch, routes: list[Sent]) -> UpdateResult:
+        """`routes` come as one object: there are as many as groups."""
+        return super().update(batch, *routes)
 
 
 class TrainerRanks:

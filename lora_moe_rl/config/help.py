@@ -20,7 +20,7 @@ def config_help(config: RunConfig) -> str:
         for key in all_keys().values():
             if key.name.rpartition(".")[0] != section:
                 continue
-            value = value_text(value_of(config, key.name))
+            value = value_text(value_of(config, key.name, key.default))
             lines.append(f"  {key.name}={value}   ({type_text(key.annotation)})")
             lines += textwrap.wrap(
                 key.sentence, WIDTH, initial_indent=" " * INDENT, subsequent_indent=" " * INDENT

@@ -66,9 +66,13 @@ def nearest(name: str) -> list[str]:
     return close or same_end
 
 
-def value_of(config: RunConfig, name: str) -> Any:
-    """The value of a key, or a section, by its dotted name."""
-    return operator.attrgetter(name)(config)
+def value_of(config: RunConfig, name: str, default: Any = None) -> Any:
+    """The value of a key, or a section, by its dotted name; `default` for one that belongs to
+    another plug-in than the config's."""
+    try:
+        return operator.attrgetter(name)(config)
+    except AttributeError:
+        return default
 
 
 def value_text(value: Any) -> str:

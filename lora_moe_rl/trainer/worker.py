@@ -4,7 +4,6 @@ rank in a process of its own."""
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,14 +67,14 @@ class TrainerWorker:
             "optimizer": _nbytes(t for state in states for t in state.values()),
         }
 
-    def update(self, batch: TrainBatch, parts: Sequence[Sent]):
+    def update(self, batch: TrainBatch, *parts: Sent):
         """One step's optimizer steps: see `trainer/update.py`. `parts`: routes of the groups in
         turn."""
         from lora_moe_rl.trainer.update import update
 
         return update(self.engine, batch, parts)
 
-    def gradients(self, batch: TrainBatch, parts: Sequence[Sent]):
+    def gradients(self, batch: TrainBatch, *parts: Sent):
         """(loss, gradient norm, shards of the gradient) of one step: see `trainer/update.py`."""
         from lora_moe_rl.trainer.update import gradients
 

@@ -74,7 +74,7 @@ def compute(worker, spec: AdapterSpec, inputs: Inputs) -> Part:
     else:
         worker.set_adapter(part.adapter)
     part.logprobs = worker.score(inputs.sequences, inputs.table, True)
-    found = worker.gradients(inputs.batch, [inputs.table])
+    found = worker.gradients(inputs.batch, inputs.table)
     part.loss, part.grad_norm, part.shards["gradients"] = found
     try:
         _train(worker, inputs, part)
@@ -85,7 +85,7 @@ def compute(worker, spec: AdapterSpec, inputs: Inputs) -> Part:
 
 def _train(worker, inputs: Inputs, part: Part) -> None:
     for _ in range(STEPS):
-        worker.update(inputs.batch, [inputs.table])
+        worker.update(inputs.batch, inputs.table)
     part.meta = worker.save(inputs.directory)
     part.shards |= _state(worker, "trained")
     if inputs.other is not None:

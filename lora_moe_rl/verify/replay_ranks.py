@@ -74,7 +74,7 @@ def _one(worker, task: Replayed, recompute: bool) -> Used:
         batch = TrainBatch.from_sequences(task.sequences)
         if task.train:
             batch.advantages += 1
-            worker.gradients(batch, [task.table])
+            worker.gradients(batch, task.table)
         else:
             logprobs = _score(engine, batch, task)
     used = compare(tokens(worker, task), calls, task, recompute and task.train)

@@ -6,12 +6,12 @@ Only this recipe dies: a run that is resumed from its config.yaml has none of it
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Any
 
 import psutil
-import ray
 
 from lora_moe_rl.cluster import engines as group
 from lora_moe_rl.config.recipes import load_config
@@ -35,17 +35,17 @@ def dying(engine_class: type, marks: Path) -> type:
     return DyingEngine
 
 
-class WatchedGroup(group.RolloutGroup):
+class WatchedEngines(group.RolloutEngines):
     """Says whether the other engine serves the version before, while one is down."""
 
-    def _start_anew(self, index: int) -> None:
+    async def _start_anew(self, index: int) -> None:
         other = self.actors[1 - index]
-        (old, *_) = ray.get(other.remote("state"))["versions"]
-        scores, _ = ray.get(other.remote("score", [[20, 21, 22]], old, num_returns=2))
+        (old, *_) = (await other.remote("state"))["versions"]
+        scores, _ = await asyncio.gather(*other.remote("score", [[20, 21, 22]], old, num_returns=2))
         print(f"meanwhile {other.name} serves version {old}: {len(scores[0])} logprobs", flush=True)
-        super()._start_anew(index)
+        await super()._start_anew(index)
 
 
 if "MARKS" in os.environ:
     group.RolloutEngine = dying(group.RolloutEngine, Path(os.environ["MARKS"]))
-    group.RolloutGroup = WatchedGroup
+    group.RolloutEngines = WatchedEngines

@@ -26,6 +26,7 @@ from lora_moe_rl.refit.sender import Sender
 from lora_moe_rl.rollout import outputs
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.rollout.facts import slot_rank
+from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.tiny import shapes
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 
@@ -100,10 +101,17 @@ class EngineUnderTest:
         return senders, [sender.send(version) for sender in senders]
 
     def generate(self, prompts: list[list[int]], n: int, version: int, seed: int = 0):
-        groups = list(range(len(prompts)))
-        call = self.actor.generate.options(num_returns=2)
-        samples, sent = ray.get(call.remote(prompts, groups, n, version, seed))
-        return samples, sent.table()
+        """`n` samples of each prompt, all asked for at once, and one table of their routes."""
+        answers = ray.get(self.sample_refs(prompts, n, version, seed))
+        table = RouteTable.concat([sent.table() for _, sent in answers])
+        return [sample for samples, _ in answers for sample in samples], table
+
+    def sample_refs(self, prompts: list[list[int]], n: int, version: int, seed: int = 0):
+        """References to (samples, routes) of each prompt; samples of two prompts share no seed."""
+        return [
+            self.actor.sample.remote(prompt, n, version, 1000 * (seed + place))
+            for place, prompt in enumerate(prompts)
+        ]
 
     def score(self, sequences: list[list[int]], version: int | None):
         return ray.get(self.actor.score.options(num_returns=2).remote(sequences, version))

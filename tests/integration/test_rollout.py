@@ -44,13 +44,12 @@ def test_samples_are_those_of_the_merged_weights(engine):
     prompts = random_prompts(1, [3, 7, 20, 1])
     samples, table = engine.generate(prompts, 5, version)
 
-    assert [s.group for s in samples] == [g for g in range(4) for _ in range(5)]
-    assert table.num_samples == 20 and table.layers == engine.spec.shape.moe_layers
+    assert len(samples) == table.num_samples == 20 and table.layers == engine.spec.shape.moe_layers
     assert {s.finish_reason for s in samples} == {"stop", "length"}
     stops = {*engine.config.rollout.stop_token_ids, engine.model.config.eos_token_id}
     with engine.merged(tensors) as model:
         for i, sample in enumerate(samples):
-            assert sample.prompt_ids.tolist() == prompts[sample.group]
+            assert sample.prompt_ids.tolist() == prompts[i // 5]
             assert (sample.versions == version).all()
             assert len(sample.versions) == len(sample.logprobs) == len(sample.response_ids)
             ended = sample.response_ids[-1] in stops
@@ -99,15 +98,13 @@ def test_samples_depend_on_the_seed_alone(engine):
     version = engine.new_version(engine.random_adapter(seed=12))
     prompts = random_prompts(12, [12, 30, 5, 9, 40])
 
-    def texts(seed: int, groups: list[int]) -> list[list[int]]:
-        call = engine.actor.generate.options(num_returns=2)
-        part = [prompts[group] for group in groups]
-        samples, _ = ray.get(call.remote(part, groups, 4, version, seed))
+    def texts(seed: int, first: int, stop: int) -> list[list[int]]:
+        samples, _ = engine.generate(prompts[first:stop], 4, version, seed + first)
         return [sample.response_ids.tolist() for sample in samples]
 
-    together = texts(0, [0, 1, 2, 3, 4])
-    assert texts(0, [0, 1]) + texts(0, [2, 3, 4]) == together
-    assert texts(1, [0, 1, 2, 3, 4]) != together
+    together = texts(0, 0, 5)
+    assert texts(0, 0, 2) + texts(0, 2, 5) == together
+    assert texts(7, 0, 5) != together
     assert len({tuple(ids) for ids in together}) == 20  # no two samples share random numbers
 
 
@@ -270,8 +267,8 @@ def test_a_version_waits_for_the_last_request_of_the_oldest(engine):
     first, second, third = (next(engine.versions) for _ in range(3))
     engine.publish(first, tensors)
     sent = engine.send(second, tensors)[1], engine.send(third, tensors)[1]
-    call = engine.actor.generate.options(num_returns=2)
-    busy = call.remote(random_prompts(11, [40] * 32), list(range(32)), 8, first, 0)
+    busy = engine.sample_refs(random_prompts(11, [40] * 32), 8, first)
+    ray.get(engine.actor.state.remote())  # asked after them: they run
     engine.publish_parts(second, sent[0])
     ray.get(engine.actor.use_refit.remote(timeout_s=0.0))
     error = our_error(engine.publish_parts, third, sent[1])
@@ -281,7 +278,7 @@ def test_a_version_waits_for_the_last_request_of_the_oldest(engine):
     ray.get(engine.actor.use_refit.remote(timeout_s=60.0))
     receipt = engine.publish_parts(third, sent[1])
     assert receipt.seconds["slot"] > 0.01  # it waited
-    samples, _ = ray.get(busy)
+    samples = [sample for found, _ in ray.get(busy) for sample in found]
     assert len(samples) == 32 * 8 and all((s.versions == first).all() for s in samples)
     assert ray.get(engine.actor.state.remote())["versions"] == [second, third]
     assert "asked for adapter version" in str(our_error(engine.generate, [[20]], 1, first))

@@ -1,11 +1,15 @@
 """Samples to packed micro-batches."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.data.batch import TrainBatch, pack, plan_micro_batches, unpack
+from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
 
 
 @given(
@@ -25,13 +29,15 @@ def test_plan_uses_every_sample_once_and_all_ranks_equally_often(lengths, max_to
 
 
 def make_batch() -> TrainBatch:
-    """Two samples: prompt 10 11, response 12 13 14; prompt 20, response 21 22."""
+    """Two samples: prompt 10 11, response 12 13 14; prompt 20, response 21 22, left out."""
+    floats = partial(np.array, dtype=np.float32)
     return TrainBatch(
         token_ids=[np.array([10, 11, 12, 13, 14]), np.array([20, 21, 22])],
         prompt_lengths=np.array([2, 1]),
-        logprobs=[np.array([-1.0, -2, -3], np.float32), np.array([-4.0, -5], np.float32)],
-        advantages=np.array([0.5, -1.5], np.float32),
-        weights=np.array([1.0, 0.0], np.float32),
+        logprobs=[floats([-1, -2, -3]), floats([-4, -5])],
+        versions=[np.array([3, 3, -1]), np.array([4, 4])],
+        advantages=[floats([0.5, 0.25, 0.5]), floats([-1.5, -1.5])],
+        weights=[floats([1, 0.5, 0]), floats([0, 0])],
         mini_batch=np.array([0, 0]),
     )
 
@@ -45,9 +51,13 @@ def test_pack_by_hand():
     assert packed.rows.tolist() == [0, 1, 2, 3, 4, 5, -1, -1]
     assert packed.response.tolist() == [False, True, True, True, True, True, False, False]
     # The second sample has weight 0: it is scored, but not in the loss.
-    assert packed.mask.tolist() == [False, True, True, True, False, False, False, False]
+    assert packed.weights.tolist() == [0, 1, 0.5, 0, 0, 0, 0, 0]
+    assert packed.mask.tolist() == [False, True, True, False, False, False, False, False]
     assert packed.rollout_logprobs.tolist() == [0, -1, -2, -3, -4, -5, 0, 0]
-    assert packed.advantages.tolist() == [0.5] * 4 + [-1.5] * 2 + [0, 0]
+    assert packed.versions.tolist() == [-1, 3, 3, -1, 4, 4, -1, -1]
+    assert packed.sampled.tolist() == [False, True, True, False, True, True, False, False]
+    assert packed.advantages.tolist() == [0, 0.5, 0.25, 0.5, -1.5, -1.5, 0, 0]
+    assert packed.sample_of.tolist() == [0, 0, 0, 0, 1, 1, -1, -1]
     assert packed.counted.tolist() == [True] * 6 + [False] * 2
 
 
@@ -81,3 +91,15 @@ def test_fewer_samples_than_ranks_leave_empty_micro_batches(dp):
     plan = plan_micro_batches([0], np.array([5]), 10, dp)
     assert sum(bool(chunk) for rank in plan for chunk in rank) == 1
     assert all(len(rank) == 1 for rank in plan)
+
+
+def test_groups_go_to_mini_batches_whole():
+    def group(size):
+        segments = (Segment.given("user", [1]), Segment.sampled([2, 3], np.zeros(2), 0))
+        return Group(Prompt(0, "", [1]), [Sample(segments, "stop", "")] * size, None, np.ones(size))
+
+    groups = [group(2), group(3), group(1), group(2)]
+    signals = [Signal.of_samples(g, np.zeros(len(g.samples))) for g in groups]
+    batch = TrainBatch.from_groups(groups, signals, mini_batches=2, step=7)
+    assert batch.mini_batch.tolist() == [0] * 5 + [1] * 3 and batch.step == 7
+    assert len(batch.token_ids) == len(batch.weights) == 8

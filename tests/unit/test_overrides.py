@@ -100,7 +100,10 @@ def test_settings_depend_on_each_other_only_when_all_are_there():
         ("tp=2", "did you mean trainer.tp or rollout.tp?"),
         ("traner.tp=2", "did you mean trainer.tp?"),
         ("--adapter-rank=2", "did you mean adapter.rank?"),
-        ("logging.wandb.enable=true", "did you mean logging.wandb.enabled?"),
+        ("tracker=wanbd", "tracker.name='wanbd' is none of none, wandb"),
+        ("tracker=wandb tracker.mod=offline", "did you mean tracker.mode?"),
+        ("algorithm=gpro", "algorithm.name='gpro' is none of grpo, rloo"),
+        ("refit.transport=smh", "refit.transport='smh' is not one of auto, directory, "),
         ("qqqqqqq=1", "see `lora-moe-rl train --help` for all keys"),
         ("adapter.rank=x", "adapter.rank='x' is not an integer"),
         ("adapter.rank_pattern=8", "adapter.rank_pattern=8 is not a map (write {"),
@@ -149,8 +152,8 @@ def test_every_fault_is_told_at_once():
     [
         ("replay.mode=off replay.missing=mask", ["replay.missing=mask", "replay.mode=off"]),
         ("data.path=a.jsonl data.split=test", ["data.split=test", "data.path=a.jsonl"]),
-        ("logging.wandb.mode=offline", ["wandb.mode=offline", "wandb.enabled=false"]),
-        ("logging.wandb.name=x", ["wandb.name=x", "wandb.enabled=false"]),
+        ("tracker.mode=offline", ["tracker.mode=offline", "tracker.name=none", "wandb"]),
+        ("algorithm=rloo algorithm.kl_coef=0.1", ["kl_coef=0.1", "name=rloo", "grpo"]),
         ("trainer.device=cpu trainer.gpus_per_rank=.5", ["gpus_per_rank=0.5", "device=cpu"]),
         ("data.path=a.jsonl data.generator=m:f", ["data.path=a.jsonl", "data.generator=m:f"]),
     ],
@@ -165,7 +168,9 @@ def test_an_option_that_does_not_apply_names_both(arguments, named):
     "arguments",
     [
         "replay.mode=off replay.missing=error",
-        "logging.wandb.enabled=true logging.wandb.mode=offline",
+        "tracker=wandb tracker.mode=offline",
+        "tracker.mode=offline tracker.name=wandb",
+        "algorithm.clip_low=0.1 algorithm=rloo",
         "data.path=org/set data.split=test",
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from pathlib import Path
@@ -12,7 +13,6 @@ import ray
 
 from lora_moe_rl.cluster import engines as group
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.data.samples import Prompt
 from lora_moe_rl.errors import ActorFailed, EngineDied, RefitError
 
 
@@ -61,11 +61,8 @@ class Engine:
     async def score(self, sequences, version):
         return self._do("score", version), "table"
 
-    async def generate(self, prompts, groups, n, version, seed):
-        return [self._do("generate", groups, version, seed)], f"table-{self.index}"
-
-    async def completed(self):
-        return 1
+    async def sample(self, token_ids, n, version, seed):
+        return self._do("sample", token_ids, version, seed), f"table-{self.index}"
 
 
 @pytest.fixture
@@ -80,15 +77,18 @@ def start(tmp_path, monkeypatch):
             log_path=lambda name: tmp_path / f"{name}.log", tail=lambda name: f"tail of {name}"
         )
         place = SimpleNamespace(engine=lambda index: {"num_cpus": 0})
-        made = group.RolloutGroup(
-            config, None, tmp_path, run_dir, place, lambda *what: made.proven.append(what)
-        )
+        made = group.RolloutEngines(config, None, tmp_path, run_dir, place)
         made.proven = []
+
+        async def prove(*what):
+            made.proven.append(what)
+
+        made.prove = prove
         groups.append(made)
         made.start_async()
         made.wait_started()
         made.prepare_refit([], None)
-        made.publish(3, [])
+        asyncio.run(made.publish(3, []))
         for path in tmp_path.glob("asked-*"):
             path.unlink()
         return made
@@ -107,35 +107,63 @@ def fate(folder: Path, index: int, method: str, *fates: str) -> None:
     (folder / f"fate-{index}-{method}").write_text("\n".join(fates))
 
 
-def generate(engines) -> list[str]:
-    prompts = [Prompt(row, "", [1]) for row in range(4)]
-    rollout = engines.generate(prompts, 3, 7, lambda done: None)
-    assert [args[0] for _, args in rollout.samples] == [[0, 1], [2, 3]]
-    return ray.get(rollout.table_refs)
+def sample(engines, tickets=4) -> tuple[list, int]:
+    """What the run gets for its tickets, each of them given out again when its engine dies; and how
+    often that was."""
+    given_back = []
+
+    async def roll(ticket):
+        while True:
+            try:
+                return await engines.policy(3, seed=ticket).sample([ticket], n=2)
+            except EngineDied:
+                given_back.append(ticket)
+
+    async def together():
+        found = await asyncio.gather(*(roll(ticket) for ticket in range(tickets)))
+        await engines._all_back()
+        return found
+
+    answers = asyncio.run(together())
+    assert [args[0] for (_, args), _ in answers] == [[ticket] for ticket in range(tickets)]
+    return answers, len(given_back)
+
+
+def test_tickets_go_to_the_engine_with_the_least_to_do(start, tmp_path):
+    answers, given_back = sample(start())
+    assert [routes for _, routes in answers] == ["table-0", "table-1"] * 2 and not given_back
+    assert sorted(asked(tmp_path, 0)) == ["sample [0] 3 0", "sample [2] 3 2"]
 
 
 @pytest.mark.parametrize("how", ["exit", "dead"])
-def test_an_engine_that_dies_is_served_proven_and_asked_again(start, tmp_path, how):
+def test_an_engine_that_dies_gives_its_tickets_back_and_is_served_and_proven(start, tmp_path, how):
     engines = start()
-    fate(tmp_path, 1, "generate", how)
-    assert generate(engines) == ["table-0", "table-1"]
-    assert asked(tmp_path, 0) == ["generate [0, 1] 3 7"]
-    again = "generate [2, 3] 3 7"
-    assert asked(tmp_path, 1) == [again, "start", "prepare_refit", "publish 3", again]
+    fate(tmp_path, 1, "sample", how)
+    _, given_back = sample(engines)
+    assert given_back >= 1
+    restart = asked(tmp_path, 1).index("start")
+    assert asked(tmp_path, 1)[restart : restart + 3] == ["start", "prepare_refit", "publish 3"]
     assert engines.proven == [(1, 3)] and engines.restarts == 1
+
+
+def test_tickets_wait_for_the_only_engine(start, tmp_path):
+    engines = start(engines=1)
+    fate(tmp_path, 0, "sample", "exit")
+    _, given_back = sample(engines)
+    assert given_back >= 1 and engines.restarts == 1 and engines.proven == [(0, 3)]
 
 
 def test_a_publish_in_flight_is_repeated_and_the_old_version_is_not(start, tmp_path):
     """The parts of the version before are written over by then. The run proves the new one."""
     engines = start()
     fate(tmp_path, 0, "publish", "dead")
-    receipts = engines.publish(4, [])
+    receipts = asyncio.run(engines.publish(4, []))
     assert receipts == [("publish", (4,))] * 2
     assert asked(tmp_path, 0) == ["publish 4", "start", "prepare_refit", "publish 4"]
     assert asked(tmp_path, 1) == ["publish 4"]
     assert engines.proven == [] and engines.restarts == 1
-    fate(tmp_path, 1, "generate", "exit")
-    generate(engines)
+    fate(tmp_path, 1, "sample", "exit")
+    sample(engines)
     assert "publish 4" in asked(tmp_path, 1)[2:] and engines.proven == [(1, 4)]
 
 
@@ -143,7 +171,7 @@ def test_an_engine_that_dies_again_while_it_starts_counts_twice(start, tmp_path)
     engines = start(engines=1)
     fate(tmp_path, 0, "score", "dead")
     fate(tmp_path, 0, "publish", "exit")
-    scores, _ = engines.score([[1]], 3)
+    scores, _ = asyncio.run(engines.score([[1]], 3))
     assert scores == [("score", (3,))] and engines.restarts == 2
 
 
@@ -151,7 +179,7 @@ def test_beyond_the_bound_the_run_stops(start, tmp_path):
     engines = start(engines=1, max_restarts=1)
     fate(tmp_path, 0, "score", "dead", "exit")
     with pytest.raises(ActorFailed, match="rollout.max_restarts=1 allows no more") as info:
-        engines.score([[1]], 3)
+        asyncio.run(engines.score([[1]], 3))
     assert info.value.actor == "engine-0" and "--resume" in str(info.value)
     assert "tail of engine-0" in str(info.value)
     assert asked(tmp_path, 0).count("start") == 1
@@ -161,7 +189,7 @@ def test_what_is_no_death_stops_the_run(start, tmp_path):
     engines = start(engines=1)
     fate(tmp_path, 0, "publish", "refuse")
     with pytest.raises(RefitError, match="no"):
-        engines.publish(4, [])
+        asyncio.run(engines.publish(4, []))
     assert engines.restarts == 0
 
 
@@ -171,4 +199,4 @@ def test_an_engine_that_is_silent_is_given_up(start, tmp_path, monkeypatch):
     engines.config = RunConfig(refit={"timeout_s": 0.5})
     fate(tmp_path, 0, "publish", "sleep")
     with pytest.raises(ActorFailed, match="actor engine-0 failed: no answer within 1 s"):
-        engines.publish(4, [])
+        asyncio.run(engines.publish(4, []))

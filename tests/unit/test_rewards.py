@@ -1,15 +1,15 @@
 """Rewards: TRL's calling convention, and what evil functions do to a step (nothing)."""
 
+import asyncio
 import subprocess
 import sys
 import time
-from dataclasses import replace
 
 import numpy as np
 import psutil
 import pytest
 
-from lora_moe_rl.data.samples import Prompt, Sample
+from lora_moe_rl.data.samples import Prompt, Sample, Segment
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.rewards import exact_match, math_verify, number_match
 from lora_moe_rl.rewards import runner as rewards_runner
@@ -69,20 +69,23 @@ def functions(tmp_path_factory):
 def step(texts, group_size=4, columns=None, completion="x"):
     """Prompts, and for each of them samples of 1, 2, ... tokens."""
     prompts = [Prompt(row, text, [1], columns or {}) for row, text in enumerate(texts)]
-    samples = [
-        Sample(
-            group=group,
-            prompt_ids=np.array([1], np.int32),
-            response_ids=np.full(1 + member, 1, np.int32),
-            logprobs=np.zeros(1 + member, np.float32),
-            versions=np.zeros(1 + member, np.int32),
-            finish_reason="stop",
-            text=completion,
-        )
-        for group in range(len(texts))
-        for member in range(group_size)
-    ]
-    return prompts, samples
+    samples = [sample_of(1 + member, completion) for member in range(group_size)]
+    return [(prompt, samples) for prompt in prompts]
+
+
+def sample_of(tokens: int, text: str) -> Sample:
+    response = Segment.sampled([1] * tokens, np.zeros(tokens), 0)
+    return Sample((Segment.given("user", [1]), response), "stop", text)
+
+
+def score(runner, groups) -> tuple[np.ndarray, list[str]]:
+    """Rewards and failures of all groups, which are scored at the same time."""
+
+    async def together():
+        return await asyncio.gather(*(runner.score(*group) for group in groups))
+
+    found = asyncio.run(together())
+    return np.concatenate([r for r, _ in found]), [line for _, lines in found for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -93,19 +96,19 @@ def deed(functions):
 
 def test_keywords_are_those_of_trl(functions):
     with RewardRunner(f"{functions}:seen", timeout_s=10) as runner:
-        rewards, failures = runner.score(*step(["a"], 2, {"answer": "x", "level": 3}))
+        rewards, failures = score(runner, step(["a"], 2, {"answer": "x", "level": 3}))
     assert failures == [] and rewards.tolist() == [1.0, 1.0] and rewards.dtype == np.float32
 
 
 def test_a_function_gets_only_what_it_names(functions):
     with RewardRunner(f"{functions}:only_completions", timeout_s=10) as runner:
-        rewards, failures = runner.score(*step(["a", "b"], 2, {"answer": "x"}, completion="xyz"))
+        rewards, failures = score(runner, step(["a", "b"], 2, {"answer": "x"}, completion="xyz"))
     assert failures == [] and rewards.tolist() == [3.0] * 4
 
 
 def test_messages_in_messages_out(functions):
     with RewardRunner(f"{functions}:messages", timeout_s=10) as runner:
-        rewards, failures = runner.score(*step([[{"role": "user", "content": "hi"}]], 2))
+        rewards, failures = score(runner, step([[{"role": "user", "content": "hi"}]], 2))
     assert failures == [] and rewards.tolist() == [1.0, 1.0]
 
 
@@ -127,7 +130,7 @@ def test_messages_in_messages_out(functions):
     ],
 )
 def test_a_failed_call_masks_its_prompt_and_no_other(deed, evil, reason):
-    rewards, failures = deed.score(*step(["good", evil, "good", "good", "good"]))
+    rewards, failures = score(deed, step(["good", evil, "good", "good", "good"]))
     assert np.isnan(rewards[4:8]).all()
     assert (rewards[:4] == 1).all() and (rewards[8:] == 1).all()
     assert len(failures) == 4
@@ -135,18 +138,18 @@ def test_a_failed_call_masks_its_prompt_and_no_other(deed, evil, reason):
 
 
 def test_a_reward_that_float32_still_holds_is_taken(deed):
-    rewards, failures = deed.score(*step(["largest"]))
+    rewards, failures = score(deed, step(["largest"]))
     assert not failures and rewards.tolist() == [np.float32(3.4e38)] * 4
 
 
 def test_every_prompt_may_fail_in_one_step(deed):
     texts = ["exit", "hang", "raise", "exit", "nan", "good", "exit"]
-    rewards, failures = deed.score(*step(texts))
+    rewards, failures = score(deed, step(texts))
     assert len(failures) == 24 and np.flatnonzero(~np.isnan(rewards)).tolist() == [20, 21, 22, 23]
 
 
 def test_none_is_masked_and_no_failure(deed):
-    rewards, failures = deed.score(*step(["None", "half"]))
+    rewards, failures = score(deed, step(["None", "half"]))
     assert np.isnan(rewards[:6]).all() and rewards[6:].tolist() == [0.5, 0.5]
     assert len(failures) == 1 and failures[0].startswith("prompt 1: ")
 
@@ -154,7 +157,7 @@ def test_none_is_masked_and_no_failure(deed):
 def test_async_prompts_run_together_and_time_out_alone(functions):
     with RewardRunner(f"{functions}:slow_async", timeout_s=1.0) as runner:
         start = time.monotonic()
-        rewards, failures = runner.score(*step(["good"] * 9 + ["bad"] + ["good"] * 10, 2))
+        rewards, failures = score(runner, step(["good"] * 9 + ["bad"] + ["good"] * 10, 2))
         seconds = time.monotonic() - start
     assert seconds < 3  # one after the other they would take 3.8 s and the time-out
     assert np.isnan(rewards[18:20]).all() and np.isfinite(np.delete(rewards, [18, 19])).all()
@@ -201,14 +204,22 @@ def reward(prompts, completions, file):
 """
 
 
+def lives(pid: int) -> bool:
+    """Whether a process runs; one that has ended may still be listed."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_a_late_worker_ends_with_all_that_it_started(tmp_path):
     (tmp_path / "starts.py").write_text(STARTS_OTHERS)
     pids = tmp_path / "pids"
     with RewardRunner(f"{tmp_path}/starts.py:reward", timeout_s=5) as runner:
-        _, failures = runner.score(*step(["a"], 1, {"file": str(pids)}))
+        _, failures = score(runner, step(["a"], 1, {"file": str(pids)}))
         assert "took longer than" in failures[0]
         started = [int(pid) for pid in pids.read_text().split()]
-        assert len(started) == 2 and not any(map(psutil.pid_exists, started))
+        assert len(started) == 2 and not any(map(lives, started))
 
 
 def test_a_worker_that_cannot_start_again_is_ended(tmp_path, monkeypatch):
@@ -222,11 +233,11 @@ def test_a_worker_that_cannot_start_again_is_ended(tmp_path, monkeypatch):
     )
     with RewardRunner(f"{tmp_path}/once.py:reward", timeout_s=60) as runner:
         monkeypatch.setattr(rewards_runner, "START_TIMEOUT_S", 5.0)
-        _, failures = runner.score(*step(["a", "b", "c"], 1))
+        _, failures = score(runner, step(["a", "b", "c"], 1))
         reasons = ["exit code 3", "exit code 3", "could not be started again"]
         assert all(any(reason in line for line in failures) for reason in reasons)
         pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
-        assert len(pids) >= 3 and not any(map(psutil.pid_exists, pids))
+        assert len(pids) >= 3 and not any(map(lives, pids))
 
 
 def test_the_worker_imports_no_torch():
@@ -273,10 +284,9 @@ def test_math_verify(answer, completion, reward):
 
 def test_a_completion_that_math_verify_never_comes_back_from():
     """It computes what a model wrote; the process is ended, and the sample has no reward."""
-    prompts, samples = step(["a", "b"], 1, {"answer": "7"})
-    texts = ["\\boxed{9^{9^9}}", "\\boxed{7}"]
-    samples = [replace(sample, text=text) for sample, text in zip(samples, texts, strict=True)]
+    (a, _), (b, _) = step(["a", "b"], 1, {"answer": "7"})
+    groups = [(a, [sample_of(1, "\\boxed{9^{9^9}}")]), (b, [sample_of(1, "\\boxed{7}")])]
     with RewardRunner("lora_moe_rl.rewards:math_verify", timeout_s=4) as runner:
-        rewards, failures = runner.score(prompts, samples)
+        rewards, failures = score(runner, groups)
     assert np.isnan(rewards[0]) and "took longer than reward.timeout_s=4" in failures[0]
     assert rewards[1] == 1.0

@@ -9,10 +9,11 @@ import sys
 import numpy as np
 import pytest
 
+from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.config.recipes import load_config, resolve
-from lora_moe_rl.data.samples import Prompt, Sample
+from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
 from lora_moe_rl.errors import RunDirError
 from lora_moe_rl.files.checkpoint import write_checkpoint
 from lora_moe_rl.files.run_dir import RunDir, read_jsonl, tail
@@ -30,21 +31,18 @@ def run_steps(config: RunConfig, steps, resume=False) -> RunDir:
     return run_dir
 
 
-def samples_of(step: int) -> tuple[list[Prompt], list[Sample]]:
-    prompts = [Prompt(row=step * 10 + i, text=f"{i}+1=", token_ids=[5, 6]) for i in range(2)]
-    samples = [
-        Sample(
-            group=i // 4,
-            prompt_ids=np.array([5, 6], np.int32),
-            response_ids=np.array([7, 8, 9], np.int32),
-            logprobs=np.zeros(3, np.float32),
-            versions=np.array([step, step, step + 1]),
-            finish_reason="stop",
-            text=f"response {i}",
-        )
-        for i in range(8)
-    ]
-    return prompts, samples
+def groups_of(step: int) -> tuple[list[Group], list[Signal]]:
+    """Two groups of four samples, numbered throughout; the rewards and advantages are they too."""
+    groups = []
+    for i in range(2):
+        response = Segment.sampled([7, 8, 9], np.zeros(3), step)
+        response.versions[2] = step + 1
+        segments = (Segment.given("user", [5, 6]), response)
+        samples = [Sample(segments, "stop", f"response {4 * i + k}") for k in range(4)]
+        prompt = Prompt(row=step * 10 + i, text=f"{i}+1=", token_ids=[5, 6])
+        rewards = np.arange(4 * i, 4 * i + 4, dtype=np.float32)
+        groups.append(Group(prompt, samples, None, rewards))
+    return groups, [Signal.of_samples(group, group.rewards) for group in groups]
 
 
 def test_the_saved_config_runs_again(tmp_path):
@@ -150,7 +148,7 @@ def test_rewind_cuts_and_keeps_what_it_cut(tmp_path):
     with open(run_dir.metrics_file, "a") as file:
         file.write('{"step": 6, "rew')  # the process died here
     for step in range(1, 6):
-        run_dir.write_samples(step, *samples_of(step), np.ones(8), np.zeros(8))
+        run_dir.write_samples(step, *groups_of(step))
     run_dir.rewind(3)
     assert [record["step"] for record in read_metrics(run_dir)] == [1, 2, 3]
     assert {record["step"] for record in read_jsonl(run_dir.samples_file)} == {1, 2, 3}
@@ -163,13 +161,14 @@ def test_rewind_cuts_and_keeps_what_it_cut(tmp_path):
 
 def test_separators_of_unicode_end_no_line(tmp_path):
     """U+2028, U+2029 and U+0085 end a line for str.splitlines, and none for JSON."""
-    prompts, samples = samples_of(1)
+    groups, signals = groups_of(1)
     text = "one\u2028two\u2029three\u0085four\r\nfive"
-    prompts = [dataclasses.replace(prompt, text=text) for prompt in prompts]
-    samples = [dataclasses.replace(sample, text=text) for sample in samples]
+    for group in groups:
+        group.prompt = dataclasses.replace(group.prompt, text=text)
+        group.samples = [dataclasses.replace(sample, text=text) for sample in group.samples]
     run_dir = run_steps(config_in(tmp_path / "run", "logging.samples_per_step=1"), [1, 2])
     for step in (1, 2):
-        run_dir.write_samples(step, prompts, samples, np.ones(8), np.ones(8))
+        run_dir.write_samples(step, groups, signals)
     run_dir.rewind(1)
     (record,) = read_jsonl(run_dir.samples_file)
     assert record["step"] == 1 and record["prompt"] == record["response"] == text
@@ -179,10 +178,10 @@ def test_separators_of_unicode_end_no_line(tmp_path):
 
 def test_samples_are_spread_over_the_prompts(tmp_path):
     config = config_in(tmp_path / "run", "logging.samples_per_step=2")
-    prompts, samples = samples_of(3)
-    rewards = np.array([1.0, 0, 0, 0, math.nan, 0, 0, 0])
+    groups, signals = groups_of(3)
+    groups[0].rewards[0], groups[1].rewards[0] = 1.0, math.nan
     with RunDir(config, False) as run_dir:
-        run_dir.write_samples(3, prompts, samples, rewards, np.arange(8.0))
+        run_dir.write_samples(3, groups, signals)
     first, second = read_jsonl(run_dir.samples_file)
     assert first == {
         "step": 3,
@@ -201,7 +200,7 @@ def test_samples_are_spread_over_the_prompts(tmp_path):
 def test_no_samples_when_none_are_wanted(tmp_path):
     config = config_in(tmp_path / "run", "logging.samples_per_step=0")
     with RunDir(config, False) as run_dir:
-        run_dir.write_samples(1, *samples_of(1), np.ones(8), np.ones(8))
+        run_dir.write_samples(1, *groups_of(1))
     assert list(read_jsonl(run_dir.samples_file)) == []
 
 

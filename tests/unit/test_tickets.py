@@ -1,0 +1,164 @@
+"""The schedule and the ticket book, walked through thousands of interleavings: no ticket is lost,
+trained twice, too old, or waits for ever."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lora_moe_rl.data.samples import Group, Prompt
+from lora_moe_rl.run.schedule import Schedule, seed_of
+from lora_moe_rl.run.tickets import State, TicketBook
+
+
+class Source:
+    """Prompts numbered from 0, as PromptSource draws them."""
+
+    def __init__(self, drawn=0):
+        self.drawn = drawn
+
+    def state_dict(self):
+        return {"drawn": self.drawn}
+
+    def next(self) -> Prompt:
+        self.drawn += 1
+        return Prompt(self.drawn - 1, "", [1])
+
+
+class Life:
+    """One life of a run: what a step of the event loop may do, in any order."""
+
+    def __init__(self, schedule: Schedule, source: Source, done=(), newest=0):
+        self.source, self.book, self.newest = source, TicketBook(schedule, done), newest
+
+    def feed(self, _) -> None:
+        if self.book.schedule.may_admit(len(self.book.tickets)):
+            drawn_at = self.source.state_dict()
+            self.book.admit(self.source.next(), drawn_at)
+
+    def claim(self, _) -> None:
+        if self.book._in(State.WAITING):
+            asyncio.run(self.book.claim(lambda: self.newest))
+
+    def score(self, pick: int) -> None:
+        if rolling := self.book._in(State.ROLLING):
+            ticket = rolling[pick % len(rolling)]
+            self.book.scored(ticket, Group(ticket.prompt, [], None, np.zeros(0)))
+
+    def die(self, pick: int) -> None:
+        if rolling := self.book._in(State.ROLLING):
+            self.book.give_back(rolling[pick % len(rolling)])
+
+    def drop(self, pick: int) -> None:
+        if rolling := self.book._in(State.ROLLING):
+            self.book.drop(rolling[pick % len(rolling)], "test")
+
+    def train(self, _) -> list[int]:
+        schedule, book = self.book.schedule, self.book
+        step = schedule.next_step(book._in(State.SCORED), book._in(State.ROLLING), self.newest)
+        for ticket in step:
+            assert not schedule.is_stale(ticket, self.newest)
+        if step:
+            self.newest += 1
+            book.trained(step)
+        return [ticket.number for ticket in step]
+
+
+ACTIONS = ("feed", "claim", "score", "train", "die", "drop")
+STEPS = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 99)), max_size=200)
+
+
+@settings(max_examples=300, deadline=None)
+@given(per_step=st.integers(1, 4), lag=st.integers(0, 3), lives=st.lists(STEPS, max_size=4))
+def test_no_ticket_is_lost_or_trained_twice_whatever_happens(per_step, lag, lives):
+    """Each life ends at any moment, and the next goes on from the book as it was after its last
+    trained step."""
+    schedule = Schedule(per_step, lag)
+    trained, dropped = [], set()
+    saved, newest = {"data": {"drawn": 0}, "done": []}, 0
+    for actions in lives:
+        life = Life(schedule, Source(saved["data"]["drawn"]), saved["done"], newest)
+        kept = list(trained), set(dropped)  # what the checkpoint knows
+        for name, pick in actions:
+            before = set(life.book.tickets)
+            found = getattr(life, name)(pick) or []
+            kept[0].extend(found)
+            if name == "drop":
+                kept[1].update(before - set(life.book.tickets))
+            assert len(life.book.tickets) <= schedule.width
+            if found:  # a checkpoint after each step
+                saved, newest = life.book.state_dict(life.source.state_dict()), life.newest
+                trained, dropped = list(kept[0]), set(kept[1])
+    assert len(trained) == len(set(trained)) and not set(trained) & dropped
+    # Finish: what is left is trained in order, and nothing below has been left out.
+    life = Life(schedule, Source(saved["data"]["drawn"]), saved["done"], newest)
+    for _ in range(400):
+        for name in ("feed", "claim", "score"):
+            getattr(life, name)(0)
+        trained += life.train(0)
+    assert len(trained) == len(set(trained)) and not set(trained) & dropped
+    top = max(trained)
+    lost = set(range(top)) - set(trained) - dropped - set(life.book.tickets)
+    assert not lost
+
+
+@settings(max_examples=300, deadline=None)
+@given(per_step=st.integers(1, 4), lag=st.integers(0, 3), actions=STEPS)
+def test_something_can_always_be_done(per_step, lag, actions):
+    """No deadlock: from any state, letting every task do what it can leads to another step."""
+    life = Life(Schedule(per_step, lag), Source())
+    for name, pick in actions:
+        getattr(life, name)(pick)
+    for _ in range(50):
+        for name in ("feed", "claim", "score"):
+            getattr(life, name)(0)
+        if life.train(0):
+            return
+    pytest.fail(f"nothing was trained: {life.book.tickets}")
+
+
+def test_lag_0_takes_prompts_in_order_a_step_at_a_time():
+    life = Life(Schedule(2), Source())
+    steps = []
+    for _ in range(20):
+        for name in ("feed", "claim", "score"):
+            getattr(life, name)(1)
+        if step := life.train(0):
+            assert not life.book.tickets
+            steps.append(step)
+    assert steps[:3] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_the_seed_is_of_the_number_alone():
+    """The same as before there were tickets: (run seed, step), then the place in the step."""
+    step = int(np.random.SeedSequence([5, 3]).generate_state(1)[0])
+    place = int(np.random.SeedSequence([step, 1]).generate_state(1)[0])
+    assert seed_of(5, number=9, groups_per_step=4) == place
+    assert len({seed_of(0, number, 16) for number in range(500)}) == 500
+
+
+def test_those_who_wait_are_let_go_and_the_book_says_what_they_wait_for():
+    async def scene():
+        book = TicketBook(Schedule(1))
+        claim = asyncio.create_task(book.claim(lambda: 7))
+        step = asyncio.create_task(book.next_step(7))
+        await asyncio.sleep(0)
+        assert book.waits == {"a ticket to roll": 1, "scored groups": 1}
+        book.admit(Prompt(0, "", [1]), {})
+        ticket = await claim
+        assert ticket.version == 7 and ticket.state is State.ROLLING
+        full = asyncio.create_task(book.slot())
+        book.scored(ticket, Group(ticket.prompt, [], None, np.zeros(0)))
+        assert await step == [ticket]
+        await asyncio.sleep(0)
+        assert not full.done()
+        book.trained([ticket])
+        assert await full is True
+        last = asyncio.create_task(book.claim(lambda: 8))
+        await asyncio.sleep(0)
+        book.close()
+        assert await last is None and await book.slot() is False
+
+    asyncio.run(scene())
