@@ -53,7 +53,8 @@ test: $(STAMP)
 	$(PYTEST) tests/integration -m "not slow"
 
 test-slow: $(STAMP)
-	$(PYTEST) tests/unit tests/integration -m slow
+	$(PYTEST) tests/unit -m slow
+	$(PYTEST) tests/integration -m slow
 
 test-gpu: $(STAMP)
 	$(BIN)/pytest tests/gpu
