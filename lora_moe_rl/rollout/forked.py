@@ -22,20 +22,18 @@ import torch
 
 from lora_moe_rl.upstream.checks import require_attributes, require_parameters, require_version
 
-KNOWN_VLLM = ("0.31.0",)
 WHO = "lora_moe_rl/rollout/forked.py"
 
 
 def install(threads: int) -> None:
     """vLLM's processes, of `threads` each, are forked from now on. Raises ConfigError when vLLM is
     not the version we know."""
-    import vllm
+    require_version("vllm", WHO)
     from vllm.v1.engine import utils as cores
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.executor import multiproc_executor as workers
     from vllm.v1.worker import cpu_worker  # noqa: F401  vLLM imports it by its name, after a fork
 
-    require_version("vLLM", vllm.__version__, KNOWN_VLLM, WHO)
     require_attributes(EngineCoreProc, ("run_engine_core",), WHO)
     require_parameters(workers.WorkerProc.make_worker_process, ("vllm_config", "local_rank"), WHO)
     for module in (cores, workers):
