@@ -13,7 +13,7 @@ from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.trainer import megatron_on_cpu
 from lora_moe_rl.upstream import versions
 
-PACKAGE = Path(__file__).parents[2] / "lora_moe_rl"
+PACKAGE = Path(__file__).parents[3] / "lora_moe_rl"
 UNCOMPRESSED = SimpleNamespace(multi_latent_attention=True, q_lora_rank=None)
 # Where it is relied on: (package, file, a call that does).
 MENDS = [
