@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FILES = ("grouped_lora", "merge", "route_codec")
 
 
+@pytest.mark.seconds
 def test_triton_kernels_in_the_interpreter():
     here = Path(__file__).parent
     files = [str(here / f"test_{name}.py") for name in FILES]
