@@ -8,13 +8,15 @@ STAMP := .venv/.setup-$(KIND)
 JOBS ?= 2
 DEMO_DIR ?= runs/demo/$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help setup demo test test-slow test-gpu lint format clean
+.PHONY: help setup demo check test test-slow test-gpu lint format clean
 
 help:
 	@echo "make setup      make .venv with the pinned packages (GPU=1: CUDA builds)"
 	@echo "make demo       train the tiny model: about 8 minutes on 2 CPU cores"
-	@echo "make test       unit and integration tests    make test-slow   the long ones"
-	@echo "make lint       ruff and pyright              make test-gpu    those for one GPU"
+	@echo "make check      lint, and the unit tests that take no time: before each commit"
+	@echo "make test       unit and integration tests, with real engines: before a merge"
+	@echo "make test-slow  the long ones                  make test-gpu    those for one GPU"
+	@echo "make lint       ruff and pyright               make format      let ruff mend what it can"
 
 setup: $(STAMP)
 
@@ -40,14 +42,19 @@ $(STAMP): requirements/$(KIND).txt requirements/engines-$(KIND).txt pyproject.to
 demo: $(STAMP)
 	$(BIN)/lora-moe-rl train recipes/tiny_arithmetic.py logging.run_dir=$(DEMO_DIR)
 
-# Files of integration tests go to JOBS processes: much of their time is waiting and importing.
+# Two pytest processes by default: tests/conftest.py says which tests share one.
+PYTEST = $(BIN)/pytest -n $(JOBS) --dist loadgroup
+
+check: lint
+	$(PYTEST) tests/unit -m "not slow and not seconds"
+
 test: $(STAMP)
-	$(BIN)/pytest tests/unit -m "not slow"
-	$(BIN)/pytest tests/integration -m "not slow" -n $(JOBS) --dist loadfile
+	$(PYTEST) tests/unit -m "not slow"
+	$(PYTEST) tests/integration -m "not slow"
 
 test-slow: $(STAMP)
-	$(BIN)/pytest tests/unit -m slow
-	$(BIN)/pytest tests/integration -m slow -n $(JOBS) --dist loadfile
+	$(PYTEST) tests/unit -m slow
+	$(PYTEST) tests/integration -m slow
 
 test-gpu: $(STAMP)
 	$(BIN)/pytest tests/gpu

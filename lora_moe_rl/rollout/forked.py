@@ -9,35 +9,51 @@ a fork. There is no CUDA here, and one thread makes no OpenMP team: with more, v
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import stat
 import sys
+from collections.abc import Set
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext, ForkProcess
-from typing import Any
 
 import torch
-import vllm
-from vllm.v1.engine import utils as core_processes
-from vllm.v1.engine.core import EngineCoreProc
-from vllm.v1.executor import multiproc_executor as worker_processes
-from vllm.v1.executor.multiproc_executor import WorkerProc
-from vllm.v1.worker import cpu_worker  # noqa: F401  vLLM imports it by name, after the fork
 
 from lora_moe_rl.upstream.checks import require_attributes, require_parameters, require_version
 
-KNOWN_VLLM = ("0.31.0",)
 WHO = "lora_moe_rl/rollout/forked.py"
 
 
+def install(threads: int) -> None:
+    """vLLM's processes, of `threads` each, are forked from now on. Raises ConfigError when vLLM is
+    not the version we know."""
+    require_version("vllm", WHO)
+    from vllm.v1.engine import utils as cores
+    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.executor import multiproc_executor as workers
+    from vllm.v1.worker import cpu_worker  # noqa: F401  vLLM imports it by its name, after a fork
+
+    require_attributes(EngineCoreProc, ("run_engine_core",), WHO)
+    require_parameters(workers.WorkerProc.make_worker_process, ("vllm_config", "local_rank"), WHO)
+    for module in (cores, workers):
+        require_attributes(module, ("get_mp_context",), WHO)
+        require_parameters(module.get_mp_context, (), WHO)
+        if threads == 1:
+            module.get_mp_context = EngineForkContext
+    # The rest of vLLM would ask Ray, of which a fork has only the memory, whether it may fork.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+
+
 class EngineFork(ForkProcess):
-    """A process of vLLM's that computes with one thread."""
+    """A process that computes with one thread and begins as a spawned one does: stock signals, a
+    name of its own, and of its parent's sockets and pipes only those that it was given."""
 
     def run(self) -> None:
-        """Begins as a spawned process does: stock signals, no socket of its parent's, its name."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        _let_go_of_sockets()
+        given = {arg.fileno() for arg in self._kwargs.values() if isinstance(arg, Connection)}
+        _let_go(keep={multiprocessing.parent_process().sentinel, *given})
         if ray := sys.modules.get("ray._raylet"):
             # vLLM means to name the process itself, but finds no room where Ray wrote a title.
             ray.setproctitle(f"VLLM::{self.name}")
@@ -49,35 +65,15 @@ class EngineForkContext(ForkContext):
     Process = EngineFork
 
 
-def install(threads: int) -> None:
-    """vLLM's processes, of `threads` each, are forked from now on. Raises ConfigError when vLLM is
-    not the version we know."""
-    require_version("vLLM", vllm.__version__, KNOWN_VLLM, WHO)
-    for module in (core_processes, worker_processes):
-        require_attributes(module, ("get_mp_context",), WHO)
-        require_parameters(module.get_mp_context, (), WHO)
-    require_attributes(EngineCoreProc, ("run_engine_core",), WHO)
-    require_parameters(WorkerProc.make_worker_process, ("vllm_config", "local_rank"), WHO)
-    require_attributes(WorkerProc, ("worker_main",), WHO)
-    if threads > 1:
-        return
-    for module in (core_processes, worker_processes):
-        module.get_mp_context = _context
-
-
-def _context() -> Any:
-    # The spawn that vLLM's CPU platform has asked for by now keeps the rest of vLLM from asking
-    # Ray, of which a fork has only the memory, whether this is an actor.
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    return EngineForkContext()
-
-
-def _let_go_of_sockets() -> None:
-    """Puts /dev/null in the place of each socket: Ray and our own pipes take an open one for a sign
-    of life of the parent. What still refers to one by number then closes /dev/null."""
+def _let_go(keep: Set[int]) -> None:
+    """Puts /dev/null in the place of each socket and pipe, standard streams aside: that they are
+    open is to Ray, and to our own pipes, a sign of life of the parent. They are not closed, so that
+    nothing takes over a number by which inherited code still knows them."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # that of the listing itself is closed
-            if descriptor > 2 and stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        with contextlib.suppress(OSError):  # the listing's own is closed by now
+            mode = os.fstat(descriptor).st_mode
+            tie = stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode)
+            if tie and descriptor > 2 and descriptor not in keep:
                 os.dup2(null, descriptor)
     os.close(null)

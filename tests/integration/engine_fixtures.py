@@ -213,7 +213,7 @@ def start_engine(model: torch.nn.Module, folder: Path) -> Iterator[EngineUnderTe
     spec = AdapterSpec.build(shape, config.adapter)
     log = str(folder / "engine.log")
     here = Path(__file__).parent
-    folders = {"env_vars": {"PYTHONPATH": f"{here}:{here.parent / 'unit'}"}}
+    folders = {"env_vars": {"PYTHONPATH": f"{here}:{here.parent / 'helpers'}"}}
     actor_class = ray.remote(num_cpus=1, runtime_env=folders)(EngineWithDisk)
     actor = actor_class.remote(config, str(folder), spec, 0, log)
     try:

@@ -14,7 +14,7 @@ FAMILIES = ("deepseek_v3", "qwen2_moe", "qwen3_moe")  # MLA; biases; a dense lay
 
 def test_weights_after_two_refits_are_those_of_a_restart(tmp_path):
     here = Path(__file__).parent
-    paths = f"{here}:{here.parent / 'unit'}"
+    paths = f"{here}:{here.parent / 'helpers'}"
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     job = [sys.executable, here / "merged_weights.py", tmp_path, *FAMILIES]
     done = subprocess.run(job, env=environment, capture_output=True, text=True, timeout=400)

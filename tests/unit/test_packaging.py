@@ -50,6 +50,7 @@ def test_other_packages_import_from_the_repository_root():
     assert child.stdout.strip().endswith("False")
 
 
+@pytest.mark.seconds
 def test_the_wheel_holds_plain_files(tmp_path):
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(tmp_path)]
     # From a copy, as it would be from a clone: without what other builds left behind.

@@ -13,7 +13,7 @@ from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.trainer import megatron_on_cpu
 from lora_moe_rl.upstream import versions
 
-PACKAGE = Path(__file__).parents[2] / "lora_moe_rl"
+PACKAGE = Path(__file__).parents[3] / "lora_moe_rl"
 UNCOMPRESSED = SimpleNamespace(multi_latent_attention=True, q_lora_rank=None)
 # Where it is relied on: (package, file, a call that does).
 MENDS = [
@@ -22,6 +22,7 @@ MENDS = [
     ("vllm", "rollout/cpu_lora.py", lambda m: m.install()),
     ("vllm", "rollout/cpu_experts.py", lambda m: m.install()),
     ("vllm", "rollout/cpu_routes.py", lambda m: m.install()),
+    ("vllm", "rollout/forked.py", lambda m: m.install(1)),
     ("megatron-core", "trainer/megatron_on_cpu.py", lambda m: m.install()),
     ("megatron-core", "trainer/local_modules.py", lambda m: m.install()),
     ("megatron-core", "trainer/local_modules.py", lambda m: m.localize(None)),

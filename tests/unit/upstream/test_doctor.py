@@ -7,7 +7,7 @@ import pytest
 
 from lora_moe_rl.upstream import doctor, versions
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_this_environment_is_ready(capsys):

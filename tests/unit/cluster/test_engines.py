@@ -15,6 +15,8 @@ from lora_moe_rl.cluster import engines as group
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ActorFailed, EngineDied, RefitError
 
+pytestmark = pytest.mark.seconds  # Ray is started for them
+
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_session():

@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FILES = ("grouped_lora", "merge", "route_codec")
 
 
+@pytest.mark.seconds
 def test_triton_kernels_in_the_interpreter():
     here = Path(__file__).parent
-    files = [str(here / f"test_kernels_{name}.py") for name in FILES]
+    files = [str(here / f"test_{name}.py") for name in FILES]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     child = subprocess.run(command, capture_output=True, text=True, env=env)

@@ -1,7 +1,7 @@
 """Layouts that do not fit a model are refused with both numbers."""
 
 import pytest
-from test_spec import KIMI_K2, QWEN3_30B_A3B
+from published_configs import KIMI_K2, QWEN3_30B_A3B
 
 from lora_moe_rl.adapters.spec import ModelShape
 from lora_moe_rl.config import RunConfig

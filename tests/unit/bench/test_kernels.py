@@ -24,6 +24,7 @@ def last_token_skipped(x, *rest):
     return y * (torch.arange(len(y)) < len(y) - 1)[:, None]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("broken", [no_scale, last_token_skipped])
 def test_a_wrong_kernel_has_no_figures(monkeypatch, capsys, broken):
     monkeypatch.setattr(kernel_gate, "grouped_lora", broken)
@@ -32,6 +33,7 @@ def test_a_wrong_kernel_has_no_figures(monkeypatch, capsys, broken):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.seconds
 def test_a_wrong_merge_closes_the_gate(monkeypatch):
     monkeypatch.setattr(kernel_gate.merge, "merge_delta_fp8_", lambda *_: None)
     (line,) = kernel_gate.gate("cpu", torch.float32)
@@ -44,6 +46,7 @@ def test_loads_have_all_rows():
     assert sum(zipf) == 100 and zipf[0] >= 2 * zipf[1] - 2 > zipf[3] > 0
 
 
+@pytest.mark.seconds
 def test_what_is_printed(monkeypatch, capsys):
     def absent(layer):
         raise kernel_contenders.Unavailable("no such package")

@@ -26,6 +26,9 @@ class Rank:
         return deed
 
 
+pytestmark = pytest.mark.seconds  # Ray is started for them
+
+
 @pytest.fixture(scope="module", autouse=True)
 def ray_session():
     started = not ray.is_initialized()

@@ -16,7 +16,7 @@ from lora_moe_rl.planner.hardware import GIB, Hardware
 from lora_moe_rl.planner.plan import Assumed, make
 from lora_moe_rl.rewards.math import parse_answer
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 LOCAL = ROOT / "recipes/data/math_small.jsonl"
 SHARED_GPU = [

@@ -114,7 +114,10 @@ def test_without_trl_there_is_nothing_to_compare(tmp_path):
 
 @pytest.mark.parametrize(
     ("python", "message"),
-    [("/gone/python", "cannot be run: No such file"), (sys.executable, "No module named 'trl'")],
+    [
+        ("/gone/python", "cannot be run: No such file"),
+        pytest.param(sys.executable, "No module named 'trl'", marks=pytest.mark.seconds),
+    ],
 )
 def test_an_interpreter_without_trl(tmp_path, python, message):
     with pytest.raises(BenchmarkError, match=message):

@@ -302,7 +302,7 @@ def test_a_directory_must_be_given_from_the_root(settings, message):
 
 def test_a_transport_is_added_by_one_file(tmp_path, monkeypatch):
     """The one of the page that tells how."""
-    page = Path(__file__).parents[2] / "docs" / "adding" / "transport.md"
+    page = Path(__file__).parents[3] / "docs" / "adding" / "transport.md"
     (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     (tmp_path / "copies.py").write_text(code)
     monkeypatch.setattr(transports, "__path__", [*transports.__path__, str(tmp_path)])
