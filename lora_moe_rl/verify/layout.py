@@ -26,9 +26,9 @@ from lora_moe_rl.verify.compare import (
     TOLERANCES,
     checkpoint_check,
     compare,
-    logprob_error,
     tolerances,
 )
+from lora_moe_rl.verify.comparisons import largest_scaled
 from lora_moe_rl.verify.inputs import random_batch
 from lora_moe_rl.verify.jobs import Inputs, Outcome, gather
 from lora_moe_rl.verify.layout_report import Report, Row
@@ -137,7 +137,7 @@ class Verification:
         try:
             arguments = (self.model_dir, self.spec, one.adapter, inputs.sequences)
             (theirs,) = run_processes(1, jobs.merged_logprobs, *arguments, timeout_s=self.timeout_s)
-            error = logprob_error(one.own_logprobs or [], theirs)
+            error = largest_scaled(one.own_logprobs or [], theirs)
             row.checks.append(Check("logprobs", error, self.tolerances["Hugging Face"]))
         except LoraMoeRlError as error:
             row.failure = str(error)

@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +30,7 @@ from lora_moe_rl.refit.plan import make_plan
 from lora_moe_rl.refit.transports import choose
 from lora_moe_rl.rollout.facts import served_module
 from lora_moe_rl.verify import refit_jobs
+from lora_moe_rl.verify.comparisons import largest
 from lora_moe_rl.verify.engine import EngineProcess
 from lora_moe_rl.verify.inputs import random_adapter
 from lora_moe_rl.verify.layouts import Layout
@@ -39,7 +40,6 @@ from lora_moe_rl.verify.refit_plan import Combination, Engine, Fault
 from lora_moe_rl.verify.refit_report import EFFECT, TOLERANCES, Report, Row
 from lora_moe_rl.verify.report import Say
 
-Scores = Sequence[np.ndarray]
 # Of a value in a slot, relative to the largest of its tensor: vLLM scales B in another order.
 SLOT_TOLERANCES = {"float32": 1e-6, "bfloat16": 1e-2}
 
@@ -193,12 +193,6 @@ def run_reference(rank: int, *args: Any):
     from lora_moe_rl.verify.refit_reference import reference
 
     return reference(rank, *args)
-
-
-def largest(ours: Scores, theirs: Scores) -> float:
-    """Largest |difference|, NaN when either has one."""
-    pairs = zip(ours, theirs, strict=True)
-    return float(np.max([np.abs(a.astype(np.float64) - b).max() for a, b in pairs]))
 
 
 def experts_used(table) -> set[tuple[int, int]]:

@@ -55,7 +55,7 @@ class Report:
     """What all reports have in common. One has `rows`, says in `parts` what is shown above the
     faults (strings, rich's texts and tables) and in `figures` what the JSON object holds."""
 
-    rows: Sequence[Row]
+    rows: Any  # a sequence of Row
     width = WIDTH
 
     @property
