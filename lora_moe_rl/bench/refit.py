@@ -202,7 +202,7 @@ class Bench:
         } | stages
 
     def memory(self) -> dict[str, int]:
-        """Of the engine's worker while it takes a version."""
+        """Bytes of the engine's worker while it takes a version, and of the largest part."""
         import ray
 
         sent = [sender.send.remote(self.version + 1) for sender in self.senders]

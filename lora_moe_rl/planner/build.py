@@ -217,8 +217,8 @@ def completeness(plan: Plan, spec: AdapterSpec, engine: EngineLayout) -> Check:
 
 
 def unique_parameters(built: Iterable[BuiltRank], trainer: TrainerConfig) -> int:
-    """Of all stages, each element once: what a rank holds times the ranks that it is cut over, as
-    Megatron marks it."""
+    """Parameters of all stages, each element once: what a rank holds times the ranks that it is cut
+    over, as Megatron marks it."""
     stages = {rank.rank // (trainer.world_size // trainer.pp): rank for rank in built}
     return sum(
         math.prod(shape) * rank.ways[name]

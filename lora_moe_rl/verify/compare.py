@@ -68,7 +68,7 @@ class Fault:
 
     @property
     def entry(self) -> str:
-        """Of the sharding table: `row.B`."""
+        """The entry of the sharding table: `row.B`."""
         return f"{self.kind}.{self.name.rpartition('.')[2]}"
 
     @property
@@ -157,7 +157,7 @@ def gradient_errors(got: Tensors, expected: Tensors) -> dict[str, float]:
 
 
 def update_errors(got: Tensors, expected: Tensors, start: Tensors) -> dict[str, float]:
-    """Of tensors that were updated; one that was not must not be anywhere."""
+    """Errors of tensors that were updated; one that was not must not be anywhere."""
     errors = {}
     for name in expected:
         size = float(np.linalg.norm(expected[name] - start[name]))
