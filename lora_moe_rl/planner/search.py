@@ -162,8 +162,8 @@ class Search:
         return self._engines[key]
 
     def _heaviest(self, trainer: TrainerConfig) -> RankClass:
-        """The rank with most memory. A world size changes it only by how many micro-batches there are
-        to be in flight."""
+        """The rank with most memory. A world size changes it only by how many micro-batches there
+        are to be in flight."""
         config = self.config.model_copy(update={"trainer": trainer})
         flights = min(trainer.pp, micro_batches(config))
         key = (trainer.tp, trainer.pp, trainer.ep, trainer.recompute, flights)
@@ -199,7 +199,7 @@ def divides(shape: ModelShape, tp: int) -> bool:
 
 
 def divides_engine(shape: ModelShape, tp: int) -> bool:
-    """Whether tp divides the heads. vLLM repeats key/value heads where they are fewer than ranks."""
+    """Whether tp divides the heads. vLLM repeats key/value heads where ranks are more."""
     kv_heads = shape.dims.get("kv_heads", tp)
     return shape.dims["heads"] % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
 
