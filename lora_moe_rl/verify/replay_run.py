@@ -21,7 +21,6 @@ import numpy as np
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import with_settings
-from lora_moe_rl.errors import LoraMoeRlError
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.verify import replay_ranks, replay_record, replay_tables
 from lora_moe_rl.verify.comparisons import largest_scaled
@@ -33,7 +32,7 @@ from lora_moe_rl.verify.replay_ranks import Replayed, Used
 from lora_moe_rl.verify.replay_record import Recording
 from lora_moe_rl.verify.replay_report import TOLERANCE, RecordRow, ReplayRow, Report
 from lora_moe_rl.verify.replay_tables import SHIFTS
-from lora_moe_rl.verify.report import Say
+from lora_moe_rl.verify.report import Say, timed
 
 
 @dataclass
@@ -99,10 +98,9 @@ class Verification:
         return [replace(row, tolerance=self.tolerance) for row in rows]
 
     def _replay(self, layout: Layout, groups: list[Group], tensors) -> ReplayRow:
-        started = time.perf_counter()
         row = ReplayRow(layout.name, layout.world_size, tolerance=self.tolerance)
         tasks = _tasks(groups)
-        try:
+        with timed(row):
             by_rank = run_ranks(
                 layout.config,
                 self.model_dir,
@@ -114,9 +112,6 @@ class Verification:
             )
             for task, used in zip(tasks, zip(*by_rank, strict=True), strict=True):
                 _add(row, task, used, groups)
-        except LoraMoeRlError as error:
-            row.failure = str(error)
-        row.seconds = time.perf_counter() - started
         return row
 
 
