@@ -197,7 +197,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "plan": (_module("planner.command"), "what fits where, from the model's config alone"),
     "export": (_module("export.command"), "write an adapter for PEFT and vLLM, or a merged model"),
     "adapter": (_module("export.adapter_command"), "inspect, import, resize, combine adapters"),
-    "serve-check": (_module("export.serve_check"), "serve an exported adapter and compare"),
+    "serve-check": (_module("verify.serve_check"), "serve an exported adapter and compare"),
     "doctor": (
         _module("upstream.doctor"),
         "print what is installed, what is missing and how to mend it",

@@ -185,8 +185,8 @@ def measure_codec(name: str, device: str, ceilings: dict[str, float]) -> Row:
 
 
 def seconds(call: Callable[[], object], device: str) -> float:
-    """Of several calls, after warming up: the median on a GPU; on a CPU, which others use too, the
-    least."""
+    """Seconds of a call, of several after warming up: the median on a GPU; on a CPU, which others
+    use too, the least."""
     call()
     if device == "cuda":
         return _cuda_seconds(call)

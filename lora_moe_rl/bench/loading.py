@@ -75,7 +75,7 @@ def measure(folder: Path, gigabytes: float, layout: str) -> dict[str, Any]:
 
 
 def _layers(size: float) -> int:
-    """Of a checkpoint of about `size` bytes: a dense layer and, at the least, one with experts."""
+    """Layers of a checkpoint of about `size` bytes: a dense one and at least one with experts."""
     from lora_moe_rl.adapters.families import ModelShape
     from lora_moe_rl.bench.export_model import CONFIG
 

@@ -29,6 +29,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import result_parser
 from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.rollout.facts import slot_rank
+from lora_moe_rl.verify.comparisons import largest
 
 RANK, ALPHA = 16, 32
 WARMUP, COPIES = 2, 20
@@ -201,7 +202,7 @@ class Bench:
         } | stages
 
     def memory(self) -> dict[str, int]:
-        """Of the engine's worker while it takes a version."""
+        """Bytes of the engine's worker while it takes a version, and of the largest part."""
         import ray
 
         sent = [sender.send.remote(self.version + 1) for sender in self.senders]
@@ -252,7 +253,7 @@ class Bench:
         Equal to the bit: the slots hold the same values, and the batches are the same."""
         differ = largest(found, self.expected)
         self.effect = {"difference": differ, "effect": largest(self.expected, self.base)}
-        if differ > 0 or not self.effect["effect"] > 0:
+        if differ != 0 or not self.effect["effect"] > 0:
             raise BenchmarkError(
                 f"no seconds to report: logprobs of {name} differ by {differ:g} from those of "
                 f"vLLM's own path, which differ by {self.effect['effect']:g} from the base's"
@@ -262,10 +263,6 @@ class Bench:
         import ray
 
         return ray.get(getattr(self.engine, method).remote(*args))
-
-
-def largest(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
-    return max(float(np.abs(x - y).max()) for x, y in zip(a, b, strict=True))
 
 
 def rate(events: Events, start: float, end: float) -> float:

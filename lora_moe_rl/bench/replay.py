@@ -64,7 +64,7 @@ def measure(sections: Sequence[str]) -> Result:
 
 
 def measure_bytes(folder: Path) -> dict[str, dict[str, int | None]]:
-    """Of one token, by model; None where an id does not fit."""
+    """Bytes of one token's routes, by model; None where an id does not fit."""
     return {
         name: {
             "packed": layout.row_bytes,

@@ -117,7 +117,7 @@ def score(worker, spec, sequences: list[list[int]], table: RouteTable) -> dict[s
 
 
 def compare(rollout: Sequence[np.ndarray], trainer: Sequence[np.ndarray]) -> dict[str, float]:
-    """Of the response tokens: the last of each sequence."""
+    """Mismatch of the response tokens, which are the last of each sequence."""
     from lora_moe_rl.algorithms.kl import mismatch
 
     ours = np.concatenate([t[len(t) - len(r) :] for r, t in zip(rollout, trainer, strict=True)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -23,9 +23,11 @@ from lora_moe_rl.ports import Ref
 from lora_moe_rl.refit.parts import PartLayout, SentPart
 from lora_moe_rl.refit.transports import Channel
 from lora_moe_rl.rollout.facts import Dtype
-from lora_moe_rl.router_replay.routes import Sent
 from lora_moe_rl.trainer.environment import CPU_ENVIRONMENT
 from lora_moe_rl.trainer.worker import TrainerWorker
+
+if TYPE_CHECKING:
+    from lora_moe_rl.router_replay.routes import Sent
 
 
 class LoggedWorker(TrainerWorker):

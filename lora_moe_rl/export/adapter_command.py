@@ -167,7 +167,7 @@ def _weighted(text: str) -> tuple[Path, float]:
 
 
 def _check_one_base(sources: list[Source]) -> None:
-    """By what runs kept of their base, or else by its name."""
+    """Compares bases by what runs kept of them, or else by name."""
     for one in sources[1:]:
         first = sources[0]
         if one.base and first.base:

@@ -245,7 +245,7 @@ def _digest_of(path: Path, shard: ShardPlan) -> str | None:
 
 
 def _base_digest(base: SafeWeights) -> str:
-    """Of headers, sizes and times of the base's files, and of its config.json."""
+    """A digest of headers, sizes and times of the base's files, and of its config.json."""
     digest = xxhash.xxh3_128((base.directory / "config.json").read_bytes())
     for name, file in base.files.items():
         status = file.path.stat()

@@ -83,13 +83,13 @@ def tensors_behind(facts: Facts) -> Iterator[BaseTensor]:
 
 
 def num_parameters(facts: Facts) -> int:
-    """Of the model as published, router corrections included, without prediction layers."""
+    """Parameters of the model as published, with router corrections, without prediction layers."""
     return sum(tensor.size for tensor in base_tensors(facts))
 
 
 def prediction_parameters(facts: Facts) -> int:
-    """Of the layers that predict further tokens: a last layer each, with embeddings, head, a
-    projection of two states to one and three norms."""
+    """Parameters of the layers that predict further tokens: a last layer each, with embeddings,
+    head, a projection of two states to one and three norms."""
     shape = facts.shape
     layer = sum(t.size for t in base_tensors(facts) if t.layer == shape.num_layers - 1)
     hidden = shape.hidden_size

@@ -14,23 +14,19 @@ the other in one process, and compared with the plan, which read nothing but the
 from __future__ import annotations
 
 import math
-import multiprocessing
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lora_moe_rl.adapters.sharding import Box, kind_of
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig, TrainerConfig
-from lora_moe_rl.errors import LoraMoeRlError, ModelError
+from lora_moe_rl.errors import ActorFailed, ModelError
 from lora_moe_rl.planner.base import held_by, num_parameters
 from lora_moe_rl.planner.facts import Facts
+from lora_moe_rl.planner.hardware import GIB
 from lora_moe_rl.planner.trainer import RankClass
 from lora_moe_rl.refit.plan import (
     EngineLayout,
@@ -42,50 +38,72 @@ from lora_moe_rl.refit.plan import (
     trainer_ranks,
 )
 from lora_moe_rl.rollout.facts import slot_rank
+from lora_moe_rl.verify import report
+from lora_moe_rl.verify.processes import Processes
+from lora_moe_rl.verify.report import Report, Say
 
 if TYPE_CHECKING:
     from lora_moe_rl.planner.build_rank import Builder, BuiltRank
 
-Say = Callable[[str], None]
 BF16 = 2
-LOG_TAIL = 2000
+BUILD_S = 3600  # longest wait for one rank
 SHOWN = 3
 
 
 @dataclass
 class Check:
-    """One comparison with the plan of a built rank, or (`rank` None) of the whole layout; passed
-    without faults."""
+    """One comparison with the plan of a built rank, or (`rank` None) of the whole layout. `wrong`
+    has a sentence for each thing that differs."""
 
     rank: int | None
     what: str
     elements: int
-    faults: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.what if self.rank is None else f"rank {self.rank}, {self.what}"
+
+    @property
+    def passed(self) -> bool:
+        return not self.wrong
+
+    def faults(self) -> Iterator[str]:
+        """Not more than a few."""
+        return report.first(self.wrong, SHOWN)
 
 
 @dataclass
-class BuildReport:
+class BuildReport(Report):
     """`unique_parameters`: of all stages, each element once. `peak_bytes`: resident memory of the
     building process."""
 
     ranks: list[int]
-    checks: list[Check]
+    rows: list[Check]
     unique_parameters: int
     seconds: float
     peak_bytes: int
 
-    def rows(self) -> list[tuple[str, int, int, bool]]:
-        """(what, ranks, elements, passed) of each kind of check."""
-        rows = []
-        for what in dict.fromkeys(check.what for check in self.checks):
-            mine = [check for check in self.checks if check.what == what]
-            passed = not any(check.faults for check in mine)
-            rows.append((what, len(mine), sum(check.elements for check in mine), passed))
-        return rows
+    def parts(self) -> Iterator[Any]:
+        title = (
+            f"built without values: {len(self.ranks)} ranks, {self.seconds:.0f} s, "
+            f"{self.peak_bytes / GIB:.2f} GiB; parameters, each once: {self.unique_parameters:,}"
+        )
+        table = report.table(["", "checks", "elements", ""], title)
+        for what in dict.fromkeys(check.what for check in self.rows):
+            mine = [check for check in self.rows if check.what == what]
+            elements = f"{sum(check.elements for check in mine):,}"
+            verdict = report.verdict(all(check.passed for check in mine))
+            table.add_row(what, str(len(mine)), elements, verdict)
+        yield table
 
-    @property
-    def passed(self) -> bool:
-        return not any(check.faults for check in self.checks)
+    def figures(self) -> dict[str, Any]:
+        checks = [
+            {"rank": c.rank, "what": c.what, "elements": c.elements, "faults": c.wrong}
+            for c in self.rows
+        ]
+        head = {key: value for key, value in vars(self).items() if key != "rows"}
+        return head | {"checks": checks, "passed": self.passed}
 
 
 def check(
@@ -199,8 +217,8 @@ def completeness(plan: Plan, spec: AdapterSpec, engine: EngineLayout) -> Check:
 
 
 def unique_parameters(built: Iterable[BuiltRank], trainer: TrainerConfig) -> int:
-    """Of all stages, each element once: what a rank holds times the ranks that it is cut over, as
-    Megatron marks it."""
+    """Parameters of all stages, each element once: what a rank holds times the ranks that it is cut
+    over, as Megatron marks it."""
     stages = {rank.rank // (trainer.world_size // trainer.pp): rank for rank in built}
     return sum(
         math.prod(shape) * rank.ways[name]
@@ -219,64 +237,26 @@ def _elements(shapes: Iterable[tuple[int, ...]]) -> int:
     return sum(math.prod(shape) for shape in shapes)
 
 
-_builder: Builder | None = None  # of the building process
-
-
 def _build(
     facts: Facts, spec: AdapterSpec, trainer: TrainerConfig, ranks: list[int], say: Say
 ) -> tuple[list[BuiltRank], int]:
-    """In a process of its own, whose output (Megatron says much) goes to a file."""
-    with tempfile.TemporaryDirectory(prefix="lora-moe-rl-plan-") as folder:
-        log = Path(folder) / "build.log"
-        pool = ProcessPoolExecutor(
-            1,
-            multiprocessing.get_context("spawn"),
-            _start,
-            (str(log), dict(facts.config), spec, trainer),
-        )
-        try:
-            with pool:
-                built = []
-                for rank in ranks:
-                    say(f"rank {rank} of {trainer.world_size}")
-                    built.append(pool.submit(_build_one, rank).result())
-                return built, pool.submit(_peak).result()
-        except LoraMoeRlError:
-            raise
-        except (BrokenProcessPool, Exception) as error:
-            reason = str(error).strip().splitlines()
-            raise ModelError(
-                f"{facts.name} cannot be built as planned: {reason[0] if reason else error!r}\n"
-                f"{log.read_text()[-LOG_TAIL:] if log.exists() else ''}"
-            ) from error
+    """Builds in a process of its own, whose output (Megatron says much) goes to its log."""
+    arguments = (dict(facts.config), spec, trainer)
+    built = []
+    try:
+        with Processes(["builder"], _builder, *arguments) as process:
+            for rank in ranks:
+                say(f"rank {rank} of {trainer.world_size}")
+                built += process.call("build", rank, timeout_s=BUILD_S)
+            (peak,) = process.call("peak", timeout_s=BUILD_S)
+    except ActorFailed as error:
+        raise ModelError(
+            f"{facts.name} cannot be built as planned: {error.reason}\n{error.log_tail}"
+        ) from error
+    return built, peak
 
 
-def _start(log: str, config: dict, spec: AdapterSpec, trainer: TrainerConfig) -> None:
-    from lora_moe_rl.cluster.log import redirect
-
-    redirect(log)
+def _builder(index: int, *args: Any) -> Builder:
     from lora_moe_rl.planner.build_rank import Builder
 
-    global _builder
-    _builder = Builder(config, spec, trainer)
-
-
-def _build_one(rank: int) -> BuiltRank:
-    assert _builder is not None
-    return _builder.build(rank)
-
-
-def _peak() -> int:
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def lines(report: BuildReport) -> Iterator[str]:
-    """What is wrong, a line each, and not more than a few of each check."""
-    for check in report.checks:
-        where = check.what if check.rank is None else f"rank {check.rank}, {check.what}"
-        for fault in check.faults[:SHOWN]:
-            yield f"{where}: {fault}"
-        if len(check.faults) > SHOWN:
-            yield f"{where}: and {len(check.faults) - SHOWN} more"
+    return Builder(*args)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import resource
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -76,6 +77,10 @@ class Builder:
                 for s in Adapters(chunks, self.spec, seed=0).slices()
             ]
         return BuiltRank(rank, base, ways, adapters)
+
+    def peak(self) -> int:
+        """Most resident memory of this process so far, in bytes."""
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     @contextmanager
     def _groups(self, rank: int) -> Iterator[None]:

@@ -6,12 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.importing import load_file
+from lora_moe_rl.config.options import result_parser
 from lora_moe_rl.config.overrides import override, parse_arguments
 from lora_moe_rl.config.recipes import load_config
 from lora_moe_rl.errors import ConfigError, LoraMoeRlError
@@ -53,9 +54,9 @@ TIMES_MORE_GPUS = (2, 4, 8)
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_intermixed_args(argv)
     if options.published:
-        from lora_moe_rl.planner import published
+        from lora_moe_rl.planner.published import Published, rows
 
-        return published.main(options.json)
+        return Published(rows()).conclude(options.json)
     config, hardware = _base(options)
     settings = _settings(options)
     name = options.model or config.model.path
@@ -75,11 +76,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lora-moe-rl plan",
-        description=ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = result_parser("plan", ABOUT)
     parser.add_argument("words", nargs="*", metavar="RECIPE or key=value")
     parser.add_argument("--model", help="a published model (kimi-k2), or a directory")
     parser.add_argument("--gpus", type=int, help="GPUs of the cluster")
@@ -102,9 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     about = "build ranks of every stage without values and compare (needs torch and Megatron)"
     parser.add_argument("--build", action="store_true", help=about)
     parser.add_argument("--published", action="store_true", help="compare with published figures")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw memory by class of rank")
-    parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
@@ -290,7 +285,7 @@ def _show(
     if options.json:
         from lora_moe_rl.planner.as_json import as_json
 
-        built = {} if report is None else {"build": asdict(report) | {"passed": report.passed}}
+        built = {} if report is None else {"build": report.as_json()}
         print(json.dumps(as_json(result, proposals) | built, indent=1))
         return
     from lora_moe_rl.planner import tables
@@ -299,6 +294,6 @@ def _show(
     if proposals:
         tables.show_proposals(proposals, result.assumed)
     if report is not None:
-        tables.show_build(report)
+        report.show()
     if options.png:
         print(f"drawn: {options.png}")

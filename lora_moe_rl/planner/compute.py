@@ -42,8 +42,8 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Flops:
-    """Of one token. `active`: base parameters that multiply it, without the embedding; `adapter`:
-    those of the adapters. `full`: training every parameter."""
+    """What one token costs. `active`: base parameters that multiply it, without the embedding;
+    `adapter`: those of the adapters. `full`: operations when every parameter is trained."""
 
     active: int
     adapter: int
@@ -94,7 +94,7 @@ def _attention(facts: Facts) -> float:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one step, one stage after the other."""
+    """Seconds of one step, one stage after the other."""
 
     rollout: float
     train: float

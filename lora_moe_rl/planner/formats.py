@@ -12,12 +12,12 @@ INT4_GROUP = 32  # one bf16 scale for each 32 weights of a row
 
 
 def itemsize(weights: Format) -> int:
-    """Of what is not quantised, and of activations."""
+    """Bytes of a number that is not quantised, and of an activation."""
     return 4 if weights == "float32" else 2
 
 
 def tensor_bytes(tensor: BaseTensor, shape: tuple[int, ...], weights: Format) -> int:
-    """Of a part of `shape` of `tensor`.
+    """Bytes of a part of `shape` of `tensor`.
 
     fp8: every matrix of a layer but the router's, as DeepSeek-V3 has it; int4: the routed experts,
     as Kimi-K2-Thinking has it; the rest is bf16.

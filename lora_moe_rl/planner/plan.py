@@ -51,16 +51,17 @@ class RunPlan:
 
     @property
     def parameters(self) -> int:
-        """Of the base, as published, without layers that predict further tokens."""
+        """Parameters of the base as published, without layers that predict further tokens."""
         return num_parameters(self.facts)
 
     @property
     def adapter_tensors(self) -> int:
-        """As PEFT's files count them: two for each linear, and for each expert's."""
+        """Tensors as PEFT's files count them: two for each linear, and for each expert's."""
         return sum(2 * (site.num_experts or 1) for site in self.spec)
 
     @property
     def gpus(self) -> tuple[int, int, bool]:
+        """What `gpus_of` says."""
         return gpus_of(self.config)
 
 

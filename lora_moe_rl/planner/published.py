@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.spec import AdapterSpec
@@ -16,7 +16,9 @@ from lora_moe_rl.config import AdapterConfig, RunConfig
 from lora_moe_rl.planner.base import num_parameters, prediction_parameters
 from lora_moe_rl.planner.facts import Facts, config_of, find, known
 from lora_moe_rl.planner.hardware import GIB
+from lora_moe_rl.planner.tables import WIDTH
 from lora_moe_rl.planner.trainer import TrainerMemory
+from lora_moe_rl.verify import report
 
 # GLM-5.x's linears as a DeepSeek-V3: without the indexer of its sparse attention, which has none.
 GLM_5 = config_of("deepseek_v3") | {
@@ -53,16 +55,28 @@ def rows() -> list[Row]:
     return [*_models(), *_adapters(), *_memory()]
 
 
-def main(as_json: bool) -> int:
-    found = rows()
-    if as_json:
-        entries = [
-            asdict(row) | {"difference": row.difference, "passed": row.passed} for row in found
+@dataclass
+class Published(report.Report):
+    rows: list[Row]
+    width = WIDTH
+
+    def explanations(self) -> list[str]:
+        return []  # a row of the table says it all
+
+    def parts(self) -> Iterator[Any]:
+        table = report.table(["", "planned", "published", "difference", "bound", "source"])
+        for row in self.rows:
+            figures = [f"{value:,.{_digits(value)}f}" for value in (row.predicted, row.published)]
+            verdict = "" if row.passed else "  FAIL"
+            cells = [*figures, f"{row.difference:+.3%}", f"{row.bound:.1%}{verdict}", row.source]
+            table.add_row(row.what, *cells)
+        yield table
+        yield from (f"{row.what}: {row.note}" for row in self.rows if row.note)
+
+    def figures(self) -> list[dict[str, Any]]:
+        return [
+            asdict(row) | {"difference": row.difference, "passed": row.passed} for row in self.rows
         ]
-        print(json.dumps(entries, indent=1))
-    else:
-        _print(found)
-    return 0 if all(row.passed for row in found) else 1
 
 
 def _models() -> Iterator[Row]:
@@ -165,21 +179,6 @@ def _heaviest(facts: Facts, config: RunConfig):
 def _moving(c) -> dict[str, int]:
     kinds = ("activations", "one layer's work", "communication", "allocator", "runtime")
     return {kind: c.memory[kind] for kind in kinds}
-
-
-def _print(found: list[Row]) -> None:
-    from lora_moe_rl.planner.tables import _table, console
-
-    table = _table("", ["", "planned", "published", "difference", "bound", "source"])
-    for row in found:
-        figures = [f"{value:,.{_digits(value)}f}" for value in (row.predicted, row.published)]
-        verdict = "" if row.passed else "  FAIL"
-        cells = [*figures, f"{row.difference:+.3%}", f"{row.bound:.1%}{verdict}", row.source]
-        table.add_row(row.what, *cells)
-    console().print(table)
-    for row in found:
-        if row.note:
-            console().print(f"{row.what}: {row.note}")
 
 
 def _digits(value: float) -> int:

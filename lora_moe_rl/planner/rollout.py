@@ -63,7 +63,7 @@ def engine_rank(
 
 
 def weight_bytes(facts: Facts, tp: int, ep: bool, weights: Format) -> int:
-    """Of the first of `tp` ranks."""
+    """Bytes of weights on the first of `tp` ranks."""
     return sum(
         tensor_bytes(tensor, _local(facts, tensor, tp, ep), weights)
         for tensor in base_tensors(facts)
@@ -71,8 +71,8 @@ def weight_bytes(facts: Facts, tp: int, ep: bool, weights: Format) -> int:
 
 
 def _local(facts: Facts, tensor: BaseTensor, tp: int, ep: bool) -> tuple[int, ...]:
-    """As vLLM cuts it: key and value heads are repeated where there are fewer than ranks, experts
-    are cut whole (ep) or each along its width."""
+    """The shape of a rank's part as vLLM cuts it: key and value heads are repeated where there are
+    fewer than ranks, experts are cut whole (ep) or each along its width."""
     shape = list(tensor.shape)
     if tensor.part == "experts":
         dim = 0 if ep else tensor.split[1][0]
@@ -90,7 +90,8 @@ def _local(facts: Facts, tensor: BaseTensor, tp: int, ep: bool) -> tuple[int, ..
 
 
 def slot_bytes(spec: AdapterSpec, config: RunConfig, b: int) -> int:
-    """Of all slots of the first rank. A slot has room for the largest rank at every site."""
+    """Bytes of all adapter slots on the first rank, with `b` bytes a value. A slot has room for the
+    largest adapter rank at every site."""
     rank = slot_rank(spec)
     layout = EngineLayout.of(config.rollout, rank)
     kv_heads = spec.shape.dims.get("kv_heads", 0)
@@ -107,7 +108,8 @@ def slot_bytes(spec: AdapterSpec, config: RunConfig, b: int) -> int:
 
 
 def kv_token_bytes(facts: Facts, tp: int, b: int) -> int:
-    """Of one token on one rank. MLA's latent is the same on every rank."""
+    """Bytes that one token takes in the KV cache of one rank, with `b` bytes a value. MLA's latent
+    is the same on every rank."""
     d, layers = facts.shape.dims, facts.shape.num_layers
     if facts.shape.family.attention == "mla":
         return layers * (d["kv_lora_rank"] + d["rope_dim"]) * b

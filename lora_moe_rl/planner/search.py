@@ -36,7 +36,7 @@ class Proposal:
 
     @property
     def settings(self) -> dict[str, object]:
-        """Of the config, what makes this layout."""
+        """The keys of the config that make this layout."""
         trainer, rollout = self.config.trainer, self.config.rollout
         found: dict[str, object] = {
             f"trainer.{key}": getattr(trainer, key)
@@ -54,7 +54,7 @@ class Proposal:
 
 
 class Search:
-    """Of one model, adapter and hardware; `config` gives all that is not layout."""
+    """Layouts of one model, adapter and hardware; `config` gives all that is not layout."""
 
     def __init__(self, facts: Facts, config: RunConfig, assumed: Assumed):
         self.facts, self.config, self.assumed = facts, config, assumed
@@ -162,7 +162,8 @@ class Search:
         return self._engines[key]
 
     def _heaviest(self, trainer: TrainerConfig) -> RankClass:
-        """Of world sizes, memory sees only how many micro-batches there are to be in flight."""
+        """The rank with most memory. A world size changes it only by how many micro-batches there
+        are to be in flight."""
         config = self.config.model_copy(update={"trainer": trainer})
         flights = min(trainer.pp, micro_batches(config))
         key = (trainer.tp, trainer.pp, trainer.ep, trainer.recompute, flights)
@@ -198,7 +199,7 @@ def divides(shape: ModelShape, tp: int) -> bool:
 
 
 def divides_engine(shape: ModelShape, tp: int) -> bool:
-    """As `divides`, but vLLM repeats key/value heads where there are fewer than ranks."""
+    """Whether tp divides the heads. vLLM repeats key/value heads where ranks are more."""
     kv_heads = shape.dims.get("kv_heads", tp)
     return shape.dims["heads"] % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
 

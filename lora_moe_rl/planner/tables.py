@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from lora_moe_rl.planner.hardware import GIB
 from lora_moe_rl.planner.plan import Assumed, RunPlan
 from lora_moe_rl.planner.search import Proposal
-
-if TYPE_CHECKING:
-    from lora_moe_rl.planner.build import BuildReport
+from lora_moe_rl.verify.report import console, table
 
 WIDTH = 118
 # Columns of a trainer rank: heading -> kinds of memory.
@@ -30,13 +24,8 @@ TRAINER = {
 }
 
 
-def console() -> Console:
-    # Cut off by a narrow terminal, the figures would be worth nothing.
-    return Console(highlight=False, soft_wrap=True, width=max(Console().width, WIDTH))
-
-
 def show(plan: RunPlan, chosen: bool) -> None:
-    out = console()
+    out = console(WIDTH)
     for line in _head(plan, chosen):
         out.print(Text(line))
     out.print(_trainer(plan))
@@ -70,28 +59,19 @@ def _head(plan: RunPlan, chosen: bool) -> list[str]:
     ]
 
 
-def _table(title: str, columns: list[str]) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title)
-    table.title_justify, table.title_style = "left", "bold"
-    table.add_column(columns[0])
-    for column in columns[1:]:
-        table.add_column(column, justify="right")
-    return table
-
-
 def _gib(value: float) -> str:
     return f"{value / GIB:,.2f}"
 
 
 def _trainer(plan: RunPlan) -> Table:
     title = f"a trainer rank, GiB (base in {plan.assumed.weights})"
-    table = _table(title, ["", "ranks", "layers", "parameters", *TRAINER, "total"])
+    made = table(["", "ranks", "layers", "parameters", *TRAINER, "total"], title)
     for c in plan.classes:
         cells = [_gib(sum(c.memory[kind] for kind in kinds)) for kinds in TRAINER.values()]
         parameters = f"{c.base_parameters / 1e9:,.3f} B"
         layers = str(len(c.layers))
-        table.add_row(c.name, str(c.ranks), layers, parameters, *cells, _gib(c.total))
-    return table
+        made.add_row(c.name, str(c.ranks), layers, parameters, *cells, _gib(c.total))
+    return made
 
 
 def _formats(plan: RunPlan) -> str:
@@ -104,26 +84,26 @@ def _engine(plan: RunPlan) -> Table:
     engine = plan.engine
     title = f"an engine rank, GiB (weights in {plan.assumed.served})"
     columns = ["", *engine.memory, "vLLM's share", "KiB a token", "sequences"]
-    table = _table(title, columns)
+    made = table(columns, title)
     name = f"{plan.config.rollout.engines} x tp {plan.config.rollout.tp}"
     cells = [_gib(size) for size in engine.memory.values()]
     token = f"{engine.kv_token / 1024:,.1f}"
     sequences = f"{engine.sequences:,} of {plan.config.model.max_length:,}"
-    table.add_row(name, *cells, _gib(engine.budget), token, sequences)
-    return table
+    made.add_row(name, *cells, _gib(engine.budget), token, sequences)
+    return made
 
 
 def _refits(plan: RunPlan) -> Table:
     speed = plan.assumed.hardware.spec.link * plan.assumed.efficiency.links / 1e9
     title = f"a refit, GB (at {speed:.0f} GB/s a GPU)"
     columns = ["", "adapter", "sent by a rank", "to an engine rank", "a link", "transfers", "ms"]
-    table = _table(title, columns)
+    made = table(columns, title)
     for refit in plan.refits:
         sizes = (refit.adapter, refit.sent, refit.received, refit.link)
         cells = [f"{size / 1e9:,.3f}" if size else "-" for size in sizes]
         transfers = f"{refit.transfers:,}" if refit.transfers else "-"
-        table.add_row(refit.way, *cells, transfers, f"{1e3 * refit.seconds:,.0f}")
-    return table
+        made.add_row(refit.way, *cells, transfers, f"{1e3 * refit.seconds:,.0f}")
+    return made
 
 
 def _routes(plan: RunPlan) -> list[str]:
@@ -157,31 +137,13 @@ def _seconds(plan: RunPlan) -> list[str]:
     ]
 
 
-def show_build(report: BuildReport) -> None:
-    """What was compared with ranks that were built, and what differs."""
-    from lora_moe_rl.planner.build import lines
-
-    out, ranks = console(), len(report.ranks)
-    table = _table(
-        f"built without values: {ranks} ranks, {report.seconds:.0f} s, "
-        f"{report.peak_bytes / GIB:.2f} GiB; parameters, each once: {report.unique_parameters:,}",
-        ["", "checks", "elements", ""],
-    )
-    for what, checks, elements, passed in report.rows():
-        verdict = "[green]PASS[/]" if passed else "[bold red]FAIL[/]"
-        table.add_row(what, str(checks), f"{elements:,}", verdict)
-    out.print(table)
-    for line in lines(report):
-        out.print(Text(line, style="red"))
-
-
 def show_proposals(proposals: list[Proposal], assumed: Assumed) -> None:
     gpus = assumed.hardware.gpus
     columns = ["layouts by estimated step", "s", "rollout", "train", "GiB", "sequences"]
-    table = _table(f"the fastest layouts found of {gpus} GPUs", columns)
+    made = table(columns, f"the fastest layouts found of {gpus} GPUs")
     for p in proposals:
         settings = " ".join(f"{key}={value}" for key, value in p.settings.items())
         s = p.seconds
         cells = [f"{value:,.0f}" for value in (s.step, s.rollout, s.train)]
-        table.add_row(settings, *cells, _gib(p.heaviest.total), f"{p.engine.sequences:,}")
-    console().print(table)
+        made.add_row(settings, *cells, _gib(p.heaviest.total), f"{p.engine.sequences:,}")
+    console(WIDTH).print(made)

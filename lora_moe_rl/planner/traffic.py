@@ -40,8 +40,8 @@ def refits(
     gpu: Gpu,
     efficiency: Efficiency,
 ) -> list[Refit]:
-    """Of each expert layout, and of whole weights for comparison: every engine rank receives all
-    it holds, and trainer ranks share the sending."""
+    """The refits of each expert layout, and of whole weights for comparison: every engine rank
+    receives all it holds, and trainer ranks share the sending."""
     b, rollout = itemsize(weights), config.rollout
     speed = gpu.link * efficiency.links
     rows = []
@@ -75,8 +75,8 @@ class Routes:
 
 
 def routes(shape: ModelShape, tokens: int) -> Routes:
-    """As `kernels/route_codec` packs them (its package needs torch): the ids of all MoE layers, bit
-    by bit, in whole bytes a token."""
+    """Bytes of routes as `kernels/route_codec` packs them (its package needs torch): the ids of all
+    MoE layers, bit by bit, in whole bytes a token."""
     ids = len(shape.moe_layers) * shape.top_k
     bits = max(1, (shape.num_experts - 1).bit_length())
     token = -(-ids * bits // 8)

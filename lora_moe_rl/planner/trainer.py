@@ -202,7 +202,7 @@ def _figures(c: RankClass) -> tuple:
 
 
 def _layout(trainer: TrainerConfig) -> RankLayout:
-    """Of the first rank of any stage: the others hold as much."""
+    """The layout of the first rank of any stage: the others hold as much."""
     experts = trainer.etp * trainer.ep
     return RankLayout(
         tp=(0, trainer.tp),
@@ -227,7 +227,8 @@ def micro_batch_tokens(config: RunConfig) -> int:
 
 
 def micro_batches(config: RunConfig, sample_tokens: int | None = None) -> int:
-    """Of one rank and optimizer step, with samples of `sample_tokens` (by default the longest)."""
+    """Micro-batches of one rank and optimizer step, with samples of `sample_tokens` (by default the
+    longest)."""
     algorithm, trainer = config.algorithm, config.trainer
     samples = algorithm.prompts_per_step * algorithm.group_size // algorithm.mini_batches
     tokens = samples * (sample_tokens or config.model.max_length)

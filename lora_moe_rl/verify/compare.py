@@ -21,12 +21,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from lora_moe_rl.adapters.sharding import RULES, kind_of
 from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.verify.comparisons import largest_scaled
 from lora_moe_rl.verify.jobs import MOMENTS, Outcome, Tensors
 from lora_moe_rl.verify.report import Check
 
@@ -68,7 +68,7 @@ class Fault:
 
     @property
     def entry(self) -> str:
-        """Of the sharding table: `row.B`."""
+        """The entry of the sharding table: `row.B`."""
         return f"{self.kind}.{self.name.rpartition('.')[2]}"
 
     @property
@@ -105,8 +105,8 @@ def compare(
         updated = update_errors(ours["trained"], theirs["trained"], expected.adapter)
     return [
         tensors("initial", largest_differences(ours["initial"], theirs["initial"])),
-        check("loss", float(_scaled(got.loss, expected.loss))),
-        check("logprobs", logprob_error(got.logprobs or [], expected.logprobs or [])),
+        check("loss", abs(got.loss - expected.loss) / max(1.0, abs(expected.loss))),
+        check("logprobs", largest_scaled(got.logprobs or [], expected.logprobs or [])),
         tensors("gradients", gradient_errors(ours["gradients"], theirs["gradients"])),
         check("grad norm", abs(got.grad_norm - expected.grad_norm) / expected.grad_norm),
         tensors("adapter", updated),
@@ -150,16 +150,6 @@ def _fault(spec: AdapterSpec, sizes: Mapping[str, int], name: str, error: float)
     return Fault(name, error, kind, axes, split)
 
 
-def logprob_error(got: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
-    """Of the worst token."""
-    pairs = zip(got, expected, strict=True)
-    return max(float(np.max(_scaled(a, b))) for a, b in pairs)
-
-
-def _scaled(got: Any, expected: Any) -> Any:
-    return np.abs(got - expected) / np.maximum(1.0, np.abs(expected))
-
-
 def gradient_errors(got: Tensors, expected: Tensors) -> dict[str, float]:
     sizes = {name: float(np.linalg.norm(tensor)) for name, tensor in expected.items()}
     floor = FLOOR * max(sizes.values())
@@ -167,7 +157,7 @@ def gradient_errors(got: Tensors, expected: Tensors) -> dict[str, float]:
 
 
 def update_errors(got: Tensors, expected: Tensors, start: Tensors) -> dict[str, float]:
-    """Of tensors that were updated; one that was not must not be anywhere."""
+    """Errors of tensors that were updated; one that was not must not be anywhere."""
     errors = {}
     for name in expected:
         size = float(np.linalg.norm(expected[name] - start[name]))

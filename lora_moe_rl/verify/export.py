@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lora_moe_rl.config.options import verify_parser
-from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.export.comparisons import Comparison, as_json, largest, show
+from lora_moe_rl.config.options import names, verify_parser
+from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.rollout.facts import slot_rank
+from lora_moe_rl.verify.comparisons import Comparisons, largest, random_prompts
+from lora_moe_rl.verify.layouts import read_config
+from lora_moe_rl.verify.ranks import spec_of
+from lora_moe_rl.verify.report import Check, Say, progress
 
 ABOUT = """\
 Export a random adapter of MODEL in every form, and compare logprobs with transformers' forward of
@@ -37,18 +38,10 @@ Tensors = dict[str, np.ndarray]
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_intermixed_args(argv)
-    forms = options.forms.split(",")
-    if unknown := set(forms) - set(FORMS):
-        raise ConfigError(
-            f"--forms {', '.join(sorted(unknown))}: there are {', '.join(FORMS)}, with commas"
-        )
-    with _progress(options.json) as say, tempfile.TemporaryDirectory() as folder:
+    forms = names(options.forms, "--forms", "a form", FORMS)
+    with progress(len(forms) + 2, options.json) as say, tempfile.TemporaryDirectory() as folder:
         rows = _Verification(options, Path(folder), say).run(forms)
-    if options.json:
-        print(json.dumps({"model": options.model, **as_json(rows)}, indent=1))
-    else:
-        show(rows)
-    return 0 if all(row.passed for row in rows) else 1
+    return Comparisons({"model": options.model}, rows).conclude(options.json)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,14 +50,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help=f"({TOLERANCE:g})")
     parser.add_argument("--timeout", type=float, default=600, help="for a server's start (600 s)")
     return parser
-
-
-@contextlib.contextmanager
-def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
-    from rich.console import Console
-
-    with Console(stderr=True, quiet=quiet).status("starting") as status:
-        yield status.update
 
 
 def random_adapter(spec, seed: int) -> Tensors:
@@ -78,27 +63,18 @@ def random_adapter(spec, seed: int) -> Tensors:
 
 
 class _Verification:
-    def __init__(self, options: argparse.Namespace, folder: Path, say: Callable[[str], None]):
+    def __init__(self, options: argparse.Namespace, folder: Path, say: Say):
         import peft  # noqa: F401  first: it looks for transformer_engine, which may be a stand-in
 
-        from lora_moe_rl.adapters.families import ModelShape
-        from lora_moe_rl.adapters.spec import AdapterSpec
-        from lora_moe_rl.config import RunConfig
-        from lora_moe_rl.config.overrides import override
-        from lora_moe_rl.export.serve_check import random_prompts
-        from lora_moe_rl.models.directory import check_model_dir, resolve_model
         from lora_moe_rl.verify import hf
 
-        for setting in options.settings:
-            if not setting.startswith("adapter."):
-                raise ConfigError(f"verify export does not read {setting!r}; it reads adapter.*")
         self.options, self.folder, self.say = options, folder, say
         self.base = resolve_model(options.model)
-        self.config = override(RunConfig(model=str(self.base)), options.settings)
-        shape = ModelShape.from_hf_config(check_model_dir(self.base))
-        self.spec = AdapterSpec.build(shape, self.config.adapter)
+        settings = (options.settings, ["adapter.*"], {})
+        self.config = read_config("verify export", str(self.base), *settings)
+        self.spec = spec_of(self.base, self.config, servable=True)
         self.tensors = random_adapter(self.spec, seed=0)
-        self.prompts = random_prompts(shape.vocab_size)
+        self.prompts = random_prompts(self.spec.shape.vocab_size)
         say("transformers, merged by hand")
         self.model = hf.load(self.base)
         self.without = [hf.logprobs(self.model, ids) for ids in self.prompts]
@@ -106,17 +82,17 @@ class _Verification:
         self.expected = [hf.logprobs(self.model, ids) for ids in self.prompts]
         self.merged = folder / "merged"
 
-    def run(self, forms: Sequence[str]) -> list[Comparison]:
+    def run(self, forms: Sequence[str]) -> list[Check]:
         limit = self.options.tolerance
         effect = largest(self.expected, self.without)
-        rows = [Comparison("the adapter, against the base", effect, EFFECT * limit, at_least=True)]
+        rows = [Check("the adapter, against the base", effect, EFFECT * limit, at_least=True)]
         if {"merged", "vllm-merged"} & set(forms):
             self.say("merging")
             self._merge()
         for form in FORMS:
             if form in forms:
                 self.say(form)
-                rows.append(Comparison(form, getattr(self, f"_{form.replace('-', '_')}")(), limit))
+                rows.append(Check(form, getattr(self, f"_{form.replace('-', '_')}")(), limit))
         return rows
 
     def _merge(self) -> None:
@@ -162,8 +138,7 @@ class _Verification:
         return self._served(self.merged, None)
 
     def _served(self, model: Path, adapter: Path | None) -> float:
-        from lora_moe_rl.export import serving
-        from lora_moe_rl.verify import hf
+        from lora_moe_rl.verify import hf, serving
 
         name = str(model) if adapter is None else serving.ADAPTER
         mla = self.spec.shape.family.attention == "mla"

@@ -22,20 +22,15 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.errors import LoraMoeRlError
 from lora_moe_rl.verify import jobs
-from lora_moe_rl.verify.compare import (
-    TOLERANCES,
-    checkpoint_check,
-    compare,
-    logprob_error,
-    tolerances,
-)
+from lora_moe_rl.verify.compare import TOLERANCES, checkpoint_check, compare, tolerances
+from lora_moe_rl.verify.comparisons import largest_scaled
 from lora_moe_rl.verify.inputs import random_batch
 from lora_moe_rl.verify.jobs import Inputs, Outcome, gather
 from lora_moe_rl.verify.layout_report import Report, Row
 from lora_moe_rl.verify.layouts import Layout, parse_layouts, placed, read_config
 from lora_moe_rl.verify.processes import run_processes
 from lora_moe_rl.verify.ranks import run_ranks, spec_of
-from lora_moe_rl.verify.report import Check, Say
+from lora_moe_rl.verify.report import Check, Say, timed
 
 DEFAULT_LAYOUTS = "tp2,pp2,ep2,tp2ep2,etp2tp2,pp2ep2,tp2pp2ep2"
 SETTINGS = ("adapter.*", "trainer.device", "trainer.dtype", "seed")
@@ -127,34 +122,26 @@ class Verification:
 
     def _one_rank(self, inputs: Inputs) -> tuple[Outcome, Row]:
         """Raises what stops it: without one rank there is nothing to compare with."""
-        started = time.perf_counter()
         self.say("one rank")
         one = gather(self.spec, self._ranks(self.alone, jobs.compute, inputs))
         if one.failure is not None:
             raise one.failure
         self.say("Hugging Face, with the adapter merged by hand")
         row = Row("Hugging Face", 1)
-        try:
+        with timed(row):
             arguments = (self.model_dir, self.spec, one.adapter, inputs.sequences)
             (theirs,) = run_processes(1, jobs.merged_logprobs, *arguments, timeout_s=self.timeout_s)
-            error = logprob_error(one.own_logprobs or [], theirs)
+            error = largest_scaled(one.own_logprobs or [], theirs)
             row.checks.append(Check("logprobs", error, self.tolerances["Hugging Face"]))
-        except LoraMoeRlError as error:
-            row.failure = str(error)
-        row.seconds = time.perf_counter() - started
         return one, row
 
     def _layout(self, layout: Layout, inputs: Inputs, one: Outcome) -> tuple[Row, Outcome | None]:
-        started = time.perf_counter()
         row, outcome = Row(layout.name, layout.world_size), None
-        try:
+        with timed(row):
             outcome = gather(self.spec, self._ranks(layout.config, jobs.compute, inputs))
             row.checks = compare(self.spec, layout.sizes(), outcome, one, self.tolerances)
             if outcome.failure is not None:
                 row.failure = str(outcome.failure)
-        except LoraMoeRlError as error:
-            row.failure = str(error)
-        row.seconds = time.perf_counter() - started
         return row, outcome
 
     def _checkpoints(

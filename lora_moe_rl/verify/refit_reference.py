@@ -117,8 +117,8 @@ def _logprobs(model: torch.nn.Module, ids: torch.Tensor) -> np.ndarray:
 
 @contextmanager
 def other_last_bits(model: torch.nn.Module, generator: torch.Generator) -> Iterator[None]:
-    """Within it, what linears, norms and layers return is changed by up to a unit in the last place
-    of a float32."""
+    """A context in which what linears, norms and layers return is changed by up to a unit in the
+    last place of a float32."""
 
     def change(module, args, output):
         hidden = output[0] if isinstance(output, tuple) else output

@@ -12,8 +12,6 @@ import asyncio
 import itertools
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from lora_moe_rl.refit.plan import make_plan
 from lora_moe_rl.refit.transports import choose
 from lora_moe_rl.rollout.facts import served_module
 from lora_moe_rl.verify import refit_jobs
+from lora_moe_rl.verify.comparisons import largest
 from lora_moe_rl.verify.engine import EngineProcess
 from lora_moe_rl.verify.inputs import random_adapter
 from lora_moe_rl.verify.layouts import Layout
@@ -37,9 +36,8 @@ from lora_moe_rl.verify.processes import run_processes
 from lora_moe_rl.verify.ranks import Ranks
 from lora_moe_rl.verify.refit_plan import Combination, Engine, Fault
 from lora_moe_rl.verify.refit_report import EFFECT, TOLERANCES, Report, Row
-from lora_moe_rl.verify.report import Say
+from lora_moe_rl.verify.report import Say, timed
 
-Scores = Sequence[np.ndarray]
 # Of a value in a slot, relative to the largest of its tensor: vLLM scales B in another order.
 SLOT_TOLERANCES = {"float32": 1e-6, "bfloat16": 1e-2}
 
@@ -110,7 +108,7 @@ class RefitVerification:
         log = self.folder / f"{engine.name}.log"
         try:
             with EngineProcess(engine.config, self.spec, self.model_dir, log) as process:
-                with _timed(row):
+                with timed(row, fatal=ActorFailed):
                     self.facts = process.start()
                     scores, _ = process.ask("score", self.reference.sequences, None)
                     row.merged_error = largest(scores, self.reference.base)
@@ -138,7 +136,7 @@ class RefitVerification:
                     ranks.run(refit_jobs.set_adapter, self.tensors)
                     for row in rows:
                         self.say(f"{row.engine}, {row.trainer}, {row.transport}")
-                        with _timed(row):
+                        with timed(row, fatal=ActorFailed):
                             self._refit(row, engine, layout, process, ranks)
             except LoraMoeRlError as error:
                 for row in rows:
@@ -195,33 +193,12 @@ def run_reference(rank: int, *args: Any):
     return reference(rank, *args)
 
 
-def largest(ours: Scores, theirs: Scores) -> float:
-    """Largest |difference|, NaN when either has one."""
-    pairs = zip(ours, theirs, strict=True)
-    return float(np.max([np.abs(a.astype(np.float64) - b).max() for a, b in pairs]))
-
-
 def experts_used(table) -> set[tuple[int, int]]:
     """(MoE layer, expert) that a token went to."""
     used = set()
     for place, layer in enumerate(table.layers):
         used |= {(layer, int(expert)) for expert in np.unique(table.ids[:, place])}
     return used
-
-
-@contextmanager
-def _timed(row: Row) -> Iterator[None]:
-    """Notes its seconds. A refusal becomes the row's failure, and the next row follows; after
-    processes have ended there is none."""
-    started = time.perf_counter()
-    try:
-        yield
-    except ActorFailed:
-        raise
-    except LoraMoeRlError as error:
-        row.failure = str(error)
-    finally:
-        row.seconds = time.perf_counter() - started
 
 
 async def _at_hand(sent: list[SentPart]) -> list[SentPart]:

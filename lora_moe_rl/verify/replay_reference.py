@@ -23,8 +23,8 @@ WEIGHT_ERROR = 1e-5
 
 @dataclass
 class Reference:
-    """Of some sequences: logprobs of every token after the first, float32 `[L - 1]`, with the given
-    routes; and the routes that are Hugging Face's own otherwise."""
+    """What Hugging Face says of some sequences: logprobs of every token after the first, float32
+    `[L - 1]`, with the given routes; and where it chose other experts itself."""
 
     logprobs: list[np.ndarray]
     routes: int = 0

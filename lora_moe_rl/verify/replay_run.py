@@ -21,9 +21,9 @@ import numpy as np
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import with_settings
-from lora_moe_rl.errors import LoraMoeRlError
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.verify import replay_ranks, replay_record, replay_tables
+from lora_moe_rl.verify.comparisons import largest_scaled
 from lora_moe_rl.verify.inputs import random_adapter
 from lora_moe_rl.verify.layouts import Layout
 from lora_moe_rl.verify.processes import apart, run_processes
@@ -32,7 +32,7 @@ from lora_moe_rl.verify.replay_ranks import Replayed, Used
 from lora_moe_rl.verify.replay_record import Recording
 from lora_moe_rl.verify.replay_report import TOLERANCE, RecordRow, ReplayRow, Report
 from lora_moe_rl.verify.replay_tables import SHIFTS
-from lora_moe_rl.verify.report import Say
+from lora_moe_rl.verify.report import Say, timed
 
 
 @dataclass
@@ -98,10 +98,9 @@ class Verification:
         return [replace(row, tolerance=self.tolerance) for row in rows]
 
     def _replay(self, layout: Layout, groups: list[Group], tensors) -> ReplayRow:
-        started = time.perf_counter()
         row = ReplayRow(layout.name, layout.world_size, tolerance=self.tolerance)
         tasks = _tasks(groups)
-        try:
+        with timed(row):
             by_rank = run_ranks(
                 layout.config,
                 self.model_dir,
@@ -113,9 +112,6 @@ class Verification:
             )
             for task, used in zip(tasks, zip(*by_rank, strict=True), strict=True):
                 _add(row, task, used, groups)
-        except LoraMoeRlError as error:
-            row.failure = str(error)
-        row.seconds = time.perf_counter() - started
         return row
 
 
@@ -150,7 +146,7 @@ def judge(
             ids, valid = replay_tables.rows_of(recording.table)
             found = models[recording.adapter].compare(recording.sequences, ids, valid)
             row.routes, row.ties, row.differences = found.routes, found.ties, found.differences
-            row.error = replay_tables.largest_error(found.logprobs, recording.logprobs)
+            row.error = largest_scaled(found.logprobs, recording.logprobs)
         rows.append(row)
     expected = []
     for group in groups:
@@ -192,7 +188,7 @@ def _add(row: ReplayRow, task: Replayed, used: Sequence[Used], groups: Sequence[
     if task.name in SHIFTS:
         assert logprobs is not None
         audit = next((u.audit for u in used if u.audit), None)
-        error = replay_tables.largest_error(logprobs, group.expected)
+        error = largest_scaled(logprobs, group.expected)
         row.caught[task.name] = (wrong, error, audit)
         return
     row.routes += sum(u.routes for u in used)
@@ -201,11 +197,11 @@ def _add(row: ReplayRow, task: Replayed, used: Sequence[Used], groups: Sequence[
     row.first += [f"{task.name}: {line}" for u in used for line in u.first]
     if task.name == "recorded":
         assert logprobs is not None
-        _worst(row, "vLLM", replay_tables.largest_error(logprobs, group.rollout))
-        _worst(row, "Hugging Face", replay_tables.largest_error(logprobs, group.expected))
+        _worst(row, "vLLM", largest_scaled(logprobs, group.rollout))
+        _worst(row, "Hugging Face", largest_scaled(logprobs, group.expected))
     elif task.name == "other experts":
         assert logprobs is not None
-        _worst(row, "other experts", replay_tables.largest_error(logprobs, group.expected_other))
+        _worst(row, "other experts", largest_scaled(logprobs, group.expected_other))
 
 
 def _worst(row: ReplayRow, name: str, error: float) -> None:

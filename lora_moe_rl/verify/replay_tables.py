@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -52,13 +51,3 @@ def rows_of(table: RouteTable) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """(ids, valid) of each sample."""
     cuts = table.offsets[1:-1]
     return np.split(table.ids, cuts), np.split(table.valid, cuts)
-
-
-def largest_error(got: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
-    """|difference| / max(1, |logprob|) of the worst token; `expected` may hold only the last ones
-    of a sample. NaN where there is one."""
-    errors = [
-        np.abs(a[len(a) - len(b) :] - b) / np.maximum(1.0, np.abs(b))
-        for a, b in zip(got, expected, strict=True)
-    ]
-    return float(np.max(np.concatenate(errors)))

@@ -10,9 +10,12 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
+
+from lora_moe_rl.errors import LoraMoeRlError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -55,7 +58,7 @@ class Report:
     """What all reports have in common. One has `rows`, says in `parts` what is shown above the
     faults (strings, rich's texts and tables) and in `figures` what the JSON object holds."""
 
-    rows: Sequence[Row]
+    rows: Any  # a sequence of Row
     width = WIDTH
 
     @property
@@ -141,6 +144,21 @@ def first(lines: Sequence[str], most: int) -> Iterator[str]:
     yield from lines[:most]
     if len(lines) > most:
         yield f"and {len(lines) - most} more"
+
+
+@contextlib.contextmanager
+def timed(row: Any, fatal: type[LoraMoeRlError] | tuple[()] = ()) -> Iterator[None]:
+    """Notes the row's seconds. An error of ours becomes its failure, so that the next row follows,
+    unless it is a `fatal` one."""
+    started = time.perf_counter()
+    try:
+        yield
+    except fatal:
+        raise
+    except LoraMoeRlError as error:
+        row.failure = str(error)
+    finally:
+        row.seconds = time.perf_counter() - started
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import json
@@ -23,14 +22,12 @@ from lora_moe_rl.adapters.spec import AdapterSpec, Site
 from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.refit.parts import SentPart
 from lora_moe_rl.refit.sender import Sender
-from lora_moe_rl.rollout import outputs
-from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.rollout.facts import slot_rank
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.tiny import shapes
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
+from lora_moe_rl.verify.engine import FilesEngine
 
-DISK_ID = 1_000_000
 ONE_RANK = TrainerConfig()
 Tensors = dict[str, np.ndarray]
 
@@ -39,7 +36,7 @@ def hf_name(shape: ModelShape, site: Site) -> str:
     return f"model.layers.{site.layer}.{hf_path(shape, site.module)}"
 
 
-class EngineWithDisk(RolloutEngine):
+class EngineWithDisk(FilesEngine):
     """Can also score under an adapter that vLLM's own loader reads from a PEFT directory, and take
     adapters of another form, or refit settings, than those it was started for."""
 
@@ -51,18 +48,12 @@ class EngineWithDisk(RolloutEngine):
         self.config = self.config.model_copy(update={"refit": refit})
 
     async def score_directory(self, sequences: list[list[int]], directory: str):
-        from vllm.lora.request import LoRARequest
-
         while len(self.receipts) >= self.config.refit.slots:
             await self.drop(min(self.receipts))  # vLLM would evict a version behind our back
-        request = LoRARequest("from disk", DISK_ID, lora_path=directory)
-        params = outputs.scoring_params()
-        answers = await asyncio.gather(
-            *(self._request(ids, params, request, None) for ids in sequences)
-        )
-        await self.llm.remove_lora(DISK_ID)
+        found = await self.score_files(sequences, directory)
+        await self.unload_files()
         await self.prepare_refit(self.layouts)  # the slot holds what a refit would not overwrite
-        return outputs.scores_and_routes(answers, self.spec.shape)
+        return found
 
 
 @dataclass

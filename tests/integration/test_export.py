@@ -57,7 +57,7 @@ def test_an_adapter_is_served_as_its_merged_model(tmp_path, capsys, monkeypatch)
     from lora_moe_rl.adapters.families import ModelShape
     from lora_moe_rl.adapters.spec import AdapterSpec
     from lora_moe_rl.config import AdapterConfig, RunConfig
-    from lora_moe_rl.export import serving
+    from lora_moe_rl.verify import serving
 
     base, adapter, merged = (tmp_path / name for name in ("base", "adapter", "merged"))
     tiny_families.save("qwen3_moe", base)

@@ -53,7 +53,7 @@ def faults(rank: BuiltRank) -> list[str]:
         build.compare_adapter(rank, boxes),
         build.compare_refit(rank, PLAN),
     )
-    return [fault for check in checks for fault in check.faults]
+    return [fault for check in checks for fault in check.wrong]
 
 
 @pytest.mark.parametrize("rank", [0, 3, 7])
@@ -93,14 +93,14 @@ def test_parts_make_up_a_whole_only_without_gaps_and_overlaps():
 def test_every_element_counts_once_over_all_ranks():
     ranks = [as_planned(rank) for rank in (0, 3, 4, 7)]
     total = build.unique_parameters(ranks, CONFIG.trainer)
-    assert build._total(FACTS, total).faults == []
+    assert build._total(FACTS, total).wrong == []
     ranks[1].ways["embedding.word_embeddings.weight"] = 1
-    assert build._total(FACTS, build.unique_parameters(ranks, CONFIG.trainer)).faults
+    assert build._total(FACTS, build.unique_parameters(ranks, CONFIG.trainer)).wrong
 
 
 def test_a_transfer_that_is_lost_is_named():
-    assert build.completeness(PLAN, SPEC, ENGINE).faults == []
+    assert build.completeness(PLAN, SPEC, ENGINE).wrong == []
     short = replace(PLAN, transfers=PLAN.transfers[1:])
-    (fault,) = build.completeness(short, SPEC, ENGINE).faults
+    (fault,) = build.completeness(short, SPEC, ENGINE).wrong
     lost = PLAN.transfers[0]
     assert fault.startswith(f"{lost.site.name}.{lost.matrix}: engine rank {lost.target} gets")

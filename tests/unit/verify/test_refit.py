@@ -19,11 +19,11 @@ from lora_moe_rl.config import AdapterConfig, TrainerConfig
 from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.errors import ConfigError, RefitError
 from lora_moe_rl.refit.plan import EngineLayout, make_plan
+from lora_moe_rl.verify.comparisons import largest
 from lora_moe_rl.verify.refit import DEFAULT_ENGINES, make_config
 from lora_moe_rl.verify.refit_plan import covering, parse_engine, parse_fault
 from lora_moe_rl.verify.refit_reference import choose, other_last_bits
 from lora_moe_rl.verify.refit_report import Report, Row
-from lora_moe_rl.verify.refit_run import largest
 
 CONFIG = make_config("x")
 ENGINES = DEFAULT_ENGINES["adapter"].split(",")

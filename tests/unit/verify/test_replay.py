@@ -2,10 +2,11 @@ import numpy as np
 import pytest
 
 from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.verify.comparisons import largest_scaled
 from lora_moe_rl.verify.replay_ranks import Replayed, _Calls, compare
 from lora_moe_rl.verify.replay_record import Recording
 from lora_moe_rl.verify.replay_report import COMPARED, RecordRow, ReplayRow, Report
-from lora_moe_rl.verify.replay_tables import largest_error, moved, permuted, rows_of, shifted
+from lora_moe_rl.verify.replay_tables import moved, permuted, rows_of, shifted
 
 LAYERS, EXPERTS, TOP_K = (1, 3, 4), 8, 2
 
@@ -48,8 +49,8 @@ def test_one_wrong_expert_is_one_id_and_can_be_replayed(table):
 
 def test_errors_are_of_the_last_tokens_and_a_nan_is_one():
     got = [np.array([9.0, -1.0, -4.0]), np.array([-2.0])]
-    assert largest_error(got, [np.array([-1.0, -2.0]), np.array([-2.5])]) == 1.0
-    assert np.isnan(largest_error(got, [np.array([-1.0, np.nan]), np.array([-2.0])]))
+    assert largest_scaled(got, [np.array([-1.0, -2.0]), np.array([-2.5])]) == 1.0
+    assert np.isnan(largest_scaled(got, [np.array([-1.0, np.nan]), np.array([-2.0])]))
 
 
 def maps_of(table: RouteTable, column: int, rows: np.ndarray) -> np.ndarray:

@@ -1,0 +1,66 @@
+"""Logprobs of several forms of one adapter against those of the trained one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lora_moe_rl.verify import report
+from lora_moe_rl.verify.report import Check
+
+
+def largest(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> float:
+    """The largest |difference|; NaN when either has one."""
+    pairs = zip(ours, theirs, strict=True)
+    return float(np.max([np.abs(a.astype(np.float64) - b).max() for a, b in pairs]))
+
+
+def largest_scaled(got: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
+    """|difference| / max(1, |logprob|) of the worst token; `expected` may hold only the last ones
+    of a sample. NaN where there is one."""
+    errors = [
+        np.abs(a[len(a) - len(b) :] - b) / np.maximum(1.0, np.abs(b))
+        for a, b in zip(got, expected, strict=True)
+    ]
+    return float(np.max(np.concatenate(errors)))
+
+
+def random_prompts(vocab_size: int) -> list[list[int]]:
+    """Random tokens, the same each time: a few and many."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, vocab_size, length).tolist() for length in (5, 24, 60, 120)]
+
+
+@dataclass
+class Comparisons(report.Report):
+    """`head` goes before the rows in the JSON object."""
+
+    head: dict[str, Any]
+    rows: list[Check]
+
+    def explanations(self) -> list[str]:
+        return []  # a row of the table says it all
+
+    def parts(self) -> Iterator[Any]:
+        table = report.table(["", "largest |Δlogprob|", "allowed", ""], left=(0, -1))
+        for row in self.rows:
+            allowed = f"{'≥' if row.at_least else '≤'} {row.tolerance:.0e}"
+            verdict = report.verdict(row.passed)
+            table.add_row(row.quantity, report.number(row.error), allowed, verdict)
+        yield table
+
+    def figures(self) -> dict[str, Any]:
+        rows = [
+            {
+                "name": row.quantity,
+                "error": row.error,
+                "limit": row.tolerance,
+                "at_least": row.at_least,
+                "passed": row.passed,
+            }
+            for row in self.rows
+        ]
+        return self.head | {"passed": self.passed, "rows": rows}
