@@ -15,7 +15,15 @@ import numpy as np
 
 from lora_moe_rl.errors import RefitError
 
+PROBE_TOKENS = 256
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.15}
+
+
+def probe_sequences(prompts: Sequence[list[int]], max_length: int) -> list[list[int]]:
+    """Token ids of each prompt twice over, cut to PROBE_TOKENS and to what both engines take: vLLM
+    samples one token more, and `max_length` (model.max_length) counts that too."""
+    longest = min(PROBE_TOKENS, max_length - 1)
+    return [(token_ids * 2)[:longest] for token_ids in prompts]
 
 
 @dataclass(frozen=True)

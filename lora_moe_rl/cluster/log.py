@@ -8,6 +8,10 @@ import os
 import sys
 from pathlib import Path
 
+# What these loggers say below an error (Python's warnings are the first) is about what a library
+# found at its import, at length; it would push what matters out of the last lines of the log.
+CHATTY = ("py.warnings", "megatron", "transformer_engine", "apex")
+OWN_HANDLER = "megatron.bridge.utils.import_utils"  # prints besides what its parents log
 FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 
 
@@ -30,3 +34,28 @@ def redirect(log_path: str | Path) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.enable(sys.stderr)
     logging.basicConfig(level=logging.INFO, format=FORMAT, stream=sys.stderr, force=True)
+    _set_chatter_aside(path.with_suffix(".libraries.log"))
+
+
+def _set_chatter_aside(path: Path) -> None:
+    """Into a file of its own: `trainer-0.libraries.log` beside `trainer-0.log`."""
+    aside = logging.FileHandler(path, delay=True)
+    aside.setFormatter(logging.Formatter(FORMAT))
+    aside.addFilter(_is_chatter)
+    (handler,) = logging.root.handlers
+    handler.addFilter(lambda record: not _is_chatter(record))
+    logging.root.addHandler(aside)
+    logging.captureWarnings(True)
+
+    def only_aside(record: logging.LogRecord) -> bool:
+        if _is_chatter(record):
+            aside.handle(record)
+            return False
+        return True
+
+    logging.getLogger(OWN_HANDLER).addFilter(only_aside)
+
+
+def _is_chatter(record: logging.LogRecord) -> bool:
+    chatty = any(record.name == name or record.name.startswith(f"{name}.") for name in CHATTY)
+    return chatty and record.levelno < logging.ERROR

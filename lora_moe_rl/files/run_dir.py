@@ -5,7 +5,7 @@ metrics.jsonl    one line a step
 samples.jsonl    a few samples a step: prompt, response, reward, versions
 checkpoints/     see checkpoint.py
 adapter/         the newest exported PEFT adapter
-logs/            one file an actor
+logs/            one file an actor, and one of what libraries say at their import
 curves.png       reward, mismatch and step time, at the end
 """
 

@@ -18,8 +18,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-import psutil
 
+from lora_moe_rl.cluster.watchdog import kill_marked
 from lora_moe_rl.data.samples import Prompt, Sample
 from lora_moe_rl.errors import ConfigError
 
@@ -72,11 +72,7 @@ class Worker:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        while started := _marked(self.mark):  # again: one may have started another meanwhile
-            for process in started:
-                with suppress(psutil.Error):
-                    process.kill()
-            psutil.wait_procs(started, timeout=1.0)
+        kill_marked(MARK, self.mark)
         self.connection.close()
 
 
@@ -259,17 +255,6 @@ def _await_ready(worker: Worker) -> Worker:
         raise ConfigError(message["error"])
     worker.is_async = message["async"]
     return worker
-
-
-def _marked(mark: str) -> list[psutil.Process]:
-    """Processes that have a worker's mark in their environment, and still run."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it has ended, or is another user's
-            ours = process.environ().get(MARK) == mark
-            if ours and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
 
 
 def _how_it_ended(process: subprocess.Popen) -> str:

@@ -1,7 +1,7 @@
 """vLLM's entry point `vllm.general_plugins`: runs in every vLLM process before anything else.
 
-It does nothing unless the process belongs to one of our engines and runs on the CPU. vLLM's GPU
-build needs no mends; its CPU build lacks three things, each mended in a file of its own:
+It does nothing unless the process belongs to one of our engines. vLLM's GPU build needs no mends;
+its CPU build lacks three things, each mended in a file of its own:
 
     cpu_lora     LoRA on linears, right in batches that mix adapters and the base
     cpu_experts  LoRA on routed experts
@@ -18,6 +18,7 @@ ENGINE_VARIABLE = "LORA_MOE_RL_ENGINE"
 def register() -> None:
     if os.environ.get(ENGINE_VARIABLE) != "1":
         return
+    keep_no_semaphore()
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -27,3 +28,11 @@ def register() -> None:
     cpu_lora.install()
     cpu_experts.install()
     cpu_routes.install()
+
+
+def keep_no_semaphore() -> None:
+    """tqdm's lock between processes is a semaphore with a name, which stays in shared memory when
+    vLLM's process is killed; each of our engines draws its bars in one process."""
+    from tqdm.std import TqdmDefaultWriteLock
+
+    TqdmDefaultWriteLock.mp_lock = None  # pyright: ignore[reportAttributeAccessIssue]

@@ -21,11 +21,9 @@ from lora_moe_rl.errors import RefitError
 from lora_moe_rl.ports import Channel, Engines, Ref, Trainer
 from lora_moe_rl.refit.parts import STORAGE, PartLayout, check_complete, part_layouts
 from lora_moe_rl.refit.plan import EngineLayout, make_plan
-from lora_moe_rl.refit.proof import Proof, check_served, default_tolerance
+from lora_moe_rl.refit.proof import Proof, check_served, default_tolerance, probe_sequences
 from lora_moe_rl.rollout.facts import Dtype, slot_rank
 from lora_moe_rl.telemetry.clock import Clock
-
-PROBE_TOKENS = 256
 
 
 def plan_layouts(config: RunConfig, spec: AdapterSpec, dtype: Dtype) -> list[PartLayout]:
@@ -109,8 +107,8 @@ class Publisher:
         state = self.source.state_dict()
         prompts = self.source.next(self.config.refit.proof_prompts)
         self.source.load_state_dict(state)
-        longest = min(PROBE_TOKENS, self.config.model.max_length - 1)  # vLLM samples one more
-        return [(prompt.token_ids * 2)[:longest] for prompt in prompts]
+        prompts = [prompt.token_ids for prompt in prompts]
+        return probe_sequences(prompts, self.config.model.max_length)
 
     async def _prove(self, version: int, engines: Sequence[int] | None = None) -> list[Proof]:
         """One proof an engine, of all of them by default."""

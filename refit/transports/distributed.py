@@ -4,12 +4,16 @@ vLLM's workers have a torch.distributed world of their own, so every pair gets a
 two, over a store that the trainer rank holds. The worker asks, the trainer rank answers from a
 thread, the part's bytes follow from buffer to buffer:
 
-    worker                                     trainer rank (its TCPStore at SentPart.path)
+    worker                                     trainer rank (its TCPStore: SentPart.path)
     ask {link, rank, version}  ── queue ──>    one at a time
     <── "ok", or why not       ── store ──
     <── the worker's runs of the buffer ── group of the link, made at its first ask
 
 A link that failed is given up; the next ask is on a new one.
+
+The store listens on the rank's own address, and asks go into a queue with a secret name, which the
+workers learn through Ray (SentPart.path): who merely reaches the port gets no part. Nothing is
+encrypted on the way.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from __future__ import annotations
 import json
 import logging
 import queue
+import secrets
 import socket
 import threading
 import uuid
@@ -34,7 +39,8 @@ from lora_moe_rl.refit.parts import PartLayout, SentPart, host_memory
 
 IDLE = timedelta(days=1)  # then the thread asks its store again
 CONNECT_S = 20.0  # a machine that is there accepts at once
-ASKED, READY = "asked", "ok"
+READY = "ok"
+ASK = {"ask": str, "link": str, "left": list, "rank": int, "version": int}
 SENDER, RECEIVER = 0, 1  # ranks in a link's group
 
 log = logging.getLogger(__name__)
@@ -53,7 +59,7 @@ class Outgoing:
 
     def __init__(self, layout: PartLayout, host: str, timeout_s: float):
         self.layout, self.host, self.timeout_s = layout, host, timeout_s
-        self.store = TCPStore(host, 0, None, True, timeout=IDLE, wait_for_workers=False)
+        self.store, self.secret = _listen(host), secrets.token_hex(16)
         self.links: dict[str, ProcessGroupGloo] = {}
         self.offered: int | None = None  # a version
         threading.Thread(target=self._serve, name="refit", daemon=True).start()
@@ -65,14 +71,17 @@ class Outgoing:
 
     def offer(self, sent: SentPart) -> SentPart:
         self.offered = sent.version
-        return replace(sent, path=f"{self.host}:{self.store.port}")
+        return replace(sent, path=f"{self.host}:{self.store.port}/{self.secret}")
 
     def _serve(self) -> None:
         while True:
             self.store.set_timeout(IDLE)
             try:
-                ask = json.loads(self.store.queue_pop(ASKED))
+                message = self.store.queue_pop(self.secret)
             except DistStoreError:  # nobody asked
+                continue
+            if (ask := _read_ask(message)) is None:
+                log.warning("what is no request for an adapter was left alone: %r", message[:200])
                 continue
             self.store.set_timeout(timedelta(seconds=self.timeout_s))
             try:
@@ -118,8 +127,9 @@ class Incoming:
             if link := self.links.pop(sent.path, None):
                 self.left.append(link.name)
             reason = str(error).partition("\n")[0]
+            place, _, _ = sent.path.rpartition("/")
             raise RefitError(
-                f"adapter version {sent.version}: trainer rank {sent.source} at {sent.path} did "
+                f"adapter version {sent.version}: trainer rank {sent.source} at {place} did "
                 f"not send its part; it is gone, cannot be reached, or took longer than "
                 f"refit.timeout_s={self.timeout_s:g} ({reason})"
             ) from error
@@ -130,12 +140,13 @@ class _Link:
     """One worker's connection to one trainer rank."""
 
     def __init__(self, path: str, timeout_s: float):
-        host, _, port = path.rpartition(":")
+        self.place, _, self.secret = path.rpartition("/")
+        host, _, port = self.place.rpartition(":")
         # Fails at once where nobody listens, which the store would take its whole timeout for.
         limit = min(CONNECT_S, timeout_s)
         with socket.create_connection((host, int(port)), timeout=limit) as connection:
             self.host = connection.getsockname()[0]
-        self.path, self.timeout_s, self.name = path, timeout_s, uuid.uuid4().hex
+        self.timeout_s, self.name = timeout_s, uuid.uuid4().hex
         self.store = _connect(host, int(port), timeout_s)
         self.group: ProcessGroupGloo | None = None
         self.asks = 0
@@ -146,11 +157,11 @@ class _Link:
         self.asks += 1
         ask = f"{self.name}/{self.asks}"
         fields = {"ask": ask, "link": self.name, "left": left, "rank": rank, "version": version}
-        self.store.queue_push(ASKED, json.dumps(fields))
+        self.store.queue_push(self.secret, json.dumps(fields))
         answer = self.store.get(ask).decode()
         self.store.delete_key(ask)
         if answer != READY:
-            raise RefitError(f"the trainer rank at {self.path} was {answer}")
+            raise RefitError(f"the trainer rank at {self.place} was {answer}")
         left.clear()
         if self.group is None:
             self.group = _group(self.store, self.name, RECEIVER, self.host, self.timeout_s)
@@ -168,6 +179,29 @@ def runs(layout: PartLayout, rank: int) -> list[tuple[int, int]]:
             start = found.pop()[0] if found and found[-1][1] == entry.offset else entry.offset
             found.append((start, end))
     return found
+
+
+def _listen(host: str) -> TCPStore:
+    """A store's server that listens on `host` alone. By itself it would on every interface."""
+    family, kind, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    server = socket.socket(family, kind)
+    server.bind(address)
+    server.listen()
+    port = server.getsockname()[1]
+    own = {"wait_for_workers": False, "master_listen_fd": server.detach()}  # it closes that
+    return TCPStore(host, port, None, True, timeout=IDLE, **own)
+
+
+def _read_ask(message: bytes) -> dict | None:
+    """What a worker sends (see ASK), or None for anything else."""
+    try:
+        ask = json.loads(message)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(ask, dict) or ask.keys() != ASK.keys():
+        return None
+    fits = all(isinstance(ask[key], kind) for key, kind in ASK.items())
+    return ask if fits and all(isinstance(link, str) for link in ask["left"]) else None
 
 
 def _connect(host: str, port: int, timeout_s: float) -> TCPStore:

@@ -56,6 +56,30 @@ def test_a_crash_in_native_code_leaves_the_python_stack(tmp_path):
     assert "Fatal Python error: Segmentation fault" in (tmp_path / "a.log").read_text()
 
 
+CHATTER = """
+import logging, sys, warnings
+from lora_moe_rl.cluster.log import redirect
+redirect(sys.argv[1])
+own = logging.getLogger("megatron.bridge.utils.import_utils")
+own.addHandler(logging.StreamHandler())  # as that module does when it is imported
+own.info("Import of FP8GlobalStateManager failed")
+warnings.warn("Apex is not installed")
+logging.getLogger("megatron.core.optimizer").warning("Falling back to Torch")
+logging.getLogger("megatron.core.optimizer").error("what matters of Megatron")
+logging.getLogger("lora_moe_rl.refit").warning("what matters of ours")
+"""
+
+
+def test_what_libraries_say_at_import_stands_in_a_file_of_its_own(tmp_path):
+    log = tmp_path / "trainer-0.log"
+    subprocess.run([sys.executable, "-c", CHATTER, str(log)], check=True)
+    lines = log.read_text().splitlines()
+    assert len(lines) == 2 and "of Megatron" in lines[0] and "of ours" in lines[1]
+    aside = (tmp_path / "trainer-0.libraries.log").read_text()
+    for chatter in ("FP8GlobalStateManager", "Apex is not", "Falling back"):
+        assert aside.count(chatter) == 1
+
+
 class Chatty:
     def __init__(self, log_path: str):
         redirect(log_path)

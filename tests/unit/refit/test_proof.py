@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lora_moe_rl.errors import RefitError
-from lora_moe_rl.refit.proof import check_served, default_tolerance
+from lora_moe_rl.refit.proof import PROBE_TOKENS, check_served, default_tolerance, probe_sequences
 
 BASE = [np.array([-1.0, -2.0, -3.0]), np.array([-0.5, -4.0])]
 
@@ -16,6 +16,16 @@ def shifted(amount: float) -> list[np.ndarray]:
 
 def check(engine, trainer, engine_base=BASE, trainer_base=BASE, tolerance=1e-4):
     return check_served(engine, trainer, engine_base, trainer_base, tolerance, version=7)
+
+
+def test_a_probe_is_never_longer_than_an_engine_takes():
+    prompts = [[1, 2, 3], list(range(40)), list(range(500))]
+    assert probe_sequences(prompts, max_length=64) == [
+        [1, 2, 3, 1, 2, 3],
+        (prompts[1] * 2)[:63],
+        prompts[2][:63],
+    ]
+    assert [len(p) for p in probe_sequences(prompts, 4096)] == [6, 80, PROBE_TOKENS]
 
 
 def test_a_served_version_passes():

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 from transport_ranks import VERSION, all_sent, make_channel, offer_and_wait
 
@@ -261,11 +262,52 @@ def test_a_worker_that_leaves_does_not_stop_the_others():
     leaver.open(layout, sent)
     link = leaver.links[sent.path]
     ask = {"ask": "x", "link": "nobody", "left": [], "rank": 0, "version": VERSION}
-    link.store.queue_push(distributed.ASKED, json.dumps(ask))  # and then never meets the sender
+    link.store.queue_push(link.secret, json.dumps(ask))  # and then never meets the sender
     leaver.links.clear()
     buffer = distributed.Incoming(1, timeout_s=20).open(layout, sent)
     mine = [i for i, e in enumerate(layout.entries) if 1 in e.targets]
     parts.check_received(layout, sent, buffer, mine)
+
+
+STRAY = [b"\xff\x00", b"{}", b"[1]", b"[" * 100_000, b'{"ask": 1}', json.dumps(
+    {"ask": "a", "link": "b", "left": [[]], "rank": 0, "version": 1}).encode()]  # fmt: skip
+
+
+def test_stray_messages_do_not_end_the_service():
+    all_ = all_sent(make_channel("distributed"))
+    layout, sent = all_.layouts[0], all_.sent[0]
+    place, _, secret = sent.path.rpartition("/")
+    store = distributed._connect("127.0.0.1", int(place.rpartition(":")[2]), 20)
+    for message in STRAY:
+        store.queue_push(secret, message)
+    buffer = distributed.Incoming(0, timeout_s=20).open(layout, sent)
+    mine = [i for i, e in enumerate(layout.entries) if 0 in e.targets]
+    parts.check_received(layout, sent, buffer, mine)
+
+
+def test_a_peer_without_the_secret_gets_nothing():
+    """It reaches the store, and may read all keys there."""
+    all_ = all_sent(make_channel("distributed"))
+    layout, sent = all_.layouts[0], all_.sent[0]
+    place, _, secret = sent.path.rpartition("/")
+    distributed.Incoming(0, timeout_s=20).open(layout, sent)  # one that has it
+    guess = dataclasses.replace(sent, path=f"{place}/asked")
+    with pytest.raises(RefitError, match=f"trainer rank 0 at {place} did not send") as caught:
+        distributed.Incoming(1, timeout_s=1).open(layout, guess)
+    assert secret not in str(caught.value)
+    store = distributed._connect("127.0.0.1", int(place.rpartition(":")[2]), 20)
+    assert not any(secret in key for key in store.list_keys())
+
+
+def test_the_store_listens_on_one_address():
+    all_ = all_sent(make_channel("distributed"))
+    ports = {int(sent.path.rpartition("/")[0].rpartition(":")[2]) for sent in all_.sent}
+    listening = {
+        connection.laddr.ip
+        for connection in psutil.Process().net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port in ports
+    }
+    assert listening == {"127.0.0.1"}
 
 
 # ---- which

@@ -1,0 +1,69 @@
+"""Ends what a run has started on this machine when the run's own process is gone, however it went.
+
+Ray's processes watch each other, but a driver that was killed leaves some of its agents behind.
+All of them inherit a mark in their environment; a small process waits for the end of the driver,
+then for a while, and kills what still has the mark.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from contextlib import suppress
+from typing import Any
+
+import psutil
+
+MARK = "LORA_MOE_RL_RUN"
+GRACE_S = 5.0  # in which Ray's processes end by themselves
+_pipes: list[Any] = []  # open as long as this process lives
+
+
+def marked(variable: str, mark: str) -> list[psutil.Process]:
+    """Processes whose environment has `variable` set to `mark`, and that still run."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or is another user's
+            ours = process.environ().get(variable) == mark
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def kill_marked(variable: str, mark: str) -> None:
+    """Kills them until there is none: one may have started another meanwhile."""
+    while found := marked(variable, mark):
+        for process in found:
+            with suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(found, timeout=1.0)
+
+
+def watch() -> None:
+    """From now on what this process starts has the mark, and ends with this process."""
+    os.environ[MARK] = uuid.uuid4().hex
+    # Not among those that it ends, nor of the terminal's group. Our end of the pipe closes with us.
+    watchdog = subprocess.Popen(
+        [sys.executable, "-m", "lora_moe_rl.cluster.watchdog", os.environ[MARK]],
+        env={name: value for name, value in os.environ.items() if name != MARK},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    _pipes.append(watchdog.stdin)
+
+
+def main(mark: str) -> None:
+    sys.stdin.read()  # until the pipe closes
+    deadline = time.monotonic() + GRACE_S
+    while marked(MARK, mark) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    kill_marked(MARK, mark)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
