@@ -65,6 +65,7 @@ FAMILIES = {
         },
         {},
     ),
+    "qwen3": ("Qwen3", GQA, {}),
     "qwen2_moe": (
         "Qwen2Moe",
         {
