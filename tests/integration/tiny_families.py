@@ -188,6 +188,8 @@ FAMILIES = {
     ),
 }
 
+DENSE = ("qwen3",)
+
 
 def save(name: str, folder: Path, **changes) -> torch.nn.Module:
     """Writes the named model to `folder` and returns it, in float32; `changes`: other sizes."""
