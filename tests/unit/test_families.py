@@ -16,7 +16,7 @@ from lora_moe_rl.adapters.peft import peft_config
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.models.fit import check_layout
+from lora_moe_rl.models.fit import check_layout, check_replay
 from lora_moe_rl.planner.base import num_parameters
 from lora_moe_rl.planner.compute import Lengths
 from lora_moe_rl.planner.facts import find
@@ -116,23 +116,26 @@ def test_a_dense_model_has_routes_without_columns():
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({}, "replay.mode=r3 has no effect: .*Qwen3ForCausalLM is dense.* set replay.mode=off"),
-        (OFF | {"trainer": {"world_size": 2, "ep": 2}}, "trainer.ep=2 .* set trainer.ep=1"),
-        (OFF | {"trainer": {"world_size": 2, "tp": 2, "etp": 2}}, "set trainer.etp=1"),
-        (OFF | {"rollout": {"tp": 2, "ep": True}}, "rollout.ep=true .* set rollout.ep=false"),
+        ({}, "replay.mode=r3 .* this Qwen3ForCausalLM is dense.* set replay.mode=off"),
+        ({"replay": {"mode": "r2"}}, "replay.mode=r2 .* set replay.mode=off"),
+        ({"trainer": {"world_size": 2, "ep": 2}}, "trainer.ep=2 .* set trainer.ep=1"),
+        ({"trainer": {"world_size": 2, "tp": 2, "etp": 2}}, "set trainer.etp=1"),
+        ({"rollout": {"tp": 2, "ep": True}}, "rollout.ep=true .* set rollout.ep=false"),
     ],
 )
 def test_options_about_experts_are_refused_for_a_dense_model(sections, message):
     shape = ModelShape.from_hf_config(QWEN3_8B)
     with pytest.raises(ConfigError, match=message):
-        check_layout(shape, RunConfig.model_validate(sections))
-    check_layout(shape, RunConfig.model_validate(OFF))
+        config = RunConfig.model_validate(sections)
+        check_layout(shape, config)
+        check_replay(shape, config)
+    check_replay(shape, RunConfig.model_validate(OFF))
 
 
 def test_a_dense_model_is_planned():
     facts = find("qwen3-8b")
     assert num_parameters(facts) == 8_190_735_360
-    config = RunConfig.model_validate(OFF | {"trainer": {"world_size": 4, "tp": 2, "pp": 2}})
+    config = RunConfig.model_validate({"trainer": {"world_size": 4, "tp": 2, "pp": 2}})
     assumed = Assumed(Hardware(8), "bf16", "bf16", Lengths(512, 512))
     plan = make(facts, config, assumed)
     assert plan.problems == []
