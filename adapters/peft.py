@@ -220,7 +220,7 @@ def peft_config(spec: AdapterSpec, config: RunConfig, form: Form = "2d") -> dict
 
 def _targets(spec: AdapterSpec, form: Form) -> tuple[list[str], list[str]]:
     """(`target_modules`, `target_parameters`): see above."""
-    converted = spec.shape.family.peft_finds_experts
+    converted = _converts(spec)
     modules: set[str] = set()
     parameters: set[str] = set()
     for site in spec:
@@ -238,6 +238,11 @@ def _targets(spec: AdapterSpec, form: Form) -> tuple[list[str], list[str]]:
     return sorted(modules), sorted(parameters)
 
 
+def _converts(spec: AdapterSpec) -> bool:
+    """Whether PEFT takes the names of an MLP's linears for stacked experts."""
+    return spec.shape.num_experts > 0 and spec.shape.family.peft_finds_experts
+
+
 def _rank_pattern(spec: AdapterSpec, common: int, form: Form) -> dict[str, int]:
     """`{regular expression on the end of a module's name: rank}` of ranks other than `common`.
 
@@ -245,7 +250,7 @@ def _rank_pattern(spec: AdapterSpec, common: int, form: Form) -> dict[str, int]:
     takes twice `r` where it converts the names of linears. `(\\.weight)?`: PEFT looks a linear up
     by the name of its weight where `target_parameters` names that.
     """
-    converted = form == "2d" and spec.shape.family.peft_finds_experts
+    converted = form == "2d" and _converts(spec)
     paths: dict[str, dict[int, int]] = {}  # path of a module -> {layer: rank}
     usual: dict[str, int] = {}
     for site in spec:

@@ -165,6 +165,8 @@ class RouteTable:
 def _impossible(ids: np.ndarray, num_experts: int) -> np.ndarray:
     """bool `[rows, layers]`: an id out of range, or one twice. By pairs, a few rows at a time: ten
     times as fast as sorting."""
+    if not ids.size:  # a dense model
+        return np.zeros(ids.shape[:2], dtype=bool)
     rows = ids.reshape(-1, ids.shape[-1])
     bad = np.empty(len(rows), dtype=bool)
     for start in range(0, len(rows), _ROWS_AT_ONCE):

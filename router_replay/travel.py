@@ -136,6 +136,8 @@ def fetch(parts: Sequence[Any]) -> list[np.ndarray]:
 
 def _spans(table: RouteTable, block_bytes: int) -> list[tuple[int, int]]:
     """Samples of each block: as many as fit, at least one."""
+    if not table.layers:  # a dense model
+        return []
     layout = RowLayout(len(table.layers), table.ids.shape[2], table.num_experts)
     rows = max(1, block_bytes // layout.row_bytes)
     spans, first = [], 0

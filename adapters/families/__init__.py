@@ -124,9 +124,17 @@ def _read(family: Family, c: Config) -> ModelShape:
 
 def _found() -> dict[str, Family]:
     """`{architecture: family}` of every file of this folder."""
-    names = sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg)
-    families = [import_module(f"{__name__}.{name}").FAMILY for name in names]
-    return {family.architecture: family for family in families}
+    found: dict[str, Family] = {}
+    files: dict[str, str] = {}
+    for name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
+        if name == "common":
+            continue
+        family: Family = import_module(f"{__name__}.{name}").FAMILY
+        first = files.setdefault(family.architecture, name)
+        if first != name:
+            raise ValueError(f"{first} and {name} are both of {family.architecture}")
+        found[family.architecture] = family
+    return found
 
 
 FAMILIES = _found()

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from lora_moe_rl.adapters.families.common import refusals
-from lora_moe_rl.adapters.families.common.family import Family
+from lora_moe_rl.adapters.families.common.family import Config, Family
+
+
+def refused(c: Config) -> Iterator[str]:
+    if c.get("tie_word_embeddings"):
+        yield (
+            "tie_word_embeddings=true is not supported: trainer and planner take embedding and "
+            "head as two tensors; Qwen3-8B and the larger ones have two"
+        )
+    yield from refusals.usual(c)
 
 
 def bridge() -> type:
@@ -22,7 +33,7 @@ FAMILY = Family(
     title="Qwen3, dense (GQA, qk-norm)",
     model_types=("qwen3",),
     attention="gqa",
-    refused=refusals.usual,
+    refused=refused,
     bridge=bridge,
     qk_norm=lambda c: True,
 )

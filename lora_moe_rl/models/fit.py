@@ -9,8 +9,8 @@ from lora_moe_rl.errors import ConfigError
 
 
 def check_layout(shape: ModelShape, config: RunConfig) -> None:
-    """Raises ConfigError, naming both numbers, for a size that does not divide the model, and for
-    what has to do with experts if it has none."""
+    """Raises ConfigError, naming both numbers, for a size that does not divide the model, and for a
+    layout of experts if it has none."""
     if not shape.moe_layers:
         _check_dense(shape, config)
     trainer, dims = config.trainer, shape.dims
@@ -44,19 +44,25 @@ def check_layout(shape: ModelShape, config: RunConfig) -> None:
         )
 
 
+def check_replay(shape: ModelShape, config: RunConfig) -> None:
+    """Raises ConfigError when the decisions of routers are to be replayed and there are none."""
+    if not shape.moe_layers and config.replay.mode != "off":
+        raise ConfigError(
+            f"replay.mode={config.replay.mode} replays the decisions of routers, and this "
+            f"{shape.architecture} is dense, it has none; set replay.mode=off"
+        )
+
+
 def _check_dense(shape: ModelShape, config: RunConfig) -> None:
-    """Every option about experts or their routers would be ignored."""
-    trainer, rollout, mode = config.trainer, config.rollout, config.replay.mode
     for option, value, other in (
-        ("trainer.ep", trainer.ep, 1),
-        ("trainer.etp", trainer.etp, 1),
-        ("rollout.ep", rollout.ep, False),
-        ("replay.mode", mode, "off"),
+        ("trainer.ep", config.trainer.ep, 1),
+        ("trainer.etp", config.trainer.etp, 1),
+        ("rollout.ep", config.rollout.ep, False),
     ):
         if value != other:
             raise ConfigError(
                 f"{option}={value_text(value)} has no effect: this {shape.architecture} is dense, "
-                f"it has no experts and no routers; set {option}={value_text(other)}"
+                f"it has no experts; set {option}={value_text(other)}"
             )
 
 

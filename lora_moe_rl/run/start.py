@@ -21,7 +21,7 @@ from lora_moe_rl.files.checkpoint import Found
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.models.directory import check_model_dir, resolve_model
 from lora_moe_rl.models.fingerprint import check_unchanged
-from lora_moe_rl.models.fit import check_layout
+from lora_moe_rl.models.fit import check_layout, check_replay
 from lora_moe_rl.rewards.runner import RewardRunner
 from lora_moe_rl.rollout.platform import check_engine
 from lora_moe_rl.run import adapter_start, loop
@@ -99,6 +99,7 @@ def make_spec(config: RunConfig, model_dir: Path) -> AdapterSpec:
     """Raises ModelError or ConfigError for a model or a layout that cannot work."""
     shape = ModelShape.from_hf_config(check_model_dir(model_dir))
     check_layout(shape, config)
+    check_replay(shape, config)
     spec = AdapterSpec.build(shape, config.adapter, servable=config.refit.mode == "adapter")
     check_engine(config, spec)
     return spec

@@ -109,9 +109,9 @@ class TrainingEngine:
         return [Work(one, routes.micro(one), routes.complete(one)) for one in data]
 
     def routes(self, batch: TrainBatch, parts: Sequence[Sent]) -> Routes | None:
-        """The routes of a step, None without parts. Raises ReplayError when they are not those of
-        the model or the batch, or miss some under replay.missing=error."""
-        if not parts:
+        """The routes of a step, None without parts and for a dense model. Raises ReplayError when
+        they are not those of the model or the batch, or miss some under replay.missing=error."""
+        if not parts or not self.spec.shape.moe_layers:
             return None
         routes = Routes(parts, self.replay.chunk_layers)
         routes.check_model(self.spec.shape)

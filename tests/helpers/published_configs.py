@@ -3,6 +3,7 @@
 from lora_moe_rl.planner.facts import config_of
 
 QWEN3_30B_A3B = config_of("qwen3_30b_a3b")
+QWEN3_8B = config_of("qwen3_8b")
 QWEN1_5_MOE_A2_7B = config_of("qwen1_5_moe_a2_7b")
 MIXTRAL_8X7B = config_of("mixtral_8x7b")
 DEEPSEEK_V2_LITE = config_of("deepseek_v2_lite")
@@ -13,6 +14,7 @@ GLM_4_5_AIR = config_of("glm_4_5_air")
 
 PUBLISHED = {
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
+    "Qwen3-8B": QWEN3_8B,
     "Qwen1.5-MoE-A2.7B": QWEN1_5_MOE_A2_7B,
     "Mixtral-8x7B": MIXTRAL_8X7B,
     "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE,

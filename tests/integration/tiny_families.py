@@ -65,6 +65,7 @@ FAMILIES = {
         },
         {},
     ),
+    "qwen3": ("Qwen3", GQA, {}),
     "qwen2_moe": (
         "Qwen2Moe",
         {
@@ -186,6 +187,8 @@ FAMILIES = {
         {},
     ),
 }
+
+DENSE = ("qwen3",)
 
 
 def save(name: str, folder: Path, **changes) -> torch.nn.Module:

@@ -23,6 +23,7 @@ NO_SITES = ("mlp.gate", "mlp.shared_expert_gate", "lm_head")
 # Published parameters, of which the numbers in the models' names are roundings, in 1e9.
 PARAMETERS = {
     "Qwen3-30B-A3B": 30.5,
+    "Qwen3-8B": 8.2,
     "Qwen1.5-MoE-A2.7B": 14.3,
     "Mixtral-8x7B": 46.7,
     "DeepSeek-V2-Lite": 15.7,

@@ -10,13 +10,15 @@ from lora_moe_rl.errors import ModelError
 YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
 QWEN3, QWEN2 = "Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM"
 V2, V3, GLM = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"
-MIXTRAL = "MixtralForCausalLM"
+MIXTRAL, DENSE = "MixtralForCausalLM", "Qwen3ForCausalLM"
 
 REFUSED = [
     (QWEN3, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     (QWEN3, {"tie_word_embeddings": True}, "tie_word_embeddings"),
     (QWEN3, {"attention_bias": True}, "attention_bias"),
     (QWEN3, {"rope_scaling": YARN}, "rope type 'yarn'"),
+    (DENSE, {"tie_word_embeddings": True}, "Qwen3-8B and the larger ones"),
+    (DENSE, {"attention_bias": True}, "attention_bias"),
     (QWEN2, {"use_sliding_window": True, "sliding_window": 32768}, "use_sliding_window"),
     (MIXTRAL, {"sliding_window": 4096, "max_position_embeddings": 32768}, "at most 4096 tokens"),
     (MIXTRAL, {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
@@ -31,6 +33,7 @@ REFUSED = [
 ]
 ALLOWED = [
     (QWEN3, {"norm_topk_prob": False, "rope_scaling": None}),
+    (DENSE, {"tie_word_embeddings": False, "use_sliding_window": False}),
     (QWEN2, {"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 21}),
     (MIXTRAL, {"sliding_window": None, "num_experts_per_tok": 2}),
     (V2, {"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),

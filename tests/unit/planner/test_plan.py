@@ -129,6 +129,9 @@ def test_routes_are_those_of_the_codec(name):
     from lora_moe_rl.kernels.route_codec.layout import RowLayout
 
     shape = find(name).shape
+    if not shape.moe_layers:
+        assert routes(shape, 7).token == 0
+        return
     layout = RowLayout(len(shape.moe_layers), shape.top_k, shape.num_experts)
     assert routes(shape, 7).token == layout.row_bytes
     assert routes(shape, 7).step == 7 * layout.row_bytes
