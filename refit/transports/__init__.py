@@ -14,7 +14,6 @@ A transport only moves bytes. What the bytes are, and the checks of them, are th
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import pkgutil
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -94,7 +93,7 @@ def from_json(text: str) -> Channel:
     """Of a channel that another process of the run has chosen."""
     from lora_moe_rl.config import RefitConfig
 
-    return channel(RefitConfig.model_construct(**json.loads(text)))
+    return channel(RefitConfig.model_validate_json(text))
 
 
 def transport_names() -> tuple[str, ...]:

@@ -25,9 +25,7 @@ VERSION = 12
 
 def make_channel(transport: str, directory: Path | None = None, timeout_s: float = 20) -> Channel:
     path = None if directory is None else str(directory)
-    return channel(
-        RefitConfig.model_construct(transport=transport, directory=path, timeout_s=timeout_s)
-    )
+    return channel(RefitConfig(transport=transport, directory=path, timeout_s=timeout_s))
 
 
 def publish(channel: Channel, sent: list[SentPart]) -> None:
