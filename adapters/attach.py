@@ -10,30 +10,10 @@ import torch
 
 from lora_moe_rl.adapters.gradients import Gradients, current_layout
 from lora_moe_rl.adapters.layers import LoRALinear, Slice, Start, Switch, merge_qkv
-from lora_moe_rl.adapters.sharding import window
+from lora_moe_rl.adapters.sharding import FUSED, window
 from lora_moe_rl.adapters.shards import Shard
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.errors import AdapterError
-
-# mcore linear, as a path below its layer -> the canonical modules fused in it, in output order.
-_ATTENTION = {
-    "self_attention.linear_qkv": ("q_proj", "k_proj", "v_proj"),
-    "self_attention.linear_q_proj": ("q_proj",),
-    "self_attention.linear_q_down_proj": ("q_a_proj",),
-    "self_attention.linear_q_up_proj": ("q_b_proj",),
-    "self_attention.linear_kv_down_proj": ("kv_a_proj",),
-    "self_attention.linear_kv_up_proj": ("kv_b_proj",),
-    "self_attention.linear_proj": ("o_proj",),
-}
-_MLPS = {"mlp": "mlp", "mlp.shared_experts": "shared_expert", "mlp.experts": "experts"}
-FUSED = _ATTENTION | {
-    f"{path}.{linear}": modules
-    for path, name in _MLPS.items()
-    for linear, modules in (
-        ("linear_fc1", (f"{name}.gate", f"{name}.up")),
-        ("linear_fc2", (f"{name}.down",)),
-    )
-}
 
 
 class Adapters:

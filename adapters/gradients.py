@@ -6,6 +6,7 @@ accumulates, so that a sum over an axis is one collective a buffer.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 
@@ -16,6 +17,10 @@ from megatron.core import parallel_state as ps
 from lora_moe_rl.adapters.layers import LoRALinear
 from lora_moe_rl.adapters.sharding import Axis, Kind, RankLayout
 from lora_moe_rl.errors import AdapterError
+
+# Of the hash that copies are compared by.
+CHUNK = 2**20
+POINT = 0x5851F42D4C957F2D
 
 
 def current_layout() -> RankLayout:
@@ -125,9 +130,23 @@ def _flat_gradients(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
     return flat
 
 
-def _digest(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
-    """A float64 that differs when an element does, bar cancellations to the last bit."""
-    return sum(p.to(torch.float64).square().sum() for p in parameters)
+@functools.cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """Odd random int64 `[CHUNK]`, the same on all ranks."""
+    generator = torch.Generator().manual_seed(0)
+    low, high = -(2**63), 2**63 - 1
+    return (torch.randint(low, high, (CHUNK,), generator=generator) | 1).to(device)
+
+
+def _digest(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    """A hash of all bits in their places, int64 `[]`, without leaving the device: float32 values as
+    integers, weighted by place, and the sums of chunks taken as a polynomial, modulo 2^64."""
+    total = None
+    for parameter in parameters:
+        for bits in parameter.detach().contiguous().view(torch.int32).flatten().split(CHUNK):
+            part = (bits * _weights(bits.device)[: len(bits)]).sum()
+            total = part if total is None else total * POINT + part
+    return total
 
 
 def _default_device() -> torch.device:

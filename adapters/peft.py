@@ -27,9 +27,7 @@ linears, and the stacked experts have to be named.
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -44,6 +42,7 @@ from lora_moe_rl.adapters.families import hf_path
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import AdapterError
+from lora_moe_rl.files.replacing import replacing
 from lora_moe_rl.rollout.facts import NOT_SERVABLE, SLOT_RANKS, slot_rank
 
 Form = Literal["2d", "3d"]
@@ -57,20 +56,17 @@ Tensors = Mapping[str, np.ndarray]
 def write(
     directory: Path, spec: AdapterSpec, tensors: Tensors, config: RunConfig, form: Form = "2d"
 ) -> None:
-    """Replaces `directory` as a whole; an interrupted write leaves the old one."""
-    fresh = directory.with_name(f"{directory.name}.tmp-{os.getpid()}")
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
-    arrays = dict(peft_tensors(spec, tensors, form))
-    metadata = {"format": "pt", ORDER_KEY: "fastest", CHECKSUM_KEY: checksum(arrays)}
-    save_file(arrays, fresh / "adapter_model.safetensors", metadata)
-    text = json.dumps(peft_config(spec, config, form), indent=2)
-    (fresh / "adapter_config.json").write_text(text + "\n")
-    old = directory.with_name(f"{directory.name}.old-{os.getpid()}")
-    if directory.exists():
-        os.replace(directory, old)
-    os.replace(fresh, directory)
-    shutil.rmtree(old, ignore_errors=True)
+    """Replaces `directory` as a whole: whenever the process is killed or the machine stops, either
+    the old adapter or the new one is there. What an interrupted write left is gone after the next.
+    """
+    with replacing(directory) as fresh:
+        arrays = dict(peft_tensors(spec, tensors, form))
+        metadata = {"format": "pt", ORDER_KEY: "fastest", CHECKSUM_KEY: checksum(arrays)}
+        text = json.dumps(peft_config(spec, config, form), indent=2)
+        settings, weights = fresh / "adapter_config.json", fresh / "adapter_model.safetensors"
+        settings.write_text(text + "\n")
+        save_file(arrays, weights, metadata)
+        weights.chmod(settings.stat().st_mode)  # by the umask, which safetensors does not ask
 
 
 def checksum(arrays: Tensors) -> str:

@@ -8,8 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import regex
+
 from lora_moe_rl.adapters.families import ModelShape, hf_path
 from lora_moe_rl.errors import AdapterError
+
+MATCH_S = 1.0  # longest match of a pattern from a file; an honest one takes microseconds
 
 # With or without PEFT's prefix (verl, ms-swift), that of a language model in a larger one, and the
 # name of the adapter, which raw state dicts have.
@@ -176,7 +180,8 @@ def _check_pattern(key: str) -> None:
         )
     try:
         re.compile(key)
-    except re.error as error:
+        regex.compile(key)
+    except (re.error, regex.error) as error:
         raise AdapterError(f"adapter_config.json has the pattern {key!r}: {error}") from error
 
 
@@ -185,6 +190,12 @@ def _by_pattern[T](patterns: Mapping[str, T], name: str, default: T) -> T:
     looks up a linear that `target_parameters` names by the name of its weight."""
     for pattern, value in patterns.items():
         for candidate in (name, f"{name}.weight"):
-            if re.match(rf"(.*\.)?({pattern})$", candidate):
-                return value
+            try:
+                if regex.match(rf"(.*\.)?({pattern})$", candidate, timeout=MATCH_S):
+                    return value
+            except TimeoutError:
+                raise AdapterError(
+                    f"adapter_config.json has the pattern {pattern!r}, which takes for ever to "
+                    f"match {candidate}"
+                ) from None
     return default

@@ -83,7 +83,7 @@ def _to_rank(site: Site, before: int, A: np.ndarray, B: np.ndarray, seed: int):
     norm = site.scale * math.sqrt(float(squared_norms(A, B).sum()))
     if before <= site.rank:
         added = site.rank - before
-        A = np.concatenate([A, _fresh_rows(site, A.shape[:-2], added, seed)], -2)
+        A = np.concatenate([A, _fresh_rows(site, A.shape[:-2], before, seed)], -2)
         B = np.concatenate([B, np.zeros((*B.shape[:-1], added), B.dtype)], -1)
         return A, B, Change(site.name, before, site.rank, norm, 0.0)
     flat_A, flat_B = _flat(site, A, B)
@@ -135,19 +135,23 @@ def _unflat(site: Site, A: np.ndarray, B: np.ndarray) -> tuple[np.ndarray, np.nd
     return A, B
 
 
-def _fresh_rows(site: Site, batch: tuple[int, ...], rows: int, seed: int) -> np.ndarray:
-    """Uniform in +-1/sqrt(in), as an adapter's start."""
-    digest = hashlib.sha256(f"{seed}/{site.name}/rows".encode()).digest()
+def _fresh_rows(site: Site, batch: tuple[int, ...], before: int, seed: int) -> np.ndarray:
+    """Those after the first `before`, uniform in +-1/sqrt(in), as an adapter's start. Drawn anew at
+    each growth: rows that are there already would add nothing."""
+    label = f"{seed}/{site.name}/rows {before}-{site.rank}"
+    digest = hashlib.sha256(label.encode()).digest()
     generator = np.random.default_rng(int.from_bytes(digest[:8], "big"))
     bound = 1 / math.sqrt(site.in_features)
-    return generator.uniform(-bound, bound, (*batch, rows, site.in_features)).astype(np.float32)
+    return generator.uniform(-bound, bound, (*batch, site.rank - before, site.in_features)).astype(
+        np.float32
+    )
 
 
 def fresh(site: Site, seed: int) -> dict[str, np.ndarray]:
     """A new adapter of one site: A random, B zero."""
     shape = site.shape_A
     return {
-        f"{site.name}.A": _fresh_rows(site, shape[:-2], site.rank, seed),
+        f"{site.name}.A": _fresh_rows(site, shape[:-2], 0, seed),
         f"{site.name}.B": np.zeros(site.shape_B, np.float32),
     }
 

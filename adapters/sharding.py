@@ -79,6 +79,32 @@ _DENSE_KINDS: dict[str, Kind] = {
 }
 
 
+# mcore linear, as a path below its layer -> the canonical modules fused in it, in output order.
+_ATTENTION = {
+    "self_attention.linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "self_attention.linear_q_proj": ("q_proj",),
+    "self_attention.linear_q_down_proj": ("q_a_proj",),
+    "self_attention.linear_q_up_proj": ("q_b_proj",),
+    "self_attention.linear_kv_down_proj": ("kv_a_proj",),
+    "self_attention.linear_kv_up_proj": ("kv_b_proj",),
+    "self_attention.linear_proj": ("o_proj",),
+}
+_MLPS = {"mlp": "mlp", "mlp.shared_experts": "shared_expert", "mlp.experts": "experts"}
+FUSED = _ATTENTION | {
+    f"{path}.{linear}": modules
+    for path, name in _MLPS.items()
+    for linear, modules in (
+        ("linear_fc1", (f"{name}.gate", f"{name}.up")),
+        ("linear_fc2", (f"{name}.down",)),
+    )
+}
+
+
+def fused_with(module: str) -> tuple[str, ...]:
+    """The modules whose A is trained as one tensor with this one's, itself among them."""
+    return next(modules for modules in FUSED.values() if module in modules)
+
+
 def kind_of(site: Site) -> Kind:
     if site.num_experts is None:
         return _DENSE_KINDS[site.module.rpartition(".")[2]]

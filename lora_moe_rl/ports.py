@@ -129,8 +129,8 @@ class Rewards(Protocol):
 class Channel(Protocol):
     """The controller's end of a transport."""
 
-    async def published(self, sent: Callable[[], Awaitable[Sequence[Any]]]) -> None:
-        """A version is about to be served; `sent()` are its parts, once all are offered. Most
+    async def published(self, parts: Callable[[], Awaitable[Sequence[Any]]]) -> None:
+        """A version is about to be served; `parts()` are its parts, once all are offered. Most
         transports need do nothing, and then nothing waits for them here."""
         ...
 

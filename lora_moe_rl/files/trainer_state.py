@@ -9,7 +9,10 @@ from __future__ import annotations
 from lora_moe_rl.errors import CheckpointError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's
-KINDS = ("adapter", *MOMENTS)  # each of all canonical tensors
+# Of canonical tensors, and of sites: at which of the optimizer's steps Adam began, int64 `[1]`; not
+# there for a site whose moments are as old as the run's.
+BEGAN = "began"
+KINDS = ("adapter", *MOMENTS, BEGAN)
 FILES = "trainer_*.safetensors"
 
 
@@ -22,7 +25,7 @@ def key(kind: str, name: str, start: tuple[int, ...]) -> str:
 
 
 def parse(text: str) -> tuple[str, str, tuple[int, ...]]:
-    """(kind, tensor, start) of a key. Raises CheckpointError for what is none."""
+    """(kind, tensor or site, start) of a key. Raises CheckpointError for what is none."""
     try:
         kind, name, start = text.split("|")
         return kind, name, tuple(int(x) for x in start.split(","))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from lora_moe_rl.adapters.resize import Change, fit, fresh
+from lora_moe_rl.adapters.sharding import fused_with
 from lora_moe_rl.adapters.shards import assemble
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
@@ -19,7 +20,7 @@ from lora_moe_rl.errors import AdapterError, RunDirError
 from lora_moe_rl.files.adapter_settings import settings_of
 from lora_moe_rl.files.adapter_source import checkpoint_shards, checkpoint_spec, load
 from lora_moe_rl.files.checkpoint import Found
-from lora_moe_rl.files.trainer_state import MOMENTS, file_name, key
+from lora_moe_rl.files.trainer_state import BEGAN, KINDS, MOMENTS, file_name, key
 
 
 @dataclass(frozen=True)
@@ -99,29 +100,36 @@ def _require_resize(config: RunConfig, old: AdapterSpec, spec: AdapterSpec, wher
 def resized(found: Found, old: AdapterSpec, spec: AdapterSpec, seed: int) -> Iterator[Any]:
     """Yields (directory, notes): the trainer state of a checkpoint, at the ranks of `spec`.
 
-    Adam's moments of sites that changed are zero. The directory is gone afterwards.
+    Adam begins anew for sites that changed, and those that are trained as one tensor with them. The
+    directory is gone afterwards.
     """
     assert found.path is not None
     directory = found.path.parent / f"tmp-resized-{found.path.name}"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
     try:
-        yield directory, _write_resized(directory, found.path, old, spec, seed)
+        yield directory, _write_resized(directory, found, old, spec, seed)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def _write_resized(
-    directory: Path, source: Path, old: AdapterSpec, spec: AdapterSpec, seed: int
+    directory: Path, found: Found, old: AdapterSpec, spec: AdapterSpec, seed: int
 ) -> list[str]:
     from safetensors.numpy import save_file
 
+    source, steps = found.path, found.metadata["trainer"]["optimizer_steps"]
+    assert source is not None
     tensors = assemble(old.tensor_shapes, checkpoint_shards(source))
     tensors, changes = fit(old, tensors, spec, seed)
-    changed = {site.name for site in spec if site != old.by_name[site.name]}
+    changed = _begin_anew(old, spec)
     adapter = {key("adapter", n, (0,) * value.ndim): value for n, value in tensors.items()}
     save_file(adapter, directory / file_name(0))
     del tensors, adapter
+    began = {shard.name: shard.data for shard in checkpoint_shards(source, BEGAN)}
+    began |= dict.fromkeys(changed, np.array([steps]))
+    began = {key(BEGAN, name, (0,)): value for name, value in began.items()}
+    save_file(began, directory / file_name(len(KINDS)))
     for number, kind in enumerate(MOMENTS, start=1):
         save_file(_moments(kind, source, spec, changed), directory / file_name(number))
     kept = len(spec.sites) - len(changed)
@@ -129,6 +137,16 @@ def _write_resized(
         *_notes(changes),
         f"Adam begins anew for {len(changed)} sites, {kept} keep their moments",
     ]
+
+
+def _begin_anew(old: AdapterSpec, spec: AdapterSpec) -> set[str]:
+    """The sites whose moments cannot be kept. Adam counts the steps of a tensor that it trains."""
+    changed = {site.name for site in spec if site != old.by_name[site.name]}
+    return {
+        site.name
+        for site in spec
+        if not changed.isdisjoint(f"layers.{site.layer}.{m}" for m in fused_with(site.module))
+    }
 
 
 def _moments(kind: str, source: Path, spec: AdapterSpec, changed: set[str]):

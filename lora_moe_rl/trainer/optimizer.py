@@ -7,12 +7,14 @@ so that neither their gradients nor Adam's moments need to be sharded further.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from lora_moe_rl.adapters.attach import Adapters
 from lora_moe_rl.config import TrainerConfig
+from lora_moe_rl.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,13 @@ class StepResult:
 
 
 class AdapterOptimizer:
-    """The optimizer of one rank. `steps` counts applied steps."""
+    """The optimizer of one rank. `steps` counts applied steps. `began`: of sites whose moments are
+    younger than that, the step at which they began."""
 
     def __init__(self, config: TrainerConfig, adapters: Adapters):
         self.config, self.adapters = config, adapters
         self.steps = 0
+        self.began: dict[str, int] = {}
         self.adam = torch.optim.AdamW(
             adapters.parameters(),
             lr=config.lr,
@@ -69,12 +73,20 @@ class AdapterOptimizer:
 
         return of
 
-    def restore(self, steps: int) -> None:
-        """Makes every state exist, at `steps` steps, so that its tensors can be written."""
-        self.steps = steps
+    def restore(self, steps: int, began: Mapping[str, int] | None = None) -> None:
+        """Makes every state exist, at `steps` steps less those before its site `began`, so that its
+        tensors can be written. Raises CheckpointError where sites that are trained as one tensor
+        began apart."""
+        self.steps, self.began = steps, dict(began or {})
+        starts: dict[torch.Tensor, set[int]] = {}
+        for s in self.adapters.slices():
+            starts.setdefault(s.tensor, set()).add(self.began.get(s.name.rpartition(".")[0], 0))
         for parameter in self.adapters.parameters():
+            if len(starts[parameter]) > 1:
+                sites = [s.name for s in self.adapters.slices() if s.tensor is parameter]
+                raise CheckpointError(f"Adam began at several steps for {', '.join(sites)}")
             self.adam.state[parameter] = {
-                "step": torch.tensor(float(steps)),
+                "step": torch.tensor(float(steps - min(starts[parameter]))),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }

@@ -13,7 +13,7 @@ from lora_moe_rl.adapters.attach import Adapters
 from lora_moe_rl.adapters.sharding import Box
 from lora_moe_rl.errors import CheckpointError
 from lora_moe_rl.files.checkpoint import disk_errors
-from lora_moe_rl.files.trainer_state import FILES, MOMENTS, file_name, key, parse
+from lora_moe_rl.files.trainer_state import BEGAN, FILES, MOMENTS, file_name, key, parse
 from lora_moe_rl.trainer.optimizer import AdapterOptimizer
 
 
@@ -24,6 +24,10 @@ def save(directory: Path, rank: int, adapters: Adapters, optimizer: AdapterOptim
     for kind, of in sources.items():
         for shard in adapters.export(of):
             tensors[key(kind, shard.name, shard.start)] = np.ascontiguousarray(shard.data)
+    for s in adapters.slices():
+        site, _, matrix = s.name.rpartition(".")
+        if matrix == "A" and s.exported and not any(s.start) and site in optimizer.began:
+            tensors[key(BEGAN, site, (0,))] = np.array([optimizer.began[site]])
     with disk_errors(directory):
         save_file(tensors, directory / file_name(rank))
 
@@ -32,7 +36,7 @@ def load(directory: Path, adapters: Adapters, optimizer: AdapterOptimizer, steps
     """Reads this rank's parts, whatever layout wrote them. Raises CheckpointError when an element
     is missing."""
     index = _Index(directory)
-    optimizer.restore(steps)
+    optimizer.restore(steps, index.began())
     targets = {"adapter": None} | {moment: optimizer.state(moment) for moment in MOMENTS}
     with torch.no_grad():
         for kind, into in targets.items():
@@ -57,6 +61,15 @@ class _Index:
             for text in list(handle.keys()):
                 kind, name, start = parse(text)
                 self.where.setdefault((kind, name), []).append((start, text, path))
+
+    def began(self) -> dict[str, int]:
+        """Of sites whose moments are younger than the run: the step at which they began."""
+        return {
+            name: int(self.files[path].get_tensor(text)[0])
+            for (kind, name), places in self.where.items()
+            if kind == BEGAN
+            for _, text, path in places
+        }
 
     def read(self, kind: str, name: str, start: tuple[int, ...], shape: tuple[int, ...]):
         """The window `start + shape` of one tensor, float32."""

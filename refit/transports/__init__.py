@@ -4,7 +4,7 @@ Every module in this folder is a transport, known by the module's name, and defi
 both ends, the memory that a trainer rank packs its part into, and what the controller has to do.
 
 trainer rank    channel.outgoing(layout, host): .memory(nbytes), then .offer(part) of each version
-controller      channel.published(sent) before engines take a version, channel.keep(versions) after
+controller      channel.published(parts) before engines take a version, channel.keep(versions) after
 engine worker   channel.incoming(rank).open(layout, part) -> the part's buffer
 
 A transport only moves bytes. What the bytes are, and the checks of them, are the same for all: see
@@ -14,7 +14,6 @@ A transport only moves bytes. What the bytes are, and the checks of them, are th
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import pkgutil
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -78,9 +77,9 @@ class Channel:
         """`rank`: the worker's own in its engine."""
         raise NotImplementedError
 
-    async def published(self, sent: Callable[[], Awaitable[Sequence[SentPart]]]) -> None:
-        """Called by the controller before engines take a version. `sent()` waits until all parts of
-        it are offered, and returns them; a transport that needs nothing done does not ask."""
+    async def published(self, parts: Callable[[], Awaitable[Sequence[SentPart]]]) -> None:
+        """Called by the controller before engines take a version. `parts()` waits until all its
+        parts are offered, and returns them; a transport that needs nothing done does not ask."""
 
     def keep(self, versions: Iterable[int]) -> None:
         """Called by the controller when engines have taken a version. Only `versions` may be asked
@@ -94,7 +93,7 @@ def from_json(text: str) -> Channel:
     """Of a channel that another process of the run has chosen."""
     from lora_moe_rl.config import RefitConfig
 
-    return channel(RefitConfig.model_construct(**json.loads(text)))
+    return channel(RefitConfig.model_validate_json(text))
 
 
 def transport_names() -> tuple[str, ...]:

@@ -45,8 +45,8 @@ class Channel(transports.Channel):
     def incoming(self, rank: int) -> Incoming:
         return Incoming(self.directory, rank)
 
-    async def published(self, sent: Callable[[], Awaitable[Sequence[SentPart]]]) -> None:
-        publish(self.directory, await sent())
+    async def published(self, parts: Callable[[], Awaitable[Sequence[SentPart]]]) -> None:
+        publish(self.directory, await parts())
 
     def keep(self, versions: Iterable[int]) -> None:
         keep_only(self.directory, versions)

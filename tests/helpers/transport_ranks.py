@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from refit_ranks import make_layouts, make_senders
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import AdapterConfig, RefitConfig, TrainerConfig
+from lora_moe_rl.refit.parts import SentPart
 from lora_moe_rl.refit.plan import EngineLayout
 from lora_moe_rl.refit.transports import Channel, channel
 
@@ -23,9 +25,14 @@ VERSION = 12
 
 def make_channel(transport: str, directory: Path | None = None, timeout_s: float = 20) -> Channel:
     path = None if directory is None else str(directory)
-    return channel(
-        RefitConfig.model_construct(transport=transport, directory=path, timeout_s=timeout_s)
-    )
+    return channel(RefitConfig(transport=transport, directory=path, timeout_s=timeout_s))
+
+
+def publish(channel: Channel, sent: list[SentPart]) -> None:
+    async def offered() -> list[SentPart]:
+        return sent
+
+    asyncio.run(channel.published(offered))
 
 
 def all_sent(channel: Channel, dtype="float32"):
@@ -41,7 +48,7 @@ def all_sent(channel: Channel, dtype="float32"):
     layouts = make_layouts(spec, TWO, ENGINE, dtype)
     senders = make_senders(layouts, spec, tensors, TWO, channel)
     sent = [sender.send(VERSION) for sender in senders]
-    channel.published(lambda: sent)
+    publish(channel, sent)
     return SimpleNamespace(layouts=layouts, senders=senders, sent=sent)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import ray
 from refit_ranks import make_layouts, make_senders
-from transport_ranks import make_channel
+from transport_ranks import make_channel, publish
 
 from lora_moe_rl.config import TrainerConfig
 from lora_moe_rl.errors import RefitError
@@ -32,7 +32,7 @@ def test_a_version_is_the_same_by_every_transport(engine, kind, tmp_path):
         if kind == "directory":  # all files are there, but not yet the manifest
             with pytest.raises(RefitError, match="version .* is not published"):
                 engine.publish_parts(version, offered)
-        channel.published(lambda: offered)
+        publish(channel, offered)
         engine.publish_parts(version, offered)
         scores, _ = engine.score(SEQUENCES, version)
         assert ray.get(engine.actor.differing.remote(version, *offered)) == []

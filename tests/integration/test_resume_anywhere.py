@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tiny_families
+import torch
 from ranks import random_adapter, random_batch, run_ranks, spec_of
 
 from lora_moe_rl.config import RunConfig
@@ -82,11 +83,28 @@ def test_losses_go_on_under_every_topology(written_by, model, tmp_path):
 
 
 def resume_and_export(worker, spec, directory, meta):
-    """(loss of the next step, moments that were loaded)."""
+    """(loss of the next step, moments that were loaded, Adam's steps of each slice, largest change
+    of each in that step, in learning rates, and Adam's steps after another checkpoint)."""
     worker.load(Path(directory), meta)
     optimizer, adapters = worker.engine.optimizer, worker.engine.adapters
     moments = adapters.export(optimizer.state("exp_avg"))
-    return worker.update(*random_batch(spec)).metrics, moments
+    steps, before = adam_steps(worker), adapters.export()
+    metrics = worker.update(*random_batch(spec)).metrics
+    changes = {
+        new.name: np.abs(new.data - old.data).max() / metrics["optim/lr"]
+        for old, new in zip(before, adapters.export(), strict=True)
+    }
+    again = Path(directory) / "again"
+    again.mkdir(exist_ok=True)
+    meta = worker.save(again)
+    torch.distributed.barrier()
+    worker.load(again, meta)
+    return metrics, moments, steps, changes, adam_steps(worker)
+
+
+def adam_steps(worker) -> dict[str, float]:
+    state = worker.engine.optimizer.adam.state
+    return {s.name: float(state[s.tensor]["step"]) for s in worker.engine.adapters.slices()}
 
 
 def start_and_step(worker, spec, tensors):
@@ -117,9 +135,13 @@ def test_other_ranks_go_on_with_the_same_function(model, tmp_path):
         got = run_ranks(other, model, resume_and_export, str(directory), found.metadata["trainer"])
     assert not list((tmp_path / "checkpoints").glob("tmp-*"))
     same_function(got[0][0], expected[0])
-    kept = {s.name: np.abs(s.data).max() > 0 for _, moments in got for s in moments}
+    kept = {s.name: np.abs(s.data).max() > 0 for rank in got for s in rank[1]}
     for name, filled in kept.items():
         assert filled == (".experts." not in name and "q_b_proj" not in name), name
+    for _, _, steps, changes, later in got:
+        assert steps == {name: STEPS * kept[name] for name in steps}
+        assert later == {name: count + 1 for name, count in steps.items()}
+        assert all(0.9 < change < 1.01 for name, change in changes.items() if not kept[name])
     changed = 3 * 3 + 4  # gate, up and down of 3 layers; q_b_proj of 4
     assert any(f"Adam begins anew for {changed} sites" in note for note in notes)
     assert starting.other_ranks(found, config, spec_of(model, config)) is None

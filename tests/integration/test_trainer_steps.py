@@ -7,11 +7,12 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from ranks import random_adapter, random_batch, run_ranks, spec_of
 
 from lora_moe_rl.adapters.shards import assemble
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import CheckpointError, ReplayError
+from lora_moe_rl.errors import AdapterError, CheckpointError, ReplayError
 from lora_moe_rl.models.directory import resolve_model
 
 MODEL = "qwen3_moe"
@@ -189,3 +190,29 @@ def test_a_missing_rank_file_is_refused(tmp_path):
     metas = run(train_and_save, tmp_path, world_size=2, ep=2)
     (tmp_path / "trainer_00001.safetensors").unlink()
     run(load_incomplete, tmp_path, metas[0][0])
+
+
+def change_one_copy(worker, spec):
+    """What is said of each change to rank 1's copy of B of a row-parallel linear."""
+    gradients = worker.engine.adapters.gradients
+    parameter = gradients.parameters["row", "B"][0].detach().view(-1)
+    parameter.copy_(torch.arange(1.0, len(parameter) + 1))
+    gradients.check_copies()
+    said = []
+    for change in ({3: -4.0}, {3: 9.0, 8: 4.0}, {3: 4.0 + 2**-21}):
+        before = parameter.clone()
+        if worker.rank == 1:
+            for place, value in change.items():
+                parameter[place] = value
+        try:
+            gradients.check_copies()
+            said.append("")
+        except AdapterError as error:
+            said.append(str(error))
+        parameter.copy_(before)
+    return said
+
+
+def test_a_sign_a_swap_and_a_last_bit_that_differ_on_one_copy_are_found():
+    for said in run(change_one_copy, world_size=2, tp=2):
+        assert all("the ranks of tp hold different copies of row.B" in text for text in said), said

@@ -145,8 +145,13 @@ def test_a_shared_tensor_is_written_for_each_expert(tmp_path):
 
 def test_files_of_an_interrupted_write_do_not_stay(tmp_path):
     spec, tensors, config, _ = make("Qwen3-30B-A3B", {"rank": 4})
+    (tmp_path / "adapter.tmp").mkdir()
     for _ in range(2):
         peft.write(tmp_path / "adapter", spec, tensors, config)
+    (tmp_path / "plain").touch()
+    modes = {path.stat().st_mode for path in [*tmp_path.glob("adapter/*"), tmp_path / "plain"]}
+    assert len(modes) == 1
+    (tmp_path / "plain").unlink()
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert written == json.loads(json.dumps(peft.peft_config(spec, config)))

@@ -1,6 +1,7 @@
 """Foreign PEFT directories: what real PEFT wrote, what others write, and what is refused."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -283,6 +284,16 @@ def test_a_config_that_is_not_plain_lora_is_refused(key, written):
     change(written, **{key: value})
     with pytest.raises(AdapterError, match=message):
         peft_import.read(written, SHAPE)
+
+
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize("pattern", [r"(.|\w)*[!?]", r"(.|\w)*\d\d\d"])
+def test_a_pattern_that_takes_for_ever_is_given_up(key, pattern, written):
+    change(written, **{key: {pattern: 7}})
+    started = time.monotonic()
+    with pytest.raises(AdapterError, match="which takes for ever to match model.layers.0."):
+        peft_import.read(written, SHAPE)
+    assert time.monotonic() - started < 20
 
 
 def test_flipped_bits_of_our_own_files_are_seen(written):

@@ -5,7 +5,7 @@ import pytest
 from published_configs import PUBLISHED, shrunk
 
 from lora_moe_rl.adapters.families import ModelShape
-from lora_moe_rl.adapters.resize import combine, fit, resize, squared_norms, truncate
+from lora_moe_rl.adapters.resize import combine, fit, fresh, resize, squared_norms, truncate
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import AdapterConfig
 from lora_moe_rl.errors import AdapterError
@@ -63,6 +63,21 @@ def test_growing_is_exact_and_can_be_trained(layout):
         rows = more[f"{name}.A"][..., 3:, :]
         assert (np.abs(rows).max(-1) > 0).all(), "rows of zeros would never be trained"
         np.testing.assert_allclose(deltas(grown, more)[name], delta, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["per_expert", "shared_outer"])
+def test_what_grows_twice_has_rows_of_its_own_each_time(layout):
+    spec, tensors = make(rank=2, expert_layout=layout)
+    more, begun = tensors, {}
+    for site in spec:
+        begun |= fresh(site, seed=0)
+    for added in (2, 2, 3):
+        spec, more, _ = resize(spec, more, lambda site, added=added: site.rank + added)
+    for site in spec:
+        rows = more[f"{site.name}.A"]
+        first = np.concatenate([begun[f"{site.name}.A"], rows], -2)
+        wanted = min(11, site.in_features)
+        assert (np.linalg.matrix_rank(first.astype(np.float64)) == wanted).all(), site.name
 
 
 @pytest.mark.parametrize("layout", ["per_expert", "shared_outer"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from lora_moe_rl.adapters import sharding
 from lora_moe_rl.adapters.sharding import (
     RULES,
     RankLayout,
+    fused_with,
     grid_of,
     kind_of,
     pipeline_chunks,
@@ -91,6 +94,15 @@ def test_a_reduction_is_left_out_of_another_table():
     assert sharding.reductions() == entries and RankLayout().table is RULES
     with pytest.raises(ValueError, match=r"row\.B is not summed over tp"):
         sharding.without([("row", "B", "tp"), ("row", "B", "tp")])
+
+
+def test_sites_of_one_mcore_linear_are_trained_as_one():
+    assert fused_with("k_proj") == ("q_proj", "k_proj", "v_proj")
+    assert fused_with("experts.up") == ("experts.gate", "experts.up")
+    assert {site.module for site in SITES} <= {m for site in SITES for m in fused_with(site.module)}
+    for site in SITES:
+        kinds = {kind_of(replace(site, module=m)) for m in fused_with(site.module)}
+        assert kinds == {kind_of(site)}
 
 
 def test_sizes_that_do_not_divide_are_an_error():

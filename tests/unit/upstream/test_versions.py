@@ -19,6 +19,7 @@ UNCOMPRESSED = SimpleNamespace(multi_latent_attention=True, q_lora_rank=None)
 MENDS = [
     ("vllm", "refit/slots.py", lambda m: m.check_vllm()),
     ("vllm", "refit/merged_vllm.py", lambda m: m.check_vllm()),
+    ("vllm", "rollout/forked.py", lambda m: m.install(1)),
     ("vllm", "rollout/cpu_lora.py", lambda m: m.install()),
     ("vllm", "rollout/cpu_experts.py", lambda m: m.install()),
     ("vllm", "rollout/cpu_routes.py", lambda m: m.install()),

@@ -1,0 +1,62 @@
+"""A directory that is replaced as a whole: its name always stands for the old one or the new."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+
+
+@contextmanager
+def replacing(directory: Path) -> Iterator[Path]:
+    """Yields an empty directory, which takes the place of `directory` on leaving, its files on the
+    disk before; nothing happens when the body raises.
+
+    Where the file system cannot exchange two names at once (NFS), a kill between two renames
+    leaves the old directory as `NAME.old` alone; the next write puts it back first. One process at
+    a time may write a directory.
+    """
+    directory = Path(os.path.realpath(directory))  # a link stays one
+    fresh, old = (directory.with_name(f"{directory.name}.{end}") for end in ("tmp", "old"))
+    if old.exists() and not directory.exists():
+        os.rename(old, directory)
+    _remove(fresh, old)
+    fresh.mkdir(parents=True)
+    try:
+        yield fresh
+    except Exception:
+        _remove(fresh)
+        raise
+    for path in [*fresh.iterdir(), fresh]:
+        _fsync(path)
+    if not directory.exists():
+        os.rename(fresh, directory)
+    elif not _exchange(fresh, directory):
+        os.rename(directory, old)
+        os.rename(fresh, directory)
+    _fsync(directory.parent)
+    _remove(fresh, old)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Whether the file system could: each is then under the other's name."""
+    rename = ctypes.CDLL(None).renameat2
+    return rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
+
+
+def _remove(*paths: Path) -> None:
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
