@@ -21,6 +21,7 @@ from lora_moe_rl.refit.parts import PartLayout, SentPart
 from lora_moe_rl.refit.plan import Box, trainer_ranks
 from lora_moe_rl.refit.sender import Held, Sender
 from lora_moe_rl.refit.transports import shm
+from lora_moe_rl.verify.inputs import drawn
 
 LAYERS, EXPERTS, TOP_K = 48, 128, 8
 WIDTHS = {
@@ -45,15 +46,10 @@ def save_model(folder: Path) -> None:
 
 
 def random_tensors(spec: AdapterSpec, layer: int) -> dict[str, np.ndarray]:
-    """The canonical float32 tensors of a layer, the same each time; of a size that changes what the
-    model says."""
-    generator = np.random.default_rng(layer)
-    tensors = {}
-    for name, shape in spec.tensor_shapes.items():
-        if spec.by_name[name[:-2]].layer == layer:
-            values = generator.standard_normal(shape, dtype=np.float32)
-            tensors[name] = values * np.float32(shape[-1] ** -0.5 if name[-1] == "A" else 0.03)
-    return tensors
+    """The canonical float32 tensors of a layer, the same each time."""
+    sites = [site.name for site in spec if site.layer == layer]
+    shapes = {name: s for name, s in spec.tensor_shapes.items() if name[:-2] in sites}
+    return drawn(shapes, seed=layer)
 
 
 def save_adapter(folder: Path, spec: AdapterSpec, config: RunConfig) -> int:

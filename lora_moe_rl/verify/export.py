@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from lora_moe_rl.config.options import names, verify_parser
 from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.rollout.facts import slot_rank
 from lora_moe_rl.verify.comparisons import Comparisons, largest, random_prompts
+from lora_moe_rl.verify.inputs import drawn
 from lora_moe_rl.verify.layouts import read_config
 from lora_moe_rl.verify.ranks import spec_of
 from lora_moe_rl.verify.report import Check, Say, progress
@@ -33,7 +32,6 @@ FORMS = ("peft-2d", "peft-3d", "merged", "vllm-adapter", "vllm-merged")
 TOLERANCE = 5e-6
 NEW_TOKENS = 4
 EFFECT = 100  # the adapter must change logprobs by this many tolerances
-Tensors = dict[str, np.ndarray]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,16 +50,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def random_adapter(spec, seed: int) -> Tensors:
-    """Large enough to change every token's logprobs."""
-    rng = np.random.default_rng(seed)
-    return {
-        name: rng.standard_normal(shape, dtype=np.float32)
-        * np.float32(shape[-1] ** -0.5 if name.endswith("A") else 0.03)
-        for name, shape in spec.tensor_shapes.items()
-    }
-
-
 class _Verification:
     def __init__(self, options: argparse.Namespace, folder: Path, say: Say):
         import peft  # noqa: F401  first: it looks for transformer_engine, which may be a stand-in
@@ -73,7 +61,7 @@ class _Verification:
         settings = (options.settings, ["adapter.*"], {})
         self.config = read_config("verify export", str(self.base), *settings)
         self.spec = spec_of(self.base, self.config, servable=True)
-        self.tensors = random_adapter(self.spec, seed=0)
+        self.tensors = drawn(self.spec.tensor_shapes, seed=0)
         self.prompts = random_prompts(self.spec.shape.vocab_size)
         say("transformers, merged by hand")
         self.model = hf.load(self.base)

@@ -41,6 +41,17 @@ def random_adapter(
     return tensors
 
 
+def drawn(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:
+    """Canonical float32 tensors of these names and shapes, large enough to change every token's
+    logprobs; the same for a seed."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: rng.standard_normal(shape, dtype=np.float32)
+        * np.float32(shape[-1] ** -0.5 if name.endswith("A") else 0.03)
+        for name, shape in shapes.items()
+    }
+
+
 def trained_part(site: Site, letter: str) -> tuple:
     """The index of the trained rows of A, or columns of B, in a canonical tensor."""
     trained = slice(0, site.trained_rank)

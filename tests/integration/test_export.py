@@ -10,6 +10,7 @@ import tiny_families
 from lora_moe_rl.cli import main
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 from lora_moe_rl.verify import export as verify_export
+from lora_moe_rl.verify.inputs import drawn
 
 FORMS = ("peft-2d", "peft-3d", "merged")
 
@@ -39,7 +40,7 @@ def test_verify_export_notices_an_adapter_that_is_not_the_same(tmp_path, capsys,
     original = verify_export._Verification._merge
 
     def merge_another(self):
-        self.tensors = verify_export.random_adapter(self.spec, seed=1)
+        self.tensors = drawn(self.spec.tensor_shapes, seed=1)
         original(self)
 
     monkeypatch.setattr(verify_export._Verification, "_merge", merge_another)
@@ -65,7 +66,7 @@ def test_an_adapter_is_served_as_its_merged_model(tmp_path, capsys, monkeypatch)
     shape = ModelShape.from_hf_config(json.loads((base / "config.json").read_text()))
     config = AdapterConfig(rank=6, expert_rank=4, alpha=12.0)
     spec = AdapterSpec.build(shape, config)
-    spec, tensors = peft.for_vllm(spec, verify_export.random_adapter(spec, seed=0))
+    spec, tensors = peft.for_vllm(spec, drawn(spec.tensor_shapes, seed=0))
     peft.write(adapter, spec, tensors, RunConfig(model=str(base), adapter=config))
     arguments = [str(adapter), "--to", "merged", "--base", str(base), "--out", str(merged)]
     assert main(["export", *arguments]) == 0
