@@ -1,6 +1,6 @@
 """Who may talk to Ray: nobody from another machine, or only who has the token.
 
-Written against Ray 2.60. `tests/unit/test_ray_doors.py` looks at the sockets that it opens.
+Written against Ray 2.60. `tests/unit/cluster/test_ray_doors.py` looks at the sockets that it opens.
 """
 
 from __future__ import annotations
