@@ -108,9 +108,11 @@ def train(arguments: Sequence[str], config: RunConfig | None = None, prog: str =
     if "--dry-run" in flags:
         print(to_yaml(config), end="")
         return 0
+    from lora_moe_rl.run.signals import sigterm_interrupts
     from lora_moe_rl.run.start import run
 
-    run(config, resume="--resume" in flags)
+    with sigterm_interrupts():  # the run itself takes over once its actors have started
+        run(config, resume="--resume" in flags)
     return 0
 
 

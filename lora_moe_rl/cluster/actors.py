@@ -5,13 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from lora_moe_rl.cluster.process_end import Watched
+from lora_moe_rl.cluster.security import make_token, only_loopback, require_token
+from lora_moe_rl.cluster.watchdog import watch
 from lora_moe_rl.errors import ActorFailed, ConfigError, LoraMoeRlError
 from lora_moe_rl.files.run_dir import RunDir
 
@@ -22,21 +29,31 @@ PEER_GRACE_S = 5.0  # within which Ray tells of an actor's death
 def start_ray(num_actors: int) -> None:
     """Joins the cluster of RAY_ADDRESS, or starts Ray in this process.
 
+    Who can talk to Ray can run code (its protocol is pickle): on one machine it listens on the
+    loopback interface alone, and everywhere a token is asked for (see `security.py`).
+
     On one machine actors outnumber cores on purpose (they take turns); Ray is told of enough.
-    Raises ConfigError when the directory of its sockets has too long a name.
+    Raises ConfigError when the directory of its sockets has too long a name, and for a cluster
+    without a token.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "include_dashboard": False}
+    quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
     if "RAY_ADDRESS" in os.environ:
-        ray.init(logging_level=logging.ERROR, log_to_driver=False)
+        require_token()
+        with _own_signals():
+            ray.init(**quiet)
         return
+    make_token()
+    watch()
     try:
-        ray.init(
-            address="local",
-            num_cpus=max(num_actors + 1, os.cpu_count() or 1),
-            object_store_memory=LOCAL_OBJECT_STORE,
-            **quiet,
-        )
+        with only_loopback(), _own_signals():
+            ray.init(
+                address="local",
+                num_cpus=max(num_actors + 1, os.cpu_count() or 1),
+                object_store_memory=LOCAL_OBJECT_STORE,
+                include_dashboard=False,
+                **quiet,
+            )
     except OSError as error:
         if "AF_UNIX" not in str(error):
             raise
@@ -46,11 +63,33 @@ def start_ray(num_actors: int) -> None:
         ) from error
 
 
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Puts SIGTERM's handler back as it was before: Ray's prints a stack."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
 class Actor:
     """A named Ray actor of a run."""
 
     def __init__(self, handle: Any, name: str, run_dir: RunDir):
         self.handle, self.name, self.run_dir = handle, name, run_dir
+        self._process: Watched | None = None
+        here = ray.get_runtime_context().get_node_id()
+        where = handle.__ray_call__.remote(_where).future()
+        where.add_done_callback(lambda answer: self._watch(answer, here))
+
+    def _watch(self, answer: Future, here: str) -> None:
+        """From when the actor has started; it can be on this machine alone."""
+        with suppress(RayError, OSError):  # it did not start, or has ended already
+            node, pid = answer.result()
+            if node == here:
+                self._process = Watched(pid)
 
     def remote(self, method: str, *args: Any, num_returns: int = 1):
         """Calls a method; returns its ObjectRef, or a list of them."""
@@ -58,9 +97,23 @@ class Actor:
 
     def failed(self, error: BaseException) -> ActorFailed:
         """What happened to this actor, with the last lines of its log."""
-        reason = str(error).strip().splitlines()
-        return ActorFailed(self.name, reason[0] if reason else type(error).__name__,
-                           self.run_dir.tail(self.name))  # fmt: skip
+        lines = str(error).strip().splitlines()
+        reason = (lines[0] if lines else type(error).__name__) + self._end(error)
+        return ActorFailed(self.name, reason, self.run_dir.tail(self.name))
+
+    def _end(self, error: BaseException) -> str:
+        """How its process has ended: by the kernel's word, or else by what Ray makes of it."""
+        if not isinstance(error, RayActorError):
+            return ""
+        how = self._process.how_it_ended() if self._process else None
+        if how is None:
+            how = str(error).partition("Worker exit detail: ")[2].partition("\n")[0]
+        return f" ({how})" if how else ""
+
+
+def _where(actor: Any) -> tuple[str, int]:
+    """In an actor: the node it runs on, and its process there."""
+    return ray.get_runtime_context().get_node_id(), os.getpid()
 
 
 def get(

@@ -28,6 +28,7 @@ class CliRun:
         environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
         if ray_address is not None:
             environment["RAY_ADDRESS"] = ray_address
+            environment.setdefault("RAY_AUTH_MODE", "disabled")  # as the cluster's
         command = [sys.executable, "-m", "lora_moe_rl", *map(str, arguments)]
         with open(output, "w") as file:
             self.process = psutil.Popen(

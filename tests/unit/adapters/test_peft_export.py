@@ -93,8 +93,12 @@ def test_peft_loads_what_was_exported(kind, form, tmp_path):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", OTHERS)
 def test_peft_loads_every_site_of_other_families(name, form, tmp_path):
-    patterns = {"layers.3.*": 5, "layers.3.experts.up": 2, "layers.0.*": 2}
-    adapter = {"rank": 4, "expert_rank": 3, "rank_pattern": patterns}
+    if ModelShape.from_hf_config(PUBLISHED[name]).moe_layers:
+        patterns = {"layers.3.*": 5, "layers.3.experts.up": 2, "layers.0.*": 2}
+        adapter = {"rank": 4, "expert_rank": 3, "rank_pattern": patterns}
+    else:
+        patterns = {"layers.3.*": 5, "layers.3.mlp.up": 2, "layers.0.*": 2}
+        adapter = {"rank": 4, "rank_pattern": patterns}
     check_loaded_equals_merged(name, adapter, tmp_path / "adapter", form)
 
 

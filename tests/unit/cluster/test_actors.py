@@ -1,6 +1,8 @@
 """What a failing call on several actors is reported as: the one that is to blame, by name."""
 
 import os
+import platform
+import signal
 import time
 
 import pytest
@@ -11,6 +13,8 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ActorFailed, RefitError
 from lora_moe_rl.files.run_dir import RunDir
 
+# Whether the kernel tells how a process ended to others than its parent.
+TELLS = tuple(map(int, platform.release().split("-")[0].split(".")[:2])) >= (6, 15)
 NAMES = ("trainer-0", "trainer-1")
 
 
@@ -19,6 +23,8 @@ class Rank:
         time.sleep(seconds)
         if deed == "die":
             os._exit(1)
+        if deed == "be killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         if deed == "raise":
             raise RuntimeError("connection closed by peer")
         if deed == "ours":
@@ -64,6 +70,13 @@ def test_the_dead_one_is_named_even_when_its_peer_complains_first(actors):
     with pytest.raises(ActorFailed, match="actor trainer-1 failed: .*died") as caught:
         act(actors, ("raise",), ("die", 0.5))
     assert caught.value.log_tail == "last words of trainer-1"
+
+
+@pytest.mark.parametrize(("deed", "end"), [("die", "exit code 1"), ("be killed", "signal SIGKILL")])
+def test_the_message_says_how_a_process_ended(actors, deed, end):
+    with pytest.raises(ActorFailed) as caught:
+        act(actors, ("fine",), (deed, 0.5))
+    assert (f"({end})" if TELLS else "(Worker unexpectedly exits") in caught.value.reason
 
 
 def test_a_failure_does_not_wait_for_the_others(actors):

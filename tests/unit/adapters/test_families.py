@@ -27,7 +27,7 @@ from lora_moe_rl.rollout.platform import engine_args
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.router_replay.travel import send
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 OFF = {"replay": {"mode": "off"}}
 
 

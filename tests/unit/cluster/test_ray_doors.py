@@ -1,0 +1,122 @@
+"""Ray as a run starts it: which sockets it listens on, and who is let in."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from lora_moe_rl import cli
+from lora_moe_rl.cluster import security
+from lora_moe_rl.errors import ConfigError
+
+OWN_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+
+DRIVER = """
+import json, os, stat, sys
+import psutil, ray
+from lora_moe_rl.cli import exit_code_of
+from lora_moe_rl.cluster.actors import start_ray
+from lora_moe_rl.run.signals import sigterm_interrupts
+
+class One:
+    def pid(self):
+        return os.getpid()
+
+def run():
+    start_ray(1)
+    ray.get(ray.remote(One).remote().pid.remote())
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    listening = [
+        (connection.laddr.ip, " ".join(process.cmdline())[:100])
+        for process in processes
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    token = os.environ["RAY_AUTH_TOKEN_PATH"]
+    found = {"listening": listening, "mode": stat.S_IMODE(os.stat(token).st_mode), "token": token}
+    found["address"] = ray.get_runtime_context().gcs_address
+    print(json.dumps(found), flush=True)
+    sys.stdin.readline()  # until SIGTERM comes
+    return 0
+
+with sigterm_interrupts():
+    sys.exit(exit_code_of(run, []))
+"""
+
+STRANGER = """
+import sys
+from ray._raylet import GcsClient
+print(GcsClient(address=sys.argv[1]).internal_kv_keys(b"", namespace=None, timeout=20))
+"""
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k not in OWN_VARIABLES} | more
+
+
+def stranger(address: str, **variables: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", STRANGER, address]
+    return subprocess.run(command, env=environment(**variables), capture_output=True, text=True)
+
+
+def start_driver() -> tuple[subprocess.Popen, dict]:
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    return driver, json.loads(driver.stdout.readline())
+
+
+def test_a_driver_that_is_killed_leaves_no_process():
+    driver, _ = start_driver()
+    started = psutil.Process(driver.pid).children(recursive=True)
+    assert len(started) >= 5
+    driver.kill()
+    driver.wait()
+    _, alive = psutil.wait_procs(started, timeout=30)
+    alive = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not alive, [p.cmdline() for p in alive]
+
+
+def test_ray_of_a_run_listens_on_loopback_alone_wants_the_token_and_ends_at_sigterm():
+    driver, found = start_driver()
+    assert len(found["listening"]) >= 5  # gcs, raylet, its agent, driver, actor
+    for address, command in found["listening"]:
+        assert ipaddress.ip_address(address.removeprefix("::ffff:")).is_loopback, command
+    assert found["mode"] == 0o600
+
+    has_it = stranger(found["address"], RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=found["token"])
+    assert has_it.returncode == 0, has_it.stderr
+    for variables in (
+        {"RAY_AUTH_MODE": "disabled"},
+        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64},
+    ):
+        refused = stranger(found["address"], **variables)
+        assert refused.returncode != 0 and "AuthenticationError" in refused.stderr
+    driver.send_signal(signal.SIGTERM)
+    _, error = driver.communicate(timeout=60)
+    assert (driver.returncode, error) == (cli.INTERRUPTED, "error: interrupted\n")
+    assert not os.path.exists(found["token"])
+
+
+def test_a_cluster_without_a_token_is_refused(monkeypatch, tmp_path):
+    for name in OWN_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))  # where Ray looks for one
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.7:6379")
+    security.AuthenticationTokenLoader.instance().reset_cache()
+    with pytest.raises(ConfigError, match=r"no token for the Ray cluster of RAY_ADDRESS=10.0.0.7"):
+        security.require_token()
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    security.require_token()
