@@ -9,7 +9,6 @@ a fork. There is no CUDA here, and one thread makes no OpenMP team: with more, v
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import stat
@@ -47,13 +46,13 @@ def install(threads: int) -> None:
 
 class EngineFork(ForkProcess):
     """A process that computes with one thread and begins as a spawned one does: stock signals, a
-    name of its own, and of its parent's sockets and pipes only those that it was given."""
+    name of its own, and of its parent's sockets only those that it was given."""
 
     def run(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         given = {arg.fileno() for arg in self._kwargs.values() if isinstance(arg, Connection)}
-        _let_go(keep={multiprocessing.parent_process().sentinel, *given})
+        _let_go(keep=given)
         if ray := sys.modules.get("ray._raylet"):
             # vLLM means to name the process itself, but finds no room where Ray wrote a title.
             ray.setproctitle(f"VLLM::{self.name}")
@@ -66,14 +65,14 @@ class EngineForkContext(ForkContext):
 
 
 def _let_go(keep: Set[int]) -> None:
-    """Puts /dev/null in the place of each socket and pipe, standard streams aside: that they are
-    open is to Ray, and to our own pipes, a sign of life of the parent. They are not closed, so that
-    nothing takes over a number by which inherited code still knows them."""
+    """Puts /dev/null in the place of each socket, standard streams aside: that one is open is to
+    Ray a sign of life of the parent. They are not closed, so that nothing takes over a number by
+    which inherited code still knows them. Pipes stay: one of them is this process's own sign of
+    life to its parent."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # the listing's own is closed by now
-            mode = os.fstat(descriptor).st_mode
-            tie = stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode)
+            tie = stat.S_ISSOCK(os.fstat(descriptor).st_mode)
             if tie and descriptor > 2 and descriptor not in keep:
                 os.dup2(null, descriptor)
     os.close(null)

@@ -10,6 +10,7 @@ import sys
 
 PARENT = """
 import multiprocessing, os, signal, sys, time
+from multiprocessing.connection import wait
 from lora_moe_rl.rollout.forked import EngineForkContext
 
 def child(given):
@@ -24,8 +25,11 @@ signal.signal(signal.SIGTERM, lambda *_: None)
 context = EngineForkContext()
 reader, writer = context.Pipe(duplex=False)
 assert context.get_start_method() == "fork"
-context.Process(target=child, name="EngineCore", kwargs={"given": writer}).start()
-print(reader.recv(), flush=True)
+process = context.Process(target=child, name="EngineCore", kwargs={"given": writer})
+process.start()
+pid = reader.recv()
+assert not wait([process.sentinel], timeout=0.5)  # to its parent it lives
+print(pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
