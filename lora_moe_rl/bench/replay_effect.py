@@ -33,7 +33,7 @@ def measure(folder: Path) -> dict[str, Any]:
 
     Raises BenchmarkError when they are equal without replay.
     """
-    from lora_moe_rl.algorithms.kl import MISMATCH
+    from lora_moe_rl.algorithms.parts.kl import MISMATCH
     from lora_moe_rl.verify.processes import apart
     from lora_moe_rl.verify.ranks import run_ranks
 
@@ -118,7 +118,7 @@ def score(worker, spec, sequences: list[list[int]], table: RouteTable) -> dict[s
 
 def compare(rollout: Sequence[np.ndarray], trainer: Sequence[np.ndarray]) -> dict[str, float]:
     """Mismatch of the response tokens, which are the last of each sequence."""
-    from lora_moe_rl.algorithms.kl import mismatch
+    from lora_moe_rl.algorithms.parts.kl import mismatch
 
     ours = np.concatenate([t[len(t) - len(r) :] for r, t in zip(rollout, trainer, strict=True)])
     return mismatch(np.concatenate(rollout), ours, np.ones(len(ours), bool))

@@ -89,6 +89,14 @@ class Thing:
     assert imported(source) == {"torch", "lora_moe_rl.errors", "psutil", "numpy"}
 
 
+def test_what_is_imported_from_us_is_there_also_in_functions():
+    packages = {name.rpartition(".")[0] for name in MODULES} | set(MODULES)
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
+                assert node.module in packages, f"{name} imports {node.module}, which is gone"
+
+
 def test_no_modules_import_each_other_in_a_circle():
     graph = {name: found & set(MODULES) - {PACKAGE} for name, found in IMPORTS.items()}
     try:
