@@ -87,7 +87,7 @@ class Verification:
         started = time.perf_counter()
         trainer = self.alone.trainer
         batch, table = random_batch(self.spec, self.samples, self.alone.seed + 1, LENGTHS)
-        batch.advantages = np.abs(batch.advantages)
+        batch.advantages = [np.abs(one) for one in batch.advantages]
         with tempfile.TemporaryDirectory(prefix="lora-moe-rl-verify-") as folder:
             inputs = Inputs(batch, table, _made(Path(folder) / "one"))
             one, reference = self._one_rank(inputs)

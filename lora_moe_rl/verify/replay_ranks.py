@@ -73,7 +73,7 @@ def _one(worker, task: Replayed, recompute: bool) -> Used:
     with watched(engine, recompute and task.train) as calls:
         batch = TrainBatch.from_sequences(task.sequences)
         if task.train:
-            batch.advantages += 1
+            batch.advantages = [one + 1 for one in batch.advantages]
             worker.gradients(batch, task.table)
         else:
             logprobs = _score(engine, batch, task)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from ranks import random_adapter, random_batch, run_ranks, spec_of
 
+from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.shards import assemble
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import AdapterError, CheckpointError, ReplayError
@@ -32,6 +33,7 @@ def with_settings(worker, **sections) -> None:
     for section, values in sections.items():
         data[section] |= values
     worker.engine.config = RunConfig.model_validate(data)
+    worker.engine.algorithm = algorithms.make(worker.engine.config.algorithm)
 
 
 def exercise(worker, spec):
@@ -64,7 +66,7 @@ def exercise(worker, spec):
         update("missing_error", the_table=holes)
     results["missing_error"] = str(raised.value)
 
-    few = dataclasses.replace(batch, weights=np.zeros_like(batch.weights))
+    few = dataclasses.replace(batch, weights=[0 * one for one in batch.weights])
     before = worker.export()
     version = worker.version()
     results["nothing"] = worker.update(few, table)
@@ -130,8 +132,7 @@ def nan_on_one_rank(worker, spec):
     batch, table = random_batch(spec)
     worker.set_adapter(random_adapter(spec))
     before = worker.export()
-    advantages = batch.advantages.copy()
-    advantages[0] = np.inf
+    advantages = [np.full_like(batch.advantages[0], np.inf), *batch.advantages[1:]]
     skipped = worker.update(dataclasses.replace(batch, advantages=advantages), table)
     same = all((a.data == b.data).all() for a, b in zip(before, worker.export(), strict=True))
     return skipped, same, worker.update(batch, table)
