@@ -17,7 +17,7 @@ from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Group, Sample, UpdateResult
 from lora_moe_rl.errors import NonFiniteError, RewardError
-from lora_moe_rl.files import checkpoint
+from lora_moe_rl.files import checkpoint, trainer_state
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.models.fingerprint import base_record
 from lora_moe_rl.ports import Trainer
@@ -143,7 +143,9 @@ class Records:
             "base": self.base,
         }
         keep = self.config.checkpoint.keep
-        writer = checkpoint.write_checkpoint(self.run_dir.checkpoints, step, keep, metadata)
+        ranks = range(self.config.trainer.world_size)
+        expect = [trainer_state.file_name(rank) for rank in ranks]
+        writer = checkpoint.write_checkpoint(self.run_dir.checkpoints, step, keep, metadata, expect)
         with writer as directory:
             metadata["trainer"] = self.trainer.save(directory)
         peft.write(self.run_dir.adapter, self.spec, self.trainer.adapter(), self.config)
