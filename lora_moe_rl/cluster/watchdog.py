@@ -2,7 +2,8 @@
 
 Ray's processes watch each other, but a driver that was killed leaves some of its agents behind.
 All of them inherit a mark in their environment; a small process waits for the end of the driver,
-then for a while, and kills what still has the mark.
+then for a while, and kills what still has the mark. Ray's agents write their titles over their
+environment: they are known as children of a marked process, as long as that lives.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 import uuid
 from contextlib import suppress
 from typing import Any
@@ -59,10 +59,20 @@ def watch() -> None:
 
 def main(mark: str) -> None:
     sys.stdin.read()  # until the pipe closes
-    deadline = time.monotonic() + GRACE_S
-    while marked(MARK, mark) and time.monotonic() < deadline:
-        time.sleep(0.2)
+    found = _with_children(marked(MARK, mark))
+    _, alive = psutil.wait_procs(found, timeout=GRACE_S)
+    for process in alive:
+        with suppress(psutil.Error):
+            process.kill()
     kill_marked(MARK, mark)
+
+
+def _with_children(processes: list[psutil.Process]) -> list[psutil.Process]:
+    found = set(processes)
+    for process in processes:
+        with suppress(psutil.Error):
+            found.update(process.children(recursive=True))
+    return list(found)
 
 
 if __name__ == "__main__":

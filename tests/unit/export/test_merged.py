@@ -29,8 +29,10 @@ INDEX = "model.safetensors.index.json"
 
 
 def spec_of(base: Path, adapter: AdapterConfig = ADAPTER) -> AdapterSpec:
-    config = json.loads((base / "config.json").read_text())
-    return AdapterSpec.build(ModelShape.from_hf_config(config), adapter)
+    shape = ModelShape.from_hf_config(json.loads((base / "config.json").read_text()))
+    if not shape.num_experts:
+        adapter = AdapterConfig(rank=adapter.rank, alpha=adapter.alpha)
+    return AdapterSpec.build(shape, adapter)
 
 
 def random_adapter(spec: AdapterSpec, seed: int = 0) -> dict[str, np.ndarray]:
@@ -80,6 +82,8 @@ def expected_weights(spec, tensors, base: dict[str, torch.Tensor]) -> dict[str, 
 @pytest.mark.parametrize("layout", ["per expert", "stacked"])
 @pytest.mark.parametrize("family", tiny_families.FAMILIES)
 def test_merged_equals_weights_merged_by_hand(family, layout, tmp_path):
+    if (family, layout) == ("qwen3", "stacked"):
+        pytest.skip("a dense model has no experts to stack")
     base = tmp_path / "base"
     model = tiny_families.save(family, base)
     if layout == "stacked":

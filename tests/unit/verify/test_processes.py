@@ -81,7 +81,7 @@ def test_an_error_of_ours_is_raised_as_it_is_and_another_with_its_traceback(tmp_
 
 def test_a_process_that_dies_is_named_with_its_exit_code_and_last_words(tmp_path):
     with things(tmp_path, 2) as two:
-        with pytest.raises(ActorFailed, match="thing 0 failed: its process ended.*3") as raised:
+        with pytest.raises(ActorFailed, match="thing [01] failed: its process ended.*3") as raised:
             two.call("die", timeout_s=WAIT_S)
         assert raised.value.log_tail == "the last words"
 
