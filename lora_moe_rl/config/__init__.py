@@ -3,23 +3,21 @@
 Importing this package imports no torch.
 """
 
+from lora_moe_rl.config.adapter import AdapterConfig
+from lora_moe_rl.config.engines import RefitConfig, ReplayConfig, RolloutConfig
 from lora_moe_rl.config.schema import (
-    AdapterConfig,
     AlgorithmConfig,
     CheckpointConfig,
     DataConfig,
     EnvironmentConfig,
     LoggingConfig,
     ModelConfig,
-    RefitConfig,
-    ReplayConfig,
     RewardConfig,
-    RolloutConfig,
     RunConfig,
-    Section,
     TrackerConfig,
-    TrainerConfig,
 )
+from lora_moe_rl.config.section import Section
+from lora_moe_rl.config.trainer import TrainerConfig
 
 __all__ = [
     "AdapterConfig",

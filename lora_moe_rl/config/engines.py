@@ -1,0 +1,129 @@
+"""The sections `rollout`, `refit` and `replay`: vLLM, and what goes to it and comes from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from lora_moe_rl.config.section import Section
+from lora_moe_rl.refit.transports import transport_names
+
+
+class RolloutConfig(Section):
+    engines: int = Field(1, ge=1, description="vLLM engine replicas.")
+    tp: int = Field(1, ge=1, description="Tensor-parallel size of each engine.")
+    ep: bool = Field(
+        False,
+        description="Give each of an engine's tp ranks a share of the experts, not of each expert.",
+    )
+    fully_sharded: bool = Field(
+        False,
+        description="Cut adapters over an engine's tp ranks along the rank too (vLLM's "
+        "fully_sharded_loras): less memory, more communication.",
+    )
+    max_response_tokens: int = Field(8, ge=1, description="Longest response, in tokens.")
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature; the loss uses it too.")
+    stop_token_ids: tuple[int, ...] = Field(
+        (), description="Token ids that end a response, besides the model's own end of sequence."
+    )
+    gpu_memory_utilization: float = Field(0.5, gt=0, le=1, description="vLLM's share of a GPU.")
+    gpus_per_engine: float | None = Field(
+        None, gt=0, description="GPUs Ray reserves for an engine; null: rollout.tp on cuda, else 0."
+    )
+    cpu_kv_cache_gib: float = Field(0.25, gt=0, description="KV cache of a CPU engine, in GiB.")
+    cpu_threads: int = Field(1, ge=1, description="Threads of each worker of a CPU engine.")
+    max_num_seqs: int = Field(256, ge=1, description="Most sequences an engine decodes at once.")
+    prefix_caching: bool = Field(True, description="Reuse the KV cache of equal prompt prefixes.")
+    start_timeout_s: float = Field(600, gt=0, description="Longest wait for an engine to start.")
+    max_restarts: int = Field(
+        2, ge=0,
+        description="How often a run starts engines anew whose processes have died; 0: never.",
+    )  # fmt: skip
+
+    @model_validator(mode="after")
+    def _one_cut(self):
+        if self.ep and self.fully_sharded:
+            raise ValueError(
+                "rollout.ep=true and rollout.fully_sharded=true are both set: vLLM cuts adapters "
+                "of experts over the tp ranks either by expert or by rank; choose one"
+            )
+        return self
+
+
+class RefitConfig(Section):
+    mode: Literal["adapter", "merged"] = Field(
+        "adapter",
+        description="What engines serve: adapters in slots, or base weights with the adapter "
+        "merged in, for what vLLM cannot serve as an adapter (kv_b_proj).",
+    )
+    transport: str = Field(
+        "auto",
+        description="How adapters travel: by shared memory (shm), by torch.distributed "
+        "(distributed), or through refit.directory (directory); auto: shm when trainer and engines "
+        "are on one machine, else distributed.",
+    )
+    directory: str | None = Field(
+        None,
+        description="Of transport directory: a path that is the same for trainer and engines.",
+    )
+    slots: int = Field(
+        2, ge=1,
+        description="Adapter slots of an engine: versions alive at once. With 1, a refit waits for "
+        "the requests of the old version.",
+    )  # fmt: skip
+    proof_prompts: int = Field(2, ge=1, description="Probe prompts compared at each refit.")
+    proof_tolerance: float | None = Field(
+        None, gt=0,
+        description="Largest |logprob difference| between trainer and engine on the probe; null: "
+        "1e-4 in float32, 0.15 in bfloat16.",
+    )  # fmt: skip
+    timeout_s: float = Field(
+        300, gt=0, description="Longest wait for a free slot, and for one refit."
+    )
+
+    @field_validator("transport")
+    @classmethod
+    def _known_transport(cls, value: str) -> str:
+        if value not in (known := ("auto", *transport_names())):
+            raise ValueError(f"refit.transport={value!r} is not one of {', '.join(known)}")
+        return value
+
+    @model_validator(mode="after")
+    def _directory(self):
+        if self.transport == "directory" and self.directory is None:
+            raise ValueError(
+                "refit.transport=directory needs refit.directory: a path that trainer and engines "
+                "share"
+            )
+        if self.directory is not None and not Path(self.directory).is_absolute():
+            raise ValueError(
+                f"refit.directory={self.directory} is relative, and trainer and engines may run in "
+                "different places; give it from the root"
+            )
+        return self
+
+
+class ReplayConfig(Section):
+    mode: Literal["off", "r2", "r3"] = Field(
+        "r3",
+        description="Router decisions in the trainer: its own (off), those of its old-logprob pass "
+        "(r2), or those of the rollout (r3).",
+    )
+    missing: Literal["error", "mask", "route"] = Field(
+        "error",
+        description="What r3 does with a token without recorded routes: stop, mask it out of the "
+        "loss, or let the trainer route it.",
+    )
+    audit: int = Field(
+        10, ge=0,
+        description="Steps from one comparison of the routes that were used, read back from the "
+        "token dispatchers, with those recorded to the next; 0: none.",
+    )  # fmt: skip
+    audit_samples: int = Field(4, ge=1, description="Samples compared in an audited step.")
+    compare_every: int = Field(
+        0, ge=0,
+        description="Steps from one forward without replay, for mismatch/without_replay/*, to the "
+        "next; 0: none.",
+    )  # fmt: skip

@@ -1,0 +1,86 @@
+"""The section `trainer`: Megatron-core."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from lora_moe_rl.config.section import Section
+
+
+class TrainerConfig(Section):
+    steps: int = Field(40, ge=1, description="Rollout-and-update steps of the run.")
+    world_size: int = Field(1, ge=1, description="Megatron ranks: tp * pp * (data parallel size).")
+    tp: int = Field(1, ge=1, description="Tensor-parallel size.")
+    pp: int = Field(1, ge=1, description="Pipeline-parallel size.")
+    vpp: int = Field(
+        1, ge=1, description="Virtual pipeline: pieces of the model that each pipeline rank holds."
+    )
+    ep: int = Field(1, ge=1, description="Expert-parallel size; divides tp * (data parallel size).")
+    etp: int = Field(
+        1, ge=1, description="Expert-tensor-parallel size: ranks that share an expert; divides tp."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where the trainer runs; auto: cuda when there is one."
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Dtype of the frozen base; auto: bfloat16 on cuda, float32 on the CPU."
+    )
+    lora_kernel: Literal["auto", "triton", "torch"] = Field(
+        "auto", description="Kernels of the experts' adapters; auto: triton on cuda, else torch."
+    )
+    gpus_per_rank: float = Field(
+        1.0, gt=0, le=1, description="Share of a GPU one rank holds (Ray)."
+    )
+    lr: float = Field(1e-4, gt=0, description="Peak learning rate of Adam.")
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up to lr.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay of the adapters.")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="Adam beta1.")
+    adam_beta2: float = Field(0.95, ge=0, lt=1, description="Adam beta2.")
+    adam_eps: float = Field(1e-8, gt=0, description="Adam epsilon.")
+    clip_grad: float = Field(
+        1.0, ge=0, description="Clip the global gradient norm to this; 0: never."
+    )
+    micro_batch_tokens: int = Field(
+        4096, ge=1, description="Most tokens packed into one micro-batch of one rank."
+    )
+    recompute: Literal["none", "full"] = Field(
+        "none",
+        description="Activations of a layer: kept for backward (none), or computed again (full).",
+    )
+    max_skipped_steps: int = Field(
+        3, ge=1, description="Stop after this many optimizer steps in a row with NaN or inf."
+    )
+
+    @model_validator(mode="after")
+    def _layout(self):
+        model_parallel = self.tp * self.pp
+        if self.world_size % model_parallel:
+            raise ValueError(
+                f"trainer.world_size={self.world_size} does not match the layout: it must be a "
+                f"multiple of tp * pp = {self.tp} * {self.pp} = {model_parallel}"
+            )
+        if (self.tp * self.dp) % (self.ep * self.etp):
+            experts = f"trainer.ep={self.ep}"
+            if self.etp > 1:
+                experts += f" * trainer.etp={self.etp}"
+            raise ValueError(
+                f"{experts} does not divide the {self.tp * self.dp} ranks of a pipeline "
+                f"stage (tp={self.tp} * dp={self.dp} with world_size={self.world_size}); raise "
+                f"trainer.world_size or lower trainer.ep"
+            )
+        if self.tp % self.etp:
+            raise ValueError(
+                f"trainer.etp={self.etp} does not divide trainer.tp={self.tp}: expert-tensor-"
+                "parallel ranks gather each other's tokens and must hold equally many, as the "
+                "ranks of one tp group do; raise trainer.tp or use trainer.ep"
+            )
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"trainer.vpp={self.vpp} needs pipeline stages: trainer.pp is 1")
+        return self
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size: ranks that see different samples."""
+        return self.world_size // (self.tp * self.pp)
