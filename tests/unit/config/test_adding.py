@@ -1,0 +1,201 @@
+"""The classes and functions that docs/adding shows, taken out of the pages and used as a run does."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+from lora_moe_rl import algorithms
+from lora_moe_rl.algorithms.base import Tokens, signal_of
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.overrides import override
+from lora_moe_rl.config.plugins import ENVIRONMENTS
+from lora_moe_rl.config.recipes import resolve
+from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
+from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.rewards.runner import RewardRunner
+from lora_moe_rl.telemetry.metrics import MetricsWriter
+
+PAGES = Path(__file__).parents[3] / "docs/adding"
+NAN = float("nan")
+
+
+def toy(page: str, folder: Path) -> str:
+    """The first Python block of a page, written to a file."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", (PAGES / page).read_text(), re.M | re.S)
+    assert blocks, f"{page} shows no Python"
+    path = folder / "my.py"
+    path.write_text(blocks[0])
+    return str(path)
+
+
+def sample(length: int, finish_reason="stop") -> Sample:
+    response = Segment.sampled([7] * length, np.zeros(length, np.float32), version=4)
+    return Sample((Segment.given("user", [1, 2]), response), finish_reason, "7" * length)
+
+
+def group_of(rewards: list[float]) -> Group:
+    samples = [sample(length) for length in range(1, len(rewards) + 1)]
+    return Group(Prompt(0, "?", [1, 2]), samples, None, np.array(rewards, np.float32))
+
+
+def tokens_of(logprobs, old, rollout, advantages, weights) -> Tokens:
+    n = len(weights)
+    return Tokens(
+        logprobs=logprobs,
+        old=old,
+        rollout=rollout,
+        reference=None,
+        advantages=advantages,
+        weights=weights,
+        samples=torch.zeros(n, dtype=torch.long),
+        versions=torch.zeros(n, dtype=torch.int32),
+    )
+
+
+@pytest.fixture
+def best_of(tmp_path):
+    file = toy("algorithm.md", tmp_path)
+    return override(RunConfig(), [f"algorithm.name={file}:BestOf", "algorithm.keep=2"])
+
+
+def test_the_algorithm_keeps_the_best_of_a_group(best_of):
+    algorithm = algorithms.make(best_of.algorithm)
+    signal = signal_of(algorithm, group_of([0.1, NAN, 0.9, 0.5]))
+    assert [a.tolist() for a in signal.advantages] == [[0], [0, 0], [1, 1, 1], [1, 1, 1, 1]]
+    assert [w.tolist() for w in signal.weights] == [[1], [0, 0], [1, 1, 1], [1, 1, 1, 1]]
+
+
+def test_the_algorithms_loss_is_the_likelihood_of_what_it_keeps(best_of):
+    logprobs = torch.tensor([-1.0, -3.0, -2.0, -9.0], requires_grad=True)
+    advantages, weights = torch.tensor([1.0, 0.0, 1.0, NAN]), torch.tensor([1.0, 1.0, 1.0, 0.0])
+    nothing = torch.full((4,), NAN)
+    found = algorithms.make(best_of.algorithm).loss(
+        tokens_of(logprobs, logprobs.detach(), nothing, advantages, weights)
+    )
+    assert found.total.item() == 3.0
+    assert {name: value.item() for name, value in found.metrics.items()} == {
+        "policy": 3.0,
+        "least_likely": -3.0,
+    }
+    found.total.backward()
+    assert_close(logprobs.grad, torch.tensor([-1.0, 0.0, -1.0, 0.0]))
+
+
+def test_settings_of_ones_own_algorithm_reach_other_processes_and_a_resumed_run(best_of):
+    assert pickle.loads(pickle.dumps(best_of)).algorithm.keep == 2
+    saved = best_of.model_dump(mode="json")
+    assert RunConfig.model_validate(saved).algorithm == best_of.algorithm
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("algorithm.kept=2", "'algorithm.kept'"),
+        ("algorithm.clip_low=0.1", "it is one of grpo, rloo"),
+        ("algorithm.keep=0", "algorithm.keep=0 must be at least 1"),
+    ],
+)
+def test_a_setting_that_ones_own_algorithm_lacks_is_refused(best_of, setting, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        override(best_of, [setting])
+
+
+def test_what_is_no_algorithm_is_refused_by_name(tmp_path):
+    file = toy("reward.md", tmp_path)
+    with pytest.raises(ConfigError, match=r"no subclass of lora_moe_rl\.algorithms\.base\.Algo"):
+        override(RunConfig(), [f"algorithm.name={file}:near"])
+
+
+@pytest.mark.seconds  # imports Megatron
+def test_a_loss_with_other_metrics_than_it_declares_is_refused(best_of):
+    from lora_moe_rl.trainer.meter import Meter
+
+    algorithm = algorithms.make(best_of.algorithm)
+    meter = Meter(None, is_last_stage=False, declared=algorithm.metrics)
+    for least in (-3.0, -5.0, -4.0):
+        meter.add_metrics({"policy": torch.tensor(1.5), "least_likely": torch.tensor(least)})
+    assert (meter.sums["loss/policy"], meter.extremes["least_likely"]) == (4.5, -5.0)
+    with pytest.raises(ValueError, match=r"returned the metrics \['policy'\]; its algorithm decl"):
+        meter.add_metrics({"policy": torch.tensor(1.0)})
+    more = {name: torch.tensor(0.0) for name in (*algorithm.metrics, "surprise")}
+    with pytest.raises(ValueError, match="surprise"):
+        meter.add_metrics(more)
+
+
+def test_the_correction_weighs_tokens_by_the_truncated_ratio(tmp_path):
+    file = toy("correction.md", tmp_path)
+    name = f"algorithm.name={file}:CorrectedRLOO"
+    config = override(RunConfig(), [name, "algorithm.rollout_cap=1.5"])
+    logprobs = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+    rollout = torch.tensor([-1.0 - math.log(0.5), -1.0 - math.log(4.0), NAN])
+    advantages, weights = torch.tensor([2.0, -1.0, 5.0]), torch.tensor([1.0, 1.0, 0.0])
+    found = algorithms.make(config.algorithm).loss(
+        tokens_of(logprobs, logprobs.detach(), rollout, advantages, weights)
+    )
+    # Ratios 0.5 and 4, the second cut to 1.5: -(2 * 0.5 - 1 * 1.5).
+    assert_close(found.total, torch.tensor(0.5))
+    assert_close(found.metrics["correction"], torch.tensor(2.0))
+    found.total.backward()
+    assert_close(logprobs.grad, torch.tensor([-1.0, 1.5, 0.0]))
+
+
+class WrittenPolicy:
+    async def sample(self, token_ids, n):
+        assert (token_ids, n) == ([1, 2], 3)
+        return [sample(1), sample(4), sample(2)], "routes"
+
+
+class WrittenRewards:
+    async def score(self, prompt, samples):
+        return np.array([1.0, 1.0, NAN], np.float32), ["the third failed"]
+
+
+async def test_the_environment_takes_its_cost_from_rewards(tmp_path):
+    file = toy("environment.md", tmp_path)
+    settings = [f"environment.name={file}:Costly", "environment.cost=0.125"]
+    config = override(RunConfig(), settings)
+    made = ENVIRONMENTS.find(config.environment.name)(config.environment, WrittenRewards(), 3)
+    group = await made.rollout(Prompt(0, "?", [1, 2]), WrittenPolicy())
+    np.testing.assert_array_equal(group.rewards, [0.875, 0.5, NAN])
+    assert (group.routes, group.failures) == ("routes", ["the third failed"])
+    assert [len(sample.response_ids) for sample in group.samples] == [1, 4, 2]
+
+
+def texts(*completions: str) -> list[Sample]:
+    prompt, said = Segment.given("user", [1]), Segment.sampled([2], np.zeros(1), version=0)
+    return [Sample((prompt, said), "stop", text) for text in completions]
+
+
+async def test_the_reward_is_called_with_columns_and_a_failure_is_no_reward(tmp_path):
+    config = override(RunConfig(), [f"reward.function={toy('reward.md', tmp_path)}:near"])
+    with RewardRunner(config.reward.function, config.reward.timeout_s) as runner:
+        samples = texts("12", "13", "15", "x")
+        rewards, failures = await runner.score(Prompt(0, "?", [1], {"answer": "12"}), samples)
+        assert (rewards.tolist(), failures) == ([1.0, 0.5, 0.0, 0.0], [])
+        rewards, failures = await runner.score(Prompt(1, "?", [1], {"answer": "pi"}), samples)
+        assert np.isnan(rewards).all() and failures == []
+        rewards, failures = await runner.score(Prompt(2, "?", [1]), samples)
+        assert np.isnan(rewards).all() and len(failures) == 4 and "'answer'" in failures[0]
+
+
+def test_the_tracker_gets_each_step_and_is_told_the_end(tmp_path):
+    file = toy("tracker.md", tmp_path)
+    settings = [f"tracker.name={file}:OneMetric", "tracker.metric=mismatch/kl"]
+    run = override(RunConfig(), [f"logging.run_dir={tmp_path / 'run'}", *settings])
+    config = resolve(run)
+    with RunDir(config, False) as run_dir:
+        with MetricsWriter(run_dir, config) as metrics:
+            metrics.write({"step": 1, "mismatch/kl": 0.25})
+            metrics.write({"step": 2, "mismatch/kl": NAN})
+        with pytest.raises(ZeroDivisionError), MetricsWriter(run_dir, config):
+            _ = 1 / 0
+    assert (run_dir.path / "one_metric.txt").read_text() == "1 0.25\n2 nan\ndone\nfailed\n"
