@@ -1,4 +1,4 @@
-"""The classes and functions that docs/adding shows, taken out of the pages and used as a run does."""
+"""What docs/adding shows is taken out of its pages, and used as a run does."""
 
 from __future__ import annotations
 
@@ -15,26 +15,37 @@ from torch.testing import assert_close
 from lora_moe_rl import algorithms
 from lora_moe_rl.algorithms.base import Tokens, signal_of
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.importing import load_function
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.config.plugins import ENVIRONMENTS
-from lora_moe_rl.config.recipes import resolve
+from lora_moe_rl.config.recipes import load_config, resolve
 from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.rewards.runner import RewardRunner
 from lora_moe_rl.telemetry.metrics import MetricsWriter
 
-PAGES = Path(__file__).parents[3] / "docs/adding"
+ROOT = Path(__file__).parents[3]
+PAGES = ROOT / "docs/adding"
 NAN = float("nan")
 
 
-def toy(page: str, folder: Path) -> str:
+def toy(page: str | Path, folder: Path) -> str:
     """The first Python block of a page, written to a file."""
     blocks = re.findall(r"^```python\n(.*?)^```$", (PAGES / page).read_text(), re.M | re.S)
     assert blocks, f"{page} shows no Python"
     path = folder / "my.py"
     path.write_text(blocks[0])
     return str(path)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/running.md"])
+def test_a_recipe_of_the_docs_resolves_and_its_reward_is_found(tmp_path, page):
+    config = resolve(load_config(toy(page, tmp_path)))
+    assert (config.trainer.world_size, config.trainer.dp) == (8, 4)
+    assert config.data.path == "prompts.jsonl"
+    reward = load_function(config.reward.function)
+    assert reward(completions=["12", "13"], answer=["12", "12"]) == [1.0, 0.0]
 
 
 def sample(length: int, finish_reason="stop") -> Sample:
@@ -175,6 +186,7 @@ def texts(*completions: str) -> list[Sample]:
     return [Sample((prompt, said), "stop", text) for text in completions]
 
 
+@pytest.mark.seconds  # starts processes
 async def test_the_reward_is_called_with_columns_and_a_failure_is_no_reward(tmp_path):
     config = override(RunConfig(), [f"reward.function={toy('reward.md', tmp_path)}:near"])
     with RewardRunner(config.reward.function, config.reward.timeout_s) as runner:
