@@ -21,6 +21,7 @@ SOURCES = [
 # A path begins with a top folder, or with a room of the package ("run/loop.py").
 ROOMS = sorted({*TOP, *(path.name for path in PACKAGE.iterdir() if path.is_dir())})
 NAMED = re.compile(rf"(?<![\w./<>-])(?:\./)?(?P<path>(?:{'|'.join(ROOMS)})/[\w./-]*\w\.py)\b")
+TEST = re.compile(r"(?P<file>tests/[\w/]+\.py)::(?P<name>\w+)")
 LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(?P<title>.+)$", re.M)
 
@@ -58,6 +59,13 @@ def name_of(path: Path) -> str:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_files_that_a_page_names_are_there(page):
     assert not missing_files(page.read_text(), page.parent)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_tests_that_a_page_names_are_there(page):
+    for match in TEST.finditer(page.read_text()):
+        source = (ROOT / match["file"]).read_text()
+        assert re.search(rf"^(?:async )?def {match['name']}\(", source, re.M), match[0]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
