@@ -85,7 +85,7 @@ class Actor:
         where.add_done_callback(lambda answer: self._watch(answer, here))
 
     def _watch(self, answer: Future, here: str) -> None:
-        """From when the actor has started; it can be on this machine alone."""
+        """Watches the actor's process from when it has started, if it is on this machine."""
         with suppress(RayError, OSError):  # it did not start, or has ended already
             node, pid = answer.result()
             if node == here:
@@ -96,7 +96,7 @@ class Actor:
         return getattr(self.handle, method).options(num_returns=num_returns).remote(*args)
 
     def failed(self, error: BaseException) -> ActorFailed:
-        """What happened to this actor, with the last lines of its log."""
+        """The error that says what happened to this actor, with the last lines of its log."""
         lines = str(error).strip().splitlines()
         reason = (lines[0] if lines else type(error).__name__) + self._end(error)
         return ActorFailed(self.name, reason, self.run_dir.tail(self.name))
@@ -112,7 +112,7 @@ class Actor:
 
 
 def _where(actor: Any) -> tuple[str, int]:
-    """In an actor: the node it runs on, and its process there."""
+    """The node and the process in which an actor runs. Called in the actor."""
     return ray.get_runtime_context().get_node_id(), os.getpid()
 
 
@@ -146,7 +146,7 @@ def get(
 async def answers(
     actors: Sequence[Actor], refs: Sequence[Any], timeout: float | None = None
 ) -> list[Any]:
-    """As `get`, while other tasks of the event loop go on."""
+    """Waits for answers as `get` does, while other tasks of the event loop go on."""
     waiting = {asyncio.ensure_future(_settled(ref)) for ref in refs}
     failed = False
     while waiting and not failed:
@@ -168,7 +168,7 @@ async def answer(actor: Actor, ref: Any, timeout: float | None = None) -> Any:
 
 
 async def _settled(ref: Any) -> bool:
-    """Waits for a call to end; whether it ended well."""
+    """Waits for a call to end. Returns True when it ended well."""
     try:
         await ref
     except Exception:  # which one it is, `get` finds out

@@ -41,9 +41,11 @@ log = logging.getLogger(__name__)
 
 
 class RolloutEngines:
-    """`start_async`, `wait_started` and `prepare_refit` come first. `prove(index, version)` is
-    awaited for an engine that came back, and raises RefitError when it does not serve the
-    version."""
+    """All rollout engines as one; `start_async`, `wait_started` and `prepare_refit` come first.
+
+    `prove(index, version)` is awaited for an engine that came back, and raises RefitError when it
+    does not serve the version.
+    """
 
     def __init__(
         self,

@@ -63,7 +63,8 @@ class Placement:
             check_shared(shared, sorted(set(places.values())))
 
     def bundles(self) -> list[Bundle]:
-        """Of each tensor-parallel group of the trainer, then of each engine."""
+        """The resources that belong together on one node: of each tensor-parallel group of the
+        trainer, then of each engine."""
         trainer, rollout = self.config.trainer, self.config.rollout
         group = _bundle(trainer.tp, self.trainer_gpus * trainer.tp)
         engine = _bundle(1, self.engine_gpus)

@@ -43,7 +43,7 @@ class LoggedWorker(TrainerWorker):
 
 
 class TrainerRanks:
-    """`start_async`, `wait_started` and `prepare_refit` come first."""
+    """All trainer ranks as one; `start_async`, `wait_started` and `prepare_refit` come first."""
 
     def __init__(
         self,

@@ -16,7 +16,8 @@ from lora_moe_rl.errors import ConfigError
 
 
 def _is_hub_data(config: RunConfig) -> bool:
-    """By its name, as `data_files` has it: a file need not be there for this."""
+    """True when data.path names a data set of the hub: it looks like no path, whether or not such a
+    file is there."""
     path = config.data.path
     return not (path is None or path.startswith(("/", ".", "~")) or path.endswith(SUFFIXES))
 

@@ -67,5 +67,6 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def _is_directory(model: str) -> bool:
-    """As resolve_model has it: a directory that is there comes before any name."""
+    """True when `model` is a directory: one that is there comes before any name, as `resolve_model`
+    has it."""
     return model.startswith(("/", "./", "../", "~")) or Path(model).is_dir()

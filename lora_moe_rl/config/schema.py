@@ -186,8 +186,8 @@ class RunConfig(Section):
         return _settings_of(TRACKERS, TrackerConfig, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """By value: the settings of one's own algorithm are of a class that no other process can
-        import by its module's name."""
+        """Pickles the config by value: the settings of one's own algorithm are of a class that no
+        other process can import by its module's name."""
         return RunConfig.model_validate, (self.model_dump(exclude_unset=True),)
 
     @model_validator(mode="after")

@@ -22,7 +22,7 @@ def content_of(rows: Iterable[Any]) -> str:
 
 
 def _plain(value: Any) -> str:
-    """What JSON has no form for. Of objects (images of a hub data set) only their kind counts:
-    their text may hold an address in memory."""
+    """A value that JSON has no form for, as text. Of an object (an image of a hub data set) only
+    the kind counts: its text may hold an address in memory."""
     known = isinstance(value, bytes | date | time | timedelta | Decimal)
     return repr(value) if known else type(value).__name__

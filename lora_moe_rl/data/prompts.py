@@ -58,7 +58,7 @@ class PromptSource:
         return [self._next() for _ in range(n)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the source stands, as JSON can hold it."""
+        """Where the source stands, in a form that JSON can hold."""
         position = {"epoch": self._epoch, "position": self._position, "drawn": self._drawn}
         return position | self._identity()
 

@@ -10,7 +10,8 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 
 
 def settings_of(spec: AdapterSpec) -> list[str]:
-    """`key=value` words: targets, ranks and alphas; modules that differ are in patterns."""
+    """The settings as `key=value` words: targets, ranks and alphas; modules that differ are in
+    patterns."""
     modules = dict.fromkeys(site.module for site in spec)
     rank = Counter(site.rank for site in spec).most_common(1)[0][0]
     alpha = Counter(site.scale * site.rank for site in spec).most_common(1)[0][0]

@@ -43,9 +43,10 @@ class Source:
 
 
 def load(path: Path, base: Path | None = None, order: Order | None = None) -> Source:
-    """`base`: directory of the base model, which a PEFT directory needs where its
-    `adapter_config.json` does not name one that is here. For a run, its newest valid checkpoint.
-    `order`: see `peft_import.read`.
+    """The adapter at `path`; of a run, that of its newest valid checkpoint.
+
+    `base` is the directory of the base model, which a PEFT directory needs where its
+    `adapter_config.json` does not name one that is here. `order`: see `peft_import.read`.
 
     Raises AdapterError, CheckpointError, FileError or ModelError with what is wrong.
     """

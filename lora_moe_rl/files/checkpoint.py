@@ -70,8 +70,8 @@ def write_checkpoint(
 
 @contextmanager
 def disk_errors(directory: Path) -> Iterator[None]:
-    """What the disk refuses inside becomes a CheckpointError; trainer ranks that write their own
-    files use it too."""
+    """Turns what the disk refuses inside the block into a CheckpointError; trainer ranks that
+    write their own files use it too."""
     try:
         yield
     except (ConnectionError, TimeoutError):

@@ -44,7 +44,8 @@ def replacing(directory: Path) -> Iterator[Path]:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Whether the file system could: each is then under the other's name."""
+    """Puts each of two directories under the other's name, at once. Returns False when the file
+    system cannot."""
     rename = ctypes.CDLL(None).renameat2
     return rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
 

@@ -174,14 +174,14 @@ def _sample_record(step: int, group: Group, signal: Signal, index: int) -> dict[
 
 
 def _one_number(values: np.ndarray) -> float:
-    """What all values are, or their mean; NaN of none."""
+    """The value that all have, or else their mean; NaN when there are none."""
     if not len(values):
         return math.nan
     return float(values[0] if (values == values[0]).all() else values.mean())
 
 
 def _spread(total: int, wanted: int) -> list[int]:
-    """Up to `wanted` of `total` places, evenly spread: samples of different prompts."""
+    """Up to `wanted` of `total` places, spread evenly, so that samples are of different prompts."""
     wanted = min(wanted, total)
     return [i * total // wanted for i in range(wanted)]
 

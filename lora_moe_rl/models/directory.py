@@ -32,7 +32,7 @@ def resolve_model(path: str) -> Path:
 
 
 def check_model_dir(path: Path | str) -> dict:
-    """Whether a Hugging Face directory can be loaded and trained; returns its config.json.
+    """Checks that a Hugging Face directory can be loaded and trained, and returns its config.json.
 
     Raises ModelError for a missing config, missing shards, weights that are not safetensors
     (nothing is unpickled) and architectures that are not supported.

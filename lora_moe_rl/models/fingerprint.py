@@ -9,12 +9,13 @@ from typing import Any
 
 from lora_moe_rl.errors import ModelError
 
-# Of each weight file: its header and its first tensors, which another training would change.
+# What is hashed of each weight file: its header and its first tensors, which another training
+# would change.
 HASHED_BYTES = 1 << 20
 
 
 def base_record(path: str, directory: Path) -> dict[str, Any]:
-    """What is kept of a base, as JSON: its name, its config.json, and its fingerprint."""
+    """What a checkpoint keeps of a base, as JSON: its name, its config.json and its fingerprint."""
     return {
         "path": path,
         "config": json.loads((directory / "config.json").read_text()),

@@ -19,7 +19,7 @@ __all__ = ["exact_match", "math_verify", "number_match"]
 
 
 def __getattr__(name: str) -> Any:
-    """math_verify, which imports sympy: only where it is asked for."""
+    """Imports math_verify, and with it sympy, only when it is asked for."""
     if name == "math_verify":
         from lora_moe_rl.rewards.math import math_verify
 

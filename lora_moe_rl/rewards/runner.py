@@ -34,7 +34,7 @@ MARK = "LORA_MOE_RL_REWARD_WORKER"
 
 
 class WorkerLost(Exception):
-    """A worker could not start, or ended; the message says how."""
+    """Raised when a worker could not start, or ended; the message says how."""
 
 
 @dataclass(eq=False)
@@ -128,7 +128,7 @@ class RewardRunner:
         self.close()
 
     async def _give(self, jobs: Sequence[Job]) -> None:
-        """To the workers that have least to do; those that are missing are started first."""
+        """Gives jobs to the workers that have least to do; missing workers are started first."""
         try:
             await self._start_missing()
         except (WorkerLost, ConfigError) as error:
@@ -145,7 +145,8 @@ class RewardRunner:
             self._set_alarms(worker)
 
     async def _start_missing(self) -> None:
-        """Those that could not be replaced before. All that wait for them share one start."""
+        """Starts the workers that could not be replaced before. All that wait for them share one
+        start."""
         while len(self._workers) < NUM_WORKERS:
             if self._starting is None:
                 self._starting = asyncio.create_task(self._start_in_thread())
@@ -161,7 +162,8 @@ class RewardRunner:
         self._workers += await asyncio.to_thread(_start, self.function, missing)
 
     def _set_alarms(self, worker: Worker) -> None:
-        """For what a worker is doing now: all it has been given, or the first of it."""
+        """Sets a timer for each job that a worker is doing now: all that it has been given if its
+        function is async, else the first."""
         # An async function ends a late prompt itself; only when it blocks its loop is it ended from
         # here.
         patience = self.timeout_s + (ASYNC_GRACE_S if worker.is_async else 0.0)

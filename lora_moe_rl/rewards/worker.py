@@ -72,7 +72,7 @@ def expand(arguments: dict[str, Any], keywords: frozenset[str] | None) -> dict[s
 
 
 def check(returned: Any, num_samples: int) -> Outcome:
-    """What a function returned, made plain: every value a float that is finite in float32 (in which
+    """Makes plain what a function returned: every value a float that is finite in float32 (in which
     rewards are kept), None, or what is wrong."""
     try:
         values = list(returned)
@@ -108,7 +108,7 @@ def _score(function: Callable, keywords: frozenset[str] | None, arguments: dict)
 
 
 async def _serve(function, keywords, jobs: queue.SimpleQueue, connection: Connection) -> None:
-    """All prompts at the same time; each answered when it is done."""
+    """Calls an async function for all prompts at once, and answers each when it is done."""
 
     async def score(number: int, arguments: dict, timeout_s: float) -> None:
         num_samples = len(arguments["completions"])
@@ -129,8 +129,8 @@ async def _serve(function, keywords, jobs: queue.SimpleQueue, connection: Connec
 
 
 def _read_ahead(connection: Connection) -> queue.SimpleQueue:
-    """Jobs as they come. A thread reads them, so that the end of the parent ends this process even
-    while the user's code runs, and with it what that has started."""
+    """A queue of jobs as they come. A thread reads them, so that the end of the parent ends this
+    process even while the user's code runs, and with it what that has started."""
     jobs: queue.SimpleQueue = queue.SimpleQueue()
 
     def read() -> None:

@@ -6,7 +6,8 @@ import time
 
 
 class Clock:
-    """`seconds` holds the time of each stage, and `total` up to the last lap."""
+    """Times the stages of a piece of work: `seconds` holds the time of each stage, and `total` that
+    up to the last lap."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}

@@ -43,7 +43,7 @@ _lines = 0
 
 
 def step_line(record: dict[str, Any]) -> None:
-    """One aligned line of a step's metrics, under a header every twenty lines."""
+    """Prints a step's metrics as one aligned line, under a header every twenty lines."""
     global _lines
     if _lines % HEADER_EVERY == 0:
         _console.print(Text(header(), style="bold"))
@@ -128,7 +128,7 @@ def say_resume(found: Found) -> None:
 
 
 def say_notes(notes: list[str]) -> None:
-    """What a run did to the adapter it starts from."""
+    """Prints what a run did to the adapter that it starts from."""
     for note in notes:
         say(note, "yellow")
         logging.getLogger(__name__).info(note)

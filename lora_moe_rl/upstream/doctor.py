@@ -43,7 +43,7 @@ class Finding:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the findings; 1 when something needed is missing."""
+    """Prints the findings. Returns 1 when something needed is missing."""
     parser = argparse.ArgumentParser(prog="lora-moe-rl doctor", description=ABOUT)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
@@ -119,8 +119,8 @@ def check_plugin() -> Finding:
 
 
 def check_links(package: Path) -> Finding:
-    """In a clone, lora_moe_rl/adapters and so on are links; a file system or an archive without
-    links leaves small text files instead."""
+    """Finds links that are none: in a clone lora_moe_rl/adapters and so on are links, and a file
+    system or an archive without links leaves small text files instead."""
     broken = [name for name in LINKS if not (package / name).is_dir()]
     if not broken:
         linked = any((package / name).is_symlink() for name in LINKS)
@@ -130,7 +130,7 @@ def check_links(package: Path) -> Finding:
 
 
 def check_gpu() -> Finding:
-    """What nvidia-smi says; a run on the CPU needs none."""
+    """Reports the GPUs that nvidia-smi finds; a run on the CPU needs none."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return Finding("GPU", "ok", "none: runs use the CPU")

@@ -30,5 +30,5 @@ def installed(package: str) -> str | None:
 
 
 def is_tested(package: str, found: str) -> bool:
-    """Whether `found` (its local part, as in 1.2+cpu, apart) is the version in the table."""
+    """True when `found`, without its local part (as in 1.2+cpu), is the version in the table."""
     return found.split("+")[0] == TESTED[package]

@@ -10,7 +10,7 @@ import torch
 
 from lora_moe_rl.kernels.grouped_lora import grouped_lora, naive
 
-# test_kernels_interpreter.py runs the same tests again with Triton's interpreter on.
+# tests/unit/kernels/test_interpreter.py runs the same tests again with Triton's interpreter on.
 INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 KERNEL = "triton" if INTERPRETER else "torch"
 DEVICE = "cpu"

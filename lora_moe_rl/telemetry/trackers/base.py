@@ -25,4 +25,4 @@ class Tracker:
         raise NotImplementedError
 
     def close(self, failed: bool) -> None:
-        """The run is over; `failed`: by an error."""
+        """Told when the run is over; `failed` is True when an error ended it."""
