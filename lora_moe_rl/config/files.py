@@ -74,7 +74,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Every key with its value, in the order of config/schema.py."""
+    """Every key with its value, in the order of RunConfig."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 

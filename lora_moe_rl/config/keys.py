@@ -46,7 +46,7 @@ class Key:
 
 @cache
 def all_keys() -> dict[str, Key]:
-    """Every key, by dotted name, in the order of config/schema.py."""
+    """Every key, by dotted name, in the order of RunConfig."""
     return {key.name: key for key in _walk(RunConfig, "")}
 
 

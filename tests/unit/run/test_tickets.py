@@ -162,3 +162,20 @@ def test_those_who_wait_are_let_go_and_the_book_says_what_they_wait_for():
         assert await last is None and await book.slot() is False
 
     asyncio.run(scene())
+
+
+def test_what_was_trained_before_an_older_ticket_is_not_trained_again_by_the_next_life():
+    schedule = Schedule(1, lag=1)
+    life = Life(schedule, Source())
+    for name, pick in (("feed", 0), ("feed", 0), ("claim", 0), ("claim", 0), ("score", 1)):
+        getattr(life, name)(pick)
+    assert life.train(0) == [1]
+    saved = life.book.state_dict(life.source.state_dict())
+    assert saved == {"data": {"drawn": 0}, "done": [1]}
+    life = Life(schedule, Source(saved["data"]["drawn"]), saved["done"], life.newest)
+    trained = []
+    for _ in range(8):
+        for name in ("feed", "claim", "score"):
+            getattr(life, name)(0)
+        trained += life.train(0)
+    assert trained[:4] == [0, 2, 3, 4] and not life.book.done
