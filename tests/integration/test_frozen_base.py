@@ -9,8 +9,10 @@ import pytest
 from ranks import run_ranks
 
 from lora_moe_rl.bench import memory
+from lora_moe_rl.bench.model import save_random
 from lora_moe_rl.cli import main
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.tiny.shapes import EXTRA_CONFIG, build_model
 
 RANK = 16
 
@@ -55,7 +57,7 @@ def look(worker, spec):
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_the_frozen_base_costs_nothing(name, tmp_path):
-    memory.save_random(name, tmp_path)
+    save_random(tmp_path, lambda: build_model(name), EXTRA_CONFIG[name])
     tokens = memory.SEQUENCES * memory.TOKENS
     config = RunConfig(
         model=str(tmp_path), trainer={"micro_batch_tokens": tokens}, adapter={"rank": RANK}
