@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lora_moe_rl.kernels.route_codec.array import check_rows
+from lora_moe_rl.kernels.route_codec.arrays import check_rows
 from lora_moe_rl.kernels.route_codec.layout import RowLayout
 
 

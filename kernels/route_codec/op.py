@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lora_moe_rl.kernels import backend
-from lora_moe_rl.kernels.route_codec import array
+from lora_moe_rl.kernels.route_codec import arrays
 from lora_moe_rl.kernels.route_codec.layout import RowLayout
 
 
@@ -31,7 +31,7 @@ def unpack(packed: Tensor, layout: RowLayout, kernel: str = "auto") -> Tensor:
 
     Raises ValueError for rows of another width.
     """
-    array.check_rows(packed.shape, layout)
+    arrays.check_rows(packed.shape, layout)
     return _unpack(packed, *_numbers(layout), backend.resolve(kernel, packed.device))
 
 
@@ -44,7 +44,7 @@ def routing_map(
     layer: which of the rows' MoE layers; scores `[T, E]`, any float dtype. Gradients flow to
     scores. Raises ValueError for shapes that do not fit.
     """
-    array.check_rows(packed.shape, layout)
+    arrays.check_rows(packed.shape, layout)
     if scores.shape != (packed.shape[0], layout.num_experts):
         raise ValueError(
             f"scores have the shape {tuple(scores.shape)}; of {packed.shape[0]} rows and "
@@ -81,7 +81,7 @@ def _ids_dtype(layout: RowLayout) -> torch.dtype:
 def _pack_op(ids: Tensor, num_layers: int, top_k: int, num_experts: int, kernel: str) -> Tensor:
     layout = RowLayout(num_layers, top_k, num_experts)
     if kernel == "torch":
-        return torch.from_numpy(array.pack_array(ids.cpu().numpy(), layout)).to(ids.device)
+        return torch.from_numpy(arrays.pack_array(ids.cpu().numpy(), layout)).to(ids.device)
     from lora_moe_rl.kernels.route_codec import triton_path  # Triton is not on every machine
 
     return triton_path.pack(ids, layout)
@@ -92,7 +92,7 @@ def _unpack_op(
 ) -> Tensor:
     layout = RowLayout(num_layers, top_k, num_experts)
     if kernel == "torch":
-        ids = torch.from_numpy(array.unpack_array(packed.cpu().numpy(), layout))
+        ids = torch.from_numpy(arrays.unpack_array(packed.cpu().numpy(), layout))
         return ids.view(_ids_dtype(layout)).to(packed.device)
     from lora_moe_rl.kernels.route_codec import triton_path
 

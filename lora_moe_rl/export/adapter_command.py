@@ -96,7 +96,7 @@ def _write(options: argparse.Namespace, found: Source, spec: AdapterSpec, tensor
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from lora_moe_rl.export.inspect import heat_map, inspect, print_report
+    from lora_moe_rl.export.inspection import heat_map, inspect, print_report
 
     found = _load(options.directory, options)
     report = inspect(found)

@@ -21,7 +21,7 @@ __all__ = ["exact_match", "math_verify", "number_match"]
 def __getattr__(name: str) -> Any:
     """Imports math_verify, and with it sympy, only when it is asked for."""
     if name == "math_verify":
-        from lora_moe_rl.rewards.math import math_verify
+        from lora_moe_rl.rewards.mathematics import math_verify
 
         return math_verify
     raise AttributeError(name)

@@ -30,7 +30,8 @@ from lora_moe_rl.ports import Receipt
 from lora_moe_rl.refit.parts import PartLayout, SentPart, check_sent, to_json, version_checksum
 from lora_moe_rl.refit.transports import Channel, place
 from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
-from lora_moe_rl.rollout import outputs, platform
+from lora_moe_rl.rollout import device as engine_device
+from lora_moe_rl.rollout import outputs
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.router_replay.travel import SentRoutes, put, send
 from lora_moe_rl.telemetry.clock import Clock
@@ -64,14 +65,14 @@ class RolloutEngine:
     async def start(self) -> dict[str, Any]:
         """Loads the model. Raises ConfigError when vLLM is not the version we know."""
         started = time.perf_counter()
-        cpu = platform.is_cpu()
-        platform.prepare_environment(self.config, cpu)
+        cpu = engine_device.is_cpu()
+        engine_device.prepare_environment(self.config, cpu)
         import vllm
         from transformers import AutoTokenizer
         from vllm.v1.engine.async_llm import AsyncLLM
 
         if cpu:
-            platform.fork_processes(self.config)
+            engine_device.fork_processes(self.config)
         imported = time.perf_counter()
         self.tokenizer = AutoTokenizer.from_pretrained(self.model_dir)
         self.sampling = outputs.sampling_params(self.config, stop_ids(self.model_dir))
@@ -80,14 +81,14 @@ class RolloutEngine:
         return {
             "vllm": vllm.__version__,
             "device": "cpu" if cpu else "cuda",
-            "dtype": platform.serving_dtype(self.config, cpu),
+            "dtype": engine_device.serving_dtype(self.config, cpu),
             "kv_blocks": self.llm.vllm_config.cache_config.num_gpu_blocks,
             "place": place(),
             "seconds": {"import": imported - started, "total": ended - started},
         }
 
     def _engine_args(self, cpu: bool) -> dict[str, Any]:
-        return platform.engine_args(self.config, self.spec, self.model_dir, self.index, cpu)
+        return engine_device.engine_args(self.config, self.spec, self.model_dir, self.index, cpu)
 
     async def sample(
         self, token_ids: Sequence[int], n: int, version: int, seed: int

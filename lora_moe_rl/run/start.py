@@ -23,7 +23,7 @@ from lora_moe_rl.models.directory import check_model_dir, resolve_model
 from lora_moe_rl.models.fingerprint import check_unchanged
 from lora_moe_rl.models.fit import check_layout, check_replay
 from lora_moe_rl.rewards.runner import RewardRunner
-from lora_moe_rl.rollout.platform import check_engine
+from lora_moe_rl.rollout.device import check_engine
 from lora_moe_rl.run import adapter_start, loop
 from lora_moe_rl.run.publisher import Publisher, plan_layouts
 from lora_moe_rl.run.records import Records

@@ -14,8 +14,8 @@ from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.models.fit import check_layout
 from lora_moe_rl.refit.plan import EngineLayout, Plan, Transfer
 from lora_moe_rl.refit.transports import transport_names
+from lora_moe_rl.rollout.device import check_engine
 from lora_moe_rl.rollout.facts import slot_rank
-from lora_moe_rl.rollout.platform import check_engine
 
 _ENGINE = re.compile(r"tp([1-9]\d*)(ep|fs)?")
 TRANSPORTS = transport_names()

@@ -17,7 +17,8 @@ from lora_moe_rl.data.samples import Sample
 from lora_moe_rl.errors import ConfigError, RefitError
 from lora_moe_rl.refit.parts import STORAGE, part_layouts, to_json
 from lora_moe_rl.refit.plan import Box, EngineLayout, make_plan
-from lora_moe_rl.rollout import outputs, platform
+from lora_moe_rl.rollout import device as engine_device
+from lora_moe_rl.rollout import outputs
 from lora_moe_rl.rollout.facts import slot_rank
 from lora_moe_rl.router_replay.table import RouteTable
 
@@ -28,9 +29,9 @@ RPC_S = 120
 def prepare_process(config: RunConfig) -> None:
     """Prepares this process to hold engines: before anything that imports torch, if possible.
     Raises ConfigError where vLLM is not its CPU build."""
-    platform.prepare_environment(config, cpu=True)
+    engine_device.prepare_environment(config, cpu=True)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if not platform.is_cpu():
+    if not engine_device.is_cpu():
         raise ConfigError(
             "routes are recorded in this process, in float32 beside a trainer on the CPU: it needs "
             "vLLM's CPU build (`make setup`)"
@@ -62,9 +63,9 @@ class SteppedEngine:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self.config, self.spec = config, spec
-        cpu = platform.is_cpu()
-        self.dtype = platform.serving_dtype(config, cpu)
-        args = platform.engine_args(config, spec, str(model_dir), 0, cpu)
+        cpu = engine_device.is_cpu()
+        self.dtype = engine_device.serving_dtype(config, cpu)
+        args = engine_device.engine_args(config, spec, str(model_dir), 0, cpu)
         args |= {"disable_log_stats": False} | changes  # its counters are the proof
         vllm_config = EngineArgs(**args).create_engine_config()
         # vLLM's CPU platform has just asked for spawn: each worker would import everything anew.

@@ -46,12 +46,12 @@ def check(options: argparse.Namespace) -> Comparisons:
     """Starts the server and compares it; the report holds its command."""
     from lora_moe_rl.files import adapter_source as source
     from lora_moe_rl.models.directory import resolve_model
-    from lora_moe_rl.rollout import platform
+    from lora_moe_rl.rollout import device as engine_device
     from lora_moe_rl.verify import hf, serving
 
     base = resolve_model(options.base)
     found = source.load(options.adapter, base)
-    dtype = options.dtype or ("float32" if platform.is_cpu() else "bfloat16")
+    dtype = options.dtype or ("float32" if engine_device.is_cpu() else "bfloat16")
     tolerance = TOLERANCES[dtype] if options.tolerance is None else options.tolerance
     shape, say = found.spec.shape, lambda text: print(text, file=sys.stderr)
     prompts = random_prompts(shape.vocab_size)

@@ -143,9 +143,9 @@ def start(
 
     Raises ExportError when it does not come up.
     """
-    from lora_moe_rl.rollout import platform
+    from lora_moe_rl.rollout import device as engine_device
 
-    cpu = platform.is_cpu()
+    cpu = engine_device.is_cpu()
     port = _free_port()
     words = [*_program(str(model)), *_arguments(adapter, rank, mla, dtype, cpu)]
     variables = _variables(cpu)
@@ -194,11 +194,11 @@ def _arguments(adapter: Path | None, rank: int, mla: bool, dtype: str, cpu: bool
 
 def _variables(cpu: bool) -> dict[str, str]:
     """What our plug-in and vLLM's CPU build read from the environment."""
-    from lora_moe_rl.rollout import platform
+    from lora_moe_rl.rollout import device as engine_device
 
     before = dict(os.environ)
     try:
-        platform.prepare_environment(RunConfig(), cpu)
+        engine_device.prepare_environment(RunConfig(), cpu)
         return {key: value for key, value in os.environ.items() if before.get(key) != value}
     finally:
         os.environ.clear()

@@ -4,6 +4,7 @@ reaches above itself. Imports inside functions and for types alone are left out.
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -139,3 +140,9 @@ def test_nothing_that_a_run_needs_imports_a_benchmark_or_a_check():
     for name, found in IMPORTS.items():
         if room(name) not in ("bench", "verify", "planner"):
             assert not {room(other) for other in found} & {"bench", "verify"}, name
+
+
+def test_no_module_has_a_name_of_the_standard_library():
+    """In such a folder Python could not even start a script."""
+    taken = {name for name in MODULES if name.rpartition(".")[2] in sys.stdlib_module_names}
+    assert not taken

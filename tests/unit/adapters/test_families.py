@@ -23,7 +23,7 @@ from lora_moe_rl.planner.facts import find
 from lora_moe_rl.planner.hardware import Hardware
 from lora_moe_rl.planner.plan import Assumed, make
 from lora_moe_rl.planner.search import Search
-from lora_moe_rl.rollout.platform import engine_args
+from lora_moe_rl.rollout.device import engine_args
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.router_replay.travel import send
 

@@ -14,7 +14,7 @@ from lora_moe_rl.planner.compute import Lengths
 from lora_moe_rl.planner.facts import find
 from lora_moe_rl.planner.hardware import GIB, Hardware
 from lora_moe_rl.planner.plan import Assumed, make
-from lora_moe_rl.rewards.math import parse_answer
+from lora_moe_rl.rewards.mathematics import parse_answer
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
