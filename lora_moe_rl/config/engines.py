@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from lora_moe_rl.config.section import Section
 from lora_moe_rl.refit.transports import transport_names
+from lora_moe_rl.rollout.facts import LOWEST_TEMPERATURE
 
 
 class RolloutConfig(Section):
@@ -24,7 +25,9 @@ class RolloutConfig(Section):
         "fully_sharded_loras): less memory, more communication.",
     )
     max_response_tokens: int = Field(8, ge=1, description="Longest response, in tokens.")
-    temperature: float = Field(1.0, gt=0, description="Sampling temperature; the loss uses it too.")
+    temperature: float = Field(
+        1.0, description="Sampling temperature, at least 0.01; the loss uses it too."
+    )
     stop_token_ids: tuple[int, ...] = Field(
         (), description="Token ids that end a response, besides the model's own end of sequence."
     )
@@ -41,6 +44,18 @@ class RolloutConfig(Section):
         2, ge=0,
         description="How often a run starts engines anew whose processes have died; 0: never.",
     )  # fmt: skip
+
+    @field_validator("temperature")
+    @classmethod
+    def _as_sampled(cls, value: float) -> float:
+        if value < LOWEST_TEMPERATURE:
+            raise ValueError(
+                f"rollout.temperature={value:g} is not what vLLM would sample with (it raises what "
+                f"is between 0 and {LOWEST_TEMPERATURE} to {LOWEST_TEMPERATURE}, and at 0 takes "
+                f"the likeliest token), so that the loss would be of another distribution; use "
+                f"{LOWEST_TEMPERATURE} or more"
+            )
+        return value
 
     @model_validator(mode="after")
     def _one_cut(self):
