@@ -86,7 +86,7 @@ class RefitConfig(Section):
     slots: int = Field(
         2, ge=1,
         description="Adapter slots of an engine: versions alive at once. With 1, a refit waits for "
-        "the requests of the old version.",
+        "the requests of the old version, and if it fails nothing is served.",
     )  # fmt: skip
     proof_prompts: int = Field(2, ge=1, description="Probe prompts compared at each refit.")
     proof_tolerance: float | None = Field(

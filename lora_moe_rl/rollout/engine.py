@@ -132,8 +132,9 @@ class RolloutEngine:
         finish on the version they began with.
 
         Either the version is served in full, or an error is raised and the versions that are served
-        stay. Raises RefitError for a version that is not newer than the newest, when no slot comes
-        free within refit.timeout_s, or when a worker refuses it.
+        stay; with refit.slots=1 that is none, once the version before has left its slot, and the
+        error says so. Raises RefitError for a version that is not newer than the newest, when no
+        slot comes free within refit.timeout_s, or when a worker refuses it.
         """
         async with self.publishing:
             return await self._publish(version, sent)
@@ -152,8 +153,10 @@ class RolloutEngine:
             await self._workers("refit_stage", version, json.dumps([asdict(part) for part in sent]))
             clock.lap("stage")
             await self._workers("refit_commit", version)
-        except BaseException:
+        except BaseException as error:
             await self._workers("refit_drop", version)
+            if isinstance(error, RefitError) and not self.receipts:
+                raise RefitError(f"{error}; engine {self.index} serves no version now") from error
             raise
         clock.lap("commit")
         receipt = Receipt(
