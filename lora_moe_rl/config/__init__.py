@@ -4,13 +4,14 @@ Importing this package imports no torch.
 """
 
 from lora_moe_rl.config.adapter import AdapterConfig
-from lora_moe_rl.config.engines import RefitConfig, ReplayConfig, RolloutConfig
+from lora_moe_rl.config.engines import MismatchConfig, RefitConfig, ReplayConfig, RolloutConfig
 from lora_moe_rl.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
     DataConfig,
     EnvironmentConfig,
     LoggingConfig,
+    MismatchConfig,
     ModelConfig,
     RewardConfig,
     RunConfig,
@@ -26,6 +27,8 @@ __all__ = [
     "DataConfig",
     "EnvironmentConfig",
     "LoggingConfig",
+    "MismatchConfig",
+    "MismatchConfig",
     "ModelConfig",
     "RefitConfig",
     "ReplayConfig",

@@ -1,4 +1,4 @@
-"""The sections `rollout`, `refit` and `replay`: vLLM, and what goes to it and comes from it."""
+"""The sections `rollout`, `refit`, `replay` and `mismatch`: vLLM, and what goes to it and comes from it."""
 
 from __future__ import annotations
 
@@ -141,4 +141,12 @@ class ReplayConfig(Section):
         0, ge=0,
         description="Steps from one forward without replay, for mismatch/without_replay/*, to the "
         "next; 0: none.",
+    )  # fmt: skip
+
+
+class MismatchConfig(Section):
+    stop_above: float | None = Field(
+        None, gt=0,
+        description="Stop when a step's mismatch/kl is above this; null: 1e-4 when the trainer is "
+        "in float32, 0.1 in bfloat16.",
     )  # fmt: skip
