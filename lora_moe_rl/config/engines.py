@@ -88,11 +88,21 @@ class RefitConfig(Section):
         description="Adapter slots of an engine: versions alive at once. With 1, a refit waits for "
         "the requests of the old version, and if it fails nothing is served.",
     )  # fmt: skip
-    proof_prompts: int = Field(2, ge=1, description="Probe prompts compared at each refit.")
+    proof_prompts: int = Field(
+        2, ge=1,
+        description="Prompts that every refit is proven on, and pieces of the step's samples "
+        "beside them, other ones each step.",
+    )  # fmt: skip
     proof_tolerance: float | None = Field(
         None, gt=0,
         description="Largest |logprob difference| between trainer and engine on the probe; null: "
         "1e-4 in float32, 0.15 in bfloat16.",
+    )  # fmt: skip
+    compare_every: int = Field(
+        50, ge=0,
+        description="Versions from one comparison of what engines hold with what they were sent to "
+        "the next, beside those at the start, after a restart, and where the proof cannot tell "
+        "two versions apart; 0: only those.",
     )  # fmt: skip
     timeout_s: float = Field(
         300, gt=0, description="Longest wait for a free slot, and for one refit."

@@ -2,6 +2,7 @@
 
     sample     a prompt in; samples and their router decisions out, under one adapter version
     score      logprobs of given sequences, under a version or the bare base
+    probe      the same, with what tells whether two engines took the same routes
     publish    parts of an adapter version in, from each trainer rank; a receipt out
 
 Every method is a coroutine: an actor serves them concurrently, so that a version can be published
@@ -118,6 +119,13 @@ class RolloutEngine:
             *(self._request(ids, params, request, version) for ids in sequences)
         )
         return outputs.scores_and_routes(answers, self.spec.shape)
+
+    async def probe(
+        self, sequences: list[list[int]], version: int | None
+    ) -> tuple[tuple[list[np.ndarray], str, bool], RouteTable]:
+        """What `score` gives, and of the routes a checksum and whether none are missing."""
+        scores, table = await self.score(sequences, version)
+        return (scores, outputs.routes_checksum(table), bool(table.valid.all())), table
 
     async def prepare_refit(
         self, layouts: list[PartLayout], channel: Channel = SHARED_MEMORY
