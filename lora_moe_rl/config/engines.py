@@ -1,4 +1,5 @@
-"""The sections `rollout`, `refit`, `replay` and `mismatch`: vLLM, and what goes to it and comes from it."""
+"""The sections `rollout`, `refit`, `replay` and `mismatch`: vLLM, what goes to it and what comes
+from it."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "merged": ("refit.mode=merged",),
 }
 # Clocks; the last bit of the engine's logprobs, which depends on what it batches together, and what
-# the served proof makes of them; and the bytes of the routes' blocks, which depend on what is packed
+# the proof finds by them; and the bytes of the routes' blocks, which depend on what is packed
 # together.
 MEASURED = re.compile(r"time/.*|refit/(?!bytes).*|.*/tokens_per_second|mismatch/.*|replay/bytes")
 
