@@ -73,6 +73,10 @@ class NonFiniteError(LoraMoeRlError):
     """Loss or gradients were NaN or infinite in too many steps in a row."""
 
 
+class MismatchError(LoraMoeRlError):
+    """Trainer and engines give the sampled tokens other probabilities: no longer one policy."""
+
+
 class BenchmarkError(LoraMoeRlError):
     """A benchmark whose run was not right, or that cannot run: it has no figures to report."""
 

@@ -46,6 +46,17 @@ class Receipt:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Scored:
+    """What one engine gives for some sequences: logprobs, float32 [L - 1] of each, and a reference
+    to the routes it took. `checksum` is equal for equal routes; `complete`: none are missing."""
+
+    logprobs: list[np.ndarray]
+    routes: Ref
+    checksum: str
+    complete: bool
+
+
 class Policy(Protocol):
     """The policy as one ticket sees it: at one adapter version, seeded by the ticket's number."""
 
@@ -69,18 +80,30 @@ class Engines(Protocol):
         sequences: Sequence[Sequence[int]],
         version: int | None,
         engines: Sequence[int] | None = None,
-    ) -> tuple[list[list[np.ndarray]], list[Ref]]:
-        """Logprobs of every token after the first at temperature 1, from each of `engines` (None:
-        all), and a reference to the routes of each. `version` None is the bare base."""
+    ) -> list[Scored]:
+        """Every token after the first at temperature 1, by each of `engines` (None: all). `version`
+        None is the bare base."""
         ...
 
     async def publish(self, version: int, parts: Sequence[Ref]) -> list[Receipt]:
         """Every engine takes the version, or an error is raised."""
         ...
 
+    async def differing(
+        self, version: int, parts: Sequence[Ref], engines: Sequence[int] | None = None
+    ) -> list[str]:
+        """The tensors of a served version that one of `engines` (None: all) does not hold as they
+        were sent, as far as it can be read back."""
+        ...
+
     async def roll_back(self, version: int, parts: Sequence[Ref]) -> list[str]:
-        """Takes a version back, so that the one before it serves again. Returns the tensors that an
-        engine does not hold as they were sent."""
+        """Takes a version back, so that the one before it, if there is still one, serves again.
+        Returns what `differing` does."""
+        ...
+
+    async def all_back(self) -> None:
+        """Waits until every engine that died serves again: it takes the newest version from the
+        trainer's parts, which the next update writes over."""
         ...
 
 
@@ -95,10 +118,10 @@ class Trainer(Protocol):
         ...
 
     async def score(
-        self, sequences: Sequence[Sequence[int]], routes: Ref, adapters: bool = True
+        self, sequences: Sequence[Sequence[int]], routes: Ref | None, adapters: bool = True
     ) -> list[np.ndarray]:
-        """Logprobs of every token after the first at temperature 1, with an engine's routes;
-        `adapters=False`: of the bare base."""
+        """Logprobs of every token after the first at temperature 1, with an engine's routes, or
+        with its own (None); `adapters=False`: of the bare base."""
         ...
 
     async def send(self) -> list[Ref]:

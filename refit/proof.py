@@ -1,14 +1,25 @@
 """The served proof: does the engine really serve the version it was sent?
 
-The trainer and the engine score the same probe sequences, with the new adapter and without any.
-Equal logprobs prove that the version is served, as far as the adapter changes the probe at all:
-just after the start, when B is still zero, the adapter and the base are the same function, and no
-probe can tell them apart. Reading the slots back, which the receiver does, covers that case.
+Engine and trainer score the same tokens, the trainer with the routes that this engine took. The
+version is served when
+
+    near       their logprobs differ by no more than a tolerance, on a probe that stays the same for
+               the whole run, and on pieces of the step's own samples: other ones each step, so that
+               in time every expert is reached;
+    not old    on the probe that stays, the engine is nearer to this version than to the base, and
+               than to the versions served before it: what the trainer gave for those was kept.
+
+On the pieces of samples there is no second: the trainer cannot score them under a version that it
+has left behind. And nothing can be told apart where the trainer's own logprobs of two versions are
+equal, or nearer to each other than engine and trainer are: at the start, when B is still zero, or
+after a tiny step in bfloat16. The proof then says that it cannot tell, and whoever asked for it has
+the engines compare what they hold with what they were sent (`run/publisher.py`, `differing` of the
+engines), as also at the start, when an engine comes back, and every refit.compare_every versions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +28,7 @@ from lora_moe_rl.errors import RefitError
 
 PROBE_TOKENS = 256
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.15}
+Scores = Sequence[np.ndarray]  # logprobs [tokens - 1] of each sequence
 
 
 def probe_sequences(prompts: Sequence[list[int]], max_length: int) -> list[list[int]]:
@@ -26,21 +38,35 @@ def probe_sequences(prompts: Sequence[list[int]], max_length: int) -> list[list[
     return [(token_ids * 2)[:longest] for token_ids in prompts]
 
 
+def pieces(
+    sequences: Sequence[np.ndarray], count: int, max_length: int, seed: Sequence[int]
+) -> list[list[int]]:
+    """A piece of each of `count` of the sequences (of all, if they are fewer), as long as a probe
+    may be. Which, and where it begins, depends on `seed` alone."""
+    longest = min(PROBE_TOKENS, max_length - 1)
+    draw = np.random.default_rng(seed)
+    scorable = [token_ids for token_ids in sequences if len(token_ids) > 1]
+    found = []
+    for place in draw.permutation(len(scorable))[:count]:
+        token_ids = scorable[place]
+        start = int(draw.integers(0, max(0, len(token_ids) - longest) + 1))
+        found.append([int(token) for token in token_ids[start : start + longest]])
+    return found
+
+
 @dataclass(frozen=True)
 class Proof:
-    """Largest absolute logprob differences over the probe.
+    """max_diff: the largest |logprob difference| between engine and trainer, both with the adapter.
 
-    max_diff: engine against trainer, both with the adapter.
-    effect, trainer_effect: adapter against base, in the engine and in the trainer.
-    applied: True when the engine's logprobs are nearer to the trainer's than to the base's; None
-    when the adapter's effect is too small for this probe to tell.
+    effect, trainer_effect: the largest between adapter and base, in the engine and in the trainer.
+    told: whether the version could be told from the base and from every older version, and was.
     """
 
     version: int
     max_diff: float
     effect: float
     trainer_effect: float
-    applied: bool | None
+    told: bool
 
 
 def default_tolerance(dtype: str) -> float:
@@ -48,51 +74,93 @@ def default_tolerance(dtype: str) -> float:
 
 
 def check_served(
-    engine: Sequence[np.ndarray],
-    trainer: Sequence[np.ndarray],
-    engine_base: Sequence[np.ndarray],
-    trainer_base: Sequence[np.ndarray],
+    engine: Scores,
+    trainer: Scores,
+    engine_base: Scores,
+    trainer_base: Scores,
     tolerance: float,
     version: int,
+    older: Mapping[int, Scores] | None = None,
 ) -> Proof:
-    """Compares logprobs `[tokens - 1]` of each probe sequence.
+    """Compares the scores of the probe. `older`: the trainer's, by version, of versions that an
+    engine might still serve.
 
-    Raises RefitError when engine and trainer differ by more than `tolerance`, or when the engine's
-    logprobs are those of the base though the trainer's are not.
+    Raises RefitError when the engine is nearer to the base or to an older version than to this one
+    though they can be told apart, or when engine and trainer differ by more than `tolerance`.
     """
-    ours, theirs, our_base, their_base = (
-        _flat(name, arrays, version)
-        for name, arrays in (
-            ("engine", engine),
-            ("trainer", trainer),
-            ("engine_base", engine_base),
-            ("trainer_base", trainer_base),
-        )
-    )
-    max_diff = _largest(ours, theirs)
-    effect, trainer_effect = _largest(ours, our_base), _largest(theirs, their_base)
-    # What the two engines differ by without any adapter is what this probe cannot resolve.
-    noise = max(_largest(our_base, their_base), np.finfo(np.float32).eps)
-    applied: bool | None = None
-    if trainer_effect > 10 * noise:
-        to_trainer, to_base = np.abs(ours - theirs).mean(), np.abs(ours - our_base).mean()
-        applied = bool(to_trainer < to_base)
-    proof = Proof(version, max_diff, effect, trainer_effect, applied)
-    if applied is False:
+    ours, theirs = _flat("engine", engine, version), _flat("trainer", trainer, version)
+    our_base = _flat("engine_base", engine_base, version)
+    their_base = _flat("trainer_base", trainer_base, version)
+    others = {"the base": their_base} | {
+        f"version {number}": _flat("older trainer", scores, number)
+        for number, scores in (older or {}).items()
+    }
+    for array in (theirs, our_base, *others.values()):
+        _check_shape(ours, array)
+    base_diff = our_base - their_base
+    nearer = {name: _nearer(ours, theirs, other, base_diff) for name, other in others.items()}
+    wrong = [name for name, found in nearer.items() if found is False]
+    if wrong:
+        name = min(wrong, key=lambda name: np.linalg.norm(ours - others[name]))
         raise RefitError(
-            f"the engine serves the base instead of adapter version {version}: its logprobs differ "
-            f"from the base's by {effect:.2e}, the trainer's by {trainer_effect:.2e}"
+            f"the engine serves {name} instead of adapter version {version}: on the probe its "
+            f"logprobs differ from the trainer's by {_largest(ours, others[name]):.2e} for {name}, "
+            f"by {_largest(ours, theirs):.2e} for version {version}"
         )
+    told = None not in nearer.values()
+    without = f"; without the adapter they differ by {np.abs(base_diff).max():.2e}"
+    max_diff = _check_near(ours, theirs, tolerance, version, "the probe", without)
+    effects = _largest(ours, our_base), _largest(theirs, their_base)
+    return Proof(version, max_diff, *effects, told)
+
+
+def check_pieces(engine: Scores, trainer: Scores, tolerance: float, version: int) -> float:
+    """The largest |logprob difference| on pieces of samples, 0 without any. Raises RefitError when
+    it is more than `tolerance`."""
+    if not len(engine):
+        return 0.0
+    ours, theirs = _flat("engine", engine, version), _flat("trainer", trainer, version)
+    return _check_near(ours, theirs, tolerance, version, "the step's samples")
+
+
+def _check_near(
+    ours: np.ndarray, theirs: np.ndarray, tolerance: float, version: int, where: str, more: str = ""
+) -> float:
+    max_diff = _largest(ours, theirs)
     if max_diff > tolerance:
         raise RefitError(
             f"adapter version {version}: engine and trainer differ by {max_diff:.2e} in logprob on "
-            f"the probe, more than {tolerance:.2e}; without the adapter they differ by "
-            f"{_largest(our_base, their_base):.2e} (refit.proof_tolerance sets the limit)"
+            f"{where}, more than {tolerance:.2e}{more} (refit.proof_tolerance sets the limit)"
         )
-    return proof
+    return max_diff
 
 
-def _flat(name: str, arrays: Sequence[np.ndarray], version: int) -> np.ndarray:
+def _nearer(
+    ours: np.ndarray, theirs: np.ndarray, other: np.ndarray, base_diff: np.ndarray
+) -> bool | None:
+    """Whether the engine is nearer to the trainer's version than to its other one, by the sum of
+    squares; None when the two are too near each other for this noise.
+
+    Noise is what engine and trainer differ by without adapters, and at the nearer of the two. Noise
+    of s a token moves the engine by s along the line from one version to the other, and halfway is
+    where the answer turns: at 10 s apart it would take noise of 5 s. One token's own noise may be
+    far above s, and moves it by no more than itself; an engine that is halfway says nothing either:
+    hence four times the largest.
+    """
+    here, there = np.linalg.norm(ours - theirs), np.linalg.norm(ours - other)
+    noise = (base_diff, ours - (theirs if here < there else other))
+    resolved = max(max(10 * _rms(values), 4 * np.abs(values).max()) for values in noise)
+    apart = np.linalg.norm(theirs - other)
+    if apart <= max(resolved, 10 * np.finfo(np.float32).eps):
+        return None
+    return bool(here < there)
+
+
+def _rms(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(values**2)))
+
+
+def _flat(name: str, arrays: Scores, version: int) -> np.ndarray:
     flat = np.concatenate([np.asarray(array, dtype=np.float64) for array in arrays])
     if not np.isfinite(flat).all():
         raise RefitError(f"adapter version {version}: {name} logprobs hold NaN or infinite values")
@@ -100,6 +168,10 @@ def _flat(name: str, arrays: Sequence[np.ndarray], version: int) -> np.ndarray:
 
 
 def _largest(a: np.ndarray, b: np.ndarray) -> float:
+    _check_shape(a, b)
+    return float(np.abs(a - b).max())
+
+
+def _check_shape(a: np.ndarray, b: np.ndarray) -> None:
     if a.shape != b.shape:
         raise RefitError(f"probe of {a.size} tokens against one of {b.size}")
-    return float(np.abs(a - b).max())

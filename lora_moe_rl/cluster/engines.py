@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import RayActorError
 
@@ -29,7 +28,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Sample
 from lora_moe_rl.errors import ActorFailed, EngineDied, LoraMoeRlError
 from lora_moe_rl.files.run_dir import RunDir
-from lora_moe_rl.ports import Receipt, Ref
+from lora_moe_rl.ports import Receipt, Ref, Scored
 from lora_moe_rl.refit.parts import PartLayout
 from lora_moe_rl.refit.transports import Channel
 from lora_moe_rl.rollout.engine import RolloutEngine
@@ -112,16 +111,21 @@ class RolloutEngines:
         sequences: Sequence[Sequence[int]],
         version: int | None,
         engines: Sequence[int] | None = None,
-    ) -> tuple[list[list[np.ndarray]], list[Ref]]:
+    ) -> list[Scored]:
+        """Routes stay where they are; what says whether they are equal comes along."""
         indices = range(len(self.actors)) if engines is None else engines
-        asked = (self._ask(i, "score", sequences, version, num_returns=2) for i in indices)
+        asked = (self._ask(i, "probe", sequences, version, num_returns=2) for i in indices)
         refs = await asyncio.gather(*asked)
-        return ray.get([scores for scores, _ in refs]), [table for _, table in refs]
+        found = ray.get([scores for scores, _ in refs])
+        return [
+            Scored(logprobs, table, checksum, complete)
+            for (logprobs, checksum, complete), (_, table) in zip(found, refs, strict=True)
+        ]
 
     async def publish(self, version: int, parts: Sequence[Ref]) -> list[Receipt]:
         """Every engine takes the version, or the run stops. The parts stay as they are until the
         next version: engines that come back take it from them too."""
-        await self._all_back()
+        await self.all_back()
         self.published = None  # the parts of the last version are written over
         asked = (
             self._ask(index, "publish", version, *parts, timeout=self._refit_timeout)
@@ -130,6 +134,17 @@ class RolloutEngines:
         refs = await asyncio.gather(*asked)
         self.published = version, parts
         return ray.get([ref for (ref,) in refs])
+
+    async def differing(
+        self, version: int, parts: Sequence[Ref], engines: Sequence[int] | None = None
+    ) -> list[str]:
+        indices = range(len(self.actors)) if engines is None else engines
+        asked = (
+            self._ask(index, "differing", version, *parts, timeout=self._refit_timeout)
+            for index in indices
+        )
+        refs = await asyncio.gather(*asked)
+        return sorted({name for names in ray.get([ref for (ref,) in refs]) for name in names})
 
     async def roll_back(self, version: int, parts: Sequence[Ref]) -> list[str]:
         found = await self._each("differing", version, *parts)
@@ -185,10 +200,13 @@ class RolloutEngines:
                 return min(alive, key=lambda index: self.rolling[index])
             await asyncio.wait(self.returning.values(), return_when=asyncio.FIRST_COMPLETED)
 
-    async def _all_back(self) -> None:
+    async def all_back(self) -> None:
         while self.returning:
-            _, task = self.returning.popitem()
-            await task
+            index, task = next(iter(self.returning.items()))
+            await asyncio.wait([task])
+            if self.returning.get(index) is task:  # until now nobody may be sent there
+                del self.returning[index]
+            task.result()
 
     async def _bring_back(self, index: int) -> None:
         """Starts a dead engine anew, until it lives."""

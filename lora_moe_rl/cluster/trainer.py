@@ -104,7 +104,7 @@ class TrainerRanks:
         return assemble(self.spec.tensor_shapes, [shard for part in parts for shard in part])
 
     async def score(
-        self, sequences: Sequence[Sequence[int]], routes: Ref, adapters: bool = True
+        self, sequences: Sequence[Sequence[int]], routes: Ref | None, adapters: bool = True
     ) -> list[np.ndarray]:
         refs = self._all("score", sequences, routes, adapters)
         (scores,) = [found for found in await answers(self.actors, refs) if found is not None]

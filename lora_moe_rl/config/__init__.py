@@ -4,7 +4,7 @@ Importing this package imports no torch.
 """
 
 from lora_moe_rl.config.adapter import AdapterConfig
-from lora_moe_rl.config.engines import RefitConfig, ReplayConfig, RolloutConfig
+from lora_moe_rl.config.engines import MismatchConfig, RefitConfig, ReplayConfig, RolloutConfig
 from lora_moe_rl.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -26,6 +26,7 @@ __all__ = [
     "DataConfig",
     "EnvironmentConfig",
     "LoggingConfig",
+    "MismatchConfig",
     "ModelConfig",
     "RefitConfig",
     "ReplayConfig",

@@ -1,4 +1,5 @@
-"""The sections `rollout`, `refit` and `replay`: vLLM, and what goes to it and comes from it."""
+"""The sections `rollout`, `refit`, `replay` and `mismatch`: vLLM, what goes to it and what comes
+from it."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from lora_moe_rl.config.section import Section
 from lora_moe_rl.refit.transports import transport_names
+from lora_moe_rl.rollout.facts import LOWEST_TEMPERATURE
 
 
 class RolloutConfig(Section):
@@ -24,7 +26,9 @@ class RolloutConfig(Section):
         "fully_sharded_loras): less memory, more communication.",
     )
     max_response_tokens: int = Field(8, ge=1, description="Longest response, in tokens.")
-    temperature: float = Field(1.0, gt=0, description="Sampling temperature; the loss uses it too.")
+    temperature: float = Field(
+        1.0, description="Sampling temperature, at least 0.01; the loss uses it too."
+    )
     stop_token_ids: tuple[int, ...] = Field(
         (), description="Token ids that end a response, besides the model's own end of sequence."
     )
@@ -41,6 +45,18 @@ class RolloutConfig(Section):
         2, ge=0,
         description="How often a run starts engines anew whose processes have died; 0: never.",
     )  # fmt: skip
+
+    @field_validator("temperature")
+    @classmethod
+    def _as_sampled(cls, value: float) -> float:
+        if value < LOWEST_TEMPERATURE:
+            raise ValueError(
+                f"rollout.temperature={value:g} is not what vLLM would sample with (it raises what "
+                f"is between 0 and {LOWEST_TEMPERATURE} to {LOWEST_TEMPERATURE}, and at 0 takes "
+                f"the likeliest token), so that the loss would be of another distribution; use "
+                f"{LOWEST_TEMPERATURE} or more"
+            )
+        return value
 
     @model_validator(mode="after")
     def _one_cut(self):
@@ -71,13 +87,23 @@ class RefitConfig(Section):
     slots: int = Field(
         2, ge=1,
         description="Adapter slots of an engine: versions alive at once. With 1, a refit waits for "
-        "the requests of the old version.",
+        "the requests of the old version, and if it fails nothing is served.",
     )  # fmt: skip
-    proof_prompts: int = Field(2, ge=1, description="Probe prompts compared at each refit.")
+    proof_prompts: int = Field(
+        2, ge=1,
+        description="Prompts that every refit is proven on, and pieces of the step's samples "
+        "beside them, other ones each step.",
+    )  # fmt: skip
     proof_tolerance: float | None = Field(
         None, gt=0,
         description="Largest |logprob difference| between trainer and engine on the probe; null: "
         "1e-4 in float32, 0.15 in bfloat16.",
+    )  # fmt: skip
+    compare_every: int = Field(
+        50, ge=0,
+        description="Versions from one comparison of what engines hold with what they were sent to "
+        "the next, beside those at the start, after a restart, and where the proof cannot tell "
+        "two versions apart; 0: only those.",
     )  # fmt: skip
     timeout_s: float = Field(
         300, gt=0, description="Longest wait for a free slot, and for one refit."
@@ -126,4 +152,12 @@ class ReplayConfig(Section):
         0, ge=0,
         description="Steps from one forward without replay, for mismatch/without_replay/*, to the "
         "next; 0: none.",
+    )  # fmt: skip
+
+
+class MismatchConfig(Section):
+    stop_above: float | None = Field(
+        None, gt=0,
+        description="Stop when a step's mismatch/kl is above this; null: 1e-4 when the trainer is "
+        "in float32, 0.1 in bfloat16.",
     )  # fmt: skip

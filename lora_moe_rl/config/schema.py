@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from lora_moe_rl.config.adapter import AdapterConfig
-from lora_moe_rl.config.engines import RefitConfig, ReplayConfig, RolloutConfig
+from lora_moe_rl.config.engines import MismatchConfig, RefitConfig, ReplayConfig, RolloutConfig
 from lora_moe_rl.config.plugins import ALGORITHMS, ENVIRONMENTS, TRACKERS, Kind
 from lora_moe_rl.config.section import Section
 from lora_moe_rl.config.trainer import TrainerConfig
@@ -152,6 +152,9 @@ class RunConfig(Section):
     rollout: RolloutConfig = Field(RolloutConfig(), description="vLLM.")
     refit: RefitConfig = Field(RefitConfig(), description="Moving adapters into vLLM.")
     replay: ReplayConfig = Field(ReplayConfig(), description="Router replay.")
+    mismatch: MismatchConfig = Field(
+        MismatchConfig(), description="How far trainer and engines may be apart."
+    )
     algorithm: SerializeAsAny[AlgorithmConfig] = Field(
         AlgorithmConfig(), description="The RL algorithm."
     )

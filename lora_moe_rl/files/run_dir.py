@@ -113,9 +113,7 @@ class RunDir:
     def _check_earlier_run(self) -> None:
         has_config = self.config_file.exists()
         # One that failed before its first step holds nothing: it may be started again.
-        has_steps = has_config and (
-            _size(self.metrics_file) > 0 or any(self.checkpoints.glob("step-*"))
-        )
+        has_steps = has_config and any((_size(self.metrics_file), *self.checkpoints.glob("step-*")))
         if has_steps and not self.resume:
             raise RunDirError(
                 f"{self.path} holds a run already; go on with it by --resume, or choose another "
@@ -148,14 +146,16 @@ class RunDir:
         for path in (self.metrics_file, self.samples_file):
             _cut_after(path, step)
 
-    def write_samples(self, step: int, groups: Sequence[Group], signals: Sequence[Signal]) -> None:
-        """Appends `logging.samples_per_step` of the step's samples, with what their groups said."""
+    def write_samples(
+        self, step: int, groups: Sequence[Group], signals: Sequence[Signal], every: bool = False
+    ) -> None:
+        """Appends `logging.samples_per_step` of the step's samples, or all, with their signals."""
         samples = [(g, i) for g, group in enumerate(groups) for i in range(len(group.samples))]
+        wanted = len(samples) if every else self.config.logging.samples_per_step
         with open(self.samples_file, "a", encoding="utf-8") as file:
-            for chosen in _spread(len(samples), self.config.logging.samples_per_step):
+            for chosen in _spread(len(samples), wanted):
                 g, i = samples[chosen]
-                record = _sample_record(step, groups[g], signals[g], i)
-                file.write(to_json(record) + "\n")
+                file.write(to_json(_sample_record(step, groups[g], signals[g], i)) + "\n")
 
 
 def _sample_record(step: int, group: Group, signal: Signal, index: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
     sample     a prompt in; samples and their router decisions out, under one adapter version
     score      logprobs of given sequences, under a version or the bare base
+    probe      the same, with what tells whether two engines took the same routes
     publish    parts of an adapter version in, from each trainer rank; a receipt out
 
 Every method is a coroutine: an actor serves them concurrently, so that a version can be published
@@ -120,6 +121,13 @@ class RolloutEngine:
         )
         return outputs.scores_and_routes(answers, self.spec.shape)
 
+    async def probe(
+        self, sequences: list[list[int]], version: int | None
+    ) -> tuple[tuple[list[np.ndarray], str, bool], RouteTable]:
+        """What `score` gives, and of the routes a checksum and whether none are missing."""
+        scores, table = await self.score(sequences, version)
+        return (scores, outputs.routes_checksum(table), bool(table.valid.all())), table
+
     async def prepare_refit(
         self, layouts: list[PartLayout], channel: Channel = SHARED_MEMORY
     ) -> None:
@@ -133,8 +141,9 @@ class RolloutEngine:
         finish on the version they began with.
 
         Either the version is served in full, or an error is raised and the versions that are served
-        stay. Raises RefitError for a version that is not newer than the newest, when no slot comes
-        free within refit.timeout_s, or when a worker refuses it.
+        stay; with refit.slots=1 that is none, once the version before has left its slot, and the
+        error says so. Raises RefitError for a version that is not newer than the newest, when no
+        slot comes free within refit.timeout_s, or when a worker refuses it.
         """
         async with self.publishing:
             return await self._publish(version, sent)
@@ -153,8 +162,10 @@ class RolloutEngine:
             await self._workers("refit_stage", version, json.dumps([asdict(part) for part in sent]))
             clock.lap("stage")
             await self._workers("refit_commit", version)
-        except BaseException:
+        except BaseException as error:
             await self._workers("refit_drop", version)
+            if isinstance(error, RefitError) and not self.receipts:
+                raise RefitError(f"{error}; engine {self.index} serves no version now") from error
             raise
         clock.lap("commit")
         receipt = Receipt(

@@ -24,6 +24,10 @@ Matrix = Literal["A", "B"]
 # Slot ranks that vLLM allocates (`vllm/config/lora.py`, MaxLoRARanks).
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
+# vLLM raises a temperature between 0 and this to this (`vllm/sampling_params.py`, _MAX_TEMP), and
+# takes 0 for the likeliest token: no distribution, whose logprobs are all 0.
+LOWEST_TEMPERATURE = 0.01
+
 # Modules that vLLM cannot serve adapters on; no pattern of adapter.targets includes them, only
 # their name.
 NOT_SERVABLE = {

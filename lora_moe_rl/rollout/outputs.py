@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -79,6 +80,12 @@ def scores_and_routes(
         # The last token was fed too, to sample the token that vLLM insists on.
         rows.append(None if routes is None else routes[: len(answer.prompt_token_ids) - 1])
     return scores, _table(rows, [len(score) for score in scores], shape)
+
+
+def routes_checksum(table: RouteTable) -> str:
+    """Equal for equal routes, as far as they were recorded."""
+    ids = np.where(table.valid[..., None], table.ids, 0)
+    return hashlib.sha256(table.valid.tobytes() + ids.tobytes()).hexdigest()
 
 
 def _sample(prompt_ids: Sequence[int], output, version: int, text: str) -> Sample:

@@ -97,11 +97,13 @@ async def learn(ports: Ports, book: TicketBook, first_step: int) -> None:
         records.check_rewards(groups)
         signals = [signal_of(ports.algorithm, group) for group in groups]
         batch = TrainBatch.from_groups(groups, signals, config.algorithm.mini_batches, step)
+        await ports.engines.all_back()
         result, parts = await ports.trainer.update(batch, [group.routes for group in groups])
-        records.check_update(result)
+        records.check_update(step, groups, signals, result)
         clock.lap("train")
         version = ports.publisher.version
-        published = await ports.publisher.publish(result.version, parts)
+        samples = [sample for group in groups for sample in group.samples]
+        published = await ports.publisher.publish(result.version, parts, samples)
         clock.lap("refit")
         book.trained(tickets)
         records.step(

@@ -1,8 +1,9 @@
 """An adapter version from the trainer into every engine, and the proof that it is served.
 
     parts ──channel──> slots of v+1 ──> probe scored by engine and trainer ──> served
-                                                    │ not as it should be
-                                                    └──> rolled back to v, and the run stops
+                                          │         │ not as it should be        ↑
+                                          │         └──> taken back, and the run stops
+                                          └ cannot tell ──> slots compared ──────┘
 
 Both ends learn once what will go from which trainer rank to which engine rank (the plan). A version
 is published in full or not at all.
@@ -11,17 +12,26 @@ is published in full or not at all.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.prompts import PromptSource
-from lora_moe_rl.errors import RefitError
-from lora_moe_rl.ports import Channel, Engines, Ref, Trainer
+from lora_moe_rl.data.samples import Sample
+from lora_moe_rl.errors import LoraMoeRlError, RefitError
+from lora_moe_rl.ports import Channel, Engines, Ref, Scored, Trainer
 from lora_moe_rl.refit.parts import STORAGE, PartLayout, check_complete, part_layouts
 from lora_moe_rl.refit.plan import EngineLayout, make_plan
-from lora_moe_rl.refit.proof import Proof, check_served, default_tolerance, probe_sequences
+from lora_moe_rl.refit.proof import (
+    Proof,
+    check_pieces,
+    check_served,
+    default_tolerance,
+    pieces,
+    probe_sequences,
+)
 from lora_moe_rl.rollout.facts import Dtype, slot_rank
 from lora_moe_rl.telemetry.clock import Clock
 
@@ -34,6 +44,16 @@ def plan_layouts(config: RunConfig, spec: AdapterSpec, dtype: Dtype) -> list[Par
     layouts = part_layouts(plan, spec, dtype)
     check_complete(layouts, spec, engine)
     return layouts
+
+
+@dataclass
+class Known:
+    """What was found of one engine on the probe: by the engine and by the trainer of the bare base,
+    and by the trainer of the versions that were served last; always with that engine's routes."""
+
+    engine_base: list[np.ndarray]
+    trainer_base: list[np.ndarray]
+    served: dict[int, list[np.ndarray]] = field(default_factory=dict)
 
 
 class Publisher:
@@ -53,54 +73,89 @@ class Publisher:
         self.channel, self.source = channel, source
         self.tolerance = config.refit.proof_tolerance or default_tolerance(dtype)
         self.first_version, self.version = first_version, -1
+        self.parts: Sequence[Ref] = ()  # of the version that is served, or about to be
         self.probe: list[list[int]] = []
-        self.engine_base: list[list[np.ndarray]] = []
-        self.trainer_base: list[np.ndarray] = []
+        self.known: list[Known] = []  # by engine
 
     async def start(self) -> None:
         """Serves the trainer's adapter for the first time."""
         parts = await self.trainer.send()
         self.probe = self._probe()
-        self.engine_base, routes = await self.engines.score(self.probe, None)
-        self.trainer_base = await self.trainer.score(self.probe, routes[0], adapters=False)
-        await self._serve(self.first_version, parts)
+        self.known = [Known(*pair) for pair in await self._score(self.probe, None)]
+        await self._serve(self.first_version, parts, ())
 
-    async def publish(self, version: int, parts: Sequence[Ref]) -> dict[str, float]:
-        """Serves `version`, proves that it is served, and forgets the oldest. Returns metrics.
+    async def publish(
+        self, version: int, parts: Sequence[Ref], samples: Sequence[Sample]
+    ) -> dict[str, float]:
+        """Serves `version`, proves that it is served, and forgets the oldest. `samples` are those
+        it was trained on: the proof takes a few of them too. Returns metrics.
 
         Raises RefitError when an engine refuses it or does not serve it; the version before is then
-        served again. A version that is served already (its update was skipped) costs nothing.
+        served again, if an engine can hold two (refit.slots). A version that is served already (its
+        update was skipped) costs nothing.
         """
         if version == self.version:
-            return {"refit/seconds": 0.0, "refit/bytes": 0, "refit/max_diff": 0.0}
-        return await self._serve(version, parts)
+            nothing = ("seconds", "bytes", "max_diff", "told", "compared")
+            return {f"refit/{name}": 0 for name in nothing}
+        return await self._serve(version, parts, samples)
 
     async def prove_returned(self, index: int, version: int) -> None:
-        """Proves that engine `index`, which was started anew, serves `version`."""
-        one = [index]
+        """Proves that engine `index`, which was started anew, serves `version`, and holds it as it
+        was sent."""
+        known, one = self.known[index], [index]
         if self.config.refit.mode == "adapter":  # merged weights hold the base no more
-            (self.engine_base[index],), _ = await self.engines.score(self.probe, None, one)
-        await self._prove(version, one)
+            ((known.engine_base, known.trainer_base),) = await self._score(self.probe, None, one)
+        await self._prove(version, (), one)
+        await self._compare(version, one)
 
-    async def _serve(self, version: int, parts: Sequence[Ref]) -> dict[str, float]:
+    async def _serve(
+        self, version: int, parts: Sequence[Ref], samples: Sequence[Sample]
+    ) -> dict[str, float]:
         clock = Clock()
+        self.parts = parts
         await self.channel.published(lambda: self.trainer.sent(parts))
         receipts = await self.engines.publish(version, parts)
         self.channel.keep(range(version - self.config.refit.slots + 1, version + 1))
         try:
-            proofs = await self._prove(version)
+            proofs = await self._prove(version, samples)
+            told = all(proof.told for proof in proofs)
+            compared = not told or self._is_compared(version)
+            if compared:
+                await self._compare(version)
         except RefitError as error:
-            differing = await self.engines.roll_back(version, parts)
-            found = f"engines hold something else than was sent in {', '.join(differing)}"
-            same = "what can be read back of the engines is what was sent"
-            raise RefitError(f"{error}; {found if differing else same}") from error
+            raise await self._taken_back(version, error) from error
         self.version = version
         clock.lap("refit")
         return {
             "refit/seconds": clock.seconds["total"],
             "refit/bytes": sum(receipt.bytes for receipt in receipts),
             "refit/max_diff": max(proof.max_diff for proof in proofs),
+            "refit/told": int(told),
+            "refit/compared": int(compared),
         }
+
+    def _is_compared(self, version: int) -> bool:
+        """Whether slots are compared even though the proof could tell."""
+        every = self.config.refit.compare_every
+        return version == self.first_version or (every > 0 and version % every == 0)
+
+    async def _compare(self, version: int, engines: Sequence[int] | None = None) -> None:
+        if names := await self.engines.differing(version, self.parts, engines):
+            raise RefitError(f"adapter version {version} is not served: {_differ(names)}")
+
+    async def _taken_back(self, version: int, error: RefitError) -> RefitError:
+        """Takes a version back that is not served as it should be. Returns what there is to say."""
+        message = str(error)
+        try:
+            names = await self.engines.roll_back(version, self.parts)
+        except LoraMoeRlError as second:
+            return RefitError(f"{message}; nor could it be taken back: {second}")
+        found = _differ(names) if names else "what can be read back of the engines is what was sent"
+        if found not in message:
+            message += f"; {found}"
+        if self.version < 0 or self.config.refit.mode == "merged" or self.config.refit.slots == 1:
+            message += "; engines serve no version now, there is none to go back to"
+        return RefitError(message)
 
     def _probe(self) -> list[list[int]]:
         """The next prompts, each twice over."""
@@ -110,19 +165,57 @@ class Publisher:
         prompts = [prompt.token_ids for prompt in prompts]
         return probe_sequences(prompts, self.config.model.max_length)
 
-    async def _prove(self, version: int, engines: Sequence[int] | None = None) -> list[Proof]:
-        """One proof an engine, of all of them by default."""
-        scores, routes = await self.engines.score(self.probe, version, engines)
-        indices = range(len(self.engine_base)) if engines is None else engines
-        trainer = await self.trainer.score(self.probe, routes[0])
-        return [
-            check_served(
-                found,
-                trainer,
-                self.engine_base[index],
-                self.trainer_base,
-                self.tolerance,
-                version,
-            )
-            for index, found in zip(indices, scores, strict=True)
-        ]
+    async def _prove(
+        self, version: int, samples: Sequence[Sample], engines: Sequence[int] | None = None
+    ) -> list[Proof]:
+        """One proof an engine, of all of them by default. What the trainer gave is kept, for the
+        versions after it to be told from this one."""
+        config, size = self.config, len(self.probe)
+        token_ids = [sample.token_ids for sample in samples]
+        count, seed = config.refit.proof_prompts, (config.seed, version)
+        sequences = self.probe + pieces(token_ids, count, config.model.max_length, seed)
+        scores = await self._score(sequences, version, engines)
+        indices = range(len(self.known)) if engines is None else engines
+        proofs = []
+        for index, (ours, theirs) in zip(indices, scores, strict=True):
+            known = self.known[index]
+            older = {number: found for number, found in known.served.items() if number != version}
+            base = known.engine_base, known.trainer_base
+            probe = ours[:size], theirs[:size]
+            proof = check_served(*probe, *base, self.tolerance, version, older)
+            more = check_pieces(ours[size:], theirs[size:], self.tolerance, version)
+            proofs.append(replace(proof, max_diff=max(proof.max_diff, more)))
+            known.served[version] = theirs[:size]
+            for number in sorted(known.served)[: -config.refit.slots]:
+                del known.served[number]
+        return proofs
+
+    async def _score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        version: int | None,
+        engines: Sequence[int] | None = None,
+    ) -> list[tuple[list[np.ndarray], list[np.ndarray]]]:
+        """Logprobs by each engine, and by the trainer with that engine's routes; engines whose
+        routes are equal share what the trainer gives."""
+        found = await self.engines.score(sequences, version, engines)
+        trainer: dict[str, list[np.ndarray]] = {}
+        pairs = []
+        for one in found:
+            routes, key = (one.routes, one.checksum) if self._replayed(one) else (None, "")
+            if key not in trainer:
+                adapters = version is not None
+                trainer[key] = await self.trainer.score(sequences, routes, adapters)
+            pairs.append((one.logprobs, trainer[key]))
+        return pairs
+
+    def _replayed(self, scored: Scored) -> bool:
+        """Whether the trainer scores with an engine's routes: two routers near a tie would make two
+        policies of one. When some are missing it does so under replay.mode=r3 alone, which needs
+        them for training too (replay.missing says what becomes of the rest); otherwise it chooses
+        by itself, as it does in training."""
+        return scored.complete or self.config.replay.mode == "r3"
+
+
+def _differ(names: Sequence[str]) -> str:
+    return f"engines hold something else than was sent in {', '.join(names)}"

@@ -16,14 +16,20 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Group, Sample, UpdateResult
-from lora_moe_rl.errors import NonFiniteError, RewardError
+from lora_moe_rl.errors import MismatchError, NonFiniteError, RewardError
 from lora_moe_rl.files import checkpoint, trainer_state
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.models.fingerprint import base_record
 from lora_moe_rl.ports import Trainer
+from lora_moe_rl.rollout.facts import Dtype
 from lora_moe_rl.telemetry import console, names
 from lora_moe_rl.telemetry.clock import Clock
 from lora_moe_rl.telemetry.metrics import MetricsWriter
+
+# Of mismatch/kl (mismatch.stop_above=null), by the trainer's dtype: far above rounding, so that
+# what is beyond is a fault. Seen were up to 2e-12 in float32 (docs/figures.md), and in bfloat16
+# 3e-5 with replayed routes, 4e-4 without (docs/replay_figures.md).
+STOP_ABOVE: dict[Dtype, float] = {"float32": 1e-4, "bfloat16": 0.1}
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class StepFacts:
 
 
 class Records:
-    """`done` is the last step that is on record."""
+    """`done` is the last step that is on record; `dtype` the trainer's."""
 
     def __init__(
         self,
@@ -56,9 +62,11 @@ class Records:
         trainer: Trainer,
         metrics: MetricsWriter,
         done: int,
+        dtype: Dtype,
     ):
         self.config, self.spec, self.run_dir = config, spec, run_dir
         self.trainer, self.metrics = trainer, metrics
+        self.stop_above = config.mismatch.stop_above or STOP_ABOVE[dtype]
         self.base = base_record(config.model.path, model_dir)
         self.stop_requested = False
         self.done = done
@@ -101,8 +109,11 @@ class Records:
                 "them, which leaves nothing to train on"
             )
 
-    def check_update(self, result: UpdateResult) -> None:
-        """Raises NonFiniteError when loss or gradients were not finite too often in a row."""
+    def check_update(
+        self, step: int, groups: Sequence[Group], signals: Sequence[Signal], result: UpdateResult
+    ) -> None:
+        """Raises NonFiniteError when loss or gradients were not finite too often in a row, and
+        MismatchError when trainer and engines are further apart than mismatch.stop_above."""
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.nonfinite else 0
         limit = self.config.trainer.max_skipped_steps
         if self._skipped_in_a_row >= limit:
@@ -110,6 +121,26 @@ class Records:
                 f"loss or gradients were NaN or infinite in {limit} steps in a row "
                 f"(trainer.max_skipped_steps={limit}); the adapter is unchanged since then"
             )
+        self._check_mismatch(step, groups, signals, result)
+
+    def _check_mismatch(
+        self, step: int, groups: Sequence[Group], signals: Sequence[Signal], result: UpdateResult
+    ) -> None:
+        """Writes all samples of a step that stops the run. Which of them, and which token, was
+        worst is not known here: the trainer's logprobs stay on its ranks, and of them come a mean
+        and the largest difference. A step of NaN is for max_skipped_steps to judge."""
+        kl = result.metrics[names.MISMATCH_KL]
+        if kl <= self.stop_above or result.nonfinite:
+            return
+        self.run_dir.write_samples(step, groups, signals, every=True)
+        largest = result.metrics[names.MISMATCH_LARGEST]
+        raise MismatchError(
+            f"step {step}: {names.MISMATCH_KL} is {kl:.2e}, more than {self.stop_above:.2e}: "
+            f"engines and trainer give the sampled tokens logprobs that are {largest:.2e} apart at "
+            f"most. The update was not published. All samples of the step are in "
+            f"{self.run_dir.samples_file}; replay.compare_every=1 shows what routes have to do "
+            "with it, and mismatch.stop_above sets the limit"
+        )
 
     def step(self, facts: StepFacts, clock: Clock) -> None:
         """Writes a step's samples and metrics."""

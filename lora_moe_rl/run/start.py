@@ -116,7 +116,7 @@ def _run(run: Prepared) -> None:
     run.run_dir.rewind(run.step)  # before the files are opened to go on in them
     with MetricsWriter(run.run_dir, run.config) as metrics, _actors(run) as actors:
         parts = (run.config, run.spec, run.model_dir, run.run_dir, actors.trainer, metrics)
-        records = Records(*parts, done=run.step)
+        records = Records(*parts, done=run.step, dtype=actors.trainer.dtype)
         with _signals(records):
             _go(run, actors, records)
     report.finish(run.run_dir)

@@ -60,8 +60,11 @@ class Engine:
     async def publish(self, version, *sent):
         return self._do("publish", version, *sent)
 
-    async def score(self, sequences, version):
-        return self._do("score", version), "table"
+    async def probe(self, sequences, version):
+        return (self._do("probe", version), "checksum", True), f"table-{self.index}"
+
+    async def differing(self, version, *sent):
+        return [f"tensor-{self.index}", "tensor"] if self._do("differing", version) else []
 
     async def sample(self, token_ids, n, version, seed):
         return self._do("sample", token_ids, version, seed), f"table-{self.index}"
@@ -123,7 +126,7 @@ def sample(engines, tickets=4) -> tuple[list, int]:
 
     async def together():
         found = await asyncio.gather(*(roll(ticket) for ticket in range(tickets)))
-        await engines._all_back()
+        await engines.all_back()
         return found
 
     answers = asyncio.run(together())
@@ -171,15 +174,22 @@ def test_a_publish_in_flight_is_repeated_and_the_old_version_is_not(start, tmp_p
 
 def test_an_engine_that_dies_again_while_it_starts_counts_twice(start, tmp_path):
     engines = start(engines=1)
-    fate(tmp_path, 0, "score", "dead")
+    fate(tmp_path, 0, "probe", "dead")
     fate(tmp_path, 0, "publish", "exit")
-    scores, _ = asyncio.run(engines.score([[1]], 3))
-    assert scores == [("score", (3,))] and engines.restarts == 2
+    (found,) = asyncio.run(engines.score([[1]], 3))
+    assert found.logprobs == ("probe", (3,)) and engines.restarts == 2
+    assert found.checksum == "checksum" and found.complete and ray.get(found.routes) == "table-0"
+
+
+def test_what_engines_hold_otherwise_than_sent_is_named_once(start):
+    engines = start()
+    assert asyncio.run(engines.differing(3, [])) == ["tensor", "tensor-0", "tensor-1"]
+    assert asyncio.run(engines.differing(3, [], [1])) == ["tensor", "tensor-1"]
 
 
 def test_beyond_the_bound_the_run_stops(start, tmp_path):
     engines = start(engines=1, max_restarts=1)
-    fate(tmp_path, 0, "score", "dead", "exit")
+    fate(tmp_path, 0, "probe", "dead", "exit")
     with pytest.raises(ActorFailed, match="rollout.max_restarts=1 allows no more") as info:
         asyncio.run(engines.score([[1]], 3))
     assert info.value.actor == "engine-0" and "--resume" in str(info.value)

@@ -11,6 +11,7 @@ from lora_moe_rl import errors
 from lora_moe_rl.config import (
     AdapterConfig,
     AlgorithmConfig,
+    RolloutConfig,
     RunConfig,
     TrainerConfig,
 )
@@ -75,6 +76,13 @@ def test_one_update_a_step_is_on_policy():
     assert AlgorithmConfig().on_policy
     assert not AlgorithmConfig(epochs=2).on_policy
     assert not AlgorithmConfig(mini_batches=2).on_policy
+
+
+@pytest.mark.parametrize("temperature", [0.0099, 0.0, -1.0])
+def test_a_temperature_that_vllm_would_raise_is_refused(temperature):
+    with pytest.raises(ValidationError, match="is not what vLLM would sample with"):
+        RolloutConfig(temperature=temperature)
+    assert RolloutConfig(temperature=0.01).temperature == 0.01
 
 
 def test_mini_batches_divide_the_prompts():

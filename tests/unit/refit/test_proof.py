@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from lora_moe_rl.errors import RefitError
-from lora_moe_rl.refit.proof import PROBE_TOKENS, check_served, default_tolerance, probe_sequences
+from lora_moe_rl.refit.proof import (
+    PROBE_TOKENS,
+    check_pieces,
+    check_served,
+    default_tolerance,
+    pieces,
+    probe_sequences,
+)
 
 BASE = [np.array([-1.0, -2.0, -3.0]), np.array([-0.5, -4.0])]
 
@@ -14,8 +21,8 @@ def shifted(amount: float) -> list[np.ndarray]:
     return [base + amount * np.where(np.arange(len(base)) % 2, 1, -1) for base in BASE]
 
 
-def check(engine, trainer, engine_base=BASE, trainer_base=BASE, tolerance=1e-4):
-    return check_served(engine, trainer, engine_base, trainer_base, tolerance, version=7)
+def check(engine, trainer, engine_base=BASE, trainer_base=BASE, tolerance=1e-4, older=None):
+    return check_served(engine, trainer, engine_base, trainer_base, tolerance, 7, older)
 
 
 def test_a_probe_is_never_longer_than_an_engine_takes():
@@ -30,7 +37,7 @@ def test_a_probe_is_never_longer_than_an_engine_takes():
 
 def test_a_served_version_passes():
     proof = check(shifted(0.1 + 1e-5), shifted(0.1))
-    assert proof.applied is True and proof.version == 7
+    assert proof.told and proof.version == 7
     assert proof.max_diff == pytest.approx(1e-5, rel=1e-3)
     assert proof.trainer_effect == pytest.approx(0.1)
 
@@ -52,12 +59,73 @@ def test_another_adapter_is_an_error():
 
 def test_an_adapter_without_effect_cannot_be_told_from_the_base():
     proof = check(shifted(1e-7), shifted(0.0), engine_base=shifted(1e-7))
-    assert proof.applied is None and proof.trainer_effect == 0
+    assert not proof.told and proof.trainer_effect == 0
 
 
 def test_an_effect_below_the_engines_own_difference_cannot_be_told():
     proof = check(shifted(1e-5), shifted(2e-5), engine_base=shifted(1e-5))
-    assert proof.applied is None
+    assert not proof.told
+
+
+def test_serving_an_older_version_is_an_error_even_within_the_tolerance():
+    older = {5: shifted(0.1 - 4e-5), 6: shifted(0.1 - 2e-5)}
+    assert check(shifted(0.1 + 1e-6), shifted(0.1), older=older).told
+    for version, scores in older.items():
+        with pytest.raises(RefitError, match=f"serves version {version} instead of .* version 7"):
+            check(scores, shifted(0.1), older=older)
+
+
+def test_an_older_version_that_scores_the_same_cannot_be_told():
+    assert not check(shifted(0.1), shifted(0.1), older={6: shifted(0.1)}).told
+
+
+def test_one_tokens_noise_does_not_decide_between_two_versions():
+    """All tokens but one are those of version 7, and the two versions differ in that one alone."""
+    trainer, older = [np.zeros(500)], [np.zeros(500)]
+    older[0][3] = 0.05
+    engine = [older[0] * 0.6]
+    base = [np.full(500, 1.0)]
+    assert not check(engine, trainer, base, base, tolerance=0.1, older={6: older}).told
+
+
+def test_small_noise_on_all_tokens_hides_no_version():
+    """Each token's noise is twice what the versions differ by there; over all tokens they do."""
+    draw = np.random.default_rng(0)
+    base, trainer = [np.zeros(2000)], [draw.standard_normal(2000)]
+    older = {6: [trainer[0] + 0.01 * draw.choice([-1, 1], 2000)]}
+    noise = 0.02 * draw.standard_normal((2, 2000))
+    for served, told in ((trainer, True), (older[6], False)):
+        engine = [served[0] + noise[0]]
+        if told:
+            assert check(engine, trainer, [noise[1]], base, 0.15, older).told
+        else:
+            with pytest.raises(RefitError, match="serves version 6"):
+                check(engine, trainer, [noise[1]], base, 0.15, older)
+
+
+def test_pieces_are_other_ones_for_each_seed_and_reach_every_token():
+    sequences = [np.arange(400) + 1000 * i for i in range(8)]
+    seen = set()
+    for step in range(40):
+        found = pieces(sequences, 2, 101, (0, step))
+        assert found == pieces(sequences, 2, 101, (0, step))
+        assert [len(piece) for piece in found] == [100, 100]
+        for piece in found:
+            assert piece == list(range(piece[0], piece[0] + 100))
+            seen |= set(piece)
+    assert {token // 1000 for token in seen} == set(range(8)) and len(seen) > 0.75 * 3200
+
+
+def test_pieces_of_what_cannot_be_scored_are_none():
+    assert pieces([np.array([1])], 2, 64, (0, 1)) == [] and pieces([], 2, 64, (0, 1)) == []
+    assert sorted(pieces([np.array([1, 2]), np.array([3, 4])], 5, 64, (0, 1))) == [[1, 2], [3, 4]]
+
+
+def test_pieces_that_engine_and_trainer_score_otherwise_are_an_error():
+    assert check_pieces([], [], 1e-4, 7) == 0
+    assert check_pieces(BASE, BASE, 1e-4, 7) == 0
+    with pytest.raises(RefitError, match=r"version 7: .* differ by 2.00e-04 .* step's samples"):
+        check_pieces(shifted(2e-4), BASE, 1e-4, 7)
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])

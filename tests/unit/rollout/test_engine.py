@@ -1,0 +1,76 @@
+"""What an engine serves after a refit that failed, and what it tells of routes. vLLM's workers are
+a fake here."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import RefitError
+from lora_moe_rl.refit.parts import PartLayout, SentPart
+from lora_moe_rl.rollout.engine import RolloutEngine
+from lora_moe_rl.router_replay.table import RouteTable
+
+
+class Workers:
+    """`refuses`: the method that they answer with an error."""
+
+    errored, refuses = False, ""
+
+    async def collective_rpc(self, method, timeout, args):
+        return [{"error": "worker 0: no"} if method == self.refuses else {}]
+
+
+def serving(version: int, slots: int) -> RolloutEngine:
+    engine = RolloutEngine(RunConfig(refit={"slots": slots}), "model", SimpleNamespace(), 0)
+    engine.llm, engine.layouts = Workers(), [PartLayout(0, "float32", 0, ())]
+    asyncio.run(publish(engine, version))
+    return engine
+
+
+async def publish(engine: RolloutEngine, version: int):
+    return await engine.publish(version, SentPart(0, version, "", 0, ()))
+
+
+@pytest.mark.parametrize("stage", ["refit_stage", "refit_commit"])
+def test_with_one_slot_a_refit_that_fails_says_that_nothing_is_served(stage):
+    engine = serving(1, slots=1)
+    engine.llm.refuses = stage
+    with pytest.raises(RefitError, match="worker 0: no; engine 0 serves no version now"):
+        asyncio.run(publish(engine, 2))
+    assert not engine.receipts
+
+
+def test_with_two_slots_a_refit_that_fails_leaves_the_version_before():
+    engine = serving(1, slots=2)
+    engine.llm.refuses = "refit_stage"
+    with pytest.raises(RefitError) as caught:
+        asyncio.run(publish(engine, 2))
+    assert "serves no version" not in str(caught.value) and list(engine.receipts) == [1]
+
+
+def test_a_probe_tells_equal_routes_from_others_and_whether_any_are_missing(monkeypatch):
+    engine = serving(1, slots=2)
+
+    def probed(ids, num_rows=3) -> tuple[str, bool]:
+        table = RouteTable.build([np.array(ids)], [num_rows], (0,), num_experts=8, top_k=2)
+
+        async def score(sequences, version):
+            return [np.zeros(num_rows)], table
+
+        monkeypatch.setattr(engine, "score", score)
+        (_, checksum, complete), sent = asyncio.run(engine.probe([[1] * 4], 1))
+        assert sent is table
+        return checksum, complete
+
+    routes = [[[0, 1]], [[2, 3]], [[4, 5]]]
+    first, complete = probed(routes)
+    assert complete and probed(routes) == (first, True)
+    assert probed([*routes[:2], [[4, 6]]])[0] != first
+    missing, complete = probed(routes[:2])
+    assert not complete and missing != first
+    assert probed([*routes[:2], [[0, 1]]])[0] != missing

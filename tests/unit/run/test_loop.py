@@ -1,0 +1,151 @@
+"""The loop over faulty ports: what stops a run, and what the trainer is given."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from faulty_ports import OTHER, FaultyEngines, NoChannel, PlainTrainer, Prompts
+
+from lora_moe_rl import algorithms
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.data.samples import Group, Sample, Segment, UpdateResult
+from lora_moe_rl.errors import MismatchError, RefitError
+from lora_moe_rl.run import loop
+from lora_moe_rl.run.publisher import Publisher
+from lora_moe_rl.run.schedule import Schedule
+from lora_moe_rl.run.tickets import TicketBook
+
+CONFIG = RunConfig(
+    trainer={"steps": 2}, algorithm={"name": "grpo", "prompts_per_step": 2, "group_size": 2}
+)
+
+
+class Trainer(PlainTrainer):
+    """Each update makes a version. Keeps the batches; `events` is what happened in turn."""
+
+    def __init__(self, events: list[str]):
+        super().__init__()
+        self.batches, self.events = [], events
+
+    async def update(self, batch, routes):
+        self.events.append("update")
+        self.batches.append(batch)
+        self.version += 1
+        return UpdateResult(self.version, {}, 0, 0, 1.0), await self.send()
+
+
+class Engines(FaultyEngines):
+    restarts = 0
+
+    def policy(self, version, seed):
+        return None
+
+    async def all_back(self) -> None:
+        self.events.append("all back")
+
+
+class Source(Prompts):
+    drawn = 0
+
+    def next(self, count):
+        self.drawn += count
+        found = super().next(self.drawn)[-count:]
+        return found
+
+
+class Environment:
+    """The first sample of each group is right, the second wrong."""
+
+    async def rollout(self, prompt, policy) -> Group:
+        response = Segment.sampled([7, 8], np.zeros(2), 0)
+        sample = Sample((Segment.given("user", prompt.token_ids), response), "stop", "")
+        return Group(prompt, [sample, sample], None, np.array([1, 0], np.float32))
+
+
+class Records:
+    """`refuses`: raises for this step's update."""
+
+    stop_requested = False
+
+    def __init__(self, refuses=0):
+        self.refuses, self.steps = refuses, []
+
+    def progress(self):
+        return nullcontext()
+
+    def check_update(self, step, groups, signals, result):
+        assert len(groups) == len(signals) == 2
+        if step == self.refuses:
+            raise MismatchError("too far apart")
+
+    def step(self, facts, clock):
+        self.steps.append(facts)
+
+    def rolled(self, number): ...
+
+    def check_rewards(self, groups): ...
+
+    def checkpoint(self, step, book): ...
+
+
+def run(engines=None, refuses=0) -> SimpleNamespace:
+    """Ends as the run does; what it was made of can be looked at in any case."""
+    events: list[str] = []
+    engines = engines or Engines()
+    engines.events, engines.step = events, 0.1
+    made = SimpleNamespace(
+        trainer=Trainer(events),
+        engines=engines,
+        records=Records(refuses),
+        events=events,
+        error=None,
+    )
+    source = Source()
+    publisher = Publisher(CONFIG, made.trainer, engines, NoChannel(), source, "float32")
+    algorithm = algorithms.make(CONFIG.algorithm)
+    ports = loop.Ports(
+        CONFIG, source, Environment(), algorithm, engines, made.trainer, publisher, made.records
+    )
+    try:
+        asyncio.run(loop.run(ports, TicketBook(Schedule(2)), 1))
+    except (RefitError, MismatchError) as error:
+        made.error = error
+    return made
+
+
+def test_the_trainer_gets_the_advantages_as_the_algorithm_gave_them():
+    made = run()
+    assert made.error is None and len(made.records.steps) == len(made.trainer.batches) == 2
+    for batch in made.trainer.batches:
+        signs = [float(np.sign(advantages).mean()) for advantages in batch.advantages]
+        assert signs == [1, -1, 1, -1]
+
+
+def test_an_update_waits_for_engines_that_are_coming_back():
+    assert run().events == ["all back", "update"] * 2
+
+
+@pytest.mark.parametrize("served", [None, 0, OTHER])
+def test_a_failed_proof_stops_the_run_before_the_step_is_on_record(served):
+    engines = Engines(serves={0: lambda version: served if version == 2 else version})
+    made = run(engines)
+    assert isinstance(made.error, RefitError) and len(made.records.steps) == 1
+    assert engines.rolled_back == [(2, ["parts of 2"])]
+
+
+def test_an_update_that_is_refused_is_not_published():
+    made = run(refuses=2)
+    assert isinstance(made.error, MismatchError) and len(made.records.steps) == 1
+    assert {version for _, version in made.engines.scored} == {None, 0, 1}
+
+
+def test_the_proof_takes_pieces_of_the_steps_own_samples():
+    made = run()
+    probed = [sequences for sequences, version in made.engines.scored if version]
+    for sequences, batch in zip(probed, made.trainer.batches, strict=True):
+        of_step = [token_ids.tolist() for token_ids in batch.token_ids]
+        assert len(sequences) == 4 and all(piece in of_step for piece in sequences[2:])

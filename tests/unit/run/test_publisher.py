@@ -1,0 +1,188 @@
+"""What the run does with engines that do not serve what they were sent, and when it looks."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from faulty_ports import OTHER, FaultyEngines, NoChannel, PlainTrainer, Prompts, samples
+
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import RefitError
+from lora_moe_rl.run.publisher import Publisher
+
+
+class Run:
+    """A publisher that serves version 0, from a trainer that is at it. `dtype` sets the tolerance
+    that the proof allows."""
+
+    def __init__(self, engines: FaultyEngines, dtype="float32", first=0, replay="r3", **refit):
+        self.engines, self.trainer = engines, PlainTrainer(first, engines.step)
+        config = RunConfig(refit=refit, replay={"mode": replay})
+        ports = (self.trainer, engines, NoChannel(), Prompts())
+        self.publisher = Publisher(config, *ports, dtype, first)
+        asyncio.run(self.publisher.start())
+
+    def publish(self, version: int) -> dict[str, float]:
+        self.trainer.version = version
+        parts = [f"parts of {version}"]
+        return asyncio.run(self.publisher.publish(version, parts, samples(version)))
+
+    def returned(self, index: int) -> None:
+        asyncio.run(self.publisher.prove_returned(index, self.publisher.version))
+
+
+FAULTS = {
+    "serves the base instead of adapter version 2": lambda version: None,
+    "serves version 1 instead of adapter version 2": lambda version: 1,
+    "engine and trainer differ by": lambda version: OTHER,
+}
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize(("message", "serves"), FAULTS.items())
+def test_an_engine_that_serves_something_else_is_taken_back(message, serves, index):
+    run = Run(FaultyEngines(routes=[0.0, 0.0]))
+    run.publish(1)
+    run.engines.serves = {index: serves}
+    with pytest.raises(RefitError, match=message):
+        run.publish(2)
+    assert run.engines.rolled_back == [(2, ["parts of 2"])] and run.publisher.version == 1
+
+
+@pytest.mark.parametrize("older", [1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "step", "noise"),
+    [("float32", 1e-5, 1e-7), ("bfloat16", 0.02, 0.005)],
+)
+def test_an_older_version_is_told_within_the_tolerance(dtype, step, noise, older):
+    """The versions that a slot may still hold: the last two, which are within the tolerance."""
+    run = Run(FaultyEngines(step=step, noise=noise), dtype)
+    assert run.publish(1)["refit/told"] == run.publish(2)["refit/told"] == 1
+    run.engines.serves = {0: lambda version: older}
+    with pytest.raises(RefitError, match=f"serves version {older} instead of adapter version 3"):
+        run.publish(3)
+    assert len(run.engines.rolled_back) == 1
+
+
+def test_versions_that_noise_hides_from_each_other_are_compared_instead():
+    run = Run(FaultyEngines(step=1e-5, noise=0.01), "bfloat16", compare_every=0)
+    run.engines.compared.clear()
+    found = run.publish(1)
+    assert (found["refit/told"], found["refit/compared"]) == (0, 1)
+    assert run.engines.compared == [(1, None)]
+    run.engines.holds_other = ["layers.0.q_proj.A"]
+    with pytest.raises(RefitError, match=r"version 2 is not served: .* sent in layers.0.q_proj.A$"):
+        run.publish(2)
+    assert run.engines.rolled_back == [(2, ["parts of 2"])] and run.publisher.version == 1
+
+
+def test_slots_are_compared_at_the_start_and_every_so_many_versions():
+    run = Run(FaultyEngines(), first=5, compare_every=4)
+    found = {version: run.publish(version)["refit/compared"] for version in (6, 7, 8, 9)}
+    assert found == {6: 0, 7: 0, 8: 1, 9: 0}
+    assert [version for version, _ in run.engines.compared] == [5, 8]
+
+
+def test_an_engine_whose_slots_hold_something_else_at_the_start_stops_the_run():
+    with pytest.raises(RefitError, match="sent in a.B; engines serve no version now"):
+        Run(FaultyEngines(holds_other=["a.B"]))
+
+
+def test_an_engine_that_came_back_is_proven_and_compared():
+    run = Run(FaultyEngines(routes=[0.0, 0.0]))
+    run.publish(1)
+    run.returned(1)
+    assert run.engines.compared[-1] == (1, [1])
+    run.engines.holds_other = ["a.B"]
+    with pytest.raises(RefitError, match="something else than was sent in a.B"):
+        run.returned(1)
+    run.engines.holds_other, run.engines.serves = [], {1: lambda version: 0}
+    with pytest.raises(RefitError, match="serves the base instead of adapter version 1"):
+        run.returned(1)
+
+
+def test_each_engine_is_compared_with_its_own_routes():
+    """Equal routes are scored once."""
+    run = Run(FaultyEngines(routes=[0.0, 3.0, 0.0]))
+    run.trainer.scored.clear()
+    assert run.publish(1)["refit/told"] == 1
+    assert run.trainer.scored == [(0.0, True), (3.0, True)]
+
+
+@pytest.mark.parametrize("mode", ["off", "r2"])
+def test_routes_that_are_missing_do_not_stop_a_run_that_replays_none(mode):
+    run = Run(FaultyEngines(complete=False, routes=[0.0, 3e-4]), replay=mode)
+    run.publish(1)
+    assert {routes for routes, _ in run.trainer.scored} == {None}
+
+
+@pytest.mark.parametrize(("mode", "complete"), [("off", True), ("r3", True), ("r3", False)])
+def test_routes_are_replayed_when_they_are_there_or_have_to_be(mode, complete):
+    run = Run(FaultyEngines(complete=complete, routes=[3.0]), replay=mode)
+    run.publish(1)
+    assert {routes for routes, _ in run.trainer.scored} == {3.0}
+
+
+def test_the_probe_has_pieces_of_other_samples_each_step():
+    run = Run(FaultyEngines(), proof_prompts=2)
+    run.publish(1)
+    run.publish(2)
+    probed = [sequences for sequences, version in run.engines.scored if version]
+    fixed, drawn = [p[:2] for p in probed], [p[2:] for p in probed]
+    assert fixed[0] == fixed[1] == run.publisher.probe
+    for version, found in zip((1, 2), drawn, strict=True):
+        of_step = [sample.token_ids.tolist() for sample in samples(version)]
+        assert len(found) == 2 and all(piece in of_step for piece in found)
+
+
+def test_an_engine_that_is_wrong_on_the_steps_samples_alone_stops_the_run(monkeypatch):
+    run = Run(FaultyEngines())
+    score = run.engines.score
+
+    async def wrong(sequences, version, engines=None):
+        found = await score(sequences, version, engines)
+        found[0].logprobs[-1][3] += 2e-4
+        return found
+
+    monkeypatch.setattr(run.engines, "score", wrong)
+    with pytest.raises(RefitError, match=r"differ by 2.00e-04 in logprob on the step's samples"):
+        run.publish(1)
+    assert run.engines.rolled_back
+
+
+@pytest.mark.parametrize(
+    ("refit", "left"), [({}, True), ({"slots": 1}, False), ({"mode": "merged"}, False)]
+)
+def test_a_roll_back_says_when_there_is_nothing_to_go_back_to(refit, left):
+    run = Run(FaultyEngines(), **refit)
+    run.engines.serves = {0: lambda version: OTHER}
+    with pytest.raises(RefitError) as caught:
+        run.publish(1)
+    assert ("engines serve no version now" in str(caught.value)) != left
+
+
+def test_an_engine_that_cannot_take_a_version_back_does_not_hide_why_it_should(monkeypatch):
+    run = Run(FaultyEngines())
+    run.engines.serves = {0: lambda version: OTHER}
+
+    async def roll_back(version, parts):
+        raise RefitError("worker 0: no")
+
+    monkeypatch.setattr(run.engines, "roll_back", roll_back)
+    with pytest.raises(RefitError, match="differ by .*; nor could it be taken back: worker 0: no"):
+        run.publish(1)
+
+
+def test_a_version_that_an_engine_refuses_is_not_served():
+    run = Run(FaultyEngines())
+    run.engines.refuses = True
+    with pytest.raises(RefitError, match="worker 0: no"):
+        run.publish(1)
+    assert run.publisher.version == 0
+
+
+def test_a_version_that_is_served_already_is_not_proven_again():
+    run = Run(FaultyEngines())
+    asked = len(run.engines.scored)
+    assert set(run.publish(0).values()) == {0} and len(run.engines.scored) == asked
