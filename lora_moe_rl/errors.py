@@ -61,6 +61,10 @@ class RefitError(LoraMoeRlError):
     """An adapter version that could not be published, or that the engine does not serve."""
 
 
+class ClusterError(LoraMoeRlError):
+    """Ray could not be started or joined."""
+
+
 class EngineDied(LoraMoeRlError):
     """vLLM's processes of an engine have ended; the actor around them still lives."""
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from lora_moe_rl.bench.model import deepseek_v3, save_random
+from lora_moe_rl.cluster.actors import init_ray
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.router_replay.packed import PackedRoutes
 from lora_moe_rl.router_replay.table import RouteTable
@@ -189,7 +190,7 @@ def kimi_job(worker, spec) -> dict[str, Any]:
     from lora_moe_rl.router_replay.routes import Routes
 
     engine = worker.engine
-    ray.init(
+    init_ray(
         address="local", num_cpus=1, include_dashboard=False, object_store_memory=OBJECT_STORE,
         log_to_driver=False,
     )  # fmt: skip

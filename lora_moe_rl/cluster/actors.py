@@ -19,11 +19,14 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from lora_moe_rl.cluster.process_end import Watched
 from lora_moe_rl.cluster.security import make_token, only_loopback, require_token
 from lora_moe_rl.cluster.watchdog import watch
-from lora_moe_rl.errors import ActorFailed, ConfigError, LoraMoeRlError
+from lora_moe_rl.errors import ActorFailed, ClusterError, ConfigError, LoraMoeRlError
 from lora_moe_rl.files.run_dir import RunDir
 
 LOCAL_OBJECT_STORE = 2 * 2**30
+RAY_STARTS = 3
 PEER_GRACE_S = 5.0  # within which Ray tells of an actor's death
+
+log = logging.getLogger(__name__)
 
 
 def start_ray(num_actors: int) -> None:
@@ -41,13 +44,13 @@ def start_ray(num_actors: int) -> None:
     if "RAY_ADDRESS" in os.environ:
         require_token()
         with _own_signals():
-            ray.init(**quiet)
+            init_ray(**quiet)
         return
     make_token()
     watch()
     try:
         with only_loopback(), _own_signals():
-            ray.init(
+            init_ray(
                 address="local",
                 num_cpus=max(num_actors + 1, os.cpu_count() or 1),
                 object_store_memory=LOCAL_OBJECT_STORE,
@@ -61,6 +64,26 @@ def start_ray(num_actors: int) -> None:
             f"Ray cannot make its sockets below {tempfile.gettempdir()}: the name is too long; set "
             "RAY_TMPDIR to a directory with a short one, such as /tmp"
         ) from error
+
+
+def init_ray(**options: Any) -> None:
+    """`ray.init`, tried a few times: on a machine that is busy with something else Ray gives up on
+    its own agents after 15 seconds. Raises ClusterError when it does not start."""
+    reason = ""
+    for attempt in range(RAY_STARTS):
+        try:
+            ray.init(**options)
+            return
+        except OSError:
+            raise
+        except Exception as error:  # Ray raises Exception itself
+            ray.shutdown()
+            reason = str(error).strip().splitlines()[0]
+            log.warning("Ray did not start, attempt %d of %d: %s", attempt + 1, RAY_STARTS, reason)
+    raise ClusterError(
+        f"Ray did not start in {RAY_STARTS} attempts: {reason}. Its logs are in "
+        f"{tempfile.gettempdir()}/ray/session_latest/logs; is the machine busy or its disk full?"
+    )
 
 
 @contextmanager

@@ -8,9 +8,10 @@ import time
 import pytest
 import ray
 
-from lora_moe_rl.cluster.actors import Actor, get
+from lora_moe_rl.cluster import actors
+from lora_moe_rl.cluster.actors import Actor, get, init_ray
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import ActorFailed, RefitError
+from lora_moe_rl.errors import ActorFailed, ClusterError, RefitError
 from lora_moe_rl.files.run_dir import RunDir
 
 # Whether the kernel tells how a process ended to others than its parent.
@@ -39,7 +40,7 @@ pytestmark = pytest.mark.seconds  # Ray is started for them
 def ray_session():
     started = not ray.is_initialized()
     if started:
-        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+        init_ray(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     yield
     if started:
         ray.shutdown()
@@ -94,3 +95,22 @@ def test_our_own_errors_are_raised_as_they_are(actors):
 def test_silence_names_the_silent(actors):
     with pytest.raises(ActorFailed, match=r"actor trainer-1 failed: no answer within 1 s"):
         act(actors, ("fine",), ("slow", 60), timeout=1)
+
+
+@pytest.mark.parametrize("failures", [2, 3])
+def test_ray_that_does_not_start_is_tried_again_a_few_times(monkeypatch, failures):
+    calls = []
+
+    def start(**options):
+        calls.append(options)
+        if len(calls) <= failures:
+            raise Exception("The current node timed out during startup. This could happen\nbecause")
+
+    monkeypatch.setattr(actors.ray, "init", start)
+    monkeypatch.setattr(actors.ray, "shutdown", lambda: None)
+    if failures < actors.RAY_STARTS:
+        init_ray(num_cpus=7)
+    else:
+        with pytest.raises(ClusterError, match="in 3 attempts: The current node timed out"):
+            init_ray(num_cpus=7)
+    assert calls == [{"num_cpus": 7}] * 3

@@ -12,6 +12,7 @@ import pytest
 import ray
 
 from lora_moe_rl.cluster import engines as group
+from lora_moe_rl.cluster.actors import init_ray
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ActorFailed, EngineDied, RefitError
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.seconds  # Ray is started for them
 def ray_session():
     started = not ray.is_initialized()
     if started:
-        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+        init_ray(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     yield
     if started:
         ray.shutdown()

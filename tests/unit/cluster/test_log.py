@@ -95,7 +95,9 @@ class Chatty:
 def test_in_a_ray_actor(tmp_path):
     import ray
 
-    ray.init(address="local", num_cpus=1, log_to_driver=False, include_dashboard=False)
+    from lora_moe_rl.cluster.actors import init_ray
+
+    init_ray(address="local", num_cpus=1, log_to_driver=False, include_dashboard=False)
     try:
         log = tmp_path / "actor.log"
         actor = ray.remote(Chatty).remote(str(log))
