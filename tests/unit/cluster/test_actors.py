@@ -8,8 +8,7 @@ import time
 import pytest
 import ray
 
-from lora_moe_rl.cluster import actors
-from lora_moe_rl.cluster.actors import Actor, get, init_ray
+from lora_moe_rl.cluster.actors import RAY_STARTS, Actor, get, init_ray
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ActorFailed, ClusterError, RefitError
 from lora_moe_rl.files.run_dir import RunDir
@@ -106,9 +105,9 @@ def test_ray_that_does_not_start_is_tried_again_a_few_times(monkeypatch, failure
         if len(calls) <= failures:
             raise Exception("The current node timed out during startup. This could happen\nbecause")
 
-    monkeypatch.setattr(actors.ray, "init", start)
-    monkeypatch.setattr(actors.ray, "shutdown", lambda: None)
-    if failures < actors.RAY_STARTS:
+    monkeypatch.setattr(ray, "init", start)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    if failures < RAY_STARTS:
         init_ray(num_cpus=7)
     else:
         with pytest.raises(ClusterError, match="in 3 attempts: The current node timed out"):
