@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from lora_moe_rl.cluster.process_end import Watched
 from lora_moe_rl.cluster.security import make_token, only_loopback, require_token
-from lora_moe_rl.cluster.watchdog import watch
+from lora_moe_rl.cluster.watchdog import tell, watch
 from lora_moe_rl.errors import ActorFailed, ClusterError, ConfigError, LoraMoeRlError
 from lora_moe_rl.files.run_dir import RunDir
 
@@ -57,6 +57,7 @@ def start_ray(num_actors: int) -> None:
                 include_dashboard=False,
                 **quiet,
             )
+        tell()
     except OSError as error:
         if "AF_UNIX" not in str(error):
             raise
@@ -74,9 +75,9 @@ def init_ray(**options: Any) -> None:
         try:
             ray.init(**options)
             return
-        except OSError:
-            raise
-        except Exception as error:  # Ray raises Exception itself
+        except Exception as error:
+            if type(error) not in (Exception, RuntimeError):  # Ray raises Exception itself
+                raise
             ray.shutdown()
             reason = str(error).strip().splitlines()[0]
             log.warning("Ray did not start, attempt %d of %d: %s", attempt + 1, RAY_STARTS, reason)

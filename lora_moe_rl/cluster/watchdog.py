@@ -3,7 +3,8 @@
 Ray's processes watch each other, but a driver that was killed leaves some of its agents behind.
 All of them inherit a mark in their environment; a small process waits for the end of the driver,
 then for a while, and kills what still has the mark. Ray's agents write their titles over their
-environment: they are known as children of a marked process, as long as that lives.
+environment, and their parent may be gone before one looks: they are known by what the driver has
+told of its children (`tell`), once Ray has started.
 """
 
 from __future__ import annotations
@@ -57,14 +58,33 @@ def watch() -> None:
     _pipes.append(watchdog.stdin)
 
 
+def tell() -> None:
+    """Tells the watchdog of the processes that this one has started by now, and they in turn."""
+    children = psutil.Process().children(recursive=True)
+    for pipe in _pipes:
+        pipe.write(" ".join(str(child.pid) for child in children).encode() + b"\n")
+        pipe.flush()
+
+
 def main(mark: str) -> None:
-    sys.stdin.read()  # until the pipe closes
-    found = _with_children(marked(MARK, mark))
+    told: list[psutil.Process] = []
+    for line in sys.stdin:  # until the pipe closes
+        told += _processes(line)
+    found = list({*told, *_with_children(marked(MARK, mark))})
     _, alive = psutil.wait_procs(found, timeout=GRACE_S)
     for process in alive:
         with suppress(psutil.Error):
             process.kill()
     kill_marked(MARK, mark)
+
+
+def _processes(pids: str) -> list[psutil.Process]:
+    """The processes of a line of numbers, without this one."""
+    found = []
+    for pid in map(int, pids.split()):
+        with suppress(psutil.Error):
+            found.append(psutil.Process(pid))
+    return [process for process in found if process.pid != os.getpid()]
 
 
 def _with_children(processes: list[psutil.Process]) -> list[psutil.Process]:

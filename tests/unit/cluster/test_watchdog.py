@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 
 DRIVER = """
 import subprocess, sys
@@ -16,18 +17,40 @@ print(child, orphan, flush=True)
 sys.stdin.readline()
 """
 
+# As Ray's agents are: without the mark, and their parent is gone before the driver is.
+UNMARKED = """
+import subprocess, sys, psutil
+from lora_moe_rl.cluster.watchdog import tell, watch
+watch()
+shell = subprocess.Popen(["sh", "-c", "env -i sleep 600 & wait"])
+sleeps = []
+while not (sleeps and sleeps[0].name() == "sleep"):
+    sleeps = psutil.Process(shell.pid).children()
+tell()
+shell.kill()
+shell.wait()
+print(sleeps[0].pid, flush=True)
+sys.stdin.readline()
+"""
 
-def test_what_a_killed_process_has_started_ends_with_it():
+
+def start(source: str) -> tuple[subprocess.Popen, list[psutil.Process], psutil.Process]:
+    """A driver, what it says it has started, and its watchdog."""
     driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     started = [psutil.Process(int(pid)) for pid in driver.stdout.readline().split()]
     (dog,) = [
         p for p in psutil.Process(driver.pid).children() if "watchdog" in " ".join(p.cmdline())
     ]
-    assert len(started) == 2 and all(process.is_running() for process in started)
+    return driver, started, dog
+
+
+@pytest.mark.parametrize(("source", "count"), [(DRIVER, 2), (UNMARKED, 1)], ids=["marked", "told"])
+def test_what_a_killed_process_has_started_ends_with_it(source, count):
+    driver, started, dog = start(source)
+    assert len(started) == count and all(process.is_running() for process in started)
     driver.kill()
     driver.wait()
-    for process in [*started, dog]:
-        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-            psutil.wait_procs([process], timeout=0.2)
+    _, alive = psutil.wait_procs([*started, dog], timeout=30)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
