@@ -128,7 +128,9 @@ def _walk_choices(section: str, common: type[BaseModel]) -> typing.Iterator[Key]
                 fields.setdefault(name, field)
     for name, field in fields.items():
         whose = [one for one in owners[name] if "=" in one] or owners[name]
-        sentence = f"({', '.join(whose)}) {field.description or ''}"
+        sentence = field.description or ""
+        if set(whose) != {one for one in choices(section) if "=" not in one}:
+            sentence = f"({', '.join(whose)}) {sentence}"
         yield Key(f"{section}.{name}", field.annotation, field.default, sentence)
 
 
