@@ -21,8 +21,8 @@ from lora_moe_rl.errors import ConfigError
 
 
 class Plugin:
-    """Base of all that a file brings. `composed`: its settings are also those of the parts that they
-    choose, and `read` judges them."""
+    """Base of all that a file brings. `composed`: its settings are also those of the parts that
+    they choose, and `read` judges them."""
 
     Settings: ClassVar[type[Any]]
     composed: ClassVar[bool] = False
