@@ -22,8 +22,8 @@ CASES = {name: {"name": name, **AT_ROLLOUT} for name in ALGORITHMS.names()} | {
     "tis": {"correction": "tis"},
     "mis": {"correction": "mis", "correction_max": 30.0},
     "geometric": {"rejection": "sequence_mean", **TIGHT, "aggregation": "seq-mean-token-mean"},
-    "token": {"rejection": "token", **WIDE},
-    "prompts": {"rejection": "token", **WIDE, "aggregation": "prompt-mean"},
+    "token": {"rejection": "tokens", **WIDE},
+    "prompts": {"rejection": "tokens", **WIDE, "aggregation": "prompt-mean"},
     "reinforce": {"correction": "bypass_pg_is", "aggregation": "seq-mean-token-sum"},
 }
 
