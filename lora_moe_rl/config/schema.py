@@ -65,9 +65,23 @@ class AlgorithmConfig(Section):
     )
 
     @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of one step, each of which makes a version."""
+        return self.epochs * self.mini_batches
+
+    @property
     def on_policy(self) -> bool:
         """True when each step makes one update: the ratio is 1 and needs no old-logprob pass."""
-        return self.epochs == 1 and self.mini_batches == 1
+        return self.updates_per_step == 1
+
+
+class ScheduleConfig(Section):
+    lag: int = Field(
+        0,
+        ge=0,
+        description="Steps that rollouts may be ahead of training: 0 takes turns, 1 samples the "
+        "next step while this one is trained. A token is at most so many steps old.",
+    )
 
 
 class EnvironmentConfig(Section):
@@ -177,6 +191,7 @@ class RunConfig(Section):
     algorithm: SerializeAsAny[AlgorithmConfig] = Field(
         AlgorithmConfig(), description="The RL algorithm."
     )
+    schedule: ScheduleConfig = Field(ScheduleConfig(), description="Who waits for whom.")
     environment: SerializeAsAny[EnvironmentConfig] = Field(
         EnvironmentConfig(), description="How prompts become samples."
     )

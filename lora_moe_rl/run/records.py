@@ -15,7 +15,7 @@ from lora_moe_rl.adapters import peft
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.data.samples import Group, Sample, UpdateResult
+from lora_moe_rl.data.samples import NOT_SAMPLED, Group, Sample, UpdateResult
 from lora_moe_rl.errors import MismatchError, NonFiniteError, RewardError
 from lora_moe_rl.files import checkpoint, trainer_state
 from lora_moe_rl.files.run_dir import RunDir
@@ -146,7 +146,10 @@ class Records:
         """Writes all samples of a step that stops the run. Which of them, and which token, was
         worst is not known here: the trainer's logprobs stay on its ranks, and of them come a mean
         and the largest difference. A step of NaN is for max_skipped_steps to judge."""
-        kl = result.metrics[names.MISMATCH_KL]
+        fresh, every = names.kl_of_age(0), result.metrics[names.MISMATCH_KL]
+        kl = result.metrics.get(fresh, every)
+        if math.isnan(kl) and fresh in result.metrics:  # no token is of this version
+            return
         if kl <= self.stop_above or result.nonfinite:
             return
         self.run_dir.write_samples(step, groups, signals, every=True)
@@ -163,7 +166,9 @@ class Records:
         """Writes a step's samples and metrics."""
         self.run_dir.write_samples(facts.step, facts.groups, facts.signals)
         record = {"step": facts.step, **facts.result.metrics, **facts.published}
-        record |= rollout_metrics(facts.samples, clock.seconds["rollout"])
+        sampled_in = "total" if self.config.schedule.lag else "rollout"
+        record |= rollout_metrics(facts.samples, clock.seconds[sampled_in])
+        record |= age_metrics(facts.samples, facts.version)
         record |= reward_metrics(facts.groups)
         record |= {
             names.VERSION: facts.version,
@@ -202,13 +207,27 @@ class Records:
 
 
 def rollout_metrics(samples: Sequence[Sample], seconds: float) -> dict[str, float]:
-    """`seconds`: from the step's begin to its last sample."""
+    """`seconds`: from the step's begin to its last sample, or to its end when engines sample all
+    the time."""
     tokens = sum(len(sample.response_ids) for sample in samples)
     return {
         "rollout/tokens": tokens,
         names.TOKENS_PER_SECOND: tokens / seconds if seconds else math.nan,
         names.TRUNCATED: sum(sample.truncated for sample in samples) / len(samples),
         "rollout/response_length": tokens / len(samples),
+    }
+
+
+def age_metrics(samples: Sequence[Sample], version: int) -> dict[str, float]:
+    """How many versions the step's tokens are older than the one that is updated."""
+    versions = np.concatenate([sample.versions for sample in samples])
+    ages = version - versions[versions != NOT_SAMPLED]
+    if not ages.size:
+        return {}
+    return {
+        "rollout/age_oldest": int(ages.max()),
+        "rollout/age_newest": int(ages.min()),
+        "rollout/age_mean": float(ages.mean()),
     }
 
 

@@ -142,7 +142,9 @@ def _go(run: Prepared, actors: Actors, records: Records) -> None:
         publisher,
         records,
     )
-    schedule = Schedule(config.algorithm.prompts_per_step)
+    schedule = Schedule(
+        config.algorithm.prompts_per_step, config.schedule.lag, config.algorithm.updates_per_step
+    )
     done = run.found.metadata.get("done", []) if run.found else []
     asyncio.run(loop.run(ports, TicketBook(schedule, done), run.step + 1))
 

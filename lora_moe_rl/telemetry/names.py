@@ -20,6 +20,11 @@ STAGES = ("rollout", "reward", "train", "refit")
 STEP_SECONDS = "time/step"
 
 
+def kl_of_age(age: int) -> str:
+    """The metric of the tokens that are `age` steps older than what is updated."""
+    return f"mismatch/kl_age_{age}"
+
+
 def time(stage: str) -> str:
     """The metric of a stage's seconds."""
     return f"time/{stage}"

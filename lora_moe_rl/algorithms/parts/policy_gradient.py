@@ -145,6 +145,12 @@ class PolicyGradient(Algorithm):
                 )
         return settings.model_validate(value)
 
+    @classmethod
+    def corrects(cls, settings: PolicyGradientConfig) -> bool:
+        return (
+            PARTS["correction"].find(settings.correction).corrects or settings.anchor == "rollout"
+        )
+
     @property
     def metrics(self) -> Mapping[str, Reduce]:
         own: dict[str, Reduce] = {"policy": "token_mean", "kl": "token_mean"}
