@@ -13,6 +13,12 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.keys import value_of, value_text
 from lora_moe_rl.data.rows import SUFFIXES
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.tiny.make import TINY_NAMES
+
+
+def _is_hub_model(config: RunConfig) -> bool:
+    path = config.model.path
+    return path not in TINY_NAMES and not path.startswith(("/", ".", "~"))
 
 
 def _is_hub_data(config: RunConfig) -> bool:
@@ -42,6 +48,7 @@ _RULES = [
         "replay.audit",
         "with replay.audit > 0",
     ),
+    _Rule("model.revision", _is_hub_model, "model.path", "to a hub model"),
     _Rule("data.split", _is_hub_data, "data.path", "to a hub data set"),
     _Rule("data.subset", _is_hub_data, "data.path", "to a hub data set"),
     *(

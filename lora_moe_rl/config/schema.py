@@ -28,6 +28,13 @@ class ModelConfig(Section):
         "qwen3_moe",
         description="Hugging Face directory or hub name, or the tiny qwen3_moe or deepseek_v3.",
     )
+    revision: str | None = Field(
+        None, description="Branch, tag or commit of a hub model; null: its main branch."
+    )
+    trust_remote_code: bool = Field(
+        False,
+        description="Let a tokenizer run code that comes with the model (Kimi-K2, Moonlight).",
+    )
     max_length: int = Field(512, ge=2, description="Longest prompt plus response, in tokens.")
 
 

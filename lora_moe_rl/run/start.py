@@ -22,6 +22,7 @@ from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.models.directory import check_model_dir, resolve_model
 from lora_moe_rl.models.fingerprint import check_unchanged
 from lora_moe_rl.models.fit import check_layout, check_replay
+from lora_moe_rl.models.tokenizer import load_tokenizer
 from lora_moe_rl.rewards.runner import RewardRunner
 from lora_moe_rl.rollout.device import check_engine
 from lora_moe_rl.run import adapter_start, loop
@@ -74,7 +75,7 @@ def run(config: RunConfig, resume: bool = False) -> None:
             "reward.function is not set: name a function as module:function or file.py:function, "
             "or lora_moe_rl.rewards:exact_match to compare with the answer column"
         )
-    model_dir = resolve_model(config.model.path).absolute()
+    model_dir = resolve_model(config.model.path, config.model.revision).absolute()
     spec = make_spec(config, model_dir)
     source = make_source(config, model_dir)
     rewards = RewardRunner(config.reward.function, config.reward.timeout_s)
@@ -106,9 +107,7 @@ def make_spec(config: RunConfig, model_dir: Path) -> AdapterSpec:
 
 
 def make_source(config: RunConfig, model_dir: Path) -> PromptSource:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
     return PromptSource(config.data, tokenizer, config.seed, config.max_prompt_tokens)
 
 

@@ -14,6 +14,7 @@ from lora_moe_rl.config.files import to_yaml
 from lora_moe_rl.files.checkpoint import write_checkpoint
 from lora_moe_rl.tiny import shapes
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
+from tests.helpers import remote_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,10 @@ def folder(model, tmp_path, monkeypatch):
     for name in ("no_shard", "llama"):
         shutil.copytree(model, tmp_path / name)
     (tmp_path / "no_shard/model.safetensors").unlink()
+    for name in ("own_tokenizer", "no_tokenizer"):
+        ignored = shutil.ignore_patterns("tokenizer*")
+        shutil.copytree(model, tmp_path / name, ignore=ignored)
+    remote_tokenizer.write(tmp_path / "own_tokenizer")
     index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
     (tmp_path / "no_shard/model.safetensors.index.json").write_text(json.dumps(index))
     config = json.loads((model / "config.json").read_text())
@@ -85,6 +90,9 @@ def train(model, *arguments) -> int:
             "model=./llama",
             ["LlamaForCausalLM", "is not supported", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalL"],
         ),
+        ("model=./no_tokenizer", ["no_tokenizer has no tokenizer (none of tokenizer.json"]),
+        ("model=./own_tokenizer", ["ByteRanksTokenizer", "set model.trust_remote_code=true"]),
+        ("model.revision=v2", ["model.revision=v2 has no effect with model.path="]),
         ("data.path=null", ["there is no data: set data.path or data.generator"]),
         ("data.path=absent.jsonl", ["absent.jsonl: there is no such file"]),
         ("data.path=empty.jsonl", ["empty.jsonl has no rows"]),
