@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.keys import value_of, value_text
-from lora_moe_rl.data.rows import SUFFIXES
+from lora_moe_rl.data.rows import is_hub
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.tiny.make import TINY_NAMES
 
@@ -22,10 +22,7 @@ def _is_hub_model(config: RunConfig) -> bool:
 
 
 def _is_hub_data(config: RunConfig) -> bool:
-    """True when data.path names a data set of the hub: it looks like no path, whether or not such a
-    file is there."""
-    path = config.data.path
-    return not (path is None or path.startswith(("/", ".", "~")) or path.endswith(SUFFIXES))
+    return config.data.path is not None and is_hub(config.data.path)
 
 
 class _Rule(NamedTuple):

@@ -7,7 +7,7 @@ apply to the chosen mode is an error that names both.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import (
     Field,
@@ -87,6 +87,10 @@ class DataConfig(Section):
     )  # fmt: skip
     chat_template: bool = Field(
         False, description="Apply the tokenizer's chat template to string prompts too."
+    )
+    too_long: Literal["error", "drop"] = Field(
+        "error",
+        description="A prompt that leaves no room for the response: stop, or leave its row out.",
     )
     shuffle: bool = Field(True, description="Shuffle the rows anew in each epoch (by seed).")
     limit: int | None = Field(None, ge=1, description="Use only the first rows.")

@@ -13,6 +13,12 @@ from lora_moe_rl.errors import DataError
 SUFFIXES = (".jsonl", ".parquet")
 
 
+def is_hub(path: str) -> bool:
+    """True when data.path names a data set of the hub: it looks like no path, whether or not such a
+    file is there."""
+    return not (path.startswith(("/", ".", "~")) or path.endswith(SUFFIXES))
+
+
 def read_rows(config: DataConfig) -> list[tuple[str, dict[str, Any]]]:
     """All rows of `config.path`, or its first `config.limit`, each with the place where it stands.
 

@@ -1,9 +1,9 @@
 """A model's tokenizer: the one that its files describe, or an error; never another, never a prompt.
 
 transformers 5.12 gives a directory whose tokenizer has code of its own (Moonlight, Kimi-K2) a
-generic class with other ids for special tokens, where it knows the model's type
-(`transformers/models/auto/tokenization_auto.py`, MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS), and asks on the
-terminal where it does not. Importing this file imports no transformers.
+generic class with other ids for special tokens, where it knows the model's type, and asks on the
+terminal where it does not (`MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS` and what reads it, in
+`transformers/models/auto/tokenization_auto.py`). Importing this file imports no transformers.
 """
 
 from __future__ import annotations

@@ -11,21 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lora_moe_rl import algorithms
-from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
+from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.plugins import ENVIRONMENTS
 from lora_moe_rl.data.prompts import PromptSource
-from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files import checkpoint
 from lora_moe_rl.files.checkpoint import Found
 from lora_moe_rl.files.run_dir import RunDir
-from lora_moe_rl.models.directory import check_model_dir, resolve_model
 from lora_moe_rl.models.fingerprint import check_unchanged
-from lora_moe_rl.models.fit import check_layout, check_replay
-from lora_moe_rl.models.tokenizer import load_tokenizer
 from lora_moe_rl.rewards.runner import RewardRunner
-from lora_moe_rl.rollout.device import check_engine
 from lora_moe_rl.run import adapter_start, loop
+from lora_moe_rl.run.preflight import Preflight
 from lora_moe_rl.run.publisher import Publisher, plan_layouts
 from lora_moe_rl.run.records import Records
 from lora_moe_rl.run.schedule import Schedule
@@ -70,45 +66,23 @@ class Actors(NamedTuple):
 def run(config: RunConfig, resume: bool = False) -> None:
     """Trains to `trainer.steps`. Raises a LoraMoeRlError for what a user can get wrong, and
     KeyboardInterrupt when a signal ended the run after one of its steps."""
-    if config.reward.function is None:
-        raise ConfigError(
-            "reward.function is not set: name a function as module:function or file.py:function, "
-            "or lora_moe_rl.rewards:exact_match to compare with the answer column"
-        )
-    model_dir = resolve_model(config.model.path, config.model.revision).absolute()
-    spec = make_spec(config, model_dir)
-    source = make_source(config, model_dir)
-    rewards = RewardRunner(config.reward.function, config.reward.timeout_s)
-    with RunDir(config, resume) as run_dir, rewards:
-        found = None
-        if resume:
-            newest = checkpoint.newest_valid(run_dir.checkpoints)
-            console.say_resume(newest)
-            if newest.path:
-                found = newest
-                check_unchanged(found.metadata["base"], model_dir)
-                adapter_start.other_ranks(found, config, spec)
-        console.log_to(run_dir.log_path("controller"))
-        start = None
-        if config.adapter.init_from is not None and not found:
-            start = adapter_start.init_from(config, spec, model_dir)
-        parts = (config, spec, model_dir, source, rewards, run_dir)
-        _run(Prepared(*parts, found=found, start=start))
-
-
-def make_spec(config: RunConfig, model_dir: Path) -> AdapterSpec:
-    """Raises ModelError or ConfigError for a model or a layout that cannot work."""
-    shape = ModelShape.from_hf_config(check_model_dir(model_dir))
-    check_layout(shape, config)
-    check_replay(shape, config)
-    spec = AdapterSpec.build(shape, config.adapter, servable=config.refit.mode == "adapter")
-    check_engine(config, spec)
-    return spec
-
-
-def make_source(config: RunConfig, model_dir: Path) -> PromptSource:
-    tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
-    return PromptSource(config.data, tokenizer, config.seed, config.max_prompt_tokens)
+    with Preflight(config, fetch=True) as ready:
+        ready.require(console.warn)
+        with RunDir(config, resume) as run_dir:
+            found = None
+            if resume:
+                newest = checkpoint.newest_valid(run_dir.checkpoints)
+                console.say_resume(newest)
+                if newest.path:
+                    found = newest
+                    check_unchanged(found.metadata["base"], ready.model_dir)
+                    adapter_start.other_ranks(found, config, ready.spec)
+            console.log_to(run_dir.log_path("controller"))
+            start = None
+            if config.adapter.init_from is not None and not found:
+                start = adapter_start.init_from(config, ready.spec, ready.model_dir)
+            parts = (config, ready.spec, ready.model_dir, ready.source, ready.rewards, run_dir)
+            _run(Prepared(*parts, found=found, start=start))
 
 
 def _run(run: Prepared) -> None:

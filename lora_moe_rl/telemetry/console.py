@@ -39,6 +39,7 @@ _COLUMNS = {
 }
 
 _console = Console(highlight=False, soft_wrap=True)
+_errors = Console(highlight=False, soft_wrap=True, stderr=True)
 _lines = 0
 
 
@@ -96,6 +97,11 @@ def starting() -> Iterator[None]:
 
 def say(message: str, style: str = "") -> None:
     _console.print(Text(message, style=style))
+
+
+def warn(message: str) -> None:
+    """On stderr, as what goes to stdout may be read by a program."""
+    _errors.print(Text("warning: ", style="yellow"), Text(message), sep="")
 
 
 def say_started(trainer: list[dict[str, Any]], engines: list[dict[str, Any]]) -> None:

@@ -19,8 +19,15 @@ from lora_moe_rl import recipe
 from lora_moe_rl.config import RunConfig
 
 config = RunConfig(
-    name="sums", model="qwen3_moe", adapter={"rank": 4}, reward={"function": f"{__file__}:reward"}
+    name="sums",
+    model="qwen3_moe",
+    adapter={"rank": 4},
+    data={"generator": f"{__file__}:rows"},
+    reward={"function": f"{__file__}:reward"},
 )
+
+def rows():
+    yield {"prompt": "1+2=", "answer": "3"}
 
 def reward(completions, **columns):
     return [1.0 for _ in completions]

@@ -30,6 +30,17 @@ def chance():
 def none():
     return []
 
+def some_long():
+    for i in range(1, 100):
+        yield {"prompt": str(i) if i % 2 else "x" * 25}
+
+def only_long():
+    yield {"prompt": "x" * 25}
+
+def ever_longer():
+    for i in range(10 ** 9):
+        yield {"prompt": "x" * 25}
+
 def bad():
     yield {"prompt": "fine"}
     yield {"prompt": "x" * 25}
@@ -214,6 +225,37 @@ def test_a_prompt_must_have_tokens(write):
     path = write({"prompt": "\u200b"})
     with pytest.raises(DataError, match=r"line 1: the model's tokenizer makes no tokens .*u200b"):
         PromptSource(DataConfig(path=path), Deaf(), 0, MAX_TOKENS)
+
+
+def test_a_prompt_that_is_too_long_may_be_left_out(write):
+    path = write({"prompt": "a" * 25}, {"prompt": "b" * 24}, {"prompt": "c" * 30}, {"prompt": "d"})
+    kept = source(path=path, too_long="drop", shuffle=False)
+    assert texts(kept.next(3)) == ["b" * 24, "d", "b" * 24]
+    assert kept.dropped == 2 and kept.lengths() == [24, 1]
+    with pytest.raises(DataError, match=r"all 2 prompts are longer than 24 tokens .*too_long=drop"):
+        source(path=write({"prompt": "a" * 25}, {"prompt": "b" * 26}), too_long="drop")
+
+
+def test_rows_of_a_generator_may_be_left_out_too(generators):
+    drawn = source(generator=f"{generators}:bad", too_long="drop")
+    assert texts(drawn.next(3)) == ["fine", "fine", "fine"] and drawn.dropped == 2
+    resumed = source(generator=f"{generators}:some_long", too_long="drop")
+    resumed.next(3)
+    again = source(generator=f"{generators}:some_long", too_long="drop")
+    again.load_state_dict(resumed.state_dict())
+    assert texts(again.next(3)) == texts(resumed.next(3)) == ["7", "9", "11"]
+    for name in ("only_long", "ever_longer"):
+        with pytest.raises(DataError, match=f"{name} gave no rows but .* that are too long"):
+            source(generator=f"{generators}:{name}", too_long="drop").next(1)
+
+
+def test_a_look_at_the_next_prompts_takes_none(write, generators):
+    path = write(*({"prompt": str(i)} for i in range(7)))
+    for config in ({"path": path}, {"generator": f"{generators}:counting"}):
+        drawn = source(**config)
+        drawn.next(2)
+        seen = drawn.peek(8)
+        assert drawn.next(8) == seen
 
 
 def test_a_named_column_must_be_there(write):

@@ -3,10 +3,13 @@
 import json
 import logging
 import shutil
+import subprocess
+import sys
 
 import pytest
 import ray
 import torch
+import yaml
 
 from lora_moe_rl import cli
 from lora_moe_rl.config import RunConfig
@@ -60,10 +63,49 @@ def folder(model, tmp_path, monkeypatch):
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / f"{name}.jsonl").write_text(text)
     (tmp_path / "broken.py").write_text("import no_such_package\n\ndef reward(**_): ...\n")
+    (tmp_path / "raises.py").write_text("def reward(completions, **_): return completions[9]\n")
+    (tmp_path / "texts.py").write_text("def reward(completions, **_): return completions\n")
+    (tmp_path / "one.py").write_text("def reward(completions, **_): return 1.0\n")
     (tmp_path / "used").mkdir()
     (tmp_path / "used/config.yaml").write_text(to_yaml(RunConfig(model=str(model))))
     (tmp_path / "used/metrics.jsonl").write_text('{"step": 1}\n')
     return tmp_path
+
+
+HEAVY = ("torch", "ray", "vllm", "megatron", "transformers")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["reward.function=raises.py:reward", "model=./no_shard", "data.path=absent.jsonl"],
+)
+def test_a_bad_reward_or_a_missing_file_costs_no_heavy_import(model, folder, arguments):
+    code = (
+        "import sys; from lora_moe_rl import cli; code = cli.main(sys.argv[1:]);"
+        f"print(code, [name for name in {HEAVY} if name in sys.modules])"
+    )
+    right = [f"model={model}", "data.path=good.jsonl", "reward.function=raises.py:reward"]
+    command = [sys.executable, "-c", code, "train", *right, arguments]
+    child = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert child.stdout == "2 []\n", child.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ("model=./no_shard", "lacks 1 of 1 weight shards"),
+        ("model=./no_tokenizer", "has no tokenizer"),
+        ("data.path=absent.jsonl", "there is no such file"),
+        ("data.path=long.jsonl", "the prompt has 600 tokens"),
+        ("reward.function=one.py:reward", "not a list of rewards"),
+    ],
+)
+def test_the_dry_run_looks_at_the_same(model, folder, capsys, arguments, part):
+    assert train(model, arguments, "--dry-run") == 2
+    shown = capsys.readouterr()
+    assert yaml.safe_load(shown.out)["name"] == "run" and part in shown.err
+    assert train(model, "--dry-run") == 0
+    assert not (folder / "run").exists()
 
 
 def train(model, *arguments) -> int:
@@ -104,6 +146,10 @@ def train(model, *arguments) -> int:
         ("reward.function=null", ["reward.function is not set: name a function as"]),
         ("reward.function=nowhere.rewards:f", ["there is no module 'nowhere'"]),
         ("reward.function=broken.py:reward", ["broken.py", "No module named 'no_such_package'"]),
+        ("reward.function=raises.py:reward", ["raises.py:reward fails on made-up", "IndexError("]),
+        ("reward.function=texts.py:reward", ["returned '3', not a finite number"]),
+        ("reward.function=one.py:reward", ["returned 1.0, not a list of rewards"]),
+        ("model=nobody/nothing reward.function=raises.py:reward", ["fails on made-up"]),
         ("reward.function=broken.py", ["is not of the form module:function"]),
         ("logging.run_dir=used", ["used holds a run already; go on with it by --resume"]),
         ("--resume", ["there is no run in", "leave out --resume"]),
