@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lora_moe_rl import __version__
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import ConfigError, LoraMoeRlError
+from lora_moe_rl.errors import ConfigError, LoraMoeRlError, Stopped
 
 TRACEBACK_VARIABLE = "LORA_MOE_RL_TRACEBACK"
 
@@ -34,6 +34,8 @@ def exit_code_of(command: Callable[[], int], arguments: Sequence[str]) -> int:
             raise
         _complain(f"{error}")
         return error.exit_code
+    except Stopped:
+        return INTERRUPTED
     except KeyboardInterrupt:
         _complain("interrupted")
         return INTERRUPTED
@@ -76,6 +78,8 @@ usage: {prog} [key=value | --key value | @FILE ...] [--resume] [--dry-run]
   key=value, --key value   set a key of the config; lists: a,b or [a, b]; nothing: null
   @FILE                    lay a YAML, JSON or TOML file of keys over the config
   --resume                 go on from the newest valid checkpoint of the run directory
+  --resume-from DIR        go on from this checkpoint (RUN/checkpoints/step-000100), as a new run in
+                           a logging.run_dir of its own
   --dry-run                print the resolved config as YAML, look at what the run needs, and exit
   --traceback              show where an error was raised
 
@@ -92,6 +96,9 @@ def train(arguments: Sequence[str], config: RunConfig | None = None, prog: str =
     from lora_moe_rl.config.files import to_yaml
 
     flags, settings = _split_flags(arguments, TRAIN_FLAGS)
+    fork, settings = _split_fork(settings)
+    if fork is not None and "--resume" in flags:
+        raise ConfigError("--resume and --resume-from are both given; use one of them")
     if flags & {"--help", "-h"}:
         from lora_moe_rl.config.help import config_help
 
@@ -112,7 +119,7 @@ def train(arguments: Sequence[str], config: RunConfig | None = None, prog: str =
     from lora_moe_rl.run.start import run
 
     with sigterm_interrupts():  # the run itself takes over once its actors have started
-        run(config, resume="--resume" in flags)
+        run(config, resume="--resume" in flags, fork=fork)
     return 0
 
 
@@ -152,6 +159,20 @@ TRAIN_FLAGS = {"--help", "-h", "--resume", "--dry-run", "--traceback"}
 def _split_flags(arguments: Sequence[str], known: set[str]) -> tuple[set[str], list[str]]:
     flags = {word for word in arguments if word in known}
     return flags, [word for word in arguments if word not in known]
+
+
+def _split_fork(words: list[str]) -> tuple[Path | None, list[str]]:
+    """The value of --resume-from, and the other words."""
+    for i, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name == "--resume-from":
+            rest = words[i + 1 :]
+            if not equals:
+                value, rest = (rest or [""])[0], rest[1:]
+            if not value:
+                raise ConfigError("--resume-from needs a checkpoint: --resume-from DIR")
+            return Path(value), [*words[:i], *rest]
+    return None, words
 
 
 def _split_target(words: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -41,6 +41,15 @@ def find_local(path: str, revision: str | None = None) -> Path | None:
     return _cached(path, revision)
 
 
+def base_name(path: str) -> str:
+    """A base by the name that other tools find it under: a tiny model, which only we know by name,
+    by its directory; a directory by its absolute path; a name of the hub as it is."""
+    if Path(path).is_dir() or path in TINY_NAMES:
+        found = find_local(path)
+        return path if found is None else str(found.absolute())
+    return path
+
+
 def _require_hub_name(path: str) -> None:
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ModelError(

@@ -15,6 +15,7 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.plugins import ENVIRONMENTS
 from lora_moe_rl.data.prompts import PromptSource
+from lora_moe_rl.errors import CheckpointError, RunDirError, Stopped
 from lora_moe_rl.files import checkpoint
 from lora_moe_rl.files.checkpoint import Found
 from lora_moe_rl.files.run_dir import RunDir
@@ -63,26 +64,58 @@ class Actors(NamedTuple):
     channel: Channel
 
 
-def run(config: RunConfig, resume: bool = False) -> None:
-    """Trains to `trainer.steps`. Raises a LoraMoeRlError for what a user can get wrong, and
-    KeyboardInterrupt when a signal ended the run after one of its steps."""
+def run(config: RunConfig, resume: bool = False, fork: Path | None = None) -> None:
+    """Trains to `trainer.steps`. `resume`: from the newest checkpoint of the run directory; `fork`:
+    from that checkpoint of another run, in a new directory.
+
+    Raises a LoraMoeRlError for what a user can get wrong, and Stopped when a signal ended the run
+    after one of its steps.
+    """
+    if (step := _steps_done(config, resume, fork)) >= config.trainer.steps:
+        console.say_done(step, config.trainer.steps)
+        return
     with Preflight(config, fetch=True) as ready:
         ready.require(console.warn)
         with RunDir(config, resume) as run_dir:
-            found = None
-            if resume:
-                newest = checkpoint.newest_valid(run_dir.checkpoints)
-                console.say_resume(newest)
-                if newest.path:
-                    found = newest
-                    check_unchanged(found.metadata["base"], ready.model_dir)
-                    adapter_start.other_ranks(found, config, ready.spec)
+            if fork is not None:
+                checkpoint.adopt(run_dir.checkpoints, fork)
+            found = _found(run_dir, ready) if resume or fork else None
             console.log_to(run_dir.log_path("controller"))
             start = None
             if config.adapter.init_from is not None and not found:
                 start = adapter_start.init_from(config, ready.spec, ready.model_dir)
             parts = (config, ready.spec, ready.model_dir, ready.source, ready.rewards, run_dir)
             _run(Prepared(*parts, found=found, start=start))
+
+
+def _steps_done(config: RunConfig, resume: bool, fork: Path | None) -> int:
+    """What the checkpoint to go on from has done, as far as it has to be known before anything
+    starts. Raises RunDirError when there is none to fork."""
+    if fork is not None:
+        if not (fork / checkpoint.MANIFEST).is_file():
+            raise RunDirError(
+                f"--resume-from {fork} is no checkpoint (it has no {checkpoint.MANIFEST}); name "
+                "one by its directory: RUN/checkpoints/step-000100"
+            )
+        try:
+            return checkpoint.read_manifest(fork)["step"]
+        except CheckpointError as error:
+            raise RunDirError(f"--resume-from {fork} is not valid: {error}") from error
+    root = RunDir(config, resume).checkpoints
+    if not resume or checkpoint.newest_step(root) < config.trainer.steps:
+        return 0
+    return checkpoint.newest_valid(root).metadata["step"]
+
+
+def _found(run_dir: RunDir, ready: Preflight) -> Found | None:
+    """The checkpoint to go on from, which fits base and adapter; None when there is none yet."""
+    newest = checkpoint.newest_valid(run_dir.checkpoints)
+    console.say_resume(newest)
+    if newest.path is None:
+        return None
+    check_unchanged(newest.metadata["base"], ready.model_dir)
+    adapter_start.other_ranks(newest, ready.config, ready.spec)
+    return newest
 
 
 def _run(run: Prepared) -> None:
@@ -95,7 +128,7 @@ def _run(run: Prepared) -> None:
     report.finish(run.run_dir)
     if records.stop_requested:
         console.say_stopped(run.run_dir, records.done)
-        raise KeyboardInterrupt
+        raise Stopped
 
 
 def _go(run: Prepared, actors: Actors, records: Records) -> None:

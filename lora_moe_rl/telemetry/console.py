@@ -133,6 +133,13 @@ def say_resume(found: Found) -> None:
         say(f"going on from {found.path}")
 
 
+def say_done(step: int, steps: int) -> None:
+    say(
+        f"nothing is left to do: the checkpoint is at step {step}, and trainer.steps={steps}; "
+        "raise it to go on"
+    )
+
+
 def say_notes(notes: list[str]) -> None:
     """Prints what a run did to the adapter that it starts from."""
     for note in notes:

@@ -26,7 +26,7 @@ def make_tiny(
     """
     if name not in TINY_NAMES:
         raise ModelError(f"{name!r} is not a tiny model; there are {', '.join(TINY_NAMES)}")
-    target = Path(out) if out else _cached_at(name)
+    target = Path(out) if out else cached_at(name)
     if (target / "config.json").is_file() and not force:
         return target
     if out and target.is_dir() and any(target.iterdir()) and not force:
@@ -46,11 +46,12 @@ def make_tiny(
 
 def find_tiny(name: str) -> Path | None:
     """The directory of a tiny model in the cache, if it was made already."""
-    target = _cached_at(name)
+    target = cached_at(name)
     return target if (target / "config.json").is_file() else None
 
 
-def _cached_at(name: str) -> Path:
+def cached_at(name: str) -> Path:
+    """Where a tiny model is in the cache, or will be."""
     return cache_dir() / f"{name}-{_cache_key(name)}"
 
 

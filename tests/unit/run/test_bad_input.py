@@ -15,6 +15,7 @@ from lora_moe_rl import cli
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.files import to_yaml
 from lora_moe_rl.files.checkpoint import write_checkpoint
+from lora_moe_rl.models.fingerprint import base_record
 from lora_moe_rl.tiny import shapes
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 from tests.helpers import remote_tokenizer
@@ -152,6 +153,9 @@ def train(model, *arguments) -> int:
         ("model=nobody/nothing reward.function=raises.py:reward", ["fails on made-up"]),
         ("reward.function=broken.py", ["is not of the form module:function"]),
         ("logging.run_dir=used", ["used holds a run already; go on with it by --resume"]),
+        ("--resume-from step-000001", ["step-000001 is no checkpoint", "by its directory"]),
+        ("--resume-from used --resume", ["--resume and --resume-from are both given"]),
+        ("--resume-from", ["--resume-from needs a checkpoint"]),
         ("--resume", ["there is no run in", "leave out --resume"]),
         ("logging.run_dir=used --resume adapter.rank=8", ["adapter.rank was 16 and is now 8"]),
     ],
@@ -176,6 +180,48 @@ def test_a_run_without_any_valid_checkpoint_does_not_start(model, folder, capsys
     assert "no checkpoint in" in error and "has 99 bytes instead of 100" in error
     assert "step-000001" in error and "step-000002" in error
     assert (folder / "used/metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def save(checkpoints, step, model):
+    metadata = {"step": step, "base": base_record(str(model), model)}
+    metadata |= {"adapter": RunConfig().adapter.model_dump(mode="json")}
+    with write_checkpoint(checkpoints, step, 9, metadata) as directory:
+        (directory / "trainer_00000.safetensors").write_bytes(bytes(100))
+    return checkpoints / f"step-{step:06d}"
+
+
+def test_a_run_that_has_done_its_steps_ends_at_once(model, folder, capsys):
+    save(folder / "used/checkpoints", 3, model)
+    resumed = ["logging.run_dir=used", "--resume", "reward.function=raises.py:reward"]
+    assert train(model, *resumed, "trainer.steps=3") == 0
+    said = capsys.readouterr()
+    assert "nothing is left to do: the checkpoint is at step 3, and trainer.steps=3" in said.out
+    assert train(model, *resumed, "trainer.steps=4") == 2
+    assert "fails on made-up completions" in capsys.readouterr().err
+
+
+def test_a_newer_checkpoint_that_is_damaged_is_not_the_end(model, folder, capsys):
+    save(folder / "used/checkpoints", 2, model)
+    (save(folder / "used/checkpoints", 3, model) / "trainer_00000.safetensors").write_bytes(b"")
+    resumed = ["logging.run_dir=used", "--resume", "reward.function=raises.py:reward"]
+    assert train(model, *resumed, "trainer.steps=3") == 2
+
+
+def test_a_run_goes_on_from_an_older_checkpoint_in_a_directory_of_its_own(
+    model, folder, capsys, monkeypatch
+):
+    older, newer = (save(folder / "used/checkpoints", step, model) for step in (2, 5))
+    monkeypatch.setattr(logging.root, "handlers", [])  # the run sets its own
+    before = {path: path.read_bytes() for path in folder.glob("used/**/*") if path.is_file()}
+    with pytest.raises(AssertionError, match="Ray was started"):
+        train(model, f"--resume-from={older}")
+    assert "going on from" in capsys.readouterr().out
+    assert [path.name for path in (folder / "run/checkpoints").iterdir()] == ["step-000002"]
+    after = {path: path.read_bytes() for path in folder.glob("used/**/*") if path.is_file()}
+    assert after == before
+    assert train(model, "--resume-from", str(newer)) == 2  # run/ holds a run now
+    assert train(model, "--resume-from", str(newer), "logging.run_dir=used") == 2
+    assert train(model, "--resume-from", str(newer), "trainer.steps=5") == 0
 
 
 def test_with_everything_right_ray_is_started(model, folder, monkeypatch):
