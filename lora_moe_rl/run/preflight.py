@@ -71,9 +71,13 @@ class Preflight:
         if hasattr(self, "rewards"):
             self.rewards.close()
 
-    def require(self, say: Callable[[str], None]) -> None:
-        """Goes through all steps; raises the error of the first that fails. `say` gets warnings."""
+    def require(
+        self, say: Callable[[str], None], begin: Callable[[str], None] = lambda what: None
+    ) -> None:
+        """Goes through all steps; raises the error of the first that fails. `say` gets warnings,
+        `begin` what is done now."""
         for name in self._order():
+            begin(f"looking at the {name}")
             finding = self._take(name)
             if finding.state in ("warning", "skipped"):
                 say(f"{name}: {finding.text}")

@@ -75,7 +75,8 @@ def run(config: RunConfig, resume: bool = False, fork: Path | None = None) -> No
         console.say_done(step, config.trainer.steps)
         return
     with Preflight(config, fetch=True) as ready:
-        ready.require(console.warn)
+        with console.Starting() as starting:
+            ready.require(console.warn, starting.begin)
         with RunDir(config, resume) as run_dir:
             if fork is not None:
                 checkpoint.adopt(run_dir.checkpoints, fork)
@@ -177,28 +178,33 @@ def _restore(run: Prepared, trainer: TrainerRanks) -> int:
 @contextmanager
 def _actors(run: Prepared) -> Iterator[Actors]:
     """Starts Ray and all actors; ends them, whatever happens."""
-    import ray
+    starting, config = console.Starting(), run.config
+    with starting:
+        starting.begin("importing Ray")
+        import ray
 
-    from lora_moe_rl.cluster.actors import start_ray
-    from lora_moe_rl.cluster.engines import RolloutEngines
-    from lora_moe_rl.cluster.placement import Placement
-    from lora_moe_rl.cluster.trainer import TrainerRanks
-    from lora_moe_rl.refit.transports import choose
+        from lora_moe_rl.cluster.actors import start_ray, states
+        from lora_moe_rl.cluster.engines import RolloutEngines
+        from lora_moe_rl.cluster.placement import Placement
+        from lora_moe_rl.cluster.trainer import TrainerRanks
+        from lora_moe_rl.refit.transports import choose
 
-    config = run.config
-    start_ray(config.trainer.world_size + config.rollout.engines)
     try:
-        with console.starting():
+        with starting:
+            starting.begin("starting Ray")
+            start_ray(config.trainer.world_size + config.rollout.engines)
+            starting.begin("starting trainer ranks and rollout engines")
             placement = Placement(config, [run.model_dir, run.run_dir.path])
             where = (run.model_dir, run.run_dir, placement)
             trainer = TrainerRanks(config, run.spec, *where)
             engines = RolloutEngines(config, run.spec, *where)
+            starting.watch(lambda: states(trainer.starting | engines.starting))
             engines.start_async()
             trainer.start_async()
             started = (trainer.wait_started(), engines.wait_started())
             places = [[actor.pop("place") for actor in actors] for actors in started]
             channel = choose(config.refit, *places)
-            console.say_started(*started)
+        console.say_started(*started)
         layouts = plan_layouts(config, run.spec, started[1][0]["dtype"])
         trainer.prepare_refit(layouts, channel)
         engines.prepare_refit(layouts, channel)
