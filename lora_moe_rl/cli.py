@@ -11,7 +11,8 @@ from pathlib import Path
 
 from lora_moe_rl import __version__
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import ConfigError, LoraMoeRlError, Stopped
+from lora_moe_rl.errors import ConfigError, LoraMoeRlError
+from lora_moe_rl.run.signals import Stopped, sigterm_interrupts
 
 TRACEBACK_VARIABLE = "LORA_MOE_RL_TRACEBACK"
 
@@ -115,7 +116,6 @@ def train(arguments: Sequence[str], config: RunConfig | None = None, prog: str =
         with Preflight(config, fetch=False) as preflight:
             preflight.require(console.warn)
         return 0
-    from lora_moe_rl.run.signals import sigterm_interrupts
     from lora_moe_rl.run.start import run
 
     with sigterm_interrupts():  # the run itself takes over once its actors have started

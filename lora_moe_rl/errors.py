@@ -35,10 +35,6 @@ class RunDirError(LoraMoeRlError):
     exit_code = 2
 
 
-class Stopped(KeyboardInterrupt):
-    """A signal ended the run after one of its steps, as it should; all has been said."""
-
-
 class CheckpointError(LoraMoeRlError):
     """A checkpoint that cannot be written, or none that can be read."""
 

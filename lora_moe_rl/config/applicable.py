@@ -45,6 +45,12 @@ _RULES = [
         "replay.audit",
         "with replay.audit > 0",
     ),
+    _Rule(
+        "trainer.min_lr",
+        lambda c: c.trainer.lr_schedule != "constant",
+        "trainer.lr_schedule",
+        "to a schedule that falls",
+    ),
     _Rule("model.revision", _is_hub_model, "model.path", "to a hub model"),
     _Rule("data.split", _is_hub_data, "data.path", "to a hub data set"),
     _Rule("data.subset", _is_hub_data, "data.path", "to a hub data set"),

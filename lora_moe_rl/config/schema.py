@@ -53,6 +53,11 @@ class AlgorithmConfig(Section):
     )
 
     @property
+    def optimizer_steps(self) -> int:
+        """Of one step of the run."""
+        return self.epochs * self.mini_batches
+
+    @property
     def on_policy(self) -> bool:
         """True when each step makes one update: the ratio is 1 and needs no old-logprob pass."""
         return self.epochs == 1 and self.mini_batches == 1

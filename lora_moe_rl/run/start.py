@@ -15,7 +15,7 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.plugins import ENVIRONMENTS
 from lora_moe_rl.data.prompts import PromptSource
-from lora_moe_rl.errors import CheckpointError, RunDirError, Stopped
+from lora_moe_rl.errors import CheckpointError, RunDirError
 from lora_moe_rl.files import checkpoint
 from lora_moe_rl.files.checkpoint import Found
 from lora_moe_rl.files.run_dir import RunDir
@@ -26,6 +26,7 @@ from lora_moe_rl.run.preflight import Preflight
 from lora_moe_rl.run.publisher import Publisher, plan_layouts
 from lora_moe_rl.run.records import Records
 from lora_moe_rl.run.schedule import Schedule
+from lora_moe_rl.run.signals import Stopped
 from lora_moe_rl.run.tickets import TicketBook
 from lora_moe_rl.telemetry import console, report
 from lora_moe_rl.telemetry.metrics import MetricsWriter
