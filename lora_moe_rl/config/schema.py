@@ -73,7 +73,11 @@ class EnvironmentConfig(Section):
 
 
 class DataConfig(Section):
-    path: str | None = Field(None, description="JSONL or parquet file, or a hub data set name.")
+    path: str | None = Field(
+        None,
+        description="JSONL, CSV or parquet file, a directory of datasets' save_to_disk, or a hub "
+        "data set name.",
+    )
     subset: str | None = Field(
         None, description="Configuration of a hub data set that has several (GSM8K: main)."
     )
@@ -92,6 +96,14 @@ class DataConfig(Section):
     )  # fmt: skip
     chat_template: bool = Field(
         False, description="Apply the tokenizer's chat template to string prompts too."
+    )
+    system_prompt: str | None = Field(
+        None, description="System message put before a prompt that has none; needs a chat template."
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        {},
+        description='What the chat template is given beside the messages: {"enable_thinking": '
+        "false}; a row's own column chat_template_kwargs lies over it.",
     )
     too_long: Literal["error", "drop"] = Field(
         "error",

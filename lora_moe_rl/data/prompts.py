@@ -21,6 +21,7 @@ from lora_moe_rl.errors import ConfigError, DataError
 log = logging.getLogger(__name__)
 
 MAX_LEFT_OUT = 10_000
+TEMPLATE_COLUMN = "chat_template_kwargs"
 Made = tuple[Any, list[int], dict[str, Any]]  # a prompt's text, token ids and columns
 
 
@@ -217,7 +218,12 @@ class PromptMaker:
         """None for a prompt that is too long and is to be left out."""
         text, columns = read_row(row, self._config)
         place = row[0]
-        token_ids = self._encode(text, place)
+        if isinstance(text, str) and self._config.system_prompt and not self._config.chat_template:
+            raise DataError(
+                f"{place}: data.system_prompt is set, and the prompt is a string without a chat "
+                "template; set data.chat_template=true"
+            )
+        token_ids = self._encode(text, columns, place)
         if len(token_ids) <= self._max_tokens:
             return text, token_ids, columns
         if self._config.too_long == "drop":
@@ -230,16 +236,21 @@ class PromptMaker:
             "rows out"
         )
 
-    def _encode(self, text: Any, place: str) -> list[int]:
+    def _with_system(self, messages: list[dict]) -> list[dict]:
+        system = self._config.system_prompt
+        if system is None or messages[0]["role"] == "system":
+            return messages
+        return [{"role": "system", "content": system}, *messages]
+
+    def _encode(self, text: Any, columns: dict[str, Any], place: str) -> list[int]:
         messages = text
         if isinstance(text, str):
             messages = [{"role": "user", "content": text}] if self._config.chat_template else None
         if messages is None:
             token_ids = self._tokenizer.encode(text)
         else:
-            token_ids = self._tokenizer.encode(
-                self._from_template(messages, place), add_special_tokens=False
-            )
+            rendered = self._from_template(self._with_system(messages), columns, place)
+            token_ids = self._tokenizer.encode(rendered, add_special_tokens=False)
         if not token_ids:
             raise DataError(
                 f"{place}: the model's tokenizer makes no tokens of the prompt, {short(text)}; "
@@ -247,12 +258,21 @@ class PromptMaker:
             )
         return token_ids
 
-    def _from_template(self, messages: list[dict], place: str) -> str:
+    def _from_template(self, messages: list[dict], columns: dict[str, Any], place: str) -> str:
         if self._tokenizer.chat_template is None:
             raise DataError(
                 f"{place}: the prompt needs a chat template and the model's tokenizer has none; "
                 "give prompts as strings, without data.chat_template"
             )
-        return self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
+        own = columns.get(TEMPLATE_COLUMN) or {}
+        if not isinstance(own, dict):
+            raise DataError(f"{place}: {TEMPLATE_COLUMN} must be an object, this is {short(own)}")
+        more = self._config.chat_template_kwargs | own
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **more
+            )
+        except Exception as error:  # of Jinja, and what a template raises itself
+            raise DataError(
+                f"{place}: the model's chat template refuses the prompt: {error}"
+            ) from error
