@@ -17,6 +17,7 @@ import psutil
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import LoraMoeRlError
 from lora_moe_rl.planner import plan as plans
 from lora_moe_rl.planner.compute import Lengths
 from lora_moe_rl.planner.facts import Format, find
@@ -42,18 +43,24 @@ def look(config: RunConfig, model_dir: Path, spec: AdapterSpec) -> Found:
     if "RAY_ADDRESS" in os.environ:
         text = f"joins the cluster {os.environ['RAY_ADDRESS']}"
         warnings += _unreachable(os.environ["RAY_ADDRESS"])
-    elif gpus:
-        plan = _plan(config, model_dir, Hardware(len(gpus), gpu_memory=min(gpus)), "bf16")
-        text = f"{len(gpus)} GPUs of {min(gpus):.0f} GiB"
-        warnings += plan.problems
-    elif config.trainer.device == "cuda":
+    elif config.trainer.device == "cuda" and not gpus:
         text = "no GPU"
         warnings.append("trainer.device=cuda, and nvidia-smi finds no GPU here")
     else:
-        text, problem = _on_the_cpu(config, _plan(config, model_dir, Hardware(1), "float32"))
+        try:
+            text, problem = _memory(config, model_dir, gpus)
+        except LoraMoeRlError as error:  # weights of a form that the planner cannot size
+            text, problem = "memory not planned", [f"memory was not planned: {error}"]
         warnings += problem
     room, problem = _disk(config, spec)
     return Found(f"{text}; {room}", [*warnings, *problem, *_loopback()])
+
+
+def _memory(config: RunConfig, model_dir: Path, gpus: list[float]) -> tuple[str, list[str]]:
+    if not gpus:
+        return _on_the_cpu(config, _plan(config, model_dir, Hardware(1), "float32"))
+    plan = _plan(config, model_dir, Hardware(len(gpus), gpu_memory=min(gpus)), "bf16")
+    return f"{len(gpus)} GPUs of {min(gpus):.0f} GiB", plan.problems
 
 
 def gpu_memory() -> list[float]:

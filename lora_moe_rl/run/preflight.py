@@ -119,10 +119,11 @@ class Preflight:
 
     def _model(self) -> str:
         model = self.config.model
-        found = find_local(model.path, model.revision)
-        if found is None and not self.fetch:
+        where = resolve_model if self.fetch else find_local
+        found = where(model.path, model.revision)
+        if found is None:
             raise Absent(f"{model.path} is not on this machine yet; a run fetches or makes it")
-        found = (found or resolve_model(model.path, model.revision)).absolute()
+        found = found.absolute()
         hf_config = check_model_dir(found)
         check_tokenizer(found, model.trust_remote_code)
         self.shape = ModelShape.from_hf_config(hf_config)
@@ -133,8 +134,13 @@ class Preflight:
         data = self.config.data
         require_data(data)
         if data.path is None:
-            stream = open_generator(data, self.config.seed)
-            first = next(stream, None)
+            try:
+                first = next(open_generator(data, self.config.seed), None)
+            except LoraMoeRlError:
+                raise
+            except Exception as error:  # the user's own code
+                told = f"data.generator={data.generator} raised {type(error).__name__}: {error}"
+                raise DataError(told) from error
             if first is None:
                 raise DataError(f"data.generator={data.generator} gave no rows")
             self.first = f"{data.generator}, row 0", first

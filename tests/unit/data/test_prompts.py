@@ -261,7 +261,9 @@ def test_a_system_prompt_comes_before_a_prompt_that_has_none(write):
     rendered = [TOKENIZER.decode(prompt.token_ids) for prompt in maker.next(2)]
     assert rendered[0] == "system: S\nuser: a\nassistant: "
     assert rendered[1] == "system: mine\nuser: b\nassistant: "
-    with pytest.raises(DataError, match="line 1: data.system_prompt is set, .* data.chat_template=true"):
+    with pytest.raises(
+        DataError, match="line 1: data.system_prompt is set, .* data.chat_template=true"
+    ):
         source(path=path, system_prompt="S")
 
 

@@ -1,6 +1,7 @@
 """`lora-moe-rl check`: everything wrong at once, prompts as the model gets them, and no more."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -84,6 +85,23 @@ def test_all_that_is_wrong_is_told_at_once(check):
 def test_a_reward_that_is_strange_is_a_warning(check, function, told):
     code, found, _ = check(f"reward.function=rewards.py:{function}")
     assert code == 0 and found["reward"][0] == "warning" and told in found["reward"][1]
+
+
+def test_a_generator_that_raises_is_one_line(check, tmp_path):
+    (tmp_path / "rows.py").write_text("def rows():\n    yield {}['prompt']\n")
+    code, found, _ = check("data.path=null", "data.generator=rows.py:rows")
+    assert code == 2 and found["data"][0] == "error"
+    assert "rows.py:rows raised KeyError: 'prompt'" in found["data"][1]
+
+
+def test_what_the_planner_cannot_size_is_a_warning(check, model, tmp_path):
+    other = tmp_path / "quantised"
+    shutil.copytree(model, other)
+    config = json.loads((other / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq"}
+    (other / "config.json").write_text(json.dumps(config))
+    state, text = check(f"model={other}", "trainer.device=cpu")[1]["machine"]
+    assert state == "warning" and "memory was not planned" in text and "awq" in text
 
 
 def test_nothing_is_fetched_or_made(check, monkeypatch, tmp_path):
