@@ -60,6 +60,7 @@ class RolloutEngines:
     ):
         self.config, self.spec, self.model_dir, self.run_dir = config, spec, model_dir, run_dir
         self.placement = placement
+        self._starting: list[Any] = []
         self.prove: Callable[[int, int], Awaitable[None]] | None = None
         self.restarts = 0
         self.prepared: tuple[list[PartLayout], Channel] | None = None
@@ -78,6 +79,12 @@ class RolloutEngines:
         log_path = str(self.run_dir.log_path(name))
         handle = engine.remote(self.config, str(self.model_dir), self.spec, index, log_path)
         return Actor(handle, name, self.run_dir)
+
+    @property
+    def starting(self) -> dict[str, Any | None]:
+        """By actor, the call that starts it."""
+        calls = self._starting or [None] * len(self.actors)
+        return {actor.name: ref for actor, ref in zip(self.actors, calls, strict=True)}
 
     def start_async(self) -> None:
         self._starting = [actor.remote("start") for actor in self.actors]

@@ -12,15 +12,18 @@ from typing import NamedTuple
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.keys import value_of, value_text
 from lora_moe_rl.config.plugins import ALGORITHMS
-from lora_moe_rl.data.rows import SUFFIXES
+from lora_moe_rl.data.rows import is_hub
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.tiny.make import TINY_NAMES
+
+
+def _is_hub_model(config: RunConfig) -> bool:
+    path = config.model.path
+    return path not in TINY_NAMES and not path.startswith(("/", ".", "~"))
 
 
 def _is_hub_data(config: RunConfig) -> bool:
-    """True when data.path names a data set of the hub: it looks like no path, whether or not such a
-    file is there."""
-    path = config.data.path
-    return not (path is None or path.startswith(("/", ".", "~")) or path.endswith(SUFFIXES))
+    return config.data.path is not None and is_hub(config.data.path)
 
 
 class _Rule(NamedTuple):
@@ -43,6 +46,13 @@ _RULES = [
         "replay.audit",
         "with replay.audit > 0",
     ),
+    _Rule(
+        "trainer.min_lr",
+        lambda c: c.trainer.lr_schedule != "constant",
+        "trainer.lr_schedule",
+        "to a schedule that falls",
+    ),
+    _Rule("model.revision", _is_hub_model, "model.path", "to a hub model"),
     _Rule("data.split", _is_hub_data, "data.path", "to a hub data set"),
     _Rule("data.subset", _is_hub_data, "data.path", "to a hub data set"),
     *(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,9 +23,12 @@ from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.models.fingerprint import base_record
 from lora_moe_rl.ports import Trainer
 from lora_moe_rl.rollout.facts import Dtype
+from lora_moe_rl.run.health import Health, group_metrics
 from lora_moe_rl.telemetry import console, names
 from lora_moe_rl.telemetry.clock import Clock
 from lora_moe_rl.telemetry.metrics import MetricsWriter
+
+log = logging.getLogger(__name__)
 
 # Of mismatch/kl (mismatch.stop_above=null), by the trainer's dtype: far above rounding, so that
 # what is beyond is a fault. Seen were up to 2e-12 in float32 (docs/figures.md), and in bfloat16
@@ -70,6 +74,7 @@ class Records:
         self.base = base_record(config.model.path, model_dir)
         self.stop_requested = False
         self.done = done
+        self._lines, self._health = console.StepLines(config), Health()
         self._skipped_in_a_row = 0
         self._unrewarded_in_a_row = 0
         self._drawn_again = 0
@@ -181,7 +186,10 @@ class Records:
         clock.lap("records")
         record |= stages | {names.STEP_SECONDS: clock.seconds["total"]}
         self.metrics.write(record)
-        console.step_line(record)
+        self._lines.show(record)
+        for warning in self._health.look(facts.step, facts.groups, facts.signals):
+            console.warn(warning)
+            log.info(warning)
         self.done = facts.step
 
     def checkpoint(self, step: int, book: dict[str, Any]) -> None:
@@ -214,7 +222,7 @@ def rollout_metrics(samples: Sequence[Sample], seconds: float) -> dict[str, floa
         "rollout/tokens": tokens,
         names.TOKENS_PER_SECOND: tokens / seconds if seconds else math.nan,
         names.TRUNCATED: sum(sample.truncated for sample in samples) / len(samples),
-        "rollout/response_length": tokens / len(samples),
+        names.RESPONSE_LENGTH: tokens / len(samples),
     }
 
 
@@ -239,4 +247,5 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
         names.REWARD: float(given.mean()) if len(given) else math.nan,
         names.REWARD_STD: float(given.std()) if len(given) else math.nan,
         names.REWARDS_FAILED: sum(len(group.failures) for group in groups),
+        **group_metrics(groups),
     }

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 REWARD, REWARD_STD, REWARDS_FAILED = "reward/mean", "reward/std", "reward/failed"
+SOLVED_ALL, SOLVED_NONE = "reward/solved_all", "reward/solved_none"
 LOSS = "loss/policy"
+ENTROPY = "policy/entropy"
+RESPONSE_LENGTH = "rollout/response_length"
 TRUNCATED = "rollout/truncated"
 TOKENS = "rollout/tokens"
 TOKENS_PER_SECOND = "rollout/tokens_per_second"
