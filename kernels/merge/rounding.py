@@ -1,4 +1,4 @@
-"""What rounding leaves of the change that an adapter makes, and rounding that takes none of it away.
+"""What rounding leaves of an adapter's change, and rounding that takes nothing of it away.
 
 A change smaller than half a step of the weight's dtype is lost when each sum goes to its nearest
 neighbour: in bfloat16, of changes of a thousandth of the weights about half arrives, of a ten

@@ -67,7 +67,9 @@ def test_the_mean_over_seeds_of_stochastic_rounding_is_the_wanted_value(dtype, r
 def test_it_goes_to_a_neighbour_with_the_right_probability(dtype, power):
     """A quarter of the way between neighbours, negative ones too, and below the smallest normal
     float16: a quarter of 4,000 draws goes up, within 5 standard deviations."""
-    step = max(2.0**power * torch.finfo(dtype).eps, torch.finfo(dtype).tiny * torch.finfo(dtype).eps)
+    step = max(
+        2.0**power * torch.finfo(dtype).eps, torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+    )
     low = torch.tensor(2.0**power).to(dtype).float() // step * step
     value = (low + step / 4) * torch.tensor([1.0, -1.0])
     found = round_to(value.repeat(4000, 1), dtype, "stochastic", 5).float().abs()
