@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from lora_moe_rl.kernels.merge import formats
 from lora_moe_rl.kernels.merge.rounding import Arrived, measure, round_to, seed_of
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -33,15 +34,45 @@ def test_nothing_wanted():
     assert (noise.lost, noise.error_over_change, noise.cosine) == (math.inf, math.inf, 0)
 
 
-@pytest.mark.parametrize(
-    ("ratio", "cosine", "lost"), [(1e-2, 0.987, 0.0), (1e-3, 0.64, 0.48), (1e-4, 0.21, 0.94)]
-)
-def test_nearest_rounding_to_bfloat16_loses_small_changes(ratio, cosine, lost):
-    before = draw(512, 512).bfloat16().float()
+def in_fp8(value):
+    return formats.dequantise_fp8(*formats.quantise_fp8(value))
+
+
+def in_int4(value):
+    return formats.dequantise_int4(*formats.quantise_int4(value, torch.bfloat16))
+
+
+FORMS = {
+    "bfloat16": lambda value: round_to(value, torch.bfloat16).float(),
+    "float16": lambda value: round_to(value, torch.float16).float(),
+    "FP8": in_fp8,
+    "INT4": in_int4,
+    "bfloat16, stochastic": lambda v: round_to(v, torch.bfloat16, "stochastic", 1).float(),
+}
+# The table of docs/merging.md: lost and cosine, by form and by change / weight.
+TABLE = {
+    "bfloat16": {1e-2: (0.0, 0.99), 1e-3: (0.48, 0.64), 1e-4: (0.94, 0.21)},
+    "float16": {1e-2: (0.0, 1.0), 1e-3: (0.0, 0.98), 1e-4: (0.57, 0.58)},
+    "FP8": {1e-2: (0.65, 0.48), 1e-3: (0.96, 0.1), 1e-4: (1.0, 0.02)},
+    "INT4": {1e-2: (0.83, 0.03), 1e-3: (0.74, 0.0), 1e-4: (None, 0.0)},
+    "bfloat16, stochastic": {1e-2: (0.0, 0.97), 1e-3: (0.0, 0.52), 1e-4: (0.0, 0.16)},
+}
+
+
+@pytest.mark.parametrize("ratio", [1e-2, 1e-3, 1e-4])
+@pytest.mark.parametrize("form", FORMS)
+def test_what_each_form_loses(form, ratio):
+    """Normal weights, a normal change."""
+    rounded = FORMS[form]
+    before = FORMS[form.partition(",")[0]](draw(512, 512))
     change = ratio * draw(512, 512, seed=1)
-    found = measure(before, change, round_to(before + change, torch.bfloat16).float())
+    found = measure(before, change, rounded(before + change))
+    lost, cosine = TABLE[form][ratio]
     assert found.cosine == pytest.approx(cosine, abs=0.01)
-    assert found.lost == pytest.approx(lost, abs=0.01)
+    if lost is None:  # the noise is a thousand times the change, and so is its part along it
+        assert found.error_over_change > 500
+    else:
+        assert found.lost == pytest.approx(lost, abs=0.01)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
