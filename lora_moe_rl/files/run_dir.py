@@ -155,13 +155,17 @@ class RunDir:
         with open(self.samples_file, "a", encoding="utf-8") as file:
             for chosen in _spread(len(samples), wanted):
                 g, i = samples[chosen]
-                file.write(to_json(_sample_record(step, groups[g], signals[g], i)) + "\n")
+                file.write(to_json(_sample_record(step, chosen, groups[g], signals[g], i)) + "\n")
 
 
-def _sample_record(step: int, group: Group, signal: Signal, index: int) -> dict[str, Any]:
+def _sample_record(
+    step: int, number: int, group: Group, signal: Signal, index: int
+) -> dict[str, Any]:
+    """`number`: of the sample in its step; `index`: in its group."""
     sample = group.samples[index]
     return {
         "step": step,
+        "sample": number,
         "row": group.prompt.row,
         "prompt": group.prompt.text,
         "response": sample.text,

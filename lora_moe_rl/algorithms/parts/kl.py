@@ -49,6 +49,17 @@ def mismatch(rollout: np.ndarray, trainer: np.ndarray, mask: np.ndarray) -> dict
     }
 
 
+def worst(rollout: np.ndarray, trainer: np.ndarray, mask: np.ndarray) -> tuple[int, float] | None:
+    """(index, |difference|) of the token where `mismatch` is largest, None without tokens. A NaN is
+    larger than all, and its difference infinite."""
+    if not np.any(mask):
+        return None
+    off = np.abs(np.asarray(trainer, dtype=np.float64) - np.asarray(rollout))
+    off = np.where(mask, np.where(np.isnan(off), np.inf, off), -1.0)
+    index = int(np.argmax(off))
+    return index, float(off[index])
+
+
 def reference_kl(tokens: Tokens, kl_coef: float) -> Tensor:
     """The summed k3 of KL(policy || base) over the tokens in the loss, each with its weight.
 

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from lora_moe_rl.algorithms.base import Tokens, signal_of
 from lora_moe_rl.algorithms.grpo import GRPO
-from lora_moe_rl.algorithms.parts.kl import MISMATCH, k3, mismatch
+from lora_moe_rl.algorithms.parts.kl import MISMATCH, k3, mismatch, worst
 from lora_moe_rl.algorithms.parts.policy_loss import clipped_policy_loss
 from lora_moe_rl.algorithms.rloo import RLOO
 from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
@@ -184,3 +184,12 @@ def test_a_signal_of_another_shape_is_refused():
 
     with pytest.raises(ValueError, match="Short.signal returned weights of shapes"):
         signal_of(Short(RLOO.Settings()), group_of([1.0, 0.0]))
+
+
+def test_the_worst_token_is_one_that_was_sampled_and_nan_is_worst():
+    rollout, trainer = np.zeros(4, np.float32), np.array([9.0, 0.5, -2.0, 1.0], np.float32)
+    sampled = np.array([False, True, True, True])
+    assert worst(rollout, trainer, sampled) == (2, 2.0)
+    trainer[3] = np.nan
+    assert worst(rollout, trainer, sampled) == (3, math.inf)
+    assert worst(rollout, trainer, np.zeros(4, bool)) is None
