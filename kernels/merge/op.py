@@ -50,14 +50,14 @@ def merge_rounded(
 ) -> tuple[Tensor, Arrived]:
     """(`W + scale * B A` in `dtype`, what arrived of the change), of a dense W, which stays as it
     is. `rounding`, `seed` and `first` are those of `rounding.round_to`."""
-    before = W.float()
+    before = W.to(torch.float32, copy=True)
     if rounding == "nearest" and dtype == W.dtype:
         after = merge_delta_(W, A, B, scale, out=torch.empty_like(W))
     else:
         exact = merge_delta_(before, A, B, scale, out=torch.empty_like(before))
         after = round_to(exact, dtype, rounding, seed, first)
     change = (B.float() @ A.float()).mul_(scale)
-    return after, measure(before, change, after.float())
+    return after, measure(before, change, after)
 
 
 @torch.no_grad()

@@ -75,9 +75,12 @@ class Arrived:
 
 
 def measure(before: Tensor, change: Tensor, after: Tensor) -> Arrived:
-    """`before` W, `change` D and `after` R: float32, of one shape."""
-    got = after - before
-    return Arrived(_square(got - change), _square(before + change), _square(change), _square(got))
+    """`before` W, `change` D, both float32 and used up (memory is what this costs), and `after` R,
+    of one shape."""
+    got = after.to(torch.float32, copy=True).sub_(before)
+    sums = {"got": _square(got), "change": _square(change)}
+    sums["value"] = _square(before.add_(change))
+    return Arrived(error=_square(got.sub_(change)), **sums)
 
 
 def seed_of(*parts: str | int) -> int:
@@ -100,27 +103,35 @@ def round_to(
         return value.to(dtype)
     limits = torch.finfo(dtype)
     dropped = 23 + round(math.log2(limits.eps))  # bits of float32's mantissa
+    noise = _bits(value.shape, seed, first, value.device).bitwise_and_((1 << dropped) - 1)
+    if dtype == torch.bfloat16:  # has float32's exponents
+        cut = _cut(noise.add_(value.view(torch.int32)), dropped)
+        return torch.where(value.isnan(), value, cut).to(dtype)
     # Below the smallest normal number steps are as wide as just above it: one is added meanwhile.
-    shift = (value.abs() < limits.smallest_normal) * limits.smallest_normal
-    shifted = (value.abs() + shift).view(torch.int32)
-    noise = _bits(value.shape, seed, first, value.device) & ((1 << dropped) - 1)
-    cut = ((shifted + noise) & -(1 << dropped)).view(torch.float32) - shift
+    size = value.abs()
+    shift = (size < limits.smallest_normal) * limits.smallest_normal
+    cut = _cut(noise.add_((size + shift).view(torch.int32)), dropped) - shift
     return torch.where(value.isfinite(), cut.copysign(value), value).to(dtype)
+
+
+def _cut(bits: Tensor, dropped: int) -> Tensor:
+    """The float32 of these bits, without the last ones. In place."""
+    return bits.bitwise_and_(-(1 << dropped)).view(torch.float32)
 
 
 def _bits(shape: torch.Size, seed: int, first: int, device: torch.device) -> Tensor:
     """A random int32 for each place, by arithmetic alone: a GPU and a CPU draw the same."""
     key = seed_of(seed)  # neighbouring seeds are no neighbours then
     low, high = (_signed(part & 0xFFFFFFFF) for part in (key, key >> 32))
-    number = torch.arange(first, first + shape.numel(), device=device).to(torch.int32)
-    return _mixed(_mixed(number ^ low) + high).view(shape)
+    number = torch.arange(first, first + shape.numel(), device=device, dtype=torch.int32)
+    return _mixed(number.bitwise_xor_(low).add_(high)).view(shape)
 
 
 def _mixed(x: Tensor) -> Tensor:
     """MurmurHash3's 32-bit finalizer (fmix32, Austin Appleby), in int32 that wraps. Every bit of
     the result depends on every bit of x. In place."""
     for bits, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
-        x ^= (x >> bits) & ((1 << (32 - bits)) - 1)
+        x ^= (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
         x *= _signed(factor)
     return x
 
@@ -130,4 +141,5 @@ def _signed(number: int) -> int:
 
 
 def _square(value: Tensor) -> float:
-    return float(torch.linalg.vector_norm(value, dtype=torch.float64)) ** 2
+    """The sum of squares: of a row in float32, of rows in float64."""
+    return float(torch.linalg.vector_norm(value, dim=-1).double().square().sum())

@@ -155,17 +155,14 @@ class RunDir:
         with open(self.samples_file, "a", encoding="utf-8") as file:
             for chosen in _spread(len(samples), wanted):
                 g, i = samples[chosen]
-                file.write(to_json(_sample_record(step, chosen, groups[g], signals[g], i)) + "\n")
+                record = {"sample": chosen} | _sample_record(step, groups[g], signals[g], i)
+                file.write(to_json(record) + "\n")
 
 
-def _sample_record(
-    step: int, number: int, group: Group, signal: Signal, index: int
-) -> dict[str, Any]:
-    """`number`: of the sample in its step; `index`: in its group."""
+def _sample_record(step: int, group: Group, signal: Signal, index: int) -> dict[str, Any]:
     sample = group.samples[index]
     return {
         "step": step,
-        "sample": number,
         "row": group.prompt.row,
         "prompt": group.prompt.text,
         "response": sample.text,
