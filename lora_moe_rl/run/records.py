@@ -185,7 +185,7 @@ def _worst(groups: Sequence[Group], metrics: Mapping[str, float]) -> str:
     """The token where engine and trainer are furthest apart."""
     number, place = int(metrics[names.WORST_SAMPLE]), int(metrics[names.WORST_TOKEN])
     if number < 0:
-        return "no token was sampled"
+        return "none differs"
     owners = [(group.prompt.row, sample) for group in groups for sample in group.samples]
     row, sample = owners[number]
     return (
