@@ -53,7 +53,8 @@ class MergedReceiver:
         """Checks vLLM's internals, the base's files and what is going to arrive against each other,
         and that what we would write of the base is what vLLM has loaded. `rounding` and `seed`: of
         merged weights (`refit/merged_modules.py`)."""
-        self._refit_rounding, self._refit_seed = rounding, seed
+        self._refit_rounding: Rounding = rounding
+        self._refit_seed = seed
         if not hasattr(self, "_refit_weights"):
             self._refit_base = Base(self.model_runner.model_config.model)
             self._refit_weights = Weights(self.model_runner)

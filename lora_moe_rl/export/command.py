@@ -95,7 +95,7 @@ def _check_options(options: argparse.Namespace) -> None:
     other = {"merged": ("form", "reader"), "peft": OF_MERGED}[options.to]
     for name in other:
         if getattr(options, name) is not None:
-            flag = {"reader": "for"}.get(name, name).replace("_", "-")
+            flag = "for" if name == "reader" else name.replace("_", "-")
             raise ConfigError(f"--{flag} has no effect with --to {options.to}")
     if options.reader == "vllm" and options.form == "3d":
         raise ConfigError("--for vllm writes experts one by one: leave out --form 3d")

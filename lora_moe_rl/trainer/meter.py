@@ -75,8 +75,8 @@ class Meter:
         found = kl.worst(theirs, ours, data.sampled)
         if found is not None and found[1] > self.worst[prefix][0]:
             t, diff = found
-            place = data.sample_of[t], data.positions[t] + 1  # the token that is predicted at t
-            self.worst[prefix] = (diff, *map(float, (*place, theirs[t], ours[t])))
+            sample, token = float(data.sample_of[t]), data.positions[t] + 1.0  # predicted at t
+            self.worst[prefix] = (diff, sample, token, float(theirs[t]), float(ours[t]))
 
     def loss(self, divisor: float) -> float:
         """The summed loss so far / `divisor`."""

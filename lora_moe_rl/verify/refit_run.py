@@ -122,8 +122,11 @@ class RefitVerification:
     def _rows(self, engine: str, *refits: tuple[str, str]) -> list[Row]:
         """New rows of the report, one for each refit (trainer, transport), or the base's."""
         tolerance = self.report.tolerance
-        more = {"tolerance": tolerance, "merged": self.merged}
-        rows = [Row(engine, *refit, **more) for refit in refits or ((),)]
+        places = refits or (("", ""),)
+        rows = [
+            Row(engine, trainer, transport, tolerance=tolerance, merged=self.merged)
+            for trainer, transport in places
+        ]
         self.report.rows.extend(rows)
         return rows
 
