@@ -22,7 +22,6 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.prompts import PromptSource
 from lora_moe_rl.data.samples import Sample
 from lora_moe_rl.errors import LoraMoeRlError, RefitError
-from lora_moe_rl.kernels.merge.rounding import Arrived
 from lora_moe_rl.ports import Channel, Engines, Ref, Scored, Trainer
 from lora_moe_rl.refit.parts import STORAGE, PartLayout, check_complete, part_layouts
 from lora_moe_rl.refit.plan import EngineLayout, make_plan
@@ -150,6 +149,8 @@ class Publisher:
         is not judged."""
         if not arrived:
             return
+        from lora_moe_rl.kernels.merge.rounding import Arrived  # and with it torch
+
         every = Arrived()
         for one in arrived.values():
             every.add(one)
