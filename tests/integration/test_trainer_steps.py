@@ -130,11 +130,10 @@ def test_a_step_without_tokens_in_the_loss_changes_nothing(results):
 
 
 def at_half_the_temperature(worker, spec, batch):
-    """Two passes: each forward there is (old, reference, with gradient). B is zero, and stays it."""
+    """Two passes, with every forward there is: old, reference, with gradient. B is zero, and
+    stays so."""
     algorithm = {"epochs": 2, "kl_coef": 0.1}
-    with_settings(
-        worker, rollout={"temperature": 0.5}, replay={"mode": "off"}, algorithm=algorithm
-    )
+    with_settings(worker, rollout={"temperature": 0.5}, replay={"mode": "off"}, algorithm=algorithm)
     return worker.update(batch).metrics
 
 

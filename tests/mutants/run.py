@@ -3,10 +3,10 @@
     python tests/mutants/run.py                 all of them
     python tests/mutants/run.py NAME ...        some of them
 
-A mutant is a slip of a line or two that raises nothing: an entry of a .toml file here, with the text
-that it replaces and the nearest tests, which are among those that `make test` runs. It is planted in
-a copy of the tree, so that the working tree is never touched. The nearest tests run once without
-any; then with each:
+A mutant is a slip of a line or two that raises nothing: an entry of a .toml file here, with the
+text that it replaces and the nearest tests, which are among those that `make test` runs. It is
+planted in a copy of the tree, so that the working tree is never touched. The nearest tests run once
+without any; then with each:
 
     caught      one of them fails
     SURVIVED    they all pass
@@ -40,7 +40,9 @@ ROOT = HERE.parents[1]
 MUST = "must.toml"
 MOST_SURVIVORS = 2
 TIMEOUT_S = 900.0
-NOT_COPIED = (".git", ".venv", "runs", "wandb", "build", "dist", "*.egg-info", "__pycache__", ".*_cache")
+NOT_COPIED = (
+    ".git", ".venv", "runs", "wandb", "build", "dist", "*.egg-info", "__pycache__", ".*_cache",
+)  # fmt: skip
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.M)
 
 

@@ -36,9 +36,9 @@ def quick_tests(file: str) -> set[str]:
     """Names of the tests of a file that are not marked slow."""
     module = ast.parse((ROOT / file).read_text())
     for node in module.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
-            if is_slow(node.value):
-                return set()
+        is_mark = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+        if is_mark and is_slow(node):
+            return set()
     functions = (n for n in module.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
     return {f.name for f in functions if not any(is_slow(d) for d in f.decorator_list)}
 
@@ -78,7 +78,9 @@ def test_a_mutant_whose_text_is_gone_or_there_twice_is_stale(tmp_path):
 )
 def test_a_verdict_is_what_the_nearest_tests_say(tmp_path, new, what):
     (tmp_path / "two.py").write_text("VALUE = 1 + 1\n")
-    (tmp_path / "test_two.py").write_text("import two\n\ndef test_two():\n    assert two.VALUE == 2\n")
+    (tmp_path / "test_two.py").write_text(
+        "import two\n\ndef test_two():\n    assert two.VALUE == 2\n"
+    )
     mutant = runner.Mutant("m", "", "two.py", "1 + 1", new, ("test_two.py",), must=False)
     verdict = runner.judge(tmp_path, mutant, 60.0)
     assert verdict.what == what

@@ -41,7 +41,9 @@ def make_manager(layouts):
         layer = kind.__new__(kind)
         torch.nn.Module.__init__(layer)
         stacks = [
-            tuple(buffers(entries, m, i, () if grouped else (1,)) for i in range(3 if grouped else 1))
+            tuple(
+                buffers(entries, m, i, () if grouped else (1,)) for i in range(3 if grouped else 1)
+            )
             for m in "AB"
         ]
         if grouped:
@@ -97,9 +99,7 @@ class Worker:
         return {name: draw.standard_normal(shape, np.float32) for name, shape in shapes}
 
     def send(self, version: int, sent_as: int | None = None) -> str:
-        (sender,) = make_senders(
-            self.layouts, self.spec, self.tensors(version), TrainerConfig()
-        )
+        (sender,) = make_senders(self.layouts, self.spec, self.tensors(version), TrainerConfig())
         self.senders[version] = sender
         return json.dumps([asdict(sender.send(version if sent_as is None else sent_as))])
 

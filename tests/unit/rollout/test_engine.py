@@ -58,7 +58,9 @@ async def test_a_version_waits_for_the_slot_of_one_that_still_answers():
     engine.llm, engine.layouts = Workers(), [PartLayout(0, "float32", 0, ())]
     await publish(engine, 1)
     engine.running[1] = 2
-    with pytest.raises(RefitError, match="version 2: version 1 still serves 2 requests after refit"):
+    with pytest.raises(
+        RefitError, match="version 2: version 1 still serves 2 requests after refit"
+    ):
         await publish(engine, 2)
     assert list(engine.receipts) == [1]
     asyncio.get_running_loop().call_later(0.02, engine.running.update, {1: 0})

@@ -1,4 +1,4 @@
-"""What vLLM is asked for, and what is made of its answers: with its own classes, without a model."""
+"""What vLLM is asked for, and what is made of its answers: its own classes, without a model."""
 
 from __future__ import annotations
 
@@ -74,7 +74,10 @@ def routes_of(rows: int, first: int = 0) -> np.ndarray:
 def test_a_sample_has_the_logprobs_and_routes_of_its_own_tokens():
     positions = ([(7, -0.5), (3, -9.0)], [(8, -0.25), (7, -8.0)])
     first = SimpleNamespace(
-        token_ids=[7, 8], logprobs=flat(*positions), finish_reason="stop", routed_experts=routes_of(4)
+        token_ids=[7, 8],
+        logprobs=flat(*positions),
+        finish_reason="stop",
+        routed_experts=routes_of(4),
     )
     second = SimpleNamespace(
         token_ids=[9], logprobs=flat([(9, -1.5)]), finish_reason="length",

@@ -48,7 +48,7 @@ def test_gradients_above_the_bound_are_clipped_to_it_and_others_are_not():
 
 def test_the_first_of_n_warm_up_steps_takes_an_nth_and_the_nth_takes_all():
     """Under a constant gradient Adam moves a weight by the learning rate."""
-    optimizer, A, B = optimizer_of([0.0], [0.0], lr=0.4, warmup_steps=4, weight_decay=0)
+    optimizer, A, _ = optimizer_of([0.0], [0.0], lr=0.4, warmup_steps=4, weight_decay=0)
     rates, moves = [], []
     for _ in range(6):
         before = A.item()
