@@ -43,7 +43,7 @@ TIMEOUT_S = 900.0
 NOT_COPIED = (
     ".git", ".venv", "runs", "wandb", "build", "dist", "*.egg-info", "__pycache__", ".*_cache",
 )  # fmt: skip
-FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.M)
+FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", re.M)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Verdict:
 
     @property
     def row(self) -> str:
-        return f"{self.mutant.name:34} {self.what:9} {self.seconds:6.1f}  {self.test}"
+        return f"{self.mutant.name:36} {self.what:9} {self.seconds:6.1f}  {self.test}"
 
 
 def load() -> list[Mutant]:
@@ -182,7 +182,7 @@ def main() -> int:
             print(output)
             print("these tests have to be green before a mutant can be judged")
             return 1
-        print(f"{'mutant':34} {'verdict':9} {'s':>6}  caught by")
+        print(f"{'mutant':36} {'verdict':9} {'s':>6}  caught by")
         verdicts = []
         for mutant in mutants:
             verdicts.append(judge(tree, mutant, arguments.timeout))
