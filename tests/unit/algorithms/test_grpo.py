@@ -33,14 +33,14 @@ def tokens_of(logprobs, old, advantages, weights=None, reference=None) -> Tokens
 
 def test_clipping_by_hand():
     ratio = torch.tensor([1.5, 1.1, 0.5, 0.5, 1.5])
-    advantages = torch.tensor([1.0, 2.0, -1.0, 1.0, -1.0])
+    advantages = torch.tensor([1.0, 2.0, -2.0, 1.0, -1.0])
     old = torch.full((5,), -2.0)
     logprobs = (old + ratio.log()).requires_grad_()
     tokens = tokens_of(logprobs, old, advantages)
     loss, sums = clipped_policy_loss(tokens, clip_low=0.2, clip_high=0.3)
-    # Too far up with a gain: 1.3. Within: 2.2. Too far down with a loss: -0.8. Moves against the
+    # Too far up with a gain: 1.3. Within: 2.2. Too far down with a loss: -1.6. Moves against the
     # advantage are never clipped: 0.5 and -1.5.
-    assert_close(loss, torch.tensor(-(1.3 + 2.2 - 0.8 + 0.5 - 1.5)))
+    assert_close(loss, torch.tensor(-(1.3 + 2.2 - 1.6 + 0.5 - 1.5)))
     assert_close(sums["clipped_high"], torch.tensor(1.0))
     assert_close(sums["clipped_low"], torch.tensor(1.0))
     assert_close(sums["ratio"], torch.tensor(5.1))
