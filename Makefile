@@ -8,7 +8,7 @@ STAMP := .venv/.setup-$(KIND)
 JOBS ?= 2
 DEMO_DIR ?= runs/demo/$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help setup demo check test test-slow test-gpu mutants lint format clean
+.PHONY: help setup demo check test test-slow test-gpu mutants oracles lint format clean
 
 help:
 	@echo "make setup      make .venv with the pinned packages (GPU=1: CUDA builds)"
@@ -56,6 +56,13 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(PYTEST) tests/unit -m slow
 	$(PYTEST) tests/integration -m slow
+
+# What verl and TRL make of the batches of the tests; in an environment of its own, beside ours.
+oracles: $(STAMP)
+	test -x .venv-oracles/bin/python || $(PYTHON) -m venv .venv-oracles
+	echo "$(CURDIR)/.venv/lib/python3.12/site-packages" > .venv-oracles/lib/python3.12/site-packages/project.pth
+	$(BIN)/uv pip install --python .venv-oracles/bin/python --no-deps -r tests/oracles/requirements.txt
+	.venv-oracles/bin/python tests/oracles/record.py
 
 test-gpu: $(STAMP)
 	$(BIN)/pytest tests/gpu

@@ -8,18 +8,21 @@ from lora_moe_rl.config.plugins import ALGORITHMS
 
 if TYPE_CHECKING:
     from lora_moe_rl.algorithms.base import Algorithm, Pass
-    from lora_moe_rl.config import AlgorithmConfig, RunConfig
+    from lora_moe_rl.config import RunConfig
 
 
-def make(settings: AlgorithmConfig) -> Algorithm:
+def make(config: RunConfig) -> Algorithm:
     """The algorithm that `algorithm.name` names. Raises ConfigError when there is none."""
-    return ALGORITHMS.find(settings.name)(settings)
+    algorithm = ALGORITHMS.find(config.algorithm.name)
+    return algorithm(config.algorithm, config.rollout.max_response_tokens)
 
 
 def passes(config: RunConfig) -> frozenset[Pass]:
     """The forwards that are made before the update: what the algorithm wants; and `old` whenever
-    the ratio is not 1 by construction, or routes are to be recorded (replay.mode=r2)."""
-    wanted = set(make(config.algorithm).passes) - {"old"}
-    if not config.algorithm.on_policy or config.replay.mode == "r2":
+    the ratio is not 1 by construction, tokens may be rejected, or routes are to be recorded
+    (replay.mode=r2)."""
+    algorithm = make(config)
+    wanted = set(algorithm.passes)
+    if algorithm.rejects or not config.algorithm.on_policy or config.replay.mode == "r2":
         wanted.add("old")
     return frozenset(wanted)

@@ -1,7 +1,8 @@
 """What an algorithm is: its settings, what it wants to know, its signal and its loss, in one file.
 
-    group of samples ──signal──> advantages and weights of every token        host, numpy
-    packed tokens    ──loss────> a sum over tokens, and sums for the metrics   device, torch
+    groups of a step ──signals──> advantages and weights of every token    host, numpy
+    packed tokens    ──keep─────> which of them stay in the loss           device, torch, once
+    packed tokens    ──loss─────> the loss of every token, and metrics     device, torch
 
 The trainer, the meter and the planner know no algorithm: they read what it declares. Importing this
 file imports no torch, and neither need the file of an algorithm: tensors bring their methods along.
@@ -18,14 +19,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 
 from lora_moe_rl.config import AlgorithmConfig
+from lora_moe_rl.config.plugins import Plugin
 from lora_moe_rl.data.samples import Group
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Pass = Literal["old", "reference"]
-# How a metric of the loss is put together over micro-batches and ranks. A token_mean is given as a
-# sum over the tokens in the loss.
+# How a metric is put together from the tokens in the loss, over micro-batches and ranks.
 Reduce = Literal["token_mean", "sum", "max", "min"]
 
 
@@ -42,59 +43,65 @@ class Signal:
     @classmethod
     def of_samples(cls, group: Group, advantages: np.ndarray) -> Signal:
         """One advantage a sample, float32 [n], for all tokens that its policy wrote."""
-        return cls(
+        return cls.of_tokens(
+            group,
             [
                 np.full(len(sample.mask), advantage, np.float32)
                 for sample, advantage in zip(group.samples, advantages, strict=True)
             ],
-            [sample.mask.astype(np.float32) for sample in group.samples],
         )
+
+    @classmethod
+    def of_tokens(cls, group: Group, advantages: Sequence[np.ndarray]) -> Signal:
+        """Advantages [R] of each sample; every token that its policy wrote weighs 1."""
+        weights = [sample.mask.astype(np.float32) for sample in group.samples]
+        return cls([np.asarray(one, np.float32) for one in advantages], weights)
 
 
 @dataclass(frozen=True)
 class Tokens:
     """The tokens of one packed micro-batch, all [T].
 
-    logprobs: of the policy that is trained, with gradient. old: of the trainer before the update.
-    rollout: of the engine, as sampled. reference: of the base (None unless that pass is wanted).
-    weights: above 0 for tokens in the loss. samples: int64, sample numbers, -1 for padding.
-    versions: int32, the adapter version that sampled the token, -1 for none.
+    mask: bool, True for tokens in the loss; outside it all that follows is 0. logprobs: of the
+    policy that is trained, with gradient. old: of the trainer before the update. rollout: of the
+    engine, as sampled. reference: of the base (None unless that pass is wanted). versions: int32,
+    the adapter version that sampled the token.
 
-    Where the weight is 0 everything but `logprobs` may hold anything, NaN too.
+    samples: int64, which of the `num_samples` samples of the micro-batch the token is of; the last
+    one stands for the padding.
     """
 
+    mask: Tensor
     logprobs: Tensor
     old: Tensor
     rollout: Tensor
     reference: Tensor | None
     advantages: Tensor
-    weights: Tensor
-    samples: Tensor
     versions: Tensor
-
-    @property
-    def mask(self) -> Tensor:
-        """bool, True for tokens in the loss."""
-        return self.weights > 0
+    samples: Tensor
+    num_samples: int
 
 
 @dataclass(frozen=True)
 class Loss:
-    """`total`: the summed loss, with gradient; the trainer divides it by the number of tokens in
-    the loss of the whole step. `metrics`: those that the algorithm declares, without gradient."""
+    """`values` [T]: the loss of every token, with gradient; the trainer weighs, sums and divides as
+    algorithm.aggregation says. `metrics` [T]: those that the algorithm declares, without gradient.
+    What they are outside the mask does not count, but must be finite."""
 
-    total: Tensor
+    values: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
-class Algorithm:
-    """Base of all algorithms. `metrics` become `loss/<name>` in the records."""
+class Algorithm(Plugin):
+    """Base of all algorithms. `metrics` become `loss/<name>` in the records.
+
+    `max_response_tokens`: the longest response that a sample may have."""
 
     Settings: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
-    metrics: ClassVar[Mapping[str, Reduce]] = {}
+    metrics: Mapping[str, Reduce] = {}
 
-    def __init__(self, settings: AlgorithmConfig):
-        self.settings = settings
+    def __init__(self, settings: AlgorithmConfig, max_response_tokens: int):
+        self.settings, self.max_response_tokens = settings, max_response_tokens
 
     @property
     def passes(self) -> frozenset[Pass]:
@@ -102,20 +109,58 @@ class Algorithm:
         rollout is used for several updates; without it `old` is `logprobs`, detached."""
         return frozenset()
 
+    def signals(self, groups: Sequence[Group]) -> list[Signal]:
+        """The signal of each group of a step. Pure."""
+        return [self.signal(group) for group in groups]
+
     def signal(self, group: Group) -> Signal:
         """Advantages and weights of a group. Its samples without a reward are left out afterwards,
         whatever is said of them here. Pure."""
+        raise NotImplementedError
+
+    @property
+    def rejects(self) -> bool:
+        """Whether `keep` is to be asked, for which the pass `old` is made."""
+        return type(self).keep is not Algorithm.keep
+
+    def keep(self, tokens: Tokens) -> Tensor:
+        """bool [T]: tokens that stay in the loss. Asked once for the samples of a step, before its
+        first update, with `logprobs` the old ones. Pure."""
         raise NotImplementedError
 
     def loss(self, tokens: Tokens) -> Loss:
         """The loss of one micro-batch. Pure."""
         raise NotImplementedError
 
+    def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """What follows from the step's metrics, which are named as they are recorded. Pure."""
+        return {}
 
-def signal_of(algorithm: Algorithm, group: Group) -> Signal:
-    """What `algorithm` says of a group, without samples that have no reward (a failure is not a
-    reward) and, if `algorithm.mask_truncated` is set, without those that were cut off."""
-    signal = algorithm.signal(group)
+
+# Rewards that differ by less are equal: those of a judge come with rounding. (SkyRL's value.)
+EQUAL_REWARDS = 1e-6
+
+
+def has_signal(group: Group) -> bool:
+    """Whether two samples of the group have different rewards."""
+    given = group.rewards[~np.isnan(group.rewards)]
+    return given.size > 0 and float(given.max() - given.min()) > EQUAL_REWARDS
+
+
+def signals_of(algorithm: Algorithm, groups: Sequence[Group]) -> list[Signal]:
+    """What `algorithm` says of the groups of a step, without samples that have no reward (a failure
+    is not a reward) and, if `algorithm.mask_truncated` is set, without those that were cut off."""
+    signals = algorithm.signals(groups)
+    if len(signals) != len(groups):
+        name = type(algorithm).__name__
+        raise ValueError(f"{name}.signals returned {len(signals)} signals for {len(groups)} groups")
+    return [
+        _without_left_out(algorithm, group, signal)
+        for group, signal in zip(groups, signals, strict=True)
+    ]
+
+
+def _without_left_out(algorithm: Algorithm, group: Group, signal: Signal) -> Signal:
     _check_shapes(algorithm, group, signal)
     left_out = np.isnan(group.rewards)
     if algorithm.settings.mask_truncated:

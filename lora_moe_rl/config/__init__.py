@@ -6,6 +6,7 @@ Importing this package imports no torch.
 from lora_moe_rl.config.adapter import AdapterConfig
 from lora_moe_rl.config.engines import MismatchConfig, RefitConfig, ReplayConfig, RolloutConfig
 from lora_moe_rl.config.schema import (
+    Aggregation,
     AlgorithmConfig,
     CheckpointConfig,
     DataConfig,
@@ -21,6 +22,7 @@ from lora_moe_rl.config.trainer import TrainerConfig
 
 __all__ = [
     "AdapterConfig",
+    "Aggregation",
     "AlgorithmConfig",
     "CheckpointConfig",
     "DataConfig",

@@ -21,7 +21,13 @@ def config_help(config: RunConfig) -> str:
             if key.name.rpartition(".")[0] != section:
                 continue
             value = value_text(value_of(config, key.name, key.default))
-            lines.append(f"  {key.name}={value}   ({type_text(key.annotation)})")
+            lines += textwrap.wrap(
+                f"  {key.name}={value}   ({type_text(key.annotation)})",
+                WIDTH,
+                subsequent_indent=" " * INDENT,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
             lines += textwrap.wrap(
                 key.sentence, WIDTH, initial_indent=" " * INDENT, subsequent_indent=" " * INDENT
             )

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config.plugins import KINDS
+from lora_moe_rl.config.plugins import choices
 
 
 @dataclass(frozen=True)
@@ -127,16 +127,11 @@ def _walk_choices(section: str, common: type[BaseModel]) -> typing.Iterator[Key]
                 owners.setdefault(name, []).append(plugin)
                 fields.setdefault(name, field)
     for name, field in fields.items():
-        sentence = f"({', '.join(owners[name])}) {field.description or ''}"
+        whose = [one for one in owners[name] if "=" in one] or owners[name]
+        sentence = field.description or ""
+        if set(whose) != {one for one in choices(section) if "=" not in one}:
+            sentence = f"({', '.join(whose)}) {sentence}"
         yield Key(f"{section}.{name}", field.annotation, field.default, sentence)
-
-
-@cache
-def choices(section: str) -> dict[str, type[BaseModel]]:
-    """`{name: settings}` of the plug-ins that a section chooses among; empty for other sections."""
-    if section not in KINDS:
-        return {}
-    return {name: KINDS[section].find(name).Settings for name in KINDS[section].names()}
 
 
 def _collect_sections(model: type[BaseModel], prefix: str, found: dict[str, str]) -> None:

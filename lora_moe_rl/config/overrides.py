@@ -18,7 +18,8 @@ from pydantic import BaseModel, ValidationError
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.applicable import check_applicable
 from lora_moe_rl.config.files import read_config_file
-from lora_moe_rl.config.keys import Key, all_keys, choices, nearest, sections
+from lora_moe_rl.config.keys import Key, all_keys, nearest, sections
+from lora_moe_rl.config.plugins import choices
 from lora_moe_rl.errors import ConfigError
 
 

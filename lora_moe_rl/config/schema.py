@@ -7,7 +7,7 @@ apply to the chosen mode is an error that names both.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import (
     Field,
@@ -18,9 +18,18 @@ from pydantic import (
 
 from lora_moe_rl.config.adapter import AdapterConfig
 from lora_moe_rl.config.engines import MismatchConfig, RefitConfig, ReplayConfig, RolloutConfig
-from lora_moe_rl.config.plugins import ALGORITHMS, ENVIRONMENTS, TRACKERS, Kind
+from lora_moe_rl.config.plugins import ALGORITHMS, ENVIRONMENTS, TRACKERS, Kind, choices
 from lora_moe_rl.config.section import Section
 from lora_moe_rl.config.trainer import TrainerConfig
+
+# What weighs the same in a step's loss (algorithms/parts/aggregation.py), by verl's names.
+Aggregation = Literal[
+    "token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "prompt-mean",
+]
 
 
 class ModelConfig(Section):
@@ -38,11 +47,21 @@ class AlgorithmConfig(Section):
         "grpo", description="The algorithm: a file of algorithms/, or a class as file.py:Class."
     )
     prompts_per_step: int = Field(16, ge=1, description="Prompts of one step.")
-    group_size: int = Field(8, ge=2, description="Samples of each prompt.")
+    group_size: int = Field(8, ge=1, description="Samples of each prompt.")
     epochs: int = Field(1, ge=1, description="Passes over the samples of a step.")
     mini_batches: int = Field(1, ge=1, description="Optimizer steps of one pass.")
     mask_truncated: bool = Field(
         False, description="Leave samples that hit the length limit out of the loss."
+    )
+
+    aggregation: Aggregation = Field(
+        "token-mean", description="What weighs the same: tokens, samples or prompts."
+    )
+    draw_again: int = Field(
+        0,
+        ge=0,
+        description="Draw another prompt for one whose rewards are all equal, at most this many "
+        "times prompts_per_step in a step; 0: never.",
     )
 
     @property
@@ -129,16 +148,16 @@ def _settings_of(kind: Kind, common: type[Section], value: Any) -> Any:
     name = value.get("name", common.model_fields["name"].default)
     if not isinstance(name, str):
         raise ValueError(f"{kind.key}={name!r} is not a name")
-    settings = kind.find(name).Settings
-    for key in value.keys() - settings.model_fields.keys():
-        others = [n for n in kind.names() if key in kind.find(n).Settings.model_fields]
-        if others:
-            section = kind.key.removesuffix(".name")
+    plugin = kind.find(name)
+    section = kind.key.removesuffix(".name")
+    for key in value.keys() - plugin.Settings.model_fields.keys():
+        others = [n for n, other in choices(section).items() if key in other.model_fields]
+        if others and not plugin.composed:
             raise ValueError(
                 f"{section}.{key}={value[key]} is no setting of {kind.key}={name}: it is one of "
                 f"{', '.join(others)}"
             )
-    return settings.model_validate(value)
+    return plugin.read(value)
 
 
 class RunConfig(Section):

@@ -29,7 +29,8 @@ class TrainBatch:
     prompt and have R_i = L_i - prompt_lengths[i] entries. logprobs: float32, the rollout's.
     versions: int32, the adapter version that sampled each token. advantages: float32. weights:
     float32, what each token weighs in the loss; 0 leaves it out. mini_batch: int `[n]`, the
-    optimizer step that uses the sample. step: of the run, from 1; 0 for a forward outside steps.
+    optimizer step that uses the sample. groups: int `[n]`, the number of the sample's group. step:
+    of the run, from 1; 0 for a forward outside steps.
     """
 
     token_ids: list[np.ndarray]
@@ -39,6 +40,7 @@ class TrainBatch:
     advantages: list[np.ndarray]
     weights: list[np.ndarray]
     mini_batch: np.ndarray
+    groups: np.ndarray
     step: int = 1
 
     @classmethod
@@ -48,8 +50,11 @@ class TrainBatch:
         advantages: Sequence[np.ndarray],
         weights: Sequence[np.ndarray],
         mini_batch: np.ndarray | None = None,
+        groups: np.ndarray | None = None,
         step: int = 1,
     ) -> TrainBatch:
+        """By default all samples are of one optimizer step, and of one group."""
+        none = np.zeros(len(samples), dtype=np.int64)
         return cls(
             [s.token_ids for s in samples],
             np.array([len(s.prompt_ids) for s in samples]),
@@ -57,7 +62,8 @@ class TrainBatch:
             [s.versions for s in samples],
             list(advantages),
             list(weights),
-            np.zeros(len(samples), dtype=np.int64) if mini_batch is None else mini_batch,
+            none if mini_batch is None else mini_batch,
+            none if groups is None else groups,
             step,
         )
 
@@ -73,6 +79,7 @@ class TrainBatch:
             [advantages for signal in signals for advantages in signal.advantages],
             [weights for signal in signals for weights in signal.weights],
             np.repeat(np.arange(len(groups)) // per_mini_batch, sizes),
+            np.repeat(np.arange(len(groups)), sizes),
             step,
         )
 
@@ -94,6 +101,7 @@ class TrainBatch:
             [np.zeros(n, dtype=np.int32) for n in sizes],
             [np.zeros(n, dtype=np.float32) for n in sizes],
             [np.ones(n, dtype=np.float32) for n in sizes],
+            np.zeros(len(sequences), dtype=np.int64),
             np.zeros(len(sequences), dtype=np.int64),
             step,
         )
@@ -174,6 +182,13 @@ class MicroBatch:
     def counted(self) -> np.ndarray:
         """bool [T], False for padding."""
         return self.sample_of >= 0
+
+    @property
+    def places(self) -> np.ndarray:
+        """int64 [T], the place of each token's sample in `samples`, whose length stands for
+        padding."""
+        lengths = np.diff(self.cu_seqlens)
+        return np.repeat(np.arange(len(lengths)), lengths)
 
     @property
     def max_seqlen(self) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 from lora_moe_rl.config import EnvironmentConfig
+from lora_moe_rl.config.plugins import Plugin
 from lora_moe_rl.data.samples import Group, Prompt
 from lora_moe_rl.ports import Policy, Rewards
 
 
-class Environment:
+class Environment(Plugin):
     """Base of all environments. `rewards` are those of `reward.function`, `group_size` the samples
     wanted of each prompt."""
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lora_moe_rl.algorithms.base import Algorithm, signal_of
+from lora_moe_rl.algorithms.base import Algorithm, has_signal, signals_of
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.prompts import PromptSource
@@ -78,6 +78,10 @@ async def roll(ports: Ports, book: TicketBook) -> None:
             group = await ports.environment.rollout(ticket.prompt, policy)
         except EngineDied:
             book.give_back(ticket)
+            continue
+        if config.algorithm.draw_again and not has_signal(group):
+            ports.records.drawn_again(group)
+            book.drop(ticket, "equal rewards")
         else:
             ports.records.rolled(len(group.samples))
             book.scored(ticket, group)
@@ -95,7 +99,7 @@ async def learn(ports: Ports, book: TicketBook, first_step: int) -> None:
         clock.lap("reward")
         groups = [ticket.group for ticket in tickets if ticket.group is not None]
         records.check_rewards(groups)
-        signals = [signal_of(ports.algorithm, group) for group in groups]
+        signals = signals_of(ports.algorithm, groups)
         batch = TrainBatch.from_groups(groups, signals, config.algorithm.mini_batches, step)
         await ports.engines.all_back()
         result, parts = await ports.trainer.update(batch, [group.routes for group in groups])

@@ -72,6 +72,7 @@ class Records:
         self.done = done
         self._skipped_in_a_row = 0
         self._unrewarded_in_a_row = 0
+        self._drawn_again = 0
         self._bar: console.Bar | None = None
 
     @contextmanager
@@ -88,6 +89,22 @@ class Records:
     def rolled(self, num_samples: int) -> None:
         if self._bar is not None:
             self._bar(num_samples)
+
+    def drawn_again(self, group: Group) -> None:
+        """Counts a group that is replaced by another prompt's. Raises RewardError when a step finds
+        too few that have a signal."""
+        self._drawn_again += 1
+        algorithm = self.config.algorithm
+        limit = algorithm.draw_again * algorithm.prompts_per_step
+        if self._drawn_again > limit:
+            rewards = group.rewards[~np.isnan(group.rewards)]
+            last = f"all {rewards[0]:g}" if rewards.size else "none at all"
+            raise RewardError(
+                f"{self._drawn_again} prompts of one step had samples with equal rewards (the "
+                f"last: {last}), more than algorithm.draw_again={algorithm.draw_again} times "
+                f"prompts_per_step={algorithm.prompts_per_step} allow; the prompts are too easy or "
+                "too hard, or the reward does not tell samples apart"
+            )
 
     def check_rewards(self, groups: Sequence[Group]) -> None:
         """Raises RewardError when too many rewards of a step have failed, or when no sample has had
@@ -152,7 +169,9 @@ class Records:
             names.VERSION: facts.version,
             names.SKIPPED: facts.result.skipped,
             names.RESTARTS: facts.restarts,
+            "rollout/drawn_again": self._drawn_again,
         }
+        self._drawn_again = 0
         stages = {names.time(stage): clock.seconds[stage] for stage in names.STAGES}
         clock.lap("records")
         record |= stages | {names.STEP_SECONDS: clock.seconds["total"]}

@@ -136,7 +136,7 @@ def _go(run: Prepared, actors: Actors, records: Records) -> None:
         config,
         run.source,
         environment(config.environment, run.rewards, config.algorithm.group_size),
-        algorithms.make(config.algorithm),
+        algorithms.make(config),
         engines,
         trainer,
         publisher,

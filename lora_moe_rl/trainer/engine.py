@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -49,6 +48,8 @@ class PackedParams(PackedSeqParams):
 class Work:
     """One micro-batch on its way: arrays, routes, and the logprobs found so far `{name: [T]}`.
 
+    `mask`: bool `[T]`, tokens in the loss; of the data, until it is chosen (`objective.py`).
+
     `routes`: to be replayed, of each pipeline chunk; None when routers choose. `complete`: bool
     `[T]`, tokens with routes in all layers of the model.
     """
@@ -58,6 +59,10 @@ class Work:
     complete: np.ndarray | None = None
     recorded: dict[int, torch.Tensor] = field(default_factory=dict)
     known: dict[str, torch.Tensor] = field(default_factory=dict)
+    mask: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mask = self.data.mask
 
 
 class TrainingEngine:
@@ -65,7 +70,7 @@ class TrainingEngine:
 
     def __init__(self, config: RunConfig, spec: AdapterSpec, model_dir: Path, device: Device):
         self.config, self.spec, self.device = config, spec, device
-        self.algorithm = algorithms.make(config.algorithm)
+        self.algorithm = algorithms.make(config)
         self.chunks = build_model(model_dir, config.trainer, spec.shape.num_layers, device)
         inner = [getattr(chunk, "module", chunk) for chunk in self.chunks]  # Float16Module
         start = OLoRAStart(model_dir, spec.shape) if config.adapter.init == "olora" else None
@@ -79,6 +84,7 @@ class TrainingEngine:
             chunk.config.finalize_model_grads_func = self._finalize_gradients
             chunk.config.grad_scale_func = None
         self.version = 0
+        self._divisor = 1.0
         self.forwards = [0] * len(self.chunks)
         self.trained = [0] * len(self.chunks)
 
@@ -137,9 +143,13 @@ class TrainingEngine:
             chunk.eval()
         self._schedule(works, keep, temperature, forward_only=True, record=record, replay=replay)
 
-    def forward_backward(self, works: list[Work], loss: LossFunction, temperature: float) -> list:
-        """Accumulates gradients of the token-mean loss; returns `loss`'s third value for each work
-        (on the last stage). `loss(work, logprobs, logits)` returns (sum, token count, anything)."""
+    def forward_backward(
+        self, works: list[Work], loss: LossFunction, temperature: float, divisor: float
+    ) -> list:
+        """Accumulates gradients of the summed loss of all ranks / `divisor`; returns `loss`'s third
+        value for each work (on the last stage). `loss(work, logprobs, logits)` returns (sum, token
+        count, anything)."""
+        self._divisor = divisor
         for chunk in self.chunks:
             chunk.train()
         self.adapters.gradients.zero()
@@ -167,14 +177,11 @@ class TrainingEngine:
         )
 
     def _finalize_gradients(self, chunks, num_tokens: torch.Tensor, **_) -> None:
-        """Called by the schedule after the last backward: gradients of the mean over all tokens."""
+        """Called by the schedule after the last backward. The divisor is known beforehand: it is
+        that of the whole step, and need not be a number of tokens."""
         self.adapters.gradients.reduce()
-        last = dist.get_global_rank(
-            ps.get_pipeline_model_parallel_group(), ps.get_pipeline_model_parallel_world_size() - 1
-        )
-        dist.broadcast(num_tokens, src=last, group=ps.get_pipeline_model_parallel_group())
-        dist.all_reduce(num_tokens, group=ps.get_data_parallel_group(with_context_parallel=True))
-        self.adapters.gradients.scale(1.0 / num_tokens.clamp(min=1))
+        divisor = torch.tensor(self._divisor or 1.0, device=num_tokens.device)
+        self.adapters.gradients.scale(1.0 / divisor)
 
     def _forward_one(self, work: Work, model, record: bool, replay: bool) -> torch.Tensor:
         data, device = work.data, self.device.torch_device

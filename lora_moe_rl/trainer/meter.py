@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
-from lora_moe_rl.algorithms.base import Reduce
+from lora_moe_rl.algorithms.base import Algorithm
 from lora_moe_rl.algorithms.parts import kl
 from lora_moe_rl.data.batch import MicroBatch
 from lora_moe_rl.router_replay.replay import Replay
@@ -20,7 +20,7 @@ from lora_moe_rl.trainer.optimizer import StepResult
 
 WITH, WITHOUT = "mismatch", "mismatch/without_replay"
 _MISMATCH_MEANS = tuple(name for name in kl.MISMATCH if not name.startswith("max"))
-_ALWAYS = ("tokens", "entropy", "masked")
+_ALWAYS = ("tokens", "entropy", "masked", "rejected")
 
 
 class Meter:
@@ -28,20 +28,20 @@ class Meter:
     computes the same logprobs, and only the last stage has any. `declared`: the metrics of the
     algorithm, and how each is put together."""
 
-    def __init__(self, device: Device, is_last_stage: bool, declared: Mapping[str, Reduce]):
-        self.device, self.declared = device, declared
+    def __init__(self, device: Device, is_last_stage: bool, algorithm: Algorithm):
+        self.device, self.algorithm, self.declared = device, algorithm, algorithm.metrics
         self.sums: dict[str, float] = defaultdict(float)
         self.extremes: dict[str, float] = {}  # of the metrics that are a max or a min
         self.max_diff = {WITH: 0.0, WITHOUT: 0.0}
-        self.seen_tokens = 0.0
         self.reports = is_last_stage and ps.get_tensor_model_parallel_rank() == 0
 
     def add(self, name: str, value) -> None:
         self.sums[name] += float(value)
 
-    def add_metrics(self, metrics: Mapping[str, torch.Tensor]) -> None:
-        """Of one micro-batch. Raises ValueError for other metrics than those declared: a rank
-        without them would wait for ever for the others."""
+    def add_metrics(self, metrics: Mapping[str, torch.Tensor], mask: torch.Tensor) -> None:
+        """Of the tokens of one micro-batch, where `mask` is True; all [T]. Raises ValueError for
+        other metrics than those declared: a rank without them would wait for ever for the
+        others."""
         if set(metrics) != set(self.declared):
             raise ValueError(
                 f"the loss returned the metrics {sorted(metrics)}; its algorithm declares "
@@ -50,10 +50,12 @@ class Meter:
         for name, value in metrics.items():
             how = self.declared[name]
             if how in ("max", "min"):
-                pick, known = (max if how == "max" else min), self.extremes.get(name)
-                self.extremes[name] = float(value) if known is None else pick(known, float(value))
+                pick = max if how == "max" else min
+                known = [self.extremes[name]] if name in self.extremes else []
+                if here := known + value[mask].tolist():
+                    self.extremes[name] = pick(here)
             else:
-                self.add(f"loss/{name}", value)
+                self.add(f"loss/{name}", value.where(mask, 0).sum())
 
     def mismatch(self, prefix: str, data: MicroBatch, trainer: torch.Tensor) -> None:
         """Rollout against trainer, over the sampled tokens of this micro-batch."""
@@ -63,16 +65,9 @@ class Meter:
         self.add(f"{prefix}/tokens", stats["tokens"])
         self.max_diff[prefix] = max(self.max_diff[prefix], stats["max_abs_logprob_diff"])
 
-    def tokens_everywhere(self) -> float:
-        """Loss tokens since the last call, over all ranks."""
-        here = self.sums["tokens"] - self.seen_tokens if self.reports else 0.0
-        self.seen_tokens = self.sums["tokens"]
-        return float(self.all_reduce([here])[0])
-
-    def loss(self) -> float:
-        """The mean loss of the tokens so far."""
-        sums = self._reduce(["loss", "tokens"])
-        return sums["loss"] / sums["tokens"]
+    def loss(self, divisor: float) -> float:
+        """The summed loss so far / `divisor`."""
+        return self._reduce(["loss"])["loss"] / divisor
 
     def metrics(self, results: list[StepResult], compared: bool) -> dict[str, float]:
         """`compared`: whether there was a forward without replay."""
@@ -86,8 +81,10 @@ class Meter:
             for name, how in self.declared.items()
             if how in ("token_mean", "sum")
         }
-        metrics |= self._extremes() | {
+        metrics |= self._extremes()
+        metrics |= self.algorithm.summary(metrics) | {
             "loss/tokens": s["tokens"],
+            "loss/rejected_tokens": s["rejected"],
             "policy/entropy": s["entropy"] / responses,
             "replay/masked_tokens": s["masked"],
             "optim/grad_norm": float(np.mean([r.grad_norm for r in results])),

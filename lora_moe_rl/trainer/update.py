@@ -20,7 +20,7 @@ from megatron.core import parallel_state as ps
 
 from lora_moe_rl.adapters.shards import Shard
 from lora_moe_rl.algorithms import passes
-from lora_moe_rl.algorithms.base import Tokens
+from lora_moe_rl.algorithms.parts.aggregation import Scales
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.samples import UpdateResult
 from lora_moe_rl.errors import ReplayError
@@ -29,6 +29,7 @@ from lora_moe_rl.router_replay.routes import Routes, Sent
 from lora_moe_rl.trainer.engine import TrainingEngine, Work
 from lora_moe_rl.trainer.logprobs import token_entropy
 from lora_moe_rl.trainer.meter import WITH, WITHOUT, Meter
+from lora_moe_rl.trainer.objective import choose_tokens, scales_of, tokens_of, total_of
 from lora_moe_rl.trainer.optimizer import StepResult
 
 
@@ -42,18 +43,20 @@ def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> 
     compared = routes is not None and due(batch.step, config.replay.compare_every)
     meter = _meter(engine)
     with engine.watched_replay(batch, routes) as replay:
-        groups = [
-            engine.my_work(batch, np.flatnonzero(batch.mini_batch == m), routes, *_dp())
-            for m in range(config.algorithm.mini_batches)
+        samples = [
+            np.flatnonzero(batch.mini_batch == m) for m in range(config.algorithm.mini_batches)
         ]
+        groups = [engine.my_work(batch, mine, routes, *_dp()) for mine in samples]
         everything = [work for works in groups for work in works]
         if compared:
             _compare(engine, everything, meter)
         _before_update(engine, everything)
+        kept = choose_tokens(engine, batch, everything, meter)
+        scales = [scales_of(engine, batch, kept, mine) for mine in samples]
         results = [
-            _optimizer_step(engine, works, meter)
+            _optimizer_step(engine, works, meter, one)
             for _ in range(config.algorithm.epochs)
-            for works in groups
+            for works, one in zip(groups, scales, strict=True)
         ]
         disagreement = meter.disagreement(replay, engine.spec.shape.moe_layers)
     metrics = meter.metrics(results, compared) | disagreement
@@ -74,15 +77,18 @@ def gradients(
     meter = _meter(engine)
     routes = engine.routes(batch, parts)
     with engine.watched_replay(batch, routes):
-        works = engine.my_work(batch, range(len(batch.token_ids)), routes, *_dp())
+        everyone = np.arange(len(batch.token_ids))
+        works = engine.my_work(batch, everyone, routes, *_dp())
         _before_update(engine, works)
-        _backward(engine, works, meter)
+        kept = choose_tokens(engine, batch, works, meter)
+        scales = scales_of(engine, batch, kept, everyone)
+        _backward(engine, works, meter, scales)
     shards = engine.adapters.export(of=lambda parameter: parameter.grad)
-    return meter.loss(), engine.adapters.gradients.norm(), shards
+    return meter.loss(scales.divisor), engine.adapters.gradients.norm(), shards
 
 
 def _meter(engine: TrainingEngine) -> Meter:
-    return Meter(engine.device, engine.is_last_stage, engine.algorithm.metrics)
+    return Meter(engine.device, engine.is_last_stage, engine.algorithm)
 
 
 def _dp() -> tuple[int, int]:
@@ -107,58 +113,37 @@ def _before_update(engine: TrainingEngine, works: list[Work]) -> None:
             engine.forward(works, "reference", temperature)
 
 
-def _optimizer_step(engine: TrainingEngine, works: list[Work], meter: Meter) -> StepResult:
-    _backward(engine, works, meter)
+def _optimizer_step(
+    engine: TrainingEngine, works: list[Work], meter: Meter, scales: Scales
+) -> StepResult:
+    _backward(engine, works, meter, scales)
     engine.audit.check()
-    if meter.tokens_everywhere() == 0:
+    if scales.divisor == 0:
         return StepResult(False, 0.0, 0.0)
     result = engine.optimizer.step()
     engine.version += result.applied
     return result
 
 
-def _backward(engine: TrainingEngine, works: list[Work], meter: Meter) -> None:
-    """Gradients of the loss of `works`, summed over ranks."""
+def _backward(engine: TrainingEngine, works: list[Work], meter: Meter, scales: Scales) -> None:
+    """Gradients of the loss of `works`, over all ranks."""
     config = engine.config
     temperature = config.rollout.temperature
 
     def loss(work: Work, logprobs: torch.Tensor, logits: torch.Tensor):
         data = work.data
-        tokens = _tokens(work, logprobs, config.replay.missing)
-        meter.add("masked", data.mask.sum() - tokens.mask.sum())
+        tokens = tokens_of(work, logprobs)
         found = engine.algorithm.loss(tokens)
+        total = total_of(found, work, tokens, scales)
         meter.add("tokens", tokens.mask.sum())
-        meter.add("loss", found.total.detach())
-        meter.add_metrics(found.metrics)
-        meter.mismatch(WITH, data, tokens.old)
+        meter.add("loss", total.detach())
+        meter.add_metrics(found.metrics, tokens.mask)
+        meter.mismatch(WITH, data, work.known.get("old", logprobs.detach()))
         entropy = token_entropy(logits.detach(), temperature, engine.spec.shape.vocab_size)
         meter.add("entropy", entropy.cpu().numpy()[data.sampled].sum())
-        return found.total, tokens.mask.sum().to(torch.int), {}
+        return total, tokens.mask.sum().to(torch.int), {}
 
-    engine.forward_backward(works, loss, temperature)
-
-
-def _tokens(work: Work, logprobs: torch.Tensor, missing: str) -> Tokens:
-    """What the loss sees of a micro-batch. Tokens whose routes are missing are left out when those
-    are to be masked."""
-    data, device = work.data, logprobs.device
-    weights = data.weights
-    if work.complete is not None and missing == "mask":
-        weights = np.where(work.complete, weights, np.float32(0))
-
-    def on_device(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
-
-    return Tokens(
-        logprobs=logprobs,
-        old=work.known.get("old", logprobs.detach()),
-        rollout=on_device(data.rollout_logprobs),
-        reference=work.known.get("reference"),
-        advantages=on_device(data.advantages),
-        weights=on_device(weights),
-        samples=on_device(data.sample_of),
-        versions=on_device(data.versions),
-    )
+    engine.forward_backward(works, loss, temperature, scales.divisor)
 
 
 def _replay_metrics(

@@ -34,7 +34,7 @@ def with_settings(worker, **sections) -> None:
     for section, values in sections.items():
         data[section] |= values
     worker.engine.config = RunConfig.model_validate(data)
-    worker.engine.algorithm = algorithms.make(worker.engine.config.algorithm)
+    worker.engine.algorithm = algorithms.make(worker.engine.config)
 
 
 def exercise(worker, spec):

@@ -15,8 +15,6 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lora_moe_rl.algorithms.base import Tokens
-
 MISMATCH = ("kl", "mean_abs_logprob_diff", "max_abs_logprob_diff", "off_by_2x")
 
 
@@ -49,17 +47,16 @@ def mismatch(rollout: np.ndarray, trainer: np.ndarray, mask: np.ndarray) -> dict
     }
 
 
-def reference_kl(tokens: Tokens, kl_coef: float) -> Tensor:
-    """The summed k3 of KL(policy || base) over the tokens in the loss, each with its weight.
+def estimate(kind: str, logprobs: Tensor, reference: Tensor) -> Tensor:
+    """An estimate of KL(policy || reference) of each token, shaped as the inputs, differentiable.
 
-    Raises ValueError when the reference logprobs are missing though `kl_coef` wants them, or were
-    computed for nothing.
+    k1: the log ratio, unbiased, of much variance; its gradient is 0 in the mean, so that it is no
+    loss. k2: its square / 2, whose gradient is that of the KL. k3: see above. k3+: the value of k3
+    with the gradient of k2 (verl's straight-through form).
     """
-    if (tokens.reference is None) != (kl_coef == 0):
-        given = "are missing" if tokens.reference is None else "were computed for nothing"
-        raise ValueError(f"algorithm.kl_coef={kl_coef}, but reference logprobs {given}")
-    if tokens.reference is None:
-        return tokens.logprobs.detach().new_zeros(())
-    mask = tokens.mask
-    kl = k3(tokens.logprobs, tokens.reference.where(mask, tokens.logprobs.detach()))
-    return (kl.where(mask, 0.0) * tokens.weights).sum()
+    if kind == "k1":
+        return logprobs - reference
+    if kind == "k3":
+        return k3(logprobs, reference)
+    squared = 0.5 * (logprobs - reference).square()
+    return squared if kind == "k2" else squared + (k3(logprobs, reference) - squared).detach()

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lora_moe_rl.config import RunConfig, TrackerConfig
+from lora_moe_rl.config.plugins import Plugin
 
 
-class Tracker:
+class Tracker(Plugin):
     """Base of all trackers. One is made when the run starts, and again when it is resumed.
 
     `config` is the run's, `settings` its section `tracker`, `run_dir` where the run writes. Raises

@@ -1,52 +1,84 @@
-"""Advantages of a group against values worked out by hand."""
+"""Advantages of a group against values worked out by hand; see test_oracles.py too."""
 
 import numpy as np
 import pytest
 
-from lora_moe_rl.algorithms.parts.advantages import group_normalized, leave_one_out
+from lora_moe_rl import algorithms
+from lora_moe_rl.algorithms.advantages.base import Rewarded
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.plugins import PARTS
 
 NAN = float("nan")
 
 
+def advantages_of(rewards, groups=None, lengths=None, **settings) -> np.ndarray:
+    """One advantage a sample: that of its first token."""
+    algorithm = algorithms.make(RunConfig(algorithm=settings))
+    groups = np.zeros(len(rewards), int) if groups is None else np.array(groups)
+    masks = [np.ones(n, bool) for n in lengths or [2] * len(rewards)]
+    step = Rewarded(np.array(rewards, np.float64), groups, masks)
+    return np.array([one[0] for one in algorithm._advantage.of_step(step)])
+
+
 def test_group_normalized_by_hand():
     # Mean 0.5, deviation sqrt(4 * 0.25 / 3) = 0.57735; mean 2, deviation sqrt(2) = 1.41421.
-    advantages = group_normalized(np.array([1, 0, 1, 0], np.float32), normalize_std=True)
-    np.testing.assert_allclose(advantages, [0.866025, -0.866025, 0.866025, -0.866025], atol=3e-6)
-    assert advantages.dtype == np.float32
-    pair = group_normalized(np.array([1, 3]), normalize_std=True)
-    np.testing.assert_allclose(pair, [-0.707107, 0.707107], atol=3e-6)
+    found = advantages_of([1, 0, 1, 0, 1, 3], [0, 0, 0, 0, 1, 1])
+    expected = [0.866025, -0.866025, 0.866025, -0.866025, -0.707107, 0.707107]
+    np.testing.assert_allclose(found, expected, atol=3e-6)
 
 
 def test_without_the_deviation_the_spread_counts():
-    advantages = group_normalized(np.array([1, 0, 0, 0]), normalize_std=False)
-    np.testing.assert_allclose(advantages, [0.75, -0.25, -0.25, -0.25])
-    np.testing.assert_allclose(group_normalized(np.array([10, 0]), normalize_std=False), [5, -5])
+    found = advantages_of([1, 0, 0, 0, 10, 0], [0, 0, 0, 0, 1, 1], normalize_std=False)
+    np.testing.assert_allclose(found, [0.75, -0.25, -0.25, -0.25, 5, -5])
 
 
 def test_leave_one_out_by_hand():
-    # Published vectors: groups [6, 3] and [9, 12].
-    np.testing.assert_allclose(leave_one_out(np.array([6, 3])), [3, -3])
-    np.testing.assert_allclose(leave_one_out(np.array([9, 12])), [-3, 3])
-    rewards = np.array([1.0, 0.0, 0.5, NAN, 2.0])
+    # Published vectors: groups [6, 3], [9, 12] and [1].
+    found = advantages_of([6, 3, 9, 12, 1], [0, 0, 1, 1, 2], advantage="rloo")
+    np.testing.assert_allclose(found, [3, -3, -3, 3, 0])
+    rewards = [1.0, 0.0, 0.5, NAN, 2.0]
     others = [(0 + 0.5 + 2) / 3, (1 + 0.5 + 2) / 3, (1 + 0 + 2) / 3, NAN, (1 + 0 + 0.5) / 3]
-    expected = np.nan_to_num(rewards - np.array(others))
-    np.testing.assert_allclose(leave_one_out(rewards), expected, atol=1e-7)
+    expected = np.nan_to_num(np.array(rewards) - np.array(others))
+    np.testing.assert_allclose(advantages_of(rewards, advantage="rloo"), expected, atol=1e-7)
+
+
+def test_max_rl_by_hand():
+    # Mean 0.25: (1 - 0.25) / 0.25, -1; a prompt that is solved half the time weighs less.
+    found = advantages_of([1, 0, 0, 0, 1, 0], [0, 0, 0, 0, 1, 1], advantage="max_rl")
+    np.testing.assert_allclose(found, [3, -1, -1, -1, 1, -1], rtol=1e-5)
+
+
+def test_opo_weighs_the_baseline_with_lengths():
+    # (1 * 3 + 0 * 1) / 4 = 0.75.
+    found = advantages_of([1, 0], lengths=[3, 1], advantage="opo")
+    np.testing.assert_allclose(found, [0.25, -0.75])
+
+
+def test_whitening_is_over_tokens_with_a_reward():
+    # Returns of 2 tokens of 1, 1 of 0; the sample without a reward does not count.
+    found = advantages_of([1, 0, NAN], lengths=[2, 1, 5], advantage="reinforce_pp")
+    values = np.array([1.0, 1.0, 0.0])
+    expected = (values - values.mean()) / values.std(ddof=1)
+    np.testing.assert_allclose(found[:2], expected[[0, 2]], rtol=1e-6)
+
+
+def test_rewards_are_discounted_by_the_policys_own_tokens():
+    algorithm = algorithms.make(RunConfig(algorithm={"name": "reinforce_pp", "gamma": 0.5}))
+    mask = np.array([True, False, True, True])
+    step = Rewarded(np.array([8.0]), np.zeros(1, int), [mask])
+    (found,) = algorithm._advantage.of_step(step)
+    values = np.array([2.0, 4.0, 8.0])
+    expected = (values - values.mean()) / values.std(ddof=1)
+    np.testing.assert_allclose(found[mask], expected, rtol=1e-6)
 
 
 def test_a_missing_reward_is_not_a_zero():
-    advantages = group_normalized(np.array([1, 0, NAN, 1, 0]), normalize_std=False)
-    np.testing.assert_allclose(advantages, [0.5, -0.5, 0, 0.5, -0.5])
+    found = advantages_of([1, 0, NAN, 1, 0], normalize_std=False)
+    np.testing.assert_allclose(found, [0.5, -0.5, 0, 0.5, -0.5])
 
 
-@pytest.mark.parametrize(
-    "advantages_of",
-    [
-        lambda rewards: group_normalized(rewards, True),
-        lambda rewards: group_normalized(rewards, False),
-        leave_one_out,
-    ],
-)
-# Equal rewards whose mean is not exact in binary; one reward; one left; none left; no samples.
-@pytest.mark.parametrize("rewards", [[0.1, 0.1, 0.1], [5], [2, NAN], [NAN, NAN], []])
-def test_nothing_to_compare_is_no_advantage(advantages_of, rewards):
-    assert (advantages_of(np.array(rewards, np.float64)) == 0).all()
+@pytest.mark.parametrize("name", sorted(set(PARTS["advantage"].names()) - {"reinforce_pp"}))
+# Equal rewards whose mean is not exact in binary; one reward; one left; none left.
+@pytest.mark.parametrize("rewards", [[0.1, 0.1, 0.1], [5], [2, NAN], [NAN, NAN]])
+def test_nothing_to_compare_is_no_advantage(name, rewards):
+    assert (advantages_of(rewards, advantage=name) == 0).all()

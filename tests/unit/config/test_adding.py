@@ -13,7 +13,7 @@ import torch
 from torch.testing import assert_close
 
 from lora_moe_rl import algorithms
-from lora_moe_rl.algorithms.base import Tokens, signal_of
+from lora_moe_rl.algorithms.base import signals_of
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.importing import load_function
 from lora_moe_rl.config.overrides import override
@@ -24,6 +24,7 @@ from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.rewards.runner import RewardRunner
 from lora_moe_rl.telemetry.metrics import MetricsWriter
+from tests.helpers.tokens import tokens_of
 
 ROOT = Path(__file__).parents[3]
 PAGES = ROOT / "docs/adding"
@@ -58,20 +59,6 @@ def group_of(rewards: list[float]) -> Group:
     return Group(Prompt(0, "?", [1, 2]), samples, None, np.array(rewards, np.float32))
 
 
-def tokens_of(logprobs, old, rollout, advantages, weights) -> Tokens:
-    n = len(weights)
-    return Tokens(
-        logprobs=logprobs,
-        old=old,
-        rollout=rollout,
-        reference=None,
-        advantages=advantages,
-        weights=weights,
-        samples=torch.zeros(n, dtype=torch.long),
-        versions=torch.zeros(n, dtype=torch.int32),
-    )
-
-
 @pytest.fixture
 def best_of(tmp_path):
     file = toy("algorithm.md", tmp_path)
@@ -79,25 +66,21 @@ def best_of(tmp_path):
 
 
 def test_the_algorithm_keeps_the_best_of_a_group(best_of):
-    algorithm = algorithms.make(best_of.algorithm)
-    signal = signal_of(algorithm, group_of([0.1, NAN, 0.9, 0.5]))
+    algorithm = algorithms.make(best_of)
+    (signal,) = signals_of(algorithm, [group_of([0.1, NAN, 0.9, 0.5])])
     assert [a.tolist() for a in signal.advantages] == [[0], [0, 0], [1, 1, 1], [1, 1, 1, 1]]
     assert [w.tolist() for w in signal.weights] == [[1], [0, 0], [1, 1, 1], [1, 1, 1, 1]]
 
 
 def test_the_algorithms_loss_is_the_likelihood_of_what_it_keeps(best_of):
     logprobs = torch.tensor([-1.0, -3.0, -2.0, -9.0], requires_grad=True)
-    advantages, weights = torch.tensor([1.0, 0.0, 1.0, NAN]), torch.tensor([1.0, 1.0, 1.0, 0.0])
-    nothing = torch.full((4,), NAN)
-    found = algorithms.make(best_of.algorithm).loss(
-        tokens_of(logprobs, logprobs.detach(), nothing, advantages, weights)
-    )
-    assert found.total.item() == 3.0
-    assert {name: value.item() for name, value in found.metrics.items()} == {
-        "policy": 3.0,
-        "least_likely": -3.0,
-    }
-    found.total.backward()
+    mask = torch.tensor([True, True, True, False])
+    advantages = torch.tensor([1.0, 0.0, 1.0, NAN])
+    algorithm = algorithms.make(best_of)
+    found = algorithm.loss(tokens_of(logprobs, logprobs.detach(), advantages, mask))
+    assert found.values.tolist() == [1.0, 0.0, 2.0, 0.0]
+    assert set(found.metrics) == set(algorithm.metrics)
+    found.values.sum().backward()
     assert_close(logprobs.grad, torch.tensor([-1.0, 0.0, -1.0, 0.0]))
 
 
@@ -111,7 +94,7 @@ def test_settings_of_ones_own_algorithm_reach_other_processes_and_a_resumed_run(
     ("setting", "message"),
     [
         ("algorithm.kept=2", "'algorithm.kept'"),
-        ("algorithm.clip_low=0.1", "it is one of grpo, rloo"),
+        ("algorithm.clip_low=0.1", "it is one of loss=gspo, loss=ppo_clip"),
         ("algorithm.keep=0", "algorithm.keep=0 must be at least 1"),
     ],
 )
@@ -130,32 +113,35 @@ def test_what_is_no_algorithm_is_refused_by_name(tmp_path):
 def test_a_loss_with_other_metrics_than_it_declares_is_refused(best_of):
     from lora_moe_rl.trainer.meter import Meter
 
-    algorithm = algorithms.make(best_of.algorithm)
-    meter = Meter(None, is_last_stage=False, declared=algorithm.metrics)
+    algorithm = algorithms.make(best_of)
+    meter = Meter(None, is_last_stage=False, algorithm=algorithm)
+    mask = torch.tensor([True, False])
     for least in (-3.0, -5.0, -4.0):
-        meter.add_metrics({"policy": torch.tensor(1.5), "least_likely": torch.tensor(least)})
+        both = {"policy": torch.tensor([1.5, NAN]), "least_likely": torch.tensor([least, -9.0])}
+        meter.add_metrics(both, mask)
+    meter.add_metrics(both, torch.tensor([False, False]))
     assert (meter.sums["loss/policy"], meter.extremes["least_likely"]) == (4.5, -5.0)
     with pytest.raises(ValueError, match=r"returned the metrics \['policy'\]; its algorithm decl"):
-        meter.add_metrics({"policy": torch.tensor(1.0)})
-    more = {name: torch.tensor(0.0) for name in (*algorithm.metrics, "surprise")}
+        meter.add_metrics({"policy": torch.zeros(2)}, mask)
+    more = {name: torch.zeros(2) for name in (*algorithm.metrics, "surprise")}
     with pytest.raises(ValueError, match="surprise"):
-        meter.add_metrics(more)
+        meter.add_metrics(more, mask)
 
 
-def test_the_correction_weighs_tokens_by_the_truncated_ratio(tmp_path):
+def test_the_correction_weighs_tokens_by_its_ratio(tmp_path):
     file = toy("correction.md", tmp_path)
-    name = f"algorithm.name={file}:CorrectedRLOO"
-    config = override(RunConfig(), [name, "algorithm.rollout_cap=1.5"])
+    name = f"algorithm.correction={file}:Halfway"
+    config = override(RunConfig(), ["algorithm=rloo", name, "algorithm.halfway_max=1.5"])
     logprobs = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
-    rollout = torch.tensor([-1.0 - math.log(0.5), -1.0 - math.log(4.0), NAN])
-    advantages, weights = torch.tensor([2.0, -1.0, 5.0]), torch.tensor([1.0, 1.0, 0.0])
-    found = algorithms.make(config.algorithm).loss(
-        tokens_of(logprobs, logprobs.detach(), rollout, advantages, weights)
+    rollout = torch.tensor([-1.0 - math.log(0.25), -1.0 - math.log(4.0), NAN])
+    advantages, mask = torch.tensor([2.0, -1.0, 5.0]), torch.tensor([True, True, False])
+    found = algorithms.make(config).loss(
+        tokens_of(logprobs, logprobs.detach(), advantages, mask, rollout)
     )
-    # Ratios 0.5 and 4, the second cut to 1.5: -(2 * 0.5 - 1 * 1.5).
-    assert_close(found.total, torch.tensor(0.5))
-    assert_close(found.metrics["correction"], torch.tensor(2.0))
-    found.total.backward()
+    # Ratios 0.25 and 4, whose roots are 0.5 and 2, cut to 1.5.
+    assert_close(found.values[:2], torch.tensor([-1.0, 1.5]))
+    assert_close(found.metrics["weight"][:2], torch.tensor([0.5, 1.5]))
+    found.values.sum().backward()
     assert_close(logprobs.grad, torch.tensor([-1.0, 1.5, 0.0]))
 
 

@@ -39,6 +39,7 @@ def make_batch() -> TrainBatch:
         advantages=[floats([0.5, 0.25, 0.5]), floats([-1.5, -1.5])],
         weights=[floats([1, 0.5, 0]), floats([0, 0])],
         mini_batch=np.array([0, 0]),
+        groups=np.array([0, 1]),
     )
 
 

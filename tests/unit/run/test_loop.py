@@ -114,7 +114,7 @@ def run(engines=None, refuses=0) -> SimpleNamespace:
     )
     source = Source()
     publisher = Publisher(CONFIG, made.trainer, engines, NoChannel(), source, "float32")
-    algorithm = algorithms.make(CONFIG.algorithm)
+    algorithm = algorithms.make(CONFIG)
     ports = loop.Ports(
         CONFIG, source, Environment(), algorithm, engines, made.trainer, publisher, made.records
     )

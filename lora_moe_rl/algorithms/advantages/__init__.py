@@ -1,0 +1,1 @@
+"""Advantages of the samples of a step, one file each."""

@@ -1,0 +1,10 @@
+"""No correction: engine and trainer are taken for one policy."""
+
+from __future__ import annotations
+
+from lora_moe_rl.algorithms.corrections.base import Correction
+
+
+class NoCorrection(Correction):
+    corrects = False
+    metrics = {}

@@ -1,0 +1,24 @@
+"""Masked importance sampling by sample (MIS, richardli.xyz/rl-collapse; TRL's sequence_mask): the
+product of a sample's weights, or 0 where it is above the bound."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from lora_moe_rl.algorithms.corrections.base import OfSamples
+from lora_moe_rl.config.section import Section
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class SequenceMask(OfSamples):
+    class Settings(Section):
+        correction_max: float = Field(3.0, gt=0, description="Largest weight that is not 0.")
+
+    settings: Settings
+
+    def bounded(self, ratio: Tensor) -> Tensor:
+        return ratio.where(ratio <= self.settings.correction_max, 0.0)

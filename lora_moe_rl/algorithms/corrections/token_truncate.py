@@ -1,0 +1,23 @@
+"""Truncated importance sampling by token (TIS, fengyao.notion.site/off-policy-rl): min(w, max)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from lora_moe_rl.algorithms.corrections.base import OfTokens
+from lora_moe_rl.config.section import Section
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class TokenTruncate(OfTokens):
+    class Settings(Section):
+        correction_max: float = Field(2.0, gt=0, description="Largest weight, a ratio.")
+
+    settings: Settings
+
+    def bounded(self, ratio: Tensor) -> Tensor:
+        return ratio.clamp(max=self.settings.correction_max)

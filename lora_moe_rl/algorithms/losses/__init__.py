@@ -1,0 +1,1 @@
+"""Losses of single tokens, one file each."""

@@ -1,0 +1,33 @@
+"""What a loss is: the policy's gradient at each token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from lora_moe_rl.algorithms.parts.part import Part
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lora_moe_rl.algorithms.base import Tokens
+
+# exp of more than this says nothing any more, and soon is inf. (verl's and OpenRLHF's value.)
+LOG_BOUND = 20.0
+
+
+class PolicyLoss(Part):
+    """Base of all losses. `level`: of what its ratio is, a token or a whole sample. `has_ratio`:
+    False for a loss that compares the policy with no older one."""
+
+    level: ClassVar[Literal["token", "sequence"]] = "token"
+    has_ratio: ClassVar[bool] = True
+
+    def values(self, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss [T] of each token, to be made small, and the part's metrics [T]. The ratio is
+        of `logprobs` to `old`."""
+        raise NotImplementedError
+
+
+def ratio_of(tokens: Tokens) -> Tensor:
+    """exp(logprobs - old) [T], differentiable."""
+    return (tokens.logprobs - tokens.old).clamp(-LOG_BOUND, LOG_BOUND).exp()

@@ -1,0 +1,52 @@
+"""How the losses of single tokens become the loss of an optimizer step. Pure, numpy, on the host.
+
+loss = sum over tokens of scale[sample] * value / divisor, where all counts are of tokens that stay
+in the loss, over the whole optimizer step: micro-batches and data-parallel ranks change nothing.
+
+    token-mean               each token weighs the same (DAPO, verl's default)
+    seq-mean-token-mean      each sample weighs the same (GRPO as published, GSPO)
+    seq-mean-token-sum       a sample weighs as many times as it has tokens
+    seq-mean-token-sum-norm  the same, divided by the longest response (Dr. GRPO)
+    prompt-mean              each prompt weighs the same (ScaleRL)
+
+A sample, or a prompt, of which no token stays counts nowhere. The names are verl's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lora_moe_rl.config import Aggregation
+
+
+@dataclass(frozen=True)
+class Scales:
+    """`of_sample` float32 [n]; `divisor` 0 when no token stays."""
+
+    of_sample: np.ndarray
+    divisor: float
+
+
+def aggregate(
+    how: Aggregation, kept: np.ndarray, groups: np.ndarray, max_response_tokens: int
+) -> Scales:
+    """kept: int [n], tokens of each sample that stay in the loss; 0 for samples of other optimizer
+    steps. groups: int [n], the number of each sample's group."""
+    ones = np.ones(len(kept), np.float32)
+    samples = float(np.count_nonzero(kept))
+    if how == "token-mean":
+        return Scales(ones, float(kept.sum()))
+    if how == "seq-mean-token-sum":
+        return Scales(ones, samples)
+    if how == "seq-mean-token-sum-norm":
+        return Scales(ones, samples * max_response_tokens)
+    if how == "seq-mean-token-mean":
+        return Scales(_inverse(kept), samples)
+    of_group = np.bincount(groups, weights=kept)
+    return Scales(_inverse(of_group)[groups], float(np.count_nonzero(of_group)))
+
+
+def _inverse(counts: np.ndarray) -> np.ndarray:
+    return (1.0 / np.maximum(counts, 1)).astype(np.float32)

@@ -1,0 +1,10 @@
+"""REINFORCE++ (arXiv:2501.03262): rewards whitened over the tokens of the step, a clipped ratio, no
+groups needed."""
+
+from __future__ import annotations
+
+from lora_moe_rl.algorithms.parts.policy_gradient import PolicyGradient
+
+
+class ReinforcePP(PolicyGradient):
+    defaults = {"advantage": "reinforce_pp"}

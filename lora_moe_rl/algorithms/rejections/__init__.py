@@ -1,0 +1,1 @@
+"""Which tokens leave the loss because engine and trainer are too far apart, one file each."""

@@ -1,0 +1,30 @@
+"""Samples with a negative advantage that the trainer has become too unlikely to write
+(DeepSeek-V3.2's off-policy sequence masking, arXiv:2512.02556; TRL's off_policy_mask_threshold)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from lora_moe_rl.algorithms.parts import by_sample
+from lora_moe_rl.algorithms.rejections.base import Rejection
+from lora_moe_rl.config.section import Section
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lora_moe_rl.algorithms.base import Tokens
+
+
+class OffPolicy(Rejection):
+    class Settings(Section):
+        rejection_max: float = Field(
+            1e-4, gt=0, description="Largest mean of engine's minus trainer's logprob that stays."
+        )
+
+    settings: Settings
+
+    def keep(self, log_ratio: Tensor, tokens: Tokens) -> Tensor:
+        far = by_sample.mean(-log_ratio, tokens) > self.settings.rejection_max
+        return ~(far & (tokens.advantages < 0))

@@ -1,0 +1,83 @@
+"""What stays in the loss, and how tokens become the loss of an optimizer step.
+
+data.weights > 0  and  routes are there, if replay.missing=mask  and  algorithm.keep
+                       ──> the mask of each micro-batch, and how many tokens of each sample stay
+those counts, over all ranks  ──aggregation──> a scale a sample, and one divisor
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from lora_moe_rl.algorithms.base import Loss, Tokens
+from lora_moe_rl.algorithms.parts.aggregation import Scales, aggregate
+from lora_moe_rl.data.batch import TrainBatch
+from lora_moe_rl.trainer.engine import TrainingEngine, Work
+from lora_moe_rl.trainer.meter import Meter
+
+
+def choose_tokens(
+    engine: TrainingEngine, batch: TrainBatch, works: Sequence[Work], meter: Meter
+) -> np.ndarray:
+    """Sets the mask of each micro-batch. Returns int64 [n], the tokens of each sample of the step
+    that stay in the loss, the same on every rank. Called after the forwards before the update."""
+    kept = np.zeros(len(batch.token_ids))
+    for work in works:
+        data = work.data
+        work.mask = data.mask
+        if work.complete is not None and engine.config.replay.missing == "mask":
+            work.mask = work.mask & work.complete
+        meter.add("masked", data.mask.sum() - work.mask.sum())
+        if engine.algorithm.rejects and engine.is_last_stage:
+            stay = engine.algorithm.keep(tokens_of(work, work.known["old"])).cpu().numpy()
+            meter.add("rejected", (work.mask & ~stay).sum())
+            work.mask = work.mask & stay
+        kept += np.bincount(data.sample_of[work.mask], minlength=len(kept))
+    here = kept if meter.reports else np.zeros_like(kept)
+    return np.array(meter.all_reduce(here.tolist())).astype(np.int64)
+
+
+def scales_of(
+    engine: TrainingEngine, batch: TrainBatch, kept: np.ndarray, samples: np.ndarray
+) -> Scales:
+    """For the optimizer step on `samples`; kept: see `choose_tokens`."""
+    mine = np.zeros_like(kept)
+    mine[samples] = kept[samples]
+    config = engine.config
+    return aggregate(
+        config.algorithm.aggregation, mine, batch.groups, config.rollout.max_response_tokens
+    )
+
+
+def tokens_of(work: Work, logprobs: torch.Tensor) -> Tokens:
+    """What an algorithm sees of a micro-batch: 0 wherever a token is not in the loss."""
+    data, device = work.data, logprobs.device
+    mask = torch.from_numpy(work.mask).to(device)
+
+    def inside(values: np.ndarray | torch.Tensor) -> torch.Tensor:
+        if isinstance(values, np.ndarray):
+            values = torch.from_numpy(values).to(device)
+        return values.where(mask, 0)
+
+    reference = work.known.get("reference")
+    return Tokens(
+        mask=mask,
+        logprobs=inside(logprobs),
+        old=inside(work.known.get("old", logprobs.detach())),
+        rollout=inside(data.rollout_logprobs),
+        reference=None if reference is None else inside(reference),
+        advantages=inside(data.advantages),
+        versions=inside(data.versions),
+        samples=torch.from_numpy(data.places).to(device),
+        num_samples=len(data.samples) + 1,
+    )
+
+
+def total_of(loss: Loss, work: Work, tokens: Tokens, scales: Scales) -> torch.Tensor:
+    """The summed loss of a micro-batch, before it is divided by the step's divisor."""
+    data = work.data
+    factor = data.weights * np.append(scales.of_sample, np.float32(0))[data.sample_of]
+    return (loss.values.where(tokens.mask, 0) * torch.from_numpy(factor).to(loss.values)).sum()

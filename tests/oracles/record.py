@@ -1,0 +1,199 @@
+"""Writes what verl and TRL make of a few made-up batches to tests/unit/algorithms/oracles.json.
+
+    make oracles
+
+Run in an environment of its own: neither is a dependency of the project. All in float64.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import trl
+import verl
+from trl import GRPOTrainer
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.rollout_corr_helper import (
+    compute_rollout_correction_and_rejection_mask as correct,
+)
+from verl.workers.config import ActorConfig
+
+OUT = Path(__file__).parents[1] / "unit/algorithms/oracles.json"
+BATCHES = 3
+SIZES = (4, 3, 4, 1, 2)  # samples of each group
+LONGEST = 9
+
+ADVANTAGES = {
+    "grpo": (core_algos.compute_grpo_outcome_advantage, {}),
+    "grpo_without_std": (
+        core_algos.compute_grpo_outcome_advantage,
+        {"norm_adv_by_std_in_grpo": False},
+    ),
+    "rloo": (core_algos.compute_rloo_outcome_advantage, {}),
+    "opo": (core_algos.compute_opo_outcome_advantage, {}),
+    "reinforce_pp": (
+        core_algos.compute_reinforce_plus_plus_outcome_advantage,
+        {"config": SimpleNamespace(gamma=0.9)},
+    ),
+    "reinforce_pp_baseline": (
+        core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage,
+        {},
+    ),
+}
+
+# Name: verl's loss, and what its config says.
+LOSSES = {
+    "ppo_clip": ("vanilla", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 1e9}),
+    "dual_clip": ("vanilla", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}),
+    "gspo": ("gspo", {"clip_ratio_low": 0.05, "clip_ratio_high": 0.1}),
+    "cispo": ("cispo", {"clip_ratio_low": 0.9, "clip_ratio_high": 0.5}),
+    "sapo": ("sapo", {"tau_pos": 1.0, "tau_neg": 1.05}),
+    "dppo_tv": ("dppo_tv", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1, "clip_ratio_c": 20.0}),
+    "dppo_kl": ("dppo_kl", {"clip_ratio_low": 0.05, "clip_ratio_high": 0.05, "clip_ratio_c": 20.0}),
+}
+AGGREGATIONS = (
+    "token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+)
+
+CORRECTIONS = {
+    "token_truncate": {"rollout_is": "token", "rollout_is_threshold": 1.3},
+    "token_mask": {"rollout_is": "token", "rollout_is_threshold": "0.8_1.3"},
+    "sequence_truncate": {"rollout_is": "sequence", "rollout_is_threshold": 1.5},
+    "token": {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.7_1.5"},
+    "token_k3": {"rollout_rs": "token_k3", "rollout_rs_threshold": 0.05},
+    "sequence_sum": {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
+    "sequence_mean": {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.9_1.2"},
+    "sequence_mean_k3": {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.03},
+    "veto_k2": {"rollout_rs": "seq_max_k2", "rollout_rs_threshold": 0.2},
+}
+
+
+def batch(seed: int) -> dict[str, Any]:
+    """Masks with holes, a group of one, a group of equal rewards, and a few extreme ratios."""
+    rng = np.random.default_rng(seed)
+    groups = np.repeat(np.arange(len(SIZES)), SIZES)
+    n = len(groups)
+    lengths = rng.integers(1, LONGEST + 1, n)
+    mask = np.arange(LONGEST) < lengths[:, None]
+    mask &= (rng.random(mask.shape) > 0.2) | (np.arange(LONGEST) == lengths[:, None] - 1)
+    rewards = rng.choice([0.0, 1.0, 0.5, -0.25], n)
+    rewards[groups == 2] = 0.7
+    old = np.log(rng.uniform(0.05, 0.95, mask.shape))
+    new = old + rng.normal(0, 0.3, mask.shape)
+    rollout = old + rng.normal(0, 0.2, mask.shape)
+    old[0, 0], new[0, 0], rollout[0, 0] = -25.5, -0.5, -25.4
+    rollout[1, 0] = old[1, 0] - 6.0
+    mask[:2, 0] = True
+    new, rollout = np.minimum(new, -1e-3), np.minimum(rollout, -1e-3)
+    reference = old + rng.normal(0, 0.4, mask.shape)
+    advantages = rng.normal(0, 1, n)[:, None] + rng.normal(0, 0.1, mask.shape)
+    named = {
+        "groups": groups, "mask": mask, "rewards": rewards, "old": old, "new": new,
+        "rollout": rollout, "reference": reference, "advantages": advantages,
+    }  # fmt: skip
+    return {name: value.tolist() for name, value in named.items()}
+
+
+def tensor(values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def advantages_of(b: dict[str, Any]) -> dict[str, Any]:
+    mask = tensor(b["mask"])
+    last = (torch.arange(LONGEST) * mask).argmax(dim=1)
+    groups = np.array(b["groups"])
+    alone = torch.from_numpy(np.bincount(groups)[groups] == 1)
+    found = {}
+    for name, (function, options) in ADVANTAGES.items():
+        rewards = torch.zeros_like(mask)
+        rewards[torch.arange(len(mask)), last] = tensor(b["rewards"])
+        if name == "reinforce_pp_baseline":
+            rewards[alone] = 0.0  # to verl a sample alone is worth its whole reward
+        if name != "reinforce_pp":
+            options = {"index": groups, **options}
+        found[name] = function(rewards, mask, **options)[0].tolist()
+    return found
+
+
+def losses_of(b: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (loss, options) in LOSSES.items():
+        for how in AGGREGATIONS:
+            if loss == "sapo" and how != "seq-mean-token-mean":
+                continue  # verl's takes no other
+            config = ActorConfig(
+                strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **options
+            )
+            new = tensor(b["new"]).requires_grad_()
+            value, _ = core_algos.get_policy_loss_fn(loss)(
+                old_log_prob=tensor(b["old"]),
+                log_prob=new,
+                advantages=tensor(b["advantages"]),
+                response_mask=tensor(b["mask"]),
+                loss_agg_mode=how,
+                config=config,
+            )
+            value.backward()
+            found[f"{name} {how}"] = {"loss": value.item(), "gradient": new.grad.tolist()}
+    return found
+
+
+def corrections_of(b: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, options in CORRECTIONS.items():
+        weights, mask, metrics = correct(
+            old_log_prob=tensor(b["old"]),
+            rollout_log_prob=tensor(b["rollout"]),
+            response_mask=tensor(b["mask"]),
+            **options,
+        )
+        weights = None if weights is None else weights.batch["rollout_is_weights"].tolist()
+        ess = metrics.get("rollout_corr/rollout_is_eff_sample_size")
+        found[name] = {"weights": weights, "mask": mask.tolist(), "ess": ess}
+    trl_mask = GRPOTrainer.get_off_policy_mask(
+        tensor(b["advantages"])[:, :1], *(tensor(b[k]) for k in ("old", "rollout", "mask")), 0.02
+    )
+    found["off_policy"] = {"keep": trl_mask[:, 0].tolist()}
+    return found
+
+
+def kl_of(b: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for kind in ("k1", "k2", "k3", "k3+"):
+        new = tensor(b["new"])
+        new[0, 0] = b["old"][0][0] + 0.5  # verl cuts k3 off at 10
+        new.requires_grad_()
+        values = core_algos.kl_penalty(new, tensor(b["reference"]), kind)
+        values.sum().backward()
+        found[kind] = {"values": values.tolist(), "gradient": new.grad.tolist()}
+    return found
+
+
+def main() -> None:
+    batches = []
+    for seed in range(BATCHES):
+        b = batch(seed)
+        b |= {
+            "advantages_of": advantages_of(b),
+            "losses": losses_of(b),
+            "corrections": corrections_of(b),
+            "kl": kl_of(b),
+        }
+        batches.append(b)
+    assert not any(math.isnan(v["loss"]) for b in batches for v in b["losses"].values())
+    versions = {"verl": verl.__version__, "trl": trl.__version__}
+    OUT.write_text(json.dumps({"versions": versions, "batches": batches}) + "\n")
+    print(f"{OUT.relative_to(Path.cwd())}: {OUT.stat().st_size / 1e6:.2f} MB, from {versions}")
+
+
+if __name__ == "__main__":
+    main()

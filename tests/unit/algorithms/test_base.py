@@ -1,0 +1,89 @@
+"""What an algorithm says of its groups before the trainer sees them."""
+
+import numpy as np
+import pytest
+
+from lora_moe_rl import algorithms
+from lora_moe_rl.algorithms.base import has_signal, signals_of
+from lora_moe_rl.algorithms.rloo import RLOO
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
+
+NAN = float("nan")
+
+
+def made(**settings):
+    return algorithms.make(RunConfig(algorithm=settings, rollout={"max_response_tokens": 20}))
+
+
+def group_of(rewards, finish="stop", tool=0, lengths=None) -> Group:
+    """Samples of three tokens, or of `lengths`; then `tool` tokens of a tool and one more of the
+    policy."""
+    samples = []
+    for length in lengths or [3] * len(rewards):
+        said = Segment.sampled([7] * length, np.zeros(length), 0)
+        segments = [Segment.given("user", [5, 6]), said]
+        if tool:
+            segments.append(Segment.given("tool", [3] * tool))
+            segments.append(Segment.sampled([4], np.zeros(1), 1))
+        samples.append(Sample(tuple(segments), finish, ""))
+    return Group(Prompt(0, "", [5, 6]), samples, None, np.array(rewards, np.float32))
+
+
+def test_a_signal_leaves_out_what_has_no_reward_and_what_the_policy_did_not_write():
+    (signal,) = signals_of(made(name="rloo"), [group_of([1.0, 0.0, NAN], tool=2)])
+    assert [w.tolist() for w in signal.weights] == [[1, 1, 1, 0, 0, 1]] * 2 + [[0] * 6]
+    assert [a[0] for a in signal.advantages] == [1, -1, 0]
+
+
+def test_truncated_samples_are_left_out_when_that_is_asked():
+    group = group_of([1.0, 0.0], finish="length")
+    (kept,) = signals_of(made(), [group])
+    (left_out,) = signals_of(made(mask_truncated=True), [group])
+    assert all(weight.all() for weight in kept.weights)
+    assert not any(weight.any() for weight in left_out.weights)
+
+
+def test_a_signal_of_another_shape_is_refused():
+    class Short(RLOO):
+        def signals(self, groups):
+            return [
+                type(signal)(signal.advantages, [w[1:] for w in signal.weights])
+                for signal in super().signals(groups)
+            ]
+
+    rloo = made(name="rloo")
+    with pytest.raises(ValueError, match=r"Short.signal returned weights of shapes"):
+        signals_of(Short(rloo.settings, 20), [group_of([1.0, 0.0])])
+
+
+def test_the_signals_of_a_step_are_those_of_its_groups():
+    class Fewer(RLOO):
+        def signals(self, groups):
+            return super().signals(groups)[1:]
+
+    groups = [group_of([1.0, 0.0]), group_of([0.0, 2.0, 1.0])]
+    first, second = signals_of(made(name="rloo"), groups)
+    assert [a[0] for a in first.advantages] == [1, -1]
+    assert [a[0] for a in second.advantages] == [-1.5, 1.5, 0]
+    with pytest.raises(ValueError, match="Fewer.signals returned 1 signals for 2 groups"):
+        signals_of(Fewer(made(name="rloo").settings, 20), groups)
+
+
+def test_a_reward_sinks_near_the_longest_response():
+    # Of 20 tokens, the last 5: full reward up to 15, then a fifth of 0.5 less each token.
+    algorithm = made(advantage="rloo", overlong_buffer=5, overlong_penalty=0.5)
+    group = group_of([1.0, 1.0, 1.0, 1.0], lengths=[3, 15, 17, 20])
+    (signal,) = signals_of(algorithm, [group])
+    rewards = np.array([1.0, 1.0, 0.8, 0.5])
+    expected = (rewards - rewards.mean()) * 4 / 3
+    np.testing.assert_allclose([a[0] for a in signal.advantages], expected, rtol=1e-6)
+    assert group.rewards.tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [([1, 0], True), ([0.3, 0.3 + 1e-7], False), ([1, NAN], False), ([NAN, NAN], False)],
+)
+def test_a_group_has_a_signal_when_rewards_differ(rewards, expected):
+    assert has_signal(group_of(rewards)) == expected

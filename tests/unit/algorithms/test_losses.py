@@ -1,0 +1,189 @@
+"""Losses, corrections and presets against values worked out by hand; see test_oracles.py too."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+from lora_moe_rl import algorithms
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.overrides import override
+from lora_moe_rl.config.plugins import ALGORITHMS
+from lora_moe_rl.errors import ConfigError
+from tests.helpers.tokens import tokens_of
+
+NAN = float("nan")
+
+
+def made(*settings: str):
+    return algorithms.make(override(RunConfig(), settings))
+
+
+def test_clipping_by_hand():
+    ratio = torch.tensor([1.5, 1.1, 0.5, 0.5, 1.5])
+    advantages = torch.tensor([1.0, 2.0, -1.0, 1.0, -1.0])
+    old = torch.full((5,), -2.0)
+    logprobs = (old + ratio.log()).requires_grad_()
+    found = made("algorithm.clip_high=0.3").loss(tokens_of(logprobs, old, advantages))
+    # Too far up with a gain: 1.3. Within: 2.2. Too far down with a loss: -0.8. Moves against the
+    # advantage are never clipped: 0.5 and -1.5.
+    assert_close(found.values, -torch.tensor([1.3, 2.2, -0.8, 0.5, -1.5]))
+    assert found.metrics["clipped_high"].tolist() == [1, 0, 0, 0, 0]
+    assert found.metrics["clipped_low"].tolist() == [0, 0, 1, 0, 0]
+    assert_close(found.metrics["ratio"], ratio)
+    found.values.sum().backward()
+    assert_close(logprobs.grad, torch.tensor([0.0, -2.2, 0.0, -0.5, 1.5]))
+
+
+def test_on_policy_the_gradient_is_the_advantage():
+    logprobs = torch.tensor([-1.0, -3.0], requires_grad=True)
+    advantages = torch.tensor([0.7, -0.4])
+    made().loss(tokens_of(logprobs, logprobs.detach(), advantages)).values.sum().backward()
+    assert_close(logprobs.grad, -advantages)
+
+
+def three_tokens(reference=None):
+    """Two tokens that count (ratio 1, advantages 1 and -2) and one that does not and is all NaN."""
+    logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    old, advantages = torch.tensor([-1.0, -2.0, NAN]), torch.tensor([1.0, -2.0, NAN])
+    mask = torch.tensor([True, True, False])
+    return logprobs, tokens_of(logprobs, old, advantages, mask, reference=reference)
+
+
+def test_the_kl_to_the_base_comes_on_top():
+    reference = torch.tensor([-1.0 + math.log(2), -2.0, NAN])
+    logprobs, tokens = three_tokens(reference)
+    found = made("algorithm.kl_coef=0.1").loss(tokens)
+    kl = torch.tensor([1 - math.log(2), 0.0, 0.0])  # r = 2 and r = 1
+    assert_close(found.metrics["kl"], kl)
+    assert_close(found.values, torch.tensor([-1.0, 2.0, 0.0]) + 0.1 * kl)
+    found.values.sum().backward()
+    # d/dlogp of k3 is 1 - r: -1 at r = 2.
+    assert_close(logprobs.grad, torch.tensor([-1.0 - 0.1, 2.0, 0.0]))
+
+
+@pytest.mark.parametrize(("kl_coef", "reference"), [(0.1, None), (0.0, torch.zeros(3))])
+def test_a_reference_is_wanted_exactly_when_it_is_used(kl_coef, reference):
+    algorithm = made(f"algorithm.kl_coef={kl_coef}")
+    assert algorithm.passes == ({"reference"} if kl_coef else set())
+    with pytest.raises(ValueError, match=f"kl_coef={kl_coef}"):
+        algorithm.loss(three_tokens(reference)[1])
+
+
+@pytest.mark.parametrize("correction", ["none", "token_truncate"])
+@pytest.mark.parametrize("name", ALGORITHMS.names())
+def test_a_preset_returns_the_metrics_that_it_declares_and_is_finite(name, correction):
+    algorithm = made(f"algorithm={name}", f"algorithm.correction={correction}")
+    logprobs, tokens = three_tokens()
+    found = algorithm.loss(tokens)
+    assert set(found.metrics) == set(algorithm.metrics)
+    found.values.sum().backward()
+    assert torch.isfinite(logprobs.grad).all() and logprobs.grad[2] == 0
+    assert (logprobs.grad[:2].sign() == torch.tensor([-1.0, 1.0])).all()
+
+
+def test_published_vectors():
+    """Published test vectors: ratios 0.5, 1 and 1.5."""
+    advantages = torch.tensor([1.0, -1.0, 2.0], dtype=torch.float64)
+    old = torch.full((3,), -1.0, dtype=torch.float64)
+    new = torch.tensor([-1.69315, -1.0, -0.59453], dtype=torch.float64)
+    rollout = torch.tensor([-0.5, -1.5, -0.8], dtype=torch.float64)
+    tokens = tokens_of(new, old, advantages, rollout=rollout)
+    # Published as CISPO, bounds 0.8 and 1.2.
+    cispo = ("algorithm.loss=cispo", "algorithm.ratio_min=0.8", "algorithm.ratio_max=1.2")
+    for expected, settings in (
+        (-0.6333, ()),
+        (-0.6057, ("algorithm.loss=gspo",)),
+        (-0.4744, ("algorithm.correction=tis", "algorithm.correction_max=0.8")),
+        (-0.2065, ("algorithm.correction=tis",)),
+        (0.5938, cispo),
+    ):
+        mean = made(*settings).loss(tokens).values.mean().item()
+        assert mean == pytest.approx(expected, abs=6e-5), settings
+
+
+def test_published_dual_clip():
+    advantages = torch.tensor([1.0, -1.0, -4.0], dtype=torch.float64)
+    old = torch.tensor([-1.0, -1.0, -3.0], dtype=torch.float64)
+    new = torch.tensor([-1.69315, -1.0, -0.69741], dtype=torch.float64)
+    found = made("algorithm.dual_clip=3").loss(tokens_of(new, old, advantages))
+    assert found.values.sum().item() == pytest.approx(12.5, abs=1e-4)
+
+
+def test_weights_by_hand():
+    """Ratios trainer to engine of 0.4, 0.8 and 6; a fourth token is of another sample."""
+    old = torch.zeros(4, dtype=torch.float64)
+    rollout = -torch.tensor([0.4, 0.8, 6.0, 1.5], dtype=torch.float64).log()
+    samples = torch.tensor([0, 0, 0, 1])
+    tokens = tokens_of(old, old, torch.ones(4), rollout=rollout, samples=samples)
+    for name, expected in {
+        "tis": [0.4, 0.8, 2.0, 1.5],
+        "icepop": [0.0, 0.8, 0.0, 1.5],
+        "decoupled_seq_is": [1.92, 1.92, 1.92, 1.5],
+        "mis": [1.92, 1.92, 1.92, 1.5],
+    }.items():
+        algorithm = made(f"algorithm.correction={name}")
+        weights, metrics = algorithm._correction.weights(tokens.old - tokens.rollout, tokens)
+        np.testing.assert_allclose(weights, expected, rtol=1e-12)
+        assert metrics["weight_bounded"].sum() == sum(
+            abs(w - r) > 1e-9 for w, r in zip(expected, metrics["weight_largest"].tolist())
+        )
+
+
+def test_a_ratio_against_the_engine():
+    """anchor=rollout: the clip is of new against engine, and the old logprobs do not count."""
+    logprobs = torch.log(torch.tensor([0.3, 0.3]))
+    rollout = torch.log(torch.tensor([0.2, 0.3]))
+    tokens = tokens_of(logprobs, logprobs + 5, torch.ones(2), rollout=rollout)
+    found = made("algorithm.correction=bypass_ppo_clip").loss(tokens)
+    assert_close(found.values, -torch.tensor([1.2, 1.0]))
+    found = made("algorithm.correction=bypass_pg_token_icepop").loss(tokens)
+    assert_close(found.values, -torch.tensor([1.5, 1.0]) * logprobs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["algorithm=grop"], "did you mean grpo?"),
+        (["algorithm.loss=gsop"], "did you mean gspo?"),
+        (
+            ["algorithm.tau_positive=2"],
+            "no setting of algorithm.loss=ppo_clip: it is one of loss=sa",
+        ),
+        (["algorithm=gspo", "algorithm.rejection=token"], "takes single tokens out of it"),
+        (["algorithm.correction=mis", "algorithm.rejection=token"], "weighs whole samples and"),
+        (["algorithm.anchor=rollout", "algorithm.correction=tis"], "with the same ratio once more"),
+        (["algorithm.anchor=rollout", "algorithm.loss=reinforce"], "anchor=rollout has no effect"),
+        (["algorithm.kl_estimator=k2"], "kl_estimator=k2 has no effect with algorithm.kl_coef=0"),
+        (["algorithm.overlong_penalty=2"], "has no effect with algorithm.overlong_buffer=0"),
+        (["algorithm.group_size=1"], "leaves none to compare with"),
+        (
+            ["algorithm.rejection=sequence_mean", "algorithm.rejection_min=1.1"],
+            "rejection_min=1.1 is not below rejection_max=1.001; both are absolute ratios",
+        ),
+        (
+            ["algorithm.rejection=veto", "algorithm.rejection_divergence=k3"]
+            + ["algorithm.rejection_min=1"],
+            "has an upper bound alone",
+        ),
+        (
+            ["algorithm.rejection=token", "algorithm.rejection_max=0.9"],
+            "rejection_max=0.9 is no upper bound of a ratio",
+        ),
+        (
+            ["algorithm.correction=icepop", "algorithm.correction_min=6"],
+            "correction_min=6 is not below correction_max=5",
+        ),
+    ],
+)
+def test_what_has_no_meaning_is_refused_and_names_both_sides(settings, message):
+    with pytest.raises(ConfigError) as error:
+        override(RunConfig(), settings)
+    assert message in str(error.value)
+
+
+def test_a_negative_reward_has_no_max_rl_advantage():
+    with pytest.raises(ValueError, match="takes no negative rewards; one is -1"):
+        made("algorithm=max_rl")._advantage.of_group(np.array([1.0, -1.0]), np.ones(2))

@@ -1,0 +1,172 @@
+"""Advantages, losses, corrections and aggregation against verl's and TRL's, in float64.
+
+The numbers in oracles.json are theirs (tests/oracles/record.py, `make oracles`). Where this project
+wants something else the difference is said here.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lora_moe_rl import algorithms
+from lora_moe_rl.algorithms.advantages.base import Rewarded
+from lora_moe_rl.algorithms.parts.aggregation import aggregate
+from lora_moe_rl.algorithms.parts.kl import estimate
+from lora_moe_rl.config import RunConfig
+from tests.helpers.tokens import mean_over, tokens_of
+
+BATCHES = json.loads((Path(__file__).parent / "oracles.json").read_text())["batches"]
+LONGEST = len(BATCHES[0]["mask"][0])
+CLOSE = {"rtol": 1e-6, "atol": 1e-9}
+
+
+def made(**settings):
+    """An algorithm with responses of at most LONGEST tokens."""
+    return algorithms.make(RunConfig(algorithm=settings, rollout={"max_response_tokens": LONGEST}))
+
+
+def flat(batch, name: str) -> torch.Tensor:
+    return torch.tensor(batch[name], dtype=torch.float64).reshape(-1)
+
+
+def packed(batch, **more):
+    mask = torch.tensor(batch["mask"]).reshape(-1)
+    samples = torch.arange(len(batch["mask"])).repeat_interleave(LONGEST)
+    values = {name: flat(batch, name) for name in ("old", "advantages", "rollout")} | more
+    logprobs = values.pop("logprobs", flat(batch, "new"))
+    return tokens_of(logprobs, mask=mask, samples=samples, **values)
+
+
+def assert_close(found, expected, mask=None) -> None:
+    found = np.asarray(found, np.float64).reshape(-1)
+    expected = np.asarray(expected, np.float64).reshape(-1)
+    if mask is not None:
+        chosen = np.asarray(mask).reshape(-1)
+        found, expected = found[chosen], expected[chosen]
+    np.testing.assert_allclose(found, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("grpo", {"advantage": "grpo"}),
+        ("grpo_without_std", {"advantage": "grpo", "normalize_std": False}),
+        ("rloo", {"advantage": "rloo"}),
+        ("opo", {"advantage": "opo"}),
+        ("reinforce_pp", {"advantage": "reinforce_pp", "gamma": 0.9}),
+        ("reinforce_pp_baseline", {"advantage": "reinforce_pp_baseline"}),
+    ],
+)
+def test_advantages_are_verls(batch, name, settings):
+    """A sample that is alone in its group has nothing to compare with and no advantage here; verl
+    gives it its whole reward. That one is not compared."""
+    masks, groups = np.array(batch["mask"]), np.array(batch["groups"])
+    alone = np.bincount(groups)[groups] == 1
+    step = Rewarded(np.array(batch["rewards"]), groups, list(masks))
+    found = np.array(made(**settings)._advantage.of_step(step))
+    compared = masks if name.startswith("reinforce") else masks & ~alone[:, None]
+    assert_close(found, batch["advantages_of"][name], compared)
+
+
+SETTINGS = {
+    "ppo_clip": {"loss": "ppo_clip", "clip_high": 0.28},
+    "dual_clip": {"loss": "ppo_clip", "dual_clip": 3.0},
+    "gspo": {"loss": "gspo", "clip_low": 0.05, "clip_high": 0.1},
+    "cispo": {"loss": "cispo", "ratio_min": 0.1, "ratio_max": 1.5},
+    "sapo": {"loss": "sapo"},
+    "dppo_tv": {"loss": "dppo", "divergence_max": 0.1},
+    "dppo_kl": {"loss": "dppo", "divergence": "kl", "divergence_max": 0.05},
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("case", list(BATCHES[0]["losses"]))
+def test_losses_and_their_gradients_are_verls(batch, case):
+    name, how = case.split()
+    logprobs = flat(batch, "new").requires_grad_()
+    tokens = packed(batch, logprobs=logprobs)
+    kept = np.array(batch["mask"]).sum(axis=1)
+    scales = aggregate(how, kept, np.array(batch["groups"]), LONGEST)
+    found = mean_over(made(**SETTINGS[name]).loss(tokens).values, tokens, scales)
+    found.backward()
+    expected = batch["losses"][case]
+    assert_close(found.item(), expected["loss"])
+    assert_close(logprobs.grad, expected["gradient"])
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("token_truncate", {"correction_max": 1.3}),
+        ("token_mask", {"correction_min": 0.8, "correction_max": 1.3}),
+        ("sequence_truncate", {"correction_max": 1.5}),
+    ],
+)
+def test_weights_are_verls(batch, name, settings):
+    tokens = packed(batch)
+    correction = made(correction=name, **settings)._correction
+    weights, metrics = correction.weights(tokens.old - tokens.rollout, tokens)
+    expected = batch["corrections"][name]
+    assert_close(weights, expected["weights"], batch["mask"])
+    mask = tokens.mask
+    ess = metrics["weight"][mask].mean() ** 2 / metrics["weight_squared"][mask].mean()
+    if name != "token_mask":  # verl's ESS of IcePop is of the weights that are cut off, not out
+        assert_close(ess, expected["ess"])
+
+
+def ratio_band(low: float, high: float) -> dict:
+    """verl's bounds are of engine to trainer."""
+    return {"rejection_min": 1 / high, "rejection_max": 1 / low}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("token", {"rejection": "token", **ratio_band(0.7, 1.5)}),
+        ("token_k3", {"rejection": "token", "rejection_divergence": "k3", "rejection_max": 0.05}),
+        ("sequence_sum", {"rejection": "sequence_sum", **ratio_band(0.5, 2.0)}),
+        ("sequence_mean", {"rejection": "sequence_mean", **ratio_band(0.9, 1.2)}),
+        (
+            "sequence_mean_k3",
+            {"rejection": "sequence_mean", "rejection_divergence": "k3", "rejection_max": 0.03},
+        ),
+        ("veto_k2", {"rejection": "veto", "rejection_divergence": "k2", "rejection_max": 0.2}),
+    ],
+)
+def test_what_is_rejected_is_verls(batch, name, settings):
+    tokens = packed(batch)
+    kept = tokens.mask & made(**settings).keep(tokens)
+    expected = np.array(batch["corrections"][name]["mask"])
+    assert_close(kept.numpy(), expected)
+    assert 0 < kept.sum() < tokens.mask.sum()
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_off_policy_samples_are_trls(batch):
+    first = torch.tensor(batch["advantages"], dtype=torch.float64)[:, :1]
+    advantages = first.expand(-1, LONGEST).reshape(-1)
+    tokens = packed(batch, advantages=advantages)
+    kept = made(rejection="off_policy", rejection_max=0.02).keep(tokens)
+    expected = np.repeat(np.array(batch["corrections"]["off_policy"]["keep"]), LONGEST)
+    assert_close(kept.numpy(), expected, batch["mask"])
+    assert 0 < expected.sum() < len(expected)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3+"])
+def test_estimates_of_the_kl_and_their_gradients_are_verls(batch, kind):
+    new = torch.tensor(batch["new"], dtype=torch.float64)
+    new[0, 0] = batch["old"][0][0] + 0.5
+    logprobs = new.reshape(-1).requires_grad_()
+    values = estimate(kind, logprobs, flat(batch, "reference"))
+    values.sum().backward()
+    assert_close(values.detach(), batch["kl"][kind]["values"])
+    assert_close(logprobs.grad, batch["kl"][kind]["gradient"])
