@@ -152,8 +152,8 @@ def test_a_ratio_against_the_engine():
             ["algorithm.tau_positive=2"],
             "no setting of algorithm.loss=ppo_clip: it is one of loss=sa",
         ),
-        (["algorithm=gspo", "algorithm.rejection=token"], "takes single tokens out of it"),
-        (["algorithm.correction=mis", "algorithm.rejection=token"], "weighs whole samples and"),
+        (["algorithm=gspo", "algorithm.rejection=tokens"], "takes single tokens out of it"),
+        (["algorithm.correction=mis", "algorithm.rejection=tokens"], "weighs whole samples and"),
         (["algorithm.anchor=rollout", "algorithm.correction=tis"], "with the same ratio once more"),
         (["algorithm.anchor=rollout", "algorithm.loss=reinforce"], "anchor=rollout has no effect"),
         (["algorithm.kl_estimator=k2"], "kl_estimator=k2 has no effect with algorithm.kl_coef=0"),
@@ -169,7 +169,7 @@ def test_a_ratio_against_the_engine():
             "has an upper bound alone",
         ),
         (
-            ["algorithm.rejection=token", "algorithm.rejection_max=0.9"],
+            ["algorithm.rejection=tokens", "algorithm.rejection_max=0.9"],
             "rejection_max=0.9 is no upper bound of a ratio",
         ),
         (

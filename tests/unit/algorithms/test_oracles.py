@@ -130,8 +130,8 @@ def ratio_band(low: float, high: float) -> dict:
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("token", {"rejection": "token", **ratio_band(0.7, 1.5)}),
-        ("token_k3", {"rejection": "token", "rejection_divergence": "k3", "rejection_max": 0.05}),
+        ("token", {"rejection": "tokens", **ratio_band(0.7, 1.5)}),
+        ("token_k3", {"rejection": "tokens", "rejection_divergence": "k3", "rejection_max": 0.05}),
         ("sequence_sum", {"rejection": "sequence_sum", **ratio_band(0.5, 2.0)}),
         ("sequence_mean", {"rejection": "sequence_mean", **ratio_band(0.9, 1.2)}),
         (
