@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import numpy as np
 import torch
@@ -104,6 +105,10 @@ class Adapters:
     def parameters(self) -> list[torch.nn.Parameter]:
         """What is trained."""
         return [p for lora in self.layers for t in ("A", "B") for p in lora.parameters_of(t)]
+
+    def parameters_of(self, matrix: Literal["A", "B"]) -> list[torch.nn.Parameter]:
+        """What is trained of one of the two matrices."""
+        return [p for lora in self.layers for p in lora.parameters_of(matrix)]
 
     def export(self, of=None) -> list[Shard]:
         """This rank's shards, float32 copies on the host. `of` maps a trained parameter to a tensor

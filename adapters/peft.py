@@ -36,13 +36,14 @@ from typing import Literal
 
 import numpy as np
 import xxhash
-from safetensors.numpy import save_file
 
 from lora_moe_rl.adapters.families import hf_path
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import AdapterError
 from lora_moe_rl.files.replacing import replacing
+from lora_moe_rl.files.saving import save_safetensors
+from lora_moe_rl.models.directory import base_name
 from lora_moe_rl.rollout.facts import NOT_SERVABLE, SLOT_RANKS, slot_rank
 
 Form = Literal["2d", "3d"]
@@ -63,10 +64,8 @@ def write(
         arrays = dict(peft_tensors(spec, tensors, form))
         metadata = {"format": "pt", ORDER_KEY: "fastest", CHECKSUM_KEY: checksum(arrays)}
         text = json.dumps(peft_config(spec, config, form), indent=2)
-        settings, weights = fresh / "adapter_config.json", fresh / "adapter_model.safetensors"
-        settings.write_text(text + "\n")
-        save_file(arrays, weights, metadata)
-        weights.chmod(settings.stat().st_mode)  # by the umask, which safetensors does not ask
+        (fresh / "adapter_config.json").write_text(text + "\n")
+        save_safetensors(arrays, fresh / "adapter_model.safetensors", metadata)
 
 
 def checksum(arrays: Tensors) -> str:
@@ -195,7 +194,7 @@ def peft_config(spec: AdapterSpec, config: RunConfig, form: Form = "2d") -> dict
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": config.model.path,
+        "base_model_name_or_path": base_name(config.model.path),
         "r": rank,
         "lora_alpha": scale * rank,
         "rank_pattern": ranks,

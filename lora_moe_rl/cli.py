@@ -12,6 +12,7 @@ from pathlib import Path
 from lora_moe_rl import __version__
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError, LoraMoeRlError
+from lora_moe_rl.run.signals import Stopped, sigterm_interrupts
 
 TRACEBACK_VARIABLE = "LORA_MOE_RL_TRACEBACK"
 
@@ -34,6 +35,8 @@ def exit_code_of(command: Callable[[], int], arguments: Sequence[str]) -> int:
             raise
         _complain(f"{error}")
         return error.exit_code
+    except Stopped:
+        return INTERRUPTED
     except KeyboardInterrupt:
         _complain("interrupted")
         return INTERRUPTED
@@ -76,7 +79,9 @@ usage: {prog} [key=value | --key value | @FILE ...] [--resume] [--dry-run]
   key=value, --key value   set a key of the config; lists: a,b or [a, b]; nothing: null
   @FILE                    lay a YAML, JSON or TOML file of keys over the config
   --resume                 go on from the newest valid checkpoint of the run directory
-  --dry-run                print the resolved config as YAML, and exit
+  --resume-from DIR        go on from this checkpoint (RUN/checkpoints/step-000100), as a new run in
+                           a logging.run_dir of its own
+  --dry-run                print the resolved config as YAML, look at what the run needs, and exit
   --traceback              show where an error was raised
 
 """
@@ -89,11 +94,12 @@ of a run directory); without one, every key has its default.
 
 def train(arguments: Sequence[str], config: RunConfig | None = None, prog: str = "") -> int:
     """Train with `config`, or with that of the recipe among `arguments`."""
-    from lora_moe_rl.config import recipes
     from lora_moe_rl.config.files import to_yaml
-    from lora_moe_rl.config.overrides import override
 
-    flags, settings = _split_flags(arguments)
+    flags, settings = _split_flags(arguments, TRAIN_FLAGS)
+    fork, settings = _split_fork(settings)
+    if fork is not None and "--resume" in flags:
+        raise ConfigError("--resume and --resume-from are both given; use one of them")
     if flags & {"--help", "-h"}:
         from lora_moe_rl.config.help import config_help
 
@@ -101,27 +107,72 @@ def train(arguments: Sequence[str], config: RunConfig | None = None, prog: str =
         about = "" if config else ABOUT_TRAIN
         print(TRAIN_USAGE.format(prog=usage, about=about) + config_help(config or RunConfig()))
         return 0
-    if config is None:
-        target, settings = _split_target(settings)
-        config = recipes.load_config(target)
-    config = recipes.resolve(override(config, settings))
+    config = _resolved(settings, config)
     if "--dry-run" in flags:
-        print(to_yaml(config), end="")
+        print(to_yaml(config), end="", flush=True)
+        from lora_moe_rl.run.preflight import Preflight
+        from lora_moe_rl.telemetry import console
+
+        with Preflight(config, fetch=False) as preflight:
+            preflight.require(console.warn)
         return 0
-    from lora_moe_rl.run.signals import sigterm_interrupts
     from lora_moe_rl.run.start import run
 
     with sigterm_interrupts():  # the run itself takes over once its actors have started
-        run(config, resume="--resume" in flags)
+        run(config, resume="--resume" in flags, fork=fork)
     return 0
+
+
+def _resolved(settings: list[str], config: RunConfig | None = None) -> RunConfig:
+    """`config`, or that of the recipe among `settings`, with the settings laid over it."""
+    from lora_moe_rl.config import recipes
+    from lora_moe_rl.config.overrides import override
+
+    if config is None:
+        target, settings = _split_target(settings)
+        config = recipes.load_config(target)
+    return recipes.resolve(override(config, settings))
+
+
+CHECK_USAGE = """\
+usage: lora-moe-rl check [RECIPE] [key=value | --key value | @FILE ...]
+
+Looks at all that a run needs, in seconds and without starting it: files of the model, whether
+settings fit it, rows, the reward on made-up completions, memory, GPUs and disk of this machine,
+prompts as the model will get them. Fetches nothing. Exit code 2 when a run would be refused.
+"""
+
+
+def _check(arguments: Sequence[str]) -> int:
+    flags, settings = _split_flags(arguments, {"--help", "-h", "--traceback"})
+    if flags & {"--help", "-h"}:
+        print(CHECK_USAGE, end="")
+        return 0
+    from lora_moe_rl.run.check import check
+
+    return check(_resolved(settings))
 
 
 TRAIN_FLAGS = {"--help", "-h", "--resume", "--dry-run", "--traceback"}
 
 
-def _split_flags(arguments: Sequence[str]) -> tuple[set[str], list[str]]:
-    flags = {word for word in arguments if word in TRAIN_FLAGS}
-    return flags, [word for word in arguments if word not in TRAIN_FLAGS]
+def _split_flags(arguments: Sequence[str], known: set[str]) -> tuple[set[str], list[str]]:
+    flags = {word for word in arguments if word in known}
+    return flags, [word for word in arguments if word not in known]
+
+
+def _split_fork(words: list[str]) -> tuple[Path | None, list[str]]:
+    """The value of --resume-from, and the other words."""
+    for i, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name == "--resume-from":
+            rest = words[i + 1 :]
+            if not equals:
+                value, rest = (rest or [""])[0], rest[1:]
+            if not value:
+                raise ConfigError("--resume-from needs a checkpoint: --resume-from DIR")
+            return Path(value), [*words[:i], *rest]
+    return None, words
 
 
 def _split_target(words: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -195,6 +246,7 @@ def _module(name: str) -> Callable[[Sequence[str]], int]:
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (train, "train adapters, from a recipe or a config file"),
+    "check": (_check, "look at all that a run needs, before it starts"),
     "make-tiny": (_make_tiny, "make a tiny MoE model to train"),
     "plan": (_module("planner.command"), "what fits where, from the model's config alone"),
     "export": (_module("export.command"), "write an adapter for PEFT and vLLM, or a merged model"),

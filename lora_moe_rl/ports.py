@@ -106,6 +106,10 @@ class Engines(Protocol):
         trainer's parts, which the next update writes over."""
         ...
 
+    def overwrite(self) -> None:
+        """From now on the trainer writes over those parts, until the next version is published."""
+        ...
+
 
 class Trainer(Protocol):
     """All trainer ranks as one."""

@@ -32,7 +32,10 @@ hardware = Hardware(gpus=64, gpu="h200")
 
 config = RunConfig(
     name="kimi_k2_1t",
-    model=ModelConfig(path="moonshotai/Kimi-K2-Instruct", max_length=8192),
+    model=ModelConfig(
+        path="moonshotai/Kimi-K2-Instruct", max_length=8192,
+        trust_remote_code=True,  # its tokenizer is a file of Moonshot's
+    ),
     adapter=AdapterConfig(rank=32, alpha=64, expert_layout="shared_outer"),
     trainer=TrainerConfig(
         steps=200, world_size=32, tp=8, pp=4, ep=8, device="cuda", recompute="full",

@@ -32,7 +32,10 @@ hardware = Hardware(gpus=4, gpu="h100")
 
 config = RunConfig(
     name="moonlight_16b_a3b",
-    model=ModelConfig(path="moonshotai/Moonlight-16B-A3B-Instruct", max_length=2048),
+    model=ModelConfig(
+        path="moonshotai/Moonlight-16B-A3B-Instruct", max_length=2048,
+        trust_remote_code=True,  # its tokenizer is a file of Moonshot's
+    ),
     adapter=AdapterConfig(rank=32, alpha=64),
     trainer=TrainerConfig(
         steps=100, world_size=2, ep=2, device="cuda", micro_batch_tokens=4096, lr=2e-5,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -102,6 +102,11 @@ class Algorithm(Plugin):
 
     def __init__(self, settings: AlgorithmConfig, max_response_tokens: int):
         self.settings, self.max_response_tokens = settings, max_response_tokens
+
+    @classmethod
+    def corrects(cls, settings: Any) -> bool:
+        """Whether the loss allows for tokens that an older version has sampled."""
+        return False
 
     @property
     def passes(self) -> frozenset[Pass]:

@@ -140,6 +140,14 @@ def _where(actor: Any) -> tuple[str, int]:
     return ray.get_runtime_context().get_node_id(), os.getpid()
 
 
+def states(calls: dict[str, Any | None]) -> dict[str, str]:
+    """What each actor is doing, by its call that starts it; None: it has not been called yet. Does
+    not wait."""
+    refs = [ref for ref in calls.values() if ref is not None]
+    done = ray.wait(refs, num_returns=len(refs), timeout=0)[0] if refs else []
+    return {name: "ready" if ref in done else "starting" for name, ref in calls.items()}
+
+
 def get(
     actors: Sequence[Actor],
     refs: Sequence[Any],

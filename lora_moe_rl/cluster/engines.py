@@ -4,6 +4,9 @@ An engine whose processes have died is started anew, up to rollout.max_restarts 
 
     start ──> prepare its refit ──> publish the newest version ──> prove it ──> ask again
 
+One that comes back while the trainer updates has no parts to take: it waits for the next version,
+which all take together.
+
 Tickets that it was rolling go back to the book, and to whichever engine is free; all else that it
 was asked is asked again. Samples depend on their seed alone, and a version is published in full or
 not at all, so that nothing depends on who answers. The other engines go on meanwhile.
@@ -34,6 +37,7 @@ from lora_moe_rl.refit.transports import Channel
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.rollout.merged import MergedRolloutEngine
 
+PUBLISH_POLL_S = 0.05
 REFIT_GRACE_S = 10  # an engine that gives up by itself says more than one that is given up
 
 log = logging.getLogger(__name__)
@@ -56,6 +60,7 @@ class RolloutEngines:
     ):
         self.config, self.spec, self.model_dir, self.run_dir = config, spec, model_dir, run_dir
         self.placement = placement
+        self._starting: list[Any] = []
         self.prove: Callable[[int, int], Awaitable[None]] | None = None
         self.restarts = 0
         self.prepared: tuple[list[PartLayout], Channel] | None = None
@@ -63,6 +68,8 @@ class RolloutEngines:
         self.actors = [self._actor(index) for index in range(config.rollout.engines)]
         self.rolling = [0] * len(self.actors)  # requests for samples in flight
         self.returning: dict[int, asyncio.Task[None]] = {}  # engines that are being started anew
+        self.empty: set[int] = set()  # engines that serve no version until the next is published
+        self.oldest = [-1] * len(self.actors)  # the oldest version that each can serve
 
     def _actor(self, index: int) -> Actor:
         merged = self.config.refit.mode == "merged"
@@ -72,6 +79,12 @@ class RolloutEngines:
         log_path = str(self.run_dir.log_path(name))
         handle = engine.remote(self.config, str(self.model_dir), self.spec, index, log_path)
         return Actor(handle, name, self.run_dir)
+
+    @property
+    def starting(self) -> dict[str, Any | None]:
+        """By actor, the call that starts it."""
+        calls = self._starting or [None] * len(self.actors)
+        return {actor.name: ref for actor, ref in zip(self.actors, calls, strict=True)}
 
     def start_async(self) -> None:
         self._starting = [actor.remote("start") for actor in self.actors]
@@ -91,7 +104,7 @@ class RolloutEngines:
     ) -> tuple[list[Sample], Ref]:
         """Asks the engine that has least to do. Raises EngineDied when it dies over it; it comes
         back by itself, and its death is counted once, however many were waiting for it."""
-        index = await self._free_engine()
+        index = await self._free_engine(version)
         actor = self.actors[index]
         self.rolling[index] += 1
         try:
@@ -126,14 +139,20 @@ class RolloutEngines:
         """Every engine takes the version, or the run stops. The parts stay as they are until the
         next version: engines that come back take it from them too."""
         await self.all_back()
-        self.published = None  # the parts of the last version are written over
+        self.published = None
         asked = (
             self._ask(index, "publish", version, *parts, timeout=self._refit_timeout)
             for index in range(len(self.actors))
         )
         refs = await asyncio.gather(*asked)
         self.published = version, parts
+        for index in self.empty:
+            self.oldest[index] = version
+        self.empty.clear()
         return ray.get([ref for (ref,) in refs])
+
+    def overwrite(self) -> None:
+        self.published = None
 
     async def differing(
         self, version: int, parts: Sequence[Ref], engines: Sequence[int] | None = None
@@ -188,17 +207,25 @@ class RolloutEngines:
                 self._count(index, error)
                 await self._bring_back(index)
 
-    async def _free_engine(self) -> int:
-        """The living engine with the fewest requests. Raises what kept one from coming back."""
+    async def _free_engine(self, version: int) -> int:
+        """The engine with the fewest requests of those that serve a version. Raises EngineDied when
+        none does any more, and what kept one from coming back."""
         while True:
             for index, task in list(self.returning.items()):
                 if task.done():
                     del self.returning[index]
                     task.result()
-            alive = [i for i in range(len(self.actors)) if i not in self.returning]
+            gone = self.empty | self.returning.keys()
+            alive = [i for i in range(len(self.actors)) if i not in gone]
+            serving = [i for i in alive if self.oldest[i] <= version]
+            if serving:
+                return min(serving, key=lambda index: self.rolling[index])
             if alive:
-                return min(alive, key=lambda index: self.rolling[index])
-            await asyncio.wait(self.returning.values(), return_when=asyncio.FIRST_COMPLETED)
+                raise EngineDied(f"no engine serves version {version} any more")
+            if self.returning:
+                await asyncio.wait(self.returning.values(), return_when=asyncio.FIRST_COMPLETED)
+            else:
+                await asyncio.sleep(PUBLISH_POLL_S)
 
     async def all_back(self) -> None:
         while self.returning:
@@ -248,9 +275,12 @@ class RolloutEngines:
             await answer(actor, actor.remote("prepare_refit", *self.prepared))
         if self.published is not None:
             version, parts = self.published
+            self.oldest[index] = version
             await answer(actor, actor.remote("publish", version, *parts), self._refit_timeout)
             if self.prove is not None:
                 await self.prove(index, version)
+        else:
+            self.empty.add(index)
 
 
 class TicketPolicy:

@@ -54,6 +54,7 @@ class TrainerRanks:
         placement: Placement,
     ):
         self.config, self.spec = config, spec
+        self._starting: list[Any] = []
         environment = {} if placement.trainer_gpus else {"env_vars": CPU_ENVIRONMENT}
         worker = ray.remote(runtime_env=environment)(LoggedWorker)
         self.actors = []
@@ -66,6 +67,12 @@ class TrainerRanks:
 
     def _all(self, method: str, *args: Any) -> list[Any]:
         return [actor.remote(method, *args) for actor in self.actors]
+
+    @property
+    def starting(self) -> dict[str, Any | None]:
+        """By actor, the call that starts it."""
+        calls = self._starting or [None] * len(self.actors)
+        return {actor.name: ref for actor, ref in zip(self.actors, calls, strict=True)}
 
     def start_async(self) -> None:
         (address,) = get(self.actors[:1], [self.actors[0].remote("address")])

@@ -15,6 +15,7 @@ from lora_moe_rl.config.schema import (
     ModelConfig,
     RewardConfig,
     RunConfig,
+    ScheduleConfig,
     TrackerConfig,
 )
 from lora_moe_rl.config.section import Section
@@ -35,6 +36,7 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
+    "ScheduleConfig",
     "Section",
     "TrackerConfig",
     "TrainerConfig",

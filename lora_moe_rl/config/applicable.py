@@ -11,15 +11,19 @@ from typing import NamedTuple
 
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.keys import value_of, value_text
-from lora_moe_rl.data.rows import SUFFIXES
+from lora_moe_rl.config.plugins import ALGORITHMS
+from lora_moe_rl.data.rows import is_hub
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.tiny.make import TINY_NAMES
+
+
+def _is_hub_model(config: RunConfig) -> bool:
+    path = config.model.path
+    return path not in TINY_NAMES and not path.startswith(("/", ".", "~"))
 
 
 def _is_hub_data(config: RunConfig) -> bool:
-    """True when data.path names a data set of the hub: it looks like no path, whether or not such a
-    file is there."""
-    path = config.data.path
-    return not (path is None or path.startswith(("/", ".", "~")) or path.endswith(SUFFIXES))
+    return config.data.path is not None and is_hub(config.data.path)
 
 
 class _Rule(NamedTuple):
@@ -42,6 +46,13 @@ _RULES = [
         "replay.audit",
         "with replay.audit > 0",
     ),
+    _Rule(
+        "trainer.min_lr",
+        lambda c: c.trainer.lr_schedule != "constant",
+        "trainer.lr_schedule",
+        "to a schedule that falls",
+    ),
+    _Rule("model.revision", _is_hub_model, "model.path", "to a hub model"),
     _Rule("data.split", _is_hub_data, "data.path", "to a hub data set"),
     _Rule("data.subset", _is_hub_data, "data.path", "to a hub data set"),
     *(
@@ -79,6 +90,7 @@ def check_applicable(config: RunConfig) -> None:
             f"data.path={config.data.path} and data.generator={config.data.generator} are both "
             f"set; prompts come from one of them: set the other to null"
         )
+    _check_lag(config)
     for rule in _RULES:
         if _set_by_user(config, rule.option) and not rule.applies(config):
             value = value_text(value_of(config, rule.option))
@@ -87,6 +99,29 @@ def check_applicable(config: RunConfig) -> None:
                 f"{rule.option}={value} has no effect with {rule.decider}={decider}: "
                 f"it applies only {rule.when}"
             )
+
+
+def _check_lag(config: RunConfig) -> None:
+    """What a run that samples ahead of its training needs."""
+    lag, algorithm = config.schedule.lag, config.algorithm
+    if not lag:
+        return
+    if not ALGORITHMS.find(algorithm.name).corrects(algorithm):
+        raise ConfigError(
+            f"schedule.lag={lag} trains on tokens of older versions, and algorithm="
+            f"{algorithm.name} takes them for its own: set algorithm.correction (tis, icepop, mis, "
+            "decoupled_seq_is, …, see docs/algorithms.md), or algorithm.anchor=rollout"
+        )
+    if config.refit.mode == "merged":
+        raise ConfigError(
+            f"schedule.lag={lag} needs versions beside each other, and refit.mode=merged has one "
+            "at a time: use refit.mode=adapter, or lag=0"
+        )
+    if config.refit.slots < lag + 2:
+        raise ConfigError(
+            f"schedule.lag={lag} has samples under way at up to {lag + 1} versions while the next "
+            f"is published: set refit.slots={lag + 2} or more (it is {config.refit.slots})"
+        )
 
 
 def _set_by_user(config: RunConfig, name: str) -> bool:

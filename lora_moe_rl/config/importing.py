@@ -5,6 +5,7 @@ Rewards and generators are named so, because a name (unlike a function) reaches 
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -25,7 +26,7 @@ def load_function(spec: str) -> Callable[..., Any]:
     target: Any = module
     for part in name.split("."):
         if not hasattr(target, part):
-            raise ConfigError(f"{spec!r}: {place} has no {part!r}; {_functions_of(module)}")
+            raise ConfigError(f"{spec!r}: {place} has no {part!r}; {_functions_of(module, part)}")
         target = getattr(target, part)
     if not callable(target):
         raise ConfigError(f"{spec!r}: {name} is a {type(target).__name__}, not a function")
@@ -107,10 +108,15 @@ def _reason(error: Exception, path: str | None = None) -> str:
     return f"{type(error).__name__}: {error}{where}"
 
 
-def _functions_of(module: ModuleType) -> str:
-    names = [
+def _functions_of(module: ModuleType, wanted: str) -> str:
+    """What a module is for, by its own word (`__all__`) or else its own functions, and the one that
+    may have been meant."""
+    own = [
         name
         for name, value in vars(module).items()
         if callable(value) and getattr(value, "__module__", None) == module.__name__
     ]
-    return f"it defines {', '.join(sorted(names))}" if names else "it defines no function"
+    names = sorted(getattr(module, "__all__", own))
+    close = difflib.get_close_matches(wanted, names, n=1)
+    meant = f"did you mean {close[0]}? " if close else ""
+    return f"{meant}It has {', '.join(names)}" if names else "it defines no function"

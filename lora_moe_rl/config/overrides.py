@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config import RunConfig, aliases
 from lora_moe_rl.config.applicable import check_applicable
 from lora_moe_rl.config.files import read_config_file
 from lora_moe_rl.config.keys import Key, all_keys, nearest, sections
@@ -156,6 +156,9 @@ def _known(name: str) -> bool:
 
 
 def _unknown(name: str) -> ConfigError:
+    if (alias := aliases.find(name)) is not None:
+        note = f" ({alias.note})" if alias.note else ""
+        return ConfigError(f"unknown config key {name!r}; here it is {alias.ours}{note}")
     close = nearest(name)
     hint = (
         f"did you mean {' or '.join(close)}?"

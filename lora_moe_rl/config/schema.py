@@ -37,6 +37,13 @@ class ModelConfig(Section):
         "qwen3_moe",
         description="Hugging Face directory or hub name, or the tiny qwen3_moe or deepseek_v3.",
     )
+    revision: str | None = Field(
+        None, description="Branch, tag or commit of a hub model; null: its main branch."
+    )
+    trust_remote_code: bool = Field(
+        False,
+        description="Let a tokenizer run code that comes with the model (Kimi-K2, Moonlight).",
+    )
     max_length: int = Field(512, ge=2, description="Longest prompt plus response, in tokens.")
 
 
@@ -65,9 +72,28 @@ class AlgorithmConfig(Section):
     )
 
     @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of one step, each of which makes a version."""
+        return self.epochs * self.mini_batches
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Of one step of the run."""
+        return self.epochs * self.mini_batches
+
+    @property
     def on_policy(self) -> bool:
         """True when each step makes one update: the ratio is 1 and needs no old-logprob pass."""
-        return self.epochs == 1 and self.mini_batches == 1
+        return self.updates_per_step == 1
+
+
+class ScheduleConfig(Section):
+    lag: int = Field(
+        0,
+        ge=0,
+        description="Steps that rollouts may be ahead of training: 0 takes turns, 1 samples the "
+        "next step while this one is trained. A token is at most so many steps old.",
+    )
 
 
 class EnvironmentConfig(Section):
@@ -80,7 +106,11 @@ class EnvironmentConfig(Section):
 
 
 class DataConfig(Section):
-    path: str | None = Field(None, description="JSONL or parquet file, or a hub data set name.")
+    path: str | None = Field(
+        None,
+        description="JSONL, CSV or parquet file, a directory of datasets' save_to_disk, or a hub "
+        "data set name.",
+    )
     subset: str | None = Field(
         None, description="Configuration of a hub data set that has several (GSM8K: main)."
     )
@@ -99,6 +129,18 @@ class DataConfig(Section):
     )  # fmt: skip
     chat_template: bool = Field(
         False, description="Apply the tokenizer's chat template to string prompts too."
+    )
+    system_prompt: str | None = Field(
+        None, description="System message put before a prompt that has none; needs a chat template."
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        {},
+        description='What the chat template is given beside the messages: {"enable_thinking": '
+        "false}; a row's own column chat_template_kwargs lies over it.",
+    )
+    too_long: Literal["error", "drop"] = Field(
+        "error",
+        description="A prompt that leaves no room for the response: stop, or leave its row out.",
     )
     shuffle: bool = Field(True, description="Shuffle the rows anew in each epoch (by seed).")
     limit: int | None = Field(None, ge=1, description="Use only the first rows.")
@@ -177,6 +219,7 @@ class RunConfig(Section):
     algorithm: SerializeAsAny[AlgorithmConfig] = Field(
         AlgorithmConfig(), description="The RL algorithm."
     )
+    schedule: ScheduleConfig = Field(ScheduleConfig(), description="Who waits for whom.")
     environment: SerializeAsAny[EnvironmentConfig] = Field(
         EnvironmentConfig(), description="How prompts become samples."
     )

@@ -35,6 +35,14 @@ class TrainerConfig(Section):
     )
     lr: float = Field(1e-4, gt=0, description="Peak learning rate of Adam.")
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up to lr.")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="After the warm-up: lr stays, or falls to min_lr by the last step."
+    )
+    min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of a schedule.")
+    lr_ratio_B: float = Field(
+        1.0, gt=0,
+        description="Learning rate of the adapters' B over that of A (LoRA+, arXiv:2402.12354).",
+    )  # fmt: skip
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay of the adapters.")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="Adam beta1.")
     adam_beta2: float = Field(0.95, ge=0, lt=1, description="Adam beta2.")
@@ -55,6 +63,11 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _layout(self):
+        if self.min_lr > self.lr:
+            raise ValueError(
+                f"trainer.min_lr={self.min_lr:g} is above trainer.lr={self.lr:g}, from which the "
+                "learning rate falls to it"
+            )
         model_parallel = self.tp * self.pp
         if self.world_size % model_parallel:
             raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import json
+import logging
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -12,15 +12,16 @@ import numpy as np
 
 from lora_moe_rl.config import DataConfig
 from lora_moe_rl.config.importing import load_function
+from lora_moe_rl.data.columns import Row, read_row, short
 from lora_moe_rl.data.fingerprint import FIRST_ROWS, content_of
 from lora_moe_rl.data.rows import read_rows
 from lora_moe_rl.data.samples import Prompt
 from lora_moe_rl.errors import ConfigError, DataError
 
-PROMPT_COLUMNS = ("prompt", "messages", "question")
-ANSWER_COLUMNS = ("answer", "solution", "label", "ground_truth", "reward_model.ground_truth")
+log = logging.getLogger(__name__)
 
-Row = tuple[str, dict[str, Any]]  # where it stands ("data.jsonl, line 3"), and its values
+MAX_LEFT_OUT = 10_000
+TEMPLATE_COLUMN = "chat_template_kwargs"
 Made = tuple[Any, list[int], dict[str, Any]]  # a prompt's text, token ids and columns
 
 
@@ -31,31 +32,51 @@ class PromptSource:
     it gives them, and it is called again when it ends. A generator that has a parameter `seed` is
     given the run's. Raises DataError for rows that make no prompt (those of a file are checked
     here, those of a generator when they are drawn), ConfigError for settings that name no data.
+    `rows`: those of data.path, where they were read before.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Any, seed: int, max_prompt_tokens: int):
-        generator = config.generator
-        if (config.path is None) == (generator is None):
-            raise ConfigError(
-                "data.path and data.generator are both set; remove one of them"
-                if config.path
-                else "there is no data: set data.path or data.generator"
-            )
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: Any,
+        seed: int,
+        max_prompt_tokens: int,
+        rows: list[Row] | None = None,
+    ):
+        require_data(config)
         self._maker = PromptMaker(config, tokenizer, max_prompt_tokens)
         self._config, self._seed = config, seed
         self._epoch, self._position, self._drawn = 0, 0, 0
         if config.path is not None:
-            rows = read_rows(config)
+            rows = read_rows(config) if rows is None else rows
             self._content = content_of(values for _, values in rows)
             self._rows = self._maker.make_all(rows)
             self._order = self._shuffled()
-        elif generator is not None:
-            self._generate = load_function(generator)
+        else:
             self._stream = self._open_stream()
 
     def next(self, n: int) -> list[Prompt]:
         """The next `n` prompts."""
         return [self._next() for _ in range(n)]
+
+    @property
+    def dropped(self) -> int:
+        """Rows left out so far because their prompts are too long (data.too_long=drop)."""
+        return self._maker.dropped
+
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt of a file; of a generator's first."""
+        if self._config.path is not None:
+            return [len(token_ids) for _, token_ids, _ in self._rows]
+        return [len(prompt.token_ids) for prompt in self.peek(FIRST_ROWS)]
+
+    def peek(self, n: int) -> list[Prompt]:
+        """The next `n` prompts, which `next` gives again."""
+        state, dropped = self.state_dict(), self._maker.dropped
+        prompts = self.next(n)
+        self.load_state_dict(state)
+        self._maker.dropped = dropped
+        return prompts
 
     def state_dict(self) -> dict[str, Any]:
         """Where the source stands, in a form that JSON can hold."""
@@ -123,19 +144,27 @@ class PromptSource:
         return self._rows[self._order[self._position]]
 
     def _next_of_generator(self) -> Made:
-        row = next(self._stream, None)
-        if row is None and self._position:
+        """Goes on past rows that are left out. Raises DataError when a whole pass has
+        none, or too many in a row are left out (a generator may never end)."""
+        left_out = 0
+        for _ in range(2):
+            for row in self._stream:
+                made = self._maker.make((f"{self._config.generator}, row {self._position}", row))
+                if made is not None:
+                    return made
+                self._position += 1
+                left_out += 1
+                if left_out == MAX_LEFT_OUT:
+                    break
+            if not self._position or left_out == MAX_LEFT_OUT:
+                break
             self._epoch, self._position = self._epoch + 1, 0
             self._stream = self._open_stream()
-            row = next(self._stream, None)
-        if row is None:
-            raise DataError(f"data.generator={self._config.generator} gave no rows")
-        return self._maker.make((f"{self._config.generator}, row {self._position}", row))
+        too_long = f" but {left_out} that are too long (data.too_long=drop)" if left_out else ""
+        raise DataError(f"data.generator={self._config.generator} gave no rows{too_long}")
 
     def _open_stream(self) -> Iterator[Any]:
-        takes_seed = "seed" in inspect.signature(self._generate).parameters
-        rows: Iterable[Any] = self._generate(**({"seed": self._seed} if takes_seed else {}))
-        return islice(rows, self._config.limit)
+        return open_generator(self._config, self._seed)
 
     def _shuffled(self) -> np.ndarray:
         """The order of this epoch's rows."""
@@ -144,133 +173,106 @@ class PromptSource:
         return np.random.default_rng([self._seed, self._epoch]).permutation(len(self._rows))
 
 
+def require_data(config: DataConfig) -> None:
+    """Raises ConfigError when settings name no data, or two."""
+    if (config.path is None) == (config.generator is None):
+        raise ConfigError(
+            "data.path and data.generator are both set; remove one of them"
+            if config.path
+            else "there is no data: set data.path or data.generator"
+        )
+
+
+def open_generator(config: DataConfig, seed: int) -> Iterator[Any]:
+    """The rows of data.generator, from the first."""
+    assert config.generator is not None
+    generate = load_function(config.generator)
+    takes_seed = "seed" in inspect.signature(generate).parameters
+    rows: Iterable[Any] = generate(**({"seed": seed} if takes_seed else {}))
+    return islice(rows, config.limit)
+
+
 class PromptMaker:
-    """Makes prompts of rows: picks the columns, applies the chat template, tokenises, checks."""
+    """Makes prompts of rows: picks the columns, applies the chat template, tokenises, checks.
+
+    `dropped`: the rows so far whose prompt was too long, where data.too_long=drop leaves them out.
+    """
 
     def __init__(self, config: DataConfig, tokenizer: Any, max_prompt_tokens: int):
         self._config, self._tokenizer = config, tokenizer
         self._max_tokens = max_prompt_tokens
+        self.dropped = 0
 
     def make_all(self, rows: list[Row]) -> list[Made]:
-        return [self.make(row) for row in rows]
-
-    def make(self, row: Row) -> Made:
-        place, values = row
-        if not isinstance(values, dict):
-            raise DataError(f"{place}: a row must be an object, this is {_short(values)}")
-        key = pick_column(values, PROMPT_COLUMNS, self._config.prompt_key, "prompt_key", place)
-        if key is None:
+        """Raises DataError when no row is left."""
+        made = [one for row in rows if (one := self.make(row)) is not None]
+        if rows and not made:
             raise DataError(
-                f"{place}: no prompt; a row needs a column {', '.join(PROMPT_COLUMNS)}, or "
-                f"data.prompt_key must name one of its own: {', '.join(values) or 'it has none'}"
+                f"data.path={self._config.path}: all {len(rows)} prompts are longer than "
+                f"{self._max_tokens} tokens (model.max_length - rollout.max_response_tokens) and "
+                "data.too_long=drop leaves them out"
             )
-        text = _lookup(values, key)
-        token_ids = self._encode(text, place, key)
-        if len(token_ids) > self._max_tokens:
-            raise DataError(
-                f"{place}: the prompt has {len(token_ids)} tokens; at most {self._max_tokens} fit "
-                "(model.max_length - rollout.max_response_tokens)"
-            )
-        return text, token_ids, self._columns(values, key, place)
+        return made
 
-    def _columns(self, values: dict, prompt_key: str, place: str) -> dict[str, Any]:
-        """All values but the prompt, for the reward; the answer also under the name `answer`."""
-        columns = {key: value for key, value in values.items() if key != prompt_key}
-        answer_key = pick_column(
-            columns, ANSWER_COLUMNS, self._config.answer_key, "answer_key", place
+    def make(self, row: Row) -> Made | None:
+        """None for a prompt that is too long and is to be left out."""
+        text, columns = read_row(row, self._config)
+        place = row[0]
+        if isinstance(text, str) and self._config.system_prompt and not self._config.chat_template:
+            raise DataError(
+                f"{place}: data.system_prompt is set, and the prompt is a string without a chat "
+                "template; set data.chat_template=true"
+            )
+        token_ids = self._encode(text, columns, place)
+        if len(token_ids) <= self._max_tokens:
+            return text, token_ids, columns
+        if self._config.too_long == "drop":
+            self.dropped += 1
+            log.info("%s: left out, its prompt has %d tokens", place, len(token_ids))
+            return None
+        raise DataError(
+            f"{place}: the prompt has {len(token_ids)} tokens; at most {self._max_tokens} fit "
+            "(model.max_length - rollout.max_response_tokens); data.too_long=drop leaves such "
+            "rows out"
         )
-        if answer_key is not None:
-            columns["answer"] = _lookup(columns, answer_key)
-        return columns
 
-    def _encode(self, text: Any, place: str, key: str) -> list[int]:
+    def _with_system(self, messages: list[dict]) -> list[dict]:
+        system = self._config.system_prompt
+        if system is None or messages[0]["role"] == "system":
+            return messages
+        return [{"role": "system", "content": system}, *messages]
+
+    def _encode(self, text: Any, columns: dict[str, Any], place: str) -> list[int]:
+        messages = text
         if isinstance(text, str):
             messages = [{"role": "user", "content": text}] if self._config.chat_template else None
-        else:
-            messages = text = _checked_messages(text, place, key)
-        if not text:
-            raise DataError(f"{place}: the prompt (column {key}) is empty")
-        _check_unicode(text, place, key)
         if messages is None:
             token_ids = self._tokenizer.encode(text)
         else:
-            token_ids = self._tokenizer.encode(
-                self._from_template(messages, place), add_special_tokens=False
-            )
+            rendered = self._from_template(self._with_system(messages), columns, place)
+            token_ids = self._tokenizer.encode(rendered, add_special_tokens=False)
         if not token_ids:
             raise DataError(
-                f"{place}: the model's tokenizer makes no tokens of the prompt (column {key}), "
-                f"{_short(text)}; leave the row out, or write another prompt"
+                f"{place}: the model's tokenizer makes no tokens of the prompt, {short(text)}; "
+                "leave the row out, or write another prompt"
             )
         return token_ids
 
-    def _from_template(self, messages: list[dict], place: str) -> str:
+    def _from_template(self, messages: list[dict], columns: dict[str, Any], place: str) -> str:
         if self._tokenizer.chat_template is None:
             raise DataError(
                 f"{place}: the prompt needs a chat template and the model's tokenizer has none; "
                 "give prompts as strings, without data.chat_template"
             )
-        return self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
-
-
-def pick_column(
-    values: dict, candidates: tuple[str, ...], chosen: str | None, key: str, place: str
-) -> str | None:
-    """The column that `chosen` names, or else the only candidate that the row has.
-
-    A dot goes into a nested object: `reward_model.ground_truth`. Raises DataError when the chosen
-    column is absent, or when there are several candidates; None when there is no candidate.
-    """
-    if chosen is not None:
-        if _lookup(values, chosen) is None:
-            raise DataError(
-                f"{place}: no column {chosen!r} (data.{key}); it has {', '.join(values) or 'none'}"
+        own = columns.get(TEMPLATE_COLUMN) or {}
+        if not isinstance(own, dict):
+            raise DataError(f"{place}: {TEMPLATE_COLUMN} must be an object, this is {short(own)}")
+        more = self._config.chat_template_kwargs | own
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **more
             )
-        return chosen
-    found = [name for name in candidates if _lookup(values, name) is not None]
-    if len(found) > 1:
-        raise DataError(
-            f"{place}: columns {' and '.join(found)} could both be meant; name one with "
-            f"data.{key}={found[0]}"
-        )
-    return found[0] if found else None
-
-
-def _lookup(values: dict, name: str) -> Any:
-    """The value of a column, or None when it is absent or null."""
-    if name in values:
-        return values[name]
-    value: Any = values
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
-
-
-def _checked_messages(messages: Any, place: str, key: str) -> list[dict]:
-    is_list = isinstance(messages, list) and all(
-        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages
-    )
-    if not is_list:
-        raise DataError(
-            f"{place}: the prompt (column {key}) must be a string or a list of objects with role "
-            f"and content; this is {_short(messages)}"
-        )
-    return messages
-
-
-def _check_unicode(text: Any, place: str, key: str) -> None:
-    """JSON may name half of a surrogate pair, which is no character and has no UTF-8."""
-    try:
-        json.dumps(text, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{place}: the prompt (column {key}) holds {error.object[error.start]!r}, half of a "
-            "surrogate pair without the other, which is no character; mend or leave out the row"
-        ) from error
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:80] + "..."
+        except Exception as error:  # of Jinja, and what a template raises itself
+            raise DataError(
+                f"{place}: the model's chat template refuses the prompt: {error}"
+            ) from error

@@ -1,7 +1,8 @@
-"""Rows of a JSONL or parquet file, or of a data set on the hub."""
+"""Rows of a JSONL, CSV or parquet file, of a saved data set, or of one on the hub."""
 
 from __future__ import annotations
 
+import csv
 import json
 from itertools import islice
 from pathlib import Path
@@ -10,7 +11,14 @@ from typing import Any
 from lora_moe_rl.config import DataConfig
 from lora_moe_rl.errors import DataError
 
-SUFFIXES = (".jsonl", ".parquet")
+SUFFIXES = (".jsonl", ".parquet", ".csv")
+SAVED = "state.json"  # what datasets' save_to_disk writes
+
+
+def is_hub(path: str) -> bool:
+    """True when data.path names a data set of the hub: it looks like no path, whether or not such a
+    file is there."""
+    return not (path.startswith(("/", ".", "~")) or path.endswith(SUFFIXES))
 
 
 def read_rows(config: DataConfig) -> list[tuple[str, dict[str, Any]]]:
@@ -25,8 +33,15 @@ def read_rows(config: DataConfig) -> list[tuple[str, dict[str, Any]]]:
         rows = list(islice(_jsonl(path), config.limit))
     elif path.suffix == ".parquet" and path.is_file():
         rows = list(islice(_parquet(path), config.limit))
+    elif path.suffix == ".csv" and path.is_file():
+        rows = list(islice(_csv(path), config.limit))
+    elif (path / SAVED).is_file():
+        rows = list(islice(_saved(path), config.limit))
     elif path.exists():
-        raise DataError(f"data.path={config.path} is not a {' or '.join(SUFFIXES)} file")
+        raise DataError(
+            f"data.path={config.path} is not a {' or '.join(SUFFIXES)} file, and not a directory "
+            f"of one split that datasets' save_to_disk wrote (it has no {SAVED})"
+        )
     elif path.suffix in SUFFIXES or path.is_absolute() or config.path.startswith("."):
         raise DataError(f"data.path={config.path}: there is no such file")
     else:
@@ -61,6 +76,32 @@ def _parquet(path: Path):
                 number += 1
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as parquet: {error}") from error
+
+
+def _csv(path: Path):
+    """All values are texts; the first line names the columns."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        try:
+            for row in reader:
+                place = f"{path}, line {reader.line_num}"
+                if None in row or None in row.values():
+                    columns = len(reader.fieldnames or ())
+                    raise DataError(f"{place}: it has not the {columns} values of the first line")
+                yield place, row
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(f"{path} cannot be read as CSV in UTF-8: {error}") from error
+
+
+def _saved(path: Path):
+    import datasets
+
+    try:
+        rows = datasets.load_from_disk(str(path))
+    except Exception as error:  # of arrow, of datasets, of the disk
+        raise DataError(f"data.path={path} cannot be read as a saved data set: {error}") from error
+    for number, row in enumerate(rows):
+        yield f"{path}, row {number}", dict(row)
 
 
 def _hub(name: str, subset: str | None, split: str):

@@ -84,6 +84,8 @@ def _export_peft(options: argparse.Namespace) -> int:
     from lora_moe_rl.config import ModelConfig
     from lora_moe_rl.files import adapter_source as source
     from lora_moe_rl.files.out_directory import require_empty
+    from lora_moe_rl.models.directory import base_name
+    from lora_moe_rl.rollout.serve_command import serve_command
 
     require_empty(options.out)
     found = source.load(options.source, _base(options))
@@ -100,10 +102,9 @@ def _export_peft(options: argparse.Namespace) -> int:
         f"{spec.num_parameters:,} parameters"
     )
     if form == "2d" and max(site.rank for site in spec) <= SLOT_RANKS[-1]:
-        print(
-            f"vllm serve {base} --enable-lora --max-lora-rank {slot_rank(spec)} --lora-modules "
-            f"{options.out.name}={options.out}"
-        )
+        named = options.out.name, str(options.out.absolute())
+        mla = spec.shape.family.attention == "mla"
+        print(serve_command(base_name(base), named, slot_rank(spec), mla))
     return 0
 
 

@@ -15,10 +15,11 @@ from lora_moe_rl.adapters.peft_import import Order
 from lora_moe_rl.adapters.shards import Shard, assemble
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import AdapterConfig, RunConfig
-from lora_moe_rl.errors import AdapterError, CheckpointError
+from lora_moe_rl.errors import AdapterError, CheckpointError, ModelError
 from lora_moe_rl.files import checkpoint
 from lora_moe_rl.files.trainer_state import FILES, parse
 from lora_moe_rl.files.untrusted import SafeFile, inside, read_json
+from lora_moe_rl.models.directory import find_local
 from lora_moe_rl.models.fingerprint import check_unchanged
 
 
@@ -114,8 +115,12 @@ def _from_peft(path: Path, base: Path | None, order: Order | None) -> Source:
 
 
 def _local(named: Any) -> Path | None:
-    """The directory that a file names as the base: only if it is there, nothing is fetched or
-    made because a file says so."""
+    """The directory of what a file names as the base: only if it is on this machine, nothing is
+    fetched or made because a file says so."""
     if not isinstance(named, str) or not named:
         return None
-    return Path(named) if (Path(named) / "config.json").is_file() else None
+    try:
+        found = find_local(named)
+    except ModelError:
+        return None
+    return found if found is not None and (found / "config.json").is_file() else None

@@ -106,6 +106,27 @@ def newest_valid(root: Path) -> Found:
     return Found(None, {}, [])
 
 
+def newest_step(root: Path) -> int:
+    """The step of the newest checkpoint by its name, valid or not; 0 when there is none."""
+    paths = _checkpoints(root)
+    return _step_of(paths[-1]) if paths else 0
+
+
+def adopt(root: Path, path: Path) -> None:
+    """Copies the checkpoint `path` of another run into `root`, complete or not at all. Raises
+    CheckpointError when it is none, and when the disk refuses."""
+    step = _parse_manifest(path)["step"]
+    scratch = root / f"tmp-{step:06d}-{os.getpid()}"
+    try:
+        with disk_errors(scratch):
+            shutil.copytree(path, scratch, symlinks=True)
+            for name in [*_files(scratch), "."]:
+                _fsync(scratch / name)
+            _move_into_place(scratch, _directory(root, step))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """The metadata of the checkpoint `path`, after every file was verified.
 

@@ -110,11 +110,17 @@ class RunDir:
     def __exit__(self, *_: object) -> None:
         self._lock.release()
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether it holds a run. One that failed before its first step holds nothing: it may be
+        started again."""
+        if not self.config_file.exists():
+            return False
+        return any((_size(self.metrics_file), *self.checkpoints.glob("step-*")))
+
     def _check_earlier_run(self) -> None:
         has_config = self.config_file.exists()
-        # One that failed before its first step holds nothing: it may be started again.
-        has_steps = has_config and any((_size(self.metrics_file), *self.checkpoints.glob("step-*")))
-        if has_steps and not self.resume:
+        if self.has_steps and not self.resume:
             raise RunDirError(
                 f"{self.path} holds a run already; go on with it by --resume, or choose another "
                 f"directory with logging.run_dir=DIR"

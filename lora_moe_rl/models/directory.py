@@ -10,25 +10,52 @@ from pathlib import Path
 
 from lora_moe_rl.adapters.families import FAMILIES
 from lora_moe_rl.errors import ModelError
-from lora_moe_rl.tiny.make import TINY_NAMES, make_tiny
+from lora_moe_rl.tiny.make import TINY_NAMES, find_tiny, make_tiny
+
+NOT_FETCHED = ["*.bin", "*.pt", "*.pth", "*.gguf"]
 
 
-def resolve_model(path: str) -> Path:
+def resolve_model(path: str, revision: str | None = None) -> Path:
     """The local directory of `model.path`.
 
     A Hugging Face directory is taken as it is; the name of a tiny model is made unless it is
-    cached; anything else is a hub name. Raises ModelError when there is no such model.
+    cached; anything else is a hub name, of which `revision` is fetched. Raises ModelError when
+    there is no such model.
     """
-    if Path(path).is_dir():
-        return Path(path)
+    if (directory := Path(path).expanduser()).is_dir():
+        return directory
     if path in TINY_NAMES:
         return make_tiny(path)
+    _require_hub_name(path)
+    return _download(path, revision)
+
+
+def find_local(path: str, revision: str | None = None) -> Path | None:
+    """What `resolve_model` would give if it is on this machine: nothing is made or fetched. None
+    when it is not; raises ModelError for what could not be had anyway."""
+    if (directory := Path(path).expanduser()).is_dir():
+        return directory
+    if path in TINY_NAMES:
+        return find_tiny(path)
+    _require_hub_name(path)
+    return _cached(path, revision)
+
+
+def base_name(path: str) -> str:
+    """A base by the name that other tools find it under: a tiny model, which only we know by name,
+    by its directory; a directory by its absolute path; a name of the hub as it is."""
+    if Path(path).is_dir() or path in TINY_NAMES:
+        found = find_local(path)
+        return path if found is None else str(found.absolute())
+    return path
+
+
+def _require_hub_name(path: str) -> None:
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ModelError(
             f"model.path={path!r} is not a directory, and not a hub name (owner/name) or one of "
             f"the tiny models {', '.join(TINY_NAMES)}"
         )
-    return _download(path)
 
 
 def check_model_dir(path: Path | str) -> dict:
@@ -81,11 +108,26 @@ def _check_weights(path: Path) -> None:
         )
 
 
-def _download(name: str) -> Path:
+def _cached(name: str, revision: str | None) -> Path | None:
+    """The snapshot that the hub's cache has, whole as far as config and weights tell."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(name, "config.json", revision=revision)
+    if not isinstance(config, str):
+        return None
+    directory = Path(config).parent
+    try:
+        _check_weights(directory)
+    except ModelError:
+        return None
+    return directory
+
+
+def _download(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf"]))
+        return Path(snapshot_download(name, revision=revision, ignore_patterns=NOT_FETCHED))
     except Exception as error:  # huggingface_hub raises some twenty kinds: offline, absent, gated
         raise ModelError(
             f"model.path={name!r} is not a local directory, and could not be fetched from the hub: "

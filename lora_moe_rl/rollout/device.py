@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from lora_moe_rl.adapters.spec import AdapterSpec
-from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config import RolloutConfig, RunConfig
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.rollout.facts import Dtype, served_module, slot_rank
 from lora_moe_rl.rollout.vllm_plugin import ENGINE_VARIABLE
@@ -42,23 +42,31 @@ def serving_dtype(config: RunConfig, cpu: bool) -> Dtype:
 
 def prepare_environment(config: RunConfig, cpu: bool) -> None:
     """Sets what vLLM reads from the environment, for this process and those it starts."""
-    os.environ[ENGINE_VARIABLE] = "1"
+    os.environ |= environment(config.rollout, cpu)
+
+
+def environment(config: RolloutConfig, cpu: bool) -> dict[str, str]:
+    """What vLLM and our plug-in in it read from the environment. Raises ConfigError when the
+    plug-in is not installed, which vLLM's CPU build needs."""
+    variables = {ENGINE_VARIABLE: "1"}
     if not cpu:
-        return
+        return variables
     if not entry_points(group="vllm.general_plugins", name="lora_moe_rl"):
         raise ConfigError(
             "vLLM's CPU build needs our plug-in, but the package lora_moe_rl is not installed in "
             "this environment: run `make setup`"
         )
-    os.environ["OMP_NUM_THREADS"] = str(config.rollout.cpu_threads)
-    # Not bound to cores, as vLLM does by default: several engines would share the first one.
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the V2 runner needs Triton
-    # A few helpers are compiled at their first call, for seconds; with LoRA the model is not.
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    # Threads that wait for work sleep at once. Otherwise they spin, and where the trainer's
-    # processes share the cores a rollout of 0.3 s was seen to take 16 s.
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    return variables | {
+        "OMP_NUM_THREADS": str(config.cpu_threads),
+        # Not bound to cores, as vLLM does by default: several engines would share the first one.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the V2 runner needs Triton
+        # A few helpers are compiled at their first call, for seconds; with LoRA the model is not.
+        "TORCHDYNAMO_DISABLE": "1",
+        # Threads that wait for work sleep at once. Otherwise they spin, and where the trainer's
+        # processes share the cores a rollout of 0.3 s was seen to take 16 s.
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
 
 
 def fork_processes(config: RunConfig) -> None:

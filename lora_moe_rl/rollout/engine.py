@@ -27,6 +27,7 @@ from lora_moe_rl.cluster.log import redirect
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Sample
 from lora_moe_rl.errors import EngineDied, RefitError
+from lora_moe_rl.models.tokenizer import load_tokenizer
 from lora_moe_rl.ports import Receipt
 from lora_moe_rl.refit.parts import PartLayout, SentPart, check_sent, to_json, version_checksum
 from lora_moe_rl.refit.transports import Channel, place
@@ -69,13 +70,12 @@ class RolloutEngine:
         cpu = engine_device.is_cpu()
         engine_device.prepare_environment(self.config, cpu)
         import vllm
-        from transformers import AutoTokenizer
         from vllm.v1.engine.async_llm import AsyncLLM
 
         if cpu:
             engine_device.fork_processes(self.config)
         imported = time.perf_counter()
-        self.tokenizer = AutoTokenizer.from_pretrained(self.model_dir)
+        self.tokenizer = load_tokenizer(self.model_dir, self.config.model.trust_remote_code)
         self.sampling = outputs.sampling_params(self.config, stop_ids(self.model_dir))
         self.llm = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**self._engine_args(cpu)))
         ended = time.perf_counter()

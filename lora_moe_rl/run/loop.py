@@ -102,6 +102,7 @@ async def learn(ports: Ports, book: TicketBook, first_step: int) -> None:
         signals = signals_of(ports.algorithm, groups)
         batch = TrainBatch.from_groups(groups, signals, config.algorithm.mini_batches, step)
         await ports.engines.all_back()
+        ports.engines.overwrite()
         result, parts = await ports.trainer.update(batch, [group.routes for group in groups])
         records.check_update(step, groups, signals, result)
         clock.lap("train")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,16 +16,19 @@ from lora_moe_rl.adapters import peft
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.data.samples import Group, Sample, UpdateResult
+from lora_moe_rl.data.samples import NOT_SAMPLED, Group, Sample, UpdateResult
 from lora_moe_rl.errors import MismatchError, NonFiniteError, RewardError
 from lora_moe_rl.files import checkpoint, trainer_state
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.models.fingerprint import base_record
 from lora_moe_rl.ports import Trainer
 from lora_moe_rl.rollout.facts import Dtype
+from lora_moe_rl.run.health import Health, group_metrics
 from lora_moe_rl.telemetry import console, names
 from lora_moe_rl.telemetry.clock import Clock
 from lora_moe_rl.telemetry.metrics import MetricsWriter
+
+log = logging.getLogger(__name__)
 
 # Of mismatch/kl (mismatch.stop_above=null), by the trainer's dtype: far above rounding, so that
 # what is beyond is a fault. Seen were up to 2e-12 in float32 (docs/figures.md), and in bfloat16
@@ -70,6 +74,7 @@ class Records:
         self.base = base_record(config.model.path, model_dir)
         self.stop_requested = False
         self.done = done
+        self._lines, self._health = console.StepLines(config), Health()
         self._skipped_in_a_row = 0
         self._unrewarded_in_a_row = 0
         self._drawn_again = 0
@@ -146,7 +151,10 @@ class Records:
         """Writes all samples of a step that stops the run. Which of them, and which token, was
         worst is not known here: the trainer's logprobs stay on its ranks, and of them come a mean
         and the largest difference. A step of NaN is for max_skipped_steps to judge."""
-        kl = result.metrics[names.MISMATCH_KL]
+        fresh, every = names.kl_of_age(0), result.metrics[names.MISMATCH_KL]
+        kl = result.metrics.get(fresh, every)
+        if math.isnan(kl) and fresh in result.metrics:  # no token is of this version
+            return
         if kl <= self.stop_above or result.nonfinite:
             return
         self.run_dir.write_samples(step, groups, signals, every=True)
@@ -163,7 +171,9 @@ class Records:
         """Writes a step's samples and metrics."""
         self.run_dir.write_samples(facts.step, facts.groups, facts.signals)
         record = {"step": facts.step, **facts.result.metrics, **facts.published}
-        record |= rollout_metrics(facts.samples, clock.seconds["rollout"])
+        sampled_in = "total" if self.config.schedule.lag else "rollout"
+        record |= rollout_metrics(facts.samples, clock.seconds[sampled_in])
+        record |= age_metrics(facts.samples, facts.version)
         record |= reward_metrics(facts.groups)
         record |= {
             names.VERSION: facts.version,
@@ -176,7 +186,10 @@ class Records:
         clock.lap("records")
         record |= stages | {names.STEP_SECONDS: clock.seconds["total"]}
         self.metrics.write(record)
-        console.step_line(record)
+        self._lines.show(record)
+        for warning in self._health.look(facts.step, facts.groups, facts.signals):
+            console.warn(warning)
+            log.info(warning)
         self.done = facts.step
 
     def checkpoint(self, step: int, book: dict[str, Any]) -> None:
@@ -202,13 +215,27 @@ class Records:
 
 
 def rollout_metrics(samples: Sequence[Sample], seconds: float) -> dict[str, float]:
-    """`seconds`: from the step's begin to its last sample."""
+    """`seconds`: from the step's begin to its last sample, or to its end when engines sample all
+    the time."""
     tokens = sum(len(sample.response_ids) for sample in samples)
     return {
         "rollout/tokens": tokens,
         names.TOKENS_PER_SECOND: tokens / seconds if seconds else math.nan,
         names.TRUNCATED: sum(sample.truncated for sample in samples) / len(samples),
-        "rollout/response_length": tokens / len(samples),
+        names.RESPONSE_LENGTH: tokens / len(samples),
+    }
+
+
+def age_metrics(samples: Sequence[Sample], version: int) -> dict[str, float]:
+    """How many versions the step's tokens are older than the one that is updated."""
+    versions = np.concatenate([sample.versions for sample in samples])
+    ages = version - versions[versions != NOT_SAMPLED]
+    if not ages.size:
+        return {}
+    return {
+        "rollout/age_oldest": int(ages.max()),
+        "rollout/age_newest": int(ages.min()),
+        "rollout/age_mean": float(ages.mean()),
     }
 
 
@@ -220,4 +247,5 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
         names.REWARD: float(given.mean()) if len(given) else math.nan,
         names.REWARD_STD: float(given.std()) if len(given) else math.nan,
         names.REWARDS_FAILED: sum(len(group.failures) for group in groups),
+        **group_metrics(groups),
     }

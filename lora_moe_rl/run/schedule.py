@@ -1,7 +1,7 @@
 """Who may go ahead of whom: pure rules, without I/O or clocks.
 
     schedule   a ticket may be ahead by    a token may be older than the update by
-    lag 0      nothing: synchronous        0 versions
+    lag 0      nothing: synchronous        0 steps, of one version each
     lag 1      one step of groups          1
     lag k      k steps                     k
 
@@ -30,10 +30,12 @@ T = TypeVar("T", bound=Aged)
 
 @dataclass(frozen=True)
 class Schedule:
-    """`groups_per_step` tickets make a step; `lag` is the age in versions that a token may have."""
+    """`groups_per_step` tickets make a step; `lag` is the age in steps that a token may have, of at
+    most `versions_per_step` versions each."""
 
     groups_per_step: int
     lag: int = 0
+    versions_per_step: int = 1
 
     @property
     def width(self) -> int:
@@ -50,14 +52,19 @@ class Schedule:
         none when it has to wait for more, or for one that would be too old for the step after."""
         if len(scored) < self.groups_per_step:
             return []
-        if any(newest - ticket.version >= self.lag for ticket in rolling):
+        if any(newest - ticket.version >= self._oldest for ticket in rolling):
             return []
         oldest: Sequence[T] = sorted(scored, key=lambda ticket: (ticket.version, ticket.number))
         return sorted(oldest[: self.groups_per_step], key=lambda ticket: ticket.number)
 
     def is_stale(self, ticket: Aged, newest: int) -> bool:
         """Whether the step that updates version `newest` may not use the ticket any more."""
-        return newest - ticket.version > self.lag
+        return newest - ticket.version > self._oldest
+
+    @property
+    def _oldest(self) -> int:
+        """The age in versions that a token may have."""
+        return self.lag * self.versions_per_step
 
 
 def seed_of(run_seed: int, number: int, groups_per_step: int) -> int:

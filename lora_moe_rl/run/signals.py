@@ -1,10 +1,15 @@
-"""SIGTERM as Ctrl-C, for as long as nothing better is known."""
+"""SIGTERM as Ctrl-C, for as long as nothing better is known; and what a run ends with that was
+asked to stop."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal ended the run after one of its steps, as it should; all has been said."""
 
 
 @contextmanager

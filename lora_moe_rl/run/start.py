@@ -11,23 +11,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lora_moe_rl import algorithms
-from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
+from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.plugins import ENVIRONMENTS
 from lora_moe_rl.data.prompts import PromptSource
-from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.errors import CheckpointError, RunDirError
 from lora_moe_rl.files import checkpoint
 from lora_moe_rl.files.checkpoint import Found
 from lora_moe_rl.files.run_dir import RunDir
-from lora_moe_rl.models.directory import check_model_dir, resolve_model
 from lora_moe_rl.models.fingerprint import check_unchanged
-from lora_moe_rl.models.fit import check_layout, check_replay
 from lora_moe_rl.rewards.runner import RewardRunner
-from lora_moe_rl.rollout.device import check_engine
 from lora_moe_rl.run import adapter_start, loop
+from lora_moe_rl.run.preflight import Preflight
 from lora_moe_rl.run.publisher import Publisher, plan_layouts
 from lora_moe_rl.run.records import Records
 from lora_moe_rl.run.schedule import Schedule
+from lora_moe_rl.run.signals import Stopped
 from lora_moe_rl.run.tickets import TicketBook
 from lora_moe_rl.telemetry import console, report
 from lora_moe_rl.telemetry.metrics import MetricsWriter
@@ -66,50 +65,59 @@ class Actors(NamedTuple):
     channel: Channel
 
 
-def run(config: RunConfig, resume: bool = False) -> None:
-    """Trains to `trainer.steps`. Raises a LoraMoeRlError for what a user can get wrong, and
-    KeyboardInterrupt when a signal ended the run after one of its steps."""
-    if config.reward.function is None:
-        raise ConfigError(
-            "reward.function is not set: name a function as module:function or file.py:function, "
-            "or lora_moe_rl.rewards:exact_match to compare with the answer column"
-        )
-    model_dir = resolve_model(config.model.path).absolute()
-    spec = make_spec(config, model_dir)
-    source = make_source(config, model_dir)
-    rewards = RewardRunner(config.reward.function, config.reward.timeout_s)
-    with RunDir(config, resume) as run_dir, rewards:
-        found = None
-        if resume:
-            newest = checkpoint.newest_valid(run_dir.checkpoints)
-            console.say_resume(newest)
-            if newest.path:
-                found = newest
-                check_unchanged(found.metadata["base"], model_dir)
-                adapter_start.other_ranks(found, config, spec)
-        console.log_to(run_dir.log_path("controller"))
-        start = None
-        if config.adapter.init_from is not None and not found:
-            start = adapter_start.init_from(config, spec, model_dir)
-        parts = (config, spec, model_dir, source, rewards, run_dir)
-        _run(Prepared(*parts, found=found, start=start))
+def run(config: RunConfig, resume: bool = False, fork: Path | None = None) -> None:
+    """Trains to `trainer.steps`. `resume`: from the newest checkpoint of the run directory; `fork`:
+    from that checkpoint of another run, in a new directory.
+
+    Raises a LoraMoeRlError for what a user can get wrong, and Stopped when a signal ended the run
+    after one of its steps.
+    """
+    if (step := _steps_done(config, resume, fork)) >= config.trainer.steps:
+        console.say_done(step, config.trainer.steps)
+        return
+    with Preflight(config, fetch=True) as ready:
+        with console.Starting() as starting:
+            ready.require(console.warn, starting.begin)
+        with RunDir(config, resume) as run_dir:
+            if fork is not None:
+                checkpoint.adopt(run_dir.checkpoints, fork)
+            found = _found(run_dir, ready) if resume or fork else None
+            console.log_to(run_dir.log_path("controller"))
+            start = None
+            if config.adapter.init_from is not None and not found:
+                start = adapter_start.init_from(config, ready.spec, ready.model_dir)
+            parts = (config, ready.spec, ready.model_dir, ready.source, ready.rewards, run_dir)
+            _run(Prepared(*parts, found=found, start=start))
 
 
-def make_spec(config: RunConfig, model_dir: Path) -> AdapterSpec:
-    """Raises ModelError or ConfigError for a model or a layout that cannot work."""
-    shape = ModelShape.from_hf_config(check_model_dir(model_dir))
-    check_layout(shape, config)
-    check_replay(shape, config)
-    spec = AdapterSpec.build(shape, config.adapter, servable=config.refit.mode == "adapter")
-    check_engine(config, spec)
-    return spec
+def _steps_done(config: RunConfig, resume: bool, fork: Path | None) -> int:
+    """What the checkpoint to go on from has done, as far as it has to be known before anything
+    starts. Raises RunDirError when there is none to fork."""
+    if fork is not None:
+        if not (fork / checkpoint.MANIFEST).is_file():
+            raise RunDirError(
+                f"--resume-from {fork} is no checkpoint (it has no {checkpoint.MANIFEST}); name "
+                "one by its directory: RUN/checkpoints/step-000100"
+            )
+        try:
+            return checkpoint.read_manifest(fork)["step"]
+        except CheckpointError as error:
+            raise RunDirError(f"--resume-from {fork} is not valid: {error}") from error
+    root = RunDir(config, resume).checkpoints
+    if not resume or checkpoint.newest_step(root) < config.trainer.steps:
+        return 0
+    return checkpoint.newest_valid(root).metadata["step"]
 
 
-def make_source(config: RunConfig, model_dir: Path) -> PromptSource:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    return PromptSource(config.data, tokenizer, config.seed, config.max_prompt_tokens)
+def _found(run_dir: RunDir, ready: Preflight) -> Found | None:
+    """The checkpoint to go on from, which fits base and adapter; None when there is none yet."""
+    newest = checkpoint.newest_valid(run_dir.checkpoints)
+    console.say_resume(newest)
+    if newest.path is None:
+        return None
+    check_unchanged(newest.metadata["base"], ready.model_dir)
+    adapter_start.other_ranks(newest, ready.config, ready.spec)
+    return newest
 
 
 def _run(run: Prepared) -> None:
@@ -122,7 +130,7 @@ def _run(run: Prepared) -> None:
     report.finish(run.run_dir)
     if records.stop_requested:
         console.say_stopped(run.run_dir, records.done)
-        raise KeyboardInterrupt
+        raise Stopped
 
 
 def _go(run: Prepared, actors: Actors, records: Records) -> None:
@@ -142,7 +150,9 @@ def _go(run: Prepared, actors: Actors, records: Records) -> None:
         publisher,
         records,
     )
-    schedule = Schedule(config.algorithm.prompts_per_step)
+    schedule = Schedule(
+        config.algorithm.prompts_per_step, config.schedule.lag, config.algorithm.updates_per_step
+    )
     done = run.found.metadata.get("done", []) if run.found else []
     asyncio.run(loop.run(ports, TicketBook(schedule, done), run.step + 1))
 
@@ -171,28 +181,33 @@ def _restore(run: Prepared, trainer: TrainerRanks) -> int:
 @contextmanager
 def _actors(run: Prepared) -> Iterator[Actors]:
     """Starts Ray and all actors; ends them, whatever happens."""
-    import ray
+    starting, config = console.Starting(), run.config
+    with starting:
+        starting.begin("importing Ray")
+        import ray
 
-    from lora_moe_rl.cluster.actors import start_ray
-    from lora_moe_rl.cluster.engines import RolloutEngines
-    from lora_moe_rl.cluster.placement import Placement
-    from lora_moe_rl.cluster.trainer import TrainerRanks
-    from lora_moe_rl.refit.transports import choose
+        from lora_moe_rl.cluster.actors import start_ray, states
+        from lora_moe_rl.cluster.engines import RolloutEngines
+        from lora_moe_rl.cluster.placement import Placement
+        from lora_moe_rl.cluster.trainer import TrainerRanks
+        from lora_moe_rl.refit.transports import choose
 
-    config = run.config
-    start_ray(config.trainer.world_size + config.rollout.engines)
     try:
-        with console.starting():
+        with starting:
+            starting.begin("starting Ray")
+            start_ray(config.trainer.world_size + config.rollout.engines)
+            starting.begin("starting trainer ranks and rollout engines")
             placement = Placement(config, [run.model_dir, run.run_dir.path])
             where = (run.model_dir, run.run_dir, placement)
             trainer = TrainerRanks(config, run.spec, *where)
             engines = RolloutEngines(config, run.spec, *where)
+            starting.watch(lambda: states(trainer.starting | engines.starting))
             engines.start_async()
             trainer.start_async()
             started = (trainer.wait_started(), engines.wait_started())
             places = [[actor.pop("place") for actor in actors] for actors in started]
             channel = choose(config.refit, *places)
-            console.say_started(*started)
+        console.say_started(*started)
         layouts = plan_layouts(config, run.spec, started[1][0]["dtype"])
         trainer.prepare_refit(layouts, channel)
         engines.prepare_refit(layouts, channel)

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,44 +26,72 @@ from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.telemetry import names
 
 HEADER_EVERY = 20
+POLL_S = 0.5
 Bar = Callable[[int], None]
 
-# Metric -> heading, width, format.
+# Metric -> heading, width, format. Of a step that makes one update the loss says nothing: its ratio
+# is 1, and advantages of a group add up to 0.
 _COLUMNS = {
-    "step": ("step", 5, "d"),
     names.REWARD: ("reward", 8, ".3f"),
+    names.SOLVED_NONE: ("unsolved", 9, ".0%"),
+    names.RESPONSE_LENGTH: ("length", 8, ",.1f"),
+    names.TRUNCATED: ("cut", 5, ".0%"),
+    names.ENTROPY: ("entropy", 8, ".3f"),
     names.LOSS: ("loss", 10, "+.2e"),
+    names.GRAD_NORM: ("gradient", 10, ".2e"),
     names.MISMATCH_KL: ("mismatch", 10, ".1e"),
-    names.time("rollout"): ("rollout s", 11, ".2f"),
-    names.time("train"): ("train s", 9, ".2f"),
-    names.time("refit"): ("refit s", 9, ".3f"),
+    names.time("rollout"): ("rollout s", 10, ".2f"),
+    names.time("train"): ("train s", 8, ".2f"),
     names.STEP_SECONDS: ("step s", 8, ".2f"),
-    names.TOKENS_PER_SECOND: ("tokens/s", 10, ",.0f"),
 }
+_STEP, _LEFT = ("step", 8), ("left", 8)
+_STEPS_OF_ETA = 20
 
 _console = Console(highlight=False, soft_wrap=True)
-_lines = 0
+_errors = Console(highlight=False, soft_wrap=True, stderr=True)
 
 
-def step_line(record: dict[str, Any]) -> None:
-    """Prints a step's metrics as one aligned line, under a header every twenty lines."""
-    global _lines
-    if _lines % HEADER_EVERY == 0:
-        _console.print(Text(header(), style="bold"))
-    _lines += 1
-    _console.print(Text(format_step(record)))
+class StepLines:
+    """A step as one aligned line, under a header every twenty lines."""
+
+    def __init__(self, config: RunConfig):
+        self._total = config.trainer.steps
+        self._columns = dict(_COLUMNS)
+        if config.algorithm.on_policy:
+            del self._columns[names.LOSS]
+        self._seconds: deque[float] = deque(maxlen=_STEPS_OF_ETA)
+        self._lines = 0
+
+    @property
+    def header(self) -> str:
+        pairs = [_STEP, *((heading, width) for heading, width, _ in self._columns.values()), _LEFT]
+        return "".join(heading.rjust(width) for heading, width in pairs)
+
+    def line(self, record: dict[str, Any]) -> str:
+        """The next step's. A number that it has none of (no rewards: the mean is NaN) reads `-`;
+        the last column is the time that is left, by the steps before."""
+        self._seconds.append(record.get(names.STEP_SECONDS, 0.0))
+        mean = sum(self._seconds) / len(self._seconds)
+        cells = [f"{record['step']}/{self._total}".rjust(_STEP[1])]
+        for metric, (_, width, form) in self._columns.items():
+            cells.append(_number(record.get(metric), form).rjust(width))
+        left = (self._total - record["step"]) * mean
+        return "".join([*cells, _duration(left).rjust(_LEFT[1])])
+
+    def show(self, record: dict[str, Any]) -> None:
+        if self._lines % HEADER_EVERY == 0:
+            _console.print(Text(self.header, style="bold"))
+        self._lines += 1
+        _console.print(Text(self.line(record)))
 
 
-def header() -> str:
-    return "".join(heading.rjust(width) for heading, width, _ in _COLUMNS.values())
-
-
-def format_step(record: dict[str, Any]) -> str:
-    """A number that the step has none of (no rewards: the mean is NaN) reads `-`."""
-    return "".join(
-        _number(record.get(metric), form).rjust(width)
-        for metric, (_, width, form) in _COLUMNS.items()
-    )
+def _duration(seconds: float) -> str:
+    """0:42, 1:05:00 or 3d 04h."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24}d {hours % 24:02}h"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _number(value: float | None, form: str) -> str:
@@ -84,18 +115,59 @@ def progress(total: int, config: RunConfig) -> Iterator[Bar]:
         yield lambda count: bar.advance(task, count)
 
 
-@contextmanager
-def starting() -> Iterator[None]:
-    """Shown while the actors start, which takes the better part of a minute."""
-    if not _console.is_terminal:
-        yield
-        return
-    with _console.status("starting trainer ranks and rollout engines"):
-        yield
+class Starting:
+    """What is said while a run starts, which takes the better part of a minute: on a terminal one
+    line with the time, what is done and the state of each actor, twice a second; in a pipe a line
+    whenever an actor's state changes. A context manager, which may be entered again."""
+
+    def __init__(self):
+        self._what = "looking at the settings"
+        self._states: Callable[[], dict[str, str]] = dict
+        self._since = time.monotonic()
+
+    def begin(self, what: str) -> None:
+        self._what = what
+
+    def watch(self, states: Callable[[], dict[str, str]]) -> None:
+        """`states`: of each actor, asked twice a second from a thread of this object's own."""
+        self._states = states
+
+    def __enter__(self) -> Starting:
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        if _console.is_terminal:
+            with _console.status(self._text()) as status:
+                while not self._ended.wait(POLL_S):
+                    status.update(self._text())
+            return
+        told: dict[str, str] = {}
+        while not self._ended.wait(POLL_S):
+            states = self._states()
+            if states != told:
+                _console.print(Text(self._text()))
+            told = states
+
+    def _text(self) -> str:
+        states = ", ".join(f"{name} {state}" for name, state in self._states().items())
+        seconds = f"{time.monotonic() - self._since:.0f} s"
+        return f"{self._what}, {seconds}{': ' if states else ''}{states}"
 
 
 def say(message: str, style: str = "") -> None:
     _console.print(Text(message, style=style))
+
+
+def warn(message: str) -> None:
+    """On stderr, as what goes to stdout may be read by a program."""
+    _errors.print(Text("warning: ", style="yellow"), Text(message), sep="")
 
 
 def say_started(trainer: list[dict[str, Any]], engines: list[dict[str, Any]]) -> None:
@@ -125,6 +197,13 @@ def say_resume(found: Found) -> None:
         say("no checkpoint yet: starting from step 1", "yellow")
     else:
         say(f"going on from {found.path}")
+
+
+def say_done(step: int, steps: int) -> None:
+    say(
+        f"nothing is left to do: the checkpoint is at step {step}, and trainer.steps={steps}; "
+        "raise it to go on"
+    )
 
 
 def say_notes(notes: list[str]) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 REWARD, REWARD_STD, REWARDS_FAILED = "reward/mean", "reward/std", "reward/failed"
+SOLVED_ALL, SOLVED_NONE = "reward/solved_all", "reward/solved_none"
 LOSS = "loss/policy"
+ENTROPY = "policy/entropy"
+RESPONSE_LENGTH = "rollout/response_length"
 TRUNCATED = "rollout/truncated"
 TOKENS = "rollout/tokens"
 TOKENS_PER_SECOND = "rollout/tokens_per_second"
@@ -18,6 +21,11 @@ REFIT_SECONDS = "refit/seconds"
 # A step's stages, which follow each other; what it takes beyond them is other.
 STAGES = ("rollout", "reward", "train", "refit")
 STEP_SECONDS = "time/step"
+
+
+def kl_of_age(age: int) -> str:
+    """The metric of the tokens that are `age` steps older than what is updated."""
+    return f"mismatch/kl_age_{age}"
 
 
 def time(stage: str) -> str:

@@ -26,7 +26,7 @@ def make_tiny(
     """
     if name not in TINY_NAMES:
         raise ModelError(f"{name!r} is not a tiny model; there are {', '.join(TINY_NAMES)}")
-    target = Path(out) if out else cache_dir() / f"{name}-{_cache_key(name)}"
+    target = Path(out) if out else cached_at(name)
     if (target / "config.json").is_file() and not force:
         return target
     if out and target.is_dir() and any(target.iterdir()) and not force:
@@ -42,6 +42,17 @@ def make_tiny(
         if force or not (target / "config.json").is_file():
             build(name, target, progress)
     return target
+
+
+def find_tiny(name: str) -> Path | None:
+    """The directory of a tiny model in the cache, if it was made already."""
+    target = cached_at(name)
+    return target if (target / "config.json").is_file() else None
+
+
+def cached_at(name: str) -> Path:
+    """Where a tiny model is in the cache, or will be."""
+    return cache_dir() / f"{name}-{_cache_key(name)}"
 
 
 def cache_dir() -> Path:

@@ -79,7 +79,8 @@ class TrainingEngine:
         self.audit = Audit(self.replay)
         if config.trainer.recompute == "full":
             _train_through_embeddings(inner)
-        self.optimizer = AdapterOptimizer(config.trainer, self.adapters)
+        total = config.trainer.steps * config.algorithm.optimizer_steps
+        self.optimizer = AdapterOptimizer(config.trainer, self.adapters, total)
         for chunk in inner:
             chunk.config.finalize_model_grads_func = self._finalize_gradients
             chunk.config.grad_scale_func = None

@@ -15,6 +15,7 @@ from lora_moe_rl.algorithms.base import Algorithm
 from lora_moe_rl.algorithms.parts import kl
 from lora_moe_rl.data.batch import MicroBatch
 from lora_moe_rl.router_replay.replay import Replay
+from lora_moe_rl.telemetry import names
 from lora_moe_rl.trainer.device import Device
 from lora_moe_rl.trainer.optimizer import StepResult
 
@@ -26,10 +27,21 @@ _ALWAYS = ("tokens", "entropy", "masked", "rejected")
 class Meter:
     """`reports`: whether this rank's sums count. Under tensor parallelism every rank of a group
     computes the same logprobs, and only the last stage has any. `declared`: the metrics of the
-    algorithm, and how each is put together."""
+    algorithm, and how each is put together. `lag`: how many steps a token may be old; a step is
+    `versions_per_step` versions, and `version` the one before the update."""
 
-    def __init__(self, device: Device, is_last_stage: bool, algorithm: Algorithm):
+    def __init__(
+        self,
+        device: Device,
+        is_last_stage: bool,
+        algorithm: Algorithm,
+        lag: int = 0,
+        version: int = 0,
+        versions_per_step: int = 1,
+    ):
         self.device, self.algorithm, self.declared = device, algorithm, algorithm.metrics
+        self.version, self.versions_per_step = version, versions_per_step
+        self.ages = range(lag + 1) if lag else range(0)
         self.sums: dict[str, float] = defaultdict(float)
         self.extremes: dict[str, float] = {}  # of the metrics that are a max or a min
         self.max_diff = {WITH: 0.0, WITHOUT: 0.0}
@@ -58,8 +70,15 @@ class Meter:
                 self.add(f"loss/{name}", value.where(mask, 0).sum())
 
     def mismatch(self, prefix: str, data: MicroBatch, trainer: torch.Tensor) -> None:
-        """Rollout against trainer, over the sampled tokens of this micro-batch."""
-        stats = kl.mismatch(data.rollout_logprobs, trainer.cpu().numpy(), data.sampled)
+        """Rollout against trainer, over the sampled tokens of this micro-batch; if there may be
+        older ones, the KL also of each age apart."""
+        ours = trainer.cpu().numpy()
+        ages = -((data.versions - self.version) // self.versions_per_step)
+        for age in self.ages if prefix == WITH else ():
+            found = kl.mismatch(data.rollout_logprobs, ours, data.sampled & (ages == age))
+            self.add(f"{names.kl_of_age(age)}/sum", found["kl"] * found["tokens"])
+            self.add(f"{names.kl_of_age(age)}/tokens", found["tokens"])
+        stats = kl.mismatch(data.rollout_logprobs, ours, data.sampled)
         for name in _MISMATCH_MEANS:
             self.add(f"{prefix}/{name}", stats[name] * stats["tokens"])
         self.add(f"{prefix}/tokens", stats["tokens"])
@@ -98,7 +117,20 @@ class Meter:
                 f"{prefix}/{name}": s[f"{prefix}/{name}"] / count for name in _MISMATCH_MEANS
             }
             metrics[f"{prefix}/max_abs_logprob_diff"] = largest
-        return metrics
+        return metrics | self._by_age()
+
+    def _by_age(self) -> dict[str, float]:
+        """The KL of the tokens of each age; NaN where there are none."""
+        of_age = [names.kl_of_age(age) for age in self.ages]
+        if not of_age:
+            return {}
+        sums = self._reduce([f"{name}/{what}" for name in of_age for what in ("sum", "tokens")])
+        return {
+            name: sums[f"{name}/sum"] / sums[f"{name}/tokens"]
+            if sums[f"{name}/tokens"]
+            else math.nan
+            for name in of_age
+        }
 
     def _extremes(self) -> dict[str, float]:
         """The largest and smallest over all ranks; NaN when no rank has any."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,23 +20,45 @@ from lora_moe_rl.errors import CheckpointError
 
 @dataclass(frozen=True)
 class StepResult:
-    """`grad_norm` is that of the whole adapter before clipping."""
+    """`grad_norm` is that of the whole adapter before clipping, `lr` that of A."""
 
     applied: bool
     grad_norm: float
     lr: float
 
 
+def learning_rate(config: TrainerConfig, done: int, total: int) -> float:
+    """Of the optimizer step after `done` of `total`. Steps that are skipped do not count."""
+    if done < config.warmup_steps:
+        return config.lr * (done + 1) / config.warmup_steps
+    if config.lr_schedule == "constant":
+        return config.lr
+    past = min(1.0, (done - config.warmup_steps) / max(1, total - config.warmup_steps))
+    left = 1 - past if config.lr_schedule == "linear" else (1 + math.cos(math.pi * past)) / 2
+    return config.min_lr + (config.lr - config.min_lr) * left
+
+
+def _groups(config: TrainerConfig, adapters: Adapters) -> list[dict[str, Any]]:
+    """Parameters by the ratio of their learning rate to trainer.lr."""
+    if config.lr_ratio_B == 1:
+        return [{"params": adapters.parameters(), "ratio": 1.0}]
+    return [
+        {"params": adapters.parameters_of("A"), "ratio": 1.0},
+        {"params": adapters.parameters_of("B"), "ratio": config.lr_ratio_B},
+    ]
+
+
 class AdapterOptimizer:
     """The optimizer of one rank. `steps` counts applied steps. `began`: of sites whose moments are
     younger than that, the step at which they began."""
 
-    def __init__(self, config: TrainerConfig, adapters: Adapters):
-        self.config, self.adapters = config, adapters
+    def __init__(self, config: TrainerConfig, adapters: Adapters, total_steps: int):
+        """`total_steps`: of the whole run, for its learning rate."""
+        self.config, self.adapters, self.total_steps = config, adapters, total_steps
         self.steps = 0
         self.began: dict[str, int] = {}
         self.adam = torch.optim.AdamW(
-            adapters.parameters(),
+            _groups(config, adapters),
             lr=config.lr,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
@@ -47,21 +70,17 @@ class AdapterOptimizer:
         """Clips and steps on gradients that are summed over ranks, unless their norm is NaN or
         infinite; the norm is the same on all ranks."""
         norm = self.adapters.gradients.norm()
-        lr = self._lr()
+        lr = learning_rate(self.config, self.steps, self.total_steps)
         if not math.isfinite(norm):
             return StepResult(False, norm, lr)
         if self.config.clip_grad and norm > self.config.clip_grad:
             self.adapters.gradients.scale(self.config.clip_grad / (norm + 1e-6))
-        self.adam.param_groups[0]["lr"] = lr
+        for group in self.adam.param_groups:
+            group["lr"] = lr * group["ratio"]
         self.adam.step()
         self.adapters.gradients.check_copies()
         self.steps += 1
         return StepResult(True, norm, lr)
-
-    def _lr(self) -> float:
-        if self.config.warmup_steps:
-            return self.config.lr * min(1.0, (self.steps + 1) / self.config.warmup_steps)
-        return self.config.lr
 
     def state(self, key: str):
         """A function from a parameter to its Adam state `key` (exp_avg or exp_avg_sq): a tensor of

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.numpy import save_file
 
 from lora_moe_rl.adapters.attach import Adapters
 from lora_moe_rl.adapters.sharding import Box
 from lora_moe_rl.errors import CheckpointError
 from lora_moe_rl.files.checkpoint import disk_errors
+from lora_moe_rl.files.saving import save_safetensors
 from lora_moe_rl.files.trainer_state import BEGAN, FILES, MOMENTS, file_name, key, parse
 from lora_moe_rl.trainer.optimizer import AdapterOptimizer
 
@@ -29,7 +29,7 @@ def save(directory: Path, rank: int, adapters: Adapters, optimizer: AdapterOptim
         if matrix == "A" and s.exported and not any(s.start) and site in optimizer.began:
             tensors[key(BEGAN, site, (0,))] = np.array([optimizer.began[site]])
     with disk_errors(directory):
-        save_file(tensors, directory / file_name(rank))
+        save_safetensors(tensors, directory / file_name(rank))
 
 
 def load(directory: Path, adapters: Adapters, optimizer: AdapterOptimizer, steps: int) -> None:

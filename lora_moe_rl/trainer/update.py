@@ -88,7 +88,12 @@ def gradients(
 
 
 def _meter(engine: TrainingEngine) -> Meter:
-    return Meter(engine.device, engine.is_last_stage, engine.algorithm)
+    config = engine.config
+    per_step = config.algorithm.updates_per_step
+    lag = config.schedule.lag
+    return Meter(
+        engine.device, engine.is_last_stage, engine.algorithm, lag, engine.version, per_step
+    )
 
 
 def _dp() -> tuple[int, int]:

@@ -25,7 +25,7 @@ and seed.
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_intermixed_args(argv)
     config = make_config(options.model, options.settings)
-    model_dir = resolve_model(config.model.path)
+    model_dir = resolve_model(config.model.path, config.model.revision)
     dropped = tuple(_entry(text) for text in options.drop)
     spec, layouts = plan(config, names(options.layouts, "--layouts", "a layout"), model_dir)
     with progress(len(layouts) + 3, options.json) as say:

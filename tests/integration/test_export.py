@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
 
 import pytest
 import tiny_families
@@ -81,3 +88,57 @@ def test_an_adapter_is_served_as_its_merged_model(tmp_path, capsys, monkeypatch)
     captured = json.loads(capsys.readouterr().out)
     assert captured["command"].count("--lora-modules") == 1 and captured["passed"]
     assert started and not any(process.is_running() for process in started)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_command_that_export_prints_serves_the_adapter(tmp_path, capsys):
+    """As printed, in a shell without the tests' environment; one routed expert is adapted."""
+    from lora_moe_rl.adapters import peft
+    from lora_moe_rl.adapters.families import ModelShape
+    from lora_moe_rl.adapters.spec import AdapterSpec
+    from lora_moe_rl.config import AdapterConfig, RunConfig
+
+    base = tmp_path / "base"
+    tiny_families.save("qwen3_moe", base)
+    make_tokenizer().save_pretrained(base)
+    shape = ModelShape.from_hf_config(json.loads((base / "config.json").read_text()))
+    config = RunConfig(model=str(base), adapter=AdapterConfig(rank=4))
+    spec = AdapterSpec.build(shape, config.adapter)
+    peft.write(tmp_path / "source", spec, drawn(spec.tensor_shapes, seed=0), config)
+    words = ["export", str(tmp_path / "source"), "--to", "peft", "--for", "vllm"]
+    assert main([*words, "--out", str(tmp_path / "mine")]) == 0
+    printed = capsys.readouterr().out.splitlines()[-1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with open(tmp_path / "log", "w") as log:
+        server = subprocess.Popen(
+            ["env", "-i", f"PATH={os.environ['PATH']}", f"HOME={tmp_path}"]
+            + [f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}", "sh", "-c"]
+            + [f"exec env {printed} --host 127.0.0.1 --port {port}"],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=tmp_path,
+            start_new_session=True,
+        )
+    try:
+        asked = {"model": "mine", "prompt": [1, 2, 3], "max_tokens": 2, "temperature": 0}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/completions",
+            json.dumps(asked).encode(),
+            {"Content-Type": "application/json"},
+        )
+        while True:
+            assert server.poll() is None, (tmp_path / "log").read_text()[-4000:]
+            try:
+                answer = json.loads(urllib.request.urlopen(request, timeout=120).read())
+                break
+            except urllib.error.HTTPError as error:
+                pytest.fail(f"{error}: {(tmp_path / 'log').read_text()[-4000:]}")
+            except urllib.error.URLError:
+                time.sleep(0.5)  # not up yet
+        assert answer["usage"]["completion_tokens"] == 2
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()

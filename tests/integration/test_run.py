@@ -110,8 +110,9 @@ def test_the_console_shows_actors_steps_and_the_end(whole):
     lines = whole.output.splitlines()
     for start in ("trainer-0: device ", "trainer-1: device ", "engine-0: vllm "):
         assert any(line.startswith(start) for line in lines), whole.output
-    at = lines.index(console.header())
-    assert lines[at + 1 : at + 5] == [console.format_step(record) for record in whole.records]
+    steps = console.StepLines(load_config(str(whole.folder / "config.yaml")))
+    at = lines.index(steps.header)
+    assert lines[at + 1 : at + 5] == [steps.line(record) for record in whole.records]
     assert "mismatch KL (max)" in whole.output and f"{whole.folder}/curves.png" in whole.output
     assert "Traceback" not in whole.output and "WARNING" not in whole.output
 

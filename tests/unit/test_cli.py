@@ -11,6 +11,7 @@ import yaml
 
 from lora_moe_rl import cli
 from lora_moe_rl.config.importing import load_function
+from lora_moe_rl.run.signals import Stopped
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,8 +20,15 @@ from lora_moe_rl import recipe
 from lora_moe_rl.config import RunConfig
 
 config = RunConfig(
-    name="sums", model="qwen3_moe", adapter={"rank": 4}, reward={"function": f"{__file__}:reward"}
+    name="sums",
+    model="qwen3_moe",
+    adapter={"rank": 4},
+    data={"generator": f"{__file__}:rows"},
+    reward={"function": f"{__file__}:reward"},
 )
+
+def rows():
+    yield {"prompt": "1+2=", "answer": "3"}
 
 def reward(completions, **columns):
     return [1.0 for _ in completions]
@@ -174,3 +182,11 @@ def test_answers_within_two_seconds_and_imports_nothing_heavy(tmp_path, argument
     seconds = time.perf_counter() - started
     assert child.returncode == 0, child.stderr
     assert seconds < 2
+
+
+def test_a_run_that_was_asked_to_stop_ends_without_the_word_error(capsys):
+    def stopped():
+        raise Stopped
+
+    assert cli.exit_code_of(stopped, []) == cli.INTERRUPTED
+    assert capsys.readouterr() == ("", "")

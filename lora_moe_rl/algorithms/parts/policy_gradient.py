@@ -120,6 +120,8 @@ class PolicyGradient(Algorithm):
         self._loss = parts["loss"](settings)
         self._correction = parts["correction"](settings)
         self._rejection = parts["rejection"](settings)
+        own: dict[str, Reduce] = {"policy": "token_mean", "kl": "token_mean"}
+        self.metrics = {**own, **self._loss.metrics, **self._correction.metrics}
 
     @classmethod
     def read(cls, value: Mapping[str, Any]) -> AlgorithmConfig:
@@ -145,10 +147,11 @@ class PolicyGradient(Algorithm):
                 )
         return settings.model_validate(value)
 
-    @property
-    def metrics(self) -> Mapping[str, Reduce]:
-        own: dict[str, Reduce] = {"policy": "token_mean", "kl": "token_mean"}
-        return own | dict(self._loss.metrics) | dict(self._correction.metrics)
+    @classmethod
+    def corrects(cls, settings: PolicyGradientConfig) -> bool:
+        return (
+            PARTS["correction"].find(settings.correction).corrects or settings.anchor == "rollout"
+        )
 
     @property
     def passes(self) -> frozenset[Pass]:

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from packed_tokens import tokens_of
 from torch.testing import assert_close
 
 from lora_moe_rl import algorithms
@@ -12,7 +13,6 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.config.plugins import ALGORITHMS
 from lora_moe_rl.errors import ConfigError
-from tests.helpers.tokens import tokens_of
 
 NAN = float("nan")
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from packed_tokens import mean_over, tokens_of
 
 from lora_moe_rl import algorithms
 from lora_moe_rl.algorithms.advantages.base import Rewarded
 from lora_moe_rl.algorithms.parts.aggregation import aggregate
 from lora_moe_rl.algorithms.parts.kl import estimate
 from lora_moe_rl.config import RunConfig
-from tests.helpers.tokens import mean_over, tokens_of
 
 BATCHES = json.loads((Path(__file__).parent / "oracles.json").read_text())["batches"]
 LONGEST = len(BATCHES[0]["mask"][0])

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from packed_tokens import tokens_of
 from torch.testing import assert_close
 
 from lora_moe_rl import algorithms
@@ -24,7 +25,6 @@ from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.rewards.runner import RewardRunner
 from lora_moe_rl.telemetry.metrics import MetricsWriter
-from tests.helpers.tokens import tokens_of
 
 ROOT = Path(__file__).parents[3]
 PAGES = ROOT / "docs/adding"

@@ -257,3 +257,23 @@ def test_errors_of_a_config_built_in_python_read_the_same():
         "unknown config key 'adapter.rnk'; did you mean adapter.rank?",
         "trainer.lr=-1 must be greater than 0.0",
     ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("refit.slots=3", "set algorithm.correction (tis, icepop, mis, "),
+        ("algorithm.correction=tis", "set refit.slots=3 or more (it is 2)"),
+        ("algorithm.correction=tis refit.mode=merged", "refit.mode=merged has one at a time"),
+    ],
+)
+def test_what_a_run_that_samples_ahead_needs(settings, message):
+    with pytest.raises(ConfigError) as error:
+        override(RunConfig(), ["schedule.lag=1", *settings.split()])
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("correction", ["algorithm.correction=icepop", "algorithm.anchor=rollout"])
+def test_a_run_may_sample_ahead_with_a_correction(correction):
+    config = override(RunConfig(), ["schedule.lag=2", "refit.slots=4", correction])
+    assert config.schedule.lag == 2

@@ -30,6 +30,17 @@ def chance():
 def none():
     return []
 
+def some_long():
+    for i in range(1, 100):
+        yield {"prompt": str(i) if i % 2 else "x" * 25}
+
+def only_long():
+    yield {"prompt": "x" * 25}
+
+def ever_longer():
+    for i in range(10 ** 9):
+        yield {"prompt": "x" * 25}
+
 def bad():
     yield {"prompt": "fine"}
     yield {"prompt": "x" * 25}
@@ -216,6 +227,93 @@ def test_a_prompt_must_have_tokens(write):
         PromptSource(DataConfig(path=path), Deaf(), 0, MAX_TOKENS)
 
 
+def test_csv(tmp_path):
+    (tmp_path / "data.csv").write_text(
+        'question,answer,level\n"1+2=",3,a\n"say ""4,5""\nnow",4,b\n'
+    )
+    first, second = source(path=str(tmp_path / "data.csv"), shuffle=False).next(2)
+    assert first.text == "1+2=" and first.columns == {"answer": "3", "level": "a"}
+    assert second.text == 'say "4,5"\nnow'
+    (tmp_path / "short.csv").write_text("prompt,answer\na,b\nc\n")
+    with pytest.raises(DataError, match=r"short.csv, line 3: it has not the 2 values"):
+        source(path=str(tmp_path / "short.csv"))
+    (tmp_path / "latin.csv").write_bytes("prompt\né\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"latin.csv cannot be read as CSV in UTF-8"):
+        source(path=str(tmp_path / "latin.csv"))
+
+
+def test_a_data_set_that_was_saved(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": str(i), "answer": i} for i in range(3)]
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    assert texts(source(path=str(tmp_path / "saved"), shuffle=False).next(3)) == ["0", "1", "2"]
+    splits = datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)})
+    splits.save_to_disk(tmp_path / "splits")
+    with pytest.raises(DataError, match="not a directory of one split"):
+        source(path=str(tmp_path / "splits"))
+
+
+def test_a_system_prompt_comes_before_a_prompt_that_has_none(write):
+    own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "b"}]
+    path = write({"prompt": "a"}, {"prompt": own})
+    settings = {"shuffle": False, "chat_template": True, "system_prompt": "S"}
+    maker = PromptSource(DataConfig(path=path, **settings), TOKENIZER, 0, 100)
+    rendered = [TOKENIZER.decode(prompt.token_ids) for prompt in maker.next(2)]
+    assert rendered[0] == "system: S\nuser: a\nassistant: "
+    assert rendered[1] == "system: mine\nuser: b\nassistant: "
+    with pytest.raises(
+        DataError, match="line 1: data.system_prompt is set, .* data.chat_template=true"
+    ):
+        source(path=path, system_prompt="S")
+
+
+def test_the_chat_template_is_given_what_config_and_row_say(write):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{{ level }}{{ style }}{% if bad %}{{ raise_exception('no') }}{% endif %}"
+    )
+    rows = [{"prompt": "a"}, {"prompt": "a", "chat_template_kwargs": {"level": 2}}]
+    config = {"chat_template": True, "chat_template_kwargs": {"level": 1, "style": "x"}}
+    config |= {"shuffle": False}
+    made = PromptSource(DataConfig(path=write(*rows), **config), tokenizer, 0, MAX_TOKENS)
+    assert [tokenizer.decode(prompt.token_ids) for prompt in made.next(2)] == ["1x", "2x"]
+    for bad, reason in [({"bad": 1}, "chat template refuses the prompt: no"), (3, "an object")]:
+        path = write({"prompt": "a", "chat_template_kwargs": bad})
+        with pytest.raises(DataError, match=reason):
+            PromptSource(DataConfig(path=path, **config), tokenizer, 0, MAX_TOKENS)
+
+
+def test_a_prompt_that_is_too_long_may_be_left_out(write):
+    path = write({"prompt": "a" * 25}, {"prompt": "b" * 24}, {"prompt": "c" * 30}, {"prompt": "d"})
+    kept = source(path=path, too_long="drop", shuffle=False)
+    assert texts(kept.next(3)) == ["b" * 24, "d", "b" * 24]
+    assert kept.dropped == 2 and kept.lengths() == [24, 1]
+    with pytest.raises(DataError, match=r"all 2 prompts are longer than 24 tokens .*too_long=drop"):
+        source(path=write({"prompt": "a" * 25}, {"prompt": "b" * 26}), too_long="drop")
+
+
+def test_rows_of_a_generator_may_be_left_out_too(generators):
+    drawn = source(generator=f"{generators}:bad", too_long="drop")
+    assert texts(drawn.next(3)) == ["fine", "fine", "fine"] and drawn.dropped == 2
+    resumed = source(generator=f"{generators}:some_long", too_long="drop")
+    resumed.next(3)
+    again = source(generator=f"{generators}:some_long", too_long="drop")
+    again.load_state_dict(resumed.state_dict())
+    assert texts(again.next(3)) == texts(resumed.next(3)) == ["7", "9", "11"]
+    for name in ("only_long", "ever_longer"):
+        with pytest.raises(DataError, match=f"{name} gave no rows but .* that are too long"):
+            source(generator=f"{generators}:{name}", too_long="drop").next(1)
+
+
+def test_a_look_at_the_next_prompts_takes_none(write, generators):
+    path = write(*({"prompt": str(i)} for i in range(7)))
+    for config in ({"path": path}, {"generator": f"{generators}:counting"}):
+        drawn = source(**config)
+        drawn.next(2)
+        seen = drawn.peek(8)
+        assert drawn.next(8) == seen
+
+
 def test_a_named_column_must_be_there(write):
     path = write({"prompt": "a"})
     with pytest.raises(DataError, match=r"no column 'text' \(data.prompt_key\); it has prompt"):
@@ -225,8 +323,8 @@ def test_a_named_column_must_be_there(write):
 
 
 def test_bad_files(tmp_path):
-    for name, reason in [("absent.jsonl", "no such file"), ("data.csv", "is not a .jsonl")]:
-        (tmp_path / "data.csv").write_text("prompt\na\n")
+    for name, reason in [("absent.jsonl", "no such file"), ("data.txt", "is not a .jsonl")]:
+        (tmp_path / "data.txt").write_text("prompt\na\n")
         with pytest.raises(DataError, match=reason):
             source(path=str(tmp_path / name))
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 not really")

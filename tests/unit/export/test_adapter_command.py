@@ -19,6 +19,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.files import adapter_source as source
 from lora_moe_rl.files.checkpoint import write_checkpoint
 from lora_moe_rl.models.fingerprint import base_record
+from lora_moe_rl.tiny.make import cached_at as tiny_at
 
 CONFIG = shrunk(PUBLISHED["DeepSeek-V3"]) | {"num_hidden_layers": 2, "first_k_dense_replace": 1}
 
@@ -32,8 +33,9 @@ def base(tmp_path):
     return directory
 
 
-def save_run(folder, base, sizes=CONFIG, **adapter):
-    """A run whose checkpoint was written by two ranks that each hold half of every tensor."""
+def save_run(folder, base, sizes=CONFIG, path=None, **adapter):
+    """A run whose checkpoint was written by two ranks that each hold half of every tensor. `path`:
+    its model.path, if not the base's directory."""
     config = RunConfig(model=str(base), adapter=adapter)
     spec = AdapterSpec.build(ModelShape.from_hf_config(sizes), config.adapter)
     generator = np.random.default_rng(len(adapter))
@@ -48,7 +50,7 @@ def save_run(folder, base, sizes=CONFIG, **adapter):
     metadata = {
         "step": 3,
         "adapter": config.adapter.model_dump(mode="json"),
-        "base": base_record(str(base), base),
+        "base": base_record(path or str(base), base),
     }
     with write_checkpoint(folder / "checkpoints", 3, 2, metadata) as directory:
         for rank, arrays in enumerate(files):
@@ -183,6 +185,26 @@ def test_import_says_the_settings_that_train_it(run, base, tmp_path, capsys):
     assert [(s.name, s.rank) for s in spec] == [(s.name, s.rank) for s in run[0]]
     for site, wanted in zip(spec, source.load(tmp_path / "p", base).spec, strict=True):
         assert site.scale == pytest.approx(wanted.scale, rel=1e-5)
+
+
+def test_a_tiny_base_is_named_by_its_directory(base, tmp_path, capsys, monkeypatch):
+    """Its name means something to us alone: not to vLLM, nor to PEFT."""
+    monkeypatch.setenv("LORA_MOE_RL_CACHE", str(tmp_path / "cache"))
+    tiny = tiny_at("qwen3_moe")
+    shutil.copytree(base, tiny)
+    save_run(tmp_path / "run", tiny, path="qwen3_moe")
+    out = tmp_path / "adapter"
+    assert cli.main(["export", str(tmp_path / "run"), "--to", "peft", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out.splitlines()[-1]
+    assert f" {tiny} " in printed and f"--lora-modules adapter={out}" in printed
+    settings = json.loads((out / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(tiny)
+    # One of before, and one from elsewhere: what is not here is still not fetched.
+    for name, code in (("qwen3_moe", 0), ("deepseek_v3", 1), ("nobody/nothing", 1), ("../x", 1)):
+        settings["base_model_name_or_path"] = name
+        (out / "adapter_config.json").write_text(json.dumps(settings))
+        target = tmp_path / name.replace("/", "-")
+        assert cli.main(["adapter", "import", str(out), "--out", str(target)]) == code
 
 
 def test_resize_and_combine(run, base, tmp_path, capsys):

@@ -3,17 +3,22 @@
 import json
 import logging
 import shutil
+import subprocess
+import sys
 
 import pytest
 import ray
 import torch
+import yaml
 
 from lora_moe_rl import cli
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.files import to_yaml
 from lora_moe_rl.files.checkpoint import write_checkpoint
+from lora_moe_rl.models.fingerprint import base_record
 from lora_moe_rl.tiny import shapes
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
+from tests.helpers import remote_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +44,10 @@ def folder(model, tmp_path, monkeypatch):
     for name in ("no_shard", "llama"):
         shutil.copytree(model, tmp_path / name)
     (tmp_path / "no_shard/model.safetensors").unlink()
+    for name in ("own_tokenizer", "no_tokenizer"):
+        ignored = shutil.ignore_patterns("tokenizer*")
+        shutil.copytree(model, tmp_path / name, ignore=ignored)
+    remote_tokenizer.write(tmp_path / "own_tokenizer")
     index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
     (tmp_path / "no_shard/model.safetensors.index.json").write_text(json.dumps(index))
     config = json.loads((model / "config.json").read_text())
@@ -55,10 +64,49 @@ def folder(model, tmp_path, monkeypatch):
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / f"{name}.jsonl").write_text(text)
     (tmp_path / "broken.py").write_text("import no_such_package\n\ndef reward(**_): ...\n")
+    (tmp_path / "raises.py").write_text("def reward(completions, **_): return completions[9]\n")
+    (tmp_path / "texts.py").write_text("def reward(completions, **_): return completions\n")
+    (tmp_path / "one.py").write_text("def reward(completions, **_): return 1.0\n")
     (tmp_path / "used").mkdir()
     (tmp_path / "used/config.yaml").write_text(to_yaml(RunConfig(model=str(model))))
     (tmp_path / "used/metrics.jsonl").write_text('{"step": 1}\n')
     return tmp_path
+
+
+HEAVY = ("torch", "ray", "vllm", "megatron", "transformers")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["reward.function=raises.py:reward", "model=./no_shard", "data.path=absent.jsonl"],
+)
+def test_a_bad_reward_or_a_missing_file_costs_no_heavy_import(model, folder, arguments):
+    code = (
+        "import sys; from lora_moe_rl import cli; code = cli.main(sys.argv[1:]);"
+        f"print(code, [name for name in {HEAVY} if name in sys.modules])"
+    )
+    right = [f"model={model}", "data.path=good.jsonl", "reward.function=raises.py:reward"]
+    command = [sys.executable, "-c", code, "train", *right, arguments]
+    child = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert child.stdout == "2 []\n", child.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ("model=./no_shard", "lacks 1 of 1 weight shards"),
+        ("model=./no_tokenizer", "has no tokenizer"),
+        ("data.path=absent.jsonl", "there is no such file"),
+        ("data.path=long.jsonl", "the prompt has 600 tokens"),
+        ("reward.function=one.py:reward", "not a list of rewards"),
+    ],
+)
+def test_the_dry_run_looks_at_the_same(model, folder, capsys, arguments, part):
+    assert train(model, arguments, "--dry-run") == 2
+    shown = capsys.readouterr()
+    assert yaml.safe_load(shown.out)["name"] == "run" and part in shown.err
+    assert train(model, "--dry-run") == 0
+    assert not (folder / "run").exists()
 
 
 def train(model, *arguments) -> int:
@@ -85,6 +133,9 @@ def train(model, *arguments) -> int:
             "model=./llama",
             ["LlamaForCausalLM", "is not supported", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalL"],
         ),
+        ("model=./no_tokenizer", ["no_tokenizer has no tokenizer (none of tokenizer.json"]),
+        ("model=./own_tokenizer", ["ByteRanksTokenizer", "set model.trust_remote_code=true"]),
+        ("model.revision=v2", ["model.revision=v2 has no effect with model.path="]),
         ("data.path=null", ["there is no data: set data.path or data.generator"]),
         ("data.path=absent.jsonl", ["absent.jsonl: there is no such file"]),
         ("data.path=empty.jsonl", ["empty.jsonl has no rows"]),
@@ -96,8 +147,15 @@ def train(model, *arguments) -> int:
         ("reward.function=null", ["reward.function is not set: name a function as"]),
         ("reward.function=nowhere.rewards:f", ["there is no module 'nowhere'"]),
         ("reward.function=broken.py:reward", ["broken.py", "No module named 'no_such_package'"]),
+        ("reward.function=raises.py:reward", ["raises.py:reward fails on made-up", "IndexError("]),
+        ("reward.function=texts.py:reward", ["returned '3', not a finite number"]),
+        ("reward.function=one.py:reward", ["returned 1.0, not a list of rewards"]),
+        ("model=nobody/nothing reward.function=raises.py:reward", ["fails on made-up"]),
         ("reward.function=broken.py", ["is not of the form module:function"]),
         ("logging.run_dir=used", ["used holds a run already; go on with it by --resume"]),
+        ("--resume-from step-000001", ["step-000001 is no checkpoint", "by its directory"]),
+        ("--resume-from used --resume", ["--resume and --resume-from are both given"]),
+        ("--resume-from", ["--resume-from needs a checkpoint"]),
         ("--resume", ["there is no run in", "leave out --resume"]),
         ("logging.run_dir=used --resume adapter.rank=8", ["adapter.rank was 16 and is now 8"]),
     ],
@@ -122,6 +180,48 @@ def test_a_run_without_any_valid_checkpoint_does_not_start(model, folder, capsys
     assert "no checkpoint in" in error and "has 99 bytes instead of 100" in error
     assert "step-000001" in error and "step-000002" in error
     assert (folder / "used/metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def save(checkpoints, step, model):
+    metadata = {"step": step, "base": base_record(str(model), model)}
+    metadata |= {"adapter": RunConfig().adapter.model_dump(mode="json")}
+    with write_checkpoint(checkpoints, step, 9, metadata) as directory:
+        (directory / "trainer_00000.safetensors").write_bytes(bytes(100))
+    return checkpoints / f"step-{step:06d}"
+
+
+def test_a_run_that_has_done_its_steps_ends_at_once(model, folder, capsys):
+    save(folder / "used/checkpoints", 3, model)
+    resumed = ["logging.run_dir=used", "--resume", "reward.function=raises.py:reward"]
+    assert train(model, *resumed, "trainer.steps=3") == 0
+    said = capsys.readouterr()
+    assert "nothing is left to do: the checkpoint is at step 3, and trainer.steps=3" in said.out
+    assert train(model, *resumed, "trainer.steps=4") == 2
+    assert "fails on made-up completions" in capsys.readouterr().err
+
+
+def test_a_newer_checkpoint_that_is_damaged_is_not_the_end(model, folder, capsys):
+    save(folder / "used/checkpoints", 2, model)
+    (save(folder / "used/checkpoints", 3, model) / "trainer_00000.safetensors").write_bytes(b"")
+    resumed = ["logging.run_dir=used", "--resume", "reward.function=raises.py:reward"]
+    assert train(model, *resumed, "trainer.steps=3") == 2
+
+
+def test_a_run_goes_on_from_an_older_checkpoint_in_a_directory_of_its_own(
+    model, folder, capsys, monkeypatch
+):
+    older, newer = (save(folder / "used/checkpoints", step, model) for step in (2, 5))
+    monkeypatch.setattr(logging.root, "handlers", [])  # the run sets its own
+    before = {path: path.read_bytes() for path in folder.glob("used/**/*") if path.is_file()}
+    with pytest.raises(AssertionError, match="Ray was started"):
+        train(model, f"--resume-from={older}")
+    assert "going on from" in capsys.readouterr().out
+    assert [path.name for path in (folder / "run/checkpoints").iterdir()] == ["step-000002"]
+    after = {path: path.read_bytes() for path in folder.glob("used/**/*") if path.is_file()}
+    assert after == before
+    assert train(model, "--resume-from", str(newer)) == 2  # run/ holds a run now
+    assert train(model, "--resume-from", str(newer), "logging.run_dir=used") == 2
+    assert train(model, "--resume-from", str(newer), "trainer.steps=5") == 0
 
 
 def test_with_everything_right_ray_is_started(model, folder, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +14,7 @@ from faulty_ports import OTHER, FaultyEngines, NoChannel, PlainTrainer, Prompts
 from lora_moe_rl import algorithms
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Group, Sample, Segment, UpdateResult
-from lora_moe_rl.errors import MismatchError, RefitError
+from lora_moe_rl.errors import MismatchError, RefitError, RewardError
 from lora_moe_rl.run import loop
 from lora_moe_rl.run.publisher import Publisher
 from lora_moe_rl.run.schedule import Schedule, seed_of
@@ -33,6 +34,8 @@ class Trainer(PlainTrainer):
 
     async def update(self, batch, routes):
         self.events.append("update")
+        for _ in range(20):  # others have time
+            await asyncio.sleep(0)
         self.batches.append(batch)
         self.version += 1
         return UpdateResult(self.version, {}, 0, 0, 1.0), await self.send()
@@ -49,6 +52,9 @@ class Engines(FaultyEngines):
     async def all_back(self) -> None:
         self.events.append("all back")
 
+    def overwrite(self) -> None:
+        self.events.append("overwrite")
+
 
 class Source(Prompts):
     drawn = 0
@@ -62,16 +68,22 @@ class Source(Prompts):
     def next(self, count):
         self.drawn += count
         found = super().next(self.drawn)[-count:]
-        return found
+        return [replace(prompt, row=self.drawn - 1) for prompt in found]
 
 
 class Environment:
-    """The first sample of each group is right, the second wrong."""
+    """The first sample of each group is right, the second wrong; but for the `equal` prompts."""
+
+    def __init__(self, events: list[str], equal: int = 0):
+        self.events, self.equal = events, equal
 
     async def rollout(self, prompt, policy) -> Group:
+        self.events.append(f"roll {prompt.row}")
+        await asyncio.sleep(0)
+        rewards = [1, 1] if prompt.row < self.equal else [1, 0]
         response = Segment.sampled([7, 8], np.zeros(2), 0)
         sample = Sample((Segment.given("user", prompt.token_ids), response), "stop", "")
-        return Group(prompt, [sample, sample], None, np.array([1, 0], np.float32))
+        return Group(prompt, [sample, sample], None, np.array(rewards, np.float32))
 
 
 class Records:
@@ -80,7 +92,7 @@ class Records:
     stop_requested = False
 
     def __init__(self, refuses=0):
-        self.refuses, self.steps = refuses, []
+        self.refuses, self.steps, self.again = refuses, [], 0
 
     def progress(self):
         return nullcontext()
@@ -97,10 +109,15 @@ class Records:
 
     def check_rewards(self, groups): ...
 
+    def drawn_again(self, group):
+        self.again += 1
+        if self.again > 4:
+            raise RewardError("no prompt has a signal")
+
     def checkpoint(self, step, book): ...
 
 
-def run(engines=None, refuses=0) -> SimpleNamespace:
+def run(engines=None, refuses=0, lag=0, equal=0, config=CONFIG) -> SimpleNamespace:
     """Ends as the run does; what it was made of can be looked at in any case."""
     events: list[str] = []
     engines = engines or Engines()
@@ -113,14 +130,14 @@ def run(engines=None, refuses=0) -> SimpleNamespace:
         error=None,
     )
     source = Source()
-    publisher = Publisher(CONFIG, made.trainer, engines, NoChannel(), source, "float32")
-    algorithm = algorithms.make(CONFIG)
+    publisher = Publisher(config, made.trainer, engines, NoChannel(), source, "float32")
+    environment, algorithm = Environment(events, equal), algorithms.make(config)
     ports = loop.Ports(
-        CONFIG, source, Environment(), algorithm, engines, made.trainer, publisher, made.records
+        config, source, environment, algorithm, engines, made.trainer, publisher, made.records
     )
     try:
-        asyncio.run(loop.run(ports, TicketBook(Schedule(2)), 1))
-    except (RefitError, MismatchError) as error:
+        asyncio.run(loop.run(ports, TicketBook(Schedule(2, lag)), 1))
+    except (RefitError, MismatchError, RewardError) as error:
         made.error = error
     return made
 
@@ -140,7 +157,40 @@ def test_each_ticket_is_sampled_with_a_seed_of_its_own_and_the_newest_version():
 
 
 def test_an_update_waits_for_engines_that_are_coming_back():
-    assert run().events == ["all back", "update"] * 2
+    events = [event for event in run().events if not event.startswith("roll")]
+    assert events == ["all back", "overwrite", "update"] * 2
+
+
+def rolled_by_update(lag: int) -> list[list[int]]:
+    """Which prompts were rolled before the first update, between it and the second, and after."""
+    found = [[]]
+    for event in run(lag=lag).events:
+        if event == "update":
+            found.append([])
+        elif event.startswith("roll"):
+            found[-1].append(int(event.split()[1]))
+    return found
+
+
+def test_with_lag_0_sampling_and_training_take_turns():
+    assert rolled_by_update(0) == [[0, 1], [2, 3], []]
+
+
+def test_with_lag_1_the_next_step_is_sampled_before_this_one_is_trained():
+    assert rolled_by_update(1) == [[0, 1, 2, 3], [], [4, 5]]
+
+
+def test_prompts_without_a_signal_are_replaced_when_that_is_asked():
+    config = CONFIG.model_copy(
+        update={"algorithm": CONFIG.algorithm.model_copy(update={"draw_again": 2})}
+    )
+    made = run(equal=3, config=config)
+    assert made.error is None and made.records.again == 3
+    rows = [[group.prompt.row for group in facts.groups] for facts in made.records.steps]
+    assert rows == [[3, 4], [5, 6]]
+    assert isinstance(run(equal=99, config=config).error, RewardError)
+    rows = [[group.prompt.row for group in facts.groups] for facts in run(equal=3).records.steps]
+    assert rows == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize("served", [None, 0, OTHER])

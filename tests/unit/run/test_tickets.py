@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lora_moe_rl.data.samples import Group, Prompt
 from lora_moe_rl.run.schedule import Schedule, seed_of
-from lora_moe_rl.run.tickets import State, TicketBook
+from lora_moe_rl.run.tickets import State, Ticket, TicketBook
 
 
 class Source:
@@ -179,3 +179,13 @@ def test_what_was_trained_before_an_older_ticket_is_not_trained_again_by_the_nex
             getattr(life, name)(0)
         trained += life.train(0)
     assert trained[:4] == [0, 2, 3, 4] and not life.book.done
+
+
+def test_an_age_is_counted_in_steps_of_several_versions():
+    """Two optimizer steps a step: with lag 1 a ticket of the version before is two versions old."""
+    schedule = Schedule(1, lag=1, versions_per_step=2)
+    ready, rolling = Ticket(Prompt(0, "", [1]), {}), Ticket(Prompt(1, "", [1]), {})
+    ready.version, rolling.version = 4, 4
+    assert schedule.next_step([ready], [rolling], newest=4) == [ready]
+    assert schedule.next_step([ready], [rolling], newest=6) == []  # else it would be 4 old
+    assert not schedule.is_stale(ready, newest=6) and schedule.is_stale(ready, newest=7)

@@ -1,8 +1,11 @@
 """metrics.jsonl, wandb offline, the console's line, the report and the curves."""
 
+import io
 import json
 import math
+import re
 import struct
+import time
 
 import numpy as np
 import pytest
@@ -88,14 +91,52 @@ def test_wandb_offline_writes_into_the_run_directory(tmp_path, monkeypatch):
 
 
 def test_a_step_reads_in_columns():
-    line = console.format_step(record(12))
-    assert line.split() == ["12", "1.200", "-1.23e-03", "1.5e-12", "0.55", "0.50", "0.060"] + [
-        "1.14",
-        "1,834",
-    ]
-    assert len(line) == len(console.header()) <= 100
-    empty = console.format_step({"step": 3, "reward/mean": math.nan})
-    assert empty.split()[:3] == ["3", "-", "-"] and len(empty) == len(line)
+    lines = console.StepLines(RunConfig(trainer={"steps": 200}))
+    more = {"reward/solved_none": 0.25, "rollout/truncated": 0.5, "policy/entropy": 1.5}
+    line = lines.line(record(133, **more, **{"rollout/response_length": 6.25}))
+    cells = line.split()
+    assert cells[:6] == ["133/200", "13.300", "25%", "6.2", "50%", "1.500"]
+    # 67 steps of 1.14 s are left
+    assert cells[-4:] == ["0.55", "0.50", "1.14", "1:16"]
+    assert "loss" not in lines.header and len(line) == len(lines.header) <= 100
+    empty = lines.line({"step": 134, "reward/mean": math.nan})
+    assert empty.split()[:3] == ["134/200", "-", "-"] and len(empty) == len(line)
+
+
+def test_the_loss_is_shown_where_it_says_something():
+    lines = console.StepLines(RunConfig(algorithm={"epochs": 2}))
+    assert "-1.23e-03" in lines.line(record(1)) and "loss" in lines.header
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3700, "1:01:40"), (273_600, "3d 04h")]
+)
+def test_time_that_is_left(seconds, text):
+    lines = console.StepLines(RunConfig(trainer={"steps": 2}))
+    assert lines.line({"step": 1, "time/step": seconds}).endswith(f" {text}")
+
+
+def test_the_states_of_actors_are_told_in_a_pipe_when_they_change(capsys):
+    states = {"trainer-0": "starting", "engine-0": "starting"}
+    with console.Starting() as starting:
+        starting.begin("starting actors")
+        starting.watch(lambda: dict(states))
+        time.sleep(3 * console.POLL_S)
+        states["trainer-0"] = "ready"
+        time.sleep(3 * console.POLL_S)
+    first, second = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"starting actors, \d s: trainer-0 starting, engine-0 starting", first)
+    assert re.fullmatch(r"starting actors, \d s: trainer-0 ready, engine-0 starting", second)
+
+
+def test_on_a_terminal_time_and_step_are_shown(monkeypatch):
+    shown = io.StringIO()
+    monkeypatch.setattr(console, "_console", Console(file=shown, force_terminal=True, width=100))
+    with console.Starting() as starting:
+        starting.begin("looking at the reward")
+        time.sleep(4 * console.POLL_S)
+    seconds = {int(one) for one in re.findall(r"looking at the reward, (\d+) s", shown.getvalue())}
+    assert len(seconds) >= 2 and max(seconds) < 60
 
 
 def test_the_progress_bar_is_silent_in_a_pipe(capsys):

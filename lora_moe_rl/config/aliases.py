@@ -1,0 +1,98 @@
+"""What TRL, PEFT and verl call our settings, for the error of an unknown key and a page of docs.
+
+A name stands for every key that ends in it: `rollout.n` for `actor_rollout_ref.rollout.n`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Alias(NamedTuple):
+    """`names`: what others say. `ours`: the keys, or the setting, as it is written here. `note`:
+    what differs, or ''."""
+
+    names: tuple[str, ...]
+    ours: str
+    note: str = ""
+
+
+ALIASES = (
+    Alias(("model_name_or_path", "actor_rollout_ref.model.path"), "model.path"),
+    Alias(("train_files", "train_dataset", "dataset_name"), "data.path"),
+    Alias(("dataset_config",), "data.subset"),
+    Alias(("train_batch_size", "generation_batch_size"), "algorithm.prompts_per_step",
+          "counts prompts, not samples"),
+    Alias(("num_generations", "rollout.n"), "algorithm.group_size"),
+    Alias(("max_prompt_length",), "model.max_length",
+          "prompt plus response; a prompt may have what rollout.max_response_tokens leaves"),
+    Alias(("max_completion_length", "max_response_length", "max_new_tokens"),
+          "rollout.max_response_tokens"),
+    Alias(("overlong_filter", "filter_overlong_prompts"), "data.too_long=drop"),
+    Alias(("max_steps", "total_training_steps"), "trainer.steps"),
+    Alias(("num_train_epochs", "total_epochs"), "trainer.steps", "a run has steps, not epochs"),
+    Alias(("learning_rate", "optim.lr"), "trainer.lr"),
+    Alias(("warmup_steps", "lr_warmup_steps"), "trainer.warmup_steps"),
+    Alias(("lr_scheduler_type", "lr_scheduler"), "trainer.lr_schedule"),
+    Alias(("min_lr_ratio",), "trainer.min_lr", "a learning rate, not a ratio"),
+    Alias(("loraplus_lr_ratio",), "trainer.lr_ratio_B"),
+    Alias(("max_grad_norm", "grad_clip"), "trainer.clip_grad"),
+    Alias(("adam_epsilon",), "trainer.adam_eps"),
+    Alias(("beta", "kl_loss_coef", "kl_coeff", "init_kl_coef"), "algorithm.kl_coef"),
+    Alias(("epsilon", "clip_ratio", "cliprange"), "algorithm.clip_low and algorithm.clip_high"),
+    Alias(("epsilon_low", "clip_ratio_low"), "algorithm.clip_low"),
+    Alias(("epsilon_high", "clip_ratio_high"), "algorithm.clip_high"),
+    Alias(("scale_rewards", "norm_adv_by_std_in_grpo"), "algorithm.normalize_std"),
+    Alias(("num_iterations", "ppo_epochs"), "algorithm.epochs"),
+    Alias(("ppo_mini_batch_size", "steps_per_generation"), "algorithm.mini_batches",
+          "the number of optimizer steps of a pass, not their size"),
+    Alias(("adv_estimator", "loss_type"), "algorithm.name"),
+    Alias(("mask_truncated_completions",), "algorithm.mask_truncated"),
+    Alias(("per_device_train_batch_size", "ppo_micro_batch_size_per_gpu",
+           "ppo_max_token_len_per_gpu", "gradient_accumulation_steps"),
+          "trainer.micro_batch_tokens", "tokens packed into one micro-batch of a rank"),
+    Alias(("gradient_checkpointing", "enable_gradient_checkpointing"), "trainer.recompute=full"),
+    Alias(("lora_r", "lora_rank", "lora.rank", "lora.dim"), "adapter.rank",
+          "adapter.expert_rank for routed experts"),
+    Alias(("lora_alpha", "lora.alpha"), "adapter.alpha"),
+    Alias(("lora_target_modules", "target_modules"), "adapter.targets"),
+    Alias(("use_rslora",), "adapter.rslora"),
+    Alias(("init_lora_weights",), "adapter.init"),
+    Alias(("lora_adapter_path",), "adapter.init_from"),
+    Alias(("router_replay.mode", "enable_rollout_routing_replay"), "replay.mode"),
+    Alias(("megatron.tensor_model_parallel_size",), "trainer.tp"),
+    Alias(("pipeline_model_parallel_size",), "trainer.pp"),
+    Alias(("virtual_pipeline_model_parallel_size",), "trainer.vpp"),
+    Alias(("expert_model_parallel_size",), "trainer.ep"),
+    Alias(("expert_tensor_parallel_size",), "trainer.etp"),
+    Alias(("n_gpus_per_node", "nnodes", "num_processes"), "trainer.world_size and rollout.engines",
+          "trainer ranks and engines have GPUs of their own, unless they share some"),
+    Alias(("vllm_tensor_parallel_size", "rollout.tensor_model_parallel_size"), "rollout.tp"),
+    Alias(("vllm_gpu_memory_utilization",), "rollout.gpu_memory_utilization"),
+    Alias(("reward_funcs", "custom_reward_function.path", "custom_reward_function.name"),
+          "reward.function", "file.py:function"),
+    Alias(("save_steps", "save_freq"), "checkpoint.every"),
+    Alias(("save_total_limit", "max_actor_ckpt_to_keep"), "checkpoint.keep"),
+    Alias(("resume_from_checkpoint", "resume_mode"), "--resume"),
+    Alias(("output_dir", "default_local_dir"), "logging.run_dir"),
+    Alias(("report_to", "trainer.logger"), "tracker.name"),
+    Alias(("project_name",), "tracker.project"),
+    Alias(("run_name", "experiment_name"), "name"),
+)  # fmt: skip
+
+_BY_NAME = {name: alias for alias in ALIASES for name in alias.names}
+
+
+def find(name: str) -> Alias | None:
+    """The alias of a key that nobody here knows: of its longest end that is in the table."""
+    parts = name.replace("-", "_").split(".")
+    ends = (".".join(parts[start:]) for start in range(len(parts)))
+    return next((_BY_NAME[end] for end in ends if end in _BY_NAME), None)
+
+
+def as_table() -> str:
+    """The rows of docs/from_verl.md."""
+    return "\n".join(
+        f"| {', '.join(f'`{name}`' for name in names)} | `{ours}` | {note} |"
+        for names, ours, note in ALIASES
+    )

@@ -1,0 +1,104 @@
+"""Which column of a row is the prompt and which is the answer; what a prompt must be."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from lora_moe_rl.config import DataConfig
+from lora_moe_rl.errors import DataError
+
+PROMPT_COLUMNS = ("prompt", "messages", "question")
+ANSWER_COLUMNS = ("answer", "solution", "label", "ground_truth", "reward_model.ground_truth")
+
+Row = tuple[str, dict[str, Any]]  # where it stands ("data.jsonl, line 3"), and its values
+
+
+def read_row(row: Row, config: DataConfig) -> tuple[Any, dict[str, Any]]:
+    """The prompt of a row, and all its other values, for the reward; the answer also under the name
+    `answer`. Raises DataError for a row that has no prompt, or several that could be meant."""
+    place, values = row
+    if not isinstance(values, dict):
+        raise DataError(f"{place}: a row must be an object, this is {short(values)}")
+    key = pick_column(values, PROMPT_COLUMNS, config.prompt_key, "prompt_key", place)
+    if key is None:
+        raise DataError(
+            f"{place}: no prompt; a row needs a column {', '.join(PROMPT_COLUMNS)}, or "
+            f"data.prompt_key must name one of its own: {', '.join(values) or 'it has none'}"
+        )
+    text = _lookup(values, key)
+    if not isinstance(text, str):
+        text = checked_messages(text, place, key)
+    if not text:
+        raise DataError(f"{place}: the prompt (column {key}) is empty")
+    check_unicode(text, place, key)
+    return text, _columns(values, key, config, place)
+
+
+def _columns(values: dict, prompt_key: str, config: DataConfig, place: str) -> dict[str, Any]:
+    columns = {key: value for key, value in values.items() if key != prompt_key}
+    answer_key = pick_column(columns, ANSWER_COLUMNS, config.answer_key, "answer_key", place)
+    if answer_key is not None:
+        columns["answer"] = _lookup(columns, answer_key)
+    return columns
+
+
+def pick_column(
+    values: dict, candidates: tuple[str, ...], chosen: str | None, key: str, place: str
+) -> str | None:
+    """The column that `chosen` names, or else the only candidate that the row has.
+
+    A dot goes into a nested object: `reward_model.ground_truth`. Raises DataError when the chosen
+    column is absent, or when there are several candidates; None when there is no candidate.
+    """
+    if chosen is not None:
+        if _lookup(values, chosen) is None:
+            raise DataError(
+                f"{place}: no column {chosen!r} (data.{key}); it has {', '.join(values) or 'none'}"
+            )
+        return chosen
+    found = [name for name in candidates if _lookup(values, name) is not None]
+    if len(found) > 1:
+        raise DataError(
+            f"{place}: columns {' and '.join(found)} could both be meant; name one with "
+            f"data.{key}={found[0]}"
+        )
+    return found[0] if found else None
+
+
+def _lookup(values: dict, name: str) -> Any:
+    """The value of a column, or None when it is absent or null."""
+    if name in values:
+        return values[name]
+    value: Any = values
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def checked_messages(messages: Any, place: str, key: str) -> list[dict]:
+    is_list = isinstance(messages, list) and all(
+        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages
+    )
+    if not is_list:
+        raise DataError(
+            f"{place}: the prompt (column {key}) must be a string or a list of objects with role "
+            f"and content; this is {short(messages)}"
+        )
+    return messages
+
+
+def check_unicode(text: Any, place: str, key: str) -> None:
+    """JSON may name half of a surrogate pair, which is no character and has no UTF-8."""
+    try:
+        json.dumps(text, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place}: the prompt (column {key}) holds {error.object[error.start]!r}, half of a "
+            "surrogate pair without the other, which is no character; mend or leave out the row"
+        ) from error
+
+
+def short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + "..."

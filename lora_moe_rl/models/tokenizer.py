@@ -1,0 +1,120 @@
+"""A model's tokenizer: the one that its files describe, or an error; never another, never a prompt.
+
+transformers 5.12 gives a directory whose tokenizer has code of its own (Moonlight, Kimi-K2) a
+generic class with other ids for special tokens, where it knows the model's type, and asks on the
+terminal where it does not (`MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS` and what reads it, in
+`transformers/models/auto/tokenization_auto.py`). Importing this file imports no transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lora_moe_rl.errors import ConfigError, ModelError
+
+CONFIG = "tokenizer_config.json"
+WHOLE = "tokenizer.json"  # all that a fast tokenizer is, whatever its class is called
+VOCABULARIES = (WHOLE, "tiktoken.model", "tokenizer.model", "vocab.json", "vocab.txt")
+# What transformers calls a class that knows nothing of the model.
+GENERIC = ("PreTrainedTokenizer", "TokenizersBackend", "PythonBackend", "SentencePieceBackend")
+SHOWN = 3
+
+
+def check_tokenizer(directory: Path, trust_remote_code: bool) -> dict[str, Any]:
+    """Checks what can be seen without transformers; returns tokenizer_config.json, or {}.
+
+    Raises ConfigError for a tokenizer that needs code from its directory where
+    model.trust_remote_code does not allow it, and ModelError for files that are missing.
+    """
+    path = directory / CONFIG
+    try:
+        config = json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} holds no JSON object; fetch the model again")
+    if not any((directory / name).is_file() for name in VOCABULARIES):
+        raise ModelError(
+            f"{directory} has no tokenizer (none of {', '.join(VOCABULARIES)}); fetch the model's "
+            "tokenizer into it"
+        )
+    if (code := remote_code(config)) is None:
+        return config
+    if not trust_remote_code:
+        raise ConfigError(
+            f"the tokenizer of {directory} needs code that comes with the model ({code}, named by "
+            f"{CONFIG}), and model.trust_remote_code is false; read that file, and set "
+            "model.trust_remote_code=true to let it run"
+        )
+    file = directory / f"{code.partition('.')[0]}.py"
+    if "--" not in code and not file.is_file():
+        raise ModelError(f"{path} names {code}, and there is no {file}; fetch the model again")
+    return config
+
+
+def remote_code(config: dict[str, Any]) -> str | None:
+    """The class that tokenizer_config.json names as its own code, `file.Class`; None for none."""
+    mapped = config.get("auto_map")
+    if isinstance(mapped, dict):
+        mapped = mapped.get("AutoTokenizer")
+    named = mapped if isinstance(mapped, list) else [mapped]
+    return next((str(name) for name in named if name), None)
+
+
+def load_tokenizer(directory: Path | str, trust_remote_code: bool) -> Any:
+    """The tokenizer of a model's directory, with the class and the ids that its files name.
+
+    Raises what `check_tokenizer` raises, and ModelError for one that cannot be loaded or that
+    transformers makes otherwise.
+    """
+    directory = Path(directory)
+    config = check_tokenizer(directory, trust_remote_code)
+    from transformers import AutoTokenizer
+
+    trusted = remote_code(config) is not None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trusted)
+    except Exception as error:  # of transformers, and of the model's own code
+        lines = str(error).strip().splitlines() or [""]
+        raise ModelError(
+            f"the tokenizer of {directory} cannot be loaded: {type(error).__name__}: {lines[0]}"
+        ) from error
+    _check_class(directory, config, tokenizer)
+    _check_ids(directory, config, tokenizer)
+    return tokenizer
+
+
+def _check_class(directory: Path, config: dict[str, Any], tokenizer: Any) -> None:
+    named = config.get("tokenizer_class")
+    found = type(tokenizer).__name__
+    if named is None or _plain(named) == _plain(found) or _plain(named) in GENERIC:
+        return
+    if _plain(found) in GENERIC and (directory / WHOLE).is_file():
+        return
+    raise ModelError(
+        f"the tokenizer of {directory} is a {named} by its {CONFIG}, and transformers makes a "
+        f"{found} of it, which may give a text other ids; write it as {WHOLE} with the tool that "
+        "the model comes from"
+    )
+
+
+def _check_ids(directory: Path, config: dict[str, Any], tokenizer: Any) -> None:
+    added = config.get("added_tokens_decoder") or {}
+    wrong = []
+    for number, token in added.items():
+        content = token["content"] if isinstance(token, dict) else token
+        found = tokenizer.convert_tokens_to_ids(content)
+        if found != int(number):
+            wrong.append(f"{content} is {number} there and {found} here")
+    if wrong:
+        raise ModelError(
+            f"the tokenizer of {directory}, a {type(tokenizer).__name__}, gives {len(wrong)} of "
+            f"{len(added)} special tokens other ids than its {CONFIG}: "
+            f"{'; '.join(wrong[:SHOWN])}{'; ...' if len(wrong) > SHOWN else ''}"
+        )
+
+
+def _plain(name: str) -> str:
+    return name.removesuffix("Fast")

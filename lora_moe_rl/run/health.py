@@ -1,0 +1,88 @@
+"""Whether a run can learn from what it samples: what is counted, and when it is said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lora_moe_rl.algorithms.base import Signal
+from lora_moe_rl.data.samples import Group
+from lora_moe_rl.telemetry import names
+
+SAME_STEPS = 5  # steps in a row whose rewards are all one number
+MOST_TRUNCATED = 0.5
+REPEAT_STEPS = 20  # from one warning to the next of its kind
+
+
+def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Shares of the step's groups whose samples all have one same reward, which tells them from
+    nothing: above 0 (`solved_all`), or 0 and less (`solved_none`)."""
+    one = [values[0] for group in groups if len(values := np.unique(_given(group))) == 1]
+    solved = sum(value > 0 for value in one)
+    return {
+        names.SOLVED_ALL: solved / len(groups),
+        names.SOLVED_NONE: (len(one) - solved) / len(groups),
+    }
+
+
+class Health:
+    """Looks at a run's steps, one after the other."""
+
+    def __init__(self):
+        self._same = 0
+        self._said: dict[str, int] = {}  # the step of the last warning, by kind
+
+    def look(self, step: int, groups: Sequence[Group], signals: Sequence[Signal]) -> list[str]:
+        """Warnings of a step, each kind at most once in REPEAT_STEPS."""
+        found = {
+            "signal": self._no_signal(groups, signals),
+            "rewards": self._same_rewards(groups),
+            "truncated": self._truncated(groups),
+        }
+        new = {kind: text for kind, text in found.items() if text and self._is_due(kind, step)}
+        self._said |= dict.fromkeys(new, step)
+        return [f"step {step}: {text}" for text in new.values()]
+
+    def _is_due(self, kind: str, step: int) -> bool:
+        return kind not in self._said or step - self._said[kind] >= REPEAT_STEPS
+
+    def _no_signal(self, groups: Sequence[Group], signals: Sequence[Signal]) -> str:
+        if any(_has_signal(signal) for signal in signals):
+            return ""
+        shares = group_metrics(groups)
+        return (
+            f"no group has an advantage, nothing is learned: of {len(groups)} groups "
+            f"{shares[names.SOLVED_ALL]:.0%} have one same reward above 0 for all their samples, "
+            f"{shares[names.SOLVED_NONE]:.0%} one of 0 or less; use prompts that are sometimes "
+            "solved, or a larger algorithm.group_size"
+        )
+
+    def _same_rewards(self, groups: Sequence[Group]) -> str:
+        values = np.unique(np.concatenate([_given(group) for group in groups]))
+        self._same = self._same + 1 if len(values) == 1 else 0
+        if self._same < SAME_STEPS:
+            return ""
+        return (
+            f"every reward was {values[0]:g}, and all were one number in each of the last "
+            f"{self._same} steps; `lora-moe-rl check` shows what the reward gives for an answer"
+        )
+
+    def _truncated(self, groups: Sequence[Group]) -> str:
+        samples = [sample for group in groups for sample in group.samples]
+        share = sum(sample.truncated for sample in samples) / len(samples)
+        if share <= MOST_TRUNCATED:
+            return ""
+        return (
+            f"{share:.0%} of the samples were cut off at rollout.max_response_tokens; raise it, or "
+            "leave them out of the loss with algorithm.mask_truncated=true"
+        )
+
+
+def _given(group: Group) -> np.ndarray:
+    return group.rewards[~np.isnan(group.rewards)]
+
+
+def _has_signal(signal: Signal) -> bool:
+    pairs = zip(signal.advantages, signal.weights, strict=True)
+    return any(np.any((advantage != 0) & (weight > 0)) for advantage, weight in pairs)

@@ -1,0 +1,138 @@
+"""Whether this machine can hold a run: GPUs and memory by the plan, room on the disk, a port.
+
+What is found here warns and does not refuse: a plan is an estimate, and Ray, which counts what a
+cluster has, refuses what it lacks (`cluster/placement.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import LoraMoeRlError
+from lora_moe_rl.planner import plan as plans
+from lora_moe_rl.planner.compute import Lengths
+from lora_moe_rl.planner.facts import Format, find
+from lora_moe_rl.planner.hardware import GIB, Hardware
+from lora_moe_rl.planner.plan import Assumed, RunPlan
+
+QUERY_S = 5.0
+CONNECT_S = 3.0
+# Adapter, and Adam's two moments, in float32; the PEFT directory beside them.
+CHECKPOINT_BYTES, PEFT_BYTES = 12, 4
+
+
+@dataclass(frozen=True)
+class Found:
+    text: str
+    warnings: list[str]
+
+
+def look(config: RunConfig, model_dir: Path, spec: AdapterSpec) -> Found:
+    """Never raises for what the machine lacks."""
+    gpus = gpu_memory()
+    warnings: list[str] = []
+    if "RAY_ADDRESS" in os.environ:
+        text = f"joins the cluster {os.environ['RAY_ADDRESS']}"
+        warnings += _unreachable(os.environ["RAY_ADDRESS"])
+    elif config.trainer.device == "cuda" and not gpus:
+        text = "no GPU"
+        warnings.append("trainer.device=cuda, and nvidia-smi finds no GPU here")
+    else:
+        try:
+            text, problem = _memory(config, model_dir, gpus)
+        except LoraMoeRlError as error:  # weights of a form that the planner cannot size
+            text, problem = "memory not planned", [f"memory was not planned: {error}"]
+        warnings += problem
+    room, problem = _disk(config, spec)
+    return Found(f"{text}; {room}", [*warnings, *problem, *_loopback()])
+
+
+def _memory(config: RunConfig, model_dir: Path, gpus: list[float]) -> tuple[str, list[str]]:
+    if not gpus:
+        return _on_the_cpu(config, _plan(config, model_dir, Hardware(1), "float32"))
+    plan = _plan(config, model_dir, Hardware(len(gpus), gpu_memory=min(gpus)), "bf16")
+    return f"{len(gpus)} GPUs of {min(gpus):.0f} GiB", plan.problems
+
+
+def gpu_memory() -> list[float]:
+    """GiB of each GPU of this machine, as nvidia-smi says; empty when it says nothing."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return []
+    query = [command, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=QUERY_S, check=True)
+        return [float(line) / 1024 for line in answer.stdout.splitlines() if line.strip()]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
+
+
+def _plan(config: RunConfig, model_dir: Path, hardware: Hardware, auto: Format) -> RunPlan:
+    """`auto`: what trainer.dtype=auto is here."""
+    facts = find(str(model_dir))
+    weights = auto
+    if config.trainer.dtype != "auto":
+        weights = "float32" if config.trainer.dtype == "float32" else "bf16"
+    served = facts.checkpoint if facts.checkpoint in ("fp8", "int4") else weights
+    lengths = Lengths(config.max_prompt_tokens, config.rollout.max_response_tokens)
+    return plans.make(facts, config, Assumed(hardware, weights, served, lengths))
+
+
+def _on_the_cpu(config: RunConfig, plan: RunPlan) -> tuple[str, list[str]]:
+    """All ranks and engines share the machine's memory."""
+    trainer = sum(c.ranks * (c.total - _gpu_only(c.memory)) for c in plan.classes)
+    engine = plan.engine.weights + plan.engine.slots
+    engines = config.rollout.engines * (
+        config.rollout.tp * engine + int(config.rollout.cpu_kv_cache_gib * GIB)
+    )
+    memory = psutil.virtual_memory().total
+    text = (
+        f"CPU: about {(trainer + engines) / GIB:.1f} GiB of weights, adapters and caches, of "
+        f"{memory / GIB:.1f} GiB of memory"
+    )
+    return text, [f"{text}; use a smaller model or fewer ranks"] * (trainer + engines > memory)
+
+
+def _gpu_only(memory: dict[str, int]) -> int:
+    return memory["runtime"] + memory["allocator"]
+
+
+def _disk(config: RunConfig, spec: AdapterSpec) -> tuple[str, list[str]]:
+    """Checkpoints that are kept, one that is being written, and the PEFT directory."""
+    needed = spec.num_parameters * (CHECKPOINT_BYTES * (config.checkpoint.keep + 1) + PEFT_BYTES)
+    place = config.run_dir.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    text = f"{needed / GIB:.2f} GiB of checkpoints, {free / GIB:.1f} GiB free at {place}"
+    return text, [f"the disk is too small: {text} (logging.run_dir)"] * (needed > free)
+
+
+def _loopback() -> list[str]:
+    """Trainer ranks and Ray find each other by ports that the system chooses."""
+    try:
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+    except OSError as error:
+        return [f"no port can be had on 127.0.0.1: {error}"]
+    return []
+
+
+def _unreachable(address: str) -> list[str]:
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdigit():
+        return []  # `auto`: Ray looks for it
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except OSError as error:
+        return [f"RAY_ADDRESS={address} cannot be reached: {error}"]
+    return []

@@ -1,0 +1,67 @@
+"""A whole run that samples ahead of its training, with real engines, stopped and resumed."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from cli_run import RECIPE, CliRun
+
+from lora_moe_rl.files.run_dir import read_jsonl
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+STEPS, PROMPTS = 5, 16
+SETTINGS = (
+    *(
+        f"trainer.steps={STEPS}",
+        "checkpoint.every=2",
+        "checkpoint.keep=3",
+        "logging.samples_per_step=128",
+    ),
+    *("schedule.lag=1", "refit.slots=3", "algorithm.correction=tis"),
+)
+
+
+def train(folder, *arguments) -> list[dict]:
+    """The records of metrics.jsonl."""
+    run = CliRun(
+        "train", *arguments, f"logging.run_dir={folder}", output=folder.with_suffix(".out")
+    )
+    try:
+        assert run.finish() == 0, run.output
+    finally:
+        run.end()
+    return list(read_jsonl(folder / "metrics.jsonl"))
+
+
+def trained_rows(folder) -> dict[int, set[int]]:
+    """`{step: rows of its prompts}`."""
+    found: dict[int, set[int]] = {}
+    for sample in read_jsonl(folder / "samples.jsonl"):
+        found.setdefault(sample["step"], set()).add(sample["row"])
+    return found
+
+
+def test_every_prompt_is_trained_once_at_the_age_that_lag_allows(tmp_path):
+    folder, copy = tmp_path / "run", tmp_path / "resumed"
+    records = train(folder, RECIPE, *SETTINGS)
+    assert [r["rollout/age_oldest"] for r in records] == [0, 1, 1, 1, 1]
+    assert [r["rollout/age_newest"] for r in records] == [0, 1, 1, 1, 1]
+    assert records[0]["mismatch/kl_age_0"] <= 1e-6
+    for record in records[1:]:
+        # Another version: further off than rounding, and not far.
+        assert 1e-6 < record["mismatch/kl_age_1"] < 0.1 and record["mismatch/kl_age_0"] is None
+        assert record["replay/coverage"] == 1 and record["refit/max_diff"] <= 1e-4
+        assert 0.5 < record["loss/weight"] < 2 and record["loss/weight_ess"] < 1
+    for sample in read_jsonl(folder / "samples.jsonl"):
+        assert set(sample["versions"]) == {max(0, sample["step"] - 2)}
+
+    shutil.copytree(folder, copy)
+    for checkpoint in ("step-000004", "step-000005"):
+        shutil.rmtree(copy / "checkpoints" / checkpoint, ignore_errors=True)
+    resumed = train(copy, folder / "config.yaml", "--resume")
+    assert [r["step"] for r in resumed] == list(range(1, STEPS + 1))
+    assert resumed[2]["rollout/age_oldest"] == 0  # the engines start anew, with nothing under way
+    for rows in (trained_rows(folder), trained_rows(copy)):
+        assert sorted(row for step in rows.values() for row in step) == list(range(STEPS * PROMPTS))

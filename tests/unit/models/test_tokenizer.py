@@ -1,0 +1,103 @@
+"""Tokenizers of the forms that published models have, by the real transformers."""
+
+import json
+import shutil
+import sys
+
+import pytest
+
+from lora_moe_rl.errors import ConfigError, ModelError
+from lora_moe_rl.models.tokenizer import check_tokenizer, load_tokenizer
+from lora_moe_rl.tiny.tokenizer import make_tokenizer
+from tests.helpers import remote_tokenizer
+from tests.helpers.remote_tokenizer import FIRST_SPECIAL, SPECIAL
+
+IDS = {token: FIRST_SPECIAL + i for i, token in enumerate(SPECIAL)}
+# transformers knows the first, and makes a tokenizer of its own for it; it asks for the second.
+TYPES = ("deepseek_v3", "kimi_k2")
+
+
+@pytest.fixture(params=TYPES)
+def directory(request, tmp_path):
+    remote_tokenizer.write(tmp_path)
+    config = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": request.param,
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def change(directory, **values):
+    path = directory / "tokenizer_config.json"
+    changed = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({key: value for key, value in changed.items() if value is not None}))
+
+
+def test_the_models_own_tokenizer_is_loaded_where_its_code_is_trusted(directory):
+    tokenizer = load_tokenizer(directory, trust_remote_code=True)
+    assert type(tokenizer).__name__ == "ByteRanksTokenizer"
+    assert {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL} == IDS
+    assert tokenizer.encode("ab<|im_end|>") == [255 - 97, 255 - 98, IDS["<|im_end|>"]]
+    assert tokenizer.decode(tokenizer.encode("ä+1")) == "ä+1"
+
+
+def test_without_trust_it_is_refused_at_once_and_nothing_of_it_runs(directory, monkeypatch):
+    def asked(*args):
+        raise AssertionError("asked on the terminal")
+
+    monkeypatch.setattr("builtins.input", asked)
+    before = set(sys.modules)
+    with pytest.raises(ConfigError, match=r"tokenization_bytes.*set model.trust_remote_code=true"):
+        load_tokenizer(directory, trust_remote_code=False)
+    assert not [name for name in set(sys.modules) - before if "tokenization_bytes" in name]
+
+
+def test_a_class_of_another_name_is_refused(directory):
+    change(directory, tokenizer_class="TikTokenTokenizer")
+    with pytest.raises(ModelError, match="is a TikTokenTokenizer .* makes a ByteRanksTokenizer"):
+        load_tokenizer(directory, trust_remote_code=True)
+
+
+def test_a_generic_class_in_place_of_the_models_is_refused(directory):
+    """What transformers does by itself, where nothing names the code."""
+    change(directory, auto_map=None)
+    with pytest.raises(ModelError, match="ByteRanksTokenizer"):
+        load_tokenizer(directory, trust_remote_code=True)
+
+
+def test_other_ids_of_special_tokens_are_refused(tmp_path):
+    make_tokenizer().save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path, trust_remote_code=False).convert_tokens_to_ids("<eos>") == 254
+    change(tmp_path, added_tokens_decoder={"251": {"content": "<eos>"}})
+    with pytest.raises(ModelError, match="<eos> is 251 there and 254 here"):
+        load_tokenizer(tmp_path, trust_remote_code=False)
+
+
+@pytest.mark.parametrize("name", ["LlamaTokenizerFast", "PreTrainedTokenizerFast"])
+def test_what_tokenizer_json_describes_in_full_is_taken_by_any_name(tmp_path, name):
+    """DeepSeek-V3 calls its tokenizer.json a LlamaTokenizerFast."""
+    make_tokenizer().save_pretrained(tmp_path)
+    config = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    change(tmp_path, tokenizer_class=name)
+    assert load_tokenizer(tmp_path, trust_remote_code=False).encode("1") == [ord("1")]
+
+
+def test_missing_files_are_named_without_transformers(directory, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)  # importing it fails
+    (directory / "tokenization_bytes.py").unlink()
+    with pytest.raises(ModelError, match="there is no .*tokenization_bytes.py"):
+        check_tokenizer(directory, trust_remote_code=True)
+    (directory / "tiktoken.model").unlink()
+    with pytest.raises(ModelError, match=r"has no tokenizer \(none of tokenizer.json"):
+        check_tokenizer(directory, trust_remote_code=True)
+
+
+def test_code_that_fails_is_one_line(directory, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("broken")
+    shutil.copytree(directory, folder, dirs_exist_ok=True)
+    (folder / "tokenization_bytes.py").write_text("1 / 0\n")
+    with pytest.raises(ModelError, match="cannot be loaded: ZeroDivisionError: division by zero"):
+        load_tokenizer(folder, trust_remote_code=True)

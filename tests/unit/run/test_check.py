@@ -1,0 +1,140 @@
+"""`lora-moe-rl check`: everything wrong at once, prompts as the model gets them, and no more."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from lora_moe_rl import cli
+from lora_moe_rl.tiny import shapes
+from lora_moe_rl.tiny.tokenizer import make_tokenizer
+
+pytestmark = pytest.mark.seconds
+
+REWARDS = """
+import time
+
+def right(completions, answer, **_): return [float(c == a) for c, a in zip(completions, answer)]
+def same(completions, **_): return [0.5] * len(completions)
+def slow(completions, **_): time.sleep(60)
+def none(completions, **_): return [None] * len(completions)
+def half(completions, **_): return [1.0, None, float("nan")]
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    shapes.build_model("qwen3_moe").save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def check(model, tmp_path, monkeypatch, capsys):
+    """Checks a run that is right but for `settings`: its exit code, and {step: (state, text)}."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rewards.py").write_text(REWARDS)
+
+    def check(*settings):
+        right = [f"model={model}", "data.path=rows.jsonl", "reward.function=rewards.py:right"]
+        code = cli.main(["check", *right, "data.shuffle=false", *settings])
+        output = capsys.readouterr().out
+        lines = output.partition("\n\n")[0].splitlines()
+        found = {line[8:16].strip(): (line[:8].strip(), line[16:]) for line in lines}
+        return code, found, output.partition("\n\n")[2]
+
+    return check
+
+
+def test_a_run_that_is_right(check, tmp_path):
+    code, found, prompts = check("data.chat_template=true")
+    assert code == 0 and {state for state, _ in found.values()} == {"ok"}
+    assert found["reward"][1].endswith(
+        "gave 1 for the answer '0', 0 for '', 0 for 'I do not know.'"
+    )
+    assert found["prompts"][1] == "22 to 22 tokens of 504 that fit"
+    assert prompts.count("tokens\n") == 3
+    assert "prompt 1, 22 tokens\nuser: 1+1=\nassistant: \ncolumns: {'answer': '2'}" in prompts
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rewards.py", "rows.jsonl"]
+
+
+def test_all_that_is_wrong_is_told_at_once(check):
+    code, found, prompts = check("trainer.ep=3", "trainer.world_size=3", "data.path=gone.jsonl")
+    assert code == 2 and prompts == ""
+    assert found["layout"][0] == "error" and "trainer.ep=3 does not divide" in found["layout"][1]
+    assert found["data"][0] == "error" and "gone.jsonl" in found["data"][1]
+    assert found["model"][0] == "ok" and "that needs the data" in found["reward"][1]
+    assert found["machine"] == ("skipped", "needs the layout")
+    assert found["prompts"] == ("skipped", "needs the data")
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        ("same", "tells the answer from nothing else: it gave 0.5 for the answer '0', 0.5 for ''"),
+        ("none", "tells the answer from nothing else: it gave none for"),
+        ("half", "1 of 3 rewards failed"),
+        ("slow", "took longer than 5 s for 3 made-up completions; a run waits up to reward.timeou"),
+    ],
+)
+def test_a_reward_that_is_strange_is_a_warning(check, function, told):
+    code, found, _ = check(f"reward.function=rewards.py:{function}")
+    assert code == 0 and found["reward"][0] == "warning" and told in found["reward"][1]
+
+
+def test_a_generator_that_raises_is_one_line(check, tmp_path):
+    (tmp_path / "rows.py").write_text("def rows():\n    yield {}['prompt']\n")
+    code, found, _ = check("data.path=null", "data.generator=rows.py:rows")
+    assert code == 2 and found["data"][0] == "error"
+    assert "rows.py:rows raised KeyError: 'prompt'" in found["data"][1]
+
+
+def test_what_the_planner_cannot_size_is_a_warning(check, model, tmp_path):
+    other = tmp_path / "quantised"
+    shutil.copytree(model, other)
+    config = json.loads((other / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq"}
+    (other / "config.json").write_text(json.dumps(config))
+    state, text = check(f"model={other}", "trainer.device=cpu")[1]["machine"]
+    assert state == "warning" and "memory was not planned" in text and "awq" in text
+
+
+def test_nothing_is_fetched_or_made(check, monkeypatch, tmp_path):
+    monkeypatch.setenv("LORA_MOE_RL_CACHE", str(tmp_path / "cache"))
+    for model in ("nobody/nothing", "qwen3_moe"):
+        code, found, _ = check(f"model={model}")
+        assert code == 0 and found["model"][0] == "skipped"
+        assert found["prompts"] == ("skipped", "needs the model")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_what_the_machine_lacks_is_a_warning(check, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    state, text = check()[1]["machine"]
+    assert state == "warning" and "RAY_ADDRESS=127.0.0.1:1 cannot be reached" in text
+    monkeypatch.delenv("RAY_ADDRESS")
+    state, text = check("trainer.device=cpu", "rollout.cpu_kv_cache_gib=1e6")[1]["machine"]
+    assert state == "warning" and "use a smaller model or fewer ranks" in text
+    state, text = check("checkpoint.keep=1000000000")[1]["machine"]
+    assert state == "warning" and "the disk is too small" in text
+
+
+def test_prompts_that_are_left_out_are_counted(check):
+    settings = ("data.too_long=drop", "data.limit=3", "model.max_length=10")
+    _, found, _ = check(*settings, "rollout.max_response_tokens=6")
+    assert found["prompts"] == ("ok", "4 to 4 tokens of 4 that fit")
+    code, found, _ = check(*settings, "rollout.max_response_tokens=7")
+    assert code == 2 and "all 3 prompts are longer than 3 tokens" in found["prompts"][1]
+
+
+def test_a_run_that_is_there_is_told_of(check, tmp_path):
+    (tmp_path / "run").mkdir()
+    for name in ("config.yaml", "metrics.jsonl"):
+        (tmp_path / "run" / name).write_text("name: run\n")
+    code, found, _ = check("logging.run_dir=run")
+    assert code == 0 and "holds a run: go on with it by --resume" in found["run dir"][1]

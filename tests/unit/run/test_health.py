@@ -1,0 +1,56 @@
+"""What a run says when it cannot learn."""
+
+import numpy as np
+
+from lora_moe_rl.algorithms.base import Signal
+from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
+from lora_moe_rl.run.health import REPEAT_STEPS, SAME_STEPS, Health, group_metrics
+
+
+def group(*rewards, finish="stop"):
+    segments = (Segment.given("user", [5]), Segment.sampled([7, 8], np.zeros(2), 0))
+    samples = [Sample(segments, finish, "text") for _ in rewards]
+    return Group(Prompt(0, "1+2=", [5]), samples, None, np.array(rewards, np.float32))
+
+
+def look(health, step, *groups):
+    """With the advantages of GRPO: a reward against the mean of its group."""
+    signals = [
+        Signal.of_samples(g, np.nan_to_num(g.rewards - np.nanmean(g.rewards))) for g in groups
+    ]
+    return health.look(step, groups, signals)
+
+
+def test_groups_of_one_reward_are_counted():
+    nan = float("nan")
+    groups = [group(1, 1), group(0, 0), group(0, 1), group(1, nan), group(nan, nan)]
+    assert group_metrics(groups) == {"reward/solved_all": 0.4, "reward/solved_none": 0.2}
+    assert group_metrics([group(-1, -1)]) == {"reward/solved_all": 0, "reward/solved_none": 1}
+
+
+def test_a_step_without_any_signal_is_told_of():
+    health = Health()
+    assert look(health, 1, group(0, 1), group(0, 0)) == []
+    (told,) = look(health, 2, group(1, 1), group(0, 0), group(0, 0), group(0, 0))
+    assert told.startswith("step 2: no group has an advantage, nothing is learned: of 4 groups 25%")
+    assert "75% one of 0 or less" in told
+    assert look(health, 3, group(0, 0)) == []  # said a step ago
+    assert len(look(health, 2 + REPEAT_STEPS, group(0, 0), group(1, 1))) == 1
+
+
+def test_rewards_that_are_all_one_number_are_told_of():
+    health = Health()
+    told = [look(health, step, group(0.5, 0.5)) for step in range(1, SAME_STEPS + 1)]
+    assert [len(one) for one in told] == [1, 0, 0, 0, 1]
+    assert "every reward was 0.5" in told[-1][0] and "the last 5 steps" in told[-1][0]
+    health = Health()
+    for step in range(1, 20):
+        told = look(health, step, group(0, 0) if step % SAME_STEPS else group(0, 1))
+        assert not [one for one in told if "every reward" in one]
+
+
+def test_samples_that_are_cut_off_are_told_of():
+    cut = group(0, 1, finish="length")
+    assert look(Health(), 1, cut, group(0, 1)) == []
+    (told,) = look(Health(), 1, cut, cut, group(0, 1))
+    assert "67% of the samples were cut off at rollout.max_response_tokens" in told
