@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from lora_moe_rl.data.batch import TrainBatch
     from lora_moe_rl.data.samples import Prompt, Sample, UpdateResult
+    from lora_moe_rl.kernels.merge.rounding import Arrived
 
 Ref = Any
 
@@ -37,13 +38,14 @@ Ref = Any
 class Receipt:
     """What an engine answers when it has taken an adapter version: it is served. `bytes` and
     `tensors` came in, `checksum` is that of the version. `seconds` by stage of the engine's work,
-    and `total`."""
+    and `total`. `arrived`: of merged weights, what rounding left of the change, by module."""
 
     version: int
     bytes: int
     tensors: int
     checksum: str
     seconds: dict[str, float] = field(default_factory=dict)
+    arrived: dict[str, Arrived] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -15,58 +15,27 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from lora_moe_rl.errors import RefitError
-from lora_moe_rl.kernels.merge import merge_delta_
+from lora_moe_rl.kernels.merge.rounding import Rounding
 from lora_moe_rl.refit import parts, transports
 from lora_moe_rl.refit.merged_base import Base
-from lora_moe_rl.refit.merged_vllm import Experts, Weights
+from lora_moe_rl.refit.merged_modules import (
+    EXPERTS,
+    Buffers,
+    Merge,
+    Module,
+    base_shards,
+    find_arriving,
+)
+from lora_moe_rl.refit.merged_vllm import Weights
 from lora_moe_rl.refit.parts import Entry, SentPart
-from lora_moe_rl.refit.plan import Box
 from lora_moe_rl.refit.receiver import answer
-from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
 from lora_moe_rl.rollout.facts import fused_parts
-
-Buffers = Mapping[int, torch.Tensor]  # of each trainer rank, in the adapter's dtype
-EXPERTS = {"experts.gate": "w1", "experts.up": "w3", "experts.down": "w2"}
-
-
-@dataclass(frozen=True)
-class Arriving:
-    """What reaches this worker of a canonical tensor: `box` of it. `pieces`: (trainer rank, entry
-    of its part)."""
-
-    box: Box
-    pieces: tuple[tuple[int, Entry], ...]
-
-    def assemble(self, buffers: Buffers) -> torch.Tensor:
-        views = [(entry.box, entry.view(buffers[source])) for source, entry in self.pieces]
-        if len(views) == 1:
-            return views[0][1]
-        whole = views[0][1].new_empty(self.box.shape)
-        for box, view in views:
-            whole[box.within(self.box)] = view
-        return whole
-
-
-@dataclass(frozen=True)
-class Module:
-    """A module of vLLM of which something is adapted: our modules in it, and those of their tensors
-    that arrive, as `{module: (A, B)}`."""
-
-    path: str
-    layer: int
-    parts: tuple[str, ...]
-    arriving: Mapping[str, tuple[Arriving, Arriving]]
-
-    @property
-    def is_experts(self) -> bool:
-        return self.parts[0] in EXPERTS
 
 
 class MergedReceiver:
@@ -79,10 +48,13 @@ class MergedReceiver:
 
     @answer
     def refit_prepare(
-        self, layouts_json: str, channel_json: str = SHARED_MEMORY.to_json()
+        self, layouts_json: str, channel_json: str, rounding: Rounding, seed: int
     ) -> dict[str, Any]:
         """Checks vLLM's internals, the base's files and what is going to arrive against each other,
-        and that what we would write of the base is what vLLM has loaded."""
+        and that what we would write of the base is what vLLM has loaded. `rounding` and `seed`: of
+        merged weights (`refit/merged_modules.py`)."""
+        self._refit_rounding: Rounding = rounding
+        self._refit_seed = seed
         if not hasattr(self, "_refit_weights"):
             self._refit_base = Base(self.model_runner.model_config.model)
             self._refit_weights = Weights(self.model_runner)
@@ -116,7 +88,7 @@ class MergedReceiver:
                 for name in names:
                     base.check(layer, name)
                 arriving = {
-                    name: _arriving(f"layers.{layer}.{name}", base, layer, name, pieces, local)
+                    name: find_arriving(f"layers.{layer}.{name}", base, layer, name, pieces, local)
                     for name in adapted
                 }
                 modules.append(Module(path, layer, tuple(names), arriving))
@@ -131,7 +103,7 @@ class MergedReceiver:
         for module in {id(m): m for m in (modules[:1] + modules[-1:])}.values():
             experts = self._refit_weights.experts(module.path)
             for expert in {min(experts.places), max(experts.places)}:
-                if not experts.holds(expert, self._refit_shards(module, expert, {})):
+                if not experts.holds(expert, base_shards(self._refit_base, module, expert)):
                     raise RefitError(
                         f"{module.path}: what vLLM holds of expert {expert} is not what "
                         f"refit.mode=merged would write; it does not know the layout of "
@@ -164,27 +136,37 @@ class MergedReceiver:
 
     @answer
     def refit_commit(self, version: int) -> dict[str, Any]:
-        """Makes the staged version the model's weights. If it fails, they are of no version."""
+        """Makes the staged version the model's weights, and says what arrived of its change. If it
+        fails, they are of no version."""
         if self._refit_staged is None or self._refit_staged[0] != version:
             raise RefitError(f"adapter version {version} is not staged")
         started = time.perf_counter()
         (_, buffers), self._refit_staged = self._refit_staged, None
         self._refit_version, self._refit_touched = None, True
+        merge = self._refit_merge(version, buffers)
         for module in self._refit_modules:
             try:
-                self._refit_change(module, buffers)
+                self._refit_change(module, merge)
             except (RuntimeError, ValueError, KeyError) as error:  # vLLM's
                 raise RefitError(f"{module.path}: {error!r}") from error
         self._refit_version = version
-        return {"seconds": time.perf_counter() - started}
+        arrived = {name: asdict(one) for name, one in merge.arrived.items()}
+        return {"seconds": time.perf_counter() - started, "arrived": arrived}
 
-    def _refit_change(self, module: Module, buffers: Buffers) -> None:
+    def _refit_merge(self, version: int, buffers: Buffers) -> Merge:
+        weights = self._refit_weights
+        return Merge(
+            *(version, buffers, self._refit_base, weights.dtype, weights.device),
+            *(self._refit_rounding, self._refit_seed),
+        )
+
+    def _refit_change(self, module: Module, merge: Merge) -> None:
         if module.is_experts:
             experts = self._refit_weights.experts(module.path)
-            for expert, shards in self._refit_experts(module, experts, buffers):
+            for expert, shards in merge.experts(module, experts):
                 experts.write(expert, shards)
         else:
-            self._refit_weights.load_linear(module.path, self._refit_linear(module, buffers))
+            self._refit_weights.load_linear(module.path, merge.linear(module))
 
     @answer
     def refit_compare(self, version: int, sent_json: str) -> dict[str, Any]:
@@ -192,12 +174,12 @@ class MergedReceiver:
         holds packed forms alone, which cannot be read back."""
         if self._refit_version != version:
             raise RefitError(f"the weights are not of adapter version {version}")
-        buffers = self._refit_open(version, sent_json)
+        merge = self._refit_merge(version, self._refit_open(version, sent_json))
         differing = []
         for module in self._refit_modules:
             if module.is_experts:
                 experts = self._refit_weights.experts(module.path)
-                pairs = self._refit_experts(module, experts, buffers)
+                pairs = merge.experts(module, experts)
                 if not all(experts.holds(expert, shards) for expert, shards in pairs):
                     differing.append(module.path)
         return {"differing": differing}
@@ -215,61 +197,6 @@ class MergedReceiver:
         """The version of the weights."""
         return {"versions": [] if self._refit_version is None else [self._refit_version]}
 
-    def _refit_linear(self, module: Module, buffers: Buffers) -> list[tuple[str, torch.Tensor]]:
-        """All of a module's weights, and biases, under the checkpoint's names."""
-        base, result = self._refit_base, []
-        for name in module.parts:
-            weight = base.weight(module.layer, name)
-            if name in module.arriving:
-                A, B = (tensor.assemble(buffers) for tensor in module.arriving[name])
-                weight = self._refit_merged(weight, A, B, f"layers.{module.layer}.{name}")
-            result.append((f"{base.name(module.layer, name)}.weight", weight))
-            bias = base.bias(module.layer, name)
-            if bias is not None:
-                result.append((f"{base.name(module.layer, name)}.bias", bias))
-        return result
-
-    def _refit_experts(
-        self, module: Module, experts: Experts, buffers: Buffers
-    ) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        adapters = {
-            name: tuple(tensor.assemble(buffers) for tensor in pair)
-            for name, pair in module.arriving.items()
-        }
-        first = min(experts.places)
-        for expert in experts.places:
-            one = {
-                name: tuple(m[expert - first] if m.dim() == 3 else m for m in pair)
-                for name, pair in adapters.items()
-            }
-            yield expert, self._refit_shards(module, expert, one)
-
-    def _refit_shards(
-        self, module: Module, expert: int, adapters: Mapping[str, tuple[torch.Tensor, ...]]
-    ) -> dict[str, torch.Tensor]:
-        """One expert's gate, up and down under vLLM's names; `adapters`: its A and B of each."""
-        shards = {}
-        for name in module.parts:
-            weight = self._refit_base.weight(module.layer, name, expert)
-            if name in adapters:
-                where = f"layers.{module.layer}.{name} of expert {expert}"
-                weight = self._refit_merged(weight, *adapters[name], where)
-            shards[EXPERTS[name]] = weight
-        return shards
-
-    def _refit_merged(
-        self, weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor, where: str
-    ) -> torch.Tensor:
-        """`weight + B A`, rounded once to the model's dtype. Raises RefitError if it overflows."""
-        device, dtype = self._refit_weights.device, self._refit_weights.dtype
-        weight = weight.to(device)
-        if weight.dtype != dtype:
-            weight = weight.float()
-        merged = merge_delta_(weight, A.to(device), B.to(device), 1.0).to(dtype)
-        if not torch.isfinite(merged).all():
-            raise RefitError(f"{where}: its weight with the adapter merged in overflows {dtype}")
-        return merged
-
 
 def _check_vllm(weights: Weights, path: str, names: list[str]) -> range | None:
     """The experts that a worker holds of a module; None for a linear."""
@@ -284,40 +211,6 @@ def _check_vllm(weights: Weights, path: str, names: list[str]) -> range | None:
             "needs neighbours: leave the placement linear"
         )
     return local
-
-
-def _arriving(
-    site: str,
-    base: Base,
-    layer: int,
-    module: str,
-    pieces: Mapping[str, list[tuple[int, Entry]]],
-    local: range | None,
-) -> tuple[Arriving, Arriving]:
-    """Raises RefitError when the pieces of a site do not make up the whole of A and of B as the
-    model has them (of routed experts: `local`)."""
-    in_features, out_features, _ = base.shape.modules(layer)[module]
-    found = {m: pieces.get(f"{site}.{m}", []) for m in ("A", "B")}
-    # Rows of A, columns of B
-    ranks = {
-        m: max((e.box.start[i] + e.box.shape[i] for _, e in found[m]), default=0)
-        for m, i in (("A", -2), ("B", -1))
-    }
-    result = []
-    for matrix, shape in (("A", (ranks["A"], in_features)), ("B", (out_features, ranks["A"]))):
-        boxes = [entry.box for _, entry in found[matrix]]
-        start = (0, 0)
-        if local is not None and boxes and len(boxes[0].shape) == 3:
-            start, shape = (local.start, 0, 0), (len(local), *shape)
-        whole = Box(start, shape)
-        inside = all(whole.common(box) == box for box in boxes)
-        if not inside or sum(box.size for box in boxes) != whole.size:
-            raise RefitError(
-                f"{site}.{matrix}: the boxes {[(b.start, b.shape) for b in boxes]} are planned to "
-                f"arrive, which are not all of {whole.shape} from {whole.start} on"
-            )
-        result.append(Arriving(whole, tuple(found[matrix])))
-    return result[0], result[1]
 
 
 def _check_finite(tensor: str, values: torch.Tensor, version: int) -> None:

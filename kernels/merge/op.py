@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lora_moe_rl.kernels import backend
 from lora_moe_rl.kernels.merge import formats, torch_path
+from lora_moe_rl.kernels.merge.rounding import Arrived, Rounding, measure, round_to
 
 
 @torch.no_grad()
@@ -34,6 +35,29 @@ def merge_delta_(
     target3, W3 = _three(target), None if out is None else _three(W)
     _call(_merge_delta, _merge_delta_op, target3, W3, A, B, scale, kernel)
     return target
+
+
+@torch.no_grad()
+def merge_rounded(
+    W: Tensor,
+    A: Tensor,
+    B: Tensor,
+    scale: float,
+    dtype: torch.dtype,
+    rounding: Rounding = "nearest",
+    seed: int = 0,
+    first: int = 0,
+) -> tuple[Tensor, Arrived]:
+    """(`W + scale * B A` in `dtype`, what arrived of the change), of a dense W, which stays as it
+    is. `rounding`, `seed` and `first` are those of `rounding.round_to`."""
+    before = W.to(torch.float32, copy=True)
+    if rounding == "nearest" and dtype == W.dtype:
+        after = merge_delta_(W, A, B, scale, out=torch.empty_like(W))
+    else:
+        exact = merge_delta_(before, A, B, scale, out=torch.empty_like(before))
+        after = round_to(exact, dtype, rounding, seed, first)
+    change = (B.float() @ A.float()).mul_(scale)
+    return after, measure(before, change, after)
 
 
 @torch.no_grad()

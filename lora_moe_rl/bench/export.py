@@ -7,7 +7,7 @@ end: `cp` is followed by `sync` of its files.
 
     bf16    two sizes; beside the smaller one PEFT: from_pretrained, get_peft_model with the same
             modules, merge_and_unload, save_pretrained
-    fp8     DeepSeek-V3's blocks: dequantised, merged, quantised; the error that this adds
+    fp8     DeepSeek-V3's blocks: dequantised, merged, quantised
     int4    Kimi-K2-Thinking's groups, likewise
 """
 
@@ -158,7 +158,7 @@ def _child(job: str, base: Path, adapter: Path, out: Path) -> Row:
 def parts(result: dict[str, Any]) -> Iterator[Any]:
     """What is printed of the figures, the goals left out."""
     columns = ("base", "GB", "shards", "merge s", "MB/s", "cp s", "of cp", "peak GB")
-    table = report.table([*columns, "error / weight", "error / change"])
+    table = report.table([*columns, "error / weight", "error / change", "cosine", "lost"])
     for row in result["rows"]:
         table.add_row(
             row["form"],
@@ -169,7 +169,8 @@ def parts(result: dict[str, Any]) -> Iterator[Any]:
             f"{row['cp_s']:.1f} ({row['cp_without_sync_s']:.1f} without sync)",
             f"{row['cp_s'] / row['merge_s']:.0%}",
             f"{row['memory_gb']:.2f}",
-            *(f"{row[key]:.1e}" if key in row else "" for key in ("error", "error_over_change")),
+            *(f"{row[key]:.2g}" for key in ("error", "error_over_change", "cosine")),
+            f"{row['lost']:.1%}",
         )
         peft = row.get("peft", {})
         if "left_out" in peft:

@@ -9,7 +9,6 @@ import json
 import sys
 import time
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from lora_moe_rl.bench.process import status_bytes, to_disk
@@ -22,10 +21,13 @@ def merge(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
     start = time.perf_counter()
     report = export_merged(spec_of(base), FileTensors(adapter), base, out)
     row: dict[str, Any] = {"merge_s": time.perf_counter() - start}
-    if report.errors:
-        row["error"] = fmean(error.relative for error in report.errors.values())
-        row["error_over_change"] = fmean(error.over_delta for error in report.errors.values())
-    return row
+    total = report.total
+    return row | {
+        "error": total.relative,
+        "error_over_change": total.error_over_change,
+        "cosine": total.cosine,
+        "lost": total.lost,
+    }
 
 
 def peft(base: Path, adapter: Path, out: Path) -> dict[str, Any]:

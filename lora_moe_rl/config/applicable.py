@@ -64,6 +64,15 @@ _RULES = [
         )
         for option in ("refit.slots", "rollout.fully_sharded")
     ),
+    *(
+        _Rule(
+            option,
+            lambda c: c.refit.mode == "merged",
+            "refit.mode",
+            "with refit.mode=merged",
+        )
+        for option in ("refit.rounding", "refit.warn_lost", "refit.stop_lost")
+    ),
     _Rule(
         "refit.directory",
         lambda c: c.refit.transport == "directory",

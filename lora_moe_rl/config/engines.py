@@ -108,6 +108,17 @@ class RefitConfig(Section):
     timeout_s: float = Field(
         300, gt=0, description="Longest wait for a free slot, and for one refit."
     )
+    rounding: Literal["stochastic", "nearest"] = Field(
+        "stochastic",
+        description="How merged weights are rounded to bfloat16: stochastic keeps small changes in "
+        "the mean (seeded by run, version and weight), nearest loses them.",
+    )
+    warn_lost: float = Field(
+        0.1, gt=0,
+        description="Warn when refit/lost, the share of a merged version's change that rounding "
+        "takes away, is above this.",
+    )  # fmt: skip
+    stop_lost: float = Field(0.9, gt=0, description="Stop when refit/lost is above this.")
 
     @field_validator("transport")
     @classmethod
@@ -115,6 +126,15 @@ class RefitConfig(Section):
         if value not in (known := ("auto", *transport_names())):
             raise ValueError(f"refit.transport={value!r} is not one of {', '.join(known)}")
         return value
+
+    @model_validator(mode="after")
+    def _warned_first(self):
+        if self.warn_lost > self.stop_lost:
+            raise ValueError(
+                f"refit.warn_lost={self.warn_lost:g} is above refit.stop_lost={self.stop_lost:g}: "
+                "no version would be warned of"
+            )
+        return self
 
     @model_validator(mode="after")
     def _directory(self):

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.rollout.facts import SLOT_RANKS, slot_rank
+
+if TYPE_CHECKING:
+    from lora_moe_rl.export.merged import MergeReport
+    from lora_moe_rl.export.merged_weights import Form
 
 ABOUT = """\
 Write what a run trained for other tools: as a PEFT adapter, or merged into its base.
@@ -20,7 +26,10 @@ examples:
   lora-moe-rl export runs/demo --to peft --for vllm --out adapter
   lora-moe-rl export runs/demo --to merged --base Qwen/Qwen3-30B-A3B --out merged
 """
-WORST_SHOWN = 10  # quantised tensors
+WORST_SHOWN = 10  # tensors
+# Of the change that rounding takes away (refit.warn_lost and refit.stop_lost of a merged refit).
+WARN_LOST, STOP_LOST = 0.1, 0.9
+OF_MERGED = ("dtype", "adapted_float32", "rounding", "seed", "warn_lost", "stop_lost")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,18 +68,41 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=("float32", "bfloat16", "float16"), help="of a merged model; by default "
         "the base's own form",
     )  # fmt: skip
+    parser.add_argument(
+        "--adapted-float32", action="store_const", const=True,
+        help="write what the adapter changes in float32, all else as the base has it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rounding",
+        choices=("nearest", "stochastic"),
+        help="of sums to bfloat16 and float16: to the nearest (the default), which loses changes "
+        "smaller than half a step; or to either neighbour, so that the mean is the sum",
+    )
+    parser.add_argument("--seed", type=int, help="of --rounding stochastic (0)")
+    parser.add_argument(
+        "--warn-lost", type=float, metavar="SHARE", help="warn when rounding takes more than this "
+        f"of the change away ({WARN_LOST:g})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--stop-lost", type=float, metavar="SHARE", help=f"write nothing that loads when it takes "
+        f"more than this ({STOP_LOST:g})",
+    )  # fmt: skip
     parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    other = {"merged": ("form", "reader"), "peft": ("dtype",)}[options.to]
+    other = {"merged": ("form", "reader"), "peft": OF_MERGED}[options.to]
     for name in other:
         if getattr(options, name) is not None:
-            flag = {"reader": "for"}.get(name, name)
+            flag = "for" if name == "reader" else name.replace("_", "-")
             raise ConfigError(f"--{flag} has no effect with --to {options.to}")
     if options.reader == "vllm" and options.form == "3d":
         raise ConfigError("--for vllm writes experts one by one: leave out --form 3d")
+    if options.adapted_float32 and options.dtype is not None:
+        raise ConfigError(f"--adapted-float32 and --dtype {options.dtype} are both given: choose")
+    if options.seed is not None and options.rounding != "stochastic":
+        raise ConfigError(f"--seed {options.seed} has no effect without --rounding stochastic")
 
 
 def _base(options: argparse.Namespace) -> Path | None:
@@ -119,17 +151,37 @@ def _export_merged(options: argparse.Namespace) -> int:
     base = resolve_model(options.base or found.config.model.path)
     found.check_base(base)
     say = Console(highlight=False, soft_wrap=True, stderr=True).print
-    report = export_merged(found.spec, found.tensors, base, options.out, options.dtype, say)
+    stop = STOP_LOST if options.stop_lost is None else options.stop_lost
+    report = export_merged(found.spec, found.tensors, base, options.out, _form(options), say, stop)
     print(
         f"{report.directory}: {report.changed_tensors:,} tensors changed, {report.shards} shards, "
         f"{report.kept_shards} of them found finished; {report.bytes_written / 1e9:.2f} GB written"
     )
-    worst = sorted(report.errors.items(), key=lambda item: -item[1].over_delta)
-    for name, error in worst[:WORST_SHOWN]:
-        print(
-            f"{name}: quantised, off by {error.relative:.2e} of its norm, {error.over_delta:.2f} "
-            f"of what the adapter changed"
-        )
-    if len(worst) > WORST_SHOWN:
-        print(f"these are the largest of {len(worst):,}; all are in {report.directory}/merge.json")
+    print(f"rounding: {report.total}")
+    _say_worst(report, WARN_LOST if options.warn_lost is None else options.warn_lost)
     return 0
+
+
+def _form(options: argparse.Namespace) -> Form:
+    from lora_moe_rl.export.merged_weights import Form
+
+    names = ("dtype", "adapted_float32", "rounding", "seed")
+    given = {name: getattr(options, name) for name in names}
+    return Form(**{name: value for name, value in given.items() if value is not None})
+
+
+def _say_worst(report: MergeReport, warn: float) -> None:
+    """The tensors that lost most, if any lost more than `warn`."""
+    worst = sorted(report.arrived.items(), key=lambda item: -item[1].lost)
+    worst = [(name, one) for name, one in worst if one.lost > warn]
+    for name, one in worst[:WORST_SHOWN]:
+        print(f"{name}: {one}")
+    if len(worst) > WORST_SHOWN:
+        print(f"these lost most; all are in {report.directory}/merge.json")
+    if report.total.lost > warn:
+        print(
+            f"warning: {report.total.lost:.1%} of what was trained is not in this model "
+            f"(--warn-lost {warn:g}). Serve the adapter beside the base (--to peft), or write "
+            "--rounding stochastic, --adapted-float32 or --dtype float32",
+            file=sys.stderr,
+        )

@@ -9,12 +9,13 @@ kept. What no adapter changes is copied bit for bit.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +24,26 @@ import torch
 import xxhash
 
 from lora_moe_rl.adapters.spec import AdapterSpec
-from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.errors import ExportError
 from lora_moe_rl.export import merged_targets
 from lora_moe_rl.export.merged_adapter import Adapter
 from lora_moe_rl.export.merged_out import PARTIAL, OutDirectory, disk_errors
 from lora_moe_rl.export.merged_plan import CopyStep, MergeStep, ShardPlan, plan_shards
-from lora_moe_rl.export.merged_weights import QuantisationError, compute
+from lora_moe_rl.export.merged_weights import Form, check_form, compute
 from lora_moe_rl.files.untrusted import SafeFile, SafeWeights, inside, read_json
+from lora_moe_rl.kernels.merge.rounding import Arrived
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 MOST_WORKERS = 4
-FORMAT = "1"  # of the result; an unfinished merge of another one is not gone on with
+FORMAT = "2"  # of the result; an unfinished merge of another one is not gone on with
+BASES_OWN = Form()
 Say = Callable[[str], None]
 
 
 @dataclass
 class MergeReport:
-    """`errors`: of quantised tensors alone. `bytes_*` are of shards that were written, not of
-    those found finished."""
+    """`arrived`: what rounding left of the adapter's change, by changed tensor. `bytes_*` are of
+    shards that were written, not of those found finished."""
 
     directory: Path
     shards: int = 0
@@ -48,7 +51,14 @@ class MergeReport:
     changed_tensors: int = 0
     bytes_read: int = 0
     bytes_written: int = 0
-    errors: dict[str, QuantisationError] = field(default_factory=dict)
+    arrived: dict[str, Arrived] = field(default_factory=dict)
+
+    @property
+    def total(self) -> Arrived:
+        total = Arrived()
+        for one in self.arrived.values():
+            total.add(one)
+        return total
 
 
 def export_merged(
@@ -56,46 +66,46 @@ def export_merged(
     tensors: Mapping[str, np.ndarray],
     base_dir: Path | str,
     out_dir: Path | str,
-    dtype: str | None = None,
+    form: Form = BASES_OWN,
     say: Say | None = None,
+    stop_lost: float = math.inf,
 ) -> MergeReport:
     """Writes `out_dir`. `tensors`: canonical, read one layer at a time and not kept, so that a lazy
-    mapping keeps memory small. `dtype`: float32, bfloat16 or float16 for the result in place of the
-    base's own form.
+    mapping keeps memory small.
 
     Raises AdapterError for tensors that are not the spec's, ExportError for a base that does not
-    fit them, an output directory that is in the way and a disk that refuses, FileError for a
-    damaged base.
+    fit them or the form, for an output directory that is in the way, a disk that refuses, and when
+    rounding lost more than `stop_lost` of the change (`Arrived.lost`; nothing that loads is there
+    then), FileError for a damaged base.
     """
     base_dir, out_dir, say = Path(base_dir), Path(out_dir), say or (lambda text: None)
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype} is none of {', '.join(DTYPES)}")
     config = read_json(inside(base_dir, "config.json"))
     with SafeWeights.open(base_dir) as base:
-        wanted = DTYPES[dtype] if dtype else None
-        stored = merged_targets.find(base, config, spec, wanted)
-        shards = plan_shards(base, stored, wanted)
+        stored = merged_targets.find(base, config, spec, DTYPES[form.dtype] if form.dtype else None)
+        target = "float32" if form.adapted_float32 else form.dtype
+        shards = plan_shards(base, stored, DTYPES[target] if target else None)
+        check_form(form, stored, shards)
         say("reading the adapter")
         adapter = Adapter(spec, tensors)
         fingerprint = {
             "format": FORMAT,
             "base": _base_digest(base),
             "adapter": adapter.digest,
-            "dtype": str(dtype),
+            "form": repr(form),
         }
         report = MergeReport(out_dir, shards=len(shards))
         report.changed_tensors = sum(1 for weight in stored.values() if weight.parts)
         with OutDirectory.open(out_dir, fingerprint) as out:
-            _merge_shards(base, shards, adapter, out, report, say)
+            _merge_shards(base, shards, adapter, form, out, report, say)
+            for finished in out.done.values():
+                for name, sums in finished["arrived"].items():
+                    report.arrived.setdefault(name, Arrived()).add(Arrived(**sums))
+            if report.total.lost > stop_lost:
+                raise ExportError(f"{out_dir} is not finished: {report.total}, above {stop_lost:g}")
             say("writing config.json and the rest")
             weight_map = {entry.name: s.name for s in shards for entry in s.entries}
-            new_config = None if dtype is None else _config_of(config, dtype)
-            out.finish(base_dir, new_config, weight_map, _record(out, fingerprint))
-            for finished in out.done.values():
-                for name, sums in finished["errors"].items():
-                    report.errors.setdefault(name, QuantisationError()).add(
-                        QuantisationError(*sums)
-                    )
+            new_config = None if target is None else _config_of(config, target)
+            out.finish(base_dir, new_config, weight_map, _record(report, fingerprint))
     return report
 
 
@@ -103,6 +113,7 @@ def _merge_shards(
     base: SafeWeights,
     shards: list[ShardPlan],
     adapter: Adapter,
+    form: Form,
     out: OutDirectory,
     report: MergeReport,
     say: Say,
@@ -121,8 +132,9 @@ def _merge_shards(
         for shard in left:
             say(f"merging shard {shards.index(shard) + 1} of {len(shards)}, {shard.name}")
             with disk_errors(out.path / shard.name):
-                digest, errors = _ShardWriter(base, shard, adapter, out.path, pool).run(report)
-                sums = {name: [e.error, e.value, e.delta] for name, e in errors.items()}
+                writer = _ShardWriter(base, shard, adapter, form, out.path, pool)
+                digest, arrived = writer.run(report)
+                sums = {name: asdict(one) for name, one in arrived.items()}
                 out.finish_shard(shard.name, digest, sums)
 
 
@@ -134,38 +146,38 @@ class _ShardWriter:
         base: SafeWeights,
         shard: ShardPlan,
         adapter: Adapter,
+        form: Form,
         directory: Path,
         pool: ThreadPoolExecutor,
     ):
-        self.shard, self.adapter, self.pool = shard, adapter, pool
+        self.shard, self.adapter, self.form, self.pool = shard, adapter, form, pool
         self.files: dict[str, SafeFile] = base.files
         self.path = directory / f"{shard.name}{PARTIAL}"
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    def run(self, report: MergeReport) -> tuple[str, dict[str, QuantisationError]]:
-        """(checksum, errors); whatever is raised, the file is gone."""
-        errors: dict[str, QuantisationError] = {}
+    def run(self, report: MergeReport) -> tuple[str, dict[str, Arrived]]:
+        """(checksum, what arrived); whatever is raised, the file is gone."""
+        arrived: dict[str, Arrived] = {}
         digest = xxhash.xxh3_128(self.shard.header)
         try:
             self.fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
             try:
                 _pwrite(self.fd, memoryview(self.shard.header), 0)
-                for step, (part, nbytes, error) in self._in_order():
+                for step, (part, nbytes, one) in self._in_order():
                     digest.update(part)
                     report.bytes_read += nbytes
                     report.bytes_written += sum(length for _, length in step.writes())
-                    if error is not None:
-                        name = step.matrix.name
-                        errors.setdefault(name, QuantisationError()).add(error)
+                    if one is not None:
+                        arrived.setdefault(step.matrix.name, Arrived()).add(one)
                 os.fsync(self.fd)
             finally:
                 os.close(self.fd)
         except BaseException:
             self.path.unlink(missing_ok=True)
             raise
-        return digest.hexdigest(), errors
+        return digest.hexdigest(), arrived
 
-    def _in_order(self) -> Iterator[tuple[Any, tuple[bytes, int, QuantisationError | None]]]:
+    def _in_order(self) -> Iterator[tuple[Any, tuple[bytes, int, Arrived | None]]]:
         """Steps with their results, a few ahead of each other. None runs on after an error."""
         running: deque[tuple[Any, Future]] = deque()
         try:
@@ -193,20 +205,20 @@ class _ShardWriter:
         _pwrite(self.fd, view, step.target)
         return xxhash.xxh3_64_digest(view), step.length, None
 
-    def _merge(self, step: MergeStep, factors) -> tuple[bytes, int, QuantisationError | None]:
+    def _merge(self, step: MergeStep, factors) -> tuple[bytes, int, Arrived | None]:
         source, nbytes = {}, 0
         for role, place in step.matrix.source.items():
             start, length = place.span(step.first, step.rows)
             source[role] = self._read(place.file, start, length)
             nbytes += length
-        results, error = compute(step, source, factors, self.device)
+        results, arrived = compute(step, source, factors, self.device, self.form)
         parts = []
         for (role, tensor), (start, length) in zip(results.items(), step.writes(), strict=True):
             view = memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B")
             assert len(view) == length, (step.matrix.name, role)
             _pwrite(self.fd, view, start)
             parts.append(xxhash.xxh3_64_digest(view))
-        return b"".join(parts), nbytes, error
+        return b"".join(parts), nbytes, arrived
 
     def _read(self, file: str, start: int, length: int) -> torch.Tensor:
         data = torch.empty(length, dtype=torch.uint8)
@@ -262,11 +274,11 @@ def _config_of(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return new | dict.fromkeys(keys, dtype)
 
 
-def _record(out: OutDirectory, fingerprint: dict[str, str]) -> dict[str, Any]:
-    errors = {
-        name: {"relative": e.relative, "over_delta": e.over_delta}
-        for finished in out.done.values()
-        for name, sums in finished["errors"].items()
-        for e in [QuantisationError(*sums)]
+def _record(report: MergeReport, fingerprint: dict[str, str]) -> dict[str, Any]:
+    every = {"all": report.total, **report.arrived}
+    measures = ("lost", "error_over_change", "cosine", "relative")
+    rounding = {
+        name: {m: v if math.isfinite(v := getattr(one, m)) else None for m in measures}
+        for name, one in every.items()
     }
-    return {"merged": fingerprint, "quantisation_errors": errors}
+    return {"merged": fingerprint, "rounding": rounding}

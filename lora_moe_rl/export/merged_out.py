@@ -32,7 +32,7 @@ class OutDirectory:
 
     def __init__(self, path: Path, fingerprint: dict[str, str]):
         self.path, self.fingerprint = path, fingerprint
-        self.done: dict[str, dict[str, Any]] = {}  # {shard: {"digest", "errors"}}
+        self.done: dict[str, dict[str, Any]] = {}  # {shard: {"digest", "arrived"}}
 
     @classmethod
     @contextmanager
@@ -95,9 +95,9 @@ class OutDirectory:
         del self.done[name]
         self._write_journal()
 
-    def finish_shard(self, name: str, digest: str, errors: dict[str, list[float]]) -> None:
+    def finish_shard(self, name: str, digest: str, arrived: dict[str, dict[str, float]]) -> None:
         os.replace(self.path / f"{name}{PARTIAL}", self.path / name)
-        self.done[name] = {"digest": digest, "errors": errors}
+        self.done[name] = {"digest": digest, "arrived": arrived}
         self._write_journal()
 
     def finish(

@@ -161,7 +161,8 @@ class RunDir:
         with open(self.samples_file, "a", encoding="utf-8") as file:
             for chosen in _spread(len(samples), wanted):
                 g, i = samples[chosen]
-                file.write(to_json(_sample_record(step, groups[g], signals[g], i)) + "\n")
+                record = {"sample": chosen} | _sample_record(step, groups[g], signals[g], i)
+                file.write(to_json(record) + "\n")
 
 
 def _sample_record(step: int, group: Group, signal: Signal, index: int) -> dict[str, Any]:

@@ -14,8 +14,11 @@ import time
 from dataclasses import asdict
 
 from lora_moe_rl.errors import RefitError
+from lora_moe_rl.kernels.merge.rounding import Arrived
 from lora_moe_rl.ports import Receipt
-from lora_moe_rl.refit.parts import SentPart, check_sent, version_checksum
+from lora_moe_rl.refit.parts import PartLayout, SentPart, check_sent, to_json, version_checksum
+from lora_moe_rl.refit.transports import Channel
+from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.telemetry.clock import Clock
 
@@ -28,6 +31,14 @@ class MergedRolloutEngine(RolloutEngine):
 
     newest: int | None = None
     broken = ""
+
+    async def prepare_refit(
+        self, layouts: list[PartLayout], channel: Channel = SHARED_MEMORY
+    ) -> None:
+        """As the base class says; and how merged weights are rounded."""
+        self.layouts = layouts
+        how = self.config.refit.rounding, self.config.seed
+        await self._workers("refit_prepare", to_json(layouts), channel.to_json(), *how)
 
     async def _publish(self, version: int, sent: tuple[SentPart, ...]) -> Receipt:
         """As the base class says; but if it fails after the weights were touched, nothing is served
@@ -51,7 +62,7 @@ class MergedRolloutEngine(RolloutEngine):
         self.receipts.clear()
         self.broken = f"its weights were being changed to adapter version {version}"
         try:
-            await self._workers("refit_commit", version)
+            answers = await self._workers("refit_commit", version)
         except BaseException as error:
             self.broken = f"merging adapter version {version} failed halfway: {error}"
             raise
@@ -63,6 +74,8 @@ class MergedRolloutEngine(RolloutEngine):
             sum(len(part.checksums) for part in sent),
             version_checksum(sent),
             clock.seconds,
+            # What several workers have merged they tell alike.
+            {k: Arrived(**v) for answer in answers for k, v in answer["arrived"].items()},
         )
         return self.receipts[version]
 

@@ -11,7 +11,8 @@ is published in full or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,6 +22,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.prompts import PromptSource
 from lora_moe_rl.data.samples import Sample
 from lora_moe_rl.errors import LoraMoeRlError, RefitError
+from lora_moe_rl.kernels.merge.rounding import Arrived
 from lora_moe_rl.ports import Channel, Engines, Ref, Scored, Trainer
 from lora_moe_rl.refit.parts import STORAGE, PartLayout, check_complete, part_layouts
 from lora_moe_rl.refit.plan import EngineLayout, make_plan
@@ -34,6 +36,11 @@ from lora_moe_rl.refit.proof import (
 )
 from lora_moe_rl.rollout.facts import Dtype, slot_rank
 from lora_moe_rl.telemetry.clock import Clock
+
+# Of ||change|| / ||weights||: below it, float32 sums lose a change too, and no logprob shows it.
+NEGLIGIBLE = 1e-6
+
+log = logging.getLogger(__name__)
 
 
 def plan_layouts(config: RunConfig, spec: AdapterSpec, dtype: Dtype) -> list[PartLayout]:
@@ -76,6 +83,8 @@ class Publisher:
         self.parts: Sequence[Ref] = ()  # of the version that is served, or about to be
         self.probe: list[list[int]] = []
         self.known: list[Known] = []  # by engine
+        self.lost: dict[str, float] = {}  # metrics of the merged weights that are served
+        self.warned = False
 
     async def start(self) -> None:
         """Serves the trainer's adapter for the first time."""
@@ -96,7 +105,7 @@ class Publisher:
         """
         if version == self.version:
             nothing = ("seconds", "bytes", "max_diff", "told", "compared")
-            return {f"refit/{name}": 0 for name in nothing}
+            return self.lost | {f"refit/{name}": 0 for name in nothing}
         return await self._serve(version, parts, samples)
 
     async def prove_returned(self, index: int, version: int) -> None:
@@ -117,6 +126,7 @@ class Publisher:
         receipts = await self.engines.publish(version, parts)
         self.channel.keep(range(version - self.config.refit.slots + 1, version + 1))
         try:
+            self._check_arrived(version, receipts[0].arrived)  # all engines' weights are equal
             proofs = await self._prove(version, samples)
             told = all(proof.told for proof in proofs)
             compared = not told or self._is_compared(version)
@@ -126,13 +136,39 @@ class Publisher:
             raise await self._taken_back(version, error) from error
         self.version = version
         clock.lap("refit")
-        return {
+        return self.lost | {
             "refit/seconds": clock.seconds["total"],
             "refit/bytes": sum(receipt.bytes for receipt in receipts),
             "refit/max_diff": max(proof.max_diff for proof in proofs),
             "refit/told": int(told),
             "refit/compared": int(compared),
         }
+
+    def _check_arrived(self, version: int, arrived: Mapping[str, Arrived]) -> None:
+        """What rounding left of a merged version's change, for the metrics. Raises RefitError when
+        it lost more than refit.stop_lost; warns once above refit.warn_lost. A negligible change
+        is not judged."""
+        if not arrived:
+            return
+        every = Arrived()
+        for one in arrived.values():
+            every.add(one)
+        self.lost = {
+            "refit/lost": every.lost,
+            "refit/error_over_change": every.error_over_change,
+            "refit/cosine": every.cosine,
+        }
+        refit = self.config.refit
+        if every.lost <= refit.warn_lost or every.change < NEGLIGIBLE**2 * every.value:
+            return
+        name, worst = max(arrived.items(), key=lambda item: item[1].lost)
+        found = f"adapter version {version}, merged and rounded: {every}; worst is {name}: {worst}"
+        out = "use refit.rounding=stochastic, or refit.mode=adapter, which rounds no sum"
+        if every.lost > refit.stop_lost:
+            raise RefitError(f"{found}. That is above refit.stop_lost={refit.stop_lost:g}: {out}")
+        if not self.warned:
+            log.warning("%s. That is above refit.warn_lost=%g: %s", found, refit.warn_lost, out)
+        self.warned = True
 
     def _is_compared(self, version: int) -> bool:
         """Whether slots are compared even though the proof could tell."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,9 +148,8 @@ class Records:
     def _check_mismatch(
         self, step: int, groups: Sequence[Group], signals: Sequence[Signal], result: UpdateResult
     ) -> None:
-        """Writes all samples of a step that stops the run. Which of them, and which token, was
-        worst is not known here: the trainer's logprobs stay on its ranks, and of them come a mean
-        and the largest difference. A step of NaN is for max_skipped_steps to judge."""
+        """Writes all samples of a step that stops the run, and names the worst token. A step of NaN
+        is for max_skipped_steps to judge; tokens of older versions are not judged."""
         fresh, every = names.kl_of_age(0), result.metrics[names.MISMATCH_KL]
         kl = result.metrics.get(fresh, every)
         if math.isnan(kl) and fresh in result.metrics:  # no token is of this version
@@ -162,9 +161,9 @@ class Records:
         raise MismatchError(
             f"step {step}: {names.MISMATCH_KL} is {kl:.2e}, more than {self.stop_above:.2e}: "
             f"engines and trainer give the sampled tokens logprobs that are {largest:.2e} apart at "
-            f"most. The update was not published. All samples of the step are in "
-            f"{self.run_dir.samples_file}; replay.compare_every=1 shows what routes have to do "
-            "with it, and mismatch.stop_above sets the limit"
+            f"most: {_worst(groups, result.metrics)}. The update was not published. All samples of "
+            f"the step are in {self.run_dir.samples_file}; replay.compare_every=1 shows what "
+            "routes have to do with it, and mismatch.stop_above sets the limit"
         )
 
     def step(self, facts: StepFacts, clock: Clock) -> None:
@@ -212,6 +211,24 @@ class Records:
         with writer as directory:
             metadata["trainer"] = self.trainer.save(directory)
         peft.write(self.run_dir.adapter, self.spec, self.trainer.adapter(), self.config)
+
+
+def _worst(groups: Sequence[Group], metrics: Mapping[str, float]) -> str:
+    """The token where engine and trainer are furthest apart."""
+    number, place = int(metrics[names.WORST_SAMPLE]), int(metrics[names.WORST_TOKEN])
+    if number < 0:
+        return "none differs"
+    owners = [(group.prompt.row, sample) for group in groups for sample in group.samples]
+    row, sample = owners[number]
+    return (
+        f"token {int(sample.token_ids[place])} at {place} of sample {number} (row {row}, "
+        f"{len(sample.prompt_ids)} tokens of prompt, version {_version(sample, place)}), rollout "
+        f"{metrics[names.WORST_ROLLOUT]:.4f} and trainer {metrics[names.WORST_TRAINER]:.4f}"
+    )
+
+
+def _version(sample: Sample, place: int) -> int:
+    return int(sample.versions[place - len(sample.prompt_ids)])
 
 
 def rollout_metrics(samples: Sequence[Sample], seconds: float) -> dict[str, float]:

@@ -21,6 +21,13 @@ from lora_moe_rl.trainer.optimizer import StepResult
 
 WITH, WITHOUT = "mismatch", "mismatch/without_replay"
 _MISMATCH_MEANS = tuple(name for name in kl.MISMATCH if not name.startswith("max"))
+# Of the sampled token where rollout and trainer are furthest apart: by how much, the number of its
+# sample in the step, its index among the sample's tokens, and both logprobs.
+WORST = (
+    "max_abs_logprob_diff",
+    *(f"worst_{name}" for name in ("sample", "token", "rollout_logprob", "trainer_logprob")),
+)
+NO_TOKEN = (0.0, -1.0, -1.0, 0.0, 0.0)
 _ALWAYS = ("tokens", "entropy", "masked", "rejected")
 
 
@@ -44,7 +51,8 @@ class Meter:
         self.ages = range(lag + 1) if lag else range(0)
         self.sums: dict[str, float] = defaultdict(float)
         self.extremes: dict[str, float] = {}  # of the metrics that are a max or a min
-        self.max_diff = {WITH: 0.0, WITHOUT: 0.0}
+        # By prefix, of the token that was furthest apart: see WORST.
+        self.worst = {WITH: NO_TOKEN, WITHOUT: NO_TOKEN}
         self.reports = is_last_stage and ps.get_tensor_model_parallel_rank() == 0
 
     def add(self, name: str, value) -> None:
@@ -72,17 +80,21 @@ class Meter:
     def mismatch(self, prefix: str, data: MicroBatch, trainer: torch.Tensor) -> None:
         """Rollout against trainer, over the sampled tokens of this micro-batch; if there may be
         older ones, the KL also of each age apart."""
-        ours = trainer.cpu().numpy()
+        ours, theirs = trainer.cpu().numpy(), data.rollout_logprobs
         ages = -((data.versions - self.version) // self.versions_per_step)
         for age in self.ages if prefix == WITH else ():
-            found = kl.mismatch(data.rollout_logprobs, ours, data.sampled & (ages == age))
+            found = kl.mismatch(theirs, ours, data.sampled & (ages == age))
             self.add(f"{names.kl_of_age(age)}/sum", found["kl"] * found["tokens"])
             self.add(f"{names.kl_of_age(age)}/tokens", found["tokens"])
-        stats = kl.mismatch(data.rollout_logprobs, ours, data.sampled)
+        stats = kl.mismatch(theirs, ours, data.sampled)
         for name in _MISMATCH_MEANS:
             self.add(f"{prefix}/{name}", stats[name] * stats["tokens"])
         self.add(f"{prefix}/tokens", stats["tokens"])
-        self.max_diff[prefix] = max(self.max_diff[prefix], stats["max_abs_logprob_diff"])
+        found = kl.worst(theirs, ours, data.sampled)
+        if found is not None and found[1] > self.worst[prefix][0]:
+            t, diff = found
+            sample, token = float(data.sample_of[t]), data.positions[t] + 1.0  # predicted at t
+            self.worst[prefix] = (diff, sample, token, float(theirs[t]), float(ours[t]))
 
     def loss(self, divisor: float) -> float:
         """The summed loss so far / `divisor`."""
@@ -109,14 +121,13 @@ class Meter:
             "optim/grad_norm": float(np.mean([r.grad_norm for r in results])),
             "optim/lr": results[-1].lr,
         }
-        here = [self.max_diff[p] if self.reports else 0.0 for p in prefixes]
-        top = self.all_reduce(here, dist.ReduceOp.MAX)
-        for prefix, largest in zip(prefixes, top, strict=True):
+        for prefix in prefixes:
             count = max(s[f"{prefix}/tokens"], 1.0)
             metrics |= {
                 f"{prefix}/{name}": s[f"{prefix}/{name}"] / count for name in _MISMATCH_MEANS
             }
-            metrics[f"{prefix}/max_abs_logprob_diff"] = largest
+            worst = self._worst_anywhere(prefix)
+            metrics |= {f"{prefix}/{n}": v for n, v in zip(WORST, worst, strict=True)}
         return metrics | self._by_age()
 
     def _by_age(self) -> dict[str, float]:
@@ -131,6 +142,15 @@ class Meter:
             else math.nan
             for name in of_age
         }
+
+    def _worst_anywhere(self, prefix: str) -> list[float]:
+        """WORST over all ranks."""
+        mine = self.worst[prefix] if self.reports else NO_TOKEN
+        every = torch.zeros(dist.get_world_size(), len(WORST), dtype=torch.float64)
+        every[dist.get_rank()] = torch.tensor(mine, dtype=torch.float64)
+        gathered = self.all_reduce(every.ravel().tolist())
+        rows = [gathered[i : i + len(WORST)] for i in range(0, len(gathered), len(WORST))]
+        return max(rows, key=lambda row: row[0])
 
     def _extremes(self) -> dict[str, float]:
         """The largest and smallest over all ranks; NaN when no rank has any."""

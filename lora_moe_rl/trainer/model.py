@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from lora_moe_rl.adapters.sharding import pipeline_chunks
 from lora_moe_rl.config import TrainerConfig
 from lora_moe_rl.trainer.device import Device
+from lora_moe_rl.trainer.rendezvous import join
 
 # mcore and Bridge options that need CUDA kernels, and training extras that a frozen base has no
 # use for. Everything else is Bridge's reading of the model's config.json.
@@ -52,9 +52,7 @@ _ALWAYS = {
 
 def init_process_groups(config: TrainerConfig, device: Device, rank: int, address: str) -> None:
     """torch.distributed and Megatron's groups. `address`: host:port of rank 0."""
-    dist.init_process_group(
-        device.backend, init_method=f"tcp://{address}", rank=rank, world_size=config.world_size
-    )
+    join(device.backend, rank, config.world_size, address)
     init_model_parallel(config)
 
 

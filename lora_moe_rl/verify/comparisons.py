@@ -13,14 +13,20 @@ from lora_moe_rl.verify.report import Check
 
 
 def largest(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> float:
-    """The largest |difference|; NaN when either has one."""
+    """The largest |difference|; NaN when either has one. Raises ValueError for other lengths."""
+    for a, b in zip(ours, theirs, strict=True):
+        if len(a) != len(b):
+            raise ValueError(f"{len(a)} logprobs against {len(b)}")
     pairs = zip(ours, theirs, strict=True)
     return float(np.max([np.abs(a.astype(np.float64) - b).max() for a, b in pairs]))
 
 
 def largest_scaled(got: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
     """|difference| / max(1, |logprob|) of the worst token; `expected` may hold only the last ones
-    of a sample. NaN where there is one."""
+    of a sample. NaN where there is one. Raises ValueError where it holds more."""
+    for a, b in zip(got, expected, strict=True):
+        if len(a) < len(b):
+            raise ValueError(f"{len(a)} logprobs against {len(b)}")
     errors = [
         np.abs(a[len(a) - len(b) :] - b) / np.maximum(1.0, np.abs(b))
         for a, b in zip(got, expected, strict=True)

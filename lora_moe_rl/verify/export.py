@@ -85,8 +85,10 @@ class _Verification:
 
     def _merge(self) -> None:
         from lora_moe_rl.export.merged import export_merged
+        from lora_moe_rl.export.merged_weights import Form
 
-        export_merged(self.spec, self.tensors, self.base, self.merged, dtype="float32")
+        form = Form(dtype="float32")
+        export_merged(self.spec, self.tensors, self.base, self.merged, form)
 
     def _merged(self) -> float:
         from lora_moe_rl.verify import hf

@@ -127,7 +127,7 @@ class Verification:
         if one.failure is not None:
             raise one.failure
         self.say("Hugging Face, with the adapter merged by hand")
-        row = Row("Hugging Face", 1)
+        row = Row("Hugging Face", 1, quantities=("logprobs",))
         with timed(row):
             arguments = (self.model_dir, self.spec, one.adapter, inputs.sequences)
             (theirs,) = run_processes(1, jobs.merged_logprobs, *arguments, timeout_s=self.timeout_s)

@@ -17,17 +17,23 @@ ROUNDING = 1e-3
 
 @dataclass
 class Row:
-    """One layout. `failure`: why a quantity was not reached."""
+    """One layout. `failure`: why a quantity was not reached. `quantities`: all that there are."""
 
     name: str
     ranks: int
     checks: list[Check] = field(default_factory=list)
     seconds: float = 0.0
     failure: str | None = None
+    quantities: tuple[str, ...] = LAYOUT_QUANTITIES
 
     @property
     def passed(self) -> bool:
-        return self.failure is None and all(check.passed for check in self.checks)
+        right = all(check.passed for check in self.checks)
+        return self.failure is None and right and not self._not_reached()
+
+    def _not_reached(self) -> list[str]:
+        found = {check.quantity for check in self.checks if check.error is not None}
+        return [quantity for quantity in self.quantities if quantity not in found]
 
     def faults(self) -> Iterator[str]:
         """The site, and the entry of the sharding table that would explain it."""
@@ -47,6 +53,9 @@ class Row:
                 f"errors below {ROUNDING:.0e} are more likely the rounding of {self.name} than a "
                 "sum that is left out; --tolerance sets what is allowed"
             )
+        missing = self._not_reached()
+        if missing and not self.failure:
+            yield f"{', '.join(missing)}: not reached"
 
 
 @dataclass
@@ -91,7 +100,8 @@ def _cell(check: Check | None) -> str:
 
 def _row_figures(row: Row) -> dict[str, Any]:
     checks = {check.quantity: _check_figures(check) for check in row.checks}
-    found = vars(row) | {"passed": row.passed, "seconds": round(row.seconds, 1)}
+    found = {key: value for key, value in vars(row).items() if key != "quantities"}
+    found |= {"passed": row.passed, "seconds": round(row.seconds, 1)}
     return found | {"checks": checks}
 
 

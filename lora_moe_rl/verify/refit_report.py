@@ -27,7 +27,8 @@ class Row:
 
     trainer_error, merged_error: largest |difference of logprobs| to the trainer and to the merged
     weights; effect: to the engine's own base, of the sequence with the least. `unlike`: tensors of
-    a slot that are not as vLLM's own loader has them. None: not reached."""
+    a slot that are not as vLLM's own loader has them. None: not reached, which passes for what a
+    row does not have alone. `merged`: the engine serves merged weights and has no slots."""
 
     engine: str
     trainer: str = ""
@@ -41,6 +42,7 @@ class Row:
     seconds: float = 0.0
     failure: str | None = None
     tolerance: float = TOLERANCES["cpu", "float32"]
+    merged: bool = False
 
     @property
     def name(self) -> str:
@@ -48,7 +50,17 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        return self.failure is None and not self.differences()
+        return self.failure is None and not self.differences() and not self.missing()
+
+    def missing(self) -> list[str]:
+        """What should have been compared and was not."""
+        found, wanted = [], [("those of the merged weights", self.merged_error)]
+        if self.trainer:
+            wanted = [("the trainer's", self.trainer_error), *wanted, ("the base's", self.effect)]
+        found += [f"logprobs were not compared with {n}" for n, value in wanted if value is None]
+        if self.trainer and not self.merged and self.unlike is None:
+            found.append("what the slots hold was not compared")
+        return found
 
     def differences(self) -> list[str]:
         """Figures beyond what is allowed. NaN is."""
@@ -75,6 +87,8 @@ class Row:
         """What is wrong, and whether the refit is to blame."""
         if self.failure:
             yield self.failure.splitlines()[0]
+        else:
+            yield from self.missing()
         differences = self.differences()
         yield from report.first(differences, SHOWN)
         if differences and self.unlike == []:
@@ -124,7 +138,7 @@ class Report(report.Report):
     def figures(self) -> dict[str, Any]:
         """All that the table says and every slot that is wrong."""
         rows = [
-            {key: value for key, value in vars(row).items() if key != "tolerance"}
+            {key: value for key, value in vars(row).items() if key not in ("tolerance", "merged")}
             | {"passed": row.passed, "faults": row.differences()}
             for row in self.rows
         ]

@@ -122,7 +122,11 @@ class RefitVerification:
     def _rows(self, engine: str, *refits: tuple[str, str]) -> list[Row]:
         """New rows of the report, one for each refit (trainer, transport), or the base's."""
         tolerance = self.report.tolerance
-        rows = [Row(engine, *refit, tolerance=tolerance) for refit in refits or ((),)]
+        places = refits or (("", ""),)
+        rows = [
+            Row(engine, trainer, transport, tolerance=tolerance, merged=self.merged)
+            for trainer, transport in places
+        ]
         self.report.rows.extend(rows)
         return rows
 
@@ -140,7 +144,7 @@ class RefitVerification:
                             self._refit(row, engine, layout, process, ranks)
             except LoraMoeRlError as error:
                 for row in rows:
-                    if row.merged_error is None and row.failure is None:
+                    if row.missing() and row.failure is None:
                         row.failure = str(error)
 
     def _refit(

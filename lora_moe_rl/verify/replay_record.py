@@ -97,6 +97,8 @@ class _Recorder:
         found = self.batched("tp 2")
         workers = self.engine.llm.vllm_config.parallel_config.tensor_parallel_size
         found.proof = f"{workers} workers"
+        if workers != 2:
+            found.failure = f"vLLM has {workers} workers instead of 2"
         return found
 
     def adapted(self) -> Recording:

@@ -40,11 +40,14 @@ class RecordRow:
         if r.absent:
             return True
         within = self.error is not None and self.error <= self.tolerance
-        return r.failure is None and not self.differences and within and self.routes > 0
+        whole = r.table is not None and r.table.coverage == 1 and self.routes > 0
+        return r.failure is None and not self.differences and within and whole
 
     def faults(self) -> Iterator[str]:
         if self.recording.failure:
             yield self.recording.failure
+        if (table := self.recording.table) is not None and table.coverage < 1:
+            yield f"{1 - table.coverage:.1%} of the routes were not recorded"
         yield from self.differences[:SHOWN]
         if self.error is not None and not self.error <= self.tolerance:
             yield f"vLLM's logprobs are off by {self.error:.2g}, more than {self.tolerance:.0e}"
@@ -105,7 +108,7 @@ class ReplayRow:
     def passed(self) -> bool:
         within = all(error <= self.tolerance for error in self.errors.values())
         all_caught = all(
-            wrong > 0 and not error <= self.tolerance and audit
+            wrong > 0 and error > self.tolerance and audit
             for wrong, error, audit in self.caught.values()
         )
         complete = self.routes > 0 and not self.unseen
@@ -128,7 +131,7 @@ class ReplayRow:
                 yield f"a table that is wrong by a {by} was not noticed in the routes used"
             if not audit:
                 yield f"the audit of a run did not notice a table that is wrong by a {by}"
-            if error <= self.tolerance:
+            if not error > self.tolerance:
                 yield f"a table that is wrong by a {by} moved no logprob by more than {error:.2g}"
 
     def cells(self) -> list[str]:

@@ -36,6 +36,7 @@ from torch.distributed import DistStoreError, PrefixStore, ProcessGroupGloo, Sto
 from lora_moe_rl.errors import RefitError
 from lora_moe_rl.refit import transports
 from lora_moe_rl.refit.parts import PartLayout, SentPart, host_memory
+from lora_moe_rl.refit.store import listen
 
 IDLE = timedelta(days=1)  # then the thread asks its store again
 CONNECT_S = 20.0  # a machine that is there accepts at once
@@ -59,7 +60,7 @@ class Outgoing:
 
     def __init__(self, layout: PartLayout, host: str, timeout_s: float):
         self.layout, self.host, self.timeout_s = layout, host, timeout_s
-        self.store, self.secret = _listen(host), secrets.token_hex(16)
+        self.store, self.secret = listen(host, timeout=IDLE), secrets.token_hex(16)
         self.links: dict[str, ProcessGroupGloo] = {}
         self.offered: int | None = None  # a version
         threading.Thread(target=self._serve, name="refit", daemon=True).start()
@@ -179,17 +180,6 @@ def runs(layout: PartLayout, rank: int) -> list[tuple[int, int]]:
             start = found.pop()[0] if found and found[-1][1] == entry.offset else entry.offset
             found.append((start, end))
     return found
-
-
-def _listen(host: str) -> TCPStore:
-    """A store's server that listens on `host` alone. By itself it would on every interface."""
-    family, kind, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    server = socket.socket(family, kind)
-    server.bind(address)
-    server.listen()
-    port = server.getsockname()[1]
-    own = {"wait_for_workers": False, "master_listen_fd": server.detach()}  # it closes that
-    return TCPStore(host, port, None, True, timeout=IDLE, **own)
 
 
 def _read_ask(message: bytes) -> dict | None:

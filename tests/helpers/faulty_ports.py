@@ -39,6 +39,7 @@ class FaultyEngines:
     refuses: bool = False
     compared: list[tuple] = field(default_factory=list)
     rolled_back: list[tuple] = field(default_factory=list)
+    arrived: dict = field(default_factory=dict)  # of merged weights
     scored: list = field(default_factory=list)
 
     async def score(self, sequences, version, engines=None) -> list[Scored]:
@@ -58,7 +59,7 @@ class FaultyEngines:
     async def publish(self, version, parts) -> list[Receipt]:
         if self.refuses:
             raise RefitError("engine 0, worker 0: no")
-        return [Receipt(version, 10, 1, "checksum") for _ in self.routes]
+        return [Receipt(version, 10, 1, "checksum", {}, self.arrived) for _ in self.routes]
 
     async def differing(self, version, parts, engines=None) -> list[str]:
         self.compared.append((version, engines))

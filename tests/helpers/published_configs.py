@@ -46,3 +46,12 @@ def hf_config(config: dict):
     kind = str({"kimi_k2": "deepseek_v3"}.get(config["model_type"], config["model_type"]))
     rest = {k: v for k, v in config.items() if k != "model_type"}
     return transformers.AutoConfig.for_model(kind, **rest)
+
+
+# Of two layers, the first of them dense.
+SMALL_DEEPSEEK_V3 = DEEPSEEK_V3 | {
+    "num_hidden_layers": 2, "first_k_dense_replace": 1, "hidden_size": 32, "n_routed_experts": 5,
+    "intermediate_size": 48, "moe_intermediate_size": 16, "q_lora_rank": 24, "kv_lora_rank": 16,
+    "num_attention_heads": 2, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+    "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+}  # fmt: skip

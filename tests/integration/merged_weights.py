@@ -25,6 +25,7 @@ from lora_moe_rl.config import AdapterConfig, TrainerConfig
 from lora_moe_rl.refit.merged import MergedReceiver
 from lora_moe_rl.refit.parts import to_json
 from lora_moe_rl.refit.plan import EngineLayout
+from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
 
 TRAINER = TrainerConfig(world_size=2, tp=2)
 
@@ -80,7 +81,7 @@ def check(name: str, folder: Path) -> dict[str, list[str]]:
     config, model = load(base, folder.parent / "store")
     worker = Worker(config, model)
     layouts = make_layouts(spec, TRAINER, EngineLayout(8, merged=True))
-    answers = [worker.refit_prepare(to_json(layouts))]
+    answers = [worker.refit_prepare(to_json(layouts), SHARED_MEMORY.to_json(), "stochastic", 0)]
     for version in (1, 2):
         tensors = serving.adapter(version)
         senders = make_senders(layouts, spec, tensors, TRAINER)

@@ -188,7 +188,7 @@ def test_an_engine_whose_refit_failed_halfway_serves_nothing_until_a_whole_one(d
     tensors = deepseek.adapter(4)
     last = [name for name in tensors if ".experts.down." in name]
     broken = tensors | {name: np.full_like(tensors[name], 1e30) for name in last}
-    with pytest.raises(RefitError, match=r"experts.down of expert 0.*overflows torch.float32"):
+    with pytest.raises(RefitError, match=r"experts.0.down_proj: .*overflows torch.float32"):
         deepseek.publish(4, broken)
     for version in (2, 4, None):
         with pytest.raises(RefitError, match=r"serves nothing: .*version 4 failed halfway.*resume"):

@@ -247,3 +247,21 @@ def change_one_copy(worker, spec):
 def test_a_sign_a_swap_and_a_last_bit_that_differ_on_one_copy_are_found():
     for said in run(change_one_copy, world_size=2, tp=2):
         assert all("the ranks of tp hold different copies of row.B" in text for text in said), said
+
+
+def one_far_off(worker, spec):
+    """An update with a token of the third sample that the engine thought all but impossible."""
+    batch, table = random_batch(spec)
+    batch.logprobs[2][1] = -60.0
+    worker.set_adapter(random_adapter(spec))
+    return worker.update(batch, table).metrics, int(batch.prompt_lengths[2])
+
+
+def test_every_rank_knows_the_token_where_rollout_and_trainer_are_furthest_apart():
+    for metrics, prompt_length in run(one_far_off, world_size=2):
+        assert metrics["mismatch/worst_sample"] == 2
+        assert metrics["mismatch/worst_token"] == prompt_length + 1
+        assert metrics["mismatch/worst_rollout_logprob"] == -60.0
+        trainer = metrics["mismatch/worst_trainer_logprob"]
+        assert -20 < trainer < 0
+        assert metrics["mismatch/max_abs_logprob_diff"] == pytest.approx(trainer + 60, abs=1e-5)

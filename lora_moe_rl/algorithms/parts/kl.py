@@ -47,6 +47,17 @@ def mismatch(rollout: np.ndarray, trainer: np.ndarray, mask: np.ndarray) -> dict
     }
 
 
+def worst(rollout: np.ndarray, trainer: np.ndarray, mask: np.ndarray) -> tuple[int, float] | None:
+    """(index, |difference|) of the token where `mismatch` is largest, None without tokens. A NaN is
+    larger than all, and its difference infinite."""
+    if not np.any(mask):
+        return None
+    off = np.abs(np.asarray(trainer, dtype=np.float64) - np.asarray(rollout))
+    off = np.where(mask, np.where(np.isnan(off), np.inf, off), -1.0)
+    index = int(np.argmax(off))
+    return index, float(off[index])
+
+
 def estimate(kind: str, logprobs: Tensor, reference: Tensor) -> Tensor:
     """An estimate of KL(policy || reference) of each token, shaped as the inputs, differentiable.
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from lora_moe_rl.algorithms.parts.kl import MISMATCH, k3, mismatch
+from lora_moe_rl.algorithms.parts.kl import MISMATCH, k3, mismatch, worst
 
 NAN = float("nan")
 
@@ -52,3 +52,12 @@ def test_mismatch_shows_a_nan_and_survives_no_tokens():
     assert math.isnan(nan["kl"]) and math.isnan(nan["max_abs_logprob_diff"])
     none = mismatch(np.zeros(2), np.zeros(2), np.zeros(2, bool))
     assert set(none) == {*MISMATCH, "tokens"} and not any(none.values())
+
+
+def test_the_worst_token_is_one_that_was_sampled_and_nan_is_worst():
+    rollout, trainer = np.zeros(4, np.float32), np.array([9.0, 0.5, -2.0, 1.0], np.float32)
+    sampled = np.array([False, True, True, True])
+    assert worst(rollout, trainer, sampled) == (2, 2.0)
+    trainer[3] = np.nan
+    assert worst(rollout, trainer, sampled) == (3, math.inf)
+    assert worst(rollout, trainer, np.zeros(4, bool)) is None

@@ -185,6 +185,7 @@ def test_samples_are_spread_over_the_prompts(tmp_path):
     first, second = read_jsonl(run_dir.samples_file)
     assert first == {
         "step": 3,
+        "sample": 0,
         "row": 30,
         "prompt": "0+1=",
         "response": "response 0",

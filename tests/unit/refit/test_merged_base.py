@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from published_configs import DEEPSEEK_V3
+from published_configs import SMALL_DEEPSEEK_V3
 from refit_ranks import make_layouts, make_senders
 from safetensors.torch import save_file
 
@@ -20,13 +20,7 @@ from lora_moe_rl.refit.merged_base import Base
 from lora_moe_rl.refit.plan import EngineLayout, make_plan
 from lora_moe_rl.rollout.facts import fused_parts
 
-SMALL = DEEPSEEK_V3 | {
-    "num_hidden_layers": 2, "first_k_dense_replace": 1, "hidden_size": 32, "n_routed_experts": 5,
-    "intermediate_size": 48, "moe_intermediate_size": 16, "q_lora_rank": 24, "kv_lora_rank": 16,
-    "num_attention_heads": 2, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
-    "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
-}  # fmt: skip
-SHAPE = ModelShape.from_hf_config(SMALL)
+SHAPE = ModelShape.from_hf_config(SMALL_DEEPSEEK_V3)
 TWO = TrainerConfig(world_size=2, tp=2)
 
 
@@ -103,7 +97,7 @@ def test_what_applies_to_slots_alone_is_refused(setting):
 
 @pytest.fixture
 def base_dir(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_DEEPSEEK_V3))
     rewrite(tmp_path)
     return tmp_path
 
@@ -123,7 +117,9 @@ def test_a_base_is_checked_before_it_is_read(base_dir):
     rewrite(base_dir, dtype=torch.int8)
     with pytest.raises(RefitError, match="experts.0.up_proj.weight is I8; refit.mode=merged"):
         Base(str(base_dir)).check(1, "experts.up")
-    (base_dir / "config.json").write_text(json.dumps(SMALL | {"moe_intermediate_size": 8}))
+    (base_dir / "config.json").write_text(
+        json.dumps(SMALL_DEEPSEEK_V3 | {"moe_intermediate_size": 8})
+    )
     with pytest.raises(RefitError, match=r"is \(16, 32\), and config.json makes it \(8, 32\)"):
         Base(str(base_dir)).check(1, "experts.up")
 
@@ -134,3 +130,15 @@ def test_a_base_that_was_written_anew_is_refused(base_dir):
     rewrite(base_dir)
     with pytest.raises(RefitError, match="model.safetensors has changed since the engine started"):
         base.check_unchanged()
+
+
+@pytest.mark.parametrize("setting", [{"rounding": "nearest"}, {"warn_lost": 0.5}, {"stop_lost": 2}])
+def test_what_applies_to_merged_weights_alone_is_refused(setting):
+    with_settings(RunConfig(), {"refit": {"mode": "merged", **setting}})
+    with pytest.raises(ConfigError, match="refit.mode=adapter: it applies only with .*=merged"):
+        with_settings(RunConfig(), {"refit": setting})
+
+
+def test_a_bound_that_stops_is_not_below_the_one_that_warns():
+    with pytest.raises(ValueError, match=r"warn_lost=0.6 is above refit.stop_lost=0.5"):
+        RunConfig(refit={"mode": "merged", "warn_lost": 0.6, "stop_lost": 0.5})

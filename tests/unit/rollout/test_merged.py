@@ -4,16 +4,19 @@ order of what it is asked is what counts."""
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import RefitError
+from lora_moe_rl.kernels.merge.rounding import Arrived
 from lora_moe_rl.refit.parts import PartLayout, SentPart
 from lora_moe_rl.rollout.merged import MergedRolloutEngine
 
 LAYOUTS = [PartLayout(0, "float32", 0, ())]
+ARRIVED = Arrived(1.0, 2.0, 3.0, 4.0)
 
 
 class FakeLLM:
@@ -30,7 +33,11 @@ class FakeLLM:
 
     async def collective_rpc(self, method, timeout, args):
         self.asked.append(method)
-        return [{"error": "worker 0: no"} if method == self.refuses else {}]
+        if method == self.refuses:
+            return [{"error": "worker 0: no"}]
+        told = {"all": asdict(ARRIVED), "of its experts": asdict(ARRIVED)}
+        alike = {"all": asdict(ARRIVED), "of other experts": asdict(ARRIVED)}
+        return [{"arrived": told}, {"arrived": alike}] if method == "refit_commit" else [{}]
 
     async def reset_prefix_cache(self) -> bool:
         self.asked.append("reset")
@@ -81,6 +88,9 @@ def test_weights_change_only_while_nothing_runs():
         llm.finish.set()
         receipt = await publishing
         assert receipt.version == 2 and await running == "output"
+        assert receipt.arrived == dict.fromkeys(
+            ("all", "of its experts", "of other experts"), ARRIVED
+        )
         with pytest.raises(RefitError, match=r"asked for adapter version 1, but serves \[2\]"):
             await late[0]
         assert await late[1] == "output"

@@ -9,6 +9,7 @@ from faulty_ports import OTHER, FaultyEngines, NoChannel, PlainTrainer, Prompts,
 
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import RefitError
+from lora_moe_rl.kernels.merge.rounding import Arrived
 from lora_moe_rl.run.publisher import Publisher
 
 
@@ -186,3 +187,38 @@ def test_a_version_that_is_served_already_is_not_proven_again():
     run = Run(FaultyEngines())
     asked = len(run.engines.scored)
     assert set(run.publish(0).values()) == {0} and len(run.engines.scored) == asked
+
+
+def arrived(share: float, change: float = 1.0) -> Arrived:
+    """`share` of the change has arrived, and nothing else; weights a hundred times the change."""
+    return Arrived((1 - share) ** 2 * change, 1e4, change, share**2 * change)
+
+
+def test_what_rounding_loses_of_merged_weights_is_told_and_stops_a_run(caplog):
+    run = Run(FaultyEngines(), mode="merged", warn_lost=0.2, stop_lost=0.5)
+    run.engines.arrived = {"a": arrived(1.0, 3.0), "b": arrived(0.6)}
+    found = run.publish(1)
+    assert found["refit/lost"] == pytest.approx(0.4 / 4)
+    assert found["refit/error_over_change"] == pytest.approx(0.4 / 2)
+    assert found["refit/cosine"] == pytest.approx((3 + 0.6) / (4 * (3 + 0.36)) ** 0.5)
+    assert not caplog.records
+    assert run.publish(1)["refit/lost"] == found["refit/lost"]  # is served already
+    run.engines.arrived = {"a": arrived(1.0), "b": arrived(0.2)}
+    for version in (2, 3):
+        run.publish(version)
+    (warning,) = caplog.messages  # once
+    assert "40.0% of the change lost" in warning and "worst is b: 80.0%" in warning
+    assert "refit.warn_lost=0.2: use refit.rounding=stochastic" in warning
+    run.engines.arrived = {"a": arrived(0.4)}
+    with pytest.raises(RefitError, match=r"60.0% .*above refit.stop_lost=0.5: use .*no version"):
+        run.publish(4)
+    assert run.engines.rolled_back and run.publisher.version == 3
+
+
+def test_a_change_too_small_for_float32_is_not_judged():
+    run = Run(FaultyEngines(), mode="merged")
+    run.engines.arrived = {"a": Arrived(error=1e-9, value=1e4, change=1e-9, got=0.0)}
+    assert run.publish(1)["refit/lost"] == 1.0
+    run.engines.arrived = {"a": Arrived(error=1e-7, value=1e4, change=1e-7, got=0.0)}
+    with pytest.raises(RefitError, match="100.0% of the change lost"):
+        run.publish(2)

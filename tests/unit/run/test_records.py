@@ -16,6 +16,10 @@ from lora_moe_rl.files.run_dir import RunDir, read_jsonl
 from lora_moe_rl.run.records import Records, reward_metrics
 
 SAMPLES = 6
+WORST = (
+    "token 8 at 3 of sample 4 (row 0, 2 tokens of prompt, version 3), rollout -2.0000 and trainer "
+    "-0.5000"
+)
 
 
 def a_group() -> Group:
@@ -40,6 +44,8 @@ def check(tmp_path):
             group = a_group()
             signals = [Signal.of_samples(group, group.rewards)]
             metrics = {"mismatch/kl": kl, "mismatch/max_abs_logprob_diff": 1.5}
+            worst = {"sample": 4, "token": 3, "rollout_logprob": -2.0, "trainer_logprob": -0.5}
+            metrics |= {f"mismatch/worst_{name}": value for name, value in worst.items()}
             result = UpdateResult(4, metrics, skipped=nonfinite, nonfinite=nonfinite, seconds=1.0)
             try:
                 records.check_update(4, [group], signals, result)
@@ -56,7 +62,13 @@ def test_a_mismatch_above_the_bound_stops_the_run(check, dtype, bound):
     assert check(0.9 * bound, dtype) == []
     with pytest.raises(MismatchError) as caught:
         check(1.1 * bound, dtype)
-    for text in ("step 4", f"{1.1 * bound:.2e}, more than {bound:.2e}", "1.50e+00 apart", "stop_"):
+    for text in (
+        "step 4",
+        f"{1.1 * bound:.2e}, more than {bound:.2e}",
+        "1.50e+00 apart",
+        "stop_",
+        WORST,
+    ):
         assert text in str(caught.value)
 
 

@@ -20,6 +20,7 @@ from lora_moe_rl.verify.jobs import MOMENTS, Outcome, trained
 from lora_moe_rl.verify.layout import DEFAULT_LAYOUTS, make_config
 from lora_moe_rl.verify.layout_report import Report, Row
 from lora_moe_rl.verify.layouts import parse_layout, parse_layouts
+from lora_moe_rl.verify.report import Check
 
 SMALL = QWEN3_30B_A3B | {
     "num_hidden_layers": 2, "hidden_size": 16, "vocab_size": 50, "num_attention_heads": 4,
@@ -184,7 +185,8 @@ def test_a_checkpoint_must_be_equal_in_every_bit():
 
 
 def report(got: Outcome, failure: str | None = None) -> Report:
-    row = Row("tp2dp1", 2, compare(SPEC, SIZES, got, ONE, TOLERANCE), 1.0, failure)
+    checks = [*compare(SPEC, SIZES, got, ONE, TOLERANCE), Check("checkpoint", 0.0, 0.0)]
+    row = Row("tp2dp1", 2, checks, 1.0, failure)
     return Report("x", "cpu", "float32", 3, [row], 1.0)
 
 

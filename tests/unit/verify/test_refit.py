@@ -19,7 +19,7 @@ from lora_moe_rl.config import AdapterConfig, TrainerConfig
 from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.errors import ConfigError, RefitError
 from lora_moe_rl.refit.plan import EngineLayout, make_plan
-from lora_moe_rl.verify.comparisons import largest
+from lora_moe_rl.verify.comparisons import largest, largest_scaled
 from lora_moe_rl.verify.refit import DEFAULT_ENGINES, make_config
 from lora_moe_rl.verify.refit_plan import covering, parse_engine, parse_fault
 from lora_moe_rl.verify.refit_reference import choose, other_last_bits
@@ -149,6 +149,10 @@ UNLIKE = {"tensor": "layers.1.experts.up.B", "worker": 1, "error": 0.7, "experts
         ({"unlike": [UNLIKE]}, "layers.1.experts.up.B is not in its slot on engine rank 1, experts "
          "0, 3 of it (off by 0.7 of its largest value)"),
         ({"failure": "the engine is gone\nmore"}, "the engine is gone"),
+        ({"trainer_error": None}, "logprobs were not compared with the trainer's"),
+        ({"merged_error": None}, "logprobs were not compared with those of the merged weights"),
+        ({"effect": None}, "logprobs were not compared with the base's"),
+        ({"unlike": None}, "what the slots hold was not compared"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(fields, says):
@@ -157,14 +161,30 @@ def test_what_is_wrong_is_named(fields, says):
     lines = found.explanations()
     assert lines[0] == f"tp2ep ep2 shm: {says}"
     logprobs = fields.keys() & {"trainer_error", "merged_error", "effect"}
+    logprobs = {name for name in logprobs if fields[name] is not None}
     assert any("not the refit" in line for line in lines) == bool(logprobs)
     told = json.loads(json.dumps(found.as_json(), allow_nan=False))
     assert not told["passed"] and not told["rows"][0]["passed"]
 
 
 def test_what_is_right_passes():
-    found = report()
-    assert found.passed and found.explanations() == [] and found.as_json()["passed"]
+    """Of an engine's base and of merged weights less is compared."""
+    for fields in (
+        {},
+        {"unlike": None, "merged": True},
+        {"trainer": "", "transport": "", "trainer_error": None, "effect": None, "unlike": None},
+    ):
+        found = report(**fields)
+        assert found.passed and found.explanations() == [] and found.as_json()["passed"]
+
+
+def test_scores_of_another_length_are_not_compared():
+    for ours, theirs in [(np.zeros(1), np.zeros(5)), (np.zeros(5), np.zeros(1))]:
+        with pytest.raises(ValueError, match="logprobs"):
+            largest([ours], [theirs])
+    with pytest.raises(ValueError, match="1 logprobs against 3"):
+        largest_scaled([np.zeros(1)], [np.zeros(3)])
+    assert largest_scaled([np.array([9.0, 0.0])], [np.array([0.5])]) == 0.5
 
 
 def test_nan_is_not_a_small_difference():

@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -119,6 +121,7 @@ def passing() -> ReplayRow:
         {"caught": {"token": (0, 0.1, "a"), "layer": (9, 0.1, "a"), "expert": (1, 0.1, "a")}},
         {"caught": {"token": (9, 0.1, "a"), "layer": (9, 0.1, "a"), "expert": (1, 1e-6, "a")}},
         {"caught": {"token": (9, 0.1, "a"), "layer": (9, 0.1, "a"), "expert": (1, 0.1, None)}},
+        {"caught": passing().caught | {"layer": (9, float("nan"), "a")}},
     ],
 )
 def test_a_layout_passes_only_without_any_fault(change):
@@ -142,6 +145,11 @@ def test_a_record_passes_only_when_its_condition_was_met(table):
     assert notes == ["preemption: a tie within rounding: token 3"]
     assert not row(differences=["token 3"]).passed
     assert not row(error=1e-4).passed and not row(error=None).passed and not row(routes=0).passed
+    valid = table.valid.copy()
+    valid[2, 0] = False
+    holes = row()
+    holes.recording.table = dataclasses.replace(table, valid=valid)
+    assert not holes.passed and "of the routes were not recorded" in next(holes.faults())
     unmet = row()
     unmet.recording.failure = "vLLM counts no preemption"
     assert not unmet.passed

@@ -9,6 +9,7 @@ import pytest
 
 from lora_moe_rl.config.options import names
 from lora_moe_rl.errors import ConfigError, RefitError
+from lora_moe_rl.verify.compare import LAYOUT_QUANTITIES
 from lora_moe_rl.verify.comparisons import Comparisons
 from lora_moe_rl.verify.layout_report import Row
 from lora_moe_rl.verify.report import Check, finite, first, timed
@@ -35,6 +36,20 @@ def test_what_is_printed_says_every_figure_and_the_verdict(capsys):
     told = json.loads(capsys.readouterr().out)
     assert (told["model"], told["passed"], told["rows"][1]["error"]) == ("m", False, None)
     assert Comparisons({}, [Check("peft", 1e-6, 5e-6)]).conclude(as_json=True) == 0
+
+
+def test_a_report_of_nothing_does_not_pass():
+    assert not Comparisons({}, []).passed
+
+
+def test_a_layout_of_which_a_quantity_was_not_looked_at_does_not_pass():
+    checks = [Check(quantity, 0.0, 1e-5) for quantity in LAYOUT_QUANTITIES]
+    assert Row("tp2", 2, checks).passed
+    assert not Row("tp2", 2, checks[:-1]).passed and not Row("tp2", 2).passed
+    (line,) = Row("tp2", 2, checks[:-1]).faults()
+    assert line == "checkpoint: not reached"
+    one = Row("Hugging Face", 1, [Check("logprobs", 0.0, 1e-5)], quantities=("logprobs",))
+    assert one.passed
 
 
 def test_numbers_that_are_not_finite_are_null_at_any_depth():

@@ -1,0 +1,54 @@
+"""Which sockets the trainer's ranks listen on."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import subprocess
+import sys
+
+import psutil
+
+from lora_moe_rl.verify.ranks import free_address
+
+RANK = """
+import json, os, sys
+import psutil, torch
+from torch import distributed as dist
+from lora_moe_rl.trainer.rendezvous import join
+
+rank, address = int(sys.argv[1]), sys.argv[2]
+join("gloo", rank, 2, address)
+value = torch.tensor([rank + 1.0])
+dist.all_reduce(value)
+other = dist.new_group([0, 1], backend="gloo")
+dist.all_reduce(value, group=other)
+listening = [
+    connection.laddr.ip
+    for connection in psutil.Process().net_connections("inet")
+    if connection.status == psutil.CONN_LISTEN
+]
+dist.barrier()
+by = os.environ["GLOO_SOCKET_IFNAME"]
+print(json.dumps({"value": value.item(), "listening": listening, "by": by}), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_on_one_machine_listen_on_loopback_alone():
+    command = [sys.executable, "-c", RANK]
+    address = free_address()
+    ranks = [
+        subprocess.Popen([*command, str(rank), address], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    found = [json.loads(rank.communicate(timeout=120)[0]) for rank in ranks]
+    assert [one["value"] for one in found] == [6.0, 6.0]
+    listening = [ip for one in found for ip in one["listening"]]
+    assert len(listening) >= 3  # the store, and gloo in each rank
+    for ip in listening:
+        assert ipaddress.ip_address(ip.removeprefix("::ffff:")).is_loopback, listening
+    # Where a machine's name stands for another address, as this one's may not, gloo goes by this.
+    loopback = [psutil.net_if_addrs()[one["by"]] for one in found]
+    assert all(addresses[0].address == "127.0.0.1" for addresses in loopback)
