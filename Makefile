@@ -8,7 +8,7 @@ STAMP := .venv/.setup-$(KIND)
 JOBS ?= 2
 DEMO_DIR ?= runs/demo/$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help setup demo check test test-slow test-gpu oracles lint format clean
+.PHONY: help setup demo check test test-slow test-gpu mutants oracles lint format clean
 
 help:
 	@echo "make setup      make .venv with the pinned packages (GPU=1: CUDA builds)"
@@ -16,6 +16,7 @@ help:
 	@echo "make check      lint, and the unit tests that take no time: before each commit"
 	@echo "make test       unit and integration tests, with real engines: before a merge"
 	@echo "make test-slow  the long ones                  make test-gpu    those for one GPU"
+	@echo "make mutants    plant bugs on purpose, and see that the tests of make test catch them"
 	@echo "make lint       ruff and pyright               make format      let ruff mend what it can"
 
 setup: $(STAMP)
@@ -65,6 +66,9 @@ oracles: $(STAMP)
 
 test-gpu: $(STAMP)
 	$(BIN)/pytest tests/gpu
+
+mutants: $(STAMP)
+	$(BIN)/python tests/mutants/run.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
+import hf
 import numpy as np
 import pytest
 import torch
@@ -126,6 +127,35 @@ def test_missing_routes(results):
 def test_a_step_without_tokens_in_the_loss_changes_nothing(results):
     assert results["nothing"].skipped == 1 and results["nothing"].nonfinite == 0
     assert results["unchanged"]
+
+
+def at_half_the_temperature(worker, spec, batch):
+    """Two passes, with every forward there is: old, reference, with gradient. B is zero, and
+    stays so."""
+    algorithm = {"epochs": 2, "kl_coef": 0.1}
+    with_settings(worker, rollout={"temperature": 0.5}, replay={"mode": "off"}, algorithm=algorithm)
+    return worker.update(batch).metrics
+
+
+def test_every_forward_is_at_the_rollouts_temperature():
+    """The rollout's logprobs and the entropy are those of Hugging Face."""
+    model_dir = resolve_model(MODEL)
+    batch, _ = random_batch(spec_of(model_dir, make_config()))
+    model, entropies = hf.load(model_dir), []
+    for i, ids in enumerate(batch.token_ids):
+        ids = torch.from_numpy(ids).long()
+        with torch.no_grad():
+            logprobs = (model(ids[None]).logits[0, :-1].float() / 0.5).log_softmax(-1)
+        first = batch.prompt_lengths[i]
+        batch.logprobs[i] = logprobs.gather(1, ids[1:, None])[first - 1 :, 0].numpy()
+        entropies.append(-(logprobs.exp() * logprobs).sum(-1)[first - 1 :])
+    (metrics,) = run(at_half_the_temperature, batch, lr=1e-12)
+    assert metrics["mismatch/max_abs_logprob_diff"] < 1e-4  # old
+    assert metrics["loss/ratio"] == pytest.approx(1, abs=1e-4)  # with gradient
+    assert abs(metrics["loss/kl"]) < 1e-7  # reference
+    # Of both passes over the same tokens.
+    entropy = torch.cat(entropies).mean().item()
+    assert metrics["policy/entropy"] == pytest.approx(entropy, rel=1e-4)
 
 
 def nan_on_one_rank(worker, spec):

@@ -106,6 +106,13 @@ def test_a_function_gets_only_what_it_names(functions):
     assert failures == [] and rewards.tolist() == [3.0] * 4
 
 
+def test_each_sample_has_the_reward_of_its_own_completion(functions):
+    samples = [sample_of(1, "x" * length) for length in (3, 1, 2)]
+    with RewardRunner(f"{functions}:only_completions", timeout_s=10) as runner:
+        rewards, _ = score(runner, [(Prompt(0, "a", [1], {}), samples)])
+    assert rewards.tolist() == [3, 1, 2]
+
+
 def test_messages_in_messages_out(functions):
     with RewardRunner(f"{functions}:messages", timeout_s=10) as runner:
         rewards, failures = score(runner, step([[{"role": "user", "content": "hi"}]], 2))

@@ -53,6 +53,21 @@ def test_with_two_slots_a_refit_that_fails_leaves_the_version_before():
     assert "serves no version" not in str(caught.value) and list(engine.receipts) == [1]
 
 
+async def test_a_version_waits_for_the_slot_of_one_that_still_answers():
+    engine = RolloutEngine(RunConfig(refit={"slots": 1, "timeout_s": 0.05}), "model", None, 0)
+    engine.llm, engine.layouts = Workers(), [PartLayout(0, "float32", 0, ())]
+    await publish(engine, 1)
+    engine.running[1] = 2
+    with pytest.raises(
+        RefitError, match="version 2: version 1 still serves 2 requests after refit"
+    ):
+        await publish(engine, 2)
+    assert list(engine.receipts) == [1]
+    asyncio.get_running_loop().call_later(0.02, engine.running.update, {1: 0})
+    await publish(engine, 2)
+    assert list(engine.receipts) == [2]
+
+
 def test_a_probe_tells_equal_routes_from_others_and_whether_any_are_missing(monkeypatch):
     engine = serving(1, slots=2)
 

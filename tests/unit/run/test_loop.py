@@ -17,7 +17,7 @@ from lora_moe_rl.data.samples import Group, Sample, Segment, UpdateResult
 from lora_moe_rl.errors import MismatchError, RefitError, RewardError
 from lora_moe_rl.run import loop
 from lora_moe_rl.run.publisher import Publisher
-from lora_moe_rl.run.schedule import Schedule
+from lora_moe_rl.run.schedule import Schedule, seed_of
 from lora_moe_rl.run.tickets import TicketBook
 
 CONFIG = RunConfig(
@@ -42,10 +42,12 @@ class Trainer(PlainTrainer):
 
 
 class Engines(FaultyEngines):
+    """`asked`: the (version, seed) of every ticket."""
+
     restarts = 0
 
     def policy(self, version, seed):
-        return None
+        self.asked.append((version, seed))
 
     async def all_back(self) -> None:
         self.events.append("all back")
@@ -55,11 +57,17 @@ class Engines(FaultyEngines):
 
 
 class Source(Prompts):
-    drawn = -2  # those of the probe come first
+    drawn = 0
+
+    def state_dict(self):
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state):
+        self.drawn = state["drawn"]
 
     def next(self, count):
         self.drawn += count
-        found = super().next(max(self.drawn, count))[-count:]
+        found = super().next(self.drawn)[-count:]
         return [replace(prompt, row=self.drawn - 1) for prompt in found]
 
 
@@ -113,7 +121,7 @@ def run(engines=None, refuses=0, lag=0, equal=0, config=CONFIG) -> SimpleNamespa
     """Ends as the run does; what it was made of can be looked at in any case."""
     events: list[str] = []
     engines = engines or Engines()
-    engines.events, engines.step = events, 0.1
+    engines.events, engines.asked, engines.step = events, [], 0.1
     made = SimpleNamespace(
         trainer=Trainer(events),
         engines=engines,
@@ -140,6 +148,12 @@ def test_the_trainer_gets_the_advantages_as_the_algorithm_gave_them():
     for batch in made.trainer.batches:
         signs = [float(np.sign(advantages).mean()) for advantages in batch.advantages]
         assert signs == [1, -1, 1, -1]
+
+
+def test_each_ticket_is_sampled_with_a_seed_of_its_own_and_the_newest_version():
+    asked = run().engines.asked
+    assert asked[:4] == [(number // 2, seed_of(CONFIG.seed, number, 2)) for number in range(4)]
+    assert len({seed for _, seed in asked}) == len(asked)
 
 
 def test_an_update_waits_for_engines_that_are_coming_back():

@@ -13,7 +13,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment, UpdateResult
 from lora_moe_rl.errors import MismatchError, NonFiniteError, RewardError
 from lora_moe_rl.files.run_dir import RunDir, read_jsonl
-from lora_moe_rl.run.records import Records
+from lora_moe_rl.run.records import Records, reward_metrics
 
 SAMPLES = 6
 WORST = (
@@ -117,3 +117,14 @@ def test_steps_without_any_reward_stop_the_run_and_one_reward_begins_anew(tmp_pa
         records.check_rewards(groups)
     with pytest.raises(RewardError, match="no sample had a reward in 2 steps in a row"):
         records.check_rewards([none, none])
+
+
+def test_failed_rewards_are_counted_and_not_in_the_mean():
+    one, other = a_group(), a_group()
+    one.rewards[:], other.rewards[:] = [1, 3, math.nan, 1, 3, 2], math.nan
+    one.failures.append("prompt 0: raised")
+    found = reward_metrics([one, other])
+    # Of 1, 3, 1, 3, 2: mean 2, deviation sqrt(4 / 5).
+    expected = {"reward/mean": 2, "reward/std": 0.8**0.5, "reward/failed": 1}
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert math.isnan(reward_metrics([other])["reward/mean"])

@@ -1,14 +1,20 @@
-"""Learning rates over a run, and of A and B."""
+"""Learning rates over a run, and of A and B; Adam over adapters, against torch's own AdamW, clip
+and schedule, and by hand."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from lora_moe_rl.adapters.gradients import Gradients
+from lora_moe_rl.adapters.sharding import RankLayout
 from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.trainer.optimizer import AdapterOptimizer, learning_rate
+
+pytestmark = pytest.mark.seconds  # imports Megatron
 
 
 def rates(total=10, **config):
@@ -76,3 +82,81 @@ def test_what_does_not_go_together_is_refused():
         override(
             RunConfig(), ["trainer.lr=1.0", "trainer.min_lr=2.0", "trainer.lr_schedule=linear"]
         )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def optimizer_of(*values: list[float], **trainer):
+    """(the optimizer of an adapter whose A and B hold these values, A, B)."""
+    mine = {name: torch.nn.Parameter(torch.tensor(v)) for name, v in zip("AB", values, strict=True)}
+    layer = SimpleNamespace(kind="replicated", parameters_of=lambda name: [mine[name]])
+    adapters = SimpleNamespace(
+        parameters=lambda: list(mine.values()), gradients=Gradients([layer], RankLayout())
+    )
+    return AdapterOptimizer(TrainerConfig(**trainer), adapters, total_steps=10), *mine.values()
+
+
+def test_gradients_above_the_bound_are_clipped_to_it_and_others_are_not():
+    """The norm is that of A and B together: 3, 4 and 12 make 13."""
+    for clip, factor in ((6.5, 0.5), (13.5, 1.0), (0.0, 1.0)):
+        optimizer, A, B = optimizer_of([0.0, 0.0], [0.0], clip_grad=clip, warmup_steps=0)
+        A.grad.copy_(torch.tensor([3.0, 4.0]))
+        B.grad.fill_(12)
+        assert optimizer.step().grad_norm == pytest.approx(13)
+        # Adam's first moment: a tenth of the gradient.
+        moment = torch.cat([optimizer.state("exp_avg")(p) for p in (A, B)])
+        torch.testing.assert_close(moment, 0.1 * factor * torch.tensor([3.0, 4.0, 12.0]))
+
+
+def test_the_first_of_n_warm_up_steps_takes_an_nth_and_the_nth_takes_all():
+    """Under a constant gradient Adam moves a weight by the learning rate."""
+    optimizer, A, _ = optimizer_of([0.0], [0.0], lr=0.4, warmup_steps=4, weight_decay=0)
+    rates, moves = [], []
+    for _ in range(6):
+        before = A.item()
+        A.grad.fill_(0.5)
+        rates.append(optimizer.step().lr)
+        moves.append(before - A.item())
+    assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
+    assert moves == pytest.approx(rates, rel=1e-5)
+    assert optimizer_of([0.0], [0.0], lr=0.4, warmup_steps=0)[0].step().lr == 0.4
+
+
+def test_weight_decay_shrinks_what_has_no_gradient():
+    optimizer, A, B = optimizer_of([2.0], [-4.0], lr=0.1, weight_decay=0.5, warmup_steps=0)
+    optimizer.step()
+    assert (A.item(), B.item()) == pytest.approx((1.9, -3.8))
+
+
+def test_ten_steps_are_those_of_torch():
+    settings = {"lr": 0.05, "warmup_steps": 3, "clip_grad": 1.0, "weight_decay": 0.1}
+    betas = {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 1e-6}
+    start = torch.tensor([0.3, -0.2, 0.7])
+    optimizer, A, B = optimizer_of(start.tolist(), [0.5], **settings, **betas)
+    theirs = [start.clone().requires_grad_(), torch.tensor([0.5], requires_grad=True)]
+    adam = torch.optim.AdamW(theirs, lr=0.05, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+    warm_up = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: min(1.0, (step + 1) / 3))
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(10):
+        for ours, other in zip((A, B), theirs, strict=True):
+            other.grad = torch.randn(other.shape, generator=draw)
+            ours.grad.copy_(other.grad)
+        torch.nn.utils.clip_grad_norm_(theirs, 1.0)
+        adam.step()
+        warm_up.step()
+        assert optimizer.step().applied
+    torch.testing.assert_close(A, theirs[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(B, theirs[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_step_that_is_not_finite_changes_nothing(bad):
+    optimizer, A, B = optimizer_of([2.0], [1.0], weight_decay=0.5)
+    A.grad.fill_(bad)
+    assert not optimizer.step().applied
+    assert (A.item(), B.item(), optimizer.steps) == (2, 1, 0)

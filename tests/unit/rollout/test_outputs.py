@@ -1,0 +1,105 @@
+"""What vLLM is asked for, and what is made of its answers: its own classes, without a model."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.rollout import outputs
+from lora_moe_rl.rollout.engine import RolloutEngine
+
+pytestmark = pytest.mark.seconds  # imports vLLM
+
+SHAPE = SimpleNamespace(moe_layers=(1, 2), num_experts=8, top_k=2)
+
+
+def test_samples_are_drawn_as_the_config_says():
+    config = RunConfig(
+        rollout={"temperature": 0.7, "max_response_tokens": 17, "stop_token_ids": (5, 9)}
+    )
+    params = outputs.sampling_params(config, stop_ids={2, 5})
+    assert (params.temperature, params.max_tokens, params.logprobs) == (0.7, 17, 0)
+    assert params.stop_token_ids == [2, 5, 9]
+    # Whatever would make the sampled distribution another than the trainer's.
+    assert (params.top_p, params.top_k, params.min_p) == (1.0, 0, 0.0)
+    assert (params.repetition_penalty, params.presence_penalty) == (1.0, 0.0)
+    assert not params.ignore_eos
+    group = outputs.group_params(params, n=4, seed=123)
+    assert (group.n, group.seed, group.temperature) == (4, 123, 0.7)
+    assert (params.n, params.seed) == (1, None)
+
+
+def test_prompts_are_scored_without_what_the_cache_knows():
+    params = outputs.scoring_params()
+    assert (params.prompt_logprobs, params.skip_reading_prefix_cache) == (0, True)
+
+
+def test_every_version_has_a_name_and_an_id_of_its_own():
+    """vLLM's prefix cache goes by the name: one for all would serve keys of the version before."""
+    engine = RolloutEngine(RunConfig(name="mine"), "model", SimpleNamespace(), 0)
+    engine.receipts = dict.fromkeys(range(4))
+    requests = [engine._lora_request(version) for version in range(4)]
+    assert [request.lora_name for request in requests] == [
+        f"mine/v00000{version}" for version in range(4)
+    ]
+    # refit/slots.py enters version v as v + 1: vLLM wants ids above 0.
+    assert [request.lora_int_id for request in requests] == [1, 2, 3, 4]
+
+
+class Texts:
+    def batch_decode(self, token_ids, skip_special_tokens):
+        return [" ".join(map(str, ids)) for ids in token_ids]
+
+
+def flat(*positions):
+    """vLLM's logprobs: of each position, those of some tokens, the sampled one first."""
+    from vllm.logprobs import FlatLogprobs, Logprob
+
+    found = FlatLogprobs()
+    for position in positions:
+        found.append(position and {token: Logprob(value) for token, value in position})
+    return found
+
+
+def routes_of(rows: int, first: int = 0) -> np.ndarray:
+    """vLLM's, of all layers; the dense layer 0 has a column that means nothing."""
+    places = np.arange(rows)[:, None, None] + np.array([4, 0, 2])[:, None] + np.array([0, 1])
+    return ((places + first) % 8).astype(np.int32)
+
+
+def test_a_sample_has_the_logprobs_and_routes_of_its_own_tokens():
+    positions = ([(7, -0.5), (3, -9.0)], [(8, -0.25), (7, -8.0)])
+    first = SimpleNamespace(
+        token_ids=[7, 8],
+        logprobs=flat(*positions),
+        finish_reason="stop",
+        routed_experts=routes_of(4),
+    )
+    second = SimpleNamespace(
+        token_ids=[9], logprobs=flat([(9, -1.5)]), finish_reason="length",
+        routed_experts=routes_of(3, first=3),
+    )  # fmt: skip
+    answer = SimpleNamespace(prompt_token_ids=[1, 2, 3], outputs=[first, second])
+    samples, table = outputs.samples_and_routes([answer], 6, Texts(), SHAPE)
+    assert [sample.token_ids.tolist() for sample in samples] == [[1, 2, 3, 7, 8], [1, 2, 3, 9]]
+    assert [sample.logprobs.tolist() for sample in samples] == [[-0.5, -0.25], [-1.5]]
+    assert [sample.versions.tolist() for sample in samples] == [[6, 6], [6]]
+    assert [(sample.text, sample.truncated) for sample in samples] == [("7 8", False), ("9", True)]
+    assert table.layers == (1, 2) and table.offsets.tolist() == [0, 4, 7] and table.valid.all()
+    np.testing.assert_array_equal(table.ids[:4], routes_of(4)[:, 1:])
+    np.testing.assert_array_equal(table.ids[4:], routes_of(3, first=3)[:, 1:])
+
+
+def test_scores_begin_with_the_second_token_and_have_no_row_for_the_last():
+    answer = SimpleNamespace(
+        prompt_token_ids=[1, 2, 3],
+        prompt_logprobs=flat(None, [(2, -1.0), (9, -0.1)], [(3, -2.0), (9, -0.2)]),
+        outputs=[SimpleNamespace(routed_experts=routes_of(3))],
+    )
+    (scores,), table = outputs.scores_and_routes([answer], SHAPE)
+    assert scores.tolist() == [-1.0, -2.0] and not math.isnan(scores.sum())
+    np.testing.assert_array_equal(table.ids, routes_of(2)[:, 1:])

@@ -1,0 +1,80 @@
+"""What an algorithm sees of a micro-batch, and what its values become, by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from lora_moe_rl.algorithms.base import Loss
+from lora_moe_rl.algorithms.parts.aggregation import Scales
+from lora_moe_rl.data.batch import TrainBatch, pack
+
+pytestmark = pytest.mark.seconds  # imports Megatron
+NAN = float("nan")
+
+
+def make_batch() -> TrainBatch:
+    """Samples of 3 and 2 response tokens; the last token of the first one has no weight."""
+    return TrainBatch(
+        token_ids=[np.array([10, 11, 12, 13, 14]), np.array([20, 21, 22])],
+        prompt_lengths=np.array([2, 1]),
+        logprobs=[np.array([-1, -2, -3], np.float32), np.array([-4, -5], np.float32)],
+        versions=[np.array([3, 3, 3]), np.array([4, 4])],
+        advantages=[np.array([1, 2, 3], np.float32), np.array([4, 5], np.float32)],
+        weights=[np.array([1, 0.5, 0], np.float32), np.array([2, 1], np.float32)],
+        mini_batch=np.zeros(2, int),
+        groups=np.zeros(2, int),
+    )
+
+
+def work_of(samples, complete=None):
+    """Padded to a multiple of 4: T is 8 with both samples."""
+    from lora_moe_rl.trainer.engine import Work
+
+    return Work(pack(make_batch(), samples, multiple=4), None, complete)
+
+
+def test_a_tokens_loss_counts_with_its_weight_and_its_samples_scale():
+    from lora_moe_rl.trainer.objective import tokens_of, total_of
+
+    work = work_of([0, 1])
+    # Places that predict response tokens: 1, 2, (3, of no weight), 4 and 5.
+    values = torch.tensor([NAN, 1.0, 10.0, NAN, 100.0, 1000.0, NAN, NAN], requires_grad=True)
+    tokens = tokens_of(work, torch.zeros(8))
+    total = total_of(Loss(values), work, tokens, Scales(np.array([3, 7], np.float32), 5.0))
+    assert total.item() == 3 * (1 + 0.5 * 10) + 7 * (2 * 100 + 1000)
+    total.backward()
+    assert values.grad.tolist() == [0, 3, 1.5, 0, 14, 7, 0, 0]
+
+
+def test_an_algorithm_sees_zeros_outside_the_loss_and_each_token_at_its_place():
+    from lora_moe_rl.trainer.objective import tokens_of
+
+    work = work_of([1, 0])
+    work.known["old"] = torch.arange(1.0, 9.0)
+    tokens = tokens_of(work, torch.arange(11.0, 19.0))
+    assert tokens.mask.tolist() == [True, True, False, True, True, False, False, False]
+    assert tokens.advantages.tolist() == [4, 5, 0, 1, 2, 0, 0, 0]
+    assert tokens.rollout.tolist() == [-4, -5, 0, -1, -2, 0, 0, 0]
+    assert tokens.old.tolist() == [1, 2, 0, 4, 5, 0, 0, 0]
+    assert tokens.logprobs.tolist() == [11, 12, 0, 14, 15, 0, 0, 0]
+    assert tokens.versions.tolist() == [4, 4, 0, 3, 3, 0, 0, 0]
+    assert tokens.samples.tolist() == [0, 0, 1, 1, 1, 1, 2, 2] and tokens.num_samples == 3
+
+
+@pytest.mark.parametrize(("missing", "kept"), [("mask", [1, 2]), ("route", [2, 2])])
+def test_tokens_without_routes_are_left_out_when_that_is_asked(missing, kept):
+    from lora_moe_rl.trainer.objective import choose_tokens
+
+    complete = np.array([True, False, True, True, True, True, False, False])
+    work, counted = work_of([0, 1], complete), {}
+    meter = SimpleNamespace(reports=True, add=counted.__setitem__, all_reduce=lambda values: values)
+    engine = SimpleNamespace(
+        config=SimpleNamespace(replay=SimpleNamespace(missing=missing)),
+        algorithm=SimpleNamespace(rejects=False),
+    )
+    assert choose_tokens(engine, make_batch(), [work], meter).tolist() == kept
+    assert counted == {"masked": 4 - sum(kept)}
