@@ -11,9 +11,12 @@ function gets those of the keywords that it names, or all if it takes `**kwargs`
 None means that the reward does not apply to this sample: it is left out of the loss.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_moe_rl.rewards.builtin import exact_match, number_match
+
+if TYPE_CHECKING:
+    from lora_moe_rl.rewards.mathematics import math_verify
 
 __all__ = ["exact_match", "math_verify", "number_match"]
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -35,6 +36,9 @@ from lora_moe_rl.refit.proof import (
 )
 from lora_moe_rl.rollout.facts import Dtype, slot_rank
 from lora_moe_rl.telemetry.clock import Clock
+
+if TYPE_CHECKING:
+    from lora_moe_rl.kernels.merge.rounding import Arrived
 
 # Of ||change|| / ||weights||: below it, float32 sums lose a change too, and no logprob shows it.
 NEGLIGIBLE = 1e-6
@@ -149,7 +153,7 @@ class Publisher:
         is not judged."""
         if not arrived:
             return
-        from lora_moe_rl.kernels.merge.rounding import Arrived  # and with it torch
+        from lora_moe_rl.kernels.merge.rounding import Arrived  # which imports torch
 
         every = Arrived()
         for one in arrived.values():
