@@ -121,10 +121,6 @@ def test_layouts_train_the_same_function(name, tmp_path, capsys):
     tiny_families.save(name, tmp_path)
     layout = "tp2pp2" if name in tiny_families.DENSE else "tp2ep2"
     options = ["--model", str(tmp_path), "--layouts", layout, "--json"]
-    overrides = [
-        f"{section}.{key}={value}"
-        for section, values in settings(name).items()
-        for key, value in values.items()
-    ]
+    overrides = [f"adapter.{key}={value}" for key, value in settings(name)["adapter"].items()]
     code = cli.main(["verify", "layout", *options, *overrides])
     assert code == 0, capsys.readouterr().out
