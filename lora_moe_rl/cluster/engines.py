@@ -220,12 +220,12 @@ class RolloutEngines:
             serving = [i for i in alive if self.oldest[i] <= version]
             if serving:
                 return min(serving, key=lambda index: self.rolling[index])
-            if alive:
-                raise EngineDied(f"no engine serves version {version} any more")
-            if self.returning:
+            if self.returning and not alive:
                 await asyncio.wait(self.returning.values(), return_when=asyncio.FIRST_COMPLETED)
-            else:
-                await asyncio.sleep(PUBLISH_POLL_S)
+                continue
+            await asyncio.sleep(PUBLISH_POLL_S)
+            if alive:  # the ticket comes again, with the version that is served by then
+                raise EngineDied(f"no engine serves version {version} any more")
 
     async def all_back(self) -> None:
         while self.returning:

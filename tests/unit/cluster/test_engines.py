@@ -121,7 +121,8 @@ def sample(engines, tickets=4) -> tuple[list, int]:
     async def roll(ticket):
         while True:
             try:
-                return await engines.policy(3, seed=ticket).sample([ticket], n=2)
+                version, _ = engines.published
+                return await engines.policy(version, seed=ticket).sample([ticket], n=2)
             except EngineDied:
                 given_back.append(ticket)
 
@@ -171,6 +172,27 @@ def test_a_publish_in_flight_is_repeated_and_the_old_version_is_not(start, tmp_p
     fate(tmp_path, 1, "sample", "exit")
     sample(engines)
     assert "publish 4" in asked(tmp_path, 1)[2:] and engines.proven == [(1, 4)]
+
+
+def test_an_engine_that_comes_back_while_parts_are_written_waits_for_the_next(start, tmp_path):
+    """Between the trainer's update and the next publish there is nothing that it could take."""
+    engines = start(engines=1)
+    fate(tmp_path, 0, "sample", "exit")
+
+    async def dies_during_an_update():
+        engines.overwrite()
+        with pytest.raises(EngineDied):
+            await engines.policy(3, seed=0).sample([0], n=2)
+        await engines.all_back()
+        assert "publish 3" not in asked(tmp_path, 0) and engines.empty == {0}
+        late = asyncio.create_task(engines.policy(3, seed=0).sample([0], n=2))
+        await engines.publish(4, [])
+        with pytest.raises(EngineDied, match="no engine serves version 3 any more"):
+            await late
+        return await engines.policy(4, seed=0).sample([0], n=2)
+
+    ((_, args), _) = asyncio.run(dies_during_an_update())
+    assert args == ([0], 4, 0) and engines.empty == set() and engines.proven == []
 
 
 def test_an_engine_that_dies_again_while_it_starts_counts_twice(start, tmp_path):
