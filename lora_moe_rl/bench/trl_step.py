@@ -24,7 +24,7 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 def reward(completion_ids: list[list[int]], **_) -> list[float]:
     """The share of even token ids: cheap, and different between samples. Ours and TRL's."""
-    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+    return [sum(token % 2 == 0 for token in ids) / max(len(ids), 1) for ids in completion_ids]
 
 
 def main(work: dict) -> dict:
