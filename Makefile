@@ -43,8 +43,9 @@ $(STAMP): requirements/$(KIND).txt requirements/engines-$(KIND).txt pyproject.to
 demo: $(STAMP)
 	$(BIN)/lora-moe-rl train recipes/tiny_arithmetic.py logging.run_dir=$(DEMO_DIR)
 
-# Two pytest processes by default: tests/conftest.py says which tests share one.
-PYTEST = $(BIN)/pytest -n $(JOBS) --dist loadgroup
+# Two pytest processes by default; one runs a whole file, so that what its fixtures start is
+# started once, and tests that follow each other do.
+PYTEST = $(BIN)/pytest -n $(JOBS) --dist loadfile
 
 check: lint
 	$(PYTEST) tests/unit -m "not slow and not seconds"

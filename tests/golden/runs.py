@@ -54,8 +54,16 @@ def run(name: str, folder: Path) -> dict[str, Any]:
 
 
 def differences(kept: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """What of the kept figures is not found again. Metrics that are new are no difference."""
-    wrong = [f"{key} differs" for key in ("samples", "adapter") if kept[key] != found[key]]
+    """What of the kept figures is not found again. Keys that are new are no difference."""
+    wrong = [] if kept["adapter"] == found["adapter"] else ["adapter differs"]
+    if len(kept["samples"]) != len(found["samples"]):
+        wrong.append(f"{len(kept['samples'])} samples were there, are {len(found['samples'])}")
+    wrong += [
+        f"sample {number}: {key} was {value}, is {other.get(key)}"
+        for number, (one, other) in enumerate(zip(kept["samples"], found["samples"]))
+        for key, value in one.items()
+        if other.get(key) != value
+    ]
     for one, other in zip(kept["metrics"], found["metrics"], strict=True):
         wrong += [
             f"step {one['step']}: {key} was {value}, is {other.get(key)}"
