@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from lora_moe_rl.algorithms.parts import by_sample
-from lora_moe_rl.algorithms.parts.part import Part
+from lora_moe_rl.algorithms.parts.part import LOG_BOUND, Part
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lora_moe_rl.algorithms.base import Tokens
-
-# exp of more than this says nothing any more, and soon is inf. (verl's and OpenRLHF's value.)
-LOG_BOUND = 20.0
 
 
 class Correction(Part):

@@ -9,6 +9,9 @@ from lora_moe_rl.algorithms.base import Reduce
 from lora_moe_rl.config.plugins import Plugin
 from lora_moe_rl.config.section import Section
 
+# exp of more than this says nothing any more, and soon is inf. (verl's and OpenRLHF's value.)
+LOG_BOUND = 20.0
+
 
 class Part(Plugin):
     """`settings` are those of the algorithm, which has those of the part among them. `metrics` are

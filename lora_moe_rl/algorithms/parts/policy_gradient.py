@@ -22,7 +22,7 @@ from lora_moe_rl.algorithms.parts.correction_presets import CORRECTION_PRESETS
 from lora_moe_rl.algorithms.parts.kl import estimate
 from lora_moe_rl.algorithms.parts.overlong import soft_punishment
 from lora_moe_rl.config import AlgorithmConfig
-from lora_moe_rl.config.plugins import PARTS
+from lora_moe_rl.config.plugins import PARTS, choices
 from lora_moe_rl.data.samples import Group
 
 if TYPE_CHECKING:
@@ -138,7 +138,8 @@ class PolicyGradient(Algorithm):
                 raise ValueError(f"algorithm.{kind}={chosen[kind]!r} is not a name")
         settings = _settings_class(cls, tuple(chosen.items()))
         for key in value.keys() - settings.model_fields.keys():
-            owners = part_owners().get(key)
+            parts = [label for label in choices("algorithm") if "=" in label]
+            owners = [label for label in parts if key in choices("algorithm")[label].model_fields]
             if owners:
                 kind = owners[0].partition("=")[0]
                 raise ValueError(
@@ -239,14 +240,3 @@ def _settings_class(
         b for b in dict.fromkeys(bases) if not any(issubclass(o, b) and o is not b for o in bases)
     ]
     return create_model(preset.__name__ + "Settings", __base__=tuple(unique), **fields)
-
-
-@cache
-def part_owners() -> dict[str, list[str]]:
-    """`{setting: ["loss=sapo", …]}` of the settings that parts have."""
-    owners: dict[str, list[str]] = {}
-    for kind, parts in PARTS.items():
-        for name in parts.names():
-            for setting in parts.find(name).Settings.model_fields:
-                owners.setdefault(setting, []).append(f"{kind}={name}")
-    return owners

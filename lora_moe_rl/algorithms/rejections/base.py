@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from lora_moe_rl.algorithms.parts.part import Part
+from lora_moe_rl.algorithms.parts.part import LOG_BOUND, Part
 from lora_moe_rl.config.section import Section
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lora_moe_rl.algorithms.base import Tokens
-
-LOG_BOUND = 20.0  # as in corrections/base.py
 
 
 class Rejection(Part):
