@@ -86,7 +86,7 @@ def test_a_killed_actor_ends_the_run_and_is_named(interrupted, start, name, titl
     found = newest_valid(folder / "checkpoints")
     run = start(folder / "config.yaml", "--resume", "rollout.max_restarts=0")
     run.wait_for(
-        lambda: max(steps_in(folder)) > found.metadata["step"] and "tokens/s" in run.output,
+        lambda: max(steps_in(folder)) > found.metadata["step"] and "step s" in run.output,
         "a step",
     )
     assert f"going on from {found.path}" in run.output
