@@ -17,6 +17,7 @@ from lora_moe_rl.refit.parts import PartLayout, SentPart
 from lora_moe_rl.refit.transports import Channel, place
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.trainer.device import Device
+from lora_moe_rl.trainer.environment import without_trackers
 
 if TYPE_CHECKING:
     from lora_moe_rl.router_replay.routes import Sent
@@ -39,6 +40,7 @@ class TrainerWorker:
     def start(self, address: str, threads: int) -> dict:
         """Builds the model and the adapters. Returns what `doctor`-like output shows."""
         device = Device.choose(self.config.trainer)
+        without_trackers()
         device.prepare(threads)
         from lora_moe_rl.trainer.engine import TrainingEngine
         from lora_moe_rl.trainer.model import init_process_groups

@@ -16,11 +16,14 @@ STRENGTH = 0.3
 
 
 def random_adapter(
-    spec: AdapterSpec, seed: int = 1, start: Mapping[str, np.ndarray] | None = None
+    spec: AdapterSpec,
+    seed: int = 1,
+    start: Mapping[str, np.ndarray] | None = None,
+    strength: float = STRENGTH,
 ) -> dict[str, np.ndarray]:
     """Canonical float32 tensors with a B that is not zero, so that every factor has a gradient.
 
-    A has columns of about unit norm, and B is as large as makes `scale * B A x` about STRENGTH,
+    A has columns of about unit norm, and B is as large as makes `scale * B A x` about `strength`,
     whatever the model's width, the rank and the scale. Where a part of the tensors is not trained
     (OLoRA), they are `start`, the adapter before training, plus such noise in the trained part.
     """
@@ -28,7 +31,7 @@ def random_adapter(
     tensors = {}
     for site in spec:
         a = rng.normal(0, 1 / math.sqrt(site.in_features), site.shape_A)
-        b = rng.normal(0, STRENGTH / (site.scale * math.sqrt(site.rank)), site.shape_B)
+        b = rng.normal(0, strength / (site.scale * math.sqrt(site.rank)), site.shape_B)
         for letter, values in (("A", a), ("B", b)):
             name = f"{site.name}.{letter}"
             if site.frozen_rank:

@@ -6,9 +6,10 @@ from __future__ import annotations
 import contextlib
 import os
 
-from lora_moe_rl.trainer.environment import CPU_ENVIRONMENT
+from lora_moe_rl.trainer.environment import CPU_ENVIRONMENT, without_trackers
 
 os.environ.update(CPU_ENVIRONMENT)
+without_trackers()
 
 
 def _import_all() -> None:
