@@ -208,6 +208,7 @@ def _make_tiny(arguments: Sequence[str]) -> int:
 
 VERIFY = {
     "layout": ("verify.command", "one function, gradient and checkpoint under every layout"),
+    "algorithm": ("verify.algorithm", "an algorithm's loss and gradient, whatever the layout"),
     "refit": ("verify.refit", "vLLM serves what the trainer holds, by every way in"),
     "replay": ("verify.replay", "Megatron uses the routes that vLLM recorded"),
     "export": ("verify.export", "PEFT, vLLM and transformers compute what was trained"),

@@ -1,0 +1,149 @@
+"""What the ranks compute for `verify algorithm`, and the plain reference beside them.
+
+The reference takes all samples of the step at once, in float64, knowing neither micro-batches nor
+ranks, and gives the loss and what each token's logprob is worth to it. The trainer then only turns
+these worths into a gradient of the adapters, by a loss that is a plain sum of products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lora_moe_rl import algorithms
+from lora_moe_rl.adapters.shards import Shard
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.algorithms.base import Algorithm, Loss, Tokens
+from lora_moe_rl.algorithms.parts.aggregation import aggregate
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.data.batch import TrainBatch
+from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.verify.inputs import random_adapter
+from lora_moe_rl.verify.jobs import STRENGTH
+
+Found = tuple[float, list[Shard]]  # the loss, and this rank's part of the gradient
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The same for every layout: samples, their routes, and the cases, of whose configs the section
+    `algorithm` is taken."""
+
+    batch: TrainBatch
+    table: RouteTable
+    cases: dict[str, RunConfig]
+
+
+def near_rollout(worker, spec: AdapterSpec, inputs: Inputs) -> list[np.ndarray] | None:
+    """Logprobs as an engine might have sampled with: the trainer's, up to a factor of e off."""
+    own = _score(worker, spec, inputs, adapters=True)
+    if own is None:
+        return None
+    rng = np.random.default_rng(3)
+    return [(o + rng.uniform(-1, 1, len(o))).astype(np.float32) for o in own]
+
+
+def every_case(worker, spec: AdapterSpec, inputs: Inputs) -> dict[str, Found]:
+    """As a run computes them, in this layout."""
+    worker.set_adapter(random_adapter(spec, strength=STRENGTH))
+    found = {}
+    for name, case in inputs.cases.items():
+        config = with_algorithm(worker.engine.config, case)
+        found[name] = _gradients(worker, config, algorithms.make(config), inputs)
+    return found
+
+
+def reference(worker, spec: AdapterSpec, inputs: Inputs) -> dict[str, Found]:
+    """On one rank: the float64 loss, and the gradient that it makes."""
+    own = _score(worker, spec, inputs, adapters=True)
+    base = _score(worker, spec, inputs, adapters=False)
+    assert own is not None and base is not None, "one rank answers for itself"
+    batch, found = inputs.batch, {}
+    for name, case in inputs.cases.items():
+        config = with_algorithm(worker.engine.config, case)
+        loss, worths = plain(config, batch, own, base)
+        count = sum(len(worth) for worth in worths)
+        linear = TrainBatch(**vars(batch))
+        linear.advantages = [(worth * count).astype(np.float32) for worth in worths]
+        linear.weights = [np.ones(len(worth), np.float32) for worth in worths]
+        config = with_algorithm(config, RunConfig())
+        one = Inputs(linear, inputs.table, {})
+        _, shards = _gradients(worker, config, Linear(config.algorithm, 1), one)
+        found[name] = loss, shards
+    return found
+
+
+def plain(
+    config: RunConfig,
+    batch: TrainBatch,
+    own: Sequence[np.ndarray],
+    base: Sequence[np.ndarray],
+) -> tuple[float, list[np.ndarray]]:
+    """The loss of the whole step, and d loss / d logprob of each token, float64 [R] a sample. own,
+    base: logprobs [R] of the responses, of the policy and of the bare base."""
+    import torch
+
+    algorithm = algorithms.make(config)
+    sizes = [len(weights) for weights in batch.weights]
+    sample_of = np.repeat(np.arange(len(sizes)), sizes)
+    mask = np.concatenate(batch.weights) > 0
+    logprobs = torch.from_numpy(np.concatenate(own).astype(np.float64)).requires_grad_()
+
+    def tokens() -> Tokens:
+        stays = torch.from_numpy(mask)
+
+        def inside(values: Sequence[np.ndarray]) -> torch.Tensor:
+            return torch.from_numpy(np.concatenate(values).astype(np.float64)).where(stays, 0)
+
+        return Tokens(
+            mask=stays,
+            logprobs=logprobs.where(stays, 0),
+            old=logprobs.detach().where(stays, 0),
+            rollout=inside(batch.logprobs),
+            reference=inside(base) if "reference" in algorithms.passes(config) else None,
+            advantages=inside(batch.advantages),
+            versions=torch.from_numpy(np.concatenate(batch.versions)).where(stays, 0),
+            samples=torch.from_numpy(sample_of),
+            num_samples=len(sizes) + 1,
+        )
+
+    if algorithm.rejects:
+        mask = mask & algorithm.keep(tokens()).numpy()
+    values = algorithm.loss(tokens()).values.where(torch.from_numpy(mask), 0)
+    kept = np.bincount(sample_of[mask], minlength=len(sizes))
+    longest = config.rollout.max_response_tokens
+    scales = aggregate(config.algorithm.aggregation, kept, batch.groups, longest)
+    factor = np.concatenate(batch.weights) * scales.of_sample.astype(np.float64)[sample_of]
+    loss = (values * torch.from_numpy(factor)).sum() / max(scales.divisor, 1)
+    (worth,) = torch.autograd.grad(loss, logprobs)
+    return loss.item(), np.split(worth.numpy(), np.cumsum(sizes)[:-1])
+
+
+class Linear(Algorithm):
+    """The sum of advantage times logprob: its gradient is that of any loss whose worths the
+    advantages are."""
+
+    def loss(self, tokens: Tokens) -> Loss:
+        return Loss(tokens.advantages * tokens.logprobs)
+
+
+def with_algorithm(config: RunConfig, case: RunConfig) -> RunConfig:
+    return config.model_copy(update={"algorithm": case.algorithm})
+
+
+def _gradients(worker, config: RunConfig, algorithm: Algorithm, inputs: Inputs) -> Found:
+    worker.engine.config, worker.engine.algorithm = config, algorithm
+    loss, _, shards = worker.gradients(inputs.batch, inputs.table)
+    return loss, shards
+
+
+def _score(worker, spec: AdapterSpec, inputs: Inputs, adapters: bool) -> list[np.ndarray] | None:
+    """Logprobs [R] of the responses, with the routes that are replayed."""
+    worker.set_adapter(random_adapter(spec, strength=STRENGTH))
+    sequences = [ids.tolist() for ids in inputs.batch.token_ids]
+    found = worker.score(sequences, inputs.table, adapters)
+    if found is None:
+        return None
+    return [o[-len(w) :] for o, w in zip(found, inputs.batch.weights, strict=True)]
