@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,18 @@ from pydantic import BaseModel, ValidationError
 
 from lora_moe_rl.config import RunConfig, aliases
 from lora_moe_rl.config.applicable import check_applicable
-from lora_moe_rl.config.files import read_config_file
-from lora_moe_rl.config.keys import Key, all_keys, nearest, sections
+from lora_moe_rl.config.files import read_config_file, without_twins
+from lora_moe_rl.config.keys import (
+    Key,
+    all_keys,
+    find_key,
+    generic,
+    is_member,
+    is_section,
+    member_keys,
+    named_sections,
+    nearest,
+)
 from lora_moe_rl.config.plugins import choices
 from lora_moe_rl.errors import ConfigError
 
@@ -67,11 +78,8 @@ def parse_arguments(arguments: Sequence[str]) -> list[dict[str, Any]]:
 def _setting(name: str, text: str) -> dict[str, Any]:
     if not _known(name):
         raise _unknown(name)
-    key = all_keys().get(name)
-    value: Any = parse_value(key, text) if key else parse_loosely(text)
-    for part in reversed(name.split(".")):
-        value = {part: value}
-    return checked_keys(value)
+    key = find_key(name)
+    return checked_keys({name: parse_value(key, text) if key else parse_loosely(text)})
 
 
 def parse_value(key: Key, text: str) -> Any:
@@ -88,10 +96,13 @@ def parse_value(key: Key, text: str) -> Any:
 
 
 def parse_loosely(text: str) -> Any:
-    """JSON, else a Python literal, else the text itself."""
-    for parse in (json.loads, ast.literal_eval):
+    """JSON, else a Python literal, else the text itself. Raises ConfigError for a key that stands
+    twice."""
+    for parse in (partial(json.loads, object_pairs_hook=without_twins), ast.literal_eval):
         try:
             return parse(text)
+        except ConfigError:
+            raise
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             continue
     return text
@@ -111,7 +122,7 @@ def checked_keys(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any
         name = f"{prefix}{part}"
         if not _known(name):
             raise _unknown(name)
-        if name in sections():
+        if is_section(name):
             value = _section_value(name, value)
         head, *tail = str(part).split(".")
         for step in reversed(tail):
@@ -120,10 +131,13 @@ def checked_keys(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any
     return result
 
 
-def _section_value(name: str, value: Any) -> dict[str, Any]:
+def _section_value(name: str, value: Any) -> dict[str, Any] | None:
+    """None stands for sections that the user named, and which are to be taken away."""
+    if value is None and (name in named_sections() or is_member(name)):
+        return None
     if isinstance(value, str):
         for short in ("path", "name"):  # model=NAME, algorithm=NAME
-            if f"{name}.{short}" in all_keys() and (short == "path" or choices(name)):
+            if find_key(f"{name}.{short}") is not None and (short == "path" or choices(name)):
                 value = {short: value}
                 break
     if isinstance(value, BaseModel):
@@ -131,7 +145,8 @@ def _section_value(name: str, value: Any) -> dict[str, Any]:
     if value is None:
         value = {}
     if not isinstance(value, Mapping):
-        keys = ", ".join(key for key in all_keys() if key.startswith(f"{name}."))
+        own = [key for key in all_keys() | member_keys() if key.startswith(f"{generic(name)}.")]
+        keys = ", ".join(own)
         raise ConfigError(f"{name}={value!r}: {name} is a section; set one of its keys: {keys}")
     return checked_keys(value, f"{name}.")
 
@@ -141,7 +156,7 @@ def _merge(into: dict[str, Any], layer: Mapping[str, Any], prefix: str = "") -> 
     the order of its keys means something."""
     for key, value in layer.items():
         name = f"{prefix}{key}"
-        if name in sections() and isinstance(value, Mapping) and isinstance(into.get(key), dict):
+        if is_section(name) and isinstance(value, Mapping) and isinstance(into.get(key), dict):
             _merge(into[key], value, f"{name}.")
         else:
             into[key] = value
@@ -152,7 +167,7 @@ def _known(name: str) -> bool:
     own."""
     head, dot, _ = name.partition(".")
     chosen = bool(dot) and bool(choices(head))
-    return chosen or name in all_keys() or (name != "" and name in sections())
+    return chosen or find_key(name) is not None or (name != "" and is_section(name))
 
 
 def _unknown(name: str) -> ConfigError:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
-from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config import RunConfig, SetConfig, SourceConfig
 from lora_moe_rl.config.files import SUFFIXES, read_config_file
 from lora_moe_rl.config.importing import absolute_spec, load_file
 from lora_moe_rl.config.overrides import readable, with_settings
@@ -45,10 +46,10 @@ def load_config(target: str | None) -> RunConfig:
 def resolve(config: RunConfig) -> RunConfig:
     """`config` with what depends on the current directory made absolute: it is saved so, and any
     process can use it. Raises ConfigError for a function's file that is not there."""
-    settings: dict[str, dict[str, str]] = {
+    settings: dict[str, dict[str, Any]] = {
         "logging": {"run_dir": os.path.abspath(config.run_dir)},
         "model": {},
-        "data": {},
+        "data": _resolved(config.data),
         "reward": {},
     }
     for section in KINDS:
@@ -57,13 +58,23 @@ def resolve(config: RunConfig) -> RunConfig:
             settings[section] = {"name": absolute_spec(name)}
     if config.reward.function is not None:
         settings["reward"]["function"] = absolute_spec(config.reward.function)
-    if config.data.generator is not None:
-        settings["data"]["generator"] = absolute_spec(config.data.generator)
-    if config.data.path is not None and Path(config.data.path).expanduser().exists():
-        settings["data"]["path"] = os.path.abspath(Path(config.data.path).expanduser())
+    if config.data.sets:
+        settings["data"]["sets"] = {name: _resolved(one) for name, one in config.data.sets.items()}
     if _is_directory(config.model.path):
         settings["model"]["path"] = os.path.abspath(Path(config.model.path).expanduser())
     return with_settings(config, settings)
+
+
+def _resolved(source: SourceConfig) -> dict[str, str]:
+    """What of a data set depends on the current directory."""
+    found = {}
+    if source.generator is not None:
+        found["generator"] = absolute_spec(source.generator)
+    if source.path is not None and Path(source.path).expanduser().exists():
+        found["path"] = os.path.abspath(Path(source.path).expanduser())
+    if isinstance(source, SetConfig) and source.reward is not None:
+        found["reward"] = absolute_spec(source.reward)
+    return found
 
 
 def _is_directory(model: str) -> bool:

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from lora_moe_rl.config import recipes
+from lora_moe_rl.config import RunConfig, recipes
 from lora_moe_rl.config.importing import load_file, load_function
 from lora_moe_rl.config.overrides import override
-from lora_moe_rl.data.prompts import PromptMaker
+from lora_moe_rl.data.maker import PromptMaker
 from lora_moe_rl.data.rows import read_rows
+from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.planner.compute import Lengths
 from lora_moe_rl.planner.facts import find
 from lora_moe_rl.planner.hardware import GIB, Hardware
@@ -72,6 +73,20 @@ def test_settings_in_a_recipes_docstring_are_accepted(path):
     assert commands
     for command in commands:
         override(config, re.findall(r"[\w.]+=\S+", command))
+
+
+def test_what_a_data_set_names_is_found_from_any_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "rows.py", "rewards.py"):
+        (tmp_path / name).touch()
+    settings = ["a.path=a.jsonl", "a.reward=rewards.py:f", "b.generator=rows.py:g", "c.path=org/d"]
+    config = recipes.resolve(override(RunConfig(), [f"data.sets.{one}" for one in settings]))
+    sets = config.data.sets
+    assert sets["a"].path == f"{tmp_path}/a.jsonl" and sets["c"].path == "org/d"
+    assert sets["a"].reward == f"{tmp_path}/rewards.py:f"
+    assert sets["b"].generator == f"{tmp_path}/rows.py:g"
+    with pytest.raises(ConfigError, match="there is no file .*gone.py"):
+        recipes.resolve(override(RunConfig(), ["data.sets.a.reward=gone.py:f"]))
 
 
 def test_the_local_rows_have_answers_that_can_be_read():

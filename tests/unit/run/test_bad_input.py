@@ -137,6 +137,17 @@ def train(model, *arguments) -> int:
         ("model=./own_tokenizer", ["ByteRanksTokenizer", "set model.trust_remote_code=true"]),
         ("model.revision=v2", ["model.revision=v2 has no effect with model.path="]),
         ("data.path=null", ["there is no data: set data.path or data.generator"]),
+        (
+            "data.path=null data.sets.a=good.jsonl reward.function=null",
+            ["data.sets.a has no reward: set data.sets.a.reward, or reward.function: name"],
+        ),
+        ("data.path=null data.sets.a.limit=3", ["there is no data: set data.sets.a.path or data"]),
+        ("data.path=null data.sets.a=empty.jsonl", ["data.sets.a.path=", "empty.jsonl has no row"]),
+        (
+            "data.path=null data.sets.a=good.jsonl data.sets.a.reward=raises.py:reward "
+            "reward.function=null",
+            ["data.sets.a.reward=", "raises.py:reward fails on made-up"],
+        ),
         ("data.path=absent.jsonl", ["absent.jsonl: there is no such file"]),
         ("data.path=empty.jsonl", ["empty.jsonl has no rows"]),
         ("data.path=no_prompt.jsonl", ["no_prompt.jsonl, line 2: no prompt"]),

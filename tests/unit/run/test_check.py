@@ -87,6 +87,39 @@ def test_a_reward_that_is_strange_is_a_warning(check, function, told):
     assert code == 0 and found["reward"][0] == "warning" and told in found["reward"][1]
 
 
+SETS = (
+    "data.path=null",
+    "data.shuffle=true",
+    "data.sets.sums=rows.jsonl",
+    "data.sets.sums.ratio=2",
+)
+
+
+def test_every_data_set_is_looked_at(check, tmp_path):
+    (tmp_path / "few.jsonl").write_text('{"prompt": "a" , "answer": "b"}\n')
+    few = ("data.sets.few=few.jsonl", "data.sets.few.reward=rewards.py:same")
+    code, found, prompts = check(*SETS, *few)
+    assert code == 0
+    rows = "sums: {0}/rows.jsonl: 4 rows; few: {0}/few.jsonl: 1 rows"
+    assert found["data"] == ("ok", rows.format(tmp_path))
+    assert found["reward"][0] == "warning"
+    assert found["reward"][1].startswith("few: the reward tells the answer from nothing else: it")
+    assert "\nfew, prompt 0, 1 tokens\na\ncolumns: {'answer': 'b'}" in prompts
+    assert prompts.startswith("sums, prompt 0") and prompts.count("tokens\n") == 2
+
+
+def test_a_data_set_that_has_to_be_fetched_does_not_hide_what_is_wrong_with_others(check):
+    code, found, _ = check(*SETS, "data.sets.far=org/name")
+    assert code == 0 and found["data"] == (
+        "skipped",
+        "org/name is a data set of the hub; a run fetches it",
+    )
+    assert "sums: " in found["reward"][1] and "far: " in found["reward"][1]
+    assert "not called, that needs the data" in found["reward"][1]
+    code, found, _ = check(*SETS, "data.sets.far=org/name", "data.sets.gone=gone.jsonl")
+    assert code == 2 and "data.sets.gone.path=gone.jsonl: there is no such" in found["data"][1]
+
+
 def test_a_generator_that_raises_is_one_line(check, tmp_path):
     (tmp_path / "rows.py").write_text("def rows():\n    yield {}['prompt']\n")
     code, found, _ = check("data.path=null", "data.generator=rows.py:rows")
