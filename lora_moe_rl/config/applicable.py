@@ -153,6 +153,11 @@ def _check_source(source: SourceConfig) -> None:
             f"{path}={source.path} and {generator}={source.generator} are both set; prompts come "
             f"from one of them: set the other to null"
         )
+    if source.system_prompt is not None and source.system_prompt_file is not None:
+        raise ConfigError(
+            f"{source.key('system_prompt')} and {source.key('system_prompt_file')}="
+            f"{source.system_prompt_file} are both set; set one of them to null"
+        )
     for name in ("split", "subset"):
         if _is_set(source, name) and not (source.path is not None and is_hub(source.path)):
             raise ConfigError(

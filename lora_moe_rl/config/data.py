@@ -42,6 +42,11 @@ class SourceConfig(Section):
     system_prompt: str | None = Field(
         None, description="System message put before a prompt that has none; needs a chat template."
     )
+    system_prompt_file: str | None = Field(
+        None,
+        description="A text file (UTF-8) to read system_prompt from, once: the saved config holds "
+        "the text.",
+    )
     chat_template_kwargs: dict[str, Any] = Field(
         {},
         description='What the chat template is given beside the messages: {"enable_thinking": '

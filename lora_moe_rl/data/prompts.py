@@ -210,6 +210,7 @@ class PromptSource:
 
 def require_data(config: SourceConfig) -> None:
     """Raises ConfigError when settings name no data, or two."""
+    assert config.system_prompt_file is None, "config.recipes.resolve reads it"
     path, generator = config.key("path"), config.key("generator")
     if config.path is not None and config.generator is not None:
         raise ConfigError(f"{path} and {generator} are both set; remove one of them")

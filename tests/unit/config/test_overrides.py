@@ -184,6 +184,10 @@ def test_every_fault_is_told_at_once():
         ("trainer.device=cpu trainer.gpus_per_rank=.5", ["gpus_per_rank=0.5", "device=cpu"]),
         ("data.path=a.jsonl data.generator=m:f", ["data.path=a.jsonl", "data.generator=m:f"]),
         (
+            "data.system_prompt=S data.system_prompt_file=s.txt",
+            ["data.system_prompt and", "data.system_prompt_file=s.txt are both set"],
+        ),
+        (
             "data.sets.a=a.jsonl data.path=b.jsonl",
             ["data.path=b.jsonl has no effect with data.sets", "data.sets.a.path", "to null"],
         ),

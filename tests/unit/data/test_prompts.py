@@ -128,6 +128,28 @@ def test_resume_with_another_generator_is_refused(generators):
         source(generator=f"{generators}:other_three").load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"system_prompt": "T"}, r"data.system_prompt was 'S' .* and is now 'T': restore it"),
+        ({"chat_template_kwargs": {"a": 2}}, r"data.chat_template_kwargs was .* and is now .*2"),
+        ({"answer_key": "other"}, r"data.answer_key was 'answer' .* and is now 'other'"),
+    ],
+)
+def test_resume_with_settings_that_make_other_prompts_is_refused(write, settings, named):
+    path = write({"prompt": "a", "answer": "b", "other": "c"})
+    before = {"chat_template": True, "system_prompt": "S", "answer_key": "answer"}
+    before["chat_template_kwargs"] = {"a": (1,)}
+
+    def opened(**config):
+        return PromptSource(DataConfig(path=path, **config), TOKENIZER, 3, 100)
+
+    state = json.loads(json.dumps(opened(**before).state_dict()))
+    opened(**before).load_state_dict(state)
+    with pytest.raises(DataError, match=named):
+        opened(**before | settings).load_state_dict(state)
+
+
 def test_a_generator_that_is_never_the_same_may_go_on(generators):
     drawn = source(generator=f"{generators}:chance")
     drawn.next(5)
