@@ -68,6 +68,11 @@ class Prompts(Protocol):
         """Rows left out so far because their prompts are too long."""
         ...
 
+    @property
+    def filtered(self) -> int:
+        """Rows left out so far by data.filter."""
+        ...
+
     def next(self, n: int) -> list[Prompt]: ...
 
     def lengths(self) -> list[int]:

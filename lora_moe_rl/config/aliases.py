@@ -29,6 +29,7 @@ ALIASES = (
     Alias(("max_completion_length", "max_response_length", "max_new_tokens"),
           "rollout.max_response_tokens"),
     Alias(("overlong_filter", "filter_overlong_prompts"), "data.too_long=drop"),
+    Alias(("shuffle",), "data.order", "shuffle, sequential or by:COLUMN"),
     Alias(("max_steps", "total_training_steps"), "trainer.steps"),
     Alias(("num_train_epochs", "total_epochs"), "trainer.steps", "a run has steps, not epochs"),
     Alias(("learning_rate", "optim.lr"), "trainer.lr"),

@@ -6,6 +6,7 @@ every key, and must run again as it is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -152,6 +153,19 @@ def _check_source(source: SourceConfig) -> None:
         raise ConfigError(
             f"{path}={source.path} and {generator}={source.generator} are both set; prompts come "
             f"from one of them: set the other to null"
+        )
+    for column, (least, most) in source.filter.items():
+        low, high = (-math.inf if least is None else least), (math.inf if most is None else most)
+        if low > high or (least is None and most is None):
+            fault = "lets no row through" if low > high else "has no bound"
+            raise ConfigError(
+                f"{source.key('filter')}={value_text(source.filter)}: {column} {fault}; write "
+                "[least, most], with null for no bound"
+            )
+    if source.generator is not None and _is_set(source, "order"):
+        raise ConfigError(
+            f"{source.key('order')}={source.order} has no effect with {generator}="
+            f"{source.generator}, whose rows come as it gives them"
         )
     if source.system_prompt is not None and source.system_prompt_file is not None:
         raise ConfigError(

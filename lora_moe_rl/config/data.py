@@ -56,10 +56,26 @@ class SourceConfig(Section):
         "error",
         description="A prompt that leaves no room for the response: stop, or leave its row out.",
     )
-    shuffle: bool = Field(True, description="Shuffle the rows anew in each epoch (by seed).")
-    limit: int | None = Field(None, ge=1, description="Use only the first rows.")
+    filter: dict[str, tuple[float | None, float | None]] = Field(
+        {},
+        description="Leave out rows whose column is not within [least, most], null for no bound: "
+        '{"pass_rate": [0.1, 0.9]}.',
+    )
+    order: str = Field(
+        "shuffle",
+        pattern="^(shuffle|sequential|by:-?[^-].*)$",
+        description="Of rows in an epoch: shuffle (anew in each, by seed), sequential, or "
+        "by:COLUMN, the smallest number first (by:-COLUMN: the largest).",
+    )
+    limit: int | None = Field(None, ge=1, description="Read only the first rows.")
 
     _place: str = PrivateAttr("data")
+
+    @property
+    def order_column(self) -> str | None:
+        """The column that orders the rows, if one does."""
+        name = self.order.removeprefix("by:")
+        return name.removeprefix("-") if name != self.order else None
 
     def key(self, name: str) -> str:
         """A key of this section as a user writes it: `data.path`, `data.sets.math.path`."""

@@ -144,13 +144,13 @@ def _one_type_text(part: Any) -> str:
         values = [str(value) for value in typing.get_args(part)]
         return " or ".join([", ".join(values[:-1]), values[-1]]) if values[1:] else values[0]
     if typing.get_origin(part) is tuple:
-        return f"list of {_one_type_text(typing.get_args(part)[0])}"
+        return f"list of {type_text(typing.get_args(part)[0])}"
     if typing.get_origin(part) is typing.Annotated:
         return _one_type_text(typing.get_args(part)[0])
     if (section := _section_of_map(part)) is not None:
         return f"map of names to {', '.join(section.model_fields)}"
     if typing.get_origin(part) is dict:
-        return "map of {} to {}".format(*(_one_type_text(arg) for arg in typing.get_args(part)))
+        return "map of {} to {}".format(*(type_text(arg) for arg in typing.get_args(part)))
     return "true or false" if part is bool else part.__name__
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from lora_moe_rl.config import SourceConfig
@@ -76,6 +77,23 @@ def _lookup(values: dict, name: str) -> Any:
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return value
+
+
+def number_in(columns: dict[str, Any], name: str, setting: str, place: str) -> float:
+    """The number in a column; a text that is one counts (CSV has only texts). `setting` is the one
+    that names the column. Raises DataError for what is none."""
+    value = _lookup(columns, name)
+    if value is None:
+        raise DataError(
+            f"{place}: no column {name!r} ({setting}); it has {', '.join(columns) or 'none'}"
+        )
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if math.isnan(number):
+        raise DataError(f"{place}: column {name} ({setting}) is not a number: {short(value)}")
+    return number
 
 
 def checked_messages(messages: Any, place: str, key: str) -> list[dict]:

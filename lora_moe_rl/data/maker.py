@@ -3,45 +3,67 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 from lora_moe_rl.config import SourceConfig
-from lora_moe_rl.data.columns import Row, read_row, short
+from lora_moe_rl.config.keys import value_text
+from lora_moe_rl.data.columns import Row, number_in, read_row, short
 from lora_moe_rl.errors import DataError
 
 log = logging.getLogger(__name__)
 
 TEMPLATE_COLUMN = "chat_template_kwargs"
-Made = tuple[Any, list[int], dict[str, Any]]  # a prompt's text, token ids and columns
+
+
+class Made(NamedTuple):
+    """`text` is a string or a list of messages. `rank`: the number in the column that data.order
+    names, 0 when it names none."""
+
+    text: Any
+    token_ids: list[int]
+    columns: dict[str, Any]
+    rank: float
 
 
 class PromptMaker:
-    """Makes prompts of rows: picks the columns, applies the chat template, tokenises, checks.
+    """Makes prompts of rows: picks the columns, filters, applies the chat template, tokenises,
+    checks.
 
-    `dropped`: the rows so far whose prompt was too long, where data.too_long=drop leaves them out.
+    `dropped`: the rows so far whose prompt was too long, where data.too_long=drop leaves them out;
+    `filtered`: those that data.filter left out.
     """
 
     def __init__(self, config: SourceConfig, tokenizer: Any, max_prompt_tokens: int):
         self._config, self._tokenizer = config, tokenizer
         self._max_tokens = max_prompt_tokens
-        self.dropped = 0
+        self.dropped = self.filtered = 0
 
     def make_all(self, rows: list[Row]) -> list[Made]:
         """Raises DataError when no row is left."""
-        key = self._config.key
         made = [one for row in rows if (one := self.make(row)) is not None]
         if rows and not made:
             raise DataError(
-                f"{key('path')}={self._config.path}: all {len(rows)} prompts are longer than "
-                f"{self._max_tokens} tokens (model.max_length - rollout.max_response_tokens) and "
-                f"{key('too_long')}=drop leaves them out"
+                f"{self._config.key('path')}={self._config.path}: none of the {len(rows)} rows is "
+                f"left: {self.why_left_out()}"
             )
         return made
 
+    def why_left_out(self) -> str:
+        """How many rows were left out so far, and by which setting."""
+        key = self._config.key
+        return (
+            f"{self.filtered} are outside {key('filter')}={value_text(self._config.filter)}, "
+            f"{self.dropped} have prompts of more than {self._max_tokens} tokens (model.max_length "
+            f"- rollout.max_response_tokens; {key('too_long')}={self._config.too_long})"
+        )
+
     def make(self, row: Row) -> Made | None:
-        """None for a prompt that is too long and is to be left out."""
+        """None for a row that is to be left out."""
         text, columns = read_row(row, self._config)
         place, key = row[0], self._config.key
+        if not self._within(columns, place):
+            self.filtered += 1
+            return None
         if isinstance(text, str) and self._config.system_prompt and not self._config.chat_template:
             raise DataError(
                 f"{place}: {key('system_prompt')} is set, and the prompt is a string without a "
@@ -49,7 +71,7 @@ class PromptMaker:
             )
         token_ids = self._encode(text, columns, place)
         if len(token_ids) <= self._max_tokens:
-            return text, token_ids, columns
+            return Made(text, token_ids, columns, self._rank(columns, place))
         if self._config.too_long == "drop":
             self.dropped += 1
             log.info("%s: left out, its prompt has %d tokens", place, len(token_ids))
@@ -59,6 +81,19 @@ class PromptMaker:
             f"(model.max_length - rollout.max_response_tokens); {key('too_long')}=drop leaves such "
             "rows out"
         )
+
+    def _within(self, columns: dict[str, Any], place: str) -> bool:
+        setting = self._config.key("filter")
+        for name, (least, most) in self._config.filter.items():
+            number = number_in(columns, name, setting, place)
+            if (least is not None and number < least) or (most is not None and number > most):
+                return False
+        return True
+
+    def _rank(self, columns: dict[str, Any], place: str) -> float:
+        if (column := self._config.order_column) is None:
+            return 0.0
+        return number_in(columns, column, self._config.key("order"), place)
 
     def _with_system(self, messages: list[dict]) -> list[dict]:
         system = self._config.system_prompt

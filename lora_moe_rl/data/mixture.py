@@ -55,6 +55,11 @@ class Mixture:
         """Rows left out so far because their prompts are too long."""
         return sum(source.dropped for source in self._sources.values())
 
+    @property
+    def filtered(self) -> int:
+        """Rows that the sets' filters left out so far."""
+        return sum(source.filtered for source in self._sources.values())
+
     def lengths(self) -> list[int]:
         """Tokens of the prompts of each set in turn."""
         return [length for source in self._sources.values() for length in source.lengths()]

@@ -22,14 +22,16 @@ from lora_moe_rl.errors import ConfigError, DataError
 MAX_LEFT_OUT = 10_000
 # Settings that make other prompts of the same rows; what chooses the rows shows in their content.
 SHAPING = (
-    "prompt_key", "answer_key", "chat_template", "system_prompt", "chat_template_kwargs", "shuffle",
+    "prompt_key", "answer_key", "chat_template", "system_prompt", "chat_template_kwargs", "filter",
+    "order",
 )  # fmt: skip
 
 
 class PromptSource:
     """The prompts of one data set, in order.
 
-    Rows of a file are shuffled anew in each epoch, by `seed` and epoch; rows of a generator come as
+    Rows of a file come in the order of data.order, shuffled anew in each epoch by `seed` and epoch
+    (also those of equal rank); rows of a generator come as
     it gives them, and it is called again when it ends. A generator that has a parameter `seed` is
     given the run's. Raises DataError for rows that make no prompt (those of a file are checked
     here, those of a generator when they are drawn), ConfigError for settings that name no data.
@@ -52,7 +54,8 @@ class PromptSource:
             rows = read_rows(config) if rows is None else rows
             self._content = content_of(values for _, values in rows)
             self._rows = self._maker.make_all(rows)
-            self._order = self._shuffled()
+            self._ranks = np.array([made.rank for made in self._rows])
+            self._order = self._epoch_order()
         else:
             self._content = self._first_content()
             self._stream = self._open_stream()
@@ -63,21 +66,27 @@ class PromptSource:
 
     @property
     def dropped(self) -> int:
-        """Rows left out so far because their prompts are too long (too_long=drop)."""
+        """Rows left out so far because their prompts are too long."""
         return self._maker.dropped
+
+    @property
+    def filtered(self) -> int:
+        """Rows that data.filter left out so far."""
+        return self._maker.filtered
 
     def lengths(self) -> list[int]:
         """Tokens of each prompt of a file; of a generator's first."""
         if self._config.path is not None:
-            return [len(token_ids) for _, token_ids, _ in self._rows]
+            return [len(made.token_ids) for made in self._rows]
         return [len(prompt.token_ids) for prompt in self.peek(FIRST_ROWS)]
 
     def peek(self, n: int) -> list[Prompt]:
         """The next `n` prompts, which `next` gives again."""
-        state, dropped = self.state_dict(), self._maker.dropped
+        state, maker = self.state_dict(), self._maker
+        counts = maker.dropped, maker.filtered
         prompts = self.next(n)
         self.load_state_dict(state)
-        self._maker.dropped = dropped
+        maker.dropped, maker.filtered = counts
         return prompts
 
     def examples(self, n: int) -> list[Prompt]:
@@ -153,7 +162,7 @@ class PromptSource:
         self._epoch, self._position = state["epoch"], state["position"]
         self.drawn = state["drawn"]
         if self._config.path is not None:
-            self._order = self._shuffled()
+            self._order = self._epoch_order()
             return
         self._stream = self._open_stream()
         skipped = sum(1 for _ in islice(self._stream, self._position))
@@ -165,8 +174,7 @@ class PromptSource:
 
     def _next(self) -> Prompt:
         made = self._next_of_file() if self._config.path is not None else self._next_of_generator()
-        text, token_ids, columns = made
-        prompt = Prompt(self.drawn, text, list(token_ids), dict(columns))
+        prompt = Prompt(self.drawn, made.text, list(made.token_ids), dict(made.columns))
         self._position += 1
         self.drawn += 1
         return prompt
@@ -174,7 +182,7 @@ class PromptSource:
     def _next_of_file(self) -> Made:
         if self._position == len(self._rows):
             self._epoch, self._position = self._epoch + 1, 0
-            self._order = self._shuffled()
+            self._order = self._epoch_order()
         return self._rows[self._order[self._position]]
 
     def _next_of_generator(self) -> Made:
@@ -194,18 +202,22 @@ class PromptSource:
                 break
             self._epoch, self._position = self._epoch + 1, 0
             self._stream = self._open_stream()
-        key = self._config.key
-        too_long = f" but {left_out} that are too long ({key('too_long')}=drop)" if left_out else ""
-        raise DataError(f"{key('generator')}={self._config.generator} gave no rows{too_long}")
+        named = f"{self._config.key('generator')}={self._config.generator}"
+        why = f" that can be used: {self._maker.why_left_out()}" if left_out else ""
+        raise DataError(f"{named} gave no rows{why}")
 
     def _open_stream(self) -> Iterator[Any]:
         return open_generator(self._config, self._seed)
 
-    def _shuffled(self) -> np.ndarray:
+    def _epoch_order(self) -> np.ndarray:
         """The order of this epoch's rows."""
-        if not self._config.shuffle:
+        if self._config.order == "sequential":
             return np.arange(len(self._rows))
-        return np.random.default_rng([self._seed, self._epoch]).permutation(len(self._rows))
+        order = np.random.default_rng([self._seed, self._epoch]).permutation(len(self._rows))
+        if self._config.order == "shuffle":
+            return order
+        sign = -1 if self._config.order.startswith("by:-") else 1
+        return order[np.argsort(sign * self._ranks[order], kind="stable")]
 
 
 def require_data(config: SourceConfig) -> None:

@@ -222,7 +222,9 @@ class Preflight:
                 f"{self.source.dropped:,} prompts of more than {most} tokens are left out "
                 "(too_long=drop)"
             )
-        return f"{min(lengths)} to {max(lengths)} tokens of {most} that fit"
+        outside = self.source.filtered
+        told = f", {outside:,} rows are left out by the filter" if outside else ""
+        return f"{min(lengths)} to {max(lengths)} tokens of {most} that fit{told}"
 
 
 def _of_set(name: str, text: str) -> str:

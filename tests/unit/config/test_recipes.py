@@ -130,8 +130,8 @@ def test_the_local_rows_have_answers_that_can_be_read():
     rows = read_rows(config.data)
     assert len(rows) == 30
     maker = PromptMaker(config.data.model_copy(update={"chat_template": False}), _Words(), 100)
-    for _, _, columns in maker.make_all(rows):
-        assert parse_answer(columns["answer"]), columns
+    for made in maker.make_all(rows):
+        assert parse_answer(made.columns["answer"]), made.columns
 
 
 class _Words:

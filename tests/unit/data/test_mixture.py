@@ -114,7 +114,7 @@ def change(name, key, value):
         (change("code", "limit", 4), r"had 5 rows .*code.jsonl has 4"),
         (change("code", "ratio", 2), r"code .ratio 1.0., count .*and is now code .ratio 2.0., cou"),
         (lambda sets: sets.pop("code"), r"data.sets was code .* and is now count .*: restore it"),
-        (change("math", "shuffle", False), r"data.sets.math.shuffle was True .* is now False"),
+        (change("math", "order", "sequential"), r"data.sets.math.order was 'shuffle' .* now 'seq"),
     ],
 )
 def test_resume_with_other_sets_is_refused(sets, different, reason):

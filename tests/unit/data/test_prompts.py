@@ -92,7 +92,13 @@ def test_each_epoch_has_every_row_in_an_order_of_its_own(write):
 
 def test_without_shuffle_and_with_a_limit(write):
     path = write(*({"prompt": str(i)} for i in range(20)))
-    assert texts(source(path=path, shuffle=False, limit=3).next(5)) == ["0", "1", "2", "0", "1"]
+    assert texts(source(path=path, order="sequential", limit=3).next(5)) == [
+        "0",
+        "1",
+        "2",
+        "0",
+        "1",
+    ]
 
 
 @pytest.mark.parametrize("drawn_before", [0, 5, 7, 23])
@@ -133,11 +139,13 @@ def test_resume_with_another_generator_is_refused(generators):
     [
         ({"system_prompt": "T"}, r"data.system_prompt was 'S' .* and is now 'T': restore it"),
         ({"chat_template_kwargs": {"a": 2}}, r"data.chat_template_kwargs was .* and is now .*2"),
+        ({"order": "sequential"}, r"data.order was 'shuffle' .* and is now 'sequential'"),
+        ({"filter": {"n": [0, 2]}}, r"data.filter was {} .* and is now {'n': .0.0, 2.0.}"),
         ({"answer_key": "other"}, r"data.answer_key was 'answer' .* and is now 'other'"),
     ],
 )
 def test_resume_with_settings_that_make_other_prompts_is_refused(write, settings, named):
-    path = write({"prompt": "a", "answer": "b", "other": "c"})
+    path = write({"prompt": "a", "answer": "b", "other": "c", "n": 1})
     before = {"chat_template": True, "system_prompt": "S", "answer_key": "answer"}
     before["chat_template_kwargs"] = {"a": (1,)}
 
@@ -253,7 +261,7 @@ def test_csv(tmp_path):
     (tmp_path / "data.csv").write_text(
         'question,answer,level\n"1+2=",3,a\n"say ""4,5""\nnow",4,b\n'
     )
-    first, second = source(path=str(tmp_path / "data.csv"), shuffle=False).next(2)
+    first, second = source(path=str(tmp_path / "data.csv"), order="sequential").next(2)
     assert first.text == "1+2=" and first.columns == {"answer": "3", "level": "a"}
     assert second.text == 'say "4,5"\nnow'
     (tmp_path / "short.csv").write_text("prompt,answer\na,b\nc\n")
@@ -268,7 +276,11 @@ def test_a_data_set_that_was_saved(tmp_path):
     datasets = pytest.importorskip("datasets")
     rows = [{"prompt": str(i), "answer": i} for i in range(3)]
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
-    assert texts(source(path=str(tmp_path / "saved"), shuffle=False).next(3)) == ["0", "1", "2"]
+    assert texts(source(path=str(tmp_path / "saved"), order="sequential").next(3)) == [
+        "0",
+        "1",
+        "2",
+    ]
     splits = datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)})
     splits.save_to_disk(tmp_path / "splits")
     with pytest.raises(DataError, match="not a directory of one split"):
@@ -278,7 +290,7 @@ def test_a_data_set_that_was_saved(tmp_path):
 def test_a_system_prompt_comes_before_a_prompt_that_has_none(write):
     own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "b"}]
     path = write({"prompt": "a"}, {"prompt": own})
-    settings = {"shuffle": False, "chat_template": True, "system_prompt": "S"}
+    settings = {"order": "sequential", "chat_template": True, "system_prompt": "S"}
     maker = PromptSource(DataConfig(path=path, **settings), TOKENIZER, 0, 100)
     rendered = [TOKENIZER.decode(prompt.token_ids) for prompt in maker.next(2)]
     assert rendered[0] == "system: S\nuser: a\nassistant: "
@@ -296,7 +308,7 @@ def test_the_chat_template_is_given_what_config_and_row_say(write):
     )
     rows = [{"prompt": "a"}, {"prompt": "a", "chat_template_kwargs": {"level": 2}}]
     config = {"chat_template": True, "chat_template_kwargs": {"level": 1, "style": "x"}}
-    config |= {"shuffle": False}
+    config |= {"order": "sequential"}
     made = PromptSource(DataConfig(path=write(*rows), **config), tokenizer, 0, MAX_TOKENS)
     assert [tokenizer.decode(prompt.token_ids) for prompt in made.next(2)] == ["1x", "2x"]
     for bad, reason in [({"bad": 1}, "chat template refuses the prompt: no"), (3, "an object")]:
@@ -307,11 +319,69 @@ def test_the_chat_template_is_given_what_config_and_row_say(write):
 
 def test_a_prompt_that_is_too_long_may_be_left_out(write):
     path = write({"prompt": "a" * 25}, {"prompt": "b" * 24}, {"prompt": "c" * 30}, {"prompt": "d"})
-    kept = source(path=path, too_long="drop", shuffle=False)
+    kept = source(path=path, too_long="drop", order="sequential")
     assert texts(kept.next(3)) == ["b" * 24, "d", "b" * 24]
     assert kept.dropped == 2 and kept.lengths() == [24, 1]
-    with pytest.raises(DataError, match=r"all 2 prompts are longer than 24 tokens .*too_long=drop"):
+    with pytest.raises(DataError, match=r"none of the 2 rows is left: .* 2 have prompts of more "):
         source(path=write({"prompt": "a" * 25}, {"prompt": "b" * 26}), too_long="drop")
+
+
+LEVELS = [3, 1, 2, 1, 3, 2, 1, 3]
+
+
+@pytest.fixture
+def levels(write):
+    """Rows a to h of the levels LEVELS; the last has it as a text."""
+    rows = [{"prompt": p, "level": n} for p, n in zip("abcdefgh", LEVELS, strict=True)]
+    rows[-1]["level"] = "3.0"
+    return write(*rows)
+
+
+def test_rows_may_come_by_a_column(levels):
+    up, down = source(path=levels, order="by:level"), source(path=levels, order="by:-level")
+    first, second = texts(up.next(8)), texts(up.next(8))
+    for epoch in (first, second, texts(down.next(8))[::-1]):
+        assert [LEVELS["abcdefgh".index(text)] for text in epoch] == sorted(LEVELS)
+    assert sorted(first) == sorted(second) and first != second
+    assert texts(source(path=levels, order="sequential").next(9)) == list("abcdefgha")
+
+
+def test_rows_outside_a_filter_are_left_out(levels):
+    kept = source(path=levels, filter={"level": [2, None]}, order="sequential")
+    assert texts(kept.next(6)) == list("acefha") and (kept.filtered, kept.dropped) == (3, 0)
+    kept = source(path=levels, filter={"level": [2, 2]}, order="sequential", limit=5)
+    assert texts(kept.next(2)) == ["c", "c"] and kept.filtered == 4
+    with pytest.raises(DataError, match=r"none of the 8 rows is left: 8 are outside data.filter={"):
+        source(path=levels, filter={"level": [None, 0.5]})
+
+
+def test_rows_of_a_generator_outside_a_filter_are_left_out(generators):
+    drawn = source(generator=f"{generators}:counting", filter={"answer": [2, 5]})
+    assert texts(drawn.next(4)) == ["3:2", "3:3", "3:4", "3:5"] and drawn.filtered == 2
+    with pytest.raises(DataError, match="gave no rows that can be used: 10002 are outside data.f"):
+        drawn.next(1)
+    again = source(generator=f"{generators}:counting", filter={"answer": [2, 5]})
+    again.next(2)
+    resumed = source(generator=f"{generators}:counting", filter={"answer": [2, 5]})
+    resumed.load_state_dict(again.state_dict())
+    assert texts(resumed.next(2)) == ["3:4", "3:5"]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "a"}, r"line 2: no column 'level' \({}\); it has none"),
+        ({"prompt": "a", "level": "hard"}, r"line 2: column level \({}\) is not a number: 'hard'"),
+        ({"prompt": "a", "level": True}, r"line 2: column level \({}\) is not a number: True"),
+        ({"prompt": "a", "level": "nan"}, r"line 2: column level \({}\) is not a number: 'nan'"),
+        ({"prompt": "a", "level": {"a": 1}}, r"line 2: column level \({}\) is not a number"),
+    ],
+)
+def test_columns_that_filter_or_order_must_be_numbers(write, row, reason):
+    path = write({"prompt": "a", "level": 1}, row)
+    for key, setting in (("order", "by:level"), ("filter", {"level": [0, 1]})):
+        with pytest.raises(DataError, match=reason.format(f"data.{key}")):
+            source(path=path, **{key: setting})
 
 
 def test_rows_of_a_generator_may_be_left_out_too(generators):
@@ -323,7 +393,7 @@ def test_rows_of_a_generator_may_be_left_out_too(generators):
     again.load_state_dict(resumed.state_dict())
     assert texts(again.next(3)) == texts(resumed.next(3)) == ["7", "9", "11"]
     for name in ("only_long", "ever_longer"):
-        with pytest.raises(DataError, match=f"{name} gave no rows but .* that are too long"):
+        with pytest.raises(DataError, match=f"{name} gave no rows that can be used: .*too_long=dr"):
             source(generator=f"{generators}:{name}", too_long="drop").next(1)
 
 

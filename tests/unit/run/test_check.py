@@ -42,7 +42,7 @@ def check(model, tmp_path, monkeypatch, capsys):
 
     def check(*settings):
         right = [f"model={model}", "data.path=rows.jsonl", "reward.function=rewards.py:right"]
-        code = cli.main(["check", *right, "data.shuffle=false", *settings])
+        code = cli.main(["check", *right, "data.order=sequential", *settings])
         output = capsys.readouterr().out
         lines = output.partition("\n\n")[0].splitlines()
         found = {line[8:16].strip(): (line[:8].strip(), line[16:]) for line in lines}
@@ -89,7 +89,7 @@ def test_a_reward_that_is_strange_is_a_warning(check, function, told):
 
 SETS = (
     "data.path=null",
-    "data.shuffle=true",
+    "data.order=shuffle",
     "data.sets.sums=rows.jsonl",
     "data.sets.sums.ratio=2",
 )
@@ -162,7 +162,18 @@ def test_prompts_that_are_left_out_are_counted(check):
     _, found, _ = check(*settings, "rollout.max_response_tokens=6")
     assert found["prompts"] == ("ok", "4 to 4 tokens of 4 that fit")
     code, found, _ = check(*settings, "rollout.max_response_tokens=7")
-    assert code == 2 and "all 3 prompts are longer than 3 tokens" in found["prompts"][1]
+    assert code == 2 and "3 have prompts of more than 3 tokens" in found["prompts"][1]
+
+
+def test_rows_that_are_filtered_are_counted(check, tmp_path):
+    rows = [{"prompt": "a", "answer": "b", "rate": rate} for rate in (0, 0.5, 1)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, found, _ = check('data.filter={"rate": [0.1, 0.9]}')
+    assert code == 0
+    assert found["prompts"] == (
+        "ok",
+        "1 to 1 tokens of 504 that fit, 2 rows are left out by the filter",
+    )
 
 
 def test_a_run_that_is_there_is_told_of(check, tmp_path):
