@@ -167,6 +167,11 @@ def _check_source(source: SourceConfig) -> None:
             f"{source.key('order')}={source.order} has no effect with {generator}="
             f"{source.generator}, whose rows come as it gives them"
         )
+    if source.args and source.generator is None:
+        raise ConfigError(
+            f"{source.key('args')}={value_text(source.args)} has no effect with {generator}=null: "
+            "they are the arguments of a generator"
+        )
     if source.system_prompt is not None and source.system_prompt_file is not None:
         raise ConfigError(
             f"{source.key('system_prompt')} and {source.key('system_prompt_file')}="

@@ -29,6 +29,9 @@ class SourceConfig(Section):
         description="'module:function' or 'file.py:function' that yields rows (dicts with a "
         "prompt), for ever or not.",
     )
+    args: dict[str, Any] = Field(
+        {}, description="Keyword arguments of the generator: data.args.level=3."
+    )
     prompt_key: str | None = Field(
         None, description="Column of the prompt; null: the only one of prompt, messages, question."
     )

@@ -81,6 +81,15 @@ def find_key(name: str) -> Key | None:
     return all_keys().get(name) or member_keys().get(generic(name))
 
 
+def map_around(name: str) -> str | None:
+    """The key whose value is a free map, of which a dotted name is an entry: `data.args` for
+    `data.args.level`."""
+    parts = name.split(".")
+    heads = (".".join(parts[:end]) for end in range(1, len(parts)))
+    found = ((head, find_key(head)) for head in heads)
+    return next((head for head, key in found if key and key.annotation == dict[str, Any]), None)
+
+
 def is_section(name: str) -> bool:
     """Whether a dotted name is that of a section, of a map of sections, or of one that the user
     named."""

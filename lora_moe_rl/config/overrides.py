@@ -26,6 +26,7 @@ from lora_moe_rl.config.keys import (
     generic,
     is_member,
     is_section,
+    map_around,
     member_keys,
     named_sections,
     nearest,
@@ -124,11 +125,20 @@ def checked_keys(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any
             raise _unknown(name)
         if is_section(name):
             value = _section_value(name, value)
-        head, *tail = str(part).split(".")
+        within = str(part)
+        if (around := map_around(name)) is not None:
+            value = Entry({name.removeprefix(f"{around}."): value})
+            within = around.removeprefix(prefix)
+        head, *tail = within.split(".")
         for step in reversed(tail):
             value = {step: value}
         _merge(result, {head: value}, prefix)
     return result
+
+
+class Entry(dict):
+    """A map of which one entry was set by its own dotted name (`data.args.level=3`): it is laid
+    over what is there, where a map that was set as a whole replaces it."""
 
 
 def _section_value(name: str, value: Any) -> dict[str, Any] | None:
@@ -156,7 +166,9 @@ def _merge(into: dict[str, Any], layer: Mapping[str, Any], prefix: str = "") -> 
     the order of its keys means something."""
     for key, value in layer.items():
         name = f"{prefix}{key}"
-        if is_section(name) and isinstance(value, Mapping) and isinstance(into.get(key), dict):
+        if isinstance(value, Entry) and isinstance(into.get(key), dict):
+            into[key] = type(into[key])(into[key] | value)
+        elif is_section(name) and isinstance(value, Mapping) and isinstance(into.get(key), dict):
             _merge(into[key], value, f"{name}.")
         else:
             into[key] = value
@@ -167,7 +179,8 @@ def _known(name: str) -> bool:
     own."""
     head, dot, _ = name.partition(".")
     chosen = bool(dot) and bool(choices(head))
-    return chosen or find_key(name) is not None or (name != "" and is_section(name))
+    known = find_key(name) is not None or map_around(name) is not None
+    return chosen or known or (name != "" and is_section(name))
 
 
 def _unknown(name: str) -> ConfigError:

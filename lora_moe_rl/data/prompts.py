@@ -3,17 +3,16 @@ resumable."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from lora_moe_rl.config import DataConfig, SourceConfig
-from lora_moe_rl.config.importing import load_function
 from lora_moe_rl.data.columns import Row, short
 from lora_moe_rl.data.fingerprint import FIRST_ROWS, content_of
+from lora_moe_rl.data.generators import open_generator
 from lora_moe_rl.data.maker import Made, PromptMaker
 from lora_moe_rl.data.rows import read_rows
 from lora_moe_rl.data.samples import Prompt
@@ -22,6 +21,7 @@ from lora_moe_rl.errors import ConfigError, DataError
 MAX_LEFT_OUT = 10_000
 # Settings that make other prompts of the same rows; what chooses the rows shows in their content.
 SHAPING = (
+    "args",
     "prompt_key", "answer_key", "chat_template", "system_prompt", "chat_template_kwargs", "filter",
     "order",
 )  # fmt: skip
@@ -229,12 +229,3 @@ def require_data(config: SourceConfig) -> None:
     if config.path is None and config.generator is None:
         several = ", or data.sets for several data sets" if type(config) is DataConfig else ""
         raise ConfigError(f"there is no data: set {path} or {generator}{several}")
-
-
-def open_generator(config: SourceConfig, seed: int) -> Iterator[Any]:
-    """The rows of a generator, from the first."""
-    assert config.generator is not None
-    generate = load_function(config.generator)
-    takes_seed = "seed" in inspect.signature(generate).parameters
-    rows: Iterable[Any] = generate(**({"seed": seed} if takes_seed else {}))
-    return islice(rows, config.limit)

@@ -21,8 +21,9 @@ from typing import Literal
 from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
 from lora_moe_rl.config import RunConfig, SourceConfig
 from lora_moe_rl.data.columns import Row
+from lora_moe_rl.data.generators import open_generator
 from lora_moe_rl.data.mixture import open_prompts
-from lora_moe_rl.data.prompts import open_generator, require_data
+from lora_moe_rl.data.prompts import require_data
 from lora_moe_rl.data.rows import is_hub, read_rows
 from lora_moe_rl.errors import ConfigError, DataError, LoraMoeRlError
 from lora_moe_rl.models.directory import check_model_dir, find_local, resolve_model

@@ -90,6 +90,30 @@ def test_sets_are_laid_over_those_of_the_recipe_by_name():
     assert 'data.sets={"math": {"path": "m.jsonl", "ratio": 3.0}' in config_help(base)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "args"),
+    [
+        ("data.args.b=3 data.args.c=x", {"a": 1, "b": 3, "c": "x"}),
+        ('data.args={"z":0}', {"z": 0}),
+        ('data.args={"z":0} data.args.b=[1]', {"z": 0, "b": [1]}),
+        ('data.args.b=3 data.args={"z":0}', {"z": 0}),
+        ("data.args.d.e=true", {"a": 1, "b": 2, "d.e": True}),
+    ],
+)
+def test_arguments_are_set_one_by_one_or_all_together(arguments, args):
+    base = RunConfig(data=DataConfig(generator="m:f", args={"a": 1, "b": 2}))
+    assert changed(*arguments.split(), base=base).data.args == args
+
+
+def test_arguments_of_sets_and_of_the_template_are_set_one_by_one(tmp_path):
+    config = changed("data.sets.m.generator=m:f", "data.sets.m.args.k=1", "data.sets.m.args.l=2")
+    assert config.data.sets["m"].args == {"k": 1, "l": 2}
+    config = changed("data.chat_template_kwargs.enable_thinking=false")
+    assert config.data.chat_template_kwargs == {"enable_thinking": False}
+    (tmp_path / "c.yaml").write_text("data:\n  generator: m:f\n  args: {a: 1}\n  args.b: 2\n")
+    assert changed(f"@{tmp_path / 'c.yaml'}").data.args == {"a": 1, "b": 2}
+
+
 def test_sets_survive_a_file(tmp_path):
     config = changed("data.sets.b=b.jsonl", "data.sets.a.generator=m:f", "data.sets.a.ratio=0.5")
     (tmp_path / "config.yaml").write_text(to_yaml(config))
@@ -202,6 +226,7 @@ def test_every_fault_is_told_at_once():
             "data.system_prompt=S data.system_prompt_file=s.txt",
             ["data.system_prompt and", "data.system_prompt_file=s.txt are both set"],
         ),
+        ("data.path=a.jsonl data.args.level=3", ['data.args={"level": 3}', "data.generator=null"]),
         ("data.generator=m:f data.order=by:a", ["data.order=by:a", "data.generator=m:f, whose"]),
         (
             "data.sets.a=a.jsonl data.path=b.jsonl",

@@ -1,5 +1,6 @@
 """Prompts: where they come from, their order, resuming, and bad input."""
 
+import importlib.util
 import json
 
 import pytest
@@ -29,6 +30,12 @@ def chance():
 
 def none():
     return []
+
+def sums(level, most=9, *, sign="+", seed=0):
+    return iter([{"prompt": f"{level}{sign}{most}s{seed}"}])
+
+def anything(**settings):
+    return iter([{"prompt": str(sorted(settings))}])
 
 def some_long():
     for i in range(1, 100):
@@ -182,6 +189,73 @@ def test_generators(generators):
     bad = source(generator=f"{generators}:bad")
     with pytest.raises(DataError, match=r"bad, row 1: the prompt has 25 tokens; at most 24"):
         bad.next(2)
+
+
+@pytest.mark.parametrize(
+    ("args", "prompt"),
+    [
+        ({"level": 1}, "1+9s3"),
+        ({"level": 2, "sign": "-", "most": 5}, "2-5s3"),
+        ({"level": "x", "seed": 7}, "x+9s7"),
+    ],
+)
+def test_a_generator_gets_its_arguments(generators, args, prompt):
+    assert texts(source(generator=f"{generators}:sums", args=args).next(1)) == [prompt]
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "reason"),
+    [
+        ("sums", {"levle": 1}, r"data.args.levle: data.generator=.*:sums has no argument 'levle'; "
+         r"did you mean level\? it takes level, most, sign, seed"),
+        ("sums", {}, r":sums needs an argument 'level': set data.args.level=VALUE"),
+        ("three", {"level": 1}, r"has no argument 'level'; it takes none"),
+    ],
+)  # fmt: skip
+def test_arguments_that_a_generator_does_not_take_are_refused(generators, name, args, reason):
+    with pytest.raises(ConfigError, match=reason):
+        source(generator=f"{generators}:{name}", args=args)
+
+
+def test_a_generator_that_takes_any_argument_gets_all(generators):
+    drawn = source(generator=f"{generators}:anything", args={"b": 1, "a": 2})
+    assert texts(drawn.next(1)) == ["['a', 'b']"]
+
+
+def test_resume_with_other_arguments_is_refused(generators):
+    state = source(generator=f"{generators}:sums", args={"level": 1}).state_dict()
+    same_rows = source(generator=f"{generators}:sums", args={"level": 1, "most": 9})
+    with pytest.raises(DataError, match=r"data.args was {'level': 1} .* and is now .*'most': 9"):
+        same_rows.load_state_dict(state)
+
+
+def test_without_reasoning_gym_its_error_says_what_to_install():
+    if importlib.util.find_spec("reasoning_gym"):
+        pytest.skip("reasoning_gym is installed")
+    generator = "lora_moe_rl.data.generators:reasoning_gym"
+    with pytest.raises(ConfigError, match="pip install reasoning-gym"):
+        source(generator=generator, args={"task": "leg_counting"})
+
+
+def test_rows_of_reasoning_gym():
+    pytest.importorskip("reasoning_gym")
+    from lora_moe_rl.rewards import reasoning_gym
+
+    generator = "lora_moe_rl.data.generators:reasoning_gym"
+    settings = {"task": "chain_sum", "size": 4, "max_terms": 2}
+    drawn = PromptSource(DataConfig(generator=generator, args=settings), TOKENIZER, 3, 500).next(8)
+    assert len({prompt.text for prompt in drawn}) == 8  # the second 4 are others
+    prompt = drawn[0]
+    answer, about = prompt.columns["answer"], prompt.columns["metadata"]
+    answers = [f"so <answer>1</answer>, no, <answer> {answer} </answer>.", answer, "", "x"]
+    scores = reasoning_gym([prompt.text] * 4, answers, [answer] * 4, [about] * 4)
+    assert scores[:2] == [1, 1] and max(scores[2:]) < 0.1
+    for args, reason in [
+        ({"task": "chain_sun"}, "no task 'chain_sun'; did you mean chain_sum"),
+        ({"task": "chain_sum", "terms": 3}, "chain_sum refuses its settings: .*'terms'"),
+    ]:
+        with pytest.raises(ConfigError, match=reason):
+            source(generator=generator, args=args)
 
 
 def test_parquet(tmp_path):

@@ -122,7 +122,8 @@ def test_a_data_set_that_has_to_be_fetched_does_not_hide_what_is_wrong_with_othe
 
 def test_a_generator_that_raises_is_one_line(check, tmp_path):
     (tmp_path / "rows.py").write_text("def rows():\n    yield {}['prompt']\n")
-    code, found, _ = check("data.path=null", "data.generator=rows.py:rows")
+    generated = ("data.path=null", "data.order=shuffle", "data.generator=rows.py:rows")
+    code, found, _ = check(*generated)
     assert code == 2 and found["data"][0] == "error"
     assert "rows.py:rows raised KeyError: 'prompt'" in found["data"][1]
 
