@@ -64,11 +64,8 @@ class PromptMaker:
         if not self._within(columns, place):
             self.filtered += 1
             return None
-        if isinstance(text, str) and self._config.system_prompt and not self._config.chat_template:
-            raise DataError(
-                f"{place}: {key('system_prompt')} is set, and the prompt is a string without a "
-                f"chat template; set {key('chat_template')}=true"
-            )
+        if isinstance(text, str) and not self._config.chat_template:
+            self._need_no_template(columns, place)
         token_ids = self._encode(text, columns, place)
         if len(token_ids) <= self._max_tokens:
             return Made(text, token_ids, columns, self._rank(columns, place))
@@ -81,6 +78,21 @@ class PromptMaker:
             f"(model.max_length - rollout.max_response_tokens); {key('too_long')}=drop leaves such "
             "rows out"
         )
+
+    def _need_no_template(self, columns: dict[str, Any], place: str) -> None:
+        """Raises DataError for what a prompt that gets no chat template would ignore."""
+        config = self._config
+        ignored = {
+            f"{config.key('system_prompt')} is set": config.system_prompt,
+            f"{config.key('chat_template_kwargs')} is set": config.chat_template_kwargs,
+            f"there is a column {TEMPLATE_COLUMN}": columns.get(TEMPLATE_COLUMN),
+        }
+        for what, value in ignored.items():
+            if value:
+                raise DataError(
+                    f"{place}: {what}, and the prompt is a string without a chat template; set "
+                    f"{config.key('chat_template')}=true"
+                )
 
     def _within(self, columns: dict[str, Any], place: str) -> bool:
         setting = self._config.key("filter")

@@ -391,6 +391,21 @@ def test_the_chat_template_is_given_what_config_and_row_say(write):
             PromptSource(DataConfig(path=path, **config), tokenizer, 0, MAX_TOKENS)
 
 
+@pytest.mark.parametrize(
+    ("row", "settings", "reason"),
+    [
+        ({}, {"chat_template_kwargs": {"a": 1}}, "line 2: data.chat_template_kwargs is set, and"),
+        ({"chat_template_kwargs": {"a": 1}}, {}, "line 2: there is a column chat_template_kwargs,"),
+    ],
+)
+def test_what_is_for_a_chat_template_that_is_not_applied_is_refused(write, row, settings, reason):
+    messages = [{"role": "user", "content": "a"}]
+    path = write({"prompt": messages, **row}, {"prompt": "a", **row})
+    with pytest.raises(DataError, match=reason + ".*set data.chat_template=true"):
+        source(path=path, **settings)
+    assert source(path=path, chat_template=True, **settings).lengths() == [19, 19]
+
+
 def test_a_prompt_that_is_too_long_may_be_left_out(write):
     path = write({"prompt": "a" * 25}, {"prompt": "b" * 24}, {"prompt": "c" * 30}, {"prompt": "d"})
     kept = source(path=path, too_long="drop", order="sequential")
