@@ -187,6 +187,8 @@ def _unknown(name: str) -> ConfigError:
     if (alias := aliases.find(name)) is not None:
         note = f" ({alias.note})" if alias.note else ""
         return ConfigError(f"unknown config key {name!r}; here it is {alias.ours}{note}")
+    if aliases.is_not_sampled_with(name):
+        return ConfigError(f"unknown config key {name!r}; {aliases.WHY_NOT_SAMPLED_WITH}")
     close = nearest(name)
     hint = (
         f"did you mean {' or '.join(close)}?"
