@@ -3,10 +3,11 @@
 The loop, the publisher and the algorithms call these and nothing else; no Megatron, vLLM, Ray or
 loss stands above them. Who implements what:
 
+    Prompts       data/prompts.py for one data set, data/mixture.py for several
     Trainer       cluster/trainer.py, over trainer/ (Megatron-core)
     Engines       cluster/engines.py, over rollout/ (vLLM)
     Policy        cluster/engines.py: the engines as one ticket sees them
-    Rewards       rewards/runner.py
+    Rewards       rewards/by_set.py, over rewards/runner.py
     Environment   environments/, a file each
     Algorithm     algorithms/, a file each (the base class is algorithms/base.py)
     Publisher     run/publisher.py
@@ -57,6 +58,36 @@ class Scored:
     routes: Ref
     checksum: str
     complete: bool
+
+
+class Prompts(Protocol):
+    """All prompts of a run, without end."""
+
+    @property
+    def dropped(self) -> int:
+        """Rows left out so far because their prompts are too long."""
+        ...
+
+    @property
+    def filtered(self) -> int:
+        """Rows left out so far by data.filter."""
+        ...
+
+    def next(self, n: int) -> list[Prompt]: ...
+
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt, as far as they are known; none is drawn."""
+        ...
+
+    def examples(self, n: int) -> list[Prompt]:
+        """Some prompts to be looked at, `n` or one of each data set; none is drawn."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises DataError when the data are not the same."""
+        ...
 
 
 class Policy(Protocol):

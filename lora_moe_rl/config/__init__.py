@@ -4,12 +4,12 @@ Importing this package imports no torch.
 """
 
 from lora_moe_rl.config.adapter import AdapterConfig
+from lora_moe_rl.config.data import DataConfig, SetConfig, SourceConfig
 from lora_moe_rl.config.engines import MismatchConfig, RefitConfig, ReplayConfig, RolloutConfig
 from lora_moe_rl.config.schema import (
     Aggregation,
     AlgorithmConfig,
     CheckpointConfig,
-    DataConfig,
     EnvironmentConfig,
     LoggingConfig,
     ModelConfig,
@@ -38,6 +38,8 @@ __all__ = [
     "RunConfig",
     "ScheduleConfig",
     "Section",
+    "SetConfig",
+    "SourceConfig",
     "TrackerConfig",
     "TrainerConfig",
 ]

@@ -29,6 +29,7 @@ ALIASES = (
     Alias(("max_completion_length", "max_response_length", "max_new_tokens"),
           "rollout.max_response_tokens"),
     Alias(("overlong_filter", "filter_overlong_prompts"), "data.too_long=drop"),
+    Alias(("shuffle",), "data.order", "shuffle, sequential or by:COLUMN"),
     Alias(("max_steps", "total_training_steps"), "trainer.steps"),
     Alias(("num_train_epochs", "total_epochs"), "trainer.steps", "a run has steps, not epochs"),
     Alias(("learning_rate", "optim.lr"), "trainer.lr"),
@@ -80,6 +81,17 @@ ALIASES = (
     Alias(("run_name", "experiment_name"), "name"),
 )  # fmt: skip
 
+# What vLLM could sample with, and is refused here.
+NOT_SAMPLED_WITH = (
+    "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "logit_bias", "bad_words",
+)  # fmt: skip
+WHY_NOT_SAMPLED_WITH = (
+    "there is none: tokens are sampled from the whole softmax, since the trainer's logprobs are "
+    "over all tokens, and which of them an engine would have kept is not recorded: the loss would "
+    "be of another distribution; rollout.temperature is what both sides apply"
+)
+
 _BY_NAME = {name: alias for alias in ALIASES for name in alias.names}
 
 
@@ -88,6 +100,10 @@ def find(name: str) -> Alias | None:
     parts = name.replace("-", "_").split(".")
     ends = (".".join(parts[start:]) for start in range(len(parts)))
     return next((_BY_NAME[end] for end in ends if end in _BY_NAME), None)
+
+
+def is_not_sampled_with(name: str) -> bool:
+    return name.replace("-", "_").rpartition(".")[2] in NOT_SAMPLED_WITH
 
 
 def as_table() -> str:

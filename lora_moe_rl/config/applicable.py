@@ -6,10 +6,11 @@ every key, and must run again as it is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config import RunConfig, Section, SourceConfig
 from lora_moe_rl.config.keys import value_of, value_text
 from lora_moe_rl.config.plugins import ALGORITHMS
 from lora_moe_rl.data.rows import is_hub
@@ -20,10 +21,6 @@ from lora_moe_rl.tiny.make import TINY_NAMES
 def _is_hub_model(config: RunConfig) -> bool:
     path = config.model.path
     return path not in TINY_NAMES and not path.startswith(("/", ".", "~"))
-
-
-def _is_hub_data(config: RunConfig) -> bool:
-    return config.data.path is not None and is_hub(config.data.path)
 
 
 class _Rule(NamedTuple):
@@ -53,8 +50,6 @@ _RULES = [
         "to a schedule that falls",
     ),
     _Rule("model.revision", _is_hub_model, "model.path", "to a hub model"),
-    _Rule("data.split", _is_hub_data, "data.path", "to a hub data set"),
-    _Rule("data.subset", _is_hub_data, "data.path", "to a hub data set"),
     *(
         _Rule(
             option,
@@ -94,14 +89,14 @@ _RULES = [
 
 def check_applicable(config: RunConfig) -> None:
     """Raises ConfigError naming an option that has no effect, and the setting that makes it so."""
-    if config.data.path is not None and config.data.generator is not None:
-        raise ConfigError(
-            f"data.path={config.data.path} and data.generator={config.data.generator} are both "
-            f"set; prompts come from one of them: set the other to null"
-        )
+    if config.data.sets:
+        _check_sets(config)
+    for source in config.data.sources().values():
+        _check_source(source)
     _check_lag(config)
     for rule in _RULES:
-        if _set_by_user(config, rule.option) and not rule.applies(config):
+        path, _, name = rule.option.rpartition(".")
+        if _is_set(value_of(config, path), name) and not rule.applies(config):
             value = value_text(value_of(config, rule.option))
             decider = value_text(value_of(config, rule.decider))
             raise ConfigError(
@@ -133,8 +128,64 @@ def _check_lag(config: RunConfig) -> None:
         )
 
 
-def _set_by_user(config: RunConfig, name: str) -> bool:
-    path, _, last = name.rpartition(".")
-    section = value_of(config, path)
-    default = type(section).model_fields[last].default
-    return last in section.model_fields_set and getattr(section, last) != default
+def _check_sets(config: RunConfig) -> None:
+    """What stands beside data.sets, and would be ignored."""
+    data = config.data
+    first = next(iter(data.sets))
+    for name in SourceConfig.model_fields:
+        if _is_set(data, name):
+            raise ConfigError(
+                f"data.{name}={value_text(getattr(data, name))} has no effect with data.sets, each "
+                f"of which has its own: set data.sets.{first}.{name}, and leave data.{name} out or "
+                f"set it to {value_text(SourceConfig.model_fields[name].default)}"
+            )
+    if config.reward.function is not None and all(one.reward for one in data.sets.values()):
+        raise ConfigError(
+            f"reward.function={config.reward.function} has no effect: every set of data.sets has "
+            "a reward of its own; set it to null"
+        )
+
+
+def _check_source(source: SourceConfig) -> None:
+    """One data set."""
+    path, generator = source.key("path"), source.key("generator")
+    if source.path is not None and source.generator is not None:
+        raise ConfigError(
+            f"{path}={source.path} and {generator}={source.generator} are both set; prompts come "
+            f"from one of them: set the other to null"
+        )
+    for column, (least, most) in source.filter.items():
+        low, high = (-math.inf if least is None else least), (math.inf if most is None else most)
+        if low > high or (least is None and most is None):
+            fault = "lets no row through" if low > high else "has no bound"
+            raise ConfigError(
+                f"{source.key('filter')}={value_text(source.filter)}: {column} {fault}; write "
+                "[least, most], with null for no bound"
+            )
+    if source.generator is not None and _is_set(source, "order"):
+        raise ConfigError(
+            f"{source.key('order')}={source.order} has no effect with {generator}="
+            f"{source.generator}, whose rows come as it gives them"
+        )
+    if source.args and source.generator is None:
+        raise ConfigError(
+            f"{source.key('args')}={value_text(source.args)} has no effect with {generator}=null: "
+            "they are the arguments of a generator"
+        )
+    if source.system_prompt is not None and source.system_prompt_file is not None:
+        raise ConfigError(
+            f"{source.key('system_prompt')} and {source.key('system_prompt_file')}="
+            f"{source.system_prompt_file} are both set; set one of them to null"
+        )
+    for name in ("split", "subset"):
+        if _is_set(source, name) and not (source.path is not None and is_hub(source.path)):
+            raise ConfigError(
+                f"{source.key(name)}={getattr(source, name)} has no effect with "
+                f"{path}={value_text(source.path)}: it applies only to a hub data set"
+            )
+
+
+def _is_set(section: Section, name: str) -> bool:
+    return name in section.model_fields_set and (
+        getattr(section, name) != type(section).model_fields[name].default
+    )

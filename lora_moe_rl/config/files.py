@@ -17,10 +17,33 @@ SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 
 
 _BOOL, _FLOAT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float"
+_MERGE = "tag:yaml.org,2002:merge"  # of `<<`
 
 
 class _Loader(yaml.SafeLoader):
-    """Scalars as in YAML 1.2: `off` is text (replay.mode: off), and 1e-4 is a number."""
+    """Scalars as in YAML 1.2: `off` is text (replay.mode: off), and 1e-4 is a number. A key that
+    stands twice is an error."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict:
+        names = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        try:
+            without_twins([(key.value, None) for key in names if key.tag != _MERGE])
+        except ConfigError as error:
+            raise yaml.constructor.ConstructorError(
+                None, None, str(error), node.start_mark
+            ) from error
+        return super().construct_mapping(node, deep=deep)
+
+
+def without_twins(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """The pairs as a dict. Raises ConfigError when a key stands twice, of which a dict would keep
+    the last and say nothing."""
+    found: dict[Any, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ConfigError(f"the key {key!r} stands twice in one map")
+        found[key] = value
+    return found
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -52,7 +75,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
         ) from error
     try:
         if path.suffix == ".json":
-            content = json.loads(text)
+            content = json.loads(text, object_pairs_hook=without_twins)
         elif path.suffix == ".toml":
             content = tomllib.loads(text)
         else:

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import textwrap
+from typing import Any
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config.keys import all_keys, sections, type_text, value_of, value_text
+from lora_moe_rl.config.keys import (
+    Key,
+    all_keys,
+    member_keys,
+    sections,
+    type_text,
+    value_of,
+    value_text,
+)
 
 WIDTH = 100
 INDENT = 6
@@ -18,18 +27,35 @@ def config_help(config: RunConfig) -> str:
     for section, sentence in sections().items():
         lines += [f"{section}: {sentence}" if section else "The run itself.", ""]
         for key in all_keys().values():
-            if key.name.rpartition(".")[0] != section:
-                continue
-            value = value_text(value_of(config, key.name, key.default))
-            lines += textwrap.wrap(
-                f"  {key.name}={value}   ({type_text(key.annotation)})",
-                WIDTH,
-                subsequent_indent=" " * INDENT,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-            lines += textwrap.wrap(
-                key.sentence, WIDTH, initial_indent=" " * INDENT, subsequent_indent=" " * INDENT
-            )
+            if key.name.rpartition(".")[0] == section:
+                lines += _about(key, value_of(config, key.name, key.default))
+                lines += [line for own in _own_keys(key.name) for line in _about(own, own.default)]
         lines.append("")
     return "\n".join(lines).rstrip()
+
+
+def _about(key: Key, value: Any) -> list[str]:
+    setting = f"  {key.name}={value_text(value)}   ({type_text(key.annotation)})"
+    indent = " " * INDENT
+    return [
+        *textwrap.wrap(
+            setting,
+            WIDTH,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        ),
+        *textwrap.wrap(key.sentence, WIDTH, initial_indent=indent, subsequent_indent=indent),
+    ]
+
+
+def _own_keys(name: str) -> list[Key]:
+    """The keys that the sections of a map have beside those of the section around it: of
+    `data.sets` those that `data` has not."""
+    head = name.rpartition(".")[0]
+    return [
+        key
+        for key in member_keys().values()
+        if key.name.startswith(f"{name}.")
+        and f"{head}.{key.name.rpartition('.')[2]}" not in all_keys()
+    ]

@@ -58,8 +58,64 @@ def sections() -> dict[str, str]:
     return found
 
 
+@cache
+def named_sections() -> dict[str, type[BaseModel]]:
+    """The keys whose value is a map of sections that the user names (`data.sets`), each with what
+    such a section is."""
+    found = ((key.name, _section_of_map(key.annotation)) for key in all_keys().values())
+    return {name: section for name, section in found if section is not None}
+
+
+@cache
+def member_keys() -> dict[str, Key]:
+    """Every key of a section that the user names, which is NAME here: `data.sets.NAME.path`."""
+    return {
+        key.name: key
+        for name, section in named_sections().items()
+        for key in _walk(section, f"{name}.NAME.")
+    }
+
+
+def find_key(name: str) -> Key | None:
+    """The key of a dotted name, also in a section that the user named; None for what is none."""
+    return all_keys().get(name) or member_keys().get(generic(name))
+
+
+def map_around(name: str) -> str | None:
+    """The key whose value is a free map, of which a dotted name is an entry: `data.args` for
+    `data.args.level`."""
+    parts = name.split(".")
+    heads = (".".join(parts[:end]) for end in range(1, len(parts)))
+    found = ((head, find_key(head)) for head in heads)
+    return next((head for head, key in found if key and key.annotation == dict[str, Any]), None)
+
+
+def is_section(name: str) -> bool:
+    """Whether a dotted name is that of a section, of a map of sections, or of one that the user
+    named."""
+    return name in sections() or name in named_sections() or is_member(name)
+
+
+def is_member(name: str) -> bool:
+    """Whether a dotted name is that of a section that the user named: `data.sets.math`."""
+    head, _, last = name.rpartition(".")
+    return head in named_sections() and bool(last)
+
+
+def generic(name: str) -> str:
+    """A dotted name with NAME for what the user named: `data.sets.math.path` becomes
+    `data.sets.NAME.path`."""
+    for head in named_sections():
+        if name.startswith(f"{head}."):
+            _, dot, rest = name.removeprefix(f"{head}.").partition(".")
+            return f"{head}.NAME{dot}{rest}"
+    return name
+
+
 def nearest(name: str) -> list[str]:
     """The keys that may have been meant by `name`: `adapter.rnk`, `lr`, `tp` or `adapter-rank`."""
+    if (inside := generic(name)) != name:
+        return difflib.get_close_matches(inside, list(member_keys()), n=1, cutoff=0.5)
     names = list(all_keys())
     same_end = [key for key in names if key.rpartition(".")[2] == name.rpartition(".")[2]]
     close = difflib.get_close_matches(name.replace("-", "_"), same_end or names, n=1, cutoff=0.5)
@@ -77,7 +133,11 @@ def value_of(config: RunConfig, name: str, default: Any = None) -> Any:
 
 def value_text(value: Any) -> str:
     """A value as a user writes it: text without quotes, all else as JSON (null, true, [1, 2])."""
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value, default=_set_values)
+
+
+def _set_values(section: BaseModel) -> dict[str, Any]:
+    return section.model_dump(exclude_unset=True)
 
 
 def type_text(annotation: Any) -> str:
@@ -93,11 +153,13 @@ def _one_type_text(part: Any) -> str:
         values = [str(value) for value in typing.get_args(part)]
         return " or ".join([", ".join(values[:-1]), values[-1]]) if values[1:] else values[0]
     if typing.get_origin(part) is tuple:
-        return f"list of {_one_type_text(typing.get_args(part)[0])}"
+        return f"list of {type_text(typing.get_args(part)[0])}"
     if typing.get_origin(part) is typing.Annotated:
         return _one_type_text(typing.get_args(part)[0])
+    if (section := _section_of_map(part)) is not None:
+        return f"map of names to {', '.join(section.model_fields)}"
     if typing.get_origin(part) is dict:
-        return "map of {} to {}".format(*(_one_type_text(arg) for arg in typing.get_args(part)))
+        return "map of {} to {}".format(*(type_text(arg) for arg in typing.get_args(part)))
     return "true or false" if part is bool else part.__name__
 
 
@@ -139,6 +201,13 @@ def _collect_sections(model: type[BaseModel], prefix: str, found: dict[str, str]
         if _is_section(field.annotation):
             found[prefix + name] = field.description or ""
             _collect_sections(field.annotation, f"{prefix}{name}.", found)
+
+
+def _section_of_map(annotation: Any) -> type[BaseModel] | None:
+    """The section of which `annotation` is a map by name, if it is one."""
+    arguments = typing.get_args(annotation)
+    is_map = typing.get_origin(annotation) is dict and _is_section(arguments[1])
+    return arguments[1] if is_map else None
 
 
 def _is_section(annotation: Any) -> typing.TypeGuard[type[BaseModel]]:

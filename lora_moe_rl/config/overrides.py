@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,19 @@ from pydantic import BaseModel, ValidationError
 
 from lora_moe_rl.config import RunConfig, aliases
 from lora_moe_rl.config.applicable import check_applicable
-from lora_moe_rl.config.files import read_config_file
-from lora_moe_rl.config.keys import Key, all_keys, nearest, sections
+from lora_moe_rl.config.files import read_config_file, without_twins
+from lora_moe_rl.config.keys import (
+    Key,
+    all_keys,
+    find_key,
+    generic,
+    is_member,
+    is_section,
+    map_around,
+    member_keys,
+    named_sections,
+    nearest,
+)
 from lora_moe_rl.config.plugins import choices
 from lora_moe_rl.errors import ConfigError
 
@@ -67,11 +79,8 @@ def parse_arguments(arguments: Sequence[str]) -> list[dict[str, Any]]:
 def _setting(name: str, text: str) -> dict[str, Any]:
     if not _known(name):
         raise _unknown(name)
-    key = all_keys().get(name)
-    value: Any = parse_value(key, text) if key else parse_loosely(text)
-    for part in reversed(name.split(".")):
-        value = {part: value}
-    return checked_keys(value)
+    key = find_key(name)
+    return checked_keys({name: parse_value(key, text) if key else parse_loosely(text)})
 
 
 def parse_value(key: Key, text: str) -> Any:
@@ -88,10 +97,13 @@ def parse_value(key: Key, text: str) -> Any:
 
 
 def parse_loosely(text: str) -> Any:
-    """JSON, else a Python literal, else the text itself."""
-    for parse in (json.loads, ast.literal_eval):
+    """JSON, else a Python literal, else the text itself. Raises ConfigError for a key that stands
+    twice."""
+    for parse in (partial(json.loads, object_pairs_hook=without_twins), ast.literal_eval):
         try:
             return parse(text)
+        except ConfigError:
+            raise
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             continue
     return text
@@ -111,19 +123,31 @@ def checked_keys(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any
         name = f"{prefix}{part}"
         if not _known(name):
             raise _unknown(name)
-        if name in sections():
+        if is_section(name):
             value = _section_value(name, value)
-        head, *tail = str(part).split(".")
+        within = str(part)
+        if (around := map_around(name)) is not None:
+            value = Entry({name.removeprefix(f"{around}."): value})
+            within = around.removeprefix(prefix)
+        head, *tail = within.split(".")
         for step in reversed(tail):
             value = {step: value}
         _merge(result, {head: value}, prefix)
     return result
 
 
-def _section_value(name: str, value: Any) -> dict[str, Any]:
+class Entry(dict):
+    """A map of which one entry was set by its own dotted name (`data.args.level=3`): it is laid
+    over what is there, where a map that was set as a whole replaces it."""
+
+
+def _section_value(name: str, value: Any) -> dict[str, Any] | None:
+    """None stands for sections that the user named, and which are to be taken away."""
+    if value is None and (name in named_sections() or is_member(name)):
+        return None
     if isinstance(value, str):
         for short in ("path", "name"):  # model=NAME, algorithm=NAME
-            if f"{name}.{short}" in all_keys() and (short == "path" or choices(name)):
+            if find_key(f"{name}.{short}") is not None and (short == "path" or choices(name)):
                 value = {short: value}
                 break
     if isinstance(value, BaseModel):
@@ -131,7 +155,8 @@ def _section_value(name: str, value: Any) -> dict[str, Any]:
     if value is None:
         value = {}
     if not isinstance(value, Mapping):
-        keys = ", ".join(key for key in all_keys() if key.startswith(f"{name}."))
+        own = [key for key in all_keys() | member_keys() if key.startswith(f"{generic(name)}.")]
+        keys = ", ".join(own)
         raise ConfigError(f"{name}={value!r}: {name} is a section; set one of its keys: {keys}")
     return checked_keys(value, f"{name}.")
 
@@ -141,7 +166,9 @@ def _merge(into: dict[str, Any], layer: Mapping[str, Any], prefix: str = "") -> 
     the order of its keys means something."""
     for key, value in layer.items():
         name = f"{prefix}{key}"
-        if name in sections() and isinstance(value, Mapping) and isinstance(into.get(key), dict):
+        if isinstance(value, Entry) and isinstance(into.get(key), dict):
+            into[key] = type(into[key])(into[key] | value)
+        elif is_section(name) and isinstance(value, Mapping) and isinstance(into.get(key), dict):
             _merge(into[key], value, f"{name}.")
         else:
             into[key] = value
@@ -152,13 +179,16 @@ def _known(name: str) -> bool:
     own."""
     head, dot, _ = name.partition(".")
     chosen = bool(dot) and bool(choices(head))
-    return chosen or name in all_keys() or (name != "" and name in sections())
+    known = find_key(name) is not None or map_around(name) is not None
+    return chosen or known or (name != "" and is_section(name))
 
 
 def _unknown(name: str) -> ConfigError:
     if (alias := aliases.find(name)) is not None:
         note = f" ({alias.note})" if alias.note else ""
         return ConfigError(f"unknown config key {name!r}; here it is {alias.ours}{note}")
+    if aliases.is_not_sampled_with(name):
+        return ConfigError(f"unknown config key {name!r}; {aliases.WHY_NOT_SAMPLED_WITH}")
     close = nearest(name)
     hint = (
         f"did you mean {' or '.join(close)}?"

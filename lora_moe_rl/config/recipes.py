@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
-from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config import RunConfig, SetConfig, SourceConfig
 from lora_moe_rl.config.files import SUFFIXES, read_config_file
 from lora_moe_rl.config.importing import absolute_spec, load_file
 from lora_moe_rl.config.overrides import readable, with_settings
@@ -43,12 +44,13 @@ def load_config(target: str | None) -> RunConfig:
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """`config` with what depends on the current directory made absolute: it is saved so, and any
-    process can use it. Raises ConfigError for a function's file that is not there."""
-    settings: dict[str, dict[str, str]] = {
+    """`config` with what depends on the current directory made absolute, and the file of a system
+    prompt read: it is saved so, and any process can use it. Raises ConfigError for a file of a
+    function or of a system prompt that is not there."""
+    settings: dict[str, dict[str, Any]] = {
         "logging": {"run_dir": os.path.abspath(config.run_dir)},
         "model": {},
-        "data": {},
+        "data": _resolved(config.data),
         "reward": {},
     }
     for section in KINDS:
@@ -57,13 +59,43 @@ def resolve(config: RunConfig) -> RunConfig:
             settings[section] = {"name": absolute_spec(name)}
     if config.reward.function is not None:
         settings["reward"]["function"] = absolute_spec(config.reward.function)
-    if config.data.generator is not None:
-        settings["data"]["generator"] = absolute_spec(config.data.generator)
-    if config.data.path is not None and Path(config.data.path).expanduser().exists():
-        settings["data"]["path"] = os.path.abspath(Path(config.data.path).expanduser())
+    if config.data.sets:
+        sources = config.data.sources().items()
+        settings["data"]["sets"] = {name: _resolved(source) for name, source in sources}
     if _is_directory(config.model.path):
         settings["model"]["path"] = os.path.abspath(Path(config.model.path).expanduser())
     return with_settings(config, settings)
+
+
+def _resolved(source: SourceConfig) -> dict[str, Any]:
+    """What of a data set depends on the current directory."""
+    found: dict[str, Any] = {}
+    if source.system_prompt_file is not None:
+        found = {"system_prompt": _system_prompt(source), "system_prompt_file": None}
+    if source.generator is not None:
+        found["generator"] = absolute_spec(source.generator)
+    if source.path is not None and Path(source.path).expanduser().exists():
+        found["path"] = os.path.abspath(Path(source.path).expanduser())
+    if isinstance(source, SetConfig) and source.reward is not None:
+        found["reward"] = absolute_spec(source.reward)
+    return found
+
+
+def _system_prompt(source: SourceConfig) -> str:
+    """What stands in system_prompt_file, without line breaks at its end."""
+    path = Path(str(source.system_prompt_file)).expanduser()
+    named = f"{source.key('system_prompt_file')}={source.system_prompt_file}"
+    try:
+        text = path.read_text(encoding="utf-8").rstrip("\r\n")
+    except OSError as error:
+        raise ConfigError(
+            f"{named} cannot be read ({path.absolute()}): {error.strerror}"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{named} is not UTF-8: byte {error.start} is {error.reason}") from error
+    if not text.strip():
+        raise ConfigError(f"{named} is empty; leave it out to have no system prompt")
+    return text
 
 
 def _is_directory(model: str) -> bool:

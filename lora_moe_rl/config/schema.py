@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from lora_moe_rl.config.adapter import AdapterConfig
+from lora_moe_rl.config.data import DataConfig
 from lora_moe_rl.config.engines import MismatchConfig, RefitConfig, ReplayConfig, RolloutConfig
 from lora_moe_rl.config.plugins import ALGORITHMS, ENVIRONMENTS, TRACKERS, Kind, choices
 from lora_moe_rl.config.section import Section
@@ -103,47 +104,6 @@ class EnvironmentConfig(Section):
         "single_turn",
         description="How a prompt becomes samples: a file of environments/, or file.py:Class.",
     )
-
-
-class DataConfig(Section):
-    path: str | None = Field(
-        None,
-        description="JSONL, CSV or parquet file, a directory of datasets' save_to_disk, or a hub "
-        "data set name.",
-    )
-    subset: str | None = Field(
-        None, description="Configuration of a hub data set that has several (GSM8K: main)."
-    )
-    split: str = Field("train", description="Split of a hub data set.")
-    generator: str | None = Field(
-        None,
-        description="'module:function' or 'file.py:function' that yields rows (dicts with a "
-        "prompt), for ever or not.",
-    )
-    prompt_key: str | None = Field(
-        None, description="Column of the prompt; null: the only one of prompt, messages, question."
-    )
-    answer_key: str | None = Field(
-        None, description="Column given to rewards as `answer`; null: the only one of answer, "
-        "solution, label, ground_truth, if any.",
-    )  # fmt: skip
-    chat_template: bool = Field(
-        False, description="Apply the tokenizer's chat template to string prompts too."
-    )
-    system_prompt: str | None = Field(
-        None, description="System message put before a prompt that has none; needs a chat template."
-    )
-    chat_template_kwargs: dict[str, Any] = Field(
-        {},
-        description='What the chat template is given beside the messages: {"enable_thinking": '
-        "false}; a row's own column chat_template_kwargs lies over it.",
-    )
-    too_long: Literal["error", "drop"] = Field(
-        "error",
-        description="A prompt that leaves no room for the response: stop, or leave its row out.",
-    )
-    shuffle: bool = Field(True, description="Shuffle the rows anew in each epoch (by seed).")
-    limit: int | None = Field(None, ge=1, description="Use only the first rows.")
 
 
 class RewardConfig(Section):
@@ -272,6 +232,16 @@ class RunConfig(Section):
     @property
     def max_prompt_tokens(self) -> int:
         return self.model.max_length - self.rollout.max_response_tokens
+
+    def rewards(self) -> dict[str, tuple[str, str | None]]:
+        """The reward function of every data set, by the set's name ('': of the only one), each
+        after the key that names it."""
+        found = {}
+        for name in self.data.sources():
+            own = self.data.sets[name].reward if name else None
+            key = f"data.sets.{name}.reward" if own is not None else "reward.function"
+            found[name] = key, own if own is not None else self.reward.function
+        return found
 
     @property
     def run_dir(self) -> Path:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
-from lora_moe_rl.config import DataConfig
+from lora_moe_rl.config import SourceConfig
 from lora_moe_rl.errors import DataError
 
 PROMPT_COLUMNS = ("prompt", "messages", "question")
@@ -14,17 +15,18 @@ ANSWER_COLUMNS = ("answer", "solution", "label", "ground_truth", "reward_model.g
 Row = tuple[str, dict[str, Any]]  # where it stands ("data.jsonl, line 3"), and its values
 
 
-def read_row(row: Row, config: DataConfig) -> tuple[Any, dict[str, Any]]:
+def read_row(row: Row, config: SourceConfig) -> tuple[Any, dict[str, Any]]:
     """The prompt of a row, and all its other values, for the reward; the answer also under the name
     `answer`. Raises DataError for a row that has no prompt, or several that could be meant."""
     place, values = row
     if not isinstance(values, dict):
         raise DataError(f"{place}: a row must be an object, this is {short(values)}")
-    key = pick_column(values, PROMPT_COLUMNS, config.prompt_key, "prompt_key", place)
+    key = pick_column(values, PROMPT_COLUMNS, config, "prompt_key", place)
     if key is None:
         raise DataError(
             f"{place}: no prompt; a row needs a column {', '.join(PROMPT_COLUMNS)}, or "
-            f"data.prompt_key must name one of its own: {', '.join(values) or 'it has none'}"
+            f"{config.key('prompt_key')} must name one of its own: "
+            f"{', '.join(values) or 'it has none'}"
         )
     text = _lookup(values, key)
     if not isinstance(text, str):
@@ -35,33 +37,34 @@ def read_row(row: Row, config: DataConfig) -> tuple[Any, dict[str, Any]]:
     return text, _columns(values, key, config, place)
 
 
-def _columns(values: dict, prompt_key: str, config: DataConfig, place: str) -> dict[str, Any]:
+def _columns(values: dict, prompt_key: str, config: SourceConfig, place: str) -> dict[str, Any]:
     columns = {key: value for key, value in values.items() if key != prompt_key}
-    answer_key = pick_column(columns, ANSWER_COLUMNS, config.answer_key, "answer_key", place)
+    answer_key = pick_column(columns, ANSWER_COLUMNS, config, "answer_key", place)
     if answer_key is not None:
         columns["answer"] = _lookup(columns, answer_key)
     return columns
 
 
 def pick_column(
-    values: dict, candidates: tuple[str, ...], chosen: str | None, key: str, place: str
+    values: dict, candidates: tuple[str, ...], config: SourceConfig, key: str, place: str
 ) -> str | None:
-    """The column that `chosen` names, or else the only candidate that the row has.
+    """The column that the setting `key` names, or else the only candidate that the row has.
 
     A dot goes into a nested object: `reward_model.ground_truth`. Raises DataError when the chosen
     column is absent, or when there are several candidates; None when there is no candidate.
     """
+    chosen, named = getattr(config, key), config.key(key)
     if chosen is not None:
         if _lookup(values, chosen) is None:
             raise DataError(
-                f"{place}: no column {chosen!r} (data.{key}); it has {', '.join(values) or 'none'}"
+                f"{place}: no column {chosen!r} ({named}); it has {', '.join(values) or 'none'}"
             )
         return chosen
     found = [name for name in candidates if _lookup(values, name) is not None]
     if len(found) > 1:
         raise DataError(
             f"{place}: columns {' and '.join(found)} could both be meant; name one with "
-            f"data.{key}={found[0]}"
+            f"{named}={found[0]}"
         )
     return found[0] if found else None
 
@@ -74,6 +77,23 @@ def _lookup(values: dict, name: str) -> Any:
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return value
+
+
+def number_in(columns: dict[str, Any], name: str, setting: str, place: str) -> float:
+    """The number in a column; a text that is one counts (CSV has only texts). `setting` is the one
+    that names the column. Raises DataError for what is none."""
+    value = _lookup(columns, name)
+    if value is None:
+        raise DataError(
+            f"{place}: no column {name!r} ({setting}); it has {', '.join(columns) or 'none'}"
+        )
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if math.isnan(number):
+        raise DataError(f"{place}: column {name} ({setting}) is not a number: {short(value)}")
+    return number
 
 
 def checked_messages(messages: Any, place: str, key: str) -> list[dict]:

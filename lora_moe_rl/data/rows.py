@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lora_moe_rl.config import DataConfig
+from lora_moe_rl.config import SourceConfig
 from lora_moe_rl.errors import DataError
 
 SUFFIXES = (".jsonl", ".parquet", ".csv")
@@ -21,14 +21,14 @@ def is_hub(path: str) -> bool:
     return not (path.startswith(("/", ".", "~")) or path.endswith(SUFFIXES))
 
 
-def read_rows(config: DataConfig) -> list[tuple[str, dict[str, Any]]]:
+def read_rows(config: SourceConfig) -> list[tuple[str, dict[str, Any]]]:
     """All rows of `config.path`, or its first `config.limit`, each with the place where it stands.
 
     A local file is read directly (`import datasets` takes seconds). Raises DataError for a file
     that is absent, empty or malformed, and for a hub data set that cannot be had.
     """
     assert config.path is not None
-    path = Path(config.path).expanduser()
+    path, named = Path(config.path).expanduser(), f"{config.key('path')}={config.path}"
     if path.suffix == ".jsonl" and path.is_file():
         rows = list(islice(_jsonl(path), config.limit))
     elif path.suffix == ".parquet" and path.is_file():
@@ -39,15 +39,15 @@ def read_rows(config: DataConfig) -> list[tuple[str, dict[str, Any]]]:
         rows = list(islice(_saved(path), config.limit))
     elif path.exists():
         raise DataError(
-            f"data.path={config.path} is not a {' or '.join(SUFFIXES)} file, and not a directory "
+            f"{named} is not a {' or '.join(SUFFIXES)} file, and not a directory "
             f"of one split that datasets' save_to_disk wrote (it has no {SAVED})"
         )
     elif path.suffix in SUFFIXES or path.is_absolute() or config.path.startswith("."):
-        raise DataError(f"data.path={config.path}: there is no such file")
+        raise DataError(f"{named}: there is no such file")
     else:
-        rows = list(islice(_hub(config.path, config.subset, config.split), config.limit))
+        rows = list(islice(_hub(config), config.limit))
     if not rows:
-        raise DataError(f"data.path={config.path} has no rows")
+        raise DataError(f"{named} has no rows")
     return rows
 
 
@@ -99,20 +99,22 @@ def _saved(path: Path):
     try:
         rows = datasets.load_from_disk(str(path))
     except Exception as error:  # of arrow, of datasets, of the disk
-        raise DataError(f"data.path={path} cannot be read as a saved data set: {error}") from error
+        raise DataError(f"{path} cannot be read as a saved data set: {error}") from error
     for number, row in enumerate(rows):
         yield f"{path}, row {number}", dict(row)
 
 
-def _hub(name: str, subset: str | None, split: str):
+def _hub(config: SourceConfig):
     import datasets
 
+    name, subset, split = config.path, config.subset, config.split
+
     try:
-        rows = datasets.load_dataset(name, subset, split=split)
+        rows = datasets.load_dataset(str(name), subset, split=split)
     except Exception as error:  # offline, absent, gated, no such split: each its own kind
         raise DataError(
-            f"data.path={name!r} is no local file, and could not be fetched from the hub (subset "
-            f"{subset!r}, split {split!r}): {type(error).__name__}: {error}"
+            f"{config.key('path')}={name!r} is no local file, and could not be fetched from the "
+            f"hub (subset {subset!r}, split {split!r}): {type(error).__name__}: {error}"
         ) from error
     for number, row in enumerate(rows):
         yield f"{name} ({split}), row {number}", dict(row)

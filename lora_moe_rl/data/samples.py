@@ -30,13 +30,15 @@ class Prompt:
     """One row of the data.
 
     `columns` are the row's own values, given to the reward as keywords; `row` counts the prompts
-    drawn since the run began, and is the number of the prompt's ticket.
+    drawn since the run began, and is the number of the prompt's ticket. `data_set` is the name of
+    the set of data.sets that it is of, '' when there is only one.
     """
 
     row: int
     text: Any  # str, or a list of {"role", "content"}
     token_ids: list[int]
     columns: dict[str, Any] = field(default_factory=dict)
+    data_set: str = ""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from lora_moe_rl.ports import Policy, Rewards
 
 
 class Environment(Plugin):
-    """Base of all environments. `rewards` are those of `reward.function`, `group_size` the samples
-    wanted of each prompt."""
+    """Base of all environments. `rewards` score a prompt by the function of its data set,
+    `group_size` are the samples wanted of each prompt."""
 
     Settings: ClassVar[type[EnvironmentConfig]] = EnvironmentConfig
 

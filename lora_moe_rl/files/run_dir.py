@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.files import read_config_file, to_yaml
-from lora_moe_rl.config.keys import sections
+from lora_moe_rl.config.keys import is_section
 from lora_moe_rl.data.samples import Group
 from lora_moe_rl.errors import RunDirError
 
@@ -170,6 +170,7 @@ def _sample_record(step: int, group: Group, signal: Signal, index: int) -> dict[
     return {
         "step": step,
         "row": group.prompt.row,
+        **({"data_set": group.prompt.data_set} if group.prompt.data_set else {}),
         "prompt": group.prompt.text,
         "response": sample.text,
         "reward": float(group.rewards[index]),
@@ -300,7 +301,7 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"
-        if name in sections() and isinstance(value, dict):
+        if is_section(name) and isinstance(value, dict):
             flat |= _flat(value, f"{name}.")
         else:
             flat[name] = value

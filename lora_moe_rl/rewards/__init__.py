@@ -1,4 +1,4 @@
-"""Rewards are plain Python functions; these three are there already.
+"""Rewards are plain Python functions; these are there already.
 
     def reward(prompts, completions, completion_ids, **columns) -> list[float | None]
 
@@ -11,20 +11,23 @@ function gets those of the keywords that it names, or all if it takes `**kwargs`
 None means that the reward does not apply to this sample: it is left out of the loss.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lora_moe_rl.rewards.builtin import exact_match, number_match
 
 if TYPE_CHECKING:
     from lora_moe_rl.rewards.mathematics import math_verify
+    from lora_moe_rl.rewards.reasoning import reasoning_gym
 
-__all__ = ["exact_match", "math_verify", "number_match"]
+__all__ = ["exact_match", "math_verify", "number_match", "reasoning_gym"]
+
+# What needs a library that takes time to import, or that is not there, by the module it is in.
+LATE = {"math_verify": "mathematics", "reasoning_gym": "reasoning"}
 
 
 def __getattr__(name: str) -> Any:
-    """Imports math_verify, and with it sympy, only when it is asked for."""
-    if name == "math_verify":
-        from lora_moe_rl.rewards.mathematics import math_verify
-
-        return math_verify
+    """Imports a reward of LATE only when it is asked for."""
+    if name in LATE:
+        return getattr(import_module(f"lora_moe_rl.rewards.{LATE[name]}"), name)
     raise AttributeError(name)

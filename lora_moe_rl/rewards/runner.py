@@ -83,11 +83,11 @@ class RewardRunner:
     ends the process or returns anything but one finite number (or None) for each sample has failed:
     its samples get NaN, never 0, and a line in the failures.
 
-    Raises ConfigError when the function cannot be imported.
+    `key` is the setting that names the function. Raises ConfigError when it cannot be imported.
     """
 
-    def __init__(self, function: str, timeout_s: float):
-        self.function, self.timeout_s = function, timeout_s
+    def __init__(self, function: str, timeout_s: float, key: str = "reward.function"):
+        self.function, self.timeout_s, self.key = function, timeout_s, key
         self._numbers = itertools.count()
         self._workers: list[Worker] = []
         self._starting: asyncio.Task[None] | None = None
@@ -95,7 +95,7 @@ class RewardRunner:
         try:
             self._workers = _start(self.function, NUM_WORKERS)
         except WorkerLost as error:
-            raise ConfigError(f"reward.function={function}: {error}") from error
+            raise ConfigError(f"{key}={function}: {error}") from error
 
     async def score(
         self, prompt: Prompt, samples: Sequence[Sample]

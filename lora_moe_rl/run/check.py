@@ -37,8 +37,10 @@ def _run_dir(config: RunConfig) -> list[Finding]:
 
 
 def _show_prompts(console: Console, preflight: Preflight) -> None:
-    for prompt in preflight.source.peek(PROMPTS_SHOWN):
-        console.print(Text(f"\nprompt {prompt.row}, {len(prompt.token_ids)} tokens", style="bold"))
+    for prompt in preflight.source.examples(PROMPTS_SHOWN):
+        whose = f"{prompt.data_set}, prompt" if prompt.data_set else "prompt"
+        title = f"\n{whose} {prompt.row}, {len(prompt.token_ids)} tokens"
+        console.print(Text(title, style="bold"))
         console.print(Text(preflight.tokenizer.decode(prompt.token_ids)))
         if prompt.columns:
             console.print(Text(f"columns: {prompt.columns}", style="dim"))

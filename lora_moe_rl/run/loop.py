@@ -23,10 +23,9 @@ from dataclasses import dataclass
 from lora_moe_rl.algorithms.base import Algorithm, has_signal, signals_of
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
-from lora_moe_rl.data.prompts import PromptSource
 from lora_moe_rl.environments.base import Environment
 from lora_moe_rl.errors import EngineDied
-from lora_moe_rl.ports import Engines, Policy, Ref, Trainer
+from lora_moe_rl.ports import Engines, Policy, Prompts, Ref, Trainer
 from lora_moe_rl.run.publisher import Publisher
 from lora_moe_rl.run.records import Records, StepFacts
 from lora_moe_rl.run.schedule import seed_of
@@ -39,7 +38,7 @@ class Ports:
     """All that the loop drives."""
 
     config: RunConfig
-    source: PromptSource
+    source: Prompts
     environment: Environment
     algorithm: Algorithm
     engines: Engines

@@ -19,15 +19,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
-from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config import RunConfig, SourceConfig
 from lora_moe_rl.data.columns import Row
-from lora_moe_rl.data.prompts import PromptSource, open_generator, require_data
+from lora_moe_rl.data.generators import open_generator
+from lora_moe_rl.data.mixture import open_prompts
+from lora_moe_rl.data.prompts import require_data
 from lora_moe_rl.data.rows import is_hub, read_rows
 from lora_moe_rl.errors import ConfigError, DataError, LoraMoeRlError
 from lora_moe_rl.models.directory import check_model_dir, find_local, resolve_model
 from lora_moe_rl.models.fit import check_layout, check_replay
 from lora_moe_rl.models.tokenizer import check_tokenizer, load_tokenizer
-from lora_moe_rl.rewards.runner import RewardRunner
+from lora_moe_rl.rewards.by_set import RewardsBySet
 from lora_moe_rl.rollout.device import check_engine
 from lora_moe_rl.run import machine, reward_trial
 
@@ -59,8 +61,10 @@ class Preflight:
 
     def __init__(self, config: RunConfig, fetch: bool):
         self.config, self.fetch = config, fetch
-        self.first: Row | None = None  # of the data
-        self.rows: list[Row] | None = None
+        # Of each data set, by its name: '' when it is the only one.
+        self.sources = config.data.sources()
+        self.first: dict[str, Row] = {}
+        self.rows: dict[str, list[Row]] = {}
         self.warnings: list[str] = []  # of the step that runs
         self.missing: set[str] = set()  # steps that did not do what they do
 
@@ -131,40 +135,64 @@ class Preflight:
         return f"{found}: {self.shape.architecture}, {self.shape.num_layers} layers"
 
     def _data(self) -> str:
-        data = self.config.data
+        """All sets that are here are looked at, whichever have to be fetched."""
+        found, absent = [], []
+        for name, source in self.sources.items():
+            try:
+                found.append(_of_set(name, self._rows_of(name, source)))
+            except Absent as error:
+                absent.append(str(error))
+        if absent:
+            raise Absent("; ".join(absent))
+        return "; ".join(found)
+
+    def _rows_of(self, name: str, data: SourceConfig) -> str:
         require_data(data)
         if data.path is None:
+            named = f"{data.key('generator')}={data.generator}"
             try:
                 first = next(open_generator(data, self.config.seed), None)
             except LoraMoeRlError:
                 raise
             except Exception as error:  # the user's own code
-                told = f"data.generator={data.generator} raised {type(error).__name__}: {error}"
-                raise DataError(told) from error
+                raise DataError(f"{named} raised {type(error).__name__}: {error}") from error
             if first is None:
-                raise DataError(f"data.generator={data.generator} gave no rows")
-            self.first = f"{data.generator}, row 0", first
+                raise DataError(f"{named} gave no rows")
+            self.first[name] = f"{data.generator}, row 0", first
             return f"{data.generator} gives rows"
         if is_hub(data.path) and not self.fetch:
             raise Absent(f"{data.path} is a data set of the hub; a run fetches it")
-        self.rows = read_rows(data)
-        self.first = self.rows[0]
-        return f"{data.path}: {len(self.rows):,} rows"
+        self.rows[name] = read_rows(data)
+        self.first[name] = self.rows[name][0]
+        return f"{data.path}: {len(self.rows[name]):,} rows"
 
     def _reward(self) -> str:
-        function, timeout = self.config.reward.function, self.config.reward.timeout_s
+        reward = self.config.reward
+        functions = {name: self._reward_of(name) for name in self.sources}
+        self.rewards = RewardsBySet(functions, reward.timeout_s)
+        found = []
+        for name, source in self.sources.items():
+            if name not in self.first:
+                function = functions[name][1]
+                found.append(_of_set(name, f"{function} is there; not called, that needs the data"))
+                continue
+            runner, row = self.rewards.of(name), self.first[name]
+            trial = reward_trial.call(runner, row, source, reward.max_failed)
+            self.warnings += [_of_set(name, warning) for warning in trial.warnings]
+            found.append(_of_set(name, trial.text))
+        return "; ".join(found)
+
+    def _reward_of(self, name: str) -> tuple[str, str]:
+        """The key and the function of a data set's reward. Raises ConfigError when it has none."""
+        key, function = self.config.rewards()[name]
         if function is None:
+            whose = f"data.sets.{name} has no reward: set data.sets.{name}.reward, or {key}"
+            what = whose if name else f"{key} is not set"
             raise ConfigError(
-                "reward.function is not set: name a function as module:function or "
-                "file.py:function, or lora_moe_rl.rewards:exact_match to compare with the answer "
-                "column"
+                f"{what}: name a function as module:function or file.py:function, or "
+                "lora_moe_rl.rewards:exact_match to compare with the answer column"
             )
-        self.rewards = RewardRunner(function, timeout)
-        if self.first is None:
-            return f"{function} is there; not called, that needs the data"
-        trial = reward_trial.call(self.rewards, self.first, self.config)
-        self.warnings += trial.warnings
-        return trial.text
+        return key, function
 
     def _layout(self) -> str:
         config, shape = self.config, self.shape
@@ -183,16 +211,23 @@ class Preflight:
 
     def _prompts(self) -> str:
         config = self.config
-        if self.first is None:
+        if self.first.keys() != self.sources.keys():
             raise Absent("needs the data")
         tokenizer = load_tokenizer(self.model_dir, config.model.trust_remote_code)
         most = config.max_prompt_tokens
-        self.source = PromptSource(config.data, tokenizer, config.seed, most, self.rows)
+        self.source = open_prompts(config.data, tokenizer, config.seed, most, self.rows)
         self.tokenizer = tokenizer
         lengths = self.source.lengths()
         if self.source.dropped:
             self.warnings.append(
                 f"{self.source.dropped:,} prompts of more than {most} tokens are left out "
-                "(data.too_long=drop)"
+                "(too_long=drop)"
             )
-        return f"{min(lengths)} to {max(lengths)} tokens of {most} that fit"
+        outside = self.source.filtered
+        told = f", {outside:,} rows are left out by the filter" if outside else ""
+        return f"{min(lengths)} to {max(lengths)} tokens of {most} that fit{told}"
+
+
+def _of_set(name: str, text: str) -> str:
+    """`text` after the name of its data set, where there are several."""
+    return f"{name}: {text}" if name else text

@@ -20,10 +20,9 @@ import numpy as np
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.data.prompts import PromptSource
 from lora_moe_rl.data.samples import Sample
 from lora_moe_rl.errors import LoraMoeRlError, RefitError
-from lora_moe_rl.ports import Channel, Engines, Ref, Scored, Trainer
+from lora_moe_rl.ports import Channel, Engines, Prompts, Ref, Scored, Trainer
 from lora_moe_rl.refit.parts import STORAGE, PartLayout, check_complete, part_layouts
 from lora_moe_rl.refit.plan import EngineLayout, make_plan
 from lora_moe_rl.refit.proof import (
@@ -75,7 +74,7 @@ class Publisher:
         trainer: Trainer,
         engines: Engines,
         channel: Channel,
-        source: PromptSource,
+        source: Prompts,
         dtype: Dtype,
         first_version: int = 0,
     ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,12 @@ log = logging.getLogger(__name__)
 # what is beyond is a fault. Seen were up to 2e-12 in float32 (docs/figures.md), and in bfloat16
 # 3e-5 with replayed routes, 4e-4 without (docs/replay_figures.md).
 STOP_ABOVE: dict[Dtype, float] = {"float32": 1e-4, "bfloat16": 0.1}
+
+SET_METRICS = {
+    "mean": names.REWARD,
+    "solved_all": names.SOLVED_ALL,
+    "solved_none": names.SOLVED_NONE,
+}
 
 
 @dataclass(frozen=True)
@@ -127,8 +133,8 @@ class Records:
         if self._unrewarded_in_a_row >= limit:
             raise RewardError(
                 f"no sample had a reward in {limit} steps in a row (trainer.max_skipped_steps="
-                f"{limit}): reward.function={self.config.reward.function} returned None for all of "
-                "them, which leaves nothing to train on"
+                f"{limit}): {_functions(self.config)} returned None for all of them, which leaves "
+                "nothing to train on"
             )
 
     def check_update(
@@ -173,7 +179,7 @@ class Records:
         sampled_in = "total" if self.config.schedule.lag else "rollout"
         record |= rollout_metrics(facts.samples, clock.seconds[sampled_in])
         record |= age_metrics(facts.samples, facts.version)
-        record |= reward_metrics(facts.groups)
+        record |= reward_metrics(facts.groups) | set_metrics(facts.groups, self.config.data.sets)
         record |= {
             names.VERSION: facts.version,
             names.SKIPPED: facts.result.skipped,
@@ -254,6 +260,26 @@ def age_metrics(samples: Sequence[Sample], version: int) -> dict[str, float]:
         "rollout/age_newest": int(ages.min()),
         "rollout/age_mean": float(ages.mean()),
     }
+
+
+def _functions(config: RunConfig) -> str:
+    """The run's rewards, each after the key that names it."""
+    return ", ".join(
+        f"{key}={function}" for key, function in dict.fromkeys(config.rewards().values())
+    )
+
+
+def set_metrics(groups: Sequence[Group], data_sets: Iterable[str]) -> dict[str, float]:
+    """Of each of several data sets: its groups in the step, and over them what `reward_metrics`
+    says of all; NaN for a set that has none in the step."""
+    found: dict[str, float] = {}
+    for name in data_sets:
+        own = [group for group in groups if group.prompt.data_set == name]
+        every = reward_metrics(own) if own else {}
+        found[names.of_set(name, "groups")] = len(own)
+        for what, metric in SET_METRICS.items():
+            found[names.of_set(name, what)] = every.get(metric, math.nan)
+    return found
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config import SourceConfig
 from lora_moe_rl.data.columns import Row, read_row
 from lora_moe_rl.data.samples import Prompt, Sample, Segment
 from lora_moe_rl.errors import ConfigError
@@ -27,15 +27,15 @@ class Trial:
     warnings: list[str]
 
 
-def call(rewards: RewardRunner, row: Row, config: RunConfig) -> Trial:
+def call(rewards: RewardRunner, row: Row, config: SourceConfig, max_failed: float) -> Trial:
     """Calls the function, in the workers that the run uses, on the answer itself (if the row has
     one) and texts that are none. One that takes longer than PATIENCE_S is ended and only warned of:
-    a run may wait reward.timeout_s for it.
+    a run may wait reward.timeout_s for it. `config` is of the data set that the row is of.
 
-    Raises ConfigError when more of them fail than reward.max_failed allows, and what `read_row`
-    raises.
+    Raises ConfigError when more of them fail than `max_failed`, a share, allows, and what
+    `read_row` raises.
     """
-    text, columns = read_row(row, config.data)
+    text, columns = read_row(row, config)
     answer = columns.get("answer")
     completions = [*([] if answer is None else [str(answer)]), *MADE_UP]
     samples = [_sample(completion) for completion in completions]
@@ -49,9 +49,9 @@ def call(rewards: RewardRunner, row: Row, config: RunConfig) -> Trial:
             f"completions; a run waits up to reward.timeout_s={rewards.timeout_s:g} s a prompt"
         )
         return Trial(late, [late])
-    if len(failures) > config.reward.max_failed * len(samples):
+    if len(failures) > max_failed * len(samples):
         raise ConfigError(
-            f"reward.function={rewards.function} fails on made-up completions of the first prompt "
+            f"{rewards.key}={rewards.function} fails on made-up completions of the first prompt "
             f"({row[0]}): {failures[0].partition(rewards.function)[2].strip()}"
         )
     given = ", ".join(

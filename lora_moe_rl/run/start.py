@@ -14,13 +14,12 @@ from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.plugins import ENVIRONMENTS
-from lora_moe_rl.data.prompts import PromptSource
 from lora_moe_rl.errors import CheckpointError, RunDirError
 from lora_moe_rl.files import checkpoint
 from lora_moe_rl.files.checkpoint import Found
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.models.fingerprint import check_unchanged
-from lora_moe_rl.rewards.runner import RewardRunner
+from lora_moe_rl.ports import Prompts, Rewards
 from lora_moe_rl.run import adapter_start, loop
 from lora_moe_rl.run.preflight import Preflight
 from lora_moe_rl.run.publisher import Publisher, plan_layouts
@@ -45,8 +44,8 @@ class Prepared:
     config: RunConfig
     spec: AdapterSpec
     model_dir: Path
-    source: PromptSource
-    rewards: RewardRunner
+    source: Prompts
+    rewards: Rewards
     run_dir: RunDir
     found: Found | None = None
     start: adapter_start.Start | None = None

@@ -25,6 +25,11 @@ STAGES = ("rollout", "reward", "train", "refit")
 STEP_SECONDS = "time/step"
 
 
+def of_set(data_set: str, what: str) -> str:
+    """The metric of one of several data sets: `what` is mean, groups, solved_all or solved_none."""
+    return f"reward/{data_set}/{what}"
+
+
 def kl_of_age(age: int) -> str:
     """The metric of the tokens that are `age` steps older than what is updated."""
     return f"mismatch/kl_age_{age}"

@@ -271,7 +271,7 @@ def test_failed_rewards_are_masked_and_counted_until_there_are_too_many(tmp_path
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = run_to_end(
         tmp_path / "run",
-        *(f"data.path={tmp_path}/rows.jsonl", "data.shuffle=false", "trainer.steps=9"),
+        *(f"data.path={tmp_path}/rows.jsonl", "data.order=sequential", "trainer.steps=9"),
         *(f"reward.function={tmp_path}/reward.py:reward", "reward.max_failed=0.5"),
         *("algorithm.prompts_per_step=5", "algorithm.group_size=4", "checkpoint.every=1"),
         "logging.samples_per_step=20",

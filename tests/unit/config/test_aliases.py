@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config.aliases import ALIASES, as_table
+from lora_moe_rl.config.aliases import ALIASES, NOT_SAMPLED_WITH, as_table
 from lora_moe_rl.config.keys import all_keys
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.errors import ConfigError
@@ -50,6 +50,17 @@ def test_what_they_lead_to_is_there_and_what_they_are_is_not():
         assert not set(alias.names) & set(keys)
     names = [name for alias in ALIASES for name in alias.names]
     assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("name", ["rollout.top_p", "top_k", "actor_rollout_ref.rollout.min_p"])
+def test_settings_that_change_the_distribution_are_refused_with_the_reason(name):
+    with pytest.raises(ConfigError, match=r"whole softmax.*rollout.temperature is what both sides"):
+        override(RunConfig(), [f"{name}=0.9"])
+
+
+def test_the_page_names_what_is_not_sampled_with():
+    text = PAGE.read_text()
+    assert all(f"`{name}`" in text for name in NOT_SAMPLED_WITH)
 
 
 def test_the_page_has_the_table_as_it_is():

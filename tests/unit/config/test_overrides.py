@@ -5,7 +5,7 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config import DataConfig, RunConfig, SetConfig
 from lora_moe_rl.config.files import to_yaml
 from lora_moe_rl.config.help import config_help
 from lora_moe_rl.config.keys import all_keys
@@ -78,6 +78,49 @@ def test_a_map_replaces_the_map_of_the_recipe():
     assert config.adapter.rank == 8
 
 
+def test_sets_are_laid_over_those_of_the_recipe_by_name():
+    sets = {"math": SetConfig(path="m.jsonl", ratio=3), "code": SetConfig(path="c.jsonl")}
+    base = RunConfig(data=DataConfig(sets=sets))
+    config = changed("data.sets.math.ratio=2", "data.sets.more=d.jsonl", base=base)
+    found = {name: (one.path, one.ratio) for name, one in config.data.sets.items()}
+    assert found == {"math": ("m.jsonl", 2), "code": ("c.jsonl", 1), "more": ("d.jsonl", 1)}
+    assert list(changed("data.sets.code=null", base=base).data.sets) == ["math"]
+    one = changed("data.sets=null", "data=mine.jsonl", base=base).data
+    assert one.sets == {} and one.path == "mine.jsonl"
+    assert 'data.sets={"math": {"path": "m.jsonl", "ratio": 3.0}' in config_help(base)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "args"),
+    [
+        ("data.args.b=3 data.args.c=x", {"a": 1, "b": 3, "c": "x"}),
+        ('data.args={"z":0}', {"z": 0}),
+        ('data.args={"z":0} data.args.b=[1]', {"z": 0, "b": [1]}),
+        ('data.args.b=3 data.args={"z":0}', {"z": 0}),
+        ("data.args.d.e=true", {"a": 1, "b": 2, "d.e": True}),
+    ],
+)
+def test_arguments_are_set_one_by_one_or_all_together(arguments, args):
+    base = RunConfig(data=DataConfig(generator="m:f", args={"a": 1, "b": 2}))
+    assert changed(*arguments.split(), base=base).data.args == args
+
+
+def test_arguments_of_sets_and_of_the_template_are_set_one_by_one(tmp_path):
+    config = changed("data.sets.m.generator=m:f", "data.sets.m.args.k=1", "data.sets.m.args.l=2")
+    assert config.data.sets["m"].args == {"k": 1, "l": 2}
+    config = changed("data.chat_template_kwargs.enable_thinking=false")
+    assert config.data.chat_template_kwargs == {"enable_thinking": False}
+    (tmp_path / "c.yaml").write_text("data:\n  generator: m:f\n  args: {a: 1}\n  args.b: 2\n")
+    assert changed(f"@{tmp_path / 'c.yaml'}").data.args == {"a": 1, "b": 2}
+
+
+def test_sets_survive_a_file(tmp_path):
+    config = changed("data.sets.b=b.jsonl", "data.sets.a.generator=m:f", "data.sets.a.ratio=0.5")
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    again = changed(f"@{tmp_path / 'config.yaml'}")
+    assert again == config and list(again.data.sets) == ["b", "a"]
+
+
 def test_the_order_of_a_map_survives_a_file(tmp_path):
     config = changed('adapter.rank_pattern={"q_proj": 2, "*": 3, "experts.*": 1}')
     (tmp_path / "config.yaml").write_text(to_yaml(config))
@@ -129,6 +172,29 @@ def test_settings_depend_on_each_other_only_when_all_are_there():
         ("--adapter.rank --trainer.lr=1", "--adapter.rank needs a value"),
         ("adapter.rank", "'adapter.rank' is not a setting: write key=value"),
         ("=3", "unknown config key ''"),
+        (
+            "data.order=random",
+            "data.order='random' may hold only what matches ^(shuffle|sequential",
+        ),
+        ("data.order=by:", "data.order='by:' may hold only what matches"),
+        ("data.sets.a.order=up", "data.sets.a.order='up' may hold only what matches"),
+        (
+            'data.filter={"a":[2,1]}',
+            'data.filter={"a": [2.0, 1.0]}: a lets no row through; write [',
+        ),
+        ('data.sets.b.filter={"a":[null,null]}', "a has no bound; write [least, most]"),
+        ('data.filter={"a":[1]}', "data.filter.a.1"),
+        ('data.filter={"a":[1,"x"]}', "data.filter.a.1='x' is not a number"),
+        ("data.filter=5", "data.filter=5 is not a map"),
+        ("data.shuffle=false", "here it is data.order (shuffle, sequential or by:COLUMN)"),
+        ("data.sets.math.pth=a.jsonl", "did you mean data.sets.NAME.path?"),
+        ("data.sets.math.ratio=0", "data.sets.math.ratio=0 must be greater than 0"),
+        ("data.sets.math.ratio=-1", "data.sets.math.ratio=-1 must be greater than 0"),
+        ("data.sets.math.ratio=many", "data.sets.math.ratio='many' is not a number"),
+        ("data.sets.math=8", "data.sets.math is a section; set one of its keys: data.sets.NAME."),
+        ("data.sets.math.sets.more=a.jsonl", "unknown config key 'data.sets.math.sets.more'"),
+        ('data.sets={"a/b":{"path":"c"}}', "a set named 'a/b': a name is a part of keys and of m"),
+        ('data.sets={"a":{},"a":{}}', "the key 'a' stands twice in one map"),
         ("@missing.yaml", "cannot read the config file missing.yaml"),
         ("@rows.txt", "its name must end in .yaml, .yml, .json or .toml"),
     ],
@@ -156,6 +222,32 @@ def test_every_fault_is_told_at_once():
         ("algorithm=gspo algorithm.dual_clip=3", ["dual_clip=3", "loss=gspo", "loss=ppo_clip"]),
         ("trainer.device=cpu trainer.gpus_per_rank=.5", ["gpus_per_rank=0.5", "device=cpu"]),
         ("data.path=a.jsonl data.generator=m:f", ["data.path=a.jsonl", "data.generator=m:f"]),
+        (
+            "data.system_prompt=S data.system_prompt_file=s.txt",
+            ["data.system_prompt and", "data.system_prompt_file=s.txt are both set"],
+        ),
+        ("data.path=a.jsonl data.args.level=3", ['data.args={"level": 3}', "data.generator=null"]),
+        ("data.generator=m:f data.order=by:a", ["data.order=by:a", "data.generator=m:f, whose"]),
+        (
+            "data.sets.a=a.jsonl data.path=b.jsonl",
+            ["data.path=b.jsonl has no effect with data.sets", "data.sets.a.path", "to null"],
+        ),
+        (
+            "data.sets.a=a.jsonl data.chat_template=true",
+            ["data.chat_template=true", "data.sets.a.chat_template", "to false"],
+        ),
+        (
+            "data.sets.a=a.jsonl data.sets.a.split=test",
+            ["data.sets.a.split=test", "a.path=a.jsonl"],
+        ),
+        (
+            "data.sets.a=a.jsonl data.sets.a.generator=m:f",
+            ["data.sets.a.path=a.jsonl", "data.sets.a.generator=m:f"],
+        ),
+        (
+            "data.sets.a=a.jsonl data.sets.a.reward=m:f reward.function=m:g",
+            ["reward.function=m:g has no effect: every set"],
+        ),
     ],
 )
 def test_an_option_that_does_not_apply_names_both(arguments, named):
@@ -172,6 +264,8 @@ def test_an_option_that_does_not_apply_names_both(arguments, named):
         "tracker.mode=offline tracker.name=wandb",
         "algorithm.clip_low=0.1 algorithm=rloo",
         "data.path=org/set data.split=test",
+        "data.sets.a=org/set data.sets.a.split=test",
+        "data.sets.a=a.jsonl data.sets.a.reward=m:f data.sets.b=b.jsonl reward.function=m:g",
     ],
 )
 def test_an_option_that_applies_or_has_its_default_is_fine(arguments):
@@ -202,6 +296,7 @@ def test_files_lie_over_the_config_in_their_turn(tmp_path, name):
         ("adapter: [8]", "adapter is a section"),
         ("- 1", "holds a list"),
         ("a: [", "is not valid YAML"),
+        ("data: {sets: {a: {path: b}, a: {path: c}}}", "the key 'a' stands twice in one map"),
         ("adapter: {rank: eight}", "adapter.rank='eight' is not an integer"),
         ("model: " + "[" * 5000, "c.yaml is nested too deeply"),
         ("model: é".encode("latin-1"), "c.yaml is not UTF-8: byte 7 is 0xe9; save it as UTF-8"),
@@ -222,6 +317,19 @@ def test_other_files_that_are_nested_without_end(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=f"{name} is nested too deeply"):
         changed(f"@{tmp_path / name}")
+
+
+def test_a_key_that_stands_twice_in_json_is_refused(tmp_path):
+    (tmp_path / "c.json").write_text('{"data": {"sets": {"a": {}, "a": {}}}}')
+    with pytest.raises(ConfigError, match=r"not valid JSON: the key 'a' stands twice"):
+        changed(f"@{tmp_path / 'c.json'}")
+
+
+def test_what_yaml_merges_may_be_written_over(tmp_path):
+    text = "data:\n  sets:\n    a: &a {path: a.jsonl, limit: 3}\n    b: {<<: *a, path: b.jsonl}\n"
+    (tmp_path / "c.yaml").write_text(text)
+    sets = changed(f"@{tmp_path / 'c.yaml'}").data.sets
+    assert (sets["b"].path, sets["b"].limit) == ("b.jsonl", 3)
 
 
 def test_an_empty_file_sets_nothing(tmp_path):
@@ -248,6 +356,7 @@ def test_help_lists_every_key_with_its_sentence_in_100_columns():
     assert "replay.mode=r3   (off, r2 or r3)" in text
     assert "adapter.expert_rank=null   (int or null)" in text
     assert 'adapter.targets=["*"]   (list of str)' in text
+    assert "data.sets.NAME.ratio=1.0" in text and "data.sets.NAME.limit" not in text
 
 
 def test_errors_of_a_config_built_in_python_read_the_same():

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from lora_moe_rl.config import recipes
+from lora_moe_rl.config import RunConfig, recipes
+from lora_moe_rl.config.files import to_yaml
 from lora_moe_rl.config.importing import load_file, load_function
 from lora_moe_rl.config.overrides import override
-from lora_moe_rl.data.prompts import PromptMaker
+from lora_moe_rl.data.maker import PromptMaker
 from lora_moe_rl.data.rows import read_rows
+from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.planner.compute import Lengths
 from lora_moe_rl.planner.facts import find
 from lora_moe_rl.planner.hardware import GIB, Hardware
@@ -74,6 +76,52 @@ def test_settings_in_a_recipes_docstring_are_accepted(path):
         override(config, re.findall(r"[\w.]+=\S+", command))
 
 
+def test_what_a_data_set_names_is_found_from_any_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "rows.py", "rewards.py"):
+        (tmp_path / name).touch()
+    settings = ["a.path=a.jsonl", "a.reward=rewards.py:f", "b.generator=rows.py:g", "c.path=org/d"]
+    config = recipes.resolve(override(RunConfig(), [f"data.sets.{one}" for one in settings]))
+    sets = config.data.sets
+    assert sets["a"].path == f"{tmp_path}/a.jsonl" and sets["c"].path == "org/d"
+    assert sets["a"].reward == f"{tmp_path}/rewards.py:f"
+    assert sets["b"].generator == f"{tmp_path}/rows.py:g"
+    with pytest.raises(ConfigError, match="there is no file .*gone.py"):
+        recipes.resolve(override(RunConfig(), ["data.sets.a.reward=gone.py:f"]))
+
+
+def test_a_system_prompt_is_read_from_a_file_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "system.txt").write_bytes("Gib \u00fc aus.\nNur das.\r\n\n".encode())
+    settings = ["data.system_prompt_file=system.txt", "data.path=a.jsonl"]
+    config = recipes.resolve(override(RunConfig(), settings))
+    assert config.data.system_prompt == "Gib \u00fc aus.\nNur das."
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    (tmp_path / "system.txt").write_text("something else")
+    assert recipes.resolve(recipes.load_config(str(tmp_path / "config.yaml"))) == config
+    of_set = ["data.sets.a.system_prompt_file=system.txt", "data.sets.b.path=b.jsonl"]
+    sets = recipes.resolve(override(RunConfig(), of_set)).data.sets
+    assert [one.system_prompt for one in sets.values()] == ["something else", None]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "data.sets.a.system_prompt_file=system.txt cannot be read (/"),
+        (b" \n", "data.sets.a.system_prompt_file=system.txt is empty"),
+        (b"\xff", "data.sets.a.system_prompt_file=system.txt is not UTF-8: byte 0"),
+    ],
+)
+def test_a_system_prompt_that_cannot_be_read_is_refused(tmp_path, monkeypatch, content, message):
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        (tmp_path / "system.txt").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        config = override(RunConfig(), ["data.sets.a.system_prompt_file=system.txt"])
+        recipes.resolve(config)
+    assert message in str(caught.value)
+
+
 def test_the_local_rows_have_answers_that_can_be_read():
     config = override(
         recipes.load_config(str(ROOT / "recipes/qwen3_30b_a3b.py")),
@@ -82,8 +130,8 @@ def test_the_local_rows_have_answers_that_can_be_read():
     rows = read_rows(config.data)
     assert len(rows) == 30
     maker = PromptMaker(config.data.model_copy(update={"chat_template": False}), _Words(), 100)
-    for _, _, columns in maker.make_all(rows):
-        assert parse_answer(columns["answer"]), columns
+    for made in maker.make_all(rows):
+        assert parse_answer(made.columns["answer"]), made.columns
 
 
 class _Words:

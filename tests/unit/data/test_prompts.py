@@ -1,5 +1,6 @@
 """Prompts: where they come from, their order, resuming, and bad input."""
 
+import importlib.util
 import json
 
 import pytest
@@ -29,6 +30,12 @@ def chance():
 
 def none():
     return []
+
+def sums(level, most=9, *, sign="+", seed=0):
+    return iter([{"prompt": f"{level}{sign}{most}s{seed}"}])
+
+def anything(**settings):
+    return iter([{"prompt": str(sorted(settings))}])
 
 def some_long():
     for i in range(1, 100):
@@ -92,7 +99,13 @@ def test_each_epoch_has_every_row_in_an_order_of_its_own(write):
 
 def test_without_shuffle_and_with_a_limit(write):
     path = write(*({"prompt": str(i)} for i in range(20)))
-    assert texts(source(path=path, shuffle=False, limit=3).next(5)) == ["0", "1", "2", "0", "1"]
+    assert texts(source(path=path, order="sequential", limit=3).next(5)) == [
+        "0",
+        "1",
+        "2",
+        "0",
+        "1",
+    ]
 
 
 @pytest.mark.parametrize("drawn_before", [0, 5, 7, 23])
@@ -128,6 +141,30 @@ def test_resume_with_another_generator_is_refused(generators):
         source(generator=f"{generators}:other_three").load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"system_prompt": "T"}, r"data.system_prompt was 'S' .* and is now 'T': restore it"),
+        ({"chat_template_kwargs": {"a": 2}}, r"data.chat_template_kwargs was .* and is now .*2"),
+        ({"order": "sequential"}, r"data.order was 'shuffle' .* and is now 'sequential'"),
+        ({"filter": {"n": [0, 2]}}, r"data.filter was {} .* and is now {'n': .0.0, 2.0.}"),
+        ({"answer_key": "other"}, r"data.answer_key was 'answer' .* and is now 'other'"),
+    ],
+)
+def test_resume_with_settings_that_make_other_prompts_is_refused(write, settings, named):
+    path = write({"prompt": "a", "answer": "b", "other": "c", "n": 1})
+    before = {"chat_template": True, "system_prompt": "S", "answer_key": "answer"}
+    before["chat_template_kwargs"] = {"a": (1,)}
+
+    def opened(**config):
+        return PromptSource(DataConfig(path=path, **config), TOKENIZER, 3, 100)
+
+    state = json.loads(json.dumps(opened(**before).state_dict()))
+    opened(**before).load_state_dict(state)
+    with pytest.raises(DataError, match=named):
+        opened(**before | settings).load_state_dict(state)
+
+
 def test_a_generator_that_is_never_the_same_may_go_on(generators):
     drawn = source(generator=f"{generators}:chance")
     drawn.next(5)
@@ -152,6 +189,73 @@ def test_generators(generators):
     bad = source(generator=f"{generators}:bad")
     with pytest.raises(DataError, match=r"bad, row 1: the prompt has 25 tokens; at most 24"):
         bad.next(2)
+
+
+@pytest.mark.parametrize(
+    ("args", "prompt"),
+    [
+        ({"level": 1}, "1+9s3"),
+        ({"level": 2, "sign": "-", "most": 5}, "2-5s3"),
+        ({"level": "x", "seed": 7}, "x+9s7"),
+    ],
+)
+def test_a_generator_gets_its_arguments(generators, args, prompt):
+    assert texts(source(generator=f"{generators}:sums", args=args).next(1)) == [prompt]
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "reason"),
+    [
+        ("sums", {"levle": 1}, r"data.args.levle: data.generator=.*:sums has no argument 'levle'; "
+         r"did you mean level\? it takes level, most, sign, seed"),
+        ("sums", {}, r":sums needs an argument 'level': set data.args.level=VALUE"),
+        ("three", {"level": 1}, r"has no argument 'level'; it takes none"),
+    ],
+)  # fmt: skip
+def test_arguments_that_a_generator_does_not_take_are_refused(generators, name, args, reason):
+    with pytest.raises(ConfigError, match=reason):
+        source(generator=f"{generators}:{name}", args=args)
+
+
+def test_a_generator_that_takes_any_argument_gets_all(generators):
+    drawn = source(generator=f"{generators}:anything", args={"b": 1, "a": 2})
+    assert texts(drawn.next(1)) == ["['a', 'b']"]
+
+
+def test_resume_with_other_arguments_is_refused(generators):
+    state = source(generator=f"{generators}:sums", args={"level": 1}).state_dict()
+    same_rows = source(generator=f"{generators}:sums", args={"level": 1, "most": 9})
+    with pytest.raises(DataError, match=r"data.args was {'level': 1} .* and is now .*'most': 9"):
+        same_rows.load_state_dict(state)
+
+
+def test_without_reasoning_gym_its_error_says_what_to_install():
+    if importlib.util.find_spec("reasoning_gym"):
+        pytest.skip("reasoning_gym is installed")
+    generator = "lora_moe_rl.data.generators:reasoning_gym"
+    with pytest.raises(ConfigError, match="pip install reasoning-gym"):
+        source(generator=generator, args={"task": "leg_counting"})
+
+
+def test_rows_of_reasoning_gym():
+    pytest.importorskip("reasoning_gym")
+    from lora_moe_rl.rewards import reasoning_gym
+
+    generator = "lora_moe_rl.data.generators:reasoning_gym"
+    settings = {"task": "chain_sum", "size": 4, "max_terms": 2}
+    drawn = PromptSource(DataConfig(generator=generator, args=settings), TOKENIZER, 3, 500).next(8)
+    assert len({prompt.text for prompt in drawn}) == 8  # the second 4 are others
+    prompt = drawn[0]
+    answer, about = prompt.columns["answer"], prompt.columns["metadata"]
+    answers = [f"so <answer>1</answer>, no, <answer> {answer} </answer>.", answer, "", "x"]
+    scores = reasoning_gym([prompt.text] * 4, answers, [answer] * 4, [about] * 4)
+    assert scores[:2] == [1, 1] and max(scores[2:]) < 0.1
+    for args, reason in [
+        ({"task": "chain_sun"}, "no task 'chain_sun'; did you mean chain_sum"),
+        ({"task": "chain_sum", "terms": 3}, "chain_sum refuses its settings: .*'terms'"),
+    ]:
+        with pytest.raises(ConfigError, match=reason):
+            source(generator=generator, args=args)
 
 
 def test_parquet(tmp_path):
@@ -231,7 +335,7 @@ def test_csv(tmp_path):
     (tmp_path / "data.csv").write_text(
         'question,answer,level\n"1+2=",3,a\n"say ""4,5""\nnow",4,b\n'
     )
-    first, second = source(path=str(tmp_path / "data.csv"), shuffle=False).next(2)
+    first, second = source(path=str(tmp_path / "data.csv"), order="sequential").next(2)
     assert first.text == "1+2=" and first.columns == {"answer": "3", "level": "a"}
     assert second.text == 'say "4,5"\nnow'
     (tmp_path / "short.csv").write_text("prompt,answer\na,b\nc\n")
@@ -246,7 +350,11 @@ def test_a_data_set_that_was_saved(tmp_path):
     datasets = pytest.importorskip("datasets")
     rows = [{"prompt": str(i), "answer": i} for i in range(3)]
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
-    assert texts(source(path=str(tmp_path / "saved"), shuffle=False).next(3)) == ["0", "1", "2"]
+    assert texts(source(path=str(tmp_path / "saved"), order="sequential").next(3)) == [
+        "0",
+        "1",
+        "2",
+    ]
     splits = datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)})
     splits.save_to_disk(tmp_path / "splits")
     with pytest.raises(DataError, match="not a directory of one split"):
@@ -256,7 +364,7 @@ def test_a_data_set_that_was_saved(tmp_path):
 def test_a_system_prompt_comes_before_a_prompt_that_has_none(write):
     own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "b"}]
     path = write({"prompt": "a"}, {"prompt": own})
-    settings = {"shuffle": False, "chat_template": True, "system_prompt": "S"}
+    settings = {"order": "sequential", "chat_template": True, "system_prompt": "S"}
     maker = PromptSource(DataConfig(path=path, **settings), TOKENIZER, 0, 100)
     rendered = [TOKENIZER.decode(prompt.token_ids) for prompt in maker.next(2)]
     assert rendered[0] == "system: S\nuser: a\nassistant: "
@@ -274,7 +382,7 @@ def test_the_chat_template_is_given_what_config_and_row_say(write):
     )
     rows = [{"prompt": "a"}, {"prompt": "a", "chat_template_kwargs": {"level": 2}}]
     config = {"chat_template": True, "chat_template_kwargs": {"level": 1, "style": "x"}}
-    config |= {"shuffle": False}
+    config |= {"order": "sequential"}
     made = PromptSource(DataConfig(path=write(*rows), **config), tokenizer, 0, MAX_TOKENS)
     assert [tokenizer.decode(prompt.token_ids) for prompt in made.next(2)] == ["1x", "2x"]
     for bad, reason in [({"bad": 1}, "chat template refuses the prompt: no"), (3, "an object")]:
@@ -283,13 +391,86 @@ def test_the_chat_template_is_given_what_config_and_row_say(write):
             PromptSource(DataConfig(path=path, **config), tokenizer, 0, MAX_TOKENS)
 
 
+@pytest.mark.parametrize(
+    ("row", "settings", "reason"),
+    [
+        ({}, {"chat_template_kwargs": {"a": 1}}, "line 2: data.chat_template_kwargs is set, and"),
+        ({"chat_template_kwargs": {"a": 1}}, {}, "line 2: there is a column chat_template_kwargs,"),
+    ],
+)
+def test_what_is_for_a_chat_template_that_is_not_applied_is_refused(write, row, settings, reason):
+    messages = [{"role": "user", "content": "a"}]
+    path = write({"prompt": messages, **row}, {"prompt": "a", **row})
+    with pytest.raises(DataError, match=reason + ".*set data.chat_template=true"):
+        source(path=path, **settings)
+    assert source(path=path, chat_template=True, **settings).lengths() == [19, 19]
+
+
 def test_a_prompt_that_is_too_long_may_be_left_out(write):
     path = write({"prompt": "a" * 25}, {"prompt": "b" * 24}, {"prompt": "c" * 30}, {"prompt": "d"})
-    kept = source(path=path, too_long="drop", shuffle=False)
+    kept = source(path=path, too_long="drop", order="sequential")
     assert texts(kept.next(3)) == ["b" * 24, "d", "b" * 24]
     assert kept.dropped == 2 and kept.lengths() == [24, 1]
-    with pytest.raises(DataError, match=r"all 2 prompts are longer than 24 tokens .*too_long=drop"):
+    with pytest.raises(DataError, match=r"none of the 2 rows is left: .* 2 have prompts of more "):
         source(path=write({"prompt": "a" * 25}, {"prompt": "b" * 26}), too_long="drop")
+
+
+LEVELS = [3, 1, 2, 1, 3, 2, 1, 3]
+
+
+@pytest.fixture
+def levels(write):
+    """Rows a to h of the levels LEVELS; the last has it as a text."""
+    rows = [{"prompt": p, "level": n} for p, n in zip("abcdefgh", LEVELS, strict=True)]
+    rows[-1]["level"] = "3.0"
+    return write(*rows)
+
+
+def test_rows_may_come_by_a_column(levels):
+    up, down = source(path=levels, order="by:level"), source(path=levels, order="by:-level")
+    first, second = texts(up.next(8)), texts(up.next(8))
+    for epoch in (first, second, texts(down.next(8))[::-1]):
+        assert [LEVELS["abcdefgh".index(text)] for text in epoch] == sorted(LEVELS)
+    assert sorted(first) == sorted(second) and first != second
+    assert texts(source(path=levels, order="sequential").next(9)) == list("abcdefgha")
+
+
+def test_rows_outside_a_filter_are_left_out(levels):
+    kept = source(path=levels, filter={"level": [2, None]}, order="sequential")
+    assert texts(kept.next(6)) == list("acefha") and (kept.filtered, kept.dropped) == (3, 0)
+    kept = source(path=levels, filter={"level": [2, 2]}, order="sequential", limit=5)
+    assert texts(kept.next(2)) == ["c", "c"] and kept.filtered == 4
+    with pytest.raises(DataError, match=r"none of the 8 rows is left: 8 are outside data.filter={"):
+        source(path=levels, filter={"level": [None, 0.5]})
+
+
+def test_rows_of_a_generator_outside_a_filter_are_left_out(generators):
+    drawn = source(generator=f"{generators}:counting", filter={"answer": [2, 5]})
+    assert texts(drawn.next(4)) == ["3:2", "3:3", "3:4", "3:5"] and drawn.filtered == 2
+    with pytest.raises(DataError, match="gave no rows that can be used: 10002 are outside data.f"):
+        drawn.next(1)
+    again = source(generator=f"{generators}:counting", filter={"answer": [2, 5]})
+    again.next(2)
+    resumed = source(generator=f"{generators}:counting", filter={"answer": [2, 5]})
+    resumed.load_state_dict(again.state_dict())
+    assert texts(resumed.next(2)) == ["3:4", "3:5"]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "a"}, r"line 2: no column 'level' \({}\); it has none"),
+        ({"prompt": "a", "level": "hard"}, r"line 2: column level \({}\) is not a number: 'hard'"),
+        ({"prompt": "a", "level": True}, r"line 2: column level \({}\) is not a number: True"),
+        ({"prompt": "a", "level": "nan"}, r"line 2: column level \({}\) is not a number: 'nan'"),
+        ({"prompt": "a", "level": {"a": 1}}, r"line 2: column level \({}\) is not a number"),
+    ],
+)
+def test_columns_that_filter_or_order_must_be_numbers(write, row, reason):
+    path = write({"prompt": "a", "level": 1}, row)
+    for key, setting in (("order", "by:level"), ("filter", {"level": [0, 1]})):
+        with pytest.raises(DataError, match=reason.format(f"data.{key}")):
+            source(path=path, **{key: setting})
 
 
 def test_rows_of_a_generator_may_be_left_out_too(generators):
@@ -301,7 +482,7 @@ def test_rows_of_a_generator_may_be_left_out_too(generators):
     again.load_state_dict(resumed.state_dict())
     assert texts(again.next(3)) == texts(resumed.next(3)) == ["7", "9", "11"]
     for name in ("only_long", "ever_longer"):
-        with pytest.raises(DataError, match=f"{name} gave no rows but .* that are too long"):
+        with pytest.raises(DataError, match=f"{name} gave no rows that can be used: .*too_long=dr"):
             source(generator=f"{generators}:{name}", too_long="drop").next(1)
 
 

@@ -64,6 +64,7 @@ def folder(model, tmp_path, monkeypatch):
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / f"{name}.jsonl").write_text(text)
     (tmp_path / "broken.py").write_text("import no_such_package\n\ndef reward(**_): ...\n")
+    (tmp_path / "rows.py").write_text("def rows(level): yield {}\n")
     (tmp_path / "raises.py").write_text("def reward(completions, **_): return completions[9]\n")
     (tmp_path / "texts.py").write_text("def reward(completions, **_): return completions\n")
     (tmp_path / "one.py").write_text("def reward(completions, **_): return 1.0\n")
@@ -137,6 +138,25 @@ def train(model, *arguments) -> int:
         ("model=./own_tokenizer", ["ByteRanksTokenizer", "set model.trust_remote_code=true"]),
         ("model.revision=v2", ["model.revision=v2 has no effect with model.path="]),
         ("data.path=null", ["there is no data: set data.path or data.generator"]),
+        (
+            "data.path=null data.sets.a=good.jsonl reward.function=null",
+            ["data.sets.a has no reward: set data.sets.a.reward, or reward.function: name"],
+        ),
+        ("data.path=null data.sets.a.limit=3", ["there is no data: set data.sets.a.path or data"]),
+        (
+            "data.path=null data.generator=rows.py:rows data.args.levle=3",
+            ["data.args.levle: data.generator=", "did you mean level? it takes level"],
+        ),
+        (
+            "data.path=null data.generator=lora_moe_rl.data.generators:reasoning_gym",
+            ["needs an argument 'task': set data.args.task=VALUE"],
+        ),
+        ("data.path=null data.sets.a=empty.jsonl", ["data.sets.a.path=", "empty.jsonl has no row"]),
+        (
+            "data.path=null data.sets.a=good.jsonl data.sets.a.reward=raises.py:reward "
+            "reward.function=null",
+            ["data.sets.a.reward=", "raises.py:reward fails on made-up"],
+        ),
         ("data.path=absent.jsonl", ["absent.jsonl: there is no such file"]),
         ("data.path=empty.jsonl", ["empty.jsonl has no rows"]),
         ("data.path=no_prompt.jsonl", ["no_prompt.jsonl, line 2: no prompt"]),

@@ -42,7 +42,7 @@ def check(model, tmp_path, monkeypatch, capsys):
 
     def check(*settings):
         right = [f"model={model}", "data.path=rows.jsonl", "reward.function=rewards.py:right"]
-        code = cli.main(["check", *right, "data.shuffle=false", *settings])
+        code = cli.main(["check", *right, "data.order=sequential", *settings])
         output = capsys.readouterr().out
         lines = output.partition("\n\n")[0].splitlines()
         found = {line[8:16].strip(): (line[:8].strip(), line[16:]) for line in lines}
@@ -87,9 +87,43 @@ def test_a_reward_that_is_strange_is_a_warning(check, function, told):
     assert code == 0 and found["reward"][0] == "warning" and told in found["reward"][1]
 
 
+SETS = (
+    "data.path=null",
+    "data.order=shuffle",
+    "data.sets.sums=rows.jsonl",
+    "data.sets.sums.ratio=2",
+)
+
+
+def test_every_data_set_is_looked_at(check, tmp_path):
+    (tmp_path / "few.jsonl").write_text('{"prompt": "a" , "answer": "b"}\n')
+    few = ("data.sets.few=few.jsonl", "data.sets.few.reward=rewards.py:same")
+    code, found, prompts = check(*SETS, *few)
+    assert code == 0
+    rows = "sums: {0}/rows.jsonl: 4 rows; few: {0}/few.jsonl: 1 rows"
+    assert found["data"] == ("ok", rows.format(tmp_path))
+    assert found["reward"][0] == "warning"
+    assert found["reward"][1].startswith("few: the reward tells the answer from nothing else: it")
+    assert "\nfew, prompt 0, 1 tokens\na\ncolumns: {'answer': 'b'}" in prompts
+    assert prompts.startswith("sums, prompt 0") and prompts.count("tokens\n") == 2
+
+
+def test_a_data_set_that_has_to_be_fetched_does_not_hide_what_is_wrong_with_others(check):
+    code, found, _ = check(*SETS, "data.sets.far=org/name")
+    assert code == 0 and found["data"] == (
+        "skipped",
+        "org/name is a data set of the hub; a run fetches it",
+    )
+    assert "sums: " in found["reward"][1] and "far: " in found["reward"][1]
+    assert "not called, that needs the data" in found["reward"][1]
+    code, found, _ = check(*SETS, "data.sets.far=org/name", "data.sets.gone=gone.jsonl")
+    assert code == 2 and "data.sets.gone.path=gone.jsonl: there is no such" in found["data"][1]
+
+
 def test_a_generator_that_raises_is_one_line(check, tmp_path):
     (tmp_path / "rows.py").write_text("def rows():\n    yield {}['prompt']\n")
-    code, found, _ = check("data.path=null", "data.generator=rows.py:rows")
+    generated = ("data.path=null", "data.order=shuffle", "data.generator=rows.py:rows")
+    code, found, _ = check(*generated)
     assert code == 2 and found["data"][0] == "error"
     assert "rows.py:rows raised KeyError: 'prompt'" in found["data"][1]
 
@@ -129,7 +163,18 @@ def test_prompts_that_are_left_out_are_counted(check):
     _, found, _ = check(*settings, "rollout.max_response_tokens=6")
     assert found["prompts"] == ("ok", "4 to 4 tokens of 4 that fit")
     code, found, _ = check(*settings, "rollout.max_response_tokens=7")
-    assert code == 2 and "all 3 prompts are longer than 3 tokens" in found["prompts"][1]
+    assert code == 2 and "3 have prompts of more than 3 tokens" in found["prompts"][1]
+
+
+def test_rows_that_are_filtered_are_counted(check, tmp_path):
+    rows = [{"prompt": "a", "answer": "b", "rate": rate} for rate in (0, 0.5, 1)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, found, _ = check('data.filter={"rate": [0.1, 0.9]}')
+    assert code == 0
+    assert found["prompts"] == (
+        "ok",
+        "1 to 1 tokens of 504 that fit, 2 rows are left out by the filter",
+    )
 
 
 def test_a_run_that_is_there_is_told_of(check, tmp_path):

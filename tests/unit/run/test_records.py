@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment, UpdateResult
 from lora_moe_rl.errors import MismatchError, NonFiniteError, RewardError
 from lora_moe_rl.files.run_dir import RunDir, read_jsonl
-from lora_moe_rl.run.records import Records, reward_metrics
+from lora_moe_rl.run.records import Records, reward_metrics, set_metrics
 
 SAMPLES = 6
 WORST = (
@@ -117,6 +118,34 @@ def test_steps_without_any_reward_stop_the_run_and_one_reward_begins_anew(tmp_pa
         records.check_rewards(groups)
     with pytest.raises(RewardError, match="no sample had a reward in 2 steps in a row"):
         records.check_rewards([none, none])
+
+
+def test_the_message_of_no_rewards_names_the_function_of_every_set(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    sets = {"a": {"path": "a.jsonl", "reward": "m:f"}, "b": {"path": "b.jsonl"}}
+    config = RunConfig.model_validate(
+        {"data": {"sets": sets}, "reward": {"function": "m:g"}, "trainer": {"max_skipped_steps": 1}}
+    )
+    records = Records(config, None, tmp_path, None, None, None, done=0, dtype="float32")
+    none = a_group()
+    none.rewards[:] = math.nan
+    with pytest.raises(RewardError, match="data.sets.a.reward=m:f, reward.function=m:g returned"):
+        records.check_rewards([none])
+
+
+def test_each_data_set_has_metrics_of_its_own():
+    groups = [a_group() for _ in range(4)]
+    for group, name in zip(groups, ["a", "b", "a", "a"], strict=True):
+        group.prompt = replace(group.prompt, data_set=name)
+    groups[0].rewards[:], groups[1].rewards[:] = 1, [0, 2, 2, 2, 0, 0]
+    groups[3].rewards[:3] = [1, 1, math.nan]
+    found = set_metrics(groups, ["a", "b", "c"])
+    # Of a: 6 times 1, 6 times 0, and 1, 1, 0, 0, 0.
+    expected = {"a/groups": 3, "a/mean": 8 / 17, "a/solved_all": 1 / 3, "a/solved_none": 1 / 3}
+    expected |= {"b/groups": 1, "b/mean": 1, "b/solved_all": 0, "b/solved_none": 0, "c/groups": 0}
+    given = {name: value for name, value in found.items() if not math.isnan(value)}
+    assert given == pytest.approx({f"reward/{name}": value for name, value in expected.items()})
+    assert len(found) == 12 and set_metrics(groups, []) == {}
 
 
 def test_failed_rewards_are_counted_and_not_in_the_mean():

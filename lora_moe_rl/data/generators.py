@@ -1,0 +1,80 @@
+"""Calling a generator of rows with its arguments; and one that is there already."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from itertools import islice
+from types import ModuleType
+from typing import Any
+
+from lora_moe_rl.config import SourceConfig
+from lora_moe_rl.config.importing import load_function
+from lora_moe_rl.errors import ConfigError
+
+
+def open_generator(config: SourceConfig, seed: int) -> Iterator[Any]:
+    """The rows of a generator, from the first. Raises ConfigError when it does not take the
+    arguments of data.args, or needs others."""
+    assert config.generator is not None
+    generate = load_function(config.generator)
+    return islice(generate(**_arguments(generate, config, seed)), config.limit)
+
+
+def _arguments(generate: Callable, config: SourceConfig, seed: int) -> dict[str, Any]:
+    """What the generator is called with: data.args, and the run's seed if it takes one that
+    data.args does not give."""
+    parameters = inspect.signature(generate).parameters.values()
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    key, generator = config.key, f"{config.key('generator')}={config.generator}"
+    for name in config.args:
+        if name not in named and not takes_any:
+            close = difflib.get_close_matches(name, named, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            takes = f"it takes {', '.join(named)}" if named else "it takes none"
+            raise ConfigError(
+                f"{key('args')}.{name}: {generator} has no argument {name!r}; {hint}{takes}"
+            )
+    given = ({"seed": seed} if "seed" in named else {}) | config.args
+    for name, parameter in named.items():
+        if name not in given and parameter.default is parameter.empty:
+            raise ConfigError(
+                f"{generator} needs an argument {name!r}: set {key('args')}.{name}=VALUE"
+            )
+    return given
+
+
+def reasoning_gym(task: str, seed: int, **settings: Any) -> Iterator[dict[str, Any]]:
+    """Rows of a task of reasoning_gym (https://github.com/open-thought/reasoning-gym), with
+    settings of its own, for ever: after its `size` rows come others, of a later seed. Each has a
+    prompt, an answer and the metadata that the reward `lora_moe_rl.rewards:reasoning_gym` scores
+    by. Raises ConfigError."""
+    library = load_reasoning_gym()
+    known = library.factory.DATASETS
+    if task not in known:
+        close = difflib.get_close_matches(task, known, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ConfigError(
+            f"reasoning_gym has no task {task!r}; {hint}It has {', '.join(sorted(known))}"
+        )
+    while True:
+        try:
+            rows = library.create_dataset(task, seed=seed, **settings)
+        except (TypeError, ValueError, AssertionError) as error:
+            raise ConfigError(f"reasoning_gym's {task} refuses its settings: {error}") from error
+        for row in rows:
+            yield {"prompt": row["question"], "answer": row["answer"], "metadata": row["metadata"]}
+        seed += len(rows)  # the library makes row i of `seed + i`
+
+
+def load_reasoning_gym() -> ModuleType:
+    """The library, which is not among this project's own. Raises ConfigError without it."""
+    try:
+        return import_module("reasoning_gym")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"reasoning_gym cannot be imported ({error}): pip install reasoning-gym"
+        ) from error
