@@ -48,9 +48,8 @@ def reasons(search: Search) -> list[str]:
     """Why a search found nothing, in sentences with numbers."""
     hardware, found = search.assumed.hardware, []
     memory, gpus = hardware.spec.memory, hardware.gpus
-    lightest = search.lightest()
-    if lightest and lightest[1].total > search.room:
-        trainer, rank = lightest
+    trainer, rank = search.lightest()
+    if rank.total > search.room:
         largest = max(rank.memory, key=lambda key: rank.memory[key])
         found.append(
             f"a trainer rank needs at least {rank.total / GIB:.1f} GiB (trainer.world_size="
@@ -61,7 +60,7 @@ def reasons(search: Search) -> list[str]:
         )
     engines = list(search.engines())
     fitting = [rollout.tp for rollout, engine in engines if engine.sequences]
-    if engines and not fitting:
+    if not fitting:
         rollout, engine = max(engines, key=lambda pair: pair[1].kv_cache)
         cut = " ep=true" if rollout.ep else ""
         found.append(
@@ -74,8 +73,8 @@ def reasons(search: Search) -> list[str]:
         )
     if not found:
         found.append(
-            f"the trainer needs {search.fewest() or 'all'} GPUs and an engine "
-            f"{min(fitting, default='none')}, and there are {gpus}"
+            f"no split of {gpus} GPUs gives the trainer the {search.fewest()} that it needs and an "
+            f"engine the {min(fitting)}"
         )
     return found
 
@@ -126,7 +125,7 @@ class _Trials:
     def _mildest(self, axis: Axis) -> Words | None:
         """What makes the run fit by the mildest of the steps that does, or None."""
         last, low = len(axis.steps) - 1, 0
-        high = min(low, last) if axis.dear else last
+        high = 0 if axis.dear else last
         while self.fitting(axis.steps[high]) is None:
             if high == last:
                 return None

@@ -84,24 +84,22 @@ class Search:
     def best(self, count: int) -> list[Proposal]:
         """The fastest of each split of the GPUs between trainer and engines, fastest first."""
         gpus = self.assumed.hardware.gpus
-        if not any(engine.sequences for _, engine in self.engines()):
-            return []
         found = [self._shared(gpus)] if gpus else []
-        for engines in _splits(gpus):
-            found.append(self._split(gpus - engines, engines))
+        if any(engine.sequences for _, engine in self.engines()):
+            for engines in _splits(gpus):
+                found.append(self._split(gpus - engines, engines))
         proposals = [proposal for proposal in found if proposal is not None]
         return sorted(proposals, key=lambda p: p.seconds.step)[:count]
 
-    def lightest(self) -> tuple[TrainerConfig, RankClass] | None:
-        """The layout whose heaviest rank has least memory, with all GPUs or those of a split; None
-        when none divides the model."""
+    def lightest(self) -> tuple[TrainerConfig, RankClass]:
+        """The layout whose heaviest rank has least memory, with all GPUs or those of a split."""
         gpus = self.assumed.hardware.gpus
         found = [
             (trainer, self._heaviest(trainer))
             for world in {gpus - engines for engines in (0, *_splits(gpus))}
             for trainer in trainer_layouts(self.facts.shape, self.config.trainer, world)
         ]
-        return min(found, key=lambda pair: pair[1].total, default=None)
+        return min(found, key=lambda pair: pair[1].total)
 
     def fewest(self) -> int | None:
         """The smallest trainer of a split that fits; None when none does."""
@@ -146,9 +144,9 @@ class Search:
     def _shared(self, gpus: int) -> Proposal | None:
         """Every GPU holds a trainer rank and an engine of its own, half and half for Ray."""
         update = {"engines": gpus, "tp": 1, "ep": False, "gpus_per_engine": 0.5}
-        _, alone = next(self.engines())
-        if alone.sequences < 1:
-            return None
+        most = {"gpu_memory_utilization": 1 - MARGIN}
+        if self._engine(self.config.rollout.model_copy(update=update | most)).sequences < 1:
+            return None  # beside any trainer rank
         best = None
         for trainer in trainer_layouts(self.facts.shape, self.config.trainer, gpus):
             trainer = trainer.model_copy(update={"gpus_per_rank": 0.5})

@@ -297,11 +297,19 @@ def test_quantised_directories_are_known_by_their_config(tmp_path):
         find(str(tmp_path))
 
 
+def test_gpus_are_shared_whatever_share_an_engine_of_its_own_would_get():
+    facts = find("moonlight-16b-a3b")
+    assumed = Assumed(Hardware(1, "h200"), "bf16", "bf16", Lengths(512, 512))
+    config = config_of(rollout={"gpu_memory_utilization": 0.05})
+    assert [p.shared for p in Search(facts, config, assumed).best(2)] == [True]
+
+
 def test_a_dense_model_gets_no_engines_that_cut_experts():
     facts = find("qwen3-8b")
     assumed = Assumed(Hardware(8), "bf16", "bf16", Lengths(512, 512))
-    for proposal in Search(facts, config_of(), assumed).best(8):
-        assert not proposal.config.rollout.ep
+    search = Search(facts, config_of(), assumed)
+    assert not any(rollout.ep for rollout, _ in search.engines())
+    for proposal in search.best(8):
         assert make(facts, proposal.config, assumed).problems == []
 
 
