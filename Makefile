@@ -8,7 +8,7 @@ STAMP := .venv/.setup-$(KIND)
 JOBS ?= 2
 DEMO_DIR ?= runs/demo/$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help setup demo check test test-slow test-gpu mutants oracles lint format clean
+.PHONY: help setup demo check test test-slow test-gpu mutants oracles lint format wheel clean
 
 help:
 	@echo "make setup      make .venv with the pinned packages (GPU=1: CUDA builds)"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-slow  the long ones                  make test-gpu    those for one GPU"
 	@echo "make mutants    plant bugs on purpose, and see that the tests of make test catch them"
 	@echo "make lint       ruff and pyright               make format      let ruff mend what it can"
+	@echo "make wheel      dist/lora_moe_rl-*.whl         (docs/install.md: pip, Docker)"
 
 setup: $(STAMP)
 
@@ -79,6 +80,10 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+wheel: $(STAMP)
+	rm -rf build
+	$(BIN)/python -m build --wheel --no-isolation
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

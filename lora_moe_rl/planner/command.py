@@ -2,263 +2,58 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
-from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config.importing import load_file
-from lora_moe_rl.config.options import result_parser
-from lora_moe_rl.config.overrides import override, parse_arguments
-from lora_moe_rl.config.recipes import load_config
-from lora_moe_rl.errors import ConfigError, LoraMoeRlError
 from lora_moe_rl.planner import plan as plans
-from lora_moe_rl.planner.compute import Lengths
-from lora_moe_rl.planner.facts import Facts, Format, find
-from lora_moe_rl.planner.hardware import DEFAULT_GPU, GPUS, Hardware
-from lora_moe_rl.planner.plan import Assumed, RunPlan
+from lora_moe_rl.planner.changes import Change, reasons, search_of, what_would_fit
+from lora_moe_rl.planner.plan import RunPlan
+from lora_moe_rl.planner.request import Request, parser, read
 from lora_moe_rl.planner.search import Proposal, Search
 
 if TYPE_CHECKING:
     from lora_moe_rl.planner.build import BuildReport
 
-ABOUT = """\
-What a run needs, from the model's config alone: memory of every trainer rank and engine rank,
-bytes of refits and router decisions, operations a token, and seconds of a step by a roofline.
-Needs no torch, GPU, weights or network. Exit code 1 when the run does not fit, 2 when the layout
-does not divide the model.
-
-    lora-moe-rl plan recipes/kimi_k2_1t.py adapter.rank=16
-    lora-moe-rl plan --model kimi-k2 --gpus 64 --gpu-memory 80 --rank 32
-    lora-moe-rl plan --model qwen3-30b-a3b --gpus 8 --search
-
-With --model and no trainer.* or rollout.* layout, the fastest that is found is planned.
-"""
-# Of --model without a recipe: a reasoning run of moderate length.
-WHAT_IF = (
-    "model.max_length=8192",
-    "rollout.max_response_tokens=6144",
-    "rollout.gpu_memory_utilization=0.9",
-    "trainer.micro_batch_tokens=8192",
-    "trainer.recompute=full",
-    "algorithm.prompts_per_step=64",
-)
-LAYOUT_KEYS = ("world_size", "tp", "pp", "ep", "etp", "vpp")
-TIMES_MORE_GPUS = (2, 4, 8)
-
 
 def main(argv: Sequence[str]) -> int:
-    options = _parser().parse_intermixed_args(argv)
+    options = parser().parse_intermixed_args(argv)
     if options.published:
         from lora_moe_rl.planner.published import Published, rows
 
         return Published(rows()).conclude(options.json)
-    config, hardware = _base(options)
-    settings = _settings(options)
-    name = options.model or config.model.path
-    facts = find(name)
-    hardware = _hardware(options, hardware)
-    config, asked = _configured(facts, config, settings, options, hardware)
-    assumed = _assumed(facts, config, hardware or Hardware(_gpus(config)), options)
-    proposals: list[Proposal] = []
-    if options.search or not asked:
-        proposals = _search(facts, config, assumed, options.top)
-    if not asked:
+    request, proposals = read(argv), list[Proposal]()
+    search, config = search_of(request), request.config
+    if options.search or not request.has_layout:
+        proposals = search.best(max(1, options.top))
+    if not request.has_layout:
+        if not proposals:
+            return _nothing_fits(argv, request, search)
         config = proposals[0].config
-    result = plans.make(facts, config, assumed)
+    result = plans.make(request.facts, config, request.assumed)
+    changes = what_would_fit(argv) if result.problems else []
     report = _built(result) if options.build else None
-    _show(result, proposals if options.search else [], report, chosen=not asked, options=options)
+    _show(request, result, proposals, changes, report)
+    if options.write is not None:
+        from lora_moe_rl.planner.written import write
+
+        write(result, options.write, argv)
+        print(f"written: {options.write}", file=sys.stderr)
     return 1 if result.problems or (report is not None and not report.passed) else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = result_parser("plan", ABOUT)
-    parser.add_argument("words", nargs="*", metavar="RECIPE or key=value")
-    parser.add_argument("--model", help="a published model (kimi-k2), or a directory")
-    parser.add_argument("--gpus", type=int, help="GPUs of the cluster")
-    parser.add_argument("--gpu", choices=list(GPUS), help=f"their kind ({DEFAULT_GPU})")
-    parser.add_argument(
-        "--gpu-memory", type=float, metavar="GIB", help="where it is not the kind's"
-    )
-    parser.add_argument("--bandwidth", type=float, metavar="GB/S", help="of a GPU to other nodes")
-    parser.add_argument("--gpus-per-node", type=int, help="which an engine cannot exceed (8)")
-    parser.add_argument("--rank", type=int, help="short for adapter.rank")
-    formats = ("bf16", "fp8", "int4")
-    about = "the trainer's frozen base, as if held in this format (bf16 is what there is)"
-    parser.add_argument("--base", choices=formats, help=about)
-    about = "the engines' weights (as the checkpoint has them)"
-    parser.add_argument("--served", choices=formats, help=about)
-    parser.add_argument("--prompt-tokens", type=int, help="mean (half of the most)")
-    parser.add_argument("--response-tokens", type=int, help="mean (half of the most)")
-    parser.add_argument("--search", action="store_true", help="propose layouts, fastest first")
-    parser.add_argument("--top", type=int, default=8, help="of --search: how many (8)")
-    about = "build ranks of every stage without values and compare (needs torch and Megatron)"
-    parser.add_argument("--build", action="store_true", help=about)
-    parser.add_argument("--published", action="store_true", help="compare with published figures")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw memory by class of rank")
-    return parser
+def _nothing_fits(argv: Sequence[str], request: Request, search: Search) -> int:
+    why, changes = reasons(search), what_would_fit(argv)
+    if request.options.json:
+        print(json.dumps({"problems": why, "changes": [asdict(c) for c in changes]}, indent=1))
+        return 1
+    from lora_moe_rl.planner import tables
 
-
-def _base(options: argparse.Namespace) -> tuple[RunConfig, Hardware | None]:
-    """The config before settings, and the hardware that a recipe names."""
-    recipes = [word for word in options.words if "=" not in word and not word.startswith("@")]
-    given = [*recipes, *([f"--model {options.model}"] if options.model else [])]
-    if len(given) != 1:
-        raise ConfigError(
-            f"plan takes one recipe or --model, and was given {', '.join(given) or 'neither'}"
-        )
-    if options.model:
-        return override(RunConfig(), WHAT_IF), None
-    config = load_config(recipes[0])
-    if not recipes[0].endswith(".py"):
-        return config, None
-    hardware = vars(load_file(Path(recipes[0]))).get("hardware")
-    if hardware is not None and not isinstance(hardware, Hardware):
-        raise ConfigError(
-            f"{recipes[0]}: `hardware` is a {type(hardware).__name__}; it is a "
-            "lora_moe_rl.planner.hardware.Hardware"
-        )
-    return config, hardware
-
-
-def _settings(options: argparse.Namespace) -> list[str]:
-    settings = [word for word in options.words if "=" in word or word.startswith("@")]
-    return settings + ([f"adapter.rank={options.rank}"] if options.rank else [])
-
-
-def _hardware(options: argparse.Namespace, named: Hardware | None) -> Hardware | None:
-    """The recipe's, with what the command line says instead."""
-    given = {
-        "gpus": options.gpus,
-        "gpu": options.gpu,
-        "gpu_memory": options.gpu_memory,
-        "bandwidth": options.bandwidth,
-        "gpus_per_node": options.gpus_per_node,
-    }
-    given = {key: value for key, value in given.items() if value is not None}
-    for key in ("gpus", "gpu_memory", "bandwidth", "gpus_per_node"):
-        if given.get(key, 1) <= 0:
-            raise ConfigError(f"--{key.replace('_', '-')} {given[key]} is not above 0")
-    if named is not None:
-        return replace(named, **given)
-    if "gpus" in given:
-        return Hardware(**given)
-    return None if not given else Hardware(0, **given)
-
-
-def _configured(
-    facts: Facts,
-    config: RunConfig,
-    settings: list[str],
-    options: argparse.Namespace,
-    hardware: Hardware | None,
-) -> tuple[RunConfig, bool]:
-    """The config with the settings, and whether it has a layout of its own. Raises ConfigError,
-    with the nearest layouts that divide and fit, for one that cannot be."""
-    given: dict = {}
-    for layer in parse_arguments(settings):
-        for section, keys in layer.items():
-            given.setdefault(section, {}).update(keys if isinstance(keys, dict) else {})
-    trainer = given.get("trainer", {})
-    asked = not options.model or any(key in trainer for key in LAYOUT_KEYS)
-    if not asked and hardware is None:
-        raise ConfigError(
-            "plan --model needs --gpus, the number of GPUs, or a layout: trainer.world_size=..."
-        )
-    try:
-        made = override(config, settings)
-        plans.check_layout(facts.shape, made)
-        return made, asked
-    except LoraMoeRlError as error:
-        wanted = {key: getattr(config.trainer, key) for key in LAYOUT_KEYS}
-        wanted |= {key: trainer[key] for key in LAYOUT_KEYS if key in trainer}
-        near = _nearest(facts, config, settings, wanted, hardware, options)
-        if not near:
-            raise
-        raise ConfigError(f"{error}; {near}") from error
-
-
-def _nearest(
-    facts: Facts,
-    config: RunConfig,
-    settings: list[str],
-    wanted: dict[str, int],
-    hardware: Hardware | None,
-    options: argparse.Namespace,
-) -> str:
-    """The nearest layouts as a sentence, or '' when something else than the layout is wrong."""
-    layout = tuple(f"trainer.{key}=" for key in LAYOUT_KEYS)
-    others = [s for s in settings if not s.removeprefix("--").startswith((*layout, "rollout.tp="))]
-    plain = config.trainer.model_copy(update=dict.fromkeys(LAYOUT_KEYS, 1))
-    try:
-        other = override(config.model_copy(update={"trainer": plain}), others)
-        hardware = hardware or Hardware(wanted["world_size"])
-        assumed = _assumed(facts, other, hardware, options)
-        found = Search(facts, other, assumed).nearest(wanted)
-    except LoraMoeRlError:
-        return ""
-    if not found:
-        return f"no layout of {wanted['world_size']} trainer ranks divides the model and fits"
-    names = ", ".join(f"tp={t.tp} pp={t.pp} ep={t.ep}" for t in found)
-    return f"the nearest layouts of {wanted['world_size']} trainer ranks that do and fit: {names}"
-
-
-def _assumed(
-    facts: Facts, config: RunConfig, hardware: Hardware, options: argparse.Namespace
-) -> Assumed:
-    hardware = hardware if hardware.gpus else replace(hardware, gpus=_gpus(config))
-    weights: Format = "float32" if config.trainer.dtype == "float32" else "bf16"
-    quantised = facts.checkpoint in ("fp8", "int4")
-    served = options.served or (facts.checkpoint if quantised else weights)
-    lengths = Lengths(
-        options.prompt_tokens or max(1, config.max_prompt_tokens // 2),
-        options.response_tokens or max(1, config.rollout.max_response_tokens // 2),
-    )
-    weights = cast(Format, options.base or weights)
-    return Assumed(hardware, weights, cast(Format, served), lengths)
-
-
-def _gpus(config: RunConfig) -> int:
-    mine, theirs, shared = plans.gpus_of(config)
-    return mine if shared else mine + theirs
-
-
-def _search(facts: Facts, config: RunConfig, assumed: Assumed, top: int) -> list[Proposal]:
-    """Raises ConfigError, with the number of GPUs that is enough, when nothing fits."""
-    proposals = Search(facts, config, assumed).best(max(1, top))
-    if proposals:
-        return proposals
-    hardware = assumed.hardware
-    what = (
-        f"no layout of {facts.name} with adapter.rank={config.adapter.rank} fits {hardware.gpus} "
-        f"GPUs of {hardware.spec.memory:g} GiB"
-    )
-    for other in _larger(hardware):
-        best = Search(facts, config, replace(assumed, hardware=other)).best(1)
-        if best:
-            settings = " ".join(f"{key}={value}" for key, value in best[0].settings.items())
-            raise ConfigError(
-                f"{what} in nodes of {hardware.gpus_per_node}; on {other.gpus} {other.gpu} of "
-                f"{other.spec.memory:g} GiB one does: {settings}"
-            )
-    raise ConfigError(
-        f"{what}, nor any larger cluster that was tried; lower adapter.rank, model.max_length or "
-        "refit.slots, set adapter.expert_layout=shared_outer, or serve fewer bits (--served)"
-    )
-
-
-def _larger(hardware: Hardware) -> Iterator[Hardware]:
-    """More of the same GPUs, and as many and more of those with more memory."""
-    kinds = [g for g in GPUS.values() if g.memory > hardware.spec.memory]
-    others = [replace(hardware, gpu=g.name, gpu_memory=None) for g in kinds]
-    for times in (1, *TIMES_MORE_GPUS):
-        for other in [hardware, *sorted(others, key=lambda o: o.spec.memory)]:
-            if times > 1 or other is not hardware:
-                yield replace(other, gpus=other.gpus * times)
+    tables.show_nothing(request, why)
+    tables.show_changes(changes)
+    return 1
 
 
 def _built(result: RunPlan) -> BuildReport:
@@ -272,12 +67,14 @@ def _built(result: RunPlan) -> BuildReport:
 
 
 def _show(
+    request: Request,
     result: RunPlan,
     proposals: list[Proposal],
+    changes: list[Change],
     report: BuildReport | None,
-    chosen: bool,
-    options: argparse.Namespace,
 ) -> None:
+    options = request.options
+    shown = proposals if options.search else []
     if options.png:
         from lora_moe_rl.planner.chart import draw
 
@@ -285,14 +82,19 @@ def _show(
     if options.json:
         from lora_moe_rl.planner.as_json import as_json
 
-        built = {} if report is None else {"build": report.as_json()}
-        print(json.dumps(as_json(result, proposals) | built, indent=1))
+        more = {"changes": [asdict(change) for change in changes]}
+        more |= {} if report is None else {"build": report.as_json()}
+        print(json.dumps(as_json(result, shown) | more, indent=1))
         return
     from lora_moe_rl.planner import tables
 
-    tables.show(result, chosen)
-    if proposals:
-        tables.show_proposals(proposals, result.assumed)
+    tables.show(result, chosen=not request.has_layout)
+    if result.problems:
+        tables.show_changes(changes)
+    if options.search:
+        tables.show_proposals(shown, request.assumed)
+        if request.has_layout:
+            tables.show_choice(result, shown)
     if report is not None:
         report.show()
     if options.png:

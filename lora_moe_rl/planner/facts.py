@@ -27,13 +27,16 @@ Format = Literal["bf16", "fp8", "int4", "float32"]
 class Facts:
     """`checkpoint`: how the published weights are stored. `parameters`: their published number,
     with those of `prediction_layers` layers that predict further tokens and are not trained here;
-    `stated` says by whom. None and '' for a directory."""
+    `stated` says by whom. None and '' for a directory. `path`: what model.path is for it;
+    `remote_tokenizer`: whether its tokenizer is known to be code that comes with the model."""
 
     name: str
     config: Config
     shape: ModelShape
     checkpoint: Format
     source: str
+    path: str
+    remote_tokenizer: bool = False
     parameters: int | None = None
     prediction_layers: int = 0
     stated: str = ""
@@ -54,10 +57,11 @@ def find(name: str) -> Facts:
     if path.is_dir():
         return _of_directory(path)
     if name in TINY_NAMES:  # to the letter: deepseek-v3 is the published model
-        return _of_entry(known()[f"tiny_{name}"])
+        return _of_entry(known()[f"tiny_{name}"], name)
     for stem, entry in known().items():
         if plain(name) in {plain(stem), plain(entry["name"]), *map(plain, entry["hub"])}:
-            return _of_entry(entry)
+            hub = next((h for h in entry["hub"] if plain(h) == plain(name)), entry["hub"][0])
+            return _of_entry(entry, hub)
     names = [entry["name"] for entry in known().values()]
     near = get_close_matches(plain(name), [plain(n) for n in names], n=3, cutoff=0.4)
     nearest = [n for n in names if plain(n) in near]
@@ -78,7 +82,7 @@ def config_of(stem: str) -> dict[str, Any]:
     return dict(known()[stem]["config"])
 
 
-def _of_entry(entry: Mapping[str, Any]) -> Facts:
+def _of_entry(entry: Mapping[str, Any], path: str) -> Facts:
     published = entry["published"]
     return Facts(
         entry["name"],
@@ -86,6 +90,8 @@ def _of_entry(entry: Mapping[str, Any]) -> Facts:
         ModelShape.from_hf_config(entry["config"]),
         entry["checkpoint"],
         entry["source"],
+        path,
+        entry.get("remote_tokenizer", False),
         published["parameters"],
         published["prediction_layers"],
         published["as"],
@@ -101,7 +107,7 @@ def _of_directory(path: Path) -> Facts:
     except ValueError as error:
         raise ModelError(f"{file} is not JSON: {error}") from error
     shape = ModelShape.from_hf_config(config)
-    return Facts(path.name, config, shape, _format(config, file), str(file))
+    return Facts(path.name, config, shape, _format(config, file), str(file), str(path))
 
 
 def _format(config: Config, file: Path) -> Format:

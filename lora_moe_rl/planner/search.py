@@ -20,8 +20,22 @@ MAX_PP = 32
 TPS = (1, 2, 4, 8)
 ENGINE_TPS = (1, 2, 4, 8, 16, 32, 64)
 SPLITS = 16  # shares of the GPUs that engines are tried with
-# Less than this share of a GPU stays free: what the plan does not know of.
-MARGIN = 0.04
+# What proposals leave free of a trainer rank's GPU: the plan is 12 and 14 % below the two published
+# figures of a rank's memory (planner/published.py).
+MARGIN = 0.15
+LAYOUT_KEYS = ("world_size", "tp", "pp", "ep", "etp", "vpp")
+# All keys that a search sets, by section.
+SEARCHED = {
+    "trainer": (*LAYOUT_KEYS, "recompute", "gpus_per_rank"),
+    "rollout": (
+        "engines",
+        "tp",
+        "ep",
+        "fully_sharded",
+        "gpus_per_engine",
+        "gpu_memory_utilization",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -71,10 +85,40 @@ class Search:
         """The fastest of each split of the GPUs between trainer and engines, fastest first."""
         gpus = self.assumed.hardware.gpus
         found = [self._shared(gpus)] if gpus else []
-        for engines in _splits(gpus):
-            found.append(self._split(gpus - engines, engines))
+        if any(engine.sequences for _, engine in self.engines()):
+            for engines in _splits(gpus):
+                found.append(self._split(gpus - engines, engines))
         proposals = [proposal for proposal in found if proposal is not None]
         return sorted(proposals, key=lambda p: p.seconds.step)[:count]
+
+    def lightest(self) -> tuple[TrainerConfig, RankClass]:
+        """The layout whose heaviest rank has least memory, with all GPUs or those of a split."""
+        gpus = self.assumed.hardware.gpus
+        found = [
+            (trainer, self._heaviest(trainer))
+            for world in {gpus - engines for engines in (0, *_splits(gpus))}
+            for trainer in trainer_layouts(self.facts.shape, self.config.trainer, world)
+        ]
+        return min(found, key=lambda pair: pair[1].total)
+
+    def fewest(self) -> int | None:
+        """The smallest trainer of a split that fits; None when none does."""
+        gpus = self.assumed.hardware.gpus
+        for world in sorted(gpus - engines for engines in (0, *_splits(gpus))):
+            for trainer in trainer_layouts(self.facts.shape, self.config.trainer, world):
+                if self._heaviest(trainer).total <= self.room:
+                    return world
+        return None
+
+    def engines(self) -> Iterator[tuple[RolloutConfig, EngineRank]]:
+        """One engine of each kind that divides the model and stands on one node of the cluster,
+        smallest first."""
+        for tp in ENGINE_TPS:
+            if tp > min(self.hardware[1], self.assumed.hardware.gpus):
+                break
+            if divides_engine(self.facts.shape, tp):
+                for rollout in self._kinds(tp, tp):
+                    yield rollout, self._engine(rollout)
 
     def nearest(self, wanted: dict[str, int], count: int = 3) -> list[TrainerConfig]:
         """Trainer layouts of the wanted number of ranks that divide and fit, most like it first."""
@@ -100,6 +144,9 @@ class Search:
     def _shared(self, gpus: int) -> Proposal | None:
         """Every GPU holds a trainer rank and an engine of its own, half and half for Ray."""
         update = {"engines": gpus, "tp": 1, "ep": False, "gpus_per_engine": 0.5}
+        most = {"gpu_memory_utilization": 1 - MARGIN}
+        if self._engine(self.config.rollout.model_copy(update=update | most)).sequences < 1:
+            return None  # beside any trainer rank
         best = None
         for trainer in trainer_layouts(self.facts.shape, self.config.trainer, gpus):
             trainer = trainer.model_copy(update={"gpus_per_rank": 0.5})
@@ -141,9 +188,7 @@ class Search:
                 break
             if gpus % tp or not divides_engine(self.facts.shape, tp):
                 continue
-            for ep in (False, True) if tp > 1 else (False,):
-                update = {"engines": gpus // tp, "tp": tp, "ep": ep, "gpus_per_engine": None}
-                rollout = self.config.rollout.model_copy(update=update | {"fully_sharded": False})
+            for rollout in self._kinds(gpus, tp):
                 engine = self._engine(rollout)
                 if engine.sequences < 1:
                     continue
@@ -152,6 +197,12 @@ class Search:
                 if seconds < least:
                     best, least = rollout, seconds
         return best
+
+    def _kinds(self, gpus: int, tp: int) -> Iterator[RolloutConfig]:
+        """Engines of `tp` ranks on so many GPUs, with experts cut in each way there is."""
+        for ep in (False, True) if tp > 1 and self.facts.shape.num_experts else (False,):
+            update = {"engines": gpus // tp, "tp": tp, "ep": ep, "gpus_per_engine": None}
+            yield self.config.rollout.model_copy(update=update | {"fully_sharded": False})
 
     def _engine(self, rollout: RolloutConfig) -> EngineRank:
         config = self.config.model_copy(update={"rollout": rollout})

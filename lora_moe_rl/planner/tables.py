@@ -5,9 +5,11 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
+from lora_moe_rl.planner.changes import Change
 from lora_moe_rl.planner.hardware import GIB
 from lora_moe_rl.planner.plan import Assumed, RunPlan
-from lora_moe_rl.planner.search import Proposal
+from lora_moe_rl.planner.request import Request
+from lora_moe_rl.planner.search import MARGIN, SEARCHED, Proposal
 from lora_moe_rl.verify.report import console, table
 
 WIDTH = 118
@@ -147,3 +149,54 @@ def show_proposals(proposals: list[Proposal], assumed: Assumed) -> None:
         cells = [f"{value:,.0f}" for value in (s.step, s.rollout, s.train)]
         made.add_row(settings, *cells, _gib(p.heaviest.total), f"{p.engine.sequences:,}")
     console(WIDTH).print(made)
+
+
+def show_nothing(request: Request, reasons: list[str]) -> None:
+    hardware, adapter = request.assumed.hardware, request.config.adapter
+    out = console(WIDTH)
+    text = f"no layout of {request.facts.name} with adapter.rank={adapter.rank} fits "
+    text += f"{hardware.gpus} GPUs ({hardware.gpu}, {hardware.spec.memory:g} GiB)"
+    out.print(Text(text, style="red"))
+    for reason in reasons:
+        out.print(Text(f"  why: {reason}", style="red"))
+
+
+def show_changes(changes: list[Change]) -> None:
+    out = console(WIDTH)
+    if not changes:
+        out.print(Text("no change that was tried makes it fit, nor all of them together"))
+        return
+    out.print(Text("each of these was planned, and fits; to add to the command, least harm first:"))
+    for change in changes:
+        out.print(Text(f"  {' '.join(change.words)}    # {change.harm}"), soft_wrap=True)
+
+
+def show_choice(own: RunPlan, proposals: list[Proposal]) -> None:
+    console(WIDTH).print(Text(choice(own, proposals)))
+
+
+def choice(own: RunPlan, proposals: list[Proposal]) -> str:
+    """Why the fastest proposal is not the layout that was given, in a sentence."""
+    if not proposals:
+        return f"the search proposes nothing: no layout leaves {MARGIN:.0%} of a GPU free"
+    best = proposals[0]
+    differing = ", ".join(
+        f"{section}.{key}"
+        for section, keys in SEARCHED.items()
+        for key in keys
+        if getattr(getattr(own.config, section), key) != getattr(getattr(best.config, section), key)
+    )
+    if not differing:
+        return "the layout given here is the fastest that was found"
+    if own.problems:
+        return f"the layout given here does not fit; the first of the list differs in {differing}"
+    mine, theirs = own.seconds, best.seconds
+    verdict = "faster" if theirs.step < mine.step else "no faster"
+    return (
+        f"the layout given here fits too; the first of the list is {verdict} by the roofline "
+        f"({theirs.step:,.0f} s a step for {mine.step:,.0f}: rollout {theirs.rollout:,.0f} for "
+        f"{mine.rollout:,.0f}, train {theirs.train:,.0f} for {mine.train:,.0f}) and holds "
+        f"{_gib(best.heaviest.total)} GiB on a trainer rank for {_gib(own.heaviest.total)}; it "
+        f"differs in {differing}. No GPU has confirmed either estimate: the layout with more "
+        "memory left is the safer one"
+    )

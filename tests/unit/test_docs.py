@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from lora_moe_rl.config.keys import all_keys, sections
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "lora_moe_rl"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TOP_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES = [*TOP_PAGES, *sorted((ROOT / "docs").rglob("*.md"))]
 TOP = ("adapters", "kernels", "refit", "router_replay", "recipes", "tests", "lora_moe_rl")
 SOURCES = [
     path
@@ -78,6 +81,35 @@ def test_the_files_that_sources_name_are_there():
     assert not {path: files for path, files in found.items() if files}
 
 
+def linked(page: Path) -> set[Path]:
+    """Pages of ours that a page links to."""
+    targets = {match["target"].partition("#")[0] for match in LINK.finditer(page.read_text())}
+    return {(page.parent / target).resolve() for target in targets if target.endswith(".md")}
+
+
+def test_every_page_is_a_link_or_two_from_the_readme():
+    """What the index does not name, CONTRIBUTING does: the pages of docs/adding."""
+    near = linked(ROOT / "README.md")
+    assert set(PAGES) - {ROOT / "README.md"} <= near | linked(ROOT / "CONTRIBUTING.md")
+
+
+def unknown_keys(text: str) -> set[str]:
+    """Words of the form section.key, as `trainer.lr`, that are no key of the config; Python code
+    names other things so."""
+    text = re.sub(r"^```python$.*?^```$", "", text, flags=re.M | re.S)
+    named = re.compile(rf"(?<![\w/.-])(?:{'|'.join(filter(None, sections()))})\.[a-z]\w*(?![\w(/])")
+    return {match[0] for match in named.finditer(text) if match[0][-3:] != ".md"} - {*all_keys()}
+
+
+# These name keys of others, or of the examples that they add.
+OTHERS_KEYS = [ROOT / "docs/from_verl.md", *(ROOT / "docs/adding").glob("*.md")]
+
+
+@pytest.mark.parametrize("page", sorted({*PAGES} - {*OTHERS_KEYS}), ids=name_of)
+def test_the_settings_that_a_page_names_are_there(page):
+    assert not unknown_keys(page.read_text())
+
+
 def test_pages_and_sources_are_looked_at():
     assert len(PAGES) > 20 and len(SOURCES) > 250
 
@@ -88,3 +120,7 @@ def test_what_is_gone_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# A b\n[1](page.md#a-b) [2](#c) [3](no.md) [4](https://example.org/x)")
     assert broken_links(page) == ["#c", "no.md"]
+    assert unknown_keys("trainer.lr=1 trainer.rate, data.path. adapter.ranks=2 data.md") == {
+        "trainer.rate",
+        "adapter.ranks",
+    }

@@ -12,10 +12,13 @@ from lora_moe_rl.config.overrides import override
 from lora_moe_rl.data.maker import PromptMaker
 from lora_moe_rl.data.rows import read_rows
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.planner.changes import search_of
 from lora_moe_rl.planner.compute import Lengths
 from lora_moe_rl.planner.facts import find
 from lora_moe_rl.planner.hardware import GIB, Hardware
 from lora_moe_rl.planner.plan import Assumed, make
+from lora_moe_rl.planner.request import read
+from lora_moe_rl.planner.tables import choice
 from lora_moe_rl.rewards.mathematics import parse_answer
 
 ROOT = Path(__file__).parents[3]
@@ -64,6 +67,28 @@ def test_moonlight_fits_one_gpu_and_eight():
     assert planned(override(config, SHARED_GPU), Hardware(1, "h200")).problems == []
     eight = override(config, ["trainer.world_size=4", "trainer.ep=4", "rollout.engines=4"])
     assert planned(eight, Hardware(8)).problems == []
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_where_the_planner_prefers_another_layout_it_says_why(path):
+    """By the command's own words. A proposal that is slower than the recipe's layout would be a
+    search that overlooked it."""
+    request = read([str(path)])
+    own = make(request.facts, request.config, request.assumed)
+    assert own.problems == []
+    proposals = search_of(request).best(1)
+    said = choice(own, proposals)
+    if proposals[0].config == own.config:
+        assert said == "the layout given here is the fastest that was found"
+        return
+    best = proposals[0]
+    assert best.seconds.step <= own.seconds.step - own.seconds.refit, said
+    assert f"({best.seconds.step:,.0f} s a step for {own.seconds.step:,.0f}: rollout" in said
+    assert f"holds {best.heaviest.total / GIB:,.2f} GiB on a trainer rank" in said
+    for key in ("tp", "pp", "ep", "recompute"):
+        differs = getattr(best.config.trainer, key) != getattr(own.config.trainer, key)
+        assert (f"trainer.{key}" in said) == differs
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
