@@ -8,7 +8,7 @@ STAMP := .venv/.setup-$(KIND)
 JOBS ?= 2
 DEMO_DIR ?= runs/demo/$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help setup demo check test test-slow test-gpu mutants oracles lint format wheel clean
+.PHONY: help setup demo check test test-slow test-all test-gpu mutants oracles lint format wheel clean
 
 help:
 	@echo "make setup      make .venv with the pinned packages (GPU=1: CUDA builds)"
@@ -58,6 +58,11 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(PYTEST) tests/unit -m slow
 	$(PYTEST) tests/integration -m slow
+
+# Both, with what the tests of a file share started once.
+test-all: $(STAMP)
+	$(PYTEST) tests/unit
+	$(PYTEST) tests/integration
 
 # What verl and TRL make of the batches of the tests; in an environment of its own, beside ours.
 oracles: $(STAMP)
