@@ -28,7 +28,8 @@ def reward(completion_ids: list[list[int]], **_) -> list[float]:
 
 
 def main(work: dict) -> dict:
-    import torch
+    import trl  # noqa: F401  says at once that it is not there
+    import torch  # isort: skip
 
     torch.set_num_threads(work["threads"])
     steps, clock = work["warmup"] + work["steps"], _clock()
