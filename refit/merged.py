@@ -29,6 +29,7 @@ from lora_moe_rl.refit.merged_modules import (
     Buffers,
     Merge,
     Module,
+    base_linear,
     base_shards,
     find_arriving,
 )
@@ -97,18 +98,28 @@ class MergedReceiver:
         return modules
 
     def _refit_check_layout(self) -> None:
-        """The base's experts as we would write them are what vLLM holds: of the first and the last
-        layer the first and the last expert of this worker."""
-        modules = [module for module in self._refit_modules if module.is_experts]
-        for module in {id(m): m for m in (modules[:1] + modules[-1:])}.values():
-            experts = self._refit_weights.experts(module.path)
-            for expert in {min(experts.places), max(experts.places)}:
-                if not experts.holds(expert, base_shards(self._refit_base, module, expert)):
+        """The base as we would write it is what vLLM holds: of the first and the last layer with
+        experts the first and the last expert of this worker, and every other linear of the first
+        and the last layer. So it is known before training that both can be read back."""
+        experts = [module for module in self._refit_modules if module.is_experts]
+        for module in _ends(experts):
+            held = self._refit_weights.experts(module.path)
+            for expert in {min(held.places), max(held.places)}:
+                if not held.holds(expert, base_shards(self._refit_base, module, expert)):
                     raise RefitError(
                         f"{module.path}: what vLLM holds of expert {expert} is not what "
                         f"refit.mode=merged would write; it does not know the layout of "
-                        f"{experts.method.unquantized_backend}"
+                        f"{held.method.unquantized_backend}"
                     )
+        linears = [module for module in self._refit_modules if not module.is_experts]
+        layers = {module.layer for module in _ends(linears)}
+        for module in linears:
+            base = base_linear(self._refit_base, module) if module.layer in layers else None
+            if base and not self._refit_weights.linear_holds(module.path, base):
+                raise RefitError(
+                    f"{module.path}: what can be read back of vLLM is not what refit.mode=merged "
+                    f"would write of {', '.join(name for name, _ in base)}"
+                )
 
     @answer
     def refit_stage(self, version: int, sent_json: str) -> dict[str, Any]:
@@ -170,19 +181,18 @@ class MergedReceiver:
 
     @answer
     def refit_compare(self, version: int, sent_json: str) -> dict[str, Any]:
-        """The expert layers that do not hold what was sent. Of other linears an engine on the CPU
-        holds packed forms alone, which cannot be read back."""
+        """The modules that do not hold what was sent, in all of the model that is adapted."""
         if self._refit_version != version:
             raise RefitError(f"the weights are not of adapter version {version}")
         merge = self._refit_merge(version, self._refit_open(version, sent_json))
-        differing = []
-        for module in self._refit_modules:
-            if module.is_experts:
-                experts = self._refit_weights.experts(module.path)
-                pairs = merge.experts(module, experts)
-                if not all(experts.holds(expert, shards) for expert, shards in pairs):
-                    differing.append(module.path)
-        return {"differing": differing}
+        modules = self._refit_modules
+        return {"differing": [m.path for m in modules if not self._refit_holds(m, merge)]}
+
+    def _refit_holds(self, module: Module, merge: Merge) -> bool:
+        if not module.is_experts:
+            return self._refit_weights.linear_holds(module.path, merge.linear(module))
+        experts = self._refit_weights.experts(module.path)
+        return all(experts.holds(*one) for one in merge.experts(module, experts))
 
     @answer
     def refit_drop(self, version: int) -> dict[str, Any]:
@@ -196,6 +206,11 @@ class MergedReceiver:
     def refit_state(self) -> dict[str, Any]:
         """The version of the weights."""
         return {"versions": [] if self._refit_version is None else [self._refit_version]}
+
+
+def _ends(modules: list[Module]) -> list[Module]:
+    """The first and the last."""
+    return modules[:1] + modules[1:][-1:]
 
 
 def _check_vllm(weights: Weights, path: str, names: list[str]) -> range | None:

@@ -75,18 +75,13 @@ class Merge:
 
     def linear(self, module: Module) -> list[tuple[str, torch.Tensor]]:
         """All of a module's weights, and biases, under the checkpoint's names."""
-        base, result = self.base, []
-        for name in module.parts:
-            path = base.name(module.layer, name)
-            weight = base.weight(module.layer, name)
-            if name in module.arriving:
-                A, B = (tensor.assemble(self.buffers) for tensor in module.arriving[name])
-                weight = self._merged(weight, A, B, path, f"layers.{module.layer}.{name}")
-            result.append((f"{path}.weight", weight))
-            bias = base.bias(module.layer, name)
-            if bias is not None:
-                result.append((f"{path}.bias", bias))
-        return result
+        result = dict(base_linear(self.base, module))
+        for name, pair in module.arriving.items():
+            A, B = (tensor.assemble(self.buffers) for tensor in pair)
+            path = self.base.name(module.layer, name)
+            weight, group = f"{path}.weight", f"layers.{module.layer}.{name}"
+            result[weight] = self._merged(result[weight], A, B, path, group)
+        return list(result.items())
 
     def experts(
         self, module: Module, experts: Experts
@@ -121,6 +116,17 @@ class Merge:
             )
         self.arrived.setdefault(group, Arrived()).add(arrived)
         return merged
+
+
+def base_linear(base: Base, module: Module) -> list[tuple[str, torch.Tensor]]:
+    """All of a module's weights, and biases, of the base, under the checkpoint's names."""
+    result = []
+    for name in module.parts:
+        path, bias = base.name(module.layer, name), base.bias(module.layer, name)
+        result.append((f"{path}.weight", base.weight(module.layer, name)))
+        if bias is not None:
+            result.append((f"{path}.bias", bias))
+    return result
 
 
 def base_shards(base: Base, module: Module, expert: int) -> dict[str, torch.Tensor]:

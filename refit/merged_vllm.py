@@ -13,6 +13,7 @@ resident weights.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -30,6 +31,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.model_loader.reload import layerwise
 
 from lora_moe_rl.errors import RefitError
+from lora_moe_rl.refit import merged_read
 from lora_moe_rl.upstream.checks import require_attributes, require_parameters, require_version
 
 WHO = "lora_moe_rl/refit/merged_vllm.py"
@@ -86,12 +88,14 @@ class Weights:
                 f"{type(getattr(layer, 'quant_method', None)).__name__}, and {WHO} knows "
                 "unquantised linears alone"
             )
+        require_attributes(layer, merged_read.LAYER, WHO)
         for attention in self._absorbing(layer):
             if attention.is_amx_bmm_enabled:
                 raise RefitError(
                     f"{path}: vLLM packs it for AMX and drops it, and its reload knows nothing of "
                     "that; leave kv_b_proj out of adapter.targets on this CPU"
                 )
+            require_attributes(attention, merged_read.ATTENTION, WHO)
 
     @torch.no_grad()
     def load_linear(self, path: str, weights: list[tuple[str, torch.Tensor]]) -> None:
@@ -116,6 +120,22 @@ class Weights:
                 layerwise.finalize_layerwise_processing(layer, self.model_config)
             for attention in self._absorbing(layer):
                 attention.process_weights_after_loading(self.dtype)
+
+    def linear_holds(self, path: str, weights: Iterable[tuple[str, torch.Tensor]]) -> bool:
+        """Whether a module computes with what `load_linear` would write of these, to the bit."""
+        layer, found = self.model.get_submodule(path), dict(weights)
+        biases = [value for name, value in found.items() if name.endswith(".bias")]
+        whole = [
+            value.to(self.device, self.dtype)
+            for name, value in found.items()
+            if name.endswith(".weight")
+        ]
+        local = merged_read.local_weight(layer, whole)
+        if not merged_read.computes(layer, local):
+            return False
+        if not merged_read.adds(layer, biases, self.dtype):
+            return False
+        return all(merged_read.absorbs(one, local) for one in self._absorbing(layer))
 
     def experts(self, path: str) -> Experts:
         return Experts(path, self.model.get_submodule(path).routed_experts, self)

@@ -23,6 +23,7 @@ from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import AdapterConfig, TrainerConfig
 from lora_moe_rl.refit.merged import MergedReceiver
+from lora_moe_rl.refit.merged_modules import base_linear
 from lora_moe_rl.refit.parts import to_json
 from lora_moe_rl.refit.plan import EngineLayout
 from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
@@ -87,14 +88,21 @@ def check(name: str, folder: Path) -> dict[str, list[str]]:
         senders = make_senders(layouts, spec, tensors, TRAINER)
         sent = json.dumps([asdict(sender.send(version)) for sender in senders])
         answers += [worker.refit_stage(version, sent), worker.refit_commit(version)]
+    answers.append(worker.refit_compare(2, sent))
     errors = [answer["error"] for answer in answers if "error" in answer]
     _, restarted = load(merge_by_hand(serving, tensors), folder.parent / "store")
     _, fresh = load(base, folder.parent / "store")
-    return {
+    found = {
         "errors": errors,
         "unlike_restart": unlike(model, restarted),
         "unlike_base": unlike(model, fresh),
+        "unlike_sent": answers[-1].get("differing", []),
     }
+    linears = [module for module in worker._refit_modules if not module.is_experts]
+    for module in linears:
+        worker._refit_weights.load_linear(module.path, base_linear(worker._refit_base, module))
+    unlike_sent = worker.refit_compare(2, sent)["differing"]
+    return found | {"unnoticed": sorted({module.path for module in linears} ^ {*unlike_sent})}
 
 
 if __name__ == "__main__":

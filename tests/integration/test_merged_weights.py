@@ -22,4 +22,6 @@ def test_weights_after_two_refits_are_those_of_a_restart(tmp_path):
     for name, found in json.loads((tmp_path / "found.json").read_text()).items():
         assert found["errors"] == [], name
         assert found["unlike_restart"] == [], name
+        assert found["unlike_sent"] == [], name
+        assert found["unnoticed"] == [], name  # each linear that was made the base's again is named
         assert len(found["unlike_base"]) >= 8, name  # every adapted module has changed
