@@ -77,6 +77,10 @@ class NonFiniteError(LoraMoeRlError):
     """Loss or gradients were NaN or infinite in too many steps in a row."""
 
 
+class NothingTrainedError(LoraMoeRlError):
+    """No token was left in the loss in too many steps in a row."""
+
+
 class MismatchError(LoraMoeRlError):
     """Trainer and engines give the sampled tokens other probabilities: no longer one policy."""
 

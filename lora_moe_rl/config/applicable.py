@@ -35,7 +35,12 @@ class _Rule(NamedTuple):
 _RULES = [
     *(
         _Rule(key, lambda c: c.replay.mode == "r3", "replay.mode", "with replay.mode=r3")
-        for key in ("replay.missing", "replay.audit", "replay.compare_every")
+        for key in (
+            "replay.missing",
+            "replay.audit",
+            "replay.audit_samples",
+            "replay.compare_every",
+        )
     ),
     _Rule(
         "replay.audit_samples",
@@ -48,6 +53,12 @@ _RULES = [
         lambda c: c.trainer.lr_schedule != "constant",
         "trainer.lr_schedule",
         "to a schedule that falls",
+    ),
+    _Rule(
+        "mismatch.stop_above_old",
+        lambda c: c.schedule.lag > 0,
+        "schedule.lag",
+        "with schedule.lag > 0",
     ),
     _Rule("model.revision", _is_hub_model, "model.path", "to a hub model"),
     *(

@@ -179,5 +179,10 @@ class MismatchConfig(Section):
     stop_above: float | None = Field(
         None, gt=0,
         description="Stop when a step's mismatch/kl is above this; null: 1e-4 when the trainer is "
-        "in float32, 0.1 in bfloat16.",
+        "in float32, 0.1 in bfloat16. With schedule.lag, that of tokens of the current version.",
+    )  # fmt: skip
+    stop_above_old: float = Field(
+        0.5, gt=0,
+        description="With schedule.lag, stop when the mismatch/kl of tokens of any age is above "
+        "this: there the training of the steps between is part of it.",
     )  # fmt: skip

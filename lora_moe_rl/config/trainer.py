@@ -58,7 +58,10 @@ class TrainerConfig(Section):
         description="Activations of a layer: kept for backward (none), or computed again (full).",
     )
     max_skipped_steps: int = Field(
-        3, ge=1, description="Stop after this many optimizer steps in a row with NaN or inf."
+        3,
+        ge=1,
+        description="Stop after this many steps in a row with NaN or inf, without any reward, or "
+        "without a token in the loss.",
     )
 
     @model_validator(mode="after")

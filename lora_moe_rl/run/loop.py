@@ -98,6 +98,7 @@ async def learn(ports: Ports, book: TicketBook, first_step: int) -> None:
         clock.lap("reward")
         groups = [ticket.group for ticket in tickets if ticket.group is not None]
         records.check_rewards(groups)
+        records.check_ages(step, groups, ports.publisher.version)
         signals = signals_of(ports.algorithm, groups)
         batch = TrainBatch.from_groups(groups, signals, config.algorithm.mini_batches, step)
         await ports.engines.all_back()

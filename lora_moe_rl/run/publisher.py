@@ -87,6 +87,7 @@ class Publisher:
         self.known: list[Known] = []  # by engine
         self.lost: dict[str, float] = {}  # metrics of the merged weights that are served
         self.warned = False
+        self.compared = -1  # the version at which what engines hold was compared last
 
     async def start(self) -> None:
         """Serves the trainer's adapter for the first time."""
@@ -134,6 +135,7 @@ class Publisher:
             compared = not told or self._is_compared(version)
             if compared:
                 await self._compare(version)
+                self.compared = version
         except RefitError as error:
             raise await self._taken_back(version, error) from error
         self.version = version
@@ -149,7 +151,7 @@ class Publisher:
     def _check_arrived(self, version: int, arrived: Mapping[str, Arrived]) -> None:
         """What rounding left of a merged version's change, for the metrics. Raises RefitError when
         it lost more than refit.stop_lost; warns once above refit.warn_lost. A negligible change
-        is not judged."""
+        is not judged, but where none was wanted nothing may have changed."""
         if not arrived:
             return
         from lora_moe_rl.kernels.merge.rounding import Arrived  # which imports torch
@@ -163,12 +165,12 @@ class Publisher:
             "refit/cosine": every.cosine,
         }
         refit = self.config.refit
-        if every.lost <= refit.warn_lost or every.change < NEGLIGIBLE**2 * every.value:
+        if every.lost <= refit.warn_lost or 0 < every.change < NEGLIGIBLE**2 * every.value:
             return
         name, worst = max(arrived.items(), key=lambda item: item[1].lost)
         found = f"adapter version {version}, merged and rounded: {every}; worst is {name}: {worst}"
         out = "use refit.rounding=stochastic, or refit.mode=adapter, which rounds no sum"
-        if every.lost > refit.stop_lost:
+        if not every.lost <= refit.stop_lost:
             raise RefitError(f"{found}. That is above refit.stop_lost={refit.stop_lost:g}: {out}")
         if not self.warned:
             log.warning("%s. That is above refit.warn_lost=%g: %s", found, refit.warn_lost, out)
@@ -177,7 +179,7 @@ class Publisher:
     def _is_compared(self, version: int) -> bool:
         """Whether slots are compared even though the proof could tell."""
         every = self.config.refit.compare_every
-        return version == self.first_version or (every > 0 and version % every == 0)
+        return version == self.first_version or (every > 0 and version >= self.compared + every)
 
     async def _compare(self, version: int, engines: Sequence[int] | None = None) -> None:
         if names := await self.engines.differing(version, self.parts, engines):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,24 +16,20 @@ from lora_moe_rl.adapters import peft
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.data.samples import NOT_SAMPLED, Group, Sample, UpdateResult
-from lora_moe_rl.errors import MismatchError, NonFiniteError, RewardError
+from lora_moe_rl.data.samples import Group, Sample, UpdateResult
+from lora_moe_rl.errors import NonFiniteError, NothingTrainedError, RewardError
 from lora_moe_rl.files import checkpoint, trainer_state
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.models.fingerprint import base_record
 from lora_moe_rl.ports import Trainer
 from lora_moe_rl.rollout.facts import Dtype
 from lora_moe_rl.run.health import Health, group_metrics
+from lora_moe_rl.run.mismatch import MismatchBounds, sampled_versions
 from lora_moe_rl.telemetry import console, names
 from lora_moe_rl.telemetry.clock import Clock
 from lora_moe_rl.telemetry.metrics import MetricsWriter
 
 log = logging.getLogger(__name__)
-
-# Of mismatch/kl (mismatch.stop_above=null), by the trainer's dtype: far above rounding, so that
-# what is beyond is a fault. Seen were up to 2e-12 in float32 (docs/figures.md), and in bfloat16
-# 3e-5 with replayed routes, 4e-4 without (docs/replay_figures.md).
-STOP_ABOVE: dict[Dtype, float] = {"float32": 1e-4, "bfloat16": 0.1}
 
 SET_METRICS = {
     "mean": names.REWARD,
@@ -76,13 +72,14 @@ class Records:
     ):
         self.config, self.spec, self.run_dir = config, spec, run_dir
         self.trainer, self.metrics = trainer, metrics
-        self.stop_above = config.mismatch.stop_above or STOP_ABOVE[dtype]
+        self._mismatch = MismatchBounds(config, run_dir, dtype)
         self.base = base_record(config.model.path, model_dir)
         self.stop_requested = False
         self.done = done
         self._lines, self._health = console.StepLines(config), Health()
         self._skipped_in_a_row = 0
         self._unrewarded_in_a_row = 0
+        self._untrained_in_a_row = 0
         self._drawn_again = 0
         self._bar: console.Bar | None = None
 
@@ -137,11 +134,16 @@ class Records:
                 "nothing to train on"
             )
 
+    def check_ages(self, step: int, groups: Sequence[Group], version: int) -> None:
+        """Raises MismatchError when the step that updates `version` has tokens that it may not."""
+        self._mismatch.check_ages(step, groups, version)
+
     def check_update(
         self, step: int, groups: Sequence[Group], signals: Sequence[Signal], result: UpdateResult
     ) -> None:
-        """Raises NonFiniteError when loss or gradients were not finite too often in a row, and
-        MismatchError when trainer and engines are further apart than mismatch.stop_above."""
+        """Raises NonFiniteError when loss or gradients were not finite too often in a row,
+        NothingTrainedError when too often in a row no token was in the loss, and MismatchError when
+        trainer and engines are too far apart."""
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.nonfinite else 0
         limit = self.config.trainer.max_skipped_steps
         if self._skipped_in_a_row >= limit:
@@ -149,28 +151,24 @@ class Records:
                 f"loss or gradients were NaN or infinite in {limit} steps in a row "
                 f"(trainer.max_skipped_steps={limit}); the adapter is unchanged since then"
             )
-        self._check_mismatch(step, groups, signals, result)
+        self._check_trained(result)
+        self._mismatch.check(step, groups, signals, result)
 
-    def _check_mismatch(
-        self, step: int, groups: Sequence[Group], signals: Sequence[Signal], result: UpdateResult
-    ) -> None:
-        """Writes all samples of a step that stops the run, and names the worst token. A step of NaN
-        is for max_skipped_steps to judge; tokens of older versions are not judged."""
-        fresh, every = names.kl_of_age(0), result.metrics[names.MISMATCH_KL]
-        kl = result.metrics.get(fresh, every)
-        if math.isnan(kl) and fresh in result.metrics:  # no token is of this version
-            return
-        if kl <= self.stop_above or result.nonfinite:
-            return
-        self.run_dir.write_samples(step, groups, signals, every=True)
-        largest = result.metrics[names.MISMATCH_LARGEST]
-        raise MismatchError(
-            f"step {step}: {names.MISMATCH_KL} is {kl:.2e}, more than {self.stop_above:.2e}: "
-            f"engines and trainer give the sampled tokens logprobs that are {largest:.2e} apart at "
-            f"most: {_worst(groups, result.metrics)}. The update was not published. All samples of "
-            f"the step are in {self.run_dir.samples_file}; replay.compare_every=1 shows what "
-            "routes have to do with it, and mismatch.stop_above sets the limit"
-        )
+    def _check_trained(self, result: UpdateResult) -> None:
+        """All optimizer steps skipped, and none for NaN: there was no token in the loss."""
+        none = result.skipped == self.config.algorithm.updates_per_step and not result.nonfinite
+        self._untrained_in_a_row = self._untrained_in_a_row + 1 if none else 0
+        limit = self.config.trainer.max_skipped_steps
+        if self._untrained_in_a_row >= limit:
+            masked, rejected = (
+                result.metrics[name] for name in ("replay/masked_tokens", "loss/rejected_tokens")
+            )
+            raise NothingTrainedError(
+                f"no token was in the loss in {limit} steps in a row (trainer.max_skipped_steps="
+                f"{limit}): in the last one {masked:.0f} were left out for missing routes "
+                f"(replay.missing), {rejected:.0f} by the algorithm's rejection, the rest because "
+                "their samples have no weight (no reward, or algorithm.mask_truncated)"
+            )
 
     def step(self, facts: StepFacts, clock: Clock) -> None:
         """Writes a step's samples and metrics."""
@@ -219,24 +217,6 @@ class Records:
         peft.write(self.run_dir.adapter, self.spec, self.trainer.adapter(), self.config)
 
 
-def _worst(groups: Sequence[Group], metrics: Mapping[str, float]) -> str:
-    """The token where engine and trainer are furthest apart."""
-    number, place = int(metrics[names.WORST_SAMPLE]), int(metrics[names.WORST_TOKEN])
-    if number < 0:
-        return "none differs"
-    owners = [(group.prompt.row, sample) for group in groups for sample in group.samples]
-    row, sample = owners[number]
-    return (
-        f"token {int(sample.token_ids[place])} at {place} of sample {number} (row {row}, "
-        f"{len(sample.prompt_ids)} tokens of prompt, version {_version(sample, place)}), rollout "
-        f"{metrics[names.WORST_ROLLOUT]:.4f} and trainer {metrics[names.WORST_TRAINER]:.4f}"
-    )
-
-
-def _version(sample: Sample, place: int) -> int:
-    return int(sample.versions[place - len(sample.prompt_ids)])
-
-
 def rollout_metrics(samples: Sequence[Sample], seconds: float) -> dict[str, float]:
     """`seconds`: from the step's begin to its last sample, or to its end when engines sample all
     the time."""
@@ -251,8 +231,7 @@ def rollout_metrics(samples: Sequence[Sample], seconds: float) -> dict[str, floa
 
 def age_metrics(samples: Sequence[Sample], version: int) -> dict[str, float]:
     """How many versions the step's tokens are older than the one that is updated."""
-    versions = np.concatenate([sample.versions for sample in samples])
-    ages = version - versions[versions != NOT_SAMPLED]
+    ages = version - sampled_versions(samples)
     if not ages.size:
         return {}
     return {

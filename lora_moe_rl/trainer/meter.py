@@ -82,6 +82,8 @@ class Meter:
         older ones, the KL also of each age apart."""
         ours, theirs = trainer.cpu().numpy(), data.rollout_logprobs
         ages = -((data.versions - self.version) // self.versions_per_step)
+        if prefix == WITH:
+            self.add(names.MISMATCH_JUDGED, (data.sampled & (ages == 0)).sum())
         for age in self.ages if prefix == WITH else ():
             found = kl.mismatch(theirs, ours, data.sampled & (ages == age))
             self.add(f"{names.kl_of_age(age)}/sum", found["kl"] * found["tokens"])
@@ -103,9 +105,9 @@ class Meter:
     def metrics(self, results: list[StepResult], compared: bool) -> dict[str, float]:
         """`compared`: whether there was a forward without replay."""
         prefixes = (WITH, WITHOUT) if compared else (WITH,)
-        names = [f"loss/{n}" for n, how in self.declared.items() if how in ("token_mean", "sum")]
-        names += [f"{p}/{name}" for p in prefixes for name in (*_MISMATCH_MEANS, "tokens")]
-        s = self._reduce([*_ALWAYS, *names])
+        sums = [f"loss/{n}" for n, how in self.declared.items() if how in ("token_mean", "sum")]
+        sums += [f"{p}/{name}" for p in prefixes for name in (*_MISMATCH_MEANS, "tokens")]
+        s = self._reduce([*_ALWAYS, names.MISMATCH_JUDGED, *sums])
         tokens, responses = max(s["tokens"], 1.0), max(s[f"{WITH}/tokens"], 1.0)
         metrics = {
             f"loss/{name}": s[f"loss/{name}"] / (tokens if how == "token_mean" else 1.0)
@@ -118,6 +120,7 @@ class Meter:
             "loss/rejected_tokens": s["rejected"],
             "policy/entropy": s["entropy"] / responses,
             "replay/masked_tokens": s["masked"],
+            names.MISMATCH_JUDGED: s[names.MISMATCH_JUDGED] / responses,
             "optim/grad_norm": float(np.mean([r.grad_norm for r in results])),
             "optim/lr": results[-1].lr,
         }

@@ -93,6 +93,7 @@ class Records:
 
     def __init__(self, refuses=0):
         self.refuses, self.steps, self.again = refuses, [], 0
+        self.updated: list[tuple[int, int]] = []
 
     def progress(self):
         return nullcontext()
@@ -108,6 +109,10 @@ class Records:
     def rolled(self, number): ...
 
     def check_rewards(self, groups): ...
+
+    def check_ages(self, step, groups, version):
+        assert len(groups) == 2
+        self.updated.append((step, version))
 
     def drawn_again(self, group):
         self.again += 1
@@ -178,6 +183,11 @@ def test_with_lag_0_sampling_and_training_take_turns():
 
 def test_with_lag_1_the_next_step_is_sampled_before_this_one_is_trained():
     assert rolled_by_update(1) == [[0, 1, 2, 3], [], [4, 5]]
+
+
+def test_the_age_of_a_steps_tokens_is_checked_against_the_version_that_is_updated():
+    made = run()
+    assert made.error is None and made.records.updated == [(1, 0), (2, 1)]
 
 
 def test_prompts_without_a_signal_are_replaced_when_that_is_asked():

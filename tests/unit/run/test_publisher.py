@@ -80,9 +80,16 @@ def test_versions_that_noise_hides_from_each_other_are_compared_instead():
 
 def test_slots_are_compared_at_the_start_and_every_so_many_versions():
     run = Run(FaultyEngines(), first=5, compare_every=4)
-    found = {version: run.publish(version)["refit/compared"] for version in (6, 7, 8, 9)}
-    assert found == {6: 0, 7: 0, 8: 1, 9: 0}
-    assert [version for version, _ in run.engines.compared] == [5, 8]
+    found = {version: run.publish(version)["refit/compared"] for version in (6, 8, 9, 10)}
+    assert found == {6: 0, 8: 0, 9: 1, 10: 0}
+    assert [version for version, _ in run.engines.compared] == [5, 9]
+
+
+def test_slots_are_compared_in_time_whatever_versions_a_step_ends_on():
+    """Two updates a step, one of which was skipped: no version is a multiple of four."""
+    run = Run(FaultyEngines(), first=1, compare_every=4)
+    found = {version: run.publish(version)["refit/compared"] for version in (3, 5, 7, 9)}
+    assert found == {3: 0, 5: 1, 7: 0, 9: 1}
 
 
 def test_an_engine_whose_slots_hold_something_else_at_the_start_stops_the_run():
@@ -222,3 +229,19 @@ def test_a_change_too_small_for_float32_is_not_judged():
     run.engines.arrived = {"a": Arrived(error=1e-7, value=1e4, change=1e-7, got=0.0)}
     with pytest.raises(RefitError, match="100.0% of the change lost"):
         run.publish(2)
+
+
+def test_where_no_change_was_wanted_none_may_have_come():
+    run = Run(FaultyEngines(), mode="merged")
+    run.engines.arrived = {"a": Arrived(error=0.0, value=1e4, change=0.0, got=0.0)}
+    assert run.publish(1)["refit/lost"] == 0
+    run.engines.arrived = {"a": Arrived(error=1e-9, value=1e4, change=0.0, got=1e-9)}
+    with pytest.raises(RefitError, match="inf% of the change lost"):
+        run.publish(2)
+
+
+def test_a_loss_that_is_no_number_stops_the_run():
+    run = Run(FaultyEngines(), mode="merged")
+    run.engines.arrived = {"a": Arrived(error=float("nan"), value=1e4, change=1.0, got=1.0)}
+    with pytest.raises(RefitError, match="nan% of the change lost"):
+        run.publish(1)
