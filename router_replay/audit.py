@@ -11,6 +11,9 @@ Wrapped: `MoEAlltoAllTokenDispatcher.dispatch_preprocess` of megatron-core
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+
 import numpy as np
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
@@ -38,7 +41,8 @@ class Audit:
             for layer in layers.values():
                 self._watch(chunk, layer)
         self.against: RouteTable | None = None
-        self.compared = 0  # (token, layer) pairs, since the audit began
+        self.compared: Counter[int] = Counter()  # tokens by layer, since the audit began
+        self.expected = 0  # tokens that each layer has to see at least once, over all ranks
         self.routes: Routes | None = None
 
     def _watch(self, chunk: int, layer: LayerReplay) -> None:
@@ -58,7 +62,9 @@ class Audit:
         total = len(batch.token_ids)
         chosen = np.random.default_rng(batch.step).permutation(total)[:num_samples]
         self.routes, self.batch, self.samples = routes, batch, set(chosen.tolist())
-        self.compared, self.difference = 0, None
+        self.compared, self.difference = Counter(), None
+        rows = [np.arange(*batch.offsets[sample : sample + 2]) for sample in chosen]
+        self.expected = int((~np.isin(np.concatenate(rows), routes.incomplete)).sum())
         self._recorded: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
 
     def stop(self) -> None:
@@ -68,6 +74,17 @@ class Audit:
         """Raises ReplayError, naming the first difference found since `start`."""
         if self.routes is not None and self.difference is not None:
             raise ReplayError(self.difference)
+
+    def check_compared(self, step: int, everywhere: Mapping[int, float]) -> None:
+        """`everywhere`: `compared`, summed over all ranks. Raises ReplayError for a layer that did
+        not come to see all the tokens looked at which have routes."""
+        for layer, found in everywhere.items():
+            if found < self.expected:
+                raise ReplayError(
+                    f"the audit of step {step} compared the routes of {found:.0f} tokens in layer "
+                    f"{layer}, and {self.expected} of its samples have some: not all came to a "
+                    "token dispatcher with the routes that were installed"
+                )
 
     def _compare(self, chunk: int, layer: LayerReplay, used: np.ndarray) -> None:
         data: MicroBatch | None = layer.micro_batch
@@ -97,7 +114,7 @@ class Audit:
         expected = np.zeros_like(used)
         np.put_along_axis(expected, ids.astype(np.int64), True, axis=1)
         wrong = (expected != used).any(axis=1) & valid
-        self.compared += int(valid.sum())
+        self.compared[layer] += int(valid.sum())
         if wrong.any():
             row = int(np.argmax(wrong))
             self._differs(

@@ -154,7 +154,7 @@ def _backward(engine: TrainingEngine, works: list[Work], meter: Meter, scales: S
 def _replay_metrics(
     engine: TrainingEngine, batch: TrainBatch, routes: Routes | None, meter: Meter
 ) -> dict[str, float]:
-    """Raises ReplayError when a step that was to be audited compared nothing."""
+    """Raises ReplayError when a step that was to be audited did not compare all it should."""
     if routes is None:
         recorded = float(engine.config.replay.mode == "r2")
         return {"replay/coverage": recorded, "replay/missing_tokens": 0.0}
@@ -164,11 +164,8 @@ def _replay_metrics(
         "replay/bytes": meter.all_reduce([routes.bytes], dist.ReduceOp.MAX)[0],
     }
     if due(batch.step, engine.config.replay.audit):
-        compared = meter.all_reduce([engine.audit.compared])[0]
-        if not compared and routes.coverage:
-            raise ReplayError(
-                f"the audit of step {batch.step} compared no routes: none of its samples' tokens "
-                f"came to a token dispatcher"
-            )
-        metrics["replay/audited"] = compared
+        layers = engine.spec.shape.moe_layers
+        compared = meter.all_reduce([engine.audit.compared[layer] for layer in layers])
+        engine.audit.check_compared(batch.step, dict(zip(layers, compared, strict=True)))
+        metrics["replay/audited"] = sum(compared)
     return metrics

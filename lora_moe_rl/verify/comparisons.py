@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,19 @@ def largest_scaled(got: Sequence[np.ndarray], expected: Sequence[np.ndarray]) ->
         for a, b in zip(got, expected, strict=True)
     ]
     return float(np.max(np.concatenate(errors)))
+
+
+def left_of(
+    got: Sequence[np.ndarray], merged: Sequence[np.ndarray], base: Sequence[np.ndarray]
+) -> float:
+    """How much of what an adapter changes is not there: ||got - merged|| / ||base - merged||, 1 for
+    a `got` without it. NaN where one has NaN or the adapter changes nothing. Raises ValueError for
+    other lengths."""
+    ours, theirs, without = (np.concatenate(one).astype(np.float64) for one in (got, merged, base))
+    if not ours.shape == theirs.shape == without.shape:
+        raise ValueError(f"{len(ours)} logprobs against {len(theirs)} and {len(without)}")
+    effect = np.linalg.norm(without - theirs)
+    return float(np.linalg.norm(ours - theirs) / effect) if effect else math.nan
 
 
 def random_prompts(vocab_size: int) -> list[list[int]]:

@@ -112,19 +112,21 @@ def load_all(worker, spec: AdapterSpec, checkpoints: Sequence[tuple[Path, dict]]
     return parts
 
 
-def merged_logprobs(
+def hugging_face(
     rank: int,
     model_dir: Path,
     spec: AdapterSpec,
     tensors: Tensors,
     sequences: Sequence[Sequence[int]],
-) -> list[np.ndarray]:
-    """Hugging Face's, of whole sequences, under hand-merged weights; a process's job."""
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Hugging Face's logprobs of whole sequences, under hand-merged weights and of the base; a
+    process's job."""
     from lora_moe_rl.verify import hf
 
     model = hf.load(model_dir)
+    base = [hf.logprobs(model, sequence) for sequence in sequences]
     hf.merge(model, spec, tensors)
-    return [hf.logprobs(model, sequence) for sequence in sequences]
+    return [hf.logprobs(model, sequence) for sequence in sequences], base
 
 
 @dataclass

@@ -169,6 +169,15 @@ class Report(report.Report):
     def rows(self) -> list[RecordRow | ReplayRow]:
         return [*self.records, *self.replays]
 
+    @property
+    def passed(self) -> bool:
+        """Other experts that are the recorded ones would show nothing."""
+        return super().passed and self.moved > 0
+
+    def explanations(self) -> list[str]:
+        same = "no route of the other experts differs from the record: they show nothing"
+        return super().explanations() + ([] if self.moved > 0 else [same])
+
     def parts(self) -> Iterator[Any]:
         yield f"{self.model}: cpu, float32, {self.seconds:.0f} s"
         names = ("vLLM records", "routes", "valid", "differ", "ties", "logprobs", "seconds", "")

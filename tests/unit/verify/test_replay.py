@@ -132,6 +132,16 @@ def test_a_layout_passes_only_without_any_fault(change):
     assert not row.passed
 
 
+@pytest.mark.parametrize("moved", [0.0, float("nan")])
+def test_other_experts_that_are_the_recorded_ones_show_nothing(moved):
+    assert Report("", [], 0.9, [passing()], 0.0).passed
+    report = Report("", [], moved, [passing()], 0.0)
+    assert not report.passed
+    assert report.explanations() == [
+        "no route of the other experts differs from the record: they show nothing"
+    ]
+
+
 def test_a_record_passes_only_when_its_condition_was_met(table):
     def row(**changes) -> RecordRow:
         return RecordRow(
