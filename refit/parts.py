@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,7 @@ import xxhash
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.errors import RefitError
-from lora_moe_rl.refit.plan import Box, EngineLayout, Plan, lacking
+from lora_moe_rl.refit.plan import Box, EngineLayout, Plan, held, lacking
 from lora_moe_rl.rollout.facts import Dtype, Matrix, served_module
 
 if TYPE_CHECKING:
@@ -97,16 +98,41 @@ def part_layouts(plan: Plan, spec: AdapterSpec, dtype: Dtype) -> list[PartLayout
 
 
 def check_complete(layouts: Sequence[PartLayout], spec: AdapterSpec, engine: EngineLayout) -> None:
-    """Raises RefitError unless the parts together bring every engine rank all that it holds: what
-    never arrives, no other check would miss."""
-    counts: Counter[tuple[str, int]] = Counter()
+    """Raises RefitError unless the parts together bring every engine rank all that it holds, once
+    and nothing else: what never arrives, or is of another rank, no other check would miss."""
+    boxes: dict[tuple[str, int], list[Box]] = defaultdict(list)
     for layout in layouts:
         for entry in layout.entries:
             for target in entry.targets:
-                counts[entry.tensor, target] += entry.box.size
-    if faults := lacking(counts, spec, engine):
+                boxes[entry.tensor, target].append(entry.box)
+    counts = {key: sum(box.size for box in mine) for key, mine in boxes.items()}
+    if faults := lacking(counts, spec, engine) or _misplaced(boxes, spec, engine):
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         raise RefitError(f"the parts of a refit are not all of the adapter: {faults[0]}{more}")
+
+
+def _misplaced(
+    boxes: Mapping[tuple[str, int], Sequence[Box]], spec: AdapterSpec, engine: EngineLayout
+) -> list[str]:
+    """What is wrong with the boxes that engine ranks receive, `{(tensor, rank): boxes}`: none may
+    be of what the rank does not hold, and no element may come twice."""
+    kv_heads = spec.shape.dims.get("kv_heads", 0)
+    faults = []
+    for site in spec:
+        matrices: tuple[Matrix, ...] = ("A", "B")
+        for matrix in matrices:
+            for rank in range(engine.tp):
+                whole = held(site, matrix, engine, rank, kv_heads)
+                mine = boxes.get((f"{site.name}.{matrix}", rank), ())
+                outside = [box for box in mine if whole.common(box) != box]
+                twice = [a for a, b in combinations(mine, 2) if a.common(b)]
+                faults += [
+                    f"{site.name}.{matrix}: engine rank {rank} gets {box.shape} from {box.start} "
+                    f"on {how} what it holds, {whole.shape} from {whole.start} on"
+                    for how, wrong in (("beside", outside), ("twice of", twice))
+                    for box in wrong
+                ]
+    return faults
 
 
 def _lay_out(source: int, boxes, spec: AdapterSpec, dtype: Dtype) -> PartLayout:

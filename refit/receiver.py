@@ -136,9 +136,10 @@ class Receiver:
         slot = self._refit_slots.versions().get(version)
         if slot is None:
             raise RefitError(f"adapter version {version} is in no slot")
+        sent = [SentPart(**fields) for fields in json.loads(sent_json)]
+        parts.check_sent(list(self._refit_layouts.values()), sent, version)
         differing = []
-        for fields in json.loads(sent_json):
-            part = SentPart(**fields)
+        for part in sent:
             layout = self._refit_layouts[part.source]
             buffer = self._refit_incoming.open(layout, part)
             for place, values in _values(layout, self._refit_places[part.source], buffer):

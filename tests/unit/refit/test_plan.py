@@ -201,3 +201,28 @@ def test_parts_that_are_not_all_of_the_adapter_are_refused(change, target):
     if change != "twice":  # equal boxes are one entry
         with pytest.raises(RefitError, match=message):
             check_complete(part_layouts(wrong, spec, "float32"), spec, engine)
+
+
+@pytest.mark.parametrize("change", ["other rank", "twice"])
+def test_elements_of_another_rank_or_twice_in_the_place_of_others_are_refused(change):
+    """As many elements as wanted, and not those."""
+    spec = AdapterSpec.build(ModelShape.from_hf_config(QWEN), AdapterConfig(rank=4))
+    engine = EngineLayout(slot_rank(spec), tp=2)
+    plan = make_plan(spec, TrainerConfig(world_size=2, tp=2), engine, 4)
+    tensor = ("layers.1.o_proj", "A") if change == "other rank" else ("layers.1.q_proj", "A")
+    wrong = []
+    for t in plan.transfers:
+        if (t.site.name, t.matrix) != tensor:
+            wrong.append(t)
+        elif change == "other rank":
+            wrong.append(dataclasses.replace(t, target=1 - t.target))
+        else:  # all but the last row, and the one before it once more
+            rows, columns = t.box.shape
+            most = dataclasses.replace(t.box, shape=(rows - 1, columns))
+            again = dataclasses.replace(t.box, start=(rows - 2, 0), shape=(1, columns))
+            wrong += [dataclasses.replace(t, box=box) for box in (most, again)]
+    broken = dataclasses.replace(plan, transfers=tuple(wrong))
+    assert lacking(received(broken), spec, engine) == []
+    how = "beside" if change == "other rank" else "twice of"
+    with pytest.raises(RefitError, match=rf"{'.'.join(tensor)}: engine rank 0 gets .* {how} what"):
+        check_complete(part_layouts(broken, spec, "float32"), spec, engine)

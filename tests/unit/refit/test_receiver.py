@@ -190,6 +190,10 @@ def test_a_tensor_that_differs_from_what_was_sent_is_named(worker):
     slot = worker.receiver.refit_stage(1, text)["slot"]
     worker.receiver.refit_commit(1)
     assert worker.receiver.refit_compare(1, text) == {"differing": []}
+    assert (
+        "the parts of trainer ranks [0] are missing"
+        in worker.receiver.refit_compare(1, "[]")["error"]
+    )
     worker.held(slot)["layers.0.experts.down.B"].view(-1)[0] += 1
     found = worker.receiver.refit_compare(1, text)
     assert found == {"differing": ["layers.0.experts.down.B"]}
