@@ -24,7 +24,7 @@ ALIASES = (
     Alias(("dtype", "torch_dtype"), "trainer.dtype"),
     Alias(("dataset_config",), "data.subset"),
     Alias(("dataset_train_split",), "data.split"),
-    Alias(("shuffle_dataset",), "data.shuffle"),
+    Alias(("shuffle_dataset",), "data.order", "shuffle or sequential"),
     Alias(("train_batch_size", "generation_batch_size"), "algorithm.prompts_per_step",
           "counts prompts, not samples"),
     Alias(("num_generations", "rollout.n"), "algorithm.group_size"),
