@@ -68,7 +68,7 @@ class Tokens:
     the adapter version that sampled the token.
 
     samples: int64, which of the `num_samples` samples of the micro-batch the token is of; the last
-    one stands for the padding.
+    one stands for the padding. step_mean: what `Algorithm.averaged` asks for, None without.
     """
 
     mask: Tensor
@@ -80,6 +80,7 @@ class Tokens:
     versions: Tensor
     samples: Tensor
     num_samples: int
+    step_mean: float | None = None
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,17 @@ class Algorithm(Plugin):
     def keep(self, tokens: Tokens) -> Tensor:
         """bool [T]: tokens that stay in the loss. Asked once for the samples of a step, before its
         first update, with `logprobs` the old ones. Pure."""
+        raise NotImplementedError
+
+    @property
+    def averages(self) -> bool:
+        """Whether `averaged` is to be asked, for which the pass `old` is made."""
+        return type(self).averaged is not Algorithm.averaged
+
+    def averaged(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Two streams [T], of which the sum of the first over all tokens of the step, before `keep`
+        takes any out, divided by that of the second is `tokens.step_mean` of every loss of the
+        step. Asked as `keep` is. Pure."""
         raise NotImplementedError
 
     def loss(self, tokens: Tokens) -> Loss:

@@ -74,7 +74,32 @@ CORRECTIONS = {
     "sequence_mean": {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.9_1.2"},
     "sequence_mean_k3": {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.03},
     "veto_k2": {"rollout_rs": "seq_max_k2", "rollout_rs_threshold": 0.2},
+    "several": {
+        "rollout_rs": "seq_mean_k1,token_k3,seq_max_k2",
+        "rollout_rs_threshold": "0.9_1.2,0.05,0.2",
+    },
+    "token_truncate_normalized": {
+        "rollout_is": "token",
+        "rollout_is_threshold": 1.3,
+        "rollout_is_batch_normalize": True,
+    },
+    "token_mask_normalized": {
+        "rollout_is": "token",
+        "rollout_is_threshold": "0.8_1.3",
+        "rollout_is_batch_normalize": True,
+        "rollout_rs": "token_k3",
+        "rollout_rs_threshold": 0.05,
+    },
+    "sequence_truncate_normalized": {
+        "rollout_is": "sequence",
+        "rollout_is_threshold": 1.5,
+        "rollout_is_batch_normalize": True,
+        "rollout_rs": "seq_mean_k1",
+        "rollout_rs_threshold": "0.9_1.2",
+    },
 }
+# Of trainer against engine, whatever the correction.
+APART = ("kl", "k3_kl", "chi2_token", "chi2_seq", "training_ppl", "rollout_ppl")
 
 
 def batch(seed: int) -> dict[str, Any]:
@@ -157,8 +182,10 @@ def corrections_of(b: dict[str, Any]) -> dict[str, Any]:
             **options,
         )
         weights = None if weights is None else weights.batch["rollout_is_weights"].tolist()
-        ess = metrics.get("rollout_corr/rollout_is_eff_sample_size")
-        found[name] = {"weights": weights, "mask": mask.tolist(), "ess": ess}
+        names = ("eff_sample_size", "std", "batch_norm_factor", "oob_ratio")
+        shown = {n: metrics.get(f"rollout_corr/rollout_is_{n}") for n in names}
+        found[name] = {"weights": weights, "mask": mask.tolist(), **shown}
+        found["apart"] = {n: metrics[f"rollout_corr/{n}"] for n in APART}
     trl_mask = GRPOTrainer.get_off_policy_mask(
         tensor(b["advantages"])[:, :1], *(tensor(b[k]) for k in ("old", "rollout", "mask")), 0.02
     )

@@ -132,6 +132,42 @@ def test_weights_by_hand():
         )
 
 
+def test_several_rejections_keep_what_all_of_them_keep():
+    """Ratios of 1.05 and 0.9 in one sample, 3 in another, 1 in a third."""
+    old = torch.zeros(4, dtype=torch.float64)
+    rollout = -torch.tensor([1.05, 0.9, 3.0, 1.0], dtype=torch.float64).log()
+    samples = torch.tensor([0, 0, 1, 2])
+    tokens = tokens_of(old, old, torch.ones(4), rollout=rollout, samples=samples)
+    settings = ("algorithm.rejection=tokens,veto", "algorithm.rejection_max=4,1.5")
+    narrow = ("algorithm.rejection_min=0.95,null",)
+    assert made(*settings).keep(tokens).tolist() == [True, True, False, True]
+    assert made(*settings, *narrow).keep(tokens).tolist() == [True, False, False, True]
+
+
+def test_settings_of_several_rejections_survive_being_saved():
+    config = override(
+        RunConfig(),
+        ["algorithm.rejection=sequence_mean,veto,off_policy", "algorithm.rejection_max=1.1,2,0.01"],
+    )
+    assert config.algorithm.model_dump()["rejection_max"] == (1.1, 2, 0.01)
+    assert RunConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "passes"),
+    [((), set()), (("algorithm.correction_normalize=true",), {"old"})],
+)
+def test_a_mean_over_the_step_wants_a_forward_before_the_update(settings, passes):
+    config = override(RunConfig(), ["algorithm.correction=tis", *settings])
+    assert algorithms.passes(config) == passes
+
+
+def test_weights_without_their_mean_are_refused():
+    algorithm = made("algorithm.correction=tis", "algorithm.correction_normalize=true")
+    with pytest.raises(ValueError, match="the step's mean is missing"):
+        algorithm.loss(three_tokens()[1])
+
+
 def test_a_ratio_against_the_engine():
     """anchor=rollout: the clip is of new against engine, and the old logprobs do not count."""
     logprobs = torch.log(torch.tensor([0.3, 0.3]))
@@ -171,6 +207,40 @@ def test_a_ratio_against_the_engine():
         (
             ["algorithm.rejection=tokens", "algorithm.rejection_max=0.9"],
             "rejection_max=0.9 is no upper bound of a ratio",
+        ),
+        (
+            ["algorithm.rejection=sequence_mean,tokens", "algorithm.loss=gspo"],
+            "loss=gspo has one ratio a sample and algorithm.rejection=tokens takes single tokens",
+        ),
+        (
+            ["algorithm.rejection=sequence_mean,veto", "algorithm.rejection_max=1.1"],
+            "rejection_max has 1 value, and 2 rejections take one each (sequence_mean, veto)",
+        ),
+        (
+            ["algorithm.rejection=sequence_mean,veto", "algorithm.rejection_max=0.9,2"],
+            "rejection_max=0.9 is no upper bound of a ratio (k1): it must be above 1, or have a "
+            "rejection_min beside it (of algorithm.rejection=sequence_mean)",
+        ),
+        (["algorithm.rejection=veto,veto"], "has veto twice, alike"),
+        (["algorithm.rejection=veto,none"], "names several, and one of them is none"),
+        (["algorithm.rejection=veto,tokns"], "did you mean tokens?"),
+        (
+            ["algorithm.correction=decoupled_geo_rs", "algorithm.rejection=veto"],
+            "correction=decoupled_geo_rs stands for rejection=sequence_mean too, and "
+            "algorithm.rejection=veto is another",
+        ),
+        (
+            ["algorithm=gspo", "algorithm.correction=bypass_ppo_clip"],
+            "stands for loss=ppo_clip too, and GSPO's gspo is another",
+        ),
+        (["algorithm.correction_normalize=true"], "is no setting of algorithm.correction=none"),
+        (
+            ["algorithm.correction=bypass_pg_is", "algorithm.correction_normalize=true"],
+            "with algorithm.anchor=rollout weights are of the policy that is being updated",
+        ),
+        (
+            ["algorithm=reinforce_pp", "algorithm.group_size=1", "algorithm.draw_again=2"],
+            "which is every prompt with algorithm.group_size=1",
         ),
         (
             ["algorithm.correction=icepop", "algorithm.correction_min=6"],

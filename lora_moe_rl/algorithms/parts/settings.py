@@ -1,0 +1,256 @@
+"""The settings of an algorithm that is put together from parts, and which of them go together.
+
+A setting that several rejections have takes one value for each of them, in their order:
+algorithm.rejection=sequence_mean,veto algorithm.rejection_max=1.001,1e4.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from copy import copy
+from functools import cache
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, create_model, model_validator
+
+from lora_moe_rl.algorithms.corrections.base import WeightSettings
+from lora_moe_rl.config import AlgorithmConfig
+from lora_moe_rl.config.plugins import PARTS
+from lora_moe_rl.config.section import Section
+
+
+class PolicyGradientConfig(AlgorithmConfig):
+    advantage: str = Field(
+        "grpo", description="A file of algorithms/advantages/, or file.py:Class."
+    )
+    loss: str = Field("ppo_clip", description="A file of algorithms/losses/, or file.py:Class.")
+    correction: str = Field(
+        "none",
+        description="A file of algorithms/corrections/, or file.py:Class; or a name that verl or "
+        "TRL has for correction and rejection together (docs/algorithms.md).",
+    )
+    rejection: str = Field(
+        "none",
+        description="A file of algorithms/rejections/, or file.py:Class; or several, separated by "
+        "commas: what all keep stays, and a setting that several have takes one value for each.",
+    )
+    anchor: Literal["trainer", "rollout"] = Field(
+        "trainer",
+        description="Whose logprobs the loss's ratio is against: the trainer's of before the "
+        "update, or the engine's.",
+    )
+    kl_coef: float = Field(0.0, ge=0, description="Weight of the KL to the base (adapters off).")
+    kl_estimator: Literal["k2", "k3", "k3+"] = Field(
+        "k3", description="How that KL is estimated; k3+: the value of k3 with k2's gradient."
+    )
+    overlong_buffer: int = Field(
+        0, ge=0, description="Tokens before the longest response over which a reward sinks."
+    )
+    overlong_penalty: float = Field(
+        1.0, gt=0, description="What a reward has lost at the longest response."
+    )
+
+    @model_validator(mode="after")
+    def _together(self):
+        for check in (
+            self._check_samples,
+            self._check_anchor,
+            self._check_group,
+            self._check_unused,
+        ):
+            check()
+        return self
+
+    def _check_samples(self) -> None:
+        """What goes by whole samples and what goes by tokens."""
+        loss, correction = PARTS["loss"].find(self.loss), PARTS["correction"].find(self.correction)
+        for name in rejection_names(self.rejection):
+            rejection = PARTS["rejection"].find(name)
+            if not rejection.rejects or rejection.level != "token":
+                continue
+            if loss.level == "sequence":
+                raise ValueError(
+                    f"algorithm.loss={self.loss} has one ratio a sample and algorithm.rejection="
+                    f"{name} takes single tokens out of it; take rejection=sequence_mean, or a "
+                    "loss with a ratio a token"
+                )
+            if correction.level == "sequence":
+                raise ValueError(
+                    f"algorithm.correction={self.correction} weighs whole samples and "
+                    f"algorithm.rejection={name} takes single tokens out of them; take "
+                    "rejection=sequence_sum, or a correction by token"
+                )
+
+    def _check_anchor(self) -> None:
+        """What the ratio is against, and what is corrected beside it."""
+        if self.anchor != "rollout":
+            return
+        loss, correction = PARTS["loss"].find(self.loss), PARTS["correction"].find(self.correction)
+        if correction.corrects and loss.has_ratio:
+            raise ValueError(
+                f"algorithm.anchor=rollout puts the engine's logprobs into the ratio of "
+                f"loss={self.loss}, and algorithm.correction={self.correction} would weigh with "
+                "the same ratio once more; set one of them, or loss=reinforce"
+            )
+        if isinstance(self, WeightSettings) and self.correction_normalize:
+            raise ValueError(
+                "algorithm.correction_normalize=true divides by the mean weight of the policy "
+                "before the update, and with algorithm.anchor=rollout weights are of the policy "
+                "that is being updated; set anchor=trainer, or leave the weights as they are"
+            )
+        rejects = any(
+            PARTS["rejection"].find(name).rejects for name in rejection_names(self.rejection)
+        )
+        if not (loss.has_ratio or correction.corrects or rejects):
+            raise ValueError(
+                f"algorithm.anchor=rollout has no effect with loss={self.loss}, which has no "
+                "ratio, and without a correction"
+            )
+
+    def _check_group(self) -> None:
+        """What compares the samples of a prompt."""
+        if self.group_size > 1:
+            return
+        if PARTS["advantage"].find(self.advantage).compares_group:
+            raise ValueError(
+                f"algorithm.advantage={self.advantage} compares the samples of a prompt, and "
+                f"algorithm.group_size={self.group_size} leaves none to compare with"
+            )
+        if self.draw_again:
+            raise ValueError(
+                f"algorithm.draw_again={self.draw_again} replaces prompts whose samples all have "
+                f"one reward, which is every prompt with algorithm.group_size={self.group_size}"
+            )
+
+    def _check_unused(self) -> None:
+        for option, decider in (
+            ("kl_estimator", "kl_coef"),
+            ("overlong_penalty", "overlong_buffer"),
+        ):
+            default = type(self).model_fields[option].default
+            if getattr(self, option) != default and not getattr(self, decider):
+                raise ValueError(
+                    f"algorithm.{option}={getattr(self, option)} has no effect with "
+                    f"algorithm.{decider}=0"
+                )
+
+
+def rejection_names(text: str) -> tuple[str, ...]:
+    """The rejections that algorithm.rejection names. Raises ValueError for `none` among others."""
+    names = tuple(part.strip() for part in text.split(","))
+    if len(names) > 1 and {"none", ""} & set(names):
+        raise ValueError(
+            f"algorithm.rejection={text} names several, and one of them is none; leave it out"
+        )
+    return names
+
+
+@cache
+def settings_class(
+    name: str,
+    common: type[PolicyGradientConfig],
+    chosen: tuple[tuple[str, str], ...],
+    defaults: tuple[tuple[str, Any], ...],
+) -> type[PolicyGradientConfig]:
+    """The settings of a preset, `common`, with those of the chosen parts, and its defaults."""
+    parts = {kind: PARTS[kind].find(part).Settings for kind, part in chosen if kind != "rejection"}
+    rejections = rejection_names(dict(chosen)["rejection"])
+    several = len(rejections) > 1
+    fields: dict[str, Any] = _fields_of_several(rejections) if several else {}
+    if not several:
+        parts["rejection"] = PARTS["rejection"].find(rejections[0]).Settings
+    bases = (common, *parts.values())
+    for key, default in defaults:
+        for base in bases:
+            if key in base.model_fields:
+                field = copy(base.model_fields[key])
+                field.default = default
+                fields[key] = (field.annotation, field)
+    # A base whose own bases are among the others would come before them.
+    unique = [
+        b for b in dict.fromkeys(bases) if not any(issubclass(o, b) and o is not b for o in bases)
+    ]
+    return create_model(name + "Settings", __base__=tuple(unique), **fields)
+
+
+def owners_of(key: str, rejections: tuple[str, ...]) -> list[int]:
+    """The places of the rejections that have a setting."""
+    fields = [PARTS["rejection"].find(name).Settings.model_fields for name in rejections]
+    return [place for place, has in enumerate(fields) if key in has]
+
+
+def _fields_of_several(rejections: tuple[str, ...]) -> dict[str, Any]:
+    """The settings of several rejections: as they are where one has them, else a tuple."""
+    found: dict[str, Any] = {}
+    for name in rejections:
+        for key in PARTS["rejection"].find(name).Settings.model_fields:
+            owners = owners_of(key, rejections)
+            every = [PARTS["rejection"].find(rejections[i]).Settings.model_fields for i in owners]
+            if len(owners) == 1:
+                found[key] = (every[0][key].annotation, every[0][key])
+            else:
+                defaults = tuple(fields[key].default for fields in every)
+                described = Field(defaults, description=every[0][key].description)
+                found[key] = (tuple[Any, ...], described)
+    return found
+
+
+def split_values(value: Mapping[str, Any], rejections: tuple[str, ...]) -> dict[str, Any]:
+    """`value` with one entry for each rejection where several have a setting. Raises ValueError for
+    another number of them."""
+    found = dict(value)
+    for key, given in value.items():
+        owners = owners_of(key, rejections)
+        if len(owners) < 2:
+            continue
+        texts = given.split(",") if isinstance(given, str) else given
+        entries = tuple(map(_entry, texts)) if isinstance(texts, list | tuple) else (given,)
+        if len(entries) != len(owners):
+            whose = ", ".join(rejections[place] for place in owners)
+            raise ValueError(
+                f"algorithm.{key} has {len(entries)} value{'s'[: len(entries) != 1]}, and "
+                f"{len(owners)} rejections take one each ({whose}): separate them by commas, null "
+                "for none"
+            )
+        found[key] = entries
+    return found
+
+
+def _entry(text: Any) -> Any:
+    if not isinstance(text, str):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text.strip()
+
+
+def settings_of_each(settings: PolicyGradientConfig) -> list[PolicyGradientConfig]:
+    """The settings as each rejection sees them. Raises ValueError for those of one that it refuses,
+    and for one that says the same as another."""
+    names = rejection_names(settings.rejection)
+    if len(names) == 1:
+        return [settings]
+    found: list[PolicyGradientConfig] = []
+    for place, name in enumerate(names):
+        part = PARTS["rejection"].find(name).Settings
+        own = {}
+        for key in part.model_fields:
+            owners, given = owners_of(key, names), getattr(settings, key)
+            own[key] = given if len(owners) == 1 else given[owners.index(place)]
+        found.append(settings.model_copy(update={"rejection": name, **_checked(part, own, name)}))
+        if found[-1] in found[:-1]:
+            raise ValueError(f"algorithm.rejection={settings.rejection} has {name} twice, alike")
+    return found
+
+
+def _checked(part: type[Section], own: Mapping[str, Any], name: str) -> dict[str, Any]:
+    try:
+        return part.model_validate(own).model_dump()
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        reason = fault.get("ctx", {}).get("error", fault["msg"])
+        key = ".".join(map(str, fault["loc"]))
+        said = f"{reason}" if not key else f"algorithm.{key}={fault['input']!r}: {reason}"
+        raise ValueError(f"{said} (of algorithm.rejection={name})") from None
