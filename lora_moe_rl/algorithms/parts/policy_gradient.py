@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 class PolicyGradient(Algorithm):
     """`defaults`: what the preset sets of the parts and their settings."""
 
-    Settings: ClassVar[type[PolicyGradientConfig]] = PolicyGradientConfig
+    Settings: ClassVar[type[AlgorithmConfig]] = PolicyGradientConfig
     composed: ClassVar[bool] = True
     defaults: ClassVar[Mapping[str, Any]] = {}
 
@@ -79,7 +79,8 @@ class PolicyGradient(Algorithm):
                     f"{chosen[kind]}: it is one of {' or '.join(owners)}"
                 )
         found = settings.model_validate(split_values(value, rejection_names(chosen["rejection"])))
-        settings_of_each(found)
+        assert isinstance(found, PolicyGradientConfig)
+        settings_of_each(found)  # raises for what one of several refuses
         return found
 
     @classmethod

@@ -149,17 +149,16 @@ def rejection_names(text: str) -> tuple[str, ...]:
 @cache
 def settings_class(
     name: str,
-    common: type[PolicyGradientConfig],
+    common: type[AlgorithmConfig],
     chosen: tuple[tuple[str, str], ...],
     defaults: tuple[tuple[str, Any], ...],
-) -> type[PolicyGradientConfig]:
+) -> type[AlgorithmConfig]:
     """The settings of a preset, `common`, with those of the chosen parts, and its defaults."""
     parts = {kind: PARTS[kind].find(part).Settings for kind, part in chosen if kind != "rejection"}
-    rejections = rejection_names(dict(chosen)["rejection"])
-    several = len(rejections) > 1
-    fields: dict[str, Any] = _fields_of_several(rejections) if several else {}
-    if not several:
-        parts["rejection"] = PARTS["rejection"].find(rejections[0]).Settings
+    first, *others = rejection_names(dict(chosen)["rejection"])
+    fields: dict[str, Any] = _fields_of_several((first, *others)) if others else {}
+    if not others:
+        parts["rejection"] = PARTS["rejection"].find(first).Settings
     bases = (common, *parts.values())
     for key, default in defaults:
         for base in bases:
