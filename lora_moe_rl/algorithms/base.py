@@ -154,14 +154,10 @@ class Algorithm(Plugin):
         return {}
 
 
-# Rewards that differ by less are equal: those of a judge come with rounding. (SkyRL's value.)
-EQUAL_REWARDS = 1e-6
-
-
-def has_signal(group: Group) -> bool:
-    """Whether two samples of the group have different rewards."""
-    given = group.rewards[~np.isnan(group.rewards)]
-    return given.size > 0 and float(given.max() - given.min()) > EQUAL_REWARDS
+def has_signal(group: Group, equal_within: float) -> bool:
+    """Whether two samples of the group have rewards further apart than `equal_within`."""
+    given = group.rewards[~np.isnan(group.rewards)].astype(np.float64)
+    return given.size > 0 and float(np.ptp(given)) > equal_within
 
 
 def signals_of(algorithm: Algorithm, groups: Sequence[Group]) -> list[Signal]:

@@ -19,6 +19,7 @@ import trl
 import verl
 from trl import GRPOTrainer
 from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.metric_utils import compute_data_metrics
 from verl.trainer.ppo.rollout_corr_helper import (
     compute_rollout_correction_and_rejection_mask as correct,
 )
@@ -121,7 +122,10 @@ def batch(seed: int) -> dict[str, Any]:
     new, rollout = np.minimum(new, -1e-3), np.minimum(rollout, -1e-3)
     reference = old + rng.normal(0, 0.4, mask.shape)
     advantages = rng.normal(0, 1, n)[:, None] + rng.normal(0, 0.1, mask.shape)
+    values = rng.normal(0.3, 0.5, mask.shape)
+    new_values = values + rng.normal(0, 0.3, mask.shape)
     named = {
+        "values": values, "new_values": new_values,
         "groups": groups, "mask": mask, "rewards": rewards, "old": old, "new": new,
         "rollout": rollout, "reference": reference, "advantages": advantages,
     }  # fmt: skip
@@ -132,15 +136,22 @@ def tensor(values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+def at_last(b: dict[str, Any]) -> torch.Tensor:
+    """The reward of each sample at its last token."""
+    mask = tensor(b["mask"])
+    rewards = torch.zeros_like(mask)
+    last = (torch.arange(LONGEST) * mask).argmax(dim=1)
+    rewards[torch.arange(len(mask)), last] = tensor(b["rewards"])
+    return rewards
+
+
 def advantages_of(b: dict[str, Any]) -> dict[str, Any]:
     mask = tensor(b["mask"])
-    last = (torch.arange(LONGEST) * mask).argmax(dim=1)
     groups = np.array(b["groups"])
     alone = torch.from_numpy(np.bincount(groups)[groups] == 1)
     found = {}
     for name, (function, options) in ADVANTAGES.items():
-        rewards = torch.zeros_like(mask)
-        rewards[torch.arange(len(mask)), last] = tensor(b["rewards"])
+        rewards = at_last(b)
         if name == "reinforce_pp_baseline":
             rewards[alone] = 0.0  # to verl a sample alone is worth its whole reward
         if name != "reinforce_pp":
@@ -193,6 +204,50 @@ def corrections_of(b: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def critic_of(b: dict[str, Any]) -> dict[str, Any]:
+    """GAE, with a lambda for all and with VAPO's of each sample; the value loss and its gradient;
+    the explained variance, which is a metric of a whole batch."""
+    mask, values = tensor(b["mask"]), tensor(b["values"])
+    rewards = at_last(b)
+    lengths = mask.sum(dim=1)
+    adaptive = 1 - 1 / (0.3 * lengths).clamp(min=1)
+    found: dict[str, Any] = {}
+    for name, lam in {"gae": 0.9, "gae_1": 1.0, "adaptive": adaptive}.items():
+        advantages, returns = core_algos.compute_gae_advantage_return(
+            rewards, values, mask, 0.95, lam
+        )
+        found[name] = {"advantages": advantages.tolist(), "returns": returns.tolist()}
+    returns = tensor(found["gae"]["returns"])
+    for how in AGGREGATIONS:
+        new = tensor(b["new_values"]).requires_grad_()
+        loss, clipped = core_algos.compute_value_loss(new, returns, values, mask, 0.2, how)
+        loss.backward()
+        found[f"loss {how}"] = {
+            "loss": loss.item(), "clipped": clipped.item(), "gradient": new.grad.tolist(),
+        }  # fmt: skip
+    whole = torch.ones(len(mask), LONGEST, dtype=torch.float64)
+    metrics = compute_data_metrics(
+        SimpleNamespace(
+            batch={
+                "token_level_scores": rewards,
+                "token_level_rewards": rewards,
+                "advantages": returns,
+                "returns": returns,
+                "values": values,
+                "prompts": whole,
+                "responses": whole,
+                "attention_mask": torch.cat([whole, mask], dim=1),
+                "response_mask": mask,
+            },
+            non_tensor_batch={},
+            meta_info={},
+        ),
+        use_critic=True,
+    )
+    found["explained"] = metrics["critic/vf_explained_var"]
+    return found
+
+
 def kl_of(b: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for kind in ("k1", "k2", "k3", "k3+"):
@@ -214,6 +269,7 @@ def main() -> None:
             "losses": losses_of(b),
             "corrections": corrections_of(b),
             "kl": kl_of(b),
+            "critic": critic_of(b),
         }
         batches.append(b)
     assert not any(math.isnan(v["loss"]) for b in batches for v in b["losses"].values())

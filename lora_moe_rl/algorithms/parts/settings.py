@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from copy import copy
 from functools import cache
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, create_model, model_validator
 
@@ -51,15 +51,15 @@ class PolicyGradientConfig(AlgorithmConfig):
         1.0, gt=0, description="What a reward has lost at the longest response."
     )
 
+    # Whether there is a critic, whose values advantages may want.
+    has_critic: ClassVar[bool] = False
+
     @model_validator(mode="after")
     def _together(self):
-        for check in (
-            self._check_samples,
-            self._check_anchor,
-            self._check_group,
-            self._check_unused,
-        ):
-            check()
+        self._check_samples()
+        self._check_anchor()
+        self._check_advantage()
+        self._check_unused()
         return self
 
     def _check_samples(self) -> None:
@@ -108,11 +108,24 @@ class PolicyGradientConfig(AlgorithmConfig):
                 "ratio, and without a correction"
             )
 
-    def _check_group(self) -> None:
-        """What compares the samples of a prompt."""
+    def _check_advantage(self) -> None:
+        """What an advantage wants of prompts, rewards and a critic."""
+        advantage = PARTS["advantage"].find(self.advantage)
+        if advantage.needs_values and not self.has_critic:
+            raise ValueError(
+                f"algorithm.advantage={self.advantage} needs a critic's value of each token, and "
+                f"algorithm={self.name} has no critic; choose an advantage that compares the "
+                "samples of a prompt (grpo, rloo), or reinforce_pp"
+            )
+        if not advantage.takes_negative and self.overlong_buffer:
+            raise ValueError(
+                f"algorithm.advantage={self.advantage} takes no negative rewards, and "
+                f"algorithm.overlong_buffer={self.overlong_buffer} makes a reward of 0 negative "
+                "near the longest response; set one of them, or mask_truncated=true for the buffer"
+            )
         if self.group_size > 1:
             return
-        if PARTS["advantage"].find(self.advantage).compares_group:
+        if advantage.compares_group:
             raise ValueError(
                 f"algorithm.advantage={self.advantage} compares the samples of a prompt, and "
                 f"algorithm.group_size={self.group_size} leaves none to compare with"

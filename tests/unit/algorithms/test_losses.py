@@ -239,6 +239,10 @@ def test_a_ratio_against_the_engine():
             "with algorithm.anchor=rollout weights are of the policy that is being updated",
         ),
         (
+            ["algorithm=max_rl", "algorithm.overlong_buffer=10"],
+            "advantage=max_rl takes no negative rewards, and algorithm.overlong_buffer=10 makes",
+        ),
+        (
             ["algorithm=reinforce_pp", "algorithm.group_size=1", "algorithm.draw_again=2"],
             "which is every prompt with algorithm.group_size=1",
         ),
