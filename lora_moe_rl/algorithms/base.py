@@ -1,6 +1,7 @@
 """What an algorithm is: its settings, what it wants to know, its signal and its loss, in one file.
 
     groups of a step ──signals──> advantages and weights of every token    host, numpy
+    forwards         ──revised──> other advantages, if it wants      host, numpy, once
     packed tokens    ──keep─────> which of them stay in the loss           device, torch, once
     packed tokens    ──loss─────> the loss of every token, and metrics     device, torch
 
@@ -35,10 +36,12 @@ class Signal:
     """What a group says to its tokens: one float32 array [R] a sample for each.
 
     A weight of 0 leaves a token out of the loss and out of the count that the loss is divided by.
+    rewards: float64 [n], of an algorithm that revises its advantages; None of others.
     """
 
     advantages: list[np.ndarray]
     weights: list[np.ndarray]
+    rewards: np.ndarray | None = None
 
     @classmethod
     def of_samples(cls, group: Group, advantages: np.ndarray) -> Signal:
@@ -56,6 +59,20 @@ class Signal:
         """Advantages [R] of each sample; every token that its policy wrote weighs 1."""
         weights = [sample.mask.astype(np.float32) for sample in group.samples]
         return cls([np.asarray(one, np.float32) for one in advantages], weights)
+
+
+@dataclass(frozen=True)
+class Known:
+    """All samples of a step, when the forwards before the update are done. rewards: float64 [n],
+    NaN for none. groups: int [n], the number of each sample's group. Of each sample [R]: masks,
+    bool, True for tokens that the policy wrote; old and reference, float64 logprobs, as in
+    `Tokens`."""
+
+    rewards: np.ndarray
+    groups: np.ndarray
+    masks: Sequence[np.ndarray]
+    old: Sequence[np.ndarray]
+    reference: Sequence[np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -125,6 +142,16 @@ class Algorithm(Plugin):
         raise NotImplementedError
 
     @property
+    def revises(self) -> bool:
+        """Whether `revised` is to be asked, for which `passes` has both `old` and `reference`."""
+        return type(self).revised is not Algorithm.revised
+
+    def revised(self, step: Known) -> list[np.ndarray]:
+        """Advantages [R] of each sample, which take the place of those of the signals. Asked once a
+        step, on every rank with the same arguments, before `averaged` and `keep`. Pure."""
+        raise NotImplementedError
+
+    @property
     def rejects(self) -> bool:
         """Whether `keep` is to be asked, for which the pass `old` is made."""
         return type(self).keep is not Algorithm.keep
@@ -182,7 +209,7 @@ def _without_left_out(algorithm: Algorithm, group: Group, signal: Signal) -> Sig
         np.zeros_like(weight) if out else weight
         for weight, out in zip(signal.weights, left_out, strict=True)
     ]
-    return Signal(signal.advantages, weights)
+    return Signal(signal.advantages, weights, signal.rewards)
 
 
 def _check_shapes(algorithm: Algorithm, group: Group, signal: Signal) -> None:

@@ -160,6 +160,29 @@ def advantages_of(b: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def revised_of(b: dict[str, Any]) -> dict[str, Any]:
+    """Advantages of rewards from which each token's KL to the reference is taken."""
+    mask, groups = tensor(b["mask"]), np.array(b["groups"])
+    alone = torch.from_numpy(np.bincount(groups)[groups] == 1)
+    found = {}
+    for kind in ("k1", "k2", "k3"):
+        # As verl's apply_kl_penalty does it, which wants packages that are nothing to the numbers.
+        kl = core_algos.kl_penalty(tensor(b["old"]), tensor(b["reference"]), kind) * mask
+        taken = at_last(b) - 0.2 * kl
+        for name in ("grpo", "rloo", "opo", "reinforce_pp", "reinforce_pp_baseline"):
+            function, options = ADVANTAGES[name]
+            rewards = taken.clone()
+            if name == "reinforce_pp_baseline":
+                rewards[alone] = 0.0
+            if name != "reinforce_pp":
+                options = {"index": groups, **options}
+            found[f"{name} {kind}"] = function(rewards, mask, **options)[0].tolist()
+        values = tensor(b["values"])
+        gae = core_algos.compute_gae_advantage_return(taken, values, mask, 0.95, 0.9)
+        found[f"gae {kind}"] = gae[0].tolist()
+    return found
+
+
 def losses_of(b: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (loss, options) in LOSSES.items():
@@ -270,6 +293,7 @@ def main() -> None:
             "corrections": corrections_of(b),
             "kl": kl_of(b),
             "critic": critic_of(b),
+            "revised": revised_of(b),
         }
         batches.append(b)
     assert not any(math.isnan(v["loss"]) for b in batches for v in b["losses"].values())

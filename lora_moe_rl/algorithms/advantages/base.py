@@ -18,20 +18,34 @@ from lora_moe_rl.config.section import Section
 class Rewarded:
     """The samples of a step. rewards: float64 [n], NaN for none. groups: int [n], the number of
     each sample's group. masks: bool [R] a sample, True for tokens that the policy wrote. values:
-    float32 [R] a sample, a critic's before the update; None where there is no critic."""
+    float32 [R] a sample, a critic's before the update; None where there is no critic. penalties:
+    float64 [R] a sample, what the reward loses at each token; None for nothing."""
 
     rewards: np.ndarray
     groups: np.ndarray
     masks: Sequence[np.ndarray]
     values: Sequence[np.ndarray] | None = None
+    penalties: Sequence[np.ndarray] | None = None
 
     def of_tokens(self) -> list[np.ndarray]:
-        """float64 [R] of each sample: its reward at the last token that the policy wrote; 0
-        elsewhere, and all of a sample without a reward."""
+        """float64 [R] of each sample: minus the penalty of each token that the policy wrote, plus
+        the sample's reward at the last of them. 0 for other tokens, and for all of a sample
+        without a reward."""
         found = [np.zeros(len(mask)) for mask in self.masks]
-        for each, mask, reward in zip(found, self.masks, self.rewards, strict=True):
-            each[np.flatnonzero(mask)[-1:]] = np.nan_to_num(reward)
+        for i, (each, mask, reward) in enumerate(zip(found, self.masks, self.rewards, strict=True)):
+            if np.isnan(reward):
+                continue
+            if self.penalties is not None:
+                each[mask] -= self.penalties[i][mask]
+            each[np.flatnonzero(mask)[-1:]] += reward
         return found
+
+    def of_samples(self) -> np.ndarray:
+        """float64 [n]: each sample's reward less the penalties of its tokens; NaN for none."""
+        if self.penalties is None:
+            return self.rewards
+        lost = [p[mask].sum() for p, mask in zip(self.penalties, self.masks, strict=True)]
+        return self.rewards - np.array(lost)
 
 
 class Advantage(Part):
@@ -60,12 +74,12 @@ class Advantage(Part):
     def of_samples(self, step: Rewarded) -> np.ndarray:
         """float64 [n]: 0 for a sample without a reward, which says nothing about the others, and
         for all of a group that has nothing to compare."""
-        found = np.zeros(len(step.rewards))
-        given = ~np.isnan(step.rewards)
+        every = step.of_samples()
+        found, given = np.zeros(len(every)), ~np.isnan(every)
         lengths = np.array([mask.sum() for mask in step.masks], dtype=np.int64)
         for group in np.unique(step.groups):
             mine = np.flatnonzero(given & (step.groups == group))
-            rewards = step.rewards[mine]
+            rewards = every[mine]
             if len(rewards) > 1 and np.ptp(rewards) > self.settings.equal_within:
                 found[mine] = self.of_group(rewards, lengths[mine])
         return found

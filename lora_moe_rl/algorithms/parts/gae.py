@@ -19,7 +19,7 @@ def estimate(
     lambdas: np.ndarray,
 ) -> list[np.ndarray]:
     """Advantages, float64 [R] of each sample, 0 outside its mask; an advantage and its value
-    together are the return.
+    together are the return. With values of 0 and lambdas of 1 it is the discounted reward to come.
 
     rewards, values: [R] of each sample. masks: bool [R], True for tokens that the policy wrote.
     lambdas: float64 [n], of each sample. Raises ValueError for values of another length.

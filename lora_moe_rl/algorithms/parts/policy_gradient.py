@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from lora_moe_rl.algorithms.advantages.base import Rewarded
-from lora_moe_rl.algorithms.base import Algorithm, Loss, Pass, Reduce, Signal, Tokens
+from lora_moe_rl.algorithms.base import Algorithm, Known, Loss, Pass, Reduce, Signal, Tokens
 from lora_moe_rl.algorithms.parts.correction_presets import CORRECTION_PRESETS
 from lora_moe_rl.algorithms.parts.kl import estimate
 from lora_moe_rl.algorithms.parts.overlong import soft_punishment
@@ -91,7 +91,14 @@ class PolicyGradient(Algorithm):
 
     @property
     def passes(self) -> frozenset[Pass]:
-        return frozenset({"reference"} if self.settings.kl_coef else ())
+        wanted: set[Pass] = {"reference"} if self.settings.kl_coef else set()
+        if self.revises:
+            wanted.add("old")
+        return frozenset(wanted)
+
+    @property
+    def revises(self) -> bool:
+        return self.settings.kl_coef > 0 and self.settings.kl_in == "reward"
 
     @property
     def rejects(self) -> bool:
@@ -100,15 +107,32 @@ class PolicyGradient(Algorithm):
     def signals(self, groups: Sequence[Group]) -> list[Signal]:
         sizes = [len(group.samples) for group in groups]
         samples = [sample for group in groups for sample in group.samples]
+        rewards = [self._rewards(group) for group in groups]
         step = Rewarded(
-            np.concatenate([self._rewards(group) for group in groups]),
+            np.concatenate(rewards),
             np.repeat(np.arange(len(groups)), sizes),
             [sample.mask for sample in samples],
         )
         advantages = iter(self._advantage.of_step(step))
-        return [
+        signals = [
             Signal.of_tokens(group, [next(advantages) for _ in group.samples]) for group in groups
         ]
+        if not self.revises:
+            return signals
+        return [replace(one, rewards=own) for one, own in zip(signals, rewards, strict=True)]
+
+    def revised(self, step: Known) -> list[np.ndarray]:
+        """Advantages of rewards from which each token's KL to the base is taken, weighed with
+        kl_coef: before the update, as in verl (use_kl_in_reward) and TRL's RLOO."""
+        import torch
+
+        pairs = [map(torch.from_numpy, pair) for pair in zip(step.old, step.reference, strict=True)]
+        penalties = [
+            self.settings.kl_coef * estimate(self.settings.kl_estimate, *pair).numpy()
+            for pair in pairs
+        ]
+        rewarded = Rewarded(step.rewards, step.groups, step.masks, penalties=penalties)
+        return self._advantage.of_step(rewarded)
 
     def _rewards(self, group: Group) -> np.ndarray:
         rewards = np.asarray(group.rewards, np.float64)
@@ -146,8 +170,11 @@ class PolicyGradient(Algorithm):
             weights, of_weights = self._correction.weights(trainer - tokens.rollout, tokens)
             policy, metrics = policy * weights, metrics | of_weights
         kl = self._kl(tokens)
-        values = policy if kl is None else policy + settings.kl_coef * kl
-        shown = policy.detach().new_zeros(policy.shape) if kl is None else kl.detach()
+        values, shown = policy, policy.detach().new_zeros(policy.shape)
+        if kl is not None:
+            shown = kl.detach()
+            if settings.kl_in == "loss":
+                values = policy + settings.kl_coef * kl
         return Loss(values, {"policy": policy.detach(), "kl": shown, **metrics})
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -161,7 +188,8 @@ class PolicyGradient(Algorithm):
         return found
 
     def _kl(self, tokens: Tokens) -> Tensor | None:
-        """Raises ValueError when the reference logprobs are missing though they are wanted, or were
+        """Of the policy in the loss, of the policy before the update in the reward; None without.
+        Raises ValueError when the reference logprobs are missing though they are wanted, or were
         computed for nothing."""
         if (tokens.reference is None) != (self.settings.kl_coef == 0):
             given = "are missing" if tokens.reference is None else "were computed for nothing"
@@ -170,7 +198,8 @@ class PolicyGradient(Algorithm):
             )
         if tokens.reference is None:
             return None
-        return estimate(self.settings.kl_estimator, tokens.logprobs, tokens.reference)
+        policy = tokens.logprobs if self.settings.kl_in == "loss" else tokens.old
+        return estimate(self.settings.kl_estimate, policy, tokens.reference)
 
 
 def _named(preset: type[PolicyGradient], value: Mapping[str, Any]) -> dict[str, Any]:

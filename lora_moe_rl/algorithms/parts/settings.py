@@ -41,8 +41,15 @@ class PolicyGradientConfig(AlgorithmConfig):
         "update, or the engine's.",
     )
     kl_coef: float = Field(0.0, ge=0, description="Weight of the KL to the base (adapters off).")
-    kl_estimator: Literal["k2", "k3", "k3+"] = Field(
-        "k3", description="How that KL is estimated; k3+: the value of k3 with k2's gradient."
+    kl_in: Literal["loss", "reward"] = Field(
+        "loss",
+        description="Whether that KL is added to the loss of each token, or taken from its reward "
+        "before advantages are made.",
+    )
+    kl_estimator: Literal["k1", "k2", "k3", "k3+"] | None = Field(
+        None,
+        description="How that KL is estimated (k3+: the value of k3 with k2's gradient); null: k3 "
+        "in the loss, k1 in the reward.",
     )
     overlong_buffer: int = Field(
         0, ge=0, description="Tokens before the longest response over which a reward sinks."
@@ -50,6 +57,10 @@ class PolicyGradientConfig(AlgorithmConfig):
     overlong_penalty: float = Field(
         1.0, gt=0, description="What a reward has lost at the longest response."
     )
+
+    @property
+    def kl_estimate(self) -> str:
+        return self.kl_estimator or ("k3" if self.kl_in == "loss" else "k1")
 
     # Whether there is a critic, whose values advantages may want.
     has_critic: ClassVar[bool] = False
@@ -59,6 +70,7 @@ class PolicyGradientConfig(AlgorithmConfig):
         self._check_samples()
         self._check_anchor()
         self._check_advantage()
+        self._check_kl()
         self._check_unused()
         return self
 
@@ -136,8 +148,28 @@ class PolicyGradientConfig(AlgorithmConfig):
                 f"one reward, which is every prompt with algorithm.group_size={self.group_size}"
             )
 
+    def _check_kl(self) -> None:
+        """Where a KL is, and how it is estimated."""
+        if self.kl_in == "loss" and self.kl_estimator == "k1":
+            raise ValueError(
+                "algorithm.kl_estimator=k1 has a gradient of 0 in the mean, and with "
+                "algorithm.kl_in=loss would do nothing; take k2, k3 or k3+, or kl_in=reward"
+            )
+        if self.kl_in == "reward" and self.kl_estimator == "k3+":
+            raise ValueError(
+                "algorithm.kl_estimator=k3+ differs from k3 by its gradient, and with "
+                "algorithm.kl_in=reward there is none; take k3"
+            )
+        takes_negative = PARTS["advantage"].find(self.advantage).takes_negative
+        if self.kl_in == "reward" and self.kl_coef and not takes_negative:
+            raise ValueError(
+                f"algorithm.advantage={self.advantage} takes no negative rewards, and "
+                "algorithm.kl_in=reward makes them so; take kl_in=loss"
+            )
+
     def _check_unused(self) -> None:
         for option, decider in (
+            ("kl_in", "kl_coef"),
             ("kl_estimator", "kl_coef"),
             ("overlong_penalty", "overlong_buffer"),
         ):

@@ -1,6 +1,7 @@
 """Losses, corrections and presets against values worked out by hand; see test_oracles.py too."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -62,6 +63,18 @@ def test_the_kl_to_the_base_comes_on_top():
     found.values.sum().backward()
     # d/dlogp of k3 is 1 - r: -1 at r = 2.
     assert_close(logprobs.grad, torch.tensor([-1.0 - 0.1, 2.0, 0.0]))
+
+
+def test_a_kl_in_the_reward_is_not_in_the_loss_and_is_of_the_policy_before():
+    reference = torch.tensor([-1.0 + math.log(2), -2.0, NAN])
+    logprobs, tokens = three_tokens(reference)
+    with torch.no_grad():
+        logprobs += 0.25
+    tokens = replace(tokens, logprobs=logprobs.where(tokens.mask, 0.0))
+    found = made("algorithm=rloo", "algorithm.kl_coef=0.1").loss(tokens)
+    without = made("algorithm=rloo").loss(replace(tokens, reference=None))
+    assert_close(found.values, without.values)
+    assert_close(found.metrics["kl"], torch.tensor([-math.log(2), 0.0, 0.0]))
 
 
 @pytest.mark.parametrize(("kl_coef", "reference"), [(0.1, None), (0.0, torch.zeros(3))])
@@ -193,6 +206,19 @@ def test_a_ratio_against_the_engine():
         (["algorithm.anchor=rollout", "algorithm.correction=tis"], "with the same ratio once more"),
         (["algorithm.anchor=rollout", "algorithm.loss=reinforce"], "anchor=rollout has no effect"),
         (["algorithm.kl_estimator=k2"], "kl_estimator=k2 has no effect with algorithm.kl_coef=0"),
+        (["algorithm.kl_in=reward"], "kl_in=reward has no effect with algorithm.kl_coef=0"),
+        (
+            ["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"],
+            "kl_estimator=k1 has a gradient of 0 in the mean, and with algorithm.kl_in=loss",
+        ),
+        (
+            ["algorithm=rloo", "algorithm.kl_coef=0.1", "algorithm.kl_estimator=k3+"],
+            "kl_estimator=k3+ differs from k3 by its gradient, and with algorithm.kl_in=reward",
+        ),
+        (
+            ["algorithm=max_rl", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+            "advantage=max_rl takes no negative rewards, and algorithm.kl_in=reward makes them",
+        ),
         (["algorithm.overlong_penalty=2"], "has no effect with algorithm.overlong_buffer=0"),
         (["algorithm.group_size=1"], "leaves none to compare with"),
         (

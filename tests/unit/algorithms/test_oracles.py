@@ -17,6 +17,7 @@ from packed_tokens import mean_over, tokens_of
 
 from lora_moe_rl import algorithms
 from lora_moe_rl.algorithms.advantages.base import Rewarded
+from lora_moe_rl.algorithms.base import Known
 from lora_moe_rl.algorithms.parts.aggregation import aggregate
 from lora_moe_rl.algorithms.parts.kl import estimate, mismatch, mismatch_of_samples
 from lora_moe_rl.config import RunConfig
@@ -73,6 +74,25 @@ def test_advantages_are_verls(batch, name, settings):
     found = np.array(made(**settings)._advantage.of_step(step))
     compared = masks if name.startswith("reinforce") else masks & ~alone[:, None]
     assert_close(found, batch["advantages_of"][name], compared)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "reinforce_pp", "reinforce_pp_baseline"])
+def test_advantages_of_rewards_less_the_kl_are_verls(batch, name, kind):
+    masks, groups = np.array(batch["mask"]), np.array(batch["groups"])
+    more = {"gamma": 0.9} if name == "reinforce_pp" else {}
+    algorithm = made(advantage=name, kl_in="reward", kl_coef=0.2, kl_estimator=kind, **more)
+    known = Known(
+        np.array(batch["rewards"]),
+        groups,
+        list(masks),
+        list(np.array(batch["old"])),
+        list(np.array(batch["reference"])),
+    )
+    alone = np.bincount(groups)[groups] == 1
+    compared = masks if name.startswith("reinforce") else masks & ~alone[:, None]
+    assert_close(algorithm.revised(known), batch["revised"][f"{name} {kind}"], compared)
 
 
 SETTINGS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from packed_tokens import mean_over, tokens_of
 
 from lora_moe_rl.algorithms.advantages.base import Rewarded
 from lora_moe_rl.algorithms.parts.aggregation import aggregate
+from lora_moe_rl.algorithms.parts.kl import estimate
 from lora_moe_rl.algorithms.parts.policy_gradient import PolicyGradient
 from lora_moe_rl.algorithms.parts.settings import PolicyGradientConfig
 from lora_moe_rl.algorithms.parts.value_loss import explained_variance, moments, value_loss
@@ -66,6 +68,20 @@ def test_advantages_and_returns_are_verls_over_holes_too(batch, settings, advant
     ):
         theirs = np.array(expected[name][what])
         np.testing.assert_allclose(np.array(found)[mask], theirs[mask], **CLOSE)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_a_kl_of_each_token_goes_into_generalized_advantages_as_in_verl(batch, kind):
+    old, reference = (
+        torch.tensor(batch[name], dtype=torch.float64) for name in ("old", "reference")
+    )
+    penalties = list(0.2 * estimate(kind, old, reference).numpy())
+    advantage = part(advantage="gae", gamma=0.95, lambda_policy=0.9)
+    found = np.array(advantage.of_step(replace(step_of(batch), penalties=penalties)))
+    mask = np.array(batch["mask"])
+    theirs = np.array(batch["revised"][f"gae {kind}"])
+    np.testing.assert_allclose(found[mask], theirs[mask], **CLOSE)
 
 
 def test_returns_by_hand():
