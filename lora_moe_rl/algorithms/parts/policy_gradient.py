@@ -16,16 +16,15 @@ import numpy as np
 
 from lora_moe_rl.algorithms.advantages.base import Rewarded
 from lora_moe_rl.algorithms.base import Algorithm, Known, Loss, Pass, Reduce, Signal, Tokens
-from lora_moe_rl.algorithms.parts.correction_presets import CORRECTION_PRESETS
-from lora_moe_rl.algorithms.parts.kl import estimate
-from lora_moe_rl.algorithms.parts.overlong import soft_punishment
-from lora_moe_rl.algorithms.parts.settings import (
-    PolicyGradientConfig,
-    rejection_names,
+from lora_moe_rl.algorithms.parts.composing import (
     settings_class,
     settings_of_each,
     split_values,
 )
+from lora_moe_rl.algorithms.parts.correction_presets import CORRECTION_PRESETS
+from lora_moe_rl.algorithms.parts.kl import estimate
+from lora_moe_rl.algorithms.parts.overlong import soft_punishment
+from lora_moe_rl.algorithms.parts.settings import PolicyGradientConfig, rejection_names
 from lora_moe_rl.config import AlgorithmConfig
 from lora_moe_rl.config.plugins import PARTS, choices
 from lora_moe_rl.data.samples import Group
