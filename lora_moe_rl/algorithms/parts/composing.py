@@ -26,14 +26,11 @@ def settings_class(
     common: type[AlgorithmConfig],
     chosen: tuple[tuple[str, str], ...],
     defaults: tuple[tuple[str, Any], ...],
-) -> type[AlgorithmConfig]:
+) -> type[Section]:
     """The settings of a preset, `common`, with those of the chosen parts, and its defaults."""
-    parts = {kind: PARTS[kind].find(part).Settings for kind, part in chosen if kind != "rejection"}
-    first, *others = rejection_names(dict(chosen)["rejection"])
-    fields: dict[str, Any] = _fields_of_several((first, *others)) if others else {}
-    if not others:
-        parts["rejection"] = PARTS["rejection"].find(first).Settings
-    bases = (common, *parts.values())
+    parts = [PARTS[kind].find(part).Settings for kind, part in chosen if kind != "rejection"]
+    bases = (common, *parts, _rejection_settings(rejection_names(dict(chosen)["rejection"])))
+    fields: dict[str, Any] = {}
     for key, default in defaults:
         for base in bases:
             if key in base.model_fields:
@@ -53,8 +50,12 @@ def owners_of(key: str, rejections: tuple[str, ...]) -> list[int]:
     return [place for place, has in enumerate(fields) if key in has]
 
 
-def _fields_of_several(rejections: tuple[str, ...]) -> dict[str, Any]:
-    """The settings of several rejections: as they are where one has them, else a tuple."""
+def _rejection_settings(rejections: tuple[str, ...]) -> type[Section]:
+    """The settings of one rejection, or of several: as they are where one has them, else a
+    tuple."""
+    first, *others = rejections
+    if not others:
+        return PARTS["rejection"].find(first).Settings
     found: dict[str, Any] = {}
     for name in rejections:
         for key in PARTS["rejection"].find(name).Settings.model_fields:
@@ -66,7 +67,7 @@ def _fields_of_several(rejections: tuple[str, ...]) -> dict[str, Any]:
                 defaults = tuple(fields[key].default for fields in every)
                 described = Field(defaults, description=every[0][key].description)
                 found[key] = (tuple[Any, ...], described)
-    return found
+    return create_model("RejectionSettings", __base__=Section, **found)
 
 
 def split_values(value: Mapping[str, Any], rejections: tuple[str, ...]) -> dict[str, Any]:

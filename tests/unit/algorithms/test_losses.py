@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from packed_tokens import tokens_of
 from torch.testing import assert_close
 
 from lora_moe_rl import algorithms
+from lora_moe_rl.algorithms.parts.policy_gradient import PolicyGradient
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.config.plugins import ALGORITHMS
@@ -155,6 +157,21 @@ def test_several_rejections_keep_what_all_of_them_keep():
     narrow = ("algorithm.rejection_min=0.95,null",)
     assert made(*settings).keep(tokens).tolist() == [True, True, False, True]
     assert made(*settings, *narrow).keep(tokens).tolist() == [True, False, False, True]
+
+
+def test_a_preset_may_have_several_rejections_with_bounds_of_its_own():
+    class Twice(PolicyGradient):
+        defaults: ClassVar = {
+            "rejection": "sequence_mean,veto",
+            "rejection_max": (1.5, 3.0),
+            "clip_low": 0.1,
+        }
+
+    algorithm = Twice(Twice.read({}), 20)
+    assert [one.settings.rejection_max for one in algorithm._rejections] == [1.5, 3.0]
+    assert algorithm.settings.clip_low == 0.1
+    once = Twice(Twice.read({"rejection": "veto", "rejection_max": 5.0}), 20)
+    assert [one.settings.rejection_max for one in once._rejections] == [5.0]
 
 
 def test_settings_of_several_rejections_survive_being_saved():
