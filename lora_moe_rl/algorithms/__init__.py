@@ -19,10 +19,11 @@ def make(config: RunConfig) -> Algorithm:
 
 def passes(config: RunConfig) -> frozenset[Pass]:
     """The forwards that are made before the update: what the algorithm wants; and `old` whenever
-    the ratio is not 1 by construction, tokens may be rejected, or routes are to be recorded
-    (replay.mode=r2)."""
+    the ratio is not 1 by construction, tokens may be rejected, a mean over the step is wanted, or
+    routes are to be recorded (replay.mode=r2)."""
     algorithm = make(config)
     wanted = set(algorithm.passes)
-    if algorithm.rejects or not config.algorithm.on_policy or config.replay.mode == "r2":
+    asked = algorithm.rejects or algorithm.averages
+    if asked or not config.algorithm.on_policy or config.replay.mode == "r2":
         wanted.add("old")
     return frozenset(wanted)

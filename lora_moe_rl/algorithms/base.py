@@ -1,6 +1,7 @@
 """What an algorithm is: its settings, what it wants to know, its signal and its loss, in one file.
 
     groups of a step ──signals──> advantages and weights of every token    host, numpy
+    forwards         ──revised──> other advantages, if it wants      host, numpy, once
     packed tokens    ──keep─────> which of them stay in the loss           device, torch, once
     packed tokens    ──loss─────> the loss of every token, and metrics     device, torch
 
@@ -35,10 +36,12 @@ class Signal:
     """What a group says to its tokens: one float32 array [R] a sample for each.
 
     A weight of 0 leaves a token out of the loss and out of the count that the loss is divided by.
+    rewards: float64 [n], of an algorithm that revises its advantages; None of others.
     """
 
     advantages: list[np.ndarray]
     weights: list[np.ndarray]
+    rewards: np.ndarray | None = None
 
     @classmethod
     def of_samples(cls, group: Group, advantages: np.ndarray) -> Signal:
@@ -59,6 +62,20 @@ class Signal:
 
 
 @dataclass(frozen=True)
+class Known:
+    """All samples of a step, when the forwards before the update are done. rewards: float64 [n],
+    NaN for none. groups: int [n], the number of each sample's group. Of each sample [R]: masks,
+    bool, True for tokens that the policy wrote; old and reference, float64 logprobs, as in
+    `Tokens`."""
+
+    rewards: np.ndarray
+    groups: np.ndarray
+    masks: Sequence[np.ndarray]
+    old: Sequence[np.ndarray]
+    reference: Sequence[np.ndarray]
+
+
+@dataclass(frozen=True)
 class Tokens:
     """The tokens of one packed micro-batch, all [T].
 
@@ -68,7 +85,7 @@ class Tokens:
     the adapter version that sampled the token.
 
     samples: int64, which of the `num_samples` samples of the micro-batch the token is of; the last
-    one stands for the padding.
+    one stands for the padding. step_mean: what `Algorithm.averaged` asks for, None without.
     """
 
     mask: Tensor
@@ -80,6 +97,7 @@ class Tokens:
     versions: Tensor
     samples: Tensor
     num_samples: int
+    step_mean: float | None = None
 
 
 @dataclass(frozen=True)
@@ -124,6 +142,16 @@ class Algorithm(Plugin):
         raise NotImplementedError
 
     @property
+    def revises(self) -> bool:
+        """Whether `revised` is to be asked, for which `passes` has both `old` and `reference`."""
+        return type(self).revised is not Algorithm.revised
+
+    def revised(self, step: Known) -> list[np.ndarray]:
+        """Advantages [R] of each sample, which take the place of those of the signals. Asked once a
+        step, on every rank with the same arguments, before `averaged` and `keep`. Pure."""
+        raise NotImplementedError
+
+    @property
     def rejects(self) -> bool:
         """Whether `keep` is to be asked, for which the pass `old` is made."""
         return type(self).keep is not Algorithm.keep
@@ -131,6 +159,17 @@ class Algorithm(Plugin):
     def keep(self, tokens: Tokens) -> Tensor:
         """bool [T]: tokens that stay in the loss. Asked once for the samples of a step, before its
         first update, with `logprobs` the old ones. Pure."""
+        raise NotImplementedError
+
+    @property
+    def averages(self) -> bool:
+        """Whether `averaged` is to be asked, for which the pass `old` is made."""
+        return type(self).averaged is not Algorithm.averaged
+
+    def averaged(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Two streams [T], of which the sum of the first over all tokens of the step, before `keep`
+        takes any out, divided by that of the second is `tokens.step_mean` of every loss of the
+        step. Asked as `keep` is. Pure."""
         raise NotImplementedError
 
     def loss(self, tokens: Tokens) -> Loss:
@@ -142,14 +181,10 @@ class Algorithm(Plugin):
         return {}
 
 
-# Rewards that differ by less are equal: those of a judge come with rounding. (SkyRL's value.)
-EQUAL_REWARDS = 1e-6
-
-
-def has_signal(group: Group) -> bool:
-    """Whether two samples of the group have different rewards."""
-    given = group.rewards[~np.isnan(group.rewards)]
-    return given.size > 0 and float(given.max() - given.min()) > EQUAL_REWARDS
+def has_signal(group: Group, equal_within: float) -> bool:
+    """Whether two samples of the group have rewards further apart than `equal_within`."""
+    given = group.rewards[~np.isnan(group.rewards)].astype(np.float64)
+    return given.size > 0 and float(np.ptp(given)) > equal_within
 
 
 def signals_of(algorithm: Algorithm, groups: Sequence[Group]) -> list[Signal]:
@@ -174,7 +209,7 @@ def _without_left_out(algorithm: Algorithm, group: Group, signal: Signal) -> Sig
         np.zeros_like(weight) if out else weight
         for weight, out in zip(signal.weights, left_out, strict=True)
     ]
-    return Signal(signal.advantages, weights)
+    return Signal(signal.advantages, weights, signal.rewards)
 
 
 def _check_shapes(algorithm: Algorithm, group: Group, signal: Signal) -> None:

@@ -71,6 +71,12 @@ class AlgorithmConfig(Section):
         description="Draw another prompt for one whose rewards are all equal, at most this many "
         "times prompts_per_step in a step; 0: never.",
     )
+    equal_within: float = Field(
+        1e-6,  # SkyRL's value
+        ge=0,
+        description="Rewards of a prompt that are no further apart count as equal: those of a "
+        "judge come with rounding.",
+    )
 
     @property
     def updates_per_step(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heapreplace
 from typing import TYPE_CHECKING
@@ -30,7 +30,8 @@ class TrainBatch:
     versions: int32, the adapter version that sampled each token. advantages: float32. weights:
     float32, what each token weighs in the loss; 0 leaves it out. mini_batch: int `[n]`, the
     optimizer step that uses the sample. groups: int `[n]`, the number of the sample's group. step:
-    of the run, from 1; 0 for a forward outside steps.
+    of the run, from 1; 0 for a forward outside steps. rewards: float64 `[n]`, NaN for none, for an
+    algorithm that revises its advantages; None for others.
     """
 
     token_ids: list[np.ndarray]
@@ -42,6 +43,7 @@ class TrainBatch:
     mini_batch: np.ndarray
     groups: np.ndarray
     step: int = 1
+    rewards: np.ndarray | None = None
 
     @classmethod
     def from_samples(
@@ -74,7 +76,8 @@ class TrainBatch:
         """The samples of all groups in turn; `mini_batches` takes equally many groups each."""
         per_mini_batch = len(groups) // mini_batches
         sizes = [len(group.samples) for group in groups]
-        return cls.from_samples(
+        rewards = [signal.rewards for signal in signals if signal.rewards is not None]
+        batch = cls.from_samples(
             [sample for group in groups for sample in group.samples],
             [advantages for signal in signals for advantages in signal.advantages],
             [weights for signal in signals for weights in signal.weights],
@@ -82,6 +85,8 @@ class TrainBatch:
             np.repeat(np.arange(len(groups)), sizes),
             step,
         )
+        batch.rewards = np.concatenate(rewards) if rewards else None
+        return batch
 
     @classmethod
     def from_sequences(
@@ -241,3 +246,13 @@ def unpack(micro_batch: MicroBatch, values: np.ndarray) -> dict[int, np.ndarray]
         span = slice(micro_batch.cu_seqlens[k], micro_batch.cu_seqlens[k + 1])
         out[sample] = values[span][micro_batch.response[span]]
     return out
+
+
+def with_advantages(micro_batch: MicroBatch, advantages: Sequence[np.ndarray]) -> MicroBatch:
+    """The micro-batch with `advantages`, `[R]` of every sample of the step, in the place of its
+    own."""
+    stream = np.zeros_like(micro_batch.advantages)
+    for k, sample in enumerate(micro_batch.samples):
+        span = slice(micro_batch.cu_seqlens[k], micro_batch.cu_seqlens[k + 1])
+        stream[span][micro_batch.response[span]] = advantages[sample]
+    return replace(micro_batch, advantages=stream)

@@ -78,7 +78,8 @@ async def roll(ports: Ports, book: TicketBook) -> None:
         except EngineDied:
             book.give_back(ticket)
             continue
-        if config.algorithm.draw_again and not has_signal(group):
+        wanted = config.algorithm.draw_again
+        if wanted and not has_signal(group, config.algorithm.equal_within):
             ports.records.drawn_again(group)
             book.drop(ticket, "equal rewards")
         else:

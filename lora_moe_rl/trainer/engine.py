@@ -49,6 +49,7 @@ class Work:
     """One micro-batch on its way: arrays, routes, and the logprobs found so far `{name: [T]}`.
 
     `mask`: bool `[T]`, tokens in the loss; of the data, until it is chosen (`objective.py`).
+    `step_mean`: of the whole step, where the algorithm asks for one.
 
     `routes`: to be replayed, of each pipeline chunk; None when routers choose. `complete`: bool
     `[T]`, tokens with routes in all layers of the model.
@@ -60,6 +61,7 @@ class Work:
     recorded: dict[int, torch.Tensor] = field(default_factory=dict)
     known: dict[str, torch.Tensor] = field(default_factory=dict)
     mask: np.ndarray = field(init=False)
+    step_mean: float | None = None
 
     def __post_init__(self) -> None:
         self.mask = self.data.mask

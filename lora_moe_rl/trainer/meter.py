@@ -92,6 +92,10 @@ class Meter:
         for name in _MISMATCH_MEANS:
             self.add(f"{prefix}/{name}", stats[name] * stats["tokens"])
         self.add(f"{prefix}/tokens", stats["tokens"])
+        of_samples = kl.mismatch_of_samples(theirs, ours, data.sampled, data.sample_of)
+        for name in kl.OF_SAMPLES:
+            self.add(f"{prefix}/{name}", of_samples[name] * of_samples["samples"])
+        self.add(f"{prefix}/samples", of_samples["samples"])
         found = kl.worst(theirs, ours, data.sampled)
         if found is not None and found[1] > self.worst[prefix][0]:
             t, diff = found
@@ -106,7 +110,8 @@ class Meter:
         """`compared`: whether there was a forward without replay."""
         prefixes = (WITH, WITHOUT) if compared else (WITH,)
         sums = [f"loss/{n}" for n, how in self.declared.items() if how in ("token_mean", "sum")]
-        sums += [f"{p}/{name}" for p in prefixes for name in (*_MISMATCH_MEANS, "tokens")]
+        apart = (*_MISMATCH_MEANS, "tokens", *kl.OF_SAMPLES, "samples")
+        sums += [f"{p}/{name}" for p in prefixes for name in apart]
         s = self._reduce([*_ALWAYS, names.MISMATCH_JUDGED, *sums])
         tokens, responses = max(s["tokens"], 1.0), max(s[f"{WITH}/tokens"], 1.0)
         metrics = {
@@ -129,6 +134,8 @@ class Meter:
             metrics |= {
                 f"{prefix}/{name}": s[f"{prefix}/{name}"] / count for name in _MISMATCH_MEANS
             }
+            samples = max(s[f"{prefix}/samples"], 1.0)
+            metrics |= {f"{prefix}/{n}": s[f"{prefix}/{n}"] / samples for n in kl.OF_SAMPLES}
             worst = self._worst_anywhere(prefix)
             metrics |= {f"{prefix}/{n}": v for n, v in zip(WORST, worst, strict=True)}
         return metrics | self._by_age()

@@ -2,6 +2,7 @@
 
 data.weights > 0  and  routes are there, if replay.missing=mask  and  algorithm.keep
                        ──> the mask of each micro-batch, and how many tokens of each sample stay
+algorithm.averaged     ──> a mean over the step, before algorithm.keep
 those counts, over all ranks  ──aggregation──> a scale a sample, and one divisor
 """
 
@@ -22,22 +23,32 @@ from lora_moe_rl.trainer.meter import Meter
 def choose_tokens(
     engine: TrainingEngine, batch: TrainBatch, works: Sequence[Work], meter: Meter
 ) -> np.ndarray:
-    """Sets the mask of each micro-batch. Returns int64 [n], the tokens of each sample of the step
-    that stay in the loss, the same on every rank. Called after the forwards before the update."""
-    kept = np.zeros(len(batch.token_ids))
+    """Sets the mask and the step's mean of each micro-batch. Returns int64 [n], the tokens of each
+    sample of the step that stay in the loss, the same on every rank. Called after the forwards
+    before the update."""
+    algorithm = engine.algorithm
+    kept, sums = np.zeros(len(batch.token_ids)), np.zeros(2)
     for work in works:
         data = work.data
         work.mask = data.mask
         if work.complete is not None and engine.config.replay.missing == "mask":
             work.mask = work.mask & work.complete
         meter.add("masked", data.mask.sum() - work.mask.sum())
-        if engine.algorithm.rejects and engine.is_last_stage:
-            stay = engine.algorithm.keep(tokens_of(work, work.known["old"])).cpu().numpy()
+        if algorithm.averages and engine.is_last_stage:
+            tokens = tokens_of(work, work.known["old"])
+            streams = algorithm.averaged(tokens)
+            inside = [stream.where(tokens.mask, 0) for stream in streams]
+            sums += [stream.sum(dtype=torch.float64).item() for stream in inside]
+        if algorithm.rejects and engine.is_last_stage:
+            stay = algorithm.keep(tokens_of(work, work.known["old"])).cpu().numpy()
             meter.add("rejected", (work.mask & ~stay).sum())
             work.mask = work.mask & stay
         kept += np.bincount(data.sample_of[work.mask], minlength=len(kept))
-    here = kept if meter.reports else np.zeros_like(kept)
-    return np.array(meter.all_reduce(here.tolist())).astype(np.int64)
+    here = np.append(kept, sums) if meter.reports else np.zeros(len(kept) + 2)
+    *every, total, count = meter.all_reduce(here.tolist())
+    for work in works:
+        work.step_mean = total / max(count, 1.0) if algorithm.averages else None
+    return np.array(every).astype(np.int64)
 
 
 def scales_of(
@@ -73,6 +84,7 @@ def tokens_of(work: Work, logprobs: torch.Tensor) -> Tokens:
         versions=inside(data.versions),
         samples=torch.from_numpy(data.places).to(device),
         num_samples=len(data.samples) + 1,
+        step_mean=work.step_mean,
     )
 
 

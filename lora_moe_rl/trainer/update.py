@@ -26,6 +26,7 @@ from lora_moe_rl.data.samples import UpdateResult
 from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.router_replay.audit import due
 from lora_moe_rl.router_replay.routes import Routes, Sent
+from lora_moe_rl.trainer.advantages import revise
 from lora_moe_rl.trainer.engine import TrainingEngine, Work
 from lora_moe_rl.trainer.logprobs import token_entropy
 from lora_moe_rl.trainer.meter import WITH, WITHOUT, Meter
@@ -51,6 +52,7 @@ def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> 
         if compared:
             _compare(engine, everything, meter)
         _before_update(engine, everything)
+        revise(engine, batch, everything, meter)
         kept = choose_tokens(engine, batch, everything, meter)
         scales = [scales_of(engine, batch, kept, mine) for mine in samples]
         results = [
@@ -80,6 +82,7 @@ def gradients(
         everyone = np.arange(len(batch.token_ids))
         works = engine.my_work(batch, everyone, routes, *_dp())
         _before_update(engine, works)
+        revise(engine, batch, works, meter)
         kept = choose_tokens(engine, batch, works, meter)
         scales = scales_of(engine, batch, kept, everyone)
         _backward(engine, works, meter, scales)

@@ -118,6 +118,7 @@ class Verification:
         started = time.perf_counter()
         batch, table = random_batch(self.spec, self.samples, self.config.seed + 1)
         batch.groups = np.arange(self.samples) // SAMPLES_PER_GROUP
+        batch.rewards = np.random.default_rng(self.config.seed).uniform(0, 1, self.samples)
         inputs = jobs.Inputs(batch, table, self.cases)
         self.say("what an engine might have sampled with")
         (batch.logprobs,) = self._ranks(self.config, jobs.near_rollout, inputs)

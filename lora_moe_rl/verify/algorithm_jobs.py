@@ -15,10 +15,11 @@ import numpy as np
 from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.shards import Shard
 from lora_moe_rl.adapters.spec import AdapterSpec
-from lora_moe_rl.algorithms.base import Algorithm, Loss, Tokens
+from lora_moe_rl.algorithms.base import Algorithm, Known, Loss, Tokens
 from lora_moe_rl.algorithms.parts.aggregation import aggregate
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
+from lora_moe_rl.data.samples import NOT_SAMPLED
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.verify.inputs import random_adapter
 from lora_moe_rl.verify.jobs import STRENGTH
@@ -89,6 +90,7 @@ def plain(
     sizes = [len(weights) for weights in batch.weights]
     sample_of = np.repeat(np.arange(len(sizes)), sizes)
     mask = np.concatenate(batch.weights) > 0
+    advantages, step_mean = _revised(algorithm, batch, own, base), None
     logprobs = torch.from_numpy(np.concatenate(own).astype(np.float64)).requires_grad_()
 
     def tokens() -> Tokens:
@@ -103,12 +105,18 @@ def plain(
             old=logprobs.detach().where(stays, 0),
             rollout=inside(batch.logprobs),
             reference=inside(base) if "reference" in algorithms.passes(config) else None,
-            advantages=inside(batch.advantages),
+            advantages=inside(advantages),
             versions=torch.from_numpy(np.concatenate(batch.versions)).where(stays, 0),
             samples=torch.from_numpy(sample_of),
             num_samples=len(sizes) + 1,
+            step_mean=step_mean,
         )
 
+    if algorithm.averages:
+        total, count = (
+            each.where(torch.from_numpy(mask), 0) for each in algorithm.averaged(tokens())
+        )
+        step_mean = (total.sum() / count.sum()).item()
     if algorithm.rejects:
         mask = mask & algorithm.keep(tokens()).numpy()
     values = algorithm.loss(tokens()).values.where(torch.from_numpy(mask), 0)
@@ -119,6 +127,21 @@ def plain(
     loss = (values * torch.from_numpy(factor)).sum() / max(scales.divisor, 1)
     (worth,) = torch.autograd.grad(loss, logprobs)
     return loss.item(), np.split(worth.numpy(), np.cumsum(sizes)[:-1])
+
+
+def _revised(
+    algorithm: Algorithm,
+    batch: TrainBatch,
+    own: Sequence[np.ndarray],
+    base: Sequence[np.ndarray],
+) -> Sequence[np.ndarray]:
+    """Advantages [R] of each sample, made again where the algorithm does so."""
+    if not algorithm.revises:
+        return batch.advantages
+    assert batch.rewards is not None
+    old, reference = ([one.astype(np.float64) for one in each] for each in (own, base))
+    masks = [versions != NOT_SAMPLED for versions in batch.versions]
+    return algorithm.revised(Known(batch.rewards, batch.groups, masks, old, reference))
 
 
 class Linear(Algorithm):

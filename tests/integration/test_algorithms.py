@@ -23,10 +23,13 @@ TIGHT = {"rejection_max": 1.1}
 WIDE = {"rejection_max": 2.0}
 PARTS = {
     "kl": {"kl_coef": 0.1, "kl_estimator": "k3+"},
+    "kl_in_reward": {"name": "rloo", "kl_coef": 0.1},
     "tis": {"correction": "tis"},
+    "normalized": {"correction": "decoupled_seq_is", "correction_normalize": True},
     "mis": {"correction": "mis", "correction_max": 30.0},
     "geometric": {"rejection": "sequence_mean", **TIGHT, "aggregation": "seq-mean-token-mean"},
     "token": {"rejection": "tokens", **WIDE},
+    "several": {"rejection": "tokens,veto", "rejection_max": (1.8, 2.5)},
     "prompts": {"rejection": "tokens", **WIDE, "aggregation": "prompt-mean"},
     "reinforce": {"correction": "bypass_pg_is", "aggregation": "seq-mean-token-sum"},
 }

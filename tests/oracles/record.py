@@ -19,6 +19,7 @@ import trl
 import verl
 from trl import GRPOTrainer
 from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.metric_utils import compute_data_metrics
 from verl.trainer.ppo.rollout_corr_helper import (
     compute_rollout_correction_and_rejection_mask as correct,
 )
@@ -74,7 +75,32 @@ CORRECTIONS = {
     "sequence_mean": {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.9_1.2"},
     "sequence_mean_k3": {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.03},
     "veto_k2": {"rollout_rs": "seq_max_k2", "rollout_rs_threshold": 0.2},
+    "several": {
+        "rollout_rs": "seq_mean_k1,token_k3,seq_max_k2",
+        "rollout_rs_threshold": "0.9_1.2,0.05,0.2",
+    },
+    "token_truncate_normalized": {
+        "rollout_is": "token",
+        "rollout_is_threshold": 1.3,
+        "rollout_is_batch_normalize": True,
+    },
+    "token_mask_normalized": {
+        "rollout_is": "token",
+        "rollout_is_threshold": "0.8_1.3",
+        "rollout_is_batch_normalize": True,
+        "rollout_rs": "token_k3",
+        "rollout_rs_threshold": 0.05,
+    },
+    "sequence_truncate_normalized": {
+        "rollout_is": "sequence",
+        "rollout_is_threshold": 1.5,
+        "rollout_is_batch_normalize": True,
+        "rollout_rs": "seq_mean_k1",
+        "rollout_rs_threshold": "0.9_1.2",
+    },
 }
+# Of trainer against engine, whatever the correction.
+APART = ("kl", "k3_kl", "chi2_token", "chi2_seq", "training_ppl", "rollout_ppl")
 
 
 def batch(seed: int) -> dict[str, Any]:
@@ -96,7 +122,10 @@ def batch(seed: int) -> dict[str, Any]:
     new, rollout = np.minimum(new, -1e-3), np.minimum(rollout, -1e-3)
     reference = old + rng.normal(0, 0.4, mask.shape)
     advantages = rng.normal(0, 1, n)[:, None] + rng.normal(0, 0.1, mask.shape)
+    values = rng.normal(0.3, 0.5, mask.shape)
+    new_values = values + rng.normal(0, 0.3, mask.shape)
     named = {
+        "values": values, "new_values": new_values,
         "groups": groups, "mask": mask, "rewards": rewards, "old": old, "new": new,
         "rollout": rollout, "reference": reference, "advantages": advantages,
     }  # fmt: skip
@@ -107,20 +136,50 @@ def tensor(values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+def at_last(b: dict[str, Any]) -> torch.Tensor:
+    """The reward of each sample at its last token."""
+    mask = tensor(b["mask"])
+    rewards = torch.zeros_like(mask)
+    last = (torch.arange(LONGEST) * mask).argmax(dim=1)
+    rewards[torch.arange(len(mask)), last] = tensor(b["rewards"])
+    return rewards
+
+
 def advantages_of(b: dict[str, Any]) -> dict[str, Any]:
     mask = tensor(b["mask"])
-    last = (torch.arange(LONGEST) * mask).argmax(dim=1)
     groups = np.array(b["groups"])
     alone = torch.from_numpy(np.bincount(groups)[groups] == 1)
     found = {}
     for name, (function, options) in ADVANTAGES.items():
-        rewards = torch.zeros_like(mask)
-        rewards[torch.arange(len(mask)), last] = tensor(b["rewards"])
+        rewards = at_last(b)
         if name == "reinforce_pp_baseline":
             rewards[alone] = 0.0  # to verl a sample alone is worth its whole reward
         if name != "reinforce_pp":
             options = {"index": groups, **options}
         found[name] = function(rewards, mask, **options)[0].tolist()
+    return found
+
+
+def revised_of(b: dict[str, Any]) -> dict[str, Any]:
+    """Advantages of rewards from which each token's KL to the reference is taken."""
+    mask, groups = tensor(b["mask"]), np.array(b["groups"])
+    alone = torch.from_numpy(np.bincount(groups)[groups] == 1)
+    found = {}
+    for kind in ("k1", "k2", "k3"):
+        # As verl's apply_kl_penalty does it, which wants packages that are nothing to the numbers.
+        kl = core_algos.kl_penalty(tensor(b["old"]), tensor(b["reference"]), kind) * mask
+        taken = at_last(b) - 0.2 * kl
+        for name in ("grpo", "rloo", "opo", "reinforce_pp", "reinforce_pp_baseline"):
+            function, options = ADVANTAGES[name]
+            rewards = taken.clone()
+            if name == "reinforce_pp_baseline":
+                rewards[alone] = 0.0
+            if name != "reinforce_pp":
+                options = {"index": groups, **options}
+            found[f"{name} {kind}"] = function(rewards, mask, **options)[0].tolist()
+        values = tensor(b["values"])
+        gae = core_algos.compute_gae_advantage_return(taken, values, mask, 0.95, 0.9)
+        found[f"gae {kind}"] = gae[0].tolist()
     return found
 
 
@@ -157,12 +216,58 @@ def corrections_of(b: dict[str, Any]) -> dict[str, Any]:
             **options,
         )
         weights = None if weights is None else weights.batch["rollout_is_weights"].tolist()
-        ess = metrics.get("rollout_corr/rollout_is_eff_sample_size")
-        found[name] = {"weights": weights, "mask": mask.tolist(), "ess": ess}
+        names = ("eff_sample_size", "std", "batch_norm_factor", "oob_ratio")
+        shown = {n: metrics.get(f"rollout_corr/rollout_is_{n}") for n in names}
+        found[name] = {"weights": weights, "mask": mask.tolist(), **shown}
+        found["apart"] = {n: metrics[f"rollout_corr/{n}"] for n in APART}
     trl_mask = GRPOTrainer.get_off_policy_mask(
         tensor(b["advantages"])[:, :1], *(tensor(b[k]) for k in ("old", "rollout", "mask")), 0.02
     )
     found["off_policy"] = {"keep": trl_mask[:, 0].tolist()}
+    return found
+
+
+def critic_of(b: dict[str, Any]) -> dict[str, Any]:
+    """GAE, with a lambda for all and with VAPO's of each sample; the value loss and its gradient;
+    the explained variance, which is a metric of a whole batch."""
+    mask, values = tensor(b["mask"]), tensor(b["values"])
+    rewards = at_last(b)
+    lengths = mask.sum(dim=1)
+    adaptive = 1 - 1 / (0.3 * lengths).clamp(min=1)
+    found: dict[str, Any] = {}
+    for name, lam in {"gae": 0.9, "gae_1": 1.0, "adaptive": adaptive}.items():
+        advantages, returns = core_algos.compute_gae_advantage_return(
+            rewards, values, mask, 0.95, lam
+        )
+        found[name] = {"advantages": advantages.tolist(), "returns": returns.tolist()}
+    returns = tensor(found["gae"]["returns"])
+    for how in AGGREGATIONS:
+        new = tensor(b["new_values"]).requires_grad_()
+        loss, clipped = core_algos.compute_value_loss(new, returns, values, mask, 0.2, how)
+        loss.backward()
+        found[f"loss {how}"] = {
+            "loss": loss.item(), "clipped": clipped.item(), "gradient": new.grad.tolist(),
+        }  # fmt: skip
+    whole = torch.ones(len(mask), LONGEST, dtype=torch.float64)
+    metrics = compute_data_metrics(
+        SimpleNamespace(
+            batch={
+                "token_level_scores": rewards,
+                "token_level_rewards": rewards,
+                "advantages": returns,
+                "returns": returns,
+                "values": values,
+                "prompts": whole,
+                "responses": whole,
+                "attention_mask": torch.cat([whole, mask], dim=1),
+                "response_mask": mask,
+            },
+            non_tensor_batch={},
+            meta_info={},
+        ),
+        use_critic=True,
+    )
+    found["explained"] = metrics["critic/vf_explained_var"]
     return found
 
 
@@ -187,6 +292,8 @@ def main() -> None:
             "losses": losses_of(b),
             "corrections": corrections_of(b),
             "kl": kl_of(b),
+            "critic": critic_of(b),
+            "revised": revised_of(b),
         }
         batches.append(b)
     assert not any(math.isnan(v["loss"]) for b in batches for v in b["losses"].values())

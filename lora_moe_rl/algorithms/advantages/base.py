@@ -7,32 +7,63 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from pydantic import Field
 
+from lora_moe_rl.algorithms.parts import gae
 from lora_moe_rl.algorithms.parts.part import Part
+from lora_moe_rl.config.section import Section
 
 
 @dataclass(frozen=True)
 class Rewarded:
     """The samples of a step. rewards: float64 [n], NaN for none. groups: int [n], the number of
-    each sample's group. masks: bool [R] a sample, True for tokens that the policy wrote."""
+    each sample's group. masks: bool [R] a sample, True for tokens that the policy wrote. values:
+    float32 [R] a sample, a critic's before the update; None where there is no critic. penalties:
+    float64 [R] a sample, what the reward loses at each token; None for nothing."""
 
     rewards: np.ndarray
     groups: np.ndarray
     masks: Sequence[np.ndarray]
+    values: Sequence[np.ndarray] | None = None
+    penalties: Sequence[np.ndarray] | None = None
+
+    def of_tokens(self) -> list[np.ndarray]:
+        """float64 [R] of each sample: minus the penalty of each token that the policy wrote, plus
+        the sample's reward at the last of them. 0 for other tokens, and for all of a sample
+        without a reward."""
+        found = [np.zeros(len(mask)) for mask in self.masks]
+        for i, (each, mask, reward) in enumerate(zip(found, self.masks, self.rewards, strict=True)):
+            if np.isnan(reward):
+                continue
+            if self.penalties is not None:
+                each[mask] -= self.penalties[i][mask]
+            each[np.flatnonzero(mask)[-1:]] += reward
+        return found
+
+    def of_samples(self) -> np.ndarray:
+        """float64 [n]: each sample's reward less the penalties of its tokens; NaN for none."""
+        if self.penalties is None:
+            return self.rewards
+        lost = [p[mask].sum() for p, mask in zip(self.penalties, self.masks, strict=True)]
+        return self.rewards - np.array(lost)
 
 
 class Advantage(Part):
     """Base of all advantages. Most compare the samples of a group and write `of_group`; those that
     need the whole step write `of_step`.
 
-    `compares_group`: whether one sample a prompt is too few.
+    `compares_group`: whether one sample a prompt is too few. `takes_negative`: whether a reward may
+    be below 0. `needs_values`: whether it wants a critic's value of each token.
     """
 
     compares_group: ClassVar[bool] = True
+    takes_negative: ClassVar[bool] = True
+    needs_values: ClassVar[bool] = False
 
     def of_group(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Advantages [k] of the k samples of one group that have a reward, which are at least two
-        and not all equal. rewards: float64 [k]. lengths: int [k], tokens that the policy wrote."""
+        and further apart than algorithm.equal_within. rewards: float64 [k]. lengths: int [k],
+        tokens that the policy wrote."""
         raise NotImplementedError
 
     def of_step(self, step: Rewarded) -> list[np.ndarray]:
@@ -43,15 +74,59 @@ class Advantage(Part):
     def of_samples(self, step: Rewarded) -> np.ndarray:
         """float64 [n]: 0 for a sample without a reward, which says nothing about the others, and
         for all of a group that has nothing to compare."""
-        found = np.zeros(len(step.rewards))
-        given = ~np.isnan(step.rewards)
+        every = step.of_samples()
+        found, given = np.zeros(len(every)), ~np.isnan(every)
         lengths = np.array([mask.sum() for mask in step.masks], dtype=np.int64)
         for group in np.unique(step.groups):
             mine = np.flatnonzero(given & (step.groups == group))
-            rewards = step.rewards[mine]
-            if len(rewards) > 1 and rewards.max() != rewards.min():
+            rewards = every[mine]
+            if len(rewards) > 1 and np.ptp(rewards) > self.settings.equal_within:
                 found[mine] = self.of_group(rewards, lengths[mine])
         return found
+
+
+class GAESettings(Section):
+    """What all have that look ahead from token to token."""
+
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount of what comes a token later.")
+
+
+class ValueAdvantage(Advantage):
+    """Base of those that a critic's values make: generalized advantages, whitened over the step's
+    tokens, and the returns that the critic learns, which have a lambda of their own and are not
+    whitened."""
+
+    Settings: ClassVar[type[Section]] = GAESettings
+    compares_group = False
+    needs_values = True
+
+    def policy_lambdas(self, lengths: np.ndarray) -> np.ndarray:
+        """float64 [n], the lambda of each sample's advantages. lengths: int [n], tokens that the
+        policy wrote."""
+        raise NotImplementedError
+
+    def value_lambda(self) -> float:
+        """The lambda of the returns."""
+        raise NotImplementedError
+
+    def of_step(self, step: Rewarded) -> list[np.ndarray]:
+        """Raises ValueError without values."""
+        lengths = np.array([mask.sum() for mask in step.masks], dtype=np.int64)
+        return whitened(self._ahead(step, self.policy_lambdas(lengths)), step)
+
+    def returns(self, step: Rewarded) -> list[np.ndarray]:
+        """float64 [R] of each sample, what the critic's values should have been. What it says of
+        samples without a reward, and outside the masks, does not count. Raises ValueError without
+        values."""
+        ahead = self._ahead(step, np.full(len(step.masks), self.value_lambda()))
+        assert step.values is not None
+        return [a + value for a, value in zip(ahead, step.values, strict=True)]
+
+    def _ahead(self, step: Rewarded, lambdas: np.ndarray) -> list[np.ndarray]:
+        if step.values is None:
+            name = self.settings.advantage
+            raise ValueError(f"algorithm.advantage={name} needs a critic's values; there are none")
+        return gae.estimate(step.of_tokens(), step.values, step.masks, self.settings.gamma, lambdas)
 
 
 def whitened(values: Sequence[np.ndarray], step: Rewarded) -> list[np.ndarray]:

@@ -10,6 +10,8 @@ MEAN_EPS = 1e-6
 
 
 class MaxRL(Advantage):
+    takes_negative = False
+
     def of_group(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Raises ValueError for a negative reward, of which the mean says nothing."""
         if rewards.min() < 0:

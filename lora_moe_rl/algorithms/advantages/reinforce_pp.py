@@ -6,6 +6,7 @@ import numpy as np
 from pydantic import Field
 
 from lora_moe_rl.algorithms.advantages.base import Advantage, Rewarded, whitened
+from lora_moe_rl.algorithms.parts import gae
 from lora_moe_rl.config.section import Section
 
 
@@ -21,8 +22,7 @@ class Whitened(Advantage):
 
     def of_step(self, step: Rewarded) -> list[np.ndarray]:
         """Tokens of others than the policy are no time steps."""
-        returns = []
-        for mask, reward in zip(step.masks, step.rewards, strict=True):
-            still_to_come = mask[::-1].cumsum()[::-1] - mask
-            returns.append(np.nan_to_num(reward) * self.settings.gamma**still_to_come)
+        nothing = [np.zeros(len(mask)) for mask in step.masks]
+        ones = np.ones(len(step.masks))
+        returns = gae.estimate(step.of_tokens(), nothing, step.masks, self.settings.gamma, ones)
         return whitened(returns, step)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from pydantic import Field
+
+from lora_moe_rl.algorithms.base import Reduce
 from lora_moe_rl.algorithms.parts import by_sample
 from lora_moe_rl.algorithms.parts.part import LOG_BOUND, Part
+from lora_moe_rl.config.section import Section
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -13,10 +17,24 @@ if TYPE_CHECKING:
     from lora_moe_rl.algorithms.base import Tokens
 
 
+SMALLEST_MEAN = 1e-8  # a smaller mean of weights divides nothing (verl's value)
+
+
+class WeightSettings(Section):
+    """What a correction has that can divide its weights by their mean."""
+
+    correction_normalize: bool = Field(
+        False,
+        description="Divide the bounded weights by their mean over the step before rejection: over "
+        "tokens, or over samples for a weight a sample (verl's rollout_is_batch_normalize).",
+    )
+
+
 class Correction(Part):
     """Base of all corrections. The weights multiply each token's loss, and leave what the loss is
     divided by as it is: to take tokens out is a rejection."""
 
+    Settings: ClassVar[type[Section]] = WeightSettings
     corrects: ClassVar[bool] = True  # False for none
     level: ClassVar[Literal["token", "sequence"]] = "token"
     metrics = {
@@ -25,6 +43,15 @@ class Correction(Part):
         "weight_largest": "max",
         "weight_bounded": "token_mean",
     }
+
+    def __init__(self, settings: Any):
+        super().__init__(settings)
+        self.normalizes: bool = (
+            isinstance(settings, WeightSettings) and settings.correction_normalize
+        )
+        if self.normalizes:
+            of_norm: dict[str, Reduce] = {"weight_norm": "token_mean"}
+            self.metrics = {**self.metrics, **of_norm}
 
     def ratio(self, log_ratio: Tensor, tokens: Tokens) -> Tensor:
         """The unbounded weight [T]. log_ratio [T]: trainer's minus engine's logprob, 0 outside the
@@ -36,15 +63,32 @@ class Correction(Part):
         raise NotImplementedError
 
     def weights(self, log_ratio: Tensor, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """The weights [T], and metrics [T] of the bounded weight and of how many were bounded."""
+        """The weights [T], and metrics [T] of the bounded weight and of how many were bounded.
+        Raises ValueError when they are to be divided by a mean that is not there."""
         ratio = self.ratio(log_ratio, tokens)
         weights = self.bounded(ratio)
-        return weights, {
+        metrics = {
             "weight": weights,
             "weight_squared": weights * weights,
             "weight_largest": ratio,
             "weight_bounded": (weights != ratio).float(),
         }
+        if not self.normalizes:
+            return weights, metrics
+        mean = tokens.step_mean
+        if mean is None:
+            raise ValueError("algorithm.correction_normalize=true, but the step's mean is missing")
+        norm = mean if mean > SMALLEST_MEAN else 1.0
+        return weights / norm, metrics | {"weight_norm": weights.new_full(weights.shape, norm)}
+
+    def averaged(self, log_ratio: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Two streams [T] whose sums over the step, divided by each other, are the mean of the
+        bounded weights."""
+        weights = self.bounded(self.ratio(log_ratio, tokens))
+        share = weights.new_ones(weights.shape)
+        if self.level == "sequence":
+            share = 1.0 / by_sample.total(share, tokens).clamp(min=1.0)
+        return weights * share, share
 
 
 class OfTokens(Correction):

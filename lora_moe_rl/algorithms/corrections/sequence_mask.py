@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from lora_moe_rl.algorithms.corrections.base import OfSamples
-from lora_moe_rl.config.section import Section
+from lora_moe_rl.algorithms.corrections.base import OfSamples, WeightSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class SequenceMask(OfSamples):
-    class Settings(Section):
+    class Settings(WeightSettings):
         correction_max: float = Field(3.0, gt=0, description="Largest weight that is not 0.")
 
     settings: Settings

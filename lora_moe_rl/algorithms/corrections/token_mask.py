@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, model_validator
 
-from lora_moe_rl.algorithms.corrections.base import OfTokens
-from lora_moe_rl.config.section import Section
+from lora_moe_rl.algorithms.corrections.base import OfTokens, WeightSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class TokenMask(OfTokens):
-    class Settings(Section):
+    class Settings(WeightSettings):
         correction_min: float = Field(0.5, gt=0, description="Smallest weight that is not 0.")
         correction_max: float = Field(5.0, gt=0, description="Largest weight that is not 0.")
 

@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from lora_moe_rl.algorithms.corrections.base import OfTokens
-from lora_moe_rl.config.section import Section
+from lora_moe_rl.algorithms.corrections.base import OfTokens, WeightSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class TokenTruncate(OfTokens):
-    class Settings(Section):
+    class Settings(WeightSettings):
         correction_max: float = Field(2.0, gt=0, description="Largest weight, a ratio.")
 
     settings: Settings

@@ -12,10 +12,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lora_moe_rl.algorithms.parts.part import LOG_BOUND
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-MISMATCH = ("kl", "mean_abs_logprob_diff", "max_abs_logprob_diff", "off_by_2x")
+MISMATCH = (
+    "kl",
+    "kl_k1",
+    "kl_reverse",
+    "chi2",
+    "mean_abs_logprob_diff",
+    "max_abs_logprob_diff",
+    "off_by_2x",
+)
+OF_SAMPLES = ("rollout_ppl", "trainer_ppl", "chi2_sequence")
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
@@ -29,21 +40,57 @@ def mismatch(rollout: np.ndarray, trainer: np.ndarray, mask: np.ndarray) -> dict
     """How the trainer's logprobs differ from those the engine sampled with, at the same version.
 
     All inputs are of one shape; only tokens where `mask` is True count. Returns `kl`, the mean k3
-    of KL(rollout || trainer), `mean_abs_logprob_diff`, `max_abs_logprob_diff`, `off_by_2x`, the
-    share of tokens whose probabilities differ by more than a factor of 2, and `tokens`. Without
-    tokens all are 0; a NaN on either side stays a NaN.
+    of KL(rollout || trainer), `kl_k1`, the mean log ratio of the same KL, `kl_reverse`, the mean
+    r log r - (r - 1) of KL(trainer || rollout) with r the ratio of trainer to rollout, `chi2`, the
+    mean r^2 - 1 of chi^2(trainer || rollout), `mean_abs_logprob_diff`, `max_abs_logprob_diff`,
+    `off_by_2x`, the share of tokens whose probabilities differ by more than a factor of 2, and
+    `tokens`. For `kl_reverse` and `chi2` the log ratio is bounded at LOG_BOUND. Without tokens
+    all are 0; a NaN on either side stays a NaN.
     """
     mask = np.asarray(mask, dtype=bool)
     log_ratio = np.asarray(trainer, dtype=np.float64)[mask] - np.asarray(rollout)[mask]
     if not log_ratio.size:
         return dict.fromkeys(MISMATCH, 0.0) | {"tokens": 0.0}
     off = np.abs(log_ratio)
+    bounded = np.clip(log_ratio, -LOG_BOUND, LOG_BOUND)
     return {
         "kl": float(np.mean(np.expm1(log_ratio) - log_ratio)),
+        "kl_k1": float(np.mean(-log_ratio)),
+        "kl_reverse": float(np.mean(bounded * np.exp(bounded) - np.expm1(bounded))),
+        "chi2": float(np.mean(np.expm1(2.0 * bounded))),
         "mean_abs_logprob_diff": float(np.mean(off)),
         "max_abs_logprob_diff": float(np.max(off)),
         "off_by_2x": float(np.mean(~(off <= math.log(2)))),
         "tokens": float(log_ratio.size),
+    }
+
+
+def mismatch_of_samples(
+    rollout: np.ndarray, trainer: np.ndarray, mask: np.ndarray, samples: np.ndarray
+) -> dict[str, float]:
+    """Means over whole samples of what `mismatch` says of tokens. samples: int, the number of each
+    token's sample, -1 for none.
+
+    Returns `rollout_ppl` and `trainer_ppl`, exp of minus the mean logprob of a sample,
+    `chi2_sequence`, the square of a sample's product of ratios, minus 1, and `samples`, how many
+    have a token where `mask` is True. Without any all are 0.
+    """
+    mask = np.asarray(mask, dtype=bool)
+    counts = np.bincount(samples[mask])
+    there = counts > 0
+    if not there.any():
+        return dict.fromkeys(OF_SAMPLES, 0.0) | {"samples": 0.0}
+
+    def sums(values: np.ndarray) -> np.ndarray:
+        return np.bincount(samples[mask], weights=values[mask].astype(np.float64))[there]
+
+    ours, theirs = sums(trainer), sums(rollout)
+    apart = np.clip(ours - theirs, -LOG_BOUND, LOG_BOUND)
+    return {
+        "rollout_ppl": float(np.mean(np.exp(-theirs / counts[there]))),
+        "trainer_ppl": float(np.mean(np.exp(-ours / counts[there]))),
+        "chi2_sequence": float(np.mean(np.expm1(2.0 * apart))),
+        "samples": float(there.sum()),
     }
 
 

@@ -7,20 +7,24 @@ part exist with it alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import replace
-from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from pydantic import Field, create_model, model_validator
 
 from lora_moe_rl.algorithms.advantages.base import Rewarded
-from lora_moe_rl.algorithms.base import Algorithm, Loss, Pass, Reduce, Signal, Tokens
+from lora_moe_rl.algorithms.base import Algorithm, Known, Loss, Pass, Reduce, Signal, Tokens
+from lora_moe_rl.algorithms.parts.composing import (
+    settings_class,
+    settings_of_each,
+    split_values,
+)
 from lora_moe_rl.algorithms.parts.correction_presets import CORRECTION_PRESETS
 from lora_moe_rl.algorithms.parts.kl import estimate
 from lora_moe_rl.algorithms.parts.overlong import soft_punishment
+from lora_moe_rl.algorithms.parts.settings import PolicyGradientConfig, rejection_names
 from lora_moe_rl.config import AlgorithmConfig
 from lora_moe_rl.config.plugins import PARTS, choices
 from lora_moe_rl.data.samples import Group
@@ -28,80 +32,7 @@ from lora_moe_rl.data.samples import Group
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-class PolicyGradientConfig(AlgorithmConfig):
-    advantage: str = Field(
-        "grpo", description="A file of algorithms/advantages/, or file.py:Class."
-    )
-    loss: str = Field("ppo_clip", description="A file of algorithms/losses/, or file.py:Class.")
-    correction: str = Field(
-        "none",
-        description="A file of algorithms/corrections/, or file.py:Class; or a name that verl or "
-        "TRL has for correction and rejection together (docs/algorithms.md).",
-    )
-    rejection: str = Field(
-        "none", description="A file of algorithms/rejections/, or file.py:Class."
-    )
-    anchor: Literal["trainer", "rollout"] = Field(
-        "trainer",
-        description="Whose logprobs the loss's ratio is against: the trainer's of before the "
-        "update, or the engine's.",
-    )
-    kl_coef: float = Field(0.0, ge=0, description="Weight of the KL to the base (adapters off).")
-    kl_estimator: Literal["k2", "k3", "k3+"] = Field(
-        "k3", description="How that KL is estimated; k3+: the value of k3 with k2's gradient."
-    )
-    overlong_buffer: int = Field(
-        0, ge=0, description="Tokens before the longest response over which a reward sinks."
-    )
-    overlong_penalty: float = Field(
-        1.0, gt=0, description="What a reward has lost at the longest response."
-    )
-
-    @model_validator(mode="after")
-    def _together(self):
-        found = {kind: PARTS[kind].find(getattr(self, kind)) for kind in PARTS}
-        loss, correction, rejection = found["loss"], found["correction"], found["rejection"]
-        if loss.level == "sequence" and rejection.rejects and rejection.level == "token":
-            raise ValueError(
-                f"algorithm.loss={self.loss} has one ratio a sample and algorithm.rejection="
-                f"{self.rejection} takes single tokens out of it; take rejection=sequence_mean, or "
-                "a loss with a ratio a token"
-            )
-        if correction.level == "sequence" and rejection.rejects and rejection.level == "token":
-            raise ValueError(
-                f"algorithm.correction={self.correction} weighs whole samples and "
-                f"algorithm.rejection={self.rejection} takes single tokens out of them; take "
-                "rejection=sequence_sum, or a correction by token"
-            )
-        if self.anchor == "rollout" and correction.corrects and loss.has_ratio:
-            raise ValueError(
-                f"algorithm.anchor=rollout puts the engine's logprobs into the ratio of "
-                f"loss={self.loss}, and algorithm.correction={self.correction} would weigh with "
-                "the same ratio once more; set one of them, or loss=reinforce"
-            )
-        used = loss.has_ratio or correction.corrects or rejection.rejects
-        if self.anchor == "rollout" and not used:
-            raise ValueError(
-                f"algorithm.anchor=rollout has no effect with loss={self.loss}, which has no "
-                "ratio, and without a correction"
-            )
-        if self.group_size < 2 and found["advantage"].compares_group:
-            raise ValueError(
-                f"algorithm.advantage={self.advantage} compares the samples of a prompt, and "
-                f"algorithm.group_size={self.group_size} leaves none to compare with"
-            )
-        for option, decider in (
-            ("kl_estimator", "kl_coef"),
-            ("overlong_penalty", "overlong_buffer"),
-        ):
-            default = type(self).model_fields[option].default
-            if getattr(self, option) != default and not getattr(self, decider):
-                raise ValueError(
-                    f"algorithm.{option}={getattr(self, option)} has no effect with "
-                    f"algorithm.{decider}=0"
-                )
-        return self
+    from lora_moe_rl.algorithms.rejections.base import Rejection
 
 
 class PolicyGradient(Algorithm):
@@ -113,13 +44,14 @@ class PolicyGradient(Algorithm):
 
     settings: PolicyGradientConfig
 
-    def __init__(self, settings: AlgorithmConfig, max_response_tokens: int):
+    def __init__(self, settings: PolicyGradientConfig, max_response_tokens: int):
         super().__init__(settings, max_response_tokens)
-        parts = {kind: PARTS[kind].find(getattr(settings, kind)) for kind in PARTS}
-        self._advantage = parts["advantage"](settings)
-        self._loss = parts["loss"](settings)
-        self._correction = parts["correction"](settings)
-        self._rejection = parts["rejection"](settings)
+        self._advantage = PARTS["advantage"].find(settings.advantage)(settings)
+        self._loss = PARTS["loss"].find(settings.loss)(settings)
+        self._correction = PARTS["correction"].find(settings.correction)(settings)
+        self._rejections: list[Rejection] = [
+            PARTS["rejection"].find(own.rejection)(own) for own in settings_of_each(settings)
+        ]
         own: dict[str, Reduce] = {"policy": "token_mean", "kl": "token_mean"}
         self.metrics = {**own, **self._loss.metrics, **self._correction.metrics}
 
@@ -127,16 +59,15 @@ class PolicyGradient(Algorithm):
     def read(cls, value: Mapping[str, Any]) -> AlgorithmConfig:
         """Settings of the preset and of the parts that `value` chooses. Raises ValueError for those
         of another part, with the part whose they are."""
-        value = dict(value)
-        named = CORRECTION_PRESETS.get(str(value.get("correction")), {})
-        value |= {**named, **{k: v for k, v in value.items() if k != "correction" or not named}}
+        value = _named(cls, value)
         chosen = {}
         for kind in PARTS:
             default = cls.defaults.get(kind, cls.Settings.model_fields[kind].default)
             chosen[kind] = value.get(kind, default)
             if not isinstance(chosen[kind], str):
                 raise ValueError(f"algorithm.{kind}={chosen[kind]!r} is not a name")
-        settings = _settings_class(cls, tuple(chosen.items()))
+        defaults = tuple(cls.defaults.items())
+        settings = settings_class(cls.__name__, cls.Settings, tuple(chosen.items()), defaults)
         for key in value.keys() - settings.model_fields.keys():
             parts = [label for label in choices("algorithm") if "=" in label]
             owners = [label for label in parts if key in choices("algorithm")[label].model_fields]
@@ -146,7 +77,10 @@ class PolicyGradient(Algorithm):
                     f"algorithm.{key}={value[key]} is no setting of algorithm.{kind}="
                     f"{chosen[kind]}: it is one of {' or '.join(owners)}"
                 )
-        return settings.model_validate(value)
+        found = settings.model_validate(split_values(value, rejection_names(chosen["rejection"])))
+        assert isinstance(found, PolicyGradientConfig)
+        settings_of_each(found)  # raises for what one of several refuses
+        return found
 
     @classmethod
     def corrects(cls, settings: PolicyGradientConfig) -> bool:
@@ -156,24 +90,48 @@ class PolicyGradient(Algorithm):
 
     @property
     def passes(self) -> frozenset[Pass]:
-        return frozenset({"reference"} if self.settings.kl_coef else ())
+        wanted: set[Pass] = {"reference"} if self.settings.kl_coef else set()
+        if self.revises:
+            wanted.add("old")
+        return frozenset(wanted)
+
+    @property
+    def revises(self) -> bool:
+        return self.settings.kl_coef > 0 and self.settings.kl_in == "reward"
 
     @property
     def rejects(self) -> bool:
-        return self._rejection.rejects
+        return any(rejection.rejects for rejection in self._rejections)
 
     def signals(self, groups: Sequence[Group]) -> list[Signal]:
         sizes = [len(group.samples) for group in groups]
         samples = [sample for group in groups for sample in group.samples]
+        rewards = [self._rewards(group) for group in groups]
         step = Rewarded(
-            np.concatenate([self._rewards(group) for group in groups]),
+            np.concatenate(rewards),
             np.repeat(np.arange(len(groups)), sizes),
             [sample.mask for sample in samples],
         )
         advantages = iter(self._advantage.of_step(step))
-        return [
+        signals = [
             Signal.of_tokens(group, [next(advantages) for _ in group.samples]) for group in groups
         ]
+        if not self.revises:
+            return signals
+        return [replace(one, rewards=own) for one, own in zip(signals, rewards, strict=True)]
+
+    def revised(self, step: Known) -> list[np.ndarray]:
+        """Advantages of rewards from which each token's KL to the base is taken, weighed with
+        kl_coef: before the update, as in verl (use_kl_in_reward) and TRL's RLOO."""
+        import torch
+
+        pairs = [map(torch.from_numpy, pair) for pair in zip(step.old, step.reference, strict=True)]
+        penalties = [
+            self.settings.kl_coef * estimate(self.settings.kl_estimate, *pair).numpy()
+            for pair in pairs
+        ]
+        rewarded = Rewarded(step.rewards, step.groups, step.masks, penalties=penalties)
+        return self._advantage.of_step(rewarded)
 
     def _rewards(self, group: Group) -> np.ndarray:
         rewards = np.asarray(group.rewards, np.float64)
@@ -188,7 +146,18 @@ class PolicyGradient(Algorithm):
         )
 
     def keep(self, tokens: Tokens) -> Tensor:
-        return self._rejection.keep((tokens.old - tokens.rollout).detach(), tokens)
+        log_ratio = (tokens.old - tokens.rollout).detach()
+        stay = tokens.mask
+        for rejection in self._rejections:
+            stay = stay & rejection.keep(log_ratio, tokens)
+        return stay
+
+    @property
+    def averages(self) -> bool:
+        return self._correction.normalizes
+
+    def averaged(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        return self._correction.averaged((tokens.old - tokens.rollout).detach(), tokens)
 
     def loss(self, tokens: Tokens) -> Loss:
         settings = self.settings
@@ -200,17 +169,26 @@ class PolicyGradient(Algorithm):
             weights, of_weights = self._correction.weights(trainer - tokens.rollout, tokens)
             policy, metrics = policy * weights, metrics | of_weights
         kl = self._kl(tokens)
-        values = policy if kl is None else policy + settings.kl_coef * kl
-        shown = policy.detach().new_zeros(policy.shape) if kl is None else kl.detach()
+        values, shown = policy, policy.detach().new_zeros(policy.shape)
+        if kl is not None:
+            shown = kl.detach()
+            if settings.kl_in == "loss":
+                values = policy + settings.kl_coef * kl
         return Loss(values, {"policy": policy.detach(), "kl": shown, **metrics})
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The effective sample size of the weights, as a share of the tokens."""
-        squared = metrics.get("loss/weight_squared")
-        return {"loss/weight_ess": metrics["loss/weight"] ** 2 / squared} if squared else {}
+        """Whose logprobs the loss's ratio is against, and of the weights the deviation and the
+        effective sample size, a share of the tokens."""
+        found = {"loss/anchor_rollout": float(self.settings.anchor == "rollout")}
+        if squared := metrics.get("loss/weight_squared"):
+            mean = metrics["loss/weight"]
+            found["loss/weight_std"] = math.sqrt(max(squared - mean**2, 0.0))
+            found["loss/weight_ess"] = mean**2 / squared
+        return found
 
     def _kl(self, tokens: Tokens) -> Tensor | None:
-        """Raises ValueError when the reference logprobs are missing though they are wanted, or were
+        """Of the policy in the loss, of the policy before the update in the reward; None without.
+        Raises ValueError when the reference logprobs are missing though they are wanted, or were
         computed for nothing."""
         if (tokens.reference is None) != (self.settings.kl_coef == 0):
             given = "are missing" if tokens.reference is None else "were computed for nothing"
@@ -219,24 +197,22 @@ class PolicyGradient(Algorithm):
             )
         if tokens.reference is None:
             return None
-        return estimate(self.settings.kl_estimator, tokens.logprobs, tokens.reference)
+        policy = tokens.logprobs if self.settings.kl_in == "loss" else tokens.old
+        return estimate(self.settings.kl_estimate, policy, tokens.reference)
 
 
-@cache
-def _settings_class(
-    preset: type[PolicyGradient], chosen: tuple[tuple[str, str], ...]
-) -> type[AlgorithmConfig]:
-    """The preset's settings with those of the chosen parts, and the preset's defaults."""
-    bases = (preset.Settings, *(PARTS[kind].find(name).Settings for kind, name in chosen))
-    fields: dict[str, Any] = {}
-    for name, default in preset.defaults.items():
-        for base in bases:
-            if name in base.model_fields:
-                field = copy(base.model_fields[name])
-                field.default = default
-                fields[name] = (field.annotation, field)
-    # A base whose own bases are among the others would come before them.
-    unique = [
-        b for b in dict.fromkeys(bases) if not any(issubclass(o, b) and o is not b for o in bases)
-    ]
-    return create_model(preset.__name__ + "Settings", __base__=tuple(unique), **fields)
+def _named(preset: type[PolicyGradient], value: Mapping[str, Any]) -> dict[str, Any]:
+    """`value`, with what a name of verl or TRL stands for in the place of the name. Raises
+    ValueError when the loss or the rejection that it stands for is chosen otherwise beside it."""
+    named = CORRECTION_PRESETS.get(str(value.get("correction")))
+    if named is None:
+        return dict(value)
+    for kind in {"loss", "rejection"} & named.keys():
+        given = value.get(kind, preset.defaults.get(kind, named[kind]))
+        if given != named[kind]:
+            whose = f"algorithm.{kind}={given}" if kind in value else f"{preset.__name__}'s {given}"
+            raise ValueError(
+                f"algorithm.correction={value['correction']} stands for {kind}={named[kind]} too, "
+                f"and {whose} is another; choose the parts one by one (docs/algorithms.md)"
+            )
+    return {**named, **{key: one for key, one in value.items() if key != "correction"}}

@@ -5,10 +5,12 @@ import pytest
 
 from lora_moe_rl import algorithms
 from lora_moe_rl.algorithms.advantages.base import Rewarded
+from lora_moe_rl.algorithms.base import Known
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.plugins import PARTS
 
 NAN = float("nan")
+COMPARING = [n for n in PARTS["advantage"].names() if PARTS["advantage"].find(n).compares_group]
 
 
 def advantages_of(rewards, groups=None, lengths=None, **settings) -> np.ndarray:
@@ -77,8 +79,30 @@ def test_a_missing_reward_is_not_a_zero():
     np.testing.assert_allclose(found, [0.5, -0.5, 0, 0.5, -0.5])
 
 
-@pytest.mark.parametrize("name", sorted(set(PARTS["advantage"].names()) - {"reinforce_pp"}))
+@pytest.mark.parametrize("name", COMPARING)
 # Equal rewards whose mean is not exact in binary; one reward; one left; none left.
 @pytest.mark.parametrize("rewards", [[0.1, 0.1, 0.1], [5], [2, NAN], [NAN, NAN]])
 def test_nothing_to_compare_is_no_advantage(name, rewards):
     assert (advantages_of(rewards, advantage=name) == 0).all()
+
+
+def test_a_kl_is_taken_from_the_reward_of_a_sample_by_hand():
+    """Rewards 1 and 0, of which 0.1 times 2 + 1 and 0.1 times -1 are taken: 0.7 and 0.1. A token
+    that the policy did not write has no KL; a sample without a reward changes nothing."""
+    algorithm = algorithms.make(
+        RunConfig(algorithm={"name": "rloo", "kl_coef": 0.1, "kl_in": "reward"})
+    )
+    masks = [np.array([True, False, True]), np.array([True]), np.array([True])]
+    old = [np.array([-1.0, -1.0, -1.0]), np.array([-3.0]), np.array([-1.0])]
+    base = [np.array([-3.0, -9.0, -2.0]), np.array([-2.0]), np.array([-7.0])]
+    known = Known(np.array([1.0, 0.0, NAN]), np.zeros(3, int), masks, old, base)
+    found = algorithm.revised(known)
+    np.testing.assert_allclose([one[0] for one in found], [0.6, -0.6, 0.0], atol=1e-12)
+    assert algorithm.revises and algorithm.passes == {"old", "reference"}
+
+
+def test_equal_rewards_of_unequal_kl_are_told_apart():
+    algorithm = algorithms.make(RunConfig(algorithm={"name": "rloo", "kl_coef": 1.0}))
+    masks, old = [np.ones(1, bool)] * 2, [np.array([-1.0]), np.array([-2.0])]
+    known = Known(np.ones(2), np.zeros(2, int), masks, old, [np.array([-2.0])] * 2)
+    assert [one[0] for one in algorithm.revised(known)] == [-1.0, 1.0]

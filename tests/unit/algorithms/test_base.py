@@ -7,6 +7,7 @@ from lora_moe_rl import algorithms
 from lora_moe_rl.algorithms.base import has_signal, signals_of
 from lora_moe_rl.algorithms.rloo import RLOO
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
 
 NAN = float("nan")
@@ -34,6 +35,21 @@ def test_a_signal_leaves_out_what_has_no_reward_and_what_the_policy_did_not_writ
     (signal,) = signals_of(made(name="rloo"), [group_of([1.0, 0.0, NAN], tool=2)])
     assert [w.tolist() for w in signal.weights] == [[1, 1, 1, 0, 0, 1]] * 2 + [[0] * 6]
     assert [a[0] for a in signal.advantages] == [1, -1, 0]
+
+
+def test_a_signal_has_the_rewards_exactly_when_advantages_are_to_be_revised():
+    groups = [group_of([1.0, 0.0]), group_of([0.0, NAN])]
+    for settings, expected in (
+        ({"kl_coef": 0.1}, [[1, 0], [0, NAN]]),
+        ({"kl_coef": 0.1, "kl_in": "loss"}, None),
+        ({}, None),
+    ):
+        signals = signals_of(made(name="rloo", **settings), groups)
+        batch = TrainBatch.from_groups(groups, signals, mini_batches=1, step=1)
+        if expected is None:
+            assert batch.rewards is None and signals[0].rewards is None
+        else:
+            np.testing.assert_array_equal(batch.rewards, np.concatenate(expected))
 
 
 def test_truncated_samples_are_left_out_when_that_is_asked():
@@ -86,4 +102,14 @@ def test_a_reward_sinks_near_the_longest_response():
     [([1, 0], True), ([0.3, 0.3 + 1e-7], False), ([1, NAN], False), ([NAN, NAN], False)],
 )
 def test_a_group_has_a_signal_when_rewards_differ(rewards, expected):
-    assert has_signal(group_of(rewards)) == expected
+    assert has_signal(group_of(rewards), equal_within=1e-6) == expected
+
+
+@pytest.mark.parametrize(("equal_within", "expected"), [(1e-6, True), (0.05, False), (0.0, True)])
+def test_what_counts_as_equal_is_one_bound_for_drawing_again_and_for_advantages(
+    equal_within, expected
+):
+    algorithm, group = made(equal_within=equal_within), group_of([0.30, 0.33, 0.34])
+    (signal,) = signals_of(algorithm, [group])
+    assert has_signal(group, algorithm.settings.equal_within) == expected
+    assert any(advantage.any() for advantage in signal.advantages) == expected

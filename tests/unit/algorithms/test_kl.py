@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from lora_moe_rl.algorithms.parts.kl import MISMATCH, k3, mismatch, worst
+from lora_moe_rl.algorithms.parts.kl import (
+    MISMATCH,
+    OF_SAMPLES,
+    k3,
+    mismatch,
+    mismatch_of_samples,
+    worst,
+)
 
 NAN = float("nan")
 
@@ -33,6 +40,35 @@ def test_mismatch_by_hand_and_only_where_masked():
     assert stats["kl"] == pytest.approx((math.log(2) - 0.5) / 2, rel=1e-6)
     assert stats["max_abs_logprob_diff"] == pytest.approx(math.log(2), rel=1e-6)
     assert stats["mean_abs_logprob_diff"] == pytest.approx(math.log(2) / 2, rel=1e-6)
+
+
+def test_both_kls_and_chi2_estimate_what_they_are_called():
+    """Every token of a distribution, weighed with the engine's probability, gives the exact one."""
+    rollout, trainer = np.array([0.7, 0.2, 0.1]), np.array([0.5, 0.3, 0.2])
+    one = [mismatch(np.log(rollout[[i]]), np.log(trainer[[i]]), np.ones(1, bool)) for i in range(3)]
+
+    def mean(name):
+        return sum(p * found[name] for p, found in zip(rollout, one, strict=True))
+
+    assert mean("kl_k1") == pytest.approx((rollout * np.log(rollout / trainer)).sum())
+    assert mean("kl") == pytest.approx((rollout * np.log(rollout / trainer)).sum())
+    assert mean("kl_reverse") == pytest.approx((trainer * np.log(trainer / rollout)).sum())
+    assert mean("chi2") == pytest.approx((trainer**2 / rollout).sum() - 1)
+
+
+def test_perplexities_are_means_over_samples_of_their_own_tokens():
+    rollout = np.log(np.array([0.5, 0.125, 0.5, 0.9, 0.9]))
+    trainer = np.log(np.array([0.25, 0.25, 0.25, 0.9, 0.9]))
+    samples = np.array([0, 0, 2, 3, -1])  # of sample 3 and the padding nothing counts
+    mask = np.array([True, True, True, False, False])
+    found = mismatch_of_samples(rollout, trainer, mask, samples)
+    # Geometric means of 0.5 and 0.125, and 0.5; ratios 0.5 * 2 of sample 0, 0.5 of sample 2.
+    assert found["rollout_ppl"] == pytest.approx((4 + 2) / 2)
+    assert found["trainer_ppl"] == pytest.approx(4)
+    assert found["chi2_sequence"] == pytest.approx((1 + 0.25) / 2 - 1)
+    assert found["samples"] == 2
+    none = mismatch_of_samples(rollout, trainer, np.zeros(5, bool), samples)
+    assert none == dict.fromkeys((*OF_SAMPLES, "samples"), 0.0)
 
 
 def test_mismatch_counts_tokens_off_by_more_than_2x():

@@ -1,6 +1,8 @@
 """Losses, corrections and presets against values worked out by hand; see test_oracles.py too."""
 
 import math
+from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from packed_tokens import tokens_of
 from torch.testing import assert_close
 
 from lora_moe_rl import algorithms
+from lora_moe_rl.algorithms.parts.policy_gradient import PolicyGradient
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.config.plugins import ALGORITHMS
@@ -62,6 +65,18 @@ def test_the_kl_to_the_base_comes_on_top():
     found.values.sum().backward()
     # d/dlogp of k3 is 1 - r: -1 at r = 2.
     assert_close(logprobs.grad, torch.tensor([-1.0 - 0.1, 2.0, 0.0]))
+
+
+def test_a_kl_in_the_reward_is_not_in_the_loss_and_is_of_the_policy_before():
+    reference = torch.tensor([-1.0 + math.log(2), -2.0, NAN])
+    logprobs, tokens = three_tokens(reference)
+    with torch.no_grad():
+        logprobs += 0.25
+    tokens = replace(tokens, logprobs=logprobs.where(tokens.mask, 0.0))
+    found = made("algorithm=rloo", "algorithm.kl_coef=0.1").loss(tokens)
+    without = made("algorithm=rloo").loss(replace(tokens, reference=None))
+    assert_close(found.values, without.values)
+    assert_close(found.metrics["kl"], torch.tensor([-math.log(2), 0.0, 0.0]))
 
 
 @pytest.mark.parametrize(("kl_coef", "reference"), [(0.1, None), (0.0, torch.zeros(3))])
@@ -132,6 +147,57 @@ def test_weights_by_hand():
         )
 
 
+def test_several_rejections_keep_what_all_of_them_keep():
+    """Ratios of 1.05 and 0.9 in one sample, 3 in another, 1 in a third."""
+    old = torch.zeros(4, dtype=torch.float64)
+    rollout = -torch.tensor([1.05, 0.9, 3.0, 1.0], dtype=torch.float64).log()
+    samples = torch.tensor([0, 0, 1, 2])
+    tokens = tokens_of(old, old, torch.ones(4), rollout=rollout, samples=samples)
+    settings = ("algorithm.rejection=tokens,veto", "algorithm.rejection_max=4,1.5")
+    narrow = ("algorithm.rejection_min=0.95,null",)
+    assert made(*settings).keep(tokens).tolist() == [True, True, False, True]
+    assert made(*settings, *narrow).keep(tokens).tolist() == [True, False, False, True]
+
+
+def test_a_preset_may_have_several_rejections_with_bounds_of_its_own():
+    class Twice(PolicyGradient):
+        defaults: ClassVar = {
+            "rejection": "sequence_mean,veto",
+            "rejection_max": (1.5, 3.0),
+            "clip_low": 0.1,
+        }
+
+    algorithm = Twice(Twice.read({}), 20)
+    assert [one.settings.rejection_max for one in algorithm._rejections] == [1.5, 3.0]
+    assert algorithm.settings.clip_low == 0.1
+    once = Twice(Twice.read({"rejection": "veto", "rejection_max": 5.0}), 20)
+    assert [one.settings.rejection_max for one in once._rejections] == [5.0]
+
+
+def test_settings_of_several_rejections_survive_being_saved():
+    config = override(
+        RunConfig(),
+        ["algorithm.rejection=sequence_mean,veto,off_policy", "algorithm.rejection_max=1.1,2,0.01"],
+    )
+    assert config.algorithm.model_dump()["rejection_max"] == (1.1, 2, 0.01)
+    assert RunConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "passes"),
+    [((), set()), (("algorithm.correction_normalize=true",), {"old"})],
+)
+def test_a_mean_over_the_step_wants_a_forward_before_the_update(settings, passes):
+    config = override(RunConfig(), ["algorithm.correction=tis", *settings])
+    assert algorithms.passes(config) == passes
+
+
+def test_weights_without_their_mean_are_refused():
+    algorithm = made("algorithm.correction=tis", "algorithm.correction_normalize=true")
+    with pytest.raises(ValueError, match="the step's mean is missing"):
+        algorithm.loss(three_tokens()[1])
+
+
 def test_a_ratio_against_the_engine():
     """anchor=rollout: the clip is of new against engine, and the old logprobs do not count."""
     logprobs = torch.log(torch.tensor([0.3, 0.3]))
@@ -157,6 +223,19 @@ def test_a_ratio_against_the_engine():
         (["algorithm.anchor=rollout", "algorithm.correction=tis"], "with the same ratio once more"),
         (["algorithm.anchor=rollout", "algorithm.loss=reinforce"], "anchor=rollout has no effect"),
         (["algorithm.kl_estimator=k2"], "kl_estimator=k2 has no effect with algorithm.kl_coef=0"),
+        (["algorithm.kl_in=reward"], "kl_in=reward has no effect with algorithm.kl_coef=0"),
+        (
+            ["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"],
+            "kl_estimator=k1 has a gradient of 0 in the mean, and with algorithm.kl_in=loss",
+        ),
+        (
+            ["algorithm=rloo", "algorithm.kl_coef=0.1", "algorithm.kl_estimator=k3+"],
+            "kl_estimator=k3+ differs from k3 by its gradient, and with algorithm.kl_in=reward",
+        ),
+        (
+            ["algorithm=max_rl", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+            "advantage=max_rl takes no negative rewards, and algorithm.kl_in=reward makes them",
+        ),
         (["algorithm.overlong_penalty=2"], "has no effect with algorithm.overlong_buffer=0"),
         (["algorithm.group_size=1"], "leaves none to compare with"),
         (
@@ -171,6 +250,44 @@ def test_a_ratio_against_the_engine():
         (
             ["algorithm.rejection=tokens", "algorithm.rejection_max=0.9"],
             "rejection_max=0.9 is no upper bound of a ratio",
+        ),
+        (
+            ["algorithm.rejection=sequence_mean,tokens", "algorithm.loss=gspo"],
+            "loss=gspo has one ratio a sample and algorithm.rejection=tokens takes single tokens",
+        ),
+        (
+            ["algorithm.rejection=sequence_mean,veto", "algorithm.rejection_max=1.1"],
+            "rejection_max has 1 value, and 2 rejections take one each (sequence_mean, veto)",
+        ),
+        (
+            ["algorithm.rejection=sequence_mean,veto", "algorithm.rejection_max=0.9,2"],
+            "rejection_max=0.9 is no upper bound of a ratio (k1): it must be above 1, or have a "
+            "rejection_min beside it (of algorithm.rejection=sequence_mean)",
+        ),
+        (["algorithm.rejection=veto,veto"], "has veto twice, alike"),
+        (["algorithm.rejection=veto,none"], "names several, and one of them is none"),
+        (["algorithm.rejection=veto,tokns"], "did you mean tokens?"),
+        (
+            ["algorithm.correction=decoupled_geo_rs", "algorithm.rejection=veto"],
+            "correction=decoupled_geo_rs stands for rejection=sequence_mean too, and "
+            "algorithm.rejection=veto is another",
+        ),
+        (
+            ["algorithm=gspo", "algorithm.correction=bypass_ppo_clip"],
+            "stands for loss=ppo_clip too, and GSPO's gspo is another",
+        ),
+        (["algorithm.correction_normalize=true"], "is no setting of algorithm.correction=none"),
+        (
+            ["algorithm.correction=bypass_pg_is", "algorithm.correction_normalize=true"],
+            "with algorithm.anchor=rollout weights are of the policy that is being updated",
+        ),
+        (
+            ["algorithm=max_rl", "algorithm.overlong_buffer=10"],
+            "advantage=max_rl takes no negative rewards, and algorithm.overlong_buffer=10 makes",
+        ),
+        (
+            ["algorithm=reinforce_pp", "algorithm.group_size=1", "algorithm.draw_again=2"],
+            "which is every prompt with algorithm.group_size=1",
         ),
         (
             ["algorithm.correction=icepop", "algorithm.correction_min=6"],

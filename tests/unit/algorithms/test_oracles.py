@@ -7,6 +7,7 @@ wants something else the difference is said here.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,9 @@ from packed_tokens import mean_over, tokens_of
 
 from lora_moe_rl import algorithms
 from lora_moe_rl.algorithms.advantages.base import Rewarded
+from lora_moe_rl.algorithms.base import Known
 from lora_moe_rl.algorithms.parts.aggregation import aggregate
-from lora_moe_rl.algorithms.parts.kl import estimate
+from lora_moe_rl.algorithms.parts.kl import estimate, mismatch, mismatch_of_samples
 from lora_moe_rl.config import RunConfig
 
 BATCHES = json.loads((Path(__file__).parent / "oracles.json").read_text())["batches"]
@@ -74,6 +76,25 @@ def test_advantages_are_verls(batch, name, settings):
     assert_close(found, batch["advantages_of"][name], compared)
 
 
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "reinforce_pp", "reinforce_pp_baseline"])
+def test_advantages_of_rewards_less_the_kl_are_verls(batch, name, kind):
+    masks, groups = np.array(batch["mask"]), np.array(batch["groups"])
+    more = {"gamma": 0.9} if name == "reinforce_pp" else {}
+    algorithm = made(advantage=name, kl_in="reward", kl_coef=0.2, kl_estimator=kind, **more)
+    known = Known(
+        np.array(batch["rewards"]),
+        groups,
+        list(masks),
+        list(np.array(batch["old"])),
+        list(np.array(batch["reference"])),
+    )
+    alone = np.bincount(groups)[groups] == 1
+    compared = masks if name.startswith("reinforce") else masks & ~alone[:, None]
+    assert_close(algorithm.revised(known), batch["revised"][f"{name} {kind}"], compared)
+
+
 SETTINGS = {
     "ppo_clip": {"loss": "ppo_clip", "clip_high": 0.28},
     "dual_clip": {"loss": "ppo_clip", "dual_clip": 3.0},
@@ -109,16 +130,57 @@ def test_losses_and_their_gradients_are_verls(batch, case):
         ("sequence_truncate", {"correction_max": 1.5}),
     ],
 )
-def test_weights_are_verls(batch, name, settings):
+def test_weights_and_what_is_said_of_them_are_verls(batch, name, settings):
     tokens = packed(batch)
-    correction = made(correction=name, **settings)._correction
-    weights, metrics = correction.weights(tokens.old - tokens.rollout, tokens)
+    algorithm = made(correction=name, **settings)
+    weights, metrics = algorithm._correction.weights(tokens.old - tokens.rollout, tokens)
     expected = batch["corrections"][name]
     assert_close(weights, expected["weights"], batch["mask"])
-    mask = tokens.mask
-    ess = metrics["weight"][mask].mean() ** 2 / metrics["weight_squared"][mask].mean()
-    if name != "token_mask":  # verl's ESS of IcePop is of the weights that are cut off, not out
-        assert_close(ess, expected["ess"])
+    means = {f"loss/{n}": value[tokens.mask].mean().item() for n, value in metrics.items()}
+    summary = algorithm.summary(means)
+    assert summary["loss/anchor_rollout"] == 0
+    assert_close(summary["loss/weight_std"], expected["std"])
+    assert_close(summary["loss/weight_ess"], expected["eff_sample_size"])
+    if name == "token_mask":
+        assert_close(means["loss/weight_bounded"], expected["oob_ratio"])
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"correction": "token_truncate", "correction_max": 1.3},
+        {
+            "correction": "token_mask",
+            "correction_min": 0.8,
+            "correction_max": 1.3,
+            "rejection": "tokens",
+            "rejection_divergence": "k3",
+            "rejection_max": 0.05,
+        },
+        {
+            "correction": "sequence_truncate",
+            "correction_max": 1.5,
+            "rejection": "sequence_mean",
+            "rejection_min": 1 / 1.2,
+            "rejection_max": 1 / 0.9,
+        },
+    ],
+)
+def test_weights_divided_by_their_mean_are_verls_with_rejection_too(batch, settings):
+    """The mean is over all tokens, or samples, before any is rejected; micro-batches and ranks add
+    up the two streams."""
+    algorithm = made(correction_normalize=True, **settings)
+    tokens = packed(batch)
+    total, count = (part[tokens.mask].sum().item() for part in algorithm.averaged(tokens))
+    expected = batch["corrections"][settings["correction"] + "_normalized"]
+    assert_close(total / count, expected["batch_norm_factor"])
+    stay = tokens.mask & algorithm.keep(tokens) if algorithm.rejects else tokens.mask
+    assert_close(stay.numpy(), expected["mask"])
+    left = replace(packed(batch), mask=stay, step_mean=total / count)
+    weights, metrics = algorithm._correction.weights(left.old - left.rollout, left)
+    assert_close(weights, expected["weights"], stay)
+    assert_close(metrics["weight_norm"], np.full(len(stay), total / count))
 
 
 def ratio_band(low: float, high: float) -> dict:
@@ -139,6 +201,15 @@ def ratio_band(low: float, high: float) -> dict:
             {"rejection": "sequence_mean", "rejection_divergence": "k3", "rejection_max": 0.03},
         ),
         ("veto_k2", {"rejection": "veto", "rejection_divergence": "k2", "rejection_max": 0.2}),
+        (
+            "several",
+            {
+                "rejection": "sequence_mean,tokens,veto",
+                "rejection_divergence": "k1,k3,k2",
+                "rejection_min": (1 / 1.2, None, None),
+                "rejection_max": (1 / 0.9, 0.05, 0.2),
+            },
+        ),
     ],
 )
 def test_what_is_rejected_is_verls(batch, name, settings):
@@ -158,6 +229,24 @@ def test_off_policy_samples_are_trls(batch):
     expected = np.repeat(np.array(batch["corrections"]["off_policy"]["keep"]), LONGEST)
     assert_close(kept.numpy(), expected, batch["mask"])
     assert 0 < expected.sum() < len(expected)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_how_far_trainer_and_engine_are_apart_is_as_verl_says(batch):
+    rollout, trainer = (np.array(batch[name]).ravel() for name in ("rollout", "old"))
+    mask = np.array(batch["mask"]).ravel()
+    samples = np.repeat(np.arange(len(batch["mask"])), LONGEST)
+    found = mismatch(rollout, trainer, mask) | mismatch_of_samples(rollout, trainer, mask, samples)
+    names = {
+        "kl_k1": "kl",
+        "kl": "k3_kl",
+        "chi2": "chi2_token",
+        "chi2_sequence": "chi2_seq",
+        "trainer_ppl": "training_ppl",
+        "rollout_ppl": "rollout_ppl",
+    }
+    for ours, theirs in names.items():
+        assert_close(found[ours], batch["corrections"]["apart"][theirs])
 
 
 @pytest.mark.parametrize("batch", BATCHES)

@@ -74,7 +74,35 @@ def test_tokens_without_routes_are_left_out_when_that_is_asked(missing, kept):
     meter = SimpleNamespace(reports=True, add=counted.__setitem__, all_reduce=lambda values: values)
     engine = SimpleNamespace(
         config=SimpleNamespace(replay=SimpleNamespace(missing=missing)),
-        algorithm=SimpleNamespace(rejects=False),
+        algorithm=SimpleNamespace(rejects=False, averages=False),
     )
     assert choose_tokens(engine, make_batch(), [work], meter).tolist() == kept
     assert counted == {"masked": 4 - sum(kept)}
+
+
+def test_the_mean_over_a_step_is_of_all_micro_batches_and_ranks_before_any_token_is_rejected():
+    """Two micro-batches here, and another rank with streams that sum to 7 and 3."""
+    from lora_moe_rl.trainer.objective import choose_tokens, tokens_of
+
+    works = [work_of([0]), work_of([1])]
+    for work in works:
+        work.known["old"] = torch.zeros(len(work.data.labels))
+    algorithm = SimpleNamespace(
+        rejects=True,
+        averages=True,
+        keep=lambda tokens: tokens.rollout < -1,
+        averaged=lambda tokens: (tokens.advantages, torch.ones(len(tokens.mask))),
+    )
+    engine = SimpleNamespace(
+        config=SimpleNamespace(replay=SimpleNamespace(missing="route")),
+        algorithm=algorithm,
+        is_last_stage=True,
+    )
+    others = np.array([0, 0, 7, 3])
+    meter = SimpleNamespace(
+        reports=True, add=lambda *_: None, all_reduce=lambda values: (others + values).tolist()
+    )
+    assert choose_tokens(engine, make_batch(), works, meter).tolist() == [1, 2]
+    # Advantages 1, 2, 4 and 5 of four tokens; one of them is rejected.
+    assert [work.step_mean for work in works] == [19 / 7, 19 / 7]
+    assert tokens_of(works[0], torch.zeros(4)).step_mean == 19 / 7

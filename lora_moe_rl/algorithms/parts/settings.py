@@ -1,0 +1,182 @@
+"""The settings of an algorithm that is put together from parts, and which of them go together."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from lora_moe_rl.algorithms.corrections.base import WeightSettings
+from lora_moe_rl.config import AlgorithmConfig
+from lora_moe_rl.config.plugins import PARTS
+
+
+class PolicyGradientConfig(AlgorithmConfig):
+    advantage: str = Field(
+        "grpo", description="A file of algorithms/advantages/, or file.py:Class."
+    )
+    loss: str = Field("ppo_clip", description="A file of algorithms/losses/, or file.py:Class.")
+    correction: str = Field(
+        "none",
+        description="A file of algorithms/corrections/, or file.py:Class; or a name that verl or "
+        "TRL has for correction and rejection together (docs/algorithms.md).",
+    )
+    rejection: str = Field(
+        "none",
+        description="A file of algorithms/rejections/, or file.py:Class; or several, separated by "
+        "commas: what all keep stays, and a setting that several have takes one value for each.",
+    )
+    anchor: Literal["trainer", "rollout"] = Field(
+        "trainer",
+        description="Whose logprobs the loss's ratio is against: the trainer's of before the "
+        "update, or the engine's.",
+    )
+    kl_coef: float = Field(0.0, ge=0, description="Weight of the KL to the base (adapters off).")
+    kl_in: Literal["loss", "reward"] = Field(
+        "loss",
+        description="Whether that KL is added to the loss of each token, or taken from its reward "
+        "before advantages are made.",
+    )
+    kl_estimator: Literal["k1", "k2", "k3", "k3+"] | None = Field(
+        None,
+        description="How that KL is estimated (k3+: the value of k3 with k2's gradient); null: k3 "
+        "in the loss, k1 in the reward.",
+    )
+    overlong_buffer: int = Field(
+        0, ge=0, description="Tokens before the longest response over which a reward sinks."
+    )
+    overlong_penalty: float = Field(
+        1.0, gt=0, description="What a reward has lost at the longest response."
+    )
+
+    @property
+    def kl_estimate(self) -> str:
+        return self.kl_estimator or ("k3" if self.kl_in == "loss" else "k1")
+
+    # Whether there is a critic, whose values advantages may want.
+    has_critic: ClassVar[bool] = False
+
+    @model_validator(mode="after")
+    def _together(self):
+        self._check_samples()
+        self._check_anchor()
+        self._check_advantage()
+        self._check_kl()
+        self._check_unused()
+        return self
+
+    def _check_samples(self) -> None:
+        """What goes by whole samples and what goes by tokens."""
+        loss, correction = PARTS["loss"].find(self.loss), PARTS["correction"].find(self.correction)
+        for name in rejection_names(self.rejection):
+            rejection = PARTS["rejection"].find(name)
+            if not rejection.rejects or rejection.level != "token":
+                continue
+            if loss.level == "sequence":
+                raise ValueError(
+                    f"algorithm.loss={self.loss} has one ratio a sample and algorithm.rejection="
+                    f"{name} takes single tokens out of it; take rejection=sequence_mean, or a "
+                    "loss with a ratio a token"
+                )
+            if correction.level == "sequence":
+                raise ValueError(
+                    f"algorithm.correction={self.correction} weighs whole samples and "
+                    f"algorithm.rejection={name} takes single tokens out of them; take "
+                    "rejection=sequence_sum, or a correction by token"
+                )
+
+    def _check_anchor(self) -> None:
+        """What the ratio is against, and what is corrected beside it."""
+        if self.anchor != "rollout":
+            return
+        loss, correction = PARTS["loss"].find(self.loss), PARTS["correction"].find(self.correction)
+        if correction.corrects and loss.has_ratio:
+            raise ValueError(
+                f"algorithm.anchor=rollout puts the engine's logprobs into the ratio of "
+                f"loss={self.loss}, and algorithm.correction={self.correction} would weigh with "
+                "the same ratio once more; set one of them, or loss=reinforce"
+            )
+        if isinstance(self, WeightSettings) and self.correction_normalize:
+            raise ValueError(
+                "algorithm.correction_normalize=true divides by the mean weight of the policy "
+                "before the update, and with algorithm.anchor=rollout weights are of the policy "
+                "that is being updated; set anchor=trainer, or leave the weights as they are"
+            )
+        rejects = any(
+            PARTS["rejection"].find(name).rejects for name in rejection_names(self.rejection)
+        )
+        if not (loss.has_ratio or correction.corrects or rejects):
+            raise ValueError(
+                f"algorithm.anchor=rollout has no effect with loss={self.loss}, which has no "
+                "ratio, and without a correction"
+            )
+
+    def _check_advantage(self) -> None:
+        """What an advantage wants of prompts, rewards and a critic."""
+        advantage = PARTS["advantage"].find(self.advantage)
+        if advantage.needs_values and not self.has_critic:
+            raise ValueError(
+                f"algorithm.advantage={self.advantage} needs a critic's value of each token, and "
+                f"algorithm={self.name} has no critic; choose an advantage that compares the "
+                "samples of a prompt (grpo, rloo), or reinforce_pp"
+            )
+        if not advantage.takes_negative and self.overlong_buffer:
+            raise ValueError(
+                f"algorithm.advantage={self.advantage} takes no negative rewards, and "
+                f"algorithm.overlong_buffer={self.overlong_buffer} makes a reward of 0 negative "
+                "near the longest response; set one of them, or mask_truncated=true for the buffer"
+            )
+        if self.group_size > 1:
+            return
+        if advantage.compares_group:
+            raise ValueError(
+                f"algorithm.advantage={self.advantage} compares the samples of a prompt, and "
+                f"algorithm.group_size={self.group_size} leaves none to compare with"
+            )
+        if self.draw_again:
+            raise ValueError(
+                f"algorithm.draw_again={self.draw_again} replaces prompts whose samples all have "
+                f"one reward, which is every prompt with algorithm.group_size={self.group_size}"
+            )
+
+    def _check_kl(self) -> None:
+        """Where a KL is, and how it is estimated."""
+        if self.kl_in == "loss" and self.kl_estimator == "k1":
+            raise ValueError(
+                "algorithm.kl_estimator=k1 has a gradient of 0 in the mean, and with "
+                "algorithm.kl_in=loss would do nothing; take k2, k3 or k3+, or kl_in=reward"
+            )
+        if self.kl_in == "reward" and self.kl_estimator == "k3+":
+            raise ValueError(
+                "algorithm.kl_estimator=k3+ differs from k3 by its gradient, and with "
+                "algorithm.kl_in=reward there is none; take k3"
+            )
+        takes_negative = PARTS["advantage"].find(self.advantage).takes_negative
+        if self.kl_in == "reward" and self.kl_coef and not takes_negative:
+            raise ValueError(
+                f"algorithm.advantage={self.advantage} takes no negative rewards, and "
+                "algorithm.kl_in=reward makes them so; take kl_in=loss"
+            )
+
+    def _check_unused(self) -> None:
+        for option, decider in (
+            ("kl_in", "kl_coef"),
+            ("kl_estimator", "kl_coef"),
+            ("overlong_penalty", "overlong_buffer"),
+        ):
+            default = type(self).model_fields[option].default
+            if getattr(self, option) != default and not getattr(self, decider):
+                raise ValueError(
+                    f"algorithm.{option}={getattr(self, option)} has no effect with "
+                    f"algorithm.{decider}=0"
+                )
+
+
+def rejection_names(text: str) -> tuple[str, ...]:
+    """The rejections that algorithm.rejection names. Raises ValueError for `none` among others."""
+    names = tuple(part.strip() for part in text.split(","))
+    if len(names) > 1 and {"none", ""} & set(names):
+        raise ValueError(
+            f"algorithm.rejection={text} names several, and one of them is none; leave it out"
+        )
+    return names
