@@ -16,8 +16,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any, ClassVar
 
-from lora_moe_rl.config.importing import load_function
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.files.importing import load_function
 
 
 class Plugin:

@@ -10,10 +10,10 @@ from pydantic import ValidationError
 
 from lora_moe_rl.config import RunConfig, SetConfig, SourceConfig
 from lora_moe_rl.config.files import SUFFIXES, read_config_file
-from lora_moe_rl.config.importing import absolute_spec, load_file
 from lora_moe_rl.config.overrides import readable, with_settings
 from lora_moe_rl.config.plugins import KINDS
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.files.importing import absolute_spec, load_file
 
 
 def load_config(target: str | None) -> RunConfig:

@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import Any
 
 from lora_moe_rl.config import SourceConfig
-from lora_moe_rl.config.importing import load_function
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.files.importing import load_function
 
 
 def open_generator(config: SourceConfig, seed: int) -> Iterator[Any]:

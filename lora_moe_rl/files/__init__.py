@@ -1,1 +1,1 @@
-"""What is read and written: untrusted files, and our own."""
+"""What is read and written: untrusted files, our own, and those with a user's functions."""

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import cast
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config.importing import load_file
 from lora_moe_rl.config.options import result_parser
 from lora_moe_rl.config.overrides import override, parse_arguments
 from lora_moe_rl.config.recipes import load_config
 from lora_moe_rl.errors import ConfigError, LoraMoeRlError
+from lora_moe_rl.files.importing import load_file
 from lora_moe_rl.planner import plan as plans
 from lora_moe_rl.planner.compute import Lengths
 from lora_moe_rl.planner.facts import Facts, Format, find

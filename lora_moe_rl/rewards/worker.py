@@ -22,8 +22,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from lora_moe_rl.config.importing import load_function
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.files.importing import load_function
 
 Outcome = list[float | str | None]  # a reward, None: not applicable, or why there is none
 

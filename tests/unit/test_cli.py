@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from lora_moe_rl import cli
-from lora_moe_rl.config.importing import load_function
+from lora_moe_rl.files.importing import load_function
 from lora_moe_rl.run.signals import Stopped
 
 ROOT = Path(__file__).parents[2]

@@ -16,12 +16,12 @@ from torch.testing import assert_close
 from lora_moe_rl import algorithms
 from lora_moe_rl.algorithms.base import signals_of
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config.importing import load_function
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.config.plugins import ENVIRONMENTS
 from lora_moe_rl.config.recipes import load_config, resolve
 from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.files.importing import load_function
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.rewards.runner import RewardRunner
 from lora_moe_rl.telemetry.metrics import MetricsWriter

@@ -7,11 +7,11 @@ import pytest
 
 from lora_moe_rl.config import RunConfig, recipes
 from lora_moe_rl.config.files import to_yaml
-from lora_moe_rl.config.importing import load_file, load_function
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.data.maker import PromptMaker
 from lora_moe_rl.data.rows import read_rows
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.files.importing import load_file, load_function
 from lora_moe_rl.planner.changes import search_of
 from lora_moe_rl.planner.compute import Lengths
 from lora_moe_rl.planner.facts import find

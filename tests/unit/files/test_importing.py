@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from lora_moe_rl.config.importing import absolute_spec, load_function
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.files.importing import absolute_spec, load_function
 
 
 @pytest.fixture(autouse=True)
