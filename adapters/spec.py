@@ -20,7 +20,7 @@ its rank, as served and exported, is twice the trained one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -122,6 +122,13 @@ class AdapterSpec:
             shapes[f"{site.name}.A"] = site.shape_A
             shapes[f"{site.name}.B"] = site.shape_B
         return shapes
+
+    def lr_factors(self, pattern: Mapping[str, float]) -> dict[str, float]:
+        """Of every site, by `trainer.lr_pattern`. Raises ConfigError for a key that is no pattern,
+        or matches no site."""
+        values = Values("trainer.lr_pattern", pattern)
+        values.require_used(self.sites)
+        return {site.name: values.of(site, 1.0) for site in self.sites}
 
     @property
     def num_parameters(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -43,6 +43,11 @@ class TrainerConfig(Section):
         1.0, gt=0,
         description="Learning rate of the adapters' B over that of A (LoRA+, arXiv:2402.12354).",
     )  # fmt: skip
+    lr_pattern: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        {},
+        description="Factors of the learning rate for some modules and layers, as "
+        'adapter.rank_pattern: {"experts.*": 0.5}; 0 trains them not at all.',
+    )
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay of the adapters.")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="Adam beta1.")
     adam_beta2: float = Field(0.95, ge=0, lt=1, description="Adam beta2.")

@@ -201,6 +201,7 @@ class Preflight:
         servable = config.refit.mode == "adapter"
         spec = AdapterSpec.build(shape, config.adapter, servable=servable)
         check_engine(config, spec)
+        spec.lr_factors(config.trainer.lr_pattern)
         self.spec = spec
         return f"{len(spec.sites)} sites, {spec.num_parameters:,} trained parameters"
 

@@ -82,7 +82,9 @@ class TrainingEngine:
         if config.trainer.recompute == "full":
             _train_through_embeddings(inner)
         total = config.trainer.steps * config.algorithm.optimizer_steps
-        self.optimizer = AdapterOptimizer(config.trainer, self.adapters, total)
+        self.optimizer = AdapterOptimizer(
+            config.trainer, self.adapters, total, spec.lr_factors(config.trainer.lr_pattern)
+        )
         for chunk in inner:
             chunk.config.finalize_model_grads_func = self._finalize_gradients
             chunk.config.grad_scale_func = None

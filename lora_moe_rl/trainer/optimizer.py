@@ -48,13 +48,36 @@ def _groups(config: TrainerConfig, adapters: Adapters) -> list[dict[str, Any]]:
     ]
 
 
+def _by_parameter(
+    adapters: Adapters, factors: Mapping[str, float]
+) -> dict[torch.Tensor, torch.Tensor]:
+    """The factor of every element, for the parameters in which one is not 1. Sites that are fused
+    share a parameter, so that Adam's own groups, which are of whole parameters, cannot have it."""
+    found: dict[torch.Tensor, torch.Tensor] = {}
+    if all(factor == 1 for factor in factors.values()):
+        return found
+    for s in adapters.slices():
+        if s.trained and (factor := factors[s.name.rpartition(".")[0]]) != 1:
+            whole = found.setdefault(s.tensor, torch.ones_like(s.tensor, requires_grad=False))
+            whole[s.index] = factor
+    return found
+
+
 class AdapterOptimizer:
     """The optimizer of one rank. `steps` counts applied steps. `began`: of sites whose moments are
     younger than that, the step at which they began."""
 
-    def __init__(self, config: TrainerConfig, adapters: Adapters, total_steps: int):
-        """`total_steps`: of the whole run, for its learning rate."""
+    def __init__(
+        self,
+        config: TrainerConfig,
+        adapters: Adapters,
+        total_steps: int,
+        factors: Mapping[str, float] | None = None,
+    ):
+        """`total_steps`: of the whole run, for its learning rate. `factors`: of the learning rate,
+        by site."""
         self.config, self.adapters, self.total_steps = config, adapters, total_steps
+        self.factors = _by_parameter(adapters, factors or {})
         self.steps = 0
         self.began: dict[str, int] = {}
         self.adam = torch.optim.AdamW(
@@ -77,7 +100,11 @@ class AdapterOptimizer:
             self.adapters.gradients.scale(self.config.clip_grad / (norm + 1e-6))
         for group in self.adam.param_groups:
             group["lr"] = lr * group["ratio"]
+        before = {parameter: parameter.detach().clone() for parameter in self.factors}
         self.adam.step()
+        with torch.no_grad():
+            for parameter, factor in self.factors.items():
+                parameter.copy_(before[parameter] + factor * (parameter - before[parameter]))
         self.adapters.gradients.check_copies()
         self.steps += 1
         return StepResult(True, norm, lr)

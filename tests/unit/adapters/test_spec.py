@@ -187,3 +187,14 @@ def test_the_slot_holds_the_largest_rank(adapter, slot):
 def test_the_spec_needs_no_torch():
     code = "import sys, lora_moe_rl.adapters.spec; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_factors_of_the_learning_rate_are_by_pattern_and_each_pattern_has_to_match():
+    spec = build(QWEN3_30B_A3B, rank=8)
+    factors = spec.lr_factors({"experts.*": 0.5, "layers.0-1.experts.down": 0, "q_proj": 2})
+    assert factors.keys() == {site.name for site in spec}
+    assert factors["layers.0.experts.down"] == 0 and factors["layers.2.experts.down"] == 0.5
+    assert factors["layers.0.experts.gate"] == 0.5
+    assert factors["layers.7.q_proj"] == 2 and factors["layers.7.k_proj"] == 1
+    with pytest.raises(ConfigError, match="trainer.lr_pattern: 'q_prj': 2 matches no adapted lin"):
+        spec.lr_factors({"q_prj": 2})

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lora_moe_rl.adapters.gradients import Gradients
+from lora_moe_rl.adapters.layers import Slice
 from lora_moe_rl.adapters.sharding import RankLayout
 from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.config.overrides import override
@@ -73,6 +74,46 @@ def test_b_may_learn_faster_than_a(ratio):
     assert result.lr == 5e-4
     torch.testing.assert_close(A.detach(), torch.full((3,), -5e-4))
     torch.testing.assert_close(B.detach(), torch.full((3,), 5e-4 * ratio))
+
+
+def test_sites_learn_at_rates_of_their_own_also_where_they_share_a_parameter():
+    """q and k are rows of one A. Each moves as with an Adam of its own, at its factor of the rate;
+    decay is scaled with it, and what has the factor 0 stays."""
+    values = {"q": [1.0, -2.0], "k": [3.0, 4.0], "o": [0.5, 1.5], "v": [7.0, 7.0]}
+    factors = {"q": 0.5, "k": 1.0, "o": 3.0, "v": 0.0}
+    A = torch.nn.Parameter(torch.tensor([values["q"], values["k"]]))
+    o, v = (torch.nn.Parameter(torch.tensor([values[name]])) for name in "ov")
+    rows = {"q": (A, slice(0, 1)), "k": (A, slice(1, 2)), "o": (o, ...), "v": (v, ...)}
+    adapters = SimpleNamespace(
+        parameters=lambda: [A, o, v],
+        slices=lambda: [
+            Slice(f"{site}.A", tensor, index, (0, 0), True)
+            for site, (tensor, index) in rows.items()
+        ],
+        gradients=SimpleNamespace(norm=lambda: 0.5, check_copies=lambda: None),
+    )
+    settings = {"lr": 1e-2, "weight_decay": 0.1, "adam_beta2": 0.9}
+    ours = AdapterOptimizer(TrainerConfig(**settings), adapters, 10, factors)
+    alone = {site: torch.nn.Parameter(torch.tensor([value])) for site, value in values.items()}
+    theirs = torch.optim.AdamW(
+        [{"params": [p], "lr": 1e-2 * factors[site]} for site, p in alone.items()],
+        betas=(0.9, 0.9),
+        weight_decay=0.1,
+    )
+    draw = torch.Generator().manual_seed(0)
+    for parameter in (A, o, v, *alone.values()):
+        parameter.grad = torch.zeros_like(parameter)
+    for _ in range(5):
+        for site, (tensor, index) in rows.items():
+            gradient = torch.randn(1, 2, generator=draw)
+            tensor.grad[index] = alone[site].grad = gradient
+        ours.step()
+        theirs.step()
+    for site, (tensor, index) in rows.items():
+        torch.testing.assert_close(
+            tensor.detach()[index], alone[site].detach(), rtol=1e-6, atol=1e-7
+        )
+    assert torch.equal(v.detach(), torch.tensor([values["v"]]))
 
 
 def test_what_does_not_go_together_is_refused():
