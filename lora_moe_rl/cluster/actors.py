@@ -70,6 +70,8 @@ def start_ray(num_actors: int) -> None:
 def init_ray(**options: Any) -> None:
     """`ray.init`, tried a few times: on a machine that is busy with something else Ray gives up on
     its own agents after 15 seconds. Raises ClusterError when it does not start."""
+    # By default Ray's workers stand back behind all else on the machine, its own agents included.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     reason = ""
     for attempt in range(RAY_STARTS):
         try:

@@ -19,6 +19,9 @@ NAMES = ("trainer-0", "trainer-1")
 
 
 class Rank:
+    def niceness(self) -> int:
+        return os.nice(0)
+
     def act(self, deed: str, seconds: float = 0.0) -> str:
         time.sleep(seconds)
         if deed == "die":
@@ -60,6 +63,10 @@ def actors(tmp_path):
 def act(actors, *deeds, timeout=None):
     refs = [actor.remote("act", *deed) for actor, deed in zip(actors, deeds, strict=True)]
     return get(actors, refs, timeout)
+
+
+def test_an_actor_has_the_priority_of_the_run(actors):
+    assert get(actors[:1], [actors[0].remote("niceness")]) == [os.nice(0)]
 
 
 def test_results_come_in_the_order_of_the_actors(actors):
