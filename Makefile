@@ -12,10 +12,11 @@ DEMO_DIR ?= runs/demo/$(shell date +%Y%m%d-%H%M%S)
 
 help:
 	@echo "make setup      make .venv with the pinned packages (GPU=1: CUDA builds)"
-	@echo "make demo       train the tiny model: about 8 minutes on 2 CPU cores"
+	@echo "make demo       train the tiny model: some minutes on 2 CPU cores"
 	@echo "make check      lint, and the unit tests that take no time: before each commit"
 	@echo "make test       unit and integration tests, with real engines: before a merge"
 	@echo "make test-slow  the long ones                  make test-gpu    those for one GPU"
+	@echo "make test-all   both: what CI runs, after make lint"
 	@echo "make mutants    plant bugs on purpose, and see that the tests of make test catch them"
 	@echo "make lint       ruff and pyright               make format      let ruff mend what it can"
 	@echo "make wheel      dist/lora_moe_rl-*.whl         (docs/install.md: pip, Docker)"
