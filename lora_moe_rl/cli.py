@@ -12,7 +12,7 @@ from pathlib import Path
 from lora_moe_rl import __version__
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError, LoraMoeRlError
-from lora_moe_rl.run.signals import Stopped, sigterm_interrupts
+from lora_moe_rl.run.signals import Stopped, interrupts
 
 TRACEBACK_VARIABLE = "LORA_MOE_RL_TRACEBACK"
 
@@ -118,7 +118,7 @@ def train(arguments: Sequence[str], config: RunConfig | None = None, prog: str =
         return 0
     from lora_moe_rl.run.start import run
 
-    with sigterm_interrupts():  # the run itself takes over once its actors have started
+    with interrupts():  # the run itself takes over once its actors have started
         run(config, resume="--resume" in flags, fork=fork)
     return 0
 

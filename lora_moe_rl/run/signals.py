@@ -1,4 +1,4 @@
-"""SIGTERM as Ctrl-C, for as long as nothing better is known; and what a run ends with that was
+"""Ctrl-C and SIGTERM, for as long as nothing better is known; and what a run ends with that was
 asked to stop."""
 
 from __future__ import annotations
@@ -7,21 +7,35 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+ENDING = (signal.SIGINT, signal.SIGTERM)
+_asked: list[int] = []
+
 
 class Stopped(KeyboardInterrupt):
     """A signal ended the run after one of its steps, as it should; all has been said."""
 
 
 @contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """Inside, SIGTERM raises KeyboardInterrupt as Ctrl-C does: what was started is ended, and one
-    line says so. For the main thread."""
+def interrupts() -> Iterator[None]:
+    """Inside, Ctrl-C and SIGTERM raise KeyboardInterrupt: what was started is ended, and one line
+    says so. For the main thread."""
 
     def interrupt(signum, frame):
+        _asked.append(signum)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    _asked.clear()
+    before = {number: signal.signal(number, interrupt) for number in ENDING}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def raise_what_was_lost() -> None:
+    """Raises KeyboardInterrupt if a signal came since `interrupts` was entered: whoever comes here
+    has not heard of it. An exception that is raised in a callback of Ray's own code goes nowhere; a
+    run that was to end while its engines started went on for good, once, on a busy machine."""
+    if _asked:
+        raise KeyboardInterrupt

@@ -25,7 +25,7 @@ from lora_moe_rl.run.preflight import Preflight
 from lora_moe_rl.run.publisher import Publisher, plan_layouts
 from lora_moe_rl.run.records import Records
 from lora_moe_rl.run.schedule import Schedule
-from lora_moe_rl.run.signals import Stopped
+from lora_moe_rl.run.signals import ENDING, Stopped, raise_what_was_lost
 from lora_moe_rl.run.tickets import TicketBook
 from lora_moe_rl.telemetry import console, report
 from lora_moe_rl.telemetry.metrics import MetricsWriter
@@ -226,8 +226,9 @@ def _signals(records: Records) -> Iterator[None]:
         records.stop_requested = True
         console.say_stopping()
 
-    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, ask) for number in ENDING}
     try:
+        raise_what_was_lost()
         yield
     finally:
         for number, handler in before.items():

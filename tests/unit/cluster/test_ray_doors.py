@@ -23,7 +23,7 @@ import json, os, stat, sys
 import psutil, ray
 from lora_moe_rl.cli import exit_code_of
 from lora_moe_rl.cluster.actors import start_ray
-from lora_moe_rl.run.signals import sigterm_interrupts
+from lora_moe_rl.run.signals import interrupts
 
 class One:
     def pid(self):
@@ -46,7 +46,7 @@ def run():
     sys.stdin.readline()  # until SIGTERM comes
     return 0
 
-with sigterm_interrupts():
+with interrupts():
     sys.exit(exit_code_of(run, []))
 """
 

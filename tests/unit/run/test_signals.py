@@ -1,0 +1,49 @@
+"""A signal that asks a run to end is heard, also where the exception it raises is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lora_moe_rl.run import start
+from lora_moe_rl.run.signals import ENDING, interrupts, raise_what_was_lost
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_a_signal_while_the_run_starts_is_an_interrupt(number):
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), interrupts():
+        os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_one_that_nobody_heard_of_ends_the_run_before_its_first_step(number):
+    before, stepped = signal.getsignal(number), False
+    records: Any = SimpleNamespace(stop_requested=False)
+    with pytest.raises(KeyboardInterrupt), interrupts():
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), number)  # as in a callback of a library
+        with start._signals(records):
+            stepped = True
+    assert not stepped and signal.getsignal(number) is before
+
+
+def test_what_was_heard_in_an_earlier_run_is_forgotten():
+    with pytest.raises(KeyboardInterrupt), interrupts():
+        os.kill(os.getpid(), signal.SIGTERM)
+    with interrupts():
+        raise_what_was_lost()
+
+
+def test_with_the_run_under_way_the_first_signal_asks_and_the_second_ends(capsys):
+    records: Any = SimpleNamespace(stop_requested=False)
+    with interrupts(), pytest.raises(KeyboardInterrupt), start._signals(records):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert records.stop_requested
+        os.kill(os.getpid(), signal.SIGINT)
