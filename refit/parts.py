@@ -21,7 +21,7 @@ import xxhash
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.errors import RefitError
-from lora_moe_rl.refit.plan import Box, EngineLayout, Plan, held, lacking
+from lora_moe_rl.refit.plan import Box, EngineLayout, Plan, lacking, wanted
 from lora_moe_rl.rollout.facts import Dtype, Matrix, served_module
 
 if TYPE_CHECKING:
@@ -116,22 +116,17 @@ def _misplaced(
 ) -> list[str]:
     """What is wrong with the boxes that engine ranks receive, `{(tensor, rank): boxes}`: none may
     be of what the rank does not hold, and no element may come twice."""
-    kv_heads = spec.shape.dims.get("kv_heads", 0)
     faults = []
-    for site in spec:
-        matrices: tuple[Matrix, ...] = ("A", "B")
-        for matrix in matrices:
-            for rank in range(engine.tp):
-                whole = held(site, matrix, engine, rank, kv_heads)
-                mine = boxes.get((f"{site.name}.{matrix}", rank), ())
-                outside = [box for box in mine if whole.common(box) != box]
-                twice = [a for a, b in combinations(mine, 2) if a.common(b)]
-                faults += [
-                    f"{site.name}.{matrix}: engine rank {rank} gets {box.shape} from {box.start} "
-                    f"on {how} what it holds, {whole.shape} from {whole.start} on"
-                    for how, wrong in (("beside", outside), ("twice of", twice))
-                    for box in wrong
-                ]
+    for name, rank, whole in wanted(spec, engine):
+        mine = boxes.get((name, rank), ())
+        outside = [box for box in mine if whole.common(box) != box]
+        twice = [a for a, b in combinations(mine, 2) if a.common(b)]
+        faults += [
+            f"{name}: engine rank {rank} gets {box.shape} from {box.start} on {how} what it holds, "
+            f"{whole.shape} from {whole.start} on"
+            for how, wrong in (("beside", outside), ("twice of", twice))
+            for box in wrong
+        ]
     return faults
 
 

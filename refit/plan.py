@@ -200,19 +200,20 @@ def lacking(
 ) -> list[str]:
     """What is wrong with the elements that engine ranks receive, `{(tensor, rank): number}`: each
     must get as many of each tensor as it holds."""
-    kv_heads = spec.shape.dims.get("kv_heads", 0)
     faults = []
-    for site in spec:
-        matrices: tuple[Matrix, ...] = ("A", "B")
-        for matrix in matrices:
-            for rank in range(engine.tp):
-                wanted = held(site, matrix, engine, rank, kv_heads).size
-                found = received.get((f"{site.name}.{matrix}", rank), 0)
-                if found != wanted:
-                    faults.append(
-                        f"{site.name}.{matrix}: engine rank {rank} gets {found} of {wanted}"
-                    )
+    for name, rank, box in wanted(spec, engine):
+        if (found := received.get((name, rank), 0)) != box.size:
+            faults.append(f"{name}: engine rank {rank} gets {found} of {box.size}")
     return faults
+
+
+def wanted(spec: AdapterSpec, engine: EngineLayout) -> Iterator[tuple[str, int, Box]]:
+    """(tensor, engine rank, what the rank holds of it), of all tensors and ranks."""
+    kv_heads = spec.shape.dims.get("kv_heads", 0)
+    for site in spec:
+        for matrix in ("A", "B"):
+            for rank in range(engine.tp):
+                yield f"{site.name}.{matrix}", rank, held(site, matrix, engine, rank, kv_heads)
 
 
 def received(plan: Plan) -> Counter[tuple[str, int]]:
