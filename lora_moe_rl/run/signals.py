@@ -35,7 +35,7 @@ def interrupts() -> Iterator[None]:
 
 def raise_what_was_lost() -> None:
     """Raises KeyboardInterrupt if a signal came since `interrupts` was entered: whoever comes here
-    has not heard of it. An exception that is raised in a callback of Ray's own code goes nowhere; a
-    run that was to end while its engines started went on for good, once, on a busy machine."""
+    has not heard of it. The exception can be lost on its way: a run that was to end while its
+    engines started went on, once, on a busy machine; where it was lost was not found."""
     if _asked:
         raise KeyboardInterrupt
