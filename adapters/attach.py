@@ -14,6 +14,7 @@ from lora_moe_rl.adapters.layers import LoRALinear, Slice, Start, Switch, merge_
 from lora_moe_rl.adapters.sharding import FUSED, window
 from lora_moe_rl.adapters.shards import Shard
 from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.adapters.value_head import ValueHead
 from lora_moe_rl.errors import AdapterError
 
 
@@ -24,21 +25,23 @@ class Adapters:
         self,
         chunks: Sequence[torch.nn.Module],
         spec: AdapterSpec,
-        seed: int,
+        seed: int | str,
         start: Start | None = None,
         kernel: str = "auto",
+        head: ValueHead | None = None,
     ):
         """Freezes the model (one chunk, or several under virtual pipelining) and wraps the linears
-        of the spec's sites. `start`: where A and B begin, if not as Kaiming and zero. `kernel`: of
-        routed experts (auto, triton, torch). Raises AdapterError when a site of one of this rank's
-        layers has no linear to sit on."""
+        of the spec's sites; adapters that the model has already stay as they are, and stand below.
+        `start`: where A and B begin, if not as Kaiming and zero. `kernel`: of routed experts (auto,
+        triton, torch). `head`: is trained with the adapters, and on and off with them. Raises
+        AdapterError when a site of one of this rank's layers has no linear to sit on."""
         self.spec, self.seed, self.start, self.kernel = spec, seed, start, kernel
         self.switch = Switch()
         self.layout = current_layout()
-        self.layers: list[LoRALinear] = []
+        self.layers: list[LoRALinear | ValueHead] = []
         wanted = set()
         for chunk in chunks:
-            for parameter in chunk.parameters():
+            for parameter in _frozen(chunk):
                 parameter.requires_grad_(False)
             if chunk.config.tensor_model_parallel_size > 1 and not chunk.config.sequence_parallel:
                 raise AdapterError("adapters under tensor parallelism need sequence_parallel=True")
@@ -49,6 +52,9 @@ class Adapters:
         placed = {site.name for lora in self.layers for site in lora.sites}
         if missing := sorted(wanted - placed):
             raise AdapterError(f"the model has no linear for {', '.join(missing)}")
+        if head is not None:
+            head.switch = self.switch
+            self.layers.append(head)
         self.gradients = Gradients(self.layers, self.layout)
 
     def _wrap_layer(self, layer: torch.nn.Module, number: int) -> None:
@@ -138,3 +144,10 @@ class Adapters:
                     f"{tuple(target.shape)} at {s.start}"
                 )
             target.copy_(torch.from_numpy(part))
+
+
+def _frozen(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """The parameters of the base."""
+    adapters = [module for module in chunk.modules() if isinstance(module, LoRALinear)]
+    trained = {id(p) for lora in adapters for p in (lora.A, *lora.B)}
+    return (p for p in chunk.parameters() if id(p) not in trained)

@@ -16,6 +16,7 @@ from megatron.core import parallel_state as ps
 
 from lora_moe_rl.adapters.layers import LoRALinear
 from lora_moe_rl.adapters.sharding import Axis, Kind, RankLayout
+from lora_moe_rl.adapters.value_head import ValueHead
 from lora_moe_rl.errors import AdapterError
 
 # Of the hash that copies are compared by.
@@ -48,7 +49,7 @@ def group_of(axis: Axis) -> dist.ProcessGroup:
 class Gradients:
     """`p.grad` of every adapter parameter of this rank, as views of flat buffers."""
 
-    def __init__(self, layers: Iterable[LoRALinear], layout: RankLayout):
+    def __init__(self, layers: Iterable[LoRALinear | ValueHead], layout: RankLayout):
         self.layout = layout
         self.parameters: dict[tuple[Kind, str], list[torch.nn.Parameter]] = {}
         for kind in layout.table:

@@ -70,7 +70,7 @@ class LoRALinear(torch.nn.Module):
         widths: Sequence[int],
         layout: RankLayout,
         switch: Switch,
-        seed: int,
+        seed: int | str,
         start: Start | None = None,
         merge: Merge | None = None,
         kernel: str = "auto",
@@ -101,12 +101,20 @@ class LoRALinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, *args):
         """As the base: returns (output, bias). args: tokens of each expert, for experts."""
-        y, bias = self.base(x, *args)
-        if self.normed_by_base:
-            y, x = y
-        if not self.switch.on:
-            return y, bias
-        return y + self._delta(x, *args).to(y.dtype), bias
+        y, bias, _ = self._forward(x, *args)
+        return y, bias
+
+    def _forward(self, x: torch.Tensor, *args):
+        """(output, bias, what the linear reads). The base may be another adapter's layer."""
+        if isinstance(self.base, LoRALinear):
+            y, bias, x = self.base._forward(x, *args)
+        else:
+            y, bias = self.base(x, *args)
+            if self.normed_by_base:
+                y, x = y
+        if self.switch.on:
+            y = y + self._delta(x, *args).to(y.dtype)
+        return y, bias, x
 
     def _delta(self, x: torch.Tensor, counts=None) -> torch.Tensor:
         A, Bs, scales = self._whole_A(), self._whole_B(), [site.scale for site in self.sites]
@@ -161,7 +169,7 @@ class LoRALinear(torch.nn.Module):
     def _local(self, tensor: str, shape: tuple[int, ...]):
         return self.layout.local_range(self.kind, tensor, shape)
 
-    def _start(self, site: Site, seed: int, start: Start | None):
+    def _start(self, site: Site, seed: int | str, start: Start | None):
         """This rank's parts of the trained A and B at the start, float32."""
         rank = site.rank - site.frozen_rank
         shape_A = (*site.shape_A[:-2], rank, site.in_features)
@@ -208,7 +216,7 @@ class LoRALinear(torch.nn.Module):
                 yield Slice(f"{site.name}.B", B0, (Ellipsis,), start, exported, trained=False)
 
 
-def _kaiming(site: Site, rank: int, where: tuple[slice, ...], seed: int) -> torch.Tensor:
+def _kaiming(site: Site, rank: int, where: tuple[slice, ...], seed: int | str) -> torch.Tensor:
     """A part of A: uniform in +-1/sqrt(in), as PEFT's default (Kaiming, a=sqrt(5)).
 
     Drawn whole from a seed of (run, site, global expert), so that it does not depend on the layout.

@@ -67,6 +67,7 @@ class LayerReplay:
     """The replay of one router.
 
     `micro_batch` is what `install` was told of the micro-batch that runs, in backward too.
+    `judged`: whether the routers' own choices in training are compared with the replayed ones.
     """
 
     def __init__(self, number: int, layer: torch.nn.Module, moe: MoELayer):
@@ -77,6 +78,7 @@ class LayerReplay:
         self.recompute = moe.config.recompute_granularity == "full"
         if self.recompute:
             layer.register_forward_pre_hook(self._enter, with_kwargs=True)
+        self.judged = True
         self.reset()
 
     def reset(self) -> None:
@@ -138,7 +140,7 @@ class LayerReplay:
                 f"layer {self.number}: routes of shape {tuple(self.target.shape)} for "
                 f"{own.shape[0]} tokens and {own.shape[1]} experts"
             )
-        if self.moe.training:  # not the reference's choice, nor that of a probe
+        if self.moe.training and self.judged:  # not the reference's choice, nor that of a probe
             other = (own.unsqueeze(2) != self.target.unsqueeze(1)).all(2)
             if self.counted is None:
                 self.replayed += own.numel()
@@ -185,6 +187,17 @@ class Replay:
         finally:
             for layer in self.layers.values():
                 layer.reset()
+
+    @contextmanager
+    def unjudged(self):
+        """Inside, forwards in training are not those of the policy, and are not counted."""
+        for layer in self.layers.values():
+            layer.judged = False
+        try:
+            yield
+        finally:
+            for layer in self.layers.values():
+                layer.judged = True
 
     def install(
         self, chunk: int, routes: MicroRoutes | None, micro_batch: Any, device: torch.device

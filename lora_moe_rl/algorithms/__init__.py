@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lora_moe_rl.config.plugins import ALGORITHMS
+from lora_moe_rl.errors import ConfigError
 
 if TYPE_CHECKING:
     from lora_moe_rl.algorithms.base import Algorithm, Pass
@@ -12,9 +13,17 @@ if TYPE_CHECKING:
 
 
 def make(config: RunConfig) -> Algorithm:
-    """The algorithm that `algorithm.name` names. Raises ConfigError when there is none."""
-    algorithm = ALGORITHMS.find(config.algorithm.name)
-    return algorithm(config.algorithm, config.rollout.max_response_tokens)
+    """The algorithm that `algorithm.name` names. Raises ConfigError when there is none, and for a
+    critic that leaves its policy no step."""
+    found = ALGORITHMS.find(config.algorithm.name)
+    algorithm = found(config.algorithm, config.rollout.max_response_tokens)
+    critic, steps = algorithm.critic, config.trainer.steps
+    if critic is not None and critic.critic_warmup >= steps:
+        raise ConfigError(
+            f"algorithm.critic_warmup={critic.critic_warmup} leaves the policy none of "
+            f"trainer.steps={steps}; lower it, or raise trainer.steps"
+        )
+    return algorithm
 
 
 def passes(config: RunConfig) -> frozenset[Pass]:

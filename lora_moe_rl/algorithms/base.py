@@ -26,7 +26,9 @@ from lora_moe_rl.data.samples import Group
 if TYPE_CHECKING:
     from torch import Tensor
 
-Pass = Literal["old", "reference"]
+    from lora_moe_rl.algorithms.parts.critic import CriticSettings
+
+Pass = Literal["old", "reference", "values"]
 # How a metric is put together from the tokens in the loss, over micro-batches and ranks.
 Reduce = Literal["token_mean", "sum", "max", "min"]
 
@@ -66,13 +68,15 @@ class Known:
     """All samples of a step, when the forwards before the update are done. rewards: float64 [n],
     NaN for none. groups: int [n], the number of each sample's group. Of each sample [R]: masks,
     bool, True for tokens that the policy wrote; old and reference, float64 logprobs, as in
-    `Tokens`."""
+    `Tokens`; values, float64, what the critic expects before each token. None for a forward that is
+    not among `passes`."""
 
     rewards: np.ndarray
     groups: np.ndarray
     masks: Sequence[np.ndarray]
-    old: Sequence[np.ndarray]
-    reference: Sequence[np.ndarray]
+    old: Sequence[np.ndarray] | None = None
+    reference: Sequence[np.ndarray] | None = None
+    values: Sequence[np.ndarray] | None = None
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,16 @@ class Algorithm(Plugin):
         rollout is used for several updates; without it `old` is `logprobs`, detached."""
         return frozenset()
 
+    @property
+    def critic(self) -> CriticSettings | None:
+        """Settings of the critic that is trained beside the policy; None without one."""
+        return None
+
+    def returns(self, step: Known) -> list[np.ndarray]:
+        """What the critic's values should have been, [R] of each sample. Asked as `revised` is,
+        with the values of before the update. Pure."""
+        raise NotImplementedError
+
     def signals(self, groups: Sequence[Group]) -> list[Signal]:
         """The signal of each group of a step. Pure."""
         return [self.signal(group) for group in groups]
@@ -143,7 +157,7 @@ class Algorithm(Plugin):
 
     @property
     def revises(self) -> bool:
-        """Whether `revised` is to be asked, for which `passes` has both `old` and `reference`."""
+        """Whether `revised` is to be asked: `passes` has the forwards that it goes by."""
         return type(self).revised is not Algorithm.revised
 
     def revised(self, step: Known) -> list[np.ndarray]:
@@ -197,6 +211,18 @@ def signals_of(algorithm: Algorithm, groups: Sequence[Group]) -> list[Signal]:
     return [
         _without_left_out(algorithm, group, signal)
         for group, signal in zip(groups, signals, strict=True)
+    ]
+
+
+def revised(signals: list[Signal], advantages: Sequence[np.ndarray] | None) -> list[Signal]:
+    """The signals of a step with `advantages`, [R] of each sample, in the place of their own (None:
+    as they are)."""
+    if advantages is None:
+        return signals
+    given = iter(advantages)
+    return [
+        Signal([next(given) for _ in signal.weights], signal.weights, signal.rewards)
+        for signal in signals
     ]
 
 

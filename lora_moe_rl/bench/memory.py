@@ -140,7 +140,7 @@ class Kept:
             )
         try:
             with hooks:
-                engine.forward_backward(_work(engine), _loss, temperature=1.0, divisor=1.0)
+                engine.forward_backward(_work(engine), _loss, engine.logprobs(1.0), divisor=1.0)
         finally:
             if handle is not None:
                 handle.remove()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapreplace
 from typing import TYPE_CHECKING
@@ -248,11 +248,11 @@ def unpack(micro_batch: MicroBatch, values: np.ndarray) -> dict[int, np.ndarray]
     return out
 
 
-def with_advantages(micro_batch: MicroBatch, advantages: Sequence[np.ndarray]) -> MicroBatch:
-    """The micro-batch with `advantages`, `[R]` of every sample of the step, in the place of its
-    own."""
-    stream = np.zeros_like(micro_batch.advantages)
+def stream_of(micro_batch: MicroBatch, values: Sequence[np.ndarray]) -> np.ndarray:
+    """float32 `[T]`: `values`, `[R]` of every sample of the step, at the places that predict their
+    tokens, 0 elsewhere. Undone by `unpack`."""
+    stream = np.zeros(len(micro_batch.labels), np.float32)
     for k, sample in enumerate(micro_batch.samples):
         span = slice(micro_batch.cu_seqlens[k], micro_batch.cu_seqlens[k + 1])
-        stream[span][micro_batch.response[span]] = advantages[sample]
-    return replace(micro_batch, advantages=stream)
+        stream[span][micro_batch.response[span]] = values[sample]
+    return stream

@@ -17,7 +17,7 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import AdapterConfig, RunConfig
 from lora_moe_rl.errors import AdapterError, CheckpointError, ModelError
 from lora_moe_rl.files import checkpoint
-from lora_moe_rl.files.trainer_state import FILES, parse
+from lora_moe_rl.files.trainer_state import files, parse
 from lora_moe_rl.files.untrusted import SafeFile, inside, read_json
 from lora_moe_rl.models.directory import find_local
 from lora_moe_rl.models.fingerprint import check_unchanged
@@ -75,7 +75,7 @@ def checkpoint_spec(metadata: dict[str, Any]) -> AdapterSpec:
 
 def checkpoint_shards(directory: Path, kind: str = "adapter") -> Iterator[Shard]:
     """The slices of one of `trainer_state.KINDS` in a verified checkpoint."""
-    for path in sorted(directory.glob(FILES)):
+    for path in files(directory):
         file = SafeFile.open(path)
         for text in file.entries:
             of, name, start = parse(text)

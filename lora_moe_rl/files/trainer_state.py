@@ -1,10 +1,14 @@
 """How a trainer's state stands on disk: slices of canonical tensors, so that any layout reads it.
 
-Each rank writes one safetensors file with the slices it owns. The key of a slice says of what it
+Each rank writes one safetensors file with the slices it owns, and one more with those of the
+critic, if there is one. The key of a slice says of what it
 is, which tensor it is part of and where it lies: `adapter|layers.0.q_proj.A|0,0`. Pure: no torch.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
 
 from lora_moe_rl.errors import CheckpointError
 
@@ -13,11 +17,18 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's
 # there for a site whose moments are as old as the run's.
 BEGAN = "began"
 KINDS = ("adapter", *MOMENTS, BEGAN)
-FILES = "trainer_*.safetensors"
+Whose = Literal["trainer", "critic"]
+POLICY: Whose = "trainer"
+CRITIC: Whose = "critic"
 
 
-def file_name(number: int) -> str:
-    return f"trainer_{number:05d}.safetensors"
+def file_name(number: int, whose: Whose = POLICY) -> str:
+    return f"{whose}_{number:05d}.safetensors"
+
+
+def files(directory: Path, whose: Whose = POLICY) -> list[Path]:
+    """In the order of the ranks that wrote them."""
+    return sorted(directory.glob(f"{whose}_*.safetensors"))
 
 
 def key(kind: str, name: str, start: tuple[int, ...]) -> str:

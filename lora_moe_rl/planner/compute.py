@@ -149,10 +149,12 @@ class Roofline:
             per_token += work.forward
         if "reference" in wanted:
             per_token += 2 * work.active + work.attention
+        if "values" in wanted:
+            per_token += work.forward + algorithm.epochs * work.train
         compute = tokens * per_token / (trainer.world_size * gpu.flops * efficiency.train_flops)
         stages = [len(layers) for layers in stage_layers(trainer, shape.num_layers)]
         uneven = max(stages) * trainer.pp / shape.num_layers
-        steps = algorithm.mini_batches * algorithm.epochs
+        steps = algorithm.mini_batches * algorithm.epochs * (2 if "values" in wanted else 1)
         count = micro_batches(config, self.lengths.sample)
         bubble = compute * uneven * (trainer.pp - 1) / (count * trainer.vpp)
         volume = self._volume(config, max(stages), per_node)

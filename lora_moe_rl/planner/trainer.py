@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.sharding import RankLayout, kind_of, pipeline_chunks
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
 from lora_moe_rl.config import RunConfig, TrainerConfig
@@ -117,7 +118,9 @@ class TrainerMemory:
         return classes
 
     def _stage(self, config: RunConfig, stage: int, layers: list[int], ranks: int) -> RankClass:
-        held = self._all(config.trainer, layers)
+        held = policy = self._all(config.trainer, layers)
+        if algorithms.make(config).critic is not None:
+            held = self._with_critic(held, layers)
         memory = {
             "base": held.base_bytes[self.weights],
             "adapter": FLOAT32 * held.adapters,
@@ -135,9 +138,20 @@ class TrainerMemory:
             tuple(layers),
             {part: held.parts[part] for part in PARTS},
             {form: held.base_bytes[form] for form in self.formats},
-            held.adapters,
+            policy.adapters,
             held.trained,
             memory,
+        )
+
+    def _with_critic(self, held: Held, layers: list[int]) -> Held:
+        """Adapters once more, of which all is trained; the last stage has the value head too."""
+        shape, last = self.facts.shape, self.facts.shape.num_layers - 1 in layers
+        more = held.trained + shape.hidden_size * last
+        return replace(
+            held,
+            adapters=held.adapters + more,
+            trained=held.trained + more,
+            tensors=2 * held.tensors + last,
         )
 
     def _all(self, trainer: TrainerConfig, layers: list[int]) -> Held:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.resize import Change, fit, fresh
 from lora_moe_rl.adapters.sharding import fused_with
 from lora_moe_rl.adapters.shards import assemble
@@ -74,6 +75,11 @@ def other_ranks(found: Found, config: RunConfig, spec: AdapterSpec) -> AdapterSp
             f"{found.path}: ranks of adapter.init=olora cannot be changed: its frozen half is the "
             "base's own of that rank. Export the adapter, resize it, and start a run from it with "
             "adapter.init_from"
+        )
+    if algorithms.make(config).critic is not None:
+        raise RunDirError(
+            f"{found.path}: the critic of algorithm={config.algorithm.name} keeps its ranks, which "
+            f"are the policy's: {' '.join(settings_of(old))}"
         )
     if any(old.by_name[site.name].shared != site.shared for site in spec):
         raise RunDirError(f"{found.path}: a resumed run keeps its adapter.expert_layout")

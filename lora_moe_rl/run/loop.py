@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lora_moe_rl.algorithms.base import Algorithm, has_signal, signals_of
+from lora_moe_rl.algorithms.base import Algorithm, has_signal, revised, signals_of
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.environments.base import Environment
@@ -105,6 +105,7 @@ async def learn(ports: Ports, book: TicketBook, first_step: int) -> None:
         await ports.engines.all_back()
         ports.engines.overwrite()
         result, parts = await ports.trainer.update(batch, [group.routes for group in groups])
+        signals = revised(signals, result.advantages)
         records.check_update(step, groups, signals, result)
         clock.lap("train")
         version = ports.publisher.version

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from lora_moe_rl import algorithms
 from lora_moe_rl.adapters import peft
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.algorithms.base import Signal
@@ -211,6 +212,8 @@ class Records:
         keep = self.config.checkpoint.keep
         ranks = range(self.config.trainer.world_size)
         expect = [trainer_state.file_name(rank) for rank in ranks]
+        if algorithms.make(self.config).critic is not None:
+            expect += [trainer_state.file_name(rank, trainer_state.CRITIC) for rank in ranks]
         writer = checkpoint.write_checkpoint(self.run_dir.checkpoints, step, keep, metadata, expect)
         with writer as directory:
             metadata["trainer"] = self.trainer.save(directory)

@@ -1,46 +1,55 @@
-"""Advantages that wait for the forwards before the update: a KL that is taken from rewards.
+"""Advantages that wait for the forwards before the update: a KL that is taken from rewards, values
+of a critic.
 
-Each data-parallel rank knows the logprobs of its own samples, and an advantage compares samples of
-all: what is known is put together on every rank, which all compute the same.
+Each data-parallel rank knows the logprobs and values of its own samples, and an advantage compares
+samples of all: what is known is put together on every rank, which all compute the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
+import torch
 
-from lora_moe_rl.algorithms.base import Known
-from lora_moe_rl.data.batch import TrainBatch, unpack, with_advantages
+from lora_moe_rl.algorithms.base import Known, Pass
+from lora_moe_rl.data.batch import TrainBatch, stream_of, unpack
 from lora_moe_rl.data.samples import NOT_SAMPLED
 from lora_moe_rl.trainer.engine import TrainingEngine, Work
 from lora_moe_rl.trainer.meter import Meter
 
 
-def revise(engine: TrainingEngine, batch: TrainBatch, works: Sequence[Work], meter: Meter) -> None:
-    """Puts the algorithm's own advantages into the micro-batches, if it revises any. Called after
-    the forwards before the update, with all works of the step. Raises ValueError for a batch
-    without rewards."""
-    if not engine.algorithm.revises:
-        return
+def revise(
+    engine: TrainingEngine, batch: TrainBatch, works: Sequence[Work], meter: Meter
+) -> list[np.ndarray] | None:
+    """Puts the algorithm's own advantages into the micro-batches, and what its critic is to learn,
+    if it revises any; returns them, float32 [R] of each sample of the step. Called after the
+    forwards before the update, with all works of the step. Raises ValueError for a batch without
+    rewards."""
+    algorithm = engine.algorithm
+    if not algorithm.revises:
+        return None
     if batch.rewards is None:
         raise ValueError("the algorithm revises its advantages, but its signals had no rewards")
-    known = Known(
-        batch.rewards,
-        batch.groups,
-        [versions != NOT_SAMPLED for versions in batch.versions],
-        old=_everywhere("old", batch, works, meter),
-        reference=_everywhere("reference", batch, works, meter),
-    )
-    advantages = engine.algorithm.revised(known)
+    made = {name: everywhere(name, batch, works, meter) for name in sorted(algorithm.passes)}
+    masks = [versions != NOT_SAMPLED for versions in batch.versions]
+    known = Known(batch.rewards, batch.groups, masks, **made)
+    advantages = [one.astype(np.float32) for one in algorithm.revised(known)]
     for work in works:
-        work.data = with_advantages(work.data, advantages)
+        work.data = replace(work.data, advantages=stream_of(work.data, advantages))
+    if algorithm.critic is not None:
+        returns = algorithm.returns(known)
+        for work in works:
+            work.known["returns"] = torch.from_numpy(stream_of(work.data, returns))
+    return advantages
 
 
-def _everywhere(
-    name: str, batch: TrainBatch, works: Sequence[Work], meter: Meter
+def everywhere(
+    name: Pass, batch: TrainBatch, works: Sequence[Work], meter: Meter
 ) -> list[np.ndarray]:
-    """Logprobs of the response tokens of every sample of the step, float64 [R], on every rank."""
+    """What a forward gave the response tokens of every sample of the step, float64 [R], on every
+    rank."""
     found = [np.zeros(len(weights)) for weights in batch.weights]
     for work in works if meter.reports else ():
         for sample, values in unpack(work.data, work.known[name].cpu().numpy()).items():

@@ -28,12 +28,15 @@ from lora_moe_rl.data.batch import MicroBatch, TrainBatch, pack, plan_micro_batc
 from lora_moe_rl.router_replay.audit import Audit, due
 from lora_moe_rl.router_replay.replay import MicroRoutes, Replay
 from lora_moe_rl.router_replay.routes import Routes, Sent
+from lora_moe_rl.trainer.critic import Critic
 from lora_moe_rl.trainer.device import Device
 from lora_moe_rl.trainer.logprobs import token_logprobs
 from lora_moe_rl.trainer.model import build_model
 from lora_moe_rl.trainer.optimizer import AdapterOptimizer
 
 LossFunction = Callable[["Work", torch.Tensor, torch.Tensor], tuple]
+# From a micro-batch and what the last stage gives, `[1, T, …]`, to a number a token, `[T]`.
+Read = Callable[["Work", torch.Tensor], torch.Tensor]
 
 
 @dataclass
@@ -81,7 +84,9 @@ class TrainingEngine:
         self.audit = Audit(self.replay)
         if config.trainer.recompute == "full":
             _train_through_embeddings(inner)
-        total = config.trainer.steps * config.algorithm.optimizer_steps
+        settings = self.algorithm.critic
+        alone = 0 if settings is None else settings.critic_warmup
+        total = (config.trainer.steps - alone) * config.algorithm.optimizer_steps
         self.optimizer = AdapterOptimizer(
             config.trainer, self.adapters, total, spec.lr_factors(config.trainer.lr_pattern)
         )
@@ -89,9 +94,10 @@ class TrainingEngine:
             chunk.config.finalize_model_grads_func = self._finalize_gradients
             chunk.config.grad_scale_func = None
         self.version = 0
-        self._divisor = 1.0
+        self._training, self._divisor = self.adapters, 1.0
         self.forwards = [0] * len(self.chunks)
         self.trained = [0] * len(self.chunks)
+        self.critic = None if settings is None else Critic(self, settings)
 
     @property
     def is_last_stage(self) -> bool:
@@ -144,27 +150,49 @@ class TrainingEngine:
             work.known[name] = logprobs.detach()
             return logprobs.sum(), torch.tensor(0, dtype=torch.int), {}
 
+        self.evaluate(works, keep, self.logprobs(temperature), record, replay)
+
+    @torch.no_grad()
+    def evaluate(
+        self, works: list[Work], keep: LossFunction, read: Read, record=False, replay=True
+    ) -> None:
+        """A forward of each work; `keep` gets what `read` makes of it (on the last stage)."""
         for chunk in self.chunks:
             chunk.eval()
-        self._schedule(works, keep, temperature, forward_only=True, record=record, replay=replay)
+        self._schedule(works, keep, read, forward_only=True, record=record, replay=replay)
+
+    def logprobs(self, temperature: float) -> Read:
+        """Of every label."""
+
+        def read(work: Work, logits: torch.Tensor) -> torch.Tensor:
+            labels = _tensor(work.data.labels, self.device.torch_device)[None]
+            return token_logprobs(logits, labels, temperature, self.spec.shape.vocab_size)
+
+        return read
 
     def forward_backward(
-        self, works: list[Work], loss: LossFunction, temperature: float, divisor: float
+        self,
+        works: list[Work],
+        loss: LossFunction,
+        read: Read,
+        divisor: float,
+        adapters: Adapters | None = None,
+        replay: bool = True,
     ) -> list:
-        """Accumulates gradients of the summed loss of all ranks / `divisor`; returns `loss`'s third
-        value for each work (on the last stage). `loss(work, logprobs, logits)` returns (sum, token
-        count, anything)."""
-        self._divisor = divisor
+        """Accumulates gradients of the summed loss of all ranks / `divisor`, of `adapters` (None:
+        the policy's); returns `loss`'s third value for each work (on the last stage). `loss(work,
+        what read gives, what the model gives)` returns (sum, token count, anything)."""
+        self._training, self._divisor = adapters or self.adapters, divisor
         for chunk in self.chunks:
             chunk.train()
-        self.adapters.gradients.zero()
-        return self._schedule(works, loss, temperature, forward_only=False)
+        self._training.gradients.zero()
+        return self._schedule(works, loss, read, forward_only=False, replay=replay)
 
-    def _schedule(self, works, loss, temperature, forward_only, record=False, replay=True) -> list:
+    def _schedule(self, works, loss, read, forward_only, record=False, replay=True) -> list:
         def forward_step(iterator, model):
             work = next(iterator)
-            logits = self._forward_one(work, model, record, replay)
-            return logits, lambda out: self._last_stage(work, out, loss, temperature)
+            output = self._forward_one(work, model, record, replay)
+            return output, lambda out: loss(work, read(work, out), out)
 
         trainer = self.config.trainer
         interleaved = trainer.vpp > 1
@@ -184,16 +212,16 @@ class TrainingEngine:
     def _finalize_gradients(self, chunks, num_tokens: torch.Tensor, **_) -> None:
         """Called by the schedule after the last backward. The divisor is known beforehand: it is
         that of the whole step, and need not be a number of tokens."""
-        self.adapters.gradients.reduce()
+        self._training.gradients.reduce()
         divisor = torch.tensor(self._divisor or 1.0, device=num_tokens.device)
-        self.adapters.gradients.scale(1.0 / divisor)
+        self._training.gradients.scale(1.0 / divisor)
 
     def _forward_one(self, work: Work, model, record: bool, replay: bool) -> torch.Tensor:
         data, device = work.data, self.device.torch_device
         chunk = self.chunks.index(model)
         if work.routes is not None and replay:
             self.replay.install(chunk, work.routes[chunk], data, device)
-        elif record or not work.recorded:
+        elif record or not replay or not work.recorded:
             self.replay.clear_routes(chunk)
         else:
             self.replay.install_recorded(chunk, work.recorded)
@@ -208,11 +236,6 @@ class TrainingEngine:
         if record:
             work.recorded |= self.replay.take_recorded(chunk)
         return logits
-
-    def _last_stage(self, work: Work, logits, loss, temperature):
-        labels = _tensor(work.data.labels, self.device.torch_device)[None]
-        logprobs = token_logprobs(logits, labels, temperature, self.spec.shape.vocab_size)
-        return loss(work, logprobs, logits)
 
     def score(self, batch: TrainBatch, *parts: Sent) -> list[np.ndarray] | None:
         """Logprobs of the response tokens of each sample, at temperature 1, from one rank (the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -178,6 +178,10 @@ class Meter:
                     for name, value in zip(names, top, strict=True)
                 }
         return found
+
+    def summed(self, names: Sequence[str]) -> list[float]:
+        """What was added under each name, over all ranks."""
+        return list(self._reduce(list(names)).values())
 
     def _reduce(self, names: list[str]) -> dict[str, float]:
         """Sums over all ranks."""

@@ -20,7 +20,8 @@ from lora_moe_rl.errors import CheckpointError
 
 @dataclass(frozen=True)
 class StepResult:
-    """`grad_norm` is that of the whole adapter before clipping, `lr` that of A."""
+    """`applied`: False when it was skipped. `grad_norm` is that of the whole adapter before
+    clipping, `lr` that of A."""
 
     applied: bool
     grad_norm: float

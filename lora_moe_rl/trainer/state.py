@@ -13,12 +13,12 @@ from lora_moe_rl.adapters.sharding import Box
 from lora_moe_rl.errors import CheckpointError
 from lora_moe_rl.files.checkpoint import disk_errors
 from lora_moe_rl.files.saving import save_safetensors
-from lora_moe_rl.files.trainer_state import BEGAN, FILES, MOMENTS, file_name, key, parse
+from lora_moe_rl.files.trainer_state import BEGAN, MOMENTS, Whose, files, key, parse
 from lora_moe_rl.trainer.optimizer import AdapterOptimizer
 
 
-def save(directory: Path, rank: int, adapters: Adapters, optimizer: AdapterOptimizer) -> None:
-    """Writes this rank's file."""
+def save(path: Path, adapters: Adapters, optimizer: AdapterOptimizer) -> None:
+    """Writes a file of this rank's part."""
     tensors = {}
     sources = {"adapter": None} | {moment: optimizer.state(moment) for moment in MOMENTS}
     for kind, of in sources.items():
@@ -28,14 +28,16 @@ def save(directory: Path, rank: int, adapters: Adapters, optimizer: AdapterOptim
         site, _, matrix = s.name.rpartition(".")
         if matrix == "A" and s.exported and not any(s.start) and site in optimizer.began:
             tensors[key(BEGAN, site, (0,))] = np.array([optimizer.began[site]])
-    with disk_errors(directory):
-        save_safetensors(tensors, directory / file_name(rank))
+    with disk_errors(path.parent):
+        save_safetensors(tensors, path)
 
 
-def load(directory: Path, adapters: Adapters, optimizer: AdapterOptimizer, steps: int) -> None:
+def load(
+    directory: Path, whose: Whose, adapters: Adapters, optimizer: AdapterOptimizer, steps: int
+) -> None:
     """Reads this rank's parts, whatever layout wrote them. Raises CheckpointError when an element
     is missing."""
-    index = _Index(directory)
+    index = _Index(directory, whose)
     optimizer.restore(steps, index.began())
     targets = {"adapter": None} | {moment: optimizer.state(moment) for moment in MOMENTS}
     with torch.no_grad():
@@ -51,12 +53,12 @@ def load(directory: Path, adapters: Adapters, optimizer: AdapterOptimizer, steps
 class _Index:
     """Where every slice lies, from the headers of all files."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, whose: Whose):
         self.where: dict[tuple[str, str], list[tuple[tuple[int, ...], str, Path]]] = {}
-        files = sorted(directory.glob(FILES))
-        if not files:
-            raise CheckpointError(f"{directory} holds no trainer state")
-        self.files = {path: safe_open(path, framework="np") for path in files}
+        paths = files(directory, whose)
+        if not paths:
+            raise CheckpointError(f"{directory} holds no state of a {whose}")
+        self.files = {path: safe_open(path, framework="np") for path in paths}
         for path, handle in self.files.items():
             for text in list(handle.keys()):
                 kind, name, start = parse(text)

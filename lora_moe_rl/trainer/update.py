@@ -5,6 +5,7 @@ Which forwards those are is said by `algorithms.passes`; nothing here knows an a
 old         of the adapter before the update; with replay.mode=r2 it also records the routes. When
             each rollout makes one update the current logprobs, detached, are the old ones
 reference   of the base: adapters off
+values      of the critic, if there is one
 free        every replay.compare_every steps, without replay: what the mismatch would be
 """
 
@@ -26,7 +27,8 @@ from lora_moe_rl.data.samples import UpdateResult
 from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.router_replay.audit import due
 from lora_moe_rl.router_replay.routes import Routes, Sent
-from lora_moe_rl.trainer.advantages import revise
+from lora_moe_rl.trainer.advantages import everywhere, revise
+from lora_moe_rl.trainer.critic import tokens_in
 from lora_moe_rl.trainer.engine import TrainingEngine, Work
 from lora_moe_rl.trainer.logprobs import token_entropy
 from lora_moe_rl.trainer.meter import WITH, WITHOUT, Meter
@@ -52,22 +54,26 @@ def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> 
         if compared:
             _compare(engine, everything, meter)
         _before_update(engine, everything)
-        revise(engine, batch, everything, meter)
+        advantages = revise(engine, batch, everything, meter)
         kept = choose_tokens(engine, batch, everything, meter)
         scales = [scales_of(engine, batch, kept, mine) for mine in samples]
-        results = [
-            _optimizer_step(engine, works, meter, one)
-            for _ in range(config.algorithm.epochs)
-            for works, one in zip(groups, scales, strict=True)
-        ]
+        results, of_critic = [], []
+        for _ in range(config.algorithm.epochs):
+            for mine, works, one in zip(samples, groups, scales, strict=True):
+                if engine.critic is not None:
+                    of_critic.append(engine.critic.step(works, tokens_in(batch, mine), meter))
+                results.append(_optimizer_step(engine, works, meter, one, batch.step))
         disagreement = meter.disagreement(replay, engine.spec.shape.moe_layers)
     metrics = meter.metrics(results, compared) | disagreement
+    if engine.critic is not None:
+        metrics |= engine.critic.metrics(of_critic, meter)
     return UpdateResult(
         version=engine.version,
         metrics=metrics | _replay_metrics(engine, batch, routes, meter),
         skipped=sum(not r.applied for r in results),
         nonfinite=sum(not np.isfinite(r.grad_norm) for r in results),
         seconds=time.perf_counter() - started,
+        advantages=advantages if dist.get_rank() == 0 else None,
     )
 
 
@@ -88,6 +94,28 @@ def gradients(
         _backward(engine, works, meter, scales)
     shards = engine.adapters.export(of=lambda parameter: parameter.grad)
     return meter.loss(scales.divisor), engine.adapters.gradients.norm(), shards
+
+
+def critic_gradients(
+    engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]
+) -> tuple[float, list[np.ndarray], list[Shard]]:
+    """(loss of the critic, its values [R] of each sample on every rank, this rank's shards of its
+    gradient) of one step on all samples, before clipping; nothing changes. Raises ValueError
+    without a critic."""
+    if engine.critic is None:
+        raise ValueError(f"algorithm={engine.config.algorithm.name} has no critic")
+    meter, routes = _meter(engine), engine.routes(batch, parts)
+    with engine.watched_replay(batch, routes):
+        everyone = np.arange(len(batch.token_ids))
+        works = engine.my_work(batch, everyone, routes, *_dp())
+        _before_update(engine, works)
+        revise(engine, batch, works, meter)
+        values = everywhere("values", batch, works, meter)
+        tokens = tokens_in(batch, everyone)
+        engine.critic.backward(works, tokens, meter)
+    shards = engine.critic.adapters.export(of=lambda parameter: parameter.grad)
+    (loss,) = meter.summed(["critic/loss"])
+    return loss / tokens, values, shards
 
 
 def _meter(engine: TrainingEngine) -> Meter:
@@ -119,15 +147,19 @@ def _before_update(engine: TrainingEngine, works: list[Work]) -> None:
     if "reference" in wanted:
         with engine.adapters.off():
             engine.forward(works, "reference", temperature)
+    if engine.critic is not None:
+        engine.critic.evaluate(works)
 
 
 def _optimizer_step(
-    engine: TrainingEngine, works: list[Work], meter: Meter, scales: Scales
+    engine: TrainingEngine, works: list[Work], meter: Meter, scales: Scales, step: int
 ) -> StepResult:
     _backward(engine, works, meter, scales)
     engine.audit.check()
     if scales.divisor == 0:
         return StepResult(False, 0.0, 0.0)
+    if engine.critic is not None and engine.critic.learns_alone(step):
+        return StepResult(True, engine.adapters.gradients.norm(), 0.0)  # measured, nothing more
     result = engine.optimizer.step()
     engine.version += result.applied
     return result
@@ -151,7 +183,7 @@ def _backward(engine: TrainingEngine, works: list[Work], meter: Meter, scales: S
         meter.add("entropy", entropy.cpu().numpy()[data.sampled].sum())
         return total, tokens.mask.sum().to(torch.int), {}
 
-    engine.forward_backward(works, loss, temperature, scales.divisor)
+    engine.forward_backward(works, loss, engine.logprobs(temperature), scales.divisor)
 
 
 def _replay_metrics(

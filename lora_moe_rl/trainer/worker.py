@@ -13,6 +13,7 @@ from lora_moe_rl.adapters.shards import Shard
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
+from lora_moe_rl.files.trainer_state import CRITIC, POLICY, file_name
 from lora_moe_rl.refit.parts import PartLayout, SentPart
 from lora_moe_rl.refit.transports import Channel, place
 from lora_moe_rl.router_replay.table import RouteTable
@@ -59,13 +60,19 @@ class TrainerWorker:
         """Bytes this rank holds of the frozen base, adapters, their gradients and Adam's state."""
         engine = self.engine
         held = [parameter for chunk in engine.chunks for parameter in chunk.parameters()]
-        adapters = [s.tensor for s in engine.adapters.slices()]  # some twice: an A of several sites
+        trained = [(engine.adapters, engine.optimizer)]
+        if engine.critic is not None:
+            trained.append((engine.critic.adapters, engine.critic.optimizer))
+        # Some twice: an A of several sites.
+        adapters = [s.tensor for one, _ in trained for s in one.slices()]
         mine = {id(tensor) for tensor in adapters}
-        states = engine.optimizer.adam.state.values()
+        states = [state for _, one in trained for state in one.adam.state.values()]
         return {
             "base": _nbytes(t for t in held if id(t) not in mine),
             "adapter": _nbytes(adapters),
-            "gradients": _nbytes(engine.adapters.gradients.flat.values()),
+            "gradients": _nbytes(
+                flat for one, _ in trained for flat in one.gradients.flat.values()
+            ),
             "optimizer": _nbytes(t for state in states for t in state.values()),
         }
 
@@ -81,6 +88,13 @@ class TrainerWorker:
         from lora_moe_rl.trainer.update import gradients
 
         return gradients(self.engine, batch, parts)
+
+    def critic_gradients(self, batch: TrainBatch, *parts: Sent):
+        """(loss, values of each sample, shards of the gradient) of the critic: see
+        `trainer/update.py`."""
+        from lora_moe_rl.trainer.update import critic_gradients
+
+        return critic_gradients(self.engine, batch, parts)
 
     def score(
         self, sequences: list[list[int]], table: RouteTable | None, adapters: bool
@@ -120,18 +134,29 @@ class TrainerWorker:
         return self.engine.version
 
     def save(self, directory: Path) -> dict:
-        """Writes this rank's file; returns what the manifest must hold to load it."""
+        """Writes this rank's files; returns what the manifest must hold to load them."""
         from lora_moe_rl.trainer import state
 
-        state.save(directory, self.rank, self.engine.adapters, self.engine.optimizer)
-        return {"version": self.engine.version, "optimizer_steps": self.engine.optimizer.steps}
+        engine = self.engine
+        state.save(directory / file_name(self.rank), engine.adapters, engine.optimizer)
+        meta = {"version": engine.version, "optimizer_steps": engine.optimizer.steps}
+        if engine.critic is None:
+            return meta
+        path = directory / file_name(self.rank, CRITIC)
+        state.save(path, engine.critic.adapters, engine.critic.optimizer)
+        return meta | {"critic_steps": engine.critic.optimizer.steps}
 
     def load(self, directory: Path, meta: dict) -> None:
+        """Raises CheckpointError when an element of the policy is missing, or of the critic, if
+        there is one."""
         from lora_moe_rl.trainer import state
 
-        steps = meta["optimizer_steps"]
-        state.load(directory, self.engine.adapters, self.engine.optimizer, steps)
-        self.engine.version = meta["version"]
+        engine, steps = self.engine, meta["optimizer_steps"]
+        state.load(directory, POLICY, engine.adapters, engine.optimizer, steps)
+        if engine.critic is not None:
+            steps = meta.get("critic_steps", 0)
+            state.load(directory, CRITIC, engine.critic.adapters, engine.critic.optimizer, steps)
+        engine.version = meta["version"]
 
     def set_adapter(self, tensors: dict[str, np.ndarray]) -> None:
         """Writes whole canonical tensors (tests, and starting from an adapter)."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from lora_moe_rl.adapters.shards import assemble
 from lora_moe_rl.adapters.spec import AdapterSpec
-from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.config.options import names, positive, verify_parser
 from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.config.plugins import ALGORITHMS
@@ -40,6 +40,7 @@ LAYOUTS = "dp2,tp2"
 BASE = {"trainer": {"dtype": "float32", "micro_batch_tokens": 1 << 16}}
 MICRO_BATCH_TOKENS = 48  # a few samples
 SAMPLES_PER_GROUP = 3
+ANY_RUN = RunConfig(trainer=TrainerConfig(steps=10_000))  # longer than any warm-up
 # Of the loss |difference| / max(1, |loss|), of the gradient ||difference|| / ||gradient||.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.1}
 ONE = "one micro-batch"
@@ -191,10 +192,10 @@ def cases_of(config: RunConfig, wanted: Sequence[str]) -> dict[str, RunConfig]:
     cases = {}
     for name in wanted:
         section = {"name": name, **given}
-        cases[name] = with_settings(RunConfig(), {"algorithm": section})
+        cases[name] = with_settings(ANY_RUN, {"algorithm": section})
         if getattr(cases[name].algorithm, "anchor", "rollout") != "rollout":
             at_rollout = {"algorithm": section | {"anchor": "rollout"}}
-            cases[f"{name}, anchor=rollout"] = with_settings(RunConfig(), at_rollout)
+            cases[f"{name}, anchor=rollout"] = with_settings(ANY_RUN, at_rollout)
     return cases
 
 

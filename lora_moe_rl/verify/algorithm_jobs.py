@@ -8,7 +8,7 @@ these worths into a gradient of the adapters, by a loss that is a plain sum of p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -52,6 +52,7 @@ def every_case(worker, spec: AdapterSpec, inputs: Inputs) -> dict[str, Found]:
     found = {}
     for name, case in inputs.cases.items():
         config = with_algorithm(worker.engine.config, case)
+        _set_critic(worker, spec, config)
         found[name] = _gradients(worker, config, algorithms.make(config), inputs)
     return found
 
@@ -64,11 +65,14 @@ def reference(worker, spec: AdapterSpec, inputs: Inputs) -> dict[str, Found]:
     batch, found = inputs.batch, {}
     for name, case in inputs.cases.items():
         config = with_algorithm(worker.engine.config, case)
-        loss, worths = plain(config, batch, own, base)
+        values = _values(worker, spec, config, inputs)
+        loss, worths = plain(config, batch, own, base, values)
         count = sum(len(worth) for worth in worths)
-        linear = TrainBatch(**vars(batch))
-        linear.advantages = [(worth * count).astype(np.float32) for worth in worths]
-        linear.weights = [np.ones(len(worth), np.float32) for worth in worths]
+        linear = replace(
+            batch,
+            advantages=[(worth * count).astype(np.float32) for worth in worths],
+            weights=[np.ones(len(worth), np.float32) for worth in worths],
+        )
         config = with_algorithm(config, RunConfig())
         one = Inputs(linear, inputs.table, {})
         _, shards = _gradients(worker, config, Linear(config.algorithm, 1), one)
@@ -81,16 +85,18 @@ def plain(
     batch: TrainBatch,
     own: Sequence[np.ndarray],
     base: Sequence[np.ndarray],
+    values: Sequence[np.ndarray] | None = None,
 ) -> tuple[float, list[np.ndarray]]:
     """The loss of the whole step, and d loss / d logprob of each token, float64 [R] a sample. own,
-    base: logprobs [R] of the responses, of the policy and of the bare base."""
+    base: logprobs [R] of the responses, of the policy and of the bare base. values: [R], of a
+    critic."""
     import torch
 
     algorithm = algorithms.make(config)
     sizes = [len(weights) for weights in batch.weights]
     sample_of = np.repeat(np.arange(len(sizes)), sizes)
     mask = np.concatenate(batch.weights) > 0
-    advantages, step_mean = _revised(algorithm, batch, own, base), None
+    advantages, step_mean = _revised(algorithm, batch, own, base, values), None
     logprobs = torch.from_numpy(np.concatenate(own).astype(np.float64)).requires_grad_()
 
     def tokens() -> Tokens:
@@ -134,6 +140,7 @@ def _revised(
     batch: TrainBatch,
     own: Sequence[np.ndarray],
     base: Sequence[np.ndarray],
+    values: Sequence[np.ndarray] | None,
 ) -> Sequence[np.ndarray]:
     """Advantages [R] of each sample, made again where the algorithm does so."""
     if not algorithm.revises:
@@ -141,7 +148,7 @@ def _revised(
     assert batch.rewards is not None
     old, reference = ([one.astype(np.float64) for one in each] for each in (own, base))
     masks = [versions != NOT_SAMPLED for versions in batch.versions]
-    return algorithm.revised(Known(batch.rewards, batch.groups, masks, old, reference))
+    return algorithm.revised(Known(batch.rewards, batch.groups, masks, old, reference, values))
 
 
 class Linear(Algorithm):
@@ -153,7 +160,40 @@ class Linear(Algorithm):
 
 
 def with_algorithm(config: RunConfig, case: RunConfig) -> RunConfig:
-    return config.model_copy(update={"algorithm": case.algorithm})
+    """`config` with the algorithm of a case, in a run as long as the case's."""
+    trainer = config.trainer.model_copy(update={"steps": case.trainer.steps})
+    return config.model_copy(update={"algorithm": case.algorithm, "trainer": trainer})
+
+
+def _set_critic(worker, spec: AdapterSpec, config: RunConfig) -> None:
+    """Gives the engine the critic that the algorithm wants, with random adapters, or takes it away.
+    The model is wrapped once."""
+    engine, settings = worker.engine, algorithms.make(config).critic
+    engine.critic = None
+    if settings is None:
+        return
+    from lora_moe_rl.adapters.value_head import NAME
+
+    if not hasattr(worker, "critic"):
+        from lora_moe_rl.trainer.critic import Critic
+
+        worker.critic = Critic(engine, settings)
+    engine.critic = worker.critic
+    engine.critic.settings = settings
+    head = np.random.default_rng(4).normal(0, 0.1, (1, spec.shape.hidden_size))
+    tensors = random_adapter(spec, seed=2, strength=STRENGTH)
+    engine.critic.adapters.load(tensors | {NAME: head.astype(np.float32)})
+
+
+def _values(worker, spec: AdapterSpec, config: RunConfig, inputs: Inputs):
+    """Of the critic, float64 [R] of each sample, if there is one."""
+    _set_critic(worker, spec, config)
+    if worker.engine.critic is None:
+        return None
+    worker.engine.config, worker.engine.algorithm = config, algorithms.make(config)
+    _, values, _ = worker.critic_gradients(inputs.batch, inputs.table)
+    worker.engine.critic = None
+    return values
 
 
 def _gradients(worker, config: RunConfig, algorithm: Algorithm, inputs: Inputs) -> Found:

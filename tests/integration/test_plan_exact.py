@@ -18,6 +18,8 @@ COMPARED = ("base", "adapter", "gradients", "optimizer")
 def report(worker, spec):
     """(bytes by kind, shape of every parameter of the base under the planner's name) of a rank."""
     worker.engine.optimizer.step()
+    if worker.engine.critic is not None:
+        worker.engine.critic.optimizer.step()
     shapes = {}
     for chunk in worker.engine.chunks:
         module = getattr(chunk, "module", chunk)
@@ -25,7 +27,8 @@ def report(worker, spec):
         for name, parameter in module.named_parameters():
             if name.rpartition(".")[2] == "A" or ".B." in name:
                 continue
-            name = name.replace(".base.", ".")
+            while ".base." in name:
+                name = name.replace(".base.", ".")
             if name.startswith("decoder.layers."):
                 local, _, rest = name.removeprefix("decoder.layers.").partition(".")
                 name = f"decoder.layers.{numbers[int(local)]}.{rest}"
@@ -39,17 +42,23 @@ def report(worker, spec):
 
 
 @pytest.mark.parametrize(
-    ("family", "adapter"),
+    ("family", "adapter", "algorithm"),
     [
-        ("deepseek_v3", {"rank": 8, "expert_rank": 4}),
-        ("qwen2_moe", {"rank": 8, "init": "olora"}),
-        ("glm4_moe", {"rank": 8, "expert_layout": "shared_outer", "targets": ["*_proj", "exp*"]}),
+        ("deepseek_v3", {"rank": 8, "expert_rank": 4}, "grpo"),
+        ("qwen2_moe", {"rank": 8, "init": "olora"}, "ppo"),
+        (
+            "glm4_moe",
+            {"rank": 8, "expert_layout": "shared_outer", "targets": ["*_proj", "exp*"]},
+            "ppo",
+        ),
     ],
 )
-def test_every_rank_holds_what_the_plan_says(tmp_path, family, adapter):
+def test_every_rank_holds_what_the_plan_says(tmp_path, family, adapter, algorithm):
     tiny_families.save(family, tmp_path)
     trainer = TP2_PP2_EP2 | {"device": "cpu"}
-    config = RunConfig(model=str(tmp_path), trainer=trainer, adapter=adapter)
+    config = RunConfig(
+        model=str(tmp_path), trainer=trainer, adapter=adapter, algorithm={"name": algorithm}
+    )
     facts = find(str(tmp_path))
     spec = AdapterSpec.build(facts.shape, config.adapter, servable=False)
     classes = TrainerMemory(facts, spec, "float32").classes(config)

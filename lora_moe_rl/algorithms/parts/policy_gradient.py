@@ -91,13 +91,17 @@ class PolicyGradient(Algorithm):
     @property
     def passes(self) -> frozenset[Pass]:
         wanted: set[Pass] = {"reference"} if self.settings.kl_coef else set()
-        if self.revises:
+        if self._kl_in_reward:
             wanted.add("old")
         return frozenset(wanted)
 
     @property
-    def revises(self) -> bool:
+    def _kl_in_reward(self) -> bool:
         return self.settings.kl_coef > 0 and self.settings.kl_in == "reward"
+
+    @property
+    def revises(self) -> bool:
+        return self._kl_in_reward
 
     @property
     def rejects(self) -> bool:
@@ -121,17 +125,30 @@ class PolicyGradient(Algorithm):
         return [replace(one, rewards=own) for one, own in zip(signals, rewards, strict=True)]
 
     def revised(self, step: Known) -> list[np.ndarray]:
-        """Advantages of rewards from which each token's KL to the base is taken, weighed with
-        kl_coef: before the update, as in verl (use_kl_in_reward) and TRL's RLOO."""
+        """Advantages of the critic's values, if there is one, and of rewards from which each
+        token's KL to the base is taken, if kl_in says so."""
+        return self._advantage.of_step(self._rewarded(step))
+
+    def _rewarded(self, step: Known) -> Rewarded:
+        penalties = self._penalties(step) if self._kl_in_reward else None
+        return Rewarded(step.rewards, step.groups, step.masks, step.values, penalties)
+
+    def _penalties(self, step: Known) -> list[np.ndarray]:
+        """The KL to the base of each token, weighed with kl_coef: before the update, as in verl
+        (use_kl_in_reward) and TRL's RLOO. Raises ValueError without the logprobs."""
         import torch
 
-        pairs = [map(torch.from_numpy, pair) for pair in zip(step.old, step.reference, strict=True)]
-        penalties = [
-            self.settings.kl_coef * estimate(self.settings.kl_estimate, *pair).numpy()
-            for pair in pairs
+        if step.old is None or step.reference is None:
+            raise ValueError(
+                "algorithm.kl_in=reward, but the logprobs before the update are missing"
+            )
+        return [
+            self.settings.kl_coef
+            * estimate(
+                self.settings.kl_estimate, torch.from_numpy(old), torch.from_numpy(reference)
+            ).numpy()
+            for old, reference in zip(step.old, step.reference, strict=True)
         ]
-        rewarded = Rewarded(step.rewards, step.groups, step.masks, penalties=penalties)
-        return self._advantage.of_step(rewarded)
 
     def _rewards(self, group: Group) -> np.ndarray:
         rewards = np.asarray(group.rewards, np.float64)
