@@ -35,7 +35,7 @@ from lora_moe_rl.verify.layouts import Layout
 from lora_moe_rl.verify.processes import run_processes
 from lora_moe_rl.verify.ranks import Ranks
 from lora_moe_rl.verify.refit_plan import Combination, Engine, Fault
-from lora_moe_rl.verify.refit_report import EFFECT, TOLERANCES, Report, Row
+from lora_moe_rl.verify.refit_report import EFFECT, ROOM, TOLERANCES, Report, Row
 from lora_moe_rl.verify.report import Say, timed
 
 # Of a value in a slot, relative to the largest of its tensor: vLLM scales B in another order.
@@ -62,6 +62,10 @@ class RefitVerification:
     def merged(self) -> bool:
         """Whether engines serve merged weights; then there are no slots to look at."""
         return self.config.refit.mode == "merged"
+
+    @property
+    def _least_effect(self) -> float:
+        return EFFECT[self.config.trainer.dtype] * self.report.tolerance
 
     def run(self) -> Report:
         started = time.perf_counter()
@@ -91,7 +95,7 @@ class RefitVerification:
         self.say("Hugging Face, with the adapter merged by hand")
         seed = self.config.seed + 1
         self.tensors = random_adapter(self.spec, seed)
-        least = 10 * EFFECT * self.report.tolerance  # an engine has room for rounding
+        least = ROOM[self.config.trainer.dtype] * self._least_effect
         arguments = (self.model_dir, self.spec, self.tensors, self.samples, seed, least)
         (self.reference,) = run_processes(1, run_reference, *arguments, timeout_s=self.timeout_s)
         self.report.sequences = len(self.reference.sequences)
@@ -121,12 +125,12 @@ class RefitVerification:
 
     def _rows(self, engine: str, *refits: tuple[str, str]) -> list[Row]:
         """New rows of the report, one for each refit (trainer, transport), or the base's."""
-        tolerance = self.report.tolerance
-        places = refits or (("", ""),)
-        rows = [
-            Row(engine, trainer, transport, tolerance=tolerance, merged=self.merged)
-            for trainer, transport in places
-        ]
+        allowed: dict[str, Any] = {
+            "tolerance": self.report.tolerance,
+            "least_effect": self._least_effect,
+            "merged": self.merged,
+        }
+        rows = [Row(engine, *place, **allowed) for place in refits or (("", ""),)]
         self.report.rows.extend(rows)
         return rows
 

@@ -172,6 +172,7 @@ def test_logs_curves_and_wandb_are_there(whole):
     assert wandb_file.stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_a_run_resumed_past_a_corrupt_checkpoint_equals_one_that_was_not_stopped(whole, tmp_path):
     """Samples, losses and trainer state, to the last bit. It goes on from step 2, since one byte of
     step 4 is wrong."""

@@ -25,7 +25,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_verify_replay(name, tmp_path, capsys):
     changes, engines, layouts, absent = CASES[name]
     tiny_families.save(name, tmp_path, **changes)
