@@ -21,10 +21,11 @@ ABOUT = """\
 Trains a recipe once with each algorithm, one run after the other, and compares how far the reward
 rises and what a step takes. Each run has a directory of its own below --out; one that is whole
 there already is read and not run again. Draws rewards.png. Settings are those of `train`, for all
-runs.
+runs; a critic learns alone for five of the steps, unless they say otherwise.
 """
 RECIPE = Path(__file__).parents[2] / "recipes/tiny_arithmetic.py"
 STEPS, COMPARED, WINDOW = 40, 5, 5
+CRITIC_WARMUP = 5  # the same for all that have a critic
 LEAST_GAIN = 0.2
 LAST_LINES = 5
 
@@ -64,7 +65,7 @@ def run(
     when it does not come to its end."""
     if not (found := _records(folder, steps)):
         command = [sys.executable, "-m", "lora_moe_rl", "train", str(recipe)]
-        command += [f"algorithm.name={name}", f"trainer.steps={steps}", *settings]
+        command += [f"algorithm.name={name}", f"trainer.steps={steps}", *_short(name), *settings]
         command += [f"logging.run_dir={folder}"]
         done = subprocess.run(command, stdout=sys.stderr)
         if done.returncode or not (found := _records(folder, steps)):
@@ -73,6 +74,12 @@ def run(
                 f"is above, its logs are in {folder}/logs. Runs that are whole are kept"
             )
     return found
+
+
+def _short(name: str) -> list[str]:
+    """What a run of few steps has to have shorter than it is set."""
+    has_critic = "critic_warmup" in ALGORITHMS.find(name).Settings.model_fields
+    return [f"algorithm.critic_warmup={CRITIC_WARMUP}"] if has_critic else []
 
 
 def compare(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Result:
