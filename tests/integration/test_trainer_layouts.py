@@ -5,10 +5,12 @@ That the function, its gradients and its checkpoints do not is for `test_verify_
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import tiny_families
-from ranks import random_adapter, random_batch, run_ranks
+from ranks import random_adapter, random_batch, run_ranks, spec_of
 
+from lora_moe_rl.adapters.shards import assemble
 from lora_moe_rl.config import RunConfig
 
 LAYOUTS = {
@@ -41,3 +43,39 @@ def test_metrics_do_not_depend_on_the_layout(tmp_path):
         for got, one in zip(everyone[0], expected, strict=True):
             assert got == pytest.approx(one, rel=1e-4, abs=1e-5), name
             assert one["replay/coverage"] == 1 and one["loss/kl"] > 1e-4
+
+
+RATES = {"lr_ratio_B": 4.0, "lr_pattern": {"experts.*": 0.5, "k_proj": 0.0}}
+
+
+def train_and_export(worker, spec):
+    worker.set_adapter(random_adapter(spec))
+    for _ in range(2):
+        worker.update(*random_batch(spec))
+    return worker.export()
+
+
+def trained(folder, **trainer) -> dict[str, np.ndarray]:
+    config = make_config(folder, **trainer)
+    shards = [part for rank in run_ranks(config, folder, train_and_export) for part in rank]
+    return assemble(spec_of(folder, config).tensor_shapes, shards)
+
+
+def test_learning_rates_of_their_own_do_not_depend_on_the_layout(tmp_path):
+    """LoRA+'s ratio, and factors by module, on ranks that hold parts of what is fused."""
+    tiny_families.save("qwen3_moe", tmp_path)
+    spec = spec_of(tmp_path, make_config(tmp_path))
+    start, plain = random_adapter(spec), trained(tmp_path)
+    one = trained(tmp_path, **RATES)
+    many = trained(tmp_path, **RATES, **LAYOUTS["tp2ep2dp2"])
+    for name, value in one.items():
+        # Adam moves each element by about the rate: where a gradient is near 0, rounding decides.
+        moved = np.abs(value - start[name]).max()
+        far = np.abs(many[name] - value) > 1e-4
+        assert far.mean() < 1e-3, (name, far.mean())
+        if "k_proj" in name:
+            assert moved == 0, name
+        else:
+            wanted = np.abs(plain[name] - start[name]).max() * (4 if name.endswith("B") else 1)
+            wanted *= 0.5 if ".experts." in name else 1
+            assert moved == pytest.approx(wanted, rel=0.05), name
