@@ -7,7 +7,7 @@ L - 1: position i predicts token i + 1, which is also how the route table counts
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapreplace
@@ -131,24 +131,55 @@ def plan_micro_batches(
     """`plan[dp_rank]` is that rank's micro-batches, each a list of sample numbers.
 
     All ranks get the same number of micro-batches, a multiple of `multiple`, since expert
-    parallelism makes them meet in each. Longest first into the emptiest micro-batch; a sample
-    longer than max_tokens has one of its own. With fewer samples than ranks some micro-batches are
-    empty.
+    parallelism makes them meet in each. Longest first into the emptiest micro-batch, of as few as
+    can be; a sample longer than max_tokens has one of its own. With fewer samples than ranks some
+    micro-batches are empty.
     """
-    order = sorted(samples, key=lambda i: (-lengths[i], i))
-    total = sum(int(lengths[i]) for i in samples)
-    unit = dp_size * multiple
-    count = max(1, math.ceil(total / (max_tokens * unit))) * unit
-    while True:
-        bins: list[list[int]] = [[] for _ in range(count)]
-        emptiest = [(0, number) for number in range(count)]  # a heap of (tokens, micro-batch)
-        for i in order:
-            size, number = emptiest[0]
-            bins[number].append(i)
-            heapreplace(emptiest, (size + int(lengths[i]), number))
-        if not any(size > max_tokens and len(bins[number]) > 1 for size, number in emptiest):
-            return [[sorted(b) for b in bins[rank::dp_size]] for rank in range(dp_size)]
-        count += unit
+    numbers = np.asarray(samples, dtype=np.int64)
+    order = numbers[np.lexsort((numbers, -lengths[numbers]))]
+    count, places = _fewest(lengths[order], max_tokens, dp_size * multiple)
+    bins: list[list[int]] = [[] for _ in range(count)]
+    for sample, number in zip(order.tolist(), places, strict=True):
+        bins[number].append(sample)
+    return [[sorted(b) for b in bins[rank::dp_size]] for rank in range(dp_size)]
+
+
+def _fewest(sizes: np.ndarray, max_tokens: int, unit: int) -> tuple[int, list[int]]:
+    """The fewest micro-batches, in steps of `unit`, that hold samples of `sizes`, longest first;
+    and the one that each is in.
+
+    As `_emptiest_first` fills them, one more never makes the fullest any fuller: where some number
+    is enough every larger one is, so that the fewest are found by halving.
+    """
+    fed = sizes[sizes > 0]
+    most = np.maximum(1, max_tokens // fed)  # of those at least as long, in one micro-batch
+    needed = -(-np.arange(1, len(fed) + 1) // most)
+    least = max(math.ceil(int(sizes.sum()) / max_tokens), int(needed.max(initial=1)))
+    too_few, enough = math.ceil(least / unit) - 1, math.ceil(least / unit)
+    known = sizes.tolist()
+    while (found := _emptiest_first(known, enough * unit, max_tokens)) is None:
+        too_few, enough = enough, 2 * enough - too_few
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        if (fewer := _emptiest_first(known, middle * unit, max_tokens)) is None:
+            too_few = middle
+        else:
+            enough, found = middle, fewer
+    return enough * unit, found
+
+
+def _emptiest_first(sizes: list[int], count: int, max_tokens: int) -> list[int] | None:
+    """The micro-batch of each sample when one after the other goes into the emptiest of `count`;
+    None when several samples of one would be more than max_tokens."""
+    heap = list(range(count))  # tokens * count + the number of the micro-batch
+    places = []
+    for size in sizes:
+        tokens, number = divmod(heap[0], count)
+        if tokens and tokens + size > max_tokens:
+            return None
+        places.append(number)
+        heapreplace(heap, heap[0] + size * count)
+    return places
 
 
 @dataclass(frozen=True)
@@ -204,34 +235,38 @@ def pack(batch: TrainBatch, samples: Sequence[int], multiple: int, at_least: int
     """Packs the samples one after the other; padding up to a multiple of `multiple` tokens, and to
     `at_least` (at least one token for an empty micro-batch), is a sequence of its own at the
     end."""
-    offsets = batch.offsets
-    lengths = [len(batch.token_ids[i]) - 1 for i in samples]
-    total = sum(lengths)
-    padding = -(-max(total, at_least, 1) // multiple) * multiple - total
-    lengths_all = lengths + ([padding] if padding else [])
+    numbers, tokens = np.asarray(samples, dtype=np.int64), [batch.token_ids[i] for i in samples]
+    total = sum(len(ids) - 1 for ids in tokens)
+    size = -(-max(total, at_least, 1) // multiple) * multiple
+    lengths = [len(ids) - 1 for ids in tokens] + ([size - total] if size > total else [])
+    cu_seqlens = np.cumsum([0, *lengths])
+    places = np.repeat(np.arange(len(lengths)), lengths)
+    positions = np.arange(size) - cu_seqlens[places]
+    predicting = batch.prompt_lengths[numbers] - 1  # the position that predicts the first response
+    begins, ends = cu_seqlens[: len(tokens)], cu_seqlens[1 : len(tokens) + 1].tolist()
+    responses = (begins + predicting).tolist()
+    rows = np.append(batch.offsets[numbers], 0)[places] + positions
 
-    def join(parts, fill, dtype):
-        return np.concatenate([*parts, np.full(padding, fill)]).astype(dtype)
+    def join(parts: Iterable[np.ndarray], starts: list[int], fill: float, dtype: type):
+        """The part of each sample from its start to the sample's end, `fill` everywhere else."""
+        joined = np.full(size, fill, dtype)
+        for part, start, end in zip(parts, starts, ends, strict=True):
+            joined[start:end] = part
+        return joined
 
-    def stream(values: list[np.ndarray], fill: float, dtype):
-        """A per-token stream at the places that predict its tokens, `fill` everywhere else."""
-        parts = []
-        for i in samples:
-            parts += [np.full(int(batch.prompt_lengths[i]) - 1, fill, dtype), values[i]]
-        return join(parts, fill, dtype)
+    def stream(values: Sequence[np.ndarray], fill: float, dtype: type):
+        """A per-token stream at the places that predict its tokens."""
+        return join((values[i] for i in samples), responses, fill, dtype)
 
-    after_prompt = [
-        np.arange(n) >= batch.prompt_lengths[i] - 1 for n, i in zip(lengths, samples, strict=True)
-    ]
     return MicroBatch(
         samples=tuple(samples),
-        input_ids=join([batch.token_ids[i][:-1] for i in samples], 0, np.int64),
-        labels=join([batch.token_ids[i][1:] for i in samples], 0, np.int64),
-        positions=np.concatenate([np.arange(n) for n in lengths_all]),
-        cu_seqlens=np.concatenate([[0], np.cumsum(lengths_all)]).astype(np.int32),
-        rows=join([np.arange(offsets[i], offsets[i + 1]) for i in samples], -1, np.int64),
-        sample_of=join([np.full(n, i) for n, i in zip(lengths, samples)], -1, np.int64),
-        response=join(after_prompt, False, bool),
+        input_ids=join((ids[:-1] for ids in tokens), begins.tolist(), 0, np.int64),
+        labels=join((ids[1:] for ids in tokens), begins.tolist(), 0, np.int64),
+        positions=positions,
+        cu_seqlens=cu_seqlens.astype(np.int32),
+        rows=np.where(places < len(tokens), rows, -1),
+        sample_of=np.append(numbers, -1)[places],
+        response=positions >= np.append(predicting, size)[places],
         rollout_logprobs=stream(batch.logprobs, 0, np.float32),
         versions=stream(batch.versions, NOT_SAMPLED, np.int32),
         advantages=stream(batch.advantages, 0, np.float32),

@@ -128,6 +128,8 @@ class Sample:
 
     def _stream(self, name: str, dtype: Any) -> np.ndarray:
         parts = [getattr(segment, name) for segment in self.segments[1:]]
+        if len(parts) == 1:  # of a single turn, as it is
+            return parts[0]
         return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
 
