@@ -47,12 +47,13 @@ class Schedule:
         dropped."""
         return under_way < self.width
 
-    def next_step(self, scored: Collection[T], rolling: Collection[T], newest: int) -> list[T]:
+    def next_step(self, scored: Collection[T], rolling: int | None, newest: int) -> list[T]:
         """The tickets of the step that updates version `newest`, in the order of their numbers;
-        none when it has to wait for more, or for one that would be too old for the step after."""
+        none when it has to wait for more, or for one that would be too old for the step after.
+        `rolling`: the oldest version of those that still roll, None when none does."""
         if len(scored) < self.groups_per_step:
             return []
-        if any(newest - ticket.version >= self._oldest for ticket in rolling):
+        if rolling is not None and newest - rolling >= self._oldest:
             return []
         oldest: Sequence[T] = sorted(scored, key=lambda ticket: (ticket.version, ticket.number))
         return sorted(oldest[: self.groups_per_step], key=lambda ticket: ticket.number)

@@ -7,21 +7,26 @@
 
 A ticket's number is that of its prompt, and seeds its samples. The book is in every checkpoint:
 what was drawn and not trained is drawn again. It runs in one event loop and needs no locks.
+
+A change wakes those alone who wait for it, one for each ticket that waits, and none looks at all
+tickets to find its own: a step of n tickets costs n times as much as one of a single ticket.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from heapq import heappop, heappush
 from typing import Any
 
 from lora_moe_rl.data.samples import Group, Prompt
 from lora_moe_rl.run.schedule import Schedule
 
 UNKNOWN = -1  # the version of a ticket that has not begun
+SLOT, TO_ROLL, SCORED = "a slot", "a ticket to roll", "scored groups"  # what is waited for
 
 
 class State(Enum):
@@ -58,46 +63,60 @@ class TicketBook:
         self.dropped: Counter[str] = Counter()
         self.closed = False
         self._next = 0  # the number of the prompt that is drawn next
-        self.waits: dict[str, int] = {}  # what is waited for, and by how many
-        self._waiting: list[asyncio.Future[None]] = []
+        self._first: int | None = None  # the oldest number that is under way, or the next
+        self._queue: list[int] = []  # a heap: numbers of the tickets that wait
+        self._rolling: Counter[int] = Counter()  # tickets that roll, by version
+        self._scored: dict[int, Ticket] = {}  # by number
+        self.waits: Counter[str] = Counter()  # what is waited for, and by how many
+        self._sleeping: dict[str, deque[asyncio.Future[None]]] = {}  # by what they wait for
 
     async def slot(self) -> bool:
         """Waits until one more ticket may be drawn. False when the book is closed."""
-        await self._until(lambda: self.schedule.may_admit(len(self.tickets)), "a slot")
+        await self._until(lambda: self.schedule.may_admit(len(self.tickets)), SLOT)
         return not self.closed
 
     def admit(self, prompt: Prompt, drawn_at: dict[str, Any]) -> None:
         """A prompt becomes a ticket, unless it was finished before the run was resumed."""
         self._next = prompt.row + 1
+        if self._first is None:
+            self._first = prompt.row
         if prompt.row in self.done:
             self._forget()
-        else:
-            assert prompt.row not in self.tickets, f"prompt {prompt.row} was drawn twice"
-            self.tickets[prompt.row] = Ticket(prompt, drawn_at)
-        self._changed()
+            return
+        assert prompt.row not in self.tickets, f"prompt {prompt.row} was drawn twice"
+        self.tickets[prompt.row] = Ticket(prompt, drawn_at)
+        heappush(self._queue, prompt.row)
+        self._wake(TO_ROLL)
 
     async def claim(self, version: Callable[[], int]) -> Ticket | None:
         """The oldest waiting ticket, which now rolls at the version that is served; None when the
         book is closed."""
-        await self._until(lambda: bool(self._in(State.WAITING)), "a ticket to roll")
+        await self._until(lambda: bool(self._queue), TO_ROLL)
         if self.closed:
             return None
-        ticket = min(self._in(State.WAITING), key=lambda ticket: ticket.number)
+        ticket = self.tickets[heappop(self._queue)]
         ticket.state, ticket.version = State.ROLLING, version()
+        self._rolling[ticket.version] += 1
         return ticket
 
     def give_back(self, ticket: Ticket) -> None:
         """Its engine died: it waits again, for whoever comes next."""
+        self._ended(ticket)
         ticket.state, ticket.version = State.WAITING, UNKNOWN
-        self._changed()
+        heappush(self._queue, ticket.number)
+        self._wake(TO_ROLL)
+        self._wake(SCORED)  # the step may have waited for this one
 
     def scored(self, ticket: Ticket, group: Group) -> None:
+        self._ended(ticket)
         ticket.state, ticket.group = State.SCORED, group
-        self._changed()
+        self._scored[ticket.number] = ticket
+        self._wake(SCORED)
 
     def drop(self, ticket: Ticket, reason: str) -> None:
         """It is not trained; another one is drawn in its place."""
         self.dropped[reason] += 1
+        self._ended(ticket)
         self._finish([ticket])
 
     async def next_step(self, newest: int) -> list[Ticket] | None:
@@ -105,21 +124,24 @@ class TicketBook:
         found: list[Ticket] = []
 
         def ready() -> bool:
-            rolling = self._in(State.ROLLING)
-            found[:] = self.schedule.next_step(self._in(State.SCORED), rolling, newest)
+            oldest = min(self._rolling, default=None)
+            found[:] = self.schedule.next_step(self._scored.values(), oldest, newest)
             return bool(found)
 
-        await self._until(ready, "scored groups")
+        await self._until(ready, SCORED)
         return None if self.closed else found
 
-    def trained(self, tickets: Iterable[Ticket]) -> None:
+    def trained(self, tickets: Sequence[Ticket]) -> None:
         """Trained, and the version that came of it is served: their slots are free."""
+        for ticket in tickets:
+            del self._scored[ticket.number]
         self._finish(tickets)
 
     def close(self) -> None:
         """Ends all that wait."""
         self.closed = True
-        self._changed()
+        for what, sleeping in self._sleeping.items():
+            self._wake(what, len(sleeping))
 
     def state_dict(self, source: dict[str, Any]) -> dict[str, Any]:
         """For a checkpoint: where the source has to go on, and what it will draw in vain. `source`
@@ -127,33 +149,49 @@ class TicketBook:
         data = self.tickets[min(self.tickets)].drawn_at if self.tickets else source
         return {"data": data, "done": sorted(self.done)}
 
-    def _in(self, state: State) -> list[Ticket]:
-        return [ticket for ticket in self.tickets.values() if ticket.state is state]
+    def _ended(self, ticket: Ticket) -> None:
+        """It rolls no more."""
+        self._rolling[ticket.version] -= 1
+        if not self._rolling[ticket.version]:
+            del self._rolling[ticket.version]
 
-    def _finish(self, tickets: Iterable[Ticket]) -> None:
+    def _finish(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:
             del self.tickets[ticket.number]
             self.done.add(ticket.number)
         self._forget()
-        self._changed()
+        self._wake(SLOT, len(tickets))
+        self._wake(SCORED)
 
     def _forget(self) -> None:
         """Keeps of the finished numbers those that a resumed run would draw again."""
-        oldest = min(self.tickets, default=self._next)
-        self.done = {number for number in self.done if number >= oldest}
+        assert self._first is not None, "a ticket was finished that was never admitted"
+        while self._first < self._next and self._first not in self.tickets:
+            self.done.discard(self._first)
+            self._first += 1
 
     async def _until(self, condition: Callable[[], bool], what: str) -> None:
-        self.waits[what] = self.waits.get(what, 0) + 1
+        """Sleeps until `condition` holds or the book is closed; looks whenever it is woken."""
+        sleeping = self._sleeping.setdefault(what, deque())
+        self.waits[what] += 1
         try:
             while not self.closed and not condition():
-                changed = asyncio.get_running_loop().create_future()
-                self._waiting.append(changed)
-                await changed
+                woken = asyncio.get_running_loop().create_future()
+                sleeping.append(woken)
+                try:
+                    await woken
+                except asyncio.CancelledError:
+                    if woken.done() and not woken.cancelled():  # somebody else may go in its place
+                        self._wake(what)
+                    raise
         finally:
             self.waits[what] -= 1
 
-    def _changed(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for future in waiting:
-            if not future.done():
-                future.set_result(None)
+    def _wake(self, what: str, count: int = 1) -> None:
+        """Wakes those who have waited longest for something."""
+        sleeping = self._sleeping.get(what, deque())
+        while sleeping and count:
+            woken = sleeping.popleft()
+            if not woken.done():
+                woken.set_result(None)
+                count -= 1

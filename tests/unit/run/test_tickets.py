@@ -37,6 +37,11 @@ def at_once(coroutine) -> object:
     raise AssertionError("it waits")
 
 
+def of(book: TicketBook, state: State) -> list[Ticket]:
+    """All tickets that are in a state, found without what the book keeps of them."""
+    return [ticket for ticket in book.tickets.values() if ticket.state is state]
+
+
 class Life:
     """One life of a run: what a step of the event loop may do, in any order."""
 
@@ -49,30 +54,36 @@ class Life:
             self.book.admit(self.source.next(), drawn_at)
 
     def claim(self, _) -> None:
-        if self.book._in(State.WAITING):
-            at_once(self.book.claim(lambda: self.newest))
+        if waiting := of(self.book, State.WAITING):
+            ticket = at_once(self.book.claim(lambda: self.newest))
+            assert ticket is min(waiting, key=lambda ticket: ticket.number)
 
     def score(self, pick: int) -> None:
-        if rolling := self.book._in(State.ROLLING):
+        if rolling := of(self.book, State.ROLLING):
             ticket = rolling[pick % len(rolling)]
             self.book.scored(ticket, Group(ticket.prompt, [], None, np.zeros(0)))
 
     def die(self, pick: int) -> None:
-        if rolling := self.book._in(State.ROLLING):
+        if rolling := of(self.book, State.ROLLING):
             self.book.give_back(rolling[pick % len(rolling)])
 
     def drop(self, pick: int) -> None:
-        if rolling := self.book._in(State.ROLLING):
+        if rolling := of(self.book, State.ROLLING):
             self.book.drop(rolling[pick % len(rolling)], "test")
 
     def train(self, _) -> list[int]:
         schedule, book = self.book.schedule, self.book
-        step = schedule.next_step(book._in(State.SCORED), book._in(State.ROLLING), self.newest)
+        rolling = min((ticket.version for ticket in of(book, State.ROLLING)), default=None)
+        step = schedule.next_step(of(book, State.SCORED), rolling, self.newest)
         for ticket in step:
             assert not schedule.is_stale(ticket, self.newest)
         if step:
+            assert at_once(book.next_step(self.newest)) == step
             self.newest += 1
             book.trained(step)
+        else:
+            with pytest.raises(RuntimeError, match="no running event loop"):  # it would wait
+                at_once(book.next_step(self.newest))
         return [ticket.number for ticket in step]
 
 
@@ -177,6 +188,74 @@ def test_those_who_wait_are_let_go_and_the_book_says_what_they_wait_for():
     asyncio.run(scene())
 
 
+def test_one_more_ticket_wakes_one_of_those_who_wait_and_nobody_else():
+    """What a step costs grows with its tickets, not with their square: each looks once more."""
+
+    async def scene(num_tickets: int) -> int:
+        looks = 0
+
+        class Counted(TicketBook):
+            async def _until(self, condition, what):
+                def look():
+                    nonlocal looks
+                    looks += 1
+                    return condition()
+
+                await super()._until(look, what)
+
+        book = Counted(Schedule(num_tickets))
+
+        async def roll():
+            while ticket := await book.claim(lambda: 0):
+                for _ in range(ticket.number):  # one after the other
+                    await asyncio.sleep(0)
+                book.scored(ticket, Group(ticket.prompt, [], None, np.zeros(0)))
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(num_tickets):
+                tasks.create_task(roll())
+            for number in range(num_tickets):
+                await book.slot()
+                book.admit(Prompt(number, "", [1]), {})
+            step = await book.next_step(0)
+            assert step is not None and len(step) == num_tickets
+            book.close()
+        return looks
+
+    # Each ticket: a slot, a claim that sleeps first, another one once it is scored; the step.
+    assert asyncio.run(scene(40)) <= 6 * 40
+
+
+def test_whoever_is_cancelled_after_it_was_woken_wakes_another():
+    async def scene():
+        book = TicketBook(Schedule(2))
+        first, second = (asyncio.create_task(book.claim(lambda: 0)) for _ in range(2))
+        await asyncio.sleep(0)
+        book.admit(Prompt(0, "", [1]), {})
+        first.cancel()
+        ticket = await asyncio.wait_for(second, 1)
+        assert ticket is not None and ticket.number == 0
+
+    asyncio.run(scene())
+
+
+def test_a_ticket_that_is_given_back_no_longer_holds_up_the_step():
+    async def scene():
+        book = TicketBook(Schedule(1, lag=1))
+        for number in range(2):
+            book.admit(Prompt(number, "", [1]), {})
+        first, second = await book.claim(lambda: 0), await book.claim(lambda: 0)
+        assert first and second
+        book.scored(first, Group(first.prompt, [], None, np.zeros(0)))
+        step = asyncio.create_task(book.next_step(1))  # the second would be 2 old after it
+        await asyncio.sleep(0)
+        assert not step.done()
+        book.give_back(second)
+        assert await asyncio.wait_for(step, 1) == [first]
+
+    asyncio.run(scene())
+
+
 def test_what_was_trained_before_an_older_ticket_is_not_trained_again_by_the_next_life():
     schedule = Schedule(1, lag=1)
     life = Life(schedule, Source())
@@ -199,6 +278,6 @@ def test_an_age_is_counted_in_steps_of_several_versions():
     schedule = Schedule(1, lag=1, versions_per_step=2)
     ready, rolling = Ticket(Prompt(0, "", [1]), {}), Ticket(Prompt(1, "", [1]), {})
     ready.version, rolling.version = 4, 4
-    assert schedule.next_step([ready], [rolling], newest=4) == [ready]
-    assert schedule.next_step([ready], [rolling], newest=6) == []  # else it would be 4 old
+    assert schedule.next_step([ready], rolling.version, newest=4) == [ready]
+    assert schedule.next_step([ready], rolling.version, newest=6) == []  # else it would be 4 old
     assert not schedule.is_stale(ready, newest=6) and schedule.is_stale(ready, newest=7)
