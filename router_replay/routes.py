@@ -37,6 +37,7 @@ class Routes:
         self.num_rows = sum(part.num_rows for part in self.parts)
         self.layers = self.parts[0].layers
         self.missing = np.sum([part.missing for part in self.parts], axis=0)
+        self._first = np.cumsum([0] + [part.num_samples for part in self.parts]).tolist()
         starts = np.cumsum([0] + [part.num_rows for part in self.parts])
         rows = [part.incomplete + start for part, start in zip(self.parts, starts)]
         self.incomplete = np.concatenate(rows)
@@ -131,12 +132,12 @@ class Routes:
 
     def _place(self, sample: int) -> tuple[int, int, int]:
         """Part, block, and number within the block."""
-        for p, part in enumerate(self.parts):
-            if sample < part.num_samples:
-                block = bisect_right(part.blocks, sample, key=lambda block: block.stop)
-                return p, block, sample - part.blocks[block].first
-            sample -= part.num_samples
-        raise ReplayError(f"there are routes of {self.num_samples} samples only")
+        if sample >= self.num_samples:
+            raise ReplayError(f"there are routes of {self.num_samples} samples only")
+        part = bisect_right(self._first, sample) - 1
+        sample, blocks = sample - self._first[part], self.parts[part].blocks
+        block = bisect_right(blocks, sample, key=lambda block: block.stop)
+        return part, block, sample - blocks[block].first
 
     def _piece(self, part: int, chunk: int) -> int:
         """The pipeline piece that holds a chunk's layers."""
@@ -183,7 +184,8 @@ class Routes:
 
     def complete(self, data: MicroBatch) -> np.ndarray:
         """bool `[T]`: tokens of a micro-batch that have routes in all layers of the model."""
-        return ~np.isin(data.rows, self.incomplete) if len(self.incomplete) else data.rows >= 0
+        there = np.append(self.incomplete, -1)[np.searchsorted(self.incomplete, data.rows)]
+        return (there != data.rows) & (data.rows >= 0)
 
 
 def _of_sample(packed: PackedRoutes, local: int) -> tuple[PackedRoutes, slice]:
