@@ -92,7 +92,7 @@ class Meter:
         for name in _MISMATCH_MEANS:
             self.add(f"{prefix}/{name}", stats[name] * stats["tokens"])
         self.add(f"{prefix}/tokens", stats["tokens"])
-        of_samples = kl.mismatch_of_samples(theirs, ours, data.sampled, data.sample_of)
+        of_samples = kl.mismatch_of_samples(theirs, ours, data.sampled, data.places)
         for name in kl.OF_SAMPLES:
             self.add(f"{prefix}/{name}", of_samples[name] * of_samples["samples"])
         self.add(f"{prefix}/samples", of_samples["samples"])

@@ -43,7 +43,7 @@ def choose_tokens(
             stay = algorithm.keep(tokens_of(work, work.known["old"])).cpu().numpy()
             meter.add("rejected", (work.mask & ~stay).sum())
             work.mask = work.mask & stay
-        kept += np.bincount(data.sample_of[work.mask], minlength=len(kept))
+        kept[list(data.samples)] += np.bincount(data.places[work.mask], minlength=len(data.samples))
     here = np.append(kept, sums) if meter.reports else np.zeros(len(kept) + 2)
     *every, total, count = meter.all_reduce(here.tolist())
     for work in works:
@@ -91,5 +91,6 @@ def tokens_of(work: Work, logprobs: torch.Tensor) -> Tokens:
 def total_of(loss: Loss, work: Work, tokens: Tokens, scales: Scales) -> torch.Tensor:
     """The summed loss of a micro-batch, before it is divided by the step's divisor."""
     data = work.data
-    factor = data.weights * np.append(scales.of_sample, np.float32(0))[data.sample_of]
+    scale = scales.of_sample[np.asarray(data.samples, dtype=np.int64)]
+    factor = data.weights * np.append(scale, np.float32(0))[data.places]
     return (loss.values.where(tokens.mask, 0) * torch.from_numpy(factor).to(loss.values)).sum()
