@@ -16,6 +16,7 @@ import itertools
 import json
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from lora_moe_rl.telemetry.clock import Clock
 
 SLOT_POLL_S = 0.005
 WORKER_GRACE_S = 5.0  # a worker that gives up by itself says more
+PACKING_THREADS = 2  # one packs while another hands over; more would take turns with the loop
 DEATH_POLL_S = 0.1
 DEATH_GRACE_S = 2.0  # within which vLLM tells of the death that an error came from
 
@@ -61,6 +63,7 @@ class RolloutEngine:
         self.finished_samples = 0
         self.request_ids = itertools.count()
         self.publishing = asyncio.Lock()
+        self.packing = ThreadPoolExecutor(PACKING_THREADS, "routes")
         if log_path is not None:
             redirect(log_path)
 
@@ -102,9 +105,16 @@ class RolloutEngine:
         """
         params = outputs.group_params(self.sampling, n, seed)
         answer = await self._request(token_ids, params, self._lora_request(version), version)
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self.packing, self._packed, answer, version)
+        self.finished_samples += n
+        return found
+
+    def _packed(self, answer: Any, version: int) -> tuple[list[Sample], SentRoutes]:
+        """What vLLM answered, as samples and routes that are on their way. Not called in the event
+        loop, which feeds vLLM meanwhile: long samples with many layers take most of a second."""
         shape = self.spec.shape
         samples, table = outputs.samples_and_routes([answer], version, self.tokenizer, shape)
-        self.finished_samples += n
         return samples, send(table, outputs.route_pieces(shape, self.config.trainer), put)
 
     async def score(

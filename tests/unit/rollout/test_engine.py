@@ -4,14 +4,16 @@ a fake here."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import RefitError
+from lora_moe_rl.errors import RefitError, ReplayError
 from lora_moe_rl.refit.parts import PartLayout, SentPart
+from lora_moe_rl.rollout import outputs
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.router_replay.table import RouteTable
 
@@ -89,3 +91,32 @@ def test_a_probe_tells_equal_routes_from_others_and_whether_any_are_missing(monk
     missing, complete = probed(routes[:2])
     assert not complete and missing != first
     assert probed([*routes[:2], [[0, 1]]])[0] != missing
+
+
+@pytest.mark.parametrize("fault", [None, ReplayError("impossible routes")])
+async def test_the_event_loop_goes_on_while_samples_and_routes_are_packed(monkeypatch, fault):
+    """It feeds vLLM; and what goes wrong there is told as if it had been here."""
+    engine = RolloutEngine(RunConfig(), "model", SimpleNamespace(), 0)
+    engine.sampling = None
+    loop_went_on = threading.Event()
+
+    async def request(*_):
+        asyncio.get_running_loop().call_soon(loop_went_on.set)
+        return "answer"
+
+    def packed(answer, version):
+        assert loop_went_on.wait(5), "the event loop waits for the packing"
+        if fault:
+            raise fault
+        return [answer], version
+
+    monkeypatch.setattr(engine, "_request", request)
+    monkeypatch.setattr(engine, "_lora_request", lambda version: None)
+    monkeypatch.setattr(engine, "_packed", packed)
+    monkeypatch.setattr(outputs, "group_params", lambda *_: None)
+    if fault:
+        with pytest.raises(ReplayError, match="impossible routes"):
+            await engine.sample([1], 1, 7, 0)
+    else:
+        assert await engine.sample([1], 1, 7, 0) == (["answer"], 7)
+    assert engine.finished_samples == (0 if fault else 1)
