@@ -221,6 +221,7 @@ BENCH = {
     "export": ("bench.export", "merging a checkpoint, against cp and PEFT"),
     "loading": ("bench.loading", "what each trainer rank reads of a checkpoint, and its memory"),
     "kernels": ("bench.kernels", "expert adapters, merges and the route codec"),
+    "scale": ("bench.scale", "what grows with samples, ranks and engines, and how fast"),
     "algorithms": ("bench.algorithms", "every algorithm on the same recipe: reward and step time"),
 }
 
