@@ -25,7 +25,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -162,8 +162,9 @@ def groups_of(size: Size) -> list[Group]:
     ]
 
 
-def batch_of(size: Size) -> TrainBatch:
-    groups = groups_of(size)
+@lru_cache(maxsize=1)
+def batch_of(samples: int) -> TrainBatch:
+    groups = groups_of(Size(samples))
     return TrainBatch.from_groups(groups, _signals(groups), 1, 1)
 
 
@@ -224,18 +225,18 @@ def batch(size: Size) -> Work:
 
 
 def plan(size: Size) -> Work:
-    made = batch_of(size)
+    made = batch_of(size.samples)
     return lambda: _plan(made, size)
 
 
 def packing(size: Size) -> Work:
-    made = batch_of(size)
+    made = batch_of(size.samples)
     mine = _plan(made, size)[0]
     return lambda: [pack(made, chunk, 1) for chunk in mine]
 
 
 def routes(size: Size) -> Work:
-    made = batch_of(size)
+    made = batch_of(size.samples)
     return lambda: _sent(made, size)
 
 
@@ -256,6 +257,11 @@ def _sent(made: TrainBatch, size: Size) -> list:
     return sent
 
 
+@lru_cache(maxsize=1)
+def _sent_once(size: Size) -> list:
+    return _sent(batch_of(size.samples), size)
+
+
 @cache
 def _recorded() -> np.ndarray:
     """uint8 [tokens, layers, top_k], enough for any sample."""
@@ -266,8 +272,8 @@ def _recorded() -> np.ndarray:
 def replay(size: Size) -> Work:
     from lora_moe_rl.router_replay.routes import Routes
 
-    made = batch_of(size)
-    sent, mine = _sent(made, size), [i for chunk in _plan(made, size)[0] for i in chunk]
+    made = batch_of(size.samples)
+    sent, mine = _sent_once(size), [i for chunk in _plan(made, size)[0] for i in chunk]
 
     def work() -> None:
         found = Routes(sent, [tuple(range(LAYERS // STAGES))])

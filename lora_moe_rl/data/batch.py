@@ -7,6 +7,7 @@ L - 1: position i predicts token i + 1, which is also how the route table counts
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -144,7 +145,7 @@ def plan_micro_batches(
     return [[sorted(b) for b in bins[rank::dp_size]] for rank in range(dp_size)]
 
 
-def _fewest(sizes: np.ndarray, max_tokens: int, unit: int) -> tuple[int, list[int]]:
+def _fewest(sizes: np.ndarray, max_tokens: int, unit: int) -> tuple[int, array[int]]:
     """The fewest micro-batches, in steps of `unit`, that hold samples of `sizes`, longest first;
     and the one that each is in.
 
@@ -168,11 +169,11 @@ def _fewest(sizes: np.ndarray, max_tokens: int, unit: int) -> tuple[int, list[in
     return enough * unit, found
 
 
-def _emptiest_first(sizes: list[int], count: int, max_tokens: int) -> list[int] | None:
+def _emptiest_first(sizes: list[int], count: int, max_tokens: int) -> array[int] | None:
     """The micro-batch of each sample when one after the other goes into the emptiest of `count`;
     None when several samples of one would be more than max_tokens."""
     heap = list(range(count))  # tokens * count + the number of the micro-batch
-    places = []
+    places = array("q")
     for size in sizes:
         tokens, number = divmod(heap[0], count)
         if tokens and tokens + size > max_tokens:
