@@ -7,7 +7,7 @@ loss stands above them. Who implements what:
     Trainer       cluster/trainer.py, over trainer/ (Megatron-core)
     Engines       cluster/engines.py, over rollout/ (vLLM)
     Policy        cluster/engines.py: the engines as one ticket sees them
-    Rewards       rewards/by_set.py, over rewards/runner.py
+    Rewards       rewards/by_set.py, over rewards/runner.py and rewards/combining.py
     Environment   environments/, a file each
     Algorithm     algorithms/, a file each (the base class is algorithms/base.py)
     Publisher     run/publisher.py
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from lora_moe_rl.data.batch import TrainBatch
-    from lora_moe_rl.data.samples import Prompt, Sample, UpdateResult
+    from lora_moe_rl.data.samples import Prompt, Sample, Scores, UpdateResult
     from lora_moe_rl.kernels.merge.rounding import Arrived
 
 Ref = Any
@@ -179,10 +179,8 @@ class Trainer(Protocol):
 
 
 class Rewards(Protocol):
-    async def score(
-        self, prompt: Prompt, samples: Sequence[Sample]
-    ) -> tuple[np.ndarray, list[str]]:
-        """Rewards of a group, float32 [n], NaN for none, and one line for each that failed."""
+    async def score(self, prompt: Prompt, samples: Sequence[Sample]) -> Scores:
+        """Rewards of a group, float32 [n], NaN for none; one line for each that failed; details."""
         ...
 
 

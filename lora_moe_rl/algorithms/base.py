@@ -155,6 +155,11 @@ class Algorithm(Plugin):
         whatever is said of them here. Pure."""
         raise NotImplementedError
 
+    def has_signal(self, group: Group) -> bool:
+        """Whether the group tells its samples apart: two have rewards further apart than
+        `equal_within`."""
+        return apart(group.rewards, self.settings.equal_within)
+
     @property
     def revises(self) -> bool:
         """Whether `revised` is to be asked: `passes` has the forwards that it goes by."""
@@ -195,9 +200,9 @@ class Algorithm(Plugin):
         return {}
 
 
-def has_signal(group: Group, equal_within: float) -> bool:
-    """Whether two samples of the group have rewards further apart than `equal_within`."""
-    given = group.rewards[~np.isnan(group.rewards)].astype(np.float64)
+def apart(rewards: np.ndarray, equal_within: float) -> bool:
+    """Whether two of the rewards [n], NaN for none, are further apart than `equal_within`."""
+    given = rewards[~np.isnan(rewards)].astype(np.float64)
     return given.size > 0 and float(np.ptp(given)) > equal_within
 
 

@@ -6,6 +6,7 @@ Importing this package imports no torch.
 from lora_moe_rl.config.adapter import AdapterConfig
 from lora_moe_rl.config.data import DataConfig, SetConfig, SourceConfig
 from lora_moe_rl.config.engines import MismatchConfig, RefitConfig, ReplayConfig, RolloutConfig
+from lora_moe_rl.config.reward import RewardConfig, RewardFunction, WeightedFunctionConfig
 from lora_moe_rl.config.schema import (
     Aggregation,
     AlgorithmConfig,
@@ -13,7 +14,6 @@ from lora_moe_rl.config.schema import (
     EnvironmentConfig,
     LoggingConfig,
     ModelConfig,
-    RewardConfig,
     RunConfig,
     ScheduleConfig,
     TrackerConfig,
@@ -34,6 +34,7 @@ __all__ = [
     "RefitConfig",
     "ReplayConfig",
     "RewardConfig",
+    "RewardFunction",
     "RolloutConfig",
     "RunConfig",
     "ScheduleConfig",
@@ -42,4 +43,5 @@ __all__ = [
     "SourceConfig",
     "TrackerConfig",
     "TrainerConfig",
+    "WeightedFunctionConfig",
 ]

@@ -6,13 +6,14 @@ every key, and must run again as it is.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from lora_moe_rl.config import RunConfig, Section, SourceConfig
+from lora_moe_rl.config import RewardFunction, RunConfig, Section, SourceConfig
 from lora_moe_rl.config.keys import value_of, value_text
-from lora_moe_rl.config.plugins import ALGORITHMS
+from lora_moe_rl.config.plugins import ALGORITHMS, PARTS
 from lora_moe_rl.data.rows import is_hub
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.tiny.make import TINY_NAMES
@@ -104,6 +105,7 @@ def check_applicable(config: RunConfig) -> None:
         _check_sets(config)
     for source in config.data.sources().values():
         _check_source(source)
+    _check_rewards(config)
     _check_lag(config)
     for rule in _RULES:
         path, _, name = rule.option.rpartition(".")
@@ -154,6 +156,74 @@ def _check_sets(config: RunConfig) -> None:
         raise ConfigError(
             f"reward.function={config.reward.function} has no effect: every set of data.sets has "
             "a reward of its own; set it to null"
+        )
+
+
+def _check_rewards(config: RunConfig) -> None:
+    """Reward functions: which there are, who uses them, and what an advantage wants of them."""
+    reward, several = config.reward, config.reward.functions
+    if reward.function is not None and several:
+        raise ConfigError(
+            f"reward.function={reward.function} has no effect beside reward.functions "
+            f"({', '.join(several)}); make it one of them, or set it to null"
+        )
+    if reward.args and reward.function is None:
+        raise ConfigError(
+            f"reward.args={value_text(reward.args)} has no effect with reward.function=null: they "
+            "are its arguments; those of one of several stand in reward.functions.NAME.args"
+        )
+    if both := several.keys() & config.data.sets.keys():
+        raise ConfigError(
+            f"{' and '.join(sorted(both))} is a name in data.sets and in reward.functions, and "
+            "metrics are named by both (reward/NAME/mean); give one of them another name"
+        )
+    for name, one in config.data.sets.items():
+        _check_set_reward(config, name, one.reward)
+    used = {one.name for functions in config.rewards().values() for one in functions}
+    if unused := several.keys() - used:
+        raise ConfigError(
+            f"reward.functions.{sorted(unused)[0]} has no effect: every set of data.sets has a "
+            "reward of its own, and none names it; take it away (null), or name it there"
+        )
+    for functions in config.rewards().values():
+        _check_weights(config, functions)
+
+
+def _check_set_reward(config: RunConfig, data_set: str, reward: str | None) -> None:
+    """The reward of one of several data sets."""
+    if reward is None or ":" in reward:
+        return
+    several = config.reward.functions
+    names = [name.strip() for name in reward.split(",")]
+    for name in names:
+        if name not in several:
+            near = difflib.get_close_matches(name, several, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            known = ", ".join(several) or "of which there are none"
+            raise ConfigError(
+                f"data.sets.{data_set}.reward={reward}: {name!r} is not of the form "
+                f"module:function or file.py:function, nor one of reward.functions, {known}{hint}"
+            )
+    if len(set(names)) < len(names):
+        raise ConfigError(f"data.sets.{data_set}.reward={reward} names a function twice")
+
+
+def _check_weights(config: RunConfig, functions: list[RewardFunction]) -> None:
+    """The functions that score the same prompts."""
+    weighed = [one.name for one in functions if one.weight]
+    if not weighed:
+        raise ConfigError(
+            f"reward.functions {', '.join(one.name for one in functions)} have weight=0, and with "
+            "no other beside them their prompts would have no reward; give one of them a weight"
+        )
+    advantage = value_of(config, "algorithm.advantage")
+    if advantage is None or not PARTS["advantage"].find(advantage).separates_rewards:
+        return
+    if len(weighed) < 2:
+        raise ConfigError(
+            f"algorithm.advantage={advantage} normalizes each of several reward functions by "
+            f"itself, and {functions[0].key} is alone with a weight; set more of them in "
+            "reward.functions, or take advantage=grpo"
         )
 
 

@@ -98,7 +98,9 @@ class SetConfig(SourceConfig):
         description="Share of the prompts that are drawn from this set, beside the others' ratios.",
     )
     reward: str | None = Field(
-        None, description="Reward function of this set; null: reward.function."
+        None,
+        description="Reward function of this set, or names of reward.functions with commas; null: "
+        "reward.function, or all of reward.functions.",
     )
 
 

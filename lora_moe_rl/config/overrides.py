@@ -146,8 +146,9 @@ def _section_value(name: str, value: Any) -> dict[str, Any] | None:
     if value is None and (name in named_sections() or is_member(name)):
         return None
     if isinstance(value, str):
-        for short in ("path", "name"):  # model=NAME, algorithm=NAME
-            if find_key(f"{name}.{short}") is not None and (short == "path" or choices(name)):
+        # model=NAME, algorithm=NAME, reward.functions.right=m:f
+        for short in ("path", "name", "function"):
+            if find_key(f"{name}.{short}") is not None and (short != "name" or choices(name)):
                 value = {short: value}
                 break
     if isinstance(value, BaseModel):

@@ -59,6 +59,12 @@ def resolve(config: RunConfig) -> RunConfig:
             settings[section] = {"name": absolute_spec(name)}
     if config.reward.function is not None:
         settings["reward"]["function"] = absolute_spec(config.reward.function)
+    if config.reward.functions:
+        settings["reward"]["functions"] = {
+            name: {"function": absolute_spec(one.function)}
+            for name, one in config.reward.functions.items()
+            if one.function is not None
+        }
     if config.data.sets:
         sources = config.data.sources().items()
         settings["data"]["sets"] = {name: _resolved(source) for name, source in sources}
@@ -76,7 +82,7 @@ def _resolved(source: SourceConfig) -> dict[str, Any]:
         found["generator"] = absolute_spec(source.generator)
     if source.path is not None and Path(source.path).expanduser().exists():
         found["path"] = os.path.abspath(Path(source.path).expanduser())
-    if isinstance(source, SetConfig) and source.reward is not None:
+    if isinstance(source, SetConfig) and source.reward is not None and ":" in source.reward:
         found["reward"] = absolute_spec(source.reward)
     return found
 

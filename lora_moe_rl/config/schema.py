@@ -20,6 +20,7 @@ from lora_moe_rl.config.adapter import AdapterConfig
 from lora_moe_rl.config.data import DataConfig
 from lora_moe_rl.config.engines import MismatchConfig, RefitConfig, ReplayConfig, RolloutConfig
 from lora_moe_rl.config.plugins import ALGORITHMS, ENVIRONMENTS, TRACKERS, Kind, choices
+from lora_moe_rl.config.reward import RewardConfig, RewardFunction
 from lora_moe_rl.config.section import Section
 from lora_moe_rl.config.trainer import TrainerConfig
 
@@ -109,16 +110,6 @@ class EnvironmentConfig(Section):
     name: str = Field(
         "single_turn",
         description="How a prompt becomes samples: a file of environments/, or file.py:Class.",
-    )
-
-
-class RewardConfig(Section):
-    function: str | None = Field(
-        None, description="'module:function' or 'file.py:function', called in TRL's style."
-    )
-    timeout_s: float = Field(60, gt=0, description="Longest time for the rewards of one prompt.")
-    max_failed: float = Field(
-        0.5, ge=0, le=1, description="Stop when more than this share of a step's rewards failed."
     )
 
 
@@ -239,15 +230,25 @@ class RunConfig(Section):
     def max_prompt_tokens(self) -> int:
         return self.model.max_length - self.rollout.max_response_tokens
 
-    def rewards(self) -> dict[str, tuple[str, str | None]]:
-        """The reward function of every data set, by the set's name ('': of the only one), each
-        after the key that names it."""
-        found = {}
-        for name in self.data.sources():
-            own = self.data.sets[name].reward if name else None
-            key = f"data.sets.{name}.reward" if own is not None else "reward.function"
-            found[name] = key, own if own is not None else self.reward.function
-        return found
+    def rewards(self) -> dict[str, list[RewardFunction]]:
+        """The reward functions of every data set, by the set's name ('': of the only one)."""
+        return {name: self._rewards_of(name) for name in self.data.sources()}
+
+    def _rewards_of(self, data_set: str) -> list[RewardFunction]:
+        own = self.data.sets[data_set].reward if data_set else None
+        if own is not None and ":" in own:
+            return [RewardFunction(f"data.sets.{data_set}.reward", own)]
+        several = self.reward.functions
+        if own is None and not several:
+            return [RewardFunction("reward.function", self.reward.function, self.reward.args)]
+        names = several if own is None else [name.strip() for name in own.split(",")]
+        return [
+            RewardFunction(
+                f"reward.functions.{name}.function", one.function, one.args, one.weight, name
+            )
+            for name in names
+            if (one := several.get(name)) is not None
+        ]
 
     @property
     def run_dir(self) -> Path:

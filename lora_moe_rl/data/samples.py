@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -133,13 +133,44 @@ class Sample:
         return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
 
+@dataclass(frozen=True)
+class FunctionRewards:
+    """What one of several reward functions gave a group's samples, before its weight: float32 [n],
+    NaN for none. num_failed: how many of those have failed."""
+
+    weight: float
+    rewards: np.ndarray
+    num_failed: int = 0
+
+
+@dataclass(frozen=True)
+class Details:
+    """What is known of a group's rewards beside the rewards. by_function: of several functions,
+    by name. reasons: why a sample's reward failed, by the sample's place. extra: more columns of
+    samples.jsonl, a value a sample. metrics: numbers that a reward function has logged, by the name
+    of the metric."""
+
+    by_function: dict[str, FunctionRewards] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+
+
+class Scores(NamedTuple):
+    """What a group's samples were given; the last fields of Group, in their order."""
+
+    rewards: np.ndarray
+    failures: list[str]
+    details: Details
+
+
 @dataclass
 class Group:
-    """All samples of one prompt, scored.
+    """All samples of a prompt, scored.
 
     routes: a reference to the samples' router decisions, in their order (None: none were recorded).
-    rewards: float32 [n], NaN for a sample without one. failures: one line for each reward that
-    failed; a failed reward is never a 0.
+    rewards: float32 [n], NaN for a sample without one. failures: one line for each sample whose
+    reward failed; a failed reward is never a 0.
     """
 
     prompt: Prompt
@@ -147,6 +178,7 @@ class Group:
     routes: Any
     rewards: np.ndarray
     failures: list[str] = field(default_factory=list)
+    details: Details = field(default_factory=Details)
 
 
 @dataclass(frozen=True)

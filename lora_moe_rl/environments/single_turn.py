@@ -10,5 +10,4 @@ from lora_moe_rl.ports import Policy
 class SingleTurn(Environment):
     async def rollout(self, prompt: Prompt, policy: Policy) -> Group:
         samples, routes = await policy.sample(prompt.token_ids, self.group_size)
-        rewards, failures = await self.rewards.score(prompt, samples)
-        return Group(prompt, samples, routes, rewards, failures)
+        return Group(prompt, samples, routes, *await self.rewards.score(prompt, samples))

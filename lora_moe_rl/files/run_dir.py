@@ -26,7 +26,7 @@ from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.files import read_config_file, to_yaml
 from lora_moe_rl.config.keys import is_section
-from lora_moe_rl.data.samples import Group
+from lora_moe_rl.data.samples import Details, Group
 from lora_moe_rl.errors import RunDirError
 
 LOG_TAIL_LINES = 20
@@ -153,20 +153,27 @@ class RunDir:
             _cut_after(path, step)
 
     def write_samples(
-        self, step: int, groups: Sequence[Group], signals: Sequence[Signal], every: bool = False
+        self,
+        step: int,
+        groups: Sequence[Group],
+        signals: Sequence[Signal] | None,
+        every: bool = False,
     ) -> None:
-        """Appends `logging.samples_per_step` of the step's samples, or all, with their signals."""
+        """Appends `logging.samples_per_step` of the step's samples, or all, with their signals
+        (None: there are none)."""
         samples = [(g, i) for g, group in enumerate(groups) for i in range(len(group.samples))]
         wanted = len(samples) if every else self.config.logging.samples_per_step
         with open(self.samples_file, "a", encoding="utf-8") as file:
             for chosen in _spread(len(samples), wanted):
                 g, i = samples[chosen]
-                record = {"sample": chosen} | _sample_record(step, groups[g], signals[g], i)
+                signal = signals[g] if signals is not None else None
+                record = {"sample": chosen} | _sample_record(step, groups[g], signal, i)
                 file.write(to_json(record) + "\n")
 
 
-def _sample_record(step: int, group: Group, signal: Signal, index: int) -> dict[str, Any]:
+def _sample_record(step: int, group: Group, signal: Signal | None, index: int) -> dict[str, Any]:
     sample = group.samples[index]
+    advantages = signal.advantages[index][sample.mask] if signal is not None else np.zeros(0)
     return {
         "step": step,
         "row": group.prompt.row,
@@ -174,11 +181,23 @@ def _sample_record(step: int, group: Group, signal: Signal, index: int) -> dict[
         "prompt": group.prompt.text,
         "response": sample.text,
         "reward": float(group.rewards[index]),
-        "advantage": _one_number(signal.advantages[index][sample.mask]),
+        **_reward_details(group.details, index),
+        "advantage": _one_number(advantages),
         "finish_reason": sample.finish_reason,
         "tokens": len(sample.response_ids),
         "versions": sorted({int(version) for version in sample.versions[sample.mask]}),
     }
+
+
+def _reward_details(details: Details, index: int) -> dict[str, Any]:
+    """What several functions gave a sample, what they have logged, why it failed; as far as there
+    is any."""
+    found: dict[str, Any] = {
+        "rewards": {name: float(one.rewards[index]) for name, one in details.by_function.items()},
+        "extra": {column: values[index] for column, values in details.extra.items()},
+        "failure": details.reasons.get(index),
+    }
+    return {key: value for key, value in found.items() if value}
 
 
 def _one_number(values: np.ndarray) -> float:

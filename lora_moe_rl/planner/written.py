@@ -63,7 +63,7 @@ def _whole(config: RunConfig, name: str) -> RunConfig:
     settings: dict[str, object] = {"name": name}
     if config.data.path is None and config.data.generator is None:
         settings["data"] = {"path": ROWS, "chat_template": True}
-    if config.reward.function is None:
+    if config.reward.function is None and not config.reward.functions:
         settings["reward"] = {"function": REWARD}
     return with_settings(config, settings)
 

@@ -1,42 +1,49 @@
-"""The rewards of all data sets: which function scores a prompt follows from the set it is of."""
+"""The rewards of all data sets: which functions score a prompt follows from the set it is of."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
-import numpy as np
-
-from lora_moe_rl.data.samples import Prompt, Sample
+from lora_moe_rl.config import RewardFunction
+from lora_moe_rl.data.samples import Prompt, Sample, Scores
+from lora_moe_rl.rewards.combining import combine
 from lora_moe_rl.rewards.runner import RewardRunner
 
 
 class RewardsBySet:
-    """Runners, one for each function. Use it as a context manager, or call `close`.
+    """Runners, one for each function with its arguments. Use it as a context manager, or call
+    `close`.
 
-    `functions`: by the name of the set ('': the only one), each after the key that names it. Raises
-    ConfigError when one cannot be imported.
+    `functions`: by the name of the set ('': the only one). `max_steps`: optimizer steps of the run.
+    Raises ConfigError when one cannot be imported.
     """
 
-    def __init__(self, functions: Mapping[str, tuple[str, str]], timeout_s: float):
+    def __init__(
+        self, functions: Mapping[str, Sequence[RewardFunction]], timeout_s: float, max_steps: int
+    ):
+        self._functions = dict(functions)
         self._runners: dict[str, RewardRunner] = {}
-        self._functions = {name: function for name, (_, function) in functions.items()}
         with ExitStack() as started:
-            for key, function in functions.values():
-                if function not in self._runners:
-                    runner = started.enter_context(RewardRunner(function, timeout_s, key))
-                    self._runners[function] = runner
+            for one in (one for several in functions.values() for one in several):
+                if (which := _identity(one)) not in self._runners:
+                    runner = started.enter_context(RewardRunner(one, timeout_s, max_steps))
+                    self._runners[which] = runner
             self._close = started.pop_all().close
 
-    def of(self, name: str) -> RewardRunner:
-        """The runner of a set."""
-        return self._runners[self._functions[name]]
+    def of(self, name: str) -> list[RewardRunner]:
+        """The runners of a set."""
+        return [self._runners[_identity(one)] for one in self._functions[name]]
 
-    async def score(
-        self, prompt: Prompt, samples: Sequence[Sample]
-    ) -> tuple[np.ndarray, list[str]]:
-        """Rewards of a prompt's samples by the function of its set, as RewardRunner gives them."""
-        return await self.of(prompt.data_set).score(prompt, samples)
+    async def score(self, prompt: Prompt, samples: Sequence[Sample]) -> Scores:
+        """Rewards of a prompt's samples by the functions of its set, which are called at the same
+        time: as RewardRunner gives them, or of several functions `combine`d."""
+        runners = self.of(prompt.data_set)
+        scores = await asyncio.gather(*(runner.score(prompt, samples) for runner in runners))
+        functions = self._functions[prompt.data_set]
+        return combine(functions, scores) if functions[0].name else scores[0]
 
     def close(self) -> None:
         self._close()
@@ -46,3 +53,8 @@ class RewardsBySet:
 
     def __exit__(self, *exc) -> None:
         self.close()
+
+
+def _identity(one: RewardFunction) -> str:
+    """Equal for functions that give the same."""
+    return json.dumps([one.function, one.args], sort_keys=True)

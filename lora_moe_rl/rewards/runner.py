@@ -20,11 +20,13 @@ from typing import Any
 import numpy as np
 
 from lora_moe_rl.cluster.watchdog import kill_marked
-from lora_moe_rl.data.samples import Prompt, Sample
+from lora_moe_rl.config import RewardFunction
+from lora_moe_rl.data.samples import Details, Prompt, Sample, Scores
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.rewards.calling import Outcome
 
-Outcome = list[float | str | None]  # a reward, None: not applicable, or why there is none
-
+# Of a plain function. An async one does all its prompts at the same time, in one process: so a
+# limit that it keeps (as many requests as a judge may get) is the run's.
 NUM_WORKERS = 2
 START_TIMEOUT_S = 120.0  # of a worker: it imports what the user's file imports
 # An async function ends a late prompt itself; only when it blocks its loop is it ended from here.
@@ -37,17 +39,26 @@ class WorkerLost(Exception):
     """Raised when a worker could not start, or ended; the message says how."""
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What a worker answers for one prompt: `outcome`, and what the function has logged."""
+
+    outcome: Outcome
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+
+
 @dataclass(eq=False)
 class Job:
     """One call of the function, for one prompt."""
 
     number: int
     arguments: dict[str, Any]
-    outcome: asyncio.Future[Outcome]
+    answer: asyncio.Future[Answer]
 
     def fail(self, reason: str) -> None:
-        if not self.outcome.done():
-            self.outcome.set_result([reason] * len(self.arguments["completions"]))
+        if not self.answer.done():
+            self.answer.set_result(Answer([reason] * len(self.arguments["completions"])))
 
 
 @dataclass(eq=False)
@@ -83,38 +94,44 @@ class RewardRunner:
     ends the process or returns anything but one finite number (or None) for each sample has failed:
     its samples get NaN, never 0, and a line in the failures.
 
-    `key` is the setting that names the function. Raises ConfigError when it cannot be imported.
+    `max_steps`: optimizer steps of the run, which functions are told. Raises ConfigError when the
+    function cannot be imported, or does not take its arguments.
     """
 
-    def __init__(self, function: str, timeout_s: float, key: str = "reward.function"):
-        self.function, self.timeout_s, self.key = function, timeout_s, key
+    def __init__(self, reward: RewardFunction, timeout_s: float, max_steps: int):
+        assert reward.function is not None
+        self.reward, self.timeout_s, self.max_steps = reward, timeout_s, max_steps
+        self.function = reward.function
         self._numbers = itertools.count()
         self._workers: list[Worker] = []
         self._starting: asyncio.Task[None] | None = None
         self._giving: set[asyncio.Task[None]] = set()  # of jobs whose worker was lost
         try:
-            self._workers = _start(self.function, NUM_WORKERS)
-        except WorkerLost as error:
-            raise ConfigError(f"{key}={function}: {error}") from error
+            self._workers = _start(reward, NUM_WORKERS)
+        except (WorkerLost, ConfigError) as error:
+            raise ConfigError(f"{reward.key}={self.function}: {error}") from error
+        self._wanted = 1 if self._workers[0].is_async else NUM_WORKERS
+        while len(self._workers) > self._wanted:
+            self._workers.pop().end()
 
-    async def score(
-        self, prompt: Prompt, samples: Sequence[Sample]
-    ) -> tuple[np.ndarray, list[str]]:
+    async def score(self, prompt: Prompt, samples: Sequence[Sample]) -> Scores:
         """Rewards of a prompt's samples, float32 [n], and one line for each sample that failed.
 
         NaN stands for a failure and for None ("does not apply"), which is no failure.
         """
-        outcome = asyncio.get_running_loop().create_future()
-        job = Job(next(self._numbers), _arguments(prompt, samples), outcome)
+        waiting = asyncio.get_running_loop().create_future()
+        job = Job(next(self._numbers), self._arguments(prompt, samples), waiting)
         await self._give([job])
+        answer = await job.answer
         rewards = np.full(len(samples), np.nan, dtype=np.float32)
-        failures: list[str] = []
-        for index, value in enumerate(await job.outcome):
+        reasons: dict[int, str] = {}
+        for index, value in enumerate(answer.outcome):
             if isinstance(value, str):
-                failures.append(f"prompt {prompt.row}: {self.function} {value}")
+                reasons[index] = f"prompt {prompt.row}: {self.function} {value}"
             elif value is not None:
                 rewards[index] = value
-        return rewards, failures
+        details = Details(reasons=reasons, extra=answer.extra, metrics=answer.metrics)
+        return Scores(rewards, list(reasons.values()), details)
 
     def close(self) -> None:
         for worker in self._workers:
@@ -126,6 +143,24 @@ class RewardRunner:
 
     def __exit__(self, *exc) -> None:
         self.close()
+
+    def _arguments(self, prompt: Prompt, samples: Sequence[Sample]) -> dict[str, Any]:
+        """What a worker needs to call the function for one prompt."""
+        texts: list[Any] = [sample.text for sample in samples]
+        if not isinstance(prompt.text, str):
+            texts = [[{"role": "assistant", "content": text}] for text in texts]
+        versions = [int(version) for sample in samples for version in sample.versions]
+        return {
+            "prompt": prompt.text,
+            "completions": texts,
+            "completion_ids": [sample.response_ids.tolist() for sample in samples],
+            "columns": prompt.columns,
+            # Each optimizer step makes an adapter version.
+            "trainer_state": {
+                "global_step": max(versions, default=0),
+                "max_steps": self.max_steps,
+            },
+        }
 
     async def _give(self, jobs: Sequence[Job]) -> None:
         """Gives jobs to the workers that have least to do; missing workers are started first."""
@@ -147,7 +182,7 @@ class RewardRunner:
     async def _start_missing(self) -> None:
         """Starts the workers that could not be replaced before. All that wait for them share one
         start."""
-        while len(self._workers) < NUM_WORKERS:
+        while len(self._workers) < self._wanted:
             if self._starting is None:
                 self._starting = asyncio.create_task(self._start_in_thread())
             starting = self._starting
@@ -158,8 +193,8 @@ class RewardRunner:
                     self._starting = None
 
     async def _start_in_thread(self) -> None:
-        missing = NUM_WORKERS - len(self._workers)
-        self._workers += await asyncio.to_thread(_start, self.function, missing)
+        missing = self._wanted - len(self._workers)
+        self._workers += await asyncio.to_thread(_start, self.reward, missing)
 
     def _set_alarms(self, worker: Worker) -> None:
         """Sets a timer for each job that a worker is doing now: all that it has been given if its
@@ -185,8 +220,9 @@ class RewardRunner:
         if alarm := worker.alarms.pop(message["group"], None):
             alarm.cancel()
         self._set_alarms(worker)
-        if job is not None and not job.outcome.done():
-            job.outcome.set_result(message["outcome"])
+        if job is not None and not job.answer.done():
+            told = (message[name] for name in ("outcome", "extra", "metrics"))
+            job.answer.set_result(Answer(*told))
 
     def _lost(self, worker: Worker, reason: str) -> None:
         """Ends a worker. What it was doing has failed; others get what it had yet to do."""
@@ -204,22 +240,9 @@ class RewardRunner:
             task.add_done_callback(self._giving.discard)
 
 
-def _arguments(prompt: Prompt, samples: Sequence[Sample]) -> dict[str, Any]:
-    """What a worker needs to call the function for one prompt."""
-    texts: list[Any] = [sample.text for sample in samples]
-    if not isinstance(prompt.text, str):
-        texts = [[{"role": "assistant", "content": text}] for text in texts]
-    return {
-        "prompt": prompt.text,
-        "completions": texts,
-        "completion_ids": [sample.response_ids.tolist() for sample in samples],
-        "columns": prompt.columns,
-    }
-
-
-def _start(function: str, count: int) -> list[Worker]:
+def _start(reward: RewardFunction, count: int) -> list[Worker]:
     """Workers that are ready. They are started together, then awaited."""
-    started = [_launch(function) for _ in range(count)]
+    started = [_launch(reward) for _ in range(count)]
     try:
         return [_await_ready(worker) for worker in started]
     except (WorkerLost, ConfigError):
@@ -228,13 +251,14 @@ def _start(function: str, count: int) -> list[Worker]:
         raise
 
 
-def _launch(function: str) -> Worker:
+def _launch(reward: RewardFunction) -> Worker:
     """A worker process. Not multiprocessing's: that would import the main script again."""
     ours, theirs = socket.socketpair()
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     mark = uuid.uuid4().hex
+    what = [str(theirs.fileno()), str(reward.function), json.dumps(reward.args)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "lora_moe_rl.rewards.worker", str(theirs.fileno()), function],
+        [sys.executable, "-m", "lora_moe_rl.rewards.worker", *what],
         pass_fds=(theirs.fileno(),),
         env={**os.environ, "PYTHONPATH": path, MARK: mark},
         stdin=subprocess.DEVNULL,

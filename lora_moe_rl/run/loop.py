@@ -20,11 +20,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lora_moe_rl.algorithms.base import Algorithm, has_signal, revised, signals_of
+from lora_moe_rl.algorithms.base import Algorithm, revised, signals_of
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.environments.base import Environment
-from lora_moe_rl.errors import EngineDied
+from lora_moe_rl.errors import EngineDied, RewardError
 from lora_moe_rl.ports import Engines, Policy, Prompts, Ref, Trainer
 from lora_moe_rl.run.publisher import Publisher
 from lora_moe_rl.run.records import Records, StepFacts
@@ -78,8 +78,7 @@ async def roll(ports: Ports, book: TicketBook) -> None:
         except EngineDied:
             book.give_back(ticket)
             continue
-        wanted = config.algorithm.draw_again
-        if wanted and not has_signal(group, config.algorithm.equal_within):
+        if config.algorithm.draw_again and not ports.algorithm.has_signal(group):
             ports.records.drawn_again(group)
             book.drop(ticket, "equal rewards")
         else:
@@ -98,7 +97,11 @@ async def learn(ports: Ports, book: TicketBook, first_step: int) -> None:
         clock.lap("rollout", at=max(ticket.sampled_at for ticket in tickets))
         clock.lap("reward")
         groups = [ticket.group for ticket in tickets if ticket.group is not None]
-        records.check_rewards(groups)
+        try:
+            records.check_rewards(groups)
+        except RewardError:
+            records.keep_unrewarded(step, groups, book.state_dict(ports.source.state_dict()))
+            raise
         records.check_ages(step, groups, ports.publisher.version)
         signals = signals_of(ports.algorithm, groups)
         batch = TrainBatch.from_groups(groups, signals, config.algorithm.mini_batches, step)

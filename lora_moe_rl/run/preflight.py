@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
-from lora_moe_rl.config import RunConfig, SourceConfig
+from lora_moe_rl.config import RewardFunction, RunConfig, SourceConfig
 from lora_moe_rl.data.columns import Row
 from lora_moe_rl.data.generators import open_generator
 from lora_moe_rl.data.mixture import open_prompts
@@ -30,6 +30,7 @@ from lora_moe_rl.models.directory import check_model_dir, find_local, resolve_mo
 from lora_moe_rl.models.fit import check_layout, check_replay
 from lora_moe_rl.models.tokenizer import check_tokenizer, load_tokenizer
 from lora_moe_rl.rewards.by_set import RewardsBySet
+from lora_moe_rl.rewards.runner import RewardRunner
 from lora_moe_rl.rollout.device import check_engine
 from lora_moe_rl.run import machine, reward_trial
 
@@ -167,32 +168,26 @@ class Preflight:
         return f"{data.path}: {len(self.rows[name]):,} rows"
 
     def _reward(self) -> str:
-        reward = self.config.reward
-        functions = {name: self._reward_of(name) for name in self.sources}
-        self.rewards = RewardsBySet(functions, reward.timeout_s)
+        config = self.config
+        functions = config.rewards()
+        for name, several in functions.items():
+            for one in several:
+                _require_function(name, one)
+        max_steps = config.trainer.steps * config.algorithm.optimizer_steps
+        self.rewards = RewardsBySet(functions, config.reward.timeout_s, max_steps)
         found = []
         for name, source in self.sources.items():
-            if name not in self.first:
-                function = functions[name][1]
-                found.append(_of_set(name, f"{function} is there; not called, that needs the data"))
-                continue
-            runner, row = self.rewards.of(name), self.first[name]
-            trial = reward_trial.call(runner, row, source, reward.max_failed)
-            self.warnings += [_of_set(name, warning) for warning in trial.warnings]
-            found.append(_of_set(name, trial.text))
+            for runner in self.rewards.of(name):
+                found.append(_of_set(name, self._tried(name, source, runner)))
         return "; ".join(found)
 
-    def _reward_of(self, name: str) -> tuple[str, str]:
-        """The key and the function of a data set's reward. Raises ConfigError when it has none."""
-        key, function = self.config.rewards()[name]
-        if function is None:
-            whose = f"data.sets.{name} has no reward: set data.sets.{name}.reward, or {key}"
-            what = whose if name else f"{key} is not set"
-            raise ConfigError(
-                f"{what}: name a function as module:function or file.py:function, or "
-                "lora_moe_rl.rewards:exact_match to compare with the answer column"
-            )
-        return key, function
+    def _tried(self, name: str, source: SourceConfig, runner: RewardRunner) -> str:
+        """What a function gives for a data set's first row, if that is here."""
+        if name not in self.first:
+            return f"{runner.function} is there; not called, that needs the data"
+        trial = reward_trial.call(runner, self.first[name], source, self.config.reward.max_failed)
+        self.warnings += [_of_set(name, warning) for warning in trial.warnings]
+        return trial.text
 
     def _layout(self) -> str:
         config, shape = self.config, self.shape
@@ -227,6 +222,17 @@ class Preflight:
         outside = self.source.filtered
         told = f", {outside:,} rows are left out by the filter" if outside else ""
         return f"{min(lengths)} to {max(lengths)} tokens of {most} that fit{told}"
+
+
+def _require_function(data_set: str, one: RewardFunction) -> None:
+    """Raises ConfigError when a reward has no function."""
+    if one.function is None:
+        whose = f"data.sets.{data_set} has no reward: set data.sets.{data_set}.reward, or {one.key}"
+        what = whose if data_set and not one.name else f"{one.key} is not set"
+        raise ConfigError(
+            f"{what}: name a function as module:function or file.py:function, or "
+            "lora_moe_rl.rewards:exact_match to compare with the answer column"
+        )
 
 
 def _of_set(name: str, text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,19 +24,14 @@ from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.models.fingerprint import base_record
 from lora_moe_rl.ports import Trainer
 from lora_moe_rl.rollout.facts import Dtype
-from lora_moe_rl.run.health import Health, group_metrics
+from lora_moe_rl.run.health import Health
 from lora_moe_rl.run.mismatch import MismatchBounds, sampled_versions
+from lora_moe_rl.run.reward_metrics import reward_metrics
 from lora_moe_rl.telemetry import console, names
 from lora_moe_rl.telemetry.clock import Clock
 from lora_moe_rl.telemetry.metrics import MetricsWriter
 
 log = logging.getLogger(__name__)
-
-SET_METRICS = {
-    "mean": names.REWARD,
-    "solved_all": names.SOLVED_ALL,
-    "solved_none": names.SOLVED_NONE,
-}
 
 
 @dataclass(frozen=True)
@@ -178,7 +173,7 @@ class Records:
         sampled_in = "total" if self.config.schedule.lag else "rollout"
         record |= rollout_metrics(facts.samples, clock.seconds[sampled_in])
         record |= age_metrics(facts.samples, facts.version)
-        record |= reward_metrics(facts.groups) | set_metrics(facts.groups, self.config.data.sets)
+        record |= reward_metrics(facts.groups, self.config)
         record |= {
             names.VERSION: facts.version,
             names.SKIPPED: facts.result.skipped,
@@ -196,13 +191,26 @@ class Records:
             log.info(warning)
         self.done = facts.step
 
+    def keep_unrewarded(self, step: int, groups: Sequence[Group], book: dict[str, Any]) -> None:
+        """What is kept of a step whose rewards stop the run: all its samples, and a checkpoint of
+        the step before it, from which the run goes on once the reward works again."""
+        self.run_dir.write_samples(step, groups, None, every=True)
+        console.warn(
+            f"all samples of step {step} are in {self.run_dir.samples_file}; --resume goes on "
+            f"after step {step - 1}"
+        )
+        if step > 1 and checkpoint.newest_step(self.run_dir.checkpoints) < step - 1:
+            self._write_checkpoint(step - 1, book)
+
     def checkpoint(self, step: int, book: dict[str, Any]) -> None:
         """Writes one when it is due, or the run's last: adapter, moments, counters and tickets,
         complete or not at all. `book` is the ticket book's state."""
         every = self.config.checkpoint.every
         last = step == self.config.trainer.steps or self.stop_requested
-        if not last and not (every and step % every == 0):
-            return
+        if last or (every and step % every == 0):
+            self._write_checkpoint(step, book)
+
+    def _write_checkpoint(self, step: int, book: dict[str, Any]) -> None:
         metadata: dict[str, Any] = {
             "step": step,
             **book,
@@ -246,31 +254,5 @@ def age_metrics(samples: Sequence[Sample], version: int) -> dict[str, float]:
 
 def _functions(config: RunConfig) -> str:
     """The run's rewards, each after the key that names it."""
-    return ", ".join(
-        f"{key}={function}" for key, function in dict.fromkeys(config.rewards().values())
-    )
-
-
-def set_metrics(groups: Sequence[Group], data_sets: Iterable[str]) -> dict[str, float]:
-    """Of each of several data sets: its groups in the step, and over them what `reward_metrics`
-    says of all; NaN for a set that has none in the step."""
-    found: dict[str, float] = {}
-    for name in data_sets:
-        own = [group for group in groups if group.prompt.data_set == name]
-        every = reward_metrics(own) if own else {}
-        found[names.of_set(name, "groups")] = len(own)
-        for what, metric in SET_METRICS.items():
-            found[names.of_set(name, what)] = every.get(metric, math.nan)
-    return found
-
-
-def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Over the samples that have a reward; NaN when none has."""
-    rewards = np.concatenate([group.rewards for group in groups])
-    given = rewards[~np.isnan(rewards)]
-    return {
-        names.REWARD: float(given.mean()) if len(given) else math.nan,
-        names.REWARD_STD: float(given.std()) if len(given) else math.nan,
-        names.REWARDS_FAILED: sum(len(group.failures) for group in groups),
-        **group_metrics(groups),
-    }
+    every = [one for functions in config.rewards().values() for one in functions]
+    return ", ".join(dict.fromkeys(f"{one.key}={one.function}" for one in every))

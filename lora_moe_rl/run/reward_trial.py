@@ -32,7 +32,7 @@ def call(rewards: RewardRunner, row: Row, config: SourceConfig, max_failed: floa
     one) and texts that are none. One that takes longer than PATIENCE_S is ended and only warned of:
     a run may wait reward.timeout_s for it. `config` is of the data set that the row is of.
 
-    Raises ConfigError when more of them fail than `max_failed`, a share, allows, and what
+    Raises ConfigError when all of them fail, or more than `max_failed`, a share, allows; and what
     `read_row` raises.
     """
     text, columns = read_row(row, config)
@@ -41,7 +41,7 @@ def call(rewards: RewardRunner, row: Row, config: SourceConfig, max_failed: floa
     samples = [_sample(completion) for completion in completions]
     prompt = Prompt(0, text, [0], columns)
     try:
-        values, failures = asyncio.run(_score(rewards, prompt, samples))
+        values, failures, _ = asyncio.run(_score(rewards, prompt, samples))
     except TimeoutError:
         rewards.close()
         late = (
@@ -49,10 +49,10 @@ def call(rewards: RewardRunner, row: Row, config: SourceConfig, max_failed: floa
             f"completions; a run waits up to reward.timeout_s={rewards.timeout_s:g} s a prompt"
         )
         return Trial(late, [late])
-    if len(failures) > max_failed * len(samples):
+    if len(failures) > max_failed * len(samples) or len(failures) == len(samples):
         raise ConfigError(
-            f"{rewards.key}={rewards.function} fails on made-up completions of the first prompt "
-            f"({row[0]}): {failures[0].partition(rewards.function)[2].strip()}"
+            f"{rewards.reward.key}={rewards.function} fails on made-up completions of the first "
+            f"prompt ({row[0]}): {failures[0].partition(rewards.function)[2].strip()}"
         )
     given = ", ".join(
         f"{_number(value)} for {_shown(completion, completion == str(answer))}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-REWARD, REWARD_STD, REWARDS_FAILED = "reward/mean", "reward/std", "reward/failed"
+REWARD, REWARD_STD = "reward/mean", "reward/std"
+REWARDS_NONE, REWARDS_FAILED = "reward/none", "reward/failed"
 SOLVED_ALL, SOLVED_NONE = "reward/solved_all", "reward/solved_none"
 LOSS = "loss/policy"
 ENTROPY = "policy/entropy"
@@ -29,6 +30,16 @@ STEP_SECONDS = "time/step"
 def of_set(data_set: str, what: str) -> str:
     """The metric of one of several data sets: `what` is mean, groups, solved_all or solved_none."""
     return f"reward/{data_set}/{what}"
+
+
+def of_function(function: str, what: str) -> str:
+    """The metric of one of several reward functions: `what` is mean, std, none or failed."""
+    return f"reward/{function}/{what}"
+
+
+def of_reward(name: str) -> str:
+    """The metric that a reward function has logged as `name`."""
+    return f"reward/{name}"
 
 
 def kl_of_age(age: int) -> str:

@@ -274,25 +274,29 @@ def test_failed_rewards_are_masked_and_counted_until_there_are_too_many(tmp_path
         tmp_path / "run",
         *(f"data.path={tmp_path}/rows.jsonl", "data.order=sequential", "trainer.steps=9"),
         *(f"reward.function={tmp_path}/reward.py:reward", "reward.max_failed=0.5"),
-        *("algorithm.prompts_per_step=5", "algorithm.group_size=4", "checkpoint.every=1"),
+        *("algorithm.prompts_per_step=5", "algorithm.group_size=4", "checkpoint.every=0"),
         "logging.samples_per_step=20",
         exit_code=1,
     )
     (record,) = run.records
     assert record["reward/failed"] == 5 and record["optim/skipped"] == 0
-    by_deed = {deed: [s for s in run.samples if s["row"] == deeds.index(deed)] for deed in deeds}
+    trained = [sample for sample in run.samples if sample["step"] == 1]
+    by_deed = {deed: [s for s in trained if s["row"] == deeds.index(deed)] for deed in deeds}
     rewards = {deed: [s["reward"] for s in samples] for deed, samples in by_deed.items()}
     assert rewards["raise"] == [None] * 4 == rewards["none"]
     assert rewards["nan"] == [None, 1.0, 2.0, 3.0]
     assert None not in rewards["fine"]
     # What has no reward has no say: no advantage, and its tokens are not in the loss.
-    unscored = [s for s in run.samples if s["reward"] is None]
+    unscored = [s for s in trained if s["reward"] is None]
     assert len(unscored) == 9 and all(s["advantage"] == 0 for s in unscored)
-    in_loss = sum(s["tokens"] for s in run.samples if s["reward"] is not None)
+    in_loss = sum(s["tokens"] for s in trained if s["reward"] is not None)
     assert record["loss/tokens"] == in_loss
 
     error = " ".join(run.output.split())
     assert "error: 12 of 20 rewards failed, more than reward.max_failed=0.5 allows" in error
     assert re.search(r"prompt [678]: \S+ raised RuntimeError\('no such luck'\)", error)
+    # The samples of the step that stopped the run are kept; what was trained before it is saved.
+    kept = [sample.get("failure") for sample in run.samples if sample["step"] == 2]
+    assert len(kept) == 20 and sum("no such luck" in str(reason) for reason in kept) == 12
     assert newest_valid(run.folder / "checkpoints").path.name == "step-000001"
     assert run.leftovers == []

@@ -19,13 +19,16 @@ class Rewarded:
     """The samples of a step. rewards: float64 [n], NaN for none. groups: int [n], the number of
     each sample's group. masks: bool [R] a sample, True for tokens that the policy wrote. values:
     float32 [R] a sample, a critic's before the update; None where there is no critic. penalties:
-    float64 [R] a sample, what the reward loses at each token; None for nothing."""
+    float64 [R] a sample, what the reward loses at each token; None for nothing. by_function:
+    float64 [n] of each of several reward functions, NaN for none; weights: of each of them."""
 
     rewards: np.ndarray
     groups: np.ndarray
     masks: Sequence[np.ndarray]
     values: Sequence[np.ndarray] | None = None
     penalties: Sequence[np.ndarray] | None = None
+    by_function: Sequence[np.ndarray] = ()
+    weights: Sequence[float] = ()
 
     def of_tokens(self) -> list[np.ndarray]:
         """float64 [R] of each sample: minus the penalty of each token that the policy wrote, plus
@@ -54,11 +57,13 @@ class Advantage(Part):
 
     `compares_group`: whether one sample a prompt is too few. `takes_negative`: whether a reward may
     be below 0. `needs_values`: whether it wants a critic's value of each token.
+    `separates_rewards`: whether it looks at each of several reward functions by itself.
     """
 
     compares_group: ClassVar[bool] = True
     takes_negative: ClassVar[bool] = True
     needs_values: ClassVar[bool] = False
+    separates_rewards: ClassVar[bool] = False
 
     def of_group(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Advantages [k] of the k samples of one group that have a reward, which are at least two
@@ -74,7 +79,10 @@ class Advantage(Part):
     def of_samples(self, step: Rewarded) -> np.ndarray:
         """float64 [n]: 0 for a sample without a reward, which says nothing about the others, and
         for all of a group that has nothing to compare."""
-        every = step.of_samples()
+        return self.compared(step.of_samples(), step)
+
+    def compared(self, every: np.ndarray, step: Rewarded) -> np.ndarray:
+        """The same for `every`, float64 [n], in the place of the samples' rewards."""
         found, given = np.zeros(len(every)), ~np.isnan(every)
         lengths = np.array([mask.sum() for mask in step.masks], dtype=np.int64)
         for group in np.unique(step.groups):

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from lora_moe_rl.algorithms.advantages.base import Rewarded
-from lora_moe_rl.algorithms.base import Algorithm, Known, Loss, Pass, Reduce, Signal, Tokens
+from lora_moe_rl.algorithms.base import (
+    Algorithm,
+    Known,
+    Loss,
+    Pass,
+    Reduce,
+    Signal,
+    Tokens,
+    apart,
+)
 from lora_moe_rl.algorithms.parts.composing import (
     settings_class,
     settings_of_each,
@@ -111,10 +120,13 @@ class PolicyGradient(Algorithm):
         sizes = [len(group.samples) for group in groups]
         samples = [sample for group in groups for sample in group.samples]
         rewards = [self._rewards(group) for group in groups]
+        by_function = each_function(groups) if self._advantage.separates_rewards else {}
         step = Rewarded(
             np.concatenate(rewards),
             np.repeat(np.arange(len(groups)), sizes),
             [sample.mask for sample in samples],
+            by_function=[values for _, values in by_function.values()],
+            weights=[weight for weight, _ in by_function.values()],
         )
         advantages = iter(self._advantage.of_step(step))
         signals = [
@@ -123,6 +135,15 @@ class PolicyGradient(Algorithm):
         if not self.revises:
             return signals
         return [replace(one, rewards=own) for one, own in zip(signals, rewards, strict=True)]
+
+    def has_signal(self, group: Group) -> bool:
+        if not self._advantage.separates_rewards:
+            return super().has_signal(group)
+        failed = np.isnan(group.rewards)
+        return any(
+            apart(np.where(failed, np.nan, values), self.settings.equal_within)
+            for _, values in each_function([group]).values()
+        )
 
     def revised(self, step: Known) -> list[np.ndarray]:
         """Advantages of the critic's values, if there is one, and of rewards from which each
@@ -216,6 +237,21 @@ class PolicyGradient(Algorithm):
             return None
         policy = tokens.logprobs if self.settings.kl_in == "loss" else tokens.old
         return estimate(self.settings.kl_estimate, policy, tokens.reference)
+
+
+def each_function(groups: Sequence[Group]) -> dict[str, tuple[float, np.ndarray]]:
+    """The weight of each of several reward functions, and what it gave the samples of all groups:
+    float64 [n], NaN for none. Those of weight 0 are left out."""
+    every = [one for group in groups for one in group.details.by_function.items()]
+    found = {}
+    for name, weight in {name: one.weight for name, one in every if one.weight}.items():
+        values = []
+        for group in groups:
+            own = group.details.by_function.get(name)
+            none = np.full(len(group.samples), np.nan)
+            values.append(none if own is None else np.asarray(own.rewards, np.float64))
+        found[name] = weight, np.concatenate(values)
+    return found
 
 
 def _named(preset: type[PolicyGradient], value: Mapping[str, Any]) -> dict[str, Any]:

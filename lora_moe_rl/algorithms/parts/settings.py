@@ -126,6 +126,12 @@ class PolicyGradientConfig(AlgorithmConfig):
                 f"algorithm.overlong_buffer={self.overlong_buffer} makes a reward of 0 negative "
                 "near the longest response; set one of them, or mask_truncated=true for the buffer"
             )
+        if advantage.separates_rewards and self.overlong_buffer:
+            raise ValueError(
+                f"algorithm.advantage={self.advantage} normalizes each reward function by itself, "
+                f"and algorithm.overlong_buffer={self.overlong_buffer} takes from their sum; make "
+                "the punishment one of reward.functions, or take mask_truncated=true"
+            )
         if self.group_size > 1:
             return
         if advantage.compares_group:
@@ -150,6 +156,15 @@ class PolicyGradientConfig(AlgorithmConfig):
             raise ValueError(
                 "algorithm.kl_estimator=k3+ differs from k3 by its gradient, and with "
                 "algorithm.kl_in=reward there is none; take k3"
+            )
+        if (
+            self.kl_in == "reward"
+            and self.kl_coef
+            and PARTS["advantage"].find(self.advantage).separates_rewards
+        ):
+            raise ValueError(
+                f"algorithm.advantage={self.advantage} normalizes each reward function by itself, "
+                "and algorithm.kl_in=reward takes a KL from their sum; take kl_in=loss"
             )
         takes_negative = PARTS["advantage"].find(self.advantage).takes_negative
         if self.kl_in == "reward" and self.kl_coef and not takes_negative:

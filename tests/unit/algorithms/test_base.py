@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lora_moe_rl import algorithms
-from lora_moe_rl.algorithms.base import has_signal, signals_of
+from lora_moe_rl.algorithms.base import signals_of
 from lora_moe_rl.algorithms.rloo import RLOO
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
@@ -102,7 +102,7 @@ def test_a_reward_sinks_near_the_longest_response():
     [([1, 0], True), ([0.3, 0.3 + 1e-7], False), ([1, NAN], False), ([NAN, NAN], False)],
 )
 def test_a_group_has_a_signal_when_rewards_differ(rewards, expected):
-    assert has_signal(group_of(rewards), equal_within=1e-6) == expected
+    assert made().has_signal(group_of(rewards)) == expected
 
 
 @pytest.mark.parametrize(("equal_within", "expected"), [(1e-6, True), (0.05, False), (0.0, True)])
@@ -111,5 +111,5 @@ def test_what_counts_as_equal_is_one_bound_for_drawing_again_and_for_advantages(
 ):
     algorithm, group = made(equal_within=equal_within), group_of([0.30, 0.33, 0.34])
     (signal,) = signals_of(algorithm, [group])
-    assert has_signal(group, algorithm.settings.equal_within) == expected
+    assert algorithm.has_signal(group) == expected
     assert any(advantage.any() for advantage in signal.advantages) == expected

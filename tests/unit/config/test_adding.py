@@ -19,12 +19,12 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.config.plugins import ENVIRONMENTS
 from lora_moe_rl.config.recipes import load_config, resolve
-from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
+from lora_moe_rl.data.samples import Details, Group, Prompt, Sample, Scores, Segment
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.importing import load_function
 from lora_moe_rl.files.run_dir import RunDir
-from lora_moe_rl.rewards.runner import RewardRunner
 from lora_moe_rl.telemetry.metrics import MetricsWriter
+from tests.helpers.reward_calls import runner_of
 
 ROOT = Path(__file__).parents[3]
 PAGES = ROOT / "docs/adding"
@@ -153,7 +153,7 @@ class WrittenPolicy:
 
 class WrittenRewards:
     async def score(self, prompt, samples):
-        return np.array([1.0, 1.0, NAN], np.float32), ["the third failed"]
+        return Scores(np.array([1.0, 1.0, NAN], np.float32), ["the third failed"], Details())
 
 
 async def test_the_environment_takes_its_cost_from_rewards(tmp_path):
@@ -175,13 +175,13 @@ def texts(*completions: str) -> list[Sample]:
 @pytest.mark.seconds  # starts processes
 async def test_the_reward_is_called_with_columns_and_a_failure_is_no_reward(tmp_path):
     config = override(RunConfig(), [f"reward.function={toy('reward.md', tmp_path)}:near"])
-    with RewardRunner(config.reward.function, config.reward.timeout_s) as runner:
+    with runner_of(config.reward.function, config.reward.timeout_s) as runner:
         samples = texts("12", "13", "15", "x")
-        rewards, failures = await runner.score(Prompt(0, "?", [1], {"answer": "12"}), samples)
+        rewards, failures, _ = await runner.score(Prompt(0, "?", [1], {"answer": "12"}), samples)
         assert (rewards.tolist(), failures) == ([1.0, 0.5, 0.0, 0.0], [])
-        rewards, failures = await runner.score(Prompt(1, "?", [1], {"answer": "pi"}), samples)
+        rewards, failures, _ = await runner.score(Prompt(1, "?", [1], {"answer": "pi"}), samples)
         assert np.isnan(rewards).all() and failures == []
-        rewards, failures = await runner.score(Prompt(2, "?", [1]), samples)
+        rewards, failures, _ = await runner.score(Prompt(2, "?", [1]), samples)
         assert np.isnan(rewards).all() and len(failures) == 4 and "'answer'" in failures[0]
 
 

@@ -248,6 +248,51 @@ def test_every_fault_is_told_at_once():
             "data.sets.a=a.jsonl data.sets.a.reward=m:f reward.function=m:g",
             ["reward.function=m:g has no effect: every set"],
         ),
+        (
+            "reward.function=m:f reward.functions.a=m:g",
+            ["reward.function=m:f has no effect beside reward.functions (a)"],
+        ),
+        ("reward.args.scale=2", ['reward.args={"scale": 2}', "with reward.function=null"]),
+        (
+            "data.sets.a=a.jsonl reward.functions.a=m:f",
+            ["a is a name in data.sets and in reward.functions"],
+        ),
+        (
+            "data.sets.x=a.jsonl data.sets.x.reward=rigth reward.functions.right=m:f",
+            ["data.sets.x.reward=rigth: 'rigth' is not of the form", "did you mean right?"],
+        ),
+        (
+            "data.sets.x=a.jsonl data.sets.x.reward=m",
+            ["data.sets.x.reward=m: 'm' is not of the form", "of which there are none"],
+        ),
+        (
+            "data.sets.x=a.jsonl data.sets.x.reward=a,a reward.functions.a=m:f",
+            ["data.sets.x.reward=a,a names a function twice"],
+        ),
+        (
+            "data.sets.x=a.jsonl data.sets.x.reward=a reward.functions.a=m:f "
+            "reward.functions.b=m:f",
+            ["reward.functions.b has no effect: every set of data.sets has a reward"],
+        ),
+        ("reward.functions.a=m:f reward.functions.a.weight=0", ["a have weight=0"]),
+        (
+            "algorithm.advantage=gdpo reward.function=m:f",
+            ["algorithm.advantage=gdpo normalizes each of several", "reward.function is alone"],
+        ),
+        (
+            "algorithm.advantage=gdpo reward.functions.a=m:f reward.functions.b=m:f "
+            "reward.functions.b.weight=0",
+            ["algorithm.advantage=gdpo", "reward.functions.a.function is alone with a weight"],
+        ),
+        (
+            "algorithm.advantage=gdpo algorithm.overlong_buffer=4",
+            ["algorithm.advantage=gdpo", "algorithm.overlong_buffer=4 takes from their sum"],
+        ),
+        (
+            "algorithm.advantage=gdpo algorithm.kl_in=reward algorithm.kl_coef=0.1",
+            ["algorithm.advantage=gdpo", "algorithm.kl_in=reward takes a KL from their sum"],
+        ),
+        ("algorithm.advantage=gdpo algorithm.normalize_std=true", ["normalize_std", "gdpo"]),
     ],
 )
 def test_an_option_that_does_not_apply_names_both(arguments, named):
@@ -266,10 +311,36 @@ def test_an_option_that_does_not_apply_names_both(arguments, named):
         "data.path=org/set data.split=test",
         "data.sets.a=org/set data.sets.a.split=test",
         "data.sets.a=a.jsonl data.sets.a.reward=m:f data.sets.b=b.jsonl reward.function=m:g",
+        "reward=m:f reward.args.scale=2",
+        "algorithm.advantage=gdpo reward.functions.a=m:f reward.functions.b=m:g",
     ],
 )
 def test_an_option_that_applies_or_has_its_default_is_fine(arguments):
     changed(*arguments.split())
+
+
+def test_reward_functions_are_laid_over_those_of_a_recipe_and_chosen_by_set():
+    config = changed(
+        "data.sets.x=x.jsonl",
+        "data.sets.y=y.jsonl",
+        "data.sets.z=z.jsonl",
+        "reward.functions.a=m:f",
+        "reward.functions.b=m:g",
+        "reward.functions.c.function=m:h",
+        "reward.functions.b.weight=-0.5",
+        "reward.functions.b.args.scale=2",
+        "reward.functions.c=null",
+        "data.sets.y.reward=b",
+        "data.sets.z.reward=m:k",
+    )
+    found = {
+        data_set: [(one.name, one.key, one.function, one.args, one.weight) for one in functions]
+        for data_set, functions in config.rewards().items()
+    }
+    a = ("a", "reward.functions.a.function", "m:f", {}, 1.0)
+    b = ("b", "reward.functions.b.function", "m:g", {"scale": 2}, -0.5)
+    own = ("", "data.sets.z.reward", "m:k", {}, 1.0)
+    assert found == {"x": [a, b], "y": [b], "z": [own]}
 
 
 FILES = {

@@ -13,7 +13,7 @@ from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.config.recipes import load_config, resolve
-from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
+from lora_moe_rl.data.samples import FunctionRewards, Group, Prompt, Sample, Segment
 from lora_moe_rl.errors import RunDirError
 from lora_moe_rl.files.checkpoint import write_checkpoint
 from lora_moe_rl.files.run_dir import RunDir, read_jsonl, tail
@@ -174,6 +174,23 @@ def test_separators_of_unicode_end_no_line(tmp_path):
     assert record["step"] == 1 and record["prompt"] == record["response"] == text
     (cut,) = read_jsonl(run_dir.path / "samples.jsonl.bak")
     assert cut["step"] == 2 and cut["response"] == text
+
+
+def test_a_sample_tells_what_each_function_gave_and_what_they_logged(tmp_path):
+    config = config_in(tmp_path / "run", "logging.samples_per_step=8")
+    groups, signals = groups_of(1)
+    told, silent = groups[0].details, groups[1].details
+    told.by_function["right"] = FunctionRewards(1.0, np.array([1, 0, np.nan, 1], np.float32))
+    told.extra["right/why"] = ["a", "b", "c", "d"]
+    told.reasons[2] = "prompt 10: m:f raised"
+    assert not silent.by_function
+    with RunDir(config, False) as run_dir:
+        run_dir.write_samples(1, groups, signals)
+    records = list(read_jsonl(run_dir.samples_file))
+    assert [one["rewards"] for one in records[:4]] == [{"right": v} for v in (1, 0, None, 1)]
+    assert [one["extra"]["right/why"] for one in records[:4]] == ["a", "b", "c", "d"]
+    assert records[2]["failure"] == "prompt 10: m:f raised" and "failure" not in records[1]
+    assert not {"rewards", "extra", "failure"} & records[4].keys()
 
 
 def test_samples_are_spread_over_the_prompts(tmp_path):

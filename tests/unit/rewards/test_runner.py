@@ -9,18 +9,19 @@ import numpy as np
 import psutil
 import pytest
 
-from lora_moe_rl.data.samples import Prompt, Sample, Segment
+from lora_moe_rl.data.samples import Prompt
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.rewards import exact_match, math_verify, number_match
 from lora_moe_rl.rewards import runner as rewards_runner
-from lora_moe_rl.rewards.runner import RewardRunner
+from tests.helpers.reward_calls import runner_of, sample_of
 
 FUNCTIONS = '''
 import asyncio, os, time
 
 def seen(prompts, completions, completion_ids, answer, **kwargs):
     assert prompts == ["a"] * 2 and completion_ids == [[1], [1, 1]], (prompts, completion_ids)
-    assert kwargs == {"level": [3, 3]}, kwargs
+    logs = [kwargs.pop(name) for name in ("trainer_state", "log_extra", "log_metric")]
+    assert kwargs == {"level": [3, 3]} and all(logs), kwargs
     return [float(c == a) for c, a in zip(completions, answer)]
 
 def only_completions(completions):
@@ -73,11 +74,6 @@ def step(texts, group_size=4, columns=None, completion="x"):
     return [(prompt, samples) for prompt in prompts]
 
 
-def sample_of(tokens: int, text: str) -> Sample:
-    response = Segment.sampled([1] * tokens, np.zeros(tokens), 0)
-    return Sample((Segment.given("user", [1]), response), "stop", text)
-
-
 def score(runner, groups) -> tuple[np.ndarray, list[str]]:
     """Rewards and failures of all groups, which are scored at the same time."""
 
@@ -85,36 +81,36 @@ def score(runner, groups) -> tuple[np.ndarray, list[str]]:
         return await asyncio.gather(*(runner.score(*group) for group in groups))
 
     found = asyncio.run(together())
-    return np.concatenate([r for r, _ in found]), [line for _, lines in found for line in lines]
+    return np.concatenate([r for r, *_ in found]), [line for _, lines, _ in found for line in lines]
 
 
 @pytest.fixture(scope="module")
 def deed(functions):
-    with RewardRunner(f"{functions}:deed", timeout_s=1.0) as runner:
+    with runner_of(f"{functions}:deed", timeout_s=1.0) as runner:
         yield runner
 
 
 def test_keywords_are_those_of_trl(functions):
-    with RewardRunner(f"{functions}:seen", timeout_s=10) as runner:
+    with runner_of(f"{functions}:seen", timeout_s=10) as runner:
         rewards, failures = score(runner, step(["a"], 2, {"answer": "x", "level": 3}))
     assert failures == [] and rewards.tolist() == [1.0, 1.0] and rewards.dtype == np.float32
 
 
 def test_a_function_gets_only_what_it_names(functions):
-    with RewardRunner(f"{functions}:only_completions", timeout_s=10) as runner:
+    with runner_of(f"{functions}:only_completions", timeout_s=10) as runner:
         rewards, failures = score(runner, step(["a", "b"], 2, {"answer": "x"}, completion="xyz"))
     assert failures == [] and rewards.tolist() == [3.0] * 4
 
 
 def test_each_sample_has_the_reward_of_its_own_completion(functions):
     samples = [sample_of(1, "x" * length) for length in (3, 1, 2)]
-    with RewardRunner(f"{functions}:only_completions", timeout_s=10) as runner:
+    with runner_of(f"{functions}:only_completions", timeout_s=10) as runner:
         rewards, _ = score(runner, [(Prompt(0, "a", [1], {}), samples)])
     assert rewards.tolist() == [3, 1, 2]
 
 
 def test_messages_in_messages_out(functions):
-    with RewardRunner(f"{functions}:messages", timeout_s=10) as runner:
+    with runner_of(f"{functions}:messages", timeout_s=10) as runner:
         rewards, failures = score(runner, step([[{"role": "user", "content": "hi"}]], 2))
     assert failures == [] and rewards.tolist() == [1.0, 1.0]
 
@@ -162,7 +158,7 @@ def test_none_is_masked_and_no_failure(deed):
 
 
 def test_async_prompts_run_together_and_time_out_alone(functions):
-    with RewardRunner(f"{functions}:slow_async", timeout_s=1.0) as runner:
+    with runner_of(f"{functions}:slow_async", timeout_s=1.0) as runner:
         start = time.monotonic()
         rewards, failures = score(runner, step(["good"] * 9 + ["bad"] + ["good"] * 10, 2))
         seconds = time.monotonic() - start
@@ -182,17 +178,17 @@ def test_async_prompts_run_together_and_time_out_alone(functions):
 )
 def test_a_function_that_cannot_be_imported(spec, reason):
     with pytest.raises(ConfigError, match=reason):
-        RewardRunner(spec, timeout_s=1)
+        runner_of(spec, timeout_s=1)
 
 
 def test_a_file_that_ends_its_process_at_import(tmp_path):
     (tmp_path / "evil.py").write_text("import os\nos._exit(5)\n")
     with pytest.raises(ConfigError, match="exit code 5"):
-        RewardRunner(f"{tmp_path / 'evil.py'}:f", timeout_s=1)
+        runner_of(f"{tmp_path / 'evil.py'}:f", timeout_s=1)
 
 
 def test_close_ends_the_processes(functions):
-    runner = RewardRunner(f"{functions}:deed", timeout_s=1)
+    runner = runner_of(f"{functions}:deed", timeout_s=1)
     processes = [worker.process for worker in runner._workers]
     runner.close()
     assert all(process.poll() is not None for process in processes)
@@ -222,7 +218,7 @@ def lives(pid: int) -> bool:
 def test_a_late_worker_ends_with_all_that_it_started(tmp_path):
     (tmp_path / "starts.py").write_text(STARTS_OTHERS)
     pids = tmp_path / "pids"
-    with RewardRunner(f"{tmp_path}/starts.py:reward", timeout_s=5) as runner:
+    with runner_of(f"{tmp_path}/starts.py:reward", timeout_s=5) as runner:
         _, failures = score(runner, step(["a"], 1, {"file": str(pids)}))
         assert "took longer than" in failures[0]
         started = [int(pid) for pid in pids.read_text().split()]
@@ -238,7 +234,7 @@ def test_a_worker_that_cannot_start_again_is_ended(tmp_path, monkeypatch):
         "if len(list(folder.glob('*.pid'))) > 2: time.sleep(600)\n"
         "def reward(completions): os._exit(3)\n"
     )
-    with RewardRunner(f"{tmp_path}/once.py:reward", timeout_s=60) as runner:
+    with runner_of(f"{tmp_path}/once.py:reward", timeout_s=60) as runner:
         monkeypatch.setattr(rewards_runner, "START_TIMEOUT_S", 5.0)
         _, failures = score(runner, step(["a", "b", "c"], 1))
         reasons = ["exit code 3", "exit code 3", "could not be started again"]
@@ -293,7 +289,7 @@ def test_a_completion_that_math_verify_never_comes_back_from():
     """It computes what a model wrote; the process is ended, and the sample has no reward."""
     (a, _), (b, _) = step(["a", "b"], 1, {"answer": "7"})
     groups = [(a, [sample_of(1, "\\boxed{9^{9^9}}")]), (b, [sample_of(1, "\\boxed{7}")])]
-    with RewardRunner("lora_moe_rl.rewards:math_verify", timeout_s=4) as runner:
+    with runner_of("lora_moe_rl.rewards:math_verify", timeout_s=4) as runner:
         rewards, failures = score(runner, groups)
     assert np.isnan(rewards[0]) and "took longer than reward.timeout_s=4" in failures[0]
     assert rewards[1] == 1.0

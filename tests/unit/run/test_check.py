@@ -20,6 +20,11 @@ def same(completions, **_): return [0.5] * len(completions)
 def slow(completions, **_): time.sleep(60)
 def none(completions, **_): return [None] * len(completions)
 def half(completions, **_): return [1.0, None, float("nan")]
+def pairs(completions, **_): return [[1.0, 2.0]] * len(completions)
+def group(completions, **_): return [1.0]
+def needs(completions, level): return [1.0] * len(completions)
+def verls(solution_str, ground_truth, data_source, extra_info):
+    return float(solution_str == ground_truth)
 """
 
 
@@ -85,6 +90,28 @@ def test_all_that_is_wrong_is_told_at_once(check):
 def test_a_reward_that_is_strange_is_a_warning(check, function, told):
     code, found, _ = check(f"reward.function=rewards.py:{function}")
     assert code == 0 and found["reward"][0] == "warning" and told in found["reward"][1]
+
+
+def test_several_functions_are_called_each_in_the_style_that_it_is_written_in(check):
+    several = ("reward.functions.a=rewards.py:right", "reward.functions.b=rewards.py:verls")
+    code, found, _ = check("reward.function=null", *several)
+    given = "gave 1 for the answer '0', 0 for '', 0 for 'I do not know.'"
+    assert code == 0 and found["reward"][1].count(given) == 2
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("pairs", "returned [1.0, 2.0], not a finite number in float32"),
+        ("group", "returned [1.0] for 3 samples, not one reward for each"),
+        ("needs", "missing 1 required positional argument: 'level'"),
+    ],
+)
+def test_rewards_of_another_number_are_an_error_whatever_share_may_fail(check, function, reason):
+    several = ("reward.functions.a=rewards.py:right", f"reward.functions.b=rewards.py:{function}")
+    code, found, _ = check("reward.function=null", "reward.max_failed=1", *several)
+    assert code == 2 and found["reward"][0] == "error" and reason in found["reward"][1]
+    assert found["reward"][1].startswith("reward.functions.b.function=")
 
 
 SETS = (

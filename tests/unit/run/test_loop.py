@@ -87,12 +87,13 @@ class Environment:
 
 
 class Records:
-    """`refuses`: raises for this step's update."""
+    """`refuses`: raises for this step's update; `unrewarded`: for this step's rewards."""
 
     stop_requested = False
 
-    def __init__(self, refuses=0):
-        self.refuses, self.steps, self.again = refuses, [], 0
+    def __init__(self, refuses=0, unrewarded=0):
+        self.refuses, self.unrewarded, self.steps, self.again = refuses, unrewarded, [], 0
+        self.kept: list[tuple] = []
         self.updated: list[tuple[int, int]] = []
 
     def progress(self):
@@ -108,7 +109,12 @@ class Records:
 
     def rolled(self, number): ...
 
-    def check_rewards(self, groups): ...
+    def check_rewards(self, groups):
+        if len(self.steps) + 1 == self.unrewarded:
+            raise RewardError("the judge is gone")
+
+    def keep_unrewarded(self, step, groups, book):
+        self.kept.append((step, [group.prompt.row for group in groups], book))
 
     def check_ages(self, step, groups, version):
         assert len(groups) == 2
@@ -122,7 +128,7 @@ class Records:
     def checkpoint(self, step, book): ...
 
 
-def run(engines=None, refuses=0, lag=0, equal=0, config=CONFIG) -> SimpleNamespace:
+def run(engines=None, refuses=0, lag=0, equal=0, config=CONFIG, unrewarded=0) -> SimpleNamespace:
     """Ends as the run does; what it was made of can be looked at in any case."""
     events: list[str] = []
     engines = engines or Engines()
@@ -130,7 +136,7 @@ def run(engines=None, refuses=0, lag=0, equal=0, config=CONFIG) -> SimpleNamespa
     made = SimpleNamespace(
         trainer=Trainer(events),
         engines=engines,
-        records=Records(refuses),
+        records=Records(refuses, unrewarded),
         events=events,
         error=None,
     )
@@ -223,3 +229,10 @@ def test_the_proof_takes_pieces_of_the_steps_own_samples():
     for sequences, batch in zip(probed, made.trainer.batches, strict=True):
         of_step = [token_ids.tolist() for token_ids in batch.token_ids]
         assert len(sequences) == 4 and all(piece in of_step for piece in sequences[2:])
+
+
+def test_a_step_whose_rewards_stop_the_run_is_kept_and_drawn_again():
+    made = run(unrewarded=2)
+    assert isinstance(made.error, RewardError) and len(made.records.steps) == 1
+    ((step, rows, book),) = made.records.kept
+    assert (step, rows, book["data"]) == (2, [2, 3], {"drawn": 2})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -12,7 +12,8 @@ import pytest
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment, UpdateResult
 from lora_moe_rl.errors import NonFiniteError, NothingTrainedError, RewardError
-from lora_moe_rl.run.records import Records, reward_metrics, set_metrics
+from lora_moe_rl.files.run_dir import RunDir, read_jsonl
+from lora_moe_rl.run.records import Records
 
 SAMPLES = 6
 
@@ -75,27 +76,33 @@ def test_the_message_of_no_rewards_names_the_function_of_every_set(tmp_path):
         records.check_rewards([none])
 
 
-def test_each_data_set_has_metrics_of_its_own():
-    groups = [a_group() for _ in range(4)]
-    for group, name in zip(groups, ["a", "b", "a", "a"], strict=True):
-        group.prompt = replace(group.prompt, data_set=name)
-    groups[0].rewards[:], groups[1].rewards[:] = 1, [0, 2, 2, 2, 0, 0]
-    groups[3].rewards[:3] = [1, 1, math.nan]
-    found = set_metrics(groups, ["a", "b", "c"])
-    # Of a: 6 times 1, 6 times 0, and 1, 1, 0, 0, 0.
-    expected = {"a/groups": 3, "a/mean": 8 / 17, "a/solved_all": 1 / 3, "a/solved_none": 1 / 3}
-    expected |= {"b/groups": 1, "b/mean": 1, "b/solved_all": 0, "b/solved_none": 0, "c/groups": 0}
-    given = {name: value for name, value in found.items() if not math.isnan(value)}
-    assert given == pytest.approx({f"reward/{name}": value for name, value in expected.items()})
-    assert len(found) == 12 and set_metrics(groups, []) == {}
+class Saving(Exception):
+    """Raised by a trainer that is asked for its state."""
 
 
-def test_failed_rewards_are_counted_and_not_in_the_mean():
-    one, other = a_group(), a_group()
-    one.rewards[:], other.rewards[:] = [1, 3, math.nan, 1, 3, 2], math.nan
-    one.failures.append("prompt 0: raised")
-    found = reward_metrics([one, other])
-    # Of 1, 3, 1, 3, 2: mean 2, deviation sqrt(4 / 5).
-    expected = {"reward/mean": 2, "reward/std": 0.8**0.5, "reward/failed": 1}
-    assert {name: found[name] for name in expected} == pytest.approx(expected)
-    assert math.isnan(reward_metrics([other])["reward/mean"])
+class Trainer:
+    def save(self, directory):
+        raise Saving
+
+
+@pytest.mark.parametrize(
+    ("newest", "step", "saves"), [(0, 1, False), (4, 5, False), (3, 5, True), (0, 2, True)]
+)
+def test_a_step_without_rewards_leaves_its_samples_and_a_checkpoint_of_the_step_before(
+    tmp_path, newest, step, saves
+):
+    (tmp_path / "config.json").write_text("{}")
+    config = RunConfig(logging={"run_dir": str(tmp_path / "run"), "samples_per_step": 1})
+    group = a_group()
+    group.rewards[:] = math.nan
+    group.details.reasons[2] = "prompt 0: the judge is gone"
+    with RunDir(config, resume=False) as run_dir:
+        if newest:
+            (run_dir.checkpoints / f"step-{newest:06d}").mkdir()
+        records = Records(config, None, tmp_path, run_dir, Trainer(), None, done=4, dtype="float32")
+        with pytest.raises(Saving) if saves else nullcontext():
+            records.keep_unrewarded(step, [group, group], {})
+        kept = list(read_jsonl(run_dir.samples_file))
+    assert len(kept) == 2 * SAMPLES and {one["step"] for one in kept} == {step}
+    assert [one.get("failure") for one in kept[1:4]] == [None, "prompt 0: the judge is gone", None]
+    assert kept[0]["reward"] is None and kept[0]["advantage"] is None

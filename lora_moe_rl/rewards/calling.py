@@ -1,0 +1,189 @@
+"""A user's reward function as a worker calls it: which keywords it gets, what it may return."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.files.importing import load_function
+from lora_moe_rl.rewards import verl_style
+
+Outcome = list[float | str | None]  # a reward, None: not applicable, or why there is none
+
+SAMPLES = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+# What a run itself puts under reward/: a function may not log another number by such a name.
+TAKEN = ("mean", "std", "none", "failed", "solved_all", "solved_none", "groups")
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What TRL's `trainer_state` says here. global_step: optimizer steps that the adapter had seen
+    which sampled the completions. max_steps: those of the whole run."""
+
+    global_step: int
+    max_steps: int
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"trainer_state has global_step and max_steps here, and no {name}")
+
+
+@dataclass
+class Logged:
+    """What one call logs: TRL's `log_extra` and `log_metric` are methods of it."""
+
+    num_samples: int
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+
+    def extra(self, column: str, values: list[Any]) -> None:
+        """A column of samples.jsonl, a value a sample. What JSON does not know is written as its
+        repr. Raises ValueError for another number of values."""
+        values = list(values)
+        if len(values) != self.num_samples:
+            raise ValueError(
+                f"log_extra({column!r}) got {len(values)} values for {self.num_samples} samples"
+            )
+        self.columns[str(column)] = json.loads(json.dumps(values, default=repr))
+
+    def metric(self, name: str, value: float) -> None:
+        """A number of metrics.jsonl; those of a step are averaged. Raises ValueError for a name
+        that the run itself uses."""
+        if str(name).rpartition("/")[2] in TAKEN:
+            raise ValueError(f"log_metric({name!r}): the run has a metric of that name already")
+        self.metrics.setdefault(str(name), []).append(float(value))
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward function. keywords: the names of its parameters, None if it takes any. fixed: those
+    that its arguments set, which no column of the data changes."""
+
+    function: Callable
+    keywords: frozenset[str] | None
+    fixed: frozenset[str]
+    is_async: bool
+
+    @classmethod
+    def load(cls, spec: str, args: dict[str, Any]) -> Reward:
+        """Raises ConfigError when there is no such function, or when it does not take `args`."""
+        found = load_function(spec)
+        _check_args(spec, found, args)
+        if isinstance(found, type):
+            function, fixed = _made(spec, found, args), frozenset()
+        else:
+            function, fixed = partial(found, **args), frozenset(args)
+        if not callable(function):
+            raise ConfigError(f"{spec!r} makes a {type(function).__name__}, which has no __call__")
+        is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+        if verl_style.is_verl_style(function):
+            by_prompt = verl_style.by_prompt_async if is_async else verl_style.by_prompt
+            function = by_prompt(function)
+        return cls(function, accepted_keywords(function), fixed, is_async)
+
+    def call(self, arguments: dict[str, Any], logged: Logged) -> Any:
+        """What the function returns for one prompt; a coroutine if it is async."""
+        values = expand(arguments, self.keywords, logged)
+        return self.function(**{k: v for k, v in values.items() if k not in self.fixed})
+
+
+def _made(spec: str, kind: type, args: dict[str, Any]) -> Callable:
+    try:
+        return kind(**args)
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's own code
+        raise ConfigError(f"{spec} could not be made with its args: {short(error)}") from error
+
+
+def _check_args(spec: str, function: Callable, args: dict[str, Any]) -> None:
+    """Arguments must be parameters by name: **kwargs, which takes columns, would hide a slip."""
+    parameters = inspect.signature(function).parameters.values()
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    own = [name for name in named if name not in SAMPLES]
+    for name in args:
+        if name not in own:
+            close = difflib.get_close_matches(name, own, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            takes = f"it takes {', '.join(own)}" if own else "it takes none"
+            raise ConfigError(f"{spec} has no argument {name!r} (args.{name}); {hint}{takes}")
+    if not isinstance(function, type):
+        return
+    for parameter in parameters:
+        needed = parameter.default is parameter.empty and parameter.name in named
+        if needed and parameter.name not in args:
+            raise ConfigError(
+                f"{spec} needs an argument {parameter.name!r}: set args.{parameter.name}=VALUE "
+                "beside the key that names it"
+            )
+
+
+def accepted_keywords(function: Callable) -> frozenset[str] | None:
+    """The names of the function's parameters, or None if it takes any keyword."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return frozenset(
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    )
+
+
+def expand(
+    arguments: dict[str, Any], keywords: frozenset[str] | None, logged: Logged
+) -> dict[str, Any]:
+    """The keywords of one call: `columns` hold a value a prompt, the function gets one a sample."""
+    num_samples = len(arguments["completions"])
+    values: dict[str, Any] = {k: [v] * num_samples for k, v in arguments["columns"].items()}
+    values["prompts"] = [arguments["prompt"]] * num_samples
+    values["completions"] = arguments["completions"]
+    values["completion_ids"] = arguments["completion_ids"]
+    values["trainer_state"] = TrainerState(**arguments["trainer_state"])
+    values["log_extra"], values["log_metric"] = logged.extra, logged.metric
+    return {key: value for key, value in values.items() if keywords is None or key in keywords}
+
+
+def check(returned: Any, num_samples: int) -> Outcome:
+    """Makes plain what a function returned: every value a float that is finite in float32 (in which
+    rewards are kept), None, or what is wrong. An exception in the place of a value is the reason
+    why that sample has none."""
+    try:
+        values = list(returned)
+    except TypeError:
+        return [f"returned {short(returned)}, not a list of rewards"] * num_samples
+    if isinstance(returned, str | bytes | dict) or len(values) != num_samples:
+        return [
+            f"returned {short(returned)} for {num_samples} samples, not one reward for each"
+        ] * num_samples
+    return [_check_value(value) for value in values]
+
+
+def _check_value(value: Any) -> float | str | None:
+    if value is None:
+        return None
+    if isinstance(value, BaseException):
+        return f"raised {short(value)}"
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+        struct.pack("<f", number)  # OverflowError beyond the range of float32
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if math.isfinite(number):
+        return number
+    return f"returned {short(value)}, not a finite number in float32"
+
+
+def short(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 200 else text[:200] + "..."

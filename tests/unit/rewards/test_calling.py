@@ -1,0 +1,139 @@
+"""How a user's function is called: TRL's keywords, arguments, classes; what it logs."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+
+from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.rewards.calling import Logged, Reward, check
+
+FUNCTIONS = '''
+def trl(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns):
+    """As in TRL's docs: a reward that grows with the run."""
+    share = trainer_state.global_step / trainer_state.max_steps
+    log_extra("length", [len(c) for c in completions])
+    log_metric("share", share)
+    log_metric("share", 3 * share)
+    return [share * level for level in columns["level"]]
+
+def scaled(completions, level, scale=1.0, **kwargs):
+    assert "log_extra" in kwargs
+    return [scale * one for one in level]
+
+class Made:
+    def __init__(self, scale):
+        self.scale = scale
+        if scale < 0:
+            raise ValueError("too small")
+
+    async def __call__(self, completions, **columns):
+        return [self.scale * float(one) for one in columns["scale"]]
+
+class Still:
+    pass
+
+def bad_extra(completions, log_extra):
+    log_extra("one", [1])
+
+def taken(completions, log_metric):
+    log_metric("mine/mean", 1.0)
+
+def epoch(trainer_state, completions):
+    return [trainer_state.epoch] * len(completions)
+'''
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "called.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def arguments(completions=("a", "bc"), **columns):
+    return {
+        "prompt": "p",
+        "completions": list(completions),
+        "completion_ids": [[1]] * len(completions),
+        "columns": columns,
+        "trainer_state": {"global_step": 10, "max_steps": 40},
+    }
+
+
+def called(spec, columns=None, **args):
+    logged = Logged(2)
+    return Reward.load(spec, args).call(arguments(**columns or {}), logged), logged
+
+
+def test_a_function_of_trl_is_called_as_it_is(file):
+    returned, logged = called(f"{file}:trl", {"level": 4})
+    assert returned == [1.0, 1.0]
+    assert logged.columns == {"length": [1, 2]} and logged.metrics == {"share": [0.25, 0.75]}
+
+
+def test_what_trainer_state_does_not_have_is_an_error(file):
+    with pytest.raises(AttributeError, match="has global_step and max_steps here, and no epoch"):
+        called(f"{file}:epoch")
+
+
+def test_arguments_win_over_columns_of_their_name(file):
+    assert called(f"{file}:scaled", {"level": 2, "scale": 7}, scale=0.5)[0] == [1.0, 1.0]
+    assert called(f"{file}:scaled", {"level": 2}, scale=3.0)[0] == [6.0, 6.0]
+
+
+def test_a_class_is_made_with_the_arguments_and_gets_all_columns(file):
+    reward = Reward.load(f"{file}:Made", {"scale": 2})
+    assert reward.is_async
+    found = reward.call(arguments(scale=3), Logged(2))
+    assert asyncio.run(found) == [6.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "args", "reason"),
+    [
+        ("scaled", {"scal": 1}, "no argument 'scal' .args.scal.; did you mean scale"),
+        ("scaled", {"completions": 1}, "no argument 'completions'"),
+        ("trl", {"level": 1}, "no argument 'level' .args.level.; it takes none"),
+        ("Made", {}, "needs an argument 'scale': set args.scale=VALUE"),
+        ("Made", {"scale": -1}, "could not be made with its args: ValueError.'too small'"),
+        ("Still", {}, "makes a Still, which has no __call__"),
+    ],
+)
+def test_arguments_that_a_function_does_not_take_are_refused(file, spec, args, reason):
+    with pytest.raises(ConfigError, match=reason):
+        Reward.load(f"{file}:{spec}", args)
+
+
+def test_a_column_needs_a_value_a_sample(file):
+    with pytest.raises(ValueError, match=r"log_extra\('one'\) got 1 values for 2 samples"):
+        called(f"{file}:bad_extra")
+
+
+def test_a_metric_of_the_run_is_not_overwritten(file):
+    with pytest.raises(ValueError, match="the run has a metric of that name already"):
+        called(f"{file}:taken")
+
+
+def test_what_is_logged_is_plain():
+    logged = Logged(2)
+    logged.extra("what", [{"a": (1, 2)}, {1, 2}])
+    assert logged.columns == {"what": [{"a": [1, 2]}, "{1, 2}"]}
+
+
+def test_an_error_in_the_place_of_a_value_is_that_samples_failure():
+    assert check([1.0, ValueError("no"), None], 3) == [1.0, "raised ValueError('no')", None]
+
+
+@pytest.mark.parametrize("returned", [[1.0], [1.0, 2.0, 3.0], [[1.0, 2.0]], {"a": 1, "b": 2}])
+def test_another_number_of_rewards_than_samples_is_a_failure_of_all(returned):
+    found = check(returned, 2)
+    assert all("for 2 samples, not one reward for each" in one for one in found)
+
+
+@pytest.mark.parametrize("value", [[1.0, 2.0], (1.0,), {"score": 1.0}, "1", math.nan])
+def test_a_value_that_is_no_number_is_a_failure(value):
+    good, bad = check([1.0, value], 2)
+    assert good == 1.0 and "not a finite number in float32" in bad

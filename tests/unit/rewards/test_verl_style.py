@@ -1,0 +1,77 @@
+"""verl's functions are called as they are."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from lora_moe_rl.rewards.calling import Logged, Reward, check
+
+FUNCTIONS = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert (data_source, extra_info) == ("gsm8k", {"index": 3}), (data_source, extra_info)
+    if solution_str == "raise":
+        raise RuntimeError("no such luck")
+    if solution_str == "dict":
+        return {"score": 0.5, "acc": True}
+    if solution_str == "no score":
+        return {"acc": False}
+    return float(solution_str == ground_truth)
+
+async def in_its_own_time(solution_str, ground_truth, data_source, extra_info, bonus=0.0, **kwargs):
+    assert not kwargs and (data_source, extra_info) == ("", {})
+    if solution_str == "raise":
+        raise RuntimeError("no such luck")
+    return float(solution_str == ground_truth) + bonus
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "verls.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def arguments(completions, **columns):
+    return {
+        "prompt": "p",
+        "completions": completions,
+        "completion_ids": [[1]] * len(completions),
+        "columns": columns,
+        "trainer_state": {"global_step": 0, "max_steps": 1},
+    }
+
+
+def test_a_plain_function_is_called_once_a_sample(file):
+    row = {"answer": "7", "data_source": "gsm8k", "extra_info": {"index": 3}}
+    logged = Logged(5)
+    reward = Reward.load(f"{file}:compute_score", {})
+    called = reward.call(arguments(["7", "8", "raise", "dict", "no score"], **row), logged)
+    right, wrong, raised, scored, without = check(called, 5)
+    assert (right, wrong, raised) == (1.0, 0.0, "raised RuntimeError('no such luck')")
+    assert scored == 0.5 and "has no 'score'" in without
+    assert logged.columns == {"acc": [None, None, None, True, False]}
+
+
+def test_messages_are_given_as_text(file):
+    row = {"answer": "7", "data_source": "gsm8k", "extra_info": {"index": 3}}
+    completion = [{"role": "assistant", "content": "7"}]
+    called = Reward.load(f"{file}:compute_score", {}).call(
+        arguments([completion], **row), Logged(1)
+    )
+    assert called == [1.0]
+
+
+def test_an_async_function_takes_arguments_and_rows_without_a_source(file):
+    reward = Reward.load(f"{file}:in_its_own_time", {"bonus": 0.25})
+    assert reward.is_async
+    called = asyncio.run(reward.call(arguments(["7", "raise"], answer="7"), Logged(2)))
+    assert check(called, 2) == [1.25, "raised RuntimeError('no such luck')"]
+
+
+def test_a_row_without_an_answer_is_an_error(file):
+    reward = Reward.load(f"{file}:compute_score", {})
+    with pytest.raises(ValueError, match="ground_truth is the answer, and the row has none"):
+        reward.call(arguments(["7"]), Logged(1))

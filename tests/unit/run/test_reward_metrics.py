@@ -1,0 +1,74 @@
+"""What is on record of a step's rewards."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.data.samples import FunctionRewards, Group, Prompt, Sample, Segment
+from lora_moe_rl.run.reward_metrics import metrics_of, reward_metrics, set_metrics
+
+SAMPLES = 6
+NAN = float("nan")
+
+
+def a_group() -> Group:
+    segments = (Segment.given("user", [5, 6]), Segment.sampled([7, 8], np.zeros(2), 3))
+    samples = [Sample(segments, "stop", f"response {i}") for i in range(SAMPLES)]
+    return Group(Prompt(0, "1+2=", [5, 6]), samples, None, np.zeros(SAMPLES, np.float32))
+
+
+def test_each_data_set_has_metrics_of_its_own():
+    groups = [a_group() for _ in range(4)]
+    for group, name in zip(groups, ["a", "b", "a", "a"], strict=True):
+        group.prompt = replace(group.prompt, data_set=name)
+    groups[0].rewards[:], groups[1].rewards[:] = 1, [0, 2, 2, 2, 0, 0]
+    groups[3].rewards[:3] = [1, 1, math.nan]
+    found = set_metrics(groups, ["a", "b", "c"])
+    # Of a: 6 times 1, 6 times 0, and 1, 1, 0, 0, 0.
+    expected = {"a/groups": 3, "a/mean": 8 / 17, "a/solved_all": 1 / 3, "a/solved_none": 1 / 3}
+    expected |= {"b/groups": 1, "b/mean": 1, "b/solved_all": 0, "b/solved_none": 0, "c/groups": 0}
+    given = {name: value for name, value in found.items() if not math.isnan(value)}
+    assert given == pytest.approx({f"reward/{name}": value for name, value in expected.items()})
+    assert len(found) == 12 and set_metrics(groups, []) == {}
+
+
+def test_failed_rewards_are_counted_and_not_in_the_mean():
+    one, other = a_group(), a_group()
+    one.rewards[:], other.rewards[:] = [1, 3, math.nan, 1, 3, 2], math.nan
+    one.failures.append("prompt 0: raised")
+    found = metrics_of([one, other])
+    # Of 1, 3, 1, 3, 2: mean 2, deviation sqrt(4 / 5).
+    expected = {"reward/mean": 2, "reward/std": 0.8**0.5, "reward/failed": 1}
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert math.isnan(metrics_of([other])["reward/mean"])
+
+
+def test_each_function_has_metrics_of_its_own():
+    one, other = a_group(), a_group()
+    values = np.array([1, 3, NAN, NAN, 2, 2], np.float32)
+    one.details.by_function["right"] = FunctionRewards(0.5, values, num_failed=1)
+    other.details.by_function["right"] = FunctionRewards(0.5, np.full(6, 2, np.float32))
+    one.details.metrics["right/x"] = [1.0, 2.0]
+    other.details.metrics["right/x"] = [6.0]
+    config = RunConfig.model_validate(
+        {"reward": {"functions": {"right": "m:f", "absent": {"function": "m:g"}}}}
+    )
+    found = reward_metrics([one, other], config)
+    # Of 1, 3, 2, 2 and six times 2: mean 2, deviation sqrt(2 / 10).
+    expected = {"mean": 2.0, "std": 0.2**0.5, "none": 1, "failed": 1}
+    assert {name: found[f"reward/right/{name}"] for name in expected} == pytest.approx(expected)
+    assert found["reward/right/x"] == 3.0
+    assert math.isnan(found["reward/absent/mean"]) and found["reward/absent/none"] == 0
+
+
+def test_none_is_counted_apart_from_failures():
+    group = a_group()
+    group.rewards[:4] = [NAN, NAN, NAN, 1]
+    group.failures.append("prompt 0: raised")
+    found = metrics_of([group])
+    assert (found["reward/none"], found["reward/failed"]) == (2, 1)
