@@ -47,6 +47,8 @@ ADVANTAGES = {
         {},
     ),
 }
+# Of two reward functions, the second with this weight.
+SECOND_WEIGHT = 0.25
 
 # Name: verl's loss, and what its config says.
 LOSSES = {
@@ -124,8 +126,10 @@ def batch(seed: int) -> dict[str, Any]:
     advantages = rng.normal(0, 1, n)[:, None] + rng.normal(0, 0.1, mask.shape)
     values = rng.normal(0.3, 0.5, mask.shape)
     new_values = values + rng.normal(0, 0.3, mask.shape)
+    second = rng.choice([0.0, 3.0, 4.0], n)
+    second[groups == 0] = 3.0  # a group that the second function does not tell apart
     named = {
-        "values": values, "new_values": new_values,
+        "second": second, "values": values, "new_values": new_values,
         "groups": groups, "mask": mask, "rewards": rewards, "old": old, "new": new,
         "rollout": rollout, "reference": reference, "advantages": advantages,
     }  # fmt: skip
@@ -157,7 +161,24 @@ def advantages_of(b: dict[str, Any]) -> dict[str, Any]:
         if name != "reinforce_pp":
             options = {"index": groups, **options}
         found[name] = function(rewards, mask, **options)[0].tolist()
+    found["gdpo"] = gdpo_of(b, alone.numpy())
     return found
+
+
+def gdpo_of(b: dict[str, Any], alone: np.ndarray) -> list[list[float]]:
+    """verl takes what each reward function gave in float32, so that this is in float32."""
+    mask = tensor(b["mask"])
+    last = torch.arange(LONGEST) <= (torch.arange(LONGEST) * mask).argmax(dim=1)[:, None]
+    scores = {name: np.where(alone, 0.0, b[name]) for name in ("rewards", "second")}
+    found, _ = core_algos.compute_gdpo_outcome_advantage(
+        torch.zeros_like(mask),
+        mask,
+        index=np.array(b["groups"]),
+        config={"gdpo_reward_keys": [*scores], "gdpo_reward_weights": [1.0, SECOND_WEIGHT]},
+        non_tensor_batch=scores,
+        batch={"prompts": torch.zeros(len(mask), 0), "attention_mask": last.long()},
+    )
+    return found.tolist()
 
 
 def revised_of(b: dict[str, Any]) -> dict[str, Any]:

@@ -5,9 +5,10 @@ import pytest
 
 from lora_moe_rl import algorithms
 from lora_moe_rl.algorithms.advantages.base import Rewarded
-from lora_moe_rl.algorithms.base import Known
+from lora_moe_rl.algorithms.base import Known, signals_of
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.plugins import PARTS
+from lora_moe_rl.data.samples import FunctionRewards, Group, Prompt, Sample, Segment
 
 NAN = float("nan")
 COMPARING = [n for n in PARTS["advantage"].names() if PARTS["advantage"].find(n).compares_group]
@@ -18,7 +19,8 @@ def advantages_of(rewards, groups=None, lengths=None, **settings) -> np.ndarray:
     algorithm = algorithms.make(RunConfig(algorithm=settings))
     groups = np.zeros(len(rewards), int) if groups is None else np.array(groups)
     masks = [np.ones(n, bool) for n in lengths or [2] * len(rewards)]
-    step = Rewarded(np.array(rewards, np.float64), groups, masks)
+    rewards = np.array(rewards, np.float64)
+    step = Rewarded(rewards, groups, masks, by_function=[rewards], weights=[1.0])
     return np.array([one[0] for one in algorithm._advantage.of_step(step)])
 
 
@@ -84,6 +86,79 @@ def test_a_missing_reward_is_not_a_zero():
 @pytest.mark.parametrize("rewards", [[0.1, 0.1, 0.1], [5], [2, NAN], [NAN, NAN]])
 def test_nothing_to_compare_is_no_advantage(name, rewards):
     assert (advantages_of(rewards, advantage=name) == 0).all()
+
+
+def gdpo(parts, weights, rewards=None, groups=None):
+    """One advantage a sample; `rewards` are by default the weighted sum."""
+    algorithm = algorithms.make(RunConfig(algorithm={"advantage": "gdpo"}))
+    parts = [np.array(part, np.float64) for part in parts]
+    if rewards is None:
+        rewards = sum(w * np.nan_to_num(part) for w, part in zip(weights, parts, strict=True))
+    masks = [np.ones(1, bool)] * len(rewards)
+    groups = np.zeros(len(rewards), int) if groups is None else np.array(groups)
+    step = Rewarded(np.array(rewards), groups, masks, by_function=parts, weights=weights)
+    return np.array([one[0] for one in algorithm._advantage.of_step(step)])
+
+
+def test_each_function_is_normalized_by_itself_and_the_weighted_sum_is_whitened():
+    # Both are 0.866, 0.866, -0.866, -0.866 in some order, whatever their scale: 1 and 100.
+    found = gdpo([[1, 1, 0, 0], [100, 0, 100, 0]], [1.0, 0.5])
+    values = np.array([1.5, 0.5, -0.5, -1.5])
+    np.testing.assert_allclose(found, values / values.std(ddof=1), rtol=1e-5)
+
+
+def test_a_function_that_does_not_apply_or_says_nothing_adds_nothing():
+    # The first does not apply to the third sample; the second gives all the same.
+    found = gdpo([[1, 0, NAN, 1, 0], [3, 3, 3, 3, 3]], [1.0, 1.0])
+    values = np.array([1.0, -1.0, 0.0, 1.0, -1.0])
+    np.testing.assert_allclose(found, values / values.std(ddof=1), rtol=1e-5)
+    # A sample of which one function failed says nothing to the other.
+    found = gdpo([[1, 0, 1], [0, NAN, 5]], [1.0, 1.0], rewards=[1, NAN, 6])
+    np.testing.assert_allclose(found[[0, 2]], [-(0.5**0.5), 0.5**0.5], rtol=1e-5)
+
+
+def test_rewards_that_an_environment_has_changed_are_not_taken_apart():
+    with pytest.raises(ValueError, match="the environment has changed them"):
+        gdpo([[1, 0], [0, 1]], [1.0, 1.0], rewards=[0.5, 1.0])
+
+
+def test_a_group_of_equal_sums_has_a_signal_where_functions_differ():
+    group = Group(Prompt(0, "?", [1]), [a_sample()] * 2, None, np.ones(2, np.float32))
+    for name, values in (("a", [1, 0]), ("b", [0, 1])):
+        group.details.by_function[name] = FunctionRewards(1.0, np.array(values, np.float32))
+    of = {
+        name: algorithms.make(RunConfig(algorithm={"advantage": name})) for name in ("gdpo", "grpo")
+    }
+    assert of["gdpo"].has_signal(group) and not of["grpo"].has_signal(group)
+    same, other = group.details.by_function["a"], group.details.by_function["b"]
+    same.rewards[:], other.rewards[:] = 1, [2, 2]
+    assert not of["gdpo"].has_signal(group)
+    other.rewards[:] = [2, 3]
+    group.rewards[:] = [3, NAN]  # the second failed
+    assert not of["gdpo"].has_signal(group)
+
+
+def test_signals_are_made_of_what_each_function_gave():
+    groups = []
+    for right, short in (([1, 0, 1], [0, 5, NAN]), ([1, 1, NAN], [5, 0, 5])):
+        sums = np.array(right) + 0.1 * np.nan_to_num(short)
+        group = Group(Prompt(0, "?", [1]), [a_sample()] * 3, None, sums.astype(np.float32))
+        for name, weight, values in (("right", 1.0, right), ("short", 0.1, short)):
+            rewards = np.array(values, np.float32)
+            group.details.by_function[name] = FunctionRewards(weight, rewards)
+        group.details.by_function["seen"] = FunctionRewards(0.0, np.full(3, 9, np.float32))
+        groups.append(group)
+    algorithm = algorithms.make(RunConfig(algorithm={"advantage": "gdpo"}))
+    found = [one[0] for signal in signals_of(algorithm, groups) for one in signal.advantages]
+    parts = [[1, 0, 1, 1, 1, NAN], [0, 5, NAN, 5, 0, 5]]
+    sums = [1, 0.5, 1, 1.5, 1, NAN]  # the last one has failed
+    expected = gdpo(parts, [1.0, 0.1], sums, groups=[0, 0, 0, 1, 1, 1])
+    np.testing.assert_allclose(found[:5], expected[:5], rtol=1e-5)
+
+
+def a_sample() -> Sample:
+    segments = (Segment.given("user", [1]), Segment.sampled([7], np.zeros(1), 0))
+    return Sample(segments, "stop", "7")
 
 
 def test_a_kl_is_taken_from_the_reward_of_a_sample_by_hand():

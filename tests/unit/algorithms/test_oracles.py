@@ -77,6 +77,18 @@ def test_advantages_are_verls(batch, name, settings):
 
 
 @pytest.mark.parametrize("batch", BATCHES)
+def test_advantages_of_two_reward_functions_are_verls(batch):
+    """In float32, in which verl takes them. Of a sample alone verl was told rewards of 0."""
+    masks, groups = np.array(batch["mask"]), np.array(batch["groups"])
+    parts, weights = [np.array(batch[name]) for name in ("rewards", "second")], [1.0, 0.25]
+    total = parts[0] + 0.25 * parts[1]
+    step = Rewarded(total, groups, list(masks), by_function=parts, weights=weights)
+    found = np.array(made(advantage="gdpo")._advantage.of_step(step))
+    expected = np.array(batch["advantages_of"]["gdpo"])
+    np.testing.assert_allclose(found[masks], expected[masks], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "reinforce_pp", "reinforce_pp_baseline"])
 def test_advantages_of_rewards_less_the_kl_are_verls(batch, name, kind):
