@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 from lora_moe_rl.rewards.builtin import exact_match, number_match
 
 if TYPE_CHECKING:
+    from lora_moe_rl.rewards.judge import Judge
     from lora_moe_rl.rewards.mathematics import math_verify
     from lora_moe_rl.rewards.reasoning import reasoning_gym
 
-__all__ = ["exact_match", "math_verify", "number_match", "reasoning_gym"]
+__all__ = ["Judge", "exact_match", "math_verify", "number_match", "reasoning_gym"]
 
 # What needs a library that takes time to import, or that is not there, by the module it is in.
-LATE = {"math_verify": "mathematics", "reasoning_gym": "reasoning"}
+LATE = {"Judge": "judge", "math_verify": "mathematics", "reasoning_gym": "reasoning"}
 
 
 def __getattr__(name: str) -> Any:
