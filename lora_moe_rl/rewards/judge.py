@@ -149,7 +149,7 @@ class Judge:
                 f"the judge at {self.url} gave no answer within args.patience_s={self.patience_s:g}"
             ) from error
         except (openai.OpenAIError, ValueError) as error:  # ValueError: of a body that is no JSON
-            cause = f" ({error.__cause__})" if error.__cause__ else ""
+            cause = f" ({error.__cause__})" if str(error.__cause__ or "") else ""
             raise RewardError(f"the judge at {self.url} gave no answer: {error}{cause}") from error
         try:
             return str(answer.choices[0].message.content or "")

@@ -67,11 +67,10 @@ def test_the_judge_sees_prompt_completion_and_columns(server):
         ("no text", "answered without a text"),
         ("no number", "in what the judge said: 'I cannot say.'"),
         ("eleven", "the judge gave 11, which is not from 0 to args.highest=10"),
-        ("hang", "gave no answer: Request timed out"),
     ],
 )
 def test_what_makes_no_sense_is_a_failure_of_that_sample_alone(server, completion, reason):
-    rewards, said = judged(server, ["so", completion], timeout_s=0.5)
+    rewards, said = judged(server, ["so", completion])
     assert rewards[0] == 0.7 and said[1] is None
     with pytest.raises(RewardError, match=reason):
         raise rewards[1]
@@ -81,6 +80,12 @@ def test_tries_are_bounded_in_number(server):
     rewards, _ = judged(server, ["500"], retries=1)
     assert len(server.asked) == 2 and isinstance(rewards[0], RewardError)
     assert judged(server, ["busy twice"], retries=2)[0] == [0.7]
+
+
+def test_a_request_that_hangs_is_given_up(server):
+    (error,), _ = judged(server, ["hang"], timeout_s=0.3)
+    with pytest.raises(RewardError, match="gave no answer: Request timed out"):
+        raise error
 
 
 def test_tries_are_bounded_in_time(server):
