@@ -55,11 +55,9 @@ _RULES = [
         "trainer.lr_schedule",
         "to a schedule that falls",
     ),
-    _Rule(
-        "mismatch.stop_above_old",
-        lambda c: c.schedule.lag > 0,
-        "schedule.lag",
-        "with schedule.lag > 0",
+    *(
+        _Rule(option, lambda c: c.schedule.lag > 0, "schedule.lag", "with schedule.lag > 0")
+        for option in ("mismatch.stop_above_old", "schedule.stale")
     ),
     _Rule("model.revision", _is_hub_model, "model.path", "to a hub model"),
     *(

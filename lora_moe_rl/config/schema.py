@@ -33,6 +33,9 @@ Aggregation = Literal[
     "prompt-mean",
 ]
 
+# What becomes of a group that is older than schedule.lag allows (run/schedule.py).
+Stale = Literal["wait", "train", "drop", "redraw"]
+
 
 class ModelConfig(Section):
     path: str = Field(
@@ -102,6 +105,18 @@ class ScheduleConfig(Section):
         description="Steps that rollouts may be ahead of training: 0 takes turns, 1 samples the "
         "next step while this one is trained. A token is at most so many steps old.",
     )
+    stale: Stale = Field(
+        "wait",
+        description="A group that would become older than lag: the trainer waits for it (wait), or "
+        "does not, and then it is trained all the same (train), replaced by another prompt (drop) "
+        "or sampled once more (redraw).",
+    )
+
+    @property
+    def max_age(self) -> int:
+        """Steps that a token may be old at most. One that is not waited for is there after lag + 1
+        steps; of what was drawn before that, lag steps are left then, of which its own is one."""
+        return 2 * self.lag if self.stale == "train" else self.lag
 
 
 class EnvironmentConfig(Section):

@@ -3,6 +3,7 @@
 config.yaml      the resolved config; `lora-moe-rl train RUN/config.yaml --resume` goes on
 metrics.jsonl    one line a step
 samples.jsonl    a few samples a step: prompt, response, reward, versions
+order.jsonl      which groups each step trained, and the versions that sampled them
 checkpoints/     see checkpoint.py
 adapter/         the newest exported PEFT adapter
 logs/            one file an actor, and one of what libraries say at their import
@@ -26,7 +27,7 @@ from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.files import read_config_file, to_yaml
 from lora_moe_rl.config.keys import is_section
-from lora_moe_rl.data.samples import Details, Group
+from lora_moe_rl.data.samples import NOT_SAMPLED, Details, Group
 from lora_moe_rl.errors import RunDirError
 
 LOG_TAIL_LINES = 20
@@ -66,6 +67,10 @@ class RunDir:
     @property
     def samples_file(self) -> Path:
         return self.path / "samples.jsonl"
+
+    @property
+    def order_file(self) -> Path:
+        return self.path / "order.jsonl"
 
     @property
     def checkpoints(self) -> Path:
@@ -147,10 +152,19 @@ class RunDir:
         return tail(self.log_path(actor), num_lines)
 
     def rewind(self, step: int) -> None:
-        """Cuts metrics and samples back to `step`, from which the run goes on. What is cut off is
-        kept in `<file>.bak`."""
-        for path in (self.metrics_file, self.samples_file):
+        """Cuts what is written each step back to `step`, from which the run goes on. What is cut
+        off is kept in `<file>.bak`."""
+        for path in (self.metrics_file, self.samples_file, self.order_file):
             _cut_after(path, step)
+
+    def write_order(self, step: int, version: int, groups: Sequence[Group]) -> None:
+        """Appends which prompts the step that updates `version` trains, in the order of the batch,
+        each with the versions of its tokens: with the seeds, which are of the prompts' numbers, all
+        that says what the step was made of."""
+        order = [{"row": group.prompt.row, "versions": _versions(group)} for group in groups]
+        record = {"step": step, "version": version, "groups": order}
+        with open(self.order_file, "a", encoding="utf-8") as file:
+            file.write(to_json(record) + "\n")
 
     def write_samples(
         self,
@@ -198,6 +212,12 @@ def _reward_details(details: Details, index: int) -> dict[str, Any]:
         "failure": details.reasons.get(index),
     }
     return {key: value for key, value in found.items() if value}
+
+
+def _versions(group: Group) -> list[int]:
+    """Of the tokens that a policy sampled."""
+    found = np.unique(np.concatenate([sample.versions for sample in group.samples]))
+    return found[found != NOT_SAMPLED].tolist()
 
 
 def _one_number(values: np.ndarray) -> float:

@@ -117,7 +117,16 @@ async def learn(ports: Ports, book: TicketBook, first_step: int) -> None:
         clock.lap("refit")
         book.trained(tickets)
         records.step(
-            StepFacts(step, groups, signals, result, version, published, ports.engines.restarts),
+            StepFacts(
+                step,
+                groups,
+                signals,
+                result,
+                version,
+                published,
+                restarts=ports.engines.restarts,
+                stale=book.stale,
+            ),
             clock,
         )
         records.checkpoint(step, book.state_dict(ports.source.state_dict()))

@@ -34,17 +34,19 @@ class MismatchBounds:
 
     def check_ages(self, step: int, groups: Sequence[Group], version: int) -> None:
         """Raises MismatchError when the step that updates `version` has a token of a newer one, or
-        of an older one than schedule.lag allows, or none that a policy sampled."""
+        of an older one than the schedule allows, or none that a policy sampled."""
         found = sampled_versions(sample for group in groups for sample in group.samples)
-        lag, updates = self.config.schedule.lag, self.config.algorithm.updates_per_step
+        schedule, updates = self.config.schedule, self.config.algorithm.updates_per_step
+        oldest = version - schedule.max_age * updates
         if not found.size:
             raise MismatchError(f"step {step}: none of its tokens was sampled by the policy")
         for token in (int(found.min()), int(found.max())):
-            if not version - lag * updates <= token <= version:
+            if not oldest <= token <= version:
                 raise MismatchError(
                     f"step {step} updates adapter version {version}, and has a token that was "
-                    f"sampled under version {token}: with schedule.lag={lag} and {updates} "
-                    f"versions a step all must be of {version - lag * updates} to {version}"
+                    f"sampled under version {token}: with schedule.lag={schedule.lag} and {updates} "
+                    f"versions a step all must be of {oldest} to {version} "
+                    f"(schedule.stale={schedule.stale})"
                 )
 
     def check(
@@ -72,11 +74,11 @@ class MismatchBounds:
     def _bounds(self, metrics: Mapping[str, float]) -> list[tuple[str, str, float]]:
         """(metric, setting, bound) of all that is judged. With schedule.lag each age is for itself,
         and NaN where it has no token; a NaN among the logprobs makes mismatch/kl one."""
-        lag, old = self.config.schedule.lag, self.config.mismatch.stop_above_old
-        if not lag or math.isnan(metrics[names.MISMATCH_KL]):
+        ages, old = self.config.schedule.max_age, self.config.mismatch.stop_above_old
+        if not self.config.schedule.lag or math.isnan(metrics[names.MISMATCH_KL]):
             return [(names.MISMATCH_KL, "stop_above", self.stop_above)]
         bounds = [(names.kl_of_age(0), "stop_above", self.stop_above)]
-        bounds += [(names.kl_of_age(age), "stop_above_old", old) for age in range(1, lag + 1)]
+        bounds += [(names.kl_of_age(age), "stop_above_old", old) for age in range(1, ages + 1)]
         return [bound for bound in bounds if not math.isnan(metrics[bound[0]])]
 
     def _warn_unjudged(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class StepFacts:
     """A step that was trained and served. `version` is the one that it updated, `published` the
-    publisher's metrics, `restarts` the engines' so far."""
+    publisher's metrics; so far `restarts` of engines, and groups that were `stale`."""
 
     step: int
     groups: Sequence[Group]
@@ -46,6 +46,7 @@ class StepFacts:
     version: int
     published: dict[str, float]
     restarts: int
+    stale: int
 
     @property
     def samples(self) -> list[Sample]:
@@ -167,7 +168,8 @@ class Records:
             )
 
     def step(self, facts: StepFacts, clock: Clock) -> None:
-        """Writes a step's samples and metrics."""
+        """Writes a step's order, samples and metrics."""
+        self.run_dir.write_order(facts.step, facts.version, facts.groups)
         self.run_dir.write_samples(facts.step, facts.groups, facts.signals)
         record = {"step": facts.step, **facts.result.metrics, **facts.published}
         sampled_in = "total" if self.config.schedule.lag else "rollout"
@@ -180,6 +182,8 @@ class Records:
             names.RESTARTS: facts.restarts,
             "rollout/drawn_again": self._drawn_again,
         }
+        if self.config.schedule.lag:
+            record[names.STALE] = facts.stale
         self._drawn_again = 0
         stages = {names.time(stage): clock.seconds[stage] for stage in names.STAGES}
         clock.lap("records")

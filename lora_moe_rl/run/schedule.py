@@ -5,14 +5,26 @@
     lag 1      one step of groups          1
     lag k      k steps                     k
 
-Nothing is thrown away to hold the bound: a ticket that is about to become too old is waited for.
+By default (stale=wait) nothing is thrown away to hold the bound: a step is taken only if all that
+are under way can still be trained in time after it, oldest first, and is waited with otherwise.
+With the other ways the trainer does not wait for them, and a group may come too late:
+
+    train      it is trained all the same, at most 2 lag steps old
+    drop       another prompt is drawn in its place
+    redraw     its prompt is sampled once more, at the version that is served then
+
+They wait for one thing: a version that still rolls a step after its bound holds the slot that the
+next one goes to (refit.slots of lag + 2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol, TypeVar
+
+from lora_moe_rl.config.schema import Stale
 
 
 class Aged(Protocol):
@@ -31,11 +43,12 @@ T = TypeVar("T", bound=Aged)
 @dataclass(frozen=True)
 class Schedule:
     """`groups_per_step` tickets make a step; `lag` is the age in steps that a token may have, of at
-    most `versions_per_step` versions each."""
+    most `versions_per_step` versions each. `stale`: what becomes of a ticket that is older."""
 
     groups_per_step: int
     lag: int = 0
     versions_per_step: int = 1
+    stale: Stale = "wait"
 
     @property
     def width(self) -> int:
@@ -47,25 +60,44 @@ class Schedule:
         dropped."""
         return under_way < self.width
 
-    def next_step(self, scored: Collection[T], rolling: int | None, newest: int) -> list[T]:
+    def next_step(self, scored: Collection[T], rolling: Collection[T], newest: int) -> list[T]:
         """The tickets of the step that updates version `newest`, in the order of their numbers;
-        none when it has to wait for more, or for one that would be too old for the step after.
-        `rolling`: the oldest version of those that still roll, None when none does."""
+        none when it has to wait (`missing` says for what)."""
+        if self.missing(scored, rolling, newest):
+            return []
+        return sorted(self._oldest_first(scored)[: self.groups_per_step], key=_number)
+
+    def missing(self, scored: Collection[T], rolling: Collection[T], newest: int) -> str:
+        """What the step that updates version `newest` has to wait for; '' for nothing."""
         if len(scored) < self.groups_per_step:
-            return []
-        if rolling is not None and newest - rolling >= self._oldest:
-            return []
-        oldest: Sequence[T] = sorted(scored, key=lambda ticket: (ticket.version, ticket.number))
-        return sorted(oldest[: self.groups_per_step], key=lambda ticket: ticket.number)
+            return "scored groups"
+        if self.stale == "wait":
+            left = self._oldest_first(scored)[self.groups_per_step :]
+            in_time = self._in_time(self._oldest_first(chain(left, rolling)), newest)
+        else:
+            in_time = not any(self.is_stale(ticket, newest) for ticket in rolling)
+        return "" if in_time else "the oldest groups"
 
     def is_stale(self, ticket: Aged, newest: int) -> bool:
-        """Whether the step that updates version `newest` may not use the ticket any more."""
-        return newest - ticket.version > self._oldest
+        """Whether the ticket is older than lag allows in the step that updates `newest`."""
+        return newest - ticket.version > self.lag * self.versions_per_step
 
-    @property
-    def _oldest(self) -> int:
-        """The age in versions that a token may have."""
-        return self.lag * self.versions_per_step
+    def _in_time(self, left: Collection[Aged], newest: int) -> bool:
+        """Whether all of `left`, oldest first, can be trained within the bound by the steps after
+        the one that updates `newest`, however many versions each makes."""
+        steps = (1 + place // self.groups_per_step for place in range(len(left)))
+        return not any(
+            self.is_stale(ticket, newest + step * self.versions_per_step)
+            for ticket, step in zip(left, steps, strict=True)
+        )
+
+    @staticmethod
+    def _oldest_first(tickets: Iterable[T]) -> list[T]:
+        return sorted(tickets, key=lambda ticket: (ticket.version, ticket.number))
+
+
+def _number(ticket: Aged) -> int:
+    return ticket.number
 
 
 def seed_of(run_seed: int, number: int, groups_per_step: int) -> int:

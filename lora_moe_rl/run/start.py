@@ -149,8 +149,9 @@ def _go(run: Prepared, actors: Actors, records: Records) -> None:
         publisher,
         records,
     )
+    asked, algorithm = config.schedule, config.algorithm
     schedule = Schedule(
-        config.algorithm.prompts_per_step, config.schedule.lag, config.algorithm.updates_per_step
+        algorithm.prompts_per_step, asked.lag, algorithm.updates_per_step, asked.stale
     )
     done = run.found.metadata.get("done", []) if run.found else []
     asyncio.run(loop.run(ports, TicketBook(schedule, done), run.step + 1))

@@ -3,8 +3,10 @@
     admit            claim              scored            trained
     ─────> WAITING ─────────> ROLLING ─────────> SCORED ─────────> gone
               ^                  │  │
-              └─── give_back ────┘  └── drop ──> gone, counted with its reason
+              │                  │  └── drop ──> gone, counted with its reason
+              └─── give_back ────┘
 
+A scored ticket that has become too old goes the same two ways under schedule.stale=drop and redraw.
 A ticket's number is that of its prompt, and seeds its samples. The book is in every checkpoint:
 what was drawn and not trained is drawn again. It runs in one event loop and needs no locks.
 
@@ -26,7 +28,7 @@ from lora_moe_rl.data.samples import Group, Prompt
 from lora_moe_rl.run.schedule import Schedule
 
 UNKNOWN = -1  # the version of a ticket that has not begun
-SLOT, TO_ROLL, SCORED = "a slot", "a ticket to roll", "scored groups"  # what is waited for
+SLOT, TO_ROLL, SCORED = "slot", "to roll", "scored"  # what wakes those who wait
 
 
 class State(Enum):
@@ -61,18 +63,27 @@ class TicketBook:
         self.tickets: dict[int, Ticket] = {}  # under way, by number
         self.done = set(done)
         self.dropped: Counter[str] = Counter()
+        self.stale = 0  # tickets so far that were too old, whatever became of them
         self.closed = False
         self._next = 0  # the number of the prompt that is drawn next
         self._first: int | None = None  # the oldest number that is under way, or the next
         self._queue: list[int] = []  # a heap: numbers of the tickets that wait
-        self._rolling: Counter[int] = Counter()  # tickets that roll, by version
+        self._rolling: dict[int, Ticket] = {}  # by number
         self._scored: dict[int, Ticket] = {}  # by number
-        self.waits: Counter[str] = Counter()  # what is waited for, and by how many
-        self._sleeping: dict[str, deque[asyncio.Future[None]]] = {}  # by what they wait for
+        self._sleeping: dict[
+            str, deque[tuple[asyncio.Future[None], str]]
+        ] = {}  # who waits for what
+
+    @property
+    def waits(self) -> Counter[str]:
+        """What is waited for, and by how many."""
+        asleep = (pair for sleeping in self._sleeping.values() for pair in sleeping)
+        return Counter(what for future, what in asleep if not future.done())
 
     async def slot(self) -> bool:
         """Waits until one more ticket may be drawn. False when the book is closed."""
-        await self._until(lambda: self.schedule.may_admit(len(self.tickets)), SLOT)
+        may_admit = self.schedule.may_admit
+        await self._until(lambda: "" if may_admit(len(self.tickets)) else "a slot", SLOT)
         return not self.closed
 
     def admit(self, prompt: Prompt, drawn_at: dict[str, Any]) -> None:
@@ -91,18 +102,18 @@ class TicketBook:
     async def claim(self, version: Callable[[], int]) -> Ticket | None:
         """The oldest waiting ticket, which now rolls at the version that is served; None when the
         book is closed."""
-        await self._until(lambda: bool(self._queue), TO_ROLL)
+        await self._until(lambda: "" if self._queue else "a ticket to roll", TO_ROLL)
         if self.closed:
             return None
         ticket = self.tickets[heappop(self._queue)]
         ticket.state, ticket.version = State.ROLLING, version()
-        self._rolling[ticket.version] += 1
+        self._rolling[ticket.number] = ticket
         return ticket
 
     def give_back(self, ticket: Ticket) -> None:
-        """Its engine died: it waits again, for whoever comes next."""
+        """Its engine died, or it is to be sampled anew: it waits again, for whoever comes next."""
         self._ended(ticket)
-        ticket.state, ticket.version = State.WAITING, UNKNOWN
+        ticket.state, ticket.version, ticket.group = State.WAITING, UNKNOWN, None
         heappush(self._queue, ticket.number)
         self._wake(TO_ROLL)
         self._wake(SCORED)  # the step may have waited for this one
@@ -121,15 +132,30 @@ class TicketBook:
 
     async def next_step(self, newest: int) -> list[Ticket] | None:
         """The tickets of the step that updates version `newest`; None when the book is closed."""
-        found: list[Ticket] = []
+        await self._until(lambda: self.missing(newest), SCORED)
+        if self.closed:
+            return None
+        step = self.schedule.next_step(self._scored.values(), self._rolling.values(), newest)
+        self.stale += sum(self.schedule.is_stale(ticket, newest) for ticket in step)
+        return step
 
-        def ready() -> bool:
-            oldest = min(self._rolling, default=None)
-            found[:] = self.schedule.next_step(self._scored.values(), oldest, newest)
-            return bool(found)
+    def missing(self, newest: int) -> str:
+        """What the step that updates `newest` has to wait for; '' for nothing."""
+        self._set_aside(newest)
+        return self.schedule.missing(self._scored.values(), self._rolling.values(), newest)
 
-        await self._until(ready, SCORED)
-        return None if self.closed else found
+    def _set_aside(self, newest: int) -> None:
+        """Scored tickets that the step which updates `newest` may not have: replaced, or sampled
+        anew."""
+        if (stale := self.schedule.stale) not in ("drop", "redraw"):
+            return
+        for ticket in list(self._scored.values()):
+            if self.schedule.is_stale(ticket, newest):
+                self.stale += 1
+                if stale == "drop":
+                    self.drop(ticket, "too old")
+                else:
+                    self.give_back(ticket)
 
     def trained(self, tickets: Sequence[Ticket]) -> None:
         """Trained, and the version that came of it is served: their slots are free."""
@@ -150,10 +176,9 @@ class TicketBook:
         return {"data": data, "done": sorted(self.done)}
 
     def _ended(self, ticket: Ticket) -> None:
-        """It rolls no more."""
-        self._rolling[ticket.version] -= 1
-        if not self._rolling[ticket.version]:
-            del self._rolling[ticket.version]
+        """It rolls no more, and is no longer among those to be trained."""
+        self._rolling.pop(ticket.number, None)
+        self._scored.pop(ticket.number, None)
 
     def _finish(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:
@@ -170,28 +195,25 @@ class TicketBook:
             self.done.discard(self._first)
             self._first += 1
 
-    async def _until(self, condition: Callable[[], bool], what: str) -> None:
-        """Sleeps until `condition` holds or the book is closed; looks whenever it is woken."""
-        sleeping = self._sleeping.setdefault(what, deque())
-        self.waits[what] += 1
-        try:
-            while not self.closed and not condition():
-                woken = asyncio.get_running_loop().create_future()
-                sleeping.append(woken)
-                try:
-                    await woken
-                except asyncio.CancelledError:
-                    if woken.done() and not woken.cancelled():  # somebody else may go in its place
-                        self._wake(what)
-                    raise
-        finally:
-            self.waits[what] -= 1
+    async def _until(self, missing: Callable[[], str], event: str) -> None:
+        """Sleeps until nothing is missing or the book is closed; looks whenever `event` wakes it.
+        `missing` names what is."""
+        sleeping = self._sleeping.setdefault(event, deque())
+        while not self.closed and (what := missing()):
+            woken = asyncio.get_running_loop().create_future()
+            sleeping.append((woken, what))
+            try:
+                await woken
+            except asyncio.CancelledError:
+                if woken.done() and not woken.cancelled():  # somebody else may go in its place
+                    self._wake(event)
+                raise
 
-    def _wake(self, what: str, count: int = 1) -> None:
+    def _wake(self, event: str, count: int = 1) -> None:
         """Wakes those who have waited longest for something."""
-        sleeping = self._sleeping.get(what, deque())
+        sleeping = self._sleeping.get(event, deque())
         while sleeping and count:
-            woken = sleeping.popleft()
+            woken, _ = sleeping.popleft()
             if not woken.done():
                 woken.set_result(None)
                 count -= 1

@@ -121,9 +121,9 @@ def critic_gradients(
 def _meter(engine: TrainingEngine) -> Meter:
     config = engine.config
     per_step = config.algorithm.updates_per_step
-    lag = config.schedule.lag
+    oldest = config.schedule.max_age
     return Meter(
-        engine.device, engine.is_last_stage, engine.algorithm, lag, engine.version, per_step
+        engine.device, engine.is_last_stage, engine.algorithm, oldest, engine.version, per_step
     )
 
 

@@ -27,6 +27,7 @@ LAG = ("schedule.lag=1", "refit.slots=3", "algorithm.correction=tis")
             ["mismatch.stop_above_old=0.3"],
             "mismatch.stop_above_old=0.3 has no effect with schedule.lag=0",
         ),
+        (["schedule.stale=drop"], "schedule.stale=drop has no effect with schedule.lag=0"),
     ],
 )
 def test_an_option_without_effect_is_refused(settings, message):
@@ -36,7 +37,13 @@ def test_an_option_without_effect_is_refused(settings, message):
 
 @pytest.mark.parametrize(
     "settings",
-    [[], ["replay.mode=off"], ["replay.audit_samples=8"], [*LAG, "mismatch.stop_above_old=0.3"]],
+    [
+        [],
+        ["replay.mode=off"],
+        ["replay.audit_samples=8"],
+        [*LAG, "mismatch.stop_above_old=0.3"],
+        [*LAG, "schedule.stale=drop"],
+    ],
 )
 def test_an_option_with_effect_is_not(settings):
     check_applicable(override(RunConfig(), settings))

@@ -149,14 +149,23 @@ def test_rewind_cuts_and_keeps_what_it_cut(tmp_path):
         file.write('{"step": 6, "rew')  # the process died here
     for step in range(1, 6):
         run_dir.write_samples(step, *groups_of(step))
+        run_dir.write_order(step, step - 1, groups_of(step)[0])
     run_dir.rewind(3)
     assert [record["step"] for record in read_metrics(run_dir)] == [1, 2, 3]
     assert {record["step"] for record in read_jsonl(run_dir.samples_file)} == {1, 2, 3}
+    assert [record["step"] for record in read_jsonl(run_dir.order_file)] == [1, 2, 3]
     backup = (run_dir.path / "metrics.jsonl.bak").read_text().splitlines()
     assert [json.loads(line)["step"] for line in backup[:2]] == [4, 5]
     assert backup[2] == '{"step": 6, "rew'
     run_steps(config, [4], resume=True)
     assert [record["step"] for record in read_metrics(run_dir)] == [1, 2, 3, 4]
+
+
+def test_the_order_says_which_prompts_a_step_trained_and_under_which_versions(tmp_path):
+    run_dir = run_steps(config_in(tmp_path / "run"), [])
+    run_dir.write_order(5, 6, groups_of(5)[0])
+    groups = [{"row": 50, "versions": [5, 6]}, {"row": 51, "versions": [5, 6]}]
+    assert list(read_jsonl(run_dir.order_file)) == [{"step": 5, "version": 6, "groups": groups}]
 
 
 def test_separators_of_unicode_end_no_line(tmp_path):

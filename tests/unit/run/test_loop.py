@@ -72,14 +72,19 @@ class Source(Prompts):
 
 
 class Environment:
-    """The first sample of each group is right, the second wrong; but for the `equal` prompts."""
+    """The first sample of each group is right, the second wrong; but for the `equal` prompts. A
+    `slow` prompt comes, the first time, when the trainer waits for it."""
 
-    def __init__(self, events: list[str], equal: int = 0):
-        self.events, self.equal = events, equal
+    def __init__(self, events: list[str], book: TicketBook, equal: int = 0, slow: int = -1):
+        self.events, self.book, self.equal, self.slow = events, book, equal, slow
 
     async def rollout(self, prompt, policy) -> Group:
         self.events.append(f"roll {prompt.row}")
         await asyncio.sleep(0)
+        if prompt.row == self.slow:
+            self.slow = -1
+            while not self.book.waits["the oldest groups"] and not self.book.closed:
+                await asyncio.sleep(0)
         rewards = [1, 1] if prompt.row < self.equal else [1, 0]
         response = Segment.sampled([7, 8], np.zeros(2), 0)
         sample = Sample((Segment.given("user", prompt.token_ids), response), "stop", "")
@@ -128,7 +133,9 @@ class Records:
     def checkpoint(self, step, book): ...
 
 
-def run(engines=None, refuses=0, lag=0, equal=0, config=CONFIG, unrewarded=0) -> SimpleNamespace:
+def run(
+    engines=None, refuses=0, lag=0, equal=0, config=CONFIG, stale="wait", slow=-1, unrewarded=0
+) -> SimpleNamespace:
     """Ends as the run does; what it was made of can be looked at in any case."""
     events: list[str] = []
     engines = engines or Engines()
@@ -142,12 +149,13 @@ def run(engines=None, refuses=0, lag=0, equal=0, config=CONFIG, unrewarded=0) ->
     )
     source = Source()
     publisher = Publisher(config, made.trainer, engines, NoChannel(), source, "float32")
-    environment, algorithm = Environment(events, equal), algorithms.make(config)
+    book = TicketBook(Schedule(2, lag, stale=stale))
+    environment, algorithm = Environment(events, book, equal, slow), algorithms.make(config)
     ports = loop.Ports(
         config, source, environment, algorithm, engines, made.trainer, publisher, made.records
     )
     try:
-        asyncio.run(loop.run(ports, TicketBook(Schedule(2, lag)), 1))
+        asyncio.run(loop.run(ports, book, 1))
     except (RefitError, MismatchError, RewardError) as error:
         made.error = error
     return made
@@ -189,6 +197,25 @@ def test_with_lag_0_sampling_and_training_take_turns():
 
 def test_with_lag_1_the_next_step_is_sampled_before_this_one_is_trained():
     assert rolled_by_update(1) == [[0, 1, 2, 3], [], [4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("stale", "rows", "counted"),
+    [
+        ("wait", [[1, 2], [0, 3], [4, 5], [6, 7]], [0, 0, 0, 0]),
+        ("train", [[1, 2], [3, 4], [0, 5], [6, 7]], [0, 0, 1, 1]),
+        ("drop", [[1, 2], [3, 4], [5, 6], [7, 8]], [0, 0, 1, 1]),
+        ("redraw", [[1, 2], [3, 4], [5, 6], [0, 7]], [0, 0, 1, 1]),
+    ],
+)
+def test_a_group_that_is_long_in_coming_is_waited_for_or_may_be_too_old(stale, rows, counted):
+    """With lag 1, in the third step it would be two versions old."""
+    config = CONFIG.model_copy(
+        update={"trainer": CONFIG.trainer.model_copy(update={"steps": len(rows)})}
+    )
+    steps = run(lag=1, config=config, stale=stale, slow=0).records.steps
+    assert [[group.prompt.row for group in facts.groups] for facts in steps] == rows
+    assert [facts.stale for facts in steps] == counted
 
 
 def test_the_age_of_a_steps_tokens_is_checked_against_the_version_that_is_updated():

@@ -143,20 +143,26 @@ def test_that_the_strict_bound_judges_no_token_is_said_once(check, caplog):
 
 
 @pytest.mark.parametrize(
-    ("lag", "updates", "versions", "wrong"),
+    ("schedule", "updates", "versions", "wrong"),
     [
         (0, 1, (3, 3), None),
         (0, 1, (3, 2), "sampled under version 2: .*lag=0 .* must be of 3 to 3"),
         (0, 1, (4, 3), "sampled under version 4"),
         (2, 1, (1, 3), None),
+        ({"lag": 1, "stale": "train"}, 1, (1, 3), None),
+        ({"lag": 1, "stale": "train"}, 1, (0, 3), r"of 1 to 3 \(schedule.stale=train\)"),
+        ({"lag": 1, "stale": "drop"}, 1, (1, 3), r"of 2 to 3 \(schedule.stale=drop\)"),
         (2, 1, (0, 3), "sampled under version 0: .*lag=2 and 1 versions a step .* of 1 to 3"),
         (1, 2, (1, 3), None),
         (1, 2, (0, 3), "lag=1 and 2 versions a step all must be of 1 to 3"),
     ],
 )
-def test_a_token_of_a_version_that_the_step_may_not_have_stops_it(lag, updates, versions, wrong):
+def test_a_token_of_a_version_that_the_step_may_not_have_stops_it(
+    schedule, updates, versions, wrong
+):
     config = RunConfig(
-        schedule={"lag": lag}, algorithm={"mini_batches": updates, "prompts_per_step": updates}
+        schedule=schedule if isinstance(schedule, dict) else {"lag": schedule},
+        algorithm={"mini_batches": updates, "prompts_per_step": updates},
     )
     bounds = MismatchBounds(config, None, "float32")
     groups = [a_group((3, 3)), a_group(versions)]
