@@ -251,6 +251,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (train, "train adapters, from a recipe or a config file"),
     "check": (_check, "look at all that a run needs, before it starts"),
     "make-tiny": (_make_tiny, "make a tiny MoE model to train"),
+    "timeline": (_module("telemetry.timeline_views"), "draw who waited for whom in a run"),
     "plan": (_module("planner.command"), "what fits where, from the model's config alone"),
     "export": (_module("export.command"), "write an adapter for PEFT and vLLM, or a merged model"),
     "adapter": (_module("export.adapter_command"), "inspect, import, resize, combine adapters"),

@@ -21,6 +21,7 @@ reference: `Ref` is whatever the implementation hands out and takes back.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from lora_moe_rl.kernels.merge.rounding import Arrived
 
 Ref = Any
+Watch = Callable[[int], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,10 @@ class Engines(Protocol):
 
     restarts: int
 
-    def policy(self, version: int, seed: int) -> Policy: ...
+    def policy(self, version: int, seed: int, watch: Watch) -> Policy:
+        """`watch(index)` is a context manager that goes around each request for samples, with the
+        index of the engine that is asked."""
+        ...
 
     async def score(
         self,

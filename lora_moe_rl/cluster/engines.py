@@ -18,6 +18,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Sample
 from lora_moe_rl.errors import ActorFailed, EngineDied, LoraMoeRlError
 from lora_moe_rl.files.run_dir import RunDir
-from lora_moe_rl.ports import Receipt, Ref, Scored
+from lora_moe_rl.ports import Receipt, Ref, Scored, Watch
 from lora_moe_rl.refit.parts import PartLayout
 from lora_moe_rl.refit.transports import Channel
 from lora_moe_rl.rollout.engine import RolloutEngine
@@ -96,11 +97,16 @@ class RolloutEngines:
         get(self.actors, [actor.remote("prepare_refit", layouts, channel) for actor in self.actors])
         self.prepared = layouts, channel
 
-    def policy(self, version: int, seed: int) -> TicketPolicy:
-        return TicketPolicy(self, version, seed)
+    def policy(self, version: int, seed: int, watch: Watch = nullcontext) -> TicketPolicy:
+        return TicketPolicy(self, version, seed, watch)
 
     async def sample(
-        self, token_ids: Sequence[int], n: int, version: int, seed: int
+        self,
+        token_ids: Sequence[int],
+        n: int,
+        version: int,
+        seed: int,
+        watch: Watch,
     ) -> tuple[list[Sample], Ref]:
         """Asks the engine that has least to do. Raises EngineDied when it dies over it; it comes
         back by itself, and its death is counted once, however many were waiting for it."""
@@ -108,7 +114,8 @@ class RolloutEngines:
         actor = self.actors[index]
         self.rolling[index] += 1
         try:
-            return await answer(actor, actor.remote("sample", token_ids, n, version, seed))
+            with watch(index):
+                return await answer(actor, actor.remote("sample", token_ids, n, version, seed))
         except LoraMoeRlError as error:
             if not _is_death(error):
                 raise
@@ -286,11 +293,11 @@ class RolloutEngines:
 class TicketPolicy:
     """The engines as one ticket sees them."""
 
-    def __init__(self, engines: RolloutEngines, version: int, seed: int):
-        self.engines, self.version, self.seed = engines, version, seed
+    def __init__(self, engines: RolloutEngines, version: int, seed: int, watch: Watch):
+        self.engines, self.version, self.seed, self.watch = engines, version, seed, watch
 
     async def sample(self, token_ids: Sequence[int], n: int) -> tuple[list[Sample], Ref]:
-        return await self.engines.sample(token_ids, n, self.version, self.seed)
+        return await self.engines.sample(token_ids, n, self.version, self.seed, self.watch)
 
 
 def _is_death(error: LoraMoeRlError) -> bool:

@@ -4,10 +4,12 @@ config.yaml      the resolved config; `lora-moe-rl train RUN/config.yaml --resum
 metrics.jsonl    one line a step
 samples.jsonl    a few samples a step: prompt, response, reward, versions
 order.jsonl      which groups each step trained, and the versions that sampled them
+timeline.jsonl   who did what when, one line a step
 checkpoints/     see checkpoint.py
 adapter/         the newest exported PEFT adapter
 logs/            one file an actor, and one of what libraries say at their import
 curves.png       reward, mismatch and step time, at the end
+timeline.png     who did what when in the last steps, at the end; timeline.trace.json for Perfetto
 """
 
 from __future__ import annotations
@@ -31,6 +33,10 @@ from lora_moe_rl.data.samples import NOT_SAMPLED, Details, Group
 from lora_moe_rl.errors import RunDirError
 
 LOG_TAIL_LINES = 20
+CONFIG, METRICS, ORDER = "config.yaml", "metrics.jsonl", "order.jsonl"
+TIMELINE, TIMELINE_PICTURE, TIMELINE_TRACE = (
+    f"timeline.{end}" for end in ("jsonl", "png", "trace.json")
+)
 
 # What a checkpoint's tensors depend on: a resumed run cannot change them.
 FIXED = ("model.path", "adapter")
@@ -58,11 +64,11 @@ class RunDir:
 
     @property
     def config_file(self) -> Path:
-        return self.path / "config.yaml"
+        return self.path / CONFIG
 
     @property
     def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS
 
     @property
     def samples_file(self) -> Path:
@@ -70,7 +76,11 @@ class RunDir:
 
     @property
     def order_file(self) -> Path:
-        return self.path / "order.jsonl"
+        return self.path / ORDER
+
+    @property
+    def timeline_file(self) -> Path:
+        return self.path / TIMELINE
 
     @property
     def checkpoints(self) -> Path:
@@ -154,14 +164,26 @@ class RunDir:
     def rewind(self, step: int) -> None:
         """Cuts what is written each step back to `step`, from which the run goes on. What is cut
         off is kept in `<file>.bak`."""
-        for path in (self.metrics_file, self.samples_file, self.order_file):
+        for path in (self.metrics_file, self.samples_file, self.order_file, self.timeline_file):
             _cut_after(path, step)
+
+    def write_timeline(self, record: dict[str, Any]) -> None:
+        """Appends the spans of a step (telemetry/timeline.py)."""
+        with open(self.timeline_file, "a", encoding="utf-8") as file:
+            file.write(to_json(record) + "\n")
 
     def write_order(self, step: int, version: int, groups: Sequence[Group]) -> None:
         """Appends which prompts the step that updates `version` trains, in the order of the batch,
-        each with the versions of its tokens: with the seeds, which are of the prompts' numbers, all
-        that says what the step was made of."""
-        order = [{"row": group.prompt.row, "versions": _versions(group)} for group in groups]
+        each with the versions of its tokens and the length of its longest response: with the seeds,
+        which are of the prompts' numbers, all that says what the step was made of."""
+        order = [
+            {
+                "row": group.prompt.row,
+                "versions": _versions(group),
+                "longest": max(len(sample.response_ids) for sample in group.samples),
+            }
+            for group in groups
+        ]
         record = {"step": step, "version": version, "groups": order}
         with open(self.order_file, "a", encoding="utf-8") as file:
             file.write(to_json(record) + "\n")

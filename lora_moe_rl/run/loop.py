@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from lora_moe_rl.algorithms.base import Algorithm, revised, signals_of
@@ -25,12 +26,22 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.environments.base import Environment
 from lora_moe_rl.errors import EngineDied, RewardError
-from lora_moe_rl.ports import Engines, Policy, Prompts, Ref, Trainer
+from lora_moe_rl.ports import Engines, Prompts, Ref, Trainer
 from lora_moe_rl.run.publisher import Publisher
 from lora_moe_rl.run.records import Records, StepFacts
 from lora_moe_rl.run.schedule import seed_of
 from lora_moe_rl.run.tickets import Ticket, TicketBook
 from lora_moe_rl.telemetry.clock import Clock
+from lora_moe_rl.telemetry.timeline import (
+    PUBLISH,
+    REWARD,
+    REWARDS,
+    SAMPLE,
+    TRAINER,
+    UPDATE,
+    Timeline,
+)
+from lora_moe_rl.telemetry.timeline import engine as engine_name
 
 
 @dataclass
@@ -45,6 +56,7 @@ class Ports:
     trainer: Trainer
     publisher: Publisher
     records: Records
+    timeline: Timeline
 
 
 async def run(ports: Ports, book: TicketBook, first_step: int) -> None:
@@ -72,9 +84,10 @@ async def roll(ports: Ports, book: TicketBook) -> None:
     config = ports.config
     while ticket := await book.claim(lambda: ports.publisher.version):
         seed = seed_of(config.seed, ticket.number, config.algorithm.prompts_per_step)
-        policy = _Timed(ports.engines.policy(ticket.version, seed), ticket)
+        policy = _Timed(ports, ticket, seed)
         try:
             group = await ports.environment.rollout(ticket.prompt, policy)
+            policy.scored()
         except EngineDied:
             book.give_back(ticket)
             continue
@@ -107,13 +120,16 @@ async def learn(ports: Ports, book: TicketBook, first_step: int) -> None:
         batch = TrainBatch.from_groups(groups, signals, config.algorithm.mini_batches, step)
         await ports.engines.all_back()
         ports.engines.overwrite()
-        result, parts = await ports.trainer.update(batch, [group.routes for group in groups])
+        with ports.timeline.span(TRAINER, UPDATE, step):
+            routes = [group.routes for group in groups]
+            result, parts = await ports.trainer.update(batch, routes)
         signals = revised(signals, result.advantages)
         records.check_update(step, groups, signals, result)
         clock.lap("train")
         version = ports.publisher.version
         samples = [sample for group in groups for sample in group.samples]
-        published = await ports.publisher.publish(result.version, parts, samples)
+        with ports.timeline.span(PUBLISH, PUBLISH, result.version):
+            published = await ports.publisher.publish(result.version, parts, samples)
         clock.lap("refit")
         book.trained(tickets)
         records.step(
@@ -123,7 +139,7 @@ async def learn(ports: Ports, book: TicketBook, first_step: int) -> None:
                 signals,
                 result,
                 version,
-                published,
+                published | ports.timeline.step(step),
                 restarts=ports.engines.restarts,
                 stale=book.stale,
             ),
@@ -135,15 +151,25 @@ async def learn(ports: Ports, book: TicketBook, first_step: int) -> None:
 
 
 class _Timed:
-    """A ticket's policy, which notes when its last sample came."""
+    """A ticket's policy, which notes who is at work on it, and when its last sample came."""
 
-    def __init__(self, policy: Policy, ticket: Ticket):
-        self.policy, self.ticket = policy, ticket
+    def __init__(self, ports: Ports, ticket: Ticket, seed: int):
+        self.ticket, self.timeline = ticket, ports.timeline
+        self.policy = ports.engines.policy(ticket.version, seed, self._asked)
+        self._answered = self.timeline.clock()
+
+    def _asked(self, index: int) -> AbstractContextManager[None]:
+        return self.timeline.span(engine_name(index), SAMPLE, self.ticket.number)
 
     async def sample(self, token_ids: Sequence[int], n: int) -> tuple[list, Ref]:
         answer = await self.policy.sample(token_ids, n)
         self.ticket.sampled_at = time.perf_counter()
+        self._answered = self.timeline.clock()
         return answer
+
+    def scored(self) -> None:
+        """Called once the rewards of all that was sampled are there."""
+        self.timeline.ended(REWARDS, REWARD, self.ticket.number, self._answered)
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:

@@ -34,7 +34,7 @@ class MismatchBounds:
 
     def check_ages(self, step: int, groups: Sequence[Group], version: int) -> None:
         """Raises MismatchError when the step that updates `version` has a token of a newer one, or
-        of an older one than the schedule allows, or none that a policy sampled."""
+        of one that is older than the schedule allows, or none that a policy sampled."""
         found = sampled_versions(sample for group in groups for sample in group.samples)
         schedule, updates = self.config.schedule, self.config.algorithm.updates_per_step
         oldest = version - schedule.max_age * updates
@@ -44,8 +44,8 @@ class MismatchBounds:
             if not oldest <= token <= version:
                 raise MismatchError(
                     f"step {step} updates adapter version {version}, and has a token that was "
-                    f"sampled under version {token}: with schedule.lag={schedule.lag} and {updates} "
-                    f"versions a step all must be of {oldest} to {version} "
+                    f"sampled under version {token}: with schedule.lag={schedule.lag} and "
+                    f"{updates} versions a step all must be of {oldest} to {version} "
                     f"(schedule.stale={schedule.stale})"
                 )
 

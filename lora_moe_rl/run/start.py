@@ -29,6 +29,7 @@ from lora_moe_rl.run.signals import ENDING, Stopped, raise_what_was_lost
 from lora_moe_rl.run.tickets import TicketBook
 from lora_moe_rl.telemetry import console, report
 from lora_moe_rl.telemetry.metrics import MetricsWriter
+from lora_moe_rl.telemetry.timeline import Timeline
 
 if TYPE_CHECKING:
     from lora_moe_rl.cluster.engines import RolloutEngines
@@ -138,6 +139,7 @@ def _go(run: Prepared, actors: Actors, records: Records) -> None:
     version = _restore(run, trainer)
     publisher = Publisher(config, trainer, engines, channel, run.source, trainer.dtype, version)
     engines.prove = publisher.prove_returned
+    timeline = Timeline(config.rollout.engines, run.run_dir.write_timeline)
     environment = ENVIRONMENTS.find(config.environment.name)
     ports = loop.Ports(
         config,
@@ -148,13 +150,14 @@ def _go(run: Prepared, actors: Actors, records: Records) -> None:
         trainer,
         publisher,
         records,
+        timeline,
     )
     asked, algorithm = config.schedule, config.algorithm
     schedule = Schedule(
         algorithm.prompts_per_step, asked.lag, algorithm.updates_per_step, asked.stale
     )
     done = run.found.metadata.get("done", []) if run.found else []
-    asyncio.run(loop.run(ports, TicketBook(schedule, done), run.step + 1))
+    asyncio.run(loop.run(ports, TicketBook(schedule, done, timeline.wait), run.step + 1))
 
 
 def _restore(run: Prepared, trainer: TrainerRanks) -> int:

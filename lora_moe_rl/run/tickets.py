@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heappop, heappush
@@ -27,6 +28,7 @@ from typing import Any
 from lora_moe_rl.data.samples import Group, Prompt
 from lora_moe_rl.run.schedule import Schedule
 
+Watch = Callable[[str], AbstractContextManager[Any]]
 UNKNOWN = -1  # the version of a ticket that has not begun
 SLOT, TO_ROLL, SCORED = "slot", "to roll", "scored"  # what wakes those who wait
 
@@ -56,10 +58,11 @@ class Ticket:
 
 class TicketBook:
     """`done`: numbers at or above the first admitted one that an earlier life of the run has
-    finished; they are drawn once more, and skipped."""
+    finished; they are drawn once more, and skipped. `watch(what)`: a context manager that goes
+    around every wait."""
 
-    def __init__(self, schedule: Schedule, done: Iterable[int] = ()):
-        self.schedule = schedule
+    def __init__(self, schedule: Schedule, done: Iterable[int] = (), watch: Watch = nullcontext):
+        self.schedule, self.watch = schedule, watch
         self.tickets: dict[int, Ticket] = {}  # under way, by number
         self.done = set(done)
         self.dropped: Counter[str] = Counter()
@@ -203,7 +206,8 @@ class TicketBook:
             woken = asyncio.get_running_loop().create_future()
             sleeping.append((woken, what))
             try:
-                await woken
+                with self.watch(what):
+                    await woken
             except asyncio.CancelledError:
                 if woken.done() and not woken.cancelled():  # somebody else may go in its place
                     self._wake(event)

@@ -44,7 +44,7 @@ _COLUMNS = {
     names.time("train"): ("train s", 8, ".2f"),
     names.STEP_SECONDS: ("step s", 8, ".2f"),
 }
-_STEP, _LEFT = ("step", 8), ("left", 8)
+_STEP, _WAITING, _LEFT = ("step", 8), ("waiting", 13), ("left", 8)
 _STEPS_OF_ETA = 20
 
 _console = Console(highlight=False, soft_wrap=True)
@@ -59,12 +59,14 @@ class StepLines:
         self._columns = dict(_COLUMNS)
         if config.algorithm.on_policy:
             del self._columns[names.LOSS]
+        self._ahead = config.schedule.lag > 0  # else trainer and engines take turns
         self._seconds: deque[float] = deque(maxlen=_STEPS_OF_ETA)
         self._lines = 0
 
     @property
     def header(self) -> str:
-        pairs = [_STEP, *((heading, width) for heading, width, _ in self._columns.values()), _LEFT]
+        pairs = [_STEP, *((heading, width) for heading, width, _ in self._columns.values())]
+        pairs += [_WAITING, _LEFT] if self._ahead else [_LEFT]
         return "".join(heading.rjust(width) for heading, width in pairs)
 
     def line(self, record: dict[str, Any]) -> str:
@@ -75,6 +77,8 @@ class StepLines:
         cells = [f"{record['step']}/{self._total}".rjust(_STEP[1])]
         for metric, (_, width, form) in self._columns.items():
             cells.append(_number(record.get(metric), form).rjust(width))
+        if self._ahead:
+            cells.append(_waiting(record).rjust(_WAITING[1]))
         left = (self._total - record["step"]) * mean
         return "".join([*cells, _duration(left).rjust(_LEFT[1])])
 
@@ -83,6 +87,14 @@ class StepLines:
             _console.print(Text(self.header, style="bold"))
         self._lines += 1
         _console.print(Text(self.line(record)))
+
+
+def _waiting(record: dict[str, Any]) -> str:
+    """Who waits for the other more, the trainer for samples or the engines for a version, and for
+    what share of the step."""
+    shares = {"trainer": record[names.IDLE_TRAINER], "engines": record[names.IDLE_ENGINES]}
+    who = max(shares, key=lambda who: shares[who])
+    return f"{who} {shares[who]:.0%}"
 
 
 def _duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""The end of a run: a table of its first and last steps, and curves.png."""
+"""The end of a run: a table of its first and last steps, curves.png and the timeline's files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lora_moe_rl.files.run_dir import RunDir
-from lora_moe_rl.telemetry import names
+from lora_moe_rl.telemetry import names, timeline_views
 from lora_moe_rl.telemetry.metrics import read_metrics
 
 STEPS_COMPARED = 5
@@ -34,14 +34,18 @@ _SUMMARIES = {"mean": np.mean, "max": np.max, "min": np.min}
 
 
 def finish(run_dir: RunDir) -> None:
-    """Prints the table and writes curves.png. Nothing when no step was done."""
+    """Prints the table, and writes curves.png and the timeline of the last steps. Nothing when no
+    step was done."""
     records = read_metrics(run_dir)
     if not records:
         return
     console = Console(highlight=False)
     console.print(table(records))
     draw(records, run_dir.curves_file, title=run_dir.path.name)
-    console.print(f"metrics {run_dir.metrics_file}\ncurves  {run_dir.curves_file}", soft_wrap=True)
+    files = {"metrics": [run_dir.metrics_file], "curves": [run_dir.curves_file]}
+    files["timeline"] = timeline_views.write(run_dir.path)
+    for what, paths in files.items():
+        console.print(f"{what:<8} {' '.join(map(str, paths))}", soft_wrap=True)
 
 
 def table(records: list[dict[str, Any]]) -> Table:

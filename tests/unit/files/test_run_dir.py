@@ -164,7 +164,7 @@ def test_rewind_cuts_and_keeps_what_it_cut(tmp_path):
 def test_the_order_says_which_prompts_a_step_trained_and_under_which_versions(tmp_path):
     run_dir = run_steps(config_in(tmp_path / "run"), [])
     run_dir.write_order(5, 6, groups_of(5)[0])
-    groups = [{"row": 50, "versions": [5, 6]}, {"row": 51, "versions": [5, 6]}]
+    groups = [{"row": row, "versions": [5, 6], "longest": 3} for row in (50, 51)]
     assert list(read_jsonl(run_dir.order_file)) == [{"step": 5, "version": 6, "groups": groups}]
 
 

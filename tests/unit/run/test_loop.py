@@ -19,6 +19,7 @@ from lora_moe_rl.run import loop
 from lora_moe_rl.run.publisher import Publisher
 from lora_moe_rl.run.schedule import Schedule, seed_of
 from lora_moe_rl.run.tickets import TicketBook
+from lora_moe_rl.telemetry.timeline import Timeline
 
 CONFIG = RunConfig(
     trainer={"steps": 2}, algorithm={"name": "grpo", "prompts_per_step": 2, "group_size": 2}
@@ -46,7 +47,7 @@ class Engines(FaultyEngines):
 
     restarts = 0
 
-    def policy(self, version, seed):
+    def policy(self, version, seed, watch):
         self.asked.append((version, seed))
 
     async def all_back(self) -> None:
@@ -145,6 +146,7 @@ def run(
         engines=engines,
         records=Records(refuses, unrewarded),
         events=events,
+        timeline=[],
         error=None,
     )
     source = Source()
@@ -152,7 +154,15 @@ def run(
     book = TicketBook(Schedule(2, lag, stale=stale))
     environment, algorithm = Environment(events, book, equal, slow), algorithms.make(config)
     ports = loop.Ports(
-        config, source, environment, algorithm, engines, made.trainer, publisher, made.records
+        config,
+        source,
+        environment,
+        algorithm,
+        engines,
+        made.trainer,
+        publisher,
+        made.records,
+        Timeline(1, made.timeline.append),
     )
     try:
         asyncio.run(loop.run(ports, book, 1))

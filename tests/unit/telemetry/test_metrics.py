@@ -108,6 +108,17 @@ def test_the_loss_is_shown_where_it_says_something():
     assert "-1.23e-03" in lines.line(record(1)) and "loss" in lines.header
 
 
+def test_ahead_of_training_a_line_says_who_waits_and_how_much_of_the_step():
+    lines = console.StepLines(RunConfig(trainer={"steps": 2}, schedule={"lag": 1}))
+    waits = {"idle/trainer": 0.34, "idle/engines": 0.1}
+    line = lines.line(record(1, **waits))
+    assert line.split()[-3:-1] == ["trainer", "34%"] and len(line) == len(lines.header)
+    assert lines.header.split()[-2:] == ["waiting", "left"]
+    line = lines.line(record(2, **waits | {"idle/engines": 0.5}))
+    assert line.split()[-3:-1] == ["engines", "50%"]
+    assert "waiting" not in console.StepLines(RunConfig()).header
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3700, "1:01:40"), (273_600, "3d 04h")]
 )
