@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.planner import plan as plans
 from lora_moe_rl.planner.changes import Change, reasons, search_of, what_would_fit
 from lora_moe_rl.planner.plan import RunPlan
@@ -24,6 +26,8 @@ def main(argv: Sequence[str]) -> int:
         from lora_moe_rl.planner.published import Published, rows
 
         return Published(rows()).conclude(options.json)
+    if options.run is not None:
+        return _ahead(options)
     request, proposals = read(argv), list[Proposal]()
     search, config = search_of(request), request.config
     if options.search or not request.has_layout:
@@ -42,6 +46,15 @@ def main(argv: Sequence[str]) -> int:
         write(result, options.write, argv)
         print(f"written: {options.write}", file=sys.stderr)
     return 1 if result.problems or (report is not None and not report.passed) else 0
+
+
+def _ahead(options: argparse.Namespace) -> int:
+    from lora_moe_rl.planner.ahead import show
+
+    if options.words or options.model:
+        given = options.model or " ".join(options.words)
+        raise ConfigError(f"plan --run {options.run} takes no {given}: the run has its own config")
+    return show(options.run, options.json)
 
 
 def _nothing_fits(argv: Sequence[str], request: Request, search: Search) -> int:

@@ -90,6 +90,8 @@ def parser() -> argparse.ArgumentParser:
     about = "build ranks of every stage without values and compare (needs torch and Megatron)"
     made.add_argument("--build", action="store_true", help=about)
     made.add_argument("--published", action="store_true", help="compare with published figures")
+    about = "by what this run measured: the lag and the split of GPUs that keep both sides busy"
+    made.add_argument("--run", type=Path, metavar="RUN", help=about)
     about = "write the planned run as a recipe"
     made.add_argument("--write", type=Path, metavar="RECIPE.py", help=about)
     made.add_argument("--png", type=Path, metavar="FILE", help="draw memory by class of rank")

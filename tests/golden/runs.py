@@ -39,7 +39,9 @@ RUNS: dict[str, tuple[str, ...]] = {
 # Clocks; the last bit of the engine's logprobs, which depends on what it batches together, and what
 # the proof finds by them; and the bytes of the routes' blocks, which depend on what is packed
 # together.
-MEASURED = re.compile(r"time/.*|refit/(?!bytes).*|.*/tokens_per_second|mismatch/.*|replay/bytes")
+MEASURED = re.compile(
+    r"time/.*|idle/.*|refit/(?!bytes).*|.*/tokens_per_second|mismatch/.*|replay/bytes"
+)
 
 
 def run(name: str, folder: Path) -> dict[str, Any]:

@@ -1,0 +1,211 @@
+"""`lora-moe-rl plan --run RUN`: which lag, and which split of its GPUs, would keep a run's trainer
+and engines busy, by a simulation (run/simulation.py) with the stages that the run measured.
+
+Other splits take the trainer's time as inverse to its ranks, and every engine as fast as the
+measured ones; that trainer and engines slow each other down (they do on shared CPU cores) is as it
+was in the run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.recipes import load_config
+from lora_moe_rl.errors import RunDirError
+from lora_moe_rl.files.run_dir import CONFIG, METRICS, ORDER, TIMELINE, read_jsonl
+from lora_moe_rl.telemetry import names
+from lora_moe_rl.telemetry.timeline import REWARD, SAMPLE
+from lora_moe_rl.telemetry.timeline_views import read
+
+if TYPE_CHECKING:
+    from lora_moe_rl.run.simulation import Stages
+
+LAGS = (0, 1, 2, 4)
+LAST = 20  # steps that are looked at, the first of a run excepted
+AS_GOOD = 1.03  # of the shortest step: a smaller lag is worth more than that
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run measured: medians, and `train_s`, the part of the update that is the trainer
+    ranks'. `step_s` is what a step took."""
+
+    config: RunConfig
+    stages: Stages
+    train_s: float
+    step_s: float
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run, simulated. `ranks` of the trainer, `slots`: refit.slots at the least."""
+
+    lag: int
+    ranks: int
+    engines: int
+    slots: int
+    step_s: float
+    samples_per_s: float
+    idle_trainer: float
+    idle_engines: float
+
+
+def show(run: Path, as_json: bool) -> int:
+    """Prints what was measured, and all ways to run. Raises RunDirError for a run that has too few
+    steps."""
+    measured = measure(run)
+    own = simulated(measured, *_own(measured.config))
+    ways = list(every_way(measured))
+    chosen = best(ways)
+    if as_json:
+        parts: dict[str, Any] = {
+            "measured": {**asdict(measured.stages), "step_s": measured.step_s},
+            "simulated": asdict(own),
+            "ways": [asdict(way) for way in ways],
+            "best": asdict(chosen),
+        }
+        print(json.dumps(parts, indent=1))
+    else:
+        _print(measured, own, ways, chosen)
+    return 0
+
+
+def measure(run: Path) -> Measured:
+    metrics = list(read_jsonl(run / METRICS))[1:][-LAST:]
+    if not metrics:
+        raise RunDirError(
+            f"{run / METRICS} has no second step to measure (the first one warms up); name the "
+            "directory of a run that has done some"
+        )
+    config = load_config(str(run / CONFIG))
+    known = {record["step"] for record in metrics}
+    order = [record for record in read_jsonl(run / ORDER) if record["step"] in known]
+    longest = {group["row"]: group["longest"] for record in order for group in record["groups"]}
+    spans = [span for step in read(run / TIMELINE) if step.number in known for span in step.spans]
+    sampled = [span for span in spans if span.what == SAMPLE and span.number in longest]
+    if not sampled:
+        raise RunDirError(f"{run / TIMELINE} and {run / ORDER} tell of no sample of these steps")
+    rewards = [span.seconds for span in spans if span.what == REWARD]
+    token_s, sequence_s = decoding(
+        np.array([longest[span.number] for span in sampled], float),
+        np.array([span.seconds for span in sampled]),
+        in_flight([(span.who, span.begin, span.begin + span.seconds) for span in sampled]),
+    )
+    seconds = {stage: np.array([r[names.time(stage)] for r in metrics]) for stage in names.STAGES}
+    steps = np.array([record[names.STEP_SECONDS] for record in metrics])
+    from lora_moe_rl.run.simulation import Stages
+
+    stages = Stages(
+        [int(length) for length in longest.values()],
+        token_s,
+        sequence_s,
+        float(np.median(rewards)) if rewards else 0.0,
+        float(np.median(steps - seconds["rollout"] - seconds["reward"] - seconds["refit"])),
+        float(np.median(seconds["refit"])),
+    )
+    train_s = float(np.median(seconds["train"]))
+    return Measured(config, stages, train_s, float(np.median(steps)))
+
+
+def in_flight(spans: Sequence[tuple[str, float, float]]) -> np.ndarray:
+    """Of each (engine, begin, end): how many the engine had at once meanwhile, the mean over time;
+    at least 1."""
+    whose = np.array([engine for engine, _, _ in spans])
+    begin, end = np.array([span[1:] for span in spans]).T
+    shared = np.minimum(end[:, None], end) - np.maximum(begin[:, None], begin)
+    shared = np.where(whose[:, None] == whose, shared.clip(0), 0)
+    return shared.sum(axis=1) / np.maximum(end - begin, 1e-9)
+
+
+def decoding(tokens: np.ndarray, seconds: np.ndarray, at_once: np.ndarray) -> tuple[float, float]:
+    """(a, b) such that a token of a group takes about a + b * (groups at once) seconds: least
+    squares, neither below 0."""
+    parts = np.stack([tokens, tokens * at_once], axis=1)
+    a, b = np.linalg.lstsq(parts, seconds, rcond=None)[0]
+    if a < 0 or b < 0:
+        alone = parts[:, 1] if a < 0 else parts[:, 0]
+        one = float(alone @ seconds / (alone @ alone))
+        a, b = (0.0, one) if a < 0 else (one, 0.0)
+    return float(a), float(b)
+
+
+def _own(config: RunConfig) -> tuple[int, int, int]:
+    return config.schedule.lag, config.trainer.world_size, config.rollout.engines
+
+
+def simulated(measured: Measured, lag: int, ranks: int, engines: int) -> Way:
+    from lora_moe_rl.run.schedule import Schedule
+    from lora_moe_rl.run.simulation import simulate
+
+    config, stages = measured.config, measured.stages
+    factor = config.trainer.world_size / ranks
+    update_s = stages.update_s + measured.train_s * (factor - 1)
+    algorithm = config.algorithm
+    stale = config.schedule.stale if lag else "wait"
+    schedule = Schedule(algorithm.prompts_per_step, lag, algorithm.updates_per_step, stale)
+    found = simulate(schedule, replace(stages, update_s=update_s), engines)
+    samples = algorithm.prompts_per_step * algorithm.group_size
+    rate = samples / found.step_s
+    idle = found.idle_trainer, found.idle_engines
+    return Way(lag, ranks, engines, lag + 2, found.step_s, rate, *idle)
+
+
+def every_way(measured: Measured) -> list[Way]:
+    """All lags with all splits of as many GPUs as the run had: the trainer's layout stays, and has
+    more or fewer data-parallel ranks."""
+    config = measured.config
+    trainer, rollout = config.trainer, config.rollout
+    gpus = trainer.world_size + rollout.engines * rollout.tp
+    unit = max(trainer.tp * trainer.pp, trainer.ep * trainer.etp * trainer.pp)
+    splits = [
+        (gpus - engines * rollout.tp, engines)
+        for engines in range(1, gpus // rollout.tp + 1)
+        if gpus > engines * rollout.tp and (gpus - engines * rollout.tp) % unit == 0
+    ]
+    own = config.schedule.lag, trainer.world_size, rollout.engines
+    lags = sorted({*LAGS, own[0]})
+    pairs = {*splits, own[1:]}
+    return [simulated(measured, lag, *pair) for lag in lags for pair in sorted(pairs)]
+
+
+def best(ways: Sequence[Way]) -> Way:
+    """Of those whose step is about the shortest, the one with the smallest lag."""
+    shortest = min(way.step_s for way in ways)
+    good = [way for way in ways if way.step_s <= AS_GOOD * shortest]
+    return min(good, key=lambda way: (way.lag, way.step_s))
+
+
+def _print(measured: Measured, own: Way, ways: Sequence[Way], chosen: Way) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console, stages = Console(highlight=False, soft_wrap=True), measured.stages
+    lengths = np.array(stages.lengths)
+    console.print(
+        f"measured: update {stages.update_s:.3g} s, publish {stages.publish_s:.3g} s, reward "
+        f"{stages.reward_s:.3g} s; longest response of a prompt {np.median(lengths):g} tokens "
+        f"(median), {lengths.max()} at most; a token {stages.token_s:.3g} s + "
+        f"{stages.sequence_s:.3g} s for each prompt under way on its engine"
+    )
+    off = own.step_s / measured.step_s - 1
+    console.print(
+        f"a step took {measured.step_s:.3g} s; simulated as it ran (lag {own.lag}, {own.ranks} "
+        f"trainer ranks, {own.engines} engines) {own.step_s:.3g} s, {off:+.0%}"
+    )
+    table = Table()
+    heads = ("lag", "trainer\nranks", "engines", "step s", "samples/s")
+    for head in (*heads, "trainer\nidle", "engines\nidle", ""):
+        table.add_column(head, justify="right")
+    for way in ways:
+        rates = f"{way.step_s:.3g}", f"{way.samples_per_s:,.1f}"
+        idle = f"{way.idle_trainer:.0%}", f"{way.idle_engines:.0%}"
+        counts = map(str, (way.lag, way.ranks, way.engines))
+        table.add_row(*counts, *rates, *idle, "best" if way is chosen else "")
+    console.print(table)
