@@ -21,11 +21,14 @@ ABOUT = """\
 Trains a recipe once with each algorithm, one run after the other, and compares how far the reward
 rises and what a step takes. Each run has a directory of its own below --out; one that is whole
 there already is read and not run again. Draws rewards.png. Settings are those of `train`, for all
-runs; a critic learns alone for five of the steps, unless they say otherwise.
+runs; unless they say otherwise a critic learns alone for five of the steps, and VAPO's lambda is
+made for short answers (algorithm.length_alpha=2).
 """
 RECIPE = Path(__file__).parents[2] / "recipes/tiny_arithmetic.py"
 STEPS, COMPARED, WINDOW = 40, 5, 5
-CRITIC_WARMUP = 5  # the same for all that have a critic
+# For all that have the setting. VAPO's published length_alpha makes lambda 0 for up to 20 tokens,
+# and an answer here has three: a lambda of 0.83.
+SHORT = {"critic_warmup": 5, "length_alpha": 2.0}
 LEAST_GAIN = 0.2
 LAST_LINES = 5
 
@@ -77,9 +80,10 @@ def run(
 
 
 def _short(name: str) -> list[str]:
-    """What a run of few steps has to have shorter than it is set."""
-    has_critic = "critic_warmup" in ALGORITHMS.find(name).Settings.model_fields
-    return [f"algorithm.critic_warmup={CRITIC_WARMUP}"] if has_critic else []
+    """What short runs on short answers have to have otherwise than it is set."""
+    algorithm = ALGORITHMS.find(name)
+    fields = algorithm.read({"name": name}).model_dump()
+    return [f"algorithm.{key}={value}" for key, value in SHORT.items() if key in fields]
 
 
 def compare(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Result:

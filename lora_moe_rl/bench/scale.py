@@ -285,16 +285,17 @@ def replay(size: Size) -> Work:
 
 def records(size: Size) -> Work:
     from lora_moe_rl.run.health import Health
-    from lora_moe_rl.run.records import age_metrics, reward_metrics, rollout_metrics
+    from lora_moe_rl.run.records import age_metrics, rollout_metrics
+    from lora_moe_rl.run.reward_metrics import reward_metrics
 
-    groups = groups_of(size)
+    groups, config = groups_of(size), RunConfig()
     signals = _signals(groups)
 
     def work() -> None:
         samples = [sample for group in groups for sample in group.samples]
         rollout_metrics(samples, 1.0)
         age_metrics(samples, 0)
-        reward_metrics(groups)
+        reward_metrics(groups, config)
         Health().look(1, groups, signals)
 
     return work
