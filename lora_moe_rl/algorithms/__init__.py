@@ -9,21 +9,32 @@ from lora_moe_rl.errors import ConfigError
 
 if TYPE_CHECKING:
     from lora_moe_rl.algorithms.base import Algorithm, Pass
+    from lora_moe_rl.algorithms.parts.critic import CriticSettings
     from lora_moe_rl.config import RunConfig
 
 
 def make(config: RunConfig) -> Algorithm:
     """The algorithm that `algorithm.name` names. Raises ConfigError when there is none, and for a
-    critic that leaves its policy no step."""
+    critic that leaves its policy no step or wants routes that are not there."""
     found = ALGORITHMS.find(config.algorithm.name)
     algorithm = found(config.algorithm, config.rollout.max_response_tokens)
-    critic, steps = algorithm.critic, config.trainer.steps
-    if critic is not None and critic.critic_warmup >= steps:
+    if algorithm.critic is not None:
+        _check_critic(config, algorithm.critic)
+    return algorithm
+
+
+def _check_critic(config: RunConfig, critic: CriticSettings) -> None:
+    steps, mode = config.trainer.steps, config.replay.mode
+    if critic.critic_routes == "rollout" and mode != "r3":
+        raise ConfigError(
+            f"algorithm.critic_routes=rollout wants the rollout's routes, and replay.mode={mode} "
+            "does not replay them; set replay.mode=r3, or leave the critic's routes free"
+        )
+    if critic.critic_warmup >= steps:
         raise ConfigError(
             f"algorithm.critic_warmup={critic.critic_warmup} leaves the policy none of "
             f"trainer.steps={steps}; lower it, or raise trainer.steps"
         )
-    return algorithm
 
 
 def passes(config: RunConfig) -> frozenset[Pass]:

@@ -186,8 +186,8 @@ class UpdateResult:
     """What one step's update did; the same on every rank.
 
     `version` is the adapter's after the update; `skipped` counts optimizer steps left out (NaN,
-    inf, or no token in the loss), `nonfinite` those of NaN or inf. `advantages`: of an algorithm
-    that revises them, float32 [R] of each sample, from the first rank; None of others.
+    inf, or no token in the loss), `nonfinite` those of NaN or inf, a critic's too. `advantages`: of
+    an algorithm that revises them, float32 [R] of each sample, from the first rank; None of others.
     """
 
     version: int

@@ -21,7 +21,7 @@ from lora_moe_rl.errors import AdapterError, RunDirError
 from lora_moe_rl.files.adapter_settings import settings_of
 from lora_moe_rl.files.adapter_source import checkpoint_shards, checkpoint_spec, load
 from lora_moe_rl.files.checkpoint import Found
-from lora_moe_rl.files.trainer_state import BEGAN, KINDS, MOMENTS, file_name, key
+from lora_moe_rl.files.trainer_state import BEGAN, CRITIC, KINDS, MOMENTS, file_name, files, key
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,15 @@ def init_from(config: RunConfig, spec: AdapterSpec, model_dir: Path) -> Start:
 def other_ranks(found: Found, config: RunConfig, spec: AdapterSpec) -> AdapterSpec | None:
     """The adapter that a checkpoint holds, if its ranks or scales are not those of the run.
 
-    Raises RunDirError when adapter.resize is not set, and for what no resizing can change.
+    Raises RunDirError when adapter.resize is not set, for what no resizing can change, and for a
+    checkpoint without the critic that the run has.
     """
+    critic = algorithms.make(config).critic is not None
+    if critic and found.path is not None and not files(found.path, CRITIC):
+        raise RunDirError(
+            f"{found.path} holds no critic, and algorithm={config.algorithm.name} trains one; "
+            "start a run of its own from that adapter with adapter.init_from, or keep the algorithm"
+        )
     old = checkpoint_spec(found.metadata)
     if old == spec:
         return None
@@ -76,7 +83,7 @@ def other_ranks(found: Found, config: RunConfig, spec: AdapterSpec) -> AdapterSp
             "base's own of that rank. Export the adapter, resize it, and start a run from it with "
             "adapter.init_from"
         )
-    if algorithms.make(config).critic is not None:
+    if critic:
         raise RunDirError(
             f"{found.path}: the critic of algorithm={config.algorithm.name} keeps its ranks, which "
             f"are the policy's: {' '.join(settings_of(old))}"

@@ -71,7 +71,7 @@ def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> 
         version=engine.version,
         metrics=metrics | _replay_metrics(engine, batch, routes, meter),
         skipped=sum(not r.applied for r in results),
-        nonfinite=sum(not np.isfinite(r.grad_norm) for r in results),
+        nonfinite=sum(not np.isfinite(r.grad_norm) for r in (*results, *of_critic)),
         seconds=time.perf_counter() - started,
         advantages=advantages if dist.get_rank() == 0 else None,
     )

@@ -28,6 +28,10 @@ def made(*settings: str):
         (["algorithm=grpo", "algorithm.advantage=gae"], "grpo has no critic"),
         (["algorithm=vapo", "trainer.steps=50"], "critic_warmup=50 leaves the policy none"),
         (["algorithm=grpo", "algorithm.critic_lr=1e-4"], "critic_lr"),
+        (
+            ["algorithm=ppo", "algorithm.critic_routes=rollout", "replay.mode=r2"],
+            "critic_routes=rollout wants the rollout's routes.*replay.mode=r2",
+        ),
     ],
 )
 def test_what_has_no_meaning_is_refused(settings, message):
