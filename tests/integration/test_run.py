@@ -42,7 +42,7 @@ METRICS = {
 }
 # What two runs that do the same need not share: the clock, and the last bit of the engine's
 # logprobs, which depends on the requests that it happens to batch together.
-MEASURED = re.compile(r"time/.*|refit/(?!bytes).*|.*/tokens_per_second|mismatch/.*")
+MEASURED = re.compile(r"time/.*|idle/.*|refit/(?!bytes).*|.*/tokens_per_second|mismatch/.*")
 
 
 @dataclass
