@@ -111,7 +111,8 @@ class Critic:
     def metrics(self, results: Sequence[StepResult], meter: Meter) -> dict[str, float]:
         """Means over the tokens of all its steps; values are those of before the update."""
         tokens, *sums = meter.summed([f"critic/{name}" for name in ("tokens", *_SUMS)])
-        means = dict(zip(_SUMS, (one / max(tokens, 1.0) for one in sums), strict=True))
+        every = (one / max(tokens, 1.0) for one in sums)
+        means: dict[str, float] = dict(zip(_SUMS, every, strict=True))
         return {
             "critic/loss": means["loss"],
             "critic/clip_fraction": means["clipped"],
