@@ -13,6 +13,7 @@ from ranks import random_adapter, random_batch, run_ranks, spec_of
 
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import with_settings
+from lora_moe_rl.errors import RunDirError
 from lora_moe_rl.files import adapter_source as source
 from lora_moe_rl.files.checkpoint import newest_valid, write_checkpoint
 from lora_moe_rl.models.fingerprint import base_record
@@ -147,7 +148,7 @@ def test_other_ranks_go_on_with_the_same_function(model, tmp_path):
     assert any(f"Adam begins anew for {changed} sites" in note for note in notes)
     assert starting.other_ranks(found, config, spec_of(model, config)) is None
     with_critic = with_settings(config, {"algorithm": {"name": "ppo"}})
-    with pytest.raises(ValueError, match="holds no critic, and algorithm=ppo trains one"):
+    with pytest.raises(RunDirError, match="holds no critic, and algorithm=ppo trains one"):
         starting.other_ranks(found, with_critic, spec_of(model, config))
 
     init = other.adapter.model_copy(update={"init_from": str(tmp_path)})
