@@ -169,8 +169,7 @@ class RunDir:
 
     def write_timeline(self, record: dict[str, Any]) -> None:
         """Appends the spans of a step (telemetry/timeline.py)."""
-        with open(self.timeline_file, "a", encoding="utf-8") as file:
-            file.write(to_json(record) + "\n")
+        _append(self.timeline_file, [record])
 
     def write_order(self, step: int, version: int, groups: Sequence[Group]) -> None:
         """Appends which prompts the step that updates `version` trains, in the order of the batch,
@@ -184,9 +183,7 @@ class RunDir:
             }
             for group in groups
         ]
-        record = {"step": step, "version": version, "groups": order}
-        with open(self.order_file, "a", encoding="utf-8") as file:
-            file.write(to_json(record) + "\n")
+        _append(self.order_file, [{"step": step, "version": version, "groups": order}])
 
     def write_samples(
         self,
@@ -199,12 +196,18 @@ class RunDir:
         (None: there are none)."""
         samples = [(g, i) for g, group in enumerate(groups) for i in range(len(group.samples))]
         wanted = len(samples) if every else self.config.logging.samples_per_step
-        with open(self.samples_file, "a", encoding="utf-8") as file:
-            for chosen in _spread(len(samples), wanted):
-                g, i = samples[chosen]
-                signal = signals[g] if signals is not None else None
-                record = {"sample": chosen} | _sample_record(step, groups[g], signal, i)
-                file.write(to_json(record) + "\n")
+        records = []
+        for chosen in _spread(len(samples), wanted):
+            g, i = samples[chosen]
+            signal = signals[g] if signals is not None else None
+            records.append({"sample": chosen} | _sample_record(step, groups[g], signal, i))
+        _append(self.samples_file, records)
+
+
+def _append(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    """A line for each."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.writelines(to_json(record) + "\n" for record in records)
 
 
 def _sample_record(step: int, group: Group, signal: Signal | None, index: int) -> dict[str, Any]:

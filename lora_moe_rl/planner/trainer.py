@@ -109,17 +109,20 @@ class TrainerMemory:
         classes: list[RankClass] = []
         trainer = config.trainer
         size = trainer.world_size // trainer.pp
+        critic = algorithms.make(config).critic is not None
         for stage, layers in enumerate(stage_layers(trainer, self.facts.shape.num_layers)):
-            mine = self._stage(config, stage, layers, size)
+            mine = self._stage(config, stage, layers, size, critic)
             if classes and _figures(classes[-1]) == _figures(mine):
                 last = classes.pop()
                 mine = replace(last, stages=last.stages + (stage,), ranks=last.ranks + size)
             classes.append(mine)
         return classes
 
-    def _stage(self, config: RunConfig, stage: int, layers: list[int], ranks: int) -> RankClass:
+    def _stage(
+        self, config: RunConfig, stage: int, layers: list[int], ranks: int, critic: bool
+    ) -> RankClass:
         held = policy = self._all(config.trainer, layers)
-        if algorithms.make(config).critic is not None:
+        if critic:
             held = self._with_critic(held, layers)
         memory = {
             "base": held.base_bytes[self.weights],

@@ -9,7 +9,7 @@ It is cut, summed, clipped and saved as the policy's adapters are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -68,12 +68,12 @@ class Critic:
     @contextmanager
     def on(self):
         """Inside, the model is the critic: its last stage gives values `[1, T, 1]`."""
-        with ExitStack() as stack:
-            stack.enter_context(self.engine.adapters.off())
-            stack.enter_context(self.engine.replay.unjudged())
+        with self.engine.adapters.off(), self.engine.replay.unjudged():
             self.adapters.switch.on = True
-            stack.callback(setattr, self.adapters.switch, "on", False)
-            yield
+            try:
+                yield
+            finally:
+                self.adapters.switch.on = False
 
     def evaluate(self, works: list[Work]) -> None:
         """Adds `known["values"]`, float32 [T], to each work: what is expected before each label."""
