@@ -7,12 +7,14 @@ BIN := .venv/bin
 STAMP := .venv/.setup-$(KIND)
 JOBS ?= 2
 DEMO_DIR ?= runs/demo/$(shell date +%Y%m%d-%H%M%S)
+SOAK_DIR ?= runs/soak/$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help setup demo check test test-slow test-all test-gpu mutants oracles lint format wheel clean
+.PHONY: help setup demo soak check quick test test-slow test-all test-gpu mutants oracles lint format wheel clean
 
 help:
 	@echo "make setup      make .venv with the pinned packages (GPU=1: CUDA builds)"
 	@echo "make demo       train the tiny model: some minutes on 2 CPU cores"
+	@echo "make soak       200 steps of it with every kind of fault, and 200 without"
 	@echo "make check      lint, and the unit tests that take no time: before each commit"
 	@echo "make test       unit and integration tests, with real engines: before a merge"
 	@echo "make test-slow  the long ones                  make test-gpu    those for one GPU"
@@ -45,11 +47,21 @@ $(STAMP): requirements/$(KIND).txt requirements/engines-$(KIND).txt pyproject.to
 demo: $(STAMP)
 	$(BIN)/lora-moe-rl train recipes/tiny_arithmetic.py logging.run_dir=$(DEMO_DIR)
 
+# Each kind of fault once (docs/faults.md); the time-outs are those of a tiny model.
+soak: $(STAMP)
+	$(BIN)/lora-moe-rl chaos recipes/tiny_arithmetic.py --steps 200 --rate 1/18 --seed 0 \
+	  --compare reward --out $(SOAK_DIR) checkpoint.every=5 \
+	  trainer.timeout_s=60 rollout.silent_s=30 reward.timeout_s=15
+
 # Two pytest processes by default; one runs a whole file, so that what its fixtures start is
 # started once, and tests that follow each other do.
 PYTEST = $(BIN)/pytest -n $(JOBS) --dist loadfile
 
-check: lint
+# Beside each other: pyright keeps one core busy, and some of the tests wait.
+check: $(STAMP)
+	$(MAKE) --no-print-directory --jobs=2 lint quick
+
+quick: $(STAMP)
 	$(PYTEST) tests/unit -m "not slow and not seconds"
 
 test: $(STAMP)
@@ -64,13 +76,17 @@ test-slow: $(STAMP)
 test-all: $(STAMP)
 	$(PYTEST) tests/unit
 	$(PYTEST) tests/integration
+	$(BIN)/pytest tests/browser
 
 # What verl and TRL make of the batches of the tests; in an environment of its own, beside ours.
+ORACLES ?= .venv-oracles
+RECORDS ?= tests/unit/algorithms/oracles.json
+
 oracles: $(STAMP)
-	test -x .venv-oracles/bin/python || $(PYTHON) -m venv .venv-oracles
-	echo "$(CURDIR)/.venv/lib/python3.12/site-packages" > .venv-oracles/lib/python3.12/site-packages/project.pth
-	$(BIN)/uv pip install --python .venv-oracles/bin/python --no-deps -r tests/oracles/requirements.txt
-	.venv-oracles/bin/python tests/oracles/record.py
+	test -x $(ORACLES)/bin/python || $(PYTHON) -m venv $(ORACLES)
+	echo "$(CURDIR)/.venv/lib/python3.12/site-packages" > $(ORACLES)/lib/python3.12/site-packages/project.pth
+	$(BIN)/uv pip install --python $(ORACLES)/bin/python --no-deps -r tests/oracles/requirements.txt
+	$(ORACLES)/bin/python tests/oracles/record.py $(RECORDS)
 
 test-gpu: $(STAMP)
 	$(BIN)/pytest tests/gpu

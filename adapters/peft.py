@@ -51,19 +51,32 @@ EXPERTS = ("experts.gate", "experts.up", "experts.down")
 # In the metadata of the file: how columns of stacked B stand, and a checksum of all tensors.
 ORDER_KEY = "lora_moe_rl.expert_order"
 CHECKSUM_KEY = "lora_moe_rl.xxh3_128"
+SCORE = "score"  # what transformers calls the layer of a critic's values
 Tensors = Mapping[str, np.ndarray]
 
 
 def write(
-    directory: Path, spec: AdapterSpec, tensors: Tensors, config: RunConfig, form: Form = "2d"
+    directory: Path,
+    spec: AdapterSpec,
+    tensors: Tensors,
+    config: RunConfig,
+    form: Form = "2d",
+    head: np.ndarray | None = None,
 ) -> None:
-    """Replaces `directory` as a whole: whenever the process is killed or the machine stops, either
+    """`head`, float32 [1, hidden], is a critic's: it goes in as the layer `score` of transformers'
+    classes for the classification of sequences, whose one label is the value.
+
+    Replaces `directory` as a whole: whenever the process is killed or the machine stops, either
     the old adapter or the new one is there. What an interrupted write left is gone after the next.
     """
     with replacing(directory) as fresh:
         arrays = dict(peft_tensors(spec, tensors, form))
+        settings = peft_config(spec, config, form)
+        if head is not None:
+            arrays[f"base_model.model.{SCORE}.weight"] = head
+            settings |= {"task_type": "SEQ_CLS", "modules_to_save": [SCORE]}
         metadata = {"format": "pt", ORDER_KEY: "fastest", CHECKSUM_KEY: checksum(arrays)}
-        text = json.dumps(peft_config(spec, config, form), indent=2)
+        text = json.dumps(settings, indent=2)
         (fresh / "adapter_config.json").write_text(text + "\n")
         save_safetensors(arrays, fresh / "adapter_model.safetensors", metadata)
 

@@ -8,6 +8,7 @@ shapes. `expert_order` decides where something tells, and refuses where nothing 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,6 +56,8 @@ def read(
         keys = parse_keys(list(weights.file_of), shape)
         if not keys:
             raise AdapterError(f"{directory} holds no adapter: its file has no tensors")
+        for name, key in keys.items():
+            _check_size(name, key, weights.entry(name).shape, shape)
         arrays = {key: _array(weights, name) for name, key in keys.items()}
         if CHECKSUM_KEY in metadata:
             _check_checksum(
@@ -75,6 +78,19 @@ def read(
             raise AdapterError(f"{where}: layer {key.layer} has its experts stacked and one by one")
         of_site[key.expert] = _Found(A, B, settings.scale(where, len(A)))
     return _assemble(shape, found)
+
+
+def _check_size(name: str, key: Key, got: tuple[int, ...], shape: ModelShape) -> None:
+    """Raises AdapterError for a tensor that has more numbers than an adapter of the widest linear
+    of its layer, at a rank as large as that is wide: before any memory is taken for it."""
+    modules = shape.modules(key.layer).values()
+    widest = max(size for dims in modules for size in dims[:2])
+    count = shape.num_experts if key.stacked is not None else 1
+    if math.prod(got) > 2 * count * widest**2:  # gate and up are one where they are stacked
+        raise AdapterError(
+            f"{name} has the shape {got}: that is no adapter of a layer whose widest linear has "
+            f"{widest:,} inputs or outputs"
+        )
 
 
 def _array(weights: SafeWeights, name: str) -> np.ndarray:

@@ -13,6 +13,7 @@ import regex
 from lora_moe_rl.adapters.families import ModelShape, hf_path
 from lora_moe_rl.errors import AdapterError
 
+LARGEST = 1e30  # rank or alpha; an honest one is far below
 MATCH_S = 1.0  # longest match of a pattern from a file; an honest one takes microseconds
 
 # With or without PEFT's prefix (verl, ms-swift), that of a language model in a larger one, and the
@@ -123,7 +124,8 @@ class PeftSettings:
         for key, plain in _PLAIN.items():
             if config.get(key) not in plain:
                 raise AdapterError(
-                    f"adapter_config.json has {key}={config[key]!r}: only plain LoRA is read"
+                    f"adapter_config.json has {key}={config.get(key)!r:.60}: only plain LoRA is "
+                    "read"
                 )
         patterns = [config.get(key) or {} for key in ("rank_pattern", "alpha_pattern")]
         numbers = [config.get("r"), config.get("lora_alpha")]
@@ -137,9 +139,11 @@ class PeftSettings:
                 _check_pattern(key)
         for number in numbers:
             if isinstance(number, bool) or not isinstance(number, int | float):
-                raise AdapterError(f"adapter_config.json has {number!r} where a number is expected")
-            if not (0 < number < math.inf):
-                raise AdapterError(f"adapter_config.json has the rank or alpha {number}")
+                raise AdapterError(
+                    f"adapter_config.json has {number!r:.80} where a number is expected"
+                )
+            if not (0 < number < LARGEST):
+                raise AdapterError(f"adapter_config.json has the rank or alpha {number!r:.40}")
         return cls(
             int(config["r"]), float(config["lora_alpha"]), bool(config.get("use_rslora")), *patterns
         )
@@ -180,9 +184,13 @@ def _check_pattern(key: str) -> None:
         )
     try:
         re.compile(key)
-        regex.compile(key)
-    except (re.error, regex.error) as error:
+        regex.compile(_at_the_end(key))
+    except (re.error, regex.error, OverflowError, RecursionError) as error:
         raise AdapterError(f"adapter_config.json has the pattern {key!r}: {error}") from error
+
+
+def _at_the_end(pattern: str) -> str:
+    return rf"(.*\.)?({pattern})$"
 
 
 def _by_pattern[T](patterns: Mapping[str, T], name: str, default: T) -> T:
@@ -191,7 +199,7 @@ def _by_pattern[T](patterns: Mapping[str, T], name: str, default: T) -> T:
     for pattern, value in patterns.items():
         for candidate in (name, f"{name}.weight"):
             try:
-                if regex.match(rf"(.*\.)?({pattern})$", candidate, timeout=MATCH_S):
+                if regex.match(_at_the_end(pattern), candidate, timeout=MATCH_S):
                     return value
             except TimeoutError:
                 raise AdapterError(

@@ -7,6 +7,7 @@ element arrived exactly once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -51,6 +52,9 @@ def _assemble_one(name: str, shape: tuple[int, ...], parts: list[Shard]) -> np.n
 
 
 def _place(name: str, shape: tuple[int, ...], parts: list[Shard]) -> np.ndarray:
+    if (got := sum(part.data.size for part in parts)) < (size := math.prod(shape)):
+        # Before memory is taken for what the shape alone claims.
+        raise AdapterError(f"tensor {name}: {size - got} elements missing of the shape {shape}")
     whole = np.empty(shape, dtype=np.float32)
     seen = np.zeros(shape, dtype=np.uint8)
     for part in parts:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Literal
@@ -31,6 +31,8 @@ from lora_moe_rl.adapters.patterns import Values
 from lora_moe_rl.config import AdapterConfig
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.rollout.facts import NOT_SERVABLE
+
+VALUE_HEAD = "value_head.weight"  # of a critic: [1, hidden], in the place of the head
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,12 @@ class AdapterSpec:
             shapes[f"{site.name}.A"] = site.shape_A
             shapes[f"{site.name}.B"] = site.shape_B
         return shapes
+
+    def of_critic(self) -> AdapterSpec:
+        """That of the critic beside it: on the same modules, of the same ranks, all of which is
+        trained."""
+        sites = (replace(site, rank=site.trained_rank, frozen_rank=0) for site in self.sites)
+        return AdapterSpec(self.shape, tuple(sites))
 
     def lr_factors(self, pattern: Mapping[str, float]) -> dict[str, float]:
         """Of every site, by `trainer.lr_pattern`. Raises ConfigError for a key that is no pattern,

@@ -15,8 +15,7 @@ from megatron.core import tensor_parallel as mtp
 
 from lora_moe_rl.adapters.layers import Slice, Switch
 from lora_moe_rl.adapters.sharding import Kind, RankLayout
-
-NAME = "value_head.weight"
+from lora_moe_rl.adapters.spec import VALUE_HEAD
 
 
 class ValueHead(torch.nn.Module):
@@ -54,4 +53,4 @@ class ValueHead(torch.nn.Module):
 
     def slices(self) -> Iterator[Slice]:
         exported = self.layout.exports(self.kind, "A")
-        yield Slice(NAME, self.weight, (Ellipsis,), (0, 0), exported)
+        yield Slice(VALUE_HEAD, self.weight, (Ellipsis,), (0, 0), exported)

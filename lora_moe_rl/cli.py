@@ -81,6 +81,7 @@ usage: {prog} [key=value | --key value | @FILE ...] [--resume] [--dry-run]
   --resume                 go on from the newest valid checkpoint of the run directory
   --resume-from DIR        go on from this checkpoint (RUN/checkpoints/step-000100), as a new run in
                            a logging.run_dir of its own
+  --supervise              start the run again, from its newest checkpoint, when its process dies
   --dry-run                print the resolved config as YAML, look at what the run needs, and exit
   --traceback              show where an error was raised
 
@@ -100,6 +101,8 @@ def train(arguments: Sequence[str], config: RunConfig | None = None, prog: str =
     fork, settings = _split_fork(settings)
     if fork is not None and "--resume" in flags:
         raise ConfigError("--resume and --resume-from are both given; use one of them")
+    if {"--supervise", "--dry-run"} <= flags:
+        raise ConfigError("--supervise and --dry-run are both given; a dry run has no process")
     if flags & {"--help", "-h"}:
         from lora_moe_rl.config.help import config_help
 
@@ -116,6 +119,14 @@ def train(arguments: Sequence[str], config: RunConfig | None = None, prog: str =
         with Preflight(config, fetch=False) as preflight:
             preflight.require(console.warn)
         return 0
+    if "--supervise" in flags:
+        from lora_moe_rl.run.supervisor import supervise
+
+        way_in = [prog] if prog else ["-m", "lora_moe_rl", "train"]
+        words = [word for word in arguments if word != "--supervise"]
+        again = [*sorted({*flags, "--resume"} - {"--supervise"}), *settings]
+        command = [sys.executable, *way_in]
+        return supervise(config, command + words, command + again)
     from lora_moe_rl.run.start import run
 
     with interrupts():  # the run itself takes over once its actors have started
@@ -153,7 +164,33 @@ def _check(arguments: Sequence[str]) -> int:
     return check(_resolved(settings))
 
 
-TRAIN_FLAGS = {"--help", "-h", "--resume", "--dry-run", "--traceback"}
+EVAL_USAGE = """\
+usage: lora-moe-rl eval [RUN | CHECKPOINT | RECIPE] [key=value | --key value | @FILE ...]
+
+Asks the held-out data of eval.sets once, and trains nothing: of a run directory the newest valid
+checkpoint, of RUN/checkpoints/step-000100 that one, of a recipe what a run of it would begin with
+(model=DIR: another model; adapter.init_from=DIR: a PEFT adapter). The same sets, seeds and engines
+as inside a run give the same samples. Metrics and samples go to a new directory,
+RUN-eval-step-000100 or logging.run_dir.
+"""
+
+
+def _eval(arguments: Sequence[str]) -> int:
+    flags, settings = _split_flags(arguments, {"--help", "-h", "--traceback"})
+    if flags & {"--help", "-h"}:
+        print(EVAL_USAGE, end="")
+        return 0
+    from lora_moe_rl.run.eval_target import read_target
+
+    config, checkpoint = read_target(*_split_target(settings))
+    from lora_moe_rl.run.start import evaluate
+
+    with interrupts():
+        evaluate(config, checkpoint)
+    return 0
+
+
+TRAIN_FLAGS = {"--help", "-h", "--resume", "--supervise", "--dry-run", "--traceback"}
 
 
 def _split_flags(arguments: Sequence[str], known: set[str]) -> tuple[set[str], list[str]]:
@@ -211,6 +248,7 @@ VERIFY = {
     "algorithm": ("verify.algorithm", "an algorithm's loss and gradient, whatever the layout"),
     "refit": ("verify.refit", "vLLM serves what the trainer holds, by every way in"),
     "replay": ("verify.replay", "Megatron uses the routes that vLLM recorded"),
+    "async": ("verify.in_flight", "every token is of its version, while versions are published"),
     "export": ("verify.export", "PEFT, vLLM and transformers compute what was trained"),
 }
 BENCH = {
@@ -223,12 +261,15 @@ BENCH = {
     "kernels": ("bench.kernels", "expert adapters, merges and the route codec"),
     "scale": ("bench.scale", "what grows with samples, ranks and engines, and how fast"),
     "algorithms": ("bench.algorithms", "every algorithm on the same recipe: reward and step time"),
+    "cost": ("bench.cost", "what a step takes with other algorithms, of the same work"),
+    "async": ("bench.asynchronous", "the same work with rollouts ahead of training, and without"),
+    "corrections": ("bench.corrections", "what corrections buy when samples are some steps old"),
 }
 
 
 def _one_of(command: str, table: dict[str, tuple[str, str]], arguments: Sequence[str]) -> int:
     """`lora-moe-rl COMMAND WHAT ...`: WHAT's module has a `main(argv)` of its own."""
-    rows = "\n".join(f"  {name:<8} {sentence}" for name, (_, sentence) in table.items())
+    rows = "\n".join(f"  {name:<11} {sentence}" for name, (_, sentence) in table.items())
     parser = argparse.ArgumentParser(
         prog=f"lora-moe-rl {command}",
         epilog=f"`lora-moe-rl {command} WHAT --help` says more of each:\n{rows}",
@@ -248,14 +289,22 @@ def _module(name: str) -> Callable[[Sequence[str]], int]:
 
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "init": (_module("run.init_command"), "write a first recipe: model, data, reward, GPUs"),
     "train": (train, "train adapters, from a recipe or a config file"),
+    "eval": (_eval, "evaluate a run, a checkpoint, an adapter or a model on held-out data"),
     "check": (_check, "look at all that a run needs, before it starts"),
     "make-tiny": (_make_tiny, "make a tiny MoE model to train"),
+    "compare": (_module("telemetry.comparison"), "runs side by side: a table and a picture"),
+    "view": (_module("page.command"), "look at runs and their samples, in a browser"),
     "timeline": (_module("telemetry.timeline_views"), "draw who waited for whom in a run"),
     "plan": (_module("planner.command"), "what fits where, from the model's config alone"),
+    "launch": (_module("launch.command"), "write what starts a run on Slurm, KubeRay or by ssh"),
+    "fetch": (_module("files.fetch"), "make a run directory from copies in storage, to go on in"),
     "export": (_module("export.command"), "write an adapter for PEFT and vLLM, or a merged model"),
     "adapter": (_module("export.adapter_command"), "inspect, import, resize, combine adapters"),
+    "serve": (_module("endpoint.command"), "serve a run's adapters, or a model, to OpenAI clients"),
     "serve-check": (_module("verify.serve_check"), "serve an exported adapter and compare"),
+    "chaos": (_module("chaos.command"), "train with planned faults, and see what becomes of each"),
     "doctor": (
         _module("upstream.doctor"),
         "print what is installed, what is missing and how to mend it",

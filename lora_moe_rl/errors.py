@@ -1,5 +1,8 @@
 """Every error a user can meet, in one tree. All are picklable: they cross Ray."""
 
+# The exit code of what may go well another time: EX_TEMPFAIL of sysexits.h.
+FAULT = 75
+
 
 class LoraMoeRlError(Exception):
     """Base of the errors this system raises on purpose.
@@ -39,6 +42,10 @@ class CheckpointError(LoraMoeRlError):
     """A checkpoint that cannot be written, or none that can be read."""
 
 
+class DiskError(CheckpointError):
+    """A checkpoint or an adapter that the disk refuses: it is full, read-only or away."""
+
+
 class RewardError(LoraMoeRlError):
     """Too many samples of a step could not be rewarded."""
 
@@ -64,13 +71,25 @@ class RefitError(LoraMoeRlError):
 class ClusterError(LoraMoeRlError):
     """Ray could not be started or joined."""
 
+    exit_code = FAULT
+
 
 class EngineDied(LoraMoeRlError):
     """vLLM's processes of an engine have ended; the actor around them still lives."""
 
 
+class EngineSilent(EngineDied):
+    """An engine lives, and does nothing about the requests that it has."""
+
+
 class ReplayError(LoraMoeRlError):
     """Router decisions that cannot be replayed."""
+
+
+class RoutesLost(ReplayError):
+    """Router decisions that have ended with the engine that recorded them."""
+
+    exit_code = FAULT
 
 
 class NonFiniteError(LoraMoeRlError):
@@ -92,6 +111,8 @@ class BenchmarkError(LoraMoeRlError):
 class ActorFailed(LoraMoeRlError):
     """An actor of the run died. Carries its name and the last lines of its log."""
 
+    exit_code = FAULT
+
     def __init__(self, actor: str, reason: str, log_tail: str = ""):
         self.actor, self.reason, self.log_tail = actor, reason, log_tail
         tail = f"\nLast lines of its log:\n{log_tail}" if log_tail else ""
@@ -99,3 +120,13 @@ class ActorFailed(LoraMoeRlError):
 
     def __reduce__(self):
         return (type(self), (self.actor, self.reason, self.log_tail))
+
+
+class ActorSilent(ActorFailed):
+    """Actors gave no answer in time: `actor` names all that were silent."""
+
+
+class StallError(LoraMoeRlError):
+    """Nothing happens in a run, and nothing is under way."""
+
+    exit_code = FAULT

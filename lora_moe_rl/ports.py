@@ -4,15 +4,18 @@ The loop, the publisher and the algorithms call these and nothing else; no Megat
 loss stands above them. Who implements what:
 
     Prompts       data/prompts.py for one data set, data/mixture.py for several
-    Trainer       cluster/trainer.py, over trainer/ (Megatron-core)
-    Engines       cluster/engines.py, over rollout/ (vLLM)
+    Trainer       cluster/lasting_trainer.py, over cluster/trainer.py and trainer/ (Megatron-core)
+    Engines       cluster/engines.py, over rollout/ (vLLM); of them the loop sees a Sampler
     Policy        cluster/engines.py: the engines as one ticket sees them
     Rewards       rewards/by_set.py, over rewards/runner.py and rewards/combining.py
+    Teacher       rewards/teacher.py
     Environment   environments/, a file each
     Algorithm     algorithms/, a file each (the base class is algorithms/base.py)
     Publisher     run/publisher.py
     Channel       refit/transports/, a file each (the base class is in its __init__)
     BaseWeights   where the frozen base's tensors come from: refit/merged_base.py
+
+Sampler, Environment and Publisher of a run that learns from its rows' own answers: run/offline.py.
 
 Calls that take long are coroutines. Routes, parts of adapters and other bulk data pass by
 reference: `Ref` is whatever the implementation hands out and takes back.
@@ -24,13 +27,13 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
 
     from lora_moe_rl.data.batch import TrainBatch
-    from lora_moe_rl.data.samples import Prompt, Sample, Scores, UpdateResult
+    from lora_moe_rl.data.samples import Group, Played, Prompt, Sample, Scores, UpdateResult
     from lora_moe_rl.kernels.merge.rounding import Arrived
 
 Ref = Any
@@ -62,6 +65,32 @@ class Scored:
     complete: bool
 
 
+@dataclass(frozen=True)
+class Turn:
+    """One question of a conversation, whose tokens so far are what is gone on from.
+
+    `conversation` is its place among those of the prompt, `number` counts its questions from 0:
+    both seed the answer. `recorded`: the leading rows of routes that earlier turns have, of which
+    the newest were `recorded_by` that adapter version (None: there are none); only those after them
+    are recorded anew, or all under another version (schedule.continued=split). `max_tokens`: the
+    longest answer.
+    """
+
+    conversation: int
+    number: int
+    recorded: int
+    max_tokens: int
+    recorded_by: int | None = None
+
+
+class Written(NamedTuple):
+    """What an engine wrote: a text, why it ended (stop or length), and how many tokens it has."""
+
+    text: str
+    finish_reason: str
+    num_tokens: int
+
+
 class Prompts(Protocol):
     """All prompts of a run, without end."""
 
@@ -78,7 +107,8 @@ class Prompts(Protocol):
     def next(self, n: int) -> list[Prompt]: ...
 
     def lengths(self) -> list[int]:
-        """Tokens of each prompt, as far as they are known; none is drawn."""
+        """Tokens of each prompt, with its longest answer if it has any, as far as they are known;
+        none is drawn."""
         ...
 
     def examples(self, n: int) -> list[Prompt]:
@@ -93,24 +123,65 @@ class Prompts(Protocol):
 
 
 class Policy(Protocol):
-    """The policy as one ticket sees it: at one adapter version, seeded by the ticket's number."""
+    """The policy as one ticket sees it: at one adapter version, or from that one on at the newest
+    (schedule.in_flight=continue), seeded by the ticket's number."""
 
-    async def sample(self, token_ids: Sequence[int], n: int) -> tuple[list[Sample], Ref]:
-        """`n` samples that go on from `token_ids`, and a reference to their routes.
+    async def sample(
+        self, token_ids: Sequence[int], n: int, turn: Turn | None = None
+    ) -> tuple[list[Sample], Ref]:
+        """`n` samples that go on from `token_ids`, and a reference to their routes: `n` responses
+        to a prompt, or with `turn` one more turn of a conversation (`n` is 1 then).
 
         Raises EngineDied when the engine that was asked has died; it is started anew meanwhile.
         """
         ...
 
+    def join(self, samples: Sequence[Sequence[Ref]]) -> Ref:
+        """The routes of several samples, from those of the turns of each."""
+        ...
 
-class Engines(Protocol):
-    """All rollout engines as one."""
+
+class Sampler(Protocol):
+    """Who samples, as the loop sees it."""
 
     restarts: int
 
-    def policy(self, version: int, seed: int, watch: Watch) -> Policy:
+    def policy(
+        self, version: int, seed: int, watch: Watch, temperature: float | None = None
+    ) -> Policy:
         """`watch(index)` is a context manager that goes around each request for samples, with the
-        index of the engine that is asked."""
+        index of the engine that is asked. `temperature` None is that of training; with one of
+        their own, as an evaluation's, all samples are of `version`, and 0 is the likeliest
+        token."""
+        ...
+
+    async def pin(self, version: int | None) -> None:
+        """From now on this version keeps its slot, however many newer ones are published; None:
+        none does."""
+        ...
+
+    def lost(self, version: int) -> bool:
+        """Whether no engine will ever serve a version again, which all have served: those that came
+        back have only newer ones."""
+        ...
+
+    async def all_back(self) -> None:
+        """Waits until every engine that died serves again: it takes the newest version from the
+        trainer's parts, which the next update writes over."""
+        ...
+
+    def overwrite(self) -> None:
+        """From now on the trainer writes over those parts, until the next version is published."""
+        ...
+
+
+class Engines(Sampler, Protocol):
+    """All rollout engines as one."""
+
+    async def write(
+        self, token_ids: list[int], max_tokens: int, temperature: float, seed: int
+    ) -> Written:
+        """What the bare base writes after `token_ids`."""
         ...
 
     async def score(
@@ -127,6 +198,11 @@ class Engines(Protocol):
         """Every engine takes the version, or an error is raised."""
         ...
 
+    async def move_on(self, version: int) -> None:
+        """Requests for samples go on under `version`, which is served: those in flight are ended
+        with what they have and continued, and none begins under an older one any more."""
+        ...
+
     async def differing(
         self, version: int, parts: Sequence[Ref], engines: Sequence[int] | None = None
     ) -> list[str]:
@@ -139,13 +215,18 @@ class Engines(Protocol):
         Returns what `differing` does."""
         ...
 
-    async def all_back(self) -> None:
-        """Waits until every engine that died serves again: it takes the newest version from the
-        trainer's parts, which the next update writes over."""
-        ...
 
-    def overwrite(self) -> None:
-        """From now on the trainer writes over those parts, until the next version is published."""
+class Publisher(Protocol):
+    """Takes versions from the trainer to where they are served."""
+
+    version: int  # the newest one that is served
+
+    async def start(self) -> None: ...
+
+    async def publish(
+        self, version: int, parts: Sequence[Ref], samples: Sequence[Sample]
+    ) -> dict[str, float]:
+        """Serves `version`, of which `parts` were sent, trained on `samples`. Returns metrics."""
         ...
 
 
@@ -184,8 +265,18 @@ class Trainer(Protocol):
 
 
 class Rewards(Protocol):
-    async def score(self, prompt: Prompt, samples: Sequence[Sample]) -> Scores:
-        """Rewards of a group, float32 [n], NaN for none; one line for each that failed; details."""
+    async def score(
+        self, prompt: Prompt, samples: Sequence[Sample], played: Sequence[Played] = ()
+    ) -> Scores:
+        """Rewards of a group, float32 [n], NaN for none; one line for each that failed; details.
+        `played`: of each sample, if it came of an environment that reward functions are shown."""
+        ...
+
+
+class Teacher(Protocol):
+    async def score(self, group: Group) -> None:
+        """Puts the teacher's logprobs into a group; a sample that it could not score has failed, as
+        one whose reward has."""
         ...
 
 

@@ -97,12 +97,12 @@ class Audit:
         for k, sample in enumerate(data.samples):
             if sample not in self.samples:
                 continue
-            begin, end = (int(x) for x in data.cu_seqlens[k : k + 2])
+            begin, end = (int(x) for x in data.starts[k : k + 2])
             start, stop = max(begin, mine.start), min(end, mine.stop)
             if start >= stop:
                 continue
             tokens = slice(start - begin, stop - begin)
-            fed = self.batch.token_ids[sample][:-1][tokens]
+            fed = self.batch.fed(sample)[tokens]
             if (fed != data.input_ids[start:stop]).any():
                 self._differs(f"sample {sample} is not what was fed at {start} to {stop}")
             ids, valid = self._expected(chunk, sample, layer.number)
@@ -135,8 +135,10 @@ class Audit:
             column = table.layers.index(layer)
             return table.ids[rows, column], table.valid[rows, column]
         if (chunk, sample) not in self._recorded:
-            self._recorded[chunk, sample] = _decode(*self.routes.received(chunk, sample))
-        column = self.routes.received(chunk, sample)[0].layers.index(layer)
+            turns = [_decode(*turn) for turn in self.routes.received(chunk, sample)]
+            ids, valid = (np.concatenate(parts) for parts in zip(*turns, strict=True))
+            self._recorded[chunk, sample] = ids, valid
+        column = self.routes.received(chunk, sample)[0][0].layers.index(layer)
         ids, valid = self._recorded[chunk, sample]
         return ids[:, column], valid[:, column]
 

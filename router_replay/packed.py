@@ -141,7 +141,17 @@ class PackedRoutes:
         layers = tuple(np.frombuffer(head, "<u4", num_layers, ends[0]).tolist())
         offsets = np.frombuffer(head, "<u8", num_samples + 1, ends[1]).astype(np.int64)
         checksums = np.frombuffer(head, "<u8", num_samples, ends[2])
-        layout = RowLayout(num_layers, top_k, num_experts)
+        layout = _layout(num_layers, top_k, num_experts)
+        if flags & ~_HAS_VALIDITY or any(a >= b for a, b in pairwise(layers)):
+            raise ReplayError(
+                f"packed routes have flags {flags} and layers {layers[:8]}: no other flag than "
+                f"{_HAS_VALIDITY} is known, and layers ascend"
+            )
+        if offsets[0] or (np.diff(offsets) < 0).any():
+            raise ReplayError(
+                f"packed routes have samples at rows {offsets[:8].tolist()}: they begin at 0, and "
+                "none ends before it begins"
+            )
         num_rows = int(offsets[-1])
         width = -(-num_layers // 8) if flags & _HAS_VALIDITY else 0
         body = data[ends[4] :]
@@ -168,6 +178,16 @@ class PackedRoutes:
         )
         table.check()
         return table
+
+
+def _layout(num_layers: int, top_k: int, num_experts: int) -> RowLayout:
+    """Raises ReplayError for counts that no router has."""
+    try:
+        if top_k > num_experts:
+            raise ValueError(f"{top_k} experts a token of {num_experts}")
+        return RowLayout(num_layers, top_k, num_experts)
+    except ValueError as error:
+        raise ReplayError(f"the header of packed routes has impossible counts: {error}") from error
 
 
 def valid_rows(bits: np.ndarray | None, num_rows: int, num_layers: int) -> np.ndarray:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import starmap
 
 import numpy as np
 from megatron.core import parallel_state as ps
@@ -43,9 +44,9 @@ class Routes:
         self.incomplete = np.concatenate(rows)
         self.bytes = 0
         self._blocks: dict[tuple[int, int, int], PackedRoutes] = {}  # by part, block and piece
-        # By chunk and sample: a block's routes, and the number of the sample in it.
-        self._received: dict[tuple[int, int], tuple[PackedRoutes, int]] = {}
-        self._packed: dict[tuple[int, int], tuple[PackedRoutes, int]] = {}
+        # By chunk and sample: for each of its turns a block's routes, and its number in the block.
+        self._received: dict[tuple[int, int], list[tuple[PackedRoutes, int]]] = {}
+        self._packed: dict[tuple[int, int], list[tuple[PackedRoutes, int]]] = {}
 
     @property
     def coverage(self) -> float:
@@ -65,7 +66,7 @@ class Routes:
 
     def check_samples(self, lengths: np.ndarray) -> None:
         """Raises ReplayError unless there is a row for every token fed of every sample."""
-        found = np.concatenate([np.diff(part.offsets) for part in self.parts])
+        found = np.concatenate([np.diff(part.sample_offsets) for part in self.parts])
         if len(found) != len(lengths) or (found != lengths).any():
             raise ReplayError(
                 f"there are routes of {len(found)} samples and {self.num_rows} tokens; the batch "
@@ -80,10 +81,11 @@ class Routes:
         for part in self.parts:
             if part.first_missing is not None:
                 row, layer = part.first_missing
-                sample = int(np.searchsorted(part.offsets, row, side="right")) - 1
+                starts = part.sample_offsets
+                sample = int(np.searchsorted(starts, row, side="right")) - 1
                 raise ReplayError(
                     f"sample {first + sample} has no routes for token "
-                    f"{row - int(part.offsets[sample])}, layer {layer} "
+                    f"{row - int(starts[sample])}, layer {layer} "
                     f"({1 - self.coverage:.2%} missing); set replay.missing=mask or route to go on "
                     f"without them"
                 )
@@ -91,11 +93,12 @@ class Routes:
 
     def fetch(self, samples: Iterable[int]) -> None:
         """Brings the routes of the samples in this rank's layers here, and checks their bytes."""
-        wanted = {sample: self._place(sample) for sample in samples}
+        wanted = {sample: self._places(sample) for sample in samples}
         chunks = [chunk for chunk, layers in enumerate(self.chunks) if layers]
         keys = {
             (part, block, chunk): (part, block, self._piece(part, chunk))
-            for part, block, _ in wanted.values()
+            for turns in wanted.values()
+            for part, block, _ in turns
             for chunk in chunks
         }
         blocks = self._blocks
@@ -104,15 +107,16 @@ class Routes:
         for place, array in zip(places, fetch(refs), strict=True):
             self.bytes += array.nbytes
             blocks[place] = self._parsed(place, array)
-        for sample, (part, block, local) in wanted.items():
-            for place in {keys[part, block, chunk] for chunk in chunks}:
-                blocks[place].check(local, f"sample {sample}")
+        for sample, turns in wanted.items():
+            for part, block, local in turns:
+                for place in {keys[part, block, chunk] for chunk in chunks}:
+                    blocks[place].check(local, f"sample {sample}")
         cut = {key: blocks[place].cut(self.chunks[key[2]]) for key, place in keys.items()}
-        for sample, (part, block, local) in wanted.items():
+        for sample, turns in wanted.items():
             for chunk in chunks:
-                key = (part, block, chunk)
-                self._received[chunk, sample] = (blocks[keys[key]], local)
-                self._packed[chunk, sample] = (cut[key], local)
+                named = [((part, block, chunk), local) for part, block, local in turns]
+                self._received[chunk, sample] = [(blocks[keys[key]], at) for key, at in named]
+                self._packed[chunk, sample] = [(cut[key], at) for key, at in named]
 
     def _parsed(self, place: tuple[int, int, int], data: np.ndarray) -> PackedRoutes:
         packed = PackedRoutes.from_bytes(data)
@@ -130,14 +134,16 @@ class Routes:
             )
         return packed
 
-    def _place(self, sample: int) -> tuple[int, int, int]:
-        """Part, block, and number within the block."""
+    def _places(self, sample: int) -> list[tuple[int, int, int]]:
+        """Part, block, and number within the block, of each of the sample's turns."""
         if sample >= self.num_samples:
             raise ReplayError(f"there are routes of {self.num_samples} samples only")
-        part = bisect_right(self._first, sample) - 1
-        sample, blocks = sample - self._first[part], self.parts[part].blocks
-        block = bisect_right(blocks, sample, key=lambda block: block.stop)
-        return part, block, sample - blocks[block].first
+        number = bisect_right(self._first, sample) - 1
+        part, found = self.parts[number], []
+        for record in part.records(sample - self._first[number]):
+            block = bisect_right(part.blocks, record, key=lambda block: block.stop)
+            found.append((number, block, record - part.blocks[block].first))
+        return found
 
     def _piece(self, part: int, chunk: int) -> int:
         """The pipeline piece that holds a chunk's layers."""
@@ -150,9 +156,10 @@ class Routes:
             f"{self.chunks[chunk]} in one: they were cut for another pipeline layout"
         )
 
-    def received(self, chunk: int, sample: int) -> tuple[PackedRoutes, slice]:
-        """The packed rows that hold a sample's routes, as they came, and which of them are its."""
-        return _of_sample(*self._received[chunk, sample])
+    def received(self, chunk: int, sample: int) -> list[tuple[PackedRoutes, slice]]:
+        """Of each of the sample's turns, the packed rows that hold its routes, as they came, and
+        which of them are its."""
+        return list(starmap(_of_record, self._received[chunk, sample]))
 
     def micro(self, data: MicroBatch) -> list[MicroRoutes | None]:
         """Of each chunk, the rows of this rank's tokens of a micro-batch."""
@@ -160,19 +167,22 @@ class Routes:
                 for chunk in range(len(self.chunks))]  # fmt: skip
 
     def _micro(self, chunk: int, data: MicroBatch) -> MicroRoutes:
-        found = [_of_sample(*self._packed[chunk, sample]) for sample in data.samples]
         length = len(data.input_ids)
         layers, first = self.chunks[chunk], self.parts[0]
         layout = RowLayout(len(layers), first.top_k, first.num_experts)
         rows = np.zeros((length, layout.row_bytes), dtype=np.uint8)
         valid = None
-        for k, (packed, span) in enumerate(found):
-            here = slice(*data.cu_seqlens[k : k + 2])
-            rows[here] = packed.rows[span]
-            if packed.valid is not None:
-                valid = np.ones((length, layout.num_layers), dtype=bool) if valid is None else valid
-                bits = packed.valid[span]
-                valid[here] = valid_rows(bits, len(bits), layout.num_layers)
+        for k, sample in enumerate(data.samples):
+            start = int(data.starts[k])
+            for packed, span in starmap(_of_record, self._packed[chunk, sample]):
+                here = slice(start, start + span.stop - span.start)
+                rows[here] = packed.rows[span]
+                if packed.valid is not None:
+                    if valid is None:
+                        valid = np.ones((length, layout.num_layers), dtype=bool)
+                    bits = packed.valid[span]
+                    valid[here] = valid_rows(bits, len(bits), layout.num_layers)
+                start = here.stop
         mine = sequence_shard(length)
         return MicroRoutes(
             layers,
@@ -188,7 +198,7 @@ class Routes:
         return (there != data.rows) & (data.rows >= 0)
 
 
-def _of_sample(packed: PackedRoutes, local: int) -> tuple[PackedRoutes, slice]:
+def _of_record(packed: PackedRoutes, local: int) -> tuple[PackedRoutes, slice]:
     return packed, slice(int(packed.offsets[local]), int(packed.offsets[local + 1]))
 
 

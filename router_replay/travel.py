@@ -7,17 +7,23 @@ and counts. A rank fetches the parts of its own layers that hold any of its own 
     samples      0 1 2 3 4 │ 5 6 7 8 │ 9        a block: whole samples, up to BLOCK_BYTES of rows
     layers 0-3       *     │    *    │ *
     layers 4-7       *     │    *    │ *        *: one object
+
+A sample of several turns is recorded by several requests, each of which hands on the rows that are
+new (`router_replay/table.py`). `join` puts them one after the other, by reference:
+
+    rows         0 1 2 3 │ 4 5 6 7 8 │ 9 10 11
+    records         0    │     1     │    2       each from another request, another engine perhaps
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from lora_moe_rl.errors import ReplayError
+from lora_moe_rl.errors import RoutesLost
 from lora_moe_rl.kernels.route_codec import RowLayout
 from lora_moe_rl.router_replay.packed import PackedRoutes
 from lora_moe_rl.router_replay.table import RouteTable
@@ -28,7 +34,7 @@ INLINE_BYTES = 1 << 14
 
 @dataclass(frozen=True)
 class Block:
-    """Samples first to stop - 1; `parts` are their packed bytes or references to them, one a
+    """Records first to stop - 1; `parts` are their packed bytes or references to them, one a
     pipeline piece."""
 
     first: int
@@ -40,9 +46,11 @@ class Block:
 class SentRoutes:
     """Where the routes of some samples are, and which are missing.
 
-    offsets: int64 `[samples + 1]`, as a table's. pieces: the MoE layers of each part of a block.
-    missing: int64 `[layers]`, rows without routes. incomplete: int64, the rows that lack a layer;
-    first_missing: the first of them and the layer that it lacks.
+    offsets: int64 `[records + 1]`; a record has the rows `offsets[i]:offsets[i + 1]`. turns: int64
+    `[samples + 1]`; sample i is the records `turns[i]:turns[i + 1]`, None when each is one record.
+    pieces: the MoE layers of each part of a block. missing: int64 `[layers]`, rows without routes.
+    incomplete: int64, the rows that lack a layer; first_missing: the first of them and the layer
+    that it lacks.
     """
 
     layers: tuple[int, ...]
@@ -54,10 +62,22 @@ class SentRoutes:
     missing: np.ndarray
     incomplete: np.ndarray
     first_missing: tuple[int, int] | None
+    turns: np.ndarray | None = None
 
     @property
     def num_samples(self) -> int:
-        return len(self.offsets) - 1
+        return len(self.sample_offsets) - 1
+
+    @property
+    def sample_offsets(self) -> np.ndarray:
+        """int64 `[samples + 1]`, as a table's offsets."""
+        return self.offsets if self.turns is None else self.offsets[self.turns]
+
+    def records(self, sample: int) -> range:
+        """The records of a sample, in the order of its tokens."""
+        if self.turns is None:
+            return range(sample, sample + 1)
+        return range(int(self.turns[sample]), int(self.turns[sample + 1]))
 
     @property
     def num_rows(self) -> int:
@@ -69,7 +89,36 @@ class SentRoutes:
         for block in self.blocks:
             parts = [PackedRoutes.from_bytes(part).unpack() for part in fetch(block.parts)]
             tables.append(RouteTable.join_layers(parts))
-        return RouteTable.concat(tables)
+        return replace(RouteTable.concat(tables), offsets=self.sample_offsets)
+
+
+def join(samples: Sequence[Sequence[SentRoutes]]) -> SentRoutes:
+    """The routes of several samples, each from what its requests recorded in turn. Nothing is
+    fetched. Raises ValueError for a part that is not one record, or of another model."""
+    parts = [part for turns in samples for part in turns]
+    first = parts[0]
+    for part in parts:
+        if len(part.offsets) != 2:
+            raise ValueError(f"a turn's routes are of {len(part.offsets) - 1} records, not of one")
+        if (part.layers, part.pieces) != (first.layers, first.pieces):
+            raise ValueError(
+                f"routes of layers {part.pieces} cannot follow those of {first.pieces}"
+            )
+    offsets = np.cumsum([0, *(part.num_rows for part in parts)])
+    lacking = [
+        (int(start) + part.first_missing[0], part.first_missing[1])
+        for start, part in zip(offsets, parts, strict=False)
+        if part.first_missing is not None
+    ]
+    return replace(
+        first,
+        offsets=offsets,
+        blocks=tuple(Block(i, i + 1, b.parts) for i, part in enumerate(parts) for b in part.blocks),
+        missing=np.sum([part.missing for part in parts], axis=0),
+        incomplete=np.concatenate([part.incomplete + o for part, o in zip(parts, offsets)]),
+        first_missing=lacking[0] if lacking else None,
+        turns=np.cumsum([0, *(len(turns) for turns in samples)]),
+    )
 
 
 def send(
@@ -116,7 +165,7 @@ def put(part: np.ndarray) -> Any:
 
 
 def fetch(parts: Sequence[Any]) -> list[np.ndarray]:
-    """The bytes of parts: arrays, or Ray's references to arrays. Raises ReplayError when the engine
+    """The bytes of parts: arrays, or Ray's references to arrays. Raises RoutesLost when the engine
     that owns them has ended."""
     remote = [part for part in parts if not isinstance(part, np.ndarray)]
     if not remote:
@@ -127,7 +176,7 @@ def fetch(parts: Sequence[Any]) -> list[np.ndarray]:
     try:
         fetched = dict(zip(remote, ray.get(remote), strict=True))
     except ObjectLostError as error:
-        raise ReplayError(
+        raise RoutesLost(
             f"routes of this step's rollout are lost: the engine that recorded them has ended "
             f"({type(error).__name__}); go on from the newest checkpoint with --resume"
         ) from error

@@ -19,6 +19,23 @@ from lora_moe_rl.errors import ModelError
 __all__ = ["FAMILIES", "Config", "Dims", "Family", "ModelShape", "check_variant", "hf_path"]
 
 
+# What no model comes near: of each key of a config.json that says a size, the largest.
+_LARGEST = {"num_hidden_layers": 1 << 12} | dict.fromkeys(
+    (
+        "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok",
+        "n_shared_experts", "num_attention_heads", "num_key_value_heads",
+    ),
+    1 << 15,
+) | dict.fromkeys(
+    (
+        "hidden_size", "vocab_size", "max_position_embeddings", "intermediate_size",
+        "moe_intermediate_size", "shared_expert_intermediate_size", "head_dim", "q_lora_rank",
+        "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
+    ),
+    1 << 28,
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """A model's sizes. `dims` depends on the attention: see `common/linears.py`.
@@ -38,20 +55,26 @@ class ModelShape:
 
     @classmethod
     def from_hf_config(cls, config: Config) -> ModelShape:
-        """Raises ModelError for an architecture or a variant that is not supported, or a missing
-        key."""
-        architecture = str((config.get("architectures") or ["missing"])[0])
+        """Raises ModelError for an architecture or a variant that is not supported, a missing key,
+        and a value that is none of its kind."""
+        named = config.get("architectures") or ["missing"]
+        architecture = str(named[0]) if isinstance(named, list) else str(named)
         family = FAMILIES.get(architecture)
         if family is None:
             listing = "; ".join(f"{name}: {f.title}" for name, f in FAMILIES.items())
             raise ModelError(
                 f"architecture {architecture} is not supported; supported are {listing}"
             )
-        check_variant(architecture, config)
+        _check_sizes(architecture, config)
         try:
+            check_variant(architecture, config)
             return _read(family, config)
         except KeyError as error:
             raise ModelError(f"config.json of {architecture} lacks the key {error}") from error
+        except (TypeError, AttributeError, ArithmeticError) as error:
+            raise ModelError(
+                f"config.json of {architecture} has a value that is none of its kind: {error}"
+            ) from error
 
     @property
     def family(self) -> Family:
@@ -68,6 +91,18 @@ class ModelShape:
         if d["shared_intermediate"]:
             modules |= linears.mlp("shared_expert", hidden, d["shared_intermediate"], None)
         return modules
+
+
+def _check_sizes(architecture: str, config: Config) -> None:
+    """Raises ModelError for a size that no model has: what is computed from it would fill the
+    memory."""
+    for key, largest in _LARGEST.items():
+        value = config.get(key)
+        if value is not None and not (type(value) is int and 0 <= value <= largest):
+            raise ModelError(
+                f"config.json of {architecture} has {key}={value!r:.40}: it is a number from 0 to "
+                f"{largest:,}"
+            )
 
 
 def check_variant(architecture: str, config: Config) -> None:

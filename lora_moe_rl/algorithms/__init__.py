@@ -14,13 +14,42 @@ if TYPE_CHECKING:
 
 
 def make(config: RunConfig) -> Algorithm:
-    """The algorithm that `algorithm.name` names. Raises ConfigError when there is none, and for a
-    critic that leaves its policy no step or wants routes that are not there."""
+    """The algorithm that `algorithm.name` names. Raises ConfigError when there is none, for a
+    critic that has nothing to learn, leaves its policy no step or wants routes that are not there,
+    and for a teacher that would score another distribution than the one that is sampled from."""
     found = ALGORITHMS.find(config.algorithm.name)
-    algorithm = found(config.algorithm, config.rollout.max_response_tokens)
+    algorithm = found(config.algorithm, config.max_response_tokens)
     if algorithm.critic is not None:
+        _check_returns(algorithm)
         _check_critic(config, algorithm.critic)
+    if algorithm.teacher is not None and config.rollout.temperature != 1:
+        raise ConfigError(
+            f"rollout.temperature={config.rollout.temperature:g}: a teacher's server gives "
+            "logprobs at temperature 1, and those of the policy are of what it samples from, so "
+            "that their difference would be no KL; set rollout.temperature=1"
+        )
     return algorithm
+
+
+def _check_returns(algorithm: Algorithm) -> None:
+    """Raises ConfigError for a critic without what it is to learn, which an algorithm of one's own
+    may have forgotten."""
+    from lora_moe_rl.algorithms.base import Algorithm
+
+    kind = type(algorithm)
+    missing = [
+        f"writes no `{name}`"
+        for name in ("returns", "revised")
+        if getattr(kind, name) is getattr(Algorithm, name)
+    ]
+    if "values" not in algorithm.passes:
+        missing.append("does not name `values` among its passes")
+    if missing:
+        raise ConfigError(
+            f"algorithm={algorithm.settings.name} has a critic, but {kind.__name__} "
+            f"{' and '.join(missing)}: a critic learns the returns of the values that are asked "
+            "for before the update (docs/adding/algorithm.md)"
+        )
 
 
 def _check_critic(config: RunConfig, critic: CriticSettings) -> None:
@@ -39,11 +68,13 @@ def _check_critic(config: RunConfig, critic: CriticSettings) -> None:
 
 def passes(config: RunConfig) -> frozenset[Pass]:
     """The forwards that are made before the update: what the algorithm wants; and `old` whenever
-    the ratio is not 1 by construction, tokens may be rejected, a mean over the step is wanted, or
-    routes are to be recorded (replay.mode=r2)."""
+    tokens may be rejected, a mean over the step is wanted, or, of rollouts, the ratio is not 1 by
+    construction or routes are to be recorded (replay.mode=r2)."""
     algorithm = make(config)
     wanted = set(algorithm.passes)
     asked = algorithm.rejects or algorithm.averages
-    if asked or not config.algorithm.on_policy or config.replay.mode == "r2":
+    if not config.offline:
+        asked = asked or not config.algorithm.on_policy or config.replay.mode == "r2"
+    if asked:
         wanted.add("old")
     return frozenset(wanted)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from lora_moe_rl.bench import report
+from lora_moe_rl.bench.recipe_run import RECIPE, run
 from lora_moe_rl.bench.report import Result, busy_cores, cores, goal
 from lora_moe_rl.config.options import names, positive, result_parser
 from lora_moe_rl.config.plugins import ALGORITHMS
-from lora_moe_rl.errors import BenchmarkError, ConfigError
-from lora_moe_rl.files.run_dir import read_jsonl
+from lora_moe_rl.config.teacher import TeacherSettings
+from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.telemetry.names import REWARD, STEP_SECONDS
 
 ABOUT = """\
@@ -22,29 +21,35 @@ Trains a recipe once with each algorithm, one run after the other, and compares 
 rises and what a step takes. Each run has a directory of its own below --out; one that is whole
 there already is read and not run again. Draws rewards.png. Settings are those of `train`, for all
 runs; unless they say otherwise a critic learns alone for five of the steps, and VAPO's lambda is
-made for short answers (algorithm.length_alpha=2).
+made for short answers (algorithm.length_alpha=2). Algorithms that have a teacher (opd) are there
+with --teacher-url, the server's address up to and with /v1, and --teacher-model, its name there;
+the recipe's reward then teaches nothing and shows how they fare.
 """
-RECIPE = Path(__file__).parents[2] / "recipes/tiny_arithmetic.py"
 STEPS, COMPARED, WINDOW = 40, 5, 5
 # For all that have the setting. VAPO's published length_alpha makes lambda 0 for up to 20 tokens,
 # and an answer here has three: a lambda of 0.83.
 SHORT = {"critic_warmup": 5, "length_alpha": 2.0}
 LEAST_GAIN = 0.2
-LAST_LINES = 5
 
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_intermixed_args(argv)
-    wanted = names(options.algorithms, "--algorithms", "an algorithm")
-    for name in wanted:
-        ALGORITHMS.find(name)
+    teacher = _teacher(options.teacher_url, options.teacher_model)
+    wanted = presets(with_teacher=bool(teacher))
+    if options.algorithms is not None:
+        wanted = names(options.algorithms, "--algorithms", "an algorithm")
+    _check_teacher(wanted, teacher)
     if not options.recipe.is_file():
         raise ConfigError(f"--recipe {options.recipe} is no file; name a recipe of a clone")
     options.out.mkdir(parents=True, exist_ok=True)
     busy = busy_cores()
     curves = {
         name: run(
-            name, options.out / _folder(name), options.recipe, options.steps, options.settings
+            name,
+            options.out / _folder(name),
+            options.recipe,
+            options.steps,
+            [f"algorithm.name={name}", *_own(name, teacher), *options.settings],
         )
         for name in wanted
     }
@@ -61,29 +66,36 @@ def main(argv: Sequence[str]) -> int:
     return 0 if report.all_met(result) else 1
 
 
-def run(
-    name: str, folder: Path, recipe: Path, steps: int, settings: Sequence[str]
-) -> list[dict[str, Any]]:
-    """The records of a run with this algorithm; what it says goes to stderr. Raises BenchmarkError
-    when it does not come to its end."""
-    if not (found := _records(folder, steps)):
-        command = [sys.executable, "-m", "lora_moe_rl", "train", str(recipe)]
-        command += [f"algorithm.name={name}", f"trainer.steps={steps}", *_short(name), *settings]
-        command += [f"logging.run_dir={folder}"]
-        done = subprocess.run(command, stdout=sys.stderr)
-        if done.returncode or not (found := _records(folder, steps)):
-            raise BenchmarkError(
-                f"{name} ended with exit code {done.returncode} before step {steps}; what it said "
-                f"is above, its logs are in {folder}/logs. Runs that are whole are kept"
-            )
-    return found
-
-
-def _short(name: str) -> list[str]:
-    """What short runs on short answers have to have otherwise than it is set."""
+def _own(name: str, teacher: Sequence[str]) -> list[str]:
+    """What short runs on short answers have to have otherwise than it is set, and its teacher."""
     algorithm = ALGORITHMS.find(name)
     fields = algorithm.read({"name": name}).model_dump()
-    return [f"algorithm.{key}={value}" for key, value in SHORT.items() if key in fields]
+    short = [f"algorithm.{key}={value}" for key, value in SHORT.items() if key in fields]
+    return [*short, *(teacher if _has_teacher(name) else ())]
+
+
+def _teacher(url: str | None, model: str | None) -> list[str]:
+    """The settings of a teacher, if there is one. Raises ConfigError for half of one."""
+    if (url is None) != (model is None):
+        raise ConfigError("--teacher-url and --teacher-model go together: set both, or neither")
+    return (
+        [] if url is None else [f"algorithm.teacher_url={url}", f"algorithm.teacher_model={model}"]
+    )
+
+
+def _check_teacher(wanted: Sequence[str], teacher: Sequence[str]) -> None:
+    """Raises ConfigError for an algorithm that is not there, one whose teacher is missing, and a
+    teacher that none of them has."""
+    taught = [name for name in wanted if _has_teacher(name)]
+    if taught and not teacher:
+        raise ConfigError(
+            f"--algorithms: {', '.join(taught)} learns from a teacher; name its server by "
+            "--teacher-url and --teacher-model (docs/algorithms.md)"
+        )
+    if teacher and not taught:
+        raise ConfigError(
+            f"--teacher-url has no effect: none of {', '.join(wanted)} learns from a teacher"
+        )
 
 
 def compare(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Result:
@@ -127,13 +139,6 @@ def draw(curves: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _records(folder: Path, steps: int) -> list[dict[str, Any]]:
-    """Of a run that is whole; else none."""
-    file = folder / "metrics.jsonl"
-    records = list(read_jsonl(file)) if file.exists() else []
-    return records if [record["step"] for record in records] == list(range(1, steps + 1)) else []
-
-
 def _summary(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     first, last = records[:COMPARED], records[-COMPARED:]
     start, end = (mean(record[REWARD] for record in some) for some in (first, last))
@@ -141,9 +146,20 @@ def _summary(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {"first": start, "last": end, "gain": end - start, "step_seconds": seconds}
 
 
+def _has_teacher(name: str) -> bool:
+    return isinstance(ALGORITHMS.find(name).read({"name": name}), TeacherSettings)
+
+
 def _folder(name: str) -> str:
     """`my.py:BestOf` has a directory of its class's name."""
     return name.rpartition(":")[2]
+
+
+def presets(with_teacher: bool = False) -> list[str]:
+    """Those whose rewards can be compared: all that learn from rollouts; those that learn from a
+    teacher if there is one."""
+    found = [n for n in ALGORITHMS.names() if ALGORITHMS.find(n).learns_from == "rollouts"]
+    return [name for name in found if with_teacher or not _has_teacher(name)]
 
 
 def _parser():
@@ -151,9 +167,11 @@ def _parser():
     parser.add_argument("settings", nargs="*", metavar="key=value", help="as trainer.lr=1e-3")
     parser.add_argument(
         "--algorithms",
-        default=",".join(ALGORITHMS.names()),
-        help="names or file.py:Class, with commas (all presets)",
+        help="names or file.py:Class, with commas (all that learn from rollouts; those with a "
+        "teacher if one is named)",
     )
+    parser.add_argument("--teacher-url", help="server of a teacher: http://HOST:PORT/v1 (none)")
+    parser.add_argument("--teacher-model", help="its name there")
     parser.add_argument("--recipe", type=Path, default=RECIPE, help="recipes/tiny_arithmetic.py")
     parser.add_argument("--steps", type=positive, default=STEPS, help=f"of each run ({STEPS})")
     parser.add_argument("--out", type=Path, default=Path("runs/algorithms"), help="runs/algorithms")

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import pickle
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +34,8 @@ import numpy as np
 from lora_moe_rl.bench.report import Result, all_met, busy_cores, conclude, cores, goal
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import names, positive, result_parser
-from lora_moe_rl.data.batch import TrainBatch, pack, plan_micro_batches
+from lora_moe_rl.data.batch import TrainBatch, pack
+from lora_moe_rl.data.micro_batches import plan_micro_batches
 from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
 
 STEEPEST = 1.1
@@ -224,6 +226,17 @@ def batch(size: Size) -> Work:
     return lambda: TrainBatch.from_groups(groups, signals, 1, 1)
 
 
+def travel(size: Size) -> Work:
+    """As Ray hands it to a rank of the same node: pickled once, large arrays aside, and read."""
+    made = batch_of(size.samples)
+
+    def work() -> None:
+        aside: list[pickle.PickleBuffer] = []
+        pickle.loads(pickle.dumps(made, 5, buffer_callback=aside.append), buffers=aside)
+
+    return work
+
+
 def plan(size: Size) -> Work:
     made = batch_of(size.samples)
     return lambda: _plan(made, size)
@@ -314,6 +327,7 @@ PARTS = {
     "schedule": Part(schedule),
     "signals": Part(signals),
     "batch": Part(batch),
+    "travel": Part(travel),
     "plan": Part(plan, ("samples", "ranks")),
     "pack": Part(packing, ("samples", "ranks")),
     "routes": Part(routes, ("samples", "engines"), FEWER_ROUTES),

@@ -62,16 +62,16 @@ def main(argv: Sequence[str]) -> int:
 def measure(folder: Path, steps: int) -> dict[str, Any]:
     """Runs warm-up and measured steps in `folder`; what the run says goes to stderr."""
     from lora_moe_rl.bench.model import make_model
-    from lora_moe_rl.files.run_dir import read_jsonl
     from lora_moe_rl.run.start import run
+    from lora_moe_rl.telemetry.metrics import read_steps
 
     busy = busy_cores()
     parameters = make_model(folder / "model")
-    _write_prompts(folder / "prompts.jsonl", PROMPTS * (WARMUP + steps))
+    write_prompts(folder / "prompts.jsonl", PROMPTS * (WARMUP + steps))
     config = make_config(folder, steps)
     with contextlib.redirect_stdout(sys.stderr):
         run(config)
-    records = list(read_jsonl(config.run_dir / "metrics.jsonl"))
+    records = read_steps(config.run_dir / "metrics.jsonl")
     return {"parameters": parameters, "busy_cores_before": busy} | figures(records, steps)
 
 
@@ -93,8 +93,8 @@ def figures(records: Sequence[Record], steps: int) -> dict[str, Any]:
     }
 
 
-def make_config(folder: Path, steps: int) -> RunConfig:
-    """All that is not named is the default of a run."""
+def make_config(folder: Path, steps: int, **algorithm: Any) -> RunConfig:
+    """All that is not named is the default of a run, `algorithm` of its section."""
     return RunConfig.model_validate(
         {
             "name": "bench",
@@ -102,7 +102,7 @@ def make_config(folder: Path, steps: int) -> RunConfig:
             "adapter": {"rank": RANK, "alpha": ALPHA},
             "trainer": {"steps": WARMUP + steps, "device": "cpu", "dtype": "float32", "lr": LR},
             "rollout": {"max_response_tokens": TOKENS},
-            "algorithm": {"prompts_per_step": PROMPTS, "group_size": GROUP},
+            "algorithm": {"prompts_per_step": PROMPTS, "group_size": GROUP} | algorithm,
             "data": {"path": str(folder / "prompts.jsonl")},
             "reward": {"function": "lora_moe_rl.bench.trl_step:reward"},
             "checkpoint": {"every": 0},
@@ -111,7 +111,7 @@ def make_config(folder: Path, steps: int) -> RunConfig:
     )
 
 
-def _write_prompts(path: Path, count: int) -> None:
+def write_prompts(path: Path, count: int) -> None:
     from lora_moe_rl.tiny.arithmetic import problems
 
     rows = islice(problems(0), count)

@@ -13,13 +13,21 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
+import psutil
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from lora_moe_rl.cluster.process_end import Watched
 from lora_moe_rl.cluster.security import make_token, only_loopback, require_token
+from lora_moe_rl.cluster.stacks import Place
 from lora_moe_rl.cluster.watchdog import tell, watch
-from lora_moe_rl.errors import ActorFailed, ClusterError, ConfigError, LoraMoeRlError
+from lora_moe_rl.errors import (
+    ActorFailed,
+    ActorSilent,
+    ClusterError,
+    ConfigError,
+    LoraMoeRlError,
+)
 from lora_moe_rl.files.run_dir import RunDir
 
 LOCAL_OBJECT_STORE = 2 * 2**30
@@ -106,20 +114,31 @@ class Actor:
     def __init__(self, handle: Any, name: str, run_dir: RunDir):
         self.handle, self.name, self.run_dir = handle, name, run_dir
         self._process: Watched | None = None
+        self.pid: int | None = None  # once it has started, if it is on this machine
         here = ray.get_runtime_context().get_node_id()
         where = handle.__ray_call__.remote(_where).future()
         where.add_done_callback(lambda answer: self._watch(answer, here))
 
     def _watch(self, answer: Future, here: str) -> None:
         """Watches the actor's process from when it has started, if it is on this machine."""
-        with suppress(RayError, OSError):  # it did not start, or has ended already
+        with suppress(RayError, OSError, psutil.Error):  # it did not start, or has ended already
             node, pid = answer.result()
             if node == here:
-                self._process = Watched(pid)
+                self._process, self.pid = Watched(pid), pid
 
     def remote(self, method: str, *args: Any, num_returns: int = 1):
         """Calls a method; returns its ObjectRef, or a list of them."""
         return getattr(self.handle, method).options(num_returns=num_returns).remote(*args)
+
+    @property
+    def place(self) -> Place:
+        return self.name, self.pid, self.run_dir.log_path(self.name)
+
+    def end(self) -> None:
+        """Ends its process at once, also one that hangs or is stopped, which cannot hear Ray."""
+        ray.kill(self.handle)
+        if self._process is not None:
+            self._process.kill()
 
     def failed(self, error: BaseException) -> ActorFailed:
         """The error that says what happened to this actor, with the last lines of its log."""
@@ -159,9 +178,12 @@ def get(
     """The results of one call on each actor.
 
     As soon as one has failed, raises our own errors as they are, and ActorFailed (which names the
-    actor) for everything else. `said`: the time-out that the error names, if not this one.
+    actor) for everything else; ActorSilent names those from which nothing was heard for `timeout`
+    seconds. `said`: the time-out that the error names, if not this one.
     """
     pending = dict(zip(refs, actors, strict=True))
+    if not refs:
+        return []
     done, waiting = ray.wait(list(refs), num_returns=1, timeout=timeout)
     while done:
         if failures := _failures(pending, done):
@@ -174,7 +196,7 @@ def get(
         done, waiting = ray.wait(waiting, num_returns=1, timeout=timeout)
     names = ", ".join(pending[ref].name for ref in waiting)
     tail = pending[waiting[0]].run_dir.tail(pending[waiting[0]].name)
-    raise ActorFailed(names, f"no answer within {said or timeout:.0f} s", tail)
+    raise ActorSilent(names, f"no answer within {said or timeout:.0f} s", tail)
 
 
 async def answers(

@@ -1,6 +1,7 @@
 """The rollout engines as the run sees them: all replicas as one.
 
-An engine whose processes have died is started anew, up to rollout.max_restarts times a run:
+An engine whose processes have died is started anew, up to rollout.max_restarts times a run, and
+one that lives but is silent, up to rollout.max_silences times:
 
     start ──> prepare its refit ──> publish the newest version ──> prove it ──> ask again
 
@@ -22,21 +23,26 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import RayActorError
 
 from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.cluster import stacks
 from lora_moe_rl.cluster.actors import Actor, answer, get
 from lora_moe_rl.cluster.placement import Placement
+from lora_moe_rl.cluster.pulse import UNHEARD, Pulse
+from lora_moe_rl.cluster.stacks import Place
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Sample
-from lora_moe_rl.errors import ActorFailed, EngineDied, LoraMoeRlError
+from lora_moe_rl.errors import ActorFailed, EngineDied, EngineSilent, LoraMoeRlError
 from lora_moe_rl.files.run_dir import RunDir
-from lora_moe_rl.ports import Receipt, Ref, Scored, Watch
+from lora_moe_rl.ports import Receipt, Ref, Scored, Turn, Watch, Written
 from lora_moe_rl.refit.parts import PartLayout
 from lora_moe_rl.refit.transports import Channel
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.rollout.merged import MergedRolloutEngine
+from lora_moe_rl.router_replay import travel
 
 PUBLISH_POLL_S = 0.05
 REFIT_GRACE_S = 10  # an engine that gives up by itself says more than one that is given up
@@ -48,7 +54,8 @@ class RolloutEngines:
     """All rollout engines as one; `start_async`, `wait_started` and `prepare_refit` come first.
 
     `prove(index, version)` is awaited for an engine that came back, and raises RefitError when it
-    does not serve the version.
+    does not serve the version. `renew()` is awaited when an engine could not take parts, and
+    returns True when their senders had died and the parts are others now.
     """
 
     def __init__(
@@ -63,14 +70,19 @@ class RolloutEngines:
         self.placement = placement
         self._starting: list[Any] = []
         self.prove: Callable[[int, int], Awaitable[None]] | None = None
+        self.renew: Callable[[], Awaitable[bool]] | None = None
         self.restarts = 0
+        self.silences = 0  # of these restarts, those of engines that were silent
         self.prepared: tuple[list[PartLayout], Channel] | None = None
+        self.pinned: int | None = None  # the version that keeps its slot, by all
         self.published: tuple[int, Sequence[Ref]] | None = None  # by all: a version, its parts
         self.actors = [self._actor(index) for index in range(config.rollout.engines)]
+        self.pulses = [Pulse(config.rollout.silent_s) for _ in self.actors]
         self.rolling = [0] * len(self.actors)  # requests for samples in flight
         self.returning: dict[int, asyncio.Task[None]] = {}  # engines that are being started anew
         self.empty: set[int] = set()  # engines that serve no version until the next is published
         self.oldest = [-1] * len(self.actors)  # the oldest version that each can serve
+        self.newest = -1  # the version under which requests go on, if they are continued
 
     def _actor(self, index: int) -> Actor:
         merged = self.config.refit.mode == "merged"
@@ -87,6 +99,10 @@ class RolloutEngines:
         calls = self._starting or [None] * len(self.actors)
         return {actor.name: ref for actor, ref in zip(self.actors, calls, strict=True)}
 
+    @property
+    def places(self) -> list[Place]:
+        return [actor.place for actor in self.actors]
+
     def start_async(self) -> None:
         self._starting = [actor.remote("start") for actor in self.actors]
 
@@ -97,8 +113,32 @@ class RolloutEngines:
         get(self.actors, [actor.remote("prepare_refit", layouts, channel) for actor in self.actors])
         self.prepared = layouts, channel
 
-    def policy(self, version: int, seed: int, watch: Watch = nullcontext) -> TicketPolicy:
-        return TicketPolicy(self, version, seed, watch)
+    def policy(
+        self,
+        version: int,
+        seed: int,
+        watch: Watch = nullcontext,
+        temperature: float | None = None,
+    ) -> TicketPolicy:
+        return TicketPolicy(self, version, seed, watch, temperature)
+
+    async def pin(self, version: int | None) -> None:
+        self.pinned = version  # which those that come back are told too
+        await asyncio.gather(*(self._pin(actor) for actor in self.actors))
+
+    async def _pin(self, actor: Actor) -> None:
+        """Tells one engine. That it has died is for those to find who wait for its answers."""
+        try:
+            await answer(actor, actor.remote("pin", self.pinned))
+        except LoraMoeRlError as error:
+            if not _is_death(error):
+                raise
+
+    def lost(self, version: int) -> bool:
+        if self.published is not None and self.published[0] == version:
+            return False  # whoever comes back takes it
+        gone = self.empty | self.returning.keys()
+        return all(i in gone or self.oldest[i] > version for i in range(len(self.actors)))
 
     async def sample(
         self,
@@ -107,22 +147,47 @@ class RolloutEngines:
         version: int,
         seed: int,
         watch: Watch,
+        turn: Turn | None,
+        temperature: float | None,
     ) -> tuple[list[Sample], Ref]:
         """Asks the engine that has least to do. Raises EngineDied when it dies over it; it comes
         back by itself, and its death is counted once, however many were waiting for it."""
+        if temperature is None:
+            version = max(version, self.newest)
         index = await self._free_engine(version)
         actor = self.actors[index]
         self.rolling[index] += 1
         try:
             with watch(index):
-                return await answer(actor, actor.remote("sample", token_ids, n, version, seed))
+                request = actor.remote("sample", token_ids, n, version, seed, turn, temperature)
+                return await self._heard(index, actor, request)
         except LoraMoeRlError as error:
-            if not _is_death(error):
-                raise
-            if actor is self.actors[index] and index not in self.returning:
-                self._count(index, error)
-                self.returning[index] = asyncio.create_task(self._bring_back(index))
+            self._let_return(index, actor, error)
             raise EngineDied(str(error)) from error
+        finally:
+            self.rolling[index] -= 1
+
+    def _let_return(self, index: int, actor: Actor, error: LoraMoeRlError) -> None:
+        """An engine has died over a request; others may have noticed. Raises `error` if it is no
+        death."""
+        if not _is_death(error):
+            raise error
+        if actor is self.actors[index] and index not in self.returning:
+            self._count(index, error)
+            self.returning[index] = asyncio.create_task(self._bring_back(index))
+
+    async def write(
+        self, token_ids: list[int], max_tokens: int, temperature: float, seed: int
+    ) -> Written:
+        """By the bare base, on the engine that has least to do. Raises what the engine raises, and
+        ActorFailed when it dies over it: it is started anew when it is asked for samples."""
+        alive = [i for i in range(len(self.actors)) if i not in self.returning]
+        index = min(alive or range(len(self.actors)), key=lambda i: self.rolling[i])
+        actor = self.actors[index]
+        self.rolling[index] += 1
+        try:
+            sent = actor.remote("write", token_ids, max_tokens, temperature, seed)
+            return Written(*await answer(actor, sent))
         finally:
             self.rolling[index] -= 1
 
@@ -147,16 +212,26 @@ class RolloutEngines:
         next version: engines that come back take it from them too."""
         await self.all_back()
         self.published = None
-        asked = (
-            self._ask(index, "publish", version, *parts, timeout=self._refit_timeout)
-            for index in range(len(self.actors))
-        )
+        asked = (self._give(i, "publish", version, parts) for i in range(len(self.actors)))
         refs = await asyncio.gather(*asked)
         self.published = version, parts
         for index in self.empty:
             self.oldest[index] = version
         self.empty.clear()
         return ray.get([ref for (ref,) in refs])
+
+    async def move_on(self, version: int) -> None:
+        """An engine that dies, or is coming back, has none in flight."""
+        self.newest = version
+        there = [index for index in range(len(self.actors)) if index not in self.returning]
+        await asyncio.gather(*(self._moved_on(index, version) for index in there))
+
+    async def _moved_on(self, index: int, version: int) -> None:
+        actor = self.actors[index]
+        try:
+            await answer(actor, actor.remote("move_on", version), self._refit_timeout)
+        except LoraMoeRlError as error:
+            self._let_return(index, actor, error)
 
     def overwrite(self) -> None:
         self.published = None
@@ -165,10 +240,7 @@ class RolloutEngines:
         self, version: int, parts: Sequence[Ref], engines: Sequence[int] | None = None
     ) -> list[str]:
         indices = range(len(self.actors)) if engines is None else engines
-        asked = (
-            self._ask(index, "differing", version, *parts, timeout=self._refit_timeout)
-            for index in indices
-        )
+        asked = (self._give(index, "differing", version, parts) for index in indices)
         refs = await asyncio.gather(*asked)
         return sorted({name for names in ray.get([ref for (ref,) in refs]) for name in names})
 
@@ -181,6 +253,24 @@ class RolloutEngines:
     def _refit_timeout(self) -> float:
         """An engine may wait as long for a slot and again for its workers."""
         return 2 * self.config.refit.timeout_s + REFIT_GRACE_S
+
+    async def _give(self, index: int, method: str, version: int, parts: Sequence[Ref]) -> list[Ref]:
+        """`_ask` with the parts of a version."""
+
+        async def ask() -> list[Ref]:
+            return await self._ask(index, method, version, *parts, timeout=self._refit_timeout)
+
+        return await self._with_parts(ask, parts)
+
+    async def _with_parts(self, ask: Callable[[], Awaitable[Any]], parts: Sequence[Ref]) -> Any:
+        """What `ask` gives; once more when the parts have become others meanwhile (`renew`)."""
+        while True:
+            before = list(parts)
+            try:
+                return await ask()
+            except LoraMoeRlError:
+                if self.renew is None or not (await self.renew() or list(parts) != before):
+                    raise
 
     async def _each(self, method: str, *args: Any) -> list[Any]:
         return await asyncio.gather(
@@ -206,13 +296,44 @@ class RolloutEngines:
             sent = actor.remote(method, *args, num_returns=num_returns)
             refs = sent if num_returns > 1 else [sent]
             try:
-                await answer(actor, refs[0], timeout)
+                if timeout is None:
+                    await self._heard(index, actor, refs[0])
+                else:
+                    await answer(actor, refs[0], timeout)
                 return refs
             except LoraMoeRlError as error:
                 if not _is_death(error):
                     raise
                 self._count(index, error)
                 await self._bring_back(index)
+
+    async def _heard(self, index: int, actor: Actor, ref: Ref) -> Any:
+        """What an engine answers to a request, however long that takes, as long as it does
+        something about one of those that it has. Raises EngineSilent when it does not, whether or
+        not it answers other questions; its stacks are in its log then."""
+        pulse, waiting = self.pulses[index], asyncio.ensure_future(answer(actor, ref))
+        pulse.begin()
+        try:
+            while not (await asyncio.wait([waiting], timeout=pulse.every_s))[0]:
+                if pulse.due():
+                    await self._listen(actor, pulse)
+                if pulse.silent:
+                    raise EngineSilent(
+                        "none of its requests got a token or ended in rollout.silent_s="
+                        f"{pulse.silent_s:g} s"
+                    )
+            return waiting.result()
+        finally:
+            pulse.end()
+            waiting.cancel()
+
+    async def _listen(self, actor: Actor, pulse: Pulse) -> None:
+        try:
+            pulse.heard(await answer(actor, actor.remote("pulse"), pulse.every_s))
+        except LoraMoeRlError:  # of a death the request itself tells
+            pulse.heard(UNHEARD)
+        if pulse.silent:
+            await asyncio.to_thread(stacks.dump, [actor.place])
 
     async def _free_engine(self, version: int) -> int:
         """The engine with the fewest requests of those that serve a version. Raises EngineDied when
@@ -260,30 +381,43 @@ class RolloutEngines:
         """Counts a death. Raises `error` when it is none, ActorFailed beyond the bound."""
         if not _is_death(error):
             raise error
-        actor, limit = self.actors[index], self.config.rollout.max_restarts
+        actor, rollout = self.actors[index], self.config.rollout
         reason = error.reason if isinstance(error, ActorFailed) else str(error)
-        if self.restarts >= limit:
+        if silent := isinstance(error, EngineSilent):
+            what, key, limit = "is silent", "rollout.max_silences", rollout.max_silences
+        else:
+            what, key, limit = "died", "rollout.max_restarts", rollout.max_restarts
+        done = self.silences if silent else self.restarts - self.silences
+        if done >= limit:
             reason += (
-                f"; {self.restarts} restarts so far, and rollout.max_restarts={limit} "
-                "allows no more. The run can go on with --resume"
+                f"; {done} restarts so far, and {key}={limit} allows no more. The run can go on "
+                "with --resume"
             )
             raise ActorFailed(actor.name, reason, self.run_dir.tail(actor.name)) from error
         self.restarts += 1
+        self.silences += silent
         log.warning(
-            "%s died (%s): starting it anew, restart %d of rollout.max_restarts=%d; its log: %s",
-            *(actor.name, reason, self.restarts, limit, self.run_dir.log_path(actor.name)),
+            f"%s {what} (%s): starting it anew, restart %d of {key}=%d; its log: %s",
+            *(actor.name, reason, done + 1, limit, self.run_dir.log_path(actor.name)),
         )
 
     async def _start_anew(self, index: int) -> None:
-        ray.kill(self.actors[index].handle)  # may live on around a vLLM that has died
+        self.actors[index].end()  # may live on around a vLLM that has died, or is silent
         actor = self.actors[index] = self._actor(index)
+        self.pulses[index] = Pulse(self.config.rollout.silent_s)
         await answer(actor, actor.remote("start"), self.config.rollout.start_timeout_s)
         if self.prepared is not None:
             await answer(actor, actor.remote("prepare_refit", *self.prepared))
+        if self.pinned is not None:
+            await answer(actor, actor.remote("pin", self.pinned))
         if self.published is not None:
             version, parts = self.published
             self.oldest[index] = version
-            await answer(actor, actor.remote("publish", version, *parts), self._refit_timeout)
+
+            async def publish() -> None:
+                await answer(actor, actor.remote("publish", version, *parts), self._refit_timeout)
+
+            await self._with_parts(publish, parts)
             if self.prove is not None:
                 await self.prove(index, version)
         else:
@@ -293,11 +427,32 @@ class RolloutEngines:
 class TicketPolicy:
     """The engines as one ticket sees them."""
 
-    def __init__(self, engines: RolloutEngines, version: int, seed: int, watch: Watch):
+    def __init__(
+        self,
+        engines: RolloutEngines,
+        version: int,
+        seed: int,
+        watch: Watch,
+        temperature: float | None,
+    ):
         self.engines, self.version, self.seed, self.watch = engines, version, seed, watch
+        self.temperature = temperature
 
-    async def sample(self, token_ids: Sequence[int], n: int) -> tuple[list[Sample], Ref]:
-        return await self.engines.sample(token_ids, n, self.version, self.seed, self.watch)
+    async def sample(
+        self, token_ids: Sequence[int], n: int, turn: Turn | None = None
+    ) -> tuple[list[Sample], Ref]:
+        seed = self.seed if turn is None else _seed_of(self.seed, turn)
+        how = self.version, seed, self.watch, turn, self.temperature
+        return await self.engines.sample(token_ids, n, *how)
+
+    def join(self, samples: Sequence[Sequence[Ref]]) -> Ref:
+        return travel.join(samples)
+
+
+def _seed_of(seed: int, turn: Turn) -> int:
+    """Of one turn: of the ticket's seed, the conversation and the turn's number alone."""
+    entropy = (seed, turn.conversation, turn.number)
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
 
 def _is_death(error: LoraMoeRlError) -> bool:

@@ -8,6 +8,8 @@ import os
 import sys
 from pathlib import Path
 
+from lora_moe_rl.cluster import stacks
+
 # What these loggers say below an error (Python's warnings are the first) is about what a library
 # found at its import, at length; it would push what matters out of the last lines of the log.
 CHATTY = ("py.warnings", "megatron", "transformer_engine", "apex")
@@ -19,7 +21,8 @@ def redirect(log_path: str | Path) -> None:
     """Sends all that this process prints, in C code too, to the end of `log_path`.
 
     For an actor, first thing: descriptors 1 and 2 are replaced, so that processes it starts (vLLM's
-    workers) write there too. A crash in native code leaves its Python stack there.
+    workers) write there too. A crash in native code leaves its Python stack there, and who asks for
+    stacks (`stacks.py`) finds them there.
     """
     path = Path(log_path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -33,6 +36,7 @@ def redirect(log_path: str | Path) -> None:
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.enable(sys.stderr)
+    faulthandler.register(stacks.SIGNAL, sys.stderr, all_threads=True)
     logging.basicConfig(level=logging.INFO, format=FORMAT, stream=sys.stderr, force=True)
     _set_chatter_aside(path.with_suffix(".libraries.log"))
 

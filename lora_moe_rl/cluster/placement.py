@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,9 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
+from lora_moe_rl.cluster import bundles
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError
-
-Bundle = dict[str, float]
 
 
 class Placement:
@@ -38,37 +36,28 @@ class Placement:
         rollout.start_timeout_s."""
         self.config = config
         gpus = ray.cluster_resources().get("GPU", 0) > 0
-        self.trainer_gpus = config.trainer.gpus_per_rank if _trains_on_gpu(config, gpus) else 0
-        per_engine = config.rollout.gpus_per_engine
-        if per_engine is None:
-            per_engine = config.rollout.tp if gpus else 0
-        self.engine_gpus: float = per_engine
-        wanted = self.bundles()
+        self.trainer_gpus = bundles.gpus_of_rank(config, gpus)
+        self.engine_gpus = bundles.gpus_of_engine(config, gpus)
+        wanted = bundles.wanted(config, gpus)
         nodes = [node for node in ray.nodes() if node["Alive"]]
         names = [f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})" for node in nodes]
-        check_capacity(wanted, dict(zip(names, [node["Resources"] for node in nodes], strict=True)))
+        bundles.check_capacity(
+            wanted, dict(zip(names, [node["Resources"] for node in nodes], strict=True))
+        )
         self.group = placement_group(wanted, strategy="PACK")
         try:
             ray.get(self.group.ready(), timeout=config.rollout.start_timeout_s)
         except GetTimeoutError as error:
             raise ConfigError(
-                f"the cluster is large enough for the run, but {_text(wanted)} did not become free "
-                f"within rollout.start_timeout_s={config.rollout.start_timeout_s:g} s; other jobs "
-                "hold them (`ray status` shows which)"
+                f"the cluster is large enough for the run, but {bundles.text(wanted)} did not "
+                f"become free within rollout.start_timeout_s={config.rollout.start_timeout_s:g} s; "
+                "other jobs hold them (`ray status` shows which)"
             ) from error
         places = placement_group_table(self.group)["bundles_to_node_id"]
         groups = config.trainer.world_size // config.trainer.tp
         self.trainer_bundles = node_by_node([places[i] for i in range(groups)])
         if len(nodes) > 1:
             check_shared(shared, sorted(set(places.values())))
-
-    def bundles(self) -> list[Bundle]:
-        """The resources that belong together on one node: of each tensor-parallel group of the
-        trainer, then of each engine."""
-        trainer, rollout = self.config.trainer, self.config.rollout
-        group = _bundle(trainer.tp, self.trainer_gpus * trainer.tp)
-        engine = _bundle(1, self.engine_gpus)
-        return [group] * (trainer.world_size // trainer.tp) + [engine] * rollout.engines
 
     def trainer(self, rank: int) -> dict[str, Any]:
         """Ray options of a trainer rank."""
@@ -105,46 +94,7 @@ def _look(paths: list[str]) -> tuple[str, list[str]]:
     return socket.gethostname(), [path for path in paths if not os.path.exists(path)]
 
 
-def check_capacity(bundles: Sequence[Bundle], nodes: dict[str, dict[str, float]]) -> None:
-    """Raises ConfigError when the nodes, empty, could not hold the bundles. The largest bundles
-    choose first, each the fullest node that holds it."""
-    free = {name: dict(resources) for name, resources in nodes.items()}
-    for bundle in sorted(bundles, key=lambda b: (b.get("GPU", 0), b["CPU"]), reverse=True):
-        holders = [
-            resources
-            for resources in free.values()
-            if all(resources.get(kind, 0) >= amount for kind, amount in bundle.items())
-        ]
-        if not holders:
-            found = "; ".join(f"{name}: {_amounts(resources)}" for name, resources in nodes.items())
-            raise ConfigError(
-                f"the run wants {_text(bundles)}, each on one node (trainer.tp ranks, or one "
-                f"engine), and the cluster has {found}: lower trainer.world_size, trainer.tp, "
-                "rollout.engines or rollout.tp, or add nodes; RAY_ADDRESS says which cluster"
-            )
-        fullest = min(holders, key=lambda resources: (resources.get("GPU", 0), resources["CPU"]))
-        for kind, amount in bundle.items():
-            fullest[kind] -= amount
-
-
 def node_by_node(nodes: Sequence[str]) -> list[int]:
     """Indices of bundles, those of one node after another; `nodes`: where each of them is."""
     first = {node: i for i, node in reversed(list(enumerate(nodes)))}
     return sorted(range(len(nodes)), key=lambda i: (first[nodes[i]], i))
-
-
-def _trains_on_gpu(config: RunConfig, gpus: bool) -> bool:
-    return gpus if config.trainer.device == "auto" else config.trainer.device == "cuda"
-
-
-def _bundle(cpus: float, gpus: float) -> Bundle:
-    return {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
-
-
-def _text(bundles: Sequence[Bundle]) -> str:
-    counts = Counter(_amounts(bundle) for bundle in bundles)
-    return " and ".join(f"{count} x ({amounts})" for amounts, count in counts.items())
-
-
-def _amounts(resources: dict[str, float]) -> str:
-    return ", ".join(f"{resources.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))

@@ -11,6 +11,11 @@ import os
 import signal
 import struct
 import time
+from contextlib import suppress
+
+import psutil
+
+from lora_moe_rl.cluster import oom_killer
 
 _INFO = struct.Struct("=QQ12I")  # mask, cgroup, ten ids, ..., exit code
 _GET_INFO = (3 << 30) | (_INFO.size << 16) | (0xFF << 8) | 11  # _IOWR(0xFF, 11, struct pidfd_info)
@@ -19,13 +24,16 @@ PATIENCE_S = 1.0  # until its parent has taken note
 
 
 class Watched:
-    """The process `pid`, which must be alive. Raises OSError when it is not."""
+    """The process `pid`, which must be alive. Raises OSError or psutil.Error when it is not."""
 
     def __init__(self, pid: int):
         self._descriptor = os.pidfd_open(pid)
+        self._kills = oom_killer.kills()
+        self._process = psutil.Process(pid)
 
     def how_it_ended(self) -> str | None:
-        """`signal SIGKILL`, `exit code 1`, or None when it lives or the kernel does not tell."""
+        """`signal SIGKILL`, and whether memory may be why; `exit code 1`; or None when it lives or
+        the kernel does not tell."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             asked = bytearray(_INFO.pack(_EXIT, *[0] * 13))
@@ -36,10 +44,25 @@ class Watched:
             mask, *_, status = _INFO.unpack(asked)
             if mask & _EXIT:
                 code = os.waitstatus_to_exitcode(status)
-                return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                if code >= 0:
+                    return f"exit code {code}"
+                memory = ""
+                if -code == signal.SIGKILL:
+                    memory = oom_killer.sentence(self._kills, oom_killer.kills())
+                return f"signal {signal.Signals(-code).name}{memory}"
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.02)
+
+    def kill(self) -> None:
+        """Ends it at once and what it has started, also when they are stopped. Harmless when it has
+        ended."""
+        with suppress(psutil.Error):
+            for child in self._process.children(recursive=True):
+                with suppress(psutil.Error):
+                    child.kill()
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
     def close(self) -> None:
         os.close(self._descriptor)

@@ -1,49 +1,36 @@
-"""The trainer as the run sees it: all ranks as one."""
+"""All trainer ranks as one, as long as none dies: see `lasting_trainer.py` for what then."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import ray
 
 from lora_moe_rl.adapters.shards import assemble
 from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.cluster import stacks
 from lora_moe_rl.cluster.actors import Actor, answers, get
-from lora_moe_rl.cluster.log import redirect
+from lora_moe_rl.cluster.logged_worker import LoggedWorker
 from lora_moe_rl.cluster.placement import Placement
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.samples import UpdateResult
+from lora_moe_rl.errors import DiskError
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.ports import Ref
 from lora_moe_rl.refit.parts import PartLayout, SentPart
 from lora_moe_rl.refit.transports import Channel
 from lora_moe_rl.rollout.facts import Dtype
 from lora_moe_rl.trainer.environment import CPU_ENVIRONMENT
-from lora_moe_rl.trainer.worker import TrainerWorker
-
-if TYPE_CHECKING:
-    from lora_moe_rl.router_replay.routes import Sent
-
-
-class LoggedWorker(TrainerWorker):
-    """A rank whose output goes to its log file."""
-
-    def __init__(self, log_path: str, *args: Any):
-        redirect(log_path)
-        super().__init__(*args)
-
-    def update(self, batch: TrainBatch, routes: list[Sent]) -> UpdateResult:
-        """`routes` come as one object: there are as many as groups."""
-        return super().update(batch, *routes)
 
 
 class TrainerRanks:
-    """All trainer ranks as one; `start_async`, `wait_started` and `prepare_refit` come first."""
+    """All trainer ranks as one; `start_async` and `wait_started` come first, and `prepare_refit`
+    where versions are to be sent to engines."""
 
     def __init__(
         self,
@@ -53,17 +40,24 @@ class TrainerRanks:
         run_dir: RunDir,
         placement: Placement,
     ):
-        self.config, self.spec = config, spec
+        self.config, self.spec, self.model_dir, self.run_dir = config, spec, model_dir, run_dir
+        self.placement, self.timeout = placement, config.trainer.timeout_s
         self._starting: list[Any] = []
-        environment = {} if placement.trainer_gpus else {"env_vars": CPU_ENVIRONMENT}
+        self.prepared: tuple[list[PartLayout], Channel] | None = None
+        self.sources: set[int] = set()  # ranks that send parts, where versions are sent
+        self.actors = self._make_actors()
+
+    def _make_actors(self) -> list[Actor]:
+        environment = {} if self.placement.trainer_gpus else {"env_vars": CPU_ENVIRONMENT}
         worker = ray.remote(runtime_env=environment)(LoggedWorker)
-        self.actors = []
-        for rank in range(config.trainer.world_size):
+        actors = []
+        for rank in range(self.config.trainer.world_size):
             name = f"trainer-{rank}"
-            log = str(run_dir.log_path(name))
-            place = placement.trainer(rank)
-            handle = worker.options(**place).remote(log, config, spec, model_dir, rank)
-            self.actors.append(Actor(handle, name, run_dir))
+            log = str(self.run_dir.log_path(name))
+            made = worker.options(**self.placement.trainer(rank))
+            handle = made.remote(log, self.config, self.spec, self.model_dir, rank)
+            actors.append(Actor(handle, name, self.run_dir))
+        return actors
 
     def _all(self, method: str, *args: Any) -> list[Any]:
         return [actor.remote(method, *args) for actor in self.actors]
@@ -75,14 +69,33 @@ class TrainerRanks:
         return {actor.name: ref for actor, ref in zip(self.actors, calls, strict=True)}
 
     def start_async(self) -> None:
-        (address,) = get(self.actors[:1], [self.actors[0].remote("address")])
+        first = self.actors[:1]
+        (address,) = get(first, [first[0].remote("address")], self.config.trainer.start_timeout_s)
         threads = max(1, len(os.sched_getaffinity(0)) // len(self.actors))
         self._starting = self._all("start", address, threads)
 
     def wait_started(self) -> list[dict]:
-        facts = get(self.actors, self._starting)
+        facts = get(self.actors, self._starting, self.config.trainer.start_timeout_s)
         self.dtype: Dtype = facts[0]["dtype"]
         return facts
+
+    @property
+    def places(self) -> list[stacks.Place]:
+        return [actor.place for actor in self.actors]
+
+    def end(self) -> None:
+        """Ends all ranks at once."""
+        for actor in self.actors:
+            actor.end()
+
+    def start_anew(self) -> None:
+        """Starts others in the places of ranks that were ended. They hold what a run begins with.
+        Raises ActorSilent when one takes longer than trainer.start_timeout_s."""
+        self.actors = self._make_actors()
+        self.start_async()
+        self.wait_started()
+        if self.prepared is not None:
+            self.prepare_refit(*self.prepared)
 
     async def update(
         self, batch: TrainBatch, routes: Sequence[Ref]
@@ -90,40 +103,74 @@ class TrainerRanks:
         """Sending the new version is queued behind the update, so that it costs no round trip."""
         refs = self._all("update", ray.put(batch), ray.put(list(routes)))
         parts = await self.send()
-        return (await answers(self.actors, refs))[0], parts
+        return (await answers(self.actors, refs, self.timeout))[0], parts
+
+    async def copy(self) -> list[Ref]:
+        """References to a copy of what `save` writes, a part of each rank's: in Ray's object store,
+        where it outlives the ranks."""
+        asked = [actor.remote("copy", num_returns=2) for actor in self.actors]
+        await answers(self.actors, [size for size, _ in asked], self.timeout)
+        return [part for _, part in asked]
+
+    def load_copy(self, parts: Sequence[Ref]) -> None:
+        get(self.actors, self._all("load_copy", *parts), self.timeout)
+
+    async def check_alive(self) -> None:
+        """Raises ActorFailed when a rank has died, ActorSilent when one does not answer."""
+        await answers(self.actors, self._all("version"), self.timeout)
 
     def prepare_refit(self, layouts: list[PartLayout], channel: Channel) -> None:
+        self.prepared = layouts, channel
         self.sources = {layout.source for layout in layouts}
-        get(self.actors, self._all("prepare_refit", layouts, channel))
+        get(self.actors, self._all("prepare_refit", layouts, channel), self.timeout)
+
+    @property
+    def parts_last(self) -> bool:
+        """Whether parts that were sent are still there when the ranks are not."""
+        return self.prepared is None or self.prepared[1].parts_last
 
     async def send(self) -> list[Ref]:
+        return self.send_now()
+
+    def send_now(self) -> list[Ref]:
         return [actor.remote("send") for actor in self._senders]
 
     async def sent(self, parts: Sequence[Ref]) -> list[SentPart]:
-        return await answers(self._senders, parts)
+        return await answers(self._senders, parts, self.timeout)
+
+    def sent_now(self, parts: Sequence[Ref]) -> list[SentPart]:
+        """The same, in a thread without an event loop."""
+        return get(self._senders, parts, self.timeout)
 
     @property
     def _senders(self) -> list[Actor]:
         return [actor for rank, actor in enumerate(self.actors) if rank in self.sources]
 
     def adapter(self) -> dict[str, np.ndarray]:
-        parts = get(self.actors, self._all("export"))
+        parts = get(self.actors, self._all("export"), self.timeout)
         return assemble(self.spec.tensor_shapes, [shard for part in parts for shard in part])
 
     async def score(
         self, sequences: Sequence[Sequence[int]], routes: Ref | None, adapters: bool = True
     ) -> list[np.ndarray]:
         refs = self._all("score", sequences, routes, adapters)
-        (scores,) = [found for found in await answers(self.actors, refs) if found is not None]
+        found = await answers(self.actors, refs, self.timeout)
+        (scores,) = [one for one in found if one is not None]
         return scores
 
     def save(self, directory: Path) -> dict:
-        """Every rank writes its file; returns what the checkpoint's manifest must hold."""
-        return get(self.actors, self._all("save", directory))[0]
+        """Every rank writes its file; returns what the checkpoint's manifest must hold. Where the
+        disk refuses one, the others have ended too before DiskError is raised."""
+        refs = self._all("save", directory)
+        try:
+            return get(self.actors, refs, self.timeout)[0]
+        except DiskError:
+            ray.wait(refs, num_returns=len(refs), timeout=self.timeout)
+            raise
 
     def set_adapter(self, tensors: dict[str, np.ndarray]) -> None:
         """Starts from whole canonical tensors."""
-        get(self.actors, self._all("set_adapter", ray.put(tensors)))
+        get(self.actors, self._all("set_adapter", ray.put(tensors)), self.timeout)
 
     def load(self, directory: Path, meta: dict) -> None:
-        get(self.actors, self._all("load", directory, meta))
+        get(self.actors, self._all("load", directory, meta), self.timeout)

@@ -4,16 +4,20 @@ Importing this package imports no torch.
 """
 
 from lora_moe_rl.config.adapter import AdapterConfig
+from lora_moe_rl.config.checkpoint import CheckpointConfig
 from lora_moe_rl.config.data import DataConfig, SetConfig, SourceConfig
 from lora_moe_rl.config.engines import MismatchConfig, RefitConfig, ReplayConfig, RolloutConfig
+from lora_moe_rl.config.evaluation import EvalConfig, EvalSetConfig
+from lora_moe_rl.config.faults import FaultsConfig
 from lora_moe_rl.config.reward import RewardConfig, RewardFunction, WeightedFunctionConfig
 from lora_moe_rl.config.schema import (
     Aggregation,
     AlgorithmConfig,
-    CheckpointConfig,
     EnvironmentConfig,
+    LearnsFrom,
     LoggingConfig,
     ModelConfig,
+    Reweight,
     RunConfig,
     ScheduleConfig,
     TrackerConfig,
@@ -28,6 +32,10 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "EnvironmentConfig",
+    "EvalConfig",
+    "EvalSetConfig",
+    "FaultsConfig",
+    "LearnsFrom",
     "LoggingConfig",
     "MismatchConfig",
     "ModelConfig",
@@ -35,6 +43,7 @@ __all__ = [
     "ReplayConfig",
     "RewardConfig",
     "RewardFunction",
+    "Reweight",
     "RolloutConfig",
     "RunConfig",
     "ScheduleConfig",

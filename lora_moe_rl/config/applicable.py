@@ -1,7 +1,6 @@
 """Which options apply to which mode. One that does not is refused, not ignored.
 
-An option counts as set when the user gave it a value other than the default: a saved config holds
-every key, and must run again as it is.
+An option counts as set when the user gave it a value other than the default (`section.is_set`).
 """
 
 from __future__ import annotations
@@ -11,9 +10,13 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from lora_moe_rl.config import RewardFunction, RunConfig, Section, SourceConfig
+from lora_moe_rl.config import ModelConfig, RewardFunction, RunConfig, SourceConfig
+from lora_moe_rl.config.eval_rules import check_evaluation
 from lora_moe_rl.config.keys import value_of, value_text
+from lora_moe_rl.config.offline import check_offline
 from lora_moe_rl.config.plugins import ALGORITHMS, PARTS
+from lora_moe_rl.config.reward import BASE, ENGINES
+from lora_moe_rl.config.section import is_set
 from lora_moe_rl.data.rows import is_hub
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.tiny.make import TINY_NAMES
@@ -57,7 +60,37 @@ _RULES = [
     ),
     *(
         _Rule(option, lambda c: c.schedule.lag > 0, "schedule.lag", "with schedule.lag > 0")
-        for option in ("mismatch.stop_above_old", "schedule.stale")
+        for option in ("mismatch.stop_above_old", "schedule.stale", "schedule.in_flight")
+    ),
+    _Rule(
+        "schedule.continued",
+        lambda c: c.schedule.in_flight == "continue",
+        "schedule.in_flight",
+        "with schedule.in_flight=continue",
+    ),
+    _Rule(
+        "schedule.continued",
+        lambda c: c.replay.mode == "r3",
+        "replay.mode",
+        "with replay.mode=r3, which has the routes of each version",
+    ),
+    *(
+        _Rule(
+            f"checkpoint.{key}",
+            lambda c: c.checkpoint.keep_best > 0,
+            "checkpoint.keep_best",
+            "with checkpoint.keep_best above 0",
+        )
+        for key in ("best_metric", "best_is")
+    ),
+    *(
+        _Rule(
+            f"checkpoint.{key}",
+            lambda c: c.checkpoint.push_to is not None,
+            "checkpoint.push_to",
+            "with checkpoint.push_to",
+        )
+        for key in ("push_retries", "push_timeout_s")
     ),
     _Rule("model.revision", _is_hub_model, "model.path", "to a hub model"),
     *(
@@ -92,6 +125,12 @@ _RULES = [
         "with rollout.tp above 1",
     ),
     _Rule(
+        "trainer.max_copy_gib",
+        lambda c: c.trainer.max_restarts > 0,
+        "trainer.max_restarts",
+        "with trainer.max_restarts above 0",
+    ),
+    _Rule(
         "trainer.gpus_per_rank", lambda c: c.trainer.device != "cpu", "trainer.device", "on cuda"
     ),
 ]
@@ -99,21 +138,33 @@ _RULES = [
 
 def check_applicable(config: RunConfig) -> None:
     """Raises ConfigError naming an option that has no effect, and the setting that makes it so."""
+    if config.offline:
+        check_offline(config)
     if config.data.sets:
         _check_sets(config)
-    for source in config.data.sources().values():
+    for source in config.sources().values():
         _check_source(source)
+    check_evaluation(config)
+    _check_template(config.model)
     _check_rewards(config)
     _check_lag(config)
     for rule in _RULES:
         path, _, name = rule.option.rpartition(".")
-        if _is_set(value_of(config, path), name) and not rule.applies(config):
+        if is_set(value_of(config, path), name) and not rule.applies(config):
             value = value_text(value_of(config, rule.option))
             decider = value_text(value_of(config, rule.decider))
             raise ConfigError(
                 f"{rule.option}={value} has no effect with {rule.decider}={decider}: "
                 f"it applies only {rule.when}"
             )
+
+
+def _check_template(model: ModelConfig) -> None:
+    if model.chat_template is not None and model.chat_template_file is not None:
+        raise ConfigError(
+            f"model.chat_template and model.chat_template_file={model.chat_template_file} are both "
+            "set; set one of them to null"
+        )
 
 
 def _check_lag(config: RunConfig) -> None:
@@ -132,10 +183,11 @@ def _check_lag(config: RunConfig) -> None:
             f"schedule.lag={lag} needs versions beside each other, and refit.mode=merged has one "
             "at a time: use refit.mode=adapter, or lag=0"
         )
-    if config.refit.slots < lag + 2:
+    if config.refit.slots < (slots := config.schedule.slots):
         raise ConfigError(
-            f"schedule.lag={lag} has samples under way at up to {lag + 1} versions while the next "
-            f"is published: set refit.slots={lag + 2} or more (it is {config.refit.slots})"
+            f"schedule.lag={lag} with schedule.in_flight={config.schedule.in_flight} has samples "
+            f"under way at up to {slots - 1} versions while the next is published: set "
+            f"refit.slots={slots} or more (it is {config.refit.slots})"
         )
 
 
@@ -144,13 +196,14 @@ def _check_sets(config: RunConfig) -> None:
     data = config.data
     first = next(iter(data.sets))
     for name in SourceConfig.model_fields:
-        if _is_set(data, name):
+        if is_set(data, name):
             raise ConfigError(
                 f"data.{name}={value_text(getattr(data, name))} has no effect with data.sets, each "
                 f"of which has its own: set data.sets.{first}.{name}, and leave data.{name} out or "
                 f"set it to {value_text(SourceConfig.model_fields[name].default)}"
             )
-    if config.reward.function is not None and all(one.reward for one in data.sets.values()):
+    sets = (*data.sets.values(), *config.eval.sets.values())
+    if config.reward.function is not None and all(one.reward for one in sets):
         raise ConfigError(
             f"reward.function={config.reward.function} has no effect: every set of data.sets has "
             "a reward of its own; set it to null"
@@ -176,19 +229,48 @@ def _check_rewards(config: RunConfig) -> None:
             "metrics are named by both (reward/NAME/mean); give one of them another name"
         )
     for name, one in config.data.sets.items():
-        _check_set_reward(config, name, one.reward)
-    used = {one.name for functions in config.rewards().values() for one in functions}
+        _check_set_reward(config, f"data.sets.{name}.reward", one.reward)
+    for name, one in config.eval.sets.items():
+        _check_set_reward(config, f"eval.sets.{name}.reward", one.reward)
+    rewards = [*config.rewards().values(), *config.eval_rewards().values()]
+    used = {one.name for functions in rewards for one in functions}
     if unused := several.keys() - used:
         raise ConfigError(
             f"reward.functions.{sorted(unused)[0]} has no effect: every set of data.sets has a "
             "reward of its own, and none names it; take it away (null), or name it there"
         )
+    for functions in rewards:
+        _check_weights(functions)
+        for one in functions:
+            if one.asks_engines:
+                _check_asks_engines(config, one)
     for functions in config.rewards().values():
-        _check_weights(config, functions)
+        _check_separate(config, functions)
 
 
-def _check_set_reward(config: RunConfig, data_set: str, reward: str | None) -> None:
-    """The reward of one of several data sets."""
+def _check_asks_engines(config: RunConfig, one: RewardFunction) -> None:
+    """A function that asks the frozen base on the run's own engines."""
+    args = f"{one.key.removesuffix('function')}args"
+    if config.refit.mode == "merged":
+        raise ConfigError(
+            f"{args}.url={ENGINES} asks the frozen base, and with refit.mode=merged the engines "
+            "hold other weights; serve the judge elsewhere and give its url, or take "
+            "refit.mode=adapter"
+        )
+    if one.args.get("model", BASE) != BASE:
+        raise ConfigError(
+            f"{args}.model={value_text(one.args['model'])}: with {args}.url={ENGINES} there is one "
+            f"model, {BASE}"
+        )
+    if one.args.get("cache") is not None:
+        raise ConfigError(
+            f"{args}.cache={one.args['cache']} has no effect with {args}.url={ENGINES}: judgements "
+            "are kept by the judge's address, which is another in each run"
+        )
+
+
+def _check_set_reward(config: RunConfig, key: str, reward: str | None) -> None:
+    """The reward of one of several data sets, or of an eval set, which is under `key`."""
     if reward is None or ":" in reward:
         return
     several = config.reward.functions
@@ -199,25 +281,28 @@ def _check_set_reward(config: RunConfig, data_set: str, reward: str | None) -> N
             hint = f" (did you mean {near[0]}?)" if near else ""
             known = ", ".join(several) or "of which there are none"
             raise ConfigError(
-                f"data.sets.{data_set}.reward={reward}: {name!r} is not of the form "
+                f"{key}={reward}: {name!r} is not of the form "
                 f"module:function or file.py:function, nor one of reward.functions, {known}{hint}"
             )
     if len(set(names)) < len(names):
-        raise ConfigError(f"data.sets.{data_set}.reward={reward} names a function twice")
+        raise ConfigError(f"{key}={reward} names a function twice")
 
 
-def _check_weights(config: RunConfig, functions: list[RewardFunction]) -> None:
+def _check_weights(functions: list[RewardFunction]) -> None:
     """The functions that score the same prompts."""
-    weighed = [one.name for one in functions if one.weight]
-    if not weighed:
+    if not any(one.weight for one in functions):
         raise ConfigError(
             f"reward.functions {', '.join(one.name for one in functions)} have weight=0, and with "
             "no other beside them their prompts would have no reward; give one of them a weight"
         )
+
+
+def _check_separate(config: RunConfig, functions: list[RewardFunction]) -> None:
+    """What an advantage wants of the functions that score the same training prompts."""
     advantage = value_of(config, "algorithm.advantage")
     if advantage is None or not PARTS["advantage"].find(advantage).separates_rewards:
         return
-    if len(weighed) < 2:
+    if sum(one.weight != 0 for one in functions) < 2:
         raise ConfigError(
             f"algorithm.advantage={advantage} normalizes each of several reward functions by "
             f"itself, and {functions[0].key} is alone with a weight; set more of them in "
@@ -241,7 +326,7 @@ def _check_source(source: SourceConfig) -> None:
                 f"{source.key('filter')}={value_text(source.filter)}: {column} {fault}; write "
                 "[least, most], with null for no bound"
             )
-    if source.generator is not None and _is_set(source, "order"):
+    if source.generator is not None and is_set(source, "order"):
         raise ConfigError(
             f"{source.key('order')}={source.order} has no effect with {generator}="
             f"{source.generator}, whose rows come as it gives them"
@@ -257,14 +342,8 @@ def _check_source(source: SourceConfig) -> None:
             f"{source.system_prompt_file} are both set; set one of them to null"
         )
     for name in ("split", "subset"):
-        if _is_set(source, name) and not (source.path is not None and is_hub(source.path)):
+        if is_set(source, name) and not (source.path is not None and is_hub(source.path)):
             raise ConfigError(
                 f"{source.key(name)}={getattr(source, name)} has no effect with "
                 f"{path}={value_text(source.path)}: it applies only to a hub data set"
             )
-
-
-def _is_set(section: Section, name: str) -> bool:
-    return name in section.model_fields_set and (
-        getattr(section, name) != type(section).model_fields[name].default
-    )

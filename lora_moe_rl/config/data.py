@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, field_validator
@@ -37,7 +38,8 @@ class SourceConfig(Section):
     )
     answer_key: str | None = Field(
         None, description="Column given to rewards as `answer`; null: the only one of answer, "
-        "solution, label, ground_truth, if any.",
+        "solution, label, ground_truth, if any. With algorithm=sft that of the wanted answer, "
+        "null: completion, or the last of messages.",
     )  # fmt: skip
     chat_template: bool = Field(
         False, description="Apply the tokenizer's chat template to string prompts too."
@@ -104,6 +106,25 @@ class SetConfig(SourceConfig):
     )
 
 
+def without_null(value: Any) -> Any:
+    """Sets by their names, without those that are null; null itself is none at all."""
+    if value is None:
+        return {}
+    if isinstance(value, dict):
+        return {name: one for name, one in value.items() if one is not None}
+    return value
+
+
+def check_names(key: str, names: Iterable[str]) -> None:
+    """Raises ValueError for a name that the sets under `key` may not have."""
+    for name in names:
+        if not SET_NAME.fullmatch(name):
+            raise ValueError(
+                f"{key} has a set named {name!r}: a name is a part of keys and of metrics, "
+                "and may hold only letters, digits, _ and -"
+            )
+
+
 class DataConfig(SourceConfig):
     sets: dict[str, SetConfig] = Field(
         {},
@@ -115,21 +136,12 @@ class DataConfig(SourceConfig):
     @classmethod
     def _without_null(cls, value: Any) -> Any:
         """`data.sets=null` and `data.sets.NAME=null` take away what a recipe has set."""
-        if value is None:
-            return {}
-        if isinstance(value, dict):
-            return {name: one for name, one in value.items() if one is not None}
-        return value
+        return without_null(value)
 
     @field_validator("sets")
     @classmethod
     def _names(cls, value: dict[str, SetConfig]) -> dict[str, SetConfig]:
-        for name in value:
-            if not SET_NAME.fullmatch(name):
-                raise ValueError(
-                    f"data.sets has a set named {name!r}: a name is a part of keys and of metrics, "
-                    "and may hold only letters, digits, _ and -"
-                )
+        check_names("data.sets", value)
         return value
 
     def sources(self) -> dict[str, SourceConfig]:

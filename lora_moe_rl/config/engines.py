@@ -45,6 +45,14 @@ class RolloutConfig(Section):
         2, ge=0,
         description="How often a run starts engines anew whose processes have died; 0: never.",
     )  # fmt: skip
+    silent_s: float = Field(
+        300, gt=0,
+        description="Longest time in which an engine that has requests may finish none and give "
+        "none a token; one that is silent for longer is started anew.",
+    )  # fmt: skip
+    max_silences: int = Field(
+        2, ge=0, description="How often a run starts engines anew that are silent; 0: never."
+    )
 
     @field_validator("temperature")
     @classmethod

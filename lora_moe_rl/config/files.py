@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.offline import SAMPLING
 from lora_moe_rl.errors import ConfigError
 
 SUFFIXES = (".yaml", ".yml", ".json", ".toml")
@@ -97,8 +98,11 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Every key with its value, in the order of RunConfig."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    """Every key with its value, in the order of RunConfig; without the sections that do not exist
+    with an algorithm that samples nothing."""
+    without: set[str] = set(SAMPLING) if config.offline else set()
+    settings = config.model_dump(mode="json", exclude=without)
+    return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
 
 
 def _listed() -> str:

@@ -8,7 +8,9 @@ key that does not apply to the chosen mode is an error that names both.
 from __future__ import annotations
 
 import ast
+import difflib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -235,4 +237,11 @@ def _line(fault: Mapping[str, Any]) -> str:
     text = _FAULTS.get(fault["type"])
     if text is None:
         return f"{name}={fault['input']!r}: {fault['msg'][:1].lower()}{fault['msg'][1:]}"
-    return f"{name}={fault['input']!r} {text.format(**fault.get('ctx', {}))}"
+    hint = _nearest_choice(fault) if fault["type"] == "literal_error" else ""
+    return f"{name}={fault['input']!r} {text.format(**fault.get('ctx', {}))}{hint}"
+
+
+def _nearest_choice(fault: Mapping[str, Any]) -> str:
+    choices = re.findall(r"'([^']*)'", fault["ctx"]["expected"])
+    near = difflib.get_close_matches(str(fault["input"]), choices, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""

@@ -16,6 +16,9 @@ from functools import cache
 from importlib import import_module
 from typing import Any, ClassVar
 
+from pydantic import create_model
+from pydantic.fields import FieldInfo
+
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.importing import load_function
 
@@ -36,11 +39,12 @@ class Plugin:
 @dataclass(frozen=True)
 class Kind:
     """`package` holds the files; `base` is a module of it and the class that all derive from; `key`
-    is the config key that names one."""
+    is the config key that names one, or `several`, separated by commas."""
 
     package: str
     base: tuple[str, str]
     key: str
+    several: bool = False
 
     @cache  # noqa: B019 (there are a few kinds, made once)
     def names(self) -> tuple[str, ...]:
@@ -49,8 +53,9 @@ class Kind:
         return tuple(sorted(m.name for m in found if not m.ispkg and m.name != self.base[0]))
 
     @cache  # noqa: B019
-    def find(self, name: str) -> type[Any]:
-        """The class of a plug-in. Raises ConfigError when there is none of that name."""
+    def find(self, name: str, more: tuple[str, ...] = ()) -> type[Any]:
+        """The class of a plug-in. Raises ConfigError when there is none of that name, and tells the
+        nearest of all and of `more`, which may stand in its place."""
         base = getattr(import_module(f"{self.package}.{self.base[0]}"), self.base[1])
         if ":" in name:
             found = load_function(name)
@@ -61,10 +66,11 @@ class Kind:
                 )
             return found
         if name not in self.names():
-            near = difflib.get_close_matches(name, self.names(), n=1)
+            every = (*self.names(), *more)
+            near = difflib.get_close_matches(name, every, n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise ConfigError(
-                f"{self.key}={name!r} is none of {', '.join(self.names())}{hint}; one of your own "
+                f"{self.key}={name!r} is none of {', '.join(every)}{hint}; one of your own "
                 "is named module:Class or file.py:Class"
             )
         module = import_module(f"{self.package}.{name}")
@@ -77,6 +83,38 @@ class Kind:
         ]
         assert len(own) == 1, f"{module.__name__} must define one {base.__name__}, found {own}"
         return own[0]
+
+    def chosen(self, value: str) -> list[type[Any]]:
+        """The classes that a value of the key names. Raises ConfigError for one that is there
+        twice, and for none beside others."""
+        if not self.several:
+            return [self.find(value)]
+        names = [name.strip() for name in value.split(",")]
+        for name in names:
+            if names.count(name) > 1 or (name == "none" and len(names) > 1):
+                raise ConfigError(
+                    f"{self.key}={value}: {name} cannot be one of several, or is there twice"
+                )
+        return [self.find(name) for name in names]
+
+
+@cache
+def settings_together(key: str, plugins: tuple[type[Plugin], ...]) -> type[Any]:
+    """The settings of several plug-ins that one config section chooses. A key that two of them have
+    is one: raises ConfigError when it is not the same for both."""
+    seen: dict[str, tuple[str, FieldInfo]] = {}
+    for plugin in plugins:
+        for name, field in plugin.Settings.model_fields.items():
+            other, known = seen.setdefault(name, (plugin.__name__, field))
+            if (known.annotation, known.default) != (field.annotation, field.default):
+                raise ConfigError(
+                    f"{key}: {other} and {plugin.__name__} both have the setting {name}, and it is "
+                    "not the same for them; choose one of them"
+                )
+    own = list(dict.fromkeys(plugin.Settings for plugin in plugins))
+    # A base whose own bases are among the others would come before them.
+    bases = [one for one in own if not any(issubclass(o, one) and o is not one for o in own)]
+    return create_model("Settings", __base__=tuple(bases))
 
 
 ALGORITHMS = Kind("lora_moe_rl.algorithms", ("base", "Algorithm"), "algorithm.name")
@@ -94,7 +132,7 @@ PARTS = {
     ),
 }
 ENVIRONMENTS = Kind("lora_moe_rl.environments", ("base", "Environment"), "environment.name")
-TRACKERS = Kind("lora_moe_rl.telemetry.trackers", ("base", "Tracker"), "tracker.name")
+TRACKERS = Kind("lora_moe_rl.telemetry.trackers", ("base", "Tracker"), "tracker.name", several=True)
 KINDS = {kind.key.removesuffix(".name"): kind for kind in (ALGORITHMS, ENVIRONMENTS, TRACKERS)}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from lora_moe_rl.config import RunConfig, SetConfig, SourceConfig
+from lora_moe_rl.config import EvalSetConfig, RunConfig, SetConfig, SourceConfig
 from lora_moe_rl.config.files import SUFFIXES, read_config_file
 from lora_moe_rl.config.overrides import readable, with_settings
 from lora_moe_rl.config.plugins import KINDS
@@ -44,9 +44,9 @@ def load_config(target: str | None) -> RunConfig:
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """`config` with what depends on the current directory made absolute, and the file of a system
-    prompt read: it is saved so, and any process can use it. Raises ConfigError for a file of a
-    function or of a system prompt that is not there."""
+    """`config` with what depends on the current directory made absolute, and the files of system
+    prompts and of a chat template read: it is saved so, and any process can use it. Raises
+    ConfigError for a file that is not there."""
     settings: dict[str, dict[str, Any]] = {
         "logging": {"run_dir": os.path.abspath(config.run_dir)},
         "model": {},
@@ -56,7 +56,11 @@ def resolve(config: RunConfig) -> RunConfig:
     for section in KINDS:
         name = getattr(config, section).name
         if ":" in name:
-            settings[section] = {"name": absolute_spec(name)}
+            ones = name.split(",") if KINDS[section].several else [name]
+            specs = [absolute_spec(one.strip()) if ":" in one else one for one in ones]
+            settings[section] = {"name": ",".join(specs)}
+    settings["environment"] = settings.get("environment", {}) | config.environment.absolute()
+    settings["checkpoint"] = config.checkpoint.absolute()
     if config.reward.function is not None:
         settings["reward"]["function"] = absolute_spec(config.reward.function)
     if config.reward.functions:
@@ -68,6 +72,12 @@ def resolve(config: RunConfig) -> RunConfig:
     if config.data.sets:
         sources = config.data.sources().items()
         settings["data"]["sets"] = {name: _resolved(source) for name, source in sources}
+    if config.eval.sets:
+        held_out = {n: _resolved(one) for n, one in config.eval.sets.items()}
+        settings["eval"] = {"sets": held_out}
+    if config.model.chat_template_file is not None:
+        text = _text_of("model.chat_template_file", config.model.chat_template_file)
+        settings["model"] = {"chat_template": text, "chat_template_file": None}
     if _is_directory(config.model.path):
         settings["model"]["path"] = os.path.abspath(Path(config.model.path).expanduser())
     return with_settings(config, settings)
@@ -77,30 +87,33 @@ def _resolved(source: SourceConfig) -> dict[str, Any]:
     """What of a data set depends on the current directory."""
     found: dict[str, Any] = {}
     if source.system_prompt_file is not None:
-        found = {"system_prompt": _system_prompt(source), "system_prompt_file": None}
+        text = _text_of(source.key("system_prompt_file"), source.system_prompt_file)
+        found = {"system_prompt": text, "system_prompt_file": None}
     if source.generator is not None:
         found["generator"] = absolute_spec(source.generator)
     if source.path is not None and Path(source.path).expanduser().exists():
         found["path"] = os.path.abspath(Path(source.path).expanduser())
-    if isinstance(source, SetConfig) and source.reward is not None and ":" in source.reward:
+    own = isinstance(source, SetConfig | EvalSetConfig)
+    if own and source.reward is not None and ":" in source.reward:
         found["reward"] = absolute_spec(source.reward)
     return found
 
 
-def _system_prompt(source: SourceConfig) -> str:
-    """What stands in system_prompt_file, without line breaks at its end."""
-    path = Path(str(source.system_prompt_file)).expanduser()
-    named = f"{source.key('system_prompt_file')}={source.system_prompt_file}"
+def _text_of(key: str, file: str) -> str:
+    """What stands in a file that a config key names, without line breaks at its end."""
+    path = Path(file).expanduser()
     try:
         text = path.read_text(encoding="utf-8").rstrip("\r\n")
     except OSError as error:
         raise ConfigError(
-            f"{named} cannot be read ({path.absolute()}): {error.strerror}"
+            f"{key}={file} cannot be read ({path.absolute()}): {error.strerror}"
         ) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{named} is not UTF-8: byte {error.start} is {error.reason}") from error
+        raise ConfigError(
+            f"{key}={file} is not UTF-8: byte {error.start} is {error.reason}"
+        ) from error
     if not text.strip():
-        raise ConfigError(f"{named} is empty; leave it out to have no system prompt")
+        raise ConfigError(f"{key}={file} is empty; leave it out to have none")
     return text
 
 

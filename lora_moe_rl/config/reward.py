@@ -10,6 +10,8 @@ from pydantic import Field, field_validator
 
 from lora_moe_rl.config.section import Section
 
+ENGINES = "engines"  # in the place of a server's address: the frozen base, on the run's engines
+BASE = "base"  # the name of that model there
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -84,3 +86,8 @@ class RewardFunction:
     args: dict[str, Any] = field(default_factory=dict)
     weight: float = 1.0
     name: str = ""
+
+    @property
+    def asks_engines(self) -> bool:
+        """Whether it is to be given the address of the run's own engines."""
+        return self.args.get("url") == ENGINES

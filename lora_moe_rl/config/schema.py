@@ -17,9 +17,19 @@ from pydantic import (
 )
 
 from lora_moe_rl.config.adapter import AdapterConfig
-from lora_moe_rl.config.data import DataConfig
+from lora_moe_rl.config.checkpoint import CheckpointConfig
+from lora_moe_rl.config.data import DataConfig, SourceConfig
 from lora_moe_rl.config.engines import MismatchConfig, RefitConfig, ReplayConfig, RolloutConfig
-from lora_moe_rl.config.plugins import ALGORITHMS, ENVIRONMENTS, TRACKERS, Kind, choices
+from lora_moe_rl.config.evaluation import EVAL, EvalConfig
+from lora_moe_rl.config.faults import FaultsConfig
+from lora_moe_rl.config.plugins import (
+    ALGORITHMS,
+    ENVIRONMENTS,
+    TRACKERS,
+    Kind,
+    choices,
+    settings_together,
+)
 from lora_moe_rl.config.reward import RewardConfig, RewardFunction
 from lora_moe_rl.config.section import Section
 from lora_moe_rl.config.trainer import TrainerConfig
@@ -32,6 +42,13 @@ Aggregation = Literal[
     "seq-mean-token-sum-norm",
     "prompt-mean",
 ]
+
+# By what samples of a step are drawn once more (algorithms/parts/reweight.py), by verl's names.
+Reweight = Literal["pow", "max_min", "max_random"]
+
+# What an algorithm learns from: samples that engines make and rewards score, or what the rows
+# themselves hold, one wanted answer each, or a chosen and a rejected one.
+LearnsFrom = Literal["rollouts", "answers", "pairs"]
 
 # What becomes of a group that is older than schedule.lag allows (run/schedule.py).
 Stale = Literal["wait", "train", "drop", "redraw"]
@@ -48,6 +65,14 @@ class ModelConfig(Section):
     trust_remote_code: bool = Field(
         False,
         description="Let a tokenizer run code that comes with the model (Kimi-K2, Moonlight).",
+    )
+    chat_template: str | None = Field(
+        None, description="A chat template (Jinja) in the place of the tokenizer's; null: its own."
+    )
+    chat_template_file: str | None = Field(
+        None,
+        description="A text file (UTF-8) to read chat_template from, once: the saved config holds "
+        "the text.",
     )
     max_length: int = Field(512, ge=2, description="Longest prompt plus response, in tokens.")
 
@@ -81,15 +106,27 @@ class AlgorithmConfig(Section):
         description="Rewards of a prompt that are no further apart count as equal: those of a "
         "judge come with rounding.",
     )
+    reweight: Reweight | None = Field(
+        None,
+        description="Draw the samples of a step once more by their rewards, with replacement "
+        "(PF-PPO): by |reward| to a power (pow), the largest and the smallest alone (max_min), or "
+        "the largest four times as often as the others (max_random); null: each stands once.",
+    )
+    reweight_power: float = Field(2.0, gt=0, description="That power, with reweight=pow.")  # verl's
+
+    @model_validator(mode="after")
+    def _power_is_read(self):
+        power = self.reweight_power
+        if self.reweight != "pow" and power != type(self).model_fields["reweight_power"].default:
+            raise ValueError(
+                f"algorithm.reweight_power={power:g} has no effect with algorithm.reweight="
+                f"{self.reweight or 'null'}: it applies only with reweight=pow"
+            )
+        return self
 
     @property
     def updates_per_step(self) -> int:
         """Optimizer steps of one step, each of which makes a version."""
-        return self.epochs * self.mini_batches
-
-    @property
-    def optimizer_steps(self) -> int:
-        """Of one step of the run."""
         return self.epochs * self.mini_batches
 
     @property
@@ -111,6 +148,23 @@ class ScheduleConfig(Section):
         "does not, and then it is trained all the same (train), replaced by another prompt (drop) "
         "or sampled once more (redraw).",
     )
+    in_flight: Literal["finish", "continue"] = Field(
+        "finish",
+        description="A request in flight when a version is published: it ends on the version that "
+        "it began with (finish), or goes on under the new one from the tokens it has (continue).",
+    )
+    continued: Literal["join", "split"] = Field(
+        "join",
+        description="How a continued sample is trained: in one forward, each token on the routes "
+        "of its own version (join), or in one for each version, with all tokens before its own on "
+        "the routes that this version took for them (split): exact, and they are fed once more.",
+    )
+
+    @property
+    def slots(self) -> int:
+        """Versions that engines hold at once: the next, and all that requests may be under way at.
+        Of continued ones that is the newest alone."""
+        return 2 if self.in_flight == "continue" else self.lag + 2
 
     @property
     def max_age(self) -> int:
@@ -127,10 +181,9 @@ class EnvironmentConfig(Section):
         description="How a prompt becomes samples: a file of environments/, or file.py:Class.",
     )
 
-
-class CheckpointConfig(Section):
-    every: int = Field(10, ge=0, description="Steps between checkpoints; 0: only the last step's.")
-    keep: int = Field(2, ge=2, description="Newest checkpoints kept.")
+    def absolute(self) -> dict[str, Any]:
+        """The settings that depend on the current directory, so that they no longer do."""
+        return {}
 
 
 class TrackerConfig(Section):
@@ -139,7 +192,7 @@ class TrackerConfig(Section):
     name: str = Field(
         "none",
         description="Where metrics go beside metrics.jsonl: a file of telemetry/trackers/, or "
-        "file.py:Class.",
+        "file.py:Class; or several, separated by commas.",
     )
 
 
@@ -148,11 +201,17 @@ class LoggingConfig(Section):
         None, description="Where the run writes; null: runs/<recipe>-<model>."
     )
     samples_per_step: int = Field(4, ge=0, description="Samples written to samples.jsonl a step.")
+    tokens: bool = Field(
+        False,
+        description="Write every token of those samples to tokens.jsonl: its id, version, "
+        "advantage, weight, logprobs of engine and trainer, and entropy.",
+    )
     progress: bool = Field(True, description="Show progress bars on a terminal.")
 
 
 def _settings_of(kind: Kind, common: type[Section], value: Any) -> Any:
-    """`value` as settings of the plug-in that it names; `NAME` is short for `{name: NAME}`."""
+    """`value` as settings of the plug-in, or of the several, that it names; `NAME` is short for
+    `{name: NAME}`."""
     if isinstance(value, str):
         value = {"name": value}
     if type(value) is common:
@@ -162,16 +221,18 @@ def _settings_of(kind: Kind, common: type[Section], value: Any) -> Any:
     name = value.get("name", common.model_fields["name"].default)
     if not isinstance(name, str):
         raise ValueError(f"{kind.key}={name!r} is not a name")
-    plugin = kind.find(name)
+    plugins = kind.chosen(name)
+    one = plugins[0] if len(plugins) == 1 else None
+    settings = one.Settings if one else settings_together(kind.key, tuple(plugins))
     section = kind.key.removesuffix(".name")
-    for key in value.keys() - plugin.Settings.model_fields.keys():
+    for key in value.keys() - settings.model_fields.keys():
         others = [n for n, other in choices(section).items() if key in other.model_fields]
-        if others and not plugin.composed:
+        if others and not (one and one.composed):
             raise ValueError(
                 f"{section}.{key}={value[key]} is no setting of {kind.key}={name}: it is one of "
                 f"{', '.join(others)}"
             )
-    return plugin.read(value)
+    return one.read(value) if one else settings.model_validate(value)
 
 
 class RunConfig(Section):
@@ -197,9 +258,11 @@ class RunConfig(Section):
     )
     data: DataConfig = Field(DataConfig(), description="Prompts.")
     reward: RewardConfig = Field(RewardConfig(), description="Rewards.")
+    eval: EvalConfig = Field(EvalConfig(), description="Held-out evaluation.")
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="Checkpoints.")
+    faults: FaultsConfig = Field(FaultsConfig(), description="A run that is dead or stuck.")
     logging: LoggingConfig = Field(LoggingConfig(), description="Run directory and console.")
-    tracker: SerializeAsAny[TrackerConfig] = Field(TrackerConfig(), description="A tracker.")
+    tracker: SerializeAsAny[TrackerConfig] = Field(TrackerConfig(), description="Trackers.")
 
     @field_validator("model", mode="before")
     @classmethod
@@ -229,7 +292,9 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _together(self):
-        if self.rollout.max_response_tokens >= self.model.max_length:
+        if self.offline:
+            self._route_freely()
+        elif self.rollout.max_response_tokens >= self.model.max_length:
             raise ValueError(
                 f"rollout.max_response_tokens={self.rollout.max_response_tokens} leaves no room "
                 f"for a prompt within model.max_length={self.model.max_length}"
@@ -241,18 +306,70 @@ class RunConfig(Section):
             )
         return self
 
+    def _route_freely(self) -> None:
+        """Without a rollout there are no routes to replay: replay.mode is off unless it was given
+        (and then it is judged with all else that does not apply). It does not count as set."""
+        if "mode" not in self.replay.model_fields_set:
+            replay = self.replay.model_copy()
+            object.__setattr__(replay, "mode", "off")
+            object.__setattr__(self, "replay", replay)
+
+    @property
+    def learns_from(self) -> LearnsFrom:
+        """What the algorithm declares."""
+        return ALGORITHMS.find(self.algorithm.name).learns_from
+
+    @property
+    def offline(self) -> bool:
+        """Whether the rows' own answers are learned from: nothing is sampled, no engine starts, no
+        version is served."""
+        return self.learns_from != "rollouts"
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that the run starts."""
+        return 0 if self.offline else self.rollout.engines
+
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether engines are given adapters, of which vLLM does not take every kind."""
+        return self.refit.mode == "adapter" and not self.offline
+
+    @property
+    def max_response_tokens(self) -> int:
+        """The longest response: of the rollout, or what a prompt of one token leaves a row's
+        answer."""
+        return self.model.max_length - 1 if self.offline else self.rollout.max_response_tokens
+
     @property
     def max_prompt_tokens(self) -> int:
-        return self.model.max_length - self.rollout.max_response_tokens
+        """The longest prompt that leaves room for the longest response."""
+        return self.model.max_length - self.max_response_tokens
+
+    def sources(self) -> dict[str, SourceConfig]:
+        """Every data set: those that are trained on, and those that are held out (`eval/NAME`)."""
+        return {**self.data.sources(), **self.eval.sources()}
 
     def rewards(self) -> dict[str, list[RewardFunction]]:
         """The reward functions of every data set, by the set's name ('': of the only one)."""
-        return {name: self._rewards_of(name) for name in self.data.sources()}
+        if not self.data.sets:
+            return {"": self._rewards_of("", None)}
+        return {
+            name: self._rewards_of(f"data.sets.{name}.reward", one.reward)
+            for name, one in self.data.sets.items()
+        }
 
-    def _rewards_of(self, data_set: str) -> list[RewardFunction]:
-        own = self.data.sets[data_set].reward if data_set else None
+    def eval_rewards(self) -> dict[str, list[RewardFunction]]:
+        """The reward functions of every eval set, by its name `eval/NAME`."""
+        return {
+            EVAL + name: self._rewards_of(f"eval.sets.{name}.reward", one.reward)
+            for name, one in self.eval.sets.items()
+        }
+
+    def _rewards_of(self, key: str, own: str | None) -> list[RewardFunction]:
+        """Of a set whose own reward, under `key`, is `own`."""
         if own is not None and ":" in own:
-            return [RewardFunction(f"data.sets.{data_set}.reward", own)]
+            return [RewardFunction(key, own)]
         several = self.reward.functions
         if own is None and not several:
             return [RewardFunction("reward.function", self.reward.function, self.reward.args)]

@@ -68,6 +68,23 @@ class TrainerConfig(Section):
         description="Stop after this many steps in a row with NaN or inf, without any reward, or "
         "without a token in the loss.",
     )
+    max_restarts: int = Field(
+        2, ge=0,
+        description="How often a run starts all its ranks anew because one has died or hangs; 0: "
+        "never.",
+    )  # fmt: skip
+    start_timeout_s: float = Field(3600, gt=0, description="Longest wait for the ranks to start.")
+    timeout_s: float = Field(
+        3600, gt=0,
+        description="Longest wait for an answer of the ranks, which may be a whole update; those "
+        "that are silent for longer hang.",
+    )  # fmt: skip
+    max_copy_gib: float = Field(
+        0.5, ge=0,
+        description="Hold a copy of adapter and Adam's moments in memory (Ray's object store) "
+        "after each step, if it is no larger than this, for ranks that are started anew. Without "
+        "one they go on from a checkpoint of the step before, if there is one.",
+    )  # fmt: skip
 
     @model_validator(mode="after")
     def _layout(self):

@@ -1,18 +1,24 @@
-"""Samples to packed micro-batches: which samples go together on which rank, and their tensors.
+"""Samples to packed micro-batches: what a step has of its samples, and the tensors of some of them.
 
 Shape letters: n samples, T packed tokens of a micro-batch. A sample of L tokens is fed as its first
 L - 1: position i predicts token i + 1, which is also how the route table counts its rows.
+
+A sample with splits is fed in parts, one after the other, each a sequence of its own from its first
+token on. Every token after the prompt is one part's own; all parts are of one micro-batch, so that
+whoever counts by sample sees one:
+
+    fed        p0  p1  r0 │ p0  p1  r0  r1  r2         L = 6, splits (4,)
+    predicts   p1  r0  r1 │ p1  r0  r1  r2  r3
+    own             *   * │             *   *          the rest is never in the loss
 """
 
 from __future__ import annotations
 
-import math
-from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from heapq import heapreplace
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,10 +35,15 @@ class TrainBatch:
     token_ids: int32 `[L_i]` a sample. prompt_lengths: int `[n]`; the streams below begin after the
     prompt and have R_i = L_i - prompt_lengths[i] entries. logprobs: float32, the rollout's.
     versions: int32, the adapter version that sampled each token. advantages: float32. weights:
-    float32, what each token weighs in the loss; 0 leaves it out. mini_batch: int `[n]`, the
-    optimizer step that uses the sample. groups: int `[n]`, the number of the sample's group. step:
-    of the run, from 1; 0 for a forward outside steps. rewards: float64 `[n]`, NaN for none, for an
-    algorithm that revises its advantages; None for others.
+    float32, what each token weighs in the loss; 0 leaves it out. masks: bool, tokens that the
+    policy wrote, or that the data want of it. mini_batch: int `[n]`, the optimizer step that uses
+    the sample. groups: int `[n]`, the number of the sample's group. copies: int `[n]`, how many
+    times the sample stands in the loss. step: of the run, from 1; 0 for a forward outside steps.
+    rewards: float64 `[n]`, NaN for none, for an algorithm that revises its advantages; None for
+    others. splits: by the number of a sample that is cut into parts, where (`Sample.splits`).
+
+    It is pickled with all samples of a stream in one array: to hand a hundred thousand small arrays
+    to another process takes longer than the step's other work for them.
     """
 
     token_ids: list[np.ndarray]
@@ -41,10 +52,13 @@ class TrainBatch:
     versions: list[np.ndarray]
     advantages: list[np.ndarray]
     weights: list[np.ndarray]
+    masks: list[np.ndarray]
     mini_batch: np.ndarray
     groups: np.ndarray
+    copies: np.ndarray
     step: int = 1
     rewards: np.ndarray | None = None
+    splits: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def from_samples(
@@ -56,7 +70,7 @@ class TrainBatch:
         groups: np.ndarray | None = None,
         step: int = 1,
     ) -> TrainBatch:
-        """By default all samples are of one optimizer step, and of one group."""
+        """By default all samples are of one optimizer step, and of one group; each stands once."""
         none = np.zeros(len(samples), dtype=np.int64)
         return cls(
             [s.token_ids for s in samples],
@@ -65,9 +79,12 @@ class TrainBatch:
             [s.versions for s in samples],
             list(advantages),
             list(weights),
+            [s.mask for s in samples],
             none if mini_batch is None else mini_batch,
             none if groups is None else groups,
+            none + 1,
             step,
+            splits={i: sample.splits for i, sample in enumerate(samples) if sample.splits},
         )
 
     @classmethod
@@ -87,6 +104,8 @@ class TrainBatch:
             step,
         )
         batch.rewards = np.concatenate(rewards) if rewards else None
+        copies = [signal.copies for signal in signals if signal.copies is not None]
+        batch.copies = np.concatenate(copies) if copies else batch.copies
         return batch
 
     @classmethod
@@ -107,14 +126,36 @@ class TrainBatch:
             [np.zeros(n, dtype=np.int32) for n in sizes],
             [np.zeros(n, dtype=np.float32) for n in sizes],
             [np.ones(n, dtype=np.float32) for n in sizes],
+            [np.ones(n, dtype=bool) for n in sizes],
             np.zeros(len(sequences), dtype=np.int64),
             np.zeros(len(sequences), dtype=np.int64),
+            np.ones(len(sequences), dtype=np.int64),
             step,
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {name: _flat(getattr(self, name)) for name in STREAMS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state | {name: _split(*state[name]) for name in STREAMS}
+
+    def parts(self, sample: int) -> list[tuple[int, int]]:
+        """(first, stop) of each part of a sample: it feeds the tokens before stop - 1, and its own
+        are those that follow from `first` to there."""
+        ends = [*self.splits.get(sample, ()), len(self.token_ids[sample])]
+        return list(pairwise([int(self.prompt_lengths[sample]), *ends]))
+
+    def fed(self, sample: int) -> np.ndarray:
+        """The tokens fed of a sample, of all its parts in turn."""
+        ids = self.token_ids[sample]
+        return np.concatenate([ids[: stop - 1] for _, stop in self.parts(sample)])
+
     def lengths(self) -> np.ndarray:
-        """Tokens fed of each sample: L - 1."""
-        return np.array([len(ids) - 1 for ids in self.token_ids])
+        """Tokens fed of each sample: L - 1, and as many again of each further part as it has."""
+        lengths = np.array([len(ids) - 1 for ids in self.token_ids])
+        for sample, splits in self.splits.items():
+            lengths[sample] += sum(stop - 1 for stop in splits)
+        return lengths
 
     @cached_property
     def offsets(self) -> np.ndarray:
@@ -122,65 +163,21 @@ class TrainBatch:
         return np.concatenate([[0], np.cumsum(self.lengths())])
 
 
-def plan_micro_batches(
-    samples: Sequence[int],
-    lengths: np.ndarray,
-    max_tokens: int,
-    dp_size: int,
-    multiple: int = 1,
-) -> list[list[list[int]]]:
-    """`plan[dp_rank]` is that rank's micro-batches, each a list of sample numbers.
-
-    All ranks get the same number of micro-batches, a multiple of `multiple`, since expert
-    parallelism makes them meet in each. Longest first into the emptiest micro-batch, of as few as
-    can be; a sample longer than max_tokens has one of its own. With fewer samples than ranks some
-    micro-batches are empty.
-    """
-    numbers = np.asarray(samples, dtype=np.int64)
-    order = numbers[np.lexsort((numbers, -lengths[numbers]))]
-    count, places = _fewest(lengths[order], max_tokens, dp_size * multiple)
-    bins: list[list[int]] = [[] for _ in range(count)]
-    for sample, number in zip(order.tolist(), places, strict=True):
-        bins[number].append(sample)
-    return [[sorted(b) for b in bins[rank::dp_size]] for rank in range(dp_size)]
+STREAMS = ("token_ids", "logprobs", "versions", "advantages", "weights", "masks")
 
 
-def _fewest(sizes: np.ndarray, max_tokens: int, unit: int) -> tuple[int, array[int]]:
-    """The fewest micro-batches, in steps of `unit`, that hold samples of `sizes`, longest first;
-    and the one that each is in.
-
-    As `_emptiest_first` fills them, one more never makes the fullest any fuller: where some number
-    is enough every larger one is, so that the fewest are found by halving.
-    """
-    fed = sizes[sizes > 0]
-    most = np.maximum(1, max_tokens // fed)  # of those at least as long, in one micro-batch
-    needed = -(-np.arange(1, len(fed) + 1) // most)
-    least = max(math.ceil(int(sizes.sum()) / max_tokens), int(needed.max(initial=1)))
-    too_few, enough = math.ceil(least / unit) - 1, math.ceil(least / unit)
-    known = sizes.tolist()
-    while (found := _emptiest_first(known, enough * unit, max_tokens)) is None:
-        too_few, enough = enough, 2 * enough - too_few
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        if (fewer := _emptiest_first(known, middle * unit, max_tokens)) is None:
-            too_few = middle
-        else:
-            enough, found = middle, fewer
-    return enough * unit, found
+def _flat(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The arrays behind each other, and where each begins, int64 `[n + 1]`. Raises TypeError for
+    arrays of different dtypes, which would come out as another one."""
+    if len(dtypes := {array.dtype for array in arrays}) > 1:
+        raise TypeError(f"a stream has one dtype, not {', '.join(sorted(map(str, dtypes)))}")
+    starts = np.cumsum([0, *map(len, arrays)])
+    return np.concatenate(arrays) if len(arrays) else np.zeros(0), starts
 
 
-def _emptiest_first(sizes: list[int], count: int, max_tokens: int) -> array[int] | None:
-    """The micro-batch of each sample when one after the other goes into the emptiest of `count`;
-    None when several samples of one would be more than max_tokens."""
-    heap = list(range(count))  # tokens * count + the number of the micro-batch
-    places = array("q")
-    for size in sizes:
-        tokens, number = divmod(heap[0], count)
-        if tokens and tokens + size > max_tokens:
-            return None
-        places.append(number)
-        heapreplace(heap, heap[0] + size * count)
-    return places
+def _split(values: np.ndarray, starts: np.ndarray) -> list[np.ndarray]:
+    places = starts.tolist()
+    return [values[start:end] for start, end in pairwise(places)]
 
 
 @dataclass(frozen=True)
@@ -189,7 +186,10 @@ class MicroBatch:
     the token that is predicted at t.
 
     `rows` are rows of the route table (-1: none), `sample_of` numbers of samples (-1: padding),
-    `response` marks tokens after a prompt; `weights` is above 0 for those in the loss.
+    `response` marks tokens after a prompt, each in the part whose own it is; `weights` is above 0
+    for those in the loss. `copies`: int64, how many times each token's sample stands in the loss;
+    0 for padding. `starts`: int64 `[samples + 1]`, where each sample begins, and where the
+    padding does; `cu_seqlens` has every part as a sequence.
     """
 
     samples: tuple[int, ...]
@@ -204,6 +204,8 @@ class MicroBatch:
     versions: np.ndarray
     advantages: np.ndarray
     weights: np.ndarray
+    copies: np.ndarray
+    starts: np.ndarray
 
     @property
     def mask(self) -> np.ndarray:
@@ -224,7 +226,7 @@ class MicroBatch:
     def places(self) -> np.ndarray:
         """int64 [T], the place of each token's sample in `samples`, whose length stands for
         padding."""
-        lengths = np.diff(self.cu_seqlens)
+        lengths = np.diff(self.starts, append=len(self.labels))
         return np.repeat(np.arange(len(lengths)), lengths)
 
     @property
@@ -236,51 +238,69 @@ def pack(batch: TrainBatch, samples: Sequence[int], multiple: int, at_least: int
     """Packs the samples one after the other; padding up to a multiple of `multiple` tokens, and to
     `at_least` (at least one token for an empty micro-batch), is a sequence of its own at the
     end."""
-    numbers, tokens = np.asarray(samples, dtype=np.int64), [batch.token_ids[i] for i in samples]
+    numbers, parts = np.asarray(samples, dtype=np.int64), [batch.parts(i) for i in samples]
+    sequences = [(i, *one) for i, of_one in zip(samples, parts, strict=True) for one in of_one]
+    tokens = [batch.token_ids[i][:stop] for i, _, stop in sequences]
     total = sum(len(ids) - 1 for ids in tokens)
     size = -(-max(total, at_least, 1) // multiple) * multiple
-    lengths = [len(ids) - 1 for ids in tokens] + ([size - total] if size > total else [])
+    padding = [size - total] if size > total else []
+    lengths = [*(len(ids) - 1 for ids in tokens), *padding]
     cu_seqlens = np.cumsum([0, *lengths])
-    places = np.repeat(np.arange(len(lengths)), lengths)
-    positions = np.arange(size) - cu_seqlens[places]
-    predicting = batch.prompt_lengths[numbers] - 1  # the position that predicts the first response
-    begins, ends = cu_seqlens[: len(tokens)], cu_seqlens[1 : len(tokens) + 1].tolist()
-    responses = (begins + predicting).tolist()
-    rows = np.append(batch.offsets[numbers], 0)[places] + positions
-
-    def join(parts: Iterable[np.ndarray], starts: list[int], fill: float, dtype: type):
-        """The part of each sample from its start to the sample's end, `fill` everywhere else."""
-        joined = np.full(size, fill, dtype)
-        for part, start, end in zip(parts, starts, ends, strict=True):
-            joined[start:end] = part
-        return joined
+    positions = np.arange(size) - np.repeat(cu_seqlens[:-1], lengths)
+    predicting = [first - 1 for _, first, _ in sequences]  # the position of the first own token
+    own = np.repeat(np.array([*predicting, *(size for _ in padding)], np.int64), lengths)
+    begins, ends = cu_seqlens[: len(tokens)].tolist(), cu_seqlens[1 : len(tokens) + 1].tolist()
+    of_own = [begin + position for begin, position in zip(begins, predicting, strict=True)]
+    starts = cu_seqlens[np.cumsum([0, *map(len, parts)])]
+    places = np.repeat(np.arange(len(starts)), np.diff(starts, append=size))
+    rows = np.append(batch.offsets[numbers], 0)[places] + np.arange(size) - starts[places]
 
     def stream(values: Sequence[np.ndarray], fill: float, dtype: type):
         """A per-token stream at the places that predict its tokens."""
-        return join((values[i] for i in samples), responses, fill, dtype)
+        prompts = batch.prompt_lengths
+        pieces = (values[i][first - prompts[i] : stop - prompts[i]] for i, first, stop in sequences)
+        return _placed(size, pieces, of_own, ends, fill, dtype)
 
     return MicroBatch(
         samples=tuple(samples),
-        input_ids=join((ids[:-1] for ids in tokens), begins.tolist(), 0, np.int64),
-        labels=join((ids[1:] for ids in tokens), begins.tolist(), 0, np.int64),
+        input_ids=_placed(size, (ids[:-1] for ids in tokens), begins, ends, 0, np.int64),
+        labels=_placed(size, (ids[1:] for ids in tokens), begins, ends, 0, np.int64),
         positions=positions,
         cu_seqlens=cu_seqlens.astype(np.int32),
-        rows=np.where(places < len(tokens), rows, -1),
+        rows=np.where(places < len(numbers), rows, -1),
         sample_of=np.append(numbers, -1)[places],
-        response=positions >= np.append(predicting, size)[places],
+        response=positions >= own,
         rollout_logprobs=stream(batch.logprobs, 0, np.float32),
         versions=stream(batch.versions, NOT_SAMPLED, np.int32),
         advantages=stream(batch.advantages, 0, np.float32),
         weights=stream(batch.weights, 0, np.float32),
+        copies=np.append(batch.copies[numbers], 0)[places],
+        starts=starts,
     )
+
+
+def _placed(
+    size: int,
+    pieces: Iterable[np.ndarray],
+    starts: list[int],
+    ends: list[int],
+    fill: float,
+    dtype: type,
+) -> np.ndarray:
+    """`[size]`: each piece from its start to its end, `fill` everywhere else."""
+    joined = np.full(size, fill, dtype)
+    for piece, start, end in zip(pieces, starts, ends, strict=True):
+        joined[start:end] = piece
+    return joined
 
 
 def unpack(micro_batch: MicroBatch, values: np.ndarray) -> dict[int, np.ndarray]:
     """Per-token values `[T]` back to `{sample: [R]}` of its response tokens."""
     out = {}
-    for k, sample in enumerate(micro_batch.samples):
-        span = slice(micro_batch.cu_seqlens[k], micro_batch.cu_seqlens[k + 1])
-        out[sample] = values[span][micro_batch.response[span]]
+    for sample, (start, stop) in zip(
+        micro_batch.samples, pairwise(micro_batch.starts), strict=True
+    ):
+        out[sample] = values[start:stop][micro_batch.response[start:stop]]
     return out
 
 
@@ -288,7 +308,8 @@ def stream_of(micro_batch: MicroBatch, values: Sequence[np.ndarray]) -> np.ndarr
     """float32 `[T]`: `values`, `[R]` of every sample of the step, at the places that predict their
     tokens, 0 elsewhere. Undone by `unpack`."""
     stream = np.zeros(len(micro_batch.labels), np.float32)
-    for k, sample in enumerate(micro_batch.samples):
-        span = slice(micro_batch.cu_seqlens[k], micro_batch.cu_seqlens[k + 1])
-        stream[span][micro_batch.response[span]] = values[sample]
+    for sample, (start, stop) in zip(
+        micro_batch.samples, pairwise(micro_batch.starts), strict=True
+    ):
+        stream[start:stop][micro_batch.response[start:stop]] = values[sample]
     return stream

@@ -28,7 +28,7 @@ def read_row(row: Row, config: SourceConfig) -> tuple[Any, dict[str, Any]]:
             f"{config.key('prompt_key')} must name one of its own: "
             f"{', '.join(values) or 'it has none'}"
         )
-    text = _lookup(values, key)
+    text = value_in(values, key)
     if not isinstance(text, str):
         text = checked_messages(text, place, key)
     if not text:
@@ -41,7 +41,7 @@ def _columns(values: dict, prompt_key: str, config: SourceConfig, place: str) ->
     columns = {key: value for key, value in values.items() if key != prompt_key}
     answer_key = pick_column(columns, ANSWER_COLUMNS, config, "answer_key", place)
     if answer_key is not None:
-        columns["answer"] = _lookup(columns, answer_key)
+        columns["answer"] = value_in(columns, answer_key)
     return columns
 
 
@@ -55,12 +55,12 @@ def pick_column(
     """
     chosen, named = getattr(config, key), config.key(key)
     if chosen is not None:
-        if _lookup(values, chosen) is None:
+        if value_in(values, chosen) is None:
             raise DataError(
                 f"{place}: no column {chosen!r} ({named}); it has {', '.join(values) or 'none'}"
             )
         return chosen
-    found = [name for name in candidates if _lookup(values, name) is not None]
+    found = [name for name in candidates if value_in(values, name) is not None]
     if len(found) > 1:
         raise DataError(
             f"{place}: columns {' and '.join(found)} could both be meant; name one with "
@@ -69,7 +69,7 @@ def pick_column(
     return found[0] if found else None
 
 
-def _lookup(values: dict, name: str) -> Any:
+def value_in(values: dict, name: str) -> Any:
     """The value of a column, or None when it is absent or null."""
     if name in values:
         return values[name]
@@ -82,7 +82,7 @@ def _lookup(values: dict, name: str) -> Any:
 def number_in(columns: dict[str, Any], name: str, setting: str, place: str) -> float:
     """The number in a column; a text that is one counts (CSV has only texts). `setting` is the one
     that names the column. Raises DataError for what is none."""
-    value = _lookup(columns, name)
+    value = value_in(columns, name)
     if value is None:
         raise DataError(
             f"{place}: no column {name!r} ({setting}); it has {', '.join(columns) or 'none'}"

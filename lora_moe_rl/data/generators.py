@@ -47,27 +47,53 @@ def _arguments(generate: Callable, config: SourceConfig, seed: int) -> dict[str,
     return given
 
 
-def reasoning_gym(task: str, seed: int, **settings: Any) -> Iterator[dict[str, Any]]:
+def from_environment() -> Iterator[dict[str, Any]]:
+    """Rows for ever that ask nothing: the environment gives the whole prompt (environment=trl)."""
+    while True:
+        yield {"prompt": [{"role": "user", "content": ""}]}
+
+
+def reasoning_gym(
+    task: str | dict[str, Any], seed: int, **settings: Any
+) -> Iterator[dict[str, Any]]:
     """Rows of a task of reasoning_gym (https://github.com/open-thought/reasoning-gym), with
-    settings of its own, for ever: after its `size` rows come others, of a later seed. Each has a
+    settings of its own, or of several in their weights, {"leg_counting": 2, "chain_sum": {"weight":
+    1, "max_terms": 3}}; for ever: after its `size` rows come others, of a later seed. Each has a
     prompt, an answer and the metadata that the reward `lora_moe_rl.rewards:reasoning_gym` scores
     by. Raises ConfigError."""
     library = load_reasoning_gym()
-    known = library.factory.DATASETS
-    if task not in known:
-        close = difflib.get_close_matches(task, known, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise ConfigError(
-            f"reasoning_gym has no task {task!r}; {hint}It has {', '.join(sorted(known))}"
-        )
+    for name in [task] if isinstance(task, str) else task:
+        _require_task(library, name)
     while True:
         try:
-            rows = library.create_dataset(task, seed=seed, **settings)
+            rows = _rows_of_tasks(library, task, seed, settings)
         except (TypeError, ValueError, AssertionError) as error:
             raise ConfigError(f"reasoning_gym's {task} refuses its settings: {error}") from error
         for row in rows:
             yield {"prompt": row["question"], "answer": row["answer"], "metadata": row["metadata"]}
         seed += len(rows)  # the library makes row i of `seed + i`
+
+
+def _require_task(library: ModuleType, name: str) -> None:
+    known = library.factory.DATASETS
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ConfigError(
+            f"reasoning_gym has no task {name!r}; {hint}It has {', '.join(sorted(known))}"
+        )
+
+
+def _rows_of_tasks(
+    library: ModuleType, task: str | dict[str, Any], seed: int, settings: dict[str, Any]
+) -> Any:
+    if isinstance(task, str):
+        return library.create_dataset(task, seed=seed, **settings)
+    kind, several = library.composite.DatasetSpec, []
+    for name, one in task.items():
+        own = dict(one) if isinstance(one, dict) else {"weight": one}
+        several.append(kind(name=name, weight=float(own.pop("weight", 1)), config=own))
+    return library.create_dataset("composite", seed=seed, datasets=several, **settings)
 
 
 def load_reasoning_gym() -> ModuleType:

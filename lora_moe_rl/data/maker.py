@@ -1,18 +1,37 @@
-"""From a row to a prompt: chat template, system prompt, tokens, length."""
+"""From a row to a prompt: chat template, system prompt, tokens, length; with the row's own answers,
+where those are learned from.
+
+    prompt    <|user|>23+58=<|assistant|>      as a rollout would begin
+    answer    81<|end|>                        what an engine should have sampled then
+
+Both are tokenised by themselves: no token reaches from one into the other, as in a rollout.
+"""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lora_moe_rl.config import SourceConfig
+from lora_moe_rl.config import LearnsFrom, SourceConfig
 from lora_moe_rl.config.keys import value_text
+from lora_moe_rl.data.answers import read_answers
 from lora_moe_rl.data.columns import Row, number_in, read_row, short
+from lora_moe_rl.data.samples import Answer, num_tokens
 from lora_moe_rl.errors import DataError
 
 log = logging.getLogger(__name__)
 
 TEMPLATE_COLUMN = "chat_template_kwargs"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What of a row is learned from. `ends`: ids of the tokens that end a response, as the model's
+    files name them; needed where there are answers."""
+
+    learns_from: LearnsFrom = "rollouts"
+    ends: frozenset[int] = frozenset()
 
 
 class Made(NamedTuple):
@@ -23,6 +42,11 @@ class Made(NamedTuple):
     token_ids: list[int]
     columns: dict[str, Any]
     rank: float
+    answers: tuple[Answer, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return num_tokens(self.token_ids, self.answers)
 
 
 class PromptMaker:
@@ -33,9 +57,15 @@ class PromptMaker:
     `filtered`: those that data.filter left out.
     """
 
-    def __init__(self, config: SourceConfig, tokenizer: Any, max_prompt_tokens: int):
+    def __init__(
+        self, config: SourceConfig, tokenizer: Any, max_tokens: int, wanted: Wanted | None = None
+    ):
+        """`max_tokens`: of a prompt; where answers are wanted, of a prompt with its answer."""
         self._config, self._tokenizer = config, tokenizer
-        self._max_tokens = max_prompt_tokens
+        self._max_tokens, self._wanted = max_tokens, wanted or Wanted()
+        self._what, self._bound = "prompt", "model.max_length - rollout.max_response_tokens"
+        if self._wanted.learns_from != "rollouts":
+            self._what, self._bound = "prompt-and-answer", "model.max_length"
         self.dropped = self.filtered = 0
 
     def make_all(self, rows: list[Row]) -> list[Made]:
@@ -53,30 +83,34 @@ class PromptMaker:
         key = self._config.key
         return (
             f"{self.filtered} are outside {key('filter')}={value_text(self._config.filter)}, "
-            f"{self.dropped} have prompts of more than {self._max_tokens} tokens (model.max_length "
-            f"- rollout.max_response_tokens; {key('too_long')}={self._config.too_long})"
+            f"{self.dropped} have {self._what}s of more than {self._max_tokens} tokens "
+            f"({self._bound}; {key('too_long')}={self._config.too_long})"
         )
 
     def make(self, row: Row) -> Made | None:
         """None for a row that is to be left out."""
-        text, columns = read_row(row, self._config)
-        place, key = row[0], self._config.key
+        place, key, learns_from = row[0], self._config.key, self._wanted.learns_from
+        if learns_from == "rollouts":
+            (text, columns), answers = read_row(row, self._config), []
+        else:
+            text, answers, columns = read_answers(row, self._config, learns_from)
         if not self._within(columns, place):
             self.filtered += 1
             return None
         if isinstance(text, str) and not self._config.chat_template:
             self._need_no_template(columns, place)
-        token_ids = self._encode(text, columns, place)
-        if len(token_ids) <= self._max_tokens:
-            return Made(text, token_ids, columns, self._rank(columns, place))
+        token_ids = self.encode(text, columns, place)
+        wanted = tuple(self._answer(text, answer, columns, place) for answer in answers)
+        made = Made(text, token_ids, columns, 0.0, wanted)
+        if made.tokens <= self._max_tokens:
+            return made._replace(rank=self._rank(columns, place))
         if self._config.too_long == "drop":
             self.dropped += 1
-            log.info("%s: left out, its prompt has %d tokens", place, len(token_ids))
+            log.info("%s: left out, its %s has %d tokens", place, self._what, made.tokens)
             return None
         raise DataError(
-            f"{place}: the prompt has {len(token_ids)} tokens; at most {self._max_tokens} fit "
-            f"(model.max_length - rollout.max_response_tokens); {key('too_long')}=drop leaves such "
-            "rows out"
+            f"{place}: the {self._what} has {made.tokens} tokens; at most {self._max_tokens} fit "
+            f"({self._bound}); {key('too_long')}=drop leaves such rows out"
         )
 
     def _need_no_template(self, columns: dict[str, Any], place: str) -> None:
@@ -113,14 +147,22 @@ class PromptMaker:
             return messages
         return [{"role": "system", "content": system}, *messages]
 
-    def _encode(self, text: Any, columns: dict[str, Any], place: str) -> list[int]:
-        messages = text
-        if isinstance(text, str):
-            messages = [{"role": "user", "content": text}] if self._config.chat_template else None
+    def _messages(self, text: Any) -> list[dict] | None:
+        """What the chat template is given; None for a string that gets none."""
+        if not isinstance(text, str):
+            return self._with_system(text)
+        if not self._config.chat_template:
+            return None
+        return self._with_system([{"role": "user", "content": text}])
+
+    def encode(self, text: Any, columns: dict[str, Any], place: str) -> list[int]:
+        """The tokens of a prompt, rendered by the chat template where it gets one. Raises
+        DataError."""
+        messages = self._messages(text)
         if messages is None:
             token_ids = self._tokenizer.encode(text)
         else:
-            rendered = self._from_template(self._with_system(messages), columns, place)
+            rendered = self._from_template(messages, columns, place)
             token_ids = self._tokenizer.encode(rendered, add_special_tokens=False)
         if not token_ids:
             raise DataError(
@@ -129,11 +171,65 @@ class PromptMaker:
             )
         return token_ids
 
-    def _from_template(self, messages: list[dict], columns: dict[str, Any], place: str) -> str:
+    def _answer(self, text: Any, answer: str, columns: dict[str, Any], place: str) -> Answer:
+        """What an engine should have sampled: the answer as the chat template renders it behind the
+        prompt, up to the token that ends it; without a template the string and that token."""
+        messages, rest = self._messages(text), answer
+        if messages is not None:
+            before = self._from_template(messages, columns, place)
+            turn = {"role": "assistant", "content": answer}
+            whole = self._from_template([*messages, turn], columns, place, answered=True)
+            if not whole.startswith(before):
+                raise DataError(
+                    f"{place}: the model's chat template ends a prompt with {short(before[-40:])}, "
+                    "and renders the conversation with its answer otherwise, so that no rollout "
+                    "could come to it; give the prompt and the answer as strings, as the model "
+                    "should see and write them"
+                )
+            rest = whole[len(before) :]
+        token_ids = self._tokenizer.encode(rest, add_special_tokens=False)
+        token_ids = self._up_to_its_end(token_ids, rest, messages is not None, place)
+        return Answer(answer, token_ids)
+
+    def _up_to_its_end(
+        self, token_ids: list[int], rest: str, rendered: bool, place: str
+    ) -> list[int]:
+        """Without what a template puts behind the end of a turn; with an end where there is none.
+        Raises DataError for an answer of no tokens."""
+        ends = self._wanted.ends
+        last = max((i for i, one in enumerate(token_ids) if one in ends), default=-1)
+        if last >= 0 and not self._tokenizer.decode(token_ids[last + 1 :]).strip():
+            found = token_ids[: last + 1]
+        else:
+            if rendered:
+                token_ids = self._tokenizer.encode(rest.rstrip(), add_special_tokens=False)
+            found = [*token_ids, self._end(place)]
+        if len(found) < 2:
+            raise DataError(
+                f"{place}: the model's tokenizer makes no tokens of the answer, {short(rest)}; "
+                "leave the row out, or write another answer"
+            )
+        return found
+
+    def _end(self, place: str) -> int:
+        """The token that an engine stops at; the tokenizer's own, if it is one of several."""
+        own, ends = self._tokenizer.eos_token_id, self._wanted.ends
+        if not ends:
+            raise DataError(
+                f"{place}: the model names no token that ends a response (eos_token_id in its "
+                "generation_config.json or config.json), and an answer needs one; name it there"
+            )
+        return own if own in ends else min(ends)
+
+    def _from_template(
+        self, messages: list[dict], columns: dict[str, Any], place: str, answered: bool = False
+    ) -> str:
+        """Up to where the assistant begins to write, or to the end of what it has `answered`."""
         if self._tokenizer.chat_template is None:
             raise DataError(
                 f"{place}: the prompt needs a chat template and the model's tokenizer has none; "
-                f"give prompts as strings, without {self._config.key('chat_template')}"
+                f"set model.chat_template, or give prompts as strings, without "
+                f"{self._config.key('chat_template')}"
             )
         own = columns.get(TEMPLATE_COLUMN) or {}
         if not isinstance(own, dict):
@@ -141,7 +237,7 @@ class PromptMaker:
         more = self._config.chat_template_kwargs | own
         try:
             return self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **more
+                messages, tokenize=False, add_generation_prompt=not answered, **more
             )
         except Exception as error:  # of Jinja, and what a template raises itself
             raise DataError(

@@ -16,6 +16,7 @@ from typing import Any
 
 from lora_moe_rl.config import DataConfig
 from lora_moe_rl.data.columns import Row
+from lora_moe_rl.data.maker import Wanted
 from lora_moe_rl.data.prompts import PromptSource
 from lora_moe_rl.data.samples import Prompt
 from lora_moe_rl.errors import DataError
@@ -26,13 +27,14 @@ def open_prompts(
     config: DataConfig,
     tokenizer: Any,
     seed: int,
-    max_prompt_tokens: int,
+    max_tokens: int,
     rows: Mapping[str, list[Row]],
+    wanted: Wanted | None = None,
 ) -> Prompts:
     """The prompts of a run. `rows`: of the sets that were read before, by their names ('': of the
     only one). Raises what PromptSource raises."""
     sources = {
-        name: PromptSource(source, tokenizer, seed, max_prompt_tokens, rows.get(name))
+        name: PromptSource(source, tokenizer, seed, max_tokens, rows.get(name), wanted)
         for name, source in config.sources().items()
     }
     if not config.sets:
@@ -61,7 +63,7 @@ class Mixture:
         return sum(source.filtered for source in self._sources.values())
 
     def lengths(self) -> list[int]:
-        """Tokens of the prompts of each set in turn."""
+        """Tokens of the prompts of each set in turn, with their answers if they have any."""
         return [length for source in self._sources.values() for length in source.lengths()]
 
     def examples(self, n: int) -> list[Prompt]:

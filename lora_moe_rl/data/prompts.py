@@ -13,7 +13,7 @@ from lora_moe_rl.config import DataConfig, SourceConfig
 from lora_moe_rl.data.columns import Row, short
 from lora_moe_rl.data.fingerprint import FIRST_ROWS, content_of
 from lora_moe_rl.data.generators import open_generator
-from lora_moe_rl.data.maker import Made, PromptMaker
+from lora_moe_rl.data.maker import Made, PromptMaker, Wanted
 from lora_moe_rl.data.rows import read_rows
 from lora_moe_rl.data.samples import Prompt
 from lora_moe_rl.errors import ConfigError, DataError
@@ -35,7 +35,8 @@ class PromptSource:
     it gives them, and it is called again when it ends. A generator that has a parameter `seed` is
     given the run's. Raises DataError for rows that make no prompt (those of a file are checked
     here, those of a generator when they are drawn), ConfigError for settings that name no data.
-    `rows`: those of the file, where they were read before.
+    `rows`: those of the file, where they were read before. `max_tokens`: of a prompt, with its
+    answer where one is `wanted`.
     """
 
     def __init__(
@@ -43,12 +44,13 @@ class PromptSource:
         config: SourceConfig,
         tokenizer: Any,
         seed: int,
-        max_prompt_tokens: int,
+        max_tokens: int,
         rows: list[Row] | None = None,
+        wanted: Wanted | None = None,
     ):
         require_data(config)
-        self._maker = PromptMaker(config, tokenizer, max_prompt_tokens)
-        self._config, self._seed = config, seed
+        self._maker = PromptMaker(config, tokenizer, max_tokens, wanted)
+        self._config, self._seed, self._template = config, seed, tokenizer.chat_template
         self._epoch, self._position, self.drawn = 0, 0, 0
         if config.path is not None:
             rows = read_rows(config) if rows is None else rows
@@ -75,10 +77,11 @@ class PromptSource:
         return self._maker.filtered
 
     def lengths(self) -> list[int]:
-        """Tokens of each prompt of a file; of a generator's first."""
+        """Tokens of each prompt of a file, with its longest answer if it has any; of a generator's
+        first."""
         if self._config.path is not None:
-            return [len(made.token_ids) for made in self._rows]
-        return [len(prompt.token_ids) for prompt in self.peek(FIRST_ROWS)]
+            return [made.tokens for made in self._rows]
+        return [prompt.tokens for prompt in self.peek(FIRST_ROWS)]
 
     def peek(self, n: int) -> list[Prompt]:
         """The next `n` prompts, which `next` gives again."""
@@ -96,7 +99,7 @@ class PromptSource:
     def state_dict(self) -> dict[str, Any]:
         """Where the source stands, in a form that JSON can hold, and what must be the same when a
         run goes on from there: how many rows, what is in them (of a generator, in the first), the
-        seed of their order, and what makes prompts of them."""
+        seed of their order, and what makes prompts of them: settings and the chat template."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -105,6 +108,7 @@ class PromptSource:
             "content": self._content,
             "seed": self._seed,
             "settings": self._settings(),
+            "chat_template": self._template,
         }
 
     def _num_rows(self) -> int | None:
@@ -148,6 +152,11 @@ class PromptSource:
                     f"{key(name)} was {short(was)} when the checkpoint was written and is now "
                     f"{short(value)}: {way_out}"
                 )
+        if (was := state.get("chat_template", self._template)) != self._template:
+            raise DataError(
+                f"the chat template was {short(was)} when the checkpoint was written and is now "
+                f"{short(self._template)} (model.chat_template, or the tokenizer's own): {way_out}"
+            )
 
     def _same_content(self, before: str) -> bool:
         """A generator that gives other rows each time, whatever the seed, has no content to
@@ -174,7 +183,9 @@ class PromptSource:
 
     def _next(self) -> Prompt:
         made = self._next_of_file() if self._config.path is not None else self._next_of_generator()
-        prompt = Prompt(self.drawn, made.text, list(made.token_ids), dict(made.columns))
+        prompt = Prompt(
+            self.drawn, made.text, list(made.token_ids), dict(made.columns), answers=made.answers
+        )
         self._position += 1
         self.drawn += 1
         return prompt

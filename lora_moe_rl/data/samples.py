@@ -9,20 +9,40 @@ A group is all samples of one prompt; a sample is segments, each written by one 
 
 Token ids in, token ids out: nothing is decoded and tokenised again between engine and trainer.
 
+A turn that was continued under a newer adapter version is several segments of the policy. Its
+sample may be cut (`splits`): it is then trained in parts, each of which feeds all tokens before it
+once more, on the routes that its own version took:
+
+    part 1   p0  p1  r0  r1                    in the loss: r0 r1
+    part 2   p0  p1  r0  r1  r2  t0  t1  q0    in the loss: r2 and what follows; splits (4,)
+
 Shape letters: L tokens of one sample, R tokens after its prompt, n samples of a group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-Author = Literal["policy", "tool", "user", "environment"]
+Author = Literal["policy", "tool", "user", "environment", "data"]
 NOT_SAMPLED = -1  # the version of a token that no policy sampled
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a row wants to be answered: its text, and its tokens with the one that ends it."""
+
+    text: str
+    token_ids: list[int]
+
+
+def num_tokens(prompt: Sequence[int], answers: Sequence[Answer]) -> int:
+    """Tokens of a prompt with its longest answer, if it has any."""
+    return len(prompt) + max((len(answer.token_ids) for answer in answers), default=0)
 
 
 @dataclass(frozen=True)
@@ -31,7 +51,8 @@ class Prompt:
 
     `columns` are the row's own values, given to the reward as keywords; `row` counts the prompts
     drawn since the run began, and is the number of the prompt's ticket. `data_set` is the name of
-    the set of data.sets that it is of, '' when there is only one.
+    the set of data.sets that it is of, '' when there is only one. `answers`: the row's own, the
+    best first, where they are what is learned from.
     """
 
     row: int
@@ -39,6 +60,11 @@ class Prompt:
     token_ids: list[int]
     columns: dict[str, Any] = field(default_factory=dict)
     data_set: str = ""
+    answers: tuple[Answer, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return num_tokens(self.token_ids, self.answers)
 
 
 @dataclass(frozen=True)
@@ -82,15 +108,26 @@ class Segment:
             np.full(n, version, dtype=np.int32),
         )
 
+    @classmethod
+    def wanted(cls, token_ids: Sequence[int] | np.ndarray) -> Segment:
+        """Tokens that the data want: nobody sampled them, and all of them are in the loss."""
+        n = len(token_ids)
+        return replace(cls.given("data", token_ids), mask=np.ones(n, dtype=bool))
+
 
 @dataclass(frozen=True)
 class Sample:
     """One way from the prompt to the end. `segments[0]` is the prompt; `text` is what the policy
-    wrote, decoded, without special tokens."""
+    wrote in its last turn, decoded, without special tokens, or what the data want. `messages`, of a
+    sample of several turns: all that was said after the prompt, as {"role", "content"}. `splits`,
+    of a sample that is trained in parts: how many of its tokens each of them feeds or predicts, but
+    for the last, which has all; ascending."""
 
     segments: tuple[Segment, ...]
     finish_reason: Literal["stop", "length", "abort"]
     text: str
+    messages: tuple[dict[str, Any], ...] = ()
+    splits: tuple[int, ...] = ()
 
     @property
     def prompt_ids(self) -> np.ndarray:
@@ -123,6 +160,11 @@ class Sample:
         return np.concatenate([self.prompt_ids, self.response_ids])
 
     @property
+    def num_sampled(self) -> int:
+        """Tokens that a policy sampled."""
+        return int((self.versions != NOT_SAMPLED).sum())
+
+    @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
 
@@ -134,13 +176,26 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Played:
+    """What became of the environment of one conversation, as reward functions are shown it:
+    `factory` is how it was named (file.py:Class), `state` its attributes that JSON knows, and
+    `prompt` what it was asked, with what its reset added."""
+
+    factory: str
+    state: dict[str, Any]
+    prompt: Any  # str, or a list of {"role", "content"}
+
+
+@dataclass(frozen=True)
 class FunctionRewards:
     """What one of several reward functions gave a group's samples, before its weight: float32 [n],
-    NaN for none. num_failed: how many of those have failed."""
+    NaN for none. num_failed: how many of those have failed, several samples of one conversation
+    counted once. failure: why the last of them has, '' when none has."""
 
     weight: float
     rewards: np.ndarray
     num_failed: int = 0
+    failure: str = ""
 
 
 @dataclass(frozen=True)
@@ -155,13 +210,37 @@ class Details:
     extra: dict[str, list[Any]] = field(default_factory=dict)
     metrics: dict[str, list[float]] = field(default_factory=dict)
 
+    def at(self, places: np.ndarray) -> Details:
+        """Of other samples, each of which has what the one at its place here has. places: int
+        [n], -1 for a sample that has nothing."""
+        functions = {
+            name: replace(one, rewards=_or_nan(one.rewards, places))
+            for name, one in self.by_function.items()
+        }
+        chosen = dict(enumerate(places.tolist()))
+        reasons = {i: self.reasons[at] for i, at in chosen.items() if at in self.reasons}
+        extra = {
+            column: [None if at < 0 else values[at] for at in chosen.values()]
+            for column, values in self.extra.items()
+        }
+        return replace(self, by_function=functions, reasons=reasons, extra=extra)
+
 
 class Scores(NamedTuple):
-    """What a group's samples were given; the last fields of Group, in their order."""
+    """What a group's samples were given; fields of Group, in their order there."""
 
     rewards: np.ndarray
     failures: list[str]
     details: Details
+
+    def at(self, places: np.ndarray) -> Scores:
+        """Of other samples, as `Details.at` has it; the failures stay as they are."""
+        return Scores(_or_nan(self.rewards, places), self.failures, self.details.at(places))
+
+
+def _or_nan(rewards: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """float32 [n], the rewards at `places`, NaN at -1."""
+    return np.append(rewards, np.float32(np.nan))[places]
 
 
 @dataclass
@@ -170,7 +249,11 @@ class Group:
 
     routes: a reference to the samples' router decisions, in their order (None: none were recorded).
     rewards: float32 [n], NaN for a sample without one. failures: one line for each sample whose
-    reward failed; a failed reward is never a 0.
+    reward failed; a failed reward is never a 0. conversations: int [n], of which conversation each
+    sample is, whose samples all have its reward; None when each is one of its own. counts: what an
+    environment counted, for the records. teacher: float32 [R] of each sample, a teacher's logprobs,
+    0 for tokens that no policy sampled and for all of a sample that it could not score; None: there
+    is no teacher.
     """
 
     prompt: Prompt
@@ -179,6 +262,34 @@ class Group:
     rewards: np.ndarray
     failures: list[str] = field(default_factory=list)
     details: Details = field(default_factory=Details)
+    conversations: np.ndarray | None = None
+    counts: dict[str, float] = field(default_factory=dict)
+    teacher: list[np.ndarray] | None = None
+
+    def __post_init__(self):
+        if np.shape(self.rewards) != (len(self.samples),):
+            raise ValueError(
+                f"prompt {self.prompt.row}: rewards of shape {np.shape(self.rewards)} for "
+                f"{len(self.samples)} samples; a group has one for each, NaN where there is none"
+            )
+
+    @property
+    def ends(self) -> np.ndarray:
+        """int [k], the last sample of each conversation, which stands for it: several samples of
+        one conversation have one reward, which counts once."""
+        if self.conversations is None:
+            return np.arange(len(self.samples))
+        return np.flatnonzero(np.append(self.conversations[1:] != self.conversations[:-1], True))
+
+
+@dataclass(frozen=True)
+class TokenValues:
+    """What the trainer's update knew of a sample's tokens after the prompt, all float32 [R]:
+    `logprobs` under the adapter before the update, at the rollout's temperature; `entropy` of the
+    distributions they come from, in nats, of the sample's first forward in the update."""
+
+    logprobs: np.ndarray
+    entropy: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -188,6 +299,7 @@ class UpdateResult:
     `version` is the adapter's after the update; `skipped` counts optimizer steps left out (NaN,
     inf, or no token in the loss), `nonfinite` those of NaN or inf, a critic's too. `advantages`: of
     an algorithm that revises them, float32 [R] of each sample, from the first rank; None of others.
+    `tokens`: of the samples that `data/kept.py` names, by their numbers in the step.
     """
 
     version: int
@@ -196,3 +308,4 @@ class UpdateResult:
     nonfinite: int
     seconds: float
     advantages: list[np.ndarray] | None = None
+    tokens: dict[int, TokenValues] = field(default_factory=dict)

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import copy
+from typing import Any, ClassVar, Self
 
-from lora_moe_rl.config import EnvironmentConfig
+from lora_moe_rl.config import EnvironmentConfig, RunConfig
 from lora_moe_rl.config.plugins import Plugin
 from lora_moe_rl.data.samples import Group, Prompt
+from lora_moe_rl.environments.parts.conversation import Conversation
 from lora_moe_rl.ports import Policy, Rewards
 
 
 class Environment(Plugin):
     """Base of all environments. `rewards` score a prompt by the function of its data set,
-    `group_size` are the samples wanted of each prompt."""
+    `group_size` are the samples wanted of each prompt, `tokenizer` is the model's."""
 
     Settings: ClassVar[type[EnvironmentConfig]] = EnvironmentConfig
+    # Whether it may give rewards by itself, so that a run may have no reward function; and whether
+    # reward functions are shown environments, which are not there before the run.
+    rewards_itself: ClassVar[bool] = False
+    shows_itself: ClassVar[bool] = False
 
-    def __init__(self, settings: EnvironmentConfig, rewards: Rewards, group_size: int):
-        self.settings, self.rewards, self.group_size = settings, rewards, group_size
+    def __init__(self, config: RunConfig, rewards: Rewards, tokenizer: Any):
+        self.config, self.rewards, self.tokenizer = config, rewards, tokenizer
+        self.settings, self.group_size = config.environment, config.algorithm.group_size
 
     async def rollout(self, prompt: Prompt, policy: Policy) -> Group:
         """All samples of a prompt, scored. Called for many prompts at the same time.
@@ -26,3 +33,29 @@ class Environment(Plugin):
         the run.
         """
         raise NotImplementedError
+
+    def of_group_size(self, group_size: int) -> Self:
+        """The same environment, with another number of samples of each prompt; it shares all that
+        this one has started, which this one ends."""
+        other = copy.copy(self)
+        other.group_size = group_size
+        return other
+
+    def conversation(self, prompt: Prompt, policy: Policy, place: int) -> Conversation:
+        """A new conversation with the policy, the one at `place` of the group."""
+        lengths = self.config.model.max_length, self.config.rollout.max_response_tokens
+        return Conversation(policy, place, prompt.token_ids, *lengths)
+
+    @property
+    def prompt_tokenizer(self) -> Any:
+        """What renders prompts: the model's tokenizer, or one that tells of more in its chat
+        template."""
+        return self.tokenizer
+
+    @property
+    def about(self) -> str:
+        """What `check` says of it, if anything."""
+        return ""
+
+    def close(self) -> None:
+        """Ends what it has started."""

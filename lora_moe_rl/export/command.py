@@ -24,6 +24,7 @@ EPILOG = """\
 examples:
   lora-moe-rl export runs/demo --to peft --out adapter
   lora-moe-rl export runs/demo --to peft --for vllm --out adapter
+  lora-moe-rl export runs/ppo --to peft --critic --out critic
   lora-moe-rl export runs/demo --to merged --base Qwen/Qwen3-30B-A3B --out merged
 """
 WORST_SHOWN = 10  # tensors
@@ -62,6 +63,11 @@ def _parser() -> argparse.ArgumentParser:
         "--max-lora-rank needs to know; the function is the same",
     )
     parser.add_argument(
+        "--critic", action="store_const", const=True,
+        help="the critic instead of the policy: adapters with the value head as the layer `score` "
+        "of transformers' classes for sequence classification",
+    )  # fmt: skip
+    parser.add_argument(
         "--base", metavar="DIR", help="the base model; by default the one that the source names"
     )
     parser.add_argument(
@@ -92,13 +98,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    other = {"merged": ("form", "reader"), "peft": OF_MERGED}[options.to]
+    other = {"merged": ("form", "reader", "critic"), "peft": OF_MERGED}[options.to]
     for name in other:
         if getattr(options, name) is not None:
             flag = "for" if name == "reader" else name.replace("_", "-")
             raise ConfigError(f"--{flag} has no effect with --to {options.to}")
     if options.reader == "vllm" and options.form == "3d":
         raise ConfigError("--for vllm writes experts one by one: leave out --form 3d")
+    if options.reader == "vllm" and options.critic:
+        raise ConfigError("--for vllm and --critic are both given: vLLM serves no value head")
     if options.adapted_float32 and options.dtype is not None:
         raise ConfigError(f"--adapted-float32 and --dtype {options.dtype} are both given: choose")
     if options.seed is not None and options.rounding != "stochastic":
@@ -113,27 +121,37 @@ def _base(options: argparse.Namespace) -> Path | None:
 
 def _export_peft(options: argparse.Namespace) -> int:
     from lora_moe_rl.adapters import peft
+    from lora_moe_rl.adapters.spec import VALUE_HEAD
     from lora_moe_rl.config import ModelConfig
+    from lora_moe_rl.export import card
     from lora_moe_rl.files import adapter_source as source
+    from lora_moe_rl.files import trainer_state
     from lora_moe_rl.files.out_directory import require_empty
     from lora_moe_rl.models.directory import base_name
     from lora_moe_rl.rollout.serve_command import serve_command
 
     require_empty(options.out)
-    found = source.load(options.source, _base(options))
+    whose = trainer_state.CRITIC if options.critic else trainer_state.POLICY
+    found = source.load(options.source, _base(options), whose=whose)
     spec, tensors = found.spec, found.tensors
     if options.reader == "vllm":
         spec, tensors = peft.for_vllm(spec, tensors)
     base = options.base or found.config.model.path
     config = found.config.model_copy(update={"model": ModelConfig(path=base)})
     form = options.form or "2d"
-    peft.write(options.out, spec, tensors, config, form)
+    peft.write(options.out, spec, tensors, config, form, tensors.get(VALUE_HEAD))
+    card.write(options.out, spec, base, options.source, found.path, bool(options.critic))
     ranks = ", ".join(str(rank) for rank in sorted({site.rank for site in spec}))
     print(
         f"{options.out}: {len(spec.sites)} sites of {found.path}, rank {ranks}, "
         f"{spec.num_parameters:,} parameters"
     )
-    if form == "2d" and max(site.rank for site in spec) <= SLOT_RANKS[-1]:
+    if options.critic:
+        print(
+            "load it with AutoModelForSequenceClassification.from_pretrained(BASE, num_labels=1) "
+            "and peft.PeftModel.from_pretrained; a value is `score` of a token's last hidden state"
+        )
+    elif form == "2d" and max(site.rank for site in spec) <= SLOT_RANKS[-1]:
         named = options.out.name, str(options.out.absolute())
         mla = spec.shape.family.attention == "mla"
         print(serve_command(base_name(base), named, slot_rank(spec), mla))

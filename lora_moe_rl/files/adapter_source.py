@@ -13,11 +13,12 @@ from lora_moe_rl.adapters import peft_import
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.peft_import import Order
 from lora_moe_rl.adapters.shards import Shard, assemble
-from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.adapters.spec import VALUE_HEAD, AdapterSpec
 from lora_moe_rl.config import AdapterConfig, RunConfig
 from lora_moe_rl.errors import AdapterError, CheckpointError, ModelError
 from lora_moe_rl.files import checkpoint
-from lora_moe_rl.files.trainer_state import files, parse
+from lora_moe_rl.files.checkpoint_contents import check_adapter, slice_of
+from lora_moe_rl.files.trainer_state import CRITIC, POLICY, Whose, files
 from lora_moe_rl.files.untrusted import SafeFile, inside, read_json
 from lora_moe_rl.models.directory import find_local
 from lora_moe_rl.models.fingerprint import check_unchanged
@@ -43,8 +44,11 @@ class Source:
             check_unchanged(self.base, directory)
 
 
-def load(path: Path, base: Path | None = None, order: Order | None = None) -> Source:
-    """The adapter at `path`; of a run, that of its newest valid checkpoint.
+def load(
+    path: Path, base: Path | None = None, order: Order | None = None, whose: Whose = POLICY
+) -> Source:
+    """The adapter at `path`; of a run, that of its newest valid checkpoint. `whose`: the policy's,
+    or the critic's, among whose tensors is VALUE_HEAD.
 
     `base` is the directory of the base model, which a PEFT directory needs where its
     `adapter_config.json` does not name one that is here. `order`: see `peft_import.read`.
@@ -56,9 +60,13 @@ def load(path: Path, base: Path | None = None, order: Order | None = None) -> So
         found = checkpoint.newest_valid(path / "checkpoints")
         if found.path is None:
             raise CheckpointError(f"{path} has no checkpoint yet; let the run save one")
-        return _from_checkpoint(found.path, found.metadata, base)
+        return _from_checkpoint(found.path, found.metadata, base, whose)
     if (path / checkpoint.MANIFEST).is_file():
-        return _from_checkpoint(path, _read_manifest(path), base)
+        return _from_checkpoint(path, _read_manifest(path), base, whose)
+    if whose == CRITIC:
+        raise AdapterError(
+            f"{path} is no run and no checkpoint, and a critic is read from these alone"
+        )
     if (path / "adapter_config.json").is_file():
         return _from_peft(path, base, order)
     raise AdapterError(
@@ -68,19 +76,27 @@ def load(path: Path, base: Path | None = None, order: Order | None = None) -> So
 
 
 def checkpoint_spec(metadata: dict[str, Any]) -> AdapterSpec:
-    """The adapter that a checkpoint holds, from its metadata alone."""
-    shape = ModelShape.from_hf_config(metadata["base"]["config"])
-    return AdapterSpec.build(shape, AdapterConfig(**metadata["adapter"]), servable=False)
+    """The adapter that a checkpoint holds, from its metadata alone, which `check_adapter` has let
+    pass. Raises CheckpointError for settings that are of no adapter of that base."""
+    try:
+        shape = ModelShape.from_hf_config(metadata["base"]["config"])
+        return AdapterSpec.build(shape, AdapterConfig(**metadata["adapter"]), servable=False)
+    except (ValueError, TypeError) as error:  # of ours, and pydantic's
+        raise CheckpointError(
+            f"the checkpoint does not say what adapter it holds, of which base: {error}"
+        ) from error
 
 
-def checkpoint_shards(directory: Path, kind: str = "adapter") -> Iterator[Shard]:
+def checkpoint_shards(
+    directory: Path, kind: str = "adapter", whose: Whose = POLICY
+) -> Iterator[Shard]:
     """The slices of one of `trainer_state.KINDS` in a verified checkpoint."""
-    for path in files(directory):
+    for path in files(directory, whose):
         file = SafeFile.open(path)
-        for text in file.entries:
-            of, name, start = parse(text)
+        for entry in file.entries.values():
+            of, name, start = slice_of(entry)
             if of == kind:
-                yield Shard(name, start, file.read(text).numpy())
+                yield Shard(name, start, file.read(entry.name).numpy())
         file.close()
 
 
@@ -91,13 +107,22 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"checkpoint {path} is not valid: {error}") from error
 
 
-def _from_checkpoint(path: Path, metadata: dict[str, Any], base: Path | None) -> Source:
-    if not {"adapter", "base"} <= set(metadata):
-        raise CheckpointError(f"{path} does not say what adapter it holds, of which base")
+def _from_checkpoint(
+    path: Path, metadata: dict[str, Any], base: Path | None, whose: Whose
+) -> Source:
+    check_adapter(path, metadata)
     if base is not None:
         check_unchanged(metadata["base"], base)
     spec = checkpoint_spec(metadata)
-    tensors = assemble(spec.tensor_shapes, checkpoint_shards(path))
+    shapes = spec.tensor_shapes
+    if whose == CRITIC:
+        if not files(path, CRITIC):
+            raise CheckpointError(
+                f"{path} has no critic; algorithms like ppo and vapo train one (docs/algorithms.md)"
+            )
+        spec = spec.of_critic()
+        shapes = spec.tensor_shapes | {VALUE_HEAD: (1, spec.shape.hidden_size)}
+    tensors = assemble(shapes, checkpoint_shards(path, whose=whose))
     config = RunConfig(model=metadata["base"]["path"], adapter=AdapterConfig(**metadata["adapter"]))
     return Source(path, spec, tensors, config, metadata["base"])
 
@@ -121,6 +146,6 @@ def _local(named: Any) -> Path | None:
         return None
     try:
         found = find_local(named)
-    except ModelError:
+    except (ModelError, OSError, RuntimeError):  # no name that a file system takes; no such ~user
         return None
     return found if found is not None and (found / "config.json").is_file() else None

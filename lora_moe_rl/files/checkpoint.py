@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -22,12 +22,22 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from lora_moe_rl.errors import CheckpointError
+from lora_moe_rl.errors import CheckpointError, DiskError, FileError
+from lora_moe_rl.files.untrusted import read_json
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 LATE_FILE_S = 60.0  # longer than network file systems remember what is not there
+KEPT = "kept.json"
 _STEP_NAME = re.compile(r"step-(\d{6,})")
+
+
+# Of all checkpoints of the run's course, oldest first: {one that stays: why}.
+Also = Callable[[Sequence[Path]], Mapping[Path, str]]
+
+
+def _none(paths: Sequence[Path]) -> Mapping[Path, str]:
+    return {}
 
 
 @dataclass(frozen=True)
@@ -42,22 +52,28 @@ class Found:
 
 @contextmanager
 def write_checkpoint(
-    root: Path, step: int, keep: int, metadata: dict[str, Any], expect: Sequence[str] = ()
+    root: Path,
+    step: int,
+    keep: int,
+    metadata: dict[str, Any],
+    expect: Sequence[str] = (),
+    also: Also = _none,
 ) -> Iterator[Path]:
     """Yields a directory to write files into; on leaving, they become `root/step-<step>`.
 
     `metadata` (JSON) and `expect` are read on leaving, so they may be filled meanwhile. `expect`
     names the files that other processes say they have written: one that is not seen here (a network
     file system may show it late) is an error, not a checkpoint without it. After that only the
-    newest `keep` checkpoints stay. Raises CheckpointError when the disk refuses or a file is
-    missing; whatever is raised, by the body too, nothing of this checkpoint stays and the earlier
-    ones are as they were.
+    newest `keep` checkpoints stay, and those that `also` names, which `kept.json` then explains.
+
+    Raises DiskError when the disk refuses and CheckpointError when a file is missing; whatever is
+    raised, by the body too, nothing of this checkpoint stays and the earlier ones are as they were.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(root)
     scratch = root / f"tmp-{step:06d}-{os.getpid()}"
     try:
         with disk_errors(scratch):
+            root.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(root)
             scratch.mkdir()
             yield scratch
             _check_expected(scratch, expect)
@@ -65,20 +81,21 @@ def write_checkpoint(
             _move_into_place(scratch, _directory(root, step))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    _prune(root, step, keep)
+    with disk_errors(root):
+        _prune(root, step, keep, also)
 
 
 @contextmanager
 def disk_errors(directory: Path) -> Iterator[None]:
-    """Turns what the disk refuses inside the block into a CheckpointError; trainer ranks that
-    write their own files use it too."""
+    """Turns what the disk refuses inside the block into a DiskError; trainer ranks that write their
+    own files use it too."""
     try:
         yield
     except (ConnectionError, TimeoutError):
         raise  # OSErrors too, but not the disk's
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise CheckpointError(
+        raise DiskError(
             f"cannot write the checkpoint {directory}: {reason}. The earlier checkpoints are "
             f"untouched and stay valid: free some space, then go on with --resume"
         ) from error
@@ -90,7 +107,7 @@ def newest_valid(root: Path) -> Found:
     Raises CheckpointError when there are checkpoints, but none is valid.
     """
     skipped = []
-    for path in reversed(_checkpoints(root)):
+    for path in reversed(all_of(root)):
         try:
             metadata = read_manifest(path)
         except CheckpointError as error:
@@ -108,8 +125,8 @@ def newest_valid(root: Path) -> Found:
 
 def newest_step(root: Path) -> int:
     """The step of the newest checkpoint by its name, valid or not; 0 when there is none."""
-    paths = _checkpoints(root)
-    return _step_of(paths[-1]) if paths else 0
+    paths = all_of(root)
+    return step_of(paths[-1]) if paths else 0
 
 
 def adopt(root: Path, path: Path) -> None:
@@ -196,14 +213,19 @@ def _move_into_place(scratch: Path, final: Path) -> None:
     _fsync(final.parent)
 
 
-def _prune(root: Path, step: int, keep: int) -> None:
-    """Keeps the newest `keep` up to `step`. Later ones were skipped as invalid when this run was
-    resumed, and are of a course that it left."""
-    paths = _checkpoints(root)
-    kept = [path for path in paths if _step_of(path) <= step][-keep:]
+def _prune(root: Path, step: int, keep: int, also: Also) -> None:
+    """Keeps the newest `keep` up to `step`, and of the others those that `also` names. Later ones
+    were skipped as invalid when this run was resumed, and are of a course that it left."""
+    paths = all_of(root)
+    course = [path for path in paths if step_of(path) <= step]
+    why = also(course)
+    kept = {*course[-keep:], *why}
     for path in paths:
         if path not in kept:
             _remove(path)
+    if why:
+        reasons = {path.name: reason for path, reason in why.items()}
+        (root / KEPT).write_text(json.dumps(reasons, indent=1) + "\n")
 
 
 def _remove(path: Path) -> None:
@@ -214,18 +236,19 @@ def _remove(path: Path) -> None:
 
 
 def _parse_manifest(path: Path) -> dict[str, Any]:
+    if not (path / MANIFEST).exists():
+        raise CheckpointError(f"{MANIFEST} is missing")
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{MANIFEST} is missing") from None
-    except (OSError, ValueError, RecursionError) as error:
+        manifest = read_json(path / MANIFEST)
+        same = manifest.pop("sha256", None) == _digest(manifest)
+    except (FileError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from error
-    if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest(manifest):
+    if not same:
         raise CheckpointError(f"{MANIFEST} is corrupt: its SHA-256 differs")
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{MANIFEST} has format {manifest.get('format')}, known is {FORMAT}")
     for key, kind in (("step", int), ("files", dict), ("metadata", dict)):
-        if not isinstance(manifest.get(key), kind):
+        if type(manifest.get(key)) is not kind:
             raise CheckpointError(f"{MANIFEST} has no {key} as this program writes it")
     for name, entry in manifest["files"].items():
         if not isinstance(entry, dict) or not {"size", "sha256"} <= entry.keys():
@@ -252,18 +275,32 @@ def _files(folder: Path) -> list[str]:
     return names
 
 
-def _checkpoints(root: Path) -> list[Path]:
-    """Oldest first."""
+def all_of(root: Path) -> list[Path]:
+    """The checkpoints by their names, valid or not, oldest first."""
     paths = [path for path in root.glob("step-*") if _STEP_NAME.fullmatch(path.name)]
-    return sorted(paths, key=_step_of)
+    return sorted(paths, key=step_of)
 
 
-def _step_of(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """Of a checkpoint's directory, by its name."""
     return int(path.name.removeprefix("step-"))
 
 
+def directory_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def files_of(path: Path) -> dict[str, Any]:
+    """{name of each file that the manifest names: its size and SHA-256}; nothing else is looked at.
+    Raises CheckpointError for a manifest that is none, and for a name that leads elsewhere."""
+    found = _parse_manifest(path)["files"]
+    for name in found:
+        _check_name(name)
+    return found
+
+
 def _directory(root: Path, step: int) -> Path:
-    return root / f"step-{step:06d}"
+    return root / directory_name(step)
 
 
 def _digest(manifest: dict[str, Any]) -> str:

@@ -1,8 +1,10 @@
 """The run directory: what a run leaves behind, and what it is resumed from.
 
 config.yaml      the resolved config; `lora-moe-rl train RUN/config.yaml --resume` goes on
-metrics.jsonl    one line a step
+metrics.jsonl    one line a step, and one an evaluation
 samples.jsonl    a few samples a step: prompt, response, reward, versions
+tokens.jsonl     of the same samples every token, with logging.tokens
+eval/            samples of evaluations, a file each (eval_files.py)
 order.jsonl      which groups each step trained, and the versions that sampled them
 timeline.jsonl   who did what when, one line a step
 checkpoints/     see checkpoint.py
@@ -15,9 +17,10 @@ timeline.png     who did what when in the last steps, at the end; timeline.trace
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +32,16 @@ from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.files import read_config_file, to_yaml
 from lora_moe_rl.config.keys import is_section
-from lora_moe_rl.data.samples import NOT_SAMPLED, Details, Group
+from lora_moe_rl.data.kept import spread
+from lora_moe_rl.data.samples import NOT_SAMPLED, Details, Group, Sample, TokenValues
 from lora_moe_rl.errors import RunDirError
+from lora_moe_rl.files.trouble import Lines, Trouble
+
+log = logging.getLogger(__name__)
 
 LOG_TAIL_LINES = 20
 CONFIG, METRICS, ORDER = "config.yaml", "metrics.jsonl", "order.jsonl"
+SAMPLES, TOKENS = "samples.jsonl", "tokens.jsonl"
 TIMELINE, TIMELINE_PICTURE, TIMELINE_TRACE = (
     f"timeline.{end}" for end in ("jsonl", "png", "trace.json")
 )
@@ -54,13 +62,20 @@ class RunDir:
     """The run directory of `config`, locked as long as the `with` block lasts.
 
     Raises RunDirError when it holds a run that is not to be resumed, when there is nothing to
-    resume, when what cannot change has changed, or when another process is using it.
+    resume, when what cannot change has changed, or when another process is using it. What cannot
+    be written later on waits (`trouble.py`), and `say` is told.
     """
 
-    def __init__(self, config: RunConfig, resume: bool):
+    def __init__(
+        self, config: RunConfig, resume: bool, say: Callable[[str], None] = log.warning
+    ) -> None:
         self.config, self.resume = config, resume
+        self.trouble = Trouble(say)
+        self._mark: tuple[int, int] | None = None  # of the lock, once it is held
+        self._lines: dict[Path, Lines] = {}
         self.path = config.run_dir.absolute()
-        self._lock = FileLock(self.path / ".lock")
+        self._lock_file = self.path / ".lock"
+        self._lock = FileLock(self._lock_file)
 
     @property
     def config_file(self) -> Path:
@@ -72,7 +87,11 @@ class RunDir:
 
     @property
     def samples_file(self) -> Path:
-        return self.path / "samples.jsonl"
+        return self.path / SAMPLES
+
+    @property
+    def tokens_file(self) -> Path:
+        return self.path / TOKENS
 
     @property
     def order_file(self) -> Path:
@@ -102,6 +121,7 @@ class RunDir:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(timeout=0)
+            self._mark = _inode(self._lock_file)
         except Timeout as error:
             raise RunDirError(
                 f"{self.path} is in use by another run; wait for it to end, or choose another "
@@ -117,13 +137,42 @@ class RunDir:
             for folder in (self.checkpoints, self.logs):
                 folder.mkdir(exist_ok=True)
             replace_file(self.config_file, to_yaml(self.config).encode())
-        except BaseException:
+        except BaseException as error:
             self._lock.release()
+            if isinstance(error, OSError):
+                raise RunDirError(
+                    f"cannot write into {self.path}: {error.strerror or error}; choose another "
+                    "directory with logging.run_dir=DIR"
+                ) from error
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self.gone():
+            for lines in self._lines.values():
+                lines.flush()
         self._lock.release()
+
+    def gone(self) -> bool:
+        """Whether the directory that this run has locked is no longer at its path: it was deleted,
+        moved, or another run has made a new one there."""
+        return self._mark is not None and _inode(self._lock_file) != self._mark
+
+    def check_there(self) -> None:
+        """Raises RunDirError when it is gone: nothing is written into what may be another run's."""
+        if self.gone():
+            raise RunDirError(
+                f"the run directory {self.path} was deleted, moved or replaced while the run went "
+                "on, which ends here: what it has learned since its last checkpoint is lost. Put "
+                "the directory back and go on with --resume, or begin anew"
+            )
+
+    def append(self, path: Path, records: Sequence[dict[str, Any]]) -> None:
+        """A line for each record, at the end of a file of this directory; those that the disk
+        refuses wait for the next. Raises RunDirError when the directory is gone."""
+        self.check_there()
+        lines = self._lines.setdefault(path, Lines(path, self.trouble))
+        lines.append("".join(to_json(record) + "\n" for record in records))
 
     @property
     def has_steps(self) -> bool:
@@ -164,12 +213,12 @@ class RunDir:
     def rewind(self, step: int) -> None:
         """Cuts what is written each step back to `step`, from which the run goes on. What is cut
         off is kept in `<file>.bak`."""
-        for path in (self.metrics_file, self.samples_file, self.order_file, self.timeline_file):
-            _cut_after(path, step)
+        for name in (METRICS, SAMPLES, TOKENS, ORDER, TIMELINE):
+            _cut_after(self.path / name, step)
 
     def write_timeline(self, record: dict[str, Any]) -> None:
         """Appends the spans of a step (telemetry/timeline.py)."""
-        _append(self.timeline_file, [record])
+        self.append(self.timeline_file, [record])
 
     def write_order(self, step: int, version: int, groups: Sequence[Group]) -> None:
         """Appends which prompts the step that updates `version` trains, in the order of the batch,
@@ -183,7 +232,7 @@ class RunDir:
             }
             for group in groups
         ]
-        _append(self.order_file, [{"step": step, "version": version, "groups": order}])
+        self.append(self.order_file, [{"step": step, "version": version, "groups": order}])
 
     def write_samples(
         self,
@@ -191,28 +240,41 @@ class RunDir:
         groups: Sequence[Group],
         signals: Sequence[Signal] | None,
         every: bool = False,
-    ) -> None:
+        values: Mapping[int, TokenValues] | None = None,
+    ) -> list[dict[str, Any]]:
         """Appends `logging.samples_per_step` of the step's samples, or all, with their signals
-        (None: there are none)."""
+        (None: there are none). `values`: what the trainer knew of tokens, by the sample's number
+        in the step. Returns what was written."""
         samples = [(g, i) for g, group in enumerate(groups) for i in range(len(group.samples))]
         wanted = len(samples) if every else self.config.logging.samples_per_step
-        records = []
-        for chosen in _spread(len(samples), wanted):
+        records, tokens = [], []
+        for chosen in spread(len(samples), wanted):
             g, i = samples[chosen]
             signal = signals[g] if signals is not None else None
             records.append({"sample": chosen} | _sample_record(step, groups[g], signal, i))
-        _append(self.samples_file, records)
+            if self.config.learns_from == "answers":  # each is the one that is wanted
+                del records[-1]["reward"]
+            known = None if values is None else values.get(chosen)
+            tokens.append({"step": step, "sample": chosen} | _tokens(groups[g], signal, i, known))
+        if self.config.logging.tokens:  # before the samples: who reads a sample finds its tokens
+            self.append(self.tokens_file, tokens)
+        self.append(self.samples_file, records)
+        return records
 
 
-def _append(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """A line for each."""
-    with open(path, "a", encoding="utf-8") as file:
-        file.writelines(to_json(record) + "\n" for record in records)
+def _inode(path: Path) -> tuple[int, int] | None:
+    """What tells a file from another of the same name; None for one that is not there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _sample_record(step: int, group: Group, signal: Signal | None, index: int) -> dict[str, Any]:
     sample = group.samples[index]
     advantages = signal.advantages[index][sample.mask] if signal is not None else np.zeros(0)
+    sampled = sample.versions[sample.mask]
     return {
         "step": step,
         "row": group.prompt.row,
@@ -222,10 +284,39 @@ def _sample_record(step: int, group: Group, signal: Signal | None, index: int) -
         "reward": float(group.rewards[index]),
         **_reward_details(group.details, index),
         "advantage": _one_number(advantages),
+        **(
+            {} if signal is None or signal.copies is None else {"copies": int(signal.copies[index])}
+        ),
         "finish_reason": sample.finish_reason,
         "tokens": len(sample.response_ids),
-        "versions": sorted({int(version) for version in sample.versions[sample.mask]}),
+        **(_turns(sample) if sample.messages else {}),
+        "versions": sorted({int(version) for version in sampled[sampled != NOT_SAMPLED]}),
     }
+
+
+def _tokens(
+    group: Group, signal: Signal | None, index: int, known: TokenValues | None
+) -> dict[str, Any]:
+    """Of every token after the prompt; without a signal no advantages and weights, and of the
+    trainer what is known. `differences`: the trainer's logprob minus the engine's, too small for
+    six figures of both to show it, where an engine has sampled any token."""
+    sample = group.samples[index]
+    found = {"ids": sample.response_ids, "versions": sample.versions, "logprobs": sample.logprobs}
+    if signal is not None:
+        found |= {"advantages": signal.advantages[index], "weights": signal.weights[index]}
+    if known is not None:
+        found |= {"trainer_logprobs": known.logprobs, "entropy": known.entropy}
+        if sample.num_sampled:
+            apart = known.logprobs.astype(np.float64) - sample.logprobs
+            found["differences"] = np.where(sample.versions != NOT_SAMPLED, apart, 0.0)
+    return {name: _rounded(values) for name, values in found.items()}
+
+
+def _rounded(values: np.ndarray) -> list[int] | list[float]:
+    """Numbers as a file keeps them: those that are not whole with six figures."""
+    if values.dtype.kind == "i":
+        return values.tolist()
+    return [float(f"{value:.6g}") for value in values.tolist()]
 
 
 def _reward_details(details: Details, index: int) -> dict[str, Any]:
@@ -245,17 +336,17 @@ def _versions(group: Group) -> list[int]:
     return found[found != NOT_SAMPLED].tolist()
 
 
+def _turns(sample: Sample) -> dict[str, Any]:
+    """Of a sample of several turns: its segments after the prompt, and what was said in them."""
+    parts = [{"author": one.author, "tokens": len(one.token_ids)} for one in sample.segments[1:]]
+    return {"segments": parts, "messages": sample.messages}
+
+
 def _one_number(values: np.ndarray) -> float:
     """The value that all have, or else their mean; NaN when there are none."""
     if not len(values):
         return math.nan
     return float(values[0] if (values == values[0]).all() else values.mean())
-
-
-def _spread(total: int, wanted: int) -> list[int]:
-    """Up to `wanted` of `total` places, spread evenly, so that samples are of different prompts."""
-    wanted = min(wanted, total)
-    return [i * total // wanted for i in range(wanted)]
 
 
 def to_json(record: dict[str, Any]) -> str:
@@ -335,7 +426,7 @@ def _cut_after(path: Path, step: int) -> None:
 def _check_unchanged(saved: dict[str, Any], config: RunConfig, path: Path) -> None:
     """Raises RunDirError when a key of FIXED differs between the saved config and `config`, unless
     adapter.resize allows it."""
-    before, now = _flat(saved), _flat(yaml.safe_load(to_yaml(config)))
+    before, now = flat(saved), flat(yaml.safe_load(to_yaml(config)))
     changed = [
         key
         for key in now
@@ -360,13 +451,13 @@ def _check_unchanged(saved: dict[str, Any], config: RunConfig, path: Path) -> No
     )
 
 
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """`{dotted key: value}`; a map that is a value stays one."""
-    flat: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"
         if is_section(name) and isinstance(value, dict):
-            flat |= _flat(value, f"{name}.")
+            found |= flat(value, f"{name}.")
         else:
-            flat[name] = value
-    return flat
+            found[name] = value
+    return found

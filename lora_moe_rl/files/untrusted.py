@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from psutil import virtual_memory
+
 from lora_moe_rl.errors import FileError
 
 if TYPE_CHECKING:
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 
 # safetensors' own limit of a header
 MAX_HEADER = 100_000_000
-MAX_JSON = 1_000_000_000
+LARGE = 1 << 26  # bytes of a tensor, above which the machine is asked for room
+MAX_JSON = MAX_HEADER  # the index of a model of a trillion weights has some 30 MB
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 # {dtype in a header: (bytes of one element, name in torch)}
 DTYPES = {
@@ -111,13 +114,21 @@ class SafeFile:
         return cls(path, {entry.name: entry for entry in found}, metadata)
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor, in memory of its own. Raises FileError when it is not there."""
+        """The tensor, in memory of its own. Raises FileError when it is not there, and when it has
+        no room: a file with holes can have terabytes."""
         import torch
 
         entry = self.entries.get(name)
         if entry is None:
             raise FileError(f"{self.path} has no tensor {name}")
-        data = torch.empty(entry.nbytes, dtype=torch.uint8)
+        try:
+            if entry.nbytes > LARGE and entry.nbytes > (free := virtual_memory().available):
+                raise MemoryError(f"{free:,} are available")
+            data = torch.empty(entry.nbytes, dtype=torch.uint8)
+        except (MemoryError, RuntimeError) as error:
+            raise FileError(
+                f"{self.path}: no memory for {name}, which has {entry.nbytes:,} bytes: {error}"
+            ) from error
         self.read_into(entry.start, memoryview(data.numpy()))
         # An empty tensor has no bytes to look at as another dtype.
         dtype = getattr(torch, DTYPES[entry.dtype][1])
@@ -218,8 +229,9 @@ def inside(directory: Path, name: str, named_by: Path | None = None) -> Path:
     path = directory / name
     try:
         real = path.resolve(strict=True)
-    except (OSError, RuntimeError):
-        raise FileError(f"{where} {name}, which is not there; {_FETCH}") from None
+    except (OSError, RuntimeError, UnicodeEncodeError):  # the last: a lone surrogate
+        shown = name.encode(errors="backslashreplace").decode()
+        raise FileError(f"{where} {shown}, which is not there; {_FETCH}") from None
     root = directory.resolve()
     roots = [root]
     if root.parent.name == "snapshots":
@@ -260,7 +272,7 @@ def _json(data: bytes, path: Path) -> dict[str, Any]:
         return result
 
     try:
-        value = json.loads(data, object_pairs_hook=unique)
+        value = json.loads(data.decode(), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         if isinstance(error, FileError):
             raise

@@ -63,8 +63,11 @@ def remote_code(config: dict[str, Any]) -> str | None:
     return next((str(name) for name in named if name), None)
 
 
-def load_tokenizer(directory: Path | str, trust_remote_code: bool) -> Any:
-    """The tokenizer of a model's directory, with the class and the ids that its files name.
+def load_tokenizer(
+    directory: Path | str, trust_remote_code: bool, chat_template: str | None = None
+) -> Any:
+    """The tokenizer of a model's directory, with the class and the ids that its files name, and
+    with `chat_template` in the place of its own.
 
     Raises what `check_tokenizer` raises, and ModelError for one that cannot be loaded or that
     transformers makes otherwise.
@@ -83,7 +86,20 @@ def load_tokenizer(directory: Path | str, trust_remote_code: bool) -> Any:
         ) from error
     _check_class(directory, config, tokenizer)
     _check_ids(directory, config, tokenizer)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
     return tokenizer
+
+
+def stop_ids(model_dir: Path | str) -> set[int]:
+    """The end-of-sequence ids that the model's files name."""
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        path = Path(model_dir) / name
+        value = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        if value is not None:
+            found |= set(value) if isinstance(value, list) else {value}
+    return found
 
 
 def _check_class(directory: Path, config: dict[str, Any], tokenizer: Any) -> None:

@@ -21,6 +21,7 @@ from lora_moe_rl.config.recipes import load_config
 from lora_moe_rl.errors import RunDirError
 from lora_moe_rl.files.run_dir import CONFIG, METRICS, ORDER, TIMELINE, read_jsonl
 from lora_moe_rl.telemetry import names
+from lora_moe_rl.telemetry.metrics import read_steps
 from lora_moe_rl.telemetry.timeline import REWARD, SAMPLE
 from lora_moe_rl.telemetry.timeline_views import read
 
@@ -59,7 +60,7 @@ class Way:
 
 def show(run: Path, as_json: bool) -> int:
     """Prints what was measured, and all ways to run. Raises RunDirError for a run that has too few
-    steps."""
+    steps, or of conversations of several turns."""
     measured = measure(run)
     own = simulated(measured, *_own(measured.config))
     ways = list(every_way(measured))
@@ -78,11 +79,16 @@ def show(run: Path, as_json: bool) -> int:
 
 
 def measure(run: Path) -> Measured:
-    metrics = list(read_jsonl(run / METRICS))[1:][-LAST:]
+    metrics = read_steps(run / METRICS)[1:][-LAST:]
     if not metrics:
         raise RunDirError(
             f"{run / METRICS} has no second step to measure (the first one warms up); name the "
             "directory of a run that has done some"
+        )
+    if names.of_environment("conversations") in metrics[-1]:
+        raise RunDirError(
+            f"{run / METRICS} is of conversations of several turns, which wait for others between "
+            "their requests; the simulation knows runs of one request a prompt"
         )
     config = load_config(str(run / CONFIG))
     known = {record["step"] for record in metrics}
@@ -148,13 +154,20 @@ def simulated(measured: Measured, lag: int, ranks: int, engines: int) -> Way:
     factor = config.trainer.world_size / ranks
     update_s = stages.update_s + measured.train_s * (factor - 1)
     algorithm = config.algorithm
-    stale = config.schedule.stale if lag else "wait"
-    schedule = Schedule(algorithm.prompts_per_step, lag, algorithm.updates_per_step, stale)
+    asked = config.schedule
+    schedule = Schedule(
+        algorithm.prompts_per_step,
+        lag,
+        algorithm.updates_per_step,
+        asked.stale if lag else "wait",
+        asked.in_flight == "continue",
+    )
     found = simulate(schedule, replace(stages, update_s=update_s), engines)
     samples = algorithm.prompts_per_step * algorithm.group_size
     rate = samples / found.step_s
     idle = found.idle_trainer, found.idle_engines
-    return Way(lag, ranks, engines, lag + 2, found.step_s, rate, *idle)
+    slots = asked.model_copy(update={"lag": lag}).slots
+    return Way(lag, ranks, engines, slots, found.step_s, rate, *idle)
 
 
 def every_way(measured: Measured) -> list[Way]:

@@ -44,9 +44,9 @@ def as_json(plan: RunPlan, proposals: list[Proposal]) -> dict[str, Any]:
             }
             for c in plan.classes
         ],
-        "engine": asdict(plan.engine) | {"total": plan.engine.total},
+        "engine": plan.engine and asdict(plan.engine) | {"total": plan.engine.total},
         "refits": [asdict(refit) for refit in plan.refits],
-        "routes": asdict(plan.routes),
+        "routes": plan.routes and asdict(plan.routes),
         "flops": asdict(plan.flops) | {"adapter_share": plan.flops.adapter_share},
         "seconds": asdict(plan.seconds) | {"step": plan.seconds.step},
         "problems": plan.problems,

@@ -28,14 +28,15 @@ COLORS = {
 
 
 def draw(plan: RunPlan, path: Path) -> None:
-    """A PNG with a bar for each class of trainer rank and one for an engine rank. Raises
-    ConfigError when it cannot be written."""
+    """A PNG with a bar for each class of trainer rank and one for an engine rank, if there are any.
+    Raises ConfigError when it cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     bars = {f"{c.name}\n{c.ranks} ranks": c.memory for c in plan.classes}
     tp, engines = plan.config.rollout.tp, plan.config.rollout.engines
-    bars[f"engines\n{tp * engines} ranks"] = plan.engine.memory
+    if plan.engine is not None:
+        bars[f"engines\n{tp * engines} ranks"] = plan.engine.memory
     figure = Figure(figsize=(2.5 + 1.1 * len(bars), 4.2), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)  # no window, no global state
     axes = figure.subplots()

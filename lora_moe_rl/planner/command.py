@@ -37,7 +37,8 @@ def main(argv: Sequence[str]) -> int:
             return _nothing_fits(argv, request, search)
         config = proposals[0].config
     result = plans.make(request.facts, config, request.assumed)
-    changes = what_would_fit(argv) if result.problems else []
+    searched = bool(result.problems) and not config.offline
+    changes = what_would_fit(argv) if searched else []
     report = _built(result) if options.build else None
     _show(request, result, proposals, changes, report)
     if options.write is not None:
@@ -102,7 +103,7 @@ def _show(
     from lora_moe_rl.planner import tables
 
     tables.show(result, chosen=not request.has_layout)
-    if result.problems:
+    if result.problems and not request.config.offline:
         tables.show_changes(changes)
     if options.search:
         tables.show_proposals(shown, request.assumed)

@@ -75,7 +75,7 @@ def flops(facts: Facts, spec: AdapterSpec, context: int, recompute: str) -> Flop
     for site in spec:
         times = shape.top_k if site.num_experts is not None else 1
         adapter += times * site.rank * (site.in_features + site.out_features)
-    attention = _attention(facts) * context / 2
+    attention = attention_of(facts) * context / 2
     forward = 2 * (active + adapter) + attention
     again = forward if recompute == "full" else 0.0
     train = forward + again + 2 * active + 4 * adapter + 2 * attention
@@ -84,7 +84,7 @@ def flops(facts: Facts, spec: AdapterSpec, context: int, recompute: str) -> Flop
     return Flops(active, adapter, attention, forward, train, full)
 
 
-def _attention(facts: Facts) -> float:
+def attention_of(facts: Facts) -> float:
     """Operations a token and token of context: scores and weighted values."""
     d, layers = facts.shape.dims, facts.shape.num_layers
     if facts.shape.family.attention == "mla":
@@ -123,13 +123,13 @@ class Roofline:
         self,
         config: RunConfig,
         heaviest: RankClass,
-        engine: EngineRank,
+        engine: EngineRank | None,
         refit: float,
         hardware: tuple[Gpu, int, Efficiency],
     ) -> Seconds:
         """`hardware`: the GPU, how many share a node, and the efficiencies."""
         train = self._train(config, heaviest, *hardware)
-        rollout = self.rollout(config, engine, *hardware)
+        rollout = {} if engine is None else self.rollout(config, engine, *hardware)
         return Seconds(sum(rollout.values()), sum(train.values()), refit, rollout | train)
 
     def _train(

@@ -31,16 +31,17 @@ class Assumed:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """`problems`: why the run would not fit; empty when it does."""
+    """`problems`: why the run would not fit; empty when it does. Of a run that samples nothing
+    there are no engine, refits and routes."""
 
     facts: Facts
     spec: AdapterSpec
     config: RunConfig
     assumed: Assumed
     classes: list[RankClass]
-    engine: EngineRank
+    engine: EngineRank | None
     refits: list[Refit]
-    routes: Routes
+    routes: Routes | None
     flops: Flops
     seconds: Seconds
     problems: list[str]
@@ -72,14 +73,17 @@ def make(facts: Facts, config: RunConfig, assumed: Assumed) -> RunPlan:
     spec = build_spec(facts, config)
     gpu = assumed.hardware.spec
     classes = TrainerMemory(facts, spec, assumed.weights).classes(config)
-    engine = engine_rank(facts, spec, config, assumed.served, gpu)
-    moved = refits(facts, _ways(facts, config), config, assumed.served, gpu, assumed.efficiency)
     roofline = Roofline(facts, spec, assumed.lengths, assumed.weights)
     heaviest = max(classes, key=lambda c: c.total)
-    chosen = next(r for r in moved if r.way == config.adapter.expert_layout)
+    engine, moved, decisions, refit = None, [], None, 0.0
+    if not config.offline:
+        engine = engine_rank(facts, spec, config, assumed.served, gpu)
+        moved = refits(facts, _ways(facts, config), config, assumed.served, gpu, assumed.efficiency)
+        refit = next(r for r in moved if r.way == config.adapter.expert_layout).seconds
+        algorithm = config.algorithm
+        samples = algorithm.prompts_per_step * algorithm.group_size
+        decisions = routes(facts.shape, samples * assumed.lengths.sample)
     hardware = (gpu, assumed.hardware.gpus_per_node, assumed.efficiency)
-    algorithm = config.algorithm
-    tokens = algorithm.prompts_per_step * algorithm.group_size * assumed.lengths.sample
     return RunPlan(
         facts,
         spec,
@@ -88,16 +92,15 @@ def make(facts: Facts, config: RunConfig, assumed: Assumed) -> RunPlan:
         classes,
         engine,
         moved,
-        routes(facts.shape, tokens),
+        decisions,
         roofline.of(config.trainer.recompute),
-        roofline.seconds(config, heaviest, engine, chosen.seconds, hardware),
+        roofline.seconds(config, heaviest, engine, refit, hardware),
         problems(config, heaviest, engine, assumed.hardware),
     )
 
 
 def build_spec(facts: Facts, config: RunConfig) -> AdapterSpec:
-    servable = config.refit.mode == "adapter"
-    return AdapterSpec.build(facts.shape, config.adapter, servable=servable)
+    return AdapterSpec.build(facts.shape, config.adapter, servable=config.serves_adapters)
 
 
 def _ways(facts: Facts, config: RunConfig) -> dict[Way, AdapterSpec]:
@@ -118,6 +121,8 @@ def gpus_of(config: RunConfig) -> tuple[int, int, bool]:
     trainer, rollout = config.trainer, config.rollout
     each = rollout.tp if rollout.gpus_per_engine is None else rollout.gpus_per_engine
     mine = math.ceil(trainer.world_size * trainer.gpus_per_rank)
+    if config.offline:
+        return mine, 0, False
     theirs = math.ceil(rollout.engines * each)
     share = rollout.tp == 1 and trainer.gpus_per_rank + each <= 1
     if share:
@@ -127,7 +132,7 @@ def gpus_of(config: RunConfig) -> tuple[int, int, bool]:
 
 
 def problems(
-    config: RunConfig, heaviest: RankClass, engine: EngineRank, hardware: Hardware
+    config: RunConfig, heaviest: RankClass, engine: EngineRank | None, hardware: Hardware
 ) -> list[str]:
     """One sentence for each thing that does not fit, with numbers and a way out."""
     found = []
@@ -135,10 +140,11 @@ def problems(
     mine, theirs, shared = gpus_of(config)
     needed = mine if shared else mine + theirs
     if needed > hardware.gpus:
+        engines = f" or rollout.engines={config.rollout.engines} * rollout.tp={config.rollout.tp}"
         found.append(
             f"the run needs {needed} GPUs (trainer {mine}, engines {theirs}) and there are "
-            f"{hardware.gpus}; lower trainer.world_size={config.trainer.world_size} or "
-            f"rollout.engines={config.rollout.engines} * rollout.tp={config.rollout.tp}"
+            f"{hardware.gpus}; lower trainer.world_size={config.trainer.world_size}"
+            f"{engines if theirs else ''}"
         )
     for key, tp in (("trainer.tp", config.trainer.tp), ("rollout.tp", config.rollout.tp)):
         if tp > hardware.gpus_per_node:
@@ -153,6 +159,14 @@ def problems(
             f"a trainer rank of {heaviest.name} needs {total:.1f} GiB of {memory:g}: most of it is "
             f"its {largest} ({heaviest.memory[largest] / GIB:.1f} GiB); {_way_out(config, largest)}"
         )
+    return found if engine is None else found + _of_engine(config, engine, total, memory, shared)
+
+
+def _of_engine(
+    config: RunConfig, engine: EngineRank, total: float, memory: float, shared: bool
+) -> list[str]:
+    """`problems` of an engine rank, beside a trainer rank of `total` GiB if they share a GPU."""
+    found = []
     budget = engine.budget / GIB
     if shared and total + budget > memory and total <= memory:
         found.append(

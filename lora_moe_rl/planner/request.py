@@ -64,6 +64,12 @@ def read(argv: Sequence[str]) -> Request:
     facts = find(options.model or config.model.path)
     hardware = _hardware(options, hardware)
     config, asked = _configured(facts, config, _settings(options), options, hardware)
+    if config.offline and (options.search or options.write or not asked):
+        raise ConfigError(
+            f"plan looks for layouts that trainer and engines share, and algorithm="
+            f"{config.algorithm.name} has no engines: name a recipe with a trainer.* layout, "
+            "without --search and --write"
+        )
     assumed = _assumed(facts, config, hardware or Hardware(_gpus(config)), options)
     return Request(options, facts, config, assumed, asked)
 
@@ -217,7 +223,7 @@ def _assumed(
     served = options.served or (facts.checkpoint if quantised else weights)
     lengths = Lengths(
         options.prompt_tokens or max(1, config.max_prompt_tokens // 2),
-        options.response_tokens or max(1, config.rollout.max_response_tokens // 2),
+        options.response_tokens or max(1, config.max_response_tokens // 2),
     )
     weights = cast(Format, options.base or weights)
     return Assumed(hardware, weights, cast(Format, served), lengths)

@@ -9,6 +9,7 @@ from lora_moe_rl.planner.changes import Change
 from lora_moe_rl.planner.hardware import GIB
 from lora_moe_rl.planner.plan import Assumed, RunPlan
 from lora_moe_rl.planner.request import Request
+from lora_moe_rl.planner.rollout import EngineRank
 from lora_moe_rl.planner.search import MARGIN, SEARCHED, Proposal
 from lora_moe_rl.verify.report import console, table
 
@@ -32,8 +33,9 @@ def show(plan: RunPlan, chosen: bool) -> None:
         out.print(Text(line))
     out.print(_trainer(plan))
     out.print(Text(_formats(plan)))
-    out.print(_engine(plan))
-    out.print(_refits(plan))
+    if plan.engine is not None:
+        out.print(_engine(plan, plan.engine))
+        out.print(_refits(plan))
     for line in (*_routes(plan), *_flops(plan), *_seconds(plan)):
         out.print(Text(line))
     for problem in plan.problems:
@@ -47,16 +49,19 @@ def _head(plan: RunPlan, chosen: bool) -> list[str]:
     hardware = plan.assumed.hardware
     mine, theirs, shared = plan.gpus
     gpus = f"{mine} shared" if shared else f"{mine} trainer + {theirs} engines"
+    engines = f"engines {rollout.engines} of tp {rollout.tp}{' ep' if rollout.ep else ''}"
+    if plan.config.offline:
+        name = plan.config.algorithm.name
+        gpus, engines = f"{mine} trainer", f"no engines (algorithm={name} samples nothing)"
     layout = f"tp {trainer.tp} pp {trainer.pp} ep {trainer.ep} dp {trainer.dp}"
     layout += f" vpp {trainer.vpp}" if trainer.vpp > 1 else ""
     layout += f" etp {trainer.etp}" if trainer.etp > 1 else ""
-    engines = f"{rollout.engines} of tp {rollout.tp}{' ep' if rollout.ep else ''}"
     size = plan.spec.num_parameters
     return [
         f"{facts.name}: {plan.parameters:,} parameters, adapter {size:,} in "
         f"{plan.adapter_tensors:,} tensors ({2 * size / 1e9:,.2f} GB in bf16)",
         f"{hardware.gpus} GPUs ({hardware.gpu}, {hardware.spec.memory:g} GiB): {gpus}",
-        f"trainer {layout}, recompute {trainer.recompute}; engines {engines}"
+        f"trainer {layout}, recompute {trainer.recompute}; {engines}"
         + (" (the fastest layout found)" if chosen else ""),
     ]
 
@@ -82,8 +87,7 @@ def _formats(plan: RunPlan) -> str:
     return f"base of {heaviest.name} by format, GiB: {sizes}\n"
 
 
-def _engine(plan: RunPlan) -> Table:
-    engine = plan.engine
+def _engine(plan: RunPlan, engine: EngineRank) -> Table:
     title = f"an engine rank, GiB (weights in {plan.assumed.served})"
     columns = ["", *engine.memory, "vLLM's share", "KiB a token", "sequences"]
     made = table(columns, title)
@@ -110,6 +114,8 @@ def _refits(plan: RunPlan) -> Table:
 
 def _routes(plan: RunPlan) -> list[str]:
     routes = plan.routes
+    if routes is None:
+        return []
     return [
         f"routes: {routes.token:,} bytes a token packed (int16 {routes.token_int16:,}, int32 "
         f"{routes.token_int32:,}), {routes.step / 1e9:,.2f} GB a step"
@@ -130,9 +136,11 @@ def _flops(plan: RunPlan) -> list[str]:
 def _seconds(plan: RunPlan) -> list[str]:
     s, lengths, e = plan.seconds, plan.assumed.lengths, plan.assumed.efficiency
     parts = ", ".join(f"{name} {value:,.1f}" for name, value in s.parts.items())
+    stages = f"train {s.train:,.0f}"
+    if plan.engine is not None:
+        stages = f"rollout {s.rollout:,.0f} + {stages} + refit {s.refit:.2f}"
     return [
-        f"a step by roofline, s: {s.step:,.0f} = rollout {s.rollout:,.0f} + train {s.train:,.0f} + "
-        f"refit {s.refit:.2f} ({parts})",
+        f"a step by roofline, s: {s.step:,.0f} = {stages} ({parts})",
         f"  assumed: prompts of {lengths.prompt:,} and responses of {lengths.response:,} tokens, "
         f"evenly loaded experts; of the peak: training {e.train_flops:.0%}, prefill "
         f"{e.prefill_flops:.0%}, decode bandwidth {e.decode_bandwidth:.0%}, links {e.links:.0%}",

@@ -30,10 +30,7 @@ def write(plan: RunPlan, path: Path, argv: Sequence[str]) -> None:
     ConfigError for a plan that does not fit, and for a file that is there or cannot be named so."""
     if plan.problems:
         raise ConfigError(f"the run does not fit, so --write {path} writes nothing")
-    if path.exists():
-        raise ConfigError(f"--write {path}: there is such a file; name another, or remove it")
-    if path.suffix != ".py" or not re.fullmatch(NAME, path.stem):
-        raise ConfigError(f"--write {path} is not the name of a recipe, as my_run.py")
+    check_path(path, "--write")
     config = _whole(plan.config, path.stem)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text(plan, config, path.name, argv), encoding="utf-8")
@@ -42,6 +39,15 @@ def write(plan: RunPlan, path: Path, argv: Sequence[str]) -> None:
     except LoraMoeRlError:
         path.unlink()
         raise
+
+
+def check_path(path: Path, word: str) -> None:
+    """Raises ConfigError for a file that is there, or that cannot be a recipe. `word`: after which
+    the path was given."""
+    if path.exists():
+        raise ConfigError(f"{word} {path}: there is such a file; name another, or remove it")
+    if path.suffix != ".py" or not re.fullmatch(NAME, path.stem):
+        raise ConfigError(f"{word} {path} is not the name of a recipe, as my_run.py")
 
 
 def _check(path: Path, config: RunConfig) -> None:
@@ -88,6 +94,7 @@ def text(plan: RunPlan, config: RunConfig, file: str, argv: Sequence[str]) -> st
 
 def _about(plan: RunPlan, config: RunConfig, file: str, argv: Sequence[str]) -> str:
     hardware, engine = plan.assumed.hardware, plan.engine
+    assert engine is not None, "plan --write is refused for a run without engines"
     words = shlex.join(argv).replace("\\", "\\\\").replace('"', '\\"')
     lines = [
         f"{plan.facts.name} on {hardware.gpus} GPUs of {hardware.spec.memory:g} GiB, written by",

@@ -5,10 +5,10 @@
 is called once for each prompt with all its samples, as TRL does it: `completions` are the texts of
 the samples, `completion_ids` their token ids, and every column of the data is a keyword whose value
 is repeated for each sample (`answer` is the column that `data.answer_key` names). For a prompt that
-is a list of messages a completion is one too: `[{"role": "assistant", "content": text}]`. A
-function gets those of the keywords that it names, or all if it takes `**kwargs`, TRL's
-`trainer_state`, `log_extra` and `log_metric` among them. It may be async. verl's functions are
-called in their own style.
+is a list of messages a completion is one too: `[{"role": "assistant", "content": text}]`, or of
+several turns all that was said after the prompt. A function gets those of the keywords that it
+names, or all if it takes `**kwargs`, TRL's `trainer_state`, `log_extra` and `log_metric` among
+them. It may be async. verl's functions are called in their own style.
 
 None means that the reward does not apply to this sample: it is left out of the loss.
 """

@@ -7,8 +7,10 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
+import numpy as np
+
 from lora_moe_rl.config import RewardFunction
-from lora_moe_rl.data.samples import Prompt, Sample, Scores
+from lora_moe_rl.data.samples import Details, Played, Prompt, Sample, Scores
 from lora_moe_rl.rewards.combining import combine
 from lora_moe_rl.rewards.runner import RewardRunner
 
@@ -37,11 +39,13 @@ class RewardsBySet:
         """The runners of a set."""
         return [self._runners[_identity(one)] for one in self._functions[name]]
 
-    async def score(self, prompt: Prompt, samples: Sequence[Sample]) -> Scores:
+    async def score(
+        self, prompt: Prompt, samples: Sequence[Sample], played: Sequence[Played] = ()
+    ) -> Scores:
         """Rewards of a prompt's samples by the functions of its set, which are called at the same
         time: as RewardRunner gives them, or of several functions `combine`d."""
         runners = self.of(prompt.data_set)
-        scores = await asyncio.gather(*(runner.score(prompt, samples) for runner in runners))
+        scores = await asyncio.gather(*(one.score(prompt, samples, played) for one in runners))
         functions = self._functions[prompt.data_set]
         return combine(functions, scores) if functions[0].name else scores[0]
 
@@ -53,6 +57,17 @@ class RewardsBySet:
 
     def __exit__(self, *exc) -> None:
         self.close()
+
+
+class NoRewards:
+    """Of a run without a reward function: no sample has a reward, and none has failed."""
+
+    async def score(
+        self, prompt: Prompt, samples: Sequence[Sample], played: Sequence[Played] = ()
+    ) -> Scores:
+        return Scores(np.full(len(samples), np.nan, np.float32), [], Details())
+
+    def close(self) -> None: ...
 
 
 def _identity(one: RewardFunction) -> str:

@@ -7,18 +7,26 @@ import inspect
 import json
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
+from lora_moe_rl.calls.child import short
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.importing import load_function
 from lora_moe_rl.rewards import verl_style
 
+if TYPE_CHECKING:
+    from lora_moe_rl.data.samples import Played  # which imports numpy
+
 Outcome = list[float | str | None]  # a reward, None: not applicable, or why there is none
 
-SAMPLES = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+SAMPLES = (
+    "prompts", "completions", "completion_ids", "environments", "trainer_state", "log_extra",
+    "log_metric",
+)  # fmt: skip
 # What a run itself puts under reward/: a function may not log another number by such a name.
 TAKEN = ("mean", "std", "none", "failed", "solved_all", "solved_none", "groups")
 
@@ -144,6 +152,9 @@ def expand(
     num_samples = len(arguments["completions"])
     values: dict[str, Any] = {k: [v] * num_samples for k, v in arguments["columns"].items()}
     values["prompts"] = [arguments["prompt"]] * num_samples
+    if played := arguments.get("played"):
+        values["prompts"] = [one.prompt for one in played]
+        values["environments"] = [made_again(one) for one in played]
     values["completions"] = arguments["completions"]
     values["completion_ids"] = arguments["completion_ids"]
     values["trainer_state"] = TrainerState(**arguments["trainer_state"])
@@ -151,19 +162,44 @@ def expand(
     return {key: value for key, value in values.items() if keywords is None or key in keywords}
 
 
+def made_again(played: Played) -> Any:
+    """TRL's environment as it was at the end of a conversation: an object of its class that was not
+    initialised, with the attributes that could be sent."""
+    factory = load_function(played.factory)
+    instance = object.__new__(factory) if isinstance(factory, type) else SimpleNamespace()
+    instance.__dict__.update(played.state)
+    return instance
+
+
 def check(returned: Any, num_samples: int) -> Outcome:
     """Makes plain what a function returned: every value a float that is finite in float32 (in which
     rewards are kept), None, or what is wrong. An exception in the place of a value is the reason
-    why that sample has none."""
-    try:
-        values = list(returned)
-    except TypeError:
-        return [f"returned {short(returned)}, not a list of rewards"] * num_samples
-    if isinstance(returned, str | bytes | dict) or len(values) != num_samples:
+    why that sample has none. Raises what a generator raises."""
+    came = _no_list(returned)
+    values = [] if came else list(returned)
+    if not came and len(values) != num_samples:
+        came = f"{len(values)} value{'s'[: len(values) != 1]}"
+    if came:
         return [
-            f"returned {short(returned)} for {num_samples} samples, not one reward for each"
+            f"returned {short(returned)} for {num_samples} samples, not one reward for each: that "
+            f"is {came}; return a list of {num_samples}, each a finite number or None"
         ] * num_samples
     return [_check_value(value) for value in values]
+
+
+def _no_list(returned: Any) -> str:
+    """What was returned in the place of a list of rewards; '' for what can be one."""
+    if isinstance(returned, str | bytes | bytearray):
+        return "text"
+    if isinstance(returned, Mapping):
+        return "a map, whose keys are not rewards"
+    if isinstance(returned, Set):
+        return "a set, whose order is not that of the samples"
+    try:
+        iter(returned)
+    except TypeError:
+        return "one value for all of them (of a group as a whole it is [value] * len(completions))"
+    return ""
 
 
 def _check_value(value: Any) -> float | str | None:
@@ -171,19 +207,15 @@ def _check_value(value: Any) -> float | str | None:
         return None
     if isinstance(value, BaseException):
         return f"raised {short(value)}"
+    several = getattr(value, "ndim", 0)  # an array of one number is no number
     try:
-        number = math.nan if isinstance(value, str | bytes) else float(value)
+        number = math.nan if several or isinstance(value, str | bytes) else float(value)
         struct.pack("<f", number)  # OverflowError beyond the range of float32
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if math.isfinite(number):
         return number
-    return f"returned {short(value)}, not a finite number in float32"
-
-
-def short(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception:
-        text = f"<{type(value).__name__}>"
-    return text if len(text) <= 200 else text[:200] + "..."
+    hint = ""
+    if several or isinstance(value, Mapping | list | tuple):
+        hint = "; a sample has one reward, and what else there is to say of it is for log_extra"
+    return f"returned {short(value)}, not a finite number in float32{hint}"

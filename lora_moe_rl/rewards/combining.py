@@ -23,7 +23,7 @@ def combine(functions: Sequence[RewardFunction], scores: Sequence[Scores]) -> Sc
     for function, one in zip(functions, scores, strict=True):
         reasons = one.details.reasons
         details.by_function[function.name] = FunctionRewards(
-            function.weight, one.rewards, len(reasons)
+            function.weight, one.rewards, len(reasons), next(reversed(reasons.values()), "")
         )
         details.extra.update(_named(function, one.details.extra))
         details.metrics.update(_named(function, one.details.metrics))

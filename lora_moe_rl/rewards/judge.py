@@ -22,10 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import openai
-
 from lora_moe_rl.errors import ConfigError, RewardError
 from lora_moe_rl.rewards.builtin import completion_text
+from lora_moe_rl.rewards.server import Server
 
 TEMPLATE = """You are judging an answer to a question.
 
@@ -74,14 +73,11 @@ class Judge:
         patience_s: float = 50.0,
         cache: str | None = None,
     ):
-        _check(url, template, score, concurrency, retries, highest, timeout_s, patience_s)
+        _check(template, score, highest)
         self.model, self.template, self.pattern = model, template, re.compile(score)
-        self.highest, self.options, self.patience_s = highest, options or {}, patience_s
-        self.url = url
-        self._client = openai.AsyncOpenAI(
-            base_url=url, api_key=_key(key_env), timeout=timeout_s, max_retries=retries
-        )
-        self._turn = asyncio.Semaphore(concurrency)
+        self.highest, self.options = highest, options or {}
+        bounds = (concurrency, timeout_s, retries, patience_s)
+        self._server = Server("judge", "args.", url, key_env, *bounds)
         self._kept = Kept(cache)
         self._asking: dict[str, asyncio.Task[str]] = {}
 
@@ -136,26 +132,21 @@ class Judge:
             done.exception()  # who waited has it; if nobody did, nothing is to be said of it
 
     async def _ask(self, question: str) -> str:
-        """Raises RewardError when the server gives no answer in the tries and the time it has."""
-        try:
-            async with self._turn, asyncio.timeout(self.patience_s):
-                answer = await self._client.chat.completions.create(
-                    model=self.model,
-                    messages=[{"role": "user", "content": question}],
-                    **self.options,
-                )
-        except TimeoutError as error:
-            raise RewardError(
-                f"the judge at {self.url} gave no answer within args.patience_s={self.patience_s:g}"
-            ) from error
-        except (openai.OpenAIError, ValueError) as error:  # ValueError: of a body that is no JSON
-            cause = f" ({error.__cause__})" if str(error.__cause__ or "") else ""
-            raise RewardError(f"the judge at {self.url} gave no answer: {error}{cause}") from error
+        """Raises RewardError when the server gives no answer, or one without a text."""
+        answer = await self._server.ask(
+            lambda client: client.chat.completions.create(
+                model=self.model,
+                messages=[{"role": "user", "content": question}],
+                **self.options,
+            )
+        )
         try:
             return str(answer.choices[0].message.content or "")
         except (AttributeError, IndexError, TypeError) as error:  # the client checks no shapes
             what = repr(answer)[:SHOWN]
-            raise RewardError(f"the judge at {self.url} answered without a text: {what}") from error
+            raise RewardError(
+                f"the judge at {self._server.url} answered without a text: {what}"
+            ) from error
 
     def _read(self, said: str) -> float:
         """Raises RewardError when there is no number in what the judge said, or one out of
@@ -171,7 +162,7 @@ class Judge:
         return number / self.highest
 
     def _hash(self, question: str) -> str:
-        asked = [self.url, self.model, self.options, question]
+        asked = [self._server.url, self.model, self.options, question]
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
 
@@ -216,16 +207,7 @@ def as_text(prompt: Any) -> str:
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
-def _check(
-    url: str,
-    template: str,
-    score: str,
-    concurrency: int,
-    retries: int,
-    *positive: float,
-) -> None:
-    if not str(url).startswith(("http://", "https://")):
-        raise ConfigError(f"args.url={url} is no address: write http://HOST:PORT/v1")
+def _check(template: str, score: str, highest: float) -> None:
     try:
         names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
     except ValueError as error:
@@ -240,23 +222,8 @@ def _check(
         raise ConfigError(f"args.score={score} is no regular expression: {error}") from error
     if groups != 1:
         raise ConfigError(f"args.score={score} needs one group, the number; it has {groups}")
-    if concurrency < 1 or retries < 0 or min(positive) <= 0:
-        raise ConfigError(
-            f"args.concurrency={concurrency} is to be at least 1, args.retries={retries} at least "
-            "0, and args.highest, timeout_s and patience_s above 0"
-        )
-
-
-def _key(variable: str | None) -> str:
-    """Raises ConfigError when the variable is not set."""
-    if variable is None:
-        return "none"  # what the client sends; it insists on one
-    if not (key := os.environ.get(variable)):
-        raise ConfigError(
-            f"args.key_env={variable}: there is no such environment variable, or it is empty; set "
-            "it to the key of the judge's server"
-        )
-    return key
+    if highest <= 0:
+        raise ConfigError(f"args.highest={highest:g} is to be above 0")
 
 
 def _end(text: str) -> str:

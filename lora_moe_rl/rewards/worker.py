@@ -2,38 +2,32 @@
 ARGS`.
 
 It has a process of its own so that a hang can be ended and an `os._exit` or a memory bomb ends
-nothing else. It takes pickles from its parent and answers in JSON, since what the parent reads may
-have been written by the user's code. Imports no torch.
+nothing else. Imports no torch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import queue
-import signal
 import sys
-import threading
-from contextlib import suppress
 from multiprocessing.connection import Connection
 
+from lora_moe_rl.calls.child import end_me_first, read_ahead, send, short
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.rewards.calling import Logged, Outcome, Reward, check, short
+from lora_moe_rl.rewards.calling import Logged, Outcome, Reward, check
 
 
 def main(argv: list[str]) -> None:
     connection, spec, args = Connection(int(argv[0])), argv[1], json.loads(argv[2])
-    # When memory runs out, the kernel is to end this process and no other.
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
+    end_me_first()
     try:
         reward = Reward.load(spec, args)
     except ConfigError as error:
-        _send(connection, {"error": str(error)})
+        send(connection, {"error": str(error)})
         return
-    _send(connection, {"async": reward.is_async})
-    jobs = _read_ahead(connection)
+    send(connection, {"async": reward.is_async})
+    jobs = read_ahead(connection)
     if reward.is_async:
         asyncio.run(_serve(reward, jobs, connection))
     while True:
@@ -80,27 +74,7 @@ async def _serve(reward: Reward, jobs: queue.SimpleQueue, connection: Connection
 
 def _answer(connection: Connection, number: int, outcome: Outcome, logged: Logged) -> None:
     told = {"outcome": outcome, "extra": logged.columns, "metrics": logged.metrics}
-    _send(connection, {"group": number, **told})
-
-
-def _read_ahead(connection: Connection) -> queue.SimpleQueue:
-    """A queue of jobs as they come. A thread reads them, so that the end of the parent ends this
-    process even while the user's code runs, and with it what that has started."""
-    jobs: queue.SimpleQueue = queue.SimpleQueue()
-
-    def read() -> None:
-        while True:
-            try:
-                jobs.put(connection.recv())
-            except (EOFError, OSError):
-                os.killpg(0, signal.SIGKILL)  # its own group: the parent made it one
-
-    threading.Thread(target=read, daemon=True).start()
-    return jobs
-
-
-def _send(connection: Connection, message: dict) -> None:
-    connection.send_bytes(json.dumps(message).encode())
+    send(connection, {"number": number, "outcome": told})
 
 
 if __name__ == "__main__":

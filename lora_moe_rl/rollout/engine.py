@@ -1,6 +1,8 @@
 """One rollout engine: a Ray actor around vLLM's AsyncLLM.
 
     sample     a prompt in; samples and their router decisions out, under one adapter version
+    move_on    samples in flight go on under a newer one (rollout/in_flight.py)
+    write      a text by the bare base, for a judge
     score      logprobs of given sequences, under a version or the bare base
     probe      the same, with what tells whether two engines took the same routes
     publish    parts of an adapter version in, from each trainer rank; a receipt out
@@ -17,8 +19,8 @@ import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,13 +30,14 @@ from lora_moe_rl.cluster.log import redirect
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Sample
 from lora_moe_rl.errors import EngineDied, RefitError
-from lora_moe_rl.models.tokenizer import load_tokenizer
-from lora_moe_rl.ports import Receipt
+from lora_moe_rl.models.tokenizer import load_tokenizer, stop_ids
+from lora_moe_rl.ports import Receipt, Turn
 from lora_moe_rl.refit.parts import PartLayout, SentPart, check_sent, to_json, version_checksum
 from lora_moe_rl.refit.transports import Channel, place
 from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
 from lora_moe_rl.rollout import device as engine_device
 from lora_moe_rl.rollout import outputs
+from lora_moe_rl.rollout.in_flight import InFlight, Piece, Question
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.router_replay.travel import SentRoutes, put, send
 from lora_moe_rl.telemetry.clock import Clock
@@ -60,7 +63,10 @@ class RolloutEngine:
         self.config, self.model_dir, self.spec, self.index = config, model_dir, spec, index
         self.receipts: dict[int, Receipt] = {}  # versions in slots, oldest first
         self.running: dict[int, int] = {}  # requests in flight, by version
+        self.in_flight = InFlight(config.schedule.continued == "split")
+        self.pinned: int | None = None  # the version whose slot no newer one takes
         self.finished_samples = 0
+        self.ended_requests = 0
         self.request_ids = itertools.count()
         self.publishing = asyncio.Lock()
         self.packing = ThreadPoolExecutor(PACKING_THREADS, "routes")
@@ -79,7 +85,8 @@ class RolloutEngine:
             engine_device.fork_processes(self.config)
         imported = time.perf_counter()
         self.tokenizer = load_tokenizer(self.model_dir, self.config.model.trust_remote_code)
-        self.sampling = outputs.sampling_params(self.config, stop_ids(self.model_dir))
+        self.stop_ids = stop_ids(self.model_dir)
+        self.sampling = outputs.sampling_params(self.config, self.stop_ids)
         self.llm = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**self._engine_args(cpu)))
         ended = time.perf_counter()
         return {
@@ -95,27 +102,74 @@ class RolloutEngine:
         return engine_device.engine_args(self.config, self.spec, self.model_dir, self.index, cpu)
 
     async def sample(
-        self, token_ids: Sequence[int], n: int, version: int, seed: int
+        self,
+        token_ids: Sequence[int],
+        n: int,
+        version: int,
+        seed: int,
+        turn: Turn | None = None,
+        temperature: float | None = None,
     ) -> tuple[list[Sample], SentRoutes]:
         """`n` samples that go on from `token_ids` under adapter `version`, and their routes, cut as
-        the trainer's ranks will fetch them: large ones stay in Ray's object store.
+        the trainer's ranks will fetch them: large ones stay in Ray's object store. Of a turn of a
+        conversation only the routes that no earlier turn has. After `move_on` they are of the
+        version named there at least, and may be of several. With a `temperature` of their own, as
+        an evaluation's, all are of `version`; at 0, the likeliest token, logprobs are of no
+        distribution.
 
-        A sample depends on `seed` and its place, not on what else the engine does. Raises
-        RefitError when the version is not in a slot.
+        A sample depends on `seed` and its place, not on what else the engine does, unless it is
+        continued. Raises RefitError when the version is not in a slot.
         """
-        params = outputs.group_params(self.sampling, n, seed)
-        answer = await self._request(token_ids, params, self._lora_request(version), version)
+        limit = self.config.rollout.max_response_tokens if turn is None else turn.max_tokens
+        first = Question(token_ids, n, seed, limit, version, temperature=temperature)
+        pieces = await self.in_flight.samples(self._ask, first, turn)
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self.packing, self._packed, answer, version)
+        found = await loop.run_in_executor(self.packing, self._packed, pieces, turn)
         self.finished_samples += n
         return found
 
-    def _packed(self, answer: Any, version: int) -> tuple[list[Sample], SentRoutes]:
+    async def _ask(self, question: Question) -> Any:
+        """One request for samples, which `move_on` may end early unless it stays."""
+        request = self._lora_request(question.version)
+        params = outputs.params_of(self.sampling, question)
+        return await self._request(
+            question.token_ids, params, request, question.version, may_end=not question.stays
+        )
+
+    def _packed(
+        self, pieces: list[list[Piece]], turn: Turn | None
+    ) -> tuple[list[Sample], SentRoutes]:
         """What vLLM answered, as samples and routes that are on their way. Not called in the event
         loop, which feeds vLLM meanwhile: long samples with many layers take most of a second."""
-        shape = self.spec.shape
-        samples, table = outputs.samples_and_routes([answer], version, self.tokenizer, shape)
+        shape, recorded = self.spec.shape, 0 if turn is None else turn.recorded
+        samples, table = outputs.samples_and_routes(pieces, self.tokenizer, shape, recorded)
         return samples, send(table, outputs.route_pieces(shape, self.config.trainer), put)
+
+    async def move_on(self, version: int) -> None:
+        """Ends the requests for samples that older versions serve, with what they have; they, and
+        all that come from here on, go on under `version`. Returns when none is left that an older
+        one serves. Raises RefitError when the version is not in a slot."""
+        self._lora_request(version)
+        self.in_flight.newest = version
+        while older := self.in_flight.older():  # one that vLLM is about to take is not there yet
+            try:
+                await self.llm.abort(older)
+            except Exception as error:
+                await self._raise_if_dead(error)
+                raise
+            await asyncio.sleep(SLOT_POLL_S)
+
+    async def write(
+        self, token_ids: list[int], max_tokens: int, temperature: float, seed: int
+    ) -> tuple[str, str, int]:
+        """What the base without adapters writes after `token_ids`: a text, why it ended (stop or
+        length), and how many tokens it has. Samples of the policy have seeds of their own, and do
+        not depend on it."""
+        params = outputs.writing_params(max_tokens, temperature, seed, self.stop_ids)
+        answer = await self._request(token_ids, params, None, None)
+        (written,) = answer.outputs
+        text = self.tokenizer.decode(written.token_ids, skip_special_tokens=True)
+        return text, written.finish_reason, len(written.token_ids)
 
     async def score(
         self, sequences: list[list[int]], version: int | None
@@ -189,10 +243,11 @@ class RolloutEngine:
         return receipt
 
     async def _free_slot(self, version: int) -> None:
-        """Drops the oldest versions until a slot is free, each once its last request has ended."""
+        """Drops the oldest versions but the pinned one until a slot is free, each once its last
+        request has ended."""
         deadline = time.monotonic() + self.config.refit.timeout_s
         while len(self.receipts) >= self.config.refit.slots:
-            oldest = min(self.receipts)
+            oldest = min(self.receipts.keys() - {self.pinned})
             while self.running.get(oldest):
                 if time.monotonic() > deadline:
                     raise RefitError(
@@ -203,6 +258,10 @@ class RolloutEngine:
                     )
                 await asyncio.sleep(SLOT_POLL_S)
             await self.drop(oldest)
+
+    async def pin(self, version: int | None) -> None:
+        """This version keeps its slot from now on, and no other."""
+        self.pinned = version
 
     async def drop(self, version: int) -> None:
         """Forgets a version that serves no request: to free its slot, or to go back to the one
@@ -226,6 +285,13 @@ class RolloutEngine:
             "finished_samples": self.finished_samples,
         }
 
+    async def pulse(self) -> tuple[int, int]:
+        """Requests that have ended, and tokens of those that have not: equal as long as vLLM does
+        nothing about any."""
+        states = self.llm.output_processor.request_states.values()
+        tokens = sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer)
+        return self.ended_requests, tokens
+
     async def shutdown(self) -> None:
         """Ends vLLM's processes."""
         self.llm.shutdown()
@@ -245,24 +311,39 @@ class RolloutEngine:
         name = f"{self.config.name}/v{version:06d}"
         return LoRARequest(name, lora_id(version), lora_path="in memory")
 
-    async def _request(self, token_ids: Sequence[int], params, lora_request, version: int | None):
-        """The final output of one vLLM request."""
+    async def _request(
+        self,
+        token_ids: Sequence[int],
+        params,
+        lora_request,
+        version: int | None,
+        may_end: bool = False,
+        cache_salt: str | None = None,
+    ):
+        """The final output of one vLLM request. `may_end`: early, when requests move on.
+        `cache_salt`: only requests with an equal one share what the prefix cache holds."""
         key = -1 if version is None else version
+        name = f"{self.index}-{next(self.request_ids)}"
         self.running[key] = self.running.get(key, 0) + 1
         final = None
+        prompt: Any = {"prompt_token_ids": [int(token) for token in token_ids]}
+        if cache_salt is not None:
+            prompt["cache_salt"] = cache_salt
         try:
-            async for output in self.llm.generate(
-                {"prompt_token_ids": [int(token) for token in token_ids]},
-                params,
-                f"{self.index}-{next(self.request_ids)}",
-                lora_request=lora_request,
-            ):
-                final = output
+            with self.in_flight.noted(name, key) if may_end else nullcontext():
+                async for output in self.llm.generate(
+                    prompt,
+                    params,
+                    name,
+                    lora_request=lora_request,
+                ):
+                    final = output
         except Exception as error:
             await self._raise_if_dead(error)
             raise
         finally:
             self.running[key] -= 1
+            self.ended_requests += 1
         return final
 
     async def _workers(self, method: str, *args: Any) -> list[dict[str, Any]]:
@@ -296,14 +377,3 @@ class RolloutEngine:
 
     def _dead(self) -> EngineDied:
         return EngineDied(f"vLLM's processes of engine {self.index} have ended")
-
-
-def stop_ids(model_dir: str) -> set[int]:
-    """The end-of-sequence ids that the model's files name."""
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        path = Path(model_dir) / name
-        value = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-        if value is not None:
-            found |= set(value) if isinstance(value, list) else {value}
-    return found

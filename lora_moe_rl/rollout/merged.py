@@ -102,11 +102,11 @@ class MergedRolloutEngine(RolloutEngine):
     def _lora_request(self, version: int) -> None:
         """vLLM knows nothing of versions here; `_request` checks them."""
 
-    async def _request(self, token_ids: list[int], params, lora_request, version: int | None):
+    async def _request(self, token_ids: list[int], params, lora_request, version, may_end=False):
         while self.publishing.locked():
             await asyncio.sleep(POLL_S)
         self._check_serving(version)  # no await from here until the request counts as running
-        return await super()._request(token_ids, params, lora_request, version)
+        return await super()._request(token_ids, params, lora_request, version, may_end)
 
     def _check_serving(self, version: int | None) -> None:
         if self.broken:

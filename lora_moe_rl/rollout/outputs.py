@@ -13,6 +13,9 @@ from lora_moe_rl.adapters.sharding import pipeline_chunks
 from lora_moe_rl.adapters.spec import ModelShape
 from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.data.samples import Sample, Segment
+from lora_moe_rl.errors import ReplayError
+from lora_moe_rl.rollout.in_flight import Piece, Question
+from lora_moe_rl.router_replay import table
 from lora_moe_rl.router_replay.table import RouteTable
 
 
@@ -31,11 +34,28 @@ def sampling_params(config: RunConfig, stop_ids: set[int]) -> Any:
     )
 
 
-def group_params(params: Any, n: int, seed: int) -> Any:
-    """SamplingParams of one group. vLLM seeds sample i with this seed + i."""
+def params_of(params: Any, question: Question) -> Any:
+    """SamplingParams of one request. vLLM seeds its sample i with the question's seed + i."""
     params = params.clone()
-    params.n, params.seed = n, seed
+    params.n, params.seed, params.max_tokens = question.n, question.seed, question.max_tokens
+    params.routed_experts_prompt_start = question.recorded
+    if question.temperature is not None:
+        params.temperature = question.temperature
     return params
+
+
+def writing_params(max_tokens: int, temperature: float, seed: int, stop_ids: set[int]) -> Any:
+    """SamplingParams of a text that is not a sample of the policy."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        temperature=temperature,
+        max_tokens=max_tokens,
+        seed=seed,
+        stop_token_ids=sorted(stop_ids),
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
 
 def scoring_params() -> Any:
@@ -54,18 +74,41 @@ def scoring_params() -> Any:
 
 
 def samples_and_routes(
-    answers: Sequence[Any], version: int, tokenizer, shape: ModelShape
+    pieces: Sequence[Sequence[Piece]], tokenizer, shape: ModelShape, recorded: int = 0
 ) -> tuple[list[Sample], RouteTable]:
-    """Samples in the order of the answers, and one table of their routes."""
-    pairs = [(answer, output) for answer in answers for output in answer.outputs]
-    texts = tokenizer.batch_decode([out.token_ids for _, out in pairs], skip_special_tokens=True)
-    samples = [
-        _sample(answer.prompt_token_ids, output, version, text)
-        for (answer, output), text in zip(pairs, texts, strict=True)
-    ]
-    rows = [_moe_rows(output.routed_experts, shape) for _, output in pairs]
-    num_rows = [len(sample.prompt_ids) + len(sample.response_ids) - 1 for sample in samples]
+    """A sample of each one's pieces, and one table of their routes, without the rows of the first
+    `recorded` tokens of each, which are there already: those that a piece has recorded anew are a
+    part of their own (`Sample.splits`), after those of the parts before it. Raises ReplayError when
+    vLLM answers with more rows than were asked for."""
+    texts = tokenizer.batch_decode(
+        [one[-1].token_ids[len(one[0].before) :] for one in pieces], skip_special_tokens=True
+    )
+    samples, rows, num_rows = [], [], []
+    for of_sample, text in zip(pieces, texts, strict=True):
+        there, splits, found, total = recorded, [], [], 0
+        for piece in of_sample:
+            if piece.recorded != there:
+                splits.append(there + 1)
+            there = len(piece.token_ids) - 1
+            found.append(_segment(total, piece, there - piece.recorded, shape))
+            total += there - piece.recorded
+        samples.append(_sample(of_sample, text, tuple(splits)))
+        rows.append([segment for segment in found if segment is not None])
+        num_rows.append(total)
     return samples, _table(rows, num_rows, shape)
+
+
+def _segment(start: int, piece: Piece, expected: int, shape: ModelShape) -> table.Segment | None:
+    """The rows of a piece, from row `start` of its sample's on; None without any."""
+    rows = _moe_rows(piece.output.routed_experts, shape)
+    if rows is None:
+        return None
+    if len(rows) > expected:
+        raise ReplayError(
+            f"vLLM recorded the routes of {len(rows)} tokens for a request that was to record "
+            f"{expected} (adapter version {piece.version})"
+        )
+    return table.Segment(start, rows)
 
 
 def scores_and_routes(
@@ -88,11 +131,14 @@ def routes_checksum(table: RouteTable) -> str:
     return hashlib.sha256(table.valid.tobytes() + ids.tobytes()).hexdigest()
 
 
-def _sample(prompt_ids: Sequence[int], output, version: int, text: str) -> Sample:
-    flat = output.logprobs
-    logprobs = np.array([flat.logprobs[i] for i in flat.start_indices], dtype=np.float32)
-    response = Segment.sampled(output.token_ids, logprobs, version)
-    return Sample((Segment.given("user", prompt_ids), response), output.finish_reason, text)
+def _sample(pieces: Sequence[Piece], text: str, splits: tuple[int, ...]) -> Sample:
+    segments = [Segment.given("user", pieces[0].before)]
+    for piece in pieces:
+        flat = piece.output.logprobs
+        logprobs = np.array([flat.logprobs[i] for i in flat.start_indices], dtype=np.float32)
+        segments.append(Segment.sampled(piece.output.token_ids, logprobs, piece.version))
+    reason = pieces[-1].output.finish_reason
+    return Sample(tuple(segments), reason, text, splits=splits)
 
 
 def route_pieces(shape: ModelShape, trainer: TrainerConfig) -> list[tuple[int, ...]]:

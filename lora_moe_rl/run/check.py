@@ -42,5 +42,8 @@ def _show_prompts(console: Console, preflight: Preflight) -> None:
         title = f"\n{whose} {prompt.row}, {len(prompt.token_ids)} tokens"
         console.print(Text(title, style="bold"))
         console.print(Text(preflight.tokenizer.decode(prompt.token_ids)))
+        for answer in prompt.answers:
+            console.print(Text(f"answer, {len(answer.token_ids)} tokens", style="bold"))
+            console.print(Text(preflight.tokenizer.decode(answer.token_ids)))
         if prompt.columns:
             console.print(Text(f"columns: {prompt.columns}", style="dim"))

@@ -32,9 +32,11 @@ class Health:
     def __init__(self):
         self._same = 0
         self._said: dict[str, int] = {}  # the step of the last warning, by kind
+        self._silent: set[tuple[str, bool]] = set()  # reward functions, and whether they failed
 
     def look(self, step: int, groups: Sequence[Group], signals: Sequence[Signal]) -> list[str]:
-        """Warnings of a step, each kind at most once in REPEAT_STEPS."""
+        """Warnings of a step, each kind at most once in REPEAT_STEPS, and once that one of several
+        reward functions gives nothing."""
         found = {
             "signal": self._no_signal(groups, signals),
             "rewards": self._same_rewards(groups),
@@ -42,7 +44,8 @@ class Health:
         }
         new = {kind: text for kind, text in found.items() if text and self._is_due(kind, step)}
         self._said |= dict.fromkeys(new, step)
-        return [f"step {step}: {text}" for text in new.values()]
+        every = [*new.values(), *self._silent_functions(groups)]
+        return [f"step {step}: {text}" for text in every]
 
     def _is_due(self, kind: str, step: int) -> bool:
         return kind not in self._said or step - self._said[kind] >= REPEAT_STEPS
@@ -67,6 +70,27 @@ class Health:
             f"every reward was {values[0]:g}, and all were one number in each of the last "
             f"{self._same} steps; `lora-moe-rl check` shows what the reward gives for an answer"
         )
+
+    def _silent_functions(self, groups: Sequence[Group]) -> list[str]:
+        """Of several reward functions those that gave no sample of the step a reward, each told of
+        once, and once more when it failed where it gave None before, or the other way round."""
+        found = []
+        for name in dict.fromkeys(name for group in groups for name in group.details.by_function):
+            own = [(f, g.ends) for g in groups if (f := g.details.by_function.get(name))]
+            rewards = np.concatenate([one.rewards[ends] for one, ends in own])
+            failures = [one.failure for one, _ in own if one.failure]
+            kind = name, bool(failures)
+            if kind in self._silent or not np.isnan(rewards).all():
+                continue
+            self._silent.add(kind)
+            failed = sum(one.num_failed for one, _ in own)
+            why = f"it failed for {failed}, the last: {failures[-1]}" if failures else "all None"
+            found.append(
+                f"reward.functions.{name} gave none of {len(rewards)} samples a reward: {why} "
+                f"({names.of_function(name, 'failed')} and {names.of_function(name, 'none')} count "
+                "on)"
+            )
+        return found
 
     def _truncated(self, groups: Sequence[Group]) -> str:
         samples = [sample for group in groups for sample in group.samples]

@@ -9,7 +9,8 @@
     roll    a waiting ticket  the environment: policy, rewards       feed, or a ticket given back
     learn   a step of groups  scored groups (schedule.next_step)     roll
 
-With lag 0 the schedule makes them take turns; the code is the same for all. Nothing here knows a
+With lag 0 the schedule makes them take turns; the code is the same for all. Evaluations come
+between two steps, or go on beside them (`evaluations.py`). Nothing here knows a
 loss, an engine, a transport or Ray: those stand behind `ports.py`.
 """
 
@@ -21,13 +22,16 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import numpy as np
+
 from lora_moe_rl.algorithms.base import Algorithm, revised, signals_of
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
+from lora_moe_rl.data.samples import Sample
 from lora_moe_rl.environments.base import Environment
 from lora_moe_rl.errors import EngineDied, RewardError
-from lora_moe_rl.ports import Engines, Prompts, Ref, Trainer
-from lora_moe_rl.run.publisher import Publisher
+from lora_moe_rl.ports import Prompts, Publisher, Ref, Sampler, Teacher, Trainer, Turn
+from lora_moe_rl.run.evaluations import Evaluations
 from lora_moe_rl.run.records import Records, StepFacts
 from lora_moe_rl.run.schedule import seed_of
 from lora_moe_rl.run.tickets import Ticket, TicketBook
@@ -52,11 +56,13 @@ class Ports:
     source: Prompts
     environment: Environment
     algorithm: Algorithm
-    engines: Engines
+    engines: Sampler
     trainer: Trainer
     publisher: Publisher
     records: Records
     timeline: Timeline
+    evaluations: Evaluations
+    teacher: Teacher | None = None
 
 
 async def run(ports: Ports, book: TicketBook, first_step: int) -> None:
@@ -65,10 +71,11 @@ async def run(ports: Ports, book: TicketBook, first_step: int) -> None:
     await ports.publisher.start()
     try:
         async with asyncio.TaskGroup() as tasks:
+            await ports.evaluations.take(first_step - 1, ports.publisher.version, book, tasks)
             tasks.create_task(feed(ports, book))
             for _ in range(book.schedule.width):
                 tasks.create_task(roll(ports, book))
-            await learn(ports, book, first_step)
+            await learn(ports, book, first_step, tasks)
             book.close()
     except BaseExceptionGroup as group:
         raise _first(group) from None
@@ -87,6 +94,8 @@ async def roll(ports: Ports, book: TicketBook) -> None:
         policy = _Timed(ports, ticket, seed)
         try:
             group = await ports.environment.rollout(ticket.prompt, policy)
+            if ports.teacher is not None:
+                await ports.teacher.score(group)
             policy.scored()
         except EngineDied:
             book.give_back(ticket)
@@ -95,11 +104,11 @@ async def roll(ports: Ports, book: TicketBook) -> None:
             ports.records.drawn_again(group)
             book.drop(ticket, "equal rewards")
         else:
-            ports.records.rolled(len(group.samples))
+            ports.records.rolled(len(group.ends))
             book.scored(ticket, group)
 
 
-async def learn(ports: Ports, book: TicketBook, first_step: int) -> None:
+async def learn(ports: Ports, book: TicketBook, first_step: int, tasks: asyncio.TaskGroup) -> None:
     config, records = ports.config, ports.records
     for step in range(first_step, config.trainer.steps + 1):
         clock = Clock()
@@ -113,10 +122,12 @@ async def learn(ports: Ports, book: TicketBook, first_step: int) -> None:
         try:
             records.check_rewards(groups)
         except RewardError:
+            await ports.evaluations.ended()
             records.keep_unrewarded(step, groups, book.state_dict(ports.source.state_dict()))
             raise
         records.check_ages(step, groups, ports.publisher.version)
-        signals = signals_of(ports.algorithm, groups)
+        draws = np.random.default_rng([config.seed, step, 1])  # the same after a resume
+        signals = signals_of(ports.algorithm, groups, draws)
         batch = TrainBatch.from_groups(groups, signals, config.algorithm.mini_batches, step)
         await ports.engines.all_back()
         ports.engines.overwrite()
@@ -145,9 +156,12 @@ async def learn(ports: Ports, book: TicketBook, first_step: int) -> None:
             ),
             clock,
         )
-        records.checkpoint(step, book.state_dict(ports.source.state_dict()))
+        if records.checkpoint_is_due(step):
+            await ports.evaluations.ended()
+            records.checkpoint(step, book.state_dict(ports.source.state_dict()))
         if records.stop_requested:
             return
+        await ports.evaluations.take(step, ports.publisher.version, book, tasks)
 
 
 class _Timed:
@@ -161,15 +175,21 @@ class _Timed:
     def _asked(self, index: int) -> AbstractContextManager[None]:
         return self.timeline.span(engine_name(index), SAMPLE, self.ticket.number)
 
-    async def sample(self, token_ids: Sequence[int], n: int) -> tuple[list, Ref]:
-        answer = await self.policy.sample(token_ids, n)
+    async def sample(
+        self, token_ids: Sequence[int], n: int, turn: Turn | None = None
+    ) -> tuple[list[Sample], Ref]:
+        answer = await self.policy.sample(token_ids, n, turn)
         self.ticket.sampled_at = time.perf_counter()
         self._answered = self.timeline.clock()
         return answer
 
+    def join(self, samples: Sequence[Sequence[Ref]]) -> Ref:
+        return self.policy.join(samples)
+
     def scored(self) -> None:
-        """Called once the rewards of all that was sampled are there."""
-        self.timeline.ended(REWARDS, REWARD, self.ticket.number, self._answered)
+        """Called once the rewards of all that was sampled are there, if anything was."""
+        if self.ticket.sampled_at:
+            self.timeline.ended(REWARDS, REWARD, self.ticket.number, self._answered)
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:

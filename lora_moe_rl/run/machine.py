@@ -1,7 +1,8 @@
 """Whether this machine can hold a run: GPUs and memory by the plan, room on the disk, a port.
 
 What is found here warns and does not refuse: a plan is an estimate, and Ray, which counts what a
-cluster has, refuses what it lacks (`cluster/placement.py`).
+cluster has, refuses what it lacks (`cluster/placement.py`). A disk without room for one checkpoint
+is refused.
 """
 
 from __future__ import annotations
@@ -23,11 +24,10 @@ from lora_moe_rl.planner.compute import Lengths
 from lora_moe_rl.planner.facts import Format, find
 from lora_moe_rl.planner.hardware import GIB, Hardware
 from lora_moe_rl.planner.plan import Assumed, RunPlan
+from lora_moe_rl.run.room import check_room
 
 QUERY_S = 5.0
 CONNECT_S = 3.0
-# Adapter, and Adam's two moments, in float32; the PEFT directory beside them.
-CHECKPOINT_BYTES, PEFT_BYTES = 12, 4
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Found:
 
 
 def look(config: RunConfig, model_dir: Path, spec: AdapterSpec) -> Found:
-    """Never raises for what the machine lacks."""
+    """Raises ConfigError when the disk has no room for one checkpoint, and for nothing else that
+    the machine lacks."""
     gpus = gpu_memory()
     warnings: list[str] = []
     if "RAY_ADDRESS" in os.environ:
@@ -52,8 +53,8 @@ def look(config: RunConfig, model_dir: Path, spec: AdapterSpec) -> Found:
         except LoraMoeRlError as error:  # weights of a form that the planner cannot size
             text, problem = "memory not planned", [f"memory was not planned: {error}"]
         warnings += problem
-    room, problem = _disk(config, spec)
-    return Found(f"{text}; {room}", [*warnings, *problem, *_loopback()])
+    disk, problem = check_room(config, spec)
+    return Found(f"{text}; {disk}", [*warnings, *problem, *_loopback()])
 
 
 def _memory(config: RunConfig, model_dir: Path, gpus: list[float]) -> tuple[str, list[str]]:
@@ -65,15 +66,28 @@ def _memory(config: RunConfig, model_dir: Path, gpus: list[float]) -> tuple[str,
 
 def gpu_memory() -> list[float]:
     """GiB of each GPU of this machine, as nvidia-smi says; empty when it says nothing."""
+    try:
+        return [float(line) / 1024 for line in _asked("memory.total")]
+    except ValueError:
+        return []
+
+
+def gpu_names() -> list[str]:
+    """What nvidia-smi calls each GPU of this machine; empty when it says nothing."""
+    return _asked("name")
+
+
+def _asked(what: str) -> list[str]:
+    """nvidia-smi's lines, one a GPU."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return []
-    query = [command, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    query = [command, f"--query-gpu={what}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=QUERY_S, check=True)
-        return [float(line) / 1024 for line in answer.stdout.splitlines() if line.strip()]
-    except (OSError, subprocess.SubprocessError, ValueError):
+    except (OSError, subprocess.SubprocessError):
         return []
+    return [line for line in answer.stdout.splitlines() if line.strip()]
 
 
 def _plan(config: RunConfig, model_dir: Path, hardware: Hardware, auto: Format) -> RunPlan:
@@ -83,17 +97,17 @@ def _plan(config: RunConfig, model_dir: Path, hardware: Hardware, auto: Format) 
     if config.trainer.dtype != "auto":
         weights = "float32" if config.trainer.dtype == "float32" else "bf16"
     served = facts.checkpoint if facts.checkpoint in ("fp8", "int4") else weights
-    lengths = Lengths(config.max_prompt_tokens, config.rollout.max_response_tokens)
+    lengths = Lengths(config.max_prompt_tokens, config.max_response_tokens)
     return plans.make(facts, config, Assumed(hardware, weights, served, lengths))
 
 
 def _on_the_cpu(config: RunConfig, plan: RunPlan) -> tuple[str, list[str]]:
     """All ranks and engines share the machine's memory."""
     trainer = sum(c.ranks * (c.total - _gpu_only(c.memory)) for c in plan.classes)
-    engine = plan.engine.weights + plan.engine.slots
-    engines = config.rollout.engines * (
-        config.rollout.tp * engine + int(config.rollout.cpu_kv_cache_gib * GIB)
-    )
+    engines = 0
+    if plan.engine is not None:
+        engine = config.rollout.tp * (plan.engine.weights + plan.engine.slots)
+        engines = config.rollout.engines * (engine + int(config.rollout.cpu_kv_cache_gib * GIB))
     memory = psutil.virtual_memory().total
     text = (
         f"CPU: about {(trainer + engines) / GIB:.1f} GiB of weights, adapters and caches, of "
@@ -104,17 +118,6 @@ def _on_the_cpu(config: RunConfig, plan: RunPlan) -> tuple[str, list[str]]:
 
 def _gpu_only(memory: dict[str, int]) -> int:
     return memory["runtime"] + memory["allocator"]
-
-
-def _disk(config: RunConfig, spec: AdapterSpec) -> tuple[str, list[str]]:
-    """Checkpoints that are kept, one that is being written, and the PEFT directory."""
-    needed = spec.num_parameters * (CHECKPOINT_BYTES * (config.checkpoint.keep + 1) + PEFT_BYTES)
-    place = config.run_dir.absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    text = f"{needed / GIB:.2f} GiB of checkpoints, {free / GIB:.1f} GiB free at {place}"
-    return text, [f"the disk is too small: {text} (logging.run_dir)"] * (needed > free)
 
 
 def _loopback() -> list[str]:

@@ -61,7 +61,7 @@ class MismatchBounds:
         for name, setting, bound in self._bounds(metrics):
             if metrics[name] <= bound:
                 continue
-            self.run_dir.write_samples(step, groups, signals, every=True)
+            self.run_dir.write_samples(step, groups, signals, every=True, values=result.tokens)
             raise MismatchError(
                 f"step {step}: {name} is {metrics[name]:.2e}, more than {bound:.2e}: engines and "
                 f"trainer give the sampled tokens logprobs that are "

@@ -3,9 +3,11 @@
     model    files of weights, config and tokenizer
     layout   whether settings and adapter fit the model
     data     rows
-    reward   called on made-up completions, in the processes that the run uses
+    reward   called on made-up completions, in the processes that the run uses, if there is one
     machine  GPUs, memory, disk
-    prompts  rendered and tokenised, with lengths: the first step that imports transformers
+    prompts  rendered and tokenised, with lengths: the first step that imports transformers;
+             before them what the environment needs, as tools, since prompts may tell of it
+    teacher  asked once, if there is one: whether it takes such lengths and reads ids alike
 
 `lora-moe-rl check` goes through all of them and prints what it finds; a run and --dry-run stop at
 the first that fails. Importing this file imports no torch, Ray, vLLM, Megatron or transformers.
@@ -13,26 +15,38 @@ the first that fails. Importing this file imports no torch, Ray, vLLM, Megatron 
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
-from lora_moe_rl.config import RewardFunction, RunConfig, SourceConfig
+from lora_moe_rl.config import EvalSetConfig, RewardFunction, RunConfig, SourceConfig
+from lora_moe_rl.config.evaluation import EVAL
+from lora_moe_rl.config.plugins import ENVIRONMENTS
 from lora_moe_rl.data.columns import Row
 from lora_moe_rl.data.generators import open_generator
+from lora_moe_rl.data.held_out import held_out_prompts
+from lora_moe_rl.data.maker import Wanted
 from lora_moe_rl.data.mixture import open_prompts
 from lora_moe_rl.data.prompts import require_data
 from lora_moe_rl.data.rows import is_hub, read_rows
+from lora_moe_rl.data.samples import Prompt
 from lora_moe_rl.errors import ConfigError, DataError, LoraMoeRlError
+from lora_moe_rl.evaluation.scoring import check_values
 from lora_moe_rl.models.directory import check_model_dir, find_local, resolve_model
 from lora_moe_rl.models.fit import check_layout, check_replay
-from lora_moe_rl.models.tokenizer import check_tokenizer, load_tokenizer
-from lora_moe_rl.rewards.by_set import RewardsBySet
+from lora_moe_rl.models.tokenizer import check_tokenizer, load_tokenizer, stop_ids
+from lora_moe_rl.rewards.by_set import NoRewards, RewardsBySet
 from lora_moe_rl.rewards.runner import RewardRunner
 from lora_moe_rl.rollout.device import check_engine
 from lora_moe_rl.run import machine, reward_trial
+from lora_moe_rl.run.offline import RowAnswers
+
+if TYPE_CHECKING:
+    from lora_moe_rl.rewards.own_engines import OwnEngines
 
 log = logging.getLogger(__name__)
 
@@ -49,32 +63,39 @@ class Finding:
 
 
 # What a step cannot do without, beside the config.
-NEEDS = {"layout": "model", "machine": "layout", "prompts": "model"}
+NEEDS = {"layout": "model", "machine": "layout", "prompts": "model", "teacher": "prompts"}
 
 
 class Preflight:
-    """Makes what a run is made of, step by step. A context manager: it ends the reward's processes.
+    """Makes what a run is made of, step by step. A context manager: it ends the processes of
+    rewards and of the environment.
 
     `fetch`: whether a model and data of the hub are fetched, and a tiny model made; without it what
-    is not on this machine is not looked at. `model_dir`, `spec`, `source` and `rewards` are there
-    after `require` with `fetch`, `source` and `tokenizer` after a step `prompts` that was ok.
+    is not on this machine is not looked at. `model_dir`, `spec`, `source`, `rewards` and
+    `environment` are there after `require` with `fetch`; `source`, `environment` and `tokenizer`
+    after a step `prompts` that was ok.
     """
 
     def __init__(self, config: RunConfig, fetch: bool):
         self.config, self.fetch = config, fetch
-        # Of each data set, by its name: '' when it is the only one.
-        self.sources = config.data.sources()
+        self.algorithm = algorithms.make(config)
+        # Of each data set, by its name: '' of the only one, eval/NAME of one that is held out.
+        self.sources = config.sources()
         self.first: dict[str, Row] = {}
         self.rows: dict[str, list[Row]] = {}
         self.warnings: list[str] = []  # of the step that runs
         self.missing: set[str] = set()  # steps that did not do what they do
+        self.own_engines: OwnEngines | None = None  # if a reward asks them
 
     def __enter__(self) -> Preflight:
         return self
 
     def __exit__(self, *exc) -> None:
-        if hasattr(self, "rewards"):
-            self.rewards.close()
+        for started in ("environment", "rewards"):
+            if hasattr(self, started):
+                getattr(self, started).close()
+        if self.own_engines is not None:
+            self.own_engines.close()
 
     def require(
         self, say: Callable[[str], None], begin: Callable[[str], None] = lambda what: None
@@ -104,7 +125,8 @@ class Preflight:
         except LoraMoeRlError:  # which the step raises again
             absent = False
         first = [*rows, *model] if absent and self.fetch else [*model, *rows]
-        return [*first, "machine", "prompts"]
+        last = ["machine", "prompts", "teacher"]
+        return [*first, *(last if self.algorithm.teacher else last[:-1])]
 
     def _take(self, name: str) -> Finding:
         """A step `_NAME` returns what it found as a sentence, notes `warnings`, and raises a
@@ -169,11 +191,28 @@ class Preflight:
 
     def _reward(self) -> str:
         config = self.config
+        if config.offline:
+            name = config.algorithm.name
+            return f"none, and no engines: algorithm={name} learns from the rows' own answers"
         functions = config.rewards()
+        if self._environment_rewards({**functions, **config.eval_rewards()}):
+            self.rewards = NoRewards()
+            return f"none but what environment={config.environment.name} gives"
+        if self._has_no_reward(functions):
+            if config.eval.sets:
+                raise ConfigError(
+                    f"eval.sets are scored by a reward, and with algorithm={config.algorithm.name} "
+                    "none is set: set reward.function, or evaluate the adapter by itself: "
+                    "lora-moe-rl eval RECIPE adapter.init_from=DIR"
+                )
+            self.rewards = NoRewards()
+            return f"none, which algorithm={config.algorithm.name} does without"
+        functions = functions | config.eval_rewards()
         for name, several in functions.items():
             for one in several:
                 _require_function(name, one)
-        max_steps = config.trainer.steps * config.algorithm.optimizer_steps
+        functions = self._with_address(functions)
+        max_steps = config.trainer.steps * config.algorithm.updates_per_step
         self.rewards = RewardsBySet(functions, config.reward.timeout_s, max_steps)
         found = []
         for name, source in self.sources.items():
@@ -181,8 +220,57 @@ class Preflight:
                 found.append(_of_set(name, self._tried(name, source, runner)))
         return "; ".join(found)
 
+    def _environment_rewards(self, functions: Mapping[str, list[RewardFunction]]) -> bool:
+        """Whether only the environment gives rewards; it looks itself whether it can."""
+        itself = ENVIRONMENTS.find(self.config.environment.name).rewards_itself
+        return itself and all(not one.function for some in functions.values() for one in some)
+
+    def _has_no_reward(self, functions: Mapping[str, list[RewardFunction]]) -> bool:
+        """Whether there is none, and none is needed: a teacher, if it is named, teaches alone."""
+        if self.algorithm.teacher is None:
+            return False
+        from lora_moe_rl.rewards.teacher import check_named
+
+        check_named(self.algorithm.teacher)
+        none = all(one.function is None for several in functions.values() for one in several)
+        return none and not self.algorithm.needs_reward
+
+    def _with_address(
+        self, functions: Mapping[str, list[RewardFunction]]
+    ) -> dict[str, list[RewardFunction]]:
+        """With the address of the run's engines where one is to ask them."""
+        if not any(one.asks_engines for several in functions.values() for one in several):
+            return dict(functions)
+        from lora_moe_rl.rewards.own_engines import OwnEngines
+
+        self.own_engines = OwnEngines()
+        url = {"url": self.own_engines.url}
+        return {
+            name: [replace(o, args=o.args | url) if o.asks_engines else o for o in several]
+            for name, several in functions.items()
+        }
+
+    def _teacher(self) -> str:
+        """Asks the teacher what it is."""
+        settings, model = self.algorithm.teacher, self.config.model
+        assert settings is not None
+        from lora_moe_rl.rewards.teacher import Teacher
+
+        async def probe() -> str:
+            teacher = Teacher(settings, alone=False)
+            try:
+                return await teacher.probe(self.tokenizer, model.max_length)
+            finally:
+                await teacher.close()
+
+        return asyncio.run(probe())
+
     def _tried(self, name: str, source: SourceConfig, runner: RewardRunner) -> str:
         """What a function gives for a data set's first row, if that is here."""
+        if self.own_engines is not None and runner.reward.args.get("url") == self.own_engines.url:
+            return f"{runner.function} is there; not called, it asks the engines"
+        if ENVIRONMENTS.find(self.config.environment.name).shows_itself:
+            return f"{runner.function} is there; not called, it may look at environments"
         if name not in self.first:
             return f"{runner.function} is there; not called, that needs the data"
         trial = reward_trial.call(runner, self.first[name], source, self.config.reward.max_failed)
@@ -193,12 +281,30 @@ class Preflight:
         config, shape = self.config, self.shape
         check_layout(shape, config)
         check_replay(shape, config)
-        servable = config.refit.mode == "adapter"
-        spec = AdapterSpec.build(shape, config.adapter, servable=servable)
+        spec = AdapterSpec.build(shape, config.adapter, servable=config.serves_adapters)
         check_engine(config, spec)
         spec.lr_factors(config.trainer.lr_pattern)
+        if config.learns_from == "pairs" and config.adapter.init_from is not None:
+            self.warnings.append(
+                f"algorithm={config.algorithm.name} measures pairs against the bare base, not "
+                f"against adapter.init_from={config.adapter.init_from}; to measure against that, "
+                "merge it first (lora-moe-rl export --to merged) and train on the merged model"
+            )
         self.spec = spec
         return f"{len(spec.sites)} sites, {spec.num_parameters:,} trained parameters"
+
+    def _check_template_used(self, examples: Sequence[Prompt]) -> None:
+        """Of prompts that are strings only those of data.chat_template are rendered by one. A judge
+        on the run's own engines reads its questions by it."""
+        functions = self.config.rewards() | self.config.eval_rewards()
+        if any(one.asks_engines for several in functions.values() for one in several):
+            return
+        found = [(prompt.text, self.sources[prompt.data_set]) for prompt in examples]
+        if all(isinstance(text, str) and not source.chat_template for text, source in found):
+            raise ConfigError(
+                "model.chat_template has no effect: the prompts are strings; set "
+                f"{found[0][1].key('chat_template')}=true, or leave model.chat_template out"
+            )
 
     def _machine(self) -> str:
         found = machine.look(self.config, self.model_dir, self.spec)
@@ -209,25 +315,55 @@ class Preflight:
         config = self.config
         if self.first.keys() != self.sources.keys():
             raise Absent("needs the data")
-        tokenizer = load_tokenizer(self.model_dir, config.model.trust_remote_code)
-        most = config.max_prompt_tokens
-        self.source = open_prompts(config.data, tokenizer, config.seed, most, self.rows)
+        model = config.model
+        tokenizer = load_tokenizer(self.model_dir, model.trust_remote_code, model.chat_template)
+        environment = ENVIRONMENTS.find(config.environment.name)
+        if config.offline:
+            environment = RowAnswers
+        # `check` goes on to here though there may be no reward.
+        rewards = cast(Any, getattr(self, "rewards", None))
+        self.environment = environment(config, rewards, tokenizer)
+        most = model.max_length if config.offline else config.max_prompt_tokens
+        ends = stop_ids(self.model_dir) if config.offline else set()
+        wanted = Wanted(config.learns_from, frozenset(ends))
+        parts = (config.data, self.environment.prompt_tokenizer, config.seed, most)
+        self.source = open_prompts(*parts, self.rows, wanted)
         self.tokenizer = tokenizer
+        self.held_out = {
+            name: self._held_out(name, source) for name, source in config.eval.sources().items()
+        }
+        if model.chat_template is not None:
+            examples = self.source.examples(len(self.sources))
+            examples += [prompts[0] for prompts in self.held_out.values()]
+            self._check_template_used(examples)
         lengths = self.source.lengths()
+        what = " with their answers" if config.offline else ""
         if self.source.dropped:
             self.warnings.append(
-                f"{self.source.dropped:,} prompts of more than {most} tokens are left out "
+                f"{self.source.dropped:,} prompts{what} of more than {most} tokens are left out "
                 "(too_long=drop)"
             )
         outside = self.source.filtered
         told = f", {outside:,} rows are left out by the filter" if outside else ""
-        return f"{min(lengths)} to {max(lengths)} tokens of {most} that fit{told}"
+        about = f"; {self.environment.about}" if self.environment.about else ""
+        about += "".join(f"; {name}: {len(own)} prompts" for name, own in self.held_out.items())
+        return f"{min(lengths)} to {max(lengths)} tokens{what} of {most} that fit{told}{about}"
+
+    def _held_out(self, name: str, source: EvalSetConfig) -> list[Prompt]:
+        """The prompts of an eval set. Raises DataError for rows that cannot be asked or grouped."""
+        most, maker = self.config.max_prompt_tokens, self.environment.prompt_tokenizer
+        rows = self.rows.get(name)
+        found = held_out_prompts(name, source, maker, self.config.eval.seed, most, rows)
+        check_values(source, [prompt.columns for prompt in found])
+        return found
 
 
 def _require_function(data_set: str, one: RewardFunction) -> None:
     """Raises ConfigError when a reward has no function."""
     if one.function is None:
-        whose = f"data.sets.{data_set} has no reward: set data.sets.{data_set}.reward, or {one.key}"
+        place = f"eval.sets.{held}" if (held := data_set.removeprefix(EVAL)) != data_set else ""
+        place = place or f"data.sets.{data_set}"
+        whose = f"{place} has no reward: set {place}.reward, or {one.key}"
         what = whose if data_set and not one.name else f"{one.key} is not set"
         raise ConfigError(
             f"{what}: name a function as module:function or file.py:function, or "

@@ -123,6 +123,7 @@ class Publisher:
     async def _serve(
         self, version: int, parts: Sequence[Ref], samples: Sequence[Sample]
     ) -> dict[str, float]:
+        """Nothing goes on under a version that is not proven."""
         clock = Clock()
         self.parts = parts
         await self.channel.published(lambda: self.trainer.sent(parts))
@@ -139,6 +140,8 @@ class Publisher:
         except RefitError as error:
             raise await self._taken_back(version, error) from error
         self.version = version
+        if self.config.schedule.in_flight == "continue":
+            await self.engines.move_on(version)
         clock.lap("refit")
         return self.lost | {
             "refit/seconds": clock.seconds["total"],

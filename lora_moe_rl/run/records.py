@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +21,26 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Group, Sample, UpdateResult
-from lora_moe_rl.errors import NonFiniteError, NothingTrainedError, RewardError
+from lora_moe_rl.errors import DiskError, NonFiniteError, NothingTrainedError, RewardError
 from lora_moe_rl.files import checkpoint, trainer_state
+from lora_moe_rl.files.retention import Retention
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.models.fingerprint import base_record
 from lora_moe_rl.ports import Trainer
 from lora_moe_rl.rollout.facts import Dtype
 from lora_moe_rl.run.health import Health
 from lora_moe_rl.run.mismatch import MismatchBounds, sampled_versions
-from lora_moe_rl.run.reward_metrics import reward_metrics
-from lora_moe_rl.telemetry import console, names
+from lora_moe_rl.run.performance import Performance
+from lora_moe_rl.run.reward_metrics import reward_metrics, reweight_metrics
+from lora_moe_rl.telemetry import console, details, names
 from lora_moe_rl.telemetry.clock import Clock
 from lora_moe_rl.telemetry.metrics import MetricsWriter
 
 log = logging.getLogger(__name__)
+
+CHECKPOINT = "a checkpoint"
+# The run's last checkpoint has what it learned since the one before: so long it waits for room.
+LAST_ROOM_S, LAST_RETRY_S = 3600.0, 10.0
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,8 @@ class StepFacts:
 
 
 class Records:
-    """`done` is the last step that is on record; `dtype` the trainer's."""
+    """`done` is the last step that is on record; `dtype` the trainer's. `written` is called with
+    each checkpoint and the adapter beside it, once they are there."""
 
     def __init__(
         self,
@@ -66,10 +76,12 @@ class Records:
         metrics: MetricsWriter,
         done: int,
         dtype: Dtype,
+        written: Callable[[Path, Path], None] = lambda checkpoint, adapter: None,
     ):
         self.config, self.spec, self.run_dir = config, spec, run_dir
         self.trainer, self.metrics = trainer, metrics
         self._mismatch = MismatchBounds(config, run_dir, dtype)
+        self._written = written
         self.base = base_record(config.model.path, model_dir)
         self.stop_requested = False
         self.done = done
@@ -78,7 +90,9 @@ class Records:
         self._unrewarded_in_a_row = 0
         self._untrained_in_a_row = 0
         self._drawn_again = 0
+        self._overdue = False  # a checkpoint that the disk refused
         self._bar: console.Bar | None = None
+        self.performance: Performance | None = None  # start.py gives it
 
     @contextmanager
     def progress(self) -> Iterator[None]:
@@ -113,13 +127,16 @@ class Records:
 
     def check_rewards(self, groups: Sequence[Group]) -> None:
         """Raises RewardError when too many rewards of a step have failed, or when no sample has had
-        one in too many steps in a row."""
+        one in too many steps in a row. Rows' own answers have none to fail."""
+        if self.config.offline:
+            return
         failures = [failure for group in groups for failure in group.failures]
-        total = sum(len(group.samples) for group in groups)
+        total = sum(len(group.ends) for group in groups)
         if len(failures) > self.config.reward.max_failed * total:
             raise RewardError(
-                f"{len(failures)} of {total} rewards failed, more than reward.max_failed="
-                f"{self.config.reward.max_failed:g} allows; the first: {failures[0]}"
+                f"step {self.done + 1}: {len(failures)} of {total} rewards failed, more than "
+                f"reward.max_failed={self.config.reward.max_failed:g} allows; the first: "
+                f"{failures[0]}"
             )
         none = all(np.isnan(group.rewards).all() for group in groups)
         self._unrewarded_in_a_row = self._unrewarded_in_a_row + 1 if none else 0
@@ -132,8 +149,10 @@ class Records:
             )
 
     def check_ages(self, step: int, groups: Sequence[Group], version: int) -> None:
-        """Raises MismatchError when the step that updates `version` has tokens that it may not."""
-        self._mismatch.check_ages(step, groups, version)
+        """Raises MismatchError when the step that updates `version` has tokens that it may not.
+        Rows' own answers are of no version."""
+        if not self.config.offline:
+            self._mismatch.check_ages(step, groups, version)
 
     def check_update(
         self, step: int, groups: Sequence[Group], signals: Sequence[Signal], result: UpdateResult
@@ -149,7 +168,8 @@ class Records:
                 f"(trainer.max_skipped_steps={limit}); the adapter is unchanged since then"
             )
         self._check_trained(result)
-        self._mismatch.check(step, groups, signals, result)
+        if not self.config.offline:
+            self._mismatch.check(step, groups, signals, result)
 
     def _check_trained(self, result: UpdateResult) -> None:
         """All optimizer steps skipped, and none for NaN: there was no token in the loss."""
@@ -157,9 +177,8 @@ class Records:
         self._untrained_in_a_row = self._untrained_in_a_row + 1 if none else 0
         limit = self.config.trainer.max_skipped_steps
         if self._untrained_in_a_row >= limit:
-            masked, rejected = (
-                result.metrics[name] for name in ("replay/masked_tokens", "loss/rejected_tokens")
-            )
+            masked = result.metrics.get("replay/masked_tokens", 0.0)  # none without a rollout
+            rejected = result.metrics["loss/rejected_tokens"]
             raise NothingTrainedError(
                 f"no token was in the loss in {limit} steps in a row (trainer.max_skipped_steps="
                 f"{limit}): in the last one {masked:.0f} were left out for missing routes "
@@ -170,30 +189,46 @@ class Records:
     def step(self, facts: StepFacts, clock: Clock) -> None:
         """Writes a step's order, samples and metrics."""
         self.run_dir.write_order(facts.step, facts.version, facts.groups)
-        self.run_dir.write_samples(facts.step, facts.groups, facts.signals)
+        trained = (facts.step, facts.groups, facts.signals)
+        samples = self.run_dir.write_samples(*trained, values=facts.result.tokens)
         record = {"step": facts.step, **facts.result.metrics, **facts.published}
+        record |= {names.VERSION: facts.version, names.SKIPPED: facts.result.skipped}
+        if self.config.offline:
+            record |= data_metrics(facts.samples, clock.seconds["total"])
+        else:
+            record |= self._of_rollout(facts, clock)
+        stages = names.stages(self.config.offline)
+        seconds = {names.time(stage): clock.seconds[stage] for stage in stages}
+        clock.lap("records")
+        record |= seconds | {names.STEP_SECONDS: clock.seconds["total"]}
+        if self.performance is not None:
+            spent = (seconds[names.time("train")], clock.seconds["total"])
+            record |= self.performance.of_step(facts.samples, *spent)
+        self.metrics.write(record)
+        parts = (samples, facts.groups, facts.signals)
+        self.metrics.details(facts.step, details.of_step(*parts, sampled=not self.config.offline))
+        self._lines.show(record)
+        if not self.config.offline:
+            for warning in self._health.look(facts.step, facts.groups, facts.signals):
+                console.warn(warning)
+                log.info(warning)
+        self.done = facts.step
+
+    def _of_rollout(self, facts: StepFacts, clock: Clock) -> dict[str, float]:
+        """What is recorded of how the step's samples came to be."""
         sampled_in = "total" if self.config.schedule.lag else "rollout"
-        record |= rollout_metrics(facts.samples, clock.seconds[sampled_in])
+        record = rollout_metrics(facts.samples, clock.seconds[sampled_in])
         record |= age_metrics(facts.samples, facts.version)
+        if self.config.schedule.in_flight == "continue":
+            record |= continued_metrics(facts.samples)
+        record |= environment_metrics(facts.groups)
         record |= reward_metrics(facts.groups, self.config)
-        record |= {
-            names.VERSION: facts.version,
-            names.SKIPPED: facts.result.skipped,
-            names.RESTARTS: facts.restarts,
-            "rollout/drawn_again": self._drawn_again,
-        }
+        record |= reweight_metrics(facts.groups, facts.signals)
+        record |= {names.RESTARTS: facts.restarts, "rollout/drawn_again": self._drawn_again}
         if self.config.schedule.lag:
             record[names.STALE] = facts.stale
         self._drawn_again = 0
-        stages = {names.time(stage): clock.seconds[stage] for stage in names.STAGES}
-        clock.lap("records")
-        record |= stages | {names.STEP_SECONDS: clock.seconds["total"]}
-        self.metrics.write(record)
-        self._lines.show(record)
-        for warning in self._health.look(facts.step, facts.groups, facts.signals):
-            console.warn(warning)
-            log.info(warning)
-        self.done = facts.step
+        return record
 
     def keep_unrewarded(self, step: int, groups: Sequence[Group], book: dict[str, Any]) -> None:
         """What is kept of a step whose rewards stop the run: all its samples, and a checkpoint of
@@ -204,43 +239,96 @@ class Records:
             f"after step {step - 1}"
         )
         if step > 1 and checkpoint.newest_step(self.run_dir.checkpoints) < step - 1:
-            self._write_checkpoint(step - 1, book)
+            self.checkpoint(step - 1, book)
+
+    def checkpoint_is_due(self, step: int) -> bool:
+        """Whether the step has one: by checkpoint.every, as the run's last, or because the disk has
+        refused one."""
+        every = self.config.checkpoint.every
+        due = self._is_last(step) or (every > 0 and step % every == 0)
+        return due or (self._overdue and self.run_dir.trouble.due(CHECKPOINT))
+
+    def _is_last(self, step: int) -> bool:
+        return step == self.config.trainer.steps or self.stop_requested
+
+    @cached_property
+    def _retention(self) -> Retention:
+        return Retention(self.config.checkpoint, self.run_dir.metrics_file, console.warn)
 
     def checkpoint(self, step: int, book: dict[str, Any]) -> None:
-        """Writes one when it is due, or the run's last: adapter, moments, counters and tickets,
-        complete or not at all. `book` is the ticket book's state."""
-        every = self.config.checkpoint.every
-        last = step == self.config.trainer.steps or self.stop_requested
-        if last or (every and step % every == 0):
-            self._write_checkpoint(step, book)
+        """Writes one. Where the disk refuses, the run goes on from what is there, and tries again
+        after a step, a minute later; the last one it waits for, LAST_ROOM_S at most."""
+        trouble, deadline = self.run_dir.trouble, time.monotonic() + LAST_ROOM_S
+        self._overdue = True
+        while self._overdue:
+            try:
+                self._write_checkpoint(step, book)
+                self._overdue = False
+                trouble.mended(CHECKPOINT)
+            except DiskError as error:
+                trouble.failed(CHECKPOINT, f"{error}; it is tried again each minute")
+                if not self._is_last(step):
+                    return
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(LAST_RETRY_S)
 
     def _write_checkpoint(self, step: int, book: dict[str, Any]) -> None:
+        """Writes one: adapter, moments, counters and tickets, complete or not at all. `book` is the
+        ticket book's state."""
         metadata: dict[str, Any] = {
             "step": step,
             **book,
             "adapter": self.config.adapter.model_dump(mode="json"),
             "base": self.base,
         }
-        keep = self.config.checkpoint.keep
+        self.run_dir.check_there()
+        root, keep = self.run_dir.checkpoints, self.config.checkpoint.keep
         ranks = range(self.config.trainer.world_size)
         expect = [trainer_state.file_name(rank) for rank in ranks]
         if algorithms.make(self.config).critic is not None:
             expect += [trainer_state.file_name(rank, trainer_state.CRITIC) for rank in ranks]
-        writer = checkpoint.write_checkpoint(self.run_dir.checkpoints, step, keep, metadata, expect)
-        with writer as directory:
+        more = (metadata, expect, self._retention)
+        with checkpoint.write_checkpoint(root, step, keep, *more) as directory:
             metadata["trainer"] = self.trainer.save(directory)
-        peft.write(self.run_dir.adapter, self.spec, self.trainer.adapter(), self.config)
+        with checkpoint.disk_errors(self.run_dir.adapter):
+            peft.write(self.run_dir.adapter, self.spec, self.trainer.adapter(), self.config)
+        self.metrics.adapter(step, self.run_dir.adapter)
+        self._written(root / checkpoint.directory_name(step), self.run_dir.adapter)
 
 
 def rollout_metrics(samples: Sequence[Sample], seconds: float) -> dict[str, float]:
     """`seconds`: from the step's begin to its last sample, or to its end when engines sample all
     the time."""
-    tokens = sum(len(sample.response_ids) for sample in samples)
+    tokens = sum(sample.num_sampled for sample in samples)
     return {
         "rollout/tokens": tokens,
         names.TOKENS_PER_SECOND: tokens / seconds if seconds else math.nan,
         names.TRUNCATED: sum(sample.truncated for sample in samples) / len(samples),
-        names.RESPONSE_LENGTH: tokens / len(samples),
+        names.RESPONSE_LENGTH: sum(len(s.response_ids) for s in samples) / len(samples),
+    }
+
+
+def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """What an environment counted, over all conversations of the step; nothing of one that counts
+    nothing."""
+    totals: Counter[str] = Counter()
+    for group in groups:
+        totals.update(group.counts)
+    conversations = sum(len(group.ends) for group in groups)
+    found = {names.of_environment(name): float(value) for name, value in totals.items()}
+    return found | ({names.of_environment("conversations"): float(conversations)} if found else {})
+
+
+def data_metrics(samples: Sequence[Sample], seconds: float) -> dict[str, float]:
+    """Of rows' own answers: tokens of prompts and answers, and of answers alone, which are what is
+    learned; `seconds`: from the step's begin to the end of its update."""
+    tokens = sum(len(sample.token_ids) for sample in samples)
+    answers = sum(len(sample.response_ids) for sample in samples)
+    return {
+        "data/tokens": tokens,
+        names.DATA_TOKENS_PER_SECOND: tokens / seconds if seconds else math.nan,
+        names.ANSWER_LENGTH: answers / len(samples),
     }
 
 
@@ -253,6 +341,19 @@ def age_metrics(samples: Sequence[Sample], version: int) -> dict[str, float]:
         "rollout/age_oldest": int(ages.max()),
         "rollout/age_newest": int(ages.min()),
         "rollout/age_mean": float(ages.mean()),
+    }
+
+
+def continued_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Samples that more than one version sampled, versions a sample, and tokens that are fed again
+    for parts of their own (schedule.continued=split), of those that are fed once."""
+    spans = [len(np.unique(sampled_versions([sample]))) for sample in samples]
+    again = sum(stop - 1 for sample in samples for stop in sample.splits)
+    return {
+        "rollout/continued": sum(span > 1 for span in spans),
+        "rollout/spans_mean": float(np.mean(spans)),
+        "rollout/spans_max": max(spans),
+        "rollout/fed_again": again / sum(len(sample.token_ids) - 1 for sample in samples),
     }
 
 

@@ -1,4 +1,6 @@
-"""What is recorded of a step's rewards: of all, of each data set, of each function."""
+"""What is recorded of a step's rewards: of all, of each data set, of each function; of a teacher's;
+and of what was drawn by them. Several samples of one conversation have one reward, which counts
+once."""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Group
 from lora_moe_rl.run.health import group_metrics
@@ -27,6 +30,7 @@ def reward_metrics(groups: Sequence[Group], config: RunConfig) -> dict[str, floa
         **set_metrics(groups, config.data.sets),
         **function_metrics(groups, config.reward.functions),
         **logged_metrics(groups),
+        **teacher_metrics(groups),
     }
 
 
@@ -49,10 +53,10 @@ def function_metrics(groups: Sequence[Group], functions: Iterable[str]) -> dict[
     failed."""
     found: dict[str, float] = {}
     for name in functions:
-        own = [one for g in groups if (one := g.details.by_function.get(name)) is not None]
-        every = np.concatenate([one.rewards for one in own]) if own else np.zeros(0)
+        own = [(one, g.ends) for g in groups if (one := g.details.by_function.get(name))]
+        every = np.concatenate([one.rewards[ends] for one, ends in own]) if own else np.zeros(0)
         given = every[~np.isnan(every)]
-        failed = sum(one.num_failed for one in own)
+        failed = sum(one.num_failed for one, _ in own)
         found |= {
             names.of_function(name, "mean"): float(given.mean()) if len(given) else math.nan,
             names.of_function(name, "std"): float(given.std()) if len(given) else math.nan,
@@ -71,9 +75,52 @@ def logged_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return {name: float(np.mean(numbers)) for name, numbers in values.items()}
 
 
+def reweight_metrics(groups: Sequence[Group], signals: Sequence[Signal]) -> dict[str, float]:
+    """Of samples that were drawn once more by their rewards: the share of those to be drawn that
+    stand in the loss, the most times that one does, and the mean reward of all that stand there,
+    NaN when none was to be drawn. Nothing where samples are not drawn."""
+    drawn = [
+        (signal.copies[group.ends], group.rewards[group.ends])
+        for group, signal in zip(groups, signals, strict=True)
+        if signal.copies is not None
+    ]
+    if not drawn:
+        return {}
+    copies, rewards = (np.concatenate(each) for each in zip(*drawn, strict=True))
+    total = int(copies.sum())
+    mean = float(np.repeat(rewards, copies).astype(np.float64).mean()) if total else math.nan
+    return {
+        names.REWEIGHT_KEPT: np.count_nonzero(copies) / total if total else math.nan,
+        names.REWEIGHT_MOST: int(copies.max()),
+        names.REWEIGHT_REWARD: mean,
+    }
+
+
+def teacher_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Of a teacher, over the tokens that a policy sampled in samples with a reward: the mean of the
+    policy's logprob less the teacher's, an estimate of the reverse KL, and that of the teacher's.
+    Nothing without a teacher; NaN without such tokens."""
+    if all(group.teacher is None for group in groups):
+        return {}
+    found = [
+        (teacher[sample.mask], sample.logprobs[sample.mask])
+        for group in groups
+        if group.teacher is not None
+        for teacher, sample, reward in zip(group.teacher, group.samples, group.rewards, strict=True)
+        if not np.isnan(reward)
+    ]
+    if not found:
+        return {names.TEACHER_KL: math.nan, names.TEACHER_LOGPROB: math.nan}
+    teacher, policy = (np.concatenate(each).astype(np.float64) for each in zip(*found, strict=True))
+    return {
+        names.TEACHER_KL: float((policy - teacher).mean()),
+        names.TEACHER_LOGPROB: float(teacher.mean()),
+    }
+
+
 def metrics_of(groups: Sequence[Group]) -> dict[str, float]:
     """Over the samples that have a reward; NaN when none has."""
-    rewards = np.concatenate([group.rewards for group in groups])
+    rewards = np.concatenate([group.rewards[group.ends] for group in groups])
     given = rewards[~np.isnan(rewards)]
     failed = sum(len(group.failures) for group in groups)
     return {

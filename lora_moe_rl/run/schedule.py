@@ -14,7 +14,8 @@ With the other ways the trainer does not wait for them, and a group may come too
     redraw     its prompt is sampled once more, at the version that is served then
 
 They wait for one thing: a version that still rolls a step after its bound holds the slot that the
-next one goes to (refit.slots of lag + 2).
+next one goes to (refit.slots of lag + 2). A request that is continued under every new version holds
+none: then drop and redraw do not wait at all, and train does to keep its bound.
 """
 
 from __future__ import annotations
@@ -43,12 +44,14 @@ T = TypeVar("T", bound=Aged)
 @dataclass(frozen=True)
 class Schedule:
     """`groups_per_step` tickets make a step; `lag` is the age in steps that a token may have, of at
-    most `versions_per_step` versions each. `stale`: what becomes of a ticket that is older."""
+    most `versions_per_step` versions each. `stale`: what becomes of a ticket that is older.
+    `continued`: whether requests go on under the newest version (schedule.in_flight)."""
 
     groups_per_step: int
     lag: int = 0
     versions_per_step: int = 1
     stale: Stale = "wait"
+    continued: bool = False
 
     @property
     def width(self) -> int:
@@ -74,6 +77,8 @@ class Schedule:
         if self.stale == "wait":
             left = self._oldest_first(scored)[self.groups_per_step :]
             in_time = self._in_time(self._oldest_first(chain(left, rolling)), newest)
+        elif self.continued and self.stale != "train":
+            in_time = True
         else:
             in_time = not any(self.is_stale(ticket, newest) for ticket in rolling)
         return "" if in_time else "the oldest groups"

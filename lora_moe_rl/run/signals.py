@@ -4,8 +4,9 @@ asked to stop."""
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 _asked: list[int] = []
@@ -25,12 +26,19 @@ def interrupts() -> Iterator[None]:
         raise KeyboardInterrupt
 
     _asked.clear()
-    before = {number: signal.signal(number, interrupt) for number in ENDING}
+    with handled(interrupt):
+        yield
+
+
+@contextmanager
+def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Inside, `handler` gets the signals that ask for an end; those of before afterwards."""
+    before = {number: signal.signal(number, handler) for number in ENDING}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 def raise_what_was_lost() -> None:

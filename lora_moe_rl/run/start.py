@@ -3,66 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
-from lora_moe_rl import algorithms
-from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl import algorithms, ports
+from lora_moe_rl.algorithms.base import Algorithm
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config.plugins import ENVIRONMENTS
-from lora_moe_rl.errors import CheckpointError, RunDirError
-from lora_moe_rl.files import checkpoint
-from lora_moe_rl.files.checkpoint import Found
+from lora_moe_rl.files import checkpoint, eval_files
+from lora_moe_rl.files.pusher import Pusher
 from lora_moe_rl.files.run_dir import RunDir
-from lora_moe_rl.models.fingerprint import check_unchanged
-from lora_moe_rl.ports import Prompts, Rewards
-from lora_moe_rl.run import adapter_start, loop
+from lora_moe_rl.page import link
+from lora_moe_rl.rewards.by_set import NoRewards
+from lora_moe_rl.run import adapter_start, goes_on, loop, offline
+from lora_moe_rl.run.actors_start import Actors, started
+from lora_moe_rl.run.evaluations import Evaluations
+from lora_moe_rl.run.evaluator import Evaluator
+from lora_moe_rl.run.performance import Performance
 from lora_moe_rl.run.preflight import Preflight
-from lora_moe_rl.run.publisher import Publisher, plan_layouts
+from lora_moe_rl.run.prepared import Prepared
+from lora_moe_rl.run.publisher import Publisher
 from lora_moe_rl.run.records import Records
+from lora_moe_rl.run.room import room
 from lora_moe_rl.run.schedule import Schedule
-from lora_moe_rl.run.signals import ENDING, Stopped, raise_what_was_lost
+from lora_moe_rl.run.signals import Stopped, handled, raise_what_was_lost
+from lora_moe_rl.run.stall import Stall, patience
 from lora_moe_rl.run.tickets import TicketBook
 from lora_moe_rl.telemetry import console, report
-from lora_moe_rl.telemetry.metrics import MetricsWriter
+from lora_moe_rl.telemetry.metrics import MetricsWriter, read_evaluations
 from lora_moe_rl.telemetry.timeline import Timeline
-
-if TYPE_CHECKING:
-    from lora_moe_rl.cluster.engines import RolloutEngines
-    from lora_moe_rl.cluster.trainer import TrainerRanks
-    from lora_moe_rl.refit.transports import Channel
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What a run is made of before anything slow has started. `found` is the checkpoint to go on
-    from, `start` the adapter to begin with; None when there is none."""
-
-    config: RunConfig
-    spec: AdapterSpec
-    model_dir: Path
-    source: Prompts
-    rewards: Rewards
-    run_dir: RunDir
-    found: Found | None = None
-    start: adapter_start.Start | None = None
-
-    @property
-    def step(self) -> int:
-        """The step that the run goes on from."""
-        return self.found.metadata["step"] if self.found else 0
-
-
-class Actors(NamedTuple):
-    """What has started."""
-
-    trainer: TrainerRanks
-    engines: RolloutEngines
-    channel: Channel
 
 
 def run(config: RunConfig, resume: bool = False, fork: Path | None = None) -> None:
@@ -72,151 +41,204 @@ def run(config: RunConfig, resume: bool = False, fork: Path | None = None) -> No
     Raises a LoraMoeRlError for what a user can get wrong, and Stopped when a signal ended the run
     after one of its steps.
     """
-    if (step := _steps_done(config, resume, fork)) >= config.trainer.steps:
+    step = goes_on.steps_done(config, resume, fork)
+    if step >= config.trainer.steps and not _last_evaluation_is_missing(config, step, resume):
         console.say_done(step, config.trainer.steps)
         return
     with Preflight(config, fetch=True) as ready:
         with console.Starting() as starting:
             ready.require(console.warn, starting.begin)
-        with RunDir(config, resume) as run_dir:
+        console.say(room(config, ready.spec).text)
+        with RunDir(config, resume, console.warn) as run_dir:
             if fork is not None:
                 checkpoint.adopt(run_dir.checkpoints, fork)
-            found = _found(run_dir, ready) if resume or fork else None
+            found = goes_on.newest(run_dir, ready) if resume or fork else None
             console.log_to(run_dir.log_path("controller"))
             start = None
             if config.adapter.init_from is not None and not found:
                 start = adapter_start.init_from(config, ready.spec, ready.model_dir)
-            parts = (config, ready.spec, ready.model_dir, ready.source, ready.rewards, run_dir)
-            _run(Prepared(*parts, found=found, start=start))
+            _run(Prepared.of(ready, run_dir, found, start))
 
 
-def _steps_done(config: RunConfig, resume: bool, fork: Path | None) -> int:
-    """What the checkpoint to go on from has done, as far as it has to be known before anything
-    starts. Raises RunDirError when there is none to fork."""
-    if fork is not None:
-        if not (fork / checkpoint.MANIFEST).is_file():
-            raise RunDirError(
-                f"--resume-from {fork} is no checkpoint (it has no {checkpoint.MANIFEST}); name "
-                "one by its directory: RUN/checkpoints/step-000100"
-            )
-        try:
-            return checkpoint.read_manifest(fork)["step"]
-        except CheckpointError as error:
-            raise RunDirError(f"--resume-from {fork} is not valid: {error}") from error
-    root = RunDir(config, resume).checkpoints
-    if not resume or checkpoint.newest_step(root) < config.trainer.steps:
-        return 0
-    return checkpoint.newest_valid(root).metadata["step"]
+def evaluate(config: RunConfig, checkpoint_dir: Path | None) -> None:
+    """Evaluates the adapter of a checkpoint, or without one that a run of `config` would begin
+    with, in a run directory of its own. Trains nothing.
+
+    Raises a LoraMoeRlError for what a user can get wrong.
+    """
+    with Preflight(config, fetch=True) as ready:
+        with console.Starting() as starting:
+            ready.require(console.warn, starting.begin)
+        found = start = None
+        if checkpoint_dir is not None:
+            found = goes_on.at(checkpoint_dir, ready)
+        elif config.adapter.init_from is not None:
+            start = adapter_start.init_from(config, ready.spec, ready.model_dir)
+        with RunDir(config, resume=False, say=console.warn) as run_dir:
+            console.log_to(run_dir.log_path("controller"))
+            prepared = Prepared.of(ready, run_dir, found, start)
+            with MetricsWriter(run_dir, config) as metrics, started(prepared) as actors:
+                _evaluate(prepared, actors, metrics)
+            console.say(f"metrics  {run_dir.metrics_file}")
+            console.say(f"samples  {eval_files.path_of(run_dir.path, prepared.step)}")
+            console.say(f"page     {link.line(run_dir.path)}")
 
 
-def _found(run_dir: RunDir, ready: Preflight) -> Found | None:
-    """The checkpoint to go on from, which fits base and adapter; None when there is none yet."""
-    newest = checkpoint.newest_valid(run_dir.checkpoints)
-    console.say_resume(newest)
-    if newest.path is None:
-        return None
-    check_unchanged(newest.metadata["base"], ready.model_dir)
-    adapter_start.other_ranks(newest, ready.config, ready.spec)
-    return newest
+def _last_evaluation_is_missing(config: RunConfig, step: int, resume: bool) -> bool:
+    """Whether a run that has done all its steps ended before its last evaluation did."""
+    last = config.trainer.steps
+    if not resume or step != last or not config.eval.is_due(step, last):
+        return False
+    return step not in _evaluated(RunDir(config, resume))
+
+
+def _evaluated(run_dir: RunDir) -> set[int]:
+    """The steps whose evaluation is on record."""
+    return {record["step"] for record in read_evaluations(run_dir.metrics_file)}
 
 
 def _run(run: Prepared) -> None:
     run.run_dir.rewind(run.step)  # before the files are opened to go on in them
-    with MetricsWriter(run.run_dir, run.config) as metrics, _actors(run) as actors:
+    eval_files.rewind(run.run_dir.path, run.step)
+    with (
+        _pusher(run) as pusher,
+        MetricsWriter(run.run_dir, run.config) as metrics,
+        started(run) as actors,
+    ):
         parts = (run.config, run.spec, run.model_dir, run.run_dir, actors.trainer, metrics)
-        records = Records(*parts, done=run.step, dtype=actors.trainer.dtype)
+        dtype = actors.trainer.dtype
+        records = Records(*parts, done=run.step, dtype=dtype, written=pusher.push)
+        records.performance = Performance.of_model(run.config, run.spec, run.model_dir, dtype)
         with _signals(records):
-            _go(run, actors, records)
-    report.finish(run.run_dir)
+            _go(run, actors, records, metrics)
+    try:
+        report.finish(run.run_dir)
+    except OSError as error:  # all that counts is written
+        console.warn(f"no table and no pictures of the run: {error}")
     if records.stop_requested:
         console.say_stopped(run.run_dir, records.done)
         raise Stopped
 
 
-def _go(run: Prepared, actors: Actors, records: Records) -> None:
+@contextmanager
+def _pusher(run: Prepared) -> Iterator[Pusher]:
+    """What has not been copied before a stop is copied now."""
+    settings, path = run.config.checkpoint, run.run_dir.path
+    with Pusher(settings, path, again=run.resumed, say=console.warn) as pusher:
+        if run.resumed and run.found is not None and run.found.path is not None:
+            pusher.push(run.found.path, None)
+        yield pusher
+
+
+def _evaluate(run: Prepared, actors: Actors, metrics: MetricsWriter) -> None:
+    engines, publisher = _served(run, actors, goes_on.restore(run, actors.trainer))
+    timeline = Timeline(run.config.num_engines, run.run_dir.write_timeline)
+    evaluator = _evaluator(run, engines, timeline, metrics)
+
+    async def serve_and_ask() -> None:
+        await actors.trainer.hold(run.step)
+        _connect(run, actors)
+        await publisher.start()
+        await evaluator.evaluate(run.step, publisher.version)
+
+    asyncio.run(serve_and_ask())
+
+
+def _evaluator(
+    run: Prepared, engines: ports.Sampler, timeline: Timeline, metrics: MetricsWriter
+) -> Evaluator:
+    kept = run.held_out, run.environment, engines, timeline, run.run_dir, metrics
+    return Evaluator(run.config, *kept)
+
+
+def _connect(run: Prepared, actors: Actors) -> None:
+    """Lets a reward ask the engines, if one does."""
+    if run.connect is not None:
+        assert actors.served is not None  # an offline run has no reward
+        run.connect(actors.served.engines)
+
+
+def _go(run: Prepared, actors: Actors, records: Records, metrics: MetricsWriter) -> None:
     """Steps until done, or until a signal asks to stop after the current one."""
-    config, (trainer, engines, channel) = run.config, actors
-    version = _restore(run, trainer)
-    publisher = Publisher(config, trainer, engines, channel, run.source, trainer.dtype, version)
-    engines.prove = publisher.prove_returned
-    timeline = Timeline(config.rollout.engines, run.run_dir.write_timeline)
-    environment = ENVIRONMENTS.find(config.environment.name)
-    ports = loop.Ports(
+    config, trainer = run.config, actors.trainer
+    engines, publisher = _served(run, actors, goes_on.restore(run, trainer))
+    timeline = Timeline(config.num_engines, run.run_dir.write_timeline)
+    evaluator = _evaluator(run, engines, timeline, metrics)
+    evaluations = Evaluations(config, evaluator, engines, _evaluated(run.run_dir))
+    made = algorithms.make(config)
+    driven = loop.Ports(
         config,
         run.source,
-        environment(config.environment, run.rewards, config.algorithm.group_size),
-        algorithms.make(config),
+        run.environment,
+        made,
         engines,
         trainer,
         publisher,
         records,
         timeline,
+        evaluations,
+        _teacher(run, made),
     )
     asked, algorithm = config.schedule, config.algorithm
     schedule = Schedule(
-        algorithm.prompts_per_step, asked.lag, algorithm.updates_per_step, asked.stale
+        algorithm.prompts_per_step,
+        asked.lag,
+        algorithm.updates_per_step,
+        asked.stale,
+        asked.in_flight == "continue",
     )
     done = run.found.metadata.get("done", []) if run.found else []
-    asyncio.run(loop.run(ports, TicketBook(schedule, done, timeline.wait), run.step + 1))
+    book = TicketBook(schedule, done, timeline.wait)
+
+    async def steps() -> None:
+        await trainer.hold(run.step)
+        _connect(run, actors)
+        await _watched(run, actors, book, timeline, loop.run(driven, book, run.step + 1))
+
+    asyncio.run(steps())
 
 
-def _restore(run: Prepared, trainer: TrainerRanks) -> int:
-    """Adapter, moments and data as the run goes on from them. Returns the adapter's version."""
-    if run.found is None:
-        if run.start is not None:
-            trainer.set_adapter(run.start.tensors)
-            console.say_notes(run.start.notes)
-        return 0
-    found, meta = run.found, run.found.metadata
-    assert found.path is not None
-    old = adapter_start.other_ranks(found, run.config, run.spec)
-    if old is None:
-        trainer.load(found.path, meta["trainer"])
-    else:
-        resized = adapter_start.resized(found, old, run.spec, run.config.seed)
-        with resized as (directory, notes):
-            trainer.load(directory, meta["trainer"])
-        console.say_notes(notes)
-    run.source.load_state_dict(meta["data"])
-    return meta["trainer"]["version"]
+async def _watched(
+    run: Prepared, actors: Actors, book: TicketBook, timeline: Timeline, steps: Coroutine
+) -> None:
+    """The run's steps, unless they get stuck."""
+    if not run.config.faults.stall_s:
+        return await steps
+    from lora_moe_rl.cluster import stacks
+
+    engines = actors.served.engines if actors.served else None
+
+    def under_way() -> list[str]:
+        returning = engines.returning if engines else ()
+        return [*timeline.under_way, *(f"engine-{index}: start" for index in returning)]
+
+    def dump() -> str:
+        stacks.append_own(run.run_dir.log_path("controller"))
+        every = [*actors.trainer.places, *(engines.places if engines else ())]
+        asked = ["controller", *stacks.dump(every)]
+        return f"The stacks of {', '.join(asked)} are in {run.run_dir.logs}"
+
+    stall = Stall(patience(run.config), lambda: book.progress, under_way, lambda: book.waits, dump)
+    await stall.watched(steps)
 
 
-@contextmanager
-def _actors(run: Prepared) -> Iterator[Actors]:
-    """Starts Ray and all actors; ends them, whatever happens."""
-    starting, config = console.Starting(), run.config
-    with starting:
-        starting.begin("importing Ray")
-        import ray
+def _teacher(run: Prepared, algorithm: Algorithm) -> ports.Teacher | None:
+    """Whom the algorithm asks about samples, if anybody."""
+    if algorithm.teacher is None:
+        return None
+    from lora_moe_rl.rewards import teacher
 
-        from lora_moe_rl.cluster.actors import start_ray, states
-        from lora_moe_rl.cluster.engines import RolloutEngines
-        from lora_moe_rl.cluster.placement import Placement
-        from lora_moe_rl.cluster.trainer import TrainerRanks
-        from lora_moe_rl.refit.transports import choose
+    return teacher.Teacher(algorithm.teacher, alone=isinstance(run.environment.rewards, NoRewards))
 
-    try:
-        with starting:
-            starting.begin("starting Ray")
-            start_ray(config.trainer.world_size + config.rollout.engines)
-            starting.begin("starting trainer ranks and rollout engines")
-            placement = Placement(config, [run.model_dir, run.run_dir.path])
-            where = (run.model_dir, run.run_dir, placement)
-            trainer = TrainerRanks(config, run.spec, *where)
-            engines = RolloutEngines(config, run.spec, *where)
-            starting.watch(lambda: states(trainer.starting | engines.starting))
-            engines.start_async()
-            trainer.start_async()
-            started = (trainer.wait_started(), engines.wait_started())
-            places = [[actor.pop("place") for actor in actors] for actors in started]
-            channel = choose(config.refit, *places)
-        console.say_started(*started)
-        layouts = plan_layouts(config, run.spec, started[1][0]["dtype"])
-        trainer.prepare_refit(layouts, channel)
-        engines.prepare_refit(layouts, channel)
-        yield Actors(trainer, engines, channel)
-    finally:
-        ray.shutdown()
+
+def _served(run: Prepared, actors: Actors, version: int) -> tuple[ports.Sampler, ports.Publisher]:
+    """Who samples, and who serves `version` and those after it."""
+    if actors.served is None:
+        return offline.NoEngines(), offline.Unserved(version)
+    config, trainer, (engines, channel) = run.config, actors.trainer, actors.served
+    publisher = Publisher(config, trainer, engines, channel, run.source, trainer.dtype, version)
+    engines.prove, engines.renew = publisher.prove_returned, trainer.renew
+    return engines, publisher
 
 
 @contextmanager
@@ -230,10 +252,6 @@ def _signals(records: Records) -> Iterator[None]:
         records.stop_requested = True
         console.say_stopping()
 
-    before = {number: signal.signal(number, ask) for number in ENDING}
-    try:
+    with handled(ask):
         raise_what_was_lost()
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heappop, heappush
@@ -68,6 +68,7 @@ class TicketBook:
         self.dropped: Counter[str] = Counter()
         self.stale = 0  # tickets so far that were too old, whatever became of them
         self.closed = False
+        self._held = ""  # for what no ticket is drawn, if for anything
         self._next = 0  # the number of the prompt that is drawn next
         self._first: int | None = None  # the oldest number that is under way, or the next
         self._queue: list[int] = []  # a heap: numbers of the tickets that wait
@@ -83,11 +84,31 @@ class TicketBook:
         asleep = (pair for sleeping in self._sleeping.values() for pair in sleeping)
         return Counter(what for future, what in asleep if not future.done())
 
+    @property
+    def progress(self) -> tuple[float, ...]:
+        """Equal as long as nothing happens to any ticket."""
+        counts = map(len, (self.tickets, self._queue, self._rolling, self._scored))
+        sampled_at = max((ticket.sampled_at for ticket in self._rolling.values()), default=0.0)
+        return (self._next, self.stale, self.dropped.total(), sampled_at, *counts)
+
     async def slot(self) -> bool:
         """Waits until one more ticket may be drawn. False when the book is closed."""
-        may_admit = self.schedule.may_admit
-        await self._until(lambda: "" if may_admit(len(self.tickets)) else "a slot", SLOT)
+        await self._until(self._no_slot, SLOT)
         return not self.closed
+
+    def _no_slot(self) -> str:
+        """What the next ticket has to wait for; '' for nothing."""
+        return self._held or ("" if self.schedule.may_admit(len(self.tickets)) else "a slot")
+
+    @contextmanager
+    def held(self, what: str) -> Iterator[None]:
+        """No ticket is drawn before the block has ended, which is for `what`."""
+        self._held = what
+        try:
+            yield
+        finally:
+            self._held = ""
+            self._wake(SLOT)
 
     def admit(self, prompt: Prompt, drawn_at: dict[str, Any]) -> None:
         """A prompt becomes a ticket, unless it was finished before the run was resumed."""

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from lora_moe_rl.cluster.log import FORMAT
-from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config import EvalConfig, RunConfig
 from lora_moe_rl.files.checkpoint import Found
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.telemetry import names
@@ -44,8 +44,22 @@ _COLUMNS = {
     names.time("train"): ("train s", 8, ".2f"),
     names.STEP_SECONDS: ("step s", 8, ".2f"),
 }
+# The same of a run that learns from the rows' own answers.
+_OFFLINE = {
+    "answers": {
+        names.NLL: ("loss", 8, ".4f"),
+        names.PERPLEXITY: ("perplexity", 11, ".4g"),
+    },
+    "pairs": {
+        names.DPO: ("loss", 8, ".4f"),
+        names.MARGIN: ("margin", 9, "+.3f"),
+        names.ACCURACY: ("right", 7, ".0%"),
+    },
+}
+_OFFLINE_ALWAYS = (names.ENTROPY, names.GRAD_NORM, names.time("train"), names.STEP_SECONDS)
 _STEP, _WAITING, _LEFT = ("step", 8), ("waiting", 13), ("left", 8)
 _STEPS_OF_ETA = 20
+SHOWN_OF_EVAL = ("avg", "avg_ci95", "response_length", "truncated", "failed")
 
 _console = Console(highlight=False, soft_wrap=True)
 _errors = Console(highlight=False, soft_wrap=True, stderr=True)
@@ -57,7 +71,11 @@ class StepLines:
     def __init__(self, config: RunConfig):
         self._total = config.trainer.steps
         self._columns = dict(_COLUMNS)
-        if config.algorithm.on_policy:
+        if config.offline:
+            every = {name: _COLUMNS[name] for name in _OFFLINE_ALWAYS}
+            length = {names.ANSWER_LENGTH: ("length", 8, ",.1f")}
+            self._columns = _OFFLINE[config.learns_from] | length | every
+        elif config.algorithm.on_policy:
             del self._columns[names.LOSS]
         self._ahead = config.schedule.lag > 0  # else trainer and engines take turns
         self._seconds: deque[float] = deque(maxlen=_STEPS_OF_ETA)
@@ -87,6 +105,22 @@ class StepLines:
             _console.print(Text(self.header, style="bold"))
         self._lines += 1
         _console.print(Text(self.line(record)))
+
+
+def show_evaluation(record: dict[str, Any], config: EvalConfig) -> None:
+    """A line for each set: the mean reward with its 95 % interval, then what else it has."""
+    for name, settings in config.sets.items():
+        own = {what: record[names.of_eval(name, what)] for what in SHOWN_OF_EVAL}
+        cells = [f"avg {_number(own['avg'], '.3f')} ±{_number(own['avg_ci95'], '.3f')}"]
+        more = [f"pass@{k}" for k in settings.ks]
+        more += [] if settings.answer is None else [f"maj@{settings.samples}"]
+        for what in more:
+            cells.append(f"{what} {_number(record[names.of_eval(name, what)], '.3f')}")
+        cells += [f"length {own['response_length']:,.1f}", f"cut {own['truncated']:.0%}"]
+        if own["failed"]:
+            cells.append(f"failed {own['failed']:.0f}")
+        cells.append(f"{record[names.EVAL_SECONDS]:.1f} s")
+        say(f"eval {name} after step {record['step']}: {', '.join(cells)}", "cyan")
 
 
 def _waiting(record: dict[str, Any]) -> str:
@@ -187,6 +221,14 @@ def say_started(trainer: list[dict[str, Any]], engines: list[dict[str, Any]]) ->
     for kind, actors in (("trainer", trainer), ("engine", engines)):
         for index, facts in enumerate(actors):
             say(f"{kind}-{index}: {_facts(facts)}", "dim")
+
+
+def say_offline(config: RunConfig) -> None:
+    say(
+        f"no engines: algorithm={config.algorithm.name} learns from the rows' own answers; nothing "
+        "is sampled, scored or served, and routers choose freely",
+        "dim",
+    )
 
 
 def _facts(facts: dict[str, Any]) -> str:

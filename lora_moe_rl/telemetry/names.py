@@ -5,13 +5,20 @@ from __future__ import annotations
 REWARD, REWARD_STD = "reward/mean", "reward/std"
 REWARDS_NONE, REWARDS_FAILED = "reward/none", "reward/failed"
 SOLVED_ALL, SOLVED_NONE = "reward/solved_all", "reward/solved_none"
+TEACHER_KL, TEACHER_LOGPROB = "teacher/reverse_kl", "teacher/logprob"
+REWEIGHT_KEPT, REWEIGHT_MOST = "reweight/kept", "reweight/most"
+REWEIGHT_REWARD = "reweight/reward_mean"
 LOSS = "loss/policy"
+NLL, PERPLEXITY = "loss/nll", "loss/perplexity"
+DPO, MARGIN, ACCURACY = "loss/dpo", "rewards/margins", "rewards/accuracies"
+ANSWER_LENGTH, DATA_TOKENS_PER_SECOND = "data/answer_length", "data/tokens_per_second"
 ENTROPY = "policy/entropy"
 RESPONSE_LENGTH = "rollout/response_length"
 TRUNCATED = "rollout/truncated"
 TOKENS = "rollout/tokens"
 TOKENS_PER_SECOND = "rollout/tokens_per_second"
 RESTARTS = "rollout/restarts"
+TRAINER_RESTARTS = "trainer/restarts"
 STALE = "rollout/stale"
 IDLE_TRAINER, IDLE_ENGINES = "idle/trainer", "idle/engines"
 MISMATCH_KL = "mismatch/kl"
@@ -23,10 +30,21 @@ COVERAGE, DISAGREEMENT = "replay/coverage", "replay/disagreement"
 GRAD_NORM, SKIPPED = "optim/grad_norm", "optim/skipped"
 VERSION = "adapter/version"
 REFIT_SECONDS = "refit/seconds"
+TOKENS_PER_GPU = "perf/tokens_per_second_per_gpu"
+TFLOPS, MFU = "perf/tflops_per_gpu", "perf/mfu"
+REWARD_HISTOGRAM, ADVANTAGE_HISTOGRAM = "histogram/reward", "histogram/advantage"
+LENGTH_HISTOGRAM = "histogram/response_length"
+# Of an evaluation: after which step, of which adapter version, how long.
+EVAL_STEP, EVAL_VERSION, EVAL_SECONDS = "eval/step", "eval/version", "eval/seconds"
 
 # A step's stages, which follow each other; what it takes beyond them is other.
 STAGES = ("rollout", "reward", "train", "refit")
 STEP_SECONDS = "time/step"
+
+
+def stages(offline: bool) -> tuple[str, ...]:
+    """Of a run, or of one that learns from the rows' own answers."""
+    return ("train",) if offline else STAGES
 
 
 def of_set(data_set: str, what: str) -> str:
@@ -44,6 +62,11 @@ def of_reward(name: str) -> str:
     return f"reward/{name}"
 
 
+def of_environment(what: str) -> str:
+    """The metric of something that an environment counts, summed over a step."""
+    return f"environment/{what}"
+
+
 def kl_of_age(age: int) -> str:
     """The metric of the tokens that are `age` steps older than what is updated."""
     return f"mismatch/kl_age_{age}"
@@ -52,3 +75,8 @@ def kl_of_age(age: int) -> str:
 def time(stage: str) -> str:
     """The metric of a stage's seconds."""
     return f"time/{stage}"
+
+
+def of_eval(place: str, what: str) -> str:
+    """The metric of an eval set, or of one value of a column of it: `what` is avg, pass@8, …"""
+    return f"eval/{place}/{what}"

@@ -1,8 +1,12 @@
-"""The end of a run: a table of its first and last steps, curves.png and the timeline's files."""
+"""The end of a run: a table of its first and last steps, curves.png and the timeline's files, and
+where its page is."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +15,22 @@ from rich.console import Console
 from rich.table import Table
 
 from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.page import link
 from lora_moe_rl.telemetry import names, timeline_views
-from lora_moe_rl.telemetry.metrics import read_metrics
+from lora_moe_rl.telemetry.metrics import read_evaluations, read_metrics
 
 STEPS_COMPARED = 5
 
 # Metric -> (label, format, how the compared steps are summed up).
 _ROWS = {
     names.REWARD: ("reward", ".3f", "mean"),
+    names.NLL: ("loss", ".4f", "mean"),
+    names.PERPLEXITY: ("perplexity", ".4g", "mean"),
+    names.DPO: ("loss", ".4f", "mean"),
+    names.MARGIN: ("margin", "+.3f", "mean"),
+    names.ACCURACY: ("pairs the right way round", ".1%", "mean"),
     names.REWARDS_FAILED: ("failed rewards", ".0f", "max"),
+    names.TEACHER_KL: ("reverse KL to the teacher", ".3f", "mean"),
     names.TRUNCATED: ("truncated samples", ".1%", "mean"),
     names.MISMATCH_KL: ("mismatch KL", ".1e", "max"),
     names.MISMATCH_LARGEST: ("mismatch, largest |Δlogprob|", ".1e", "max"),
@@ -27,6 +38,7 @@ _ROWS = {
     names.DISAGREEMENT: ("routes the trainer would change", ".2%", "mean"),
     names.GRAD_NORM: ("gradient norm", ".3g", "mean"),
     names.TOKENS_PER_SECOND: ("tokens/s", ",.0f", "mean"),
+    names.DATA_TOKENS_PER_SECOND: ("tokens/s", ",.0f", "mean"),
     **{names.time(stage): (f"{stage} s", ".3f", "mean") for stage in names.STAGES},
     names.STEP_SECONDS: ("step s", ".3f", "mean"),
 }
@@ -34,34 +46,51 @@ _SUMMARIES = {"mean": np.mean, "max": np.max, "min": np.min}
 
 
 def finish(run_dir: RunDir) -> None:
-    """Prints the table, and writes curves.png and the timeline of the last steps. Nothing when no
-    step was done."""
+    """Prints the table, writes curves.png and the timeline of the last steps, and says last how to
+    look at the run. Nothing when no step was done."""
     records = read_metrics(run_dir)
     if not records:
         return
     console = Console(highlight=False)
     console.print(table(records))
-    draw(records, run_dir.curves_file, title=run_dir.path.name)
+    evaluations = read_evaluations(run_dir.metrics_file)
+    draw(records, run_dir.curves_file, run_dir.path.name, evaluations)
     files = {"metrics": [run_dir.metrics_file], "curves": [run_dir.curves_file]}
     files["timeline"] = timeline_views.write(run_dir.path)
     for what, paths in files.items():
         console.print(f"{what:<8} {' '.join(map(str, paths))}", soft_wrap=True)
+    console.print(f"page     {link.line(run_dir.path)}", soft_wrap=True, markup=False)
 
 
 def table(records: list[dict[str, Any]]) -> Table:
     """The first steps beside the last, each row summed up as its label says."""
-    n = min(STEPS_COMPARED, len(records))
-    first, last = records[:n], records[-n:]
+    first, last = spans(records)
     result = Table(title=f"{len(records)} steps", title_justify="left", title_style="bold")
     result.add_column("")
-    result.add_column(f"steps {_span(first)}", justify="right")
-    result.add_column(f"steps {_span(last)}", justify="right")
+    result.add_column(f"steps {first}", justify="right")
+    result.add_column(f"steps {last}", justify="right")
     result.add_column("over all", justify="right")
+    for row in rows(records):
+        result.add_row(*row)
+    return result
+
+
+def rows(records: list[dict[str, Any]]) -> list[list[str]]:
+    """Of each metric that there is: its label, and what it was over the first steps, over the last
+    (`spans`), and over all."""
+    n, found = min(STEPS_COMPARED, len(records)), []
     for metric, (label, form, how) in _ROWS.items():
         if any(metric in record for record in records):
-            cells = [_summary(part, metric, form, how) for part in (first, last, records)]
-            result.add_row(label if how == "mean" else f"{label} ({how})", *cells)
-    return result
+            parts = (records[:n], records[-n:], records)
+            cells = [_summary(part, metric, form, how) for part in parts]
+            found.append([label if how == "mean" else f"{label} ({how})", *cells])
+    return found
+
+
+def spans(records: list[dict[str, Any]]) -> tuple[str, str]:
+    """Which steps the first and the last are, as 1-5 and 36-40."""
+    n = min(STEPS_COMPARED, len(records))
+    return _span(records[:n]), _span(records[-n:])
 
 
 def _span(records: list[dict[str, Any]]) -> str:
@@ -81,27 +110,41 @@ def column(records: list[dict[str, Any]], metric: str) -> np.ndarray:
     return np.array([math.nan if value is None else value for value in values], dtype=float)
 
 
-def draw(records: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Three panels over the steps: reward with the deviation of its samples, mismatch on a
-    logarithmic axis, step time by stage."""
+def draw(
+    records: list[dict[str, Any]],
+    path: Path,
+    title: str,
+    evaluations: Sequence[dict[str, Any]] = (),
+) -> None:
+    """Three panels over the steps: reward with the deviation of its samples and the mean of each
+    eval set, mismatch on a logarithmic axis, step time by stage. Without rewards the first two
+    are loss and gradient."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 3.9), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)  # no window, no global state
     figure.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold")
-    reward, mismatch, seconds = figure.subplots(1, 3)
+    first, second, seconds = figure.subplots(1, 3)
     steps = column(records, "step")
-    _draw_reward(reward, steps, records)
-    _draw_mismatch(mismatch, steps, records)
+    if names.REWARD in records[0]:
+        _draw_evaluations(first, evaluations)
+        _draw_reward(first, steps, records)
+        _draw_mismatch(second, steps, records)
+    else:
+        loss = next(name for name in (names.DPO, names.NLL, names.GRAD_NORM) if name in records[0])
+        _draw_one(first, steps, records, loss, "loss")
+        _draw_one(second, steps, records, names.GRAD_NORM, "gradient norm")
     _draw_seconds(seconds, steps, records)
-    for axes in (reward, mismatch, seconds):
+    for axes in (first, second, seconds):
         axes.set_xlabel("step")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
         axes.set_xlim(*_limits(steps))
         axes.xaxis.get_major_locator().set_params(integer=True)
+    if evaluations:  # of which one may be before the first step
+        first.set_xlim(*_limits(np.append(steps, column(list(evaluations), "step"))))
     figure.savefig(path)
 
 
@@ -118,6 +161,26 @@ def _draw_reward(axes: Any, steps: np.ndarray, records: list[dict[str, Any]]) ->
     axes.legend(frameon=False, fontsize=8, loc="best")
 
 
+def _draw_one(
+    axes: Any, steps: np.ndarray, records: list[dict[str, Any]], metric: str, title: str
+) -> None:
+    axes.plot(steps, column(records, metric), color=BLUE, linewidth=1.8, **_marker(steps))
+    axes.set_title(f"{title} ({metric})", loc="left", fontsize=10)
+
+
+def _draw_evaluations(axes: Any, records: Sequence[dict[str, Any]]) -> None:
+    """Each set's mean with its 95 % interval, where it was evaluated."""
+    keys = dict.fromkeys(key for record in records for key in record)
+    found = (re.fullmatch(names.of_eval("(.+)", "avg_ci95"), key) for key in keys)
+    sets = [match[1] for match in found if match]
+    for name, color in zip(sets, cycle((ORANGE, GREEN, RED, "#7f5fb5")), strict=False):
+        own = [record for record in records if names.of_eval(name, "avg") in record]
+        mean, width = (column(own, names.of_eval(name, what)) for what in ("avg", "avg_ci95"))
+        style = {"marker": "o", "markersize": 3, "linewidth": 1.2, "elinewidth": 0.8}
+        at = column(own, "step")
+        axes.errorbar(at, mean, np.nan_to_num(width), color=color, label=f"eval {name}", **style)
+
+
 def _draw_mismatch(axes: Any, steps: np.ndarray, records: list[dict[str, Any]]) -> None:
     lines = {names.MISMATCH_LARGEST: ("largest |Δlogprob|", ORANGE)}
     lines[names.MISMATCH_KL] = ("KL (k3)", RED)
@@ -132,14 +195,18 @@ def _draw_mismatch(axes: Any, steps: np.ndarray, records: list[dict[str, Any]]) 
 
 
 def _draw_seconds(axes: Any, steps: np.ndarray, records: list[dict[str, Any]]) -> None:
-    stages = np.nan_to_num([column(records, names.time(stage)) for stage in names.STAGES])
+    colors = {
+        stage: color
+        for stage, color in zip(names.STAGES, (BLUE, GREEN, ORANGE, RED), strict=True)
+        if names.time(stage) in records[0]
+    }
+    stages = np.nan_to_num([column(records, names.time(stage)) for stage in colors])
     other = np.clip(
         np.nan_to_num(column(records, names.STEP_SECONDS)) - stages.sum(axis=0), 0, None
     )
-    colors = (BLUE, GREEN, ORANGE, RED, "#bbbbbb")
     bottom = np.zeros(len(steps))
-    labels = (*names.STAGES, "other")
-    for label, values, color in zip(labels, [*stages, other], colors, strict=True):
+    colors["other"] = "#bbbbbb"
+    for (label, color), values in zip(colors.items(), [*stages, other], strict=True):
         axes.bar(steps, values, bottom=bottom, width=0.85, color=color, label=label, linewidth=0)
         bottom += values
     # Step 1 warms up, and may take several times the others: such a bar is cut, and says so.

@@ -2,7 +2,7 @@
 
     who        what                              number
     feed       wait: a slot
-    engine-0   sample                            the prompt's; several at the same time
+    engine-0   sample, evaluate                  the prompt's; several at the same time
     rewards    reward                            the prompt's: from its last sample to its score
     trainer    wait: scored groups, update       the step's
     publish    publish                           the version's
@@ -23,8 +23,14 @@ from lora_moe_rl.telemetry import names
 
 FEED, REWARDS, TRAINER, PUBLISH = "feed", "rewards", "trainer", "publish"
 SAMPLE, REWARD, UPDATE, WAIT = "sample", "reward", "update", "wait: "
+EVALUATE = "evaluate"  # a request for samples of a held-out prompt
 # Whose waiting is kept, by what is waited for (run/tickets.py).
-WAITERS = {"a slot": FEED, "scored groups": TRAINER, "the oldest groups": TRAINER}
+WAITERS = {
+    "a slot": FEED,
+    "an evaluation": FEED,
+    "scored groups": TRAINER,
+    "the oldest groups": TRAINER,
+}
 GAP_S = 1e-3  # waits that are no further apart are one: who waits looks up at every change
 
 
@@ -104,6 +110,12 @@ class Timeline:
         finally:
             span.end = self.clock()
 
+    @property
+    def under_way(self) -> list[str]:
+        """What is being done, without what is waited for."""
+        going = (span for span in self._spans if span.end is None and not span.waits)
+        return [f"{span.who}: {span.what} {span.number}" for span in going]
+
     def step(self, step: int) -> dict[str, float]:
         """Ends a step: writes the spans that ended in it, and returns its idle shares."""
         begin, end = self._begin, self.clock()
@@ -131,7 +143,8 @@ def _clock() -> Callable[[], float]:
 
 def idle(spans: Iterable[Span], begin: float, end: float, engines: int) -> dict[str, float]:
     """Of the time from `begin` to `end`: the share in which the trainer neither updated nor
-    published, and that in which an engine had no request for samples, the mean over engines."""
+    published, and that in which an engine had no request for samples, the mean over engines, if
+    there are any."""
     busy: dict[str, list[Span]] = {}
     for span in spans:
         if not span.waits:
@@ -140,8 +153,11 @@ def idle(spans: Iterable[Span], begin: float, end: float, engines: int) -> dict[
     def share(who: str) -> float:
         return 1 - covered(busy.get(who, ()), begin, end) / max(end - begin, 1e-9)
 
-    shares = [share(engine(index)) for index in range(engines)]
-    return {names.IDLE_TRAINER: share(TRAINER), names.IDLE_ENGINES: sum(shares) / engines}
+    found = {names.IDLE_TRAINER: share(TRAINER)}
+    if engines:
+        shares = [share(engine(index)) for index in range(engines)]
+        found[names.IDLE_ENGINES] = sum(shares) / engines
+    return found
 
 
 def covered(spans: Iterable[Span], begin: float, end: float) -> float:

@@ -24,10 +24,16 @@ from lora_moe_rl.files.run_dir import (
     read_jsonl,
     replace_file,
 )
-from lora_moe_rl.telemetry.timeline import FEED, PUBLISH, REWARDS, SAMPLE, TRAINER, Span
+from lora_moe_rl.telemetry.timeline import EVALUATE, FEED, PUBLISH, REWARDS, SAMPLE, TRAINER, Span
 
 STEPS_SHOWN = 6
-COLORS = {SAMPLE: "#2b6cb0", "reward": "#4a9a6a", "update": "#dd8a2c", "publish": "#b9483d"}
+COLORS = {
+    SAMPLE: "#2b6cb0",
+    EVALUATE: "#7f5fb5",
+    "reward": "#4a9a6a",
+    "update": "#dd8a2c",
+    "publish": "#b9483d",
+}
 WAITING = "#e3e3e3"
 MICROSECONDS = 1e6
 

@@ -15,7 +15,6 @@ import torch
 
 from lora_moe_rl.algorithms.base import Known, Pass
 from lora_moe_rl.data.batch import TrainBatch, stream_of, unpack
-from lora_moe_rl.data.samples import NOT_SAMPLED
 from lora_moe_rl.trainer.engine import TrainingEngine, Work
 from lora_moe_rl.trainer.meter import Meter
 
@@ -33,11 +32,16 @@ def revise(
     if batch.rewards is None:
         raise ValueError("the algorithm revises its advantages, but its signals had no rewards")
     made = {name: everywhere(name, batch, works, meter) for name in sorted(algorithm.passes)}
-    masks = [versions != NOT_SAMPLED for versions in batch.versions]
-    known = Known(batch.rewards, batch.groups, masks, **made)
+    known = Known(batch.rewards, batch.groups, batch.masks, **made)
     advantages = [one.astype(np.float32) for one in algorithm.revised(known)]
+    meter.of_step = algorithm.revised_metrics(known)
+    rewards = [
+        np.full(len(mask), reward, np.float32)
+        for mask, reward in zip(batch.masks, batch.rewards, strict=True)
+    ]
     for work in works:
         work.data = replace(work.data, advantages=stream_of(work.data, advantages))
+        work.known["rewards"] = torch.from_numpy(stream_of(work.data, rewards))
     if algorithm.critic is not None:
         returns = algorithm.returns(known)
         for work in works:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +18,6 @@ from megatron.core import parallel_state as ps
 
 from lora_moe_rl.adapters.attach import Adapters
 from lora_moe_rl.adapters.gradients import current_layout
-from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.adapters.value_head import ValueHead
 from lora_moe_rl.algorithms.parts.critic import CriticSettings
 from lora_moe_rl.algorithms.parts.value_loss import explained_variance, moments, value_loss
@@ -49,11 +47,11 @@ class Critic:
         head = None
         if ps.is_pipeline_last_stage(ignore_virtual=True):
             head = ValueHead(chunks[-1].output_layer, current_layout())
-        spec, seed = critic_spec(engine.spec), f"{config.seed}/critic"
+        spec, seed = engine.spec.of_critic(), f"{config.seed}/critic"
         self.adapters = Adapters(chunks, spec, seed, None, config.trainer.lora_kernel, head)
         self.adapters.switch.on = False
         trainer = config.trainer.model_copy(update={"lr": settings.critic_lr or config.trainer.lr})
-        total = config.trainer.steps * config.algorithm.optimizer_steps
+        total = config.trainer.steps * config.algorithm.updates_per_step
         self.optimizer = AdapterOptimizer(trainer, self.adapters, total)
 
     @property
@@ -86,18 +84,21 @@ class Critic:
             self.engine.evaluate(works, keep, _read, replay=self.replayed)
 
     def backward(self, works: list[Work], tokens: int, meter: Meter) -> None:
-        """Gradients of the mean loss of `tokens` tokens, those of `works` on all ranks."""
+        """Gradients of the mean loss of `tokens` tokens, those of `works` on all ranks; a sample
+        counts as often as it stands in the loss."""
 
         def loss(work: Work, values: torch.Tensor, _):
-            device = values.device
-            mask = torch.from_numpy(work.data.mask).to(device)
+            device, data = values.device, work.data
+            mask = torch.from_numpy(data.mask).to(device)
+            stands = torch.from_numpy(data.mask * data.copies).to(device)
             old, returns = (work.known[name].to(device) for name in ("values", "returns"))
             each, clipped = value_loss(values, old, returns, self.settings.value_clip)
-            total = each.where(mask, 0).sum()
+            total = (each.where(mask, 0) * stands).sum()
             found = {"loss": each.detach(), "clipped": clipped, "value": old}
             for name, stream in (found | moments(old, returns)).items():
-                meter.add(f"critic/{name}", stream.where(mask, 0).sum(dtype=torch.float64))
-            meter.add("critic/tokens", mask.sum())
+                inside = stream.where(mask, 0) * stands
+                meter.add(f"critic/{name}", inside.sum(dtype=torch.float64))
+            meter.add("critic/tokens", stands.sum())
             return total, mask.sum().to(torch.int), {}
 
         with self.on():
@@ -125,15 +126,9 @@ class Critic:
         }
 
 
-def critic_spec(spec: AdapterSpec) -> AdapterSpec:
-    """Adapters on the same modules, of the same ranks, all of which is trained."""
-    sites = (replace(site, rank=site.trained_rank, frozen_rank=0) for site in spec)
-    return AdapterSpec(spec.shape, tuple(sites))
-
-
 def tokens_in(batch: TrainBatch, samples: np.ndarray) -> int:
-    """Tokens of these samples that have a weight."""
-    return int(sum((batch.weights[i] > 0).sum() for i in samples))
+    """Tokens of these samples that have a weight, as often as the samples stand in the loss."""
+    return int(sum((batch.weights[i] > 0).sum() * batch.copies[i] for i in samples))
 
 
 def _read(work: Work, output: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,8 @@ from lora_moe_rl.adapters.attach import Adapters
 from lora_moe_rl.adapters.olora import OLoRAStart
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.data.batch import MicroBatch, TrainBatch, pack, plan_micro_batches, unpack
+from lora_moe_rl.data.batch import MicroBatch, TrainBatch, pack, unpack
+from lora_moe_rl.data.micro_batches import plan_micro_batches
 from lora_moe_rl.router_replay.audit import Audit, due
 from lora_moe_rl.router_replay.replay import MicroRoutes, Replay
 from lora_moe_rl.router_replay.routes import Routes, Sent
@@ -69,6 +70,11 @@ class Work:
     def __post_init__(self) -> None:
         self.mask = self.data.mask
 
+    @property
+    def stands(self) -> np.ndarray:
+        """int64 [T], how many times each token stands in the loss."""
+        return self.mask * self.data.copies
+
 
 class TrainingEngine:
     """Built once a rank, after `init_process_groups`."""
@@ -86,7 +92,7 @@ class TrainingEngine:
             _train_through_embeddings(inner)
         settings = self.algorithm.critic
         alone = 0 if settings is None else settings.critic_warmup
-        total = (config.trainer.steps - alone) * config.algorithm.optimizer_steps
+        total = (config.trainer.steps - alone) * config.algorithm.updates_per_step
         self.optimizer = AdapterOptimizer(
             config.trainer, self.adapters, total, spec.lr_factors(config.trainer.lr_pattern)
         )

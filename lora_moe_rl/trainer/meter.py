@@ -49,6 +49,9 @@ class Meter:
         self.device, self.algorithm, self.declared = device, algorithm, algorithm.metrics
         self.version, self.versions_per_step = version, versions_per_step
         self.ages = range(lag + 1) if lag else range(0)
+        # Whether an engine has sampled the tokens, which can be compared with it then.
+        self.sampled = algorithm.learns_from == "rollouts"
+        self.of_step: dict[str, float] = {}  # what the algorithm says of the step as a whole
         self.sums: dict[str, float] = defaultdict(float)
         self.extremes: dict[str, float] = {}  # of the metrics that are a max or a min
         # By prefix, of the token that was furthest apart: see WORST.
@@ -58,15 +61,16 @@ class Meter:
     def add(self, name: str, value) -> None:
         self.sums[name] += float(value)
 
-    def add_metrics(self, metrics: Mapping[str, torch.Tensor], mask: torch.Tensor) -> None:
-        """Of the tokens of one micro-batch, where `mask` is True; all [T]. Raises ValueError for
-        other metrics than those declared: a rank without them would wait for ever for the
-        others."""
+    def add_metrics(self, metrics: Mapping[str, torch.Tensor], stands: torch.Tensor) -> None:
+        """Of the tokens of one micro-batch; all [T]. stands: int, how many times each token is in
+        the loss. Raises ValueError for other metrics than those declared: a rank without them would
+        wait for ever for the others."""
         if set(metrics) != set(self.declared):
             raise ValueError(
                 f"the loss returned the metrics {sorted(metrics)}; its algorithm declares "
                 f"{sorted(self.declared)}"
             )
+        mask = stands > 0
         for name, value in metrics.items():
             how = self.declared[name]
             if how in ("max", "min"):
@@ -75,13 +79,19 @@ class Meter:
                 if here := known + value[mask].tolist():
                     self.extremes[name] = pick(here)
             else:
-                self.add(f"loss/{name}", value.where(mask, 0).sum())
+                self.add(f"loss/{name}", (value.where(mask, 0) * stands).sum())
 
     def mismatch(self, prefix: str, data: MicroBatch, trainer: torch.Tensor) -> None:
         """Rollout against trainer, over the sampled tokens of this micro-batch; if there may be
-        older ones, the KL also of each age apart."""
+        older ones, the KL also of each age apart. Nothing when no engine sampled them.
+
+        A token is as old as the oldest one of its sequence, whose routes it follows on: where
+        another version goes on (schedule.continued=join), the engine's routes of the prefix were
+        others."""
+        if not self.sampled:
+            return
         ours, theirs = trainer.cpu().numpy(), data.rollout_logprobs
-        ages = -((data.versions - self.version) // self.versions_per_step)
+        ages = self._ages(data)
         if prefix == WITH:
             self.add(names.MISMATCH_JUDGED, (data.sampled & (ages == 0)).sum())
         for age in self.ages if prefix == WITH else ():
@@ -102,18 +112,28 @@ class Meter:
             sample, token = float(data.sample_of[t]), data.positions[t] + 1.0  # predicted at t
             self.worst[prefix] = (diff, sample, token, float(theirs[t]), float(ours[t]))
 
+    def _ages(self, data: MicroBatch) -> np.ndarray:
+        """int [T], in steps: of each sequence's oldest sampled token."""
+        ages = -((data.versions - self.version) // self.versions_per_step)
+        lengths = np.diff(data.cu_seqlens)
+        sequence = np.repeat(np.arange(len(lengths)), lengths)
+        oldest = np.zeros(len(lengths), ages.dtype)
+        np.maximum.at(oldest, sequence[data.sampled], ages[data.sampled])
+        return oldest[sequence]
+
     def loss(self, divisor: float) -> float:
         """The summed loss so far / `divisor`."""
         return self._reduce(["loss"])["loss"] / divisor
 
     def metrics(self, results: list[StepResult], compared: bool) -> dict[str, float]:
         """`compared`: whether there was a forward without replay."""
-        prefixes = (WITH, WITHOUT) if compared else (WITH,)
+        prefixes = (WITH, WITHOUT) if compared else (WITH,) if self.sampled else ()
         sums = [f"loss/{n}" for n, how in self.declared.items() if how in ("token_mean", "sum")]
         apart = (*_MISMATCH_MEANS, "tokens", *kl.OF_SAMPLES, "samples")
         sums += [f"{p}/{name}" for p in prefixes for name in apart]
         s = self._reduce([*_ALWAYS, names.MISMATCH_JUDGED, *sums])
-        tokens, responses = max(s["tokens"], 1.0), max(s[f"{WITH}/tokens"], 1.0)
+        tokens = max(s["tokens"], 1.0)
+        responses = max(s[f"{WITH}/tokens"], 1.0) if self.sampled else tokens
         metrics = {
             f"loss/{name}": s[f"loss/{name}"] / (tokens if how == "token_mean" else 1.0)
             for name, how in self.declared.items()
@@ -124,11 +144,13 @@ class Meter:
             "loss/tokens": s["tokens"],
             "loss/rejected_tokens": s["rejected"],
             "policy/entropy": s["entropy"] / responses,
-            "replay/masked_tokens": s["masked"],
-            names.MISMATCH_JUDGED: s[names.MISMATCH_JUDGED] / responses,
             "optim/grad_norm": float(np.mean([r.grad_norm for r in results])),
             "optim/lr": results[-1].lr,
+            **self.of_step,
         }
+        if self.sampled:
+            metrics["replay/masked_tokens"] = s["masked"]
+            metrics[names.MISMATCH_JUDGED] = s[names.MISMATCH_JUDGED] / responses
         for prefix in prefixes:
             count = max(s[f"{prefix}/tokens"], 1.0)
             metrics |= {

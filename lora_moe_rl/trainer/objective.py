@@ -4,6 +4,8 @@ data.weights > 0  and  routes are there, if replay.missing=mask  and  algorithm.
                        ──> the mask of each micro-batch, and how many tokens of each sample stay
 algorithm.averaged     ──> a mean over the step, before algorithm.keep
 those counts, over all ranks  ──aggregation──> a scale a sample, and one divisor
+
+A sample that stands in the loss several times counts so often wherever there is a sum or a mean.
 """
 
 from __future__ import annotations
@@ -33,15 +35,16 @@ def choose_tokens(
         work.mask = data.mask
         if work.complete is not None and engine.config.replay.missing == "mask":
             work.mask = work.mask & work.complete
-        meter.add("masked", data.mask.sum() - work.mask.sum())
+        meter.add("masked", data.copies[data.mask & ~work.mask].sum())
         if algorithm.averages and engine.is_last_stage:
             tokens = tokens_of(work, work.known["old"])
             streams = algorithm.averaged(tokens)
-            inside = [stream.where(tokens.mask, 0) for stream in streams]
+            times = torch.from_numpy(work.stands)
+            inside = [stream.where(tokens.mask, 0) * times.to(stream) for stream in streams]
             sums += [stream.sum(dtype=torch.float64).item() for stream in inside]
         if algorithm.rejects and engine.is_last_stage:
             stay = algorithm.keep(tokens_of(work, work.known["old"])).cpu().numpy()
-            meter.add("rejected", (work.mask & ~stay).sum())
+            meter.add("rejected", data.copies[work.mask & ~stay].sum())
             work.mask = work.mask & stay
         kept[list(data.samples)] += np.bincount(data.places[work.mask], minlength=len(data.samples))
     here = np.append(kept, sums) if meter.reports else np.zeros(len(kept) + 2)
@@ -58,9 +61,8 @@ def scales_of(
     mine = np.zeros_like(kept)
     mine[samples] = kept[samples]
     config = engine.config
-    return aggregate(
-        config.algorithm.aggregation, mine, batch.groups, config.rollout.max_response_tokens
-    )
+    how, longest = config.algorithm.aggregation, config.max_response_tokens
+    return aggregate(how, mine, batch.groups, batch.copies, longest)
 
 
 def tokens_of(work: Work, logprobs: torch.Tensor) -> Tokens:
@@ -73,7 +75,7 @@ def tokens_of(work: Work, logprobs: torch.Tensor) -> Tokens:
             values = torch.from_numpy(values).to(device)
         return values.where(mask, 0)
 
-    reference = work.known.get("reference")
+    reference, rewards = work.known.get("reference"), work.known.get("rewards")
     return Tokens(
         mask=mask,
         logprobs=inside(logprobs),
@@ -85,6 +87,7 @@ def tokens_of(work: Work, logprobs: torch.Tensor) -> Tokens:
         samples=torch.from_numpy(data.places).to(device),
         num_samples=len(data.samples) + 1,
         step_mean=work.step_mean,
+        rewards=None if rewards is None else inside(rewards.to(device)),
     )
 
 

@@ -23,6 +23,7 @@ from lora_moe_rl.adapters.shards import Shard
 from lora_moe_rl.algorithms import passes
 from lora_moe_rl.algorithms.parts.aggregation import Scales
 from lora_moe_rl.data.batch import TrainBatch
+from lora_moe_rl.data.kept import with_tokens
 from lora_moe_rl.data.samples import UpdateResult
 from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.router_replay.audit import due
@@ -34,6 +35,7 @@ from lora_moe_rl.trainer.logprobs import token_entropy
 from lora_moe_rl.trainer.meter import WITH, WITHOUT, Meter
 from lora_moe_rl.trainer.objective import choose_tokens, scales_of, tokens_of, total_of
 from lora_moe_rl.trainer.optimizer import StepResult
+from lora_moe_rl.trainer.token_values import Kept
 
 
 def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> UpdateResult:
@@ -45,6 +47,7 @@ def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> 
     routes = engine.routes(batch, parts if config.replay.mode == "r3" else ())
     compared = routes is not None and due(batch.step, config.replay.compare_every)
     meter = _meter(engine)
+    looked_at = Kept(batch, with_tokens(config.logging, len(batch.token_ids)))
     with engine.watched_replay(batch, routes) as replay:
         samples = [
             np.flatnonzero(batch.mini_batch == m) for m in range(config.algorithm.mini_batches)
@@ -62,18 +65,22 @@ def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> 
             for mine, works, one in zip(samples, groups, scales, strict=True):
                 if engine.critic is not None:
                     of_critic.append(engine.critic.step(works, tokens_in(batch, mine), meter))
-                results.append(_optimizer_step(engine, works, meter, one, batch.step))
+                one_step = (works, meter, one, batch.step, looked_at)
+                results.append(_optimizer_step(engine, *one_step))
         disagreement = meter.disagreement(replay, engine.spec.shape.moe_layers)
-    metrics = meter.metrics(results, compared) | disagreement
+    metrics = meter.metrics(results, compared)
     if engine.critic is not None:
         metrics |= engine.critic.metrics(of_critic, meter)
+    if not config.offline:
+        metrics |= disagreement | _replay_metrics(engine, batch, routes, meter)
     return UpdateResult(
         version=engine.version,
-        metrics=metrics | _replay_metrics(engine, batch, routes, meter),
+        metrics=metrics,
         skipped=sum(not r.applied for r in results),
         nonfinite=sum(not np.isfinite(r.grad_norm) for r in (*results, *of_critic)),
         seconds=time.perf_counter() - started,
         advantages=advantages if dist.get_rank() == 0 else None,
+        tokens=looked_at.everywhere(meter),
     )
 
 
@@ -152,9 +159,14 @@ def _before_update(engine: TrainingEngine, works: list[Work]) -> None:
 
 
 def _optimizer_step(
-    engine: TrainingEngine, works: list[Work], meter: Meter, scales: Scales, step: int
+    engine: TrainingEngine,
+    works: list[Work],
+    meter: Meter,
+    scales: Scales,
+    step: int,
+    looked_at: Kept,
 ) -> StepResult:
-    _backward(engine, works, meter, scales)
+    _backward(engine, works, meter, scales, looked_at)
     engine.audit.check()
     if scales.divisor == 0:
         return StepResult(False, 0.0, 0.0)
@@ -165,7 +177,13 @@ def _optimizer_step(
     return result
 
 
-def _backward(engine: TrainingEngine, works: list[Work], meter: Meter, scales: Scales) -> None:
+def _backward(
+    engine: TrainingEngine,
+    works: list[Work],
+    meter: Meter,
+    scales: Scales,
+    looked_at: Kept | None = None,
+) -> None:
     """Gradients of the loss of `works`, over all ranks."""
     config = engine.config
     temperature = config.rollout.temperature
@@ -175,12 +193,16 @@ def _backward(engine: TrainingEngine, works: list[Work], meter: Meter, scales: S
         tokens = tokens_of(work, logprobs)
         found = engine.algorithm.loss(tokens)
         total = total_of(found, work, tokens, scales)
-        meter.add("tokens", tokens.mask.sum())
+        meter.add("tokens", work.stands.sum())
         meter.add("loss", total.detach())
-        meter.add_metrics(found.metrics, tokens.mask)
-        meter.mismatch(WITH, data, work.known.get("old", logprobs.detach()))
+        meter.add_metrics(found.metrics, torch.from_numpy(work.stands).to(total.device))
+        before = work.known.get("old", logprobs.detach())
+        meter.mismatch(WITH, data, before)
         entropy = token_entropy(logits.detach(), temperature, engine.spec.shape.vocab_size)
-        meter.add("entropy", entropy.cpu().numpy()[data.sampled].sum())
+        if looked_at is not None:
+            looked_at.take(data, before, entropy)
+        judged = data.sampled if meter.sampled else work.mask
+        meter.add("entropy", entropy.cpu().numpy()[judged].sum())
         return total, tokens.mask.sum().to(torch.int), {}
 
     engine.forward_backward(works, loss, engine.logprobs(temperature), scales.divisor)

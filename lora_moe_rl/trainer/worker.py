@@ -3,7 +3,9 @@ rank in a process of its own."""
 
 from __future__ import annotations
 
+import functools
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +15,7 @@ from lora_moe_rl.adapters.shards import Shard
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
-from lora_moe_rl.files.trainer_state import CRITIC, POLICY, file_name
+from lora_moe_rl.files.trainer_state import CRITIC, POLICY, Whose, file_name
 from lora_moe_rl.refit.parts import PartLayout, SentPart
 from lora_moe_rl.refit.transports import Channel, place
 from lora_moe_rl.router_replay.table import RouteTable
@@ -21,7 +23,10 @@ from lora_moe_rl.trainer.device import Device
 from lora_moe_rl.trainer.environment import without_trackers
 
 if TYPE_CHECKING:
+    from lora_moe_rl.adapters.attach import Adapters
     from lora_moe_rl.router_replay.routes import Sent
+    from lora_moe_rl.trainer.optimizer import AdapterOptimizer
+    from lora_moe_rl.trainer.state import Held
 
 
 class TrainerWorker:
@@ -137,26 +142,61 @@ class TrainerWorker:
         """Writes this rank's files; returns what the manifest must hold to load them."""
         from lora_moe_rl.trainer import state
 
+        for whose, (adapters, optimizer) in self._trained().items():
+            state.save(directory / file_name(self.rank, whose), adapters, optimizer)
+        return self._meta()
+
+    def _trained(self) -> dict[Whose, tuple[Adapters, AdapterOptimizer]]:
+        """What is trained: the policy, and the critic if there is one."""
         engine = self.engine
-        state.save(directory / file_name(self.rank), engine.adapters, engine.optimizer)
+        found: dict[Whose, tuple[Adapters, AdapterOptimizer]] = {
+            POLICY: (engine.adapters, engine.optimizer)
+        }
+        if engine.critic is not None:
+            found[CRITIC] = engine.critic.adapters, engine.critic.optimizer
+        return found
+
+    def _meta(self) -> dict[str, int]:
+        """What has to be known besides tensors: the version, and steps of each optimizer."""
+        engine = self.engine
         meta = {"version": engine.version, "optimizer_steps": engine.optimizer.steps}
-        if engine.critic is None:
-            return meta
-        path = directory / file_name(self.rank, CRITIC)
-        state.save(path, engine.critic.adapters, engine.critic.optimizer)
-        return meta | {"critic_steps": engine.critic.optimizer.steps}
+        if engine.critic is not None:
+            meta["critic_steps"] = engine.critic.optimizer.steps
+        return meta
+
+    def copy(self) -> tuple[int, Held]:
+        """(Bytes, a copy in memory) of all that `save` would write of this rank."""
+        from lora_moe_rl.trainer import state
+
+        tensors: dict[Whose, state.Tensors] = {
+            whose: state.collect(*trained) for whose, trained in self._trained().items()
+        }
+        held = state.Held.of(self._meta(), tensors)
+        return sum(values.nbytes for of in tensors.values() for values in of.values()), held
+
+    def load_copy(self, *parts: Held) -> None:
+        """Goes on from what all ranks of the same layout gave as `copy`. Raises CheckpointError
+        when that is damaged, or not of one moment."""
+        from lora_moe_rl.trainer import state
+
+        state.check_held(parts)
+        self._load(parts[0].meta, functools.partial(state.load_held, parts))
 
     def load(self, directory: Path, meta: dict) -> None:
         """Raises CheckpointError when an element of the policy is missing, or of the critic, if
         there is one."""
         from lora_moe_rl.trainer import state
 
-        engine, steps = self.engine, meta["optimizer_steps"]
-        state.load(directory, POLICY, engine.adapters, engine.optimizer, steps)
-        if engine.critic is not None:
-            steps = meta.get("critic_steps", 0)
-            state.load(directory, CRITIC, engine.critic.adapters, engine.critic.optimizer, steps)
-        engine.version = meta["version"]
+        self._load(meta, functools.partial(state.load, directory))
+
+    def _load(self, meta: dict, load: Callable[..., None]) -> None:
+        steps: dict[Whose, int] = {
+            POLICY: meta["optimizer_steps"],
+            CRITIC: meta.get("critic_steps", 0),
+        }
+        for whose, trained in self._trained().items():
+            load(whose, *trained, steps[whose])
+        self.engine.version = meta["version"]
 
     def set_adapter(self, tensors: dict[str, np.ndarray]) -> None:
         """Writes whole canonical tensors (tests, and starting from an adapter)."""

@@ -17,6 +17,7 @@ from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.config.options import names, positive, verify_parser
 from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.config.plugins import ALGORITHMS
+from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.verify import algorithm_jobs as jobs
 from lora_moe_rl.verify import report
@@ -30,8 +31,9 @@ For each algorithm, the loss and the gradient of one step with random adapters, 
 routes: of a plain reference that takes the whole step at once in float64, of one rank with one
 micro-batch, of one rank with many, and of each layout. Every algorithm comes as it is set and,
 where it has that setting, with algorithm.anchor=rollout, since a ratio to the trainer's own
-logprobs is 1 in a step's first update. That the formulas are the published ones is shown by the
-project's tests, against verl's and TRL's numbers. Exit code 1 when anything is wrong.
+logprobs is 1 in a step's first update. Of one that learns from pairs (dpo) the loss is the sum of
+products that has its gradient. That the formulas are the published ones is shown by the project's
+tests, against verl's and TRL's numbers. Exit code 1 when anything is wrong.
 
 Settings are algorithm.* (for all of them), adapter.*, trainer.device, trainer.dtype and seed.
 """
@@ -204,6 +206,12 @@ def main(argv: Sequence[str]) -> int:
     config = read_config("verify algorithm", options.model, options.settings, SETTINGS, BASE)
     wanted = names(options.algorithms, "--algorithms", "an algorithm")
     cases = cases_of(config, wanted)
+    paired = [name for name, case in cases.items() if case.learns_from == "pairs"]
+    if paired and options.samples % 2:
+        raise ConfigError(
+            f"--samples {options.samples} leaves one without a pair, and {paired[0]} learns from "
+            f"pairs; take {options.samples + 1}"
+        )
     model_dir = resolve_model(config.model.path, config.model.revision)
     spec = spec_of(model_dir, config)
     layouts = names(options.layouts, "--layouts", "a layout")

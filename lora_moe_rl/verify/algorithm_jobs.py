@@ -14,12 +14,12 @@ import numpy as np
 
 from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.shards import Shard
-from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.adapters.spec import VALUE_HEAD, AdapterSpec
 from lora_moe_rl.algorithms.base import Algorithm, Known, Loss, Tokens
 from lora_moe_rl.algorithms.parts.aggregation import aggregate
+from lora_moe_rl.algorithms.parts.reweight import draw
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
-from lora_moe_rl.data.samples import NOT_SAMPLED
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.verify.inputs import random_adapter
 from lora_moe_rl.verify.jobs import STRENGTH
@@ -35,6 +35,20 @@ class Inputs:
     batch: TrainBatch
     table: RouteTable
     cases: dict[str, RunConfig]
+
+
+def batch_of(inputs: Inputs, config: RunConfig) -> TrainBatch:
+    """The samples as the algorithm takes them: in pairs, for one that learns from those, or drawn
+    once more by their rewards, if it does so."""
+    batch, settings = inputs.batch, config.algorithm
+    if config.learns_from == "pairs":
+        return replace(batch, groups=np.arange(len(batch.groups)) // 2)
+    if settings.reweight is None:
+        return batch
+    assert batch.rewards is not None
+    draws = np.random.default_rng(5)
+    copies = draw(batch.rewards, settings.reweight, settings.reweight_power, draws)
+    return replace(batch, copies=copies)
 
 
 def near_rollout(worker, spec: AdapterSpec, inputs: Inputs) -> list[np.ndarray] | None:
@@ -62,9 +76,10 @@ def reference(worker, spec: AdapterSpec, inputs: Inputs) -> dict[str, Found]:
     own = _score(worker, spec, inputs, adapters=True)
     base = _score(worker, spec, inputs, adapters=False)
     assert own is not None and base is not None, "one rank answers for itself"
-    batch, found = inputs.batch, {}
+    found = {}
     for name, case in inputs.cases.items():
         config = with_algorithm(worker.engine.config, case)
+        batch = batch_of(inputs, config)
         values = _values(worker, spec, config, inputs)
         loss, worths = plain(config, batch, own, base, values)
         count = sum(len(worth) for worth in worths)
@@ -72,6 +87,7 @@ def reference(worker, spec: AdapterSpec, inputs: Inputs) -> dict[str, Found]:
             batch,
             advantages=[(worth * count).astype(np.float32) for worth in worths],
             weights=[np.ones(len(worth), np.float32) for worth in worths],
+            copies=np.ones(len(worths), np.int64),
         )
         config = with_algorithm(config, RunConfig())
         one = Inputs(linear, inputs.table, {})
@@ -89,21 +105,29 @@ def plain(
 ) -> tuple[float, list[np.ndarray]]:
     """The loss of the whole step, and d loss / d logprob of each token, float64 [R] a sample. own,
     base: logprobs [R] of the responses, of the policy and of the bare base. values: [R], of a
-    critic."""
+    critic. A sample that stands in the loss several times is there so often."""
     import torch
 
     algorithm = algorithms.make(config)
-    sizes = [len(weights) for weights in batch.weights]
+    standing = np.repeat(np.arange(len(batch.copies)), batch.copies).tolist()
+    lengths = [len(weights) for weights in batch.weights]
+    sizes = [lengths[i] for i in standing]
     sample_of = np.repeat(np.arange(len(sizes)), sizes)
-    mask = np.concatenate(batch.weights) > 0
+    weights = np.concatenate([batch.weights[i] for i in standing])
+    mask = weights > 0
     advantages, step_mean = _revised(algorithm, batch, own, base, values), None
-    logprobs = torch.from_numpy(np.concatenate(own).astype(np.float64)).requires_grad_()
+    leaf = torch.from_numpy(np.concatenate(own).astype(np.float64)).requires_grad_()
+    logprobs = torch.cat([leaf.split(lengths)[i] for i in standing])
+    rewards: list[np.ndarray] = []
+    if batch.rewards is not None:
+        rewards = [np.repeat(*one) for one in zip(batch.rewards, lengths, strict=True)]
 
     def tokens() -> Tokens:
         stays = torch.from_numpy(mask)
 
         def inside(values: Sequence[np.ndarray]) -> torch.Tensor:
-            return torch.from_numpy(np.concatenate(values).astype(np.float64)).where(stays, 0)
+            every = np.concatenate([values[i] for i in standing]).astype(np.float64)
+            return torch.from_numpy(every).where(stays, 0)
 
         return Tokens(
             mask=stays,
@@ -112,10 +136,11 @@ def plain(
             rollout=inside(batch.logprobs),
             reference=inside(base) if "reference" in algorithms.passes(config) else None,
             advantages=inside(advantages),
-            versions=torch.from_numpy(np.concatenate(batch.versions)).where(stays, 0),
+            versions=inside(batch.versions).int(),
             samples=torch.from_numpy(sample_of),
             num_samples=len(sizes) + 1,
             step_mean=step_mean,
+            rewards=inside(rewards) if algorithm.revises else None,
         )
 
     if algorithm.averages:
@@ -125,14 +150,15 @@ def plain(
         step_mean = (total.sum() / count.sum()).item()
     if algorithm.rejects:
         mask = mask & algorithm.keep(tokens()).numpy()
-    values = algorithm.loss(tokens()).values.where(torch.from_numpy(mask), 0)
+    losses = algorithm.loss(tokens()).values.where(torch.from_numpy(mask), 0)
     kept = np.bincount(sample_of[mask], minlength=len(sizes))
-    longest = config.rollout.max_response_tokens
-    scales = aggregate(config.algorithm.aggregation, kept, batch.groups, longest)
-    factor = np.concatenate(batch.weights) * scales.of_sample.astype(np.float64)[sample_of]
-    loss = (values * torch.from_numpy(factor)).sum() / max(scales.divisor, 1)
-    (worth,) = torch.autograd.grad(loss, logprobs)
-    return loss.item(), np.split(worth.numpy(), np.cumsum(sizes)[:-1])
+    longest = config.max_response_tokens
+    once, groups = np.ones(len(sizes), np.int64), batch.groups[standing]
+    scales = aggregate(config.algorithm.aggregation, kept, groups, once, longest)
+    factor = weights * scales.of_sample.astype(np.float64)[sample_of]
+    loss = (losses * torch.from_numpy(factor)).sum() / max(scales.divisor, 1)
+    (worth,) = torch.autograd.grad(loss, leaf)
+    return loss.item(), np.split(worth.numpy(), np.cumsum(lengths)[:-1])
 
 
 def _revised(
@@ -147,8 +173,8 @@ def _revised(
         return batch.advantages
     assert batch.rewards is not None
     old, reference = ([one.astype(np.float64) for one in each] for each in (own, base))
-    masks = [versions != NOT_SAMPLED for versions in batch.versions]
-    return algorithm.revised(Known(batch.rewards, batch.groups, masks, old, reference, values))
+    known = Known(batch.rewards, batch.groups, batch.masks, old, reference, values)
+    return algorithm.revised(known)
 
 
 class Linear(Algorithm):
@@ -172,8 +198,6 @@ def _set_critic(worker, spec: AdapterSpec, config: RunConfig) -> None:
     engine.critic = None
     if settings is None:
         return
-    from lora_moe_rl.adapters.value_head import NAME
-
     if not hasattr(worker, "critic"):
         from lora_moe_rl.trainer.critic import Critic
 
@@ -182,7 +206,7 @@ def _set_critic(worker, spec: AdapterSpec, config: RunConfig) -> None:
     engine.critic.settings = settings
     head = np.random.default_rng(4).normal(0, 0.1, (1, spec.shape.hidden_size))
     tensors = random_adapter(spec, seed=2, strength=STRENGTH)
-    engine.critic.adapters.load(tensors | {NAME: head.astype(np.float32)})
+    engine.critic.adapters.load(tensors | {VALUE_HEAD: head.astype(np.float32)})
 
 
 def _values(worker, spec: AdapterSpec, config: RunConfig, inputs: Inputs):
@@ -198,7 +222,7 @@ def _values(worker, spec: AdapterSpec, config: RunConfig, inputs: Inputs):
 
 def _gradients(worker, config: RunConfig, algorithm: Algorithm, inputs: Inputs) -> Found:
     worker.engine.config, worker.engine.algorithm = config, algorithm
-    loss, _, shards = worker.gradients(inputs.batch, inputs.table)
+    loss, _, shards = worker.gradients(batch_of(inputs, config), inputs.table)
     return loss, shards
 
 

@@ -60,9 +60,17 @@ class FilesEngine(RolloutEngine):
 class EngineProcess(Processes):
     """One engine in a process of its own. A context: vLLM's processes end with it."""
 
-    def __init__(self, config: RunConfig, spec: AdapterSpec, model_dir: Path, log: Path):
+    def __init__(
+        self,
+        config: RunConfig,
+        spec: AdapterSpec,
+        model_dir: Path,
+        log: Path,
+        in_slots: type[RolloutEngine] = FilesEngine,
+    ):
+        """`in_slots`: the class of an engine that has slots."""
         self.start_timeout_s = config.rollout.start_timeout_s
-        arguments = (config, spec, str(model_dir), str(log))
+        arguments = (in_slots, config, spec, str(model_dir), str(log))
         super().__init__(["engine"], _engine, *arguments, logs=[log], grace_s=60.0)
 
     @property
@@ -77,6 +85,13 @@ class EngineProcess(Processes):
         return self.call(method, *args, timeout_s=timeout_s)[0]
 
 
-def _engine(index: int, config: RunConfig, spec: AdapterSpec, model_dir: str, log: str):
-    engine = MergedRolloutEngine if config.refit.mode == "merged" else FilesEngine
+def _engine(
+    index: int,
+    in_slots: type[RolloutEngine],
+    config: RunConfig,
+    spec: AdapterSpec,
+    model_dir: str,
+    log: str,
+) -> RolloutEngine:
+    engine = MergedRolloutEngine if config.refit.mode == "merged" else in_slots
     return engine(config, model_dir, spec, index, log)

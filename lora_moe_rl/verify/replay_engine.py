@@ -20,6 +20,7 @@ from lora_moe_rl.refit.plan import Box, EngineLayout, make_plan
 from lora_moe_rl.rollout import device as engine_device
 from lora_moe_rl.rollout import outputs
 from lora_moe_rl.rollout.facts import slot_rank
+from lora_moe_rl.rollout.in_flight import Piece
 from lora_moe_rl.router_replay.table import RouteTable
 
 VERSION = 0
@@ -45,7 +46,12 @@ def samples_and_routes(
     answers: Sequence[Any], shape: ModelShape
 ) -> tuple[list[Sample], RouteTable]:
     """Samples and routes as a rollout engine makes them of vLLM's answers, without texts."""
-    return outputs.samples_and_routes(answers, VERSION, _NoText(), shape)
+    pieces = [
+        [Piece(answer.prompt_token_ids, output, VERSION, recorded=0)]
+        for answer in answers
+        for output in answer.outputs
+    ]
+    return outputs.samples_and_routes(pieces, _NoText(), shape)
 
 
 class _NoText:

@@ -60,6 +60,9 @@ class Channel:
     `settings`: the run's section `refit`, with this transport's name in `transport`.
     """
 
+    # Whether what a trainer rank has offered is still there when its process is not.
+    parts_last = False
+
     def __init__(self, settings: RefitConfig):
         self.settings = settings
 

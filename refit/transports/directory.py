@@ -34,6 +34,8 @@ FOLDER_NAME = re.compile(r"v\d{6,}")
 
 
 class Channel(transports.Channel):
+    parts_last = True
+
     @property
     def directory(self) -> str:
         assert self.settings.directory is not None  # the config sees to it

@@ -40,7 +40,7 @@ RUNS: dict[str, tuple[str, ...]] = {
 # the proof finds by them; and the bytes of the routes' blocks, which depend on what is packed
 # together.
 MEASURED = re.compile(
-    r"time/.*|idle/.*|refit/(?!bytes).*|.*/tokens_per_second|mismatch/.*|replay/bytes"
+    r"time/.*|idle/.*|perf/.*|refit/(?!bytes).*|.*/tokens_per_second|mismatch/.*|replay/bytes"
 )
 
 

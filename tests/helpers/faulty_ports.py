@@ -41,6 +41,10 @@ class FaultyEngines:
     rolled_back: list[tuple] = field(default_factory=list)
     arrived: dict = field(default_factory=dict)  # of merged weights
     scored: list = field(default_factory=list)
+    moved: list[int] = field(default_factory=list)
+
+    async def move_on(self, version) -> None:
+        self.moved.append(version)
 
     async def score(self, sequences, version, engines=None) -> list[Scored]:
         self.scored.append((sequences, version))

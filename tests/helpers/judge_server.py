@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-HANG_S = 30.0
+from json_server import JsonHandler, JsonServer, serving
 
 
-class JudgeServer(ThreadingHTTPServer):
+class JudgeServer(JsonServer):
     """What a question holds says what is answered: `hang`, `500`, `busy twice` (429, then an
     answer), `no json`, `no choices`, `no text`, `no number`, `eleven`; else a score of 7. `asked`:
     the questions with their headers; `at_once`: the most requests at a time, each of which takes
     `pause_s`."""
 
-    daemon_threads = True
-
     def __init__(self, pause_s: float = 0.0):
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(Handler)
         self.pause_s, self.asked, self.headers = pause_s, [], []
         self.now = self.at_once = self.busy = 0
-        self.lock = threading.Lock()
-        self.ended = threading.Event()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/v1"
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(JsonHandler):
     server: JudgeServer
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body()
         question, server = body["messages"][0]["content"], self.server
         with server.lock:
             server.asked.append(body)
@@ -50,45 +39,27 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self, question: str) -> None:
         if "hang" in question:
-            self.server.ended.wait(HANG_S)
+            self.server.hang()
         elif "500" in question:
-            self._send(500, {"error": {"message": "out of memory"}})
+            self.send(500, {"error": {"message": "out of memory"}})
         elif "busy twice" in question and self.server.busy < 2:
             self.server.busy += 1
-            self._send(429, {"error": {"message": "busy"}})
+            self.send(429, {"error": {"message": "busy"}})
         elif "no json" in question:
-            self._send(200, "<html>not what you want")
+            self.send(200, "<html>not what you want")
         elif "no choices" in question:
-            self._send(200, {"object": "error", "message": "no such thing"})
+            self.send(200, {"object": "error", "message": "no such thing"})
         elif "no text" in question:
-            self._send(200, {"choices": [{}]})
+            self.send(200, {"choices": [{}]})
         else:
             said = "Well. Score: 3? No.\nScore: 7"
             said = "I cannot say." if "no number" in question else said
             said = "Score: 11" if "eleven" in question else said
             message = {"role": "assistant", "content": said}
-            self._send(200, {"choices": [{"index": 0, "message": message}]})
-
-    def _send(self, status: int, body: dict | str) -> None:
-        content = (body if isinstance(body, str) else json.dumps(body)).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: object) -> None: ...
+            self.send(200, {"choices": [{"index": 0, "message": message}]})
 
 
 @contextmanager
 def judge_server(pause_s: float = 0.0) -> Iterator[JudgeServer]:
-    server = JudgeServer(pause_s)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
+    with serving(JudgeServer(pause_s)) as server:
         yield server
-    finally:
-        server.ended.set()
-        server.shutdown()
-        thread.join()
-        server.server_close()

@@ -3,6 +3,7 @@ start many, import no torch."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ class Engine:
 
     def __init__(self, config, model_dir, spec, index, log_path):
         self.folder, self.index = Path(log_path).parent, index
+        self.beats, self.works = 0, True
 
     def _do(self, method: str, *args):
         with open(self.folder / f"asked-{self.index}", "a") as file:
@@ -42,11 +44,37 @@ class Engine:
     async def publish(self, version, *sent):
         return self._do("publish", version, *sent)
 
+    async def move_on(self, version):
+        self._do("move_on", version)
+
     async def probe(self, sequences, version):
+        await self._idle("probe")
         return (self._do("probe", version), "checksum", True), f"table-{self.index}"
 
     async def differing(self, version, *sent):
         return [f"tensor-{self.index}", "tensor"] if self._do("differing", version) else []
 
-    async def sample(self, token_ids, n, version, seed):
+    async def pin(self, version):
+        return self._do("pin", version)
+
+    async def sample(self, token_ids, n, version, seed, turn, temperature):
+        await self._idle("sample")
         return self._do("sample", token_ids, version, seed), f"table-{self.index}"
+
+    async def pulse(self):
+        self.beats += self.works
+        return self.beats
+
+    async def _idle(self, method: str) -> None:
+        """Takes long if it is told so, and answers other questions meanwhile: for ever, or some
+        seconds with a beat now and then."""
+        fate = self.folder / f"fate-{self.index}-{method}"
+        lines = fate.read_text().split() if fate.exists() else []
+        if lines and lines[0] in ("idle", "slow"):
+            fate.write_text("\n".join(lines[1:]))
+            self.works = lines[0] == "slow"
+            await asyncio.sleep(3 if self.works else 600)
+
+    async def write(self, token_ids, max_tokens, temperature, seed):
+        self._do("write", token_ids)
+        return f"by engine-{self.index}", "stop", max_tokens

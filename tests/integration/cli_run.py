@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from lora_moe_rl.chaos.child import alive
+
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes/tiny_arithmetic.py"
 POLL_S = 0.1
@@ -85,14 +87,14 @@ class CliRun:
 
     def leftovers(self, timeout: float = 20) -> list[str]:
         """Processes of this run that are still there some seconds after its end."""
-        _, alive = psutil.wait_procs([p for p in self.seen if _alive(p)], timeout)
-        return [f"{p.pid} {' '.join(p.cmdline())[:80]}" for p in alive if _alive(p)]
+        _, rest = psutil.wait_procs([p for p in self.seen if alive(p)], timeout)
+        return [f"{p.pid} {' '.join(p.cmdline())[:80]}" for p in rest if alive(p)]
 
     def end(self) -> None:
         """Ends everything that is still there: the test has failed."""
         self._running()
         for process in [self.process, *self.seen]:
-            if _alive(process):
+            if alive(process):
                 process.kill()
 
     def _running(self) -> bool:
@@ -102,10 +104,3 @@ class CliRun:
         except psutil.NoSuchProcess:
             return False
         return self.process.poll() is None
-
-
-def _alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

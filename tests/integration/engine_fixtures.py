@@ -194,19 +194,29 @@ def engine(request, ray_session, tmp_path_factory) -> Iterator[EngineUnderTest]:
 
 
 @contextlib.contextmanager
-def start_engine(model: torch.nn.Module, folder: Path) -> Iterator[EngineUnderTest]:
+def start_engine(
+    model: torch.nn.Module,
+    folder: Path,
+    engine_class: type[EngineWithDisk] = EngineWithDisk,
+    max_length: int = 256,
+    **settings: Any,
+) -> Iterator[EngineUnderTest]:
     """An engine that serves `folder`, where `model` was saved. Ray must be running."""
+    settings = {
+        "rollout": {"max_response_tokens": 24, "stop_token_ids": tuple(range(16))},
+        **settings,
+    }
     config = RunConfig(
-        model={"path": str(folder), "max_length": 256},
+        model={"path": str(folder), "max_length": max_length},
         adapter={"rank": 6, "expert_rank": 4, "alpha": 12, "expert_alpha": 4},
-        rollout={"max_response_tokens": 24, "stop_token_ids": tuple(range(16))},
+        **settings,
     )
     shape = ModelShape.from_hf_config(json.loads((folder / "config.json").read_text()))
     spec = AdapterSpec.build(shape, config.adapter)
     log = str(folder / "engine.log")
     here = Path(__file__).parent
     folders = {"env_vars": {"PYTHONPATH": f"{here}:{here.parent / 'helpers'}"}}
-    actor_class = ray.remote(num_cpus=1, runtime_env=folders)(EngineWithDisk)
+    actor_class = ray.remote(num_cpus=1, runtime_env=folders)(engine_class)
     actor = actor_class.remote(config, str(folder), spec, 0, log)
     try:
         ray.get(actor.start.remote(), timeout=240)

@@ -31,6 +31,16 @@ PARTS = {
     "token": {"rejection": "tokens", **WIDE},
     "several": {"rejection": "tokens,veto", "rejection_max": (1.8, 2.5)},
     "prompts": {"rejection": "tokens", **WIDE, "aggregation": "prompt-mean"},
+    "reweighted": {"reweight": "pow", "aggregation": "seq-mean-token-mean", "anchor": "rollout"},
+    "reweighted_vapo": {"name": "vapo", "reweight": "max_min", "critic_warmup": 0},
+    "reweighted_weights": {
+        "reweight": "max_random",
+        "correction": "decoupled_token_is",
+        "correction_normalize": True,
+        "rejection": "tokens",
+        **WIDE,
+        "aggregation": "prompt-mean",
+    },
     "reinforce": {"correction": "bypass_pg_is", "aggregation": "seq-mean-token-sum"},
 }
 CONFIG = with_settings(

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from lora_moe_rl.bench.model import make_model
-from lora_moe_rl.rollout.engine import stop_ids
+from lora_moe_rl.models.tokenizer import stop_ids
 
 
 @pytest.mark.slow

@@ -15,9 +15,14 @@ import torch
 from ranks import random_adapter, random_batch, run_ranks, spec_of
 
 from lora_moe_rl.adapters.shards import assemble
-from lora_moe_rl.adapters.value_head import NAME
+from lora_moe_rl.adapters.spec import VALUE_HEAD
+from lora_moe_rl.cli import main
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.data.batch import STREAMS
 from lora_moe_rl.errors import ActorFailed
+from lora_moe_rl.files.checkpoint import write_checkpoint
+from lora_moe_rl.files.trainer_state import CRITIC, file_name
+from lora_moe_rl.models.fingerprint import base_record
 
 RELATIVE = 1e-5
 CLIP = 0.05
@@ -39,7 +44,7 @@ def make_config(folder, algorithm=None, **trainer) -> RunConfig:
 def critic_of(spec) -> dict[str, np.ndarray]:
     """Canonical tensors that are not the policy's, with a value head."""
     head = np.random.default_rng(5).normal(0, 0.2, (1, spec.shape.hidden_size))
-    return random_adapter(spec, seed=2) | {NAME: head.astype(np.float32)}
+    return random_adapter(spec, seed=2) | {VALUE_HEAD: head.astype(np.float32)}
 
 
 def rewarded(spec):
@@ -65,7 +70,7 @@ def gradients(worker, spec):
 def found_by(config, folder, spec):
     """(loss, values, whole gradients)."""
     everyone = run_ranks(config, folder, gradients)
-    shapes = spec.tensor_shapes | {NAME: (1, spec.shape.hidden_size)}
+    shapes = spec.tensor_shapes | {VALUE_HEAD: (1, spec.shape.hidden_size)}
     whole = assemble(shapes, [shard for _, _, shards in everyone for shard in shards])
     loss, values, _ = everyone[0]
     assert all(one[0] == loss for one in everyone)
@@ -77,7 +82,7 @@ def by_hugging_face(model, spec, config):
     theirs = peft_lora.wrap(model, spec)
     tensors = critic_of(spec)
     peft_lora.load(theirs, spec, tensors)
-    head = torch.from_numpy(tensors[NAME]).requires_grad_()
+    head = torch.from_numpy(tensors[VALUE_HEAD]).requires_grad_()
     batch, _ = rewarded(spec)
     values = []
     for ids, weights in zip(batch.token_ids, batch.weights, strict=True):
@@ -100,7 +105,7 @@ def by_hugging_face(model, spec, config):
         count += len(value)
     (total / count).backward()
     found = {n: g.numpy() for n, g in peft_lora.views(theirs, spec, lambda p: p.grad).items()}
-    return (total / count).item(), values, found | {NAME: head.grad.numpy()}
+    return (total / count).item(), values, found | {VALUE_HEAD: head.grad.numpy()}
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3"])
@@ -131,6 +136,41 @@ def test_no_layout_changes_them(family, request):
     for one, other in zip(here_values, values, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
     difference, name = linear_loss.worst(here, gradient)
+    assert difference < RELATIVE, name
+
+
+def standing(worker, spec):
+    """Loss and gradient of the critic with samples that stand several times or not at all, of the
+    same batch in which they really do, and of all once."""
+    batch, _ = prepared(worker, spec)
+    copies = np.array([0, 2, 1, 3, 0, 1, 1, 0, 1, 2, 0])
+    weighed = dataclasses.replace(batch, copies=copies)
+    chosen = np.repeat(np.arange(len(copies)), copies)
+    # Returns are made of all samples before any is drawn: the same for a sample wherever it is.
+    really = dataclasses.replace(
+        batch,
+        **{name: [getattr(batch, name)[i] for i in chosen] for name in STREAMS},
+        **{name: getattr(batch, name)[chosen] for name in (*OF_SAMPLES, "rewards")},
+    )
+    return [worker.critic_gradients(one) for one in (weighed, really, batch)]
+
+
+OF_SAMPLES = ("prompt_lengths", "mini_batch", "groups", "copies")
+
+
+def test_a_sample_that_stands_several_times_weighs_as_one_that_is_there_so_often(tmp_path):
+    tiny_families.save("qwen3_moe", tmp_path)
+    config = make_config(tmp_path, world_size=2)
+    found = run_ranks(config, tmp_path, standing)
+    spec = spec_of(tmp_path, config)
+    shapes = spec.tensor_shapes | {VALUE_HEAD: (1, spec.shape.hidden_size)}
+    (weighed, really, once) = (
+        (found[0][i][0], assemble(shapes, [s for rank in found for s in rank[i][2]]))
+        for i in range(3)
+    )
+    assert weighed[0] == pytest.approx(really[0], rel=RELATIVE)
+    assert abs(weighed[0] - once[0]) > 1e-3 * once[0]
+    difference, name = linear_loss.worst(weighed[1], really[1])
     assert difference < RELATIVE, name
 
 
@@ -239,6 +279,48 @@ def test_a_checkpoint_holds_the_critic_for_every_layout(tmp_path):
     (state / "critic_00000.safetensors").unlink()
     with pytest.raises(ActorFailed, match="no state of a critic"):
         run_ranks(make_config(model), model, loaded_then_trained, str(state), meta)
+
+
+def trained_saved_and_valued(worker, spec, folder):
+    meta, _ = trained_then_saved(worker, spec, folder)
+    worker.load(Path(folder), meta)
+    batch, table = rewarded(spec)
+    return meta, worker.critic_gradients(batch, table)[1]
+
+
+@pytest.mark.parametrize("form", ["2d", "3d"])
+def test_an_exported_critic_has_the_same_values_in_peft(tmp_path, form, capsys):
+    """Read as TRL's PPO reads a value model: the layer `score` of the backbone's hidden states."""
+    import peft  # not in trainer ranks, where a stub stands for Transformer Engine
+    import transformers
+
+    model, out = tmp_path / "model", tmp_path / "critic"
+    model.mkdir()
+    tiny_families.save("qwen3_moe", model)
+    config = make_config(model)
+    metadata = {"adapter": config.adapter.model_dump(mode="json")}
+    metadata |= {"step": 2, "base": base_record(str(model), model)}
+    expect = [file_name(0), file_name(0, CRITIC)]
+    with write_checkpoint(tmp_path / "checkpoints", 2, 2, metadata, expect) as folder:
+        ((meta, values),) = run_ranks(config, model, trained_saved_and_valued, str(folder))
+        metadata["trainer"] = meta
+    words = ["--to", "peft", "--critic", "--form", form, "--out", str(out)]
+    assert main(["export", str(tmp_path), *words]) == 0
+    assert "AutoModelForSequenceClassification" in capsys.readouterr().out
+
+    base = transformers.AutoModelForSequenceClassification.from_pretrained(
+        model, num_labels=1, dtype=torch.float32
+    )
+    whole = peft.PeftModel.from_pretrained(base, out).base_model.model.eval()
+    batch, _ = rewarded(spec_of(model, config))
+    worst = 0.0
+    for ids, ours in zip(batch.token_ids, values, strict=True):
+        with torch.no_grad():
+            hidden = whole.model(torch.from_numpy(ids[:-1].astype(np.int64))[None])
+            theirs = whole.score(hidden.last_hidden_state)[0, -len(ours) :, 0].numpy()
+        worst = max(worst, float(np.abs(theirs - ours).max()))
+    assert worst < 1e-5 and max(np.abs(one).max() for one in values) > 0.1
+    print(f"{form}: values off by {worst:.1e}")
 
 
 def with_routes(worker, spec):

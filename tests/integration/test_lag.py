@@ -6,7 +6,9 @@ import shutil
 
 import pytest
 from cli_run import RECIPE, CliRun
+from test_evaluation import evaluate, samples
 
+from lora_moe_rl.bench.asynchronous import LONG, measure, run_dir, write_rows
 from lora_moe_rl.files.run_dir import read_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -65,3 +67,25 @@ def test_every_prompt_is_trained_once_at_the_age_that_lag_allows(tmp_path):
     assert resumed[2]["rollout/age_oldest"] == 0  # the engines start anew, with nothing under way
     for rows in (trained_rows(folder), trained_rows(copy)):
         assert sorted(row for step in rows.values() for row in step) == list(range(STEPS * PROMPTS))
+
+
+@pytest.mark.parametrize("continued", ["join", "split"])
+def test_requests_go_on_under_newer_versions_and_an_evaluation_beside_them_does_not(
+    tmp_path, continued
+):
+    """The evaluation of a version is the same made alone, of its checkpoint."""
+    held = tmp_path / "held.jsonl"
+    write_rows(held, LONG, 16)
+    settings = [
+        *("schedule.in_flight=continue", f"schedule.continued={continued}", "refit.slots=5"),
+        *(f"eval.sets.held.path={held}", "eval.sets.held.samples=2", "eval.every=2"),
+        *("checkpoint.every=2", "checkpoint.keep=9"),
+    ]
+    records = measure(tmp_path, "mixed", 2, 2, settings)
+    assert sum(record["rollout/continued"] for record in records) > 0
+    assert any(record["rollout/spans_mean"] > 1 for record in records)
+    assert (sum(record["rollout/fed_again"] for record in records) > 0) == (continued == "split")
+    folder = run_dir(tmp_path, "mixed", 2)
+    for step in (2, 6):
+        out = evaluate(tmp_path / f"again-{step}", folder / f"checkpoints/step-{step:06d}")
+        assert samples(out, step) == samples(folder, step)

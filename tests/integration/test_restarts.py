@@ -46,7 +46,7 @@ def test_a_receiver_killed_between_write_and_switch(tmp_path, monkeypatch):
     assert re.search(r"engine-0 died .*restart 1 of rollout.max_restarts=1", run.output)
     assert "engine-0 is back" in run.output
 
-    assert exit_code == 1
+    assert exit_code == 75  # a fault: may go well another time
     assert "error: actor engine-0 failed: vLLM's processes of engine 0 have ended" in run.output
     assert "rollout.max_restarts=1 allows no more" in run.output and "--resume" in run.output
     assert run.leftovers() == []

@@ -1,17 +1,22 @@
 """The real vLLM engine in a Ray actor against Hugging Face's float32 forward, for both shapes."""
 
+import asyncio
 import dataclasses
 
 import numpy as np
 import pytest
 import ray
+import torch
 from engine_fixtures import EngineUnderTest, hf_name, reference
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from refit_ranks import make_layouts
 
 from lora_moe_rl.adapters import peft
 from lora_moe_rl.config import TrainerConfig
+from lora_moe_rl.environments.parts.conversation import Conversation
 from lora_moe_rl.errors import RefitError
+from lora_moe_rl.router_replay.travel import join
+from lora_moe_rl.tiny.tokenizer import make_tokenizer
 
 pytestmark = pytest.mark.slow
 EXACT = 1e-5  # logprobs, float32
@@ -106,6 +111,60 @@ def test_samples_depend_on_the_seed_alone(engine):
     assert texts(0, 0, 2) + texts(0, 2, 5) == together
     assert texts(7, 0, 5) != together
     assert len({tuple(ids) for ids in together}) == 20  # no two samples share random numbers
+
+
+class OneVersion:
+    """The engine as an environment sees it, at one version. Keeps how many rows came of each
+    turn."""
+
+    def __init__(self, engine: EngineUnderTest, version: int):
+        self.engine, self.version, self.rows = engine, version, []
+
+    async def sample(self, token_ids, n, turn):
+        seed = 100 * turn.conversation + turn.number
+        answer = await self.engine.actor.sample.remote(token_ids, n, self.version, seed, turn)
+        self.rows.append((len(token_ids), len(answer[0][0].response_ids), answer[1].num_rows))
+        return answer
+
+    def join(self, samples):
+        return join(samples)
+
+
+def test_several_turns_are_one_uninterrupted_request(engine):
+    """Longer than a cache block, with tokens of others between the turns; many at once."""
+    version = engine.new_version(engine.random_adapter(seed=16))
+    policy, prompts = OneVersion(engine, version), random_prompts(16, [40, 3, 120, 17])
+    told = random_prompts(17, [9, 1, 30])
+
+    async def talk(place: int) -> Conversation:
+        one = Conversation(policy, place, prompts[place], 256, 120)
+        for tokens in [None, *told]:
+            if tokens is not None:
+                one.tell("tool", tokens, "")
+            await one.ask(12)
+        return one
+
+    async def together():
+        made = await asyncio.gather(*(talk(place) for place in range(len(prompts))))
+        return [one.samples() for one in made]
+
+    made = asyncio.run(together())
+    samples = [sample for (sample,), _ in made]
+    table = join([turns for _, (turns,) in made]).table()
+    scores, expected = engine.score([sample.token_ids.tolist() for sample in samples], version)
+    for sample, score in zip(samples, scores, strict=True):
+        after = score[len(sample.prompt_ids) - 1 :]
+        assert sample.mask.sum() == sample.num_sampled < len(sample.response_ids)
+        np.testing.assert_allclose(
+            sample.logprobs[sample.mask], after[sample.mask], atol=EXACT, rtol=0
+        )
+    assert table.coverage == 1.0 and table.layers == expected.layers
+    np.testing.assert_array_equal(table.offsets, expected.offsets)
+    np.testing.assert_array_equal(np.sort(table.ids, axis=-1), np.sort(expected.ids, axis=-1))
+    # Only new rows travel: each of them once.
+    assert len(policy.rows) == 4 * len(prompts)
+    assert sum(rows for *_, rows in policy.rows) == len(table.ids)
+    assert sum(length + said - 1 for length, said, _ in policy.rows) > 2 * len(table.ids)
 
 
 def test_dense_sites_equal_the_peft_library(engine):
@@ -252,6 +311,25 @@ def test_a_slot_that_differs_from_what_was_sent_is_named_and_taken_back(engine):
     assert "asked for adapter version" in str(our_error(engine.generate, [[20]], 1, new))
 
 
+def test_the_base_writes_as_it_is_and_changes_no_sample_of_the_policy(engine):
+    version = engine.new_version(engine.random_adapter(seed=16))
+    prompts = random_prompts(16, [5, 9, 14])
+    alone, _ = engine.generate(prompts, 4, version)
+    asked = [engine.actor.write.remote(prompt, 12, 0.0, 1) for prompt in prompts]
+    beside, _ = engine.generate(prompts, 4, version)
+    for one, other in zip(alone, beside, strict=True):
+        assert one.response_ids.tolist() == other.response_ids.tolist()
+    tokenizer, end = make_tokenizer(), engine.model.config.eos_token_id
+    for prompt, (text, why, count) in zip(prompts, ray.get(asked), strict=True):
+        ids = list(prompt)
+        while len(ids) < len(prompt) + 12 and ids[-1] != end:  # Hugging Face's likeliest tokens
+            with torch.no_grad():
+                ids.append(int(engine.model(torch.tensor([ids])).logits[0, -1].argmax()))
+        written = ids[len(prompt) :]
+        assert text == tokenizer.decode(written, skip_special_tokens=True)
+        assert (why, count) == ("stop" if written[-1] == end else "length", len(written))
+
+
 def test_a_version_that_was_never_published_is_an_error(engine):
     for call in (
         lambda: engine.generate([[20, 21]], 1, 10_000),
@@ -296,8 +374,6 @@ def test_one_slot_is_switched_when_its_requests_have_ended(engine):
 
 
 def _torch(array: np.ndarray):
-    import torch
-
     return torch.from_numpy(array)
 
 

@@ -42,7 +42,7 @@ METRICS = {
 }
 # What two runs that do the same need not share: the clock, and the last bit of the engine's
 # logprobs, which depends on the requests that it happens to batch together.
-MEASURED = re.compile(r"time/.*|idle/.*|refit/(?!bytes).*|.*/tokens_per_second|mismatch/.*")
+MEASURED = re.compile(r"time/.*|idle/.*|perf/.*|refit/(?!bytes).*|.*/tokens_per_second|mismatch/.*")
 
 
 @dataclass
@@ -293,7 +293,7 @@ def test_failed_rewards_are_masked_and_counted_until_there_are_too_many(tmp_path
     assert record["loss/tokens"] == in_loss
 
     error = " ".join(run.output.split())
-    assert "error: 12 of 20 rewards failed, more than reward.max_failed=0.5 allows" in error
+    assert "error: step 2: 12 of 20 rewards failed, more than reward.max_failed=0.5 allows" in error
     assert re.search(r"prompt [678]: \S+ raised RuntimeError\('no such luck'\)", error)
     # The samples of the step that stopped the run are kept; what was trained before it is saved.
     kept = [sample.get("failure") for sample in run.samples if sample["step"] == 2]

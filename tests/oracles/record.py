@@ -1,6 +1,6 @@
-"""Writes what verl and TRL make of a few made-up batches to tests/unit/algorithms/oracles.json.
+"""Writes what verl and TRL make of a few made-up batches to a file.
 
-    make oracles
+    make oracles         # tests/unit/algorithms/oracles.json
 
 Run in an environment of its own: neither is a dependency of the project. All in float64.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,6 @@ from verl.trainer.ppo.rollout_corr_helper import (
 )
 from verl.workers.config import ActorConfig
 
-OUT = Path(__file__).parents[1] / "unit/algorithms/oracles.json"
 BATCHES = 3
 SIZES = (4, 3, 4, 1, 2)  # samples of each group
 LONGEST = 9
@@ -47,6 +47,8 @@ ADVANTAGES = {
         {},
     ),
 }
+REWEIGHTS = ("pow", "max_min", "max_random")
+POWER = 1.5
 # Of two reward functions, the second with this weight.
 SECOND_WEIGHT = 0.25
 
@@ -204,6 +206,32 @@ def revised_of(b: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+class Batch(dict):
+    """What verl draws from: tensors, and their number."""
+
+    batch_size: Any = None
+
+
+def reweights_of(b: dict[str, Any]) -> dict[str, list[float]]:
+    """What verl's PF-PPO draws samples by: the weights that it gives to torch.multinomial."""
+    found: dict[str, list[float]] = {}
+    original, n = torch.multinomial, len(b["rewards"])
+    for how in REWEIGHTS:
+
+        def seen(weights: torch.Tensor, draws: int, replacement: bool, how=how) -> torch.Tensor:
+            assert draws == n and replacement
+            found[how] = weights.tolist()
+            return original(weights, draws, replacement=replacement)
+
+        torch.multinomial = seen
+        data = SimpleNamespace(
+            batch=Batch(token_level_scores=at_last(b)), non_tensor_batch={}, meta_info={}
+        )
+        core_algos.compute_pf_ppo_reweight_data(data, how, POWER)
+    torch.multinomial = original
+    return found
+
+
 def losses_of(b: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (loss, options) in LOSSES.items():
@@ -304,7 +332,7 @@ def kl_of(b: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
+def main(out: Path) -> None:
     batches = []
     for seed in range(BATCHES):
         b = batch(seed)
@@ -315,13 +343,14 @@ def main() -> None:
             "kl": kl_of(b),
             "critic": critic_of(b),
             "revised": revised_of(b),
+            "reweights": reweights_of(b),
         }
         batches.append(b)
     assert not any(math.isnan(v["loss"]) for b in batches for v in b["losses"].values())
     versions = {"verl": verl.__version__, "trl": trl.__version__}
-    OUT.write_text(json.dumps({"versions": versions, "batches": batches}) + "\n")
-    print(f"{OUT.relative_to(Path.cwd())}: {OUT.stat().st_size / 1e6:.2f} MB, from {versions}")
+    out.write_text(json.dumps({"versions": versions, "batches": batches}) + "\n")
+    print(f"{out}: {out.stat().st_size / 1e6:.2f} MB, from {versions}")
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

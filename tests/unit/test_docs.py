@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lora_moe_rl.chaos.kinds import KINDS
 from lora_moe_rl.config.keys import all_keys, sections
 
 ROOT = Path(__file__).parents[2]
@@ -94,11 +95,14 @@ def test_every_page_is_a_link_or_two_from_the_readme():
 
 
 def unknown_keys(text: str) -> set[str]:
-    """Words of the form section.key, as `trainer.lr`, that are no key of the config; Python code
-    names other things so."""
+    """Words of the form section.key, as `trainer.lr`, that are neither a key of the config nor a
+    kind of fault; Python code names other things so."""
     text = re.sub(r"^```python$.*?^```$", "", text, flags=re.M | re.S)
     named = re.compile(rf"(?<![\w/.-])(?:{'|'.join(filter(None, sections()))})\.[a-z]\w*(?![\w(/])")
-    return {match[0] for match in named.finditer(text) if match[0][-3:] != ".md"} - {*all_keys()}
+    return {match[0] for match in named.finditer(text) if match[0][-3:] != ".md"} - {
+        *all_keys(),
+        *KINDS,
+    }
 
 
 # These name keys of others, or of the examples that they add.

@@ -20,7 +20,9 @@ class Rewarded:
     each sample's group. masks: bool [R] a sample, True for tokens that the policy wrote. values:
     float32 [R] a sample, a critic's before the update; None where there is no critic. penalties:
     float64 [R] a sample, what the reward loses at each token; None for nothing. by_function:
-    float64 [n] of each of several reward functions, NaN for none; weights: of each of them."""
+    float64 [n] of each of several reward functions, NaN for none; weights: of each of them.
+    teacher, logprobs: float32 [R] a sample, a teacher's logprobs and those it was sampled with;
+    None where there is no teacher."""
 
     rewards: np.ndarray
     groups: np.ndarray
@@ -29,6 +31,8 @@ class Rewarded:
     penalties: Sequence[np.ndarray] | None = None
     by_function: Sequence[np.ndarray] = ()
     weights: Sequence[float] = ()
+    teacher: Sequence[np.ndarray] | None = None
+    logprobs: Sequence[np.ndarray] | None = None
 
     def of_tokens(self) -> list[np.ndarray]:
         """float64 [R] of each sample: minus the penalty of each token that the policy wrote, plus
@@ -58,12 +62,15 @@ class Advantage(Part):
     `compares_group`: whether one sample a prompt is too few. `takes_negative`: whether a reward may
     be below 0. `needs_values`: whether it wants a critic's value of each token.
     `separates_rewards`: whether it looks at each of several reward functions by itself.
+    `needs_teacher`: whether it wants a teacher's logprob of each token; its settings are then
+    `TeacherSettings` too, and have a `reward_weight`.
     """
 
     compares_group: ClassVar[bool] = True
     takes_negative: ClassVar[bool] = True
     needs_values: ClassVar[bool] = False
     separates_rewards: ClassVar[bool] = False
+    needs_teacher: ClassVar[bool] = False
 
     def of_group(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Advantages [k] of the k samples of one group that have a reward, which are at least two

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lora_moe_rl.algorithms.base import Reduce
 from lora_moe_rl.algorithms.parts import by_sample
-from lora_moe_rl.algorithms.parts.part import LOG_BOUND, Part
+from lora_moe_rl.algorithms.parts.part import LOG_BOUND, Part, check_bounds
 from lora_moe_rl.config.section import Section
 
 if TYPE_CHECKING:
@@ -28,6 +28,17 @@ class WeightSettings(Section):
         description="Divide the bounded weights by their mean over the step before rejection: over "
         "tokens, or over samples for a weight a sample (verl's rollout_is_batch_normalize).",
     )
+
+
+class BoundSettings(WeightSettings):
+    """What a correction has that bounds its weights from above."""
+
+    correction_max: float = Field(2.0, gt=0, description="Largest weight, an absolute ratio.")
+
+    @model_validator(mode="after")
+    def _bounds(self):
+        check_bounds("correction", None, self.correction_max)
+        return self
 
 
 class Correction(Part):

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from lora_moe_rl.algorithms.corrections.base import OfSamples, WeightSettings
+from lora_moe_rl.algorithms.corrections.base import BoundSettings, OfSamples
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class SequenceMask(OfSamples):
-    class Settings(WeightSettings):
+    class Settings(BoundSettings):
         correction_max: float = Field(3.0, gt=0, description="Largest weight that is not 0.")
 
     settings: Settings

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pydantic import Field
-
-from lora_moe_rl.algorithms.corrections.base import OfSamples, WeightSettings
+from lora_moe_rl.algorithms.corrections.base import BoundSettings, OfSamples
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class SequenceTruncate(OfSamples):
-    class Settings(WeightSettings):
-        correction_max: float = Field(2.0, gt=0, description="Largest weight, a ratio.")
-
-    settings: Settings
+    Settings = BoundSettings
+    settings: BoundSettings
 
     def bounded(self, ratio: Tensor) -> Tensor:
         return ratio.clamp(max=self.settings.correction_max)

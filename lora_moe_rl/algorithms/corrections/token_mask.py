@@ -6,24 +6,21 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, model_validator
 
-from lora_moe_rl.algorithms.corrections.base import OfTokens, WeightSettings
+from lora_moe_rl.algorithms.corrections.base import BoundSettings, OfTokens
+from lora_moe_rl.algorithms.parts.part import check_bounds
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class TokenMask(OfTokens):
-    class Settings(WeightSettings):
+    class Settings(BoundSettings):
         correction_min: float = Field(0.5, gt=0, description="Smallest weight that is not 0.")
         correction_max: float = Field(5.0, gt=0, description="Largest weight that is not 0.")
 
         @model_validator(mode="after")
-        def _band(self):
-            if self.correction_min >= self.correction_max:
-                raise ValueError(
-                    f"algorithm.correction_min={self.correction_min:g} is not below "
-                    f"correction_max={self.correction_max:g}; both are absolute ratios"
-                )
+        def _bounds(self):
+            check_bounds("correction", self.correction_min, self.correction_max)
             return self
 
     settings: Settings

@@ -9,7 +9,8 @@ in the loss, over the whole optimizer step: micro-batches and data-parallel rank
     seq-mean-token-sum-norm  the same, divided by the longest response (Dr. GRPO)
     prompt-mean              each prompt weighs the same (ScaleRL)
 
-A sample, or a prompt, of which no token stays counts nowhere. The names are verl's.
+A sample, or a prompt, of which no token stays counts nowhere; one that stands in the loss several
+times counts as so many samples. The names are verl's.
 """
 
 from __future__ import annotations
@@ -23,29 +24,34 @@ from lora_moe_rl.config import Aggregation
 
 @dataclass(frozen=True)
 class Scales:
-    """`of_sample` float32 [n]; `divisor` 0 when no token stays."""
+    """`of_sample` float32 [n], of all its copies; `divisor` 0 when no token stays."""
 
     of_sample: np.ndarray
     divisor: float
 
 
 def aggregate(
-    how: Aggregation, kept: np.ndarray, groups: np.ndarray, max_response_tokens: int
+    how: Aggregation,
+    kept: np.ndarray,
+    groups: np.ndarray,
+    copies: np.ndarray,
+    max_response_tokens: int,
 ) -> Scales:
     """kept: int [n], tokens of each sample that stay in the loss; 0 for samples of other optimizer
-    steps. groups: int [n], the number of each sample's group."""
-    ones = np.ones(len(kept), np.float32)
-    samples = float(np.count_nonzero(kept))
+    steps. groups: int [n], the number of each sample's group. copies: int [n], how many times each
+    sample stands in the loss."""
+    times, tokens = copies.astype(np.float32), kept * copies
+    samples = float(copies[kept > 0].sum())
     if how == "token-mean":
-        return Scales(ones, float(kept.sum()))
+        return Scales(times, float(tokens.sum()))
     if how == "seq-mean-token-sum":
-        return Scales(ones, samples)
+        return Scales(times, samples)
     if how == "seq-mean-token-sum-norm":
-        return Scales(ones, samples * max_response_tokens)
+        return Scales(times, samples * max_response_tokens)
     if how == "seq-mean-token-mean":
-        return Scales(_inverse(kept), samples)
-    of_group = np.bincount(groups, weights=kept)
-    return Scales(_inverse(of_group)[groups], float(np.count_nonzero(of_group)))
+        return Scales(times * _inverse(kept), samples)
+    of_group = np.bincount(groups, weights=tokens)
+    return Scales(times * _inverse(of_group)[groups], float(np.count_nonzero(of_group)))
 
 
 def _inverse(counts: np.ndarray) -> np.ndarray:

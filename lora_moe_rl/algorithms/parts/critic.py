@@ -74,7 +74,7 @@ class ActorCritic(PolicyGradient):
         found = []
         for group in groups:
             zeros = Signal.of_samples(group, np.zeros(len(group.samples)))
-            found.append(Signal(zeros.advantages, zeros.weights, self._rewards(group)))
+            found.append(Signal(zeros.advantages, zeros.weights, self.rewards(group)))
         return found
 
     def returns(self, step: Known) -> list[np.ndarray]:

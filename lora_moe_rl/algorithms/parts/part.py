@@ -22,3 +22,19 @@ class Part(Plugin):
 
     def __init__(self, settings: Any):
         self.settings = settings
+
+
+def check_bounds(kind: str, low: float | None, high: float) -> None:
+    """Raises ValueError for bounds of a ratio, algorithm.<kind>_min and algorithm.<kind>_max, that
+    are in the wrong order or leave out 1, which is the ratio of two policies that agree."""
+    absolute = "bounds are absolute ratios of trainer to engine (1.2, and not 0.2)"
+    if low is not None and low >= high:
+        raise ValueError(
+            f"algorithm.{kind}_min={low:g} is not below {kind}_max={high:g}; {absolute}"
+        )
+    for end, value, beyond in (("min", low or 1.0, "above"), ("max", high, "below")):
+        if value > 1 if beyond == "above" else value < 1:
+            raise ValueError(
+                f"algorithm.{kind}_{end}={value:g} is {beyond} 1, which is the ratio of two "
+                f"policies that agree; {absolute}"
+            )

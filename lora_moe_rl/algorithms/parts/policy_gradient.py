@@ -36,6 +36,7 @@ from lora_moe_rl.algorithms.parts.overlong import soft_punishment
 from lora_moe_rl.algorithms.parts.settings import PolicyGradientConfig, rejection_names
 from lora_moe_rl.config import AlgorithmConfig
 from lora_moe_rl.config.plugins import PARTS, choices
+from lora_moe_rl.config.teacher import TeacherSettings
 from lora_moe_rl.data.samples import Group
 
 if TYPE_CHECKING:
@@ -105,6 +106,17 @@ class PolicyGradient(Algorithm):
         return frozenset(wanted)
 
     @property
+    def teacher(self) -> TeacherSettings | None:
+        if not self._advantage.needs_teacher:
+            return None
+        assert isinstance(self.settings, TeacherSettings)
+        return self.settings
+
+    @property
+    def needs_reward(self) -> bool:
+        return self.teacher is None or self._advantage.settings.reward_weight > 0
+
+    @property
     def _kl_in_reward(self) -> bool:
         return self.settings.kl_coef > 0 and self.settings.kl_in == "reward"
 
@@ -119,7 +131,7 @@ class PolicyGradient(Algorithm):
     def signals(self, groups: Sequence[Group]) -> list[Signal]:
         sizes = [len(group.samples) for group in groups]
         samples = [sample for group in groups for sample in group.samples]
-        rewards = [self._rewards(group) for group in groups]
+        rewards = [self.rewards(group) for group in groups]
         by_function = each_function(groups) if self._advantage.separates_rewards else {}
         step = Rewarded(
             np.concatenate(rewards),
@@ -127,6 +139,8 @@ class PolicyGradient(Algorithm):
             [sample.mask for sample in samples],
             by_function=[values for _, values in by_function.values()],
             weights=[weight for weight, _ in by_function.values()],
+            teacher=None if self.teacher is None else of_teacher(groups),
+            logprobs=[sample.logprobs for sample in samples],
         )
         advantages = iter(self._advantage.of_step(step))
         signals = [
@@ -171,8 +185,9 @@ class PolicyGradient(Algorithm):
             for old, reference in zip(step.old, step.reference, strict=True)
         ]
 
-    def _rewards(self, group: Group) -> np.ndarray:
-        rewards = np.asarray(group.rewards, np.float64)
+    def rewards(self, group: Group) -> np.ndarray:
+        """Less the soft punishment of long samples."""
+        rewards = super().rewards(group)
         if not self.settings.overlong_buffer:
             return rewards
         lengths = np.array([len(sample.response_ids) for sample in group.samples])
@@ -254,18 +269,33 @@ def each_function(groups: Sequence[Group]) -> dict[str, tuple[float, np.ndarray]
     return found
 
 
+def of_teacher(groups: Sequence[Group]) -> list[np.ndarray]:
+    """The teacher's logprobs of the samples of all groups, float32 [R] each. Raises ValueError for
+    a group that no teacher has scored."""
+    found = []
+    for group in groups:
+        if group.teacher is None:
+            raise ValueError(f"prompt {group.prompt.row}: no teacher has scored its samples")
+        found += group.teacher
+    return found
+
+
 def _named(preset: type[PolicyGradient], value: Mapping[str, Any]) -> dict[str, Any]:
     """`value`, with what a name of verl or TRL stands for in the place of the name. Raises
-    ValueError when the loss or the rejection that it stands for is chosen otherwise beside it."""
-    named = CORRECTION_PRESETS.get(str(value.get("correction")))
+    ValueError when the loss or the rejection that it stands for is chosen otherwise beside it, and
+    ConfigError for a name that is neither theirs nor a correction's."""
+    correction = value.get("correction")
+    named = CORRECTION_PRESETS.get(str(correction))
     if named is None:
+        if isinstance(correction, str) and ":" not in correction:
+            PARTS["correction"].find(correction, tuple(CORRECTION_PRESETS))
         return dict(value)
     for kind in {"loss", "rejection"} & named.keys():
         given = value.get(kind, preset.defaults.get(kind, named[kind]))
         if given != named[kind]:
             whose = f"algorithm.{kind}={given}" if kind in value else f"{preset.__name__}'s {given}"
             raise ValueError(
-                f"algorithm.correction={value['correction']} stands for {kind}={named[kind]} too, "
+                f"algorithm.correction={correction} stands for {kind}={named[kind]} too, "
                 f"and {whose} is another; choose the parts one by one (docs/algorithms.md)"
             )
     return {**named, **{key: one for key, one in value.items() if key != "correction"}}

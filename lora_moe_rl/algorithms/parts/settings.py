@@ -61,6 +61,7 @@ class PolicyGradientConfig(AlgorithmConfig):
         self._check_samples()
         self._check_anchor()
         self._check_advantage()
+        self._check_teacher()
         self._check_kl()
         self._check_unused()
         return self
@@ -143,6 +144,38 @@ class PolicyGradientConfig(AlgorithmConfig):
             raise ValueError(
                 f"algorithm.draw_again={self.draw_again} replaces prompts whose samples all have "
                 f"one reward, which is every prompt with algorithm.group_size={self.group_size}"
+            )
+
+    def _check_teacher(self) -> None:
+        """What goes by rewards, and has nothing to go by when a teacher alone teaches."""
+        if not PARTS["advantage"].find(self.advantage).needs_teacher:
+            return
+        weight = getattr(self, "reward_weight")  # noqa: B009 (of the part)
+        if self.draw_again:
+            raise ValueError(
+                f"algorithm.draw_again={self.draw_again} replaces prompts whose rewards are all "
+                f"equal, and with algorithm.advantage={self.advantage} every token has a signal; "
+                "leave it at 0"
+            )
+        if self.reweight and not weight:
+            raise ValueError(
+                f"algorithm.reweight={self.reweight} draws samples by rewards, which teach nothing "
+                "with algorithm.reward_weight=0; set one of them"
+            )
+        if self.kl_in == "reward" and self.kl_coef:
+            raise ValueError(
+                f"algorithm.advantage={self.advantage} is made when the samples are scored, before "
+                "the KL of algorithm.kl_in=reward is known; take kl_in=loss"
+            )
+        if self.overlong_buffer and not weight:
+            raise ValueError(
+                f"algorithm.overlong_buffer={self.overlong_buffer} takes from rewards, which teach "
+                "nothing with algorithm.reward_weight=0; set one of them"
+            )
+        if weight and self.group_size == 1:
+            raise ValueError(
+                f"algorithm.reward_weight={weight:g} compares the rewards of a prompt's samples, "
+                "and algorithm.group_size=1 leaves none to compare with"
             )
 
     def _check_kl(self) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from lora_moe_rl.algorithms.parts.part import LOG_BOUND, Part
+from lora_moe_rl.algorithms.parts.part import LOG_BOUND, Part, check_bounds
 from lora_moe_rl.config.section import Section
 
 if TYPE_CHECKING:
@@ -48,13 +48,9 @@ class BandSettings(Section):
             if low is None and high <= 1:
                 raise ValueError(
                     f"algorithm.rejection_max={high:g} is no upper bound of a ratio (k1): it must "
-                    "be above 1, or have a rejection_min beside it"
+                    "be above 1"
                 )
-            if low is not None and low >= high:
-                raise ValueError(
-                    f"algorithm.rejection_min={low:g} is not below rejection_max={high:g}; both "
-                    "are absolute ratios of trainer to engine"
-                )
+            check_bounds("rejection", low, high)
         elif low is not None:
             raise ValueError(
                 f"algorithm.rejection_min={low:g} has no effect with rejection_divergence="

@@ -1,29 +1,62 @@
-"""What a tracker is: it takes one record of metrics a step."""
+"""What a tracker is: it takes a record of metrics a step, and one an evaluation."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, ClassVar
 
+from pydantic import Field
+
 from lora_moe_rl.config import RunConfig, TrackerConfig
 from lora_moe_rl.config.plugins import Plugin
+from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.telemetry.details import Details
+
+
+class ProjectConfig(TrackerConfig):
+    """Settings that mean the same for all trackers with projects: chosen together, they share
+    them."""
+
+    project: str = Field("lora_moe_rl", description="Project, or experiment, of the tracker.")
+    run: str | None = Field(None, description="The run's name there; null: the run directory's.")
+    adapters: bool = Field(
+        False, description="Send the adapter too, each time that a checkpoint is written."
+    )
 
 
 class Tracker(Plugin):
     """Base of all trackers. One is made when the run starts, and again when it is resumed.
 
     `config` is the run's, `settings` its section `tracker`, `run_dir` where the run writes. Raises
-    ConfigError, before anything slow starts, for what a user can get wrong.
+    ConfigError, before anything slow starts, for what a user can get wrong. `packages` is what pip
+    installs for it.
     """
 
     Settings: ClassVar[type[TrackerConfig]] = TrackerConfig
+    packages: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, settings: TrackerConfig, config: RunConfig, run_dir: Path):
         raise NotImplementedError
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
-        """Takes the numbers of one step; NaN and infinity may be among them."""
+        """Takes the numbers of one step, or of an evaluation (`eval/*`) with the step that is the
+        newest then; NaN and infinity may be among them. `step` never falls."""
         raise NotImplementedError
+
+    def details(self, step: int, details: Details) -> None:
+        """Takes samples and distributions of a step whose numbers it was given. A tracker without a
+        place for them leaves it."""
+
+    def adapter(self, step: int, directory: Path) -> None:
+        """Told of the adapter, a PEFT directory, whenever a checkpoint is written."""
 
     def close(self, failed: bool) -> None:
         """Told when the run is over; `failed` is True when an error ended it."""
+
+    @classmethod
+    def missing(cls, error: ImportError) -> ConfigError:
+        """What to raise when a package that it needs cannot be imported."""
+        return ConfigError(
+            f"tracker.name names {cls.__name__.lower()}, and {error.name or error} is not "
+            f"installed: pip install {' '.join(map(repr, cls.packages))}"
+        )

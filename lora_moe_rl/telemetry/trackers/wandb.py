@@ -8,25 +8,28 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from lora_moe_rl.config import RunConfig, TrackerConfig
+from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.telemetry.trackers.base import Tracker
+from lora_moe_rl.telemetry.details import Details
+from lora_moe_rl.telemetry.trackers.base import ProjectConfig, Tracker
 
 
 class Wandb(Tracker):
-    class Settings(TrackerConfig):
-        project: str = Field("lora_moe_rl", description="wandb project.")
-        run: str | None = Field(None, description="wandb run name; null: the run directory's name.")
+    """Samples become a table a step, distributions histograms, adapters artifacts with the version
+    and an alias for each checkpoint."""
+
+    class Settings(ProjectConfig):
         mode: Literal["online", "offline"] = Field("online", description="wandb mode.")
+
+    packages = ("wandb==0.29.0",)
 
     def __init__(self, settings: Settings, config: RunConfig, run_dir: Path):
         try:
             import wandb
             from wandb.errors import Error as WandbError
         except ImportError as error:
-            raise ConfigError(
-                "tracker.name=wandb, but wandb is not installed: pip install wandb"
-            ) from error
+            raise self.missing(error) from error
+        self.wandb, self.settings = wandb, settings
         try:
             self.run = wandb.init(
                 project=settings.project,
@@ -46,6 +49,24 @@ class Wandb(Tracker):
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         self.run.log(metrics, step=step)
+
+    def details(self, step: int, details: Details) -> None:
+        shown: dict[str, Any] = {
+            name: self.wandb.Histogram(values) for name, values in details.histograms.items()
+        }
+        if details.samples:
+            columns, rows = details.table()
+            shown["samples"] = self.wandb.Table(columns=columns, data=rows, allow_mixed_types=True)
+        self.run.log(shown, step=step)
+
+    def adapter(self, step: int, directory: Path) -> None:
+        if not self.settings.adapters:
+            return
+        artifact = self.wandb.Artifact(
+            f"adapter-{self.run.id}", type="adapter", metadata={"step": step}
+        )
+        artifact.add_dir(str(directory))
+        self.run.log_artifact(artifact, aliases=["latest", f"step-{step:06d}"])
 
     def close(self, failed: bool) -> None:
         self.run.finish(exit_code=int(failed))

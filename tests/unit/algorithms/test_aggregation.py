@@ -7,6 +7,7 @@ from lora_moe_rl.algorithms.parts.aggregation import aggregate
 
 # Two prompts: one of samples with 1 and 3 tokens, one of samples with 4 and (rejected) 0.
 KEPT, GROUPS = np.array([1, 3, 4, 0]), np.array([0, 0, 1, 1])
+ONCE = np.ones(4, int)
 VALUES = [np.array([2.0]), np.array([1.0, 1.0, 4.0]), np.full(4, 3.0), np.zeros(0)]
 
 
@@ -21,13 +22,36 @@ VALUES = [np.array([2.0]), np.array([1.0, 1.0, 4.0]), np.full(4, 3.0), np.zeros(
     ],
 )
 def test_the_loss_of_a_step_by_hand(how, expected):
-    scales = aggregate(how, KEPT, GROUPS, max_response_tokens=10)
+    scales = aggregate(how, KEPT, GROUPS, ONCE, max_response_tokens=10)
     summed = sum(s * v.sum() for s, v in zip(scales.of_sample, VALUES, strict=True))
     assert summed / scales.divisor == pytest.approx(expected, rel=1e-6)
     assert scales.of_sample.dtype == np.float32
 
 
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("token-mean", (2 * 6 + 12) / (2 * 3 + 4)),
+        ("seq-mean-token-mean", (2 * 2 + 3) / 3),
+        ("seq-mean-token-sum", (2 * 6 + 12) / 3),
+        ("seq-mean-token-sum-norm", (2 * 6 + 12) / 3 / 10),
+        ("prompt-mean", (2 * 6 / (2 * 3) + 12 / 4) / 2),
+    ],
+)
+def test_a_sample_that_stands_twice_counts_as_two_and_one_that_does_not_as_none(how, expected):
+    """The first does not stand, the second does twice; so does the rejected one."""
+    copies = np.array([0, 2, 1, 2])
+    scales = aggregate(how, KEPT, GROUPS, copies, max_response_tokens=10)
+    summed = sum(s * v.sum() for s, v in zip(scales.of_sample, VALUES, strict=True))
+    assert summed / scales.divisor == pytest.approx(expected, rel=1e-6)
+    real = np.repeat(np.arange(4), copies)
+    really = aggregate(how, KEPT[real], GROUPS[real], np.ones(5, int), max_response_tokens=10)
+    assert really.divisor == scales.divisor
+    of_real = sum(s * VALUES[i].sum() for s, i in zip(really.of_sample, real, strict=True))
+    assert of_real == pytest.approx(summed, rel=1e-6)
+
+
 @pytest.mark.parametrize("how", ["token-mean", "seq-mean-token-mean", "prompt-mean"])
 def test_a_step_without_tokens_has_no_divisor(how):
-    scales = aggregate(how, np.zeros(4, int), GROUPS, 10)
+    scales = aggregate(how, np.zeros(4, int), GROUPS, ONCE, 10)
     assert scales.divisor == 0 and np.isfinite(scales.of_sample).all()

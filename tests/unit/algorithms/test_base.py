@@ -8,7 +8,8 @@ from lora_moe_rl.algorithms.base import signals_of
 from lora_moe_rl.algorithms.rloo import RLOO
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
-from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
+from lora_moe_rl.data.samples import FunctionRewards, Group, Prompt, Sample, Segment
+from lora_moe_rl.errors import ConfigError
 
 NAN = float("nan")
 
@@ -113,3 +114,74 @@ def test_what_counts_as_equal_is_one_bound_for_drawing_again_and_for_advantages(
     (signal,) = signals_of(algorithm, [group])
     assert algorithm.has_signal(group) == expected
     assert any(advantage.any() for advantage in signal.advantages) == expected
+
+
+def turns(reward_of_mask: list[bool]) -> Sample:
+    """A sample in which the policy wrote the tokens where the mask is True, a tool the others."""
+    segments = [Segment.given("user", [1])]
+    for wrote in reward_of_mask:
+        one = Segment.sampled([7], np.zeros(1), 0) if wrote else Segment.given("tool", [8])
+        segments.append(one)
+    return Sample(tuple(segments), "stop", "")
+
+
+def test_what_a_tool_wrote_has_no_advantage_and_no_weight_whatever_an_algorithm_says():
+    class Everything(RLOO):
+        def signals(self, groups):
+            return [
+                type(s)([a + 5 for a in s.advantages], [np.ones_like(w) for w in s.weights])
+                for s in super().signals(groups)
+            ]
+
+    masks = [[True, False, True], [True, True]]
+    group = Group(Prompt(0, "", [1]), [turns(m) for m in masks], None, np.array([1.0, 0.0]))
+    (signal,) = signals_of(Everything(made(name="rloo").settings, 20), [group])
+    assert [a.tolist() for a in signal.advantages] == [[6, 0, 6], [4, 4]]
+    assert [w.tolist() for w in signal.weights] == [[1, 0, 1], [1, 1]]
+
+
+def forked(rewards: list[float], conversations: list[int]) -> Group:
+    samples = [turns([True, False, True]) for _ in rewards]
+    rewards, conversations = np.array(rewards, np.float32), np.array(conversations)
+    return Group(Prompt(3, "", [1]), samples, None, rewards, conversations=conversations)
+
+
+def test_a_conversation_of_several_samples_counts_once_and_all_get_its_advantage():
+    """With every sample counted the baselines would be others."""
+    group = forked([1.0, 1.0, 1.0, 0.0, 0.5], [0, 0, 0, 1, 2])
+    (signal,) = signals_of(made(name="rloo"), [group])
+    found = [a[0] for a in signal.advantages]
+    np.testing.assert_allclose(found, [0.75, 0.75, 0.75, -0.75, 0.0])
+    assert [w.tolist() for w in signal.weights] == [[1, 0, 1]] * 5
+    assert [a[1] for a in signal.advantages] == [0] * 5
+
+
+def test_what_each_function_gave_a_conversation_of_several_samples_counts_once():
+    """Else GDPO would normalize over samples, and not find the rewards to be the sums."""
+    rewards, once = [1.0, 1.0, 1.0, 0.0, 0.5], [1.0, 0.0, 0.5]
+
+    def signal(group: Group, rewards: list[float]) -> list[float]:
+        of_two = {"a": FunctionRewards(1.0, np.array(rewards, np.float32))}
+        group.details.by_function.update(of_two, b=FunctionRewards(2.0, np.zeros(len(rewards))))
+        (found,) = signals_of(made(advantage="gdpo"), [group])
+        return [float(advantage[0]) for advantage in found.advantages]
+
+    found = signal(forked(rewards, [0, 0, 0, 1, 2]), rewards)
+    expected = signal(forked(once, [0, 1, 2]), once)
+    assert found == [expected[0]] * 3 + expected[1:] and expected[0] > 0.5
+
+
+def test_a_fork_is_refused_where_a_conversation_has_no_one_advantage():
+    class Rising(RLOO):
+        def signals(self, groups):
+            return [
+                type(s)([np.arange(len(a), dtype=np.float32) for a in s.advantages], s.weights)
+                for s in super().signals(groups)
+            ]
+
+    group = forked([1.0, 1.0, 0.0], [0, 0, 1])
+    with pytest.raises(ConfigError, match="prompt 3: .* gives its tokens advantages of their own"):
+        signals_of(Rising(made(name="rloo").settings, 20), [group])
+    in_reward = made(name="rloo", kl_coef=0.1, kl_in="reward")
+    with pytest.raises(ConfigError, match="prompt 3: .* revises its advantages by sample"):
+        signals_of(in_reward, [group])

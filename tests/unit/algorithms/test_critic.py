@@ -3,11 +3,16 @@ tests/integration/test_critic.py, its parts in test_values.py."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
+from packed_tokens import tokens_of
 
 from lora_moe_rl import algorithms
-from lora_moe_rl.algorithms.base import Known, Signal, revised
+from lora_moe_rl.algorithms.base import Algorithm, Known, Signal, revised
+from lora_moe_rl.algorithms.ppo import PPO
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
@@ -28,6 +33,11 @@ def made(*settings: str):
         (["algorithm=grpo", "algorithm.advantage=gae"], "grpo has no critic"),
         (["algorithm=vapo", "trainer.steps=50"], "critic_warmup=50 leaves the policy none"),
         (["algorithm=grpo", "algorithm.critic_lr=1e-4"], "critic_lr"),
+        (["algorithm=vapo", "algorithm.aggregation=prompt-mean"], "take aggregation=token-mean"),
+        (
+            ["algorithm=vapo", "algorithm.correction=tis", "algorithm.correction_normalize=true"],
+            "each want a mean over the step",
+        ),
         (
             ["algorithm=ppo", "algorithm.critic_routes=rollout", "replay.mode=r2"],
             "critic_routes=rollout wants the rollout's routes.*replay.mode=r2",
@@ -37,6 +47,50 @@ def made(*settings: str):
 def test_what_has_no_meaning_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         made(*settings)
+
+
+class Forgetful(PPO):
+    """An algorithm of one's own whose critic has nothing to learn."""
+
+    returns = Algorithm.returns
+
+    @property
+    def passes(self):
+        return frozenset()
+
+
+def test_a_critic_without_returns_is_refused_before_anything_starts():
+    words = (
+        "has a critic, but Forgetful writes no `returns` and does not name `values` among its "
+        "passes: a critic learns the returns"
+    )
+    with pytest.raises(ConfigError, match=words):
+        made(f"algorithm={__file__}:Forgetful")
+
+
+def test_right_samples_of_vapo_are_made_likelier_by_hand():
+    """Four tokens, of which the first two are of a right sample: their share is 1/2. Minus a tenth
+    of the mean of their logprobs, -1 and -3, is 0.2."""
+    logprobs = torch.tensor([-1.0, -3.0, -2.0, -5.0], requires_grad=True)
+    rewards = torch.tensor([0.5, 0.5, 0.0, -1.0])
+    mask = torch.tensor([True, True, True, True])
+    tokens = replace(tokens_of(logprobs, logprobs.detach(), torch.zeros(4), mask), rewards=rewards)
+    algorithm = made("algorithm=vapo")
+    right, every = algorithm.averaged(tokens)
+    share = (right.sum() / every.sum()).item()
+    assert share == 0.5 and algorithm.averages
+    found = algorithm.loss(replace(tokens, step_mean=share))
+    assert found.values.mean().item() == pytest.approx(0.2)
+    assert found.metrics["nll"].mean().item() == pytest.approx(2.0)
+    found.values.mean().backward()
+    assert logprobs.grad.tolist() == pytest.approx([-0.05, -0.05, 0, 0])
+    # Where none is right nothing is added, and without the weight nothing is asked for.
+    none = replace(tokens, rewards=rewards - 1, step_mean=0.0)
+    assert not algorithm.loss(none).values.any()
+    without = made("algorithm=vapo", "algorithm.nll_weight=0")
+    assert not without.averages and not without.loss(replace(tokens, rewards=None)).values.any()
+    with pytest.raises(ValueError, match="it is missing"):
+        algorithm.loss(tokens)
 
 
 def test_what_wants_a_critic_says_so():

@@ -12,9 +12,9 @@ from torch.testing import assert_close
 
 from lora_moe_rl import algorithms
 from lora_moe_rl.algorithms.parts.policy_gradient import PolicyGradient
+from lora_moe_rl.bench.algorithms import presets
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override
-from lora_moe_rl.config.plugins import ALGORITHMS
 from lora_moe_rl.errors import ConfigError
 
 NAN = float("nan")
@@ -88,12 +88,15 @@ def test_a_reference_is_wanted_exactly_when_it_is_used(kl_coef, reference):
 
 
 @pytest.mark.parametrize("correction", ["none", "token_truncate"])
-@pytest.mark.parametrize("name", ALGORITHMS.names())
+@pytest.mark.parametrize("name", presets())
 def test_a_preset_returns_the_metrics_that_it_declares_and_is_finite(name, correction):
     longer = "trainer.steps=100"  # than the warm-up of any
-    algorithm = made(f"algorithm={name}", f"algorithm.correction={correction}", longer)
+    settings = [f"algorithm.correction={correction}"]
+    if correction != "none":
+        settings.append("algorithm.anchor=trainer")
+    algorithm = made(f"algorithm={name}", *settings, longer)
     logprobs, tokens = three_tokens()
-    found = algorithm.loss(tokens)
+    found = algorithm.loss(replace(tokens, rewards=tokens.advantages, step_mean=0.5))
     assert set(found.metrics) == set(algorithm.metrics)
     found.values.sum().backward()
     assert torch.isfinite(logprobs.grad).all() and logprobs.grad[2] == 0
@@ -112,12 +115,16 @@ def test_published_vectors():
     for expected, settings in (
         (-0.6333, ()),
         (-0.6057, ("algorithm.loss=gspo",)),
-        (-0.4744, ("algorithm.correction=tis", "algorithm.correction_max=0.8")),
         (-0.2065, ("algorithm.correction=tis",)),
         (0.5938, cispo),
     ):
         mean = made(*settings).loss(tokens).values.mean().item()
         assert mean == pytest.approx(expected, abs=6e-5), settings
+    # Published with a bound of 0.8 too, which a config refuses: it is below 1.
+    narrow = made("algorithm.correction=tis")
+    bounded = narrow._correction.settings.model_copy(update={"correction_max": 0.8})
+    narrow._correction.settings = bounded
+    assert narrow.loss(tokens).values.mean().item() == pytest.approx(-0.4744, abs=6e-5)
 
 
 def test_published_dual_clip():
@@ -215,6 +222,10 @@ def test_a_ratio_against_the_engine():
     [
         (["algorithm=grop"], "did you mean grpo?"),
         (["algorithm.loss=gsop"], "did you mean gspo?"),
+        (["algorithm.advantage=rlo"], "did you mean rloo?"),
+        (["algorithm.correction=icepopp"], "did you mean icepop?"),
+        (["algorithm.correction=token_truncat"], "did you mean token_truncate?"),
+        (["algorithm.aggregation=token_mean"], "did you mean token-mean?"),
         (
             ["algorithm.tau_positive=2"],
             "no setting of algorithm.loss=ppo_clip: it is one of loss=sa",
@@ -241,7 +252,7 @@ def test_a_ratio_against_the_engine():
         (["algorithm.group_size=1"], "leaves none to compare with"),
         (
             ["algorithm.rejection=sequence_mean", "algorithm.rejection_min=1.1"],
-            "rejection_min=1.1 is not below rejection_max=1.001; both are absolute ratios",
+            "rejection_min=1.1 is not below rejection_max=1.001; bounds are absolute ratios",
         ),
         (
             ["algorithm.rejection=veto", "algorithm.rejection_divergence=k3"]
@@ -262,8 +273,8 @@ def test_a_ratio_against_the_engine():
         ),
         (
             ["algorithm.rejection=sequence_mean,veto", "algorithm.rejection_max=0.9,2"],
-            "rejection_max=0.9 is no upper bound of a ratio (k1): it must be above 1, or have a "
-            "rejection_min beside it (of algorithm.rejection=sequence_mean)",
+            "rejection_max=0.9 is no upper bound of a ratio (k1): it must be above 1 (of "
+            "algorithm.rejection=sequence_mean)",
         ),
         (["algorithm.rejection=veto,veto"], "has veto twice, alike"),
         (["algorithm.rejection=veto,none"], "names several, and one of them is none"),
@@ -292,7 +303,38 @@ def test_a_ratio_against_the_engine():
         ),
         (
             ["algorithm.correction=icepop", "algorithm.correction_min=6"],
-            "correction_min=6 is not below correction_max=5",
+            "correction_min=6 is not below correction_max=5; bounds are absolute ratios",
+        ),
+        (
+            ["algorithm.correction=icepop", "algorithm.correction_min=1.1"],
+            "correction_min=1.1 is above 1, which is the ratio of two policies that agree",
+        ),
+        (
+            ["algorithm.correction=icepop", "algorithm.correction_min=6"]
+            + ["algorithm.rejection=veto"],
+            "correction_min=6 is not below correction_max=5; bounds are absolute ratios",
+        ),
+        (
+            ["algorithm.correction=icepop", "algorithm.rejection=veto"]
+            + ["algorithm.rejection_min=2e4"],
+            "rejection_min=20000 is not below rejection_max=10000; bounds are absolute ratios",
+        ),
+        *(
+            (
+                [f"algorithm.correction={name}", "algorithm.correction_max=0.2"],
+                "correction_max=0.2 is below 1, which is the ratio of two policies that agree; "
+                "bounds are absolute ratios of trainer to engine (1.2, and not 0.2)",
+            )
+            for name in ("token_truncate", "sequence_truncate", "sequence_mask", "mis")
+        ),
+        (
+            ["algorithm.rejection=sequence_sum", "algorithm.rejection_min=0.5"]
+            + ["algorithm.rejection_max=0.9"],
+            "rejection_max=0.9 is below 1, which is the ratio of two policies that agree",
+        ),
+        (
+            ["algorithm.rejection=veto", "algorithm.rejection_min=1.2"],
+            "rejection_min=1.2 is above 1, which is the ratio of two policies that agree",
         ),
     ],
 )
@@ -300,6 +342,12 @@ def test_what_has_no_meaning_is_refused_and_names_both_sides(settings, message):
     with pytest.raises(ConfigError) as error:
         override(RunConfig(), settings)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["token_truncate", "sequence_truncate", "sequence_mask"])
+def test_a_weight_may_be_bounded_at_one(name):
+    """As IMPALA's truncation is."""
+    assert made(f"algorithm.correction={name}", "algorithm.correction_max=1") is not None
 
 
 def test_a_negative_reward_has_no_max_rl_advantage():

@@ -20,6 +20,7 @@ from lora_moe_rl.algorithms.advantages.base import Rewarded
 from lora_moe_rl.algorithms.base import Known
 from lora_moe_rl.algorithms.parts.aggregation import aggregate
 from lora_moe_rl.algorithms.parts.kl import estimate, mismatch, mismatch_of_samples
+from lora_moe_rl.algorithms.parts.reweight import weights
 from lora_moe_rl.config import RunConfig
 
 BATCHES = json.loads((Path(__file__).parent / "oracles.json").read_text())["batches"]
@@ -107,6 +108,15 @@ def test_advantages_of_rewards_less_the_kl_are_verls(batch, name, kind):
     assert_close(algorithm.revised(known), batch["revised"][f"{name} {kind}"], compared)
 
 
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("how", ["pow", "max_min", "max_random"])
+def test_what_samples_are_drawn_by_is_verls(batch, how):
+    """Of PF-PPO; verl has some of them in float32."""
+    found = weights(np.array(batch["rewards"]), how, 1.5)
+    np.testing.assert_allclose(found, batch["reweights"][how], rtol=1e-6)
+    assert found.max() > 2 * found.min()
+
+
 SETTINGS = {
     "ppo_clip": {"loss": "ppo_clip", "clip_high": 0.28},
     "dual_clip": {"loss": "ppo_clip", "dual_clip": 3.0},
@@ -125,7 +135,7 @@ def test_losses_and_their_gradients_are_verls(batch, case):
     logprobs = flat(batch, "new").requires_grad_()
     tokens = packed(batch, logprobs=logprobs)
     kept = np.array(batch["mask"]).sum(axis=1)
-    scales = aggregate(how, kept, np.array(batch["groups"]), LONGEST)
+    scales = aggregate(how, kept, np.array(batch["groups"]), np.ones_like(kept), LONGEST)
     found = mean_over(made(**SETTINGS[name]).loss(tokens).values, tokens, scales)
     found.backward()
     expected = batch["losses"][case]

@@ -144,7 +144,9 @@ def test_the_value_loss_and_its_gradient_are_verls(batch, how):
     returns = flat(batch["critic"]["gae"]["returns"])
     values, clipped = value_loss(new, flat(batch["values"]), returns, 0.2)
     kept = mask.sum(dim=1).numpy()
-    loss = mean_over(values, tokens, aggregate(how, kept, np.array(batch["groups"]), longest))
+    loss = mean_over(
+        values, tokens, aggregate(how, kept, np.array(batch["groups"]), np.ones_like(kept), longest)
+    )
     loss.backward()
     expected = batch["critic"][f"loss {how}"]
     np.testing.assert_allclose(loss.item(), expected["loss"], **CLOSE)

@@ -10,7 +10,6 @@ import pytest
 
 from lora_moe_rl import cli
 from lora_moe_rl.bench import algorithms as bench
-from lora_moe_rl.errors import BenchmarkError
 
 
 def records(steps, gain):
@@ -20,7 +19,7 @@ def records(steps, gain):
     ]
 
 
-def train(monkeypatch, gains, exit_code=0):
+def train(monkeypatch, gains):
     """Stands for `lora-moe-rl train`, which writes metrics.jsonl. Returns the commands."""
     commands = []
 
@@ -30,10 +29,10 @@ def train(monkeypatch, gains, exit_code=0):
         folder = bench.Path(values["logging.run_dir"])
         folder.mkdir()
         steps = int(values["trainer.steps"])
-        lines = records(steps - bool(exit_code), gains[values["algorithm.name"]])
+        lines = records(steps, gains[values["algorithm.name"]])
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / "metrics.jsonl").write_text(text)
-        return SimpleNamespace(returncode=exit_code)
+        return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(bench, "busy_cores", lambda: 0.0)
@@ -60,10 +59,37 @@ def test_each_algorithm_is_trained_once_and_compared(monkeypatch, tmp_path, caps
     assert len(commands) == 2, "a run that is whole is not run again"
 
 
-def test_a_run_that_ends_early_is_named(monkeypatch, tmp_path):
-    train(monkeypatch, {"grpo": 0.3}, exit_code=1)
-    with pytest.raises(BenchmarkError, match="grpo ended with exit code 1 before step 12"):
-        bench.run("grpo", tmp_path / "grpo", bench.RECIPE, 12, [])
+TEACHER = ("--teacher-url", "http://host:8000/v1", "--teacher-model", "sage")
+
+
+def test_one_that_learns_from_a_teacher_is_there_with_one_and_tells_no_other_of_it(
+    monkeypatch, tmp_path, capsys
+):
+    commands = train(monkeypatch, dict.fromkeys(bench.presets(with_teacher=True), 0.3))
+    assert bench_of(tmp_path, *TEACHER) == 0
+    found = json.loads(capsys.readouterr().out)["algorithms"]
+    assert {"grpo", "vapo", "opd"} <= found.keys() and not {"sft", "dpo"} & found.keys()
+    (taught,) = [c for c in commands if any("teacher" in word for word in c)]
+    settings = ["name=opd", "teacher_url=http://host:8000/v1", "teacher_model=sage"]
+    assert {f"algorithm.{setting}" for setting in settings} <= set(taught)
+    (critic,) = [c for c in commands if "algorithm.name=vapo" in c]
+    assert {"algorithm.critic_warmup=5", "algorithm.length_alpha=2.0"} <= set(critic)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--algorithms", "grpo,opd"], "opd learns from a teacher; name its server by"),
+        (["--algorithms", "opd", *TEACHER[:2]], "--teacher-url and --teacher-model go together"),
+        (["--algorithms", "grpo", *TEACHER], "has no effect: none of grpo learns from a teacher"),
+    ],
+)
+def test_half_a_teacher_none_or_one_for_nobody_is_refused(
+    monkeypatch, tmp_path, capsys, words, reason
+):
+    commands = train(monkeypatch, {})
+    assert bench_of(tmp_path, *words) == 2
+    assert reason in capsys.readouterr().err and not commands
 
 
 def test_an_unknown_algorithm_is_refused_before_anything_runs(monkeypatch, tmp_path, capsys):

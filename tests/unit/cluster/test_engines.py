@@ -14,6 +14,7 @@ from lora_moe_rl.cluster import engines as group
 from lora_moe_rl.cluster.actors import init_ray
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ActorFailed, EngineDied, RefitError
+from lora_moe_rl.ports import Written
 
 pytestmark = pytest.mark.seconds  # Ray is started for them
 ray.cloudpickle.register_pickle_by_value(obedient_engine)  # the actors find no helpers of tests
@@ -100,6 +101,55 @@ def test_tickets_go_to_the_engine_with_the_least_to_do(start, tmp_path):
     assert sorted(asked(tmp_path, 0)) == ["sample [0] 3 0", "sample [2] 3 2"]
 
 
+def test_once_requests_have_moved_on_none_begins_under_an_older_version(start, tmp_path):
+    engines = start()
+
+    async def tickets_of_version_3():
+        await engines.move_on(5)
+        asked = (engines.policy(3, seed=seed).sample([seed], n=2) for seed in range(2))
+        return await asyncio.gather(*asked)
+
+    asyncio.run(tickets_of_version_3())
+    assert asked(tmp_path, 0) == ["move_on 5", "sample [0] 5 0"]
+    assert asked(tmp_path, 1) == ["move_on 5", "sample [1] 5 1"]
+
+
+@pytest.mark.parametrize("how", ["exit", "dead"])
+def test_an_engine_that_dies_as_requests_move_on_comes_back_once(start, tmp_path, how):
+    engines = start()
+    fate(tmp_path, 1, "move_on", how)
+
+    async def move_on():
+        await engines.move_on(3)
+        await engines.all_back()
+
+    asyncio.run(move_on())
+    assert asked(tmp_path, 1) == ["move_on 3", "start", "prepare_refit", "publish 3"]
+    assert engines.restarts == 1 and engines.proven == [(1, 3)]
+
+
+def test_an_engine_that_does_not_serve_the_version_stops_the_move(start, tmp_path):
+    engines = start()
+    fate(tmp_path, 1, "move_on", "refuse")
+    with pytest.raises(RefitError, match="no"):
+        asyncio.run(engines.move_on(3))
+    assert engines.restarts == 0
+
+
+def test_texts_of_the_base_are_shared_by_the_engines_and_one_that_dies_is_an_error(start, tmp_path):
+    engines = start()
+
+    async def both():
+        return await asyncio.gather(*(engines.write([n], 5, 1.0, 0) for n in range(2)))
+
+    texts = [Written("by engine-0", "stop", 5), Written("by engine-1", "stop", 5)]
+    assert asyncio.run(both()) == texts
+    fate(tmp_path, 0, "write", "dead")
+    with pytest.raises(EngineDied):
+        asyncio.run(engines.write([7], 5, 1.0, 0))
+    assert engines.rolling == [0, 0] and engines.restarts == 0
+
+
 @pytest.mark.parametrize("how", ["exit", "dead"])
 def test_an_engine_that_dies_gives_its_tickets_back_and_is_served_and_proven(start, tmp_path, how):
     engines = start()
@@ -109,6 +159,29 @@ def test_an_engine_that_dies_gives_its_tickets_back_and_is_served_and_proven(sta
     restart = asked(tmp_path, 1).index("start")
     assert asked(tmp_path, 1)[restart : restart + 3] == ["start", "prepare_refit", "publish 3"]
     assert engines.proven == [(1, 3)] and engines.restarts == 1
+
+
+def test_an_engine_that_comes_back_is_told_what_is_pinned(start, tmp_path):
+    engines = start()
+    asyncio.run(engines.pin(3))
+    assert asked(tmp_path, 0)[-1] == asked(tmp_path, 1)[-1] == "pin 3"
+    fate(tmp_path, 1, "sample", "exit")
+    sample(engines)
+    restart = asked(tmp_path, 1).index("start")
+    assert asked(tmp_path, 1)[restart : restart + 4] == [
+        *("start", "prepare_refit", "pin 3", "publish 3")
+    ]
+
+
+def test_a_version_is_lost_when_only_newer_ones_came_back(start):
+    engines = start()
+    assert not engines.lost(3)
+    asyncio.run(engines.publish(4, []))
+    assert not engines.lost(3)  # both may still hold it
+    engines.oldest[0] = 4
+    assert not engines.lost(3)
+    engines.oldest[1] = 4
+    assert engines.lost(3) and not engines.lost(4)
 
 
 def test_tickets_wait_for_the_only_engine(start, tmp_path):
@@ -184,6 +257,69 @@ def test_what_is_no_death_stops_the_run(start, tmp_path):
     with pytest.raises(RefitError, match="no"):
         asyncio.run(engines.publish(4, []))
     assert engines.restarts == 0
+
+
+def renewing(engines, parts, answer=True) -> None:
+    """The senders of `parts` have died, if `answer`; others are started in their places."""
+
+    async def renew() -> bool:
+        parts[:] = ["new"] if answer else parts
+        return answer
+
+    engines.renew = renew
+
+
+def test_an_engine_that_could_not_take_parts_of_a_dead_sender_takes_the_new_ones(start, tmp_path):
+    engines, parts = start(), ["old"]
+    renewing(engines, parts)
+    fate(tmp_path, 0, "publish", "refuse")
+    asyncio.run(engines.publish(4, parts))
+    assert asked(tmp_path, 0) == ["publish 4 old", "publish 4 new"]
+    assert asked(tmp_path, 1) == ["publish 4 old"] and engines.restarts == 0
+    fate(tmp_path, 1, "sample", "exit")
+    fate(tmp_path, 1, "publish", "refuse")
+    parts[:] = ["old"]
+    sample(engines)
+    assert [line for line in asked(tmp_path, 1) if "publish" in line][1:] == [
+        "publish 4 old",
+        "publish 4 new",
+    ]
+    assert engines.proven == [(1, 4)] and engines.restarts == 1
+
+
+def test_an_engine_that_refuses_parts_of_living_senders_stops_the_run(start, tmp_path):
+    engines, parts = start(engines=1), ["old"]
+    renewing(engines, parts, answer=False)
+    fate(tmp_path, 0, "publish", "refuse")
+    with pytest.raises(RefitError, match="no"):
+        asyncio.run(engines.publish(4, parts))
+    assert asked(tmp_path, 0) == ["publish 4 old"]
+
+
+def test_an_engine_that_lives_but_does_nothing_is_started_anew_and_proven(start, tmp_path):
+    engines = start(silent_s=1.0)
+    fate(tmp_path, 1, "sample", "idle")
+    _, given_back = sample(engines)
+    assert given_back >= 1
+    restart = asked(tmp_path, 1).index("start")
+    assert asked(tmp_path, 1)[restart : restart + 3] == ["start", "prepare_refit", "publish 3"]
+    assert engines.proven == [(1, 3)] and engines.silences == engines.restarts == 1
+
+
+def test_an_engine_that_is_slow_but_works_is_left_alone(start, tmp_path):
+    engines = start(engines=1, silent_s=1.0)
+    fate(tmp_path, 0, "sample", "slow")
+    _, given_back = sample(engines)
+    assert given_back == 0 and engines.restarts == 0
+
+
+def test_silence_has_a_bound_of_its_own(start, tmp_path):
+    engines = start(engines=1, silent_s=0.5, max_silences=1, max_restarts=1)
+    fate(tmp_path, 0, "probe", "exit", "idle", "idle")
+    with pytest.raises(ActorFailed, match="rollout.max_silences=1 allows no more") as info:
+        asyncio.run(engines.score([[1]], 3))
+    assert info.value.actor == "engine-0" and "rollout.silent_s=0.5 s" in str(info.value)
+    assert (engines.restarts, engines.silences) == (2, 1)
 
 
 def test_an_engine_that_is_silent_is_given_up(start, tmp_path, monkeypatch):

@@ -1,49 +1,8 @@
-"""Where actors go on a cluster, from its nodes' resources alone."""
+"""In which order a run's ranks take the nodes that it was given."""
 
 from __future__ import annotations
 
-import pytest
-
-from lora_moe_rl.cluster.placement import check_capacity, node_by_node
-from lora_moe_rl.errors import ConfigError
-
-GROUP, ENGINE = {"CPU": 8, "GPU": 8}, {"CPU": 1, "GPU": 4}
-
-
-def node(cpus: float, gpus: float) -> dict[str, float]:
-    return {"CPU": cpus, "GPU": gpus, "memory": 1e9}
-
-
-@pytest.mark.parametrize(
-    "nodes",
-    [
-        {"a": node(64, 8), "b": node(64, 8), "c": node(64, 8)},
-        {"a": node(64, 4), "b": node(64, 4), "c": node(64, 8), "d": node(64, 8)},
-        {"a": node(64, 24)},
-    ],
-)
-def test_a_cluster_that_holds_it(nodes):
-    check_capacity([ENGINE, GROUP, GROUP, ENGINE], nodes)
-    assert nodes["a"]["GPU"] in (4, 8, 24)  # what was found stays as it was
-
-
-@pytest.mark.parametrize(
-    "nodes",
-    [
-        {"a": node(64, 8), "b": node(64, 8)},  # too few
-        {"a": node(64, 4), "b": node(64, 4), "c": node(64, 4), "d": node(64, 12)},  # torn apart
-        {"a": node(7, 8), "b": node(7, 8), "c": node(64, 8)},  # too few CPUs
-        {"a": {"CPU": 64}},
-    ],
-)
-def test_one_that_does_not_is_named(nodes):
-    with pytest.raises(ConfigError) as caught:
-        check_capacity([GROUP, GROUP, ENGINE, ENGINE], nodes)
-    message = str(caught.value)
-    assert "2 x (8 CPUs, 8 GPUs) and 2 x (1 CPUs, 4 GPUs)" in message
-    for name, found in nodes.items():
-        assert f"{name}: {found['CPU']:g} CPUs, {found.get('GPU', 0):g} GPUs" in message
-    assert "trainer.tp" in message
+from lora_moe_rl.cluster.placement import node_by_node
 
 
 def test_ranks_that_follow_each_other_share_a_node():

@@ -12,6 +12,8 @@ import pytest
 import torch
 from packed_tokens import tokens_of
 from torch.testing import assert_close
+from written_policy import END
+from written_policy import WrittenPolicy as SeveralTurns
 
 from lora_moe_rl import algorithms
 from lora_moe_rl.algorithms.base import signals_of
@@ -31,12 +33,12 @@ PAGES = ROOT / "docs/adding"
 NAN = float("nan")
 
 
-def toy(page: str | Path, folder: Path) -> str:
-    """The first Python block of a page, written to a file."""
+def toy(page: str | Path, folder: Path, place: int = 0) -> str:
+    """A Python block of a page, the first one by default, written to a file."""
     blocks = re.findall(r"^```python\n(.*?)^```$", (PAGES / page).read_text(), re.M | re.S)
     assert blocks, f"{page} shows no Python"
     path = folder / "my.py"
-    path.write_text(blocks[0])
+    path.write_text(blocks[place])
     return str(path)
 
 
@@ -115,17 +117,17 @@ def test_a_loss_with_other_metrics_than_it_declares_is_refused(best_of):
 
     algorithm = algorithms.make(best_of)
     meter = Meter(None, is_last_stage=False, algorithm=algorithm)
-    mask = torch.tensor([True, False])
+    stands = torch.tensor([2, 0])
     for least in (-3.0, -5.0, -4.0):
         both = {"policy": torch.tensor([1.5, NAN]), "least_likely": torch.tensor([least, -9.0])}
-        meter.add_metrics(both, mask)
-    meter.add_metrics(both, torch.tensor([False, False]))
-    assert (meter.sums["loss/policy"], meter.extremes["least_likely"]) == (4.5, -5.0)
+        meter.add_metrics(both, stands)
+    meter.add_metrics(both, torch.tensor([0, 0]))
+    assert (meter.sums["loss/policy"], meter.extremes["least_likely"]) == (9.0, -5.0)
     with pytest.raises(ValueError, match=r"returned the metrics \['policy'\]; its algorithm decl"):
-        meter.add_metrics({"policy": torch.zeros(2)}, mask)
+        meter.add_metrics({"policy": torch.zeros(2)}, stands)
     more = {name: torch.zeros(2) for name in (*algorithm.metrics, "surprise")}
     with pytest.raises(ValueError, match="surprise"):
-        meter.add_metrics(more, mask)
+        meter.add_metrics(more, stands)
 
 
 def test_the_correction_weighs_tokens_by_its_ratio(tmp_path):
@@ -159,12 +161,33 @@ class WrittenRewards:
 async def test_the_environment_takes_its_cost_from_rewards(tmp_path):
     file = toy("environment.md", tmp_path)
     settings = [f"environment.name={file}:Costly", "environment.cost=0.125"]
-    config = override(RunConfig(), settings)
-    made = ENVIRONMENTS.find(config.environment.name)(config.environment, WrittenRewards(), 3)
+    config = override(RunConfig(), [*settings, "algorithm.group_size=3"])
+    made = ENVIRONMENTS.find(config.environment.name)(config, WrittenRewards(), tokenizer=None)
     group = await made.rollout(Prompt(0, "?", [1, 2]), WrittenPolicy())
     np.testing.assert_array_equal(group.rewards, [0.875, 0.5, NAN])
     assert (group.routes, group.failures) == ("routes", ["the third failed"])
     assert [len(sample.response_ids) for sample in group.samples] == [1, 4, 2]
+
+
+class Letters:
+    def encode(self, text):
+        return [ord(letter) % 50 for letter in text]
+
+
+async def test_the_environment_of_two_turns_asks_again_where_the_answer_was_wrong(tmp_path):
+    file = toy("environment.md", tmp_path, 1)
+    settings = [f"environment.name={file}:SecondTry", "rollout.max_response_tokens=30"]
+    config = override(RunConfig(), [*settings, "algorithm.group_size=3"])
+    made = ENVIRONMENTS.find(config.environment.name)(config, WrittenRewards(), Letters())
+    policy = SeveralTurns([[7, 7, END], [8, END]])
+    for answer, turns in (("77", 1), ("8", 2)):
+        prompt = Prompt(0, "1+1=", [1, 2], {"answer": answer})
+        group = await made.rollout(prompt, policy)
+        assert group.counts == {"second_tries": 3 * (turns - 1), "forks": 0}
+        for sample in group.samples:
+            assert len(sample.segments) == 2 * turns
+            assert sample.mask.sum() == 3 + 2 * (turns - 1)
+        assert group.routes.num_samples == 3 and group.routes.first_missing is None
 
 
 def texts(*completions: str) -> list[Sample]:

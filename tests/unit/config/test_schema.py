@@ -102,10 +102,10 @@ def test_every_error_crosses_processes():
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     assert len(kinds) > 10
     for kind in kinds:
-        error = errors.ActorFailed("engine-0", "died", "tail") if (
-            kind is errors.ActorFailed
+        error = kind("engine-0", "died", "tail") if (
+            issubclass(kind, errors.ActorFailed)
         ) else kind("what, where, way out")  # fmt: skip
         copy = pickle.loads(pickle.dumps(error))
         assert type(copy) is kind and str(copy) == str(error)
         assert isinstance(copy, errors.LoraMoeRlError)
-        assert copy.exit_code in (1, 2)
+        assert copy.exit_code in (1, 2, errors.FAULT)

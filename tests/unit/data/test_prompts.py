@@ -1,83 +1,12 @@
 """Prompts: where they come from, their order, resuming, and bad input."""
 
-import importlib.util
-import json
-
 import pytest
+from prompt_sources import MAX_TOKENS, TOKENIZER, source, texts
 
 from lora_moe_rl.config import DataConfig
 from lora_moe_rl.data.prompts import PromptSource
 from lora_moe_rl.errors import ConfigError, DataError
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
-
-TOKENIZER = make_tokenizer()
-MAX_TOKENS = 24
-GENERATORS = """
-def counting(seed):
-    for i in range(10 ** 9):
-        yield {"prompt": f"{seed}:{i}", "answer": i}
-
-def three():
-    return iter([{"prompt": c} for c in "abc"])
-
-def other_three():
-    return iter([{"prompt": c} for c in "abd"])
-
-def chance():
-    import random
-    while True:
-        yield {"prompt": f"{random.random():.9f}"}
-
-def none():
-    return []
-
-def sums(level, most=9, *, sign="+", seed=0):
-    return iter([{"prompt": f"{level}{sign}{most}s{seed}"}])
-
-def anything(**settings):
-    return iter([{"prompt": str(sorted(settings))}])
-
-def some_long():
-    for i in range(1, 100):
-        yield {"prompt": str(i) if i % 2 else "x" * 25}
-
-def only_long():
-    yield {"prompt": "x" * 25}
-
-def ever_longer():
-    for i in range(10 ** 9):
-        yield {"prompt": "x" * 25}
-
-def bad():
-    yield {"prompt": "fine"}
-    yield {"prompt": "x" * 25}
-"""
-
-
-def source(seed=3, **config):
-    return PromptSource(DataConfig(**config), TOKENIZER, seed, MAX_TOKENS)
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write(*rows):
-        file = tmp_path / "data.jsonl"
-        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-        file.write_text("".join(line + "\n" for line in lines))
-        return str(file)
-
-    return write
-
-
-@pytest.fixture
-def generators(tmp_path):
-    file = tmp_path / "generators.py"
-    file.write_text(GENERATORS)
-    return file
-
-
-def texts(prompts):
-    return [prompt.text for prompt in prompts]
 
 
 def test_a_row_becomes_a_prompt(write):
@@ -106,156 +35,6 @@ def test_without_shuffle_and_with_a_limit(write):
         "0",
         "1",
     ]
-
-
-@pytest.mark.parametrize("drawn_before", [0, 5, 7, 23])
-def test_resume_gives_the_same_next_prompts(write, generators, drawn_before):
-    path = write(*({"prompt": str(i)} for i in range(7)))
-    names = [f"{generators}:{name}" for name in ("counting", "three")]
-    for config in ({"path": path}, {"generator": names[0]}, {"generator": names[1]}):
-        unbroken = source(**config)
-        unbroken.next(drawn_before)
-        resumed = source(**config)
-        resumed.load_state_dict(json.loads(json.dumps(unbroken.state_dict())))
-        assert resumed.next(10) == unbroken.next(10)
-
-
-def test_resume_with_other_data_is_refused(write):
-    state = source(path=write({"prompt": "a"}, {"prompt": "b"})).state_dict()
-    with pytest.raises(DataError, match=r"had 2 rows .* has 1"):
-        source(path=write({"prompt": "a"})).load_state_dict(state)
-    other = source(path=write({"prompt": "a"}, {"prompt": "b", "answer": "2"}))
-    with pytest.raises(DataError, match=r"the rows of .*data.jsonl are not those .* logging.run_d"):
-        other.load_state_dict(state)
-
-
-def test_resume_with_another_seed_is_refused(write):
-    path = write({"prompt": "a"}, {"prompt": "b"})
-    with pytest.raises(DataError, match=r"seed was 3 .* and is now 4: restore it"):
-        source(path=path, seed=4).load_state_dict(source(path=path).state_dict())
-
-
-def test_resume_with_another_generator_is_refused(generators):
-    state = source(generator=f"{generators}:three").state_dict()
-    with pytest.raises(DataError, match=r"the rows of .*:other_three are not those"):
-        source(generator=f"{generators}:other_three").load_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"system_prompt": "T"}, r"data.system_prompt was 'S' .* and is now 'T': restore it"),
-        ({"chat_template_kwargs": {"a": 2}}, r"data.chat_template_kwargs was .* and is now .*2"),
-        ({"order": "sequential"}, r"data.order was 'shuffle' .* and is now 'sequential'"),
-        ({"filter": {"n": [0, 2]}}, r"data.filter was {} .* and is now {'n': .0.0, 2.0.}"),
-        ({"answer_key": "other"}, r"data.answer_key was 'answer' .* and is now 'other'"),
-    ],
-)
-def test_resume_with_settings_that_make_other_prompts_is_refused(write, settings, named):
-    path = write({"prompt": "a", "answer": "b", "other": "c", "n": 1})
-    before = {"chat_template": True, "system_prompt": "S", "answer_key": "answer"}
-    before["chat_template_kwargs"] = {"a": (1,)}
-
-    def opened(**config):
-        return PromptSource(DataConfig(path=path, **config), TOKENIZER, 3, 100)
-
-    state = json.loads(json.dumps(opened(**before).state_dict()))
-    opened(**before).load_state_dict(state)
-    with pytest.raises(DataError, match=named):
-        opened(**before | settings).load_state_dict(state)
-
-
-def test_a_generator_that_is_never_the_same_may_go_on(generators):
-    drawn = source(generator=f"{generators}:chance")
-    drawn.next(5)
-    source(generator=f"{generators}:chance").load_state_dict(drawn.state_dict())
-
-
-def test_a_checkpoint_without_fingerprints_may_go_on(write):
-    path = write({"prompt": "a"}, {"prompt": "b"})
-    old = {"epoch": 1, "position": 1, "drawn": 3, "rows": 2}
-    resumed = source(path=path)
-    resumed.load_state_dict(old)
-    assert [prompt.row for prompt in resumed.next(2)] == [3, 4]
-
-
-def test_generators(generators):
-    counted = source(generator=f"{generators}:counting", seed=8).next(3)
-    assert texts(counted) == ["8:0", "8:1", "8:2"] and counted[2].columns == {"answer": 2}
-    assert texts(source(generator=f"{generators}:three").next(5)) == ["a", "b", "c", "a", "b"]
-    assert texts(source(generator=f"{generators}:three", limit=2).next(3)) == ["a", "b", "a"]
-    with pytest.raises(DataError, match="none gave no rows"):
-        source(generator=f"{generators}:none").next(1)
-    bad = source(generator=f"{generators}:bad")
-    with pytest.raises(DataError, match=r"bad, row 1: the prompt has 25 tokens; at most 24"):
-        bad.next(2)
-
-
-@pytest.mark.parametrize(
-    ("args", "prompt"),
-    [
-        ({"level": 1}, "1+9s3"),
-        ({"level": 2, "sign": "-", "most": 5}, "2-5s3"),
-        ({"level": "x", "seed": 7}, "x+9s7"),
-    ],
-)
-def test_a_generator_gets_its_arguments(generators, args, prompt):
-    assert texts(source(generator=f"{generators}:sums", args=args).next(1)) == [prompt]
-
-
-@pytest.mark.parametrize(
-    ("name", "args", "reason"),
-    [
-        ("sums", {"levle": 1}, r"data.args.levle: data.generator=.*:sums has no argument 'levle'; "
-         r"did you mean level\? it takes level, most, sign, seed"),
-        ("sums", {}, r":sums needs an argument 'level': set data.args.level=VALUE"),
-        ("three", {"level": 1}, r"has no argument 'level'; it takes none"),
-    ],
-)  # fmt: skip
-def test_arguments_that_a_generator_does_not_take_are_refused(generators, name, args, reason):
-    with pytest.raises(ConfigError, match=reason):
-        source(generator=f"{generators}:{name}", args=args)
-
-
-def test_a_generator_that_takes_any_argument_gets_all(generators):
-    drawn = source(generator=f"{generators}:anything", args={"b": 1, "a": 2})
-    assert texts(drawn.next(1)) == ["['a', 'b']"]
-
-
-def test_resume_with_other_arguments_is_refused(generators):
-    state = source(generator=f"{generators}:sums", args={"level": 1}).state_dict()
-    same_rows = source(generator=f"{generators}:sums", args={"level": 1, "most": 9})
-    with pytest.raises(DataError, match=r"data.args was {'level': 1} .* and is now .*'most': 9"):
-        same_rows.load_state_dict(state)
-
-
-def test_without_reasoning_gym_its_error_says_what_to_install():
-    if importlib.util.find_spec("reasoning_gym"):
-        pytest.skip("reasoning_gym is installed")
-    generator = "lora_moe_rl.data.generators:reasoning_gym"
-    with pytest.raises(ConfigError, match="pip install reasoning-gym"):
-        source(generator=generator, args={"task": "leg_counting"})
-
-
-def test_rows_of_reasoning_gym():
-    pytest.importorskip("reasoning_gym")
-    from lora_moe_rl.rewards import reasoning_gym
-
-    generator = "lora_moe_rl.data.generators:reasoning_gym"
-    settings = {"task": "chain_sum", "size": 4, "max_terms": 2}
-    drawn = PromptSource(DataConfig(generator=generator, args=settings), TOKENIZER, 3, 500).next(8)
-    assert len({prompt.text for prompt in drawn}) == 8  # the second 4 are others
-    prompt = drawn[0]
-    answer, about = prompt.columns["answer"], prompt.columns["metadata"]
-    answers = [f"so <answer>1</answer>, no, <answer> {answer} </answer>.", answer, "", "x"]
-    scores = reasoning_gym([prompt.text] * 4, answers, [answer] * 4, [about] * 4)
-    assert scores[:2] == [1, 1] and max(scores[2:]) < 0.1
-    for args, reason in [
-        ({"task": "chain_sun"}, "no task 'chain_sun'; did you mean chain_sum"),
-        ({"task": "chain_sum", "terms": 3}, "chain_sum refuses its settings: .*'terms'"),
-    ]:
-        with pytest.raises(ConfigError, match=reason):
-            source(generator=generator, args=args)
 
 
 def test_parquet(tmp_path):
@@ -444,18 +223,6 @@ def test_rows_outside_a_filter_are_left_out(levels):
         source(path=levels, filter={"level": [None, 0.5]})
 
 
-def test_rows_of_a_generator_outside_a_filter_are_left_out(generators):
-    drawn = source(generator=f"{generators}:counting", filter={"answer": [2, 5]})
-    assert texts(drawn.next(4)) == ["3:2", "3:3", "3:4", "3:5"] and drawn.filtered == 2
-    with pytest.raises(DataError, match="gave no rows that can be used: 10002 are outside data.f"):
-        drawn.next(1)
-    again = source(generator=f"{generators}:counting", filter={"answer": [2, 5]})
-    again.next(2)
-    resumed = source(generator=f"{generators}:counting", filter={"answer": [2, 5]})
-    resumed.load_state_dict(again.state_dict())
-    assert texts(resumed.next(2)) == ["3:4", "3:5"]
-
-
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
@@ -471,19 +238,6 @@ def test_columns_that_filter_or_order_must_be_numbers(write, row, reason):
     for key, setting in (("order", "by:level"), ("filter", {"level": [0, 1]})):
         with pytest.raises(DataError, match=reason.format(f"data.{key}")):
             source(path=path, **{key: setting})
-
-
-def test_rows_of_a_generator_may_be_left_out_too(generators):
-    drawn = source(generator=f"{generators}:bad", too_long="drop")
-    assert texts(drawn.next(3)) == ["fine", "fine", "fine"] and drawn.dropped == 2
-    resumed = source(generator=f"{generators}:some_long", too_long="drop")
-    resumed.next(3)
-    again = source(generator=f"{generators}:some_long", too_long="drop")
-    again.load_state_dict(resumed.state_dict())
-    assert texts(again.next(3)) == texts(resumed.next(3)) == ["7", "9", "11"]
-    for name in ("only_long", "ever_longer"):
-        with pytest.raises(DataError, match=f"{name} gave no rows that can be used: .*too_long=dr"):
-            source(generator=f"{generators}:{name}", too_long="drop").next(1)
 
 
 def test_a_look_at_the_next_prompts_takes_none(write, generators):

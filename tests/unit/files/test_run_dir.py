@@ -224,6 +224,20 @@ def test_samples_are_spread_over_the_prompts(tmp_path):
     assert second["prompt"] == "1+1=" and second["reward"] is None and second["advantage"] == 4.0
 
 
+def test_a_sample_of_several_turns_has_its_segments_and_what_was_said(tmp_path):
+    config = config_in(tmp_path / "run", "logging.samples_per_step=1")
+    groups, signals = groups_of(1)
+    messages = ({"role": "assistant", "content": "?"}, {"role": "tool", "content": "3"})
+    first = groups[0].samples[0]
+    groups[0].samples[0] = dataclasses.replace(first, messages=messages)
+    with RunDir(config, False) as run_dir:
+        run_dir.write_samples(1, groups, signals)
+    (record,) = read_jsonl(run_dir.samples_file)
+    assert record["messages"] == list(messages)
+    assert [one["author"] for one in record["segments"]] == [s.author for s in first.segments[1:]]
+    assert sum(one["tokens"] for one in record["segments"]) == record["tokens"]
+
+
 def test_no_samples_when_none_are_wanted(tmp_path):
     config = config_in(tmp_path / "run", "logging.samples_per_step=0")
     with RunDir(config, False) as run_dir:

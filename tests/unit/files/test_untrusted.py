@@ -140,6 +140,7 @@ def test_shards_are_found_by_their_index(tmp_path):
         (GOOD | {"x": "a/../1.safetensors"}, "no name of a file in its own directory"),
         (GOOD | {"x": "3.safetensors"}, "3.safetensors, which is not there"),
         (GOOD | {"x": "1.bin"}, "1.bin, which is not there"),
+        (GOOD | {"x": "\ud800"}, r"\\ud800, which is not there"),
         (GOOD | {"x": "config.json"}, "only .safetensors files"),
         (GOOD | {"z": "1.safetensors"}, "z is in 1.safetensors, and it is not"),
         (GOOD | {"x": 1}, "no map"),

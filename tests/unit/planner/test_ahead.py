@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ def test_in_flight_is_the_mean_over_a_spans_time_on_its_engine():
     assert ahead.in_flight(spans).tolist() == [1.5, 2, 1, 1]
 
 
-def a_run(folder, steps=4, **trainer):
+def a_run(folder, steps=4, counts=None, **trainer):
     """Two prompts a step, in turns on one engine: 4 tokens in 4 s, whoever else is there; reward
     1 s, update 2 s, publish 1 s, a step 8 s."""
     config = RunConfig(
@@ -45,7 +46,7 @@ def a_run(folder, steps=4, **trainer):
         spans = [[f"engine-{row % 2}", "sample", row, at, 4.0] for row in rows]
         spans += [["rewards", "reward", row, at + 4, 1.0] for row in rows]
         lines = {
-            "metrics": {"step": step, "time/step": 8, **seconds},
+            "metrics": {"step": step, "time/step": 8, **seconds, **(counts or {})},
             "order": {"step": step, "version": step - 1, "groups": groups},
             "timeline": {"step": step, "begin": at, "end": at + 8, "spans": spans},
         }
@@ -83,6 +84,16 @@ def test_ranks_come_in_the_trainers_layout(tmp_path):
     assert {(way.ranks, way.engines) for way in ways} == {(2, 2)}
 
 
+@pytest.mark.parametrize(("in_flight", "slots"), [("finish", [2, 3, 6]), ("continue", [2, 2, 2])])
+def test_requests_that_are_continued_want_two_slots_at_any_lag(tmp_path, in_flight, slots):
+    measured = ahead.measure(a_run(tmp_path))
+    asked = measured.config.schedule.model_copy(update={"in_flight": in_flight})
+    config = measured.config.model_copy(update={"schedule": asked})
+    measured = replace(measured, config=config)
+    ways = [ahead.simulated(measured, lag, ranks=2, engines=2) for lag in (0, 1, 4)]
+    assert [way.slots for way in ways] == slots
+
+
 def test_of_ways_that_are_about_as_good_the_one_with_the_least_lag_is_best():
     def way(lag, step_s):
         return ahead.Way(lag, 1, 1, lag + 2, step_s, 1 / step_s, 0, 0)
@@ -102,6 +113,12 @@ def test_the_command_prints_what_was_measured_and_marks_the_best(tmp_path, capsy
     assert main(["--run", str(run)]) == 0
     printed = capsys.readouterr().out
     assert "a step took 8 s" in printed and "+0%" in printed and printed.count("best") == 1
+
+
+def test_a_run_of_several_turns_is_refused(tmp_path):
+    """Its requests are of a turn each, and its responses are of all turns."""
+    with pytest.raises(RunDirError, match="several turns"):
+        ahead.measure(a_run(tmp_path, counts={"environment/conversations": 8.0}))
 
 
 def test_a_run_of_one_step_says_too_little(tmp_path):

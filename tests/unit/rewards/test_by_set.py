@@ -33,7 +33,7 @@ def test_a_prompt_is_scored_by_the_function_of_its_set(tmp_path):
             prompt = Prompt(0, "p", [1], {}, name)
             found, failures, _ = asyncio.run(rewards.score(prompt, [sample]))
             assert list(found) == [value] and not failures
-        processes = [worker.process for one in "ab" for worker in rewards.of(one)[0]._workers]
+        processes = [worker.process for one in "ab" for worker in rewards.of(one)[0].pool.workers]
         assert len(processes) == 4
     assert all(process.poll() is not None for process in processes)
 
@@ -55,6 +55,27 @@ def test_several_functions_score_a_prompt_together_and_one_of_other_arguments_is
         assert found.details.metrics == {"one/steps": [0.25], "ten/steps": [0.25]}
         found = asyncio.run(rewards.score(Prompt(0, "p", [1], {}, "b"), samples))
         assert found.rewards.tolist() == [1, 3] and [*found.details.by_function] == ["one"]
+
+
+def test_of_two_functions_the_one_that_judges_the_group_as_a_whole_is_named(tmp_path):
+    """A number for all samples together is no reward of any, and the sum has none either."""
+    (tmp_path / "mixed.py").write_text(
+        "def each(completions): return [1.0] * len(completions)\n"
+        "def group(completions): return 0.5\n"
+    )
+    both = [
+        RewardFunction(f"reward.functions.{n}.function", f"{tmp_path}/mixed.py:{n}", {}, 1.0, n)
+        for n in ("each", "group")
+    ]
+    samples = [sample_of(1, "x"), sample_of(2, "xyz")]
+    with RewardsBySet({"": both}, timeout_s=20, max_steps=40) as rewards:
+        found = asyncio.run(rewards.score(Prompt(7, "p", [1], {}), samples))
+    assert np.isnan(found.rewards).all()
+    said = f"prompt 7: {tmp_path}/mixed.py:group returned 0.5 for 2 samples, not one reward for"
+    assert len(found.failures) == 2 and all(one.startswith(said) for one in found.failures)
+    by_name = found.details.by_function
+    assert by_name["each"].rewards.tolist() == [1, 1] and by_name["each"].num_failed == 0
+    assert by_name["group"].num_failed == 2
 
 
 def test_a_function_that_is_absent_ends_the_others(monkeypatch):

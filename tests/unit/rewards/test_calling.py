@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
+from types import MappingProxyType
 
+import numpy as np
 import pytest
 
 from lora_moe_rl.errors import ConfigError
@@ -127,13 +130,63 @@ def test_an_error_in_the_place_of_a_value_is_that_samples_failure():
     assert check([1.0, ValueError("no"), None], 3) == [1.0, "raised ValueError('no')", None]
 
 
-@pytest.mark.parametrize("returned", [[1.0], [1.0, 2.0, 3.0], [[1.0, 2.0]], {"a": 1, "b": 2}])
-def test_another_number_of_rewards_than_samples_is_a_failure_of_all(returned):
+@pytest.mark.parametrize(
+    ("returned", "came"),
+    [
+        ([1.0], "that is 1 value"),
+        ([1.0, 2.0, 3.0], "that is 3 values"),
+        ([[1.0, 2.0]], "that is 1 value"),
+        ((), "that is 0 values"),
+        (1.0, r"one value for all of them .* \[value\] \* len\(completions\)"),
+        (np.float64(1.0), "one value for all of them"),
+        (np.array(1.0), "one value for all of them"),
+        (None, "one value for all of them"),
+        ({"a": 1, "b": 2}, "a map, whose keys are not rewards"),
+        ({0: 1.0, 1: 0.5}, "a map, whose keys are not rewards"),
+        (MappingProxyType({0: 1.0, 1: 0.5}), "a map, whose keys are not rewards"),
+        ({1.0, 0.5}, "a set, whose order is not that of the samples"),
+        ({1: 0, 2: 0}.keys(), "a set, whose order is not that of the samples"),
+        ("10", "that is text"),
+        (b"10", "that is text"),
+        (bytearray(b"10"), "that is text"),
+    ],
+)
+def test_what_is_not_one_reward_for_each_sample_is_a_failure_of_all(returned, came):
     found = check(returned, 2)
-    assert all("for 2 samples, not one reward for each" in one for one in found)
+    assert len(found) == 2 and found[0] == found[1]
+    assert re.fullmatch(
+        rf"returned .* for 2 samples, not one reward for each: .*{came}.*"
+        "; return a list of 2, each a finite number or None",
+        found[0],
+        re.DOTALL,
+    )
 
 
-@pytest.mark.parametrize("value", [[1.0, 2.0], (1.0,), {"score": 1.0}, "1", math.nan])
+@pytest.mark.parametrize(
+    "returned",
+    [(1.0, None), np.array([1.0, np.nan], object), iter([1, None]), {"a": 1.0, "b": None}.values()],
+)
+def test_anything_that_has_an_order_is_a_list(returned):
+    first, second = check(returned, 2)
+    assert first == 1.0 and not isinstance(second, float)
+
+
+def test_what_a_generator_raises_is_raised_and_not_taken_for_no_list():
+    def rewards():
+        yield 1.0
+        raise TypeError("of the user's own")
+
+    with pytest.raises(TypeError, match="of the user's own"):
+        check(rewards(), 2)
+
+
+@pytest.mark.parametrize("value", ["1", math.nan, object()])
 def test_a_value_that_is_no_number_is_a_failure(value):
     good, bad = check([1.0, value], 2)
-    assert good == 1.0 and "not a finite number in float32" in bad
+    assert good == 1.0 and bad.endswith("not a finite number in float32")
+
+
+@pytest.mark.parametrize("value", [[1.0, 2.0], (1.0,), {"score": 1.0}, np.ones(1), np.ones(2)])
+def test_several_values_in_the_place_of_one_are_a_failure_that_says_so(value):
+    good, bad = check([1.0, value], 2)
+    assert good == 1.0 and "not a finite number in float32; a sample has one reward" in bad

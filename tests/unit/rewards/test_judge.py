@@ -176,7 +176,7 @@ def test_a_run_calls_it_with_arguments_and_columns_and_keeps_its_reasons(server)
     prompt = Prompt(3, "why?", [1], {"answer": "2", "url": "http://other", "model": "other"})
     args = {"url": server.url, "model": "wise", "template": "{completion} {answer} {model}"}
     with runner_of("lora_moe_rl.rewards:Judge", 20, **args) as runner:
-        assert len(runner._workers) == 1
+        assert len(runner.pool.workers) == 1
         rewards, failures, details = asyncio.run(runner.score(prompt, samples))
     assert rewards[0] == pytest.approx(0.7) and rewards[1] != rewards[1]
     assert len(failures) == 1 and failures[0] == details.reasons[1]

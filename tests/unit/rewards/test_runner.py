@@ -4,15 +4,16 @@ import asyncio
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import psutil
 import pytest
 
+from lora_moe_rl.calls import pool
 from lora_moe_rl.data.samples import Prompt
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.rewards import exact_match, math_verify, number_match
-from lora_moe_rl.rewards import runner as rewards_runner
 from tests.helpers.reward_calls import runner_of, sample_of
 
 FUNCTIONS = '''
@@ -115,6 +116,18 @@ def test_messages_in_messages_out(functions):
     assert failures == [] and rewards.tolist() == [1.0, 1.0]
 
 
+def test_the_turns_of_a_conversation_are_its_completion(functions):
+    told = [{"role": "assistant", "content": "?"}, {"role": "tool", "content": "x"}]
+    prompt, (first, _) = step([[{"role": "user", "content": "hi"}]], 2)[0]
+    sample = replace(first, messages=(*told, {"role": "assistant", "content": "x"}))
+    with runner_of("lora_moe_rl.rewards:exact_match", timeout_s=10) as runner:
+        prompt = replace(prompt, columns={"answer": "x"})
+        rewards, failures = score(runner, [(prompt, [sample])])
+        assert rewards.tolist() == [1.0] and not failures
+        sample = replace(sample, messages=tuple(told), text="y")
+        assert score(runner, [(prompt, [sample])])[0].tolist() == [1.0]  # the last message
+
+
 @pytest.mark.parametrize(
     ("evil", "reason"),
     [
@@ -189,7 +202,7 @@ def test_a_file_that_ends_its_process_at_import(tmp_path):
 
 def test_close_ends_the_processes(functions):
     runner = runner_of(f"{functions}:deed", timeout_s=1)
-    processes = [worker.process for worker in runner._workers]
+    processes = [worker.process for worker in runner.pool.workers]
     runner.close()
     assert all(process.poll() is not None for process in processes)
 
@@ -235,7 +248,7 @@ def test_a_worker_that_cannot_start_again_is_ended(tmp_path, monkeypatch):
         "def reward(completions): os._exit(3)\n"
     )
     with runner_of(f"{tmp_path}/once.py:reward", timeout_s=60) as runner:
-        monkeypatch.setattr(rewards_runner, "START_TIMEOUT_S", 5.0)
+        monkeypatch.setattr(pool, "START_TIMEOUT_S", 5.0)
         _, failures = score(runner, step(["a", "b", "c"], 1))
         reasons = ["exit code 3", "exit code 3", "could not be started again"]
         assert all(any(reason in line for line in failures) for reason in reasons)

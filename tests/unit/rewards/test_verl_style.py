@@ -17,6 +17,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         return {"score": 0.5, "acc": True}
     if solution_str == "no score":
         return {"acc": False}
+    if solution_str == "pair":
+        return 1.0, {"acc": True}
+    if solution_str == "scores":
+        return {"score": [1.0, 0.0], "why": "two"}
     return float(solution_str == ground_truth)
 
 async def in_its_own_time(solution_str, ground_truth, data_source, extra_info, bonus=0.0, **kwargs):
@@ -53,6 +57,22 @@ def test_a_plain_function_is_called_once_a_sample(file):
     assert (right, wrong, raised) == (1.0, 0.0, "raised RuntimeError('no such luck')")
     assert scored == 0.5 and "has no 'score'" in without
     assert logged.columns == {"acc": [None, None, None, True, False]}
+
+
+def test_returns_of_mixed_shape_fail_alone(file):
+    row = {"answer": "7", "data_source": "gsm8k", "extra_info": {"index": 3}}
+    logged = Logged(4)
+    reward = Reward.load(f"{file}:compute_score", {})
+    called = reward.call(arguments(["7", "pair", "scores", "dict"], **row), logged)
+    right, pair, scores, scored = check(called, 4)
+    assert (right, scored) == (1.0, 0.5)
+    reason = "not a finite number in float32; a sample has one reward"
+    assert pair.startswith(f"returned (1.0, {{'acc': True}}), {reason}")
+    assert scores.startswith(f"returned [1.0, 0.0], {reason}")
+    assert logged.columns == {
+        "why": [None, None, "two", None],
+        "acc": [None, None, None, True],
+    }
 
 
 def test_messages_are_given_as_text(file):

@@ -70,6 +70,19 @@ async def test_a_version_waits_for_the_slot_of_one_that_still_answers():
     assert list(engine.receipts) == [2]
 
 
+async def test_a_pinned_version_keeps_its_slot_and_the_next_oldest_goes():
+    engine = RolloutEngine(RunConfig(refit={"slots": 3}), "model", None, 0)
+    engine.llm, engine.layouts = Workers(), [PartLayout(0, "float32", 0, ())]
+    for version in (1, 2, 3, 4, 5):
+        await publish(engine, version)
+        if version == 2:
+            await engine.pin(2)
+    assert list(engine.receipts) == [2, 4, 5]
+    await engine.pin(None)
+    await publish(engine, 6)
+    assert list(engine.receipts) == [4, 5, 6]
+
+
 def test_a_probe_tells_equal_routes_from_others_and_whether_any_are_missing(monkeypatch):
     engine = serving(1, slots=2)
 
@@ -100,23 +113,24 @@ async def test_the_event_loop_goes_on_while_samples_and_routes_are_packed(monkey
     engine.sampling = None
     loop_went_on = threading.Event()
 
-    async def request(*_):
+    async def request(*_, may_end):
         asyncio.get_running_loop().call_soon(loop_went_on.set)
-        return "answer"
+        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7], finish_reason="stop")])
 
-    def packed(answer, version):
+    def packed(pieces, turn):
         assert loop_went_on.wait(5), "the event loop waits for the packing"
         if fault:
             raise fault
-        return [answer], version
+        return pieces, turn
 
     monkeypatch.setattr(engine, "_request", request)
     monkeypatch.setattr(engine, "_lora_request", lambda version: None)
     monkeypatch.setattr(engine, "_packed", packed)
-    monkeypatch.setattr(outputs, "group_params", lambda *_: None)
+    monkeypatch.setattr(outputs, "params_of", lambda *_: None)
     if fault:
         with pytest.raises(ReplayError, match="impossible routes"):
             await engine.sample([1], 1, 7, 0)
     else:
-        assert await engine.sample([1], 1, 7, 0) == (["answer"], 7)
+        (((piece,),), _) = await engine.sample([1], 1, 7, 0)
+        assert piece.token_ids == [1, 7] and piece.version == 7
     assert engine.finished_samples == (0 if fault else 1)

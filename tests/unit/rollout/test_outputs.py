@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.rollout import outputs
 from lora_moe_rl.rollout.engine import RolloutEngine
+from lora_moe_rl.rollout.in_flight import Piece, Question
 
 pytestmark = pytest.mark.seconds  # imports vLLM
 
@@ -28,9 +31,15 @@ def test_samples_are_drawn_as_the_config_says():
     assert (params.top_p, params.top_k, params.min_p) == (1.0, 0, 0.0)
     assert (params.repetition_penalty, params.presence_penalty) == (1.0, 0.0)
     assert not params.ignore_eos
-    group = outputs.group_params(params, n=4, seed=123)
+    group = outputs.params_of(params, Question([1], 4, 123, 17, version=0, recorded=0))
     assert (group.n, group.seed, group.temperature) == (4, 123, 0.7)
     assert (params.n, params.seed) == (1, None)
+    held_out = Question([1], 1, 123, 17, version=0, temperature=0.0)
+    greedy = outputs.params_of(params, held_out)
+    assert greedy.sampling_type.name == "GREEDY" and greedy.temperature == 0.0
+    warm = outputs.params_of(params, replace(held_out, temperature=1.3))
+    assert (warm.temperature, warm.sampling_type.name) == (1.3, "RANDOM_SEED")
+    assert params.temperature == 0.7
 
 
 def test_prompts_are_scored_without_what_the_cache_knows():
@@ -83,8 +92,8 @@ def test_a_sample_has_the_logprobs_and_routes_of_its_own_tokens():
         token_ids=[9], logprobs=flat([(9, -1.5)]), finish_reason="length",
         routed_experts=routes_of(3, first=3),
     )  # fmt: skip
-    answer = SimpleNamespace(prompt_token_ids=[1, 2, 3], outputs=[first, second])
-    samples, table = outputs.samples_and_routes([answer], 6, Texts(), SHAPE)
+    pieces = [[Piece([1, 2, 3], output, 6, recorded=0)] for output in (first, second)]
+    samples, table = outputs.samples_and_routes(pieces, Texts(), SHAPE)
     assert [sample.token_ids.tolist() for sample in samples] == [[1, 2, 3, 7, 8], [1, 2, 3, 9]]
     assert [sample.logprobs.tolist() for sample in samples] == [[-0.5, -0.25], [-1.5]]
     assert [sample.versions.tolist() for sample in samples] == [[6, 6], [6]]
@@ -103,3 +112,23 @@ def test_scores_begin_with_the_second_token_and_have_no_row_for_the_last():
     (scores,), table = outputs.scores_and_routes([answer], SHAPE)
     assert scores.tolist() == [-1.0, -2.0] and not math.isnan(scores.sum())
     np.testing.assert_array_equal(table.ids, routes_of(2)[:, 1:])
+
+
+def test_a_turn_is_asked_for_no_row_of_routes_that_an_earlier_one_has():
+    params = outputs.sampling_params(RunConfig(), stop_ids={2})
+    turn = outputs.params_of(params, Question([1, 2, 3], 1, 5, 3, version=6, recorded=2))
+    assert (turn.routed_experts_prompt_start, turn.max_tokens, turn.seed) == (2, 3, 5)
+    assert (params.routed_experts_prompt_start, params.max_tokens) == (0, 8)
+    said = SimpleNamespace(
+        token_ids=[7, 8],
+        logprobs=flat([(7, -0.5)], [(8, -0.25)]),
+        finish_reason="stop",
+        routed_experts=routes_of(2, first=2),
+    )
+    pieces = [[Piece([1, 2, 3], said, 6, recorded=2)]]
+    (sample,), table = outputs.samples_and_routes(pieces, Texts(), SHAPE, recorded=2)
+    assert sample.token_ids.tolist() == [1, 2, 3, 7, 8] and table.offsets.tolist() == [0, 2]
+    np.testing.assert_array_equal(table.ids, routes_of(2, first=2)[:, 1:])
+    said.routed_experts = routes_of(4)
+    with pytest.raises(ReplayError, match="routes of 4 tokens .* was to record 2"):
+        outputs.samples_and_routes(pieces, Texts(), SHAPE, recorded=2)

@@ -9,7 +9,7 @@ from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.kernels.route_codec import RowLayout, cut_array, naive, pack_array
 from lora_moe_rl.router_replay.packed import PackedRoutes
 from lora_moe_rl.router_replay.table import RouteTable
-from lora_moe_rl.router_replay.travel import send
+from lora_moe_rl.router_replay.travel import join, send
 
 
 def make_table(num_rows, layers, experts, top_k, seed=0, missing=0.0) -> RouteTable:
@@ -137,3 +137,22 @@ def test_the_end_of_the_engine_that_owns_routes_is_named(monkeypatch):
     sent = send(make_table([3], (1,), 8, 2), put=lambda part: "a reference")
     with pytest.raises(ReplayError, match=r"rollout are lost: .*OwnerDiedError.* --resume"):
         sent.table()
+
+
+def test_turns_that_cannot_follow_each_other_are_refused():
+    table, other = make_table([3], (1, 2), 8, 2), make_table([3], (1, 3), 8, 2)
+    with pytest.raises(ValueError, match="are of 2 records, not of one"):
+        join([[send(make_table([3, 2], (1, 2), 8, 2))]])
+    with pytest.raises(ValueError, match="cannot follow"):
+        join([[send(table), send(other)]])
+
+
+def test_the_first_row_that_is_missing_is_found_in_joined_turns():
+    whole, holes = make_table([3], (1, 2), 8, 2), make_table([4], (1, 2), 8, 2, missing=0.5)
+    found = join([[send(whole), send(holes)], [send(holes)]])
+    row, layer = send(holes).first_missing
+    assert found.first_missing == (3 + row, layer)
+    lacking = np.flatnonzero(~holes.valid.all(axis=1))
+    np.testing.assert_array_equal(found.incomplete, [*(lacking + 3), *(lacking + 7)])
+    np.testing.assert_array_equal(found.missing, 2 * (~holes.valid).sum(axis=0))
+    np.testing.assert_array_equal(found.sample_offsets, [0, 7, 11])

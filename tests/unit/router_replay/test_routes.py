@@ -1,4 +1,4 @@
-"""A rank's routes: each sample's own, whatever engine and block they came in."""
+"""A rank's routes: each sample's own, whatever engine, block and requests they came in."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import written_policy
 
+from lora_moe_rl.data.batch import TrainBatch, pack
 from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.router_replay.table import RouteTable
-from lora_moe_rl.router_replay.travel import send
+from lora_moe_rl.router_replay.travel import join, send
 
 pytestmark = pytest.mark.seconds  # imports Megatron
 LAYERS, EXPERTS, TOP_K = (1, 2), 6, 2
 LENGTHS = [[4], [2, 3, 1], [], [5, 2]]  # rows of each sample, by engine
+SEQUENCES = [[1, 2, 3, 4, 5, 6, 7, 8], [2, 2, 9], [5, 1, 5, 1, 5, 1]]
+CUTS = [[3, 4], [], [2]]
+PIECES = [(1,), (3, 4)]
 
 
 def table_of(lengths: list[int], seed: int) -> RouteTable:
@@ -43,7 +48,7 @@ def test_a_sample_gets_the_routes_that_its_engine_recorded_for_it(received):
     number = 0
     for table in tables:
         for rows in (slice(*table.offsets[i : i + 2]) for i in range(table.num_samples)):
-            packed, here = routes.received(0, number)
+            ((packed, here),) = routes.received(0, number)
             known = valid_rows(packed.valid, len(packed.rows), len(LAYERS))[here]
             np.testing.assert_array_equal(known, table.valid[rows])
             found = unpack_array(packed.rows[here], packed.layout)
@@ -62,3 +67,54 @@ def test_tokens_without_routes_and_padding_are_not_complete(received):
     assert found.tolist() == [True, False, True, True, True, False]
     routes.incomplete = np.zeros(0, np.int64)
     assert routes.complete(SimpleNamespace(rows=rows)).tolist() == [True] * 5 + [False]
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    from lora_moe_rl.router_replay import routes
+
+    monkeypatch.setattr(routes.ps, "get_tensor_model_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(routes.ps, "get_tensor_model_parallel_rank", lambda: 0)
+    return routes
+
+
+def cut_into_turns(holes: bool = False):
+    """The same routes as of `table_of`, but sent turn by turn; with a hole in a second turn."""
+    samples = []
+    for sequence, cuts in zip(SEQUENCES, CUTS, strict=True):
+        whole, turns = written_policy.table_of([sequence]), []
+        for start, stop in zip([0, *cuts], [*cuts, len(sequence) - 1], strict=True):
+            rows = whole.ids[start:stop]
+            table = RouteTable.build(
+                [rows], [stop - start], whole.layers, written_policy.EXPERTS, written_policy.TOP_K
+            )
+            if holes and start == 2:
+                table.valid[1, 2] = False
+            turns.append(send(table, PIECES))
+        samples.append(turns)
+    return join(samples)
+
+
+def test_a_micro_batch_has_the_same_rows_however_its_samples_were_cut(one_rank):
+    batch = TrainBatch.from_sequences(SEQUENCES)
+    data = pack(batch, [2, 0, 1], multiple=4)
+    whole = one_rank.Routes([send(written_policy.table_of(SEQUENCES), PIECES)], PIECES)
+    turned = one_rank.Routes([cut_into_turns()], PIECES)
+    for found in (whole, turned):
+        found.check_samples(batch.lengths())
+        found.check_missing("error")
+        found.fetch([0, 1, 2])
+    for one, other in zip(whole.micro(data), turned.micro(data), strict=True):
+        np.testing.assert_array_equal(one.rows, other.rows)
+        assert other.rows.any() and other.valid is None
+
+
+def test_a_token_of_a_later_turn_without_routes_is_named(one_rank):
+    batch = TrainBatch.from_sequences(SEQUENCES)
+    found = one_rank.Routes([cut_into_turns(holes=True)], PIECES)
+    with pytest.raises(ReplayError, match=r"sample 2 has no routes for token 3, layer 4"):
+        found.check_missing("error")
+    found.fetch([2])
+    data = pack(batch, [2], multiple=1)
+    assert found.complete(data).tolist() == [True, True, True, False, True]
+    assert found.micro(data)[1].valid.tolist() == [[True, True]] * 3 + [[True, False], [True, True]]

@@ -6,10 +6,12 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import ray
 import torch
 import yaml
+from safetensors.numpy import save_file
 
 from lora_moe_rl import cli
 from lora_moe_rl.config import RunConfig
@@ -99,7 +101,7 @@ def test_a_bad_reward_or_a_missing_file_costs_no_heavy_import(model, folder, arg
         ("model=./no_tokenizer", "has no tokenizer"),
         ("data.path=absent.jsonl", "there is no such file"),
         ("data.path=long.jsonl", "the prompt has 600 tokens"),
-        ("reward.function=one.py:reward", "not a list of rewards"),
+        ("reward.function=one.py:reward", "returned 1.0 for 3 samples"),
     ],
 )
 def test_the_dry_run_looks_at_the_same(model, folder, capsys, arguments, part):
@@ -164,12 +166,35 @@ def train(model, *arguments) -> int:
             "data.path=long.jsonl",
             ["line 2: the prompt has 600 tokens; at most 504 fit"],
         ),
+        ("eval.sets.a=absent.jsonl", ["eval.sets.a.path=", "absent.jsonl: there is no such file"]),
+        ("eval.sets.a=empty.jsonl", ["eval.sets.a.path=", "empty.jsonl has no rows"]),
+        (
+            "eval.sets.a.limit=3",
+            ["there is no data: set eval.sets.a.path or eval.sets.a.generator"],
+        ),
+        ("eval.sets.a=long.jsonl", ["line 2: the prompt has 600 tokens", "eval.sets.a.too_long"]),
+        (
+            "data.path=null data.sets.b=good.jsonl reward.function=null eval.sets.a=good.jsonl "
+            "data.sets.b.reward=lora_moe_rl.rewards:exact_match",
+            ["eval.sets.a has no reward: set eval.sets.a.reward, or reward.function: name"],
+        ),
+        (
+            "eval.sets.a=good.jsonl eval.sets.a.reward=raises.py:reward",
+            ["eval.sets.a.reward=", "raises.py:reward fails on made-up"],
+        ),
+        (
+            "eval.sets.a=good.jsonl eval.sets.a.group_by=level",
+            ["eval.sets.a.group_by=level: row 0 has no such column; it has answer"],
+        ),
         ("reward.function=null", ["reward.function is not set: name a function as"]),
         ("reward.function=nowhere.rewards:f", ["there is no module 'nowhere'"]),
         ("reward.function=broken.py:reward", ["broken.py", "No module named 'no_such_package'"]),
         ("reward.function=raises.py:reward", ["raises.py:reward fails on made-up", "IndexError("]),
         ("reward.function=texts.py:reward", ["returned '3', not a finite number"]),
-        ("reward.function=one.py:reward", ["returned 1.0, not a list of rewards"]),
+        (
+            "reward.function=one.py:reward",
+            ["returned 1.0 for 3 samples, not one reward for each", "return a list of 3"],
+        ),
         ("model=nobody/nothing reward.function=raises.py:reward", ["fails on made-up"]),
         ("reward.function=broken.py", ["is not of the form module:function"]),
         ("logging.run_dir=used", ["used holds a run already; go on with it by --resume"]),
@@ -204,9 +229,11 @@ def test_a_run_without_any_valid_checkpoint_does_not_start(model, folder, capsys
 
 def save(checkpoints, step, model):
     metadata = {"step": step, "base": base_record(str(model), model)}
-    metadata |= {"adapter": RunConfig().adapter.model_dump(mode="json")}
+    metadata |= {"adapter": RunConfig().adapter.model_dump(mode="json"), "data": {}, "done": []}
+    metadata |= {"trainer": {"version": step, "optimizer_steps": step}}
+    state = {"adapter|layers.0.q_proj.A|0,0": np.zeros((4, 8), np.float32)}
     with write_checkpoint(checkpoints, step, 9, metadata) as directory:
-        (directory / "trainer_00000.safetensors").write_bytes(bytes(100))
+        save_file(state, directory / "trainer_00000.safetensors")
     return checkpoints / f"step-{step:06d}"
 
 
@@ -218,6 +245,19 @@ def test_a_run_that_has_done_its_steps_ends_at_once(model, folder, capsys):
     assert "nothing is left to do: the checkpoint is at step 3, and trainer.steps=3" in said.out
     assert train(model, *resumed, "trainer.steps=4") == 2
     assert "fails on made-up completions" in capsys.readouterr().err
+
+
+def test_a_run_that_has_done_its_steps_but_not_its_last_evaluation_goes_on(model, folder, capsys):
+    save(folder / "used/checkpoints", 3, model)
+    resumed = ["logging.run_dir=used", "--resume", "reward.function=raises.py:reward"]
+    resumed += ["trainer.steps=3", "eval.sets.a=good.jsonl"]
+    assert train(model, *resumed) == 2  # it gets as far as the reward
+    assert "fails on made-up completions" in capsys.readouterr().err
+    assert train(model, *resumed, "trainer.steps=2") == 0  # what is done beyond has none to come
+    with open(folder / "used/metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "eval/step": 3}\n')
+    assert train(model, *resumed) == 0
+    assert "nothing is left to do" in capsys.readouterr().out
 
 
 def test_a_newer_checkpoint_that_is_damaged_is_not_the_end(model, folder, capsys):
@@ -249,3 +289,6 @@ def test_with_everything_right_ray_is_started(model, folder, monkeypatch):
     monkeypatch.setattr(logging.root, "handlers", [])  # the run sets its own
     with pytest.raises(AssertionError, match="Ray was started"):
         train(model)
+    shutil.rmtree(folder / "run")
+    with pytest.raises(AssertionError, match="Ray was started"):
+        train(model, "eval.sets.a=good.jsonl", "eval.every=1")

@@ -9,6 +9,7 @@ import torch
 from lora_moe_rl import cli
 from lora_moe_rl.tiny import shapes
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
+from tests.helpers.teacher_server import MODEL, teacher_server
 
 pytestmark = pytest.mark.seconds
 
@@ -66,6 +67,20 @@ def test_a_run_that_is_right(check, tmp_path):
     assert prompts.count("tokens\n") == 3
     assert "prompt 1, 22 tokens\nuser: 1+1=\nassistant: \ncolumns: {'answer': '2'}" in prompts
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rewards.py", "rows.jsonl"]
+
+
+def test_a_chat_template_of_ones_own_renders_the_prompts(check):
+    mine = "model.chat_template=<{{ messages[0].content }}>"
+    code, found, prompts = check(mine, "data.chat_template=true")
+    assert code == 0 and "<0+0=>" in prompts
+    code, found, _ = check(mine)
+    state, told = found["prompts"]
+    assert code == 2 and state == "error"
+    assert "model.chat_template has no effect: the prompts are strings" in told
+    assert "set data.chat_template=true" in told
+    judge = ["reward.function=lora_moe_rl.rewards:Judge", "reward.args.url=engines"]
+    code, found, prompts = check(mine, *judge, "reward.args.model=base")
+    assert code == 0 and "<0+0=>" not in prompts  # its questions are rendered, no prompt is
 
 
 def test_all_that_is_wrong_is_told_at_once(check):
@@ -181,8 +196,9 @@ def test_what_the_machine_lacks_is_a_warning(check, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS")
     state, text = check("trainer.device=cpu", "rollout.cpu_kv_cache_gib=1e6")[1]["machine"]
     assert state == "warning" and "use a smaller model or fewer ranks" in text
-    state, text = check("checkpoint.keep=1000000000")[1]["machine"]
-    assert state == "warning" and "the disk is too small" in text
+    many = ("checkpoint.keep=1000000000", "checkpoint.every=1", "trainer.steps=1000000000")
+    state, text = check(*many)[1]["machine"]
+    assert state == "warning" and "the disk may be full before the run is done" in text
 
 
 def test_prompts_that_are_left_out_are_counted(check):
@@ -210,3 +226,32 @@ def test_a_run_that_is_there_is_told_of(check, tmp_path):
         (tmp_path / "run" / name).write_text("name: run\n")
     code, found, _ = check("logging.run_dir=run")
     assert code == 0 and "holds a run: go on with it by --resume" in found["run dir"][1]
+
+
+def test_distillation_needs_a_teacher_and_no_reward(check):
+    tokenizer = make_tokenizer()
+    distil = ("algorithm=opd", "reward.function=null", "algorithm.teacher_retries=0")
+    with teacher_server(decode=lambda i: tokenizer.decode([i])) as server:
+        named = (f"algorithm.teacher_url={server.url}", f"algorithm.teacher_model={MODEL}")
+        code, found, _ = check(*distil, *named)
+        assert code == 0 and {state for state, _ in found.values()} == {"ok"}
+        assert found["reward"][1] == "none, which algorithm=opd does without"
+        assert found["teacher"][1].startswith(f"{MODEL} at {server.url}, takes 4,096 tokens; ")
+        server.decode = lambda i: tokenizer.decode([i ^ 1])
+        code, found, _ = check(*distil, *named)
+        assert code == 2 and "another vocabulary" in found["teacher"][1]
+        code, found, _ = check(*distil, *named, "algorithm.reward_weight=0.5")
+        assert code == 2 and "reward.function is not set" in found["reward"][1]
+    code, found, _ = check(*distil, *named)
+    assert code == 2 and "Connection error" in found["teacher"][1]
+    code, found, _ = check(*distil)
+    assert code == 2 and "algorithm.teacher_url is not set" in found["reward"][1]
+
+
+def test_a_judge_on_the_engines_is_not_called_before_there_are_any(check):
+    judge = ("reward.function=lora_moe_rl.rewards:Judge", "reward.args.url=engines")
+    code, found, _ = check(*judge, "reward.args.model=base")
+    assert code == 0
+    assert (
+        found["reward"][1] == "lora_moe_rl.rewards:Judge is there; not called, it asks the engines"
+    )

@@ -3,7 +3,9 @@
 import numpy as np
 
 from lora_moe_rl.algorithms.base import Signal
-from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
+from lora_moe_rl.config import RewardFunction
+from lora_moe_rl.data.samples import Details, Group, Prompt, Sample, Scores, Segment
+from lora_moe_rl.rewards.combining import combine
 from lora_moe_rl.run.health import REPEAT_STEPS, SAME_STEPS, Health, group_metrics
 
 
@@ -54,3 +56,33 @@ def test_samples_that_are_cut_off_are_told_of():
     assert look(Health(), 1, cut, group(0, 1)) == []
     (told,) = look(Health(), 1, cut, cut, group(0, 1))
     assert "67% of the samples were cut off at rollout.max_response_tokens" in told
+
+
+def scored(**functions):
+    """A group of two samples; of each function its rewards, or why it failed for each of them."""
+    every, given = [], []
+    for name, values in functions.items():
+        reasons = {i: value for i, value in enumerate(values) if isinstance(value, str)}
+        rewards = np.array([np.nan if isinstance(v, str) else v for v in values], np.float32)
+        weight = 0.0 if name == "judge" else 1.0
+        every.append(RewardFunction(f"reward.functions.{name}.function", "m:f", {}, weight, name))
+        given.append(Scores(rewards, list(reasons.values()), Details(reasons=reasons)))
+    found = group(0, 1)
+    found.rewards, found.failures, found.details = combine(every, given)
+    return found
+
+
+def test_one_of_several_functions_that_gives_nothing_is_told_of_once_with_its_last_error():
+    """One of weight 0 too, whose failures stop no run."""
+    nan, health = float("nan"), Health()
+    good = scored(right=[0, 1], judge=[0.5, nan], never=[nan, nan])
+    bad = scored(right=[0, 1], judge=["no answer", "HTTP 503"], never=[nan, nan])
+    (told,) = look(health, 1, good, bad)  # the judge gave one sample a reward
+    assert told.startswith("step 1: reward.functions.never gave none of 4 samples a reward: all N")
+    (told,) = look(health, 2, bad, bad)
+    assert "reward.functions.judge gave none of 4 samples a reward: it failed for 4" in told
+    assert "the last: HTTP 503 (reward/judge/failed" in told
+    assert look(health, 3, bad) == look(health, 3 + REPEAT_STEPS, bad) == []
+    none = scored(right=[0, 1], judge=[nan, nan], never=[nan, nan])
+    (told,) = look(health, 4, none)
+    assert "reward.functions.judge gave none of 2 samples a reward: all None" in told

@@ -12,10 +12,12 @@ import pytest
 from faulty_ports import OTHER, FaultyEngines, NoChannel, PlainTrainer, Prompts
 
 from lora_moe_rl import algorithms
+from lora_moe_rl.algorithms.parts.reweight import draw
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Group, Sample, Segment, UpdateResult
 from lora_moe_rl.errors import MismatchError, RefitError, RewardError
 from lora_moe_rl.run import loop
+from lora_moe_rl.run.evaluations import Evaluations
 from lora_moe_rl.run.publisher import Publisher
 from lora_moe_rl.run.schedule import Schedule, seed_of
 from lora_moe_rl.run.tickets import TicketBook
@@ -55,6 +57,9 @@ class Engines(FaultyEngines):
 
     def overwrite(self) -> None:
         self.events.append("overwrite")
+
+    async def pin(self, version) -> None:
+        self.events.append(f"pin {version}")
 
 
 class Source(Prompts):
@@ -131,11 +136,45 @@ class Records:
         if self.again > 4:
             raise RewardError("no prompt has a signal")
 
-    def checkpoint(self, step, book): ...
+    def checkpoint_is_due(self, step):
+        return step == 2
+
+    def checkpoint(self, step, book):
+        self.events.append(f"checkpoint {step}")
+
+
+class Evaluator:
+    """Takes as long as an update, and longer."""
+
+    def __init__(self, events: list[str]):
+        self.events = events
+
+    async def evaluate(self, step, version):
+        self.events.append(f"evaluate {step} at {version}")
+        for _ in range(60):
+            await asyncio.sleep(0)
+        self.events.append(f"evaluated {step}")
+
+
+class Teacher:
+    """Says the same of every sample."""
+
+    async def score(self, group: Group) -> None:
+        await asyncio.sleep(0)
+        group.teacher = [np.array([-0.5, -2.0], np.float32) for _ in group.samples]
 
 
 def run(
-    engines=None, refuses=0, lag=0, equal=0, config=CONFIG, stale="wait", slow=-1, unrewarded=0
+    engines=None,
+    refuses=0,
+    lag=0,
+    equal=0,
+    config=CONFIG,
+    stale="wait",
+    slow=-1,
+    unrewarded=0,
+    teacher=None,
+    recorded=(),
 ) -> SimpleNamespace:
     """Ends as the run does; what it was made of can be looked at in any case."""
     events: list[str] = []
@@ -149,6 +188,7 @@ def run(
         timeline=[],
         error=None,
     )
+    made.records.events = events
     source = Source()
     publisher = Publisher(config, made.trainer, engines, NoChannel(), source, "float32")
     book = TicketBook(Schedule(2, lag, stale=stale))
@@ -163,6 +203,8 @@ def run(
         publisher,
         made.records,
         Timeline(1, made.timeline.append),
+        Evaluations(config, Evaluator(events), engines, recorded),
+        teacher,
     )
     try:
         asyncio.run(loop.run(ports, book, 1))
@@ -179,6 +221,14 @@ def test_the_trainer_gets_the_advantages_as_the_algorithm_gave_them():
         assert signs == [1, -1, 1, -1]
 
 
+def test_a_teacher_scores_each_group_before_its_advantages_are_made():
+    algorithm = {"name": "opd", "prompts_per_step": 2, "group_size": 2}
+    made = run(config=RunConfig(trainer={"steps": 2}, algorithm=algorithm), teacher=Teacher())
+    assert made.error is None and len(made.trainer.batches) == 2
+    for batch in made.trainer.batches:
+        assert [one.tolist() for one in batch.advantages] == [[-0.5, -2.0]] * 4
+
+
 def test_each_ticket_is_sampled_with_a_seed_of_its_own_and_the_newest_version():
     asked = run().engines.asked
     assert asked[:4] == [(number // 2, seed_of(CONFIG.seed, number, 2)) for number in range(4)]
@@ -186,8 +236,8 @@ def test_each_ticket_is_sampled_with_a_seed_of_its_own_and_the_newest_version():
 
 
 def test_an_update_waits_for_engines_that_are_coming_back():
-    events = [event for event in run().events if not event.startswith("roll")]
-    assert events == ["all back", "overwrite", "update"] * 2
+    about = ("all back", "overwrite", "update")
+    assert [event for event in run().events if event in about] == [*about] * 2
 
 
 def rolled_by_update(lag: int) -> list[list[int]]:
@@ -273,3 +323,60 @@ def test_a_step_whose_rewards_stop_the_run_is_kept_and_drawn_again():
     assert isinstance(made.error, RewardError) and len(made.records.steps) == 1
     ((step, rows, book),) = made.records.kept
     assert (step, rows, book["data"]) == (2, [2, 3], {"drawn": 2})
+
+
+def test_samples_are_drawn_by_the_seed_and_the_step_whatever_came_before():
+    """So that a run that goes on after step 1 draws in step 2 what it would have drawn."""
+    update = {"algorithm": CONFIG.algorithm.model_copy(update={"reweight": "max_random"})}
+    made = run(config=CONFIG.model_copy(update=update))
+    assert made.error is None and len(made.trainer.batches) == 2
+    for step, batch in enumerate(made.trainer.batches, start=1):
+        draws = np.random.default_rng([CONFIG.seed, step, 1])
+        wanted = draw(np.array([1.0, 0.0] * 2), "max_random", 2.0, draws)
+        assert batch.copies.tolist() == wanted.tolist()
+
+
+def evaluating(lag: int) -> RunConfig:
+    sets = {"sums": {"path": "sums.jsonl"}}
+    more = {"eval": {"sets": sets, "every": 1}, "schedule": {"lag": lag}}
+    return RunConfig.model_validate(CONFIG.model_dump(exclude_unset=True) | more)
+
+
+def test_with_lag_0_evaluations_come_between_steps():
+    made = run(config=evaluating(0))
+    told = ("evaluate", "roll ", "update")
+    assert [event for event in made.events if event.startswith(told)] == [
+        *("evaluate 0 at 0", "evaluated 0"),
+        *("roll 0", "roll 1", "update", "evaluate 1 at 1", "evaluated 1"),
+        *("roll 2", "roll 3", "update", "evaluate 2 at 2", "evaluated 2"),
+    ]
+
+
+def test_with_lag_training_goes_on_and_the_run_ends_after_its_evaluations():
+    made = run(lag=1, config=evaluating(1))
+    assert made.error is None
+    begun, ended = made.events.index("evaluate 0 at 0"), made.events.index("evaluated 0")
+    assert made.events.index("pin 0") < begun
+    assert {"roll 0", "roll 1", "update"} & set(made.events[begun:ended])
+    assert made.events.index("evaluated 1") < made.events.index("evaluate 2 at 2")
+    assert made.events[-2:] == ["evaluated 2", "pin None"]
+
+
+def test_a_checkpoint_waits_for_the_evaluations_before_its_step():
+    events = run(lag=1, config=evaluating(1)).events
+    assert events.index("evaluated 1") < events.index("checkpoint 2")
+    assert events.index("checkpoint 2") < events.index("evaluate 2 at 2")
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_evaluating_changes_nothing_that_is_trained(lag):
+    plain, other = run(lag=lag), run(lag=lag, config=evaluating(lag))
+    asked = plain.engines.asked  # versions and seeds, in turn
+    assert other.engines.asked[: len(asked)] == asked
+    for one, two in zip(plain.trainer.batches, other.trainer.batches, strict=True):
+        assert [a.tolist() for a in one.advantages] == [a.tolist() for a in two.advantages]
+
+
+def test_what_is_on_record_is_not_evaluated_again():
+    made = run(config=evaluating(0), recorded={0, 1})
+    assert [event for event in made.events if "evaluate " in event] == ["evaluate 2 at 2"]

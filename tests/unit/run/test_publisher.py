@@ -17,9 +17,18 @@ class Run:
     """A publisher that serves version 0, from a trainer that is at it. `dtype` sets the tolerance
     that the proof allows."""
 
-    def __init__(self, engines: FaultyEngines, dtype="float32", first=0, replay="r3", **refit):
+    def __init__(
+        self,
+        engines: FaultyEngines,
+        dtype="float32",
+        first=0,
+        replay="r3",
+        in_flight="finish",
+        **refit,
+    ):
         self.engines, self.trainer = engines, PlainTrainer(first, engines.step)
-        config = RunConfig(refit=refit, replay={"mode": replay})
+        schedule = {"in_flight": in_flight}
+        config = RunConfig(refit=refit, replay={"mode": replay}, schedule=schedule)
         ports = (self.trainer, engines, NoChannel(), Prompts())
         self.publisher = Publisher(config, *ports, dtype, first)
         asyncio.run(self.publisher.start())
@@ -245,3 +254,15 @@ def test_a_loss_that_is_no_number_stops_the_run():
     run.engines.arrived = {"a": Arrived(error=float("nan"), value=1e4, change=1.0, got=1.0)}
     with pytest.raises(RefitError, match="nan% of the change lost"):
         run.publish(1)
+
+
+def test_requests_move_on_to_a_version_once_it_is_proven_if_that_is_asked():
+    assert not Run(FaultyEngines()).engines.moved
+    run = Run(FaultyEngines(), in_flight="continue")
+    run.publish(1)
+    assert run.engines.moved == [0, 1]
+    run.publish(1)  # a skipped update makes none
+    run.engines.serves = {0: lambda version: OTHER}
+    with pytest.raises(RefitError):
+        run.publish(2)
+    assert run.engines.moved == [0, 1]

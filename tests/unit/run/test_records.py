@@ -9,11 +9,20 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
+from lora_moe_rl.adapters import peft
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment, UpdateResult
-from lora_moe_rl.errors import NonFiniteError, NothingTrainedError, RewardError
+from lora_moe_rl.errors import DiskError, NonFiniteError, NothingTrainedError, RewardError
+from lora_moe_rl.files.checkpoint import newest_step
 from lora_moe_rl.files.run_dir import RunDir, read_jsonl
-from lora_moe_rl.run.records import Records
+from lora_moe_rl.files.trouble import Trouble
+from lora_moe_rl.run import records as run_records
+from lora_moe_rl.run.records import (
+    Records,
+    continued_metrics,
+    environment_metrics,
+    rollout_metrics,
+)
 
 SAMPLES = 6
 
@@ -51,6 +60,38 @@ def test_steps_without_a_token_in_the_loss_stop_the_run_and_one_with_some_begins
         NothingTrainedError, match="in 2 steps in a row .* 7 were left out .*, 5 by"
     ):
         records.check_update(4, [], [], UpdateResult(0, metrics, 1, 0, 1.0))
+
+
+def test_too_many_failed_rewards_stop_the_run_with_step_function_and_reason(tmp_path):
+    records = records_in(tmp_path)
+    records.done = 11
+    group = a_group()
+    group.rewards[:4] = math.nan
+    group.failures.extend(["prompt 0: m:f returned 1.0 for 6 samples"] * 4)
+    allowed = records.config.reward.max_failed
+    assert allowed * SAMPLES < 4
+    with pytest.raises(RewardError) as error:
+        records.check_rewards([group])
+    assert str(error.value) == (
+        f"step 12: 4 of 6 rewards failed, more than reward.max_failed={allowed:g} allows; the "
+        "first: prompt 0: m:f returned 1.0 for 6 samples"
+    )
+
+
+def test_prompts_that_never_have_a_signal_stop_the_run_after_the_bound(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    config = RunConfig(algorithm={"draw_again": 2, "prompts_per_step": 3})
+    records = Records(config, None, tmp_path, None, None, None, done=0, dtype="float32")
+    easy, none = a_group(), a_group()
+    easy.rewards[:], none.rewards[:] = 1.0, math.nan
+    for _ in range(6):
+        records.drawn_again(easy)
+    with pytest.raises(
+        RewardError, match="7 prompts of one step .* .the last: all 1.*draw_again=2"
+    ):
+        records.drawn_again(easy)
+    with pytest.raises(RewardError, match="8 prompts of one step .* .the last: none at all."):
+        records.drawn_again(none)
 
 
 def test_steps_without_any_reward_stop_the_run_and_one_reward_begins_anew(tmp_path):
@@ -106,3 +147,121 @@ def test_a_step_without_rewards_leaves_its_samples_and_a_checkpoint_of_the_step_
     assert len(kept) == 2 * SAMPLES and {one["step"] for one in kept} == {step}
     assert [one.get("failure") for one in kept[1:4]] == [None, "prompt 0: the judge is gone", None]
     assert kept[0]["reward"] is None and kept[0]["advantage"] is None
+
+
+class Disk:
+    """A trainer whose state the disk takes as soon as it has `room`."""
+
+    room, asked = False, 0
+
+    def save(self, directory):
+        self.asked += 1
+        if not self.room:
+            raise DiskError("no space left on device")
+        (directory / "trainer_00000.safetensors").write_bytes(b"state")
+        return {"version": 1, "optimizer_steps": 1}
+
+    def adapter(self):
+        return {}
+
+
+class Trackers:
+    """Who is told of each adapter that is there."""
+
+    def __init__(self):
+        self.told = []
+
+    def adapter(self, step, directory):
+        self.told.append(step)
+
+
+def test_a_full_disk_does_not_end_the_run_which_tries_again_each_minute(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(peft, "write", lambda *_: None)
+    config = RunConfig(
+        logging={"run_dir": str(tmp_path / "run")}, checkpoint={"every": 2}, trainer={"steps": 9}
+    )
+    said, now, disk = [], [0.0], Disk()
+    with RunDir(config, False, said.append) as run_dir:
+        run_dir.trouble = Trouble(said.append, lambda: now[0])
+        records = Records(
+            config, None, tmp_path, run_dir, disk, Trackers(), done=0, dtype="float32"
+        )
+        for step, seconds in ((1, 0), (2, 1), (3, 30), (4, 59), (5, 62), (6, 90)):
+            now[0] = seconds
+            if records.checkpoint_is_due(step):
+                records.checkpoint(step, {})
+        # Due at steps 2, 4 and 6; at step 5 it was a minute since it was last said.
+        assert disk.asked == 4 and len(said) == 2 and "no space left" in said[0]
+        disk.room, now[0] = True, 125
+        assert records.checkpoint_is_due(7)  # which it is not by itself
+        records.checkpoint(7, {})
+        assert newest_step(run_dir.checkpoints) == 7 and said[2:] == [
+            "a checkpoint can be written again"
+        ]
+        assert not records.checkpoint_is_due(7)
+
+
+def test_the_last_checkpoint_waits_for_room_and_not_for_ever(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(peft, "write", lambda *_: None)
+    monkeypatch.setattr(run_records, "LAST_RETRY_S", 0.0)
+    config = RunConfig(logging={"run_dir": str(tmp_path / "run")}, trainer={"steps": 3})
+    disk = Disk()
+    with RunDir(config, False, lambda text: None) as run_dir:
+        records = Records(
+            config, None, tmp_path, run_dir, disk, Trackers(), done=0, dtype="float32"
+        )
+        monkeypatch.setattr(run_records, "LAST_ROOM_S", 0.0)
+        with pytest.raises(DiskError):
+            records.checkpoint(3, {})
+        monkeypatch.setattr(run_records, "LAST_ROOM_S", 600.0)
+        monkeypatch.setattr(run_records.time, "sleep", lambda _: setattr(disk, "room", True))
+        records.checkpoint(3, {})
+        assert newest_step(run_dir.checkpoints) == 3
+
+
+def test_what_environments_count_is_summed_over_the_step():
+    groups = [a_group(), a_group()]
+    assert environment_metrics(groups) == {}
+    for group, turns in zip(groups, (7, 5), strict=True):
+        group.counts = {"turns": turns, "done": 0}
+    found = {"turns": 12, "done": 0, "conversations": 2 * SAMPLES}
+    assert environment_metrics(groups) == {f"environment/{k}": v for k, v in found.items()}
+
+
+def test_a_conversation_of_several_samples_counts_once(tmp_path):
+    group = a_group()
+    group.conversations = np.array([0, 0, 0, 0, 1, 2])
+    group.counts = {"turns": 6}
+    assert environment_metrics([group])["environment/conversations"] == 3
+    group.rewards[4:] = math.nan
+    group.failures[:] = ["prompt 0: raised"] * 2
+    with pytest.raises(RewardError, match="2 of 3 rewards failed"):
+        records_in(tmp_path).check_rewards([group])
+
+
+def test_tokens_that_nobody_sampled_are_no_throughput():
+    segments = a_group().samples[0].segments
+    told = Sample((*segments, Segment.given("tool", [1, 1, 1]), segments[1]), "stop", "")
+    found = rollout_metrics([told, told], seconds=2.0)
+    assert (found["rollout/tokens"], found["rollout/tokens_per_second"]) == (8, 4.0)
+    assert found["rollout/response_length"] == 7
+
+
+def test_samples_of_several_versions_and_what_they_feed_again_are_counted():
+    """Of five tokens; the second is cut after four of them, the third after two and after four."""
+
+    def sample(versions, splits=()):
+        parts = [Segment.sampled([7], np.zeros(1), version) for version in versions]
+        parts.insert(1, Segment.given("tool", [1]))
+        return Sample((Segment.given("user", [5]), *parts), "stop", "", splits=splits)
+
+    samples = [sample([3, 3, 3]), sample([3, 3, 4], (4,)), sample([3, 4, 5], (2, 4))]
+    assert continued_metrics(samples) == {
+        "rollout/continued": 2,
+        "rollout/spans_mean": 2.0,
+        "rollout/spans_max": 3,
+        "rollout/fed_again": (3 + 1 + 3) / 12,
+    }
+    assert continued_metrics([sample([3, 4, 5])])["rollout/fed_again"] == 0

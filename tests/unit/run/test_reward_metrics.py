@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import FunctionRewards, Group, Prompt, Sample, Segment
-from lora_moe_rl.run.reward_metrics import metrics_of, reward_metrics, set_metrics
+from lora_moe_rl.run.reward_metrics import metrics_of, reward_metrics, reweight_metrics, set_metrics
 
 SAMPLES = 6
 NAN = float("nan")
@@ -72,3 +73,50 @@ def test_none_is_counted_apart_from_failures():
     group.failures.append("prompt 0: raised")
     found = metrics_of([group])
     assert (found["reward/none"], found["reward/failed"]) == (2, 1)
+
+
+def test_several_samples_of_one_conversation_count_once():
+    group = a_group()
+    group.conversations = np.array([0, 0, 0, 1, 1, 2])
+    group.rewards[:] = [3, 3, 3, 1, 1, NAN]
+    values = np.array([3, 3, 3, NAN, NAN, NAN], np.float32)
+    group.details.by_function["right"] = FunctionRewards(0.5, values, num_failed=1)
+    config = RunConfig.model_validate({"reward": {"functions": {"right": "m:f"}}})
+    found = reward_metrics([group], config)
+    assert (found["reward/mean"], found["reward/none"]) == (2.0, 1)
+    assert (found["reward/right/mean"], found["reward/right/none"]) == (3.0, 1)
+
+
+def test_a_teachers_metrics_are_of_the_tokens_that_it_scored():
+    """Sampled at logprobs of 0; the teacher says -1 and -3 to each sample but the first of the one
+    group, which it could not score, and -2 and -2 to the other's."""
+    one, other = a_group(), a_group()
+    assert not any(name.startswith("teacher/") for name in reward_metrics([one], RunConfig()))
+    one.teacher = [np.zeros(2), *[np.array([-1.0, -3.0])] * 5]
+    one.rewards[0] = math.nan
+    other.teacher = [np.array([-2.0, -2.0])] * 6
+    found = reward_metrics([one, other], RunConfig())
+    assert found["teacher/reverse_kl"] == 2 and found["teacher/logprob"] == -2
+    one.rewards[:] = math.nan
+    assert math.isnan(reward_metrics([one], RunConfig())["teacher/reverse_kl"])
+
+
+def test_what_was_drawn_is_on_record_and_nothing_where_nothing_is_drawn():
+    one, other = a_group(), a_group()
+    one.rewards[:] = [1, 2, math.nan, 4, 5, 6]
+    other.conversations = np.array([0, 0, 1, 2, 2, 2])  # its samples 1, 2 and 5 count
+    other.rewards[:] = [8, 8, 9, 7, 7, 7]
+    signals = [
+        Signal([], [], copies=np.array([3, 0, 0, 0, 2, 0])),
+        Signal([], [], copies=np.array([2, 2, 0, 1, 1, 1])),
+    ]
+    found = reweight_metrics([one, other], signals)
+    # Eight to be drawn: 1 three times, 5 twice, 8 twice and 7 once.
+    assert found == {
+        "reweight/kept": 4 / 8,
+        "reweight/most": 3,
+        "reweight/reward_mean": (3 * 1 + 2 * 5 + 2 * 8 + 7) / 8,
+    }
+    assert reweight_metrics([one], [Signal([], [])]) == {}
+    (none,) = [Signal([], [], copies=np.zeros(6, np.int64))]
+    assert math.isnan(reweight_metrics([one], [none])["reweight/kept"])

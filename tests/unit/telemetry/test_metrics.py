@@ -47,11 +47,21 @@ def test_a_line_a_step_at_once_and_valid_json(tmp_path):
     config = config_in(tmp_path / "run")
     with RunDir(config, False) as run_dir, MetricsWriter(run_dir, config) as metrics:
         metrics.write(
-            {"step": 1, "reward/mean": math.nan, "loss/policy": -math.inf, "n": np.int64(3)}
+            {
+                "step": 1,
+                "reward/mean": math.nan,
+                "loss/kl": -math.inf,
+                "rollout/tokens": np.int64(3),
+            }
         )
         text = run_dir.metrics_file.read_text()  # flushed, though the file is still open
     assert "NaN" not in text and "Infinity" not in text
-    assert json.loads(text) == {"step": 1, "reward/mean": None, "loss/policy": None, "n": 3}
+    assert json.loads(text) == {
+        "step": 1,
+        "reward/mean": None,
+        "loss/kl": None,
+        "rollout/tokens": 3,
+    }
     assert len(read_metrics(run_dir)) == 1
 
 
@@ -60,34 +70,6 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path):
     with RunDir(config, False) as run_dir:
         run_dir.metrics_file.write_text('{"step": 1}\n{"step": 2, "rewa')
     assert read_metrics(run_dir) == [{"step": 1}]
-
-
-def read_wandb(path) -> list:
-    from wandb.proto.wandb_internal_pb2 import Record
-    from wandb.sdk.internal.datastore import DataStore
-
-    store = DataStore()
-    store.open_for_scan(str(path))
-    records = []
-    while data := store.scan_data():
-        records.append(Record())
-        records[-1].ParseFromString(data)
-    return records
-
-
-def test_wandb_offline_writes_into_the_run_directory(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
-    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
-        monkeypatch.setenv(name, str(tmp_path / name))
-    config = config_in(tmp_path / "run", "tracker=wandb", "tracker.mode=offline")
-    with RunDir(config, False) as run_dir, MetricsWriter(run_dir, config) as metrics:
-        metrics.write(record(1))
-    (written,) = run_dir.path.glob("wandb/offline-run-*/*.wandb")
-    records = read_wandb(written)
-    (history,) = [r.history for r in records if r.WhichOneof("record_type") == "history"]
-    logged = {"/".join(item.nested_key) or item.key: item.value_json for item in history.item}
-    assert logged["mismatch/kl"] == "1.5e-12" and logged["_step"] == "1"
-    assert [r["step"] for r in read_metrics(run_dir)] == [1]
 
 
 def test_a_step_reads_in_columns():
@@ -188,3 +170,15 @@ def test_finish_without_a_step_says_nothing(tmp_path, capsys):
         report.finish(run_dir)
     assert capsys.readouterr().out == ""
     assert not run_dir.curves_file.exists()
+
+
+def test_the_curves_show_evaluations_also_the_one_before_the_first_step(tmp_path):
+    records = [record(step) for step in (1, 2, 3)]
+    found = [
+        {"step": step, "eval/step": step, "eval/sums/avg": 0.5, "eval/sums/avg_ci95": width}
+        for step, width in ((0, 0.1), (3, None))
+    ]
+    report.draw(records, tmp_path / "plain.png", "run")
+    report.draw(records, tmp_path / "with.png", "run", found)
+    first, second = ((tmp_path / f"{name}.png").read_bytes() for name in ("plain", "with"))
+    assert first != second

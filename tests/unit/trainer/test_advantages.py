@@ -24,8 +24,10 @@ def make_batch() -> TrainBatch:
         versions=[np.array([3, -1, 3]), np.array([4, 4])],
         advantages=[np.full(3, 9, np.float32), np.full(2, 9, np.float32)],
         weights=[np.array([1, 0, 1], np.float32), np.ones(2, np.float32)],
+        masks=[np.array([True, False, True]), np.ones(2, bool)],
         mini_batch=np.zeros(2, int),
         groups=np.zeros(2, int),
+        copies=np.ones(2, int),
         rewards=np.array([1.0, 0.0]),
     )
 

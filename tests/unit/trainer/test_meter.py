@@ -18,15 +18,16 @@ pytestmark = pytest.mark.seconds  # imports Megatron
     ("updates", "judged", "of_age"), [(1, 1, {0: 1, 1: 2, 2: 1}), (2, 1, {0: 1, 1: 3, 2: 1})]
 )
 def test_a_tokens_age_is_in_steps_and_judged_is_what_is_of_this_version(updates, judged, of_age):
-    """Tokens of the versions 4, 3, 3, 2 and 1, and one that nobody sampled, in a step that updates
-    version 4."""
+    """Samples of the versions 4, 3, 2 and 1, with a token that nobody sampled, in a step that
+    updates version 4."""
     from lora_moe_rl.trainer.meter import WITH, WITHOUT, Meter
 
-    batch = TrainBatch.from_sequences([np.arange(7)])
-    batch.versions = [np.array([4, 3, 3, -1, 2, 1])]
-    batch.logprobs = [np.full(6, -1, np.float32)]
-    meter = Meter(None, False, SimpleNamespace(metrics={}), 2, 4, updates)
-    data = pack(batch, [0], multiple=4)
+    versions = [[4], [3, 3, -1], [2], [1]]
+    batch = TrainBatch.from_sequences([np.arange(len(one) + 1) for one in versions])
+    batch.versions = [np.array(one) for one in versions]
+    batch.logprobs = [np.full(len(one), -1, np.float32) for one in versions]
+    meter = Meter(None, False, SimpleNamespace(metrics={}, learns_from="rollouts"), 2, 4, updates)
+    data = pack(batch, range(4), multiple=4)
     for prefix in (WITH, WITHOUT):
         meter.mismatch(prefix, data, torch.full((len(data.labels),), -2.0))
     assert meter.sums["mismatch/judged"] == judged and meter.sums["mismatch/tokens"] == 5
@@ -34,6 +35,22 @@ def test_a_tokens_age_is_in_steps_and_judged_is_what_is_of_this_version(updates,
     assert found == of_age
     for age, count in of_age.items():  # the log ratio is -1
         assert meter.sums[f"mismatch/kl_age_{age}/sum"] == pytest.approx(count * np.exp(-1))
+
+
+@pytest.mark.parametrize(("splits", "of_age"), [({}, {0: 1, 1: 3}), ({0: (2,)}, {0: 3, 1: 1})])
+def test_a_sample_that_went_on_is_as_old_as_its_oldest_token_unless_each_version_has_a_part(
+    splits, of_age
+):
+    """Version 3 sampled a token, and 4 the next two; another sample is of version 4 alone."""
+    from lora_moe_rl.trainer.meter import WITH, Meter
+
+    batch = TrainBatch.from_sequences([np.arange(4), np.arange(2)])
+    batch.versions, batch.splits = [np.array([3, 4, 4]), np.array([4])], splits
+    meter = Meter(None, False, SimpleNamespace(metrics={}, learns_from="rollouts"), 1, 4)
+    data = pack(batch, range(2), multiple=4)
+    meter.mismatch(WITH, data, torch.zeros(len(data.labels)))
+    assert {age: meter.sums[f"mismatch/kl_age_{age}/tokens"] for age in range(2)} == of_age
+    assert meter.sums["mismatch/judged"] == of_age[0]
 
 
 def test_means_over_samples_are_of_samples_in_whatever_micro_batch_they_are(monkeypatch):
@@ -46,7 +63,7 @@ def test_means_over_samples_are_of_samples_in_whatever_micro_batch_they_are(monk
     batch.logprobs = [
         np.full(n, math.log(p), np.float32) for n, p in zip(lengths, engine, strict=True)
     ]
-    algorithm = SimpleNamespace(metrics={}, summary=lambda metrics: {})
+    algorithm = SimpleNamespace(metrics={}, summary=lambda metrics: {}, learns_from="rollouts")
     meter = Meter(None, is_last_stage=False, algorithm=algorithm)
     meter.reports = True
     monkeypatch.setattr(meter, "all_reduce", lambda values, op=None: values)
@@ -62,3 +79,28 @@ def test_means_over_samples_are_of_samples_in_whatever_micro_batch_they_are(monk
     # Over tokens: ratios 1, 2 three times and 4.
     assert found["mismatch/chi2"] == pytest.approx((1 + 3 * 4 + 16) / 5 - 1, rel=1e-6)
     assert found["mismatch/kl_k1"] == pytest.approx(-(3 + 2) * math.log(2) / 5, rel=1e-6)
+
+
+def test_what_no_engine_sampled_has_no_mismatch_and_its_means_are_over_the_tokens_in_the_loss(
+    monkeypatch,
+):
+    """Rows' own answers of two tokens and one, of which one is not in the loss."""
+    from lora_moe_rl.trainer.meter import WITH, Meter
+
+    batch = TrainBatch.from_sequences([np.zeros(3, np.int32), np.zeros(2, np.int32)])
+    batch.versions = [np.full(len(one), -1) for one in batch.versions]
+    algorithm = SimpleNamespace(
+        metrics={"nll": "token_mean"}, summary=lambda metrics: {}, learns_from="answers"
+    )
+    meter = Meter(None, is_last_stage=False, algorithm=algorithm)
+    meter.reports, meter.of_step = True, {"logps/chosen": -3.0}
+    monkeypatch.setattr(meter, "all_reduce", lambda values, op=None: values)
+    data = pack(batch, [0, 1], multiple=4)
+    meter.mismatch(WITH, data, torch.zeros(len(data.labels)))
+    meter.add("tokens", 2)
+    meter.add("entropy", 3.0)
+    meter.add("loss/nll", 5.0)
+    found = meter.metrics([SimpleNamespace(grad_norm=1.0, lr=1.0)], compared=False)
+    assert found["policy/entropy"] == 1.5 and found["loss/nll"] == 2.5
+    assert found["logps/chosen"] == -3.0 and found["loss/tokens"] == 2
+    assert not any(name.startswith(("mismatch", "replay")) for name in found)

@@ -25,8 +25,10 @@ def make_batch() -> TrainBatch:
         versions=[np.array([3, 3, 3]), np.array([4, 4])],
         advantages=[np.array([1, 2, 3], np.float32), np.array([4, 5], np.float32)],
         weights=[np.array([1, 0.5, 0], np.float32), np.array([2, 1], np.float32)],
+        masks=[np.ones(3, bool), np.ones(2, bool)],
         mini_batch=np.zeros(2, int),
         groups=np.zeros(2, int),
+        copies=np.ones(2, int),
     )
 
 
@@ -106,3 +108,41 @@ def test_the_mean_over_a_step_is_of_all_micro_batches_and_ranks_before_any_token
     # Advantages 1, 2, 4 and 5 of four tokens; one of them is rejected.
     assert [work.step_mean for work in works] == [19 / 7, 19 / 7]
     assert tokens_of(works[0], torch.zeros(4)).step_mean == 19 / 7
+
+
+def test_a_sample_that_stands_in_the_loss_several_times_counts_so_often_everywhere():
+    """The first sample twice, the second three times: tokens, the step's mean, what is left out
+    and rejected. Advantages 1, 2 of the first and 4, 5 of the second; 4 is rejected."""
+    from lora_moe_rl.trainer.engine import Work
+    from lora_moe_rl.trainer.objective import choose_tokens, scales_of, tokens_of, total_of
+
+    batch = make_batch()
+    batch.copies = np.array([2, 3])
+    complete = np.array([True, True, False, True, True, True, False, False])
+    work = Work(pack(batch, [0, 1], multiple=4), None, complete)
+    assert work.data.copies.tolist() == [2, 2, 2, 2, 3, 3, 0, 0]
+    work.known["old"] = torch.zeros(8)
+    algorithm = SimpleNamespace(
+        rejects=True,
+        averages=True,
+        keep=lambda tokens: tokens.advantages != 4,
+        averaged=lambda tokens: (tokens.advantages, torch.ones(len(tokens.mask))),
+    )
+    settings = SimpleNamespace(aggregation="token-mean")
+    config = SimpleNamespace(replay=SimpleNamespace(missing="mask"), algorithm=settings)
+    config.max_response_tokens = 10
+    engine = SimpleNamespace(config=config, algorithm=algorithm, is_last_stage=True)
+    counted: dict[str, float] = {}
+    meter = SimpleNamespace(
+        reports=True, add=counted.__setitem__, all_reduce=lambda values: list(values)
+    )
+    kept = choose_tokens(engine, batch, [work], meter)
+    assert kept.tolist() == [1, 1]
+    assert counted == {"masked": 2, "rejected": 3}
+    assert work.step_mean == (2 * 1 + 3 * 4 + 3 * 5) / (2 + 3 + 3)
+    assert work.stands.tolist() == [0, 2, 0, 0, 0, 3, 0, 0]
+    scales = scales_of(engine, batch, kept, np.array([0, 1]))
+    assert scales.divisor == 5
+    values = torch.arange(8.0)
+    total = total_of(Loss(values), work, tokens_of(work, torch.zeros(8)), scales)
+    assert total.item() == 2 * 1 + 3 * 5

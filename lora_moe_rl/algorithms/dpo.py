@@ -1,0 +1,143 @@
+"""Direct preference optimisation (arXiv:2305.18290): of a prompt's two answers the chosen one is
+made likelier against the base than the rejected one.
+
+    margin = beta * ((log pi - log base)(chosen) - (log pi - log base)(rejected)), sums over tokens
+    loss   = -(1 - s) log sigmoid(margin) - s log sigmoid(-margin), s: label_smoothing
+
+the mean over pairs: TRL's loss_type=sigmoid. The margin takes tokens of two samples, which may
+stand in two micro-batches and on two ranks. So what each token's logprob is worth to the loss is
+made of the forwards before the update, and the trainer's loss is a sum of products that has the
+gradient of the above at that point, which is where a step's one update is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from lora_moe_rl.algorithms.base import Algorithm, Known, Loss, Pass, Reduce, Signal, Tokens
+from lora_moe_rl.config import Aggregation, AlgorithmConfig, LearnsFrom
+from lora_moe_rl.data.samples import Group
+
+SUMS: Aggregation = "seq-mean-token-sum"
+
+
+class DPOConfig(AlgorithmConfig):
+    group_size: int = Field(2, ge=2, le=2, description="Answers of each prompt.")
+    aggregation: Aggregation = Field(SUMS, description="What weighs the same: pairs.")
+    beta: float = Field(
+        0.1, gt=0, description="How much a change against the base counts: TRL's default."
+    )
+    label_smoothing: float = Field(
+        0.0,
+        ge=0,
+        lt=0.5,
+        description="Share of pairs that are taken to be the wrong way round.",
+    )
+
+    @model_validator(mode="after")
+    def _as_published(self):
+        if self.aggregation != SUMS:
+            raise ValueError(
+                f"algorithm.aggregation={self.aggregation} has no meaning with algorithm=dpo, "
+                f"whose loss is of sums over whole answers; leave it at {SUMS}"
+            )
+        if self.updates_per_step > 1:
+            raise ValueError(
+                f"algorithm.epochs={self.epochs} and algorithm.mini_batches={self.mini_batches} "
+                "make several updates a step, and algorithm=dpo weighs pairs once, before the "
+                "first; set both to 1, and algorithm.prompts_per_step to the pairs of an update"
+            )
+        return self
+
+
+class DPO(Algorithm):
+    Settings: ClassVar[type[AlgorithmConfig]] = DPOConfig
+    metrics: Mapping[str, Reduce] = {}
+    learns_from: ClassVar[LearnsFrom] = "pairs"
+
+    settings: DPOConfig
+
+    @property
+    def passes(self) -> frozenset[Pass]:
+        return frozenset({"old", "reference"})
+
+    def signal(self, group: Group) -> Signal:
+        """The advantages come with `revised`."""
+        rewards = np.asarray(group.rewards, np.float64)
+        nothing = np.zeros(len(group.samples), np.float32)
+        return replace(Signal.of_samples(group, nothing), rewards=rewards)
+
+    def revised(self, step: Known) -> list[np.ndarray]:
+        """Minus the derivative of the step's loss by each token's logprob, times the number of
+        samples, by which the trainer divides."""
+        pairs = _pairs(step)
+        gains = self.settings.beta * _gains(step)
+        margins = gains[pairs[:, 0]] - gains[pairs[:, 1]]
+        smoothed = self.settings.label_smoothing
+        slopes = (1 - smoothed) * _sigmoid(-margins) - smoothed * _sigmoid(margins)
+        worths = np.zeros(len(step.masks))
+        worths[pairs[:, 0]] = 2 * self.settings.beta * slopes  # two samples a pair
+        worths[pairs[:, 1]] = -worths[pairs[:, 0]]
+        return [worth * mask for worth, mask in zip(worths, step.masks, strict=True)]
+
+    def revised_metrics(self, step: Known) -> dict[str, float]:
+        """Of the policy before the update, by TRL's names; the mean over pairs."""
+        pairs, smoothed = _pairs(step), self.settings.label_smoothing
+        gains = self.settings.beta * _gains(step)
+        chosen, rejected = gains[pairs[:, 0]], gains[pairs[:, 1]]
+        margins = chosen - rejected
+        losses = (1 - smoothed) * np.logaddexp(0, -margins) + smoothed * np.logaddexp(0, margins)
+        own = _sums(step, "old")
+        return {
+            "loss/dpo": float(losses.mean()),
+            "rewards/chosen": float(chosen.mean()),
+            "rewards/rejected": float(rejected.mean()),
+            "rewards/margins": float(margins.mean()),
+            "rewards/accuracies": float((margins > 0).mean()),
+            "logps/chosen": float(own[pairs[:, 0]].mean()),
+            "logps/rejected": float(own[pairs[:, 1]].mean()),
+        }
+
+    def loss(self, tokens: Tokens) -> Loss:
+        return Loss(-tokens.advantages * tokens.logprobs)
+
+
+def _pairs(step: Known) -> np.ndarray:
+    """int [pairs, 2]: of each group the chosen sample, which has the larger reward, and the
+    rejected one. Raises ValueError for a group that is no pair."""
+    found = []
+    for group in np.unique(step.groups):
+        members = np.flatnonzero(step.groups == group)
+        order = members[np.argsort(-step.rewards[members], kind="stable")]
+        if len(order) != 2 or not step.rewards[order[0]] > step.rewards[order[1]]:
+            given = step.rewards[members].tolist()
+            raise ValueError(
+                f"algorithm=dpo takes pairs of a larger and a smaller reward, and group {group} "
+                f"has {given}"
+            )
+        found.append(order)
+    return np.array(found)
+
+
+def _gains(step: Known) -> np.ndarray:
+    """float64 [n]: how much likelier each sample is than under the base, a log ratio."""
+    return _sums(step, "old") - _sums(step, "reference")
+
+
+def _sums(step: Known, name: Pass) -> np.ndarray:
+    """float64 [n]: the logprob of each sample. Raises ValueError when the forward is missing."""
+    logprobs = getattr(step, name)
+    if logprobs is None:
+        raise ValueError(f"algorithm=dpo needs the forward {name!r}, and it was not made")
+    return np.array(
+        [one[mask].sum() for one, mask in zip(logprobs, step.masks, strict=True)], np.float64
+    )
+
+
+def _sigmoid(values: np.ndarray) -> np.ndarray:
+    return np.exp(-np.logaddexp(0, -values))

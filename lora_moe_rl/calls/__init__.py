@@ -1,0 +1,1 @@
+"""Calling a user's functions in processes that may be lost: rewards, tools."""

@@ -1,0 +1,51 @@
+"""The worker's side of a pool: jobs come as pickles, answers go as JSON, since what the parent
+reads may have been written by the user's code. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import threading
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+SHOWN = 200
+
+
+def end_me_first() -> None:
+    """When memory runs out, the kernel is to end this process and no other."""
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+
+
+def read_ahead(connection: Connection) -> queue.SimpleQueue:
+    """A queue of jobs (number, arguments, timeout_s) as they come. A thread reads them, so that the
+    end of the parent ends this process even while the user's code runs, and with it what that has
+    started."""
+    jobs: queue.SimpleQueue = queue.SimpleQueue()
+
+    def read() -> None:
+        while True:
+            try:
+                jobs.put(connection.recv())
+            except (EOFError, OSError):
+                os.killpg(0, signal.SIGKILL)  # its own group: the parent made it one
+
+    threading.Thread(target=read, daemon=True).start()
+    return jobs
+
+
+def send(connection: Connection, message: dict[str, Any]) -> None:
+    connection.send_bytes(json.dumps(message).encode())
+
+
+def short(value: Any) -> str:
+    """`value` as Python shows it, cut to SHOWN characters."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."

@@ -1,0 +1,73 @@
+"""The resources of a run that belong together on one node, and whether nodes hold them.
+
+Knows no Ray: a launcher asks before there is a cluster.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import ConfigError
+
+Bundle = dict[str, float]
+
+
+def wanted(config: RunConfig, gpus: bool) -> list[Bundle]:
+    """Of each tensor-parallel group of the trainer, then of each engine. `gpus`: whether there are
+    any."""
+    trainer = config.trainer
+    group = _bundle(trainer.tp, gpus_of_rank(config, gpus) * trainer.tp)
+    engine = _bundle(1, gpus_of_engine(config, gpus))
+    return [group] * (trainer.world_size // trainer.tp) + [engine] * config.num_engines
+
+
+def gpus_of_rank(config: RunConfig, gpus: bool) -> float:
+    return config.trainer.gpus_per_rank if _trains_on_gpu(config, gpus) else 0
+
+
+def gpus_of_engine(config: RunConfig, gpus: bool) -> float:
+    rollout = config.rollout
+    if rollout.gpus_per_engine is None:
+        return rollout.tp if gpus else 0
+    return rollout.gpus_per_engine
+
+
+def _trains_on_gpu(config: RunConfig, gpus: bool) -> bool:
+    return gpus if config.trainer.device == "auto" else config.trainer.device == "cuda"
+
+
+def check_capacity(bundles: Sequence[Bundle], nodes: dict[str, dict[str, float]]) -> None:
+    """Raises ConfigError when the nodes, empty, could not hold the bundles. The largest bundles
+    choose first, each the fullest node that holds it."""
+    free = {name: dict(resources) for name, resources in nodes.items()}
+    for bundle in sorted(bundles, key=lambda b: (b.get("GPU", 0), b["CPU"]), reverse=True):
+        holders = [
+            resources
+            for resources in free.values()
+            if all(resources.get(kind, 0) >= amount for kind, amount in bundle.items())
+        ]
+        if not holders:
+            found = "; ".join(f"{name}: {_amounts(resources)}" for name, resources in nodes.items())
+            raise ConfigError(
+                f"the run wants {text(bundles)}, each on one node (trainer.tp ranks, or one "
+                f"engine), and the cluster has {found}: lower trainer.world_size, trainer.tp, "
+                "rollout.engines or rollout.tp, or add nodes; RAY_ADDRESS says which cluster"
+            )
+        fullest = min(holders, key=lambda resources: (resources.get("GPU", 0), resources["CPU"]))
+        for kind, amount in bundle.items():
+            fullest[kind] -= amount
+
+
+def _bundle(cpus: float, gpus: float) -> Bundle:
+    return {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
+
+
+def text(bundles: Sequence[Bundle]) -> str:
+    counts = Counter(_amounts(bundle) for bundle in bundles)
+    return " and ".join(f"{count} x ({amounts})" for amounts, count in counts.items())
+
+
+def _amounts(resources: dict[str, float]) -> str:
+    return ", ".join(f"{resources.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))

@@ -1,0 +1,25 @@
+"""A trainer rank as it stands in a process of Ray's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lora_moe_rl.cluster.log import redirect
+from lora_moe_rl.data.batch import TrainBatch
+from lora_moe_rl.data.samples import UpdateResult
+from lora_moe_rl.trainer.worker import TrainerWorker
+
+if TYPE_CHECKING:
+    from lora_moe_rl.router_replay.routes import Sent
+
+
+class LoggedWorker(TrainerWorker):
+    """A rank whose output goes to its log file."""
+
+    def __init__(self, log_path: str, *args: Any):
+        redirect(log_path)
+        super().__init__(*args)
+
+    def update(self, batch: TrainBatch, routes: list[Sent]) -> UpdateResult:
+        """`routes` come as one object: there are as many as groups."""
+        return super().update(batch, *routes)

@@ -1,0 +1,55 @@
+"""The section `checkpoint`: how often, which stay, and where copies go."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from lora_moe_rl.config.section import Section
+
+
+class CheckpointConfig(Section):
+    every: int = Field(10, ge=0, description="Steps between checkpoints; 0: only the last step's.")
+    keep: int = Field(2, ge=2, description="Newest checkpoints kept.")
+    keep_hours: float | None = Field(
+        None,
+        gt=0,
+        description="Also keep those younger than this; null: none for its age.",
+    )
+    keep_best: int = Field(
+        0, ge=0, description="Also keep so many of the best by checkpoint.best_metric."
+    )
+    best_metric: str | None = Field(
+        None,
+        description="A metric of metrics.jsonl, such as reward/mean: its mean over the "
+        "checkpoint.every steps up to a checkpoint.",
+    )
+    best_is: Literal["largest", "smallest"] = Field(
+        "largest", description="Which value of checkpoint.best_metric is the best."
+    )
+    push_to: str | None = Field(
+        None,
+        description="A directory, or a URL of storage (s3://BUCKET/PATH), that checkpoints and "
+        "adapters are copied to in the background; null: nowhere.",
+    )
+    push_retries: int = Field(5, ge=0, description="More tries of a copy that failed.")
+    push_timeout_s: float = Field(
+        1800.0, gt=0, description="Seconds that a copy may take with all its tries."
+    )
+
+    @model_validator(mode="after")
+    def _best(self):
+        if self.keep_best and self.best_metric is None:
+            raise ValueError(
+                f"checkpoint.keep_best={self.keep_best} needs a metric to judge by: set "
+                "checkpoint.best_metric, reward/mean for one"
+            )
+        return self
+
+    def absolute(self) -> dict[str, str]:
+        """The settings that depend on the current directory, so that they no longer do."""
+        if self.push_to is None or "://" in self.push_to:
+            return {}
+        return {"push_to": os.path.abspath(os.path.expanduser(self.push_to))}

@@ -1,0 +1,60 @@
+"""What an evaluation needs of the rest of a config, and what would be ignored."""
+
+from __future__ import annotations
+
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.evaluation import EvalConfig, EvalSetConfig
+from lora_moe_rl.config.keys import value_text
+from lora_moe_rl.errors import ConfigError
+
+
+def check_evaluation(config: RunConfig) -> None:
+    """Raises ConfigError that names the key and the way out."""
+    if not config.eval.sets:
+        _check_nothing_set(config.eval)
+        return
+    for source in config.eval.sources().values():
+        _check_set(source)
+    lag, slots = config.schedule.lag, config.refit.slots
+    if lag and slots < lag + 3:
+        raise ConfigError(
+            f"eval.sets with schedule.lag={lag}: a version that is evaluated keeps a slot of its "
+            f"own beside the {lag + 2} of sampling ahead; set refit.slots={lag + 3} or more (it is "
+            f"{slots}), or schedule.lag=0, where training waits for evaluations"
+        )
+
+
+def _check_nothing_set(given: EvalConfig) -> None:
+    for name in EvalConfig.model_fields:
+        value = getattr(given, name)
+        if value != EvalConfig.model_fields[name].default:
+            raise ConfigError(
+                f"eval.{name}={value_text(value)} has no effect without eval.sets: name held-out "
+                "data, as eval.sets.NAME.path=FILE"
+            )
+
+
+def _check_set(one: EvalSetConfig) -> None:
+    key = one.key
+    if one.generator is not None and one.limit is None:
+        raise ConfigError(
+            f"{key('generator')}={one.generator} may never end: set {key('limit')} to the number "
+            "of its rows that are asked"
+        )
+    for k in one.pass_at:
+        if not 1 <= k <= one.samples:
+            raise ConfigError(
+                f"{key('pass_at')}={value_text(one.pass_at)}: pass@{k} needs a k from 1 to "
+                f"{key('samples')}={one.samples}; take more samples, or leave {k} out"
+            )
+    if one.temperature == 0 and one.samples > 1:
+        raise ConfigError(
+            f"{key('temperature')}=0 takes the likeliest token each time, and "
+            f"{key('samples')}={one.samples} would all be the same: set one of them to "
+            "another value"
+        )
+    if one.answer is not None and one.samples < 3:
+        raise ConfigError(
+            f"{key('answer')}={one.answer} is for maj@k, and {key('samples')}={one.samples} make "
+            "no majority: take 3 samples or more, or set it to null"
+        )

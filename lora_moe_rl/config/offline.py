@@ -1,0 +1,53 @@
+"""What of a config is of no use to an algorithm that learns from the rows' own answers.
+
+Nothing is sampled then: there are no engines, no versions that go to them, no routes to replay, no
+rewards. Keys of these are refused where they were set, and are not in the config that a run saves.
+"""
+
+from __future__ import annotations
+
+from lora_moe_rl.config.keys import value_text
+from lora_moe_rl.config.schema import RunConfig
+from lora_moe_rl.config.section import is_set
+from lora_moe_rl.errors import ConfigError
+
+# Sections that exist only with an algorithm that learns from rollouts.
+SAMPLING = ("rollout", "refit", "replay", "mismatch", "schedule", "environment", "reward")
+# Keys of the section algorithm that do.
+KEYS = ("mask_truncated", "draw_again", "equal_within", "reweight", "reweight_power")
+
+
+def check_offline(config: RunConfig) -> None:
+    """Raises ConfigError naming a key that has no effect, and the algorithm that makes it so."""
+    name = config.algorithm.name
+    if config.replay.mode != "off":
+        raise ConfigError(
+            f"replay.mode={config.replay.mode} replays routes, and algorithm={name} has none: it "
+            "learns from the rows' own answers, which no engine has sampled; leave replay.mode out"
+        )
+    wanted = [(part, key) for part in SAMPLING for key in type(getattr(config, part)).model_fields]
+    wanted += [("algorithm", key) for key in KEYS]
+    for part, key in wanted:
+        if is_set(section := getattr(config, part), key) and (part, key) != ("replay", "mode"):
+            raise ConfigError(
+                f"{part}.{key}={value_text(getattr(section, key))} has no effect with "
+                f"algorithm={name}: it learns from the rows' own answers, and nothing is sampled"
+            )
+    if config.eval.sets:
+        raise ConfigError(
+            f"eval.sets has no effect with algorithm={name}: it learns from the rows' own answers, "
+            "and there is no engine to ask; evaluate the adapter that it made, with a recipe whose "
+            "algorithm samples: lora-moe-rl eval RECIPE adapter.init_from=RUN"
+        )
+    for data_set, one in config.data.sets.items():
+        if one.reward is not None:
+            raise ConfigError(
+                f"data.sets.{data_set}.reward={one.reward} has no effect with algorithm={name}: it "
+                "learns from the rows' own answers, and nothing is scored"
+            )
+    for source in config.data.sources().values():
+        if source.answer_key is not None and config.learns_from == "pairs":
+            raise ConfigError(
+                f"{source.key('answer_key')}={source.answer_key} has no effect with "
+                f"algorithm={name}, whose answers are the columns chosen and rejected"
+            )

@@ -1,0 +1,74 @@
+"""The prompts of an eval set: every row once, the same ones each time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from lora_moe_rl.config import EvalSetConfig
+from lora_moe_rl.data.columns import Row
+from lora_moe_rl.data.generators import open_generator
+from lora_moe_rl.data.maker import PromptMaker
+from lora_moe_rl.data.samples import Prompt
+from lora_moe_rl.errors import DataError, LoraMoeRlError
+
+
+def held_out_prompts(
+    name: str,
+    config: EvalSetConfig,
+    tokenizer: Any,
+    seed: int,
+    max_prompt_tokens: int,
+    rows: list[Row] | None,
+) -> list[Prompt]:
+    """The prompts of set `name` (`eval/NAME`), in the order of its rows. `rows`: those of its file,
+    None for a generator. Raises DataError when there are none, and for rows that make no prompt."""
+    if rows is None:
+        rows = list(_generated(config, seed_of_rows(seed, name)))
+    maker = PromptMaker(config, tokenizer, max_prompt_tokens)
+    made = [one for row in rows if (one := maker.make(row)) is not None]
+    if not made:
+        why = f": {maker.why_left_out()}" if rows else ""
+        source = "path" if config.path is not None else "generator"
+        raise DataError(
+            f"{config.key(source)}={getattr(config, source)}: none of the {len(rows)} rows is "
+            f"left to be asked{why}"
+        )
+    return [
+        Prompt(number, one.text, list(one.token_ids), dict(one.columns), name)
+        for number, one in enumerate(made)
+    ]
+
+
+def _generated(config: EvalSetConfig, seed: int) -> Iterator[Row]:
+    """The first `limit` rows of a generator."""
+    try:
+        for number, row in enumerate(open_generator(config, seed)):
+            yield f"{config.generator}, row {number}", row
+    except LoraMoeRlError:
+        raise
+    except Exception as error:  # the user's own code
+        named = f"{config.key('generator')}={config.generator}"
+        raise DataError(f"{named} raised {type(error).__name__}: {error}") from error
+
+
+def seed_of_rows(seed: int, name: str) -> int:
+    """What a generator of held-out rows is seeded with: other than any seed that a run gives its
+    training data, but for a chance of one in 2^32."""
+    return _draw(seed, _number(name))
+
+
+def seed_of_prompt(seed: int, name: str, row: int) -> int:
+    """The seed of a prompt's samples: of eval.seed, the set's name and the row alone."""
+    return _draw(seed, _number(name), row)
+
+
+def _number(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
+
+
+def _draw(*entropy: int) -> int:
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0])

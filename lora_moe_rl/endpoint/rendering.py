@@ -1,0 +1,164 @@
+"""Between a client's messages and tokens: prompts by the model's chat template, calls of tools.
+
+What the policy has written is never rendered where its tokens are known: only what follows it is.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from lora_moe_rl.endpoint.refusal import bad_request
+from lora_moe_rl.environments.parts.templates import SAID, TRIAL, Introduced
+from lora_moe_rl.environments.parts.tool_calls import CLOSE, OPEN, Call, Form, ParseError
+from lora_moe_rl.errors import ConfigError
+
+Message = dict[str, Any]
+
+
+class Chats:
+    """`calls`: how the model writes a call of a tool, as environment.calls has it. Raises
+    ConfigError for a form that there is not."""
+
+    def __init__(self, tokenizer: Any, calls: str = "json"):
+        self.tokenizer, self.form = tokenizer, Form.named(calls)
+        self._tagged = calls == "json"
+        self._introduced = lru_cache(64)(self._introduce)
+        self._num_ids = max(tokenizer.get_vocab().values()) + 1
+
+    def whole(
+        self, messages: Sequence[Message], tools: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[int]:
+        """The tokens of a prompt, up to where the assistant begins to write."""
+        return self.encode(self._rendered(messages, tools, kwargs))
+
+    def after(
+        self,
+        last: int,
+        messages: Sequence[Message],
+        tools: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> list[int]:
+        """The tokens between a turn of the policy and its next: of `messages`, which came between.
+        `last`: the token that ended the turn; where the template would write the same, it is not
+        there twice."""
+        asked = [{"role": "user", "content": TRIAL}, {"role": "assistant", "content": SAID}]
+        text = self._rendered([*asked, *messages], tools, kwargs)
+        _, said, after = text.rpartition(SAID)
+        if not said:
+            raise bad_request("the model's chat template does not show what an assistant says")
+        return self.encode(after.removeprefix(self.tokenizer.decode([last])))
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """`special`: with what the tokenizer puts in front of a text."""
+        return self.tokenizer.encode(text, add_special_tokens=special)
+
+    def checked(self, token_ids: list[int], where: str) -> list[int]:
+        """Token ids that a client has sent. Raises Refused for one that is of no token."""
+        if token_ids and max(token_ids) >= self._num_ids:
+            raise bad_request(
+                f"{where} has the id {max(token_ids)}, and the tokenizer has {self._num_ids} tokens"
+            )
+        return token_ids
+
+    def calls_in(
+        self, text: str, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[str | None, list[Message]]:
+        """What a turn says beside its calls of tools, and the calls as OpenAI's API writes them. A
+        call that cannot be read is text, as is all when the client has no tools."""
+        try:
+            calls = self.form.read(text) if tools else []
+            found = [_call(call, tools) for call in calls]
+        except ParseError:
+            found = []
+        if not found:
+            return text, []
+        before = text.partition(OPEN)[0].rstrip() if self._tagged else ""
+        return before or None, found
+
+    def _rendered(
+        self, messages: Sequence[Message], tools: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> str:
+        if self.tokenizer.chat_template is None:
+            raise bad_request(
+                "the model's tokenizer has no chat template: set model.chat_template, or ask "
+                "/v1/completions"
+            )
+        try:
+            told = self._introduced(json.dumps(tools)) if tools else None
+            shows_calls = "tool_calls" in str(self.tokenizer.chat_template)
+            return (told or self.tokenizer).apply_chat_template(
+                [_for_template(message, shows_calls) for message in messages],
+                tokenize=False,
+                add_generation_prompt=True,
+                **kwargs,
+            )
+        except ConfigError as error:
+            raise bad_request(str(error)) from error
+        except Exception as error:  # of Jinja, and what a template raises itself
+            raise bad_request(f"the model's chat template refuses the messages: {error}") from error
+
+    def _introduce(self, tools: str) -> Introduced:
+        return Introduced(self.tokenizer, json.loads(tools), self.form)
+
+
+def text_of(message: Message) -> str:
+    """What a message says. Raises Refused for what is no text."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    for part in parts:
+        if not (isinstance(part, dict) and part.get("type") == "text"):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise bad_request(f"a message has content of the type {kind}; only text is read here")
+    return "".join(str(part.get("text") or "") for part in parts)
+
+
+def canonical(message: Message) -> str:
+    """Equal for messages that say the same, however a client writes them."""
+    calls = [
+        [call.get("id"), (call.get("function") or {}).get("name"),
+         (call.get("function") or {}).get("arguments")]
+        for call in message.get("tool_calls") or []
+    ]  # fmt: skip
+    said = [message["role"], text_of(message), message.get("tool_call_id"), message.get("name")]
+    return json.dumps([*said, calls])
+
+
+def _for_template(message: Message, shows_calls: bool) -> Message:
+    """As templates want it: text, and arguments as objects. For a template that does not show calls
+    of tools they stand in the text, in Hermes' form."""
+    role = "system" if message["role"] == "developer" else message["role"]
+    found = {"role": role, "content": text_of(message)}
+    found |= {key: message[key] for key in ("name", "tool_call_id") if message.get(key)}
+    calls = []
+    for call in message.get("tool_calls") or []:
+        function = call.get("function") or {}
+        try:
+            arguments = json.loads(function.get("arguments") or "{}")
+        except (TypeError, ValueError) as error:
+            raise bad_request(f"the arguments of a tool call are not JSON: {error}") from error
+        calls.append({"name": function.get("name"), "arguments": arguments})
+    if calls and shows_calls:
+        found["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    elif calls:
+        found["content"] += "".join(f"{OPEN}{json.dumps(call)}{CLOSE}" for call in calls)
+    return found
+
+
+def _call(call: Call, tools: Sequence[Mapping[str, Any]]) -> Message:
+    """Raises ParseError for a call by position that has more arguments than the tool."""
+    arguments = dict(call.named)
+    if call.positional:
+        schemas = [tool["function"] for tool in tools if tool["function"]["name"] == call.name]
+        parameters = schemas[0].get("parameters") or {} if schemas else {}
+        names = list(parameters.get("properties") or {})
+        if len(names) < len(call.positional):
+            raise ParseError(f"{call.name} has {len(call.positional)} arguments by position")
+        arguments = dict(zip(names, call.positional, strict=False)) | arguments
+    function = {"name": call.name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}

@@ -1,0 +1,291 @@
+"""A run's trajectories and the agents that they are given to.
+
+    a rollout ──trajectory──> waiting ──> a process of the agent's program, or one that asks (next)
+        ^                                     │ chats, with the trajectory's key
+        └───────────────outcome───────────────┘ reward, or its end
+
+What an agent has beside OpenAI's protocol, with its key:
+
+    GET  /v1/task      {"prompt", "row"}: what the trajectory is about
+    POST /v1/reward    {"reward": 0.5}: sets the reward, and ends the trajectory
+    POST /v1/next      the next trajectory, when there is one: {"api_key", "task"}
+
+A process that ends has ended its trajectory; one that asks for the next goes on with that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import tempfile
+import uuid
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import IO, Any, NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from lora_moe_rl.calls.pool import MARK
+from lora_moe_rl.cluster.watchdog import kill_marked
+from lora_moe_rl.endpoint.app import Endpoint, body_of, key_of, unless_gone
+from lora_moe_rl.endpoint.refusal import Refused, bad_request
+from lora_moe_rl.endpoint.sessions import Session, Sessions
+
+LAST_WORDS = 300  # bytes of what an agent has complained of
+
+
+class Outcome(NamedTuple):
+    """How a trajectory has ended. `reward` is the agent's, if it has set one; `end` is counted;
+    `failure` says why there can be no reward, if so."""
+
+    end: str
+    reward: float | None = None
+    failure: str | None = None
+
+
+@dataclass(eq=False)
+class Trajectory:
+    session: Session
+    task: dict[str, Any]
+    outcome: asyncio.Future[Outcome]
+    agent: Agent | None = None  # the process it was given to
+    timer: asyncio.TimerHandle | None = None
+    settled: bool = False
+
+
+@dataclass(eq=False)
+class Agent:
+    """A process of the agent's program, and the trajectory that it is at."""
+
+    process: asyncio.subprocess.Process
+    words: IO[bytes]
+    at: Trajectory | None
+    keys: list[str] = field(default_factory=list)
+    idle: asyncio.TimerHandle | None = None  # ends it when it neither ends nor asks for the next
+
+    def busy(self) -> None:
+        if self.idle is not None:
+            self.idle.cancel()
+
+    def kill(self) -> None:
+        self.busy()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def last_words(self) -> str:
+        """The last line that it has written to its stderr."""
+        self.words.seek(0, os.SEEK_END)
+        self.words.seek(max(0, self.words.tell() - LAST_WORDS))
+        lines = self.words.read().decode(errors="replace").strip().splitlines()
+        return f": {lines[-1]}" if lines else ""
+
+
+class Trajectories:
+    """Gives trajectories to agents. `command`: the agent's program, of which up to `most` processes
+    run; None when agents come by themselves, with the owner's key. `url`: their OPENAI_BASE_URL.
+    `timeout_s`: longest time of one trajectory with its agent."""
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        url: str,
+        command: Sequence[str] | None,
+        most: int,
+        timeout_s: float,
+    ):
+        self.sessions, self.url, self.command = sessions, url, command
+        self.most, self.timeout_s = most, timeout_s
+        self.waiting: deque[Trajectory] = deque()
+        self.mark = uuid.uuid4().hex
+        self._claims: deque[asyncio.Future[Trajectory]] = deque()
+        self._by_key: dict[str, Trajectory] = {}
+        self._agents: dict[str, Agent] = {}  # by the keys that each was given
+        self._alive: set[asyncio.Task[None]] = set()
+        self._any_started = False
+
+    async def outcome(self, session: Session, task: dict[str, Any]) -> Outcome:
+        """Of a new trajectory, once an agent has ended it. Nothing is sampled for it any more."""
+        made = Trajectory(session, task, asyncio.get_running_loop().create_future())
+        self.sessions.add(session)
+        self._by_key[session.key] = made
+        self._offer(made)
+        try:
+            return await made.outcome
+        finally:
+            self.settle(made, Outcome("given_up"))
+            if made in self.waiting:
+                self.waiting.remove(made)
+            async with session.lock:  # what was being answered has been given up
+                pass
+
+    def settle(self, one: Trajectory, outcome: Outcome) -> None:
+        """Ends a trajectory, the first time. The agent of one that is given up need not go on."""
+        if one.settled:
+            return
+        one.settled = True
+        if one.timer is not None:
+            one.timer.cancel()
+        self._by_key.pop(one.session.key, None)
+        self.sessions.end(one.session, f"its trajectory has ended ({outcome.end})")
+        if not one.outcome.done():
+            one.outcome.set_result(outcome)
+        agent = one.agent
+        if agent is not None and agent.at is one:
+            agent.at = None
+            if outcome.end in ("given_up", "timeout"):
+                agent.kill()
+            else:
+                agent.idle = asyncio.get_running_loop().call_later(self.timeout_s, agent.kill)
+
+    def broke(self, session: Session, error: BaseException) -> None:
+        """What a session's engine has raised is raised where its trajectory is waited for."""
+        one = self._by_key.get(session.key)
+        if one is not None and not one.outcome.done():
+            one.outcome.set_exception(error)
+
+    def close(self) -> None:
+        """Ends all processes, and what they have started."""
+        if self._any_started:
+            kill_marked(MARK, self.mark)
+
+    def at(self, session: Session) -> Trajectory:
+        """Raises Refused."""
+        if (found := self._by_key.get(session.key)) is None:
+            raise Refused(404, "no_trajectory", "this key is of no trajectory")
+        return found
+
+    async def next(self, key: str) -> Trajectory:
+        """The next trajectory for the agent with this key, which has ended the one it is at."""
+        agent = self._agents.get(key)
+        if agent is None:
+            self.sessions.check_owner(key)
+        else:
+            if agent.at is not None:
+                self.settle(agent.at, Outcome("done"))
+            agent.busy()
+        while (one := await self._claimed()).settled:  # given up while it was handed over
+            pass
+        return self._given(one, agent)
+
+    async def _claimed(self) -> Trajectory:
+        if self.waiting:
+            return self.waiting.popleft()
+        claim = asyncio.get_running_loop().create_future()
+        self._claims.append(claim)
+        try:
+            return await claim
+        except asyncio.CancelledError:
+            if claim.done() and not claim.cancelled():
+                self._offer(claim.result())
+            raise
+
+    def _offer(self, one: Trajectory) -> None:
+        while self._claims:
+            claim = self._claims.popleft()
+            if not claim.done():
+                claim.set_result(one)
+                return
+        self.waiting.append(one)
+        self._start_missing()
+
+    def _start_missing(self) -> None:
+        while self.command is not None and self.waiting and len(self._alive) < self.most:
+            life = asyncio.create_task(self._live(self.command, self.waiting.popleft()))
+            self._alive.add(life)
+            life.add_done_callback(self._ended)
+            self._any_started = True
+
+    async def _live(self, command: Sequence[str], first: Trajectory) -> None:
+        """One process of the agent's program, from its start to its end."""
+        given = {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": first.session.key, MARK: self.mark}
+        agent = None
+        try:
+            with tempfile.TemporaryFile() as words:
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    env={**os.environ, **given},
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.DEVNULL,
+                    stderr=words,
+                    start_new_session=True,  # Ctrl-C is ours to handle; killpg reaches its children
+                )
+                agent = Agent(process, words, None)
+                if first.settled:  # it was given up meanwhile
+                    return
+                self._given(first, agent)
+                code = await process.wait()
+                if agent.at is not None:
+                    failure = f"the agent ended with {code}{agent.last_words()}" if code else None
+                    end = "agent_error" if code else "done"
+                    self.settle(agent.at, Outcome(end, failure=failure))
+        except OSError as error:
+            failure = f"the agent could not be started: {error}"
+            self.settle(first, Outcome("agent_error", failure=failure))
+        except Exception as error:  # a fault of ours ends the run; nobody waits for ever
+            for one in filter(None, (first, agent and agent.at)):
+                self.broke(one.session, error)
+            raise
+        finally:
+            if agent is not None:
+                agent.kill()  # with what it has left behind
+                for key in agent.keys:
+                    del self._agents[key]
+
+    def _ended(self, life: asyncio.Task[None]) -> None:
+        self._alive.discard(life)
+        if not life.cancelled():
+            life.result()
+            self._start_missing()
+
+    def _given(self, one: Trajectory, agent: Agent | None) -> Trajectory:
+        one.agent = agent
+        if agent is not None:
+            agent.at = one
+            agent.keys.append(one.session.key)
+            self._agents[one.session.key] = agent
+        why = f"took longer than environment.timeout_s={self.timeout_s:g}"
+        late = Outcome("timeout", failure=why)
+        one.timer = asyncio.get_running_loop().call_later(self.timeout_s, self.settle, one, late)
+        return one
+
+    def routes(self) -> tuple:
+        return (
+            ("GET", "/v1/task", self._task),
+            ("POST", "/v1/reward", self._reward),
+            ("POST", "/v1/next", self._next),
+        )
+
+    async def _task(self, endpoint: Endpoint, request: Request) -> Response:
+        return JSONResponse(self.at(endpoint.session_of(request)).task)
+
+    async def _reward(self, endpoint: Endpoint, request: Request) -> Response:
+        session = endpoint.session_of(request)
+        value = _reward_in(await body_of(request))
+        async with session.lock:  # after what is being answered
+            one = self.at(session)
+            if not session.conversations:
+                raise Refused(409, "nothing_sampled", "the policy was asked nothing yet")
+            self.settle(one, Outcome("done", value))
+        return JSONResponse({"reward": value})
+
+    async def _next(self, endpoint: Endpoint, request: Request) -> Response:
+        one = await unless_gone(request, self.next(key_of(request)))
+        return JSONResponse({"api_key": one.session.key, "task": one.task})
+
+
+def _reward_in(content: bytes) -> float:
+    """Raises Refused for what is no finite number."""
+    try:
+        body = json.loads(content)
+        value = body["reward"] if isinstance(body, dict) and len(body) == 1 else None
+    except (ValueError, KeyError, RecursionError):
+        value = None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise bad_request('send {"reward": NUMBER}, a finite number and nothing else')
+    return float(value)

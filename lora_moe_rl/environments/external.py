@@ -1,0 +1,294 @@
+"""The agent is a program of the user's, which speaks OpenAI's protocol to the run's endpoint.
+
+    the run ──OPENAI_BASE_URL, OPENAI_API_KEY──> a process of the agent's: chats, tools, all its own
+            <── chat completions: the policy answers, each turn is kept token for token
+            <── POST /v1/reward, or the reward function scores the last turn
+
+A chat that goes on from all messages so far is one sample; any other begins a new one, a fork, and
+all samples of a trajectory have its reward (endpoint/sessions.py). What an agent can ask for:
+endpoint/trajectories.py. How trajectories ended is counted: done, agent_error (its process failed),
+timeout. A trajectory that failed is tried again with a new process, environment.retries times; then
+it has no reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from lora_moe_rl.config import EnvironmentConfig, RunConfig
+from lora_moe_rl.data.samples import Details, Group, Played, Prompt, Sample, Scores
+from lora_moe_rl.environments.base import Environment
+from lora_moe_rl.environments.parts.conversation import Conversation, finish, together
+from lora_moe_rl.environments.parts.tool_calls import HOW
+from lora_moe_rl.errors import ConfigError, LoraMoeRlError
+from lora_moe_rl.files.importing import absolute_spec
+from lora_moe_rl.ports import Policy, Rewards
+from lora_moe_rl.rewards.by_set import NoRewards
+
+if TYPE_CHECKING:
+    from lora_moe_rl.endpoint.bodies import Asked
+    from lora_moe_rl.endpoint.sessions import Session
+    from lora_moe_rl.endpoint.trajectories import Outcome, Trajectories
+
+ENDS = ("done", "agent_error", "timeout")
+MODEL = "policy"
+ALL = 2**31  # sessions: as many as the schedule has trajectories
+
+
+class External(Environment):
+    class Settings(EnvironmentConfig):
+        command: str | None = Field(
+            None,
+            description="The agent's program with its arguments: a process for each trajectory, or "
+            "for as many as it asks for. null: agents come by themselves, to environment.port.",
+        )
+        processes: int = Field(8, ge=1, description="Most processes of the agent at a time.")
+        timeout_s: float = Field(600, gt=0, description="Longest trajectory with its agent.")
+        retries: int = Field(1, ge=0, description="More tries of a trajectory that failed.")
+        overrule: bool = Field(
+            False,
+            description="Answer requests for other models, or other ways of sampling, as the "
+            "policy is trained, and count them; false: they are refused.",
+        )
+        calls: str = Field(
+            "json",
+            description="How the model writes a call of a tool that the agent has told it of: json "
+            "in <tool_call>, python, or a form of your own, file.py:function.",
+        )
+        host: str = Field("127.0.0.1", description="The address that the endpoint listens on.")
+        port: int = Field(0, ge=0, lt=65536, description="Its port; 0: any that is free.")
+        key_env: str | None = Field(
+            None,
+            description="The environment variable with the key of agents that come by themselves.",
+        )
+        requests: int = Field(1024, ge=1, description="Requests that are answered at a time.")
+        waiting: int = Field(4096, ge=0, description="Requests that may wait; more get a 429.")
+
+        @model_validator(mode="after")
+        def _one_kind_of_agents(self) -> External.Settings:
+            if self.command is None and (self.key_env is None or not self.port):
+                raise ValueError(
+                    "environment=external has no agent: set environment.command to its program; or "
+                    "environment.port and environment.key_env, for agents that come by themselves"
+                )
+            if self.command is not None and self.key_env is not None:
+                raise ValueError("environment.key_env has no effect with environment.command")
+            return self
+
+        def absolute(self) -> dict[str, Any]:
+            return {} if self.calls in HOW else {"calls": absolute_spec(self.calls)}
+
+    rewards_itself = True
+    settings: Settings
+
+    def __init__(self, config: RunConfig, rewards: Rewards, tokenizer: Any):
+        super().__init__(config, rewards, tokenizer)
+        for source in config.sources().values():
+            for name in ("system_prompt", "chat_template_kwargs"):
+                if getattr(source, name):
+                    raise ConfigError(
+                        f"{source.key(name)} has no effect with environment=external, whose agent "
+                        "writes its own messages: leave it out"
+                    )
+        self.gate = Gate(self.settings, tokenizer)
+
+    @property
+    def about(self) -> str:
+        agents = self.settings.command or "agents that come by themselves"
+        return f"asked by {agents} at {self.gate.url}"
+
+    def close(self) -> None:
+        self.gate.close()
+
+    async def rollout(self, prompt: Prompt, policy: Policy) -> Group:
+        counts: Counter[str] = Counter()
+        counts.update(dict.fromkeys((*ENDS, "turns", "retried", "overruled"), 0))
+        given: dict[Conversation, float | None] = {}
+        talks = [
+            self._talk(prompt, policy, place, counts, given) for place in range(self.group_size)
+        ]
+        made = await together(talks)
+        whole = [given[one] for one in made if one.failure is None]
+        return await finish(prompt, policy, made, _Given(self.rewards, whole), counts)
+
+    async def _talk(
+        self,
+        prompt: Prompt,
+        policy: Policy,
+        place: int,
+        counts: Counter[str],
+        given: dict[Conversation, float | None],
+    ) -> Conversation:
+        task = json.loads(json.dumps({"prompt": prompt.text, "row": prompt.columns}, default=str))
+        left = self.settings.retries
+        while True:
+            source = RunSource(self.config, self.settings, policy, self.tokenizer)
+            outcome, session = await self.gate.outcome(source, place, task)
+            counts["overruled"] += source.overruled
+            one = session.conversations.get(MODEL)
+            failure = self._failure(outcome, one)
+            if failure is None or not left:
+                break
+            left -= 1
+            counts["retried"] += 1
+        counts[outcome.end if one is not None else "agent_error"] += 1
+        if one is None:
+            one = self.conversation(prompt, policy, place)
+            await one.ask(1)  # stands for it in the group; it has no reward, and is in no loss
+        one.failure, given[one] = failure, outcome.reward
+        counts["turns"] += one.turns
+        return one
+
+    def _failure(self, outcome: Outcome, one: Conversation | None) -> str | None:
+        if outcome.failure is not None:
+            return outcome.failure
+        if one is None:
+            return "the agent asked the policy nothing"
+        if outcome.reward is None and isinstance(self.rewards, NoRewards):
+            return "the agent set no reward, and there is no reward function"
+        return None
+
+
+class Gate:
+    """The endpoint of a run: it listens from its first trajectory on, in the run's event loop."""
+
+    def __init__(self, settings: External.Settings, tokenizer: Any):
+        from lora_moe_rl.endpoint.admission import Admission
+        from lora_moe_rl.endpoint.app import Endpoint
+        from lora_moe_rl.endpoint.listening import Listening
+        from lora_moe_rl.endpoint.rendering import Chats
+        from lora_moe_rl.endpoint.sessions import Sessions
+        from lora_moe_rl.endpoint.trajectories import Trajectories
+
+        command = _words(settings.command)
+        chats = Chats(tokenizer, settings.calls)
+        self.sessions = Sessions(_key(settings.key_env), most=ALL)
+        self.listening = Listening(settings.host, settings.port)
+        self.url = self.listening.url
+        self.trajectories: Trajectories = Trajectories(
+            self.sessions, self.url, command, settings.processes, settings.timeout_s
+        )
+        admission = Admission(settings.requests, settings.waiting)
+        self.endpoint = Endpoint(self.sessions, chats, admission, self.trajectories.routes())
+        self._serving: asyncio.Task[None] | None = None
+
+    async def outcome(
+        self, source: RunSource, place: int, task: dict[str, Any]
+    ) -> tuple[Outcome, Session]:
+        from lora_moe_rl.endpoint.sessions import Session
+
+        if self._serving is None:
+            self._serving = asyncio.create_task(self.listening.serve(self.endpoint.app()))
+        await self.listening.started()
+        session = Session(source, place)
+        source.on_failure = lambda error: self.trajectories.broke(session, error)
+        return await self.trajectories.outcome(session, task), session
+
+    def close(self) -> None:
+        self.trajectories.close()
+        self.listening.close()
+
+
+class RunSource:
+    """The policy of one trajectory, sampled as it is trained."""
+
+    def __init__(
+        self, config: RunConfig, settings: External.Settings, policy: Policy, tokenizer: Any
+    ):
+        self._policy, self._overrule = policy, settings.overrule
+        self.max_length = config.model.max_length
+        self.max_response = config.rollout.max_response_tokens
+        self.temperature = config.rollout.temperature
+        self.stops = {tokenizer.eos_token_id, *config.rollout.stop_token_ids}
+        self.overruled = 0
+        self.on_failure: Any = None
+
+    def models(self) -> list[str]:
+        return [MODEL]
+
+    def failed(self, error: LoraMoeRlError) -> None:
+        self.on_failure(error)
+
+    def policy(self, asked: Asked) -> tuple[str, Policy]:
+        from lora_moe_rl.endpoint.refusal import Refused, bad_request
+
+        if wrong := self._differing(asked):
+            if not self._overrule:
+                told = f"{wrong}; ask so, or set environment.overrule=true"
+                if asked.model != MODEL:
+                    raise Refused(404, "model_not_found", told)
+                raise bad_request(told)
+            self.overruled += 1
+        return MODEL, self._policy
+
+    def _differing(self, asked: Asked) -> str | None:
+        """What is asked for that is not how the policy is trained."""
+        how = asked.sampling
+        if asked.model != MODEL:
+            return f"model={asked.model}, and a trajectory is sampled by model={MODEL}"
+        if how.temperature not in (None, self.temperature):
+            return f"temperature={how.temperature}, and rollout.temperature={self.temperature:g}"
+        for name, all_of_it in (("top_p", (None, 1)), ("top_k", (None, 0, -1)), ("seed", (None,))):
+            if (value := getattr(how, name)) not in all_of_it:
+                return f"{name}={value}, and the run samples without it"
+        if more := sorted(set(how.stop_token_ids or ()) - self.stops):
+            return f"stop_token_ids={more}, and rollout.stop_token_ids does not have them"
+        return None
+
+
+class _Given:
+    """Rewards that agents have set, and of conversations without one (None) those of the run."""
+
+    def __init__(self, rewards: Rewards, given: Sequence[float | None]):
+        self._rewards, self._given = rewards, given
+
+    async def score(
+        self, prompt: Prompt, samples: Sequence[Sample], played: Sequence[Played] = ()
+    ) -> Scores:
+        asked = np.array([value is None for value in self._given], bool)
+        scores = Scores(np.zeros(0, np.float32), [], Details())
+        if asked.any():
+            chosen = [sample for sample, wanted in zip(samples, asked, strict=True) if wanted]
+            scores = await self._rewards.score(prompt, chosen)
+        found = scores.at(np.where(asked, np.cumsum(asked) - 1, -1))
+        set_by_agents = [np.nan if value is None else value for value in self._given]
+        rewards = np.where(asked, found.rewards, np.array(set_by_agents, np.float32))
+        return found._replace(rewards=rewards)
+
+
+def _words(command: str | None) -> list[str] | None:
+    """Raises ConfigError for a program that is not there."""
+    if command is None:
+        return None
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"environment.command={command}: {error}") from error
+    if not words or shutil.which(words[0]) is None:
+        raise ConfigError(
+            f"environment.command={command}: there is no program {words[0] if words else ''!r} "
+            "here; give its path"
+        )
+    return words
+
+
+def _key(variable: str | None) -> str:
+    """What opens trajectories; without a variable nobody knows it. Raises ConfigError."""
+    if variable is None:
+        return os.urandom(24).hex()
+    if not (key := os.environ.get(variable, "")).isascii() or not key:
+        raise ConfigError(
+            f"environment.key_env={variable}: there is no such environment variable, or it holds "
+            "no key in ASCII; set it to the key that agents are to send"
+        )
+    return key

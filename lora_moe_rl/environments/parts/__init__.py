@@ -1,0 +1,1 @@
+"""What environments are made of."""

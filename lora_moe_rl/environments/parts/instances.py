@@ -1,0 +1,236 @@
+"""Environments of TRL's kind, each in a process of its own that may be lost.
+
+begin      a process that holds one, an idle one of its factory if there is any
+ask        what it answers; a process that is late or ends has failed, and is ended
+give_back  it is idle again: the next conversation resets it, as TRL does
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import uuid
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from lora_moe_rl.calls.pool import MARK, START_TIMEOUT_S
+from lora_moe_rl.cluster.watchdog import kill_marked
+from lora_moe_rl.environments.parts.endings import Failed
+from lora_moe_rl.errors import ConfigError
+
+MODULE = "lora_moe_rl.environments.parts.instance_worker"
+# In the environment of them all, and of what they start: by it they are found at the end.
+OF_RUN = "LORA_MOE_RL_ENVIRONMENTS"
+TIMEOUT = "environment.tool_timeout_s"
+LONGEST = 1 << 26  # bytes of what a process may send at once
+LENGTH = struct.Struct("!i")  # in front of what is sent, as multiprocessing's connections have it
+
+
+@dataclass(frozen=True)
+class Described:
+    """What an environment is: the name of its class, whether it gives rewards, its tools."""
+
+    kind: str
+    rewards: bool
+    schemas: list[dict[str, Any]]
+
+
+class Instance:
+    """One environment that lives in a process of its own. `factory` is how it was named."""
+
+    def __init__(self, factory: str, connection: socket.socket, timeout_s: float):
+        self.factory, self.timeout_s, self._connection = factory, timeout_s, connection
+        self._connection.setblocking(False)
+        self._process: psutil.Process | None = None
+        self._mark = ""
+
+    async def make(self) -> None:
+        """Raises Failed."""
+        hello = await self._within("its process", START_TIMEOUT_S, None)
+        with suppress(psutil.Error):  # it has ended already, which is seen when it is asked
+            self._process = psutil.Process(hello["pid"])
+        self._mark = hello["mark"]
+        await self.ask("make", START_TIMEOUT_S, factory=self.factory)
+
+    async def ask(self, do: str, timeout_s: float | None = None, **asked: Any) -> dict[str, Any]:
+        """Raises Failed for what raises or returns nonsense, and when the process ends or is
+        late."""
+        frame = pickle.dumps({"do": do, **asked})
+        told = await self._within(do, timeout_s or self.timeout_s, frame)
+        if "error" in told:
+            raise Failed("environment_error", f"{self.factory}: {do} {told['error']}")
+        return told
+
+    async def _within(self, what: str, timeout_s: float, frame: bytes | None) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(timeout_s):
+                if frame is not None:
+                    await loop.sock_sendall(self._connection, LENGTH.pack(len(frame)) + frame)
+                (length,) = LENGTH.unpack(await self._read(LENGTH.size))
+                if not 0 < length <= LONGEST:
+                    raise OSError(f"it sent {length:,} bytes")
+                return json.loads(await self._read(length))
+        except TimeoutError:
+            bound = (
+                f"{TIMEOUT}={timeout_s:g}" if timeout_s == self.timeout_s else f"{timeout_s:g} s"
+            )
+            late = f"{self.factory}: {what} took longer than {bound}"
+            raise Failed("timeout", late) from None
+        except (OSError, ValueError) as error:
+            ended = f"{self.factory}: the process ended in {what}"
+            raise Failed("environment_error", ended) from error
+
+    async def _read(self, length: int) -> bytes:
+        loop, found = asyncio.get_running_loop(), bytearray()
+        while len(found) < length:
+            part = await loop.sock_recv(self._connection, min(length - len(found), 1 << 20))
+            if not part:
+                raise ConnectionError("closed")
+            found += part
+        return bytes(found)
+
+    def leave(self) -> None:
+        """Closes the connection, at which the process ends by itself if it can."""
+        self._connection.close()
+
+    def end(self) -> None:
+        """Ends the process and what it has started."""
+        if self._process is not None and self._process.is_running():  # no other of its number
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self.leave()
+        if self._mark:
+            kill_marked(MARK, self._mark)
+
+
+class Instances:
+    """The environments of a run, of some factories (`file.py:Class`). Of each factory one is made
+    at once: `described` says what they are. Not more than `most` are there at the same time.
+
+    Raises ConfigError for what cannot be imported, made, or called as tools.
+    """
+
+    def __init__(self, factories: Sequence[str], most: int, timeout_s: float, max_chars: int):
+        self._words = [str(max_chars), *dict.fromkeys(factories)]
+        self._timeout_s, self._room = timeout_s, asyncio.Semaphore(most)
+        self._idle: defaultdict[str, list[Instance]] = defaultdict(list)
+        self._live: set[Instance] = set()
+        self._mark = uuid.uuid4().hex
+        self._start()
+        self.described: dict[str, Described] = {}
+        try:
+            for factory in dict.fromkeys(factories):
+                with ThreadPoolExecutor(1) as thread:  # a loop may be running here
+                    told = thread.submit(asyncio.run, self._describe(factory)).result()
+                self.described[factory] = told
+        except Failed as error:
+            self.close()
+            raise ConfigError(f"environment.factory={error}") from error
+
+    async def begin(self, factory: str) -> Instance:
+        """Waits while there are as many as there may be. Raises Failed."""
+        await self._room.acquire()
+        if self._idle[factory]:
+            return self._idle[factory].pop()
+        try:
+            return await self._made(factory)
+        except BaseException:
+            self._room.release()
+            raise
+
+    def give_back(self, instance: Instance, usable: bool) -> None:
+        """One that is not usable is ended."""
+        self._room.release()
+        if usable:
+            self._idle[instance.factory].append(instance)
+        else:
+            self._live.discard(instance)
+            instance.end()
+
+    def close(self) -> None:
+        """Ends them all, and what they have started."""
+        for instance in self._live:
+            instance.leave()
+        self._live, self._idle = set(), defaultdict(list)
+        self._to_fork.close()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        kill_marked(OF_RUN, self._mark)
+
+    async def _describe(self, factory: str) -> Described:
+        instance = await self._made(factory)
+        # transformers is imported there, which takes its time.
+        described = Described(**await instance.ask("describe", START_TIMEOUT_S))
+        self._live.discard(instance)
+        instance.end()
+        return described
+
+    async def _made(self, factory: str) -> Instance:
+        instance = Instance(factory, self._fork(), self._timeout_s)
+        self._live.add(instance)
+        try:
+            await instance.make()
+        except BaseException:
+            self._live.discard(instance)
+            instance.end()
+            raise
+        return instance
+
+    def _fork(self) -> socket.socket:
+        """The connection to a new process. Where the process that forks was lost, it is started
+        again. Raises Failed."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._to_fork, [b"1"], [theirs.fileno()])
+            except OSError:
+                try:
+                    self._start()
+                    socket.send_fds(self._to_fork, [b"1"], [theirs.fileno()])
+                except (ConfigError, OSError) as error:
+                    ours.close()
+                    why = f"no process could be started: {error}"
+                    raise Failed("environment_error", why) from error
+        return ours
+
+    def _start(self) -> None:
+        """Starts the process that imports the factories' files, and forks."""
+        self._to_fork, theirs = socket.socketpair()
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", MODULE, str(theirs.fileno()), *self._words],
+            pass_fds=(theirs.fileno(),),
+            env={**os.environ, "PYTHONPATH": path, OF_RUN: self._mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is ours to handle
+        )
+        theirs.close()
+        self._to_fork.settimeout(START_TIMEOUT_S)
+        named = f"environment.factory={', '.join(self._words[1:])}"
+        try:
+            with self._to_fork.makefile("rb") as file:
+                told = json.loads(file.readline() or b'{"error": "its process ended at start"}')
+        except TimeoutError:
+            told = {"error": f"its process was not ready within {START_TIMEOUT_S:g} s"}
+        if "error" in told:
+            self._to_fork.close()
+            self._process.kill()
+            self._process.wait()
+            raise ConfigError(f"{named}: {told['error']}")

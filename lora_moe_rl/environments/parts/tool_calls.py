@@ -1,0 +1,118 @@
+"""Calls of tools in what a model wrote. Pure.
+
+    json      <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>, anywhere in the
+              turn, as often as wanted: Hermes' form, which Qwen's templates teach
+    python    [add(1, b=2), add(3, 4)], the whole turn: a Python list of calls with constants
+
+A turn without a call is an answer. What is in front of </think> is not looked at. Any other form is
+a function of one's own, file.py:function: the text of a turn in, a list of `Call` out; it raises
+ParseError for a call that it cannot read, and its docstring tells the model how to call.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.files.importing import load_function
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_TAGGED = re.compile(f"{OPEN}(.*?){CLOSE}", re.S)
+HOW = {
+    "json": f'To call a tool, write {OPEN}{{"name": NAME, "arguments": {{...}}}}{CLOSE} with its '
+    "name and arguments as JSON.",
+    "python": "To call tools, write a Python list of calls and nothing else: [NAME(ARGUMENT=VALUE)]"
+    ".",
+}
+
+
+class ParseError(Exception):
+    """Raised for a call that cannot be read; the message is told to the model."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool's name, and what it is called with."""
+
+    name: str
+    positional: list[Any] = field(default_factory=list)
+    named: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a model calls. `how` tells it so; `read`: the calls of a turn, in order, none for an
+    answer."""
+
+    how: str
+    read: Callable[[str], list[Call]]
+
+    @classmethod
+    def named(cls, name: str) -> Form:
+        """json, python or file.py:function. Raises ConfigError for another name, and for what
+        cannot be imported."""
+        if ":" in name:
+            function = load_function(name)
+            return cls((function.__doc__ or "").strip(), function)
+        if name not in HOW:
+            raise ConfigError(
+                f"environment.calls={name!r} is none of {', '.join(HOW)}; a form of your own is "
+                "named file.py:function"
+            )
+        return cls(HOW[name], calls_in_json if name == "json" else calls_in_python)
+
+    def description(self, schemas: list[dict[str, Any]]) -> str:
+        """For the system prompt of a model whose chat template does not tell of tools."""
+        lines = [json.dumps(schema["function"], ensure_ascii=False) for schema in schemas]
+        return "\n".join(["You can call these tools:", *lines, self.how])
+
+
+def calls_in_json(text: str) -> list[Call]:
+    """Raises ParseError."""
+    said = text.rpartition("</think>")[2]
+    found = [_from_json(match[1]) for match in _TAGGED.finditer(said)]
+    if OPEN in (rest := _TAGGED.sub("", said)) or CLOSE in rest:
+        raise ParseError(f"{OPEN} and {CLOSE} do not come in pairs")
+    return found
+
+
+def _from_json(text: str) -> Call:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ParseError(f"a tool call is not JSON: {error}") from error
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise ParseError('a tool call is not of the form {"name": NAME, "arguments": {...}}')
+    arguments = value.get("arguments", {})
+    if not isinstance(arguments, dict):
+        raise ParseError(f"the arguments of {value['name']} are not a JSON object")
+    return Call(value["name"], named=arguments)
+
+
+def calls_in_python(text: str) -> list[Call]:
+    """A list that holds no call, as [1, 2], is an answer. Raises ParseError."""
+    said = text.rpartition("</think>")[2].strip()
+    if not said.startswith("["):
+        return []
+    try:
+        tree = ast.parse(said, mode="eval").body
+        items = tree.elts if isinstance(tree, ast.List) else []
+        if not any(isinstance(item, ast.Call) for item in items):
+            return []
+        return [_from_python(item) for item in items]
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
+        raise ParseError(f"not a Python list of calls with constants: {error}") from error
+
+
+def _from_python(item: ast.expr) -> Call:
+    if not (isinstance(item, ast.Call) and isinstance(item.func, ast.Name)):
+        raise ValueError(f"{ast.unparse(item)} is not a call of a tool by its name")
+    if any(keyword.arg is None for keyword in item.keywords):
+        raise ValueError("**arguments")
+    named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in item.keywords}
+    return Call(item.func.id, [ast.literal_eval(value) for value in item.args], named)

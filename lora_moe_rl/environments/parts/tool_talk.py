@@ -1,0 +1,130 @@
+"""Several turns with calls, whoever answers them: what `environment=tools` and others share.
+
+ask ──> the turn ends the conversation:   cut off (max_tokens), or without a call (done)
+ ^      it calls:                         the calls are made, their answers are told
+ │      a call that cannot be read:       that is told (parse_error)
+ └───── again, unless                     max_turns, or what was told does not fit
+                                          (context_overflow)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from pydantic import Field
+
+from lora_moe_rl.config import EnvironmentConfig, RunConfig
+from lora_moe_rl.data.samples import Prompt, Sample
+from lora_moe_rl.environments.parts.conversation import Conversation
+from lora_moe_rl.environments.parts.templates import Between, Introduced
+from lora_moe_rl.environments.parts.tool_calls import HOW, Call, Form, ParseError
+from lora_moe_rl.files.importing import absolute_spec
+
+Answering = Callable[[Call], Awaitable[tuple[bool, str]]]
+
+
+class ToolSettings(EnvironmentConfig):
+    tools: tuple[str, ...] = Field(
+        (), description="Typed functions with docstrings: file.py:function, module:function."
+    )
+    calls: str = Field(
+        "json",
+        description="How the model writes a call: json in <tool_call>, python, or a form of "
+        "your own, file.py:function.",
+    )
+    max_turns: int = Field(8, ge=1, description="Most turns of the policy in a conversation.")
+    max_calls: int = Field(16, ge=1, description="Most calls of tools in a conversation.")
+    max_turn_tokens: int | None = Field(
+        None, ge=1, description="Longest turn; null: as long as the response may still be."
+    )
+    tool_timeout_s: float = Field(10, gt=0, description="Longest call of a tool.")
+    max_output_chars: int = Field(
+        2000, ge=1, description="Characters of a tool's answer that the model is told."
+    )
+    tool_workers: int = Field(2, ge=1, description="Processes that call tools.")
+    answer_role: str = Field("tool", description="The role of tools' answers in the chat template.")
+    answer_in_text: str = Field(
+        "\n{answer}\n", description="How an answer is told without a chat template."
+    )
+    mask_parse_errors: bool = Field(
+        False, description="Leave turns whose call could not be read out of the loss."
+    )
+    retries: int = Field(
+        2,
+        ge=0,
+        description="How often a conversation that failed, through no fault of the policy, is "
+        "begun anew in a fresh environment.",
+    )
+
+    def absolute(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"tools": [absolute_spec(tool) for tool in self.tools]}
+        if self.calls not in HOW:
+            found["calls"] = absolute_spec(self.calls)
+        return found
+
+
+class ToolTalk:
+    """How a run's conversations with calls go. Raises ConfigError for a form of calls, or a role of
+    answers, that cannot be."""
+
+    def __init__(self, config: RunConfig, settings: ToolSettings, tokenizer: Any):
+        self.settings, self.sources = settings, config.sources()
+        self.form = Form.named(settings.calls)
+        self.between = Between(tokenizer, settings.answer_role, settings.answer_in_text)
+
+    async def until_the_end(
+        self,
+        prompt: Prompt,
+        one: Conversation,
+        introduced: Introduced,
+        answering: Answering,
+        counts: Counter[str],
+    ) -> str:
+        """Asks, and has calls answered, until one of the trusted ends, which is returned.
+        `introduced` is what has told the model of its tools."""
+        calls_left = self.settings.max_calls
+        while True:
+            turn = await one.ask(min(one.room, self.settings.max_turn_tokens or one.room))
+            if turn.truncated:
+                return "max_tokens"
+            try:
+                calls = self.form.read(turn.text)
+            except ParseError as error:
+                counts["parse_error"] += 1
+                if self.settings.mask_parse_errors:
+                    one.leave_out_turn()
+                calls, answers = [], [f"error: {error}"]
+            else:
+                if not calls:
+                    return "done"
+                answers = []
+            if one.turns == self.settings.max_turns:
+                return "max_turns"
+            for call in calls:
+                if not calls_left:
+                    answers.append(f"error: no calls are left (of {self.settings.max_calls})")
+                    break
+                calls_left -= 1
+                counts["tool_calls"] += 1
+                done, text = await answering(call)
+                counts["tool_error"] += not done
+                answers.append(text if done else f"error: {text}")
+            token_ids = self._tokens_between(prompt, turn, introduced, answers)
+            if len(token_ids) >= one.room:
+                one.overflow()
+                return "context_overflow"
+            one.tell("tool", token_ids, "\n".join(answers))
+
+    def _tokens_between(
+        self, prompt: Prompt, turn: Sample, introduced: Introduced, answers: list[str]
+    ) -> list[int]:
+        source = self.sources[prompt.data_set]
+        if isinstance(prompt.text, str) and not source.chat_template:
+            return self.between.in_text(answers)
+        own = prompt.columns.get("chat_template_kwargs") or {}
+        kwargs = source.chat_template_kwargs | own
+        if introduced.in_template:
+            kwargs["tools"] = introduced.schemas
+        return self.between.in_chat(int(turn.response_ids[-1]), answers, kwargs)

@@ -1,0 +1,1 @@
+"""What is made of the samples of held-out prompts: estimators, answers, metrics. Pure numpy."""

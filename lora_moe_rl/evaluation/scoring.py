@@ -1,0 +1,148 @@
+"""From the groups of an eval set to its metrics, and to the lines that are kept of its samples."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lora_moe_rl.config import EvalSetConfig
+from lora_moe_rl.data.samples import Group
+from lora_moe_rl.errors import DataError
+from lora_moe_rl.evaluation.answers import answer_of
+from lora_moe_rl.evaluation.estimators import majority, mean_and_interval, pass_at_k
+from lora_moe_rl.telemetry import names
+
+MAX_VALUES = 50  # of a column that metrics are told by
+_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.+-]")
+
+
+def set_metrics(name: str, settings: EvalSetConfig, groups: Sequence[Group]) -> dict[str, float]:
+    """All metrics of an eval set, by their names in metrics.jsonl."""
+    found = {
+        names.of_eval(name, what): value for what, value in _about(settings, groups, True).items()
+    }
+    if settings.group_by is None:
+        return found
+    by_value: dict[str, list[Group]] = {}
+    for group in groups:
+        by_value.setdefault(name_of(group.prompt.columns[settings.group_by]), []).append(group)
+    for value in sorted(by_value):
+        place = f"{name}/{settings.group_by}={value}"
+        own = _about(settings, by_value[value], False)
+        found |= {names.of_eval(place, what): number for what, number in own.items()}
+    return found
+
+
+def _about(settings: EvalSetConfig, groups: Sequence[Group], intervals: bool) -> dict[str, float]:
+    """Each metric is a mean over prompts, so that all prompts count the same."""
+    columns: dict[str, list[float]] = {"avg": [_mean(_rewards(group)) for group in groups]}
+    for k in settings.ks:
+        columns[f"pass@{k}"] = [_pass(settings, group, k) for group in groups]
+    if settings.answer is not None:
+        votes = [_majority(settings, settings.answer, group) for group in groups]
+        columns[f"maj@{settings.samples}"] = votes
+    found: dict[str, float] = {}
+    for what, values in columns.items():
+        found[what], half_width = mean_and_interval(values)
+        if intervals:
+            found[f"{what}_ci95"] = half_width
+    samples = [group.samples[end] for group in groups for end in group.ends]
+    failed = sum(len(group.failures) for group in groups)
+    without = sum(int(np.isnan(_rewards(group)).sum()) for group in groups)
+    return found | {
+        "prompts": len(groups),
+        "failed": failed,
+        "none": without - failed,
+        "response_length": sum(len(one.response_ids) for one in samples) / len(samples),
+        "truncated": sum(one.truncated for one in samples) / len(samples),
+    }
+
+
+def sample_lines(name: str, settings: EvalSetConfig, groups: Sequence[Group]) -> list[dict]:
+    """A line for each sample; of several of one conversation, for the last."""
+    lines: list[dict[str, Any]] = []
+    for group in groups:
+        for number, end in enumerate(group.ends):
+            sample, reward = group.samples[end], float(group.rewards[end])
+            line = {
+                "set": name,
+                "row": group.prompt.row,
+                "sample": number,
+                "prompt": group.prompt.text,
+                "response": sample.text,
+                "reward": reward,
+                "right": reward >= settings.right_at,
+                "finish_reason": sample.finish_reason,
+                "tokens": len(sample.response_ids),
+                "token_ids": sample.response_ids.tolist(),
+            }
+            if settings.answer is not None:
+                answer = answer_of(settings.answer, sample.text)
+                line["answer"] = None if answer is None else str(answer)
+            if settings.group_by is not None:
+                line[settings.group_by] = name_of(group.prompt.columns[settings.group_by])
+            if sample.messages:
+                line["messages"] = sample.messages
+            if (reason := group.details.reasons.get(int(end))) is not None:
+                line["failure"] = reason
+            lines.append(line)
+    return lines
+
+
+def check_values(settings: EvalSetConfig, columns: Sequence[dict[str, Any]]) -> None:
+    """Raises DataError when eval.sets.NAME.group_by cannot group these rows."""
+    if (column := settings.group_by) is None:
+        return
+    setting = f"{settings.key('group_by')}={column}"
+    for row, values in enumerate(columns):
+        if values.get(column) is None:
+            have = ", ".join(sorted(values)) or "none"
+            raise DataError(f"{setting}: row {row} has no such column; it has {have}")
+    distinct = {str(values[column]) for values in columns}
+    if len(distinct) > MAX_VALUES:
+        raise DataError(
+            f"{setting} has {len(distinct)} values, and each would have metrics of its own; at "
+            f"most {MAX_VALUES} are told"
+        )
+    twice = [one for one, count in Counter(map(name_of, distinct)).items() if count > 1]
+    if twice:
+        raise DataError(
+            f"{setting}: several values would have the same metric, of the name {twice[0]}; a name "
+            "keeps letters, digits, _, ., + and - of a value"
+        )
+
+
+def name_of(value: Any) -> str:
+    """A column's value as a part of a metric's name."""
+    return _NOT_IN_A_NAME.sub("_", str(value))
+
+
+def _rewards(group: Group) -> np.ndarray:
+    """float32 [n], one a conversation, NaN for none."""
+    return group.rewards[group.ends]
+
+
+def _mean(rewards: np.ndarray) -> float:
+    given = rewards[~np.isnan(rewards)].astype(np.float64)
+    return float(given.mean()) if len(given) else math.nan
+
+
+def _pass(settings: EvalSetConfig, group: Group, k: int) -> float:
+    """Of the samples that have a reward."""
+    given = _rewards(group)
+    given = given[~np.isnan(given)]
+    return pass_at_k(len(given), int((given >= settings.right_at).sum()), k)
+
+
+def _majority(settings: EvalSetConfig, how: str, group: Group) -> float:
+    """Of the samples that have a reward; NaN when none has."""
+    ends = [end for end in group.ends if not np.isnan(group.rewards[end])]
+    if not ends:
+        return math.nan
+    answers = [answer_of(how, group.samples[end].text) for end in ends]
+    return majority(answers, [float(group.rewards[end]) >= settings.right_at for end in ends])

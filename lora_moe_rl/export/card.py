@@ -1,0 +1,147 @@
+"""The model card of an exported adapter: README.md beside its weights, as model hubs show it.
+
+It is made from the adapter's own sites and, where the adapter is of a run, from the run's
+config.yaml and metrics.jsonl. Paths of the machine are cut to their last part, since a card is
+published.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lora_moe_rl import __version__
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.recipes import load_config
+from lora_moe_rl.data.rows import is_hub
+from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.files.run_dir import CONFIG, METRICS
+
+FILE = "README.md"
+
+
+def write(
+    directory: Path, spec: AdapterSpec, base: str, source: Path, checkpoint: Path, critic: bool
+) -> None:
+    """`source` is what was named to be exported, `checkpoint` what was read: the same, or the
+    newest of a run. `base` as the adapter's config names it."""
+    run = run_of(source, checkpoint)
+    content = text(spec, base, run, checkpoint, critic)
+    directory.joinpath(FILE).write_text(content, encoding="utf-8")
+
+
+def run_of(source: Path, checkpoint: Path) -> Path | None:
+    """The run directory that an adapter is of; None for one that is no run's."""
+    if not re.fullmatch(r"step-\d+", checkpoint.name):
+        return None
+    folders = (source, checkpoint.absolute().parent.parent)
+    return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
+
+
+def text(spec: AdapterSpec, base: str, run: Path | None, checkpoint: Path, critic: bool) -> str:
+    whose = "The critic" if critic else "A LoRA adapter"
+    parts = [
+        _head(base),
+        f"# {run.resolve().name if run else 'Adapter'} ({Path(base).name})",
+        f"{whose} of `{shown(base)}`, written by lora_moe_rl {__version__}.",
+        "## Adapter\n\n" + _table(["module", "layers", "rank", "scale"], _modules(spec)),
+        f"{len(spec.sites):,} sites, {spec.num_parameters:,} parameters, float32.",
+    ]
+    if run is not None:
+        parts += [_training(run), *_figures(run, checkpoint)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _training(run: Path) -> str:
+    """The settings; why they cannot be read, where a plug-in of the run is gone."""
+    try:
+        config = load_config(str(run / CONFIG))
+    except ConfigError as error:
+        print(f"warning: the card has no settings of the run: {error}", file=sys.stderr)
+        return "## Training\n\nThe settings of the run could not be read."
+    return "## Training\n\n" + _table(["setting", "value"], _settings(config))
+
+
+def _head(base: str) -> str:
+    """What a hub reads; it finds a base by its hub name alone."""
+    known: dict[str, Any] = {"library_name": "peft", "tags": ["lora", "lora_moe_rl"]}
+    if shown(base) == base and base.count("/") == 1:
+        known["base_model"] = base
+    return f"---\n{yaml.safe_dump(known)}---"
+
+
+def shown(name: str) -> str:
+    """A file or directory of the machine by its last part; a name of the hub as it is."""
+    local = not is_hub(name) or Path(name).exists()
+    return Path(name).name if local else name
+
+
+def _modules(spec: AdapterSpec) -> list[list[str]]:
+    """A row for each module and rank, with the layers that have it."""
+    layers: dict[tuple[str, int, float], set[int]] = {}
+    for site in spec:
+        layers.setdefault((site.module, site.rank, site.scale), set()).add(site.layer)
+    return [
+        [module, str(len(found)), str(rank), f"{scale:g}"]
+        for (module, rank, scale), found in layers.items()
+    ]
+
+
+def _settings(config: RunConfig) -> list[list[str]]:
+    rows = [["algorithm", config.algorithm.name]]
+    for name, source in config.sources().items():
+        rows.append([f"data {name}".strip(), _function(source.path or source.generator or "-")])
+    for name, functions in config.rewards().items():
+        every = ", ".join(_function(one.function) for one in functions if one.function)
+        rows.append([f"reward {name}".strip(), every or "-"])
+    rows += [
+        ["prompts a step", f"{config.algorithm.prompts_per_step}"],
+        ["samples a prompt", f"{config.algorithm.group_size}"],
+        ["learning rate", f"{config.trainer.lr:g}"],
+        ["seed", f"{config.seed}"],
+    ]
+    return rows
+
+
+def _function(name: str) -> str:
+    """`/home/me/mine.py:reward` as `mine.py:reward`."""
+    path, colon, function = name.partition(":")
+    return shown(path) + colon + function
+
+
+def _figures(run: Path, checkpoint: Path) -> list[str]:
+    """First and last steps up to the checkpoint, and its evaluation, if there was one."""
+    from lora_moe_rl.files.checkpoint import step_of
+    from lora_moe_rl.telemetry import names
+    from lora_moe_rl.telemetry.metrics import read_evaluations, read_steps
+    from lora_moe_rl.telemetry.report import rows, spans
+
+    step = step_of(checkpoint)
+    records = [record for record in read_steps(run / METRICS) if record["step"] <= step]
+    if not records:
+        return []
+    heading = ["", *(f"steps {span}" for span in spans(records)), "over all"]
+    found = [f"## After step {step}\n\n" + _table(heading, rows(records))]
+    own = [record for record in read_evaluations(run / METRICS) if record["step"] == step]
+    for record in own[-1:]:
+        kept = {
+            key: value
+            for key, value in record.items()
+            if key.startswith("eval/") and key not in (names.EVAL_STEP, names.EVAL_SECONDS)
+        }
+        cells = [[key, "-" if value is None else f"{value:.4g}"] for key, value in kept.items()]
+        found.append("## Evaluation\n\n" + _table(["metric", "value"], cells))
+    return found
+
+
+def _table(heading: Sequence[str], found: Sequence[Sequence[str]]) -> str:
+    lines = [heading, ["---"] * len(heading), *found]
+    return "\n".join(
+        "| " + " | ".join(c.replace("|", r"\|") for c in line) + " |" for line in lines
+    )

@@ -1,0 +1,190 @@
+"""Checkpoints and adapters on their way to a second place, behind the run's back.
+
+    step's end ── hard links in RUN/pushing/step-N ──> one thread ──> a process a try (storage.py)
+
+What waits is one: a newer step takes the place of one that has not begun. Hard links cost no space
+as long as the originals are there, and keep the files when they are pruned. Nothing that fails here
+stops the run: it is said.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from lora_moe_rl.config.checkpoint import CheckpointConfig
+from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.files.checkpoint import step_of
+from lora_moe_rl.files.storage import ADAPTERS, CHECKPOINTS
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+
+
+class Failed(Exception):
+    """`final`: another try would fail too."""
+
+    def __init__(self, why: str, final: bool = False):
+        super().__init__(why)
+        self.final = final
+
+
+class Pusher:
+    """A context manager; on leaving it waits for what is under way, as long as that may take,
+    unless the run is ended at once.
+
+    `run_dir`: of the run. `again`: whether the run has been here before. `say` gets warnings.
+    Without checkpoint.push_to it does nothing.
+    """
+
+    def __init__(
+        self, config: CheckpointConfig, run_dir: Path, again: bool, say: Callable[[str], None]
+    ):
+        self.config, self.run_dir, self.again, self.say = config, run_dir, again, say
+        self.pushed: int | None = None  # the newest step of which all is there
+        self._folder = run_dir / "pushing"
+        self._changed = threading.Condition()
+        self._waiting: Path | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, daemon=True, name="pusher")
+
+    def __enter__(self) -> Pusher:
+        if self.config.push_to is None:
+            return self
+        shutil.rmtree(self._folder, ignore_errors=True)
+        try:
+            words = ["begin", str(self.run_dir / "config.yaml"), self.config.push_to]
+            self._try([*words, *["again"] * self.again], self._deadline())
+        except Failed as error:
+            told = f"checkpoint.push_to={self.config.push_to} cannot be written: {error}"
+            if not self.again:
+                raise ConfigError(told) from error
+            self.say(f"{told}; the run goes on, and every checkpoint is tried")
+        self._thread.start()
+        return self
+
+    def push(self, path: Path, adapter: Path | None) -> None:
+        """Takes note of a checkpoint and, if there is one, of the adapter's PEFT directory. Takes
+        no longer than some hard links do."""
+        if self.config.push_to is None:
+            return
+        taken = self._folder / path.name
+        try:
+            shutil.rmtree(taken, ignore_errors=True)
+            _link(path, taken / CHECKPOINTS)
+            if adapter is not None:
+                _link(adapter, taken / ADAPTERS)
+        except OSError as error:
+            self.say(f"{path.name} is not copied to {self.config.push_to}: {error}")
+            return
+        with self._changed:
+            if self._waiting is not None and self._waiting != taken:
+                self.say(
+                    f"{self._waiting.name} is not copied to {self.config.push_to}: {path.name} "
+                    "was there before its turn came"
+                )
+                shutil.rmtree(self._waiting, ignore_errors=True)
+            self._waiting = taken
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while (taken := self._next()) is not None:
+            try:
+                self._copy(taken)
+                self.pushed = step_of(taken)
+            except Failed as error:
+                self.say(
+                    f"{taken.name} was not copied to {self.config.push_to}: {error}; the run and "
+                    f"its own checkpoints are untouched (checkpoint.push_retries="
+                    f"{self.config.push_retries}, push_timeout_s={self.config.push_timeout_s:g})"
+                )
+            finally:
+                shutil.rmtree(taken, ignore_errors=True)
+
+    def _next(self) -> Path | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting is not None or self._closing)
+            taken, self._waiting = self._waiting, None
+            return taken
+
+    def _copy(self, taken: Path) -> None:
+        """Raises Failed with the last reason once all tries or the time are used up."""
+        deadline = self._deadline()
+        for folder in (CHECKPOINTS, ADAPTERS):
+            if (taken / folder).is_dir():
+                target = f"{self.config.push_to}/{folder}/{taken.name}"
+                self._with_retries(["upload", str(taken / folder), target], deadline)
+
+    def _with_retries(self, words: list[str], deadline: float) -> None:
+        for attempt in range(self.config.push_retries + 1):
+            try:
+                return self._try(words, deadline)
+            except Failed as error:
+                pause = min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S)
+                late = time.monotonic() + pause >= deadline
+                if error.final or late or attempt == self.config.push_retries:
+                    raise
+                time.sleep(pause)
+
+    def _try(self, words: list[str], deadline: float) -> None:
+        """One process. Its input is held open: where it ends, the run has, and so does it. Ctrl-C
+        does not reach it, which ends the run after its step and not this."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lora_moe_rl.files.storage", *words],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        held, process.stdin = process.stdin, None  # which `communicate` would close
+        try:
+            _, said = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise Failed(f"no end within push_timeout_s={self.config.push_timeout_s:g}") from None
+        finally:
+            process.kill()
+            process.wait()
+            assert held is not None
+            held.close()
+        if process.returncode:
+            lines = said.decode(errors="replace").strip().splitlines()
+            reason = lines[-1] if lines else f"exit code {process.returncode}"
+            raise Failed(reason, final=process.returncode == ConfigError.exit_code)
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self.config.push_timeout_s
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        at_once = error is not None and not isinstance(error, Exception)
+        if not self._thread.is_alive() or at_once:
+            return
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(1.0)
+        if self._thread.is_alive():
+            self.say(f"waiting until the last copy is at {self.config.push_to}")
+            self._thread.join()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _link(source: Path, target: Path) -> None:
+    """The files of `source` in `target`, as hard links; copies where the file system has none."""
+    for path in source.rglob("*"):
+        if path.is_file():
+            place = target / path.relative_to(source)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(path, place)
+            except OSError:
+                shutil.copy2(path, place)

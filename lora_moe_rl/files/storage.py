@@ -1,0 +1,128 @@
+"""Copies in a directory or in storage that fsspec reaches (s3://, gs://, …), and the process that
+makes them.
+
+    TARGET/config.yaml
+    TARGET/checkpoints/step-000010/   as in the run directory; manifest.json is written last
+    TARGET/adapters/step-000010/      the PEFT directory; adapter_config.json is written last
+
+A copy is whole when its last file is there. `python -m lora_moe_rl.files.storage` is run by
+`pusher.py`, which can end it: a request to storage may hang for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from lora_moe_rl.errors import CheckpointError, ConfigError, FileError, LoraMoeRlError
+from lora_moe_rl.files import checkpoint
+
+CHECKPOINTS, ADAPTERS = "checkpoints", "adapters"
+LAST = (checkpoint.MANIFEST, "adapter_config.json")
+
+
+def reach(url: str) -> tuple[Any, str]:
+    """(file system, path in it) of a directory or a URL. Raises ConfigError when no package is
+    there that speaks its protocol."""
+    from fsspec.core import url_to_fs
+
+    try:
+        return url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{url} cannot be reached: {error}") from error
+
+
+def begin(config_file: Path, target: str, again: bool) -> None:
+    """Puts the run's config into `target`. Raises ConfigError when another run's copies are there:
+    `again` says that they are this run's own."""
+    fs, root = reach(target)
+    if not again and fs.exists(f"{root}/{CHECKPOINTS}") and fs.ls(f"{root}/{CHECKPOINTS}"):
+        raise ConfigError(
+            f"checkpoint.push_to={target} holds copies of a run already; name another place"
+        )
+    fs.makedirs(root, exist_ok=True)
+    fs.put_file(str(config_file), f"{root}/config.yaml")
+
+
+def upload(source: Path, target: str) -> None:
+    """Copies the files of `source` into `target`, unless the same are there as a whole already."""
+    fs, root = reach(target)
+    names = sorted(
+        (path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()),
+        key=lambda name: (name in LAST, name),
+    )
+    last = names[-1]
+    if last == checkpoint.MANIFEST and fs.exists(f"{root}/{last}"):
+        if fs.cat_file(f"{root}/{last}") == (source / last).read_bytes():
+            return
+        fs.rm_file(f"{root}/{last}")  # until it is whole again it is none
+    for name in names:
+        folder = f"{root}/{name}".rpartition("/")[0]
+        fs.makedirs(folder, exist_ok=True)
+        fs.put_file(str(source / name), f"{root}/{name}")
+
+
+def steps(url: str) -> list[int]:
+    """Of the whole checkpoints that are there, ascending. Raises FileError when there is nothing to
+    look into."""
+    fs, root = reach(url)
+    try:
+        found = fs.ls(f"{root}/{CHECKPOINTS}", detail=False)
+    except (OSError, ValueError) as error:
+        raise FileError(f"{url} has no {CHECKPOINTS} that can be listed: {error}") from error
+    names = [path.rstrip("/").rpartition("/")[2] for path in found]
+    return sorted(
+        int(digits)
+        for name in names
+        if (digits := name.removeprefix("step-")).isdigit()
+        and fs.exists(f"{root}/{CHECKPOINTS}/{name}/{checkpoint.MANIFEST}")
+    )
+
+
+def download(url: str, step: int, into: Path) -> None:
+    """Copies a checkpoint into the directory `into`: the files that its manifest names, of the
+    sizes that it names. Raises CheckpointError when that is not what is there."""
+    fs, root = reach(url)
+    name = checkpoint.directory_name(step)
+    root = f"{root}/{CHECKPOINTS}/{name}"
+    into.mkdir(parents=True)
+    fs.get_file(f"{root}/{checkpoint.MANIFEST}", str(into / checkpoint.MANIFEST))
+    for file, entry in checkpoint.files_of(into).items():
+        size = fs.info(f"{root}/{file}")["size"]
+        if size != entry["size"]:
+            raise CheckpointError(f"{url}: {name}/{file} has {size} bytes, not {entry['size']}")
+        (into / file).parent.mkdir(parents=True, exist_ok=True)
+        fs.get_file(f"{root}/{file}", str(into / file))
+
+
+def main(arguments: list[str]) -> int:
+    """`begin FILE TARGET AGAIN` or `upload DIR TARGET`. Says on its last line why it failed; with
+    exit code 2 another try would too. Ends with the process that holds its standard input."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    what, source, target, *more = arguments
+    try:
+        if what == "begin":
+            begin(Path(source), target, more == ["again"])
+        else:
+            upload(Path(source), target)
+    except LoraMoeRlError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except Exception as error:  # whatever a protocol's package raises
+        print(f"{type(error).__name__}: {error}".replace("\n", " "), file=sys.stderr)
+        return 1
+    return 0
+
+
+def _end_with_parent() -> None:
+    # Not by sys.stdin, whose lock a thread that reads would still hold when the interpreter ends.
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

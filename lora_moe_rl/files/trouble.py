@@ -1,0 +1,81 @@
+"""A disk that is full, read-only or away while a run goes on: what could not be written is kept and
+tried again, and it is said each minute."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+SAY_EVERY_S = 60.0
+MOST_KEPT = 16 << 20  # bytes of one file that wait in memory
+
+
+class Trouble:
+    """What the disk refuses now. `say` gets warnings, at most one a minute for each thing."""
+
+    def __init__(
+        self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.say, self._clock = say, clock
+        self._said: dict[str, float] = {}
+
+    def failed(self, what: str, why: str) -> None:
+        now = self._clock()
+        last = self._said.get(what)
+        if last is None or now - last >= SAY_EVERY_S:
+            self._said[what] = now
+            self.say(f"cannot write {what}: {why}")
+
+    def mended(self, what: str) -> None:
+        if self._said.pop(what, None) is not None:
+            self.say(f"{what} can be written again")
+
+    def due(self, what: str) -> bool:
+        """Whether what failed is to be tried again: once a minute, as it is said."""
+        last = self._said.get(what)
+        return last is None or self._clock() - last >= SAY_EVERY_S
+
+
+class Lines:
+    """A file that lines are appended to. Those that the disk refuses wait, up to MOST_KEPT bytes,
+    and are written in their order with the next; one that came half is completed."""
+
+    def __init__(self, path: Path, trouble: Trouble):
+        self.path, self.trouble = path, trouble
+        self._waiting = bytearray()
+        self._dropped = 0
+
+    def append(self, text: str) -> None:
+        """`text`: whole lines. Never raises for what the disk refuses."""
+        data = text.encode()
+        if len(self._waiting) + len(data) > MOST_KEPT:
+            self._dropped += text.count("\n")
+            data = b""
+        self._waiting += data
+        self.flush()
+
+    def flush(self) -> None:
+        if not self._waiting:
+            return
+        try:
+            _append(self.path, self._waiting)
+        except OSError as error:
+            lines = self._waiting.count(b"\n")
+            lost = f", and {self._dropped} are lost" if self._dropped else ""
+            self.trouble.failed(
+                str(self.path), f"{error.strerror}; {lines} lines wait in memory{lost}"
+            )
+        else:
+            self.trouble.mended(str(self.path))
+
+
+def _append(path: Path, waiting: bytearray) -> None:
+    """Takes from `waiting` what it writes. Raises OSError when that is not all."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        while waiting:
+            del waiting[: os.write(descriptor, waiting)]
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,59 @@
+"""A batch script for Slurm: one Ray node a Slurm node, and the driver on the first."""
+
+from __future__ import annotations
+
+from lora_moe_rl.launch.job import RAY_PORT, Job
+
+NEXT = "sbatch {folder}/run.sbatch"
+PREEMPTION_S = 300  # so long before its end Slurm tells the run, which writes a checkpoint
+
+
+def files(job: Job) -> dict[str, str]:
+    return {"run.sbatch": SCRIPT.format(job=job, port=RAY_PORT, before=PREEMPTION_S)}
+
+
+SCRIPT = """\
+#!/usr/bin/env bash
+#SBATCH --job-name={job.name}
+#SBATCH --nodes={job.nodes} --ntasks-per-node=1 --gpus-per-node={job.gpus} --exclusive
+#SBATCH --requeue --signal=B:TERM@{before}
+#SBATCH --output={job.folder}/%x-%j.out
+set -euo pipefail
+source {job.environment}/bin/activate
+
+# Before anything starts: is every node as the run needs it? The first that is not is named.
+srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \\
+  {job.node_check}
+
+# Who has this token can run code on all nodes: a file on a shared disk that only you can read.
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={job.folder}/token-$SLURM_JOB_ID
+(umask 077 && openssl rand -hex 32 > "$RAY_AUTH_TOKEN_PATH")
+trap 'rm -f "$RAY_AUTH_TOKEN_PATH"' EXIT
+export RAY_worker_niceness=0 # Ray gives its workers a low priority by default
+
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+address=$(srun --nodes=1 --ntasks=1 -w "$head" hostname --ip-address | awk '{{print $1}}')
+srun --nodes=1 --ntasks=1 --overlap -w "$head" \\
+  ray start --head --node-ip-address="$address" --port={port} --block &
+export RAY_ADDRESS="$address:{port}"
+until ray status > /dev/null 2>&1; do sleep 2; done
+workers=$((SLURM_JOB_NUM_NODES - 1))
+if [ "$workers" -gt 0 ]; then
+  srun --nodes=$workers --ntasks=$workers --overlap --exclude "$head" \\
+    ray start --address="$RAY_ADDRESS" --block &
+fi
+python -m lora_moe_rl.launch.wait_nodes {job.nodes}
+
+# The run ends after its step, with a checkpoint, when Slurm wants the nodes back; started again,
+# it goes on from there.
+{job.train} &
+driver=$!
+trap 'kill -TERM $driver' TERM
+code=0
+wait $driver || code=$?
+if [ "$code" -gt 128 ]; then # it was the signal that ended the wait
+  code=0
+  wait $driver || code=$?
+fi
+exit "$code"
+"""

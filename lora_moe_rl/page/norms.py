@@ -1,0 +1,37 @@
+"""Norms of a run's adapter, by checkpoint."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from lora_moe_rl.errors import LoraMoeRlError
+from lora_moe_rl.page.runs import Run
+
+SITE = re.compile(r"layers\.(?P<layer>\d+)\.(?P<module>.+)")
+
+
+def adapter_norms(run: Run) -> dict[str, Any]:
+    """JSON: of each checkpoint that the run has kept its step and ||scale * B A|| (Frobenius) of
+    each module and layer, and of each routed expert; or why it cannot be read."""
+    folder = run.path / "checkpoints"
+    found = [_of_checkpoint(path) for path in sorted(folder.glob("step-*")) if path.is_dir()]
+    return {"checkpoints": found}
+
+
+def _of_checkpoint(path: Any) -> dict[str, Any]:
+    from lora_moe_rl.export.inspection import inspect  # they import torch
+    from lora_moe_rl.files.adapter_source import load
+
+    step = int(path.name.removeprefix("step-"))
+    try:
+        report = inspect(load(path))
+    except (LoraMoeRlError, OSError) as error:
+        return {"step": step, "error": str(error)}
+    sites = []
+    for name, one in report["sites"].items():
+        place = SITE.fullmatch(name)
+        assert place is not None, name
+        kept = {key: one[key] for key in ("rank", "scale", "norm", "of_expert")}
+        sites.append({"layer": int(place["layer"]), "module": place["module"], **kept})
+    return {"step": step, "parameters": report["parameters"], "sites": sites}

@@ -1,0 +1,186 @@
+"use strict";
+// A line chart over steps on a canvas: a line a run, the same step marked in all charts.
+
+const COLORS = ["#3b7fc4", "#d9822b", "#3f9a68", "#c9504a", "#8a63c9", "#2b98ab", "#c2589a", "#9a7d45"];
+const MARGIN = { left: 52, right: 10, top: 8, bottom: 20 };
+const charts = new Set(); // those on the page
+let marked = null; // the step under the pointer
+
+class Chart {
+  /** `series`: [{label, color, points: [[step, value], …]}]. `pick(step)`, `zoom(from, to)`. */
+  constructor(name, { log, toggleLog, pick, zoom }) {
+    Object.assign(this, { name, log, pick, zoom, series: [], range: null, smooth: 0 });
+    this.canvas = h("canvas", {
+      role: "img", "aria-label": name,
+      onpointermove: (event) => this.point(event), onpointerleave: () => this.leave(),
+      onpointerdown: (event) => { this.dragFrom = this.stepAt(event); },
+      onpointerup: (event) => this.drop(event), ondblclick: () => this.zoom(null),
+    });
+    this.last = h("output");
+    this.button = h("button", { type: "button", title: "logarithmic scale", "aria-pressed": String(log), onclick: toggleLog }, "log");
+    this.element = h("article", { class: "card chart", "data-metric": name }, h("header", null, h("b", { title: name }, name), this.last, this.button), this.canvas);
+    this.element.chart = this;
+    charts.add(this);
+  }
+
+  show(series, { range, smooth, log }) {
+    Object.assign(this, { series, range, smooth, log });
+    this.button.setAttribute("aria-pressed", String(log));
+    const ends = series.map(({ points }) => points.at(-1)).filter(Boolean);
+    this.last.textContent = ends.length === 1 ? number(ends[0][1]) : "";
+    this.lines = series.map(({ color, points }) => {
+      const shown = points.filter(([step, value]) => (!range || (step >= range[0] && step <= range[1])) && (!log || value > 0));
+      return { color, points: shown, smooth: smooth ? smoothed(shown, smooth) : null };
+    });
+    this.draw();
+  }
+
+  bounds() {
+    let [x0, x1, y0, y1] = [Infinity, -Infinity, Infinity, -Infinity];
+    for (const { points } of this.lines) {
+      for (const [x, y] of points) {
+        x0 = Math.min(x0, x); x1 = Math.max(x1, x); y0 = Math.min(y0, y); y1 = Math.max(y1, y);
+      }
+    }
+    if (x0 > x1) return null;
+    if (y0 === 0 && y1 === 0) y1 = 1;
+    if (this.log) [y0, y1] = [Math.log10(y0), Math.log10(y1)];
+    const room = (y1 - y0) * 0.06 || Math.abs(y1) * 0.1 || 0.5;
+    return { x0, x1: x1 === x0 ? x0 + 1 : x1, y0: y0 - room, y1: y1 + room };
+  }
+
+  draw() {
+    const { context: c, width, height } = canvasContext(this.canvas);
+    if (!width) return;
+    const box = (this.box = this.bounds()), ink = css("--dim");
+    c.fillStyle = ink;
+    if (!box) {
+      c.fillText(this.log && this.series.some(({ points }) => points.length) ? "nothing above 0" : "no numbers yet", MARGIN.left, height / 2);
+      return;
+    }
+    const right = width - MARGIN.right, bottom = height - MARGIN.bottom;
+    this.toX = (x) => MARGIN.left + ((x - box.x0) / (box.x1 - box.x0)) * (right - MARGIN.left);
+    this.toY = (y) => bottom - (((this.log ? Math.log10(y) : y) - box.y0) / (box.y1 - box.y0)) * (bottom - MARGIN.top);
+    c.strokeStyle = css("--line");
+    c.lineWidth = 1;
+    c.textAlign = "right";
+    for (const y of this.log ? logTicks(box.y0, box.y1) : ticks(box.y0, box.y1, 5)) {
+      const at = Math.round(this.toY(y)) + 0.5;
+      c.beginPath(); c.moveTo(MARGIN.left, at); c.lineTo(right, at); c.stroke();
+      c.fillText(number(y), MARGIN.left - 6, at + 3.5);
+    }
+    c.textAlign = "center";
+    for (const x of ticks(box.x0, box.x1, 5)) {
+      if (Number.isInteger(x)) c.fillText(number(x), this.toX(x), height - 5);
+    }
+    for (const { color, points, smooth } of this.lines) {
+      this.line(c, points, color, smooth ? 0.28 : 1);
+      if (smooth) this.line(c, smooth, color, 1);
+    }
+    if (marked !== null) this.mark(c, bottom);
+  }
+
+  line(c, points, color, alpha) {
+    c.globalAlpha = alpha;
+    c.strokeStyle = c.fillStyle = color;
+    c.lineWidth = 1.6;
+    c.lineJoin = "round";
+    c.beginPath();
+    points.forEach(([x, y], i) => (i ? c.lineTo(this.toX(x), this.toY(y)) : c.moveTo(this.toX(x), this.toY(y))));
+    c.stroke();
+    if (points.length < 3) for (const [x, y] of points) { c.beginPath(); c.arc(this.toX(x), this.toY(y), 2.5, 0, 7); c.fill(); }
+    c.globalAlpha = 1;
+  }
+
+  mark(c, bottom) {
+    const at = Math.round(this.toX(marked)) + 0.5;
+    if (at < MARGIN.left) return;
+    c.strokeStyle = css("--faint");
+    c.beginPath(); c.moveTo(at, MARGIN.top); c.lineTo(at, bottom); c.stroke();
+    for (const { color, points } of this.lines) {
+      const found = nearest(points, marked);
+      if (!found || found[0] !== marked) continue;
+      c.fillStyle = color;
+      c.beginPath(); c.arc(this.toX(found[0]), this.toY(found[1]), 3, 0, 7); c.fill();
+    }
+  }
+
+  stepAt(event) {
+    if (!this.box) return null;
+    const left = this.canvas.getBoundingClientRect().left, wide = this.canvas.clientWidth - MARGIN.left - MARGIN.right;
+    const x = this.box.x0 + ((event.clientX - left - MARGIN.left) / wide) * (this.box.x1 - this.box.x0);
+    const found = this.lines.map(({ points }) => nearest(points, x)).filter(Boolean);
+    return found.length ? found.sort((a, b) => Math.abs(a[0] - x) - Math.abs(b[0] - x))[0][0] : null;
+  }
+
+  point(event) {
+    markStep(this.stepAt(event));
+    if (marked === null) return;
+    const rows = this.series.map(({ label, color, points }) => {
+      const found = nearest(points, marked);
+      return [label, found && found[0] === marked ? number(found[1]) : "–", color];
+    });
+    tip(event, `step ${marked}`, rows);
+  }
+
+  leave() {
+    this.dragFrom = null;
+    markStep(null);
+    tip();
+  }
+
+  drop(event) {
+    const from = this.dragFrom, to = this.stepAt(event);
+    this.dragFrom = null;
+    if (from === null || to === null) return;
+    if (Math.abs(this.toX(from) - this.toX(to)) > 8) this.zoom(Math.min(from, to), Math.max(from, to));
+    else if (event.detail < 2) this.pick(to);
+  }
+}
+
+function markStep(step) {
+  if (step === marked) return;
+  marked = step;
+  requestAnimationFrame(() => {
+    for (const chart of charts) if (chart.seen && chart.lines) chart.draw();
+  });
+}
+
+/** The point whose step is nearest to `x`; points are sorted by step. */
+function nearest(points, x) {
+  let low = 0, high = points.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (points[middle][0] <= x) low = middle;
+    else high = middle;
+  }
+  const [a, b] = [points[low], points[high]];
+  return a && b && Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a;
+}
+
+/** A running mean in which the past weighs `share`, as TensorBoard smooths: without its pull to 0
+ * at the beginning. */
+function smoothed(points, share) {
+  let sum = 0, weight = 0;
+  return points.map(([x, y]) => {
+    sum = sum * share + (1 - share) * y;
+    weight = weight * share + (1 - share);
+    return [x, sum / weight];
+  });
+}
+
+/** Round numbers between two, about `count` of them. */
+function ticks(from, to, count) {
+  const raw = (to - from) / count, unit = 10 ** Math.floor(Math.log10(raw));
+  const step = unit * ([1, 2, 5].find((one) => one * unit >= raw) || 10);
+  const found = [];
+  for (let at = Math.ceil(from / step); at * step <= to; at++) found.push(Number((at * step).toPrecision(12)));
+  return found;
+}
+
+/** Powers of ten between two, at most six; where there are fewer than two, round numbers. */
+function logTicks(from, to) {
+  const powers = [], every = Math.max(1, Math.ceil((to - from) / 5));
+  for (let at = Math.ceil(from); at <= to; at += every) powers.push(Number(`1e${at}`));
+  return powers.length > 1 ? powers : ticks(10 ** from, 10 ** to, 3).filter((one) => one > 0);
+}

@@ -1,0 +1,110 @@
+"use strict";
+// Runs side by side: curves of what one looks at first, or of every metric that a search finds.
+
+const SECTIONS = [
+  ["Learning", ["reward/mean", "policy/entropy", "rollout/response_length", "rollout/truncated", "optim/grad_norm", "loss/policy",
+    "loss/nll", "loss/dpo", "rewards/margins", "rewards/accuracies", "data/answer_length", "teacher/reverse_kl"]],
+  ["Evaluation", [/^eval\/.*(avg|pass|maj)@/]],
+  ["Trainer and engines as one policy", ["mismatch/kl", "mismatch/max_abs_logprob_diff", "replay/coverage", "replay/disagreement"]],
+  ["Ages", ["rollout/age_mean", "rollout/age_oldest", "rollout/stale"]],
+  ["Time", ["time/step", "time/rollout", "time/train", "time/refit", "rollout/tokens_per_second", "data/tokens_per_second",
+    "idle/trainer", "idle/engines"]],
+];
+const LOGARITHMIC = /^mismatch\/(kl(_age_\d+|_reverse)?|max_abs_logprob_diff|mean_abs_logprob_diff)$/;
+const MOST_CHARTS = 120;
+
+const curves = {
+  mount(root) {
+    const slow = settled((q) => go({ q }, true), 120);
+    this.search = h("input", { type: "search", id: "metric-search", placeholder: "any metric: kl, time, reward …", "aria-label": "search metrics", oninput: (event) => slow(event.target.value) });
+    this.smooth = h("input", { type: "range", min: "0", max: "0.98", step: "0.02", "aria-label": "smoothing", oninput: (event) => go({ smooth: event.target.value }, true) });
+    this.reset = h("button", { type: "button", onclick: () => go({ x: "" }) }, "all steps");
+    this.hint = h("span", { class: "dim" }, "click: samples of that step · drag: zoom");
+    this.table = h("div", { class: "card scroll", id: "summary" });
+    this.charts = h("div");
+    this.drawn = "";
+    this.watch = new IntersectionObserver((entries) => this.seen(entries), { rootMargin: "300px" });
+    fill(root, this.table, h("div", { class: "tools", style: { "margin-top": "16px" } }, this.search, h("label", null, "smooth", this.smooth), this.reset, this.hint), this.charts);
+  },
+
+  async update() {
+    if (document.activeElement !== this.search) this.search.value = state.q;
+    this.smooth.value = state.smooth;
+    this.reset.hidden = !state.x;
+    const runs = chosenRuns(), names = await namesOf(runs);
+    const sections = sectionsOf(names), wanted = JSON.stringify([sections, runs]);
+    if (wanted !== this.drawn) {
+      this.drawn = wanted;
+      this.build(sections);
+    } else for (const chart of charts) this.paint(chart);
+    await this.summary(runs);
+  },
+
+  build(sections) {
+    this.watch.disconnect();
+    charts.clear();
+    const card = (name) => new Chart(name, {
+      log: isLog(name), toggleLog: () => go({ log: toggled(state.log, name) }, true),
+      pick: (step) => go({ view: "samples", ...cleared(), step_from: String(step), step_to: String(step) }),
+      zoom: (from, to) => go({ x: from === null ? "" : `${from}-${to}` }),
+    }).element;
+    fill(this.charts, sections.map(([title, names]) => [h("h2", null, title), h("div", { class: "grid" }, names.map(card))]));
+    if (!sections.length) fill(this.charts, h("p", { class: "empty" }, state.q ? `No metric of these runs has ${state.q} in its name.` : "No numbers yet: the first step is under way."));
+    for (const chart of charts) this.watch.observe(chart.element);
+  },
+
+  /** Charts are filled once they come into sight, all that come at once by one question a run. */
+  async seen(entries) {
+    const found = entries.map(({ target, isIntersecting }) => { target.chart.seen = isIntersecting; return isIntersecting && target.chart; }).filter(Boolean);
+    if (!found.length) return;
+    await attempt(() => Promise.all(chosenRuns().map((run) => metricStore.need(run, found.map(({ name }) => name)))));
+    for (const chart of found) this.paint(chart);
+  },
+
+  paint(chart) {
+    if (!chart.seen) return;
+    const series = chosenRuns().map((run) => ({ label: run, color: colorOf(run), points: metricStore.series(run, chart.name) }));
+    const range = state.x ? state.x.split("-").map(Number) : null;
+    chart.show(series.filter(({ points }) => points.length), { range, smooth: Number(state.smooth), log: isLog(chart.name) });
+  },
+
+  async summary(runs) {
+    const columns = [["reward/mean", "reward", ends], ["loss/nll", "loss", ends], ["loss/dpo", "loss", ends], ["mismatch/kl", "mismatch KL (max)", largest], ["replay/coverage", "replayed (min)", least], ["rollout/tokens_per_second", "tokens/s", middle], ["time/step", "step s", middle]];
+    await Promise.all(runs.map((run) => metricStore.need(run, columns.map(([name]) => name))));
+    const shown = columns.filter(([name]) => runs.some((run) => metricStore.series(run, name).length));
+    const row = (run) => {
+      const about = state_runs.find(({ name }) => name === run);
+      return h("tr", null, h("td", null, h("i", { class: "swatch", style: { background: colorOf(run) } }), run), h("td", { class: "dim" }, about.algorithm), h("td", { class: "num" }, `${about.step}/${about.steps ?? "?"}`),
+        shown.map(([name, , how]) => h("td", { class: "num" }, how(metricStore.series(run, name).map(([, value]) => value)))));
+    };
+    this.table.hidden = !runs.length;
+    fill(this.table, h("table", null, h("thead", null, h("tr", null, h("th", null, "run"), h("th", null, "algorithm"), h("th", { class: "num" }, "step"), shown.map(([, label]) => h("th", { class: "num" }, label)))), h("tbody", null, runs.map(row))));
+  },
+};
+
+const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+const ends = (values) => (values.length ? `${number(mean(values.slice(0, 5)))} → ${number(mean(values.slice(-5)))}` : "–");
+const largest = (values) => (values.length ? number(values.reduce((a, b) => Math.max(a, b))) : "–");
+const least = (values) => (values.length ? number(values.reduce((a, b) => Math.min(a, b))) : "–");
+const middle = (values) => (values.length ? number(values.toSorted((a, b) => a - b)[values.length >> 1]) : "–");
+
+const isLog = (name) => LOGARITHMIC.test(name) !== listed(state.log).includes(name);
+const toggled = (list, name) => joined(listed(list).includes(name) ? listed(list).filter((one) => one !== name) : [...listed(list), name]);
+const cleared = () => Object.fromEntries([...FILTERS, "offset", "n"].map((key) => [key, DEFAULTS[key]]));
+
+/** [[title, metrics]]: the first look, or all metrics whose names hold every word of the search. */
+function sectionsOf(names) {
+  const words = state.q.toLowerCase().split(/\s+/).filter(Boolean);
+  if (!words.length) {
+    const of = (wanted) => (typeof wanted === "string" ? names.filter((name) => name === wanted) : names.filter((name) => wanted.test(name)));
+    return SECTIONS.map(([title, wanted]) => [title, wanted.flatMap(of)]).filter(([, found]) => found.length);
+  }
+  const found = names.filter((name) => words.every((word) => name.toLowerCase().includes(word)));
+  const title = found.length > MOST_CHARTS ? `The first ${MOST_CHARTS} of ${found.length} metrics` : `${found.length} metrics`;
+  return found.length ? [[title, found.slice(0, MOST_CHARTS)]] : [];
+}
+
+async function namesOf(runs) {
+  const every = await Promise.all(runs.map((run) => source.names(run)));
+  return [...new Set(every.flatMap(({ names }) => names))].sort();
+}

@@ -1,0 +1,207 @@
+"""A teacher behind an OpenAI-compatible server: what it would have given the sampled tokens.
+
+    POST /v1/completions {"prompt": [token ids of a sample], "max_tokens": 1, "prompt_logprobs": 0}
+
+`prompt_logprobs` is vLLM's: for each token of the prompt its logprob under the model, at
+temperature 1, by the token's id. Token ids go there and are looked up in what comes back, so that
+nothing is tokenised again and a logprob of another token is noticed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from lora_moe_rl.config.teacher import TeacherSettings
+from lora_moe_rl.data.samples import Group, Sample
+from lora_moe_rl.errors import ConfigError, RewardError
+from lora_moe_rl.rewards.server import Server
+
+KEYS = "algorithm.teacher_"
+MINUS_INFINITY = -9999.0  # what vLLM writes for it, since JSON has no infinity
+ROUNDING = 1e-3  # that a logprob may be above 0
+PROBED, PROBED_ADDED = 200, 100  # ids that are compared, over the vocabulary and of added tokens
+PIECE = 128  # tokens of a request that compares ids
+UNREADABLE = "\ufffd"  # stands for part of a character
+SHOWN = 3
+
+
+class Teacher:
+    """`alone`: whether nothing else gives rewards; a sample's reward is then minus its reverse KL
+    to the teacher, the mean over its tokens. Raises ConfigError for settings that cannot work."""
+
+    def __init__(self, settings: TeacherSettings, alone: bool):
+        check_named(settings)
+        self.model, self.alone = settings.teacher_model, alone
+        self._server = Server(
+            "teacher",
+            KEYS,
+            str(settings.teacher_url),
+            settings.teacher_key_env,
+            settings.teacher_concurrency,
+            settings.teacher_timeout_s,
+            settings.teacher_retries,
+            settings.teacher_patience_s,
+        )
+
+    async def score(self, group: Group) -> None:
+        """Puts the teacher's logprobs into a group, and rewards if it is `alone`. A sample that it
+        could not score has failed: no reward, and a line in the failures."""
+        asked = (self._of_response(sample) for sample in group.samples)
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        teacher: list[np.ndarray] = []
+        for i, (sample, one) in enumerate(zip(group.samples, found, strict=True)):
+            if isinstance(one, RewardError):
+                self._failed(group, i, one)
+                one = np.zeros(len(sample.mask), np.float32)
+            elif isinstance(one, BaseException):
+                raise one
+            elif self.alone:
+                group.rewards[i] = (one - sample.logprobs)[sample.mask].mean()
+            teacher.append(one)
+        group.teacher = teacher
+
+    def _failed(self, group: Group, index: int, error: RewardError) -> None:
+        if not (np.isnan(group.rewards[index]) and index in group.details.reasons):
+            reason = f"prompt {group.prompt.row}: {error}"
+            group.failures.append(reason)
+            group.details.reasons[index] = reason
+        group.rewards[index] = np.nan
+
+    async def _of_response(self, sample: Sample) -> np.ndarray:
+        """float32 [R], 0 for tokens that no policy sampled."""
+        every = await self.logprobs(sample.token_ids.tolist())
+        return every[len(sample.prompt_ids) - 1 :] * sample.mask
+
+    async def logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
+        """float32 [L - 1], of every token after the first. Raises RewardError."""
+        return np.array([step["logprob"] for step in await self._steps(token_ids)], np.float32)
+
+    async def _steps(self, token_ids: Sequence[int]) -> list[dict[str, Any]]:
+        """What is said of each token after the first. Raises RewardError when it is said of others,
+        or is no logprob."""
+        answer = await self._server.ask(
+            lambda client: client.completions.create(
+                model=str(self.model),
+                prompt=list(token_ids),
+                max_tokens=1,
+                temperature=1,
+                extra_body={"prompt_logprobs": 0},
+            )
+        )
+        choices = getattr(answer, "choices", None) or [None]
+        try:
+            return list(_steps(getattr(choices[0], "prompt_logprobs", None), token_ids))
+        except (KeyError, TypeError, ValueError) as error:
+            raise RewardError(
+                f"the teacher at {self._server.url} answered without the logprobs of the tokens "
+                f"that it was sent: {type(error).__name__}: {error}"
+            ) from error
+
+    async def probe(self, tokenizer: Any, longest: int) -> str:
+        """What is known of the teacher once it has answered, as a sentence. `longest`: tokens of a
+        sample. Raises ConfigError when it is not there, takes no such length, gives no logprobs or
+        reads the ids of `tokenizer` otherwise."""
+        try:
+            most = await self._most_tokens()
+            if most is not None and most < longest + 1:
+                raise ConfigError(
+                    f"the teacher takes {most} tokens, and a sample may have model.max_length="
+                    f"{longest} and one more is asked for; serve it with --max-model-len "
+                    f"{longest + 1} or more, or lower model.max_length"
+                )
+            ids = probe_ids(tokenizer)
+            said = [text for piece in _pieces(ids, longest) for text in await self._texts(piece)]
+        except RewardError as error:
+            raise ConfigError(f"{KEYS}url={self._server.url}: {error}") from error
+        count = compare_texts(tokenizer, ids, said)
+        takes = "" if most is None else f", takes {most:,} tokens"
+        return f"{self.model} at {self._server.url}{takes}; {count} token ids mean the same to it"
+
+    async def _texts(self, ids: list[int]) -> list[str | None]:
+        """What each id is to the teacher; None where it does not say."""
+        steps = await self._steps([ids[0], *ids])  # of the first token nothing is said
+        return [step.get("decoded_token") for step in steps]
+
+    async def _most_tokens(self) -> int | None:
+        """Tokens of a request, None where the server does not say."""
+        listed = await self._server.ask(lambda client: client.models.list())
+        models = {model.id: model for model in getattr(listed, "data", None) or []}
+        if models and self.model not in models:
+            raise ConfigError(
+                f"{KEYS}model={self.model}: the server at {self._server.url} has "
+                f"{', '.join(sorted(models))}"
+            )
+        return getattr(models.get(str(self.model)), "max_model_len", None)
+
+    async def close(self) -> None:
+        await self._server.close()
+
+
+def check_named(settings: TeacherSettings) -> None:
+    """Raises ConfigError when the teacher is not named."""
+    for key in ("url", "model"):
+        if getattr(settings, f"teacher_{key}") is None:
+            raise ConfigError(
+                f"{KEYS}{key} is not set: name the teacher's server (http://HOST:PORT/v1) by "
+                f"{KEYS}url and its name there by {KEYS}model (docs/algorithms.md)"
+            )
+
+
+def _steps(given: Any, token_ids: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """What `prompt_logprobs` says of each token after the first. Raises KeyError, TypeError or
+    ValueError for what are no logprobs of these tokens."""
+    if given is None:
+        raise ValueError("no prompt_logprobs (they are vLLM's; does another program serve it?)")
+    if len(given) != len(token_ids):
+        raise ValueError(f"{len(given)} logprobs for {len(token_ids)} tokens")
+    for place, (token, step) in enumerate(zip(token_ids[1:], given[1:], strict=True), 1):
+        if str(token) not in step:
+            raise ValueError(f"at place {place} is {'/'.join(step)}, and {token} was sent")
+        value = float(step[str(token)]["logprob"])
+        if not MINUS_INFINITY < value <= ROUNDING:
+            raise ValueError(f"token {token} at place {place} has {value:g}, which is no logprob")
+        yield step[str(token)]
+
+
+def probe_ids(tokenizer: Any) -> list[int]:
+    """Ids over the whole vocabulary, and of added tokens, by which vocabularies differ that are
+    otherwise one."""
+    added = sorted(tokenizer.get_added_vocab().values())[:PROBED_ADDED]
+    spread = np.linspace(0, len(tokenizer) - 1, PROBED).astype(int).tolist()
+    return sorted({*spread, *added})
+
+
+def _pieces(ids: list[int], longest: int) -> Iterator[list[int]]:
+    size = max(1, min(PIECE, longest) - 1)
+    for start in range(0, len(ids), size):
+        yield ids[start : start + size]
+
+
+def compare_texts(tokenizer: Any, ids: Sequence[int], said: Sequence[str | None]) -> int:
+    """How many ids were compared. Raises ConfigError when the teacher reads one otherwise, or says
+    of none what it is. Ids of parts of characters cannot be compared, which have no text alone."""
+    own = [tokenizer.decode([i]) for i in ids]
+    known = [
+        (i, mine, theirs)
+        for i, mine, theirs in zip(ids, own, said, strict=True)
+        if theirs is not None and UNREADABLE not in mine + theirs
+    ]
+    wrong = [one for one in known if one[1].strip() != one[2].strip()]
+    if wrong:
+        shown = (f"{i} is {mine!r} here and {theirs!r} there" for i, mine, theirs in wrong[:SHOWN])
+        some = "; ".join(shown)
+        raise ConfigError(
+            f"{KEYS}model has another vocabulary than the policy: of {len(known)} token ids "
+            f"{len(wrong)} mean something else to it ({some}); its logprobs would be of other "
+            "texts. Take a teacher with the policy's tokenizer"
+        )
+    if not known:
+        raise ConfigError(
+            f"{KEYS}model: its server does not say what token ids stand for, so that vocabularies "
+            "cannot be compared; serve it without --skip-tokenizer-init"
+        )
+    return len(known)

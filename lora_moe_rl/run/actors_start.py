@@ -1,0 +1,100 @@
+"""Ray and the actors of a run: trainer ranks, engines, and the transport between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+from lora_moe_rl.run.prepared import Prepared
+from lora_moe_rl.run.publisher import plan_layouts
+from lora_moe_rl.telemetry import console
+
+if TYPE_CHECKING:
+    from lora_moe_rl.cluster.engines import RolloutEngines
+    from lora_moe_rl.cluster.lasting_trainer import LastingTrainer
+    from lora_moe_rl.cluster.placement import Placement
+    from lora_moe_rl.cluster.trainer import TrainerRanks
+    from lora_moe_rl.refit.transports import Channel
+
+
+class Served(NamedTuple):
+    """The engines, and how versions come to them."""
+
+    engines: RolloutEngines
+    channel: Channel
+
+
+class Actors(NamedTuple):
+    """What has started. `served` is None when nothing is sampled."""
+
+    trainer: LastingTrainer
+    served: Served | None
+
+
+@contextmanager
+def started(run: Prepared) -> Iterator[Actors]:
+    """Starts Ray and all actors; ends them, whatever happens."""
+    starting, config = console.Starting(), run.config
+    with starting:
+        starting.begin("importing Ray")
+        import ray
+
+        from lora_moe_rl.cluster.actors import start_ray
+        from lora_moe_rl.cluster.placement import Placement
+
+    try:
+        with starting:
+            starting.begin("starting Ray")
+            start_ray(config.trainer.world_size + config.num_engines)
+            placement = Placement(config, [run.model_dir, run.run_dir.path])
+        yield (_start_trainer if config.offline else _start_all)(run, placement, starting)
+    finally:
+        ray.shutdown()
+
+
+def _start_trainer(run: Prepared, placement: Placement, starting: console.Starting) -> Actors:
+    """Of a run that samples nothing: no engine starts, and there is nothing to send."""
+    from lora_moe_rl.cluster.actors import states
+    from lora_moe_rl.cluster.trainer import TrainerRanks
+
+    with starting:
+        starting.begin("starting trainer ranks")
+        trainer = TrainerRanks(run.config, run.spec, run.model_dir, run.run_dir, placement)
+        starting.watch(lambda: states(trainer.starting))
+        trainer.start_async()
+        started = trainer.wait_started()
+    console.say_started([{k: v for k, v in one.items() if k != "place"} for one in started], [])
+    console.say_offline(run.config)
+    return Actors(_lasting(run, trainer), None)
+
+
+def _lasting(run: Prepared, ranks: TrainerRanks) -> LastingTrainer:
+    from lora_moe_rl.cluster.lasting_trainer import LastingTrainer, fits
+
+    return LastingTrainer(ranks, run.config, run.run_dir, fits(run.config, run.spec))
+
+
+def _start_all(run: Prepared, placement: Placement, starting: console.Starting) -> Actors:
+    """Trainer ranks and engines, and the transport between them."""
+    from lora_moe_rl.cluster.actors import states
+    from lora_moe_rl.cluster.engines import RolloutEngines
+    from lora_moe_rl.cluster.trainer import TrainerRanks
+    from lora_moe_rl.refit.transports import choose
+
+    config, where = run.config, (run.model_dir, run.run_dir, placement)
+    with starting:
+        starting.begin("starting trainer ranks and rollout engines")
+        trainer = TrainerRanks(config, run.spec, *where)
+        engines = RolloutEngines(config, run.spec, *where)
+        starting.watch(lambda: states(trainer.starting | engines.starting))
+        engines.start_async()
+        trainer.start_async()
+        started = (trainer.wait_started(), engines.wait_started())
+        places = [[actor.pop("place") for actor in actors] for actors in started]
+        channel = choose(config.refit, *places)
+    console.say_started(*started)
+    layouts = plan_layouts(config, run.spec, started[1][0]["dtype"])
+    trainer.prepare_refit(layouts, channel)
+    engines.prepare_refit(layouts, channel)
+    return Actors(_lasting(run, trainer), Served(engines, channel))

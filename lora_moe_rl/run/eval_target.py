@@ -1,0 +1,51 @@
+"""What `lora-moe-rl eval` is to evaluate: a run, a checkpoint, or what a recipe begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lora_moe_rl.config import RunConfig, TrackerConfig
+from lora_moe_rl.config.overrides import override
+from lora_moe_rl.config.recipes import load_config, resolve
+from lora_moe_rl.errors import ConfigError, RunDirError
+from lora_moe_rl.files import checkpoint
+from lora_moe_rl.files.run_dir import CONFIG
+
+
+def read_target(target: str | None, settings: Sequence[str]) -> tuple[RunConfig, Path | None]:
+    """The config to evaluate with, and the checkpoint, None for a recipe. `settings` are laid over
+    the config, of which no tracker is told and whose run directory is a new one.
+
+    Raises ConfigError when there are no eval sets, RunDirError for a run without a checkpoint.
+    """
+    base, path = _found(target)
+    run_dir = f"{base.run_dir}-eval"
+    if path is not None:
+        run_dir = f"{path.parents[1]}-eval-{path.name}"
+    config = resolve(override(base, [f"logging.run_dir={run_dir}", *settings]))
+    if not config.eval.sets:
+        raise ConfigError(
+            f"{target or 'the config'} has no eval.sets: name held-out data, as "
+            "eval.sets.NAME.path=FILE"
+        )
+    return config.model_copy(update={"tracker": TrackerConfig()}), path
+
+
+def _found(target: str | None) -> tuple[RunConfig, Path | None]:
+    path = Path(target or "").absolute()
+    if target is None or not path.is_dir():
+        return load_config(target), None
+    if (path / checkpoint.MANIFEST).is_file():
+        run, found = path.parents[1], path
+    else:
+        run, found = path, checkpoint.newest_valid(path / "checkpoints").path
+    if not (run / CONFIG).is_file():
+        raise RunDirError(
+            f"{run} is no run directory (it has no {CONFIG}). An adapter is evaluated with a "
+            "recipe: lora-moe-rl eval RECIPE adapter.init_from=DIR; a model: "
+            "lora-moe-rl eval RECIPE model=DIR"
+        )
+    if found is None:
+        raise RunDirError(f"{run} has no checkpoint to evaluate")
+    return load_config(str(run / CONFIG)), found

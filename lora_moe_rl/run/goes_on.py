@@ -1,0 +1,84 @@
+"""The checkpoint that a run goes on from, and how its ranks come to hold it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import CheckpointError, RunDirError
+from lora_moe_rl.files import checkpoint
+from lora_moe_rl.files.checkpoint import Found
+from lora_moe_rl.files.checkpoint_contents import check_resumable
+from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.models.fingerprint import check_unchanged
+from lora_moe_rl.run import adapter_start
+from lora_moe_rl.run.preflight import Preflight
+from lora_moe_rl.run.prepared import Prepared
+from lora_moe_rl.telemetry import console
+
+if TYPE_CHECKING:
+    from lora_moe_rl.cluster.lasting_trainer import LastingTrainer
+
+
+def steps_done(config: RunConfig, resume: bool, fork: Path | None) -> int:
+    """What the checkpoint to go on from has done, as far as it has to be known before anything
+    starts. Raises RunDirError when there is none to fork."""
+    if fork is not None:
+        if not (fork / checkpoint.MANIFEST).is_file():
+            raise RunDirError(
+                f"--resume-from {fork} is no checkpoint (it has no {checkpoint.MANIFEST}); name "
+                "one by its directory: RUN/checkpoints/step-000100"
+            )
+        try:
+            checkpoint.read_manifest(fork)
+            return checkpoint.step_of(fork)
+        except CheckpointError as error:
+            raise RunDirError(f"--resume-from {fork} is not valid: {error}") from error
+    root = RunDir(config, resume).checkpoints
+    if not resume or checkpoint.newest_step(root) < config.trainer.steps:
+        return 0
+    newest = checkpoint.newest_valid(root).path
+    return checkpoint.step_of(newest) if newest else 0
+
+
+def newest(run_dir: RunDir, ready: Preflight) -> Found | None:
+    """The checkpoint to go on from, which fits base and adapter; None when there is none yet."""
+    found = checkpoint.newest_valid(run_dir.checkpoints)
+    console.say_resume(found)
+    if found.path is None:
+        return None
+    return _fitting(found, ready)
+
+
+def restore(run: Prepared, trainer: LastingTrainer) -> int:
+    """Adapter, moments and data as the run goes on from them. Returns the adapter's version."""
+    if run.found is None:
+        if run.start is not None:
+            trainer.set_adapter(run.start.tensors)
+            console.say_notes(run.start.notes)
+        return 0
+    found, meta = run.found, run.found.metadata
+    assert found.path is not None
+    old = adapter_start.other_ranks(found, run.config, run.spec)
+    if old is None:
+        trainer.load(found.path, meta["trainer"])
+    else:
+        resized = adapter_start.resized(found, old, run.spec, run.config.seed)
+        with resized as (directory, notes):
+            trainer.load(directory, meta["trainer"])
+        console.say_notes(notes)
+    run.source.load_state_dict(meta["data"])
+    return meta["trainer"]["version"]
+
+
+def at(directory: Path, ready: Preflight) -> Found:
+    """That checkpoint, which fits base and adapter."""
+    return _fitting(Found(directory, checkpoint.read_manifest(directory), []), ready)
+
+
+def _fitting(found: Found, ready: Preflight) -> Found:
+    check_resumable(found)
+    check_unchanged(found.metadata["base"], ready.model_dir)
+    adapter_start.other_ranks(found, ready.config, ready.spec)
+    return found

@@ -1,0 +1,86 @@
+"""What a step's time was used for, in figures: tokens a second, and the operations of the model.
+
+Operations are those that the step needs, with LoRA counted right (docs/metrics.md, Performance):
+the frozen base has a forward and the gradient of its inputs, and no gradient of its weights. What
+is computed twice (recomputation, tokens that are fed again) is not counted twice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from lora_moe_rl import algorithms
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.data.samples import Sample
+from lora_moe_rl.planner.compute import attention_of, flops
+from lora_moe_rl.planner.facts import Facts, find
+from lora_moe_rl.planner.hardware import GPUS
+from lora_moe_rl.rollout.facts import Dtype
+from lora_moe_rl.run.machine import gpu_names
+from lora_moe_rl.telemetry import names
+
+
+class Performance:
+    """Of one run. `active` and `adapter`: parameters of base and adapters that multiply a token;
+    `attention`: operations of a forward, a token and token of its context. `peak`: operations a
+    second of one of the GPUs, None where that is not known."""
+
+    def __init__(
+        self, config: RunConfig, spec: AdapterSpec, facts: Facts, peak: float | None = None
+    ):
+        self.config, self.wanted, self.peak = config, algorithms.passes(config), peak
+        one = flops(facts, spec, 0, "none")
+        self.active, self.adapter, self.attention = one.active, one.adapter, attention_of(facts)
+
+    @classmethod
+    def of_model(
+        cls, config: RunConfig, spec: AdapterSpec, model_dir: Path, dtype: Dtype
+    ) -> Performance:
+        """Of the model in a Hugging Face directory, trained in `dtype` on GPUs such as this
+        machine's. Raises ModelError for a model that the planner cannot read."""
+        peaks = {peak_of(name) for name in gpu_names()} if dtype == "bfloat16" else set()
+        peak = peaks.pop() if len(peaks) == 1 else None
+        return cls(config, spec, find(str(model_dir)), peak)
+
+    def operations(self, lengths: Sequence[int]) -> float:
+        """Of the update of a step whose samples have these lengths, prompt included. A token at
+        place t attends to t others: n^2 / 2 of a sample of n tokens."""
+        tokens, contexts = sum(lengths), sum(n * n / 2 for n in lengths)
+        base, adapter = 2 * tokens * self.active, 2 * tokens * self.adapter
+        attention = self.attention * contexts
+        forward = base + adapter + attention
+        backward = base + 2 * adapter + 2 * attention
+        train = self.config.algorithm.epochs * (forward + backward)
+        total = train
+        if "old" in self.wanted:
+            total += forward
+        if "reference" in self.wanted:  # adapters off
+            total += base + attention
+        if "values" in self.wanted:  # a critic on the policy's base, with adapters of its own
+            total += forward + train
+        return total
+
+    def of_step(self, samples: Sequence[Sample], train: float, step: float) -> dict[str, float]:
+        """`train` and `step`: seconds of the update and of the whole step."""
+        trainer, rollout = self.config.trainer, self.config.rollout
+        lengths = [len(sample.token_ids) for sample in samples]
+        gpus = trainer.world_size + self.config.num_engines * rollout.tp
+        done = self.operations(lengths) / trainer.world_size
+        speed = done / max(train, 1e-9)
+        found = {
+            names.TOKENS_PER_GPU: sum(lengths) / max(step, 1e-9) / gpus,
+            names.TFLOPS: speed / 1e12,
+        }
+        return found | ({names.MFU: speed / self.peak} if self.peak else {})
+
+
+def peak_of(name: str) -> float | None:
+    """Dense bfloat16 operations a second of a GPU by nvidia-smi's name for it; None for one that
+    the planner does not know, and for PCIe and NVL boards, which are slower than their name."""
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    if {"pcie", "nvl"} & set(words):
+        return None
+    return next((GPUS[word].flops for word in words if word in GPUS), None)

@@ -1,0 +1,88 @@
+"""What a run's checkpoints take on the disk, and what is free: known before anything starts."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_moe_rl import algorithms
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import ConfigError
+
+GIB = 1 << 30
+# A number of the adapter and Adam's two moments, in float32; in the PEFT directory.
+STATE_BYTES, PEFT_BYTES = 12, 4
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes: of a checkpoint, of the PEFT directory beside them, and free at `place`. `most`:
+    checkpoints that there may be at once when the run is whole, the one being written included."""
+
+    checkpoint: int
+    adapter: int
+    free: int
+    place: Path
+    most: int
+
+    @property
+    def first(self) -> int:
+        """The bytes of one checkpoint and the adapter."""
+        return self.checkpoint + self.adapter
+
+    @property
+    def whole(self) -> int:
+        """The most bytes of the whole run: an adapter is replaced by one that is complete."""
+        return self.most * self.checkpoint + 2 * self.adapter
+
+    @property
+    def text(self) -> str:
+        return (
+            f"a checkpoint has {self.checkpoint / GIB:.3g} GiB, up to {self.most} of them with "
+            f"adapters {self.whole / GIB:.3g} GiB; {self.free / GIB:.1f} GiB free at {self.place}"
+        )
+
+
+def room(config: RunConfig, spec: AdapterSpec) -> Room:
+    place = config.run_dir.absolute()
+    while not place.exists():
+        place = place.parent
+    state = spec.num_parameters
+    if algorithms.make(config).critic is not None:
+        state += spec.of_critic().num_parameters + spec.shape.hidden_size
+    return Room(
+        state * STATE_BYTES,
+        spec.num_parameters * PEFT_BYTES,
+        shutil.disk_usage(place).free,
+        place,
+        _most(config),
+    )
+
+
+def check_room(config: RunConfig, spec: AdapterSpec) -> tuple[str, list[str]]:
+    """(what there is, warnings). Raises ConfigError when not one checkpoint has room."""
+    found = room(config, spec)
+    if found.first > found.free:
+        raise ConfigError(
+            f"the disk has no room for one checkpoint: {found.text}; free some space, or set "
+            "logging.run_dir"
+        )
+    if found.whole > found.free:
+        return found.text, [
+            f"the disk may be full before the run is done: {found.text} (checkpoint.keep, "
+            "keep_hours, keep_best, logging.run_dir)"
+        ]
+    return found.text, []
+
+
+def _most(config: RunConfig) -> int:
+    """One more than are kept: a new one is whole before an old one goes. How many are younger than
+    checkpoint.keep_hours is not known before: it may be all."""
+    settings = config.checkpoint
+    written = config.trainer.steps // settings.every if settings.every else 0
+    written += not settings.every or bool(config.trainer.steps % settings.every)
+    kept = settings.keep + settings.keep_best
+    kept += settings.push_to is not None  # one that is being copied
+    return written if settings.keep_hours is not None else min(written, kept + 1)

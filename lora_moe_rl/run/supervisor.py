@@ -1,0 +1,156 @@
+"""`lora-moe-rl train --supervise`: a run that is started again when its process has died.
+
+    start ──> the run's process ends ──> 0, Ctrl-C, an error that would come again: so does this one
+                 │
+                 └ by a signal, or because an actor or Ray failed (exit code 75)
+                      ──> all that it had started has ended ──> start with --resume
+
+It imports nothing heavy, and does nothing but wait: what may fail is in the other process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import psutil
+
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import FAULT
+from lora_moe_rl.files.checkpoint import newest_step
+from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.run.signals import ENDING, handled
+from lora_moe_rl.telemetry import console
+
+END_S = 60.0  # in which what a dead run had started ends by itself (cluster/watchdog.py)
+POLL_S = 0.1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # include/uapi/linux/prctl.h
+
+
+@dataclass
+class Lives:
+    """Whether a run is started once more. `limit`: how often in a row without a new checkpoint."""
+
+    limit: int
+    newest: int  # the step of the newest checkpoint
+    in_vain: int = 0
+
+    def ended(self, code: int, newest: int) -> str | None:
+        """What there is to say before it is started again; None: it is not. `code`: the exit code,
+        or the negative number of the signal; `newest`: as above, now."""
+        if code in (0, *(-number for number in ENDING)) or (code > 0 and code != FAULT):
+            return None
+        self.in_vain = 0 if newest > self.newest else self.in_vain + 1
+        self.newest = newest
+        if self.in_vain > self.limit:
+            return None
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return (
+            f"the run's process ended ({how}); it is started again, from the checkpoint of step "
+            f"{newest} ({self.in_vain} of faults.max_resumes={self.limit} in a row without a new "
+            "checkpoint)"
+        )
+
+
+def supervise(config: RunConfig, first: Sequence[str], later: Sequence[str]) -> int:
+    """Runs the command `first`, and as long as its process dies `later`, which goes on from the
+    newest checkpoint; `first` again as long as there is nothing to go on from. Returns the exit
+    code of the last one, for a signal as shells have it. To be called in a program's main thread,
+    which must have no other children."""
+    run_dir = RunDir(config, resume=True)
+    lives = Lives(config.faults.max_resumes, newest_step(run_dir.checkpoints))
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    command = first
+    while True:
+        code, asked = _live(command)
+        _end_rest()
+        if asked:
+            break
+        message = lives.ended(code, newest_step(run_dir.checkpoints))
+        if message is None:
+            if lives.in_vain > lives.limit:
+                console.warn(
+                    f"the run ended {lives.in_vain} times in a row without a new checkpoint, more "
+                    f"than faults.max_resumes={lives.limit} allows"
+                )
+            break
+        _note(run_dir, message)
+        command = later if run_dir.has_steps else first
+    return code if code >= 0 else 128 - code
+
+
+def _live(command: Sequence[str]) -> tuple[int, bool]:
+    """One process of the run, from its start to its end: its exit code, and whether it was asked to
+    end. It has a session of its own: Ctrl-C reaches it once, through this process."""
+    end_with_parent = _ending_with_parent()
+    process = subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent)
+    asked: list[int] = []
+    with _forwarded(process, asked):
+        while True:  # whatever else has become this process's child is reaped on the way
+            pid, status = os.waitpid(-1, 0)
+            if pid == process.pid:
+                process.returncode = os.waitstatus_to_exitcode(status)
+                return process.returncode, bool(asked)
+
+
+@contextmanager
+def _forwarded(process: subprocess.Popen, asked: list[int]) -> Iterator[None]:
+    def forward(signum: int, frame: object) -> None:
+        asked.append(signum)
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signum)
+
+    with handled(forward):
+        yield
+
+
+def _end_rest() -> None:
+    """Waits until all that the run had started has ended, and ends what does not by itself. Those
+    whose own parents are gone are this process's children by now."""
+    deadline = time.monotonic() + END_S
+    while children := _children():
+        if time.monotonic() > deadline:
+            for child in children:
+                with suppress(psutil.Error):
+                    child.kill()
+        time.sleep(POLL_S)
+
+
+def _children() -> list[psutil.Process]:
+    """Those that live; the others are reaped."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child)
+    return found
+
+
+def _note(run_dir: RunDir, message: str) -> None:
+    """On the console, and in logs/supervisor.log where the run has come so far as to make logs."""
+    console.warn(message)
+    if run_dir.logs.is_dir():
+        with open(run_dir.log_path("supervisor"), "a") as file:
+            print(time.strftime("%Y-%m-%d %H:%M:%S"), message, file=file)
+
+
+def _ending_with_parent() -> Callable[[], None]:
+    """What a child calls before it becomes the run: it is asked to end when its parent is gone."""
+    libc = ctypes.CDLL(None)  # not between fork and exec
+    return lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

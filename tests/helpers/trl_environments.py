@@ -1,0 +1,160 @@
+"""Environments as TRL's documentation has them (grpo_trainer, "Agent Training", and openenv, of
+TRL 1.13), written by us after it; and some that do no good."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import time
+
+
+class IncrementEnv:
+    """It sets its own task, and gives its own reward."""
+
+    def reset(self, **kwargs) -> str | None:
+        self.counter = 0
+        self.target = random.randint(1, 6)
+        return f"Increment the counter by {self.target}."
+
+    def get_reward(self) -> float:
+        return float(self.counter == self.target)
+
+    def increment(self, step: int) -> int:
+        """
+        Increment the internal counter.
+
+        Args:
+            step: Value to add to the counter.
+
+        Returns:
+            The updated counter value.
+        """
+        self.counter += step
+        return self.counter
+
+
+class TargetEnv(IncrementEnv):
+    """The task is the row's."""
+
+    def reset(self, target, **kwargs) -> None:
+        self.counter, self.target = 0, target
+
+
+class EchoClient:
+    """In the place of OpenEnv's client."""
+
+    def step(self, message: str) -> tuple[str, float]:
+        return message, 0.1 * len(message)
+
+
+class EchoToolEnv:
+    """A reward function looks at it."""
+
+    def __init__(self):
+        self.env = EchoClient()
+        self.reward = 0.0
+
+    def reset(self, **kwargs) -> str | None:
+        self.reward = 0.0
+        return None
+
+    def echo(self, message: str) -> str:
+        """
+        Echo the message back from the environment.
+
+        Args:
+            message: The message to echo
+
+        Returns:
+            The echoed message.
+        """
+        told, self.reward = self.env.step(message)
+        return told
+
+
+def reward_func(environments, **kwargs) -> list[float]:
+    assert all(isinstance(env, EchoToolEnv) for env in environments)
+    return [env.reward for env in environments]
+
+
+def asked(prompts, environments, **kwargs) -> list[float]:
+    """Whether the prompt is what `reset` made of it."""
+    return [
+        float(prompt[-1]["content"] == f"Do! Increment the counter by {env.target}.")
+        for prompt, env in zip(prompts, environments, strict=True)
+    ]
+
+
+class GameEnv:
+    def reset(self, **kwargs) -> str:
+        self.open = "environment" not in kwargs
+        return "Open the door."
+
+    def get_reward(self) -> float:
+        return float(self.open)
+
+    async def move(self, action: str):
+        """
+        Apply an action to the game.
+
+        Args:
+            action: What to do.
+        """
+        if action == "again":
+            raise ValueError("Game over.")
+
+
+class Evil:
+    """Does what the row says, while the file `left` beside it says how often it still does."""
+
+    def reset(self, how: str, left: str, **kwargs):
+        self.how, self.reward = how, 1.0
+        with open(left) as file:
+            often = int(file.read())
+        with open(left, "w") as file:
+            file.write(str(max(0, often - 1)))
+        if not often:
+            self.how = "good"
+        if self.how == "reset raises":
+            raise RuntimeError("no such world")
+        if self.how == "reset hangs":
+            time.sleep(600)
+        if self.how == "reset returns":
+            return 3
+
+    def act(self) -> str:
+        """Acts."""
+        if self.how == "exits":
+            os._exit(3)
+        if self.how == "hangs":
+            subprocess.Popen(["sleep", "613"], start_new_session=True)
+            time.sleep(600)
+        if self.how == "prints":
+            print("x" * (1 << 30))
+        if self.how == "raises":
+            raise ValueError("not now")
+        if self.how == "bytes":
+            return b"\xff"
+        return "acted"
+
+    def get_reward(self) -> float:
+        if self.how == "reward raises":
+            raise RuntimeError("no judge")
+        if self.how == "nan":
+            return float("nan")
+        if self.how == "none":
+            return None
+        return self.reward
+
+
+class Untyped:
+    def reset(self, **kwargs): ...
+
+    def act(self, how):
+        """Acts."""
+
+
+class NoReset:
+    def act(self) -> None:
+        """Acts."""

@@ -1,0 +1,129 @@
+"""Whole runs that learn from the rows' own answers: without engines, resumed, exported, and as a
+warm start for reinforcement learning."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from cli_run import RECIPE, ROOT, CliRun
+from safetensors.numpy import load_file
+
+from lora_moe_rl.cli import main
+from lora_moe_rl.files.run_dir import read_jsonl
+from lora_moe_rl.models.directory import resolve_model
+
+pytestmark = pytest.mark.timeout(900)
+
+SFT = ROOT / "recipes/tiny_sft.py"
+STEPS = 12
+CLOCKS = ("time/", "idle/", "perf/", "data/tokens_per_second")
+
+
+@dataclass
+class Finished:
+    folder: Path
+    output: str
+
+    @property
+    def records(self) -> list[dict]:
+        return list(read_jsonl(self.folder / "metrics.jsonl"))
+
+
+def run_to_end(folder: Path, *arguments: object) -> Finished:
+    run = CliRun(
+        "train", *arguments, f"logging.run_dir={folder}", output=folder.with_suffix(".out")
+    )
+    try:
+        assert run.finish() == 0, run.output
+        assert run.leftovers() == []
+        return Finished(folder, run.output)
+    finally:
+        run.end()
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory) -> Iterator[Finished]:
+    resolve_model("qwen3_moe")
+    folder = tmp_path_factory.mktemp("warm") / "run"
+    yield run_to_end(folder, SFT, f"trainer.steps={STEPS}", "checkpoint.every=6")
+
+
+def test_the_loss_falls_and_no_engine_has_started(warm):
+    losses = [record["loss/nll"] for record in warm.records]
+    assert len(losses) == STEPS and losses[-1] < 0.75 * losses[0], losses
+    assert [record["adapter/version"] for record in warm.records] == list(range(STEPS))
+    assert "no engines: algorithm=sft learns from the rows' own answers" in warm.output
+    assert "engine-0" not in warm.output and "vllm" not in warm.output.lower()
+    logs = {path.name for path in (warm.folder / "logs").iterdir()}
+    assert {log for log in logs if not log.endswith(".libraries.log")} == {
+        "controller.log",
+        "trainer-0.log",
+        "trainer-1.log",
+    }
+    assert "Traceback" not in warm.output and "WARNING" not in warm.output
+    assert (warm.folder / "curves.png").stat().st_size > 10_000
+
+
+def test_a_run_that_goes_on_equals_one_that_was_not_stopped(warm, tmp_path):
+    """To the last bit, from the checkpoint in its middle."""
+    folder = tmp_path / "run"
+    shutil.copytree(warm.folder, folder)
+    shutil.rmtree(folder / f"checkpoints/step-{STEPS:06d}")
+    resumed = run_to_end(folder, folder / "config.yaml", "--resume")
+    assert f"going on from {folder}/checkpoints/step-000006" in resumed.output
+    for ours, theirs in zip(resumed.records, warm.records, strict=True):
+        assert {k: v for k, v in ours.items() if not k.startswith(CLOCKS)} == {
+            k: v for k, v in theirs.items() if not k.startswith(CLOCKS)
+        }
+    adapters = [
+        load_file(one / "adapter/adapter_model.safetensors") for one in (folder, warm.folder)
+    ]
+    assert all((adapters[0][name] == adapters[1][name]).all() for name in adapters[1])
+
+
+def test_the_adapter_is_exported_as_that_of_any_run(warm, tmp_path):
+    out = tmp_path / "adapter"
+    assert main(["export", str(warm.folder), "--to", "peft", "--out", str(out)]) == 0
+    ours = load_file(warm.folder / "adapter/adapter_model.safetensors")
+    exported = load_file(out / "adapter_model.safetensors")
+    assert exported.keys() == ours.keys() and len(ours) > 50
+    assert all((exported[name] == ours[name]).all() for name in ours)
+    assert json.loads((out / "adapter_config.json").read_text())["peft_type"] == "LORA"
+
+
+@pytest.mark.slow
+def test_reinforcement_learning_goes_on_from_it(warm, tmp_path):
+    """The model begins with about a third of its answers right; after the answers were shown it
+    begins higher, in an engine that was given the adapter."""
+    start = f"adapter.init_from={warm.folder}"
+    rl = run_to_end(tmp_path / "run", RECIPE, "trainer.steps=2", start)
+    assert f"starting from {warm.folder}: 28 sites" in rl.output
+    first = rl.records[0]
+    assert first["reward/mean"] > 0.45 and first["mismatch/kl"] < 1e-6, first
+    assert first["replay/coverage"] == 1 and rl.records[1]["adapter/version"] == 1
+
+
+@pytest.mark.slow
+def test_pairs_are_learned_from_in_a_whole_run(tmp_path):
+    resolve_model("qwen3_moe")
+    rows = [
+        {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)}
+        for a in range(20)
+        for b in range(10)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = run_to_end(
+        tmp_path / "run",
+        SFT,
+        *("algorithm=dpo", "algorithm.prompts_per_step=64", "data.generator=null"),
+        *(f"data.path={tmp_path}/pairs.jsonl", "trainer.steps=8"),
+    )
+    first, last = run.records[0], run.records[-1]
+    assert first["loss/dpo"] == pytest.approx(0.6931, abs=1e-3) and last["loss/dpo"] < 0.65
+    assert last["rewards/margins"] > 0.05 and last["rewards/accuracies"] > 0.7
+    assert "no engines: algorithm=dpo" in run.output and "right" in run.output

@@ -1,0 +1,91 @@
+"""A config whose algorithm learns from the rows' own answers: what is refused, and saved."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import yaml
+
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.files import to_yaml
+from lora_moe_rl.config.offline import SAMPLING
+from lora_moe_rl.config.overrides import override, with_settings
+from lora_moe_rl.errors import ConfigError
+
+
+def sft(*settings: str) -> RunConfig:
+    return override(RunConfig(), ["algorithm=sft", *settings])
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("replay.mode=r3", "replay.mode=r3 replays routes, and algorithm=sft has none"),
+        ("replay.mode=r2", "replay.mode=r2 replays routes, and algorithm=sft has none"),
+        ("replay.audit=3", "replay.audit=3 has no effect with algorithm=sft"),
+        ("rollout.engines=2", "rollout.engines=2 has no effect with algorithm=sft"),
+        ("rollout.temperature=0.7", "rollout.temperature=0.7 has no effect with algorithm=sft"),
+        ("rollout.max_response_tokens=99", "rollout.max_response_tokens=99 has no effect"),
+        ("refit.slots=3", "refit.slots=3 has no effect with algorithm=sft"),
+        ("schedule.lag=1", "schedule.lag=1 has no effect with algorithm=sft"),
+        ("mismatch.stop_above=1", "mismatch.stop_above=1.0 has no effect with algorithm=sft"),
+        ("reward.function=m:f", "reward.function=m:f has no effect with algorithm=sft"),
+        ("algorithm.draw_again=2", "algorithm.draw_again=2 has no effect with algorithm=sft"),
+        ("algorithm.mask_truncated=true", "algorithm.mask_truncated=true has no effect"),
+        ("data.sets.a.reward=m:f", "data.sets.a.reward=m:f has no effect with algorithm=sft"),
+        ("eval.sets.held.path=held.jsonl", "eval.sets has no effect with algorithm=sft"),
+        ("algorithm.clip_low=0.1", "algorithm.clip_low=0.1 is no setting of algorithm.name=sft"),
+    ],
+)
+def test_what_has_no_effect_is_refused_and_names_both_sides(setting, message):
+    with pytest.raises(ConfigError, match=message):
+        sft(setting)
+
+
+def test_the_columns_of_pairs_have_fixed_names():
+    with pytest.raises(ConfigError, match="data.answer_key=a has no effect with algorithm=dpo"):
+        override(RunConfig(), ["algorithm=dpo", "data.answer_key=a"])
+    assert sft("data.answer_key=a").data.answer_key == "a"
+
+
+def test_routers_choose_freely_and_that_does_not_stay_when_the_algorithm_changes():
+    config = sft()
+    assert config.offline and config.replay.mode == "off" and config.num_engines == 0
+    assert sft("replay.mode=off").replay.mode == "off"
+    assert pickle.loads(pickle.dumps(config)).replay.mode == "off"
+    for again in (override(config, ["trainer.steps=3"]), override(config, [])):
+        assert again.replay.mode == "off"
+    rl = override(config, ["algorithm=grpo"])
+    assert rl.replay.mode == "r3" and not rl.offline and rl.num_engines == 1
+
+
+def test_the_saved_config_runs_again_and_has_nothing_of_engines(tmp_path):
+    config = sft("trainer.lr=0.003", "model.max_length=8")
+    saved = yaml.safe_load(to_yaml(config))
+    assert not set(SAMPLING) & saved.keys() and saved["algorithm"]["group_size"] == 1
+    assert with_settings(RunConfig(), saved) == config
+    rl = saved | {"algorithm": {"name": "grpo"}, "model": {"max_length": 64}}
+    assert with_settings(RunConfig(), rl).replay.mode == "r3"
+    assert set(SAMPLING) <= yaml.safe_load(to_yaml(RunConfig())).keys()
+
+
+def test_an_answer_may_be_as_long_as_the_model_goes():
+    assert sft("model.max_length=8").max_response_tokens == 7
+    assert RunConfig().max_response_tokens == RunConfig().rollout.max_response_tokens
+    with pytest.raises(ConfigError, match="leaves no room for a prompt"):
+        override(RunConfig(), ["model.max_length=8"])
+
+
+OWN = """
+from lora_moe_rl.algorithms.sft import SFT
+
+class Mine(SFT):
+    pass
+"""
+
+
+def test_an_algorithm_of_ones_own_says_so_too(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    config = override(RunConfig(), [f"algorithm={tmp_path}/own.py:Mine"])
+    assert config.learns_from == "answers" and config.replay.mode == "off"

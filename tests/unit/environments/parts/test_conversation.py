@@ -1,0 +1,174 @@
+"""Conversations of several turns: their tokens, masks and routes are those of one request."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from written_policy import END, WrittenPolicy, logprob_of, table_of
+
+from lora_moe_rl.data.samples import NOT_SAMPLED, Details, FunctionRewards, Prompt, Scores
+from lora_moe_rl.environments.parts.conversation import Conversation, finish
+
+
+def assert_same_routes(got, expected) -> None:
+    np.testing.assert_array_equal(got.offsets, expected.offsets)
+    np.testing.assert_array_equal(got.valid, expected.valid)
+    np.testing.assert_array_equal(got.ids, expected.ids)
+
+
+class Rewards:
+    """Two functions, `long` and `short`, for the length of a conversation's last turn; that at
+    `fails` of those it is shown fails. Keeps what it was shown."""
+
+    def __init__(self, fails: int | None = None):
+        self.fails = fails
+
+    async def score(self, prompt, samples):
+        self.shown = samples
+        long = np.array([len(s.text) for s in samples], np.float32)
+        if failed := self.fails is not None:
+            long[self.fails] = np.nan
+        told = Details(
+            {"long": FunctionRewards(1.0, long, int(failed)), "short": FunctionRewards(0.0, -long)},
+            {self.fails: "boom"} if failed else {},
+            {"said": [s.text for s in samples]},
+            {"tokens": [3.0]},
+        )
+        return Scores(long, ["boom"] if failed else [], told)
+
+
+async def talk(policy, place, prompt_ids, told, max_tokens=5) -> Conversation:
+    """Asks, and tells between its questions."""
+    one = Conversation(policy, place, prompt_ids, 500, 400)
+    await one.ask(max_tokens)
+    for tokens in told:
+        one.tell("tool", tokens, "said")
+        await one.ask(max_tokens)
+    return one
+
+
+TOLD = st.lists(st.lists(st.integers(1, 9), max_size=4), max_size=4)
+
+
+@settings(deadline=None, max_examples=40)
+@given(told=st.lists(TOLD, min_size=1, max_size=3), prompt=st.lists(st.integers(1, 9), min_size=1))
+def test_any_cut_into_turns_has_the_routes_and_logprobs_of_one_request(told, prompt):
+    policy, rewards = WrittenPolicy(), Rewards()
+
+    async def together():
+        made = [await talk(policy, i, prompt, one) for i, one in enumerate(told)]
+        return await finish(Prompt(0, "?", prompt), policy, made, rewards, {})
+
+    group = asyncio.run(together())
+    sequences = [sample.token_ids.tolist() for sample in group.samples]
+    assert_same_routes(group.routes.table(), table_of(sequences))
+    assert group.routes.first_missing is None and group.routes.num_samples == len(told)
+    for sample, sequence, others in zip(group.samples, sequences, told, strict=True):
+        first = len(prompt)
+        for place in range(first, len(sequence)):
+            if sample.mask[place - first]:
+                assert sample.logprobs[place - first] == np.float32(logprob_of(sequence, place))
+        assert (~sample.mask).sum() == sum(map(len, others))
+        np.testing.assert_array_equal(sample.mask, sample.versions != NOT_SAMPLED)
+
+
+def test_the_end_of_turn_token_is_trained_and_what_others_wrote_is_not():
+    policy = WrittenPolicy([[7, END], [8, 8, END]])
+    one = asyncio.run(talk(policy, 0, [1, 2], [[3, 4]]))
+    (sample,), _ = one.samples()
+    assert sample.response_ids.tolist() == [7, END, 3, 4, 8, 8, END]
+    assert sample.mask.tolist() == [True, True, False, False, True, True, True]
+    assert [s.author for s in sample.segments] == ["user", "policy", "tool", "policy"]
+    assert sample.text == "88" and sample.finish_reason == "stop"
+    assert [m["content"] for m in sample.messages] == ["7", "said", "88"]
+    # The boundary token, END at 3, is fed by the second request, which records from it on.
+    assert [turn.recorded for _, turn in policy.asked] == [0, 3]
+
+
+def test_what_was_told_after_the_last_turn_is_in_no_sample():
+    policy = WrittenPolicy([[7, END]])
+    one = asyncio.run(talk(policy, 0, [1], []))
+    one.tell("tool", [5, 5], "late")
+    (sample,), ((routes,),) = one.samples()
+    assert sample.response_ids.tolist() == [7, END] and routes.num_rows == 2
+
+
+def test_a_prompt_that_begins_with_all_tokens_so_far_goes_on_and_another_forks():
+    policy, rewards = WrittenPolicy([[7, END], [8, 8, 8, END], [6, END]]), Rewards()
+
+    async def together():
+        one = Conversation(policy, 0, [1, 2], 50, 40)
+        await one.ask(5)
+        assert one.go_on("user", [*one.token_ids, 3], "more") and one.forks == 0
+        await one.ask(5)
+        assert not one.go_on("user", [1, 2, 7, 3], "shortened")
+        await one.ask(5)
+        other = await talk(policy, 1, [1, 2], [])
+        return await finish(Prompt(0, "?", [1, 2]), policy, [one, other], rewards, {"a": 2})
+
+    group = asyncio.run(together())
+    assert [s.token_ids.tolist() for s in group.samples] == [
+        [1, 2, 7, END, 3, 8, 8, 8, END],
+        [1, 2, 7, 3, 6, END],
+        [1, 2, 7, END],
+    ]
+    assert group.samples[1].mask.tolist() == [True, True]
+    assert group.conversations.tolist() == [0, 0, 1] and group.ends.tolist() == [1, 2]
+    assert [s.text for s in rewards.shown] == ["6", "7"]
+    assert group.counts == {"a": 2, "forks": 1}
+    assert group.rewards.tolist() == [1, 1, 1]
+    expected = table_of([s.token_ids.tolist() for s in group.samples])
+    assert_same_routes(group.routes.table(), expected)
+
+
+def test_a_conversation_that_failed_has_no_reward_and_says_why():
+    policy, rewards = WrittenPolicy(), Rewards()
+
+    async def together():
+        made = [await talk(policy, place, [1], [[2]]) for place in range(3)]
+        made[1].failure = "the tools are gone"
+        return await finish(Prompt(7, "?", [1]), policy, made, rewards, {})
+
+    group = asyncio.run(together())
+    assert np.isnan(group.rewards).tolist() == [False, True, False]
+    assert group.failures == ["prompt 7: the tools are gone"] and len(rewards.shown) == 2
+
+
+def test_what_is_known_of_rewards_is_told_of_every_sample_of_the_conversation_that_was_scored():
+    """The first conversation forks, the second has failed before it was scored, the reward of the
+    third fails."""
+    turns = [[6, END], [7, 7, END], [8, 8, 8, END]]
+    rewards = Rewards(fails=1)
+
+    async def together():
+        made = [await talk(WrittenPolicy([said, *turns]), 0, [1], []) for said in turns]
+        made[0].go_on("user", [2, 2], "anew")
+        await made[0].ask(5)
+        made[1].failure = "the tools are gone"
+        return await finish(Prompt(7, "?", [1]), WrittenPolicy(), made, rewards, {})
+
+    group = asyncio.run(together())
+    assert group.conversations.tolist() == [0, 0, 1, 2] and group.ends.tolist() == [1, 2, 3]
+    one, none = rewards.shown[0], np.nan
+    np.testing.assert_array_equal(group.rewards, [len(one.text)] * 2 + [none] * 2)
+    gone = "prompt 7: the tools are gone"
+    assert group.failures == ["boom", gone]
+    assert group.details.reasons == {2: gone, 3: "boom"}
+    functions = group.details.by_function
+    np.testing.assert_array_equal(functions["short"].rewards, [-len(one.text)] * 2 + [none] * 2)
+    assert (functions["long"].num_failed, functions["short"].num_failed) == (2, 1)
+    assert group.details.extra == {"said": [one.text, one.text, None, "888"]}
+    assert group.details.metrics == {"tokens": [3.0]}
+
+
+def test_a_turn_that_does_not_fit_is_refused():
+    one = Conversation(WrittenPolicy(), 0, [1, 2, 3], 10, 5)
+    assert one.room == 5
+    one.tell("user", [1, 1], "")
+    assert one.room == 3
+    with pytest.raises(ValueError, match="a turn of 4 tokens does not fit; there is room for 3"):
+        asyncio.run(one.ask(4))

@@ -1,0 +1,90 @@
+"""What stands between two turns, in chat templates that know tools and in those that do not."""
+
+from __future__ import annotations
+
+import pytest
+
+from lora_moe_rl.environments.parts.templates import Between, Introduced
+from lora_moe_rl.environments.parts.tool_calls import Form
+from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.tiny.tokenizer import make_tokenizer, token_id
+
+pytestmark = pytest.mark.seconds  # imports transformers
+SCHEMAS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+EOS = token_id("<eos>")
+# In the manner of Qwen's: an end-of-turn token, tools in the system prompt.
+CHATML = (
+    "{% if tools %}[{{ tools[0]['function']['name'] }}]{% endif %}"
+    "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+def tokenizer(template: str | None = CHATML):
+    made = make_tokenizer()
+    made.chat_template = template
+    return made
+
+
+def test_between_turns_stands_what_the_template_writes_there_and_its_end_token_only_once():
+    made = tokenizer()
+    token_ids = Between(made, "tool", "\n{answer}\n").in_chat(EOS, ["17", "18"], {})
+    assert made.decode(token_ids) == "\n<s>tool\n17<eos>\n<s>tool\n18<eos>\n<s>assistant\n"
+    other = Between(made, "tool", "\n{answer}\n").in_chat(ord("x"), ["17"], {})
+    assert made.decode(other) == "<eos>\n<s>tool\n17<eos>\n<s>assistant\n"
+
+
+def test_all_turns_together_are_what_the_template_writes_of_the_whole():
+    made = tokenizer()
+    asked = [{"role": "user", "content": "add"}]
+    said = [{"role": "assistant", "content": "[f()]"}, {"role": "tool", "content": "3"}]
+
+    def render(messages):
+        return made.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    together = (
+        render(asked)
+        + "[f()]<eos>"
+        + made.decode(Between(made, "tool", "\n{answer}\n").in_chat(EOS, ["3"], {}))
+    )
+    assert together == render([*asked, *said])
+
+
+def test_in_plain_text_answers_stand_in_lines_of_their_own():
+    made = tokenizer(None)
+    assert made.decode(Between(made, "tool", "\n{answer}\n").in_text(["17", "18"])) == "\n17\n18\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{% if messages[-1].role == 'tool' %}{{ raise_exception('no') }}{% endif %}", "refuses"),
+        ("{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}", "does not show"),
+        ("nothing", "does not show"),
+    ],
+)
+def test_a_template_that_knows_no_tools_answers_is_refused_at_the_start(template, told):
+    with pytest.raises(ConfigError, match=f"{told}.*(\n.*)*environment.answer_role"):
+        Between(tokenizer(template), "tool", "\n{answer}\n")
+
+
+def test_tools_are_told_of_by_the_template_or_else_by_the_system_prompt():
+    asked = [{"role": "user", "content": "hi"}]
+    knows = Introduced(tokenizer(), SCHEMAS, Form.named("json"))
+    assert knows.in_template
+    assert knows.apply_chat_template(asked, tokenize=False).startswith("[add]<s>user\nhi")
+    plain = make_tokenizer()  # the tiny models' template has no tools
+    told = Introduced(plain, SCHEMAS, Form.named("python"))
+    text = told.apply_chat_template(asked, tokenize=False)
+    assert not told.in_template and text.startswith('system: You can call these tools:\n{"name"')
+    text = told.apply_chat_template(
+        [{"role": "system", "content": "Be brief."}, *asked], tokenize=False
+    )
+    assert text.startswith("system: Be brief.\n\nYou can call") and text.count("system:") == 1
+    with pytest.raises(ConfigError, match="chat_template_kwargs has tools"):
+        knows.apply_chat_template(asked, tools=[])
+
+
+def test_how_an_answer_stands_in_plain_text_must_have_the_answer():
+    with pytest.raises(ConfigError, match=r"environment.answer_in_text='x' has no \{answer\}"):
+        Between(tokenizer(None), "tool", "x")

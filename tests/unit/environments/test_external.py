@@ -1,0 +1,191 @@
+"""Trajectories of agents outside: what they are given, what comes of them, what may fail."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+from spoken_source import Speaker
+
+from lora_moe_rl.calls.pool import MARK
+from lora_moe_rl.cluster.watchdog import marked
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.data.samples import Details, Prompt, Scores
+from lora_moe_rl.environments.external import External
+from lora_moe_rl.errors import EngineDied
+from lora_moe_rl.rewards.by_set import NoRewards
+from lora_moe_rl.tiny.tokenizer import make_tokenizer
+
+pytestmark = pytest.mark.seconds  # starts processes, imports transformers
+AGENT = Path(__file__).parents[2] / "helpers/external_agent.py"
+TOKENIZER = make_tokenizer()
+PROMPT = Prompt(0, "2+3=", list(b"2+3="), {"answer": "5"})
+
+
+class Rewards:
+    """1 for every sample that it is shown."""
+
+    async def score(self, prompt, samples):
+        return Scores(np.ones(len(samples), np.float32), [], Details())
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def make(what: str | None, group=2, rewards=None, **settings) -> External:
+        if what is not None:
+            settings["command"] = f"{sys.executable} {AGENT} {what}"
+        config = RunConfig(
+            model={"max_length": 256},
+            rollout={"max_response_tokens": 200, "temperature": 0.5},
+            algorithm={"name": "reinforce_pp", "group_size": group},
+            environment={"name": "external"} | settings,
+        )
+        made.append(External(config, rewards or NoRewards(), TOKENIZER))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+        assert not marked(MARK, one.gate.trajectories.mark)
+
+
+def counted(group) -> dict[str, float]:
+    return {name: value for name, value in group.counts.items() if value}
+
+
+async def test_a_process_sets_rewards_and_goes_on_with_the_next_trajectory(make):
+    environment = make("rewards", group=3, processes=1)
+    first = await environment.rollout(PROMPT, Speaker("five", "5", "55"))
+    assert sorted(first.rewards.tolist()) == [0.25, 0.5, 1.0] and not first.failures
+    assert counted(first) == {"done": 3, "turns": 3}
+    assert {len(s.text) / 4: r for s, r in zip(first.samples, first.rewards, strict=True)} == {
+        0.25: 0.25, 0.5: 0.5, 1.0: 1.0,
+    }  # fmt: skip
+    second = await environment.rollout(PROMPT, Speaker("5"))
+    assert second.rewards.tolist() == [0.25] * 3
+    assert len(marked(MARK, environment.gate.trajectories.mark)) == 1  # one process for all six
+    table = first.routes.table()
+    assert table.valid.all() and first.conversations.tolist() == [0, 1, 2]
+
+
+async def test_without_a_reward_of_its_agent_a_trajectory_has_that_of_the_function(make):
+    group = await make("ask", rewards=Rewards()).rollout(PROMPT, Speaker("5"))
+    assert group.rewards.tolist() == [1, 1] and counted(group) == {"done": 2, "turns": 2}
+    group = await make("ask", retries=0).rollout(PROMPT, Speaker("5"))
+    assert np.isnan(group.rewards).all()
+    assert "set no reward, and there is no reward function" in group.failures[0]
+
+
+async def test_an_agent_that_fails_is_tried_again_and_then_has_no_reward(make):
+    group = await make("fail", group=1, rewards=Rewards()).rollout(PROMPT, Speaker("5"))
+    assert np.isnan(group.rewards).all()
+    assert group.failures == ["prompt 0: the agent ended with 1: the browser has crashed"]
+    assert counted(group) == {"agent_error": 1, "retried": 1, "turns": 1}
+    group = await make("nothing", group=1, rewards=Rewards(), retries=0).rollout(
+        PROMPT, Speaker("5")
+    )
+    assert group.failures == ["prompt 0: the agent asked the policy nothing"]
+    assert len(group.samples) == 1 and group.samples[0].num_sampled == 1
+
+
+async def test_an_agent_that_hangs_is_ended_with_its_process(make):
+    environment = make("hang", group=1, rewards=Rewards(), retries=0, timeout_s=20)
+    group = await environment.rollout(PROMPT, Speaker("5"))
+    assert counted(group) == {"timeout": 1, "turns": 1} and "timeout_s=20" in group.failures[0]
+    while found := marked(MARK, environment.gate.trajectories.mark):
+        psutil.wait_procs(found, timeout=0.1)
+        await asyncio.sleep(0.05)
+
+
+async def test_an_engine_that_dies_gives_the_ticket_back_and_ends_its_agents(make):
+    speaker = Speaker("5")
+    speaker.fails = EngineDied("vLLM's processes of engine 0 have ended")
+    with pytest.raises(EngineDied):
+        await make("ask").rollout(PROMPT, speaker)
+
+
+async def test_agents_that_come_by_themselves_claim_trajectories_with_the_owners_key(
+    make, monkeypatch
+):
+    monkeypatch.setenv("AGENTS_KEY", "secret")
+    environment = make(None, key_env="AGENTS_KEY", port=free_port())
+    speaker = Speaker("5", "6")
+    rolling = asyncio.create_task(environment.rollout(PROMPT, speaker))
+    async with httpx.AsyncClient(base_url=environment.gate.url, timeout=60) as http:
+
+        async def ask(key, path, body=None):
+            header = {"Authorization": f"Bearer {key}"}
+            return await http.post(path, json=body or {}, headers=header)
+
+        await environment.gate.listening.started()
+        assert (await ask("guessed", "/next")).status_code == 401
+        chat = {"model": "policy", "messages": [{"role": "user", "content": "?"}]}
+        assert (await ask("secret", "/chat/completions", chat)).status_code == 401
+        one, other = [(await ask("secret", "/next")).json() for _ in range(2)]
+        assert one["task"] == {"prompt": "2+3=", "row": {"answer": "5"}}
+        assert (await ask(one["api_key"], "/reward", {"reward": 1})).status_code == 409
+        for key in (one["api_key"], other["api_key"]):
+            for wrong in ({"temperature": 0.9}, {"seed": 3}, {"model": "gpt-4o"}):
+                refused = (await ask(key, "/chat/completions", chat | wrong)).json()["error"]
+                assert "environment.overrule" in refused["message"]
+            assert (await ask(key, "/chat/completions", chat | {"temperature": 0.5})).is_success
+            for wrong in ({"reward": float("1e999")}, {"reward": "1"}, {"reward": True}, {}):
+                content = str(wrong).replace("'", '"').replace("inf", "Infinity")
+                header = {"Authorization": f"Bearer {key}"}
+                answer = await http.post("/reward", content=content, headers=header)
+                assert answer.status_code == 400
+            assert (await ask(key, "/reward", {"reward": 0.5})).is_success
+            assert (await ask(key, "/chat/completions", chat)).status_code == 410
+    group = await rolling
+    assert group.rewards.tolist() == [0.5, 0.5] and counted(group) == {"done": 2, "turns": 2}
+
+
+async def test_what_differs_from_how_the_policy_is_trained_is_overruled_where_that_is_wanted(
+    make, monkeypatch
+):
+    monkeypatch.setenv("AGENTS_KEY", "secret")
+    environment = make(None, group=1, key_env="AGENTS_KEY", port=free_port(), overrule=True)
+    rolling = asyncio.create_task(environment.rollout(PROMPT, Speaker("5")))
+    async with httpx.AsyncClient(base_url=environment.gate.url, timeout=60) as http:
+        await environment.gate.listening.started()
+        header = {"Authorization": "Bearer secret"}
+        key = (await http.post("/next", headers=header)).json()["api_key"]
+        header = {"Authorization": f"Bearer {key}"}
+        asked = {"model": "gpt-4o", "temperature": 1.5, "prompt": "2+3="}
+        assert (await http.post("/completions", json=asked, headers=header)).is_success
+        await http.post("/reward", json={"reward": 1}, headers=header)
+    assert counted(await rolling) == {"done": 1, "turns": 1, "overruled": 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, "environment.command"),
+        ({"key_env": "AGENTS_KEY"}, "environment.port"),
+        ({"command": "python x.py", "key_env": "AGENTS_KEY"}, "no effect"),
+        ({"command": "no_such_program"}, "no program 'no_such_program'"),
+        ({"command": 'python "'}, "environment.command"),
+        ({"key_env": "NOT_THERE", "port": 9}, "NOT_THERE"),
+        ({"command": "python x.py", "host": "192.0.2.1"}, "cannot listen on 192.0.2.1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(make, settings, told):
+    os.environ.pop("NOT_THERE", None)
+    with pytest.raises(ValueError, match=told):  # ConfigError is one, and so is pydantic's
+        make(None, **settings)
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,101 @@
+"""The model card beside an exported adapter, read by the hub's own library."""
+
+import json
+
+import numpy as np
+import pytest
+import tiny_families
+from huggingface_hub import ModelCard
+from recorded_run import record
+
+from lora_moe_rl.adapters import peft
+from lora_moe_rl.adapters.families import ModelShape
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.cli import main
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.export import card
+
+BASE = "Qwen/Qwen3-30B-A3B"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("card") / "base"
+    tiny_families.save("qwen3_moe", folder)
+    return folder
+
+
+@pytest.fixture
+def spec(base):
+    shape = ModelShape.from_hf_config(json.loads((base / "config.json").read_text()))
+    return AdapterSpec.build(shape, RunConfig(adapter={"rank": 4, "alpha": 12}).adapter)
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """The rows of all tables, by their first cell."""
+    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    return {first: rest for first, *rest in cells}
+
+
+def test_figures_are_those_up_to_the_checkpoint_and_no_later(spec, tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "rows.jsonl").write_text("")
+    (home / "own.py").write_text("def right(completions): ...\n")
+    settings = (f"data.path={home}/rows.jsonl", f"reward.function={home}/own.py:right")
+    record(tmp_path / "mine", range(1, 7), False, *settings, "trainer.lr=0.125")
+    step = tmp_path / "mine" / "checkpoints" / "step-000004"
+    assert card.run_of(step, step) == card.run_of(tmp_path / "mine", step) == tmp_path / "mine"
+    made = card.text(spec, BASE, tmp_path / "mine", step, critic=False)
+    found = rows(made)
+    assert "## After step 4" in made
+    assert found["reward"] == ["0.250"] * 3  # of 0.1, 0.2, 0.3 and 0.4
+    assert found["mismatch KL (max)"][-1] == "1.0e-01"
+    assert found["learning rate"] == ["0.125"]
+    assert found["data"] == ["rows.jsonl"]
+    assert "own.py:right" in made and str(home) not in made
+
+
+def test_the_hub_reads_base_and_library_and_a_directory_is_no_base(spec, tmp_path):
+    read = ModelCard(card.text(spec, BASE, None, tmp_path, critic=False)).data
+    assert (read.base_model, read.library_name) == (BASE, "peft")
+    assert "lora" in read.tags
+    made = card.text(spec, "/home/me/models/mine", None, tmp_path, critic=True)
+    assert ModelCard(made).data.base_model is None
+    assert "/home/me" not in made and "`mine`" in made and "The critic" in made
+
+
+def test_every_module_is_listed_with_its_layers_rank_and_scale(spec, tmp_path):
+    found = rows(card.text(spec, BASE, None, tmp_path, critic=False))
+    assert found["q_proj"] == ["3", "4", "3"]  # the model has three layers
+    for module in {site.module for site in spec}:
+        layers = {site.layer for site in spec if site.module == module}
+        assert found[module] == [str(len(layers)), "4", "3"], module
+
+
+def test_the_evaluation_after_that_step_is_in_it_and_no_other(spec, tmp_path):
+    run_dir = record(tmp_path / "mine", range(1, 5))
+    for step in (2, 4):
+        record_of = {"step": step, "eval/step": step, "eval/aime/avg": step / 8}
+        run_dir.append(run_dir.metrics_file, [record_of])
+    step = tmp_path / "mine" / "checkpoints" / "step-000004"
+    found = rows(card.text(spec, BASE, tmp_path / "mine", step, critic=False))
+    assert found["eval/aime/avg"] == ["0.5"] and "eval/step" not in found
+
+
+def test_settings_that_cannot_be_read_any_more_do_not_keep_an_adapter_in(spec, tmp_path, capsys):
+    run_dir = record(tmp_path / "mine", range(1, 3))
+    run_dir.config_file.write_text("algorithm:\n  name: one_that_is_gone\n")
+    step = tmp_path / "mine" / "checkpoints" / "step-000002"
+    made = card.text(spec, BASE, tmp_path / "mine", step, critic=False)
+    assert "could not be read" in made and "## After step 2" in made
+    assert "one_that_is_gone" in capsys.readouterr().err
+
+
+def test_export_writes_it_beside_the_adapter(base, spec, tmp_path):
+    zeros = {name: np.zeros(shape, np.float32) for name, shape in spec.tensor_shapes.items()}
+    peft.write(tmp_path / "in", spec, zeros, RunConfig(model={"path": str(base)}))
+    out = tmp_path / "out"
+    words = ["export", str(tmp_path / "in"), "--to", "peft", "--base", str(base)]
+    assert main([*words, "--out", str(out)]) == 0
+    assert ModelCard.load(out / card.FILE).data.library_name == "peft"

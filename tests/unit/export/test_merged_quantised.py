@@ -1,0 +1,120 @@
+"""Merging into quantised weights, and into another dtype than the base's."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from merge_bases import (
+    CONFIGS,
+    DENSE,
+    INDEX,
+    STOCHASTIC,
+    WEIGHTS,
+    check_told,
+    dequantise,
+    expected_weights,
+    quantise,
+    random_adapter,
+    read_all,
+    shards_of,
+    spec_of,
+)
+
+from lora_moe_rl.errors import ConfigError, ExportError
+from lora_moe_rl.export.merged import export_merged
+from lora_moe_rl.export.merged_weights import Form
+
+# A step of the form, over the largest element of its block.
+STEPS = {"fp8": 2**-4, "int4": 1 / 15 + 2**-8}  # and the rounding of a bfloat16 scale
+
+
+@pytest.mark.parametrize("per_shard", [3, 1000], ids=["scales in other shards", "one shard"])
+@pytest.mark.parametrize("form", CONFIGS)
+def test_a_quantised_base_stays_quantised(plain, form, per_shard, tmp_path):
+    _, weights, config = plain
+    base = quantise(weights, form)
+    config = config | {"quantization_config": CONFIGS[form]}
+    folder = shards_of(base, config, tmp_path / "base", per_shard)
+    spec = spec_of(folder, DENSE)
+    tensors = random_adapter(spec)
+    report = export_merged(spec, tensors, folder, tmp_path / "out")
+    found, plain_base = read_all(tmp_path / "out"), dequantise(base)
+    exact = expected_weights(spec, tensors, plain_base)
+    assert {n: v.dtype for n, v in found.items()} == {n: v.dtype for n, v in base.items()}
+    values = dequantise(found)
+    for name in base:
+        if name.rpartition(".")[0] not in exact:
+            assert torch.equal(found[name].view(torch.uint8), base[name].view(torch.uint8)), name
+    for path, expected in exact.items():
+        error = values[f"{path}.weight"] - expected
+        assert error.abs().max() <= STEPS[form] * expected.abs().max(), path
+        check_told(
+            report.arrived[f"{path}.weight"],
+            *(plain_base[f"{path}.weight"], expected, values[f"{path}.weight"]),
+        )
+    assert report.arrived.keys() == {f"{path}.weight" for path in exact}
+    written = json.loads((tmp_path / "out/merge.json").read_text())["rounding"]
+    assert written.keys() == report.arrived.keys() | {"all"}
+
+
+@pytest.mark.parametrize("form", [*CONFIGS, "float"])
+def test_another_dtype(plain, form, tmp_path):
+    _, weights, config = plain
+    base = weights if form == "float" else quantise(weights, form)
+    if form != "float":
+        config = config | {"quantization_config": CONFIGS[form], "torch_dtype": "bfloat16"}
+    folder = shards_of(base, config, tmp_path / "base", 5)
+    spec = spec_of(folder, DENSE)
+    tensors = random_adapter(spec)
+    export_merged(spec, tensors, folder, tmp_path / "out", Form(dtype="float16"))
+    found, plain_base = read_all(tmp_path / "out"), dequantise(base)
+    exact = expected_weights(spec, tensors, plain_base)
+    assert found.keys() == plain_base.keys()
+    for name, value in found.items():
+        expected = exact.get(name.removesuffix(".weight"), plain_base[name].double())
+        kept = form != "float" and name.endswith("e_score_correction_bias")
+        assert value.dtype == (torch.float32 if kept else torch.float16), name
+        torch.testing.assert_close(value.double(), expected, rtol=6e-4, atol=1e-6)
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert "quantization_config" not in written
+    assert "float16" in (written.get("dtype"), written.get("torch_dtype"))
+    files = json.loads((tmp_path / "out" / INDEX).read_text())["weight_map"]
+    assert files.keys() == found.keys()
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "message"),
+    [
+        ("fp8", {"weight_block_size": [64, 64]}, r"weight_block_size=\[64, 64\]; known is"),
+        ("fp8", {"scale_fmt": "ue8m0"}, "scale_fmt='ue8m0', which a merge does not write; write"),
+        ("int4", {"format": "marlin"}, "format='marlin'"),
+        ("int4", {"config_groups": {"g": {"weights": WEIGHTS | {"group_size": 128}}}}, "128"),
+    ],
+)
+def test_other_quantisations_are_refused(plain, form, change, message, tmp_path):
+    _, weights, config = plain
+    config = config | {"quantization_config": CONFIGS[form] | change}
+    folder = shards_of(quantise(weights, form), config, tmp_path / "base", 1000)
+    spec = spec_of(folder, DENSE)
+    with pytest.raises(ExportError, match=message):
+        export_merged(spec, random_adapter(spec), folder, tmp_path / "out")
+
+
+def test_a_form_that_does_not_fit_the_base_is_refused(plain, tmp_path):
+    folder, weights, config = plain
+    spec = spec_of(folder)
+    with pytest.raises(ConfigError, match="--rounding stochastic has no effect"):
+        export_merged(spec, random_adapter(spec), folder, tmp_path / "out", STOCHASTIC)
+    config = config | {"quantization_config": CONFIGS["fp8"]}
+    quantised = shards_of(quantise(weights, "fp8"), config, tmp_path / "base", 1000)
+    spec = spec_of(quantised, DENSE)
+    for form, message in (
+        (STOCHASTIC, "--rounding stochastic has no effect"),
+        (Form(adapted_float32=True), "weight is quantised, .*another form with --dtype"),
+    ):
+        with pytest.raises((ConfigError, ExportError), match=message):
+            export_merged(spec, random_adapter(spec), quantised, tmp_path / "out", form)
+    form = Form("bfloat16", rounding="stochastic")
+    assert export_merged(spec, random_adapter(spec), quantised, tmp_path / "out", form).arrived

@@ -1,0 +1,250 @@
+"""Copies in the background: whole or not there, bounded in tries and time, and fetched again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from safetensors.numpy import save_file
+
+from lora_moe_rl.config import CheckpointConfig
+from lora_moe_rl.errors import CheckpointError, ConfigError, FileError
+from lora_moe_rl.files import checkpoint, pusher, storage
+from lora_moe_rl.files.checkpoint import MANIFEST, newest_valid, write_checkpoint
+from lora_moe_rl.files.fetch import fetch
+from lora_moe_rl.files.pusher import Pusher
+
+pytestmark = pytest.mark.seconds
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run directory with a config and an adapter."""
+    run = tmp_path / "run"
+    (run / "adapter").mkdir(parents=True)
+    (run / "config.yaml").write_text("name: pushed\n")
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        (run / "adapter" / name).write_text(name)
+    return run
+
+
+def write(run: Path, step: int) -> Path:
+    with write_checkpoint(run / "checkpoints", step, 2, {"step": step}) as directory:
+        save_file({"w": np.full(1000, step, np.float32)}, directory / "trainer_00000.safetensors")
+    return run / "checkpoints" / f"step-{step:06d}"
+
+
+def pushing(run: Path, target, said: list[str] | None = None, again=False, **settings) -> Pusher:
+    config = CheckpointConfig(push_to=str(target), **settings)
+
+    def say(text: str) -> None:
+        if said is not None and not text.startswith("waiting until"):  # on a busy machine
+            said.append(text)
+
+    return Pusher(config, run, again, say)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_what_was_pushed_is_what_was_written(run, tmp_path):
+    said: list[str] = []
+    with pushing(run, tmp_path / "copies", said) as push:
+        push.push(write(run, 3), run / "adapter")
+    copies = tmp_path / "copies"
+    assert files(copies / "checkpoints") == files(run / "checkpoints")
+    assert files(copies / "adapters/step-000003") == files(run / "adapter")
+    assert push.pushed == 3 and not said and not (run / "pushing").exists()
+
+
+def test_a_checkpoint_that_is_pruned_before_its_turn_is_pushed_all_the_same(run, tmp_path):
+    with pushing(run, tmp_path / "copies") as push:
+        path = write(run, 1)
+        push.push(path, None)
+        expected = files(path)
+        shutil.rmtree(path)
+    assert files(tmp_path / "copies/checkpoints/step-000001") == expected
+
+
+def test_a_newer_one_takes_the_place_of_one_that_waits(run, tmp_path, monkeypatch):
+    said: list[str] = []
+    copy = Pusher._copy
+    monkeypatch.setattr(Pusher, "_copy", lambda self, taken: (time.sleep(1), copy(self, taken)))
+    with pushing(run, tmp_path / "copies", said) as push:
+        for step in (1, 2, 3):
+            push.push(write(run, step), None)
+            time.sleep(0.2)
+    assert storage.steps(str(tmp_path / "copies")) == [1, 3]
+    assert "step-000002 is not copied" in said[0]
+
+
+def test_copies_of_another_run_are_not_written_over(run, tmp_path):
+    with pushing(run, tmp_path / "copies") as push:
+        push.push(write(run, 1), None)
+    before = files(tmp_path / "copies")
+    with pytest.raises(ConfigError, match="holds copies of a run already"):
+        pushing(run, tmp_path / "copies").__enter__()
+    assert files(tmp_path / "copies") == before
+    with pushing(run, tmp_path / "copies", again=True):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [("{tmp}/run/config.yaml/x", "Not a directory|NotADirectory"), ("nosuch://x/y", "nosuch")],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_anything_starts(
+    run, tmp_path, target, why
+):
+    target = target.format(tmp=tmp_path)
+    with pytest.raises(ConfigError, match=f"checkpoint.push_to=.*({why})"):
+        pushing(run, target, push_retries=0).__enter__()
+    said: list[str] = []
+    with pushing(run, target, said, again=True, push_retries=0):
+        pass  # a run that goes on at night does not end for it
+    assert "the run goes on" in said[0]
+
+
+def test_tries_are_bounded_and_the_last_failure_is_said(run, tmp_path, monkeypatch):
+    said: list[str] = []
+    tries = []
+    monkeypatch.setattr(pusher, "FIRST_PAUSE_S", 0.01)
+    with pushing(run, tmp_path / "copies", said, push_retries=2) as push:
+        real = Pusher._try
+
+        def refused(self, words, deadline):
+            tries.append(words)
+            (tmp_path / "copies/checkpoints").write_text(f"in the way {len(tries)}")
+            real(self, words, deadline)
+
+        monkeypatch.setattr(Pusher, "_try", refused)
+        began = time.monotonic()
+        push.push(write(run, 1), None)
+        took = time.monotonic() - began
+    assert len(tries) == 3 and len(said) == 1
+    assert "step-000001 was not copied" in said[0] and "Error" in said[0]
+    assert newest_valid(run / "checkpoints").path is not None
+    assert took < 60  # it did not wait for the tries, each of which starts a process
+
+
+def test_what_hangs_is_ended_by_its_time(run, tmp_path, monkeypatch):
+    said: list[str] = []
+    (run / "hang.py").write_text("import time; time.sleep(1000)")
+    with pushing(run, tmp_path / "copies", said, push_retries=9) as push:
+        hanging = CheckpointConfig(push_to=str(tmp_path), push_timeout_s=1, push_retries=9)
+        push.config = hanging
+        popen = subprocess.Popen
+        monkeypatch.setattr(
+            pusher.subprocess,
+            "Popen",
+            lambda command, **more: popen([sys.executable, str(run / "hang.py")], **more),
+        )
+        push.push(write(run, 1), None)
+    assert "no end within push_timeout_s=1" in said[0]
+
+
+def test_the_process_of_a_copy_ends_when_nobody_holds_its_input(tmp_path):
+    """As when the run was killed outright, and nothing of it could end what it had started."""
+    hang = "storage.begin = lambda *_: (print('begun', flush=True), time.sleep(900))"
+    code = f"import time; from lora_moe_rl.files import storage; {hang}"
+    words = ["begin", "config.yaml", str(tmp_path)]
+    child = subprocess.Popen(
+        [sys.executable, "-c", f"{code}; storage.main({words!r})"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert child.stdout is not None and child.stdin is not None
+        assert child.stdout.readline() == b"begun\n" and child.poll() is None
+        child.stdin.close()
+        assert child.wait(120) == 1
+    finally:
+        child.kill()
+
+
+def test_a_run_is_fetched_and_the_newest_whole_checkpoint_with_it(run, tmp_path):
+    copies = tmp_path / "copies"
+    with pushing(run, copies) as push:
+        push.push(write(run, 1), None)
+    with pushing(run, copies, again=True) as push:
+        push.push(write(run, 2), run / "adapter")
+    shutil.copytree(copies / "checkpoints/step-000002", copies / "checkpoints/step-000003")
+    (copies / "checkpoints/step-000003" / MANIFEST).unlink()  # a copy that was cut off
+    out = tmp_path / "out"
+    assert fetch(str(copies), out) == out / "checkpoints/step-000002"
+    assert newest_valid(out / "checkpoints").metadata == {"step": 2}
+    assert (out / "config.yaml").read_text() == "name: pushed\n"
+    assert fetch(str(copies), tmp_path / "first", 1).name == "step-000001"
+    with pytest.raises(FileError, match="has no checkpoint of step 7; it has .1, 2."):
+        fetch(str(copies), tmp_path / "none", 7)
+
+
+def test_a_damaged_copy_is_passed_over_and_nothing_is_written_elsewhere(run, tmp_path):
+    copies = tmp_path / "copies"
+    with pushing(run, copies) as push:
+        push.push(write(run, 1), None)
+    shutil.copytree(copies / "checkpoints/step-000001", copies / "checkpoints/step-000002")
+    manifest = copies / "checkpoints/step-000002" / MANIFEST
+    hostile = json.loads(manifest.read_text())
+    hostile["files"]["../../../out of it"] = {"size": 1, "sha256": ""}
+    hostile.pop("sha256")
+    hostile["sha256"] = checkpoint._digest(hostile)
+    manifest.write_text(json.dumps(hostile))
+    assert fetch(str(copies), tmp_path / "out").name == "step-000001"
+    tensors = copies / "checkpoints/step-000001/trainer_00000.safetensors"
+    data = bytearray(tensors.read_bytes())
+    data[-1] ^= 1
+    tensors.write_bytes(data)
+    with pytest.raises(
+        CheckpointError, match="no checkpoint of .* is valid:\n.*not a path.*\n.*SHA"
+    ):
+        fetch(str(copies), tmp_path / "other")
+
+
+def test_a_copy_that_is_cut_off_anywhere_is_none(run, tmp_path, monkeypatch):
+    source, copies = write(run, 4), tmp_path / "copies"
+    target = f"{copies}/checkpoints/step-000004"
+    put = LocalFileSystem.put_file
+
+    def put_some(self, path, place, **more):
+        if path.endswith(cut):
+            raise OSError("the network is gone")
+        put(self, path, place, **more)
+
+    monkeypatch.setattr(LocalFileSystem, "put_file", put_some)
+    for cut in ("trainer_00000.safetensors", MANIFEST):  # noqa: B007
+        with pytest.raises(OSError, match="network"):
+            storage.upload(source, target)
+        assert storage.steps(str(copies)) == []
+    cut = "nothing"
+    storage.upload(source, target)
+    assert storage.steps(str(copies)) == [4]
+    cut = "trainer_00000.safetensors"
+    (source / MANIFEST).write_text("another run's, of the same step")
+    with pytest.raises(OSError, match="network"):
+        storage.upload(source, target)
+    assert storage.steps(str(copies)) == []  # no half of each
+
+
+def test_storage_of_fsspec_is_a_place_too(run, tmp_path):
+    """In memory, as far from a directory as S3 is: paths without folders."""
+    write(run, 4)
+    storage.begin(run / "config.yaml", "memory://bucket/run", again=False)
+    source = run / "checkpoints/step-000004"
+    for _ in range(2):  # what is there already is not copied again
+        storage.upload(source, "memory://bucket/run/checkpoints/step-000004")
+    with pytest.raises(ConfigError, match="holds copies"):
+        storage.begin(run / "config.yaml", "memory://bucket/run", again=False)
+    assert files(fetch("memory://bucket/run", tmp_path / "out")) == files(source)

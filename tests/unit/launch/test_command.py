@@ -1,0 +1,107 @@
+"""What `lora-moe-rl launch` writes."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lora_moe_rl.config.recipes import load_config
+from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.launch import command
+
+RECIPE = Path(__file__).parents[3] / "recipes/tiny_arithmetic.py"
+LAYOUT = ("trainer.world_size=8", "trainer.tp=1", "trainer.ep=4", "rollout.engines=8")
+
+
+def launch(tmp_path: Path, kind: str, *more: str) -> Path:
+    run_dir = f"logging.run_dir={tmp_path}/runs/K2_a"
+    assert command.main([str(RECIPE), run_dir, *LAYOUT, "--on", kind, *more]) == 0
+    return tmp_path / "runs/K2_a-launch"
+
+
+def test_a_slurm_script_is_whole_and_its_config_is_the_runs(tmp_path, capsys):
+    folder = launch(tmp_path, "slurm", "rollout.temperature=0.5", "--gpus-per-node", "4")
+    script = folder / "run.sbatch"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    text = script.read_text()
+    assert "#SBATCH --job-name=k2-a\n" in text
+    assert "#SBATCH --nodes=4 --ntasks-per-node=1 --gpus-per-node=4" in text
+    assert f"lora-moe-rl train {folder}/config.yaml" in text and "{" + "job" not in text
+    said = capsys.readouterr().out
+    assert f"4 nodes of 4 GPUs; begin, and go on after any end, with: sbatch {script}" in said
+    config = load_config(str(folder / "config.yaml"))
+    assert config.rollout.temperature == 0.5 and config.trainer.world_size == 8
+    assert config.run_dir == tmp_path / "runs/K2_a"
+
+
+def test_a_run_that_has_steps_is_gone_on_with(tmp_path):
+    """The command line of the script, by bash, with a program that prints what it was given."""
+    folder = launch(tmp_path, "slurm")
+    line = next(
+        one.removesuffix(" &")
+        for one in (folder / "run.sbatch").read_text().splitlines()
+        if one.startswith("lora-moe-rl train")
+    )
+    programs, run_dir = tmp_path / "bin", tmp_path / "runs/K2_a"
+    programs.mkdir()
+    (programs / "lora-moe-rl").write_text('#!/bin/sh\necho "$@"\n')
+    (programs / "lora-moe-rl").chmod(0o755)
+
+    def given() -> str:
+        path = f"{programs}:/usr/bin:/bin"
+        return subprocess.run(
+            ["bash", "-euc", line], env={"PATH": path}, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    assert given() == f"train {folder}/config.yaml"
+    run_dir.mkdir(parents=True)
+    (run_dir / "metrics.jsonl").write_text("{}\n")
+    assert given() == f"train {folder}/config.yaml --resume"
+
+
+def test_a_ray_job_asks_for_its_nodes_and_looks_at_each(tmp_path):
+    folder = launch(tmp_path, "kuberay", "--image", "registry/image:1", "--gpus-per-node", "8")
+    job = yaml.safe_load((folder / "rayjob.yaml").read_text())
+    assert job["kind"] == "RayJob" and job["metadata"]["name"] == "k2-a"
+    cluster = job["spec"]["rayClusterSpec"]
+    (group,) = cluster["workerGroupSpecs"]
+    assert group["replicas"] == 2 and cluster["authOptions"] == {"mode": "token"}
+    pod = group["template"]["spec"]
+    (look,), (container,) = pod["initContainers"], pod["containers"]
+    assert look["command"][-1].startswith("python -m lora_moe_rl.launch.node ")
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    assert container["image"] == look["image"] == "registry/image:1"
+    mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounted == {"/" + tmp_path.parts[1], "/dev/shm"}
+
+
+def test_the_hosts_of_ssh_are_all_named(tmp_path):
+    hosts = ("--gpus-per-node", "8", "--hosts", "n1,n2,n3")
+    folder = launch(tmp_path, "ssh", *hosts)
+    script = folder / "run.sh"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    assert "others=(n2)" in script.read_text()  # two nodes hold it
+    with pytest.raises(ConfigError, match="needs 2 nodes of 8 GPUs, and --hosts names 1: n1"):
+        launch(tmp_path, "ssh", "--hosts", "n1")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--nodes", "1"], "--nodes 1 of 8 GPUs do not hold the run: it needs 2"),
+        (["--gpus-per-node", "-1"], "--gpus-per-node -1 is less than 0"),
+        (["--out", "/tmp/a b"], "characters that a script could take"),
+        (["--out", "/proc/launch"], "cannot write into /proc/launch: .*--out DIR"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(tmp_path, more, message):
+    with pytest.raises(ConfigError, match=message):
+        launch(tmp_path, "slurm", *more)
+
+
+def test_pods_must_see_the_config_where_they_see_the_run(tmp_path):
+    with pytest.raises(ConfigError, match="mount the claim 'shared' at .*--out /elsewhere"):
+        launch(tmp_path, "kuberay", "--out", "/elsewhere/launch")

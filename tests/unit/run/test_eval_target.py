@@ -1,0 +1,67 @@
+"""What `lora-moe-rl eval` is given: a run, a checkpoint, a recipe; and what it cannot be."""
+
+from __future__ import annotations
+
+import pytest
+
+from lora_moe_rl import cli
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.files import to_yaml
+from lora_moe_rl.config.overrides import override
+from lora_moe_rl.errors import ConfigError, RunDirError
+from lora_moe_rl.files.checkpoint import write_checkpoint
+from lora_moe_rl.run.eval_target import read_target
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run directory with checkpoints of steps 2 and 4, whose run was told to wandb."""
+    folder = tmp_path / "mine"
+    settings = ["tracker=wandb", "tracker.project=p", "eval.sets.sums.path=/s.jsonl"]
+    config = override(RunConfig(), [f"logging.run_dir={folder}", *settings])
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").write_text(to_yaml(config))
+    for step in (2, 4):
+        with write_checkpoint(folder / "checkpoints", step, 2, {"step": step}, ()) as directory:
+            (directory / "file").write_text("x")
+    return folder
+
+
+def test_a_run_is_its_newest_checkpoint_in_a_directory_of_its_own(run):
+    config, path = read_target(str(run), ["eval.sets.sums.samples=8"])
+    assert path == run / "checkpoints/step-000004" and config.eval.sets["sums"].samples == 8
+    assert config.run_dir == run.with_name("mine-eval-step-000004")
+    assert config.tracker.name == "none"
+
+
+def test_a_checkpoint_is_named_by_its_directory(run):
+    config, path = read_target(str(run / "checkpoints/step-000002"), ["logging.run_dir=/else"])
+    assert path == run / "checkpoints/step-000002" and str(config.run_dir) == "/else"
+
+
+def test_a_checkpoint_that_is_damaged_is_passed_over(run):
+    (run / "checkpoints/step-000004/file").write_text("y")
+    assert read_target(str(run), [])[1] == run / "checkpoints/step-000002"
+
+
+def test_a_recipe_has_no_checkpoint(run):
+    config, path = read_target(str(run / "config.yaml"), [])
+    assert path is None and config.run_dir == run.with_name("mine-eval")
+
+
+def test_what_cannot_be_evaluated(run, tmp_path):
+    with pytest.raises(ConfigError, match="has no eval.sets: name held-out data"):
+        read_target(str(run), ["eval.sets=null"])
+    with pytest.raises(RunDirError, match="no config.yaml.*adapter.init_from=DIR.*model=DIR"):
+        read_target(str(tmp_path), [])
+    for path in (run / "checkpoints").iterdir():
+        (path / "manifest.json").unlink()
+        (path / "file").unlink()
+        path.rmdir()
+    with pytest.raises(RunDirError, match="mine has no checkpoint to evaluate"):
+        read_target(str(run), [])
+
+
+def test_the_command_line_tells_of_it(capsys):
+    assert cli.main(["eval", "--help"]) == 0
+    assert "eval [RUN | CHECKPOINT | RECIPE]" in capsys.readouterr().out

@@ -1,0 +1,192 @@
+"""Code of a model runs under limits: whatever it does, it ends, and the run has lost nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.tools import Sandbox
+from lora_moe_rl.tools.sandbox import HOLDS, Limits, container_command
+
+pytestmark = pytest.mark.seconds  # starts processes
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    return Sandbox(wall_s=60, cpu_s=60, output_bytes=1000, disk_mb=2)
+
+
+@pytest.fixture(scope="module")
+def held(sandbox):
+    return sandbox.held
+
+
+def needs(held: tuple[str, ...], what: str) -> None:
+    if what not in held:
+        pytest.skip(f"this kernel does not hold {what}")
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("print(6 * 7)", "42"),
+        ("x = 1", "[no output]"),
+        ("import sys; print('a'); sys.exit(3)", "a\n[exit code 3]"),
+        ("import sys; sys.stdout.buffer.write(b'\\xff\\xfeok')", "��ok"),
+        ("import os; os.kill(os.getpid(), 9)", "[ended by SIGKILL]"),
+        ("import sys; print(sys.stdin.read(), 'nothing')", " nothing"),
+    ],
+)
+def test_what_code_prints_and_how_it_ends_is_told(sandbox, code, text):
+    assert sandbox.run(code).text == text
+
+
+def test_what_it_raises_is_told_with_its_line(sandbox):
+    text = sandbox.run("a = 1\nraise ValueError('no')").text
+    assert "line 2, in <module>" in text and text.endswith("ValueError: no\n[exit code 1]")
+
+
+def test_a_hang_a_loop_and_a_flood_are_ended():
+    hang = Sandbox(wall_s=1).run("import time\nprint('so far', flush=True)\ntime.sleep(600)")
+    assert hang.text == "so far\n[ended: it took longer than wall_s=1]"
+    quiet = Sandbox(wall_s=1).run("import os, time\nos.close(1); os.close(2)\ntime.sleep(600)")
+    assert quiet.ended == "ended: it took longer than wall_s=1"
+    loop = Sandbox(wall_s=500, cpu_s=1).run("while True: pass")
+    assert loop.ended == "ended: it used more than cpu_s=1 of a processor"
+    flood = Sandbox(wall_s=500, output_bytes=1000).run("while True: print('x' * 1000000)")
+    assert flood.output == "x" * 1000 and flood.ended.startswith("ended: it wrote more than")
+
+
+def test_memory_processes_open_files_and_the_disk_are_bounded(sandbox, held):
+    assert "MemoryError" in sandbox.run("bytearray(1 << 32)").text
+    opened = "import os\nprint(len([os.open('main.py', 0) for _ in range(500)]))"
+    assert "Too many open files" in sandbox.run(opened).text
+    needs(held, "files")
+    whole = "open('a', 'wb').write(bytes(1 << 20)); open('b', 'wb').write(bytes(1 << 21))"
+    assert "No space left" in sandbox.run(whole).text
+    many = "for i in range(1000): open(str(i), 'w')"
+    assert "No space left" in Sandbox(wall_s=60, num_files=100).run(many).text
+    needs(held, "user")
+    forks = "import os\nfor _ in range(200):\n    if not os.fork(): import time; time.sleep(600)"
+    assert "Resource temporarily unavailable" in sandbox.run(forks).text
+
+
+def test_what_it_has_started_ends_with_it(sandbox):
+    code = (
+        "import os, subprocess\n"
+        "subprocess.Popen(['sleep', '617'], start_new_session=True)\n"
+        "if not os.fork():\n    os.setsid()\n    os.execvp('sleep', ['sleep', '617'])\n"
+        "print('begun')"
+    )
+    assert sandbox.run(code).text == "begun"
+    left = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "617"]]
+    assert not left
+
+
+def test_it_has_no_network(sandbox, held):
+    needs(held, "network")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code = f"import socket; socket.create_connection(('127.0.0.1', {port}), 5)"
+        told = sandbox.run(code).text
+    assert "unreachable" in told or "refused" in told
+
+
+def test_it_reads_and_writes_no_file_of_the_run_and_no_secret(sandbox, held, tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET_KEY", "abc")
+    assert sandbox.run("import os; print('SECRET_KEY' in os.environ)").text == "False"
+    needs(held, "files")
+    tmp_path.chmod(0o777)
+    (tmp_path / "mine").write_text("x")
+    (tmp_path / "mine").chmod(0o666)
+    told = sandbox.run(f"open({str(tmp_path / 'mine')!r}, 'w')").text
+    assert "Read-only file system" in told or "Permission denied" in told
+    needs(held, "user")
+    (tmp_path / "mine").chmod(0o600)
+    assert "Permission denied" in sandbox.run(f"open({str(tmp_path / 'mine')!r})").text
+    assert int(sandbox.run("import os; print(os.getuid())").text) not in (0, os.getuid())
+
+
+def test_nothing_is_left_in_the_temporary_folder(sandbox, monkeypatch, tmp_path):
+    tmp_path.chmod(0o755)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    sandbox.run("open('a', 'w').write('x')")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_has_to_hold_and_does_not_is_an_error(monkeypatch):
+    monkeypatch.setattr(Sandbox, "held", ("processes",))
+    Sandbox(must_hold=("processes",))
+    with pytest.raises(ConfigError, match="does not hold network, user"):
+        Sandbox(must_hold=("network", "processes", "user"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"memory": 5}, "has no limit memory; it has wall_s"),
+        ({"must_hold": ("peace",)}, "must_hold=peace is none of network"),
+        ({"container": "lxc"}, "container='lxc' is none of docker, podman"),
+    ],
+)
+def test_what_there_is_not_is_refused(settings, told):
+    with pytest.raises(ConfigError, match=told):
+        Sandbox(**settings)
+
+
+# Written in the place of an engine: it answers as that one without a daemon, or runs the code here.
+NO_DAEMON = "#!/bin/sh\necho 'Cannot connect to the daemon' >&2\nexit 1\n"
+ENGINE = """#!/bin/sh
+echo "$@" >> "$0.log"
+case "$1" in run) exec python3 -I -u - ;; image) [ "$3" = here ] ;; esac
+"""
+
+
+def engine(folder: Path, monkeypatch, source: str) -> Path:
+    program = folder / "podman"
+    program.write_text(source)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    return program
+
+
+def test_a_container_needs_an_engine_its_daemon_and_an_image(tmp_path, monkeypatch):
+    engine(tmp_path, monkeypatch, NO_DAEMON)
+    told = r"container=podman: its daemon does not answer \(Cannot connect to the daemon\)"
+    with pytest.raises(ConfigError, match=told):
+        Sandbox(container="podman")
+    engine(tmp_path, monkeypatch, ENGINE)
+    with pytest.raises(ConfigError, match="image=gone is not here: podman pull gone"):
+        Sandbox(container="podman", image="gone")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="there is no program podman"):
+        Sandbox(container="podman")
+
+
+def test_a_container_is_asked_as_a_process_is_and_killed_when_it_is_late(tmp_path, monkeypatch):
+    program = engine(tmp_path, monkeypatch, ENGINE)
+    sandbox = Sandbox(container="podman", image="here", wall_s=60)
+    assert sandbox.held == HOLDS
+    assert sandbox.run("print(6 * 7)").text == "42"
+    assert sandbox.run("raise SystemExit(4)").text == "[exit code 4]"
+    late = Sandbox(container="podman", image="here", wall_s=1)
+    assert late.run("import time; time.sleep(600)").ended.startswith("ended: it took longer")
+    asked = (tmp_path / "podman.log").read_text().splitlines()
+    name = asked[-2].partition("--name ")[2].split()[0]
+    assert asked[-1] == f"kill {name}" and program.exists()
+
+
+def test_a_container_gets_every_limit_and_no_right():
+    command = " ".join(container_command("docker", "python:3", "n", Limits(memory_mb=7)))
+    for part in (
+        "--network none", "--memory 7m", "--memory-swap 7m", "--pids-limit 32", "--read-only",
+        "--cap-drop ALL", "--security-opt no-new-privileges", "--user 65534:65534",
+        "--ulimit cpu=10", "size=64m,nr_inodes=256", "--pull never",
+    ):  # fmt: skip
+        assert part in command
+    assert command.endswith("python:3 python -I -u -")
