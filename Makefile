@@ -41,7 +41,7 @@ $(STAMP): requirements/$(KIND).txt requirements/engines-$(KIND).txt pyproject.to
 	  echo ".venv was made for the other kind of build; remove it first: rm -r .venv" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet uv==$(UV_VERSION)
-	$(BIN)/uv pip install --python $(BIN)/python -r requirements/$(KIND).txt
+	$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode -r requirements/$(KIND).txt
 	$(BIN)/uv pip install --python $(BIN)/python --no-deps --compile-bytecode \
 	  -r requirements/engines-$(KIND).txt
 	$(BIN)/uv pip install --python $(BIN)/python --no-deps --no-build-isolation -e .
