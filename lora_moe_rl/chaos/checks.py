@@ -155,5 +155,6 @@ def same_bits(ours: Path, theirs: Path) -> list[Check]:
 
 
 def _equal(np: Any, one: Any, other: Any) -> bool:
-    there = one is not None and other is not None
-    return there and one.dtype == other.dtype and bool(np.array_equal(one, other))
+    if one is None or other is None:
+        return False
+    return one.dtype == other.dtype and bool(np.array_equal(one, other))

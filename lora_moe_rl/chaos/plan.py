@@ -66,4 +66,5 @@ def plan(kinds: Sequence[str], rate: Fraction, steps: int, seed: int) -> list[Fa
 def _decks(kinds: Sequence[str], draws: np.random.Generator) -> Iterator[str]:
     """All kinds in some order, and again in another, for ever."""
     while True:
-        yield from (kinds[i] for i in draws.permutation(len(kinds)))
+        for i in draws.permutation(len(kinds)):
+            yield kinds[int(i)]
