@@ -172,7 +172,7 @@ def batch_of(samples: int) -> TrainBatch:
 
 def _signals(groups: list[Group]) -> list:
     from lora_moe_rl import algorithms
-    from lora_moe_rl.algorithms.base import signals_of
+    from lora_moe_rl.algorithms.parts.step_signals import signals_of
 
     return signals_of(algorithms.make(RunConfig(algorithm={"name": "grpo"})), groups)
 

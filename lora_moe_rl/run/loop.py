@@ -24,7 +24,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lora_moe_rl.algorithms.base import Algorithm, revised, signals_of
+from lora_moe_rl.algorithms.base import Algorithm
+from lora_moe_rl.algorithms.parts.step_signals import revised, signals_of
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.samples import Sample

@@ -16,7 +16,7 @@ from ranks import random_adapter, run_ranks, spec_of
 
 from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.shards import assemble
-from lora_moe_rl.algorithms.base import signals_of
+from lora_moe_rl.algorithms.parts.step_signals import signals_of
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.samples import Answer, Prompt

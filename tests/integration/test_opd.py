@@ -23,7 +23,7 @@ from ranks import random_adapter, random_batch, run_ranks, spec_of
 from teacher_server import MODEL, teacher_server
 
 from lora_moe_rl.adapters.shards import assemble
-from lora_moe_rl.algorithms.base import signals_of
+from lora_moe_rl.algorithms.parts.step_signals import signals_of
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.teacher import TeacherSettings
 from lora_moe_rl.data.batch import TrainBatch

@@ -5,7 +5,8 @@ import pytest
 
 from lora_moe_rl import algorithms
 from lora_moe_rl.algorithms.advantages.base import Rewarded
-from lora_moe_rl.algorithms.base import Known, signals_of
+from lora_moe_rl.algorithms.base import Known
+from lora_moe_rl.algorithms.parts.step_signals import signals_of
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.plugins import PARTS
 from lora_moe_rl.data.samples import FunctionRewards, Group, Prompt, Sample, Segment

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lora_moe_rl import algorithms
-from lora_moe_rl.algorithms.base import signals_of
+from lora_moe_rl.algorithms.parts.step_signals import signals_of
 from lora_moe_rl.algorithms.rloo import RLOO
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch

@@ -11,7 +11,8 @@ import torch
 from packed_tokens import tokens_of
 
 from lora_moe_rl import algorithms
-from lora_moe_rl.algorithms.base import Algorithm, Known, Signal, revised
+from lora_moe_rl.algorithms.base import Algorithm, Known, Signal
+from lora_moe_rl.algorithms.parts.step_signals import revised
 from lora_moe_rl.algorithms.ppo import PPO
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override

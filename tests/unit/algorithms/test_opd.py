@@ -9,7 +9,7 @@ from packed_tokens import tokens_of
 from torch.testing import assert_close
 
 from lora_moe_rl import algorithms
-from lora_moe_rl.algorithms.base import signals_of
+from lora_moe_rl.algorithms.parts.step_signals import signals_of
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from lora_moe_rl import algorithms
-from lora_moe_rl.algorithms.base import revised, signals_of
 from lora_moe_rl.algorithms.parts.reweight import draw
+from lora_moe_rl.algorithms.parts.step_signals import revised, signals_of
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.data.batch import TrainBatch

@@ -16,7 +16,7 @@ from written_policy import END
 from written_policy import WrittenPolicy as SeveralTurns
 
 from lora_moe_rl import algorithms
-from lora_moe_rl.algorithms.base import signals_of
+from lora_moe_rl.algorithms.parts.step_signals import signals_of
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.config.plugins import ENVIRONMENTS
