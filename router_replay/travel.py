@@ -1,8 +1,10 @@
 """Routes on their way from the engine that recorded them to the trainer ranks that replay them.
 
-The maker packs its samples in blocks, cuts each by the trainer's pipeline pieces, and puts the
-parts where they can be fetched (Ray's object store). What it hands on is `SentRoutes`: references
-and counts. A rank fetches the parts of its own layers that hold any of its own samples:
+The maker packs its samples in blocks and cuts each by the trainer's pipeline pieces. It hands on
+`SentRoutes`, which has counts and small parts. The large ones are results of the same call beside
+it (`taken_apart`): whoever asked has references to them in Ray's object store (`put_together`), and
+there they stay when the engine ends. A rank fetches the parts of its own layers that hold any of
+its own samples:
 
     samples      0 1 2 3 4 │ 5 6 7 8 │ 9        a block: whole samples, up to BLOCK_BYTES of rows
     layers 0-3       *     │    *    │ *
@@ -155,18 +157,43 @@ def send(
     )
 
 
-def put(part: np.ndarray) -> Any:
-    """A reference to a part in Ray's object store; a small part itself, which travels faster."""
-    if part.nbytes <= INLINE_BYTES:
-        return part
-    import ray
+@dataclass(frozen=True)
+class Beside:
+    """A part that stands beside, in this place."""
 
-    return ray.put(part)
+    place: int
+
+
+def taken_apart(sent: SentRoutes, places: int) -> tuple[SentRoutes, list[np.ndarray | None]]:
+    """What is handed on with small parts in it, and `places` more for the large ones, None where
+    there are none left. Raises ValueError for too few."""
+    large: list[np.ndarray | None] = []
+
+    def stand_in(part: np.ndarray) -> np.ndarray | Beside:
+        if part.nbytes <= INLINE_BYTES:
+            return part
+        large.append(part)
+        return Beside(len(large) - 1)
+
+    apart = _with_parts(sent, stand_in)
+    if len(large) > places:
+        raise ValueError(f"{len(large)} parts of routes have no room in {places} places")
+    return apart, large + [None] * (places - len(large))
+
+
+def put_together(apart: SentRoutes, refs: Sequence[Any]) -> SentRoutes:
+    """What was taken apart, with references to the parts that stand beside it."""
+    return _with_parts(apart, lambda part: refs[part.place] if isinstance(part, Beside) else part)
+
+
+def _with_parts(sent: SentRoutes, other: Callable[[Any], Any]) -> SentRoutes:
+    blocks = [replace(block, parts=tuple(map(other, block.parts))) for block in sent.blocks]
+    return replace(sent, blocks=tuple(blocks))
 
 
 def fetch(parts: Sequence[Any]) -> list[np.ndarray]:
-    """The bytes of parts: arrays, or Ray's references to arrays. Raises RoutesLost when the engine
-    that owns them has ended."""
+    """The bytes of parts: arrays, or Ray's references to arrays. Raises RoutesLost when they are
+    on a node that is gone."""
     remote = [part for part in parts if not isinstance(part, np.ndarray)]
     if not remote:
         return list(parts)
@@ -177,7 +204,7 @@ def fetch(parts: Sequence[Any]) -> list[np.ndarray]:
         fetched = dict(zip(remote, ray.get(remote), strict=True))
     except ObjectLostError as error:
         raise RoutesLost(
-            f"routes of this step's rollout are lost: the engine that recorded them has ended "
+            f"routes of this step's rollout are lost with the node that they were on "
             f"({type(error).__name__}); go on from the newest checkpoint with --resume"
         ) from error
     return [part if isinstance(part, np.ndarray) else fetched[part] for part in parts]

@@ -47,12 +47,12 @@ class Kind:
 KINDS: Mapping[str, Kind] = {
     "engine.kill": Kind(
         "SIGKILL to an engine's actor",
-        frozenset({HEALED, RESUMED}),  # resumed: with it went routes that no rank had fetched yet
-        rf"engine-\d+ died \(|{AGAIN}",
+        frozenset({HEALED}),
+        r"engine-\d+ died \(",
     ),
     "engine.hang": Kind(
         "SIGSTOP to vLLM's processes of an engine",
-        frozenset({HEALED, RESUMED}),  # resumed: it was silent in a publish, or had such routes
+        frozenset({HEALED, RESUMED}),  # resumed: it was silent in a publish
         rf"engine-\d+ is silent \(|{AGAIN}",
         deadline=("rollout.silent_s", "rollout.silent_s", "refit.timeout_s", "refit.timeout_s"),
     ),

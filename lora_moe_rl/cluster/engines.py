@@ -40,6 +40,7 @@ from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.ports import Receipt, Ref, Scored, Turn, Watch, Written
 from lora_moe_rl.refit.parts import PartLayout
 from lora_moe_rl.refit.transports import Channel
+from lora_moe_rl.rollout import outputs
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.rollout.merged import MergedRolloutEngine
 from lora_moe_rl.router_replay import travel
@@ -68,6 +69,7 @@ class RolloutEngines:
     ):
         self.config, self.spec, self.model_dir, self.run_dir = config, spec, model_dir, run_dir
         self.placement = placement
+        self.route_pieces = len(outputs.route_pieces(spec.shape, config.trainer))
         self._starting: list[Any] = []
         self.prove: Callable[[int, int], Awaitable[None]] | None = None
         self.renew: Callable[[], Awaitable[bool]] | None = None
@@ -159,8 +161,11 @@ class RolloutEngines:
         self.rolling[index] += 1
         try:
             with watch(index):
-                request = actor.remote("sample", token_ids, n, version, seed, turn, temperature)
-                return await self._heard(index, actor, request)
+                asked = token_ids, n, version, seed, turn, temperature
+                places = n * self.route_pieces
+                refs = actor.remote("sample_in_parts", places, *asked, num_returns=1 + places)
+                samples, routes = await self._heard(index, actor, refs[0])
+                return samples, travel.put_together(routes, refs[1:])
         except LoraMoeRlError as error:
             self._let_return(index, actor, error)
             raise EngineDied(str(error)) from error

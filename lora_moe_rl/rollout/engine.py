@@ -39,7 +39,7 @@ from lora_moe_rl.rollout import device as engine_device
 from lora_moe_rl.rollout import outputs
 from lora_moe_rl.rollout.in_flight import InFlight, Piece, Question
 from lora_moe_rl.router_replay.table import RouteTable
-from lora_moe_rl.router_replay.travel import SentRoutes, put, send
+from lora_moe_rl.router_replay.travel import SentRoutes, send, taken_apart
 from lora_moe_rl.telemetry.clock import Clock
 
 SLOT_POLL_S = 0.005
@@ -111,11 +111,10 @@ class RolloutEngine:
         temperature: float | None = None,
     ) -> tuple[list[Sample], SentRoutes]:
         """`n` samples that go on from `token_ids` under adapter `version`, and their routes, cut as
-        the trainer's ranks will fetch them: large ones stay in Ray's object store. Of a turn of a
-        conversation only the routes that no earlier turn has. After `move_on` they are of the
-        version named there at least, and may be of several. With a `temperature` of their own, as
-        an evaluation's, all are of `version`; at 0, the likeliest token, logprobs are of no
-        distribution.
+        the trainer's ranks will fetch them. Of a turn of a conversation only the routes that no
+        earlier turn has. After `move_on` they are of the version named there at least, and may be
+        of several. With a `temperature` of their own, as an evaluation's, all are of `version`; at
+        0, the likeliest token, logprobs are of no distribution.
 
         A sample depends on `seed` and its place, not on what else the engine does, unless it is
         continued. Raises RefitError when the version is not in a slot.
@@ -127,6 +126,13 @@ class RolloutEngine:
         found = await loop.run_in_executor(self.packing, self._packed, pieces, turn)
         self.finished_samples += n
         return found
+
+    async def sample_in_parts(self, places: int, *asked: Any) -> tuple[Any, ...]:
+        """What `sample` gives, as 1 + `places` results of a call: the large parts of the routes
+        stand beside the rest, and are the caller's, also when this engine has ended."""
+        samples, routes = await self.sample(*asked)
+        apart, large = taken_apart(routes, places)
+        return (samples, apart), *large
 
     async def _ask(self, question: Question) -> Any:
         """One request for samples, which `move_on` may end early unless it stays."""
@@ -143,7 +149,7 @@ class RolloutEngine:
         loop, which feeds vLLM meanwhile: long samples with many layers take most of a second."""
         shape, recorded = self.spec.shape, 0 if turn is None else turn.recorded
         samples, table = outputs.samples_and_routes(pieces, self.tokenizer, shape, recorded)
-        return samples, send(table, outputs.route_pieces(shape, self.config.trainer), put)
+        return samples, send(table, outputs.route_pieces(shape, self.config.trainer))
 
     async def move_on(self, version: int) -> None:
         """Ends the requests for samples that older versions serve, with what they have; they, and

@@ -6,9 +6,22 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from lora_moe_rl.errors import EngineDied, RefitError
+
+
+@dataclass(frozen=True)
+class Block:
+    parts: tuple
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Routes as they travel, of one part."""
+
+    blocks: tuple
 
 
 class Engine:
@@ -57,9 +70,11 @@ class Engine:
     async def pin(self, version):
         return self._do("pin", version)
 
-    async def sample(self, token_ids, n, version, seed, turn, temperature):
+    async def sample_in_parts(self, places, token_ids, n, version, seed, turn, temperature):
         await self._idle("sample")
-        return self._do("sample", token_ids, version, seed), f"table-{self.index}"
+        routes = Sent((Block((f"table-{self.index}",)),))
+        answer = self._do("sample", token_ids, version, seed), routes
+        return answer, *[None] * places
 
     async def pulse(self):
         self.beats += self.works

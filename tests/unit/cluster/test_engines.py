@@ -17,6 +17,7 @@ from lora_moe_rl.errors import ActorFailed, EngineDied, RefitError
 from lora_moe_rl.ports import Written
 
 pytestmark = pytest.mark.seconds  # Ray is started for them
+SPEC = SimpleNamespace(shape=SimpleNamespace(num_layers=2, moe_layers=(0, 1)))
 ray.cloudpickle.register_pickle_by_value(obedient_engine)  # the actors find no helpers of tests
 
 
@@ -42,7 +43,7 @@ def start(tmp_path, monkeypatch):
             log_path=lambda name: tmp_path / f"{name}.log", tail=lambda name: f"tail of {name}"
         )
         place = SimpleNamespace(engine=lambda index: {"num_cpus": 0})
-        made = group.RolloutEngines(config, None, tmp_path, run_dir, place)
+        made = group.RolloutEngines(config, SPEC, tmp_path, run_dir, place)
         made.proven = []
 
         async def prove(*what):
@@ -91,6 +92,7 @@ def sample(engines, tickets=4) -> tuple[list, int]:
         return found
 
     answers = asyncio.run(together())
+    answers = [(answer, sent.blocks[0].parts[0]) for answer, sent in answers]
     assert [args[0] for (_, args), _ in answers] == [[ticket] for ticket in range(tickets)]
     return answers, len(given_back)
 

@@ -9,8 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+import fsspec.config
 import numpy as np
 import pytest
+from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from safetensors.numpy import save_file
 
@@ -238,13 +240,40 @@ def test_a_copy_that_is_cut_off_anywhere_is_none(run, tmp_path, monkeypatch):
     assert storage.steps(str(copies)) == []  # no half of each
 
 
-def test_storage_of_fsspec_is_a_place_too(run, tmp_path):
-    """In memory, as far from a directory as S3 is: paths without folders."""
+@pytest.fixture
+def s3(monkeypatch):
+    """A bucket of moto's S3 server on this machine, asked over HTTP."""
+    pytest.importorskip("s3fs", reason="pip install s3fs")
+    server = pytest.importorskip("moto.server", reason="pip install moto[server]")
+    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    monkeypatch.setenv("FSSPEC_S3_ENDPOINT_URL", f"http://{host}:{port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "of-nobody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of-nobody")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    fsspec.config.set_conf_env(fsspec.config.conf)
+    url_to_fs("s3://bucket")[0].mkdir("bucket")
+    yield "s3://bucket/run"
+    fsspec.config.conf.pop("s3", None)
+    running.stop()
+
+
+@pytest.fixture
+def memory():
+    """As far from a directory as S3 is: paths without folders."""
+    return "memory://bucket/run"
+
+
+@pytest.mark.parametrize("place", ["memory", "s3"])
+def test_storage_of_fsspec_is_a_place_too(place, request, run, tmp_path):
+    place = request.getfixturevalue(place)
     write(run, 4)
-    storage.begin(run / "config.yaml", "memory://bucket/run", again=False)
+    storage.begin(run / "config.yaml", place, again=False)
     source = run / "checkpoints/step-000004"
     for _ in range(2):  # what is there already is not copied again
-        storage.upload(source, "memory://bucket/run/checkpoints/step-000004")
+        storage.upload(source, f"{place}/checkpoints/step-000004")
     with pytest.raises(ConfigError, match="holds copies"):
-        storage.begin(run / "config.yaml", "memory://bucket/run", again=False)
-    assert files(fetch("memory://bucket/run", tmp_path / "out")) == files(source)
+        storage.begin(run / "config.yaml", place, again=False)
+    assert storage.steps(place) == [4]
+    assert files(fetch(place, tmp_path / "out")) == files(source)
