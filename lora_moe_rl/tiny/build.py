@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -45,6 +46,7 @@ def _train(name: str, progress: bool) -> tuple[PreTrainedModel, dict]:
         BarColumn(),
         TextColumn("{task.fields[reached]}"),
         TimeElapsedColumn(),
+        console=Console(stderr=True),  # what is printed for programs goes to stdout
         disable=not progress,
     )
     with torch.random.fork_rng(devices=[]), bar:

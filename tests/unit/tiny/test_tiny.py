@@ -208,6 +208,14 @@ def test_two_processes_may_make_the_same_model(tmp_path):
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+def test_progress_does_not_stand_in_what_a_program_reads(tmp_path, monkeypatch, capfd):
+    """`verify layout --json` makes a tiny model where there is none."""
+    monkeypatch.setattr(pretrain, "pretrain", lambda *given: pretrain.Accuracy(0.3, 0.8))
+    build.build("qwen3_moe", tmp_path / "model", progress=True)
+    out, err = capfd.readouterr()
+    assert out == "" and "pre-training qwen3_moe" in err
+
+
 def sample_accuracy(path, num_problems=64, num_samples=8):
     """The share of sampled answers that are right, by generating them."""
     model, tokenizer = (
