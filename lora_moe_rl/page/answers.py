@@ -106,6 +106,12 @@ def timeline(run: Run, query: Query) -> dict[str, Any]:
     return run.spans.of_steps(last, min(max(count, 1), 50))
 
 
+def routes(run: Run, query: Query) -> dict[str, Any]:
+    last, layer = query.whole("step"), query.whole("layer")
+    query.check()
+    return run.routes.of_step(last, layer)
+
+
 def adapter(run: Run, query: Query) -> dict[str, Any]:
     query.check()
     return adapter_norms(run)
@@ -118,5 +124,6 @@ ANSWERS: Mapping[str, Callable[[Run, Query], dict[str, Any] | None]] = {
     "samples": samples,
     "sample": sample,
     "timeline": timeline,
+    "routes": routes,
     "adapter": adapter,
 }

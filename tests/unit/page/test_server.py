@@ -32,6 +32,8 @@ def test_every_question_is_answered(client):
     assert ask("samples", text="window", limit="3")["chosen"] == 12
     assert ask("sample", number="3")["messages"][1]["role"] == "tool"
     assert [one["step"] for one in ask("timeline", step="4", count="2")["steps"]] == [3, 4]
+    routes = ask("routes", step="4", layer="1")
+    assert (routes["shown"]["step"], routes["by_step"]["layer"]) == (4, 1)
     assert ask("adapter") == {"checkpoints": []}
 
 
