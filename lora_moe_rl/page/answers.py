@@ -107,9 +107,17 @@ def timeline(run: Run, query: Query) -> dict[str, Any]:
 
 
 def routes(run: Run, query: Query) -> dict[str, Any]:
-    last, layer = query.whole("step"), query.whole("layer")
+    last = query.whole("step")
     query.check()
-    return run.routes.of_step(last, layer)
+    return run.routes.of_step(last)
+
+
+def layer_routes(run: Run, query: Query) -> dict[str, Any]:
+    layer = query.whole("layer")
+    query.check()
+    if layer is None:
+        raise BadQuery("which layer? layer=N")
+    return run.routes.of_layer(layer)
 
 
 def adapter(run: Run, query: Query) -> dict[str, Any]:
@@ -125,5 +133,6 @@ ANSWERS: Mapping[str, Callable[[Run, Query], dict[str, Any] | None]] = {
     "sample": sample,
     "timeline": timeline,
     "routes": routes,
+    "layer_routes": layer_routes,
     "adapter": adapter,
 }

@@ -26,24 +26,28 @@ class RouteLines:
         self._lock = threading.Lock()
         self._lines: dict[int, tuple[int, int]] = {}
 
-    def of_step(self, last: int | None, layer: int | None) -> dict[str, Any]:
-        """JSON: the numbers of the first and the newest step, the record of the newest step up to
-        `last` (None: of all), and the loads of one layer (None: the first) in up to COLUMNS
-        steps."""
+    def of_step(self, last: int | None) -> dict[str, Any]:
+        """JSON: the numbers of the first and the newest step, and the record of the newest step up
+        to `last` (None: of all)."""
         with self._lock:
             steps = self._steps()
             wanted = [step for step in steps if last is None or step <= last] or steps[:1]
-            shown = self._read(wanted[-1]) if wanted else None
-            found: dict[str, Any] = {
+            return {
                 "first": steps[0] if steps else None,
                 "newest": steps[-1] if steps else None,
-                "shown": shown,
-                "by_step": None,
+                "shown": self._read(wanted[-1]) if wanted else None,
             }
-            if shown is not None and shown["layers"]:
-                layer = layer if layer in shown["layers"] else shown["layers"][0]
-                found["by_step"] = self._by_step(steps, layer)
-            return found
+
+    def of_layer(self, layer: int) -> dict[str, Any]:
+        """JSON: the loads of a layer in up to COLUMNS steps."""
+        with self._lock:
+            chosen, loads = [], []
+            for step in _some(self._steps(), COLUMNS):
+                record = self._read(step)
+                if record is not None and layer in record["layers"]:
+                    chosen.append(step)
+                    loads.append(record["loads"][record["layers"].index(layer)])
+            return {"layer": layer, "steps": chosen, "loads": loads}
 
     def some(self) -> dict[str, Any]:
         """JSON: the records of as many steps, spread evenly with the newest among them, as make
@@ -56,15 +60,6 @@ class RouteLines:
             most = min(COLUMNS, max(1, NUMBERS_SENT // max(numbers, 1)))
             records = [record for step in _some(steps, most) if (record := self._read(step))]
             return {"first": steps[0], "newest": steps[-1], "records": records}
-
-    def _by_step(self, steps: Sequence[int], layer: int) -> dict[str, Any]:
-        chosen, loads = [], []
-        for step in _some(steps, COLUMNS):
-            record = self._read(step)
-            if record is not None and layer in record["layers"]:
-                chosen.append(step)
-                loads.append(record["loads"][record["layers"].index(layer)])
-        return {"layer": layer, "steps": chosen, "loads": loads}
 
     def _steps(self) -> list[int]:
         if self._file.refresh():

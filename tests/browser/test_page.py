@@ -258,7 +258,7 @@ def test_the_load_of_experts_is_shown_of_a_step_and_of_a_layer(browser, address)
     browser.wait(f"{SHOWN} === 3 && location.hash.includes('step=3')")
     np.testing.assert_allclose(browser.evaluate(LOADS)[0], relative(loads_of(3)))
     browser.choose("#route-layer", "2")
-    browser.wait("location.hash.includes('layer=2') && routesView.found.by_step.layer === 2")
+    browser.wait("location.hash.includes('layer=2') && routesView.found.byStep.layer === 2")
     steps = np.array([loads_of(step)[2] for step in range(1, 7)])
     np.testing.assert_allclose(browser.evaluate(LOADS)[1], relative(steps).T)
 
@@ -279,7 +279,7 @@ def test_a_place_in_the_picture_of_loads_tells_its_count_and_chooses_its_layer(b
 
 def test_a_link_to_a_step_and_a_layer_shows_them(browser, address):
     browser.open(at(address, view="routes", runs="second", step="2", layer="1"))
-    browser.wait(f"{SHOWN} === 2 && routesView.found.by_step.layer === 1")
+    browser.wait(f"{SHOWN} === 2 && routesView.found.byStep.layer === 1")
     assert browser.evaluate("document.getElementById('route-step').value") == "2"
     assert browser.evaluate("document.getElementById('route-layer').value") == "1"
 
@@ -315,7 +315,7 @@ def test_one_file_shows_and_filters_the_same_without_a_server(browser, runs, tmp
     browser.wait(f"{COUNT} === '1–12 of 12 (of 48)'")
     ask = {"step_from": "2", "reward_to": "0.5", "finish": "stop", "order": "-reward"}
     browser.open(at(out.as_uri(), view="routes", runs="first", step="4", layer="2"))
-    browser.wait(f"{SHOWN} === 4 && routesView.found.by_step.layer === 2")
+    browser.wait(f"{SHOWN} === 4 && routesView.found.byStep.layer === 2")
     np.testing.assert_allclose(browser.evaluate(LOADS)[0], relative(loads_of(4)))
     script = f"source.samples('first', {{...DEFAULTS, ...{json.dumps(ask)}}}, 0, 50)"
     embedded = browser.evaluate(f"{script}.then(found => found.list.map(one => one.number))")

@@ -25,38 +25,61 @@ const routesView = {
     this.tools = h("div", { class: "tools" }, this.run, h("label", null, "step", this.slider, this.at), h("label", null, "layer by step", this.layer));
     this.loads = h("div", { id: "loads" });
     this.more = h("div", { id: "by-layer" });
+    this.ofLayer = this.drawn = { of: "" };
     fill(root, this.tools, this.loads, this.more);
   },
 
   async update() {
     const runs = chosenRuns(), run = focusedRun();
     if (!run) return;
-    const asked = state.step + "/" + state.layer;
-    const [found, maps] = await Promise.all([source.routes(run, state.step, state.layer), layerMaps(runs)]);
-    if (run !== focusedRun() || asked !== state.step + "/" + state.layer) return; // another one is under way
+    const asked = [run, state.step, state.layer].join("/");
+    const [found] = await Promise.all([source.routes(run, state.step), this.drawLayers(runs)]);
+    const layers = found.shown?.layers || [];
+    const byStep = layers.length ? await this.layerBySteps(run, layers.includes(Number(state.layer)) && state.layer !== "" ? Number(state.layer) : layers[0], found.newest) : null;
+    if (asked !== [focusedRun(), state.step, state.layer].join("/")) return; // another one is under way
     fill(this.run, runChoice());
-    this.tools.hidden = !found.shown && runs.length < 2;
-    this.found = found;
-    this.drawLoads(run, found);
+    this.found = { ...found, byStep };
+    this.drawLoads(run, this.found);
+  },
+
+  /** The same as long as there is no new step. */
+  async layerBySteps(run, layer, newest) {
+    const of = [run, layer, newest].join("/");
+    if (this.ofLayer.of !== of) this.ofLayer = { of, found: await source.layerRoutes(run, layer) };
+    return this.ofLayer.found;
+  },
+
+  async drawLayers(runs) {
+    await Promise.all(runs.map(needLayers));
+    const of = JSON.stringify(runs.map((run) => [run, metricStore.table(run).lines]));
+    if (this.drawn.of === of) return;
+    this.drawn = { of };
+    const maps = runs.flatMap((run) => layerFamilies(run).map(([family, layers]) => layersBySteps(run, family, layers)));
     fill(this.more, maps.length ? [h("h2", null, "By layer and step"), h("p", { class: "dim" }, "Layers from above, steps from the left. ", MEANINGS.map(([name, text]) => [h("code", null, name), `: ${text}. `])), maps]
       : h("p", { class: "empty" }, "These runs have no metric of single layers."));
   },
 
-  drawLoads(run, { first, newest, shown, by_step }) {
-    if (!shown) return void fill(this.loads, h("p", { class: "empty" }, `${run} has no routes.jsonl: how often experts were chosen is counted for each step of a model with experts.`));
+  drawLoads(run, { first, newest, shown, byStep }) {
+    for (const label of this.tools.querySelectorAll("label")) label.hidden = !byStep;
+    if (!byStep) return void fill(this.loads, h("p", { class: "empty" }, `${run} has no routes.jsonl yet: how often experts were chosen is counted for each step of a model with experts.`));
     Object.assign(this.slider, { min: first, max: newest });
     if (document.activeElement !== this.slider) this.slider.value = shown.step;
     this.at.textContent = number(shown.step);
-    const layers = shown.layers, mean = shown.loads.map(meanOf), relative = shown.loads.map((row, i) => row.map((count) => (mean[i] ? count / mean[i] : null)));
-    fill(this.layer, layers.map((layer) => h("option", { value: String(layer), selected: layer === by_step.layer }, `layer ${layer}`)));
-    const count = (row, column) => [["chosen", number(shown.loads[row][column])], ["share of the layer", percent(shown.loads[row][column] / (mean[row] * shown.loads[row].length))]];
+    const layers = shown.layers;
+    fill(this.layer, layers.map((layer) => h("option", { value: String(layer), selected: layer === byStep.layer }, `layer ${layer}`)));
     fill(this.loads,
-      h("p", { class: "dim" }, `Of step ${number(shown.step)}, ${CHOSEN_BY[shown.replay] || ""}. A value is how often an expert was chosen over the mean of its layer's: 1 where all are chosen equally often. Each token counts once for each expert it goes to, of all prompts and responses of the step.`),
-      heatMap(`load of experts · ${run} · step ${number(shown.step)}, experts from the left`, layers.map((layer) => `layer ${layer}`), relative, (row, column) => `layer ${layers[row]}, expert ${column}`, 66,
-        { facts: count, chosen: layers.indexOf(by_step.layer), pick: (row) => go({ layer: String(layers[row]) }, true) }),
-      loadsBySteps(by_step));
+      h("p", { class: "dim" }, `Of step ${number(shown.step)}, ${CHOSEN_BY[shown.replay] || ""}. A value is how often an expert was chosen over the mean of its layer's: 1 where all are chosen equally often. All prompts and responses of the step count, each token once for each expert it goes to. The experts of single tokens are not kept.`),
+      loadsByLayer(run, shown, byStep.layer), loadsBySteps(byStep));
   },
 };
+
+/** Of one step: layers from above, experts from the left. */
+function loadsByLayer(run, { step, layers, loads }, chosen) {
+  const means = loads.map(meanOf), values = loads.map((row, i) => row.map((count) => (means[i] ? count / means[i] : null)));
+  const facts = (row, column) => [["chosen", number(loads[row][column])], ["share of the layer", `${number((100 * loads[row][column]) / (means[row] * loads[row].length))} %`]];
+  return heatMap(`load of experts · ${run} · step ${number(step)}, experts from the left`, layers.map((layer) => `layer ${layer}`), values, (row, column) => `layer ${layers[row]}, expert ${column}`, 66,
+    { facts, chosen: layers.indexOf(chosen), pick: (row) => go({ layer: String(layers[row]) }, true) });
+}
 
 /** Of one layer: experts from above, steps from the left. */
 function loadsBySteps({ layer, steps, loads }) {
@@ -68,21 +91,20 @@ function loadsBySteps({ layer, steps, loads }) {
 }
 
 const meanOf = (counts) => counts.reduce((sum, count) => sum + count, 0) / counts.length;
-const percent = (share) => `${number(100 * share)} %`;
 
-/** A picture for each run and each family of metrics of single layers. */
-async function layerMaps(runs) {
-  const shown = [];
-  for (const run of runs) {
-    const { names } = await source.names(run), families = new Map();
-    for (const name of names) {
-      const found = LAYER.exec(name);
-      if (found) families.set(found[1], [...(families.get(found[1]) || []), [Number(found[2]), name]]);
-    }
-    await metricStore.need(run, [...families.values()].flat().map(([, name]) => name));
-    for (const [family, layers] of families) shown.push(layersBySteps(run, family, layers));
+/** [[family, [[layer, metric], …]], …] of a run's metrics of single layers. */
+function layerFamilies(run) {
+  const families = new Map();
+  for (const name of Object.keys(metricStore.table(run).columns)) {
+    const found = LAYER.exec(name);
+    if (found) families.set(found[1], [...(families.get(found[1]) || []), [Number(found[2]), name]]);
   }
-  return shown;
+  return [...families].sort();
+}
+
+async function needLayers(run) {
+  const { names } = await source.names(run);
+  await metricStore.need(run, names.filter((name) => LAYER.test(name)));
 }
 
 /** Where there are more steps than columns, a column is the largest value of some. */
