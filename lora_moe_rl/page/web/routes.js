@@ -69,7 +69,7 @@ const routesView = {
     fill(this.layer, layers.map((layer) => h("option", { value: String(layer), selected: layer === byStep.layer }, `layer ${layer}`)));
     fill(this.loads,
       h("p", { class: "dim" }, `Of step ${number(shown.step)}, ${CHOSEN_BY[shown.replay] || ""}. A value is how often an expert was chosen over the mean of its layer's: 1 where all are chosen equally often. All prompts and responses of the step count, each token once for each expert it goes to. The experts of single tokens are not kept.`),
-      loadsByLayer(run, shown, byStep.layer), loadsBySteps(byStep));
+      loadsByLayer(run, shown, byStep.layer), (this.ofLayer.picture ||= loadsBySteps(byStep)));
   },
 };
 
