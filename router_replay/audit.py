@@ -20,8 +20,9 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from lora_moe_rl.data.batch import MicroBatch, TrainBatch
 from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.kernels.route_codec import RowLayout
+from lora_moe_rl.router_replay.layer import LayerReplay
 from lora_moe_rl.router_replay.packed import PackedRoutes, valid_rows
-from lora_moe_rl.router_replay.replay import LayerReplay, Replay
+from lora_moe_rl.router_replay.replay import Replay
 from lora_moe_rl.router_replay.routes import Routes, sequence_shard
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.upstream.checks import require_parameters, require_version

@@ -5,9 +5,7 @@ routes of its tokens are installed, by global layer number; each router then tak
 its own top-k, gathers its probabilities from its own scores, and its own choice is counted beside
 them. Nothing here is optional: a router that did not consume its routes stops the step.
 
-Under activation recomputation a router runs again in backward, when routes of a later micro-batch
-are installed. It is served from what it used the first time, found by the memory of its layer's
-input: that is kept from the forward to the backward, so no other micro-batch can have it.
+What becomes of them in one router is in `router_replay/layer.py`.
 
 Wrapped: `RouterReplay.get_replay_topk` of megatron-core
 (`core/transformer/moe/router_replay.py`), which every unfused top-k calls.
@@ -23,10 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from megatron.core.transformer.moe.router_replay import RouterReplay
 
 from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.kernels.route_codec import RowLayout, unpack
+from lora_moe_rl.router_replay.layer import LayerReplay
 from lora_moe_rl.upstream.checks import require_parameters, require_version
 
 WHO = "router_replay/replay.py"
@@ -61,105 +60,6 @@ class MicroRoutes:
     rows: np.ndarray
     known: np.ndarray
     valid: np.ndarray | None
-
-
-class LayerReplay:
-    """The replay of one router.
-
-    `micro_batch` is what `install` was told of the micro-batch that runs, in backward too.
-    `judged`: whether the routers' own choices in training are compared with the replayed ones.
-    """
-
-    def __init__(self, number: int, layer: torch.nn.Module, moe: MoELayer):
-        self.number, self.moe = number, moe
-        self.instance: RouterReplay = moe.router.router_replay
-        self.upstream = self.instance.get_replay_topk
-        self.instance.get_replay_topk = self.topk
-        self.recompute = moe.config.recompute_granularity == "full"
-        if self.recompute:
-            layer.register_forward_pre_hook(self._enter, with_kwargs=True)
-        self.judged = True
-        self.reset()
-
-    def reset(self) -> None:
-        self.instance.clear_indices()
-        self.instance.clear_router_replay_action()
-        self.micro_batch: Any = None
-        self.clear_target()
-        self.recorded: torch.Tensor | None = None
-        self.waiting: dict[int, tuple[torch.Tensor, Any]] = {}  # of a recomputation, by input
-        self.input = 0
-        self.calls = self.recomputations = 0
-        self.differing: torch.Tensor | int = 0
-        self.replayed: torch.Tensor | int = 0
-
-    def set_target(
-        self,
-        target: torch.Tensor,
-        counted: torch.Tensor | None = None,
-        free: torch.Tensor | None = None,
-    ) -> None:
-        """target: int64 `[T, K]`; counted: bool `[T]`, tokens with recorded routes (None: all);
-        free: bool `[T]`, those that the router routes itself (None: none)."""
-        self.target, self.counted, self.free = target, counted, free
-
-    def clear_target(self) -> None:
-        self.target = self.counted = self.free = None
-
-    def _enter(self, layer, args, kwargs) -> None:
-        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        self.input = hidden.data_ptr()
-
-    def topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
-        """As upstream: (values, indices) `[T, K]`."""
-        saved = self.recompute and self.moe.training
-        if saved and torch.is_grad_enabled():
-            chosen = self._chosen_before()
-        else:
-            self.calls += 1
-            with torch.no_grad():
-                own = default_compute_topk(
-                    scores.detach(), topk, num_groups=num_groups, group_topk=group_topk
-                )[1]
-            chosen = self._choose(own)
-            self.recorded = own
-            if saved:
-                if self.input in self.waiting:
-                    raise ReplayError(f"layer {self.number}: two micro-batches share one input")
-                self.waiting[self.input] = (chosen, self.micro_batch)
-        self.instance.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-        self.instance.set_target_indices(chosen)
-        self.instance.replay_backward_list.clear()  # recomputation is served by us
-        return self.upstream(scores, topk, num_groups, group_topk, default_compute_topk)
-
-    def _choose(self, own: torch.Tensor) -> torch.Tensor:
-        if self.target is None:
-            return own
-        if self.target.shape != own.shape:
-            raise ReplayError(
-                f"layer {self.number}: routes of shape {tuple(self.target.shape)} for "
-                f"{own.shape[0]} tokens and {own.shape[1]} experts"
-            )
-        if self.moe.training and self.judged:  # not the reference's choice, nor that of a probe
-            other = (own.unsqueeze(2) != self.target.unsqueeze(1)).all(2)
-            if self.counted is None:
-                self.replayed += own.numel()
-            else:
-                other &= self.counted.unsqueeze(1)
-                self.replayed += self.counted.sum() * own.shape[1]
-            self.differing += other.sum()
-        if self.free is None:
-            return self.target
-        return torch.where(self.free.unsqueeze(1), own, self.target)
-
-    def _chosen_before(self) -> torch.Tensor:
-        if self.input not in self.waiting:
-            raise ReplayError(
-                f"layer {self.number}: backward recomputes a micro-batch that had no forward"
-            )
-        self.recomputations += 1
-        chosen, self.micro_batch = self.waiting.pop(self.input)
-        return chosen
 
 
 class Replay:
@@ -198,6 +98,12 @@ class Replay:
         finally:
             for layer in self.layers.values():
                 layer.judged = True
+
+    def set_known(self, chunk: int, known: np.ndarray, device: torch.device) -> None:
+        """Before a forward: bool `[T]`, False for this rank's tokens that are padding."""
+        here = None if known.all() else torch.from_numpy(known).to(device)
+        for layer in self.chunks[chunk].values():
+            layer.known = here
 
     def install(
         self, chunk: int, routes: MicroRoutes | None, micro_batch: Any, device: torch.device
@@ -243,6 +149,11 @@ class Replay:
         """By layer: (routes where the trainer's own choice differs, routes replayed), over this
         rank's tokens in training forwards since the step began."""
         return {n: (int(x.differing), int(x.replayed)) for n, x in self.layers.items()}
+
+    def loads(self) -> dict[int, torch.Tensor]:
+        """By layer: int64 `[experts]`, how often each was chosen for this rank's tokens in training
+        forwards since the step began. Layers without such a forward are left out."""
+        return {n: layer.loads for n, layer in self.layers.items() if layer.loads is not None}
 
     def check_calls(self, forwards: Sequence[int], trained: Sequence[int]) -> None:
         """Raises ReplayError unless, since the step began, every router of chunk i ran

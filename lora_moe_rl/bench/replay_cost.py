@@ -121,7 +121,8 @@ def demo_job(worker, spec) -> dict[str, Any]:
 
 def _calls() -> tuple[tuple[str, Any, str], ...]:
     """All that a rank does for replay, and where."""
-    from lora_moe_rl.router_replay.replay import LayerReplay, Replay
+    from lora_moe_rl.router_replay.layer import LayerReplay
+    from lora_moe_rl.router_replay.replay import Replay
     from lora_moe_rl.router_replay.routes import Routes
     from lora_moe_rl.trainer.engine import TrainingEngine
 

@@ -300,6 +300,8 @@ class UpdateResult:
     inf, or no token in the loss), `nonfinite` those of NaN or inf, a critic's too. `advantages`: of
     an algorithm that revises them, float32 [R] of each sample, from the first rank; None of others.
     `tokens`: of the samples that `data/kept.py` names, by their numbers in the step.
+    `expert_loads`: int64 [MoE layers, experts], how often each expert was chosen for the step's
+    tokens, in each epoch; None of a dense model.
     """
 
     version: int
@@ -309,3 +311,4 @@ class UpdateResult:
     seconds: float
     advantages: list[np.ndarray] | None = None
     tokens: dict[int, TokenValues] = field(default_factory=dict)
+    expert_loads: np.ndarray | None = None

@@ -4,6 +4,7 @@ config.yaml      the resolved config; `lora-moe-rl train RUN/config.yaml --resum
 metrics.jsonl    one line a step, and one an evaluation
 samples.jsonl    a few samples a step: prompt, response, reward, versions
 tokens.jsonl     of the same samples every token, with logging.tokens
+routes.jsonl     how often each expert of each layer was chosen, one line a step
 eval/            samples of evaluations, a file each (eval_files.py)
 order.jsonl      which groups each step trained, and the versions that sampled them
 timeline.jsonl   who did what when, one line a step
@@ -41,7 +42,7 @@ log = logging.getLogger(__name__)
 
 LOG_TAIL_LINES = 20
 CONFIG, METRICS, ORDER = "config.yaml", "metrics.jsonl", "order.jsonl"
-SAMPLES, TOKENS = "samples.jsonl", "tokens.jsonl"
+SAMPLES, TOKENS, ROUTES = "samples.jsonl", "tokens.jsonl", "routes.jsonl"
 TIMELINE, TIMELINE_PICTURE, TIMELINE_TRACE = (
     f"timeline.{end}" for end in ("jsonl", "png", "trace.json")
 )
@@ -92,6 +93,10 @@ class RunDir:
     @property
     def tokens_file(self) -> Path:
         return self.path / TOKENS
+
+    @property
+    def routes_file(self) -> Path:
+        return self.path / ROUTES
 
     @property
     def order_file(self) -> Path:
@@ -213,7 +218,7 @@ class RunDir:
     def rewind(self, step: int) -> None:
         """Cuts what is written each step back to `step`, from which the run goes on. What is cut
         off is kept in `<file>.bak`."""
-        for name in (METRICS, SAMPLES, TOKENS, ORDER, TIMELINE):
+        for name in (METRICS, SAMPLES, TOKENS, ROUTES, ORDER, TIMELINE):
             _cut_after(self.path / name, step)
 
     def write_timeline(self, record: dict[str, Any]) -> None:
@@ -233,6 +238,12 @@ class RunDir:
             for group in groups
         ]
         self.append(self.order_file, [{"step": step, "version": version, "groups": order}])
+
+    def write_routes(self, step: int, layers: Sequence[int], loads: np.ndarray) -> None:
+        """Appends how often the tokens of a step chose each expert: int64 [MoE layers, experts].
+        `replay`: who chose, as `replay.mode` names it."""
+        record = {"step": step, "replay": self.config.replay.mode, "layers": list(layers)}
+        self.append(self.routes_file, [record | {"loads": loads.tolist()}])
 
     def write_samples(
         self,

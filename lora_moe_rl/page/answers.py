@@ -106,6 +106,20 @@ def timeline(run: Run, query: Query) -> dict[str, Any]:
     return run.spans.of_steps(last, min(max(count, 1), 50))
 
 
+def routes(run: Run, query: Query) -> dict[str, Any]:
+    last = query.whole("step")
+    query.check()
+    return run.routes.of_step(last)
+
+
+def layer_routes(run: Run, query: Query) -> dict[str, Any]:
+    layer = query.whole("layer")
+    query.check()
+    if layer is None:
+        raise BadQuery("which layer? layer=N")
+    return run.routes.of_layer(layer)
+
+
 def adapter(run: Run, query: Query) -> dict[str, Any]:
     query.check()
     return adapter_norms(run)
@@ -118,5 +132,7 @@ ANSWERS: Mapping[str, Callable[[Run, Query], dict[str, Any] | None]] = {
     "samples": samples,
     "sample": sample,
     "timeline": timeline,
+    "routes": routes,
+    "layer_routes": layer_routes,
     "adapter": adapter,
 }

@@ -13,6 +13,7 @@ from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.run_dir import (
     CONFIG,
     METRICS,
+    ROUTES,
     SAMPLES,
     TIMELINE,
     TIMELINE_TRACE,
@@ -21,12 +22,13 @@ from lora_moe_rl.files.run_dir import (
 )
 from lora_moe_rl.page.growing import parse
 from lora_moe_rl.page.metrics import MetricsTable
+from lora_moe_rl.page.routes import RouteLines
 from lora_moe_rl.page.samples import Samples
 from lora_moe_rl.page.spans import Spans
 from lora_moe_rl.page.tokens import TokenLines, pieces, tokenizer_of
 
 DEPTH = 4  # folders below the directory that is viewed
-READ = (CONFIG, METRICS, SAMPLES, TOKENS, TIMELINE, TIMELINE_TRACE, "checkpoints")
+READ = (CONFIG, METRICS, SAMPLES, TOKENS, ROUTES, TIMELINE, TIMELINE_TRACE, "checkpoints")
 
 
 class Run:
@@ -37,6 +39,7 @@ class Run:
         self.metrics = MetricsTable(path / METRICS)
         self.samples = Samples(path / SAMPLES)
         self.tokens = TokenLines(path / TOKENS)
+        self.routes = RouteLines(path / ROUTES)
         self.spans = Spans(path / TIMELINE)
         self._config: tuple[float, dict[str, Any]] = (-1.0, {})
 

@@ -66,6 +66,9 @@ class Samples:
         self._texts: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (as long as this lives)
         self._text_begins = array("q")
         self._text_end = 0
+        # The text that was searched for last, how far, and where it was found: another filter
+        # beside it does not search again.
+        self._searched: tuple[bytes, int, list[int]] = (b"", 0, [])
 
     def choose(self, choice: Choice, offset: int, limit: int) -> dict[str, Any]:
         """JSON: how many samples there are and are chosen, and `limit` of these from `offset`."""
@@ -109,7 +112,7 @@ class Samples:
             fits &= _view(self._set) == self._words.get(choice.data_set, -1)
         if choice.text:
             found = np.zeros(len(fits), dtype=bool)
-            found[list(self._with_text(choice.text))] = True
+            found[self._with_text(_folded(choice.text))] = True
             fits &= found
         return np.flatnonzero(fits)
 
@@ -123,13 +126,21 @@ class Samples:
         keys = np.array(_view(getattr(self, f"_{name}"))[chosen], dtype=float)
         return chosen[np.argsort(-keys if order.startswith("-") else keys, kind="stable")]
 
-    def _with_text(self, text: str) -> Iterator[int]:
-        needle = _folded(text)
-        if not self._text_end:
+    def _with_text(self, needle: bytes) -> list[int]:
+        """The numbers of the samples whose texts have it, ascending."""
+        before, begin, found = self._searched
+        if needle != before:
+            begin, found = 0, []
+        found = [*found, *self._search(needle, begin)]
+        self._searched = (needle, self._text_end, found)
+        return found
+
+    def _search(self, needle: bytes, begin: int) -> Iterator[int]:
+        if begin == self._text_end:
             return
         self._texts.flush()
         with mmap.mmap(self._texts.fileno(), self._text_end, access=mmap.ACCESS_READ) as texts:
-            at = texts.find(needle)
+            at = texts.find(needle, begin)
             while at >= 0:
                 number = bisect_right(self._text_begins, at) - 1
                 yield number

@@ -21,7 +21,8 @@ DATA = "PAGE_DATA"
 
 def static_page(root: Path, most_samples: int) -> str:
     """HTML: all metrics of the runs below `root`, and of each run `most_samples` samples, spread
-    evenly over the file, the spans of its last steps, and the norms of its checkpoints."""
+    evenly over the file, the spans of its last steps, how often experts were chosen in some, and
+    the norms of its checkpoints."""
     runs = Runs(root).look()
     data = {
         "runs": [run.summary() for run in runs],
@@ -48,6 +49,7 @@ def _contents(run: Run, most_samples: int) -> dict[str, Any]:
         "samples": [run.sample(number) for number in chosen],
         "of_samples": every["samples"],
         "timeline": run.spans.of_steps(None, STEPS),
+        "routes": run.routes.some(),
         "adapter": adapter_norms(run),
     }
 

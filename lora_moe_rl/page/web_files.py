@@ -18,6 +18,7 @@ SCRIPTS = (
     "tokens.js",
     "samples.js",
     "maps.js",
+    "routes.js",
     "timeline.js",
     "main.js",
 )

@@ -32,7 +32,7 @@ from lora_moe_rl.run.health import Health
 from lora_moe_rl.run.mismatch import MismatchBounds, sampled_versions
 from lora_moe_rl.run.performance import Performance
 from lora_moe_rl.run.reward_metrics import reward_metrics, reweight_metrics
-from lora_moe_rl.telemetry import console, details, names
+from lora_moe_rl.telemetry import console, details, expert_loads, names
 from lora_moe_rl.telemetry.clock import Clock
 from lora_moe_rl.telemetry.metrics import MetricsWriter
 
@@ -193,6 +193,7 @@ class Records:
         samples = self.run_dir.write_samples(*trained, values=facts.result.tokens)
         record = {"step": facts.step, **facts.result.metrics, **facts.published}
         record |= {names.VERSION: facts.version, names.SKIPPED: facts.result.skipped}
+        record |= self._routes(facts)
         if self.config.offline:
             record |= data_metrics(facts.samples, clock.seconds["total"])
         else:
@@ -213,6 +214,14 @@ class Records:
                 console.warn(warning)
                 log.info(warning)
         self.done = facts.step
+
+    def _routes(self, facts: StepFacts) -> dict[str, float]:
+        """Writes how often each expert was chosen, and sums it up; nothing of a dense model."""
+        if (loads := facts.result.expert_loads) is None:
+            return {}
+        layers = self.spec.shape.moe_layers
+        self.run_dir.write_routes(facts.step, layers, loads)
+        return expert_loads.metrics(layers, loads)
 
     def _of_rollout(self, facts: StepFacts, clock: Clock) -> dict[str, float]:
         """What is recorded of how the step's samples came to be."""

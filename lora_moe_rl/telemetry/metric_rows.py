@@ -98,6 +98,11 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("replay/masked_tokens", "tokens", "down", "tokens left out of the loss for missing routes (replay.missing=mask)", "", ""),
     ("replay/audited", "", "", "how much of the routes the audit compared (`replay.audit`)", "", ""),
     ("replay/bytes", "bytes", "down", "routes that a rank fetched, the largest of all ranks", "", ""),
+    # Experts, over all tokens that the update feeds, padding apart; counts: `routes.jsonl`.
+    ("experts/busiest", "times the mean", "", "how often the busiest expert of a layer is chosen, over the mean of its experts: 1 when all are chosen equally often; of the layer where it is largest", "", ""),
+    ("experts/busiest/layer_<layer>", "times the mean", "", "the same of one layer", "", ""),
+    ("experts/entropy", "", "", "entropy of how often experts are chosen over that of equal shares, mean over layers: 1 when all are chosen equally often, 0 when always the same one is", "", ""),
+    ("experts/idle", "share of experts", "", "experts that no token has chosen, of all layers", "", ""),
     # Versions on their way to the engines.
     ("adapter/version", "version", "", "the version that the step updates", "", ""),
     ("refit/seconds", "s", "down", "publishing a version, with its proof", "timing_s/update_weights", ""),

@@ -27,6 +27,7 @@ MISMATCH_LARGEST = "mismatch/max_abs_logprob_diff"
 WORST_SAMPLE, WORST_TOKEN = "mismatch/worst_sample", "mismatch/worst_token"
 WORST_ROLLOUT, WORST_TRAINER = "mismatch/worst_rollout_logprob", "mismatch/worst_trainer_logprob"
 COVERAGE, DISAGREEMENT = "replay/coverage", "replay/disagreement"
+BUSIEST, LOAD_ENTROPY, IDLE_EXPERTS = "experts/busiest", "experts/entropy", "experts/idle"
 GRAD_NORM, SKIPPED = "optim/grad_norm", "optim/skipped"
 VERSION = "adapter/version"
 REFIT_SECONDS = "refit/seconds"
@@ -70,6 +71,11 @@ def of_environment(what: str) -> str:
 def kl_of_age(age: int) -> str:
     """The metric of the tokens that are `age` steps older than what is updated."""
     return f"mismatch/kl_age_{age}"
+
+
+def of_busiest(layer: int) -> str:
+    """The metric of a layer's busiest expert."""
+    return f"{BUSIEST}/layer_{layer:02d}"
 
 
 def time(stage: str) -> str:

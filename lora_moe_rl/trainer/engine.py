@@ -28,7 +28,7 @@ from lora_moe_rl.data.batch import MicroBatch, TrainBatch, pack, unpack
 from lora_moe_rl.data.micro_batches import plan_micro_batches
 from lora_moe_rl.router_replay.audit import Audit, due
 from lora_moe_rl.router_replay.replay import MicroRoutes, Replay
-from lora_moe_rl.router_replay.routes import Routes, Sent
+from lora_moe_rl.router_replay.routes import Routes, Sent, sequence_shard
 from lora_moe_rl.trainer.critic import Critic
 from lora_moe_rl.trainer.device import Device
 from lora_moe_rl.trainer.logprobs import token_logprobs
@@ -225,6 +225,7 @@ class TrainingEngine:
     def _forward_one(self, work: Work, model, record: bool, replay: bool) -> torch.Tensor:
         data, device = work.data, self.device.torch_device
         chunk = self.chunks.index(model)
+        self.replay.set_known(chunk, data.counted[sequence_shard(len(data.input_ids))], device)
         if work.routes is not None and replay:
             self.replay.install(chunk, work.routes[chunk], data, device)
         elif record or not replay or not work.recorded:

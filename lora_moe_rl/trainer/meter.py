@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
+from lora_moe_rl.adapters.spec import ModelShape
 from lora_moe_rl.algorithms.base import Algorithm
 from lora_moe_rl.algorithms.parts import kl
 from lora_moe_rl.data.batch import MicroBatch
@@ -223,6 +224,20 @@ class Meter:
         }
         every = total.sum(axis=0)
         return {"replay/disagreement": float(every[0] / max(every[1], 1))} | by_layer
+
+    def expert_loads(self, replay: Replay, shape: ModelShape) -> np.ndarray | None:
+        """int64 `[MoE layers, experts]`: how often each expert was chosen in the update's forwards.
+        None of a dense model. Every token is on one rank of each layer: under tensor parallelism
+        routers see slices of the sequence."""
+        if not shape.moe_layers:
+            return None
+        here, found = replay.loads(), torch.zeros(len(shape.moe_layers), shape.num_experts)
+        found = found.to(torch.float64)
+        for row, layer in enumerate(shape.moe_layers):
+            if layer in here:
+                found[row] = here[layer]
+        total = self.all_reduce(found.ravel().tolist())
+        return np.array(total).astype(np.int64).reshape(found.shape)
 
     def all_reduce(self, values: list[float], op=dist.ReduceOp.SUM) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device.torch_device)

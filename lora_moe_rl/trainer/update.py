@@ -68,6 +68,7 @@ def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> 
                 one_step = (works, meter, one, batch.step, looked_at)
                 results.append(_optimizer_step(engine, *one_step))
         disagreement = meter.disagreement(replay, engine.spec.shape.moe_layers)
+        loads = meter.expert_loads(replay, engine.spec.shape)
     metrics = meter.metrics(results, compared)
     if engine.critic is not None:
         metrics |= engine.critic.metrics(of_critic, meter)
@@ -81,6 +82,7 @@ def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> 
         seconds=time.perf_counter() - started,
         advantages=advantages if dist.get_rank() == 0 else None,
         tokens=looked_at.everywhere(meter),
+        expert_loads=loads,
     )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import threading
 
+import numpy as np
 import pytest
 from browser import Browser
-from recorded_run import record
+from recorded_run import loads_of, record
 
 from lora_moe_rl.page.link import HOST, link
 from lora_moe_rl.page.samples import Choice, Samples
@@ -232,9 +233,58 @@ def test_a_token_has_the_colour_and_the_numbers_of_how_far_both_engines_are_apar
     assert "entropy, nats" in shown and "logprob, trainer" in shown
 
 
-def test_the_other_views_show_what_the_run_kept(browser, address):
+SHOWN = "routesView.found?.shown.step"
+LOADS = "[...document.querySelectorAll('#loads .heat')].map(card => card.values)"
+
+
+def relative(loads: np.ndarray) -> np.ndarray:
+    """Over the mean of each row."""
+    return loads / loads.mean(axis=1, keepdims=True)
+
+
+def test_the_load_of_experts_is_shown_of_a_step_and_of_a_layer(browser, address):
     browser.open(at(address, view="routes", runs="first"))
-    browser.wait("document.querySelectorAll('.heat canvas').length === 1")
+    browser.wait(f"{SHOWN} === 6 && document.querySelectorAll('#loads .heat').length === 2")
+    of_step, of_layer = browser.evaluate(LOADS)
+    np.testing.assert_allclose(of_step, relative(loads_of(6)))
+    steps = np.array([loads_of(step)[0] for step in range(1, 7)])
+    np.testing.assert_allclose(of_layer, relative(steps).T)
+    by_layer = "[...document.querySelectorAll('#by-layer .heat b')].map(b => b.innerText)"
+    assert browser.evaluate(by_layer) == ["replay/disagreement · first"]
+    assert "as the engine chose them" in browser.text("#loads")
+
+    browser.evaluate("document.getElementById('route-step').value = 3")
+    browser.evaluate("document.getElementById('route-step').dispatchEvent(new Event('input'))")
+    browser.wait(f"{SHOWN} === 3 && location.hash.includes('step=3')")
+    np.testing.assert_allclose(browser.evaluate(LOADS)[0], relative(loads_of(3)))
+    browser.choose("#route-layer", "2")
+    browser.wait("location.hash.includes('layer=2') && routesView.found.byStep.layer === 2")
+    steps = np.array([loads_of(step)[2] for step in range(1, 7)])
+    np.testing.assert_allclose(browser.evaluate(LOADS)[1], relative(steps).T)
+
+
+def test_a_place_in_the_picture_of_loads_tells_its_count_and_chooses_its_layer(browser, address):
+    browser.open(at(address, view="routes", runs="first", step="2"))
+    browser.wait("document.querySelectorAll('#loads .heat canvas').length === 2")
+    canvas = "document.querySelector('#loads .heat canvas')"
+    painted = f"{canvas}.getContext('2d').getImageData({canvas}.width - 5, 5, 1, 1).data[3] > 0"
+    browser.wait(painted)
+    # Its middle: layer 1 of three, and left of the middle of eight experts, as names stand there.
+    browser.click("#loads .heat canvas")
+    browser.wait("location.hash.includes('layer=1')")
+    tip = browser.text("#tip")
+    assert "layer 1, expert 3" in tip and f"chosen\n{loads_of(2)[1, 3]}\n" in tip
+    assert "step=2" in browser.evaluate("location.hash")
+
+
+def test_a_link_to_a_step_and_a_layer_shows_them(browser, address):
+    browser.open(at(address, view="routes", runs="second", step="2", layer="1"))
+    browser.wait(f"{SHOWN} === 2 && routesView.found.byStep.layer === 1")
+    assert browser.evaluate("document.getElementById('route-step').value") == "2"
+    assert browser.evaluate("document.getElementById('route-layer').value") == "1"
+
+
+def test_the_other_views_show_what_the_run_kept(browser, address):
     browser.open(at(address, view="timeline", runs="first", at="4", count="2"))
     browser.wait("timelineView.steps?.length === 2")
     assert browser.evaluate("timelineView.steps.map(s => s.step)") == [3, 4]
@@ -264,6 +314,9 @@ def test_one_file_shows_and_filters_the_same_without_a_server(browser, runs, tmp
     browser.open(at(out.as_uri(), view="samples", runs="first", reward_from="0.5", text="RESPONSE"))
     browser.wait(f"{COUNT} === '1–12 of 12 (of 48)'")
     ask = {"step_from": "2", "reward_to": "0.5", "finish": "stop", "order": "-reward"}
+    browser.open(at(out.as_uri(), view="routes", runs="first", step="4", layer="2"))
+    browser.wait(f"{SHOWN} === 4 && routesView.found.byStep.layer === 2")
+    np.testing.assert_allclose(browser.evaluate(LOADS)[0], relative(loads_of(4)))
     script = f"source.samples('first', {{...DEFAULTS, ...{json.dumps(ask)}}}, 0, 50)"
     embedded = browser.evaluate(f"{script}.then(found => found.list.map(one => one.number))")
     choice = Choice(step_from=2, reward_to=0.5, finish="stop", order="-reward")

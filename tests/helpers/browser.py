@@ -39,6 +39,10 @@ def find_browser() -> str | None:
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
+class Navigated(Exception):
+    """The page that was asked is gone: another one came in its place before it answered."""
+
+
 class Browser:
     """One page. `errors`: what it wrote to the console as an error, exceptions that nobody caught,
     and requests to another host than `allowed` or that failed."""
@@ -103,6 +107,8 @@ class Browser:
         while True:
             message = json.loads(self._socket.recv(PATIENCE_S))
             if message.get("id") == self._number:
+                if "navigated" in message.get("error", {}).get("message", ""):
+                    raise Navigated(f"{method}: {message['error']['message']}")
                 assert "error" not in message, (method, message)
                 return message["result"]
             self._event(message)
@@ -139,14 +145,20 @@ class Browser:
         return answer["result"].get("value")
 
     def wait(self, condition: str, seconds: float = PATIENCE_S) -> None:
-        """Until an expression is true; as long as it raises, it is not."""
+        """Until an expression is true; as long as it raises, or the page is changing, it is not."""
         asked = f"(() => {{ try {{ return Boolean({condition}) }} catch {{ return false }} }})()"
         end = time.monotonic() + seconds
-        while not self.evaluate(asked):
+        while not self._answers(asked):
             if time.monotonic() > end:
                 text = self.evaluate("document.body.innerText.slice(0, 2000)")
                 raise TimeoutError(f"{condition} did not come true; {self.errors}; page: {text}")
             time.sleep(0.03)
+
+    def _answers(self, condition: str) -> bool:
+        try:
+            return self.evaluate(condition)
+        except Navigated:
+            return False
 
     def text(self, selector: str) -> str:
         return self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText")

@@ -22,6 +22,7 @@ from lora_moe_rl.data.samples import (
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.telemetry.metrics import MetricsWriter
 
+LAYERS = (0, 1, 2)
 PROMPTS, SAMPLES = 2, 4  # a step's groups, and the samples of each
 PLANTED = "<script>window.planted = true</script><img src=x onerror='window.planted = true'>"
 MESSAGES = (
@@ -84,7 +85,7 @@ def values_of(groups: list[Group]) -> dict[int, TokenValues]:
 
 def metrics_of(step: int) -> dict[str, float]:
     disagreement = {
-        f"replay/disagreement/layer_{layer:02d}": step * layer / 100 for layer in range(3)
+        f"replay/disagreement/layer_{layer:02d}": step * layer / 100 for layer in LAYERS
     }
     return {
         "step": step,
@@ -94,6 +95,11 @@ def metrics_of(step: int) -> dict[str, float]:
         "time/rollout": 1.0,
         **disagreement,
     }
+
+
+def loads_of(step: int) -> np.ndarray:
+    """How often each of 8 experts was chosen, in LAYERS: the last expert most."""
+    return np.arange(8) * (1 + np.array(LAYERS)[:, None]) + step
 
 
 def timeline_of(step: int) -> dict:
@@ -121,5 +127,6 @@ def record(
             values = values_of(groups) if config.logging.tokens else None
             run_dir.write_samples(step, groups, signals, values=values)
             run_dir.write_timeline(timeline_of(step))
+            run_dir.write_routes(step, LAYERS, loads_of(step))
             metrics.write(metrics_of(step))
     return run_dir

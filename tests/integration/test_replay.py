@@ -109,7 +109,7 @@ def random_rows(model):
 
 def faults(worker, spec):
     """Ways in which replay went wrong in other systems, each put into ours."""
-    from lora_moe_rl.router_replay.replay import LayerReplay
+    from lora_moe_rl.router_replay.layer import LayerReplay
 
     worker.set_adapter(random_adapter(spec))
     batch, table = random_batch(spec)

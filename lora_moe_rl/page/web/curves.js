@@ -6,9 +6,11 @@ const SECTIONS = [
     "loss/nll", "loss/dpo", "rewards/margins", "rewards/accuracies", "data/answer_length", "teacher/reverse_kl"]],
   ["Evaluation", [/^eval\/.*(avg|pass|maj)@/]],
   ["Trainer and engines as one policy", ["mismatch/kl", "mismatch/max_abs_logprob_diff", "replay/coverage", "replay/disagreement"]],
+  ["Routes", ["experts/busiest", "experts/entropy", "experts/idle"]],
   ["Ages", ["rollout/age_mean", "rollout/age_oldest", "rollout/stale"]],
   ["Time", ["time/step", "time/rollout", "time/train", "time/refit", "rollout/tokens_per_second", "data/tokens_per_second",
     "idle/trainer", "idle/engines"]],
+  ["Refit", ["refit/seconds", "refit/bytes", "refit/max_diff", "refit/lost"]],
 ];
 const LOGARITHMIC = /^mismatch\/(kl(_age_\d+|_reverse)?|max_abs_logprob_diff|mean_abs_logprob_diff)$/;
 const MOST_CHARTS = 120;

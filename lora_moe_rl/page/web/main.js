@@ -40,7 +40,7 @@ const colorOf = (run) => COLORS[Math.max(0, chosenRuns().indexOf(run)) % COLORS.
 
 /** Which of the chosen runs a view of one shows. */
 function runChoice() {
-  const runs = chosenRuns(), given = { "aria-label": "run", id: "run-choice", onchange: (event) => go({ run: event.target.value, n: "", offset: "0", at: "" }) };
+  const runs = chosenRuns(), given = { "aria-label": "run", id: "run-choice", onchange: (event) => go({ run: event.target.value, n: "", offset: "0", at: "", step: "", layer: "" }) };
   return runs.length > 1 ? h("select", given, runs.map((run) => h("option", { value: run, selected: run === focusedRun() }, run))) : null;
 }
 

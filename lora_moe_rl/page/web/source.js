@@ -20,6 +20,8 @@ class Server {
   samples(run, choice, offset, limit) { return this.ask("samples", { run, ...choice, offset, limit }); }
   sample(run, number) { return this.ask("sample", { run, number }); }
   timeline(run, step, count) { return this.ask("timeline", { run, step, count }); }
+  routes(run, step) { return this.ask("routes", { run, step }); }
+  layerRoutes(run, layer) { return this.ask("layer_routes", { run, layer }); }
   adapter(run) { return this.ask("adapter", { run }); }
   traceLink(run) { return `api/trace?${new URLSearchParams({ run })}`; }
 }
@@ -36,6 +38,14 @@ class Embedded {
   async metrics(run) { return this.of(run).metrics; }
   async timeline(run) { return this.of(run).timeline; }
   async adapter(run) { return this.of(run).adapter; }
+  async routes(run, step) {
+    const { first, newest, records } = this.of(run).routes, upTo = records.filter((one) => !step || one.step <= Number(step));
+    return { first, newest, shown: upTo.at(-1) || records[0] || null };
+  }
+  async layerRoutes(run, layer) {
+    const kept = this.of(run).routes.records.filter((one) => one.layers.includes(layer));
+    return { layer, steps: kept.map((one) => one.step), loads: kept.map((one) => one.loads[one.layers.indexOf(layer)]) };
+  }
   async sample(run, number) {
     const found = this.of(run).samples.find((one) => one.number === Number(number));
     if (!found) throw new Error(`sample ${number} is not in this file`);

@@ -92,6 +92,17 @@ def test_what_a_run_adds_is_found_and_what_it_takes_back_is_gone(run_dir):
     assert samples.record(8) is None and samples.record(-1) is None
 
 
+def test_a_text_that_is_searched_for_again_is_found_in_what_has_come_since(run_dir):
+    samples, window = Samples(run_dir.samples_file), Choice(text="window", order="oldest")
+    before = numbers(samples, window)
+    assert len(before) == 12 and numbers(samples, window) == before
+    assert numbers(samples, Choice(text="window", step_from=6)) == before[-2:]
+    record(run_dir.path, range(7, 8), True)
+    assert numbers(samples, window) == [*before, 51, 55]
+    assert len(numbers(samples, Choice(text="response 7-0"))) == 3
+    assert numbers(samples, window) == [*before, 51, 55]
+
+
 def test_a_record_is_whole_and_a_list_has_its_beginning(run_dir):
     samples = Samples(run_dir.samples_file)
     whole = samples.record(3)

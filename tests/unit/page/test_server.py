@@ -32,6 +32,8 @@ def test_every_question_is_answered(client):
     assert ask("samples", text="window", limit="3")["chosen"] == 12
     assert ask("sample", number="3")["messages"][1]["role"] == "tool"
     assert [one["step"] for one in ask("timeline", step="4", count="2")["steps"]] == [3, 4]
+    assert ask("routes", step="4")["shown"]["step"] == 4
+    assert ask("layer_routes", layer="1")["steps"] == [1, 2, 3, 4, 5, 6]
     assert ask("adapter") == {"checkpoints": []}
 
 
@@ -45,6 +47,7 @@ def test_every_question_is_answered(client):
         ("/api/sample?run=one", 400, "number=N"),
         ("/api/samples?run=one&step_from=two", 400, "step_from='two' is not a whole number"),
         ("/api/samples?run=one&order=best", 400, "order='best' is not one of newest"),
+        ("/api/layer_routes?run=one", 400, "layer=N"),
         ("/api/samples?run=one&limit=100000", 400, "limit=100000"),
         ("/api/samples?run=one&stepfrom=2", 400, "'stepfrom' is not asked for"),
         ("/web/../server.py", 404, ""),

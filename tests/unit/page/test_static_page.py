@@ -21,6 +21,7 @@ def test_all_that_it_shows_stands_in_it(tmp_path):
     assert data["metrics"]["columns"]["reward/mean"] == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
     assert (len(data["samples"]), data["of_samples"]) == (20, 48)
     assert [one["step"] for one in data["timeline"]["steps"]] == [1, 2, 3, 4, 5, 6]
+    assert [one["step"] for one in data["routes"]["records"]] == [1, 2, 3, 4, 5, 6]
     rest = re.sub(r"const PAGE_DATA = .*;\n", "", html)
     assert "<script src" not in rest and '<link rel="stylesheet"' not in rest
 
