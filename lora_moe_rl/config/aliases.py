@@ -112,6 +112,8 @@ ALIASES = (
     Alias(("val_only",), "lora-moe-rl eval RECIPE"),
     Alias(("save_steps", "save_freq"), "checkpoint.every"),
     Alias(("save_total_limit", "max_actor_ckpt_to_keep"), "checkpoint.keep"),
+    Alias(("early_stopping_patience",), "checkpoint.stop_after",
+          "of checkpoint.best_metric, which TRL calls metric_for_best_model"),
     Alias(("resume_from_checkpoint", "resume_mode"), "--resume"),
     Alias(("log_completions", "num_completions_to_print"), "logging.samples_per_step"),
     Alias(("output_dir", "default_local_dir"), "logging.run_dir"),

@@ -77,9 +77,9 @@ _RULES = [
     *(
         _Rule(
             f"checkpoint.{key}",
-            lambda c: c.checkpoint.keep_best > 0,
+            lambda c: c.checkpoint.keep_best > 0 or c.checkpoint.stop_after > 0,
             "checkpoint.keep_best",
-            "with checkpoint.keep_best above 0",
+            "with checkpoint.keep_best or checkpoint.stop_after above 0",
         )
         for key in ("best_metric", "best_is")
     ),
