@@ -116,6 +116,7 @@ ALIASES = (
           "of checkpoint.best_metric, which TRL calls metric_for_best_model"),
     Alias(("resume_from_checkpoint", "resume_mode"), "--resume"),
     Alias(("log_completions", "num_completions_to_print"), "logging.samples_per_step"),
+    Alias(("global_profiler.steps", "profile_steps"), "logging.profile", "of trainer ranks"),
     Alias(("output_dir", "default_local_dir"), "logging.run_dir"),
     Alias(("report_to", "trainer.logger"), "tracker.name"),
     Alias(("project_name",), "tracker.project"),

@@ -11,6 +11,7 @@ checkpoints/     see checkpoint.py
 adapter/         the newest exported PEFT adapter
 logs/            one file an actor, and one of what libraries say at their import
 curves.png       reward, mismatch and step time, at the end
+traces/          what trainer ranks computed in the steps of logging.profile (trainer/traces.py)
 timeline.png     who did what when in the last steps, at the end; timeline.trace.json for Perfetto
 """
 
