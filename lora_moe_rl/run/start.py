@@ -10,7 +10,7 @@ from pathlib import Path
 from lora_moe_rl import algorithms, ports
 from lora_moe_rl.algorithms.base import Algorithm
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.files import checkpoint, eval_files
+from lora_moe_rl.files import checkpoint, eval_files, versions_file
 from lora_moe_rl.files.pusher import Pusher
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.page import link
@@ -104,6 +104,7 @@ def _evaluated(run_dir: RunDir) -> set[int]:
 def _run(run: Prepared) -> None:
     run.run_dir.rewind(run.step)  # before the files are opened to go on in them
     eval_files.rewind(run.run_dir.path, run.step)
+    versions_file.note(run.run_dir.path, run.step, versions_file.here())
     with (
         _pusher(run) as pusher,
         MetricsWriter(run.run_dir, run.config) as metrics,

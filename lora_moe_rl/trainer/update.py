@@ -230,5 +230,5 @@ def _replay_metrics(
         layers = engine.spec.shape.moe_layers
         compared = meter.all_reduce([engine.audit.compared[layer] for layer in layers])
         engine.audit.check_compared(batch.step, dict(zip(layers, compared, strict=True)))
-        metrics["replay/audited"] = sum(compared)
+        metrics[names.AUDITED] = sum(compared)
     return metrics
