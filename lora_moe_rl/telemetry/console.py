@@ -88,8 +88,8 @@ class StepLines:
         self._lines = 0
         if width is None and _console.is_terminal:
             width = _console.width
-        for metric in _SPARED if width is not None else ():
-            if len(self.header) > width:
+        for metric in _SPARED:
+            if width is not None and len(self.header) > width:
                 self._columns.pop(metric, None)
 
     @property
