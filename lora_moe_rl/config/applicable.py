@@ -77,9 +77,9 @@ _RULES = [
     *(
         _Rule(
             f"checkpoint.{key}",
-            lambda c: c.checkpoint.keep_best > 0,
+            lambda c: c.checkpoint.keep_best > 0 or c.checkpoint.stop_after > 0,
             "checkpoint.keep_best",
-            "with checkpoint.keep_best above 0",
+            "with checkpoint.keep_best or checkpoint.stop_after above 0",
         )
         for key in ("best_metric", "best_is")
     ),
@@ -148,6 +148,7 @@ def check_applicable(config: RunConfig) -> None:
     _check_template(config.model)
     _check_rewards(config)
     _check_lag(config)
+    _check_profile(config)
     for rule in _RULES:
         path, _, name = rule.option.rpartition(".")
         if is_set(value_of(config, path), name) and not rule.applies(config):
@@ -164,6 +165,15 @@ def _check_template(model: ModelConfig) -> None:
         raise ConfigError(
             f"model.chat_template and model.chat_template_file={model.chat_template_file} are both "
             "set; set one of them to null"
+        )
+
+
+def _check_profile(config: RunConfig) -> None:
+    steps, last = config.logging.profile, config.trainer.steps
+    if steps and steps[-1] > last:
+        raise ConfigError(
+            f"logging.profile={value_text(steps)}: there is no step {steps[-1]} in a run of "
+            f"trainer.steps={last}; name steps from 1 to {last}"
         )
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from lora_moe_rl.config.evaluation import EVAL
 from lora_moe_rl.config.section import Section
 
 
@@ -29,6 +30,13 @@ class CheckpointConfig(Section):
     best_is: Literal["largest", "smallest"] = Field(
         "largest", description="Which value of checkpoint.best_metric is the best."
     )
+    stop_after: int = Field(
+        0,
+        ge=0,
+        description="End the run, with a checkpoint, once checkpoint.best_metric got no better in "
+        "so many looks in a row: evaluations for a metric of eval/, checkpoints for any other; 0: "
+        "never.",
+    )
     push_to: str | None = Field(
         None,
         description="A directory, or a URL of storage (s3://BUCKET/PATH), that checkpoints and "
@@ -46,7 +54,22 @@ class CheckpointConfig(Section):
                 f"checkpoint.keep_best={self.keep_best} needs a metric to judge by: set "
                 "checkpoint.best_metric, reward/mean for one"
             )
+        if self.stop_after and self.best_metric is None:
+            raise ValueError(
+                f"checkpoint.stop_after={self.stop_after} needs a metric to judge by: set "
+                "checkpoint.best_metric, reward/mean for one"
+            )
+        if self.stop_after and not self.every and not self.best_of_evaluations:
+            raise ValueError(
+                f"checkpoint.stop_after={self.stop_after} looks at {self.best_metric} at every "
+                "checkpoint, and checkpoint.every=0 makes one at the end alone: set it above 0"
+            )
         return self
+
+    @property
+    def best_of_evaluations(self) -> bool:
+        """Whether the best metric is one that evaluations log."""
+        return (self.best_metric or "").startswith(EVAL)
 
     def absolute(self) -> dict[str, str]:
         """The settings that depend on the current directory, so that they no longer do."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config.evaluation import EvalConfig, EvalSetConfig
+from lora_moe_rl.config.evaluation import EVAL, EvalConfig, EvalSetConfig
 from lora_moe_rl.config.keys import value_text
 from lora_moe_rl.errors import ConfigError
 
 
 def check_evaluation(config: RunConfig) -> None:
     """Raises ConfigError that names the key and the way out."""
+    _check_best(config)
     if not config.eval.sets:
         _check_nothing_set(config.eval)
         return
@@ -21,6 +22,25 @@ def check_evaluation(config: RunConfig) -> None:
             f"eval.sets with schedule.lag={lag}: a version that is evaluated keeps a slot of its "
             f"own beside the {lag + 2} of sampling ahead; set refit.slots={lag + 3} or more (it is "
             f"{slots}), or schedule.lag=0, where training waits for evaluations"
+        )
+
+
+def _check_best(config: RunConfig) -> None:
+    """A best metric that evaluations log: that there are some, and for stop_after several."""
+    settings, sets = config.checkpoint, config.eval.sets
+    if not settings.best_of_evaluations:
+        return
+    name = settings.best_metric or ""
+    if not any(name.startswith(f"{EVAL}{one}/") for one in sets):
+        known = ", ".join(sets) or "none"
+        raise ConfigError(
+            f"checkpoint.best_metric={name} is of no set of eval.sets ({known}): name one of them, "
+            f"as {EVAL}{next(iter(sets), 'NAME')}/avg, or take a metric of steps, as reward/mean"
+        )
+    if settings.stop_after and not config.eval.every:
+        raise ConfigError(
+            f"checkpoint.stop_after={settings.stop_after} looks at {name} at every evaluation, and "
+            "eval.every=0 evaluates before the first step and at the end alone: set it above 0"
         )
 
 

@@ -18,6 +18,7 @@ from pydantic import (
 
 from lora_moe_rl.config.adapter import AdapterConfig
 from lora_moe_rl.config.checkpoint import CheckpointConfig
+from lora_moe_rl.config.chosen_steps import steps_of
 from lora_moe_rl.config.data import DataConfig, SourceConfig
 from lora_moe_rl.config.engines import MismatchConfig, RefitConfig, ReplayConfig, RolloutConfig
 from lora_moe_rl.config.evaluation import EVAL, EvalConfig
@@ -206,7 +207,17 @@ class LoggingConfig(Section):
         description="Write every token of those samples to tokens.jsonl: its id, version, "
         "advantage, weight, logprobs of engine and trainer, and entropy.",
     )
+    profile: tuple[int, ...] = Field(
+        (),
+        description="Steps whose updates torch's profiler traces on every trainer rank, into "
+        "traces/ of the run directory: 3-5, or 3,7-9; empty: none.",
+    )
     progress: bool = Field(True, description="Show progress bars on a terminal.")
+
+    @field_validator("profile", mode="before")
+    @classmethod
+    def _steps(cls, value: Any) -> Any:
+        return steps_of("logging.profile", value)
 
 
 def _settings_of(kind: Kind, common: type[Section], value: Any) -> Any:

@@ -1,15 +1,15 @@
 """The model card of an exported adapter: README.md beside its weights, as model hubs show it.
 
 It is made from the adapter's own sites and, where the adapter is of a run, from the run's
-config.yaml and metrics.jsonl. Paths of the machine are cut to their last part, since a card is
-published.
+config.yaml, metrics.jsonl and versions.json. Paths of the machine are cut to their last part, since
+a card is published.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.recipes import load_config
 from lora_moe_rl.data.rows import is_hub
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.files import versions_file
+from lora_moe_rl.files.checkpoint import step_of
 from lora_moe_rl.files.run_dir import CONFIG, METRICS
 
 FILE = "README.md"
@@ -54,7 +56,7 @@ def text(spec: AdapterSpec, base: str, run: Path | None, checkpoint: Path, criti
         f"{len(spec.sites):,} sites, {spec.num_parameters:,} parameters, float32.",
     ]
     if run is not None:
-        parts += [_training(run), *_figures(run, checkpoint)]
+        parts += [_training(run), *_figures(run, checkpoint), _versions(run, checkpoint)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -115,9 +117,36 @@ def _function(name: str) -> str:
     return shown(path) + colon + function
 
 
+def _versions(run: Path, checkpoint: Path) -> str:
+    """Of what the run was trained with, by its own record."""
+    found = versions_file.at(run, step_of(checkpoint))
+    if found is None:
+        return "## Versions\n\nThe run has no record of what it was trained with."
+    return "## Versions\n\n" + _table(["package", "version"], [*map(list, found.items())])
+
+
+def _checks(records: Sequence[dict[str, Any]]) -> list[str]:
+    """What every step of a run is checked for: the worst of these steps. Nothing where nothing was
+    sampled."""
+    from lora_moe_rl.telemetry import names
+
+    worst: dict[str, tuple[str, Callable[[list[float]], float]]] = {
+        names.MISMATCH_KL: ("KL of engine and trainer, the largest", max),
+        names.MISMATCH_LARGEST: ("logprob of a token, the largest difference", max),
+        names.COVERAGE: ("share of tokens with routes, the smallest", min),
+        names.AUDITED: ("routes compared with those that were used, in all", sum),
+    }
+    cells = []
+    for name, (what, of) in worst.items():
+        if values := [value for one in records if (value := one.get(name)) is not None]:
+            cells.append([f"`{name}`", what, f"{of(values):.4g}", f"{len(values)}"])
+    if not cells:
+        return []
+    return ["## Checks in the run\n\n" + _table(["metric", "of", "value", "steps"], cells)]
+
+
 def _figures(run: Path, checkpoint: Path) -> list[str]:
     """First and last steps up to the checkpoint, and its evaluation, if there was one."""
-    from lora_moe_rl.files.checkpoint import step_of
     from lora_moe_rl.telemetry import names
     from lora_moe_rl.telemetry.metrics import read_evaluations, read_steps
     from lora_moe_rl.telemetry.report import rows, spans
@@ -137,7 +166,7 @@ def _figures(run: Path, checkpoint: Path) -> list[str]:
         }
         cells = [[key, "-" if value is None else f"{value:.4g}"] for key, value in kept.items()]
         found.append("## Evaluation\n\n" + _table(["metric", "value"], cells))
-    return found
+    return found + _checks(records)
 
 
 def _table(heading: Sequence[str], found: Sequence[Sequence[str]]) -> str:

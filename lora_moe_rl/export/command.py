@@ -25,6 +25,7 @@ examples:
   lora-moe-rl export runs/demo --to peft --out adapter
   lora-moe-rl export runs/demo --to peft --for vllm --out adapter
   lora-moe-rl export runs/ppo --to peft --critic --out critic
+  lora-moe-rl export runs/demo --to peft --out adapter --push-to-hub me/demo-adapter
   lora-moe-rl export runs/demo --to merged --base Qwen/Qwen3-30B-A3B --out merged
 """
 WORST_SHOWN = 10  # tensors
@@ -36,7 +37,12 @@ OF_MERGED = ("dtype", "adapted_float32", "rounding", "seed", "warn_lost", "stop_
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     _check_options(options)
-    return _export_merged(options) if options.to == "merged" else _export_peft(options)
+    code = _export_merged(options) if options.to == "merged" else _export_peft(options)
+    if options.push_to_hub is not None:
+        from lora_moe_rl.export import hub
+
+        print(hub.push(options.out, options.push_to_hub, bool(options.public)))
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,6 +99,13 @@ def _parser() -> argparse.ArgumentParser:
         "--stop-lost", type=float, metavar="SHARE", help=f"write nothing that loads when it takes "
         f"more than this ({STOP_LOST:g})",
     )  # fmt: skip
+    parser.add_argument(
+        "--push-to-hub", metavar="OWNER/NAME", help="then put it on the Hugging Face hub, where it "
+        "is private unless --public; the token is that of HF_TOKEN or of `hf auth login`",
+    )  # fmt: skip
+    parser.add_argument(
+        "--public", action="store_const", const=True, help="with --push-to-hub: for everybody"
+    )
     parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
     return parser
 
@@ -111,6 +124,12 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ConfigError(f"--adapted-float32 and --dtype {options.dtype} are both given: choose")
     if options.seed is not None and options.rounding != "stochastic":
         raise ConfigError(f"--seed {options.seed} has no effect without --rounding stochastic")
+    if options.public and options.push_to_hub is None:
+        raise ConfigError("--public has no effect without --push-to-hub OWNER/NAME")
+    if options.push_to_hub is not None:
+        from lora_moe_rl.export import hub
+
+        hub.check_name(options.push_to_hub)
 
 
 def _base(options: argparse.Namespace) -> Path | None:

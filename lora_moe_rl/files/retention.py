@@ -25,11 +25,18 @@ class Retention:
 
     def __init__(self, config: CheckpointConfig, metrics_file: Path, say: Callable[[str], None]):
         self.config, self.say = config, say
-        self._metrics = Metric(metrics_file, config.best_metric) if config.keep_best else None
+        self._metrics = Metric(metrics_file, config.best_metric)
 
     def __call__(self, paths: Sequence[Path]) -> dict[Path, str]:
         """{checkpoint that stays: why}, of those that there are."""
+        if self.config.best_metric is not None and not self.values:
+            self._say_unknown()
         return self._young(paths) | self._best(paths)
+
+    @property
+    def values(self) -> Mapping[int, float]:
+        """{step: value} of the best metric so far."""
+        return self._metrics.read()
 
     def _young(self, paths: Sequence[Path]) -> dict[Path, str]:
         hours = self.config.keep_hours
@@ -38,25 +45,21 @@ class Retention:
         return {path: f"younger than {hours:g} h" for path in paths if _age(path) < hours * HOUR}
 
     def _best(self, paths: Sequence[Path]) -> dict[Path, str]:
-        if self._metrics is None:
+        if not self.config.keep_best:
             return {}
-        values = self._metrics.read()
-        name, of_step = self.config.best_metric, {step_of(path): path for path in paths}
-        if not values:
-            self._say_unknown()
-            return {}
+        values, name = self.values, self.config.best_metric
+        of_step = {step_of(path): path for path in paths}
         means = {step: mean_up_to(values, step, max(1, self.config.every)) for step in of_step}
         largest = self.config.best_is == "largest"
         best = best_of(means, self.config.keep_best, largest)
         return {of_step[step]: f"best: {name} {means[step]:.6g}" for step in best}
 
     def _say_unknown(self) -> None:
-        assert self._metrics is not None
         near = difflib.get_close_matches(str(self.config.best_metric), self._metrics.names, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         self.say(
             f"checkpoint.best_metric={self.config.best_metric} is in no line of "
-            f"{self._metrics.path}{hint}: no checkpoint is kept for being the best"
+            f"{self._metrics.path}{hint}: nothing is judged by it"
         )
 
 

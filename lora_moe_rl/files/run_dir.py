@@ -1,6 +1,7 @@
 """The run directory: what a run leaves behind, and what it is resumed from.
 
 config.yaml      the resolved config; `lora-moe-rl train RUN/config.yaml --resume` goes on
+versions.json    what packages it was trained with (versions_file.py)
 metrics.jsonl    one line a step, and one an evaluation
 samples.jsonl    a few samples a step: prompt, response, reward, versions
 tokens.jsonl     of the same samples every token, with logging.tokens
@@ -12,6 +13,7 @@ checkpoints/     see checkpoint.py
 adapter/         the newest exported PEFT adapter
 logs/            one file an actor, and one of what libraries say at their import
 curves.png       reward, mismatch and step time, at the end
+traces/          what trainer ranks computed in the steps of logging.profile (trainer/traces.py)
 timeline.png     who did what when in the last steps, at the end; timeline.trace.json for Perfetto
 """
 

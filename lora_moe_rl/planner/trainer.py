@@ -65,6 +65,12 @@ class RankClass:
         return sum(self.memory.values())
 
     @property
+    def tensors(self) -> int:
+        """What of `total` are tensors: without the CUDA context, and what the allocator keeps in
+        reserve."""
+        return self.total - self.memory["runtime"] - self.memory["allocator"]
+
+    @property
     def name(self) -> str:
         first, last = self.stages[0], self.stages[-1]
         return f"stage {first}" if first == last else f"stages {first}-{last}"

@@ -37,19 +37,27 @@ class Evaluations:
         self.config, self.evaluator, self.engines = config, evaluator, engines
         self.recorded = recorded
         self._beside: asyncio.Task[None] | None = None
+        self._taken = -1  # the newest step whose evaluation was begun
 
-    def is_due(self, step: int) -> bool:
-        if step in self.recorded:
+    def is_due(self, step: int, last: bool = False) -> bool:
+        if step in self.recorded or step == self._taken:
             return False
-        return self.config.eval.is_due(step, self.config.trainer.steps)
+        return self.config.eval.is_due(step, step if last else self.config.trainer.steps)
 
     async def take(
-        self, step: int, version: int, book: TicketBook, tasks: asyncio.TaskGroup
+        self,
+        step: int,
+        version: int,
+        book: TicketBook,
+        tasks: asyncio.TaskGroup,
+        last: bool = False,
     ) -> None:
         """Evaluates `version`, the newest one, which `step` has made, if that is due: returns when
-        it is done, or with schedule.lag at once. `book` and `tasks` are those of the run."""
-        if not self.is_due(step):
+        it is done, or with schedule.lag at once. `book` and `tasks` are those of the run. `last`:
+        the run ends with this step, whatever trainer.steps."""
+        if not self.is_due(step, last):
             return
+        self._taken = step
         await self.ended()
         if not self.config.schedule.lag:
             with book.held("an evaluation"):

@@ -10,9 +10,11 @@ from lora_moe_rl.errors import CheckpointError, RunDirError
 from lora_moe_rl.files import checkpoint
 from lora_moe_rl.files.checkpoint import Found
 from lora_moe_rl.files.checkpoint_contents import check_resumable
+from lora_moe_rl.files.retention import Metric
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.models.fingerprint import check_unchanged
-from lora_moe_rl.run import adapter_start
+from lora_moe_rl.run import adapter_start, plateau
+from lora_moe_rl.run.plateau import Plateau
 from lora_moe_rl.run.preflight import Preflight
 from lora_moe_rl.run.prepared import Prepared
 from lora_moe_rl.telemetry import console
@@ -40,6 +42,14 @@ def steps_done(config: RunConfig, resume: bool, fork: Path | None) -> int:
         return 0
     newest = checkpoint.newest_valid(root).path
     return checkpoint.step_of(newest) if newest else 0
+
+
+def ended_early(config: RunConfig) -> Plateau | None:
+    """Why nothing is left to do for a run that is to be resumed: its metric got no better
+    (checkpoint.stop_after) up to its newest checkpoint."""
+    run_dir = RunDir(config, resume=True)
+    values = Metric(run_dir.metrics_file, config.checkpoint.best_metric).read()
+    return plateau.of_run(config.checkpoint, values, checkpoint.newest_step(run_dir.checkpoints))
 
 
 def newest(run_dir: RunDir, ready: Preflight) -> Found | None:

@@ -67,8 +67,8 @@ class Ports:
 
 
 async def run(ports: Ports, book: TicketBook, first_step: int) -> None:
-    """Steps from `first_step` until trainer.steps, or until `records.stop_requested`. When a task
-    fails all end, and its own error is raised."""
+    """Steps from `first_step` until trainer.steps, until `records.stop_requested`, or until the
+    metric gets no better. When a task fails all end, and its own error is raised."""
     await ports.publisher.start()
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -163,6 +163,22 @@ async def learn(ports: Ports, book: TicketBook, first_step: int, tasks: asyncio.
         if records.stop_requested:
             return
         await ports.evaluations.take(step, ports.publisher.version, book, tasks)
+        if await _ends_early(ports, book, step, tasks):
+            return
+
+
+async def _ends_early(ports: Ports, book: TicketBook, step: int, tasks: asyncio.TaskGroup) -> bool:
+    """Whether the run ends with `step` because its metric gets no better (checkpoint.stop_after):
+    evaluated as at its end, which may show that it does, and with a checkpoint."""
+    records = ports.records
+    if records.plateau_at(step) is None:
+        return False
+    await ports.evaluations.take(step, ports.publisher.version, book, tasks, last=True)
+    await ports.evaluations.ended()
+    if (ended := records.plateau_at(step)) is None:
+        return False
+    records.end_early(ended, step, book.state_dict(ports.source.state_dict()))
+    return True
 
 
 class _Timed:

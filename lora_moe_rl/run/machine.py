@@ -103,7 +103,7 @@ def _plan(config: RunConfig, model_dir: Path, hardware: Hardware, auto: Format) 
 
 def _on_the_cpu(config: RunConfig, plan: RunPlan) -> tuple[str, list[str]]:
     """All ranks and engines share the machine's memory."""
-    trainer = sum(c.ranks * (c.total - _gpu_only(c.memory)) for c in plan.classes)
+    trainer = sum(c.ranks * c.tensors for c in plan.classes)
     engines = 0
     if plan.engine is not None:
         engine = config.rollout.tp * (plan.engine.weights + plan.engine.slots)
@@ -114,10 +114,6 @@ def _on_the_cpu(config: RunConfig, plan: RunPlan) -> tuple[str, list[str]]:
         f"{memory / GIB:.1f} GiB of memory"
     )
     return text, [f"{text}; use a smaller model or fewer ranks"] * (trainer + engines > memory)
-
-
-def _gpu_only(memory: dict[str, int]) -> int:
-    return memory["runtime"] + memory["allocator"]
 
 
 def _loopback() -> list[str]:

@@ -1,4 +1,5 @@
-"""What a step's time was used for, in figures: tokens a second, and the operations of the model.
+"""What a step's time was used for, in figures: tokens a second, and the operations of the model;
+and the memory that was planned for it.
 
 Operations are those that the step needs, with LoRA counted right (docs/metrics.md, Performance):
 the frozen base has a forward and the gradient of its inputs, and no gradient of its weights. What
@@ -17,7 +18,8 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Sample
 from lora_moe_rl.planner.compute import attention_of, flops
 from lora_moe_rl.planner.facts import Facts, find
-from lora_moe_rl.planner.hardware import GPUS
+from lora_moe_rl.planner.hardware import GIB, GPUS
+from lora_moe_rl.planner.trainer import TrainerMemory
 from lora_moe_rl.rollout.facts import Dtype
 from lora_moe_rl.run.machine import gpu_names
 from lora_moe_rl.telemetry import names
@@ -26,12 +28,19 @@ from lora_moe_rl.telemetry import names
 class Performance:
     """Of one run. `active` and `adapter`: parameters of base and adapters that multiply a token;
     `attention`: operations of a forward, a token and token of its context. `peak`: operations a
-    second of one of the GPUs, None where that is not known."""
+    second of one of the GPUs, None where that is not known. `planned`: GiB of tensors of the
+    trainer rank that holds most, None off GPUs, where other things take more."""
 
     def __init__(
-        self, config: RunConfig, spec: AdapterSpec, facts: Facts, peak: float | None = None
+        self,
+        config: RunConfig,
+        spec: AdapterSpec,
+        facts: Facts,
+        peak: float | None = None,
+        planned: float | None = None,
     ):
-        self.config, self.wanted, self.peak = config, algorithms.passes(config), peak
+        self.config, self.wanted = config, algorithms.passes(config)
+        self.peak, self.planned = peak, planned
         one = flops(facts, spec, 0, "none")
         self.active, self.adapter, self.attention = one.active, one.adapter, attention_of(facts)
 
@@ -41,9 +50,11 @@ class Performance:
     ) -> Performance:
         """Of the model in a Hugging Face directory, trained in `dtype` on GPUs such as this
         machine's. Raises ModelError for a model that the planner cannot read."""
-        peaks = {peak_of(name) for name in gpu_names()} if dtype == "bfloat16" else set()
-        peak = peaks.pop() if len(peaks) == 1 else None
-        return cls(config, spec, find(str(model_dir)), peak)
+        gpus = gpu_names() if config.trainer.device != "cpu" else []
+        peaks = {peak_of(name) for name in gpus} if dtype == "bfloat16" else set()
+        peak, facts = peaks.pop() if len(peaks) == 1 else None, find(str(model_dir))
+        planned = planned_gib(config, spec, facts, dtype) if gpus else None
+        return cls(config, spec, facts, peak, planned)
 
     def operations(self, lengths: Sequence[int]) -> float:
         """Of the update of a step whose samples have these lengths, prompt included. A token at
@@ -74,7 +85,15 @@ class Performance:
             names.TOKENS_PER_GPU: sum(lengths) / max(step, 1e-9) / gpus,
             names.TFLOPS: speed / 1e12,
         }
+        if self.planned is not None:
+            found[names.MEMORY_PLANNED] = self.planned
         return found | ({names.MFU: speed / self.peak} if self.peak else {})
+
+
+def planned_gib(config: RunConfig, spec: AdapterSpec, facts: Facts, dtype: Dtype) -> float:
+    """GiB of tensors of the trainer rank that holds most, by `lora-moe-rl plan`."""
+    classes = TrainerMemory(facts, spec, "bf16" if dtype == "bfloat16" else "float32")
+    return max(one.tensors for one in classes.classes(config)) / GIB
 
 
 def peak_of(name: str) -> float | None:

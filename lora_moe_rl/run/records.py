@@ -28,9 +28,11 @@ from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.models.fingerprint import base_record
 from lora_moe_rl.ports import Trainer
 from lora_moe_rl.rollout.facts import Dtype
+from lora_moe_rl.run import plateau
 from lora_moe_rl.run.health import Health
 from lora_moe_rl.run.mismatch import MismatchBounds, sampled_versions
 from lora_moe_rl.run.performance import Performance
+from lora_moe_rl.run.plateau import Plateau
 from lora_moe_rl.run.reward_metrics import reward_metrics, reweight_metrics
 from lora_moe_rl.telemetry import console, details, expert_loads, names
 from lora_moe_rl.telemetry.clock import Clock
@@ -84,6 +86,7 @@ class Records:
         self._written = written
         self.base = base_record(config.model.path, model_dir)
         self.stop_requested = False
+        self.plateau: Plateau | None = None  # what ended the run before its last step
         self.done = done
         self._lines, self._health = console.StepLines(config), Health()
         self._skipped_in_a_row = 0
@@ -258,7 +261,20 @@ class Records:
         return due or (self._overdue and self.run_dir.trouble.due(CHECKPOINT))
 
     def _is_last(self, step: int) -> bool:
-        return step == self.config.trainer.steps or self.stop_requested
+        ends_early = self.plateau is not None
+        return step == self.config.trainer.steps or self.stop_requested or ends_early
+
+    def plateau_at(self, step: int) -> Plateau | None:
+        """What ends the run with `step`, by checkpoint.stop_after; None when nothing does."""
+        if not self.config.checkpoint.stop_after or step == self.config.trainer.steps:
+            return None
+        return plateau.of_run(self.config.checkpoint, self._retention.values, step)
+
+    def end_early(self, ended: Plateau, step: int, book: dict[str, Any]) -> None:
+        """The run ends with `step`: writes its checkpoint, unless that is there."""
+        self.plateau = ended
+        if checkpoint.newest_step(self.run_dir.checkpoints) < step:
+            self.checkpoint(step, book)
 
     @cached_property
     def _retention(self) -> Retention:

@@ -10,12 +10,12 @@ from pathlib import Path
 from lora_moe_rl import algorithms, ports
 from lora_moe_rl.algorithms.base import Algorithm
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.files import checkpoint, eval_files
+from lora_moe_rl.files import checkpoint, eval_files, versions_file
 from lora_moe_rl.files.pusher import Pusher
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.page import link
 from lora_moe_rl.rewards.by_set import NoRewards
-from lora_moe_rl.run import adapter_start, goes_on, loop, offline
+from lora_moe_rl.run import adapter_start, goes_on, loop, offline, plateau
 from lora_moe_rl.run.actors_start import Actors, started
 from lora_moe_rl.run.evaluations import Evaluations
 from lora_moe_rl.run.evaluator import Evaluator
@@ -38,12 +38,16 @@ def run(config: RunConfig, resume: bool = False, fork: Path | None = None) -> No
     """Trains to `trainer.steps`. `resume`: from the newest checkpoint of the run directory; `fork`:
     from that checkpoint of another run, in a new directory.
 
-    Raises a LoraMoeRlError for what a user can get wrong, and Stopped when a signal ended the run
-    after one of its steps.
+    A run whose metric gets no better ends before that (checkpoint.stop_after). Raises a
+    LoraMoeRlError for what a user can get wrong, and Stopped when a signal ended the run after one
+    of its steps.
     """
     step = goes_on.steps_done(config, resume, fork)
     if step >= config.trainer.steps and not _last_evaluation_is_missing(config, step, resume):
         console.say_done(step, config.trainer.steps)
+        return
+    if resume and step < config.trainer.steps and (ended := goes_on.ended_early(config)):
+        console.say(f"nothing is left to do: {plateau.text(config.checkpoint, ended)}")
         return
     with Preflight(config, fetch=True) as ready:
         with console.Starting() as starting:
@@ -100,6 +104,7 @@ def _evaluated(run_dir: RunDir) -> set[int]:
 def _run(run: Prepared) -> None:
     run.run_dir.rewind(run.step)  # before the files are opened to go on in them
     eval_files.rewind(run.run_dir.path, run.step)
+    versions_file.note(run.run_dir.path, run.step, versions_file.here())
     with (
         _pusher(run) as pusher,
         MetricsWriter(run.run_dir, run.config) as metrics,
@@ -118,6 +123,9 @@ def _run(run: Prepared) -> None:
     if records.stop_requested:
         console.say_stopped(run.run_dir, records.done)
         raise Stopped
+    if records.plateau is not None:
+        why = plateau.text(run.config.checkpoint, records.plateau)
+        console.say(f"ended after step {records.done}: {why}")
 
 
 @contextmanager

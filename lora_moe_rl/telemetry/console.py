@@ -57,6 +57,11 @@ _OFFLINE = {
     },
 }
 _OFFLINE_ALWAYS = (names.ENTROPY, names.GRAD_NORM, names.time("train"), names.STEP_SECONDS)
+# What a terminal goes without that is too narrow for all, the first first: it is in metrics.jsonl.
+_SPARED = (
+    *(names.GRAD_NORM, names.time("rollout"), names.time("train")),
+    *(names.SOLVED_NONE, names.ENTROPY, names.LOSS),
+)
 _STEP, _WAITING, _LEFT = ("step", 8), ("waiting", 13), ("left", 8)
 _STEPS_OF_ETA = 20
 SHOWN_OF_EVAL = ("avg", "avg_ci95", "response_length", "truncated", "failed")
@@ -66,9 +71,10 @@ _errors = Console(highlight=False, soft_wrap=True, stderr=True)
 
 
 class StepLines:
-    """A step as one aligned line, under a header every twenty lines."""
+    """A step as one aligned line, under a header every twenty lines. `width`: columns of the
+    terminal; None: of this process's, and in a pipe as many as there are."""
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: RunConfig, width: int | None = None):
         self._total = config.trainer.steps
         self._columns = dict(_COLUMNS)
         if config.offline:
@@ -80,6 +86,11 @@ class StepLines:
         self._ahead = config.schedule.lag > 0  # else trainer and engines take turns
         self._seconds: deque[float] = deque(maxlen=_STEPS_OF_ETA)
         self._lines = 0
+        if width is None and _console.is_terminal:
+            width = _console.width
+        for metric in _SPARED:
+            if width is not None and len(self.header) > width:
+                self._columns.pop(metric, None)
 
     @property
     def header(self) -> str:

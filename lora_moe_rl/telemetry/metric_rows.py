@@ -161,6 +161,9 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("perf/tokens_per_second_per_gpu", "tokens/s", "up", "all tokens of the step's samples, prompts too, a second of the whole step and a trainer rank or engine worker", "perf/throughput", ""),
     ("perf/tflops_per_gpu", "TFLOP/s", "up", "operations of the model that the update needs, a second of time/train and a trainer rank", "", ""),
     ("perf/mfu", "share", "up", "perf/tflops_per_gpu over the GPU's dense bfloat16 peak, where nvidia-smi names a GPU that the planner knows", "perf/mfu/actor", ""),
+    # Memory.
+    ("memory/peak", "GiB", "down", "the most that any trainer rank held: on a GPU tensors of torch during the update, on the CPU what was resident of its process so far", "perf/max_memory_allocated_gb", ""),
+    ("memory/planned", "GiB", "", "on GPUs: tensors of the trainer rank that holds most, as `lora-moe-rl plan` has them for the longest samples", "", ""),
     # Distributions, for trackers that show them; they are not in metrics.jsonl.
     ("histogram/reward", "reward", "", "the rewards of the step's samples", "", ""),
     ("histogram/advantage", "", "", "the advantages of the sampled tokens", "critic/advantages/mean (their mean)", ""),

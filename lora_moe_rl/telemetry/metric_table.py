@@ -129,6 +129,7 @@ SECTIONS = {
     "eval": "Evaluation",
     "idle": "Time",
     "perf": "Performance",
+    "memory": "Memory",
     "histogram": "Distributions",
 }
 PERFORMANCE = """\
@@ -157,6 +158,8 @@ SAYS = {
     "adapter": "[Refit](refit.md).",
     "rollout": "Ages and restarts: [sampling ahead](running.md#sampling-ahead-of-training).",
     "perf": PERFORMANCE,
+    "memory": "By rank and by what it is for: `lora-moe-rl plan RUN/config.yaml` "
+    "([planning](planning.md#what-it-says)).",
     "histogram": "For trackers that show them; they are not in `metrics.jsonl`.",
 }
 

@@ -28,6 +28,8 @@ from lora_moe_rl.data.samples import UpdateResult
 from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.router_replay.audit import due
 from lora_moe_rl.router_replay.routes import Routes, Sent
+from lora_moe_rl.telemetry import names
+from lora_moe_rl.trainer import peak
 from lora_moe_rl.trainer.advantages import everywhere, revise
 from lora_moe_rl.trainer.critic import tokens_in
 from lora_moe_rl.trainer.engine import TrainingEngine, Work
@@ -41,6 +43,7 @@ from lora_moe_rl.trainer.token_values import Kept
 def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> UpdateResult:
     """Called on all ranks with the same arguments. `parts`: the rollout's routes, for r3."""
     started = time.perf_counter()
+    peak.begin(engine.device.kind)
     config = engine.config
     if config.replay.mode == "r3" and not parts:
         raise ReplayError("replay.mode=r3, but the rollout came without routes")
@@ -74,6 +77,9 @@ def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> 
         metrics |= engine.critic.metrics(of_critic, meter)
     if not config.offline:
         metrics |= disagreement | _replay_metrics(engine, batch, routes, meter)
+    (metrics[names.MEMORY_PEAK],) = meter.all_reduce(
+        [peak.gib(engine.device.kind)], dist.ReduceOp.MAX
+    )
     return UpdateResult(
         version=engine.version,
         metrics=metrics,
@@ -226,5 +232,5 @@ def _replay_metrics(
         layers = engine.spec.shape.moe_layers
         compared = meter.all_reduce([engine.audit.compared[layer] for layer in layers])
         engine.audit.check_compared(batch.step, dict(zip(layers, compared, strict=True)))
-        metrics["replay/audited"] = sum(compared)
+        metrics[names.AUDITED] = sum(compared)
     return metrics

@@ -21,6 +21,7 @@ from lora_moe_rl.refit.transports import Channel, place
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.trainer.device import Device
 from lora_moe_rl.trainer.environment import without_trackers
+from lora_moe_rl.trainer.traces import traced
 
 if TYPE_CHECKING:
     from lora_moe_rl.adapters.attach import Adapters
@@ -86,7 +87,8 @@ class TrainerWorker:
         turn."""
         from lora_moe_rl.trainer.update import update
 
-        return update(self.engine, batch, parts)
+        with traced(self.config, self.engine.device.kind, self.rank, batch.step):
+            return update(self.engine, batch, parts)
 
     def gradients(self, batch: TrainBatch, *parts: Sent):
         """(loss, gradient norm, shards of the gradient) of one step: see `trainer/update.py`."""

@@ -36,11 +36,12 @@ RUNS: dict[str, tuple[str, ...]] = {
     "off_policy": ("algorithm.epochs=2", "algorithm.mini_batches=2", "algorithm.kl_coef=0.05"),
     "merged": ("refit.mode=merged",),
 }
-# Clocks; the last bit of the engine's logprobs, which depends on what it batches together, and what
-# the proof finds by them; and the bytes of the routes' blocks, which depend on what is packed
-# together.
+# Clocks; memory; the last bit of the engine's logprobs, which depends on what it batches together,
+# and what the proof finds by them; and the bytes of the routes' blocks, which depend on what is
+# packed together.
 MEASURED = re.compile(
-    r"time/.*|idle/.*|perf/.*|refit/(?!bytes).*|.*/tokens_per_second|mismatch/.*|replay/bytes"
+    r"time/.*|idle/.*|perf/.*|memory/.*|refit/(?!bytes).*|.*/tokens_per_second|mismatch/.*|"
+    r"replay/bytes"
 )
 
 

@@ -20,8 +20,8 @@ from lora_moe_rl.models.directory import resolve_model
 pytestmark = pytest.mark.timeout(900)
 
 SFT = ROOT / "recipes/tiny_sft.py"
-STEPS = 12
-CLOCKS = ("time/", "idle/", "perf/", "data/tokens_per_second")
+STEPS, TRACED = 12, 3
+CLOCKS = ("time/", "idle/", "perf/", "memory/", "data/tokens_per_second")
 
 
 @dataclass
@@ -50,7 +50,8 @@ def run_to_end(folder: Path, *arguments: object) -> Finished:
 def warm(tmp_path_factory) -> Iterator[Finished]:
     resolve_model("qwen3_moe")
     folder = tmp_path_factory.mktemp("warm") / "run"
-    yield run_to_end(folder, SFT, f"trainer.steps={STEPS}", "checkpoint.every=6")
+    steps = (f"trainer.steps={STEPS}", "checkpoint.every=6", f"logging.profile={TRACED}")
+    yield run_to_end(folder, SFT, *steps)
 
 
 def test_the_loss_falls_and_no_engine_has_started(warm):
@@ -67,6 +68,19 @@ def test_the_loss_falls_and_no_engine_has_started(warm):
     }
     assert "Traceback" not in warm.output and "WARNING" not in warm.output
     assert (warm.folder / "curves.png").stat().st_size > 10_000
+
+
+def test_every_rank_has_a_trace_of_the_chosen_step_and_of_no_other(warm):
+    """The run that goes on from its middle has none, and the same numbers."""
+    names = {path.name for path in (warm.folder / "traces").iterdir()}
+    assert names == {f"trainer-{rank}-step-{TRACED}.json" for rank in range(2)}
+    for name in names:
+        events = json.loads((warm.folder / "traces" / name).read_text())["traceEvents"]
+        ops = [event for event in events if event.get("cat") == "cpu_op"]
+        named = {op["name"] for op in ops}
+        assert {"aten::embedding", "aten::mm"} <= named, named
+        assert any("Backward" in name for name in named)
+        assert any("Input Dims" in op["args"] for op in ops)
 
 
 def test_a_run_that_goes_on_equals_one_that_was_not_stopped(warm, tmp_path):

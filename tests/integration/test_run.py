@@ -40,9 +40,11 @@ METRICS = {
     "rollout": ("tokens_per_second", "truncated"),
     "time": ("rollout", "reward", "train", "refit", "step"),
 }
-# What two runs that do the same need not share: the clock, and the last bit of the engine's
+# What two runs that do the same need not share: the clock, memory, and the last bit of the engine's
 # logprobs, which depends on the requests that it happens to batch together.
-MEASURED = re.compile(r"time/.*|idle/.*|perf/.*|refit/(?!bytes).*|.*/tokens_per_second|mismatch/.*")
+MEASURED = re.compile(
+    r"time/.*|idle/.*|perf/.*|memory/.*|refit/(?!bytes).*|.*/tokens_per_second|mismatch/.*"
+)
 
 
 @dataclass

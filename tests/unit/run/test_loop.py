@@ -98,11 +98,13 @@ class Environment:
 
 
 class Records:
-    """`refuses`: raises for this step's update; `unrewarded`: for this step's rewards."""
+    """`refuses`: raises for this step's update; `unrewarded`: for this step's rewards. `plateau`:
+    what it says each time it is asked, then None."""
 
     stop_requested = False
 
-    def __init__(self, refuses=0, unrewarded=0):
+    def __init__(self, refuses=0, unrewarded=0, plateau=()):
+        self.plateau, self.ended = list(plateau), []
         self.refuses, self.unrewarded, self.steps, self.again = refuses, unrewarded, [], 0
         self.kept: list[tuple] = []
         self.updated: list[tuple[int, int]] = []
@@ -142,6 +144,12 @@ class Records:
     def checkpoint(self, step, book):
         self.events.append(f"checkpoint {step}")
 
+    def plateau_at(self, step):
+        return self.plateau.pop(0) if self.plateau else None
+
+    def end_early(self, ended, step, book):
+        self.ended.append((ended, step))
+
 
 class Evaluator:
     """Takes as long as an update, and longer."""
@@ -175,6 +183,7 @@ def run(
     unrewarded=0,
     teacher=None,
     recorded=(),
+    plateau=(),
 ) -> SimpleNamespace:
     """Ends as the run does; what it was made of can be looked at in any case."""
     events: list[str] = []
@@ -183,7 +192,7 @@ def run(
     made = SimpleNamespace(
         trainer=Trainer(events),
         engines=engines,
-        records=Records(refuses, unrewarded),
+        records=Records(refuses, unrewarded, plateau),
         events=events,
         timeline=[],
         error=None,
@@ -380,3 +389,21 @@ def test_evaluating_changes_nothing_that_is_trained(lag):
 def test_what_is_on_record_is_not_evaluated_again():
     made = run(config=evaluating(0), recorded={0, 1})
     assert [event for event in made.events if "evaluate " in event] == ["evaluate 2 at 2"]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_metric_that_gets_no_better_ends_the_run_after_an_evaluation_and_a_checkpoint(lag):
+    config = evaluating(lag)
+    config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 0})})
+    made = run(lag=lag, config=config, plateau=["flat", "still flat"])
+    assert made.error is None and len(made.records.steps) == 1
+    assert made.records.ended == [("still flat", 1)]
+    evaluations = [event for event in made.events if event.startswith("evaluate")]
+    assert evaluations[-2:] == ["evaluate 1 at 1", "evaluated 1"]  # as after its last step
+
+
+def test_the_last_evaluation_may_show_that_the_run_goes_on_and_is_not_made_twice():
+    made = run(config=evaluating(0), plateau=["flat", None])
+    assert len(made.records.steps) == 2 and made.records.ended == []
+    begun = [event for event in made.events if event.startswith("evaluate ")]
+    assert begun == [f"evaluate {step} at {step}" for step in range(3)]

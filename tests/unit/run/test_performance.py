@@ -7,7 +7,8 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Sample, Segment
 from lora_moe_rl.planner.facts import find
-from lora_moe_rl.run.performance import Performance, peak_of
+from lora_moe_rl.planner.trainer import TrainerMemory
+from lora_moe_rl.run.performance import Performance, peak_of, planned_gib
 
 RANK = 8
 # The tiny Qwen3-MoE: 4 layers, width 96, 4 heads and 2 of keys and values of 32, 8 experts of 192
@@ -60,7 +61,24 @@ def test_shares_of_time_and_of_the_gpus_peak():
     done = 3 * (forward(8) + backward(8)) / 2 / 2.0
     assert found["perf/tflops_per_gpu"] == pytest.approx(done / 1e12, rel=1e-12)
     assert found["perf/mfu"] == pytest.approx(done / 1e9, rel=1e-12)
-    assert "perf/mfu" not in performance().of_step([sample], 1.0, 1.0)
+    assert not {"perf/mfu", "memory/planned"} & set(performance().of_step([sample], 1.0, 1.0))
+
+
+def test_the_memory_that_was_planned_is_the_plans_of_the_heaviest_rank_without_what_no_tensor_is():
+    sections = {"adapter": {"rank": RANK}, "trainer": {"pp": 2, "world_size": 2}}
+    config = RunConfig.model_validate(sections)
+    facts = find("qwen3_moe")
+    spec = AdapterSpec.build(facts.shape, config.adapter)
+    classes = TrainerMemory(facts, spec, "bf16").classes(config)
+    tensors = [
+        sum(n for what, n in one.memory.items() if what not in ("runtime", "allocator"))
+        for one in classes
+    ]
+    assert len(tensors) == 2
+    planned = planned_gib(config, spec, facts, "bfloat16")
+    assert planned == max(tensors) / 2**30 < planned_gib(config, spec, facts, "float32")
+    found = Performance(config, spec, facts, planned=planned).of_step([], 1.0, 1.0)
+    assert found["memory/planned"] == planned
 
 
 @pytest.mark.parametrize(

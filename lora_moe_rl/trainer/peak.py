@@ -1,0 +1,37 @@
+"""The most memory that a trainer rank has held, in GiB.
+
+On a GPU what torch had allocated there at its most during a step; the CUDA context and what the
+allocator keeps in reserve are not in it. On the CPU the most that was resident of the rank's
+process since it began, libraries included: the kernel does not count by the step.
+"""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import torch
+
+GIB = 2**30
+
+
+def begin(kind: str) -> None:
+    """A step begins on a device of this `kind`."""
+    if kind == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def gib(kind: str) -> float:
+    """So far in the step on a GPU, in the process's life on the CPU."""
+    if kind == "cuda":
+        return torch.cuda.max_memory_allocated() / GIB
+    return _resident_peak() / GIB
+
+
+def _resident_peak() -> int:
+    """Bytes. VmHWM is of this program alone; ru_maxrss, where the kernel has no VmHWM, may be that
+    of the process it was forked from (proc_pid_status(5), getrusage(2))."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return 1024 * int(line.split()[1])
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
