@@ -115,7 +115,9 @@ class LayerReplay:
         if not (self.moe.training and self.judged):
             return
         if self.loads is None:
-            self.loads = chosen.new_zeros(self.moe.config.num_moe_experts)
+            num_experts = self.moe.config.num_moe_experts
+            assert num_experts is not None
+            self.loads = chosen.new_zeros(num_experts)
         ones = torch.ones_like(chosen)
         if self.known is not None:
             ones *= self.known.unsqueeze(1)

@@ -7,7 +7,7 @@ const ORDER_LABELS = { newest: "newest first", oldest: "oldest first", "-reward"
 const samplesView = {
   mount(root) {
     this.inputs = {};
-    const slow = settled((key, value) => go({ [key]: value, offset: "0" }, true), 70);
+    const slow = settled((key, value) => go({ [key]: value, offset: "0" }, true), 40);
     const input = (key, type, label, width) => {
       const given = { type, placeholder: label, "aria-label": label, id: `filter-${key}`, step: "any", style: width && { width }, oninput: (event) => slow(key, event.target.value) };
       return (this.inputs[key] = h("input", given));
