@@ -127,15 +127,16 @@ def test_sent_routes_are_the_table(block_bytes):
         send(table, [(1, 2), (5,)])
 
 
-def test_the_end_of_the_engine_that_owns_routes_is_named(monkeypatch):
+def test_the_end_of_the_node_that_has_routes_is_named(monkeypatch):
     import ray
 
     def get(refs):
-        raise ray.exceptions.OwnerDiedError("ab", None, "")
+        raise ray.exceptions.ObjectLostError("ab", None, "")
 
     monkeypatch.setattr(ray, "get", get)
     sent = send(make_table([3], (1,), 8, 2), put=lambda part: "a reference")
-    with pytest.raises(ReplayError, match=r"rollout are lost: .*OwnerDiedError.* --resume"):
+    said = r"rollout are lost with the node .*ObjectLostError.* --resume"
+    with pytest.raises(ReplayError, match=said):
         sent.table()
 
 

@@ -66,7 +66,8 @@ def test_a_run_that_is_right(check, tmp_path):
     assert found["prompts"][1] == "22 to 22 tokens of 504 that fit"
     assert prompts.count("tokens\n") == 3
     assert "prompt 1, 22 tokens\nuser: 1+1=\nassistant: \ncolumns: {'answer': '2'}" in prompts
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rewards.py", "rows.jsonl"]
+    left = {path.name for path in tmp_path.iterdir()} - {"__pycache__"}  # Python's, of rewards.py
+    assert left == {"rewards.py", "rows.jsonl"}
 
 
 def test_a_chat_template_of_ones_own_renders_the_prompts(check):
