@@ -87,11 +87,26 @@ class SentRoutes:
 
     def table(self) -> RouteTable:
         """All of it, fetched and unpacked. Raises ReplayError for corrupt parts."""
-        tables = []
+        whole = RouteTable.concat([_unpacked(block) for block in self.blocks])
+        return replace(whole, offsets=self.sample_offsets)
+
+    def of_sample(self, sample: int) -> RouteTable:
+        """One sample's, from the blocks that hold any of it. Raises as `table` does."""
+        records, tables = self.records(sample), []
         for block in self.blocks:
-            parts = [PackedRoutes.from_bytes(part).unpack() for part in fetch(block.parts)]
-            tables.append(RouteTable.join_layers(parts))
-        return replace(RouteTable.concat(tables), offsets=self.sample_offsets)
+            first, stop = max(records.start, block.first), min(records.stop, block.stop)
+            if first < stop:
+                whole = _unpacked(block)
+                begin, end = whole.offsets[[first - block.first, stop - block.first]]
+                own = {"ids": whole.ids[begin:end], "valid": whole.valid[begin:end]}
+                tables.append(replace(whole, **own, offsets=np.array([0, end - begin])))
+        found = RouteTable.concat(tables)
+        return replace(found, offsets=found.offsets[[0, -1]])
+
+
+def _unpacked(block: Block) -> RouteTable:
+    parts = [PackedRoutes.from_bytes(part).unpack() for part in fetch(block.parts)]
+    return RouteTable.join_layers(parts)
 
 
 def join(samples: Sequence[Sequence[SentRoutes]]) -> SentRoutes:

@@ -44,7 +44,14 @@ _RULES = [
             "replay.audit",
             "replay.audit_samples",
             "replay.compare_every",
+            "logging.routes",
         )
+    ),
+    _Rule(
+        "logging.routes",
+        lambda c: c.logging.tokens,
+        "logging.tokens",
+        "with logging.tokens=true, whose samples they are of",
     ),
     _Rule(
         "replay.audit_samples",

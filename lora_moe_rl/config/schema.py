@@ -207,6 +207,11 @@ class LoggingConfig(Section):
         description="Write every token of those samples to tokens.jsonl: its id, version, "
         "advantage, weight, logprobs of engine and trainer, and entropy.",
     )
+    routes: bool = Field(
+        False,
+        description="Write with each of these tokens the experts that the engine sent it to, in "
+        "every MoE layer: some 4 bytes for each.",
+    )
     profile: tuple[int, ...] = Field(
         (),
         description="Steps whose updates torch's profiler traces on every trainer rank, into "

@@ -36,8 +36,9 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.files import read_config_file, to_yaml
 from lora_moe_rl.config.keys import is_section
 from lora_moe_rl.data.kept import spread
-from lora_moe_rl.data.samples import NOT_SAMPLED, Details, Group, Sample, TokenValues
+from lora_moe_rl.data.samples import NOT_SAMPLED, Group, TokenValues
 from lora_moe_rl.errors import RunDirError
+from lora_moe_rl.files.sample_records import routes_record, sample_record, token_record
 from lora_moe_rl.files.trouble import Lines, Trouble
 
 log = logging.getLogger(__name__)
@@ -264,11 +265,14 @@ class RunDir:
         for chosen in spread(len(samples), wanted):
             g, i = samples[chosen]
             signal = signals[g] if signals is not None else None
-            records.append({"sample": chosen} | _sample_record(step, groups[g], signal, i))
+            records.append({"sample": chosen} | sample_record(step, groups[g], signal, i))
             if self.config.learns_from == "answers":  # each is the one that is wanted
                 del records[-1]["reward"]
             known = None if values is None else values.get(chosen)
-            tokens.append({"step": step, "sample": chosen} | _tokens(groups[g], signal, i, known))
+            record = token_record(groups[g], signal, i, known)
+            if self.config.logging.routes:
+                record |= routes_record(groups[g], i)
+            tokens.append({"step": step, "sample": chosen} | record)
         if self.config.logging.tokens:  # before the samples: who reads a sample finds its tokens
             self.append(self.tokens_file, tokens)
         self.append(self.samples_file, records)
@@ -284,82 +288,10 @@ def _inode(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _sample_record(step: int, group: Group, signal: Signal | None, index: int) -> dict[str, Any]:
-    sample = group.samples[index]
-    advantages = signal.advantages[index][sample.mask] if signal is not None else np.zeros(0)
-    sampled = sample.versions[sample.mask]
-    return {
-        "step": step,
-        "row": group.prompt.row,
-        **({"data_set": group.prompt.data_set} if group.prompt.data_set else {}),
-        "prompt": group.prompt.text,
-        "response": sample.text,
-        "reward": float(group.rewards[index]),
-        **_reward_details(group.details, index),
-        "advantage": _one_number(advantages),
-        **(
-            {} if signal is None or signal.copies is None else {"copies": int(signal.copies[index])}
-        ),
-        "finish_reason": sample.finish_reason,
-        "tokens": len(sample.response_ids),
-        **(_turns(sample) if sample.messages else {}),
-        "versions": sorted({int(version) for version in sampled[sampled != NOT_SAMPLED]}),
-    }
-
-
-def _tokens(
-    group: Group, signal: Signal | None, index: int, known: TokenValues | None
-) -> dict[str, Any]:
-    """Of every token after the prompt; without a signal no advantages and weights, and of the
-    trainer what is known. `differences`: the trainer's logprob minus the engine's, too small for
-    six figures of both to show it, where an engine has sampled any token."""
-    sample = group.samples[index]
-    found = {"ids": sample.response_ids, "versions": sample.versions, "logprobs": sample.logprobs}
-    if signal is not None:
-        found |= {"advantages": signal.advantages[index], "weights": signal.weights[index]}
-    if known is not None:
-        found |= {"trainer_logprobs": known.logprobs, "entropy": known.entropy}
-        if sample.num_sampled:
-            apart = known.logprobs.astype(np.float64) - sample.logprobs
-            found["differences"] = np.where(sample.versions != NOT_SAMPLED, apart, 0.0)
-    return {name: _rounded(values) for name, values in found.items()}
-
-
-def _rounded(values: np.ndarray) -> list[int] | list[float]:
-    """Numbers as a file keeps them: those that are not whole with six figures."""
-    if values.dtype.kind == "i":
-        return values.tolist()
-    return [float(f"{value:.6g}") for value in values.tolist()]
-
-
-def _reward_details(details: Details, index: int) -> dict[str, Any]:
-    """What several functions gave a sample, what they have logged, why it failed; as far as there
-    is any."""
-    found: dict[str, Any] = {
-        "rewards": {name: float(one.rewards[index]) for name, one in details.by_function.items()},
-        "extra": {column: values[index] for column, values in details.extra.items()},
-        "failure": details.reasons.get(index),
-    }
-    return {key: value for key, value in found.items() if value}
-
-
 def _versions(group: Group) -> list[int]:
     """Of the tokens that a policy sampled."""
     found = np.unique(np.concatenate([sample.versions for sample in group.samples]))
     return found[found != NOT_SAMPLED].tolist()
-
-
-def _turns(sample: Sample) -> dict[str, Any]:
-    """Of a sample of several turns: its segments after the prompt, and what was said in them."""
-    parts = [{"author": one.author, "tokens": len(one.token_ids)} for one in sample.segments[1:]]
-    return {"segments": parts, "messages": sample.messages}
-
-
-def _one_number(values: np.ndarray) -> float:
-    """The value that all have, or else their mean; NaN when there are none."""
-    if not len(values):
-        return math.nan
-    return float(values[0] if (values == values[0]).all() else values.mean())
 
 
 def to_json(record: dict[str, Any]) -> str:

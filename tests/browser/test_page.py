@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 from browser import Browser
-from recorded_run import loads_of, record
+from recorded_run import experts_of, loads_of, record
 
 from lora_moe_rl.page.link import HOST, link
 from lora_moe_rl.page.samples import Choice, Samples
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.browser
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page") / "runs"
-    record(folder / "first", range(1, 7), False, "logging.tokens=true")
+    record(folder / "first", range(1, 7), False, "logging.tokens=true", "logging.routes=true")
     record(folder / "second", range(1, 4), False, "trainer.lr=0.125")
     return folder
 
@@ -231,6 +231,17 @@ def test_a_token_has_the_colour_and_the_numbers_of_how_far_both_engines_are_apar
     shown = browser.text("#tip")
     assert "−2.38e-7" in shown or "-2.38e-7" in shown
     assert "entropy, nats" in shown and "logprob, trainer" in shown
+
+
+def test_a_click_on_a_token_shows_its_experts(browser, address):
+    """Two tokens of the prompt stand before it; the last token of a sample is not fed."""
+    browser.open(at(address, view="samples", runs="first", n="3"))
+    browser.wait("document.querySelectorAll('#sample .tokens span').length === 6")
+    browser.evaluate("document.querySelector('[data-token=\"1\"]').click()")
+    cells = "[...document.querySelectorAll('#experts td')].map(cell => cell.innerText)"
+    assert browser.evaluate(cells) == [", ".join(map(str, ids)) for ids in experts_of(3)]
+    browser.evaluate("document.querySelector('[data-token=\"5\"]').click()")
+    assert "was not fed" in browser.text("#experts")
 
 
 SHOWN = "routesView.found?.shown.step"

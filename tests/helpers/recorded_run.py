@@ -20,6 +20,8 @@ from lora_moe_rl.data.samples import (
     TokenValues,
 )
 from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.router_replay.travel import SentRoutes, send
 from lora_moe_rl.telemetry.metrics import MetricsWriter
 
 LAYERS = (0, 1, 2)
@@ -67,6 +69,17 @@ def groups_of(step: int) -> list[Group]:
         prompt = Prompt(row=step * PROMPTS + i, text=f"What is {i} + {step}?", token_ids=[5, 6])
         groups.append(Group(prompt, samples, None, rewards, details=details))
     return groups
+
+
+def experts_of(row: int) -> list[list[int]]:
+    """Of the token in this row of a sample, in each of LAYERS."""
+    return [[(row + layer) % 8, (row + layer + 1) % 8] for layer in LAYERS]
+
+
+def routes_of(group: Group) -> SentRoutes:
+    lengths = [len(sample.token_ids) - 1 for sample in group.samples]
+    rows = [np.array([experts_of(row) for row in range(length)]) for length in lengths]
+    return send(RouteTable.build(rows, lengths, LAYERS, 8, 2))
 
 
 def values_of(groups: list[Group]) -> dict[int, TokenValues]:
@@ -123,6 +136,8 @@ def record(
         for step in steps:
             groups = groups_of(step)
             signals = [Signal.of_samples(one, one.rewards - one.rewards.mean()) for one in groups]
+            for group in groups if config.logging.routes else ():
+                group.routes = routes_of(group)
             run_dir.write_order(step, step - 1, groups)
             values = values_of(groups) if config.logging.tokens else None
             run_dir.write_samples(step, groups, signals, values=values)

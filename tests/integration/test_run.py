@@ -14,10 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from cli_run import RECIPE, ROOT, CliRun
 from matplotlib.image import imread
 from ranks import spec_of
 from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lora_moe_rl.adapters.peft import peft_tensors
 from lora_moe_rl.adapters.shards import Shard, assemble
@@ -82,6 +84,7 @@ def whole(tmp_path_factory) -> Iterator[Finished]:
         RECIPE,
         *("trainer.steps=4", "checkpoint.every=2"),
         *("tracker=wandb", "tracker.mode=offline"),
+        *("logging.tokens=true", "logging.routes=true"),
     )
 
 
@@ -117,6 +120,28 @@ def test_the_console_shows_actors_steps_and_the_end(whole):
     assert lines[at + 1 : at + 5] == [steps.line(record) for record in whole.records]
     assert "mismatch KL (max)" in whole.output and f"{whole.folder}/curves.png" in whole.output
     assert "Traceback" not in whole.output and "WARNING" not in whole.output
+
+
+def test_experts_of_tokens_are_those_that_hugging_face_chooses(whole):
+    """In step 1, whose samples are the base's: its adapter changes nothing yet."""
+    path = resolve_model("qwen3_moe")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    prompts = {
+        sample["sample"]: sample["prompt"] for sample in whole.samples if sample["step"] == 1
+    }
+    tokens = [one for one in read_jsonl(whole.folder / "tokens.jsonl") if one["step"] == 1]
+    assert len(tokens) == 4
+    for one in tokens:
+        prompt = tokenizer.encode(prompts[one["sample"]])
+        ids = torch.tensor([prompt + one["ids"]])
+        with torch.no_grad():
+            logits = model(ids, output_router_logits=True).router_logits
+        top_k = len(one["experts"][0][0])
+        chosen = torch.stack([layer.topk(top_k).indices.sort().values for layer in logits], dim=1)
+        *fed, last = one["experts"]
+        assert one["layers"] == list(range(len(logits))) and last is None and fed
+        assert np.sort(fed).tolist() == chosen[len(prompt) : -1].tolist()
 
 
 def test_the_saved_config_runs_again(whole):

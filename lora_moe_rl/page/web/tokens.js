@@ -53,6 +53,10 @@ function tokenText(t, begin, end, shades) {
     else tip(event, `token ${i}: ${JSON.stringify(t.pieces[i])}`, tokenFacts(t, Number(i)));
   });
   box.addEventListener("pointerleave", () => tip());
+  if (t.experts) box.addEventListener("click", (event) => {
+    const i = event.target.dataset.token;
+    if (i !== undefined) fill(document.getElementById("experts"), expertsOf(t, Number(i)));
+  });
   return box;
 }
 
@@ -66,6 +70,14 @@ function tokenFacts(t, i) {
   if (t.versions[i] >= 0 && t.differences) facts.push(["trainer − engine", number(t.differences[i])]);
   if (t.entropy) facts.push(["entropy, nats", number(t.entropy[i])]);
   return facts;
+}
+
+/** The experts that the engine sent a token to, by layer. */
+function expertsOf(t, i) {
+  const what = `token ${i}: ${JSON.stringify(t.pieces[i])}`, rows = t.experts[i];
+  if (!rows) return h("p", { class: "dim" }, `${what} was not fed to the engine, or its routes are missing`);
+  const row = (layer, k) => h("tr", null, h("th", null, `layer ${layer}`), h("td", { class: "value" }, rows[k] ? rows[k].join(", ") : "missing"));
+  return [h("small", { class: "dim" }, `experts of ${what}`), h("table", null, h("tbody", null, t.layers.map(row)))];
 }
 
 /** The whole conversation of a sample. */
@@ -87,7 +99,8 @@ function conversation(sample) {
     turns.push(turn(author, `${number(tokens)} tokens`, tokenText(t, at, at + tokens, found.shades)));
     at += tokens;
   }
-  return [h("div", { class: "tools" }, h("label", null, "tokens by", choose), scaleOf(found)), turns];
+  const experts = t.experts && h("div", { id: "experts" }, h("p", { class: "dim" }, "Click a token for its experts."));
+  return [h("div", { class: "tools" }, h("label", null, "tokens by", choose), scaleOf(found)), experts, turns];
 }
 
 const said = (content) => h("pre", null, textOf(content));

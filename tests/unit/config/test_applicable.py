@@ -29,6 +29,11 @@ CONTINUE = ("schedule.lag=4", "schedule.in_flight=continue")
             ["mismatch.stop_above_old=0.3"],
             "mismatch.stop_above_old=0.3 has no effect with schedule.lag=0",
         ),
+        (
+            ["logging.tokens=true", "logging.routes=true", "replay.mode=r2"],
+            "logging.routes=true has no effect with replay.mode=r2",
+        ),
+        (["logging.routes=true"], "logging.routes=true has no effect with logging.tokens=false"),
         (["schedule.stale=drop"], "schedule.stale=drop has no effect with schedule.lag=0"),
         (
             ["model.chat_template=x", "model.chat_template_file=y.jinja"],
