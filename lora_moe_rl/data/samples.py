@@ -301,7 +301,8 @@ class UpdateResult:
     an algorithm that revises them, float32 [R] of each sample, from the first rank; None of others.
     `tokens`: of the samples that `data/kept.py` names, by their numbers in the step.
     `expert_loads`: int64 [MoE layers, experts], how often each expert was chosen for the step's
-    tokens, in each epoch; None of a dense model.
+    tokens, in each epoch; None of a dense model. `peak_gib`: the most memory that any rank has
+    held (trainer/peak.py).
     """
 
     version: int
@@ -312,3 +313,4 @@ class UpdateResult:
     advantages: list[np.ndarray] | None = None
     tokens: dict[int, TokenValues] = field(default_factory=dict)
     expert_loads: np.ndarray | None = None
+    peak_gib: float = 0.0

@@ -196,6 +196,7 @@ class Records:
         samples = self.run_dir.write_samples(*trained, values=facts.result.tokens)
         record = {"step": facts.step, **facts.result.metrics, **facts.published}
         record |= {names.VERSION: facts.version, names.SKIPPED: facts.result.skipped}
+        record[names.MEMORY_PEAK] = facts.result.peak_gib
         record |= self._routes(facts)
         if self.config.offline:
             record |= data_metrics(facts.samples, clock.seconds["total"])

@@ -77,15 +77,14 @@ def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> 
         metrics |= engine.critic.metrics(of_critic, meter)
     if not config.offline:
         metrics |= disagreement | _replay_metrics(engine, batch, routes, meter)
-    (metrics[names.MEMORY_PEAK],) = meter.all_reduce(
-        [peak.gib(engine.device.kind)], dist.ReduceOp.MAX
-    )
+    (peak_gib,) = meter.all_reduce([peak.gib(engine.device.kind)], dist.ReduceOp.MAX)
     return UpdateResult(
         version=engine.version,
         metrics=metrics,
         skipped=sum(not r.applied for r in results),
         nonfinite=sum(not np.isfinite(r.grad_norm) for r in (*results, *of_critic)),
         seconds=time.perf_counter() - started,
+        peak_gib=peak_gib,
         advantages=advantages if dist.get_rank() == 0 else None,
         tokens=looked_at.everywhere(meter),
         expert_loads=loads,
