@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     _check(options, chosen)
     settings = [*options.settings, f"trainer.steps={options.steps}"]
     here = f"logging.run_dir={out / 'run'}"
-    config = recipes.resolve(override(recipes.load_config(options.recipe), [*settings, here]))
+    config = recipes.resolved(options.recipe, [*settings, here])
     kinds.check(chosen, config)
     raised = _raised(config, faults)
     for fault in faults:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 
 from lora_moe_rl.config import EvalSetConfig, RunConfig, SetConfig, SourceConfig
 from lora_moe_rl.config.files import SUFFIXES, read_config_file
-from lora_moe_rl.config.overrides import readable, with_settings
+from lora_moe_rl.config.overrides import override, readable, with_settings
 from lora_moe_rl.config.plugins import KINDS
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.importing import absolute_spec, load_file
@@ -41,6 +42,12 @@ def load_config(target: str | None) -> RunConfig:
             f"the recipe {target} defines no `config`: it needs `config = RunConfig(...)`"
         )
     return config
+
+
+def resolved(target: str | None, arguments: Sequence[str]) -> RunConfig:
+    """The resolved config of a recipe or file, with `arguments` laid over it: of a command that
+    takes `RECIPE key=value ...`. Raises ConfigError."""
+    return resolve(override(load_config(target), arguments))
 
 
 def resolve(config: RunConfig) -> RunConfig:

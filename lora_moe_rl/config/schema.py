@@ -18,7 +18,6 @@ from pydantic import (
 
 from lora_moe_rl.config.adapter import AdapterConfig
 from lora_moe_rl.config.checkpoint import CheckpointConfig
-from lora_moe_rl.config.chosen_steps import steps_of
 from lora_moe_rl.config.data import DataConfig, SourceConfig
 from lora_moe_rl.config.engines import MismatchConfig, RefitConfig, ReplayConfig, RolloutConfig
 from lora_moe_rl.config.evaluation import EVAL, EvalConfig
@@ -31,6 +30,7 @@ from lora_moe_rl.config.plugins import (
     choices,
     settings_together,
 )
+from lora_moe_rl.config.records import LoggingConfig
 from lora_moe_rl.config.reward import RewardConfig, RewardFunction
 from lora_moe_rl.config.section import Section
 from lora_moe_rl.config.trainer import TrainerConfig
@@ -195,34 +195,6 @@ class TrackerConfig(Section):
         description="Where metrics go beside metrics.jsonl: a file of telemetry/trackers/, or "
         "file.py:Class; or several, separated by commas.",
     )
-
-
-class LoggingConfig(Section):
-    run_dir: str | None = Field(
-        None, description="Where the run writes; null: runs/<recipe>-<model>."
-    )
-    samples_per_step: int = Field(4, ge=0, description="Samples written to samples.jsonl a step.")
-    tokens: bool = Field(
-        False,
-        description="Write every token of those samples to tokens.jsonl: its id, version, "
-        "advantage, weight, logprobs of engine and trainer, and entropy.",
-    )
-    routes: bool = Field(
-        False,
-        description="Write with each of these tokens the experts that the engine sent it to, in "
-        "every MoE layer: some 4 bytes for each.",
-    )
-    profile: tuple[int, ...] = Field(
-        (),
-        description="Steps whose updates torch's profiler traces on every trainer rank, into "
-        "traces/ of the run directory: 3-5, or 3,7-9; empty: none.",
-    )
-    progress: bool = Field(True, description="Show progress bars on a terminal.")
-
-    @field_validator("profile", mode="before")
-    @classmethod
-    def _steps(cls, value: Any) -> Any:
-        return steps_of("logging.profile", value)
 
 
 def _settings_of(kind: Kind, common: type[Section], value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lora_moe_rl.config.schema import LoggingConfig
+from lora_moe_rl.config import LoggingConfig
 
 
 def spread(total: int, most: int) -> list[int]:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from lora_moe_rl.config import RunConfig, recipes
 from lora_moe_rl.config.files import to_yaml
-from lora_moe_rl.config.overrides import override
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.launch import kuberay, slurm, ssh
 from lora_moe_rl.launch.job import Job, nodes_needed
@@ -47,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args(argv)
-    config = recipes.resolve(override(recipes.load_config(options.recipe), options.settings))
+    config = recipes.resolved(options.recipe, options.settings)
     job = make_job(config, options)
     written = write(job, config, options.on)
     print("\n".join(map(str, written)))

@@ -1,6 +1,6 @@
 """Which samples of a step are kept."""
 
-from lora_moe_rl.config.schema import LoggingConfig
+from lora_moe_rl.config import LoggingConfig
 from lora_moe_rl.data.kept import spread, with_tokens
 
 
