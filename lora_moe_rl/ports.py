@@ -44,7 +44,8 @@ Watch = Callable[[int], AbstractContextManager[Any]]
 class Receipt:
     """What an engine answers when it has taken an adapter version: it is served. `bytes` and
     `tensors` came in, `checksum` is that of the version. `seconds` by stage of the engine's work,
-    and `total`. `arrived`: of merged weights, what rounding left of the change, by module."""
+    and `total`. `arrived`: of merged weights, what rounding left of the change, by module.
+    `peak_gib`: the most memory that any of its workers has held (telemetry/peak.py)."""
 
     version: int
     bytes: int
@@ -52,6 +53,7 @@ class Receipt:
     checksum: str
     seconds: dict[str, float] = field(default_factory=dict)
     arrived: dict[str, Arrived] = field(default_factory=dict)
+    peak_gib: float = 0.0
 
 
 @dataclass(frozen=True)

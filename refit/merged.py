@@ -37,6 +37,7 @@ from lora_moe_rl.refit.merged_vllm import Weights
 from lora_moe_rl.refit.parts import Entry, SentPart
 from lora_moe_rl.refit.receiver import answer
 from lora_moe_rl.rollout.facts import fused_parts
+from lora_moe_rl.telemetry import peak
 
 
 class MergedReceiver:
@@ -162,7 +163,8 @@ class MergedReceiver:
                 raise RefitError(f"{module.path}: {error!r}") from error
         self._refit_version = version
         arrived = {name: asdict(one) for name, one in merge.arrived.items()}
-        return {"seconds": time.perf_counter() - started, "arrived": arrived}
+        seconds = time.perf_counter() - started
+        return {"seconds": seconds, "arrived": arrived, "peak_gib": peak.gib()}
 
     def _refit_merge(self, version: int, buffers: Buffers) -> Merge:
         weights = self._refit_weights

@@ -28,6 +28,7 @@ from lora_moe_rl.refit.parts import Entry, PartLayout, SentPart
 from lora_moe_rl.refit.plan import Box
 from lora_moe_rl.refit.slots import Slots
 from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
+from lora_moe_rl.telemetry import peak
 
 
 def answer(method):
@@ -122,13 +123,13 @@ class Receiver:
 
     @answer
     def refit_commit(self, version: int) -> dict[str, Any]:
-        """Serves the staged version."""
+        """Serves the staged version, and says how much memory this worker has held."""
         if self._refit_staged is None or self._refit_staged[0] != version:
             raise RefitError(f"adapter version {version} is not staged")
         slot = self._refit_staged[1]
         self._refit_staged = None
         self._refit_slots.enter(version, slot)
-        return {"slot": slot}
+        return {"slot": slot, "peak_gib": peak.gib()}
 
     @answer
     def refit_compare(self, version: int, sent_json: str) -> dict[str, Any]:

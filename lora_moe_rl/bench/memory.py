@@ -14,6 +14,7 @@ counts once and whole.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def _train_everything(engine, base: list, everything: int) -> Bytes:
     for parameter in base:
         parameter.requires_grad_()
     try:
-        trained = Kept(engine)
+        trained = Kept(engine, trained_head=True)
         grads = [p.grad for p in base if p.grad is not None]
         adam = torch.optim.AdamW([p for p in base if p.grad is not None])
         adam.step()
@@ -123,10 +124,11 @@ class Kept:
     """One forward and backward of one micro-batch, and what autograd saved between them.
 
     `bytes` of all storages that are not parameters' or buffers'. `with_embeddings`: the output of
-    the embeddings has a gradient, as it has when they are trained.
+    the embeddings has a gradient, as it has when they are trained. `trained_head`: so has the
+    output head, which the trainer's own form of it gives none.
     """
 
-    def __init__(self, engine, with_embeddings: bool = False):
+    def __init__(self, engine, with_embeddings: bool = False, trained_head: bool = False):
         import torch
 
         tensors = [t for c in engine.chunks for t in (*c.parameters(), *c.buffers())]
@@ -140,7 +142,11 @@ class Kept:
             )
         try:
             with hooks:
-                engine.forward_backward(_work(engine), _loss, engine.logprobs(1.0), divisor=1.0)
+                if trained_head:
+                    loss, head = partial(_loss_of_logits, engine), None
+                else:
+                    loss, head = _loss, engine.head(1.0)
+                engine.forward_backward(_work(engine), loss, head, divisor=1.0)
         finally:
             if handle is not None:
                 handle.remove()
@@ -165,7 +171,16 @@ def _work(engine) -> list:
     return engine.my_work(batch, range(SEQUENCES), None, 1, 0)
 
 
-def _loss(work, logprobs, logits):
+def _loss_of_logits(engine, work, logits):
+    import torch
+
+    from lora_moe_rl.trainer.plain_head import token_logprobs
+
+    labels = torch.from_numpy(work.data.labels)[None]
+    return _loss(work, token_logprobs(logits, labels, 1.0, engine.spec.shape.vocab_size))
+
+
+def _loss(work, logprobs):
     import torch
 
     return -logprobs.sum(), torch.tensor(logprobs.numel(), dtype=torch.int), {}

@@ -302,7 +302,7 @@ class UpdateResult:
     `tokens`: of the samples that `data/kept.py` names, by their numbers in the step.
     `expert_loads`: int64 [MoE layers, experts], how often each expert was chosen for the step's
     tokens, in each epoch; None of a dense model. `peak_gib`: the most memory that any rank has
-    held (trainer/peak.py).
+    held (telemetry/peak.py).
     """
 
     version: int

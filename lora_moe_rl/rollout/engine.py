@@ -231,7 +231,7 @@ class RolloutEngine:
         try:
             await self._workers("refit_stage", version, json.dumps([asdict(part) for part in sent]))
             clock.lap("stage")
-            await self._workers("refit_commit", version)
+            answers = await self._workers("refit_commit", version)
         except BaseException as error:
             await self._workers("refit_drop", version)
             if isinstance(error, RefitError) and not self.receipts:
@@ -244,6 +244,7 @@ class RolloutEngine:
             sum(len(part.checksums) for part in sent),
             version_checksum(sent),
             clock.seconds,
+            peak_gib=max(answer["peak_gib"] for answer in answers),
         )
         self.receipts[version] = receipt
         return receipt

@@ -76,6 +76,7 @@ class MergedRolloutEngine(RolloutEngine):
             clock.seconds,
             # What several workers have merged they tell alike.
             {k: Arrived(**v) for answer in answers for k, v in answer["arrived"].items()},
+            max(answer["peak_gib"] for answer in answers),
         )
         return self.receipts[version]
 

@@ -35,6 +35,7 @@ from lora_moe_rl.refit.proof import (
 )
 from lora_moe_rl.rollout.facts import Dtype, slot_rank
 from lora_moe_rl.telemetry.clock import Clock
+from lora_moe_rl.telemetry.names import MEMORY_ENGINES
 
 if TYPE_CHECKING:
     from lora_moe_rl.kernels.merge.rounding import Arrived
@@ -85,7 +86,7 @@ class Publisher:
         self.parts: Sequence[Ref] = ()  # of the version that is served, or about to be
         self.probe: list[list[int]] = []
         self.known: list[Known] = []  # by engine
-        self.lost: dict[str, float] = {}  # metrics of the merged weights that are served
+        self.of_served: dict[str, float] = {}  # metrics of the version that is served
         self.warned = False
         self.compared = -1  # the version at which what engines hold was compared last
 
@@ -108,7 +109,7 @@ class Publisher:
         """
         if version == self.version:
             nothing = ("seconds", "bytes", "max_diff", "told", "compared")
-            return self.lost | {f"refit/{name}": 0 for name in nothing}
+            return self.of_served | {f"refit/{name}": 0 for name in nothing}
         return await self._serve(version, parts, samples)
 
     async def prove_returned(self, index: int, version: int) -> None:
@@ -143,7 +144,8 @@ class Publisher:
         if self.config.schedule.in_flight == "continue":
             await self.engines.move_on(version)
         clock.lap("refit")
-        return self.lost | {
+        self.of_served[MEMORY_ENGINES] = max(receipt.peak_gib for receipt in receipts)
+        return self.of_served | {
             "refit/seconds": clock.seconds["total"],
             "refit/bytes": sum(receipt.bytes for receipt in receipts),
             "refit/max_diff": max(proof.max_diff for proof in proofs),
@@ -162,7 +164,7 @@ class Publisher:
         every = Arrived()
         for one in arrived.values():
             every.add(one)
-        self.lost = {
+        self.of_served |= {
             "refit/lost": every.lost,
             "refit/error_over_change": every.error_over_change,
             "refit/cosine": every.cosine,

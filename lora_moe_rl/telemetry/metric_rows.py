@@ -163,6 +163,7 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("perf/mfu", "share", "up", "perf/tflops_per_gpu over the GPU's dense bfloat16 peak, where nvidia-smi names a GPU that the planner knows", "perf/mfu/actor", ""),
     # Memory.
     ("memory/peak", "GiB", "down", "the most that any trainer rank held: on a GPU tensors of torch during the update, on the CPU what was resident of its process so far", "perf/max_memory_allocated_gb", ""),
+    ("memory/engines_peak", "GiB", "down", "the most that any worker of an engine has held until the newest version was published: on a GPU tensors of torch with the cache of keys and values, on the CPU what was resident of its process so far", "", ""),
     ("memory/planned", "GiB", "", "on GPUs: tensors of the trainer rank that holds most, as `lora-moe-rl plan` has them for the longest samples", "", ""),
     # Distributions, for trackers that show them; they are not in metrics.jsonl.
     ("histogram/reward", "reward", "", "the rewards of the step's samples", "", ""),

@@ -76,19 +76,20 @@ class Critic:
     def evaluate(self, works: list[Work]) -> None:
         """Adds `known["values"]`, float32 [T], to each work: what is expected before each label."""
 
-        def keep(work: Work, values: torch.Tensor, _):
-            work.known["values"] = values.detach()
-            return values.sum(), torch.tensor(0, dtype=torch.int), {}
+        def keep(work: Work, output: torch.Tensor):
+            work.known["values"] = _values(work, output).detach()
+            return output.sum(), torch.tensor(0, dtype=torch.int), {}
 
         with self.on():
-            self.engine.evaluate(works, keep, _read, replay=self.replayed)
+            self.engine.evaluate(works, keep, None, replay=self.replayed)
 
     def backward(self, works: list[Work], tokens: int, meter: Meter) -> None:
         """Gradients of the mean loss of `tokens` tokens, those of `works` on all ranks; a sample
         counts as often as it stands in the loss."""
 
-        def loss(work: Work, values: torch.Tensor, _):
-            device, data = values.device, work.data
+        def loss(work: Work, output: torch.Tensor):
+            values, data = _values(work, output), work.data
+            device = values.device
             mask = torch.from_numpy(data.mask).to(device)
             stands = torch.from_numpy(data.mask * data.copies).to(device)
             old, returns = (work.known[name].to(device) for name in ("values", "returns"))
@@ -102,7 +103,7 @@ class Critic:
             return total, mask.sum().to(torch.int), {}
 
         with self.on():
-            self.engine.forward_backward(works, loss, _read, tokens, self.adapters, self.replayed)
+            self.engine.forward_backward(works, loss, None, tokens, self.adapters, self.replayed)
 
     def step(self, works: list[Work], tokens: int, meter: Meter) -> StepResult:
         """One optimizer step."""
@@ -131,5 +132,6 @@ def tokens_in(batch: TrainBatch, samples: np.ndarray) -> int:
     return int(sum((batch.weights[i] > 0).sum() * batch.copies[i] for i in samples))
 
 
-def _read(work: Work, output: torch.Tensor) -> torch.Tensor:
+def _values(work: Work, output: torch.Tensor) -> torch.Tensor:
+    """[T] of `[1, T, 1]`."""
     return output.flatten()[: len(work.data.labels)]

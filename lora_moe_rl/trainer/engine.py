@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,13 +32,13 @@ from lora_moe_rl.router_replay.replay import MicroRoutes, Replay
 from lora_moe_rl.router_replay.routes import Routes, Sent, sequence_shard
 from lora_moe_rl.trainer.critic import Critic
 from lora_moe_rl.trainer.device import Device
-from lora_moe_rl.trainer.logprobs import token_logprobs
+from lora_moe_rl.trainer.head import Head
 from lora_moe_rl.trainer.model import build_model
 from lora_moe_rl.trainer.optimizer import AdapterOptimizer
 
-LossFunction = Callable[["Work", torch.Tensor, torch.Tensor], tuple]
-# From a micro-batch and what the last stage gives, `[1, T, …]`, to a number a token, `[T]`.
-Read = Callable[["Work", torch.Tensor], torch.Tensor]
+# From a micro-batch and what the last stage gives: logprobs `[T]` of a head, else what the model's
+# output layer gives, `[1, T, …]`.
+LossFunction = Callable[["Work", torch.Tensor], tuple]
 
 
 @dataclass
@@ -53,7 +54,8 @@ class Work:
     """One micro-batch on its way: arrays, routes, and the logprobs found so far `{name: [T]}`.
 
     `mask`: bool `[T]`, tokens in the loss; of the data, until it is chosen (`objective.py`).
-    `step_mean`: of the whole step, where the algorithm asks for one.
+    `step_mean`: of the whole step, where the algorithm asks for one. `entropy`: float32 `[T]`, of
+    the last forward with gradients.
 
     `routes`: to be replayed, of each pipeline chunk; None when routers choose. `complete`: bool
     `[T]`, tokens with routes in all layers of the model.
@@ -66,6 +68,7 @@ class Work:
     known: dict[str, torch.Tensor] = field(default_factory=dict)
     mask: np.ndarray = field(init=False)
     step_mean: float | None = None
+    entropy: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self.mask = self.data.mask
@@ -146,59 +149,53 @@ class TrainingEngine:
     def forward(
         self, works: list[Work], name: str, temperature: float, record=False, replay=True
     ) -> None:
-        """Adds `known[name]`, the logprobs of every label, to each work (on the last stage).
+        """Adds `known[name]`, logprobs of the response's tokens, to each work (on the last stage).
 
         `record`: also keep the routes the routers chose by themselves, for r2. `replay=False`: let
         them choose whatever routes there are.
         """
 
-        def keep(work: Work, logprobs: torch.Tensor, logits: torch.Tensor):
+        def keep(work: Work, logprobs: torch.Tensor):
             work.known[name] = logprobs.detach()
             return logprobs.sum(), torch.tensor(0, dtype=torch.int), {}
 
-        self.evaluate(works, keep, self.logprobs(temperature), record, replay)
+        self.evaluate(works, keep, self.head(temperature), record, replay)
 
     @torch.no_grad()
     def evaluate(
-        self, works: list[Work], keep: LossFunction, read: Read, record=False, replay=True
+        self, works: list[Work], keep: LossFunction, head: Head | None, record=False, replay=True
     ) -> None:
-        """A forward of each work; `keep` gets what `read` makes of it (on the last stage)."""
+        """A forward of each work; `keep` gets what it gives (on the last stage)."""
         for chunk in self.chunks:
             chunk.eval()
-        self._schedule(works, keep, read, forward_only=True, record=record, replay=replay)
+        self._schedule(works, keep, head, forward_only=True, record=record, replay=replay)
 
-    def logprobs(self, temperature: float) -> Read:
-        """Of every label."""
-
-        def read(work: Work, logits: torch.Tensor) -> torch.Tensor:
-            labels = _tensor(work.data.labels, self.device.torch_device)[None]
-            return token_logprobs(logits, labels, temperature, self.spec.shape.vocab_size)
-
-        return read
+    def head(self, temperature: float) -> Head:
+        """Logprobs in the place of logits."""
+        return Head(temperature, self.spec.shape.vocab_size)
 
     def forward_backward(
         self,
         works: list[Work],
         loss: LossFunction,
-        read: Read,
+        head: Head | None,
         divisor: float,
         adapters: Adapters | None = None,
         replay: bool = True,
     ) -> list:
         """Accumulates gradients of the summed loss of all ranks / `divisor`, of `adapters` (None:
         the policy's); returns `loss`'s third value for each work (on the last stage). `loss(work,
-        what read gives, what the model gives)` returns (sum, token count, anything)."""
+        what the model gives)` returns (sum, token count, anything)."""
         self._training, self._divisor = adapters or self.adapters, divisor
         for chunk in self.chunks:
             chunk.train()
         self._training.gradients.zero()
-        return self._schedule(works, loss, read, forward_only=False, replay=replay)
+        return self._schedule(works, loss, head, forward_only=False, replay=replay)
 
-    def _schedule(self, works, loss, read, forward_only, record=False, replay=True) -> list:
+    def _schedule(self, works, loss, head, forward_only, record=False, replay=True) -> list:
         def forward_step(iterator, model):
             work = next(iterator)
-            output = self._forward_one(work, model, record, replay)
-            return output, lambda out: loss(work, read(work, out), out)
+            return self._forward_one(work, model, head, record, replay), partial(loss, work)
 
         trainer = self.config.trainer
         interleaved = trainer.vpp > 1
@@ -222,7 +219,9 @@ class TrainingEngine:
         divisor = torch.tensor(self._divisor or 1.0, device=num_tokens.device)
         self._training.gradients.scale(1.0 / divisor)
 
-    def _forward_one(self, work: Work, model, record: bool, replay: bool) -> torch.Tensor:
+    def _forward_one(
+        self, work: Work, model, head: Head | None, record: bool, replay: bool
+    ) -> torch.Tensor:
         data, device = work.data, self.device.torch_device
         chunk = self.chunks.index(model)
         self.replay.set_known(chunk, data.counted[sequence_shard(len(data.input_ids))], device)
@@ -232,17 +231,19 @@ class TrainingEngine:
             self.replay.clear_routes(chunk)
         else:
             self.replay.install_recorded(chunk, work.recorded)
-        logits = model(
+        output = model(
             input_ids=_tensor(data.input_ids, device)[None],
             position_ids=_tensor(data.positions, device)[None],
             attention_mask=None,
             packed_seq_params=_packed_params(data, device),
+            output_processor=head,
+            output_processor_context=work,
         )
         self.forwards[chunk] += 1
         self.trained[chunk] += model.training
         if record:
             work.recorded |= self.replay.take_recorded(chunk)
-        return logits
+        return output
 
     def score(self, batch: TrainBatch, *parts: Sent) -> list[np.ndarray] | None:
         """Logprobs of the response tokens of each sample, at temperature 1, from one rank (the

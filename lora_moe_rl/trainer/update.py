@@ -28,12 +28,10 @@ from lora_moe_rl.data.samples import UpdateResult
 from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.router_replay.audit import due
 from lora_moe_rl.router_replay.routes import Routes, Sent
-from lora_moe_rl.telemetry import names
-from lora_moe_rl.trainer import peak
+from lora_moe_rl.telemetry import names, peak
 from lora_moe_rl.trainer.advantages import everywhere, revise
 from lora_moe_rl.trainer.critic import tokens_in
 from lora_moe_rl.trainer.engine import TrainingEngine, Work
-from lora_moe_rl.trainer.logprobs import token_entropy
 from lora_moe_rl.trainer.meter import WITH, WITHOUT, Meter
 from lora_moe_rl.trainer.objective import choose_tokens, scales_of, tokens_of, total_of
 from lora_moe_rl.trainer.optimizer import StepResult
@@ -43,7 +41,7 @@ from lora_moe_rl.trainer.token_values import Kept
 def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> UpdateResult:
     """Called on all ranks with the same arguments. `parts`: the rollout's routes, for r3."""
     started = time.perf_counter()
-    peak.begin(engine.device.kind)
+    peak.begin()
     config = engine.config
     if config.replay.mode == "r3" and not parts:
         raise ReplayError("replay.mode=r3, but the rollout came without routes")
@@ -77,7 +75,7 @@ def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> 
         metrics |= engine.critic.metrics(of_critic, meter)
     if not config.offline:
         metrics |= disagreement | _replay_metrics(engine, batch, routes, meter)
-    (peak_gib,) = meter.all_reduce([peak.gib(engine.device.kind)], dist.ReduceOp.MAX)
+    (peak_gib,) = meter.all_reduce([peak.gib()], dist.ReduceOp.MAX)
     return UpdateResult(
         version=engine.version,
         metrics=metrics,
@@ -192,11 +190,10 @@ def _backward(
     looked_at: Kept | None = None,
 ) -> None:
     """Gradients of the loss of `works`, over all ranks."""
-    config = engine.config
-    temperature = config.rollout.temperature
 
-    def loss(work: Work, logprobs: torch.Tensor, logits: torch.Tensor):
-        data = work.data
+    def loss(work: Work, logprobs: torch.Tensor):
+        data, entropy = work.data, work.entropy
+        assert entropy is not None  # there is one of each forward with gradients
         tokens = tokens_of(work, logprobs)
         found = engine.algorithm.loss(tokens)
         total = total_of(found, work, tokens, scales)
@@ -205,14 +202,14 @@ def _backward(
         meter.add_metrics(found.metrics, torch.from_numpy(work.stands).to(total.device))
         before = work.known.get("old", logprobs.detach())
         meter.mismatch(WITH, data, before)
-        entropy = token_entropy(logits.detach(), temperature, engine.spec.shape.vocab_size)
         if looked_at is not None:
             looked_at.take(data, before, entropy)
         judged = data.sampled if meter.sampled else work.mask
         meter.add("entropy", entropy.cpu().numpy()[judged].sum())
         return total, tokens.mask.sum().to(torch.int), {}
 
-    engine.forward_backward(works, loss, engine.logprobs(temperature), scales.divisor)
+    head = engine.head(engine.config.rollout.temperature)
+    engine.forward_backward(works, loss, head, scales.divisor)
 
 
 def _replay_metrics(

@@ -63,7 +63,7 @@ class FaultyEngines:
     async def publish(self, version, parts) -> list[Receipt]:
         if self.refuses:
             raise RefitError("engine 0, worker 0: no")
-        return [Receipt(version, 10, 1, "checksum", {}, self.arrived) for _ in self.routes]
+        return [Receipt(version, 10, 1, "checksum", {}, self.arrived, 1.5) for _ in self.routes]
 
     async def differing(self, version, parts, engines=None) -> list[str]:
         self.compared.append((version, engines))

@@ -102,6 +102,7 @@ def check_records(records: list[dict], num_steps: int) -> None:
         assert record["adapter/version"] == record["step"] - 1
         assert record["optim/skipped"] == record["reward/failed"] == 0
         assert record["optim/grad_norm"] > 0 and record["refit/bytes"] > 1e6
+        assert record["memory/peak"] > 0.1 and record["memory/engines_peak"] > 0.1
         stages = sum(record[f"time/{s}"] for s in ("rollout", "reward", "train", "refit"))
         assert 0 < stages <= record["time/step"]
 

@@ -37,7 +37,8 @@ class FakeLLM:
             return [{"error": "worker 0: no"}]
         told = {"all": asdict(ARRIVED), "of its experts": asdict(ARRIVED)}
         alike = {"all": asdict(ARRIVED), "of other experts": asdict(ARRIVED)}
-        return [{"arrived": told}, {"arrived": alike}] if method == "refit_commit" else [{}]
+        committed = [{"arrived": told, "peak_gib": 1.0}, {"arrived": alike, "peak_gib": 2.0}]
+        return committed if method == "refit_commit" else [{}]
 
     async def reset_prefix_cache(self) -> bool:
         self.asked.append("reset")

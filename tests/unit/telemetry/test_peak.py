@@ -1,4 +1,4 @@
-"""The most memory that a rank has held."""
+"""The most memory that a process has held."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import subprocess
 import sys
 
 CHILD = """
-from lora_moe_rl.trainer import peak
-peak.begin("cpu")
-before = peak.gib("cpu")
+from lora_moe_rl.telemetry import peak
+peak.begin()
+before = peak.gib()
 held = bytearray(b"1") * (300 * 2**20)
-during = peak.gib("cpu")
+during = peak.gib()
 del held
-print(before, during, peak.gib("cpu"))
+print(before, during, peak.gib())
 """
 
 

@@ -1,8 +1,8 @@
-"""The most memory that a trainer rank has held, in GiB.
+"""The most memory that this process has held, in GiB: of a trainer rank, of an engine's worker.
 
-On a GPU what torch had allocated there at its most during a step; the CUDA context and what the
-allocator keeps in reserve are not in it. On the CPU the most that was resident of the rank's
-process since it began, libraries included: the kernel does not count by the step.
+On a GPU what torch had allocated there at its most since `begin`; the CUDA context and what the
+allocator keeps in reserve are not in it. On the CPU the most that was resident of the process since
+it began, libraries included: the kernel does not count by the step.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 GIB = 2**30
 
 
-def begin(kind: str) -> None:
-    """A step begins on a device of this `kind`."""
-    if kind == "cuda":
+def begin() -> None:
+    """From here on a GPU's peak is counted anew."""
+    if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
 
 
-def gib(kind: str) -> float:
-    """So far in the step on a GPU, in the process's life on the CPU."""
-    if kind == "cuda":
+def gib() -> float:
+    """Since `begin` on a GPU, in the process's life on the CPU."""
+    if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / GIB
     return _resident_peak() / GIB
 

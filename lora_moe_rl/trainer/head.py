@@ -1,0 +1,162 @@
+"""The frozen output head: log-probabilities of given tokens, without all logits at once.
+
+hidden [T, H] ──rows that count, some at a time──> logits ──> logprob, entropy,  (W[y] - p W) / t
+                                                              kept: [rows, H] and no logits
+
+Nothing of the head is trained, so that all a backward needs is the gradient of each logprob with
+respect to its row of hidden states, and that does not depend on the loss: it is formed beside the
+logprob, and the backward scales it. Logits live for as many rows as `ELEMENTS_AT_ONCE` has room
+for. `plain_head.py` is the same by autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+if TYPE_CHECKING:
+    from lora_moe_rl.trainer.engine import Work
+
+ELEMENTS_AT_ONCE = 2**25  # of logits, of which there are up to four copies in float32
+LOWEST = -1e4  # below it exp is 0; a padded entry's -inf times 0 would be NaN
+
+
+@dataclass(frozen=True)
+class Head:
+    """Gives logprobs, float32 [T], in the place of logits: an `output_processor` of megatron-core,
+    whose context is the micro-batch. They are 0 for tokens that are not of its response.
+
+    With gradients the work gets `entropy` too, float32 [T], in nats, detached. `temperature` is
+    that of the rollout, for old, current and reference logprobs alike; `vocab_size` is the model's:
+    a vocabulary that is padded for tensor parallelism has rows that no token owns.
+    """
+
+    temperature: float
+    vocab_size: int
+
+    def __call__(
+        self,
+        *,
+        hidden_states: torch.Tensor,
+        output_layer: torch.nn.Module,
+        output_weight: torch.Tensor | None,
+        context: Work,
+        **_: Any,
+    ) -> torch.Tensor:
+        """hidden_states `[T / tp, 1, H]`; output_weight: of tied embeddings, if they are."""
+        weight = output_layer.weight if output_weight is None else output_weight
+        hidden = hidden_states
+        if ps.get_tensor_model_parallel_world_size() > 1:
+            # A rank's gradient is of its part of the vocabulary: the backward sums them.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        data, device = context.data, hidden.device
+        labels = torch.from_numpy(data.labels).to(device)
+        rows = torch.from_numpy(data.response.nonzero()[0]).to(device)
+        vocabulary = Vocabulary(
+            weight.detach(),
+            ps.get_tensor_model_parallel_rank() * len(weight),
+            self.vocab_size,
+            ps.get_tensor_model_parallel_group(),
+        )
+        trained = torch.is_grad_enabled()
+        logprobs, entropy = LogProbs.apply(
+            hidden.squeeze(1), labels, rows, vocabulary, self.temperature, trained
+        )
+        if trained:
+            context.entropy = entropy
+        return logprobs
+
+
+class Vocabulary(NamedTuple):
+    """A rank's part of the head: its rows of weights `[V / tp, H]`, the token of the first, how
+    many tokens there are on all ranks, and the group of ranks (None: this one alone)."""
+
+    weight: torch.Tensor
+    first: int
+    size: int
+    group: dist.ProcessGroup | None
+
+
+class LogProbs(torch.autograd.Function):
+    """hidden `[T, H]`, labels int64 `[T]`, rows int64 `[R]` -> logprobs and entropy, float32 `[T]`,
+    0 but in `rows`. `trained`: whether a backward follows; without one there is no entropy. The
+    gradient with respect to hidden is this rank's part of a sum; entropy has none."""
+
+    @staticmethod
+    def forward(ctx, hidden, labels, rows, vocabulary: Vocabulary, temperature, trained: bool):
+        logprobs = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
+        entropy = torch.zeros_like(logprobs)
+        slopes = hidden.new_empty(len(rows), hidden.shape[1]) if trained else None
+        for part in _parts(len(rows), len(vocabulary.weight)):
+            some = rows[part]
+            found = _of_rows(hidden[some], labels[some], vocabulary, temperature, trained)
+            logprobs[some] = found.logprobs
+            if slopes is not None:
+                entropy[some], slopes[part] = found.entropy, found.slopes
+        if slopes is not None:
+            ctx.save_for_backward(rows, slopes)
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, of_logprobs, of_entropy):
+        rows, slopes = ctx.saved_tensors
+        gradient = slopes.new_zeros(len(of_logprobs), slopes.shape[1])
+        gradient[rows] = slopes * of_logprobs[rows, None].to(slopes.dtype)
+        return gradient, None, None, None, None, None
+
+
+class _Found(NamedTuple):
+    logprobs: torch.Tensor
+    entropy: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
+
+
+def _parts(rows: int, columns: int) -> Iterator[slice]:
+    at_once = max(1, ELEMENTS_AT_ONCE // columns)
+    return (slice(start, start + at_once) for start in range(0, rows, at_once))
+
+
+def _of_rows(
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    vocabulary: Vocabulary,
+    temperature: float,
+    with_slopes: bool,
+) -> _Found:
+    """Of a few rows. Without slopes, no entropy either."""
+    weight, first, size, group = vocabulary
+    logits = (hidden @ weight.t()).float().div_(temperature)
+    if first + len(weight) > size:
+        logits[:, max(0, size - first) :] = float("-inf")
+    top = logits.amax(dim=-1)
+    _all_reduce(top, dist.ReduceOp.MAX, group)
+    logits.sub_(top[:, None])
+    places = labels - first
+    here = (places >= 0) & (places < len(weight))
+    places = places.where(here, 0)
+    of_label = logits.gather(1, places[:, None])[:, 0].where(here, 0)
+    if not with_slopes:
+        sums = torch.stack([logits.exp_().sum(-1), of_label])
+        _all_reduce(sums, dist.ReduceOp.SUM, group)
+        return _Found(sums[1] - sums[0].log())
+    shares = logits.exp()
+    weighted = logits.clamp_min_(LOWEST).mul_(shares).sum(-1)
+    sums = torch.stack([shares.sum(-1), of_label, weighted])
+    _all_reduce(sums, dist.ReduceOp.SUM, group)
+    total = sums[0].log()
+    shares.div_(sums[0][:, None])
+    own = weight[places].where(here[:, None], 0)
+    slopes = (own - shares.to(weight.dtype) @ weight).div_(temperature)
+    return _Found(sums[1] - total, total - sums[2] / sums[0], slopes)
+
+
+def _all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup | None) -> None:
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(tensor, op=op, group=group)

@@ -1,0 +1,143 @@
+"""Logprobs and entropy of a frozen head, some rows at a time, against torch's own."""
+
+from __future__ import annotations
+
+import tempfile
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from lora_moe_rl.trainer import head
+from lora_moe_rl.trainer.head import Head, LogProbs, Vocabulary
+
+T, H, SIZE, PADDED = 41, 16, 97, 100
+TEMPERATURE = 0.7
+
+
+def tensors():
+    """hidden, weight with rows that no token owns, labels, and the rows that count."""
+    torch.manual_seed(0)
+    hidden = torch.randn(T, H, requires_grad=True)
+    weight = torch.randn(PADDED, H) * 0.5
+    return hidden, weight, torch.randint(SIZE, (T,)), torch.randperm(T)[:29].sort().values
+
+
+def clipped(logprobs: torch.Tensor) -> torch.Tensor:
+    """A loss of clipped ratios with a KL, whose gradient is of all sizes and of both signs."""
+    torch.manual_seed(1)
+    old = logprobs.detach() + 0.3 * torch.randn(len(logprobs))
+    advantages = torch.randn(len(logprobs))
+    ratio = (logprobs - old).exp()
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    return (0.1 * (old - logprobs).exp() - surrogate + 0.1 * logprobs).sum()
+
+
+def by_torch(hidden, weight, labels, rows):
+    """In float64: logprobs, entropy, and the gradient of hidden."""
+    hidden = hidden.detach().double().requires_grad_()
+    logits = hidden[rows] @ weight[:SIZE].double().t() / TEMPERATURE
+    of = torch.distributions.Categorical(logits=logits)
+    logprobs = of.log_prob(labels[rows])
+    clipped(logprobs).backward()
+    return logprobs, of.entropy(), hidden.grad
+
+
+def check(got, rows, expected) -> None:
+    for one, other in zip(got, expected, strict=True):
+        assert one.dtype == torch.float32
+        torch.testing.assert_close(one.double(), other.detach(), rtol=0, atol=2e-6)
+
+
+def ours(hidden, labels, rows, vocabulary):
+    logprobs, entropy = LogProbs.apply(hidden, labels, rows, vocabulary, TEMPERATURE, True)
+    clipped(logprobs[rows]).backward()
+    outside = torch.ones(len(labels), dtype=torch.bool)
+    outside[rows] = False
+    assert not logprobs[outside].any() and not entropy[outside].any()
+    return logprobs[rows], entropy[rows], hidden.grad
+
+
+@pytest.mark.parametrize("at_once", [1, 7 * PADDED, 2**25])
+def test_logprobs_entropy_and_gradient_are_torchs(monkeypatch, at_once):
+    monkeypatch.setattr(head, "ELEMENTS_AT_ONCE", at_once)
+    hidden, weight, labels, rows = tensors()
+    got = ours(hidden, labels, rows, Vocabulary(weight, 0, SIZE, None))
+    check(got, rows, by_torch(hidden, weight, labels, rows))
+
+
+def test_no_row_at_all_is_a_gradient_of_zero():
+    hidden, weight, labels, _ = tensors()
+    none = torch.zeros(0, dtype=torch.int64)
+    logprobs, _ = LogProbs.apply(hidden, labels, none, Vocabulary(weight, 0, SIZE, None), 1.0, True)
+    logprobs.sum().backward()
+    assert not logprobs.any() and not hidden.grad.any()
+
+
+def test_without_gradients_the_logprobs_are_the_same_and_nothing_is_kept():
+    hidden, weight, labels, rows = tensors()
+    vocabulary = Vocabulary(weight, 0, SIZE, None)
+    with_them, _ = LogProbs.apply(hidden, labels, rows, vocabulary, TEMPERATURE, True)
+    with torch.no_grad():
+        without, entropy = LogProbs.apply(hidden, labels, rows, vocabulary, TEMPERATURE, False)
+    assert torch.equal(without, with_them.detach()) and without.grad_fn is None
+    assert not entropy.any()
+
+
+def test_what_is_kept_does_not_grow_with_the_vocabulary():
+    hidden, weight, labels, rows = tensors()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: kept.append(x.numel()) or x, lambda x: x
+    ):
+        vocabulary = Vocabulary(weight, 0, SIZE, None)
+        LogProbs.apply(hidden, labels, rows, vocabulary, TEMPERATURE, True)
+    assert sorted(kept) == [len(rows), len(rows) * H]
+
+
+def of_rank(rank: int, file: str, answers) -> None:
+    dist.init_process_group("gloo", f"file://{file}", rank=rank, world_size=2)
+    hidden, weight, labels, rows = tensors()
+    half = PADDED // 2
+    mine = weight[rank * half : (rank + 1) * half]
+    vocabulary = Vocabulary(mine, rank * half, SIZE, dist.group.WORLD)
+    logprobs, entropy, gradient = ours(hidden, labels, rows, vocabulary)
+    dist.all_reduce(gradient)
+    answers[rank] = [x.detach().tolist() for x in (logprobs, entropy, gradient)]
+    dist.destroy_process_group()
+
+
+def test_a_vocabulary_cut_over_two_ranks_gives_the_same():
+    """Each rank's gradient is its part of the sum."""
+    with mp.Manager() as manager, tempfile.TemporaryDirectory() as folder:
+        answers = manager.dict()
+        mp.spawn(of_rank, (f"{folder}/meeting", answers), nprocs=2)
+        found = [answers[rank] for rank in range(2)]
+    hidden, weight, labels, rows = tensors()
+    for one in found:
+        got = [torch.tensor(x, dtype=torch.float32) for x in one]
+        check(got, rows, by_torch(hidden, weight, labels, rows))
+
+
+def test_a_head_scores_the_response_and_tells_its_work_of_the_entropy(monkeypatch):
+    """As megatron-core calls it: hidden `[T, 1, H]`, the weights of tied embeddings apart."""
+    monkeypatch.setattr(head.ps, "get_tensor_model_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(head.ps, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(head.ps, "get_tensor_model_parallel_group", lambda: None)
+    hidden, weight, labels, rows = tensors()
+    response = torch.zeros(T, dtype=torch.bool)
+    response[rows] = True
+    work = SimpleNamespace(
+        data=SimpleNamespace(labels=labels.numpy(), response=response.numpy()), entropy=None
+    )
+    layer = SimpleNamespace(weight=torch.full_like(weight, torch.nan))
+    called = {"hidden_states": hidden[:, None], "output_layer": layer, "labels": None}
+    give = Head(TEMPERATURE, SIZE)
+    with torch.no_grad():
+        give(**called, output_weight=weight, context=work)
+    assert work.entropy is None
+    logprobs = give(**called, output_weight=weight, context=work)
+    expected, entropy, _ = by_torch(hidden, weight, labels, rows)
+    check((logprobs[rows], work.entropy[rows]), rows, (expected, entropy))
