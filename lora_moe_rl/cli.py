@@ -254,6 +254,7 @@ VERIFY = {
 BENCH = {
     "step": ("bench.step", "one steady training step, by stage"),
     "memory": ("bench.memory", "what training keeps in memory, adapters against all parameters"),
+    "head": ("bench.head", "logprobs of long sequences: memory and time, against all logits"),
     "refit": ("bench.refit", "an adapter into vLLM, against vLLM's own ways and a plain copy"),
     "replay": ("bench.replay", "router replay: bytes, codec, its share of a step, its effect"),
     "export": ("bench.export", "merging a checkpoint, against cp and PEFT"),

@@ -5,18 +5,22 @@ attention that keeps q, k, v, its output and a log-sum, experts whose activation
 routing weights, adapters as in `adapters/layers.py`. The base is frozen: what only the gradient of
 a weight would need is kept where an adapter reads it. Experts are taken to be evenly loaded.
 
-All figures are bytes a token of the micro-batch on one rank. Letters: h hidden size, t tensor-
-parallel ranks (activations outside attention and MLPs are cut over them: sequence parallelism), n
-expert rows a token on one rank, b bytes an activation.
+Figures are bytes a token of the micro-batch on one rank, but for the head's. Letters: h hidden
+size, t tensor-parallel ranks (activations outside attention and MLPs are cut over them: sequence
+parallelism), n expert rows a token on one rank, b bytes an activation.
 """
 
 from __future__ import annotations
 
+import math
+
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import TrainerConfig
+from lora_moe_rl.trainer.logits import LOGIT_BYTES, rows_at_once
 
 LOG_SUM = 4  # float32 a head and token
+HEAD_ROWS = 3
 ROUTER = 13  # an expert and token: logits and scores in float32, their normalised ones, the map
 
 
@@ -62,6 +66,14 @@ def communication(shape: ModelShape, trainer: TrainerConfig, b: int) -> float:
     exchanged = 2 * shape.top_k / trainer.tp * shape.hidden_size * b if shape.moe_layers else 0
     staged = 4 * shape.hidden_size * b / trainer.tp if trainer.pp > 1 else 0
     return gathered + exchanged + staged
+
+
+def head(shape: ModelShape, t: int, tokens: int, b: int) -> int:
+    """Bytes of a micro-batch of so many tokens: logits of a few rows, and of each token three
+    hidden states: what its logprob has kept, and its gradient, twice in the backward."""
+    columns = math.ceil(shape.vocab_size / t)
+    logits = LOGIT_BYTES * min(tokens, rows_at_once(columns)) * columns
+    return logits + HEAD_ROWS * tokens * shape.hidden_size * b
 
 
 def _attention(shape: ModelShape, t: int, b: int) -> float:

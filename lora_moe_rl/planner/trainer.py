@@ -18,6 +18,7 @@ from lora_moe_rl.adapters.spec import AdapterSpec, Site
 from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.planner.activations import (
     communication,
+    head,
     kept_by_layer,
     kept_when_recomputed,
     layer_work,
@@ -35,9 +36,6 @@ from lora_moe_rl.planner.hardware import FRAGMENTATION, RUNTIME_BYTES
 
 FLOAT32 = 4
 STEP = 4  # Adam's count of steps: one float32 a parameter tensor, on the host
-# Bytes a logit at the worst moment, the backward: logits and their gradient in bf16, the softmax
-# that the loss keeps and its gradient in float32.
-LOGIT_BYTES = 2 + 2 + 4 + 4
 FORMATS: tuple[Format, ...] = ("bf16", "fp8", "int4")
 
 
@@ -211,7 +209,7 @@ class TrainerMemory:
         activations = tokens * flights * sum(kept[kind] * n for kind, n in kinds.items())
         logits = 0
         if shape.num_layers - 1 in layers:
-            logits = LOGIT_BYTES * tokens * math.ceil(shape.vocab_size / trainer.tp)
+            logits = head(shape, trainer.tp, tokens, b)
         return {
             "activations": int(activations),
             "one layer's work": int(tokens * work),

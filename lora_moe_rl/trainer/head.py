@@ -5,8 +5,8 @@ hidden [T, H] ──rows that count, some at a time──> logits ──> logpro
 
 Nothing of the head is trained, so that all a backward needs is the gradient of each logprob with
 respect to its row of hidden states, and that does not depend on the loss: it is formed beside the
-logprob, and the backward scales it. Logits live for as many rows as `ELEMENTS_AT_ONCE` has room
-for. `plain_head.py` is the same by autograd.
+logprob, and the backward scales it. Logits live for a few rows (`logits.py`). `plain_head.py` is
+the same by autograd.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
+from lora_moe_rl.trainer.logits import rows_at_once
+
 if TYPE_CHECKING:
     from lora_moe_rl.trainer.engine import Work
 
-ELEMENTS_AT_ONCE = 2**25  # of logits, of which there are up to four copies in float32
 LOWEST = -1e4  # below it exp is 0; a padded entry's -inf times 0 would be NaN
 
 
@@ -119,7 +120,7 @@ class _Found(NamedTuple):
 
 
 def _parts(rows: int, columns: int) -> Iterator[slice]:
-    at_once = max(1, ELEMENTS_AT_ONCE // columns)
+    at_once = rows_at_once(columns)
     return (slice(start, start + at_once) for start in range(0, rows, at_once))
 
 

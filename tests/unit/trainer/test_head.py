@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from lora_moe_rl.trainer import head
+from lora_moe_rl.trainer import head, logits
 from lora_moe_rl.trainer.head import Head, LogProbs, Vocabulary
 
 T, H, SIZE, PADDED = 41, 16, 97, 100
@@ -62,7 +62,7 @@ def ours(hidden, labels, rows, vocabulary):
 
 @pytest.mark.parametrize("at_once", [1, 7 * PADDED, 2**25])
 def test_logprobs_entropy_and_gradient_are_torchs(monkeypatch, at_once):
-    monkeypatch.setattr(head, "ELEMENTS_AT_ONCE", at_once)
+    monkeypatch.setattr(logits, "ELEMENTS_AT_ONCE", at_once)
     hidden, weight, labels, rows = tensors()
     got = ours(hidden, labels, rows, Vocabulary(weight, 0, SIZE, None))
     check(got, rows, by_torch(hidden, weight, labels, rows))
