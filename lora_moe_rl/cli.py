@@ -262,6 +262,7 @@ BENCH = {
     "kernels": ("bench.kernels", "expert adapters, merges and the route codec"),
     "scale": ("bench.scale", "what grows with samples, ranks and engines, and how fast"),
     "algorithms": ("bench.algorithms", "every algorithm on the same recipe: reward and step time"),
+    "overhead": ("bench.overhead", "what checks, copies and records take of a step"),
     "cost": ("bench.cost", "what a step takes with other algorithms, of the same work"),
     "async": ("bench.asynchronous", "the same work with rollouts ahead of training, and without"),
     "corrections": ("bench.corrections", "what corrections buy when samples are some steps old"),

@@ -35,7 +35,7 @@ from lora_moe_rl.refit.proof import (
 )
 from lora_moe_rl.rollout.facts import Dtype, slot_rank
 from lora_moe_rl.telemetry.clock import Clock
-from lora_moe_rl.telemetry.names import MEMORY_ENGINES
+from lora_moe_rl.telemetry.names import MEMORY_ENGINES, PROOF_SECONDS
 
 if TYPE_CHECKING:
     from lora_moe_rl.kernels.merge.rounding import Arrived
@@ -108,7 +108,7 @@ class Publisher:
         update was skipped) costs nothing.
         """
         if version == self.version:
-            nothing = ("seconds", "bytes", "max_diff", "told", "compared")
+            nothing = ("seconds", "proof_seconds", "bytes", "max_diff", "told", "compared")
             return self.of_served | {f"refit/{name}": 0 for name in nothing}
         return await self._serve(version, parts, samples)
 
@@ -129,6 +129,7 @@ class Publisher:
         self.parts = parts
         await self.channel.published(lambda: self.trainer.sent(parts))
         receipts = await self.engines.publish(version, parts)
+        clock.lap("publish")
         self.channel.keep(range(version - self.config.refit.slots + 1, version + 1))
         try:
             self._check_arrived(version, receipts[0].arrived)  # all engines' weights are equal
@@ -138,6 +139,7 @@ class Publisher:
             if compared:
                 await self._compare(version)
                 self.compared = version
+            clock.lap("proof")
         except RefitError as error:
             raise await self._taken_back(version, error) from error
         self.version = version
@@ -147,6 +149,7 @@ class Publisher:
         self.of_served[MEMORY_ENGINES] = max(receipt.peak_gib for receipt in receipts)
         return self.of_served | {
             "refit/seconds": clock.seconds["total"],
+            PROOF_SECONDS: clock.seconds["proof"],
             "refit/bytes": sum(receipt.bytes for receipt in receipts),
             "refit/max_diff": max(proof.max_diff for proof in proofs),
             "refit/told": int(told),

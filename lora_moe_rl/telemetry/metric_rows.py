@@ -106,6 +106,7 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     # Versions on their way to the engines.
     ("adapter/version", "version", "", "the version that the step updates", "", ""),
     ("refit/seconds", "s", "down", "publishing a version, with its proof", "timing_s/update_weights", ""),
+    ("refit/proof_seconds", "s", "down", "of that the proof, with the comparison of slots where there was one", "", ""),
     ("refit/bytes", "bytes", "", "what the engines received, all together", "", ""),
     ("refit/max_diff", "nats", "down", "largest difference of engine and trainer on what was probed", "", ""),
     ("refit/told", "0 or 1", "", "1: the probe could tell the version from the base and from those before it", "", ""),

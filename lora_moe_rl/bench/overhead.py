@@ -1,0 +1,140 @@
+"""`lora-moe-rl bench overhead`: what a run's checks, copies and records take of a step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lora_moe_rl.bench import report, step
+from lora_moe_rl.bench.recipe_run import run
+from lora_moe_rl.bench.report import Result, busy_cores, cores, goal, temporary
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.options import positive, result_parser
+from lora_moe_rl.errors import BenchmarkError
+from lora_moe_rl.telemetry.names import AUDITED, PROOF_SECONDS, STEP_SECONDS
+from lora_moe_rl.verify.report import table
+
+ABOUT = """\
+The steps of `bench step` with a check or a copy, and without it, as shares of a step. A check that
+is made every so many steps is made in every second one here, and each such step compared with those
+before and behind it; its share is of as many steps as it has by default. What can only be off for a
+whole run is off in every other run. Each version's proof cannot be off: the run tells its seconds.
+The last row is of runs with all of them as they are by default, over runs with all of them off, and
+the proof.
+"""
+STEPS, ROUNDS = 20, 3
+# By what is checked: the setting of how many steps lie between two checks, and the metric that is
+# above 0 in a step with one.
+IN_TURNS = {
+    "routes read back and compared": ("replay.audit", AUDITED),
+    "slots of engines compared": ("refit.compare_every", "refit/compared"),
+}
+# By what is kept: the setting that is 0 when it is not.
+KEPT = {
+    "copies of adapter and moments, for ranks that end": "trainer.max_restarts",
+    "samples on record": "logging.samples_per_step",
+}
+PROOF, ALL = "the proof of each version", "all together"
+ALL_OFF = [f"{key}=0" for key in (*(key for key, _ in IN_TURNS.values()), *KEPT.values())]
+MOST = 0.05
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = result_parser("bench overhead", ABOUT)
+    parser.add_argument("--steps", type=positive, default=STEPS, help=f"measured ({STEPS})")
+    parser.add_argument("--rounds", type=positive, default=ROUNDS, help=f"of each ({ROUNDS})")
+    parser.add_argument("--out", type=Path, help="a directory that keeps the runs")
+    options = parser.parse_args(argv)
+    busy = busy_cores()
+    with contextlib.ExitStack() as stack:
+        folder = options.out or Path(stack.enter_context(temporary()))
+        folder.mkdir(parents=True, exist_ok=True)
+        runs = Runs(folder, options.steps)
+        shares = measure(runs, options.rounds)
+    result = {
+        "steps": options.steps,
+        "rounds": options.rounds,
+        "cores": cores(),
+        "busy_cores_before": busy,
+        "shares": shares,
+        "goals": {"all together, of a step": goal(shares[ALL], MOST)},
+    }
+    report.conclude(result, options.json, parts)
+    return 0 if report.all_met(result) else 1
+
+
+class Runs:
+    """Runs of the same recipe with some settings otherwise, in a folder."""
+
+    def __init__(self, folder: Path, steps: int):
+        from lora_moe_rl.bench.model import make_model
+        from lora_moe_rl.config.files import to_yaml
+
+        self.folder, self.steps, self.recipe = folder, step.WARMUP + steps, folder / "recipe.yaml"
+        if not (folder / "model").exists():
+            make_model(folder / "model")
+        step.write_prompts(folder / "prompts.jsonl", step.PROMPTS * self.steps)
+        self.config = step.make_config(folder, steps)
+        self.recipe.write_text(to_yaml(self.config))
+
+    def measured(self, name: str, *settings: str) -> list[dict[str, Any]]:
+        """The records of the steps after those to warm up. Raises BenchmarkError for a run that
+        was not right."""
+        records = run(name, self.folder / name, self.recipe, self.steps, settings)
+        if reasons := step.gate(records, self.steps):
+            raise BenchmarkError(f"{name}: no seconds to report: " + "; ".join(reasons))
+        return records[step.WARMUP :]
+
+
+def measure(runs: Runs, rounds: int) -> dict[str, float]:
+    """By what is checked or kept, its share of a step."""
+    found = {
+        what: of_turns(runs.measured(key, f"{key}=2"), metric) / default(runs.config, key)
+        for what, (key, metric) in IN_TURNS.items()
+    }
+    pairs: dict[str, list[float]] = {what: [] for what in (*KEPT, ALL)}
+    proofs = []
+    for number in range(rounds):
+        with_all = runs.measured(f"all-{number}")
+        whole = seconds(with_all)
+        proofs.append(median(record[PROOF_SECONDS] for record in with_all) / whole)
+        for what, key in KEPT.items():
+            without = seconds(runs.measured(f"{key}-{number}", f"{key}=0"))
+            pairs[what].append(1 - without / whole)
+        bare = seconds(runs.measured(f"none-{number}", *ALL_OFF))
+        pairs[ALL].append(1 - bare / whole + proofs[-1])
+    return found | {PROOF: median(proofs)} | {what: median(all_) for what, all_ in pairs.items()}
+
+
+def default(config: RunConfig, key: str) -> int:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def seconds(records: Sequence[Mapping[str, Any]]) -> float:
+    return median(record[STEP_SECONDS] for record in records)
+
+
+def of_turns(records: Sequence[Mapping[str, Any]], metric: str) -> float:
+    """The share of a step that is checked, where every second one is: each against the mean of its
+    neighbours. Raises BenchmarkError where it is not every second one."""
+    checked = [record.get(metric, 0) > 0 for record in records]
+    if any(one == other for one, other in pairwise(checked)):
+        raise BenchmarkError(f"{metric} is not above 0 in every second step: {checked}")
+    spent = [record[STEP_SECONDS] for record in records]
+    more = [
+        spent[i] - (spent[i - 1] + spent[i + 1]) / 2 for i in range(1, len(spent) - 1) if checked[i]
+    ]
+    return median(more) / seconds(records)
+
+
+def parts(result: Result) -> Iterable[Any]:
+    yield f"{result['steps']} steps, {result['rounds']} rounds, {result['cores']} cores"
+    shown = table(["", "of a step"])
+    for what, share in result["shares"].items():
+        shown.add_row(what, f"{share:+.2%}")
+    yield shown
