@@ -17,7 +17,8 @@ from collections.abc import Mapping
 import numpy as np
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from lora_moe_rl.data.batch import MicroBatch, TrainBatch
+from lora_moe_rl.data.batch import TrainBatch
+from lora_moe_rl.data.packing import MicroBatch
 from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.kernels.route_codec import RowLayout
 from lora_moe_rl.router_replay.layer import LayerReplay
@@ -60,7 +61,7 @@ class Audit:
 
     def start(self, routes: Routes, batch: TrainBatch, num_samples: int) -> None:
         """Looks at some of the batch's samples, from here to `stop`: others in each step."""
-        total = len(batch.token_ids)
+        total = len(batch)
         chosen = np.random.default_rng(batch.step).permutation(total)[:num_samples]
         self.routes, self.batch, self.samples = routes, batch, set(chosen.tolist())
         self.compared, self.difference = Counter(), None

@@ -13,7 +13,7 @@ import numpy as np
 from megatron.core import parallel_state as ps
 
 from lora_moe_rl.adapters.spec import ModelShape
-from lora_moe_rl.data.batch import MicroBatch
+from lora_moe_rl.data.packing import MicroBatch
 from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.kernels.route_codec import RowLayout
 from lora_moe_rl.router_replay.packed import PackedRoutes, valid_rows

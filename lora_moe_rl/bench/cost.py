@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -20,54 +20,46 @@ from lora_moe_rl.telemetry.names import STEP_SECONDS
 from lora_moe_rl.verify.report import table
 
 ABOUT = """\
-The steps of `bench step` with each algorithm, in turns, once a round: seconds of a whole step, and
-of its update, over those of the first algorithm in the same round. The work is the same for all: no
-prompt is drawn again, and a critic learns beside the policy from the first step on.
+The update of `bench step` with each algorithm, in turns on one trainer rank, all on the same
+samples of a turn: seconds, and the median of what each turn has over the first algorithm's. Beside
+it a whole step: rollout, rewards and refit do the same work whatever the algorithm, and their
+seconds are those of one run with the first. No prompt is drawn again, and a critic learns beside
+the policy from the first step on.
 """
-WANTED, ROUNDS, STEPS = "grpo,dapo,gspo,cispo,ppo", 3, 16
+WANTED, TURNS, STEPS = "grpo,dapo,gspo,cispo,ppo", 24, 10
 UPDATE = "time/train"
 # Over the first: an algorithm without a critic, and one with a critic of its own.
 MOST, MOST_WITH_CRITIC = 1.05, 2.2
 SAME_WORK = {"draw_again": 0, "critic_warmup": 0}  # for all that have the setting
+TIMEOUT_S = 1800.0
 
 
 def main(argv: Sequence[str]) -> int:
-    options = _parser().parse_intermixed_args(argv)
+    parser = result_parser("bench cost", ABOUT)
+    parser.add_argument("--algorithms", default=WANTED, help=f"names, with commas ({WANTED})")
+    parser.add_argument("--turns", type=positive, default=TURNS, help=f"of updates ({TURNS})")
+    parser.add_argument("--steps", type=positive, default=STEPS, help=f"of the run ({STEPS})")
+    options = parser.parse_args(argv)
     wanted = names(options.algorithms, "--algorithms", "an algorithm")
     busy = busy_cores()
-    with contextlib.ExitStack() as stack:
-        folder = options.out or Path(stack.enter_context(temporary()))
-        folder.mkdir(parents=True, exist_ok=True)
-        recipes = {name: _recipe(folder, name, options.steps) for name in wanted}
-        rounds = [
-            {
-                name: _seconds(recipe, f"{name}-{i}", options.steps)
-                for name, recipe in recipes.items()
-            }
-            for i in range(options.rounds)
-        ]
+    with temporary() as path:
+        folder = Path(path)
+        configs = {name: _config(folder, name, options.steps) for name in wanted}
+        others = other_stages(folder, configs[wanted[0]], options.steps)
+        updates = _updates(configs, folder / "model", options.turns)
     result = {
-        "steps": options.steps,
-        "rounds": options.rounds,
+        "turns": options.turns,
         "cores": cores(),
         "busy_cores_before": busy,
-        **compare(rounds),
+        "others": others,
+        **compare(updates, others),
     }
     report.conclude(result, options.json, parts)
     return 0 if report.all_met(result) else 1
 
 
-def _recipe(folder: Path, name: str, steps: int) -> Path:
-    """That of `bench step` with an algorithm, its model and its prompts."""
-    from lora_moe_rl.bench.model import make_model
-    from lora_moe_rl.config.files import to_yaml
-
-    if not (folder / "model").exists():
-        make_model(folder / "model")
-    step.write_prompts(folder / "prompts.jsonl", step.PROMPTS * (step.WARMUP + steps))
-    recipe = folder / f"{name}.yaml"
-    recipe.write_text(to_yaml(step.make_config(folder, steps, name=name, **same_work(name))))
-    return recipe
+def _config(folder: Path, name: str, steps: int) -> RunConfig:
+    return step.make_config(folder, steps, name=name, **same_work(name))
 
 
 def same_work(name: str) -> dict[str, Any]:
@@ -76,35 +68,77 @@ def same_work(name: str) -> dict[str, Any]:
     return {key: value for key, value in SAME_WORK.items() if key in fields}
 
 
-def _seconds(recipe: Path, name: str, steps: int) -> dict[str, float]:
-    """Medians over the measured steps of a run. Raises BenchmarkError when it was not right."""
-    records = run(name, recipe.parent / name, recipe, step.WARMUP + steps, [])
+def other_stages(folder: Path, config: RunConfig, steps: int) -> float:
+    """Median seconds of a step without its update. Raises BenchmarkError when the run was not
+    right."""
+    from lora_moe_rl.bench.model import make_model
+    from lora_moe_rl.config.files import to_yaml
+
+    make_model(folder / "model")
+    step.write_prompts(folder / "prompts.jsonl", step.PROMPTS * (step.WARMUP + steps))
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(to_yaml(config))
+    records = run("its other stages", folder / "run", recipe, step.WARMUP + steps, [])
     if reasons := step.gate(records, step.WARMUP + steps):
-        raise BenchmarkError(f"{name}: no seconds to report: " + "; ".join(reasons))
-    measured = records[step.WARMUP :]
-    return {key: median(record[key] for record in measured) for key in (STEP_SECONDS, UPDATE)}
+        raise BenchmarkError("no seconds to report: " + "; ".join(reasons))
+    return median(record[STEP_SECONDS] - record[UPDATE] for record in records[step.WARMUP :])
 
 
-def compare(rounds: Sequence[Mapping[str, Mapping[str, float]]]) -> Result:
-    """By algorithm: the median seconds over the rounds, and the median of what each round has over
-    its first algorithm."""
-    base, *others = rounds[0]
+def _updates(configs: Mapping[str, RunConfig], model: Path, turns: int) -> list[dict[str, float]]:
+    from lora_moe_rl.verify.ranks import run_ranks
 
-    def over(name: str, key: str) -> float:
-        return median(one[name][key] / one[base][key] for one in rounds)
+    first = next(iter(configs.values()))
+    return run_ranks(first, model, in_turns, configs, turns, timeout_s=TIMEOUT_S)[0]
 
+
+def in_turns(
+    worker: Any, spec: Any, configs: Mapping[str, RunConfig], turns: int
+) -> list[dict[str, float]]:
+    """Seconds of each algorithm's update, by turn, on one rank (a job of `verify.ranks`). Which is
+    first changes with the turn; a turn before them is for what is made once."""
+    import numpy as np
+
+    from lora_moe_rl.trainer.engine import TrainingEngine
+    from lora_moe_rl.trainer.update import update
+    from lora_moe_rl.verify.inputs import random_batch
+
+    device, samples = worker.engine.device, step.PROMPTS * step.GROUP
+    engines = {
+        name: TrainingEngine(config, spec, worker.model_dir, device)
+        for name, config in configs.items()
+    }
+    found, order = [], list(engines)
+    for turn in range(turns + 1):
+        batch, routes = random_batch(spec, samples, turn, (2 * step.TOKENS, 2 * step.TOKENS + 1))
+        batch.step = 2  # whose routes are not audited
+        batch.groups = np.repeat(np.arange(step.PROMPTS), step.GROUP)
+        batch.rewards = np.random.default_rng(turn).normal(size=samples)
+        spent = {}
+        for name in order:
+            started = time.perf_counter()
+            update(engines[name], batch, (routes,))
+            spent[name] = time.perf_counter() - started
+        found.append({name: spent[name] for name in engines})
+        order = order[1:] + order[:1]
+    return found[1:]
+
+
+def compare(updates: Sequence[Mapping[str, float]], others: float) -> Result:
+    """By algorithm: median seconds of an update and of a step, and the medians of what each turn
+    has over its first algorithm."""
+    base, *rest = updates[0]
     rows: dict[str, Any] = {
         name: {
-            "step": median(one[name][STEP_SECONDS] for one in rounds),
-            "update": median(one[name][UPDATE] for one in rounds),
-            "step_over": over(name, STEP_SECONDS),
-            "update_over": over(name, UPDATE),
+            "update": median(turn[name] for turn in updates),
+            "step": median(turn[name] for turn in updates) + others,
+            "update_over": median(turn[name] / turn[base] for turn in updates),
+            "step_over": median((turn[name] + others) / (turn[base] + others) for turn in updates),
         }
-        for name in rounds[0]
+        for name in updates[0]
     }
     goals = {
         f"{name}: a step over one of {base}": goal(rows[name]["step_over"], _most(name))
-        for name in others
+        for name in rest
     }
     return {"algorithms": rows, "goals": goals}
 
@@ -116,30 +150,12 @@ def _most(name: str) -> float:
 
 def parts(result: Result) -> Iterable[Any]:
     yield (
-        f"{result['rounds']} rounds of {result['steps']} steps each, {result['cores']} cores; "
-        "medians"
+        f"{result['turns']} turns, {result['cores']} cores; medians; the other stages of a step "
+        f"take {result['others']:.3f} s"
     )
     base = next(iter(result["algorithms"]))
     shown = table(["", "step s", f"over {base}", "update s", f"over {base}"])
     for name, row in result["algorithms"].items():
-        shown.add_row(
-            name,
-            f"{row['step']:.3f}",
-            f"{row['step_over']:.3f}",
-            f"{row['update']:.3f}",
-            f"{row['update_over']:.3f}",
-        )
+        cells = (row[key] for key in ("step", "step_over", "update", "update_over"))
+        shown.add_row(name, *(f"{value:.3f}" for value in cells))
     yield shown
-
-
-def _parser():
-    parser = result_parser("bench cost", ABOUT)
-    parser.add_argument("--algorithms", default=WANTED, help=f"names, with commas ({WANTED})")
-    parser.add_argument("--steps", type=positive, default=STEPS, help=f"measured ({STEPS})")
-    parser.add_argument("--rounds", type=positive, default=ROUNDS, help=f"of each ({ROUNDS})")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="a directory that keeps the runs; one that is whole is not run again",
-    )
-    return parser

@@ -19,6 +19,7 @@ from lora_moe_rl.cluster.placement import Placement
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.samples import UpdateResult
+from lora_moe_rl.data.shares import shares
 from lora_moe_rl.errors import DiskError
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.ports import Ref
@@ -77,6 +78,7 @@ class TrainerRanks:
     def wait_started(self) -> list[dict]:
         facts = get(self.actors, self._starting, self.config.trainer.start_timeout_s)
         self.dtype: Dtype = facts[0]["dtype"]
+        self.dp_ranks: list[int] = [one["dp_rank"] for one in facts]
         return facts
 
     @property
@@ -101,7 +103,11 @@ class TrainerRanks:
         self, batch: TrainBatch, routes: Sequence[Ref]
     ) -> tuple[UpdateResult, list[Ref]]:
         """Sending the new version is queued behind the update, so that it costs no round trip."""
-        refs = self._all("update", ray.put(batch), ray.put(list(routes)))
+        of_dp, every = [ray.put(one) for one in shares(batch, self.config)], ray.put(list(routes))
+        refs = [
+            actor.remote("update", of_dp[rank], every)
+            for actor, rank in zip(self.actors, self.dp_ranks, strict=True)
+        ]
         parts = await self.send()
         return (await answers(self.actors, refs, self.timeout))[0], parts
 

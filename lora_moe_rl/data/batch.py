@@ -1,4 +1,4 @@
-"""Samples to packed micro-batches: what a step has of its samples, and the tensors of some of them.
+"""What a step has of its samples; `packing.py` makes micro-batches of some of them.
 
 Shape letters: n samples, T packed tokens of a micro-batch. A sample of L tokens is fed as its first
 L - 1: position i predicts token i + 1, which is also how the route table counts its rows.
@@ -15,17 +15,25 @@ whoever counts by sample sees one:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lora_moe_rl.data.samples import NOT_SAMPLED, Group, Sample
+from lora_moe_rl.data.samples import Group, Sample
+from lora_moe_rl.data.streams import Flat, Some, Stream
 
 if TYPE_CHECKING:
     from lora_moe_rl.algorithms.base import Signal
+
+
+class OfAll(NamedTuple):
+    """What a share knows of all samples, by methods of the same names."""
+
+    sizes: np.ndarray
+    num_weighted: np.ndarray
 
 
 @dataclass
@@ -42,23 +50,24 @@ class TrainBatch:
     rewards: float64 `[n]`, NaN for none, for an algorithm that revises its advantages; None for
     others. splits: by the number of a sample that is cut into parts, where (`Sample.splits`).
 
-    It is pickled with all samples of a stream in one array: to hand a hundred thousand small arrays
-    to another process takes longer than the step's other work for them.
+    A share of it, for the rank that trains some of the samples, has the streams of these alone;
+    what is known of every sample is as in the whole. It is pickled with one array a stream.
     """
 
-    token_ids: list[np.ndarray]
+    token_ids: Stream
     prompt_lengths: np.ndarray
-    logprobs: list[np.ndarray]
-    versions: list[np.ndarray]
-    advantages: list[np.ndarray]
-    weights: list[np.ndarray]
-    masks: list[np.ndarray]
+    logprobs: Stream
+    versions: Stream
+    advantages: Stream
+    weights: Stream
+    masks: Stream
     mini_batch: np.ndarray
     groups: np.ndarray
     copies: np.ndarray
     step: int = 1
     rewards: np.ndarray | None = None
     splits: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    of_all: OfAll | None = None  # of a share
 
     @classmethod
     def from_samples(
@@ -134,10 +143,41 @@ class TrainBatch:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {name: _flat(getattr(self, name)) for name in STREAMS}
+        return self.__dict__ | {name: Flat.of(getattr(self, name)) for name in STREAMS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state | {name: _split(*state[name]) for name in STREAMS}
+        self.__dict__ |= state | {name: state[name].stream() for name in STREAMS}
+
+    def __len__(self) -> int:
+        """Samples, those of other ranks too."""
+        return len(self.prompt_lengths)
+
+    def share(self, samples: Iterable[int], masks: bool = False) -> TrainBatch:
+        """What a rank needs that trains these samples; `masks`: and of all samples their masks."""
+        chosen, names = (
+            sorted(samples),
+            [name for name in STREAMS if not (masks and name == "masks")],
+        )
+        streams = {name: Some.of(getattr(self, name), chosen) for name in names}
+        return replace(self, **streams, of_all=OfAll(self.sizes(), self.num_weighted()))
+
+    def of_mini_batches(self, number: int) -> list[np.ndarray]:
+        """The samples of each optimizer step, int64."""
+        return [np.flatnonzero(self.mini_batch == step) for step in range(number)]
+
+    def sizes(self) -> np.ndarray:
+        """int64 `[n]`: tokens of each sample."""
+        return self.of_all.sizes if self.of_all else np.array([len(ids) for ids in self.token_ids])
+
+    def response_sizes(self) -> np.ndarray:
+        """int64 `[n]`: how long each sample's streams are."""
+        return self.sizes() - self.prompt_lengths
+
+    def num_weighted(self) -> np.ndarray:
+        """int64 `[n]`: tokens of each sample that have a weight."""
+        if self.of_all:
+            return self.of_all.num_weighted
+        return np.array([np.count_nonzero(weights > 0) for weights in self.weights])
 
     def parts(self, sample: int) -> list[tuple[int, int]]:
         """(first, stop) of each part of a sample: it feeds the tokens before stop - 1, and its own
@@ -152,7 +192,7 @@ class TrainBatch:
 
     def lengths(self) -> np.ndarray:
         """Tokens fed of each sample: L - 1, and as many again of each further part as it has."""
-        lengths = np.array([len(ids) - 1 for ids in self.token_ids])
+        lengths = self.sizes() - 1
         for sample, splits in self.splits.items():
             lengths[sample] += sum(stop - 1 for stop in splits)
         return lengths
@@ -164,152 +204,3 @@ class TrainBatch:
 
 
 STREAMS = ("token_ids", "logprobs", "versions", "advantages", "weights", "masks")
-
-
-def _flat(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The arrays behind each other, and where each begins, int64 `[n + 1]`. Raises TypeError for
-    arrays of different dtypes, which would come out as another one."""
-    if len(dtypes := {array.dtype for array in arrays}) > 1:
-        raise TypeError(f"a stream has one dtype, not {', '.join(sorted(map(str, dtypes)))}")
-    starts = np.cumsum([0, *map(len, arrays)])
-    return np.concatenate(arrays) if len(arrays) else np.zeros(0), starts
-
-
-def _split(values: np.ndarray, starts: np.ndarray) -> list[np.ndarray]:
-    places = starts.tolist()
-    return [values[start:end] for start, end in pairwise(places)]
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """One packed micro-batch as numpy arrays; every array has T entries, entry t of which tells of
-    the token that is predicted at t.
-
-    `rows` are rows of the route table (-1: none), `sample_of` numbers of samples (-1: padding),
-    `response` marks tokens after a prompt, each in the part whose own it is; `weights` is above 0
-    for those in the loss. `copies`: int64, how many times each token's sample stands in the loss;
-    0 for padding. `starts`: int64 `[samples + 1]`, where each sample begins, and where the
-    padding does; `cu_seqlens` has every part as a sequence.
-    """
-
-    samples: tuple[int, ...]
-    input_ids: np.ndarray
-    labels: np.ndarray
-    positions: np.ndarray
-    cu_seqlens: np.ndarray
-    rows: np.ndarray
-    sample_of: np.ndarray
-    response: np.ndarray
-    rollout_logprobs: np.ndarray
-    versions: np.ndarray
-    advantages: np.ndarray
-    weights: np.ndarray
-    copies: np.ndarray
-    starts: np.ndarray
-
-    @property
-    def mask(self) -> np.ndarray:
-        """bool [T], True for tokens in the loss."""
-        return self.weights > 0
-
-    @property
-    def sampled(self) -> np.ndarray:
-        """bool [T], True for tokens that a policy sampled."""
-        return self.versions != NOT_SAMPLED
-
-    @property
-    def counted(self) -> np.ndarray:
-        """bool [T], False for padding."""
-        return self.sample_of >= 0
-
-    @property
-    def places(self) -> np.ndarray:
-        """int64 [T], the place of each token's sample in `samples`, whose length stands for
-        padding."""
-        lengths = np.diff(self.starts, append=len(self.labels))
-        return np.repeat(np.arange(len(lengths)), lengths)
-
-    @property
-    def max_seqlen(self) -> int:
-        return int(np.diff(self.cu_seqlens).max())
-
-
-def pack(batch: TrainBatch, samples: Sequence[int], multiple: int, at_least: int = 0) -> MicroBatch:
-    """Packs the samples one after the other; padding up to a multiple of `multiple` tokens, and to
-    `at_least` (at least one token for an empty micro-batch), is a sequence of its own at the
-    end."""
-    numbers, parts = np.asarray(samples, dtype=np.int64), [batch.parts(i) for i in samples]
-    sequences = [(i, *one) for i, of_one in zip(samples, parts, strict=True) for one in of_one]
-    tokens = [batch.token_ids[i][:stop] for i, _, stop in sequences]
-    total = sum(len(ids) - 1 for ids in tokens)
-    size = -(-max(total, at_least, 1) // multiple) * multiple
-    padding = [size - total] if size > total else []
-    lengths = [*(len(ids) - 1 for ids in tokens), *padding]
-    cu_seqlens = np.cumsum([0, *lengths])
-    positions = np.arange(size) - np.repeat(cu_seqlens[:-1], lengths)
-    predicting = [first - 1 for _, first, _ in sequences]  # the position of the first own token
-    own = np.repeat(np.array([*predicting, *(size for _ in padding)], np.int64), lengths)
-    begins, ends = cu_seqlens[: len(tokens)].tolist(), cu_seqlens[1 : len(tokens) + 1].tolist()
-    of_own = [begin + position for begin, position in zip(begins, predicting, strict=True)]
-    starts = cu_seqlens[np.cumsum([0, *map(len, parts)])]
-    places = np.repeat(np.arange(len(starts)), np.diff(starts, append=size))
-    rows = np.append(batch.offsets[numbers], 0)[places] + np.arange(size) - starts[places]
-
-    def stream(values: Sequence[np.ndarray], fill: float, dtype: type):
-        """A per-token stream at the places that predict its tokens."""
-        prompts = batch.prompt_lengths
-        pieces = (values[i][first - prompts[i] : stop - prompts[i]] for i, first, stop in sequences)
-        return _placed(size, pieces, of_own, ends, fill, dtype)
-
-    return MicroBatch(
-        samples=tuple(samples),
-        input_ids=_placed(size, (ids[:-1] for ids in tokens), begins, ends, 0, np.int64),
-        labels=_placed(size, (ids[1:] for ids in tokens), begins, ends, 0, np.int64),
-        positions=positions,
-        cu_seqlens=cu_seqlens.astype(np.int32),
-        rows=np.where(places < len(numbers), rows, -1),
-        sample_of=np.append(numbers, -1)[places],
-        response=positions >= own,
-        rollout_logprobs=stream(batch.logprobs, 0, np.float32),
-        versions=stream(batch.versions, NOT_SAMPLED, np.int32),
-        advantages=stream(batch.advantages, 0, np.float32),
-        weights=stream(batch.weights, 0, np.float32),
-        copies=np.append(batch.copies[numbers], 0)[places],
-        starts=starts,
-    )
-
-
-def _placed(
-    size: int,
-    pieces: Iterable[np.ndarray],
-    starts: list[int],
-    ends: list[int],
-    fill: float,
-    dtype: type,
-) -> np.ndarray:
-    """`[size]`: each piece from its start to its end, `fill` everywhere else."""
-    joined = np.full(size, fill, dtype)
-    for piece, start, end in zip(pieces, starts, ends, strict=True):
-        joined[start:end] = piece
-    return joined
-
-
-def unpack(micro_batch: MicroBatch, values: np.ndarray) -> dict[int, np.ndarray]:
-    """Per-token values `[T]` back to `{sample: [R]}` of its response tokens."""
-    out = {}
-    for sample, (start, stop) in zip(
-        micro_batch.samples, pairwise(micro_batch.starts), strict=True
-    ):
-        out[sample] = values[start:stop][micro_batch.response[start:stop]]
-    return out
-
-
-def stream_of(micro_batch: MicroBatch, values: Sequence[np.ndarray]) -> np.ndarray:
-    """float32 `[T]`: `values`, `[R]` of every sample of the step, at the places that predict their
-    tokens, 0 elsewhere. Undone by `unpack`."""
-    stream = np.zeros(len(micro_batch.labels), np.float32)
-    for sample, (start, stop) in zip(
-        micro_batch.samples, pairwise(micro_batch.starts), strict=True
-    ):
-        stream[start:stop][micro_batch.response[start:stop]] = values[sample]
-    return stream

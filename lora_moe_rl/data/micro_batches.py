@@ -9,9 +9,20 @@ from heapq import heapreplace
 
 import numpy as np
 
+from lora_moe_rl.config import TrainerConfig
+
+
+def plan_for(
+    trainer: TrainerConfig, samples: Sequence[int] | np.ndarray, lengths: np.ndarray, dp_size: int
+) -> list[list[list[int]]]:
+    """As the trainer's layout wants them: the interleaved schedule goes through micro-batches in
+    groups of pp."""
+    multiple = trainer.pp if trainer.vpp > 1 else 1
+    return plan_micro_batches(samples, lengths, trainer.micro_batch_tokens, dp_size, multiple)
+
 
 def plan_micro_batches(
-    samples: Sequence[int],
+    samples: Sequence[int] | np.ndarray,
     lengths: np.ndarray,
     max_tokens: int,
     dp_size: int,

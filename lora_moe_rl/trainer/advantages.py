@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from lora_moe_rl.algorithms.base import Known, Pass
-from lora_moe_rl.data.batch import TrainBatch, stream_of, unpack
+from lora_moe_rl.data.batch import TrainBatch
+from lora_moe_rl.data.packing import stream_of, unpack
 from lora_moe_rl.trainer.engine import TrainingEngine, Work
 from lora_moe_rl.trainer.meter import Meter
 
@@ -54,7 +55,7 @@ def everywhere(
 ) -> list[np.ndarray]:
     """What a forward gave the response tokens of every sample of the step, float64 [R], on every
     rank."""
-    found = [np.zeros(len(weights)) for weights in batch.weights]
+    found = [np.zeros(size) for size in batch.response_sizes().tolist()]
     for work in works if meter.reports else ():
         for sample, values in unpack(work.data, work.known[name].cpu().numpy()).items():
             found[sample][:] = values

@@ -129,7 +129,7 @@ class Critic:
 
 def tokens_in(batch: TrainBatch, samples: np.ndarray) -> int:
     """Tokens of these samples that have a weight, as often as the samples stand in the loss."""
-    return int(sum((batch.weights[i] > 0).sum() * batch.copies[i] for i in samples))
+    return int((batch.num_weighted() * batch.copies)[samples].sum())
 
 
 def _values(work: Work, output: torch.Tensor) -> torch.Tensor:

@@ -25,8 +25,9 @@ from lora_moe_rl.adapters.attach import Adapters
 from lora_moe_rl.adapters.olora import OLoRAStart
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.data.batch import MicroBatch, TrainBatch, pack, unpack
-from lora_moe_rl.data.micro_batches import plan_micro_batches
+from lora_moe_rl.data.batch import TrainBatch
+from lora_moe_rl.data.micro_batches import plan_for
+from lora_moe_rl.data.packing import MicroBatch, pack, unpack
 from lora_moe_rl.router_replay.audit import Audit, due
 from lora_moe_rl.router_replay.replay import MicroRoutes, Replay
 from lora_moe_rl.router_replay.routes import Routes, Sent, sequence_shard
@@ -117,17 +118,9 @@ class TrainingEngine:
     ) -> list[Work]:
         """This rank's micro-batches of the given samples, with their routes if there are any."""
         trainer, lengths = self.config.trainer, batch.lengths()
-        interleaved = trainer.vpp > 1
-        # The interleaved schedule goes through micro-batches in groups of pp, and wants them
-        # equally long.
-        plan = plan_micro_batches(
-            samples,
-            lengths,
-            trainer.micro_batch_tokens,
-            dp_size,
-            multiple=trainer.pp if interleaved else 1,
-        )[dp_rank]
-        longest = max(int(lengths[chunk].sum()) for chunk in plan) if interleaved else 0
+        plan = plan_for(trainer, samples, lengths, dp_size)[dp_rank]
+        # The interleaved schedule wants micro-batches equally long.
+        longest = max(int(lengths[chunk].sum()) for chunk in plan) if trainer.vpp > 1 else 0
         data = [pack(batch, chunk, trainer.tp, longest) for chunk in plan]
         if routes is None:
             return [Work(one, None) for one in data]
@@ -250,7 +243,7 @@ class TrainingEngine:
         others return None). Every data-parallel rank scores all samples: this is for a few."""
         routes = self.routes(batch, parts)
         with self.watched_replay(batch, routes):
-            works = self.my_work(batch, range(len(batch.token_ids)), routes, 1, 0)
+            works = self.my_work(batch, range(len(batch)), routes, 1, 0)
             self.forward(works, "score", temperature=1.0)
         if (
             not self.is_last_stage
@@ -261,7 +254,7 @@ class TrainingEngine:
         out: dict[int, np.ndarray] = {}
         for work in works:
             out |= unpack(work.data, work.known["score"].cpu().numpy())
-        return [out[i] for i in range(len(batch.token_ids))]
+        return [out[i] for i in range(len(batch))]
 
     @contextmanager
     def watched_replay(self, batch: TrainBatch, routes: Routes | None):

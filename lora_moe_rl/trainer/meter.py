@@ -14,7 +14,7 @@ from megatron.core import parallel_state as ps
 from lora_moe_rl.adapters.spec import ModelShape
 from lora_moe_rl.algorithms.base import Algorithm
 from lora_moe_rl.algorithms.parts import kl
-from lora_moe_rl.data.batch import MicroBatch
+from lora_moe_rl.data.packing import MicroBatch
 from lora_moe_rl.router_replay.replay import Replay
 from lora_moe_rl.telemetry import names
 from lora_moe_rl.trainer.device import Device

@@ -29,7 +29,7 @@ def choose_tokens(
     sample of the step that stay in the loss, the same on every rank. Called after the forwards
     before the update."""
     algorithm = engine.algorithm
-    kept, sums = np.zeros(len(batch.token_ids)), np.zeros(2)
+    kept, sums = np.zeros(len(batch)), np.zeros(2)
     for work in works:
         data = work.data
         work.mask = data.mask

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lora_moe_rl.data.batch import MicroBatch, TrainBatch, unpack
+from lora_moe_rl.data.batch import TrainBatch
+from lora_moe_rl.data.packing import MicroBatch, unpack
 from lora_moe_rl.data.samples import TokenValues
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class Kept:
 
     def __init__(self, batch: TrainBatch, samples: Sequence[int]):
         self.samples = list(samples)
-        self._lengths = [len(batch.weights[sample]) for sample in self.samples]
+        self._lengths = batch.response_sizes()[self.samples].tolist()
         self._found: dict[int, list[np.ndarray]] = {}
 
     def take(self, data: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> None:

@@ -39,7 +39,8 @@ from lora_moe_rl.trainer.token_values import Kept
 
 
 def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> UpdateResult:
-    """Called on all ranks with the same arguments. `parts`: the rollout's routes, for r3."""
+    """Called on all ranks together, each with the whole batch or its share. `parts`: the rollout's
+    routes, for r3."""
     started = time.perf_counter()
     peak.begin()
     config = engine.config
@@ -48,11 +49,9 @@ def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> 
     routes = engine.routes(batch, parts if config.replay.mode == "r3" else ())
     compared = routes is not None and due(batch.step, config.replay.compare_every)
     meter = _meter(engine)
-    looked_at = Kept(batch, with_tokens(config.logging, len(batch.token_ids)))
+    looked_at = Kept(batch, with_tokens(config.logging, len(batch)))
     with engine.watched_replay(batch, routes) as replay:
-        samples = [
-            np.flatnonzero(batch.mini_batch == m) for m in range(config.algorithm.mini_batches)
-        ]
+        samples = batch.of_mini_batches(config.algorithm.mini_batches)
         groups = [engine.my_work(batch, mine, routes, *_dp()) for mine in samples]
         everything = [work for works in groups for work in works]
         if compared:
@@ -97,7 +96,7 @@ def gradients(
     meter = _meter(engine)
     routes = engine.routes(batch, parts)
     with engine.watched_replay(batch, routes):
-        everyone = np.arange(len(batch.token_ids))
+        everyone = np.arange(len(batch))
         works = engine.my_work(batch, everyone, routes, *_dp())
         _before_update(engine, works)
         revise(engine, batch, works, meter)
@@ -118,7 +117,7 @@ def critic_gradients(
         raise ValueError(f"algorithm={engine.config.algorithm.name} has no critic")
     meter, routes = _meter(engine), engine.routes(batch, parts)
     with engine.watched_replay(batch, routes):
-        everyone = np.arange(len(batch.token_ids))
+        everyone = np.arange(len(batch))
         works = engine.my_work(batch, everyone, routes, *_dp())
         _before_update(engine, works)
         revise(engine, batch, works, meter)

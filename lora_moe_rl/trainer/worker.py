@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class TrainerWorker:
-    """Methods are called on all ranks together, with the same arguments."""
+    """Methods are called on all ranks together, with the same arguments, but for `update`."""
 
     def __init__(self, config: RunConfig, spec: AdapterSpec, model_dir: Path, rank: int):
         self.config, self.spec, self.model_dir, self.rank = config, spec, model_dir, rank
@@ -49,6 +49,8 @@ class TrainerWorker:
         device = Device.choose(self.config.trainer)
         without_trackers()
         device.prepare(threads)
+        from megatron.core import parallel_state as ps
+
         from lora_moe_rl.trainer.engine import TrainingEngine
         from lora_moe_rl.trainer.model import init_process_groups
 
@@ -60,6 +62,7 @@ class TrainerWorker:
             "dtype": str(device.dtype).removeprefix("torch."),
             "trainable": trainable,
             "place": place(),
+            "dp_rank": ps.get_data_parallel_rank(),
         }
 
     def memory(self) -> dict[str, int]:
@@ -83,8 +86,8 @@ class TrainerWorker:
         }
 
     def update(self, batch: TrainBatch, *parts: Sent):
-        """One step's optimizer steps: see `trainer/update.py`. `parts`: routes of the groups in
-        turn."""
+        """One step's optimizer steps: see `trainer/update.py`. `batch`: the whole, or this rank's
+        share; `parts`: routes of the groups in turn."""
         from lora_moe_rl.trainer.update import update
 
         with traced(self.config, self.engine.device.kind, self.rank, batch.step):

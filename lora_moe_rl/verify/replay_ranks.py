@@ -146,7 +146,7 @@ def tokens(worker, task: Replayed) -> list[np.ndarray]:
     size, rank = 1, 0
     if task.train:
         size, rank = ps.get_data_parallel_world_size(), ps.get_data_parallel_rank()
-    works = engine.my_work(batch, range(len(batch.token_ids)), None, size, rank)
+    works = engine.my_work(batch, range(len(batch)), None, size, rank)
     tp = ps.get_tensor_model_parallel_world_size()
     mine = ps.get_tensor_model_parallel_rank()  # sequence parallelism cuts the tokens in order
     return [work.data.rows.reshape(tp, -1)[mine] for work in works]

@@ -32,7 +32,8 @@ def megatron_logits(model, vocab_size: int) -> torch.Tensor:
     """
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-    from lora_moe_rl.data.batch import TrainBatch, pack
+    from lora_moe_rl.data.batch import TrainBatch
+    from lora_moe_rl.data.packing import pack
     from lora_moe_rl.trainer.engine import _packed_params
 
     # The trainer feeds all but the last token of a sample.

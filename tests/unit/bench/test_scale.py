@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from lora_moe_rl.bench import scale
-from lora_moe_rl.bench.scale import PARTS, Part, Size
+from lora_moe_rl.bench import scale, scale_parts
+from lora_moe_rl.bench.scale_parts import PARTS, Part, Size
 
 
 def test_the_exponent_is_the_slope_on_logarithms():
@@ -56,12 +56,12 @@ def test_every_part_does_its_work_at_any_size(name):
 
 def test_the_parts_work_on_all_samples():
     size = Size(48, ranks=2, engines=3)
-    batch, plan = scale.batch(size)(), scale.plan(size)()
+    batch, plan = scale_parts.batch(size)(), scale_parts.plan(size)()
     assert len(batch.token_ids) == 48
     assert sorted(i for rank in plan for chunk in rank for i in chunk) == list(range(48))
-    packed = [i for one in scale.packing(size)() for i in one.samples]
+    packed = [i for one in scale_parts.packing(size)() for i in one.samples]
     assert sorted(packed) == sorted(i for chunk in plan[0] for i in chunk)
-    sent = scale.routes(size)()
+    sent = scale_parts.routes(size)()
     assert [part.num_samples for part in sent] == [16, 16, 16]
     assert sum(part.num_rows for part in sent) == batch.lengths().sum()
-    assert len(scale.routes(Size(48))()) == 48 // scale.GROUP
+    assert len(scale_parts.routes(Size(48))()) == 48 // scale_parts.GROUP

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from lora_moe_rl.algorithms.base import Signal
-from lora_moe_rl.data.batch import TrainBatch, pack, stream_of, unpack
+from lora_moe_rl.data.batch import TrainBatch
+from lora_moe_rl.data.packing import pack, stream_of, unpack
 from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
 
 

@@ -24,7 +24,7 @@ class Workers:
     errored, refuses = False, ""
 
     async def collective_rpc(self, method, timeout, args):
-        return [{"error": "worker 0: no"} if method == self.refuses else {}]
+        return [{"error": "worker 0: no"} if method == self.refuses else {"peak_gib": 1.0}]
 
 
 def serving(version: int, slots: int) -> RolloutEngine:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from versioned_model import END, SHAPE, Texts, VersionedEngine, logprob_of, route_of, token_of
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.data.batch import TrainBatch, pack
+from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.micro_batches import plan_micro_batches
+from lora_moe_rl.data.packing import pack
 from lora_moe_rl.environments.parts.conversation import Conversation
 from lora_moe_rl.errors import RefitError, ReplayError
 from lora_moe_rl.ports import Turn

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import written_policy
 
-from lora_moe_rl.data.batch import TrainBatch, pack
+from lora_moe_rl.data.batch import TrainBatch
+from lora_moe_rl.data.packing import pack
 from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.router_replay.travel import join, send

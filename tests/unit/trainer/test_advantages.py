@@ -10,7 +10,8 @@ import torch
 
 from lora_moe_rl import algorithms
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.data.batch import TrainBatch, pack
+from lora_moe_rl.data.batch import TrainBatch
+from lora_moe_rl.data.packing import pack
 
 pytestmark = pytest.mark.seconds  # imports Megatron
 

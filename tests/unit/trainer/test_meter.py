@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from lora_moe_rl.data.batch import TrainBatch, pack
+from lora_moe_rl.data.batch import TrainBatch
+from lora_moe_rl.data.packing import pack
 
 pytestmark = pytest.mark.seconds  # imports Megatron
 

@@ -10,7 +10,8 @@ import torch
 
 from lora_moe_rl.algorithms.base import Loss
 from lora_moe_rl.algorithms.parts.aggregation import Scales
-from lora_moe_rl.data.batch import TrainBatch, pack
+from lora_moe_rl.data.batch import TrainBatch
+from lora_moe_rl.data.packing import pack
 
 pytestmark = pytest.mark.seconds  # imports Megatron
 NAN = float("nan")

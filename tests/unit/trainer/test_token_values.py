@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from lora_moe_rl.data.batch import TrainBatch, pack
+from lora_moe_rl.data.batch import TrainBatch
+from lora_moe_rl.data.packing import pack
 from lora_moe_rl.trainer.token_values import Kept
 
 PROMPTS, LENGTHS = (1, 3, 2, 1, 2), (5, 4, 9, 2, 6)

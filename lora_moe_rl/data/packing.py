@@ -1,0 +1,147 @@
+"""Samples packed into micro-batches, and values of their tokens back to the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from lora_moe_rl.data.batch import TrainBatch
+from lora_moe_rl.data.samples import NOT_SAMPLED
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One packed micro-batch as numpy arrays; every array has T entries, entry t of which tells of
+    the token that is predicted at t.
+
+    `rows` are rows of the route table (-1: none), `sample_of` numbers of samples (-1: padding),
+    `response` marks tokens after a prompt, each in the part whose own it is; `weights` is above 0
+    for those in the loss. `copies`: int64, how many times each token's sample stands in the loss;
+    0 for padding. `starts`: int64 `[samples + 1]`, where each sample begins, and where the
+    padding does; `cu_seqlens` has every part as a sequence.
+    """
+
+    samples: tuple[int, ...]
+    input_ids: np.ndarray
+    labels: np.ndarray
+    positions: np.ndarray
+    cu_seqlens: np.ndarray
+    rows: np.ndarray
+    sample_of: np.ndarray
+    response: np.ndarray
+    rollout_logprobs: np.ndarray
+    versions: np.ndarray
+    advantages: np.ndarray
+    weights: np.ndarray
+    copies: np.ndarray
+    starts: np.ndarray
+
+    @property
+    def mask(self) -> np.ndarray:
+        """bool [T], True for tokens in the loss."""
+        return self.weights > 0
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """bool [T], True for tokens that a policy sampled."""
+        return self.versions != NOT_SAMPLED
+
+    @property
+    def counted(self) -> np.ndarray:
+        """bool [T], False for padding."""
+        return self.sample_of >= 0
+
+    @property
+    def places(self) -> np.ndarray:
+        """int64 [T], the place of each token's sample in `samples`, whose length stands for
+        padding."""
+        lengths = np.diff(self.starts, append=len(self.labels))
+        return np.repeat(np.arange(len(lengths)), lengths)
+
+    @property
+    def max_seqlen(self) -> int:
+        return int(np.diff(self.cu_seqlens).max())
+
+
+def pack(batch: TrainBatch, samples: Sequence[int], multiple: int, at_least: int = 0) -> MicroBatch:
+    """Packs the samples one after the other; padding up to a multiple of `multiple` tokens, and to
+    `at_least` (at least one token for an empty micro-batch), is a sequence of its own at the
+    end."""
+    numbers, parts = np.asarray(samples, dtype=np.int64), [batch.parts(i) for i in samples]
+    sequences = [(i, *one) for i, of_one in zip(samples, parts, strict=True) for one in of_one]
+    tokens = [batch.token_ids[i][:stop] for i, _, stop in sequences]
+    total = sum(len(ids) - 1 for ids in tokens)
+    size = -(-max(total, at_least, 1) // multiple) * multiple
+    padding = [size - total] if size > total else []
+    lengths = [*(len(ids) - 1 for ids in tokens), *padding]
+    cu_seqlens = np.cumsum([0, *lengths])
+    positions = np.arange(size) - np.repeat(cu_seqlens[:-1], lengths)
+    predicting = [first - 1 for _, first, _ in sequences]  # the position of the first own token
+    own = np.repeat(np.array([*predicting, *(size for _ in padding)], np.int64), lengths)
+    begins, ends = cu_seqlens[: len(tokens)].tolist(), cu_seqlens[1 : len(tokens) + 1].tolist()
+    of_own = [begin + position for begin, position in zip(begins, predicting, strict=True)]
+    starts = cu_seqlens[np.cumsum([0, *map(len, parts)])]
+    places = np.repeat(np.arange(len(starts)), np.diff(starts, append=size))
+    rows = np.append(batch.offsets[numbers], 0)[places] + np.arange(size) - starts[places]
+
+    def stream(values: Sequence[np.ndarray], fill: float, dtype: type):
+        """A per-token stream at the places that predict its tokens."""
+        prompts = batch.prompt_lengths
+        pieces = (values[i][first - prompts[i] : stop - prompts[i]] for i, first, stop in sequences)
+        return _placed(size, pieces, of_own, ends, fill, dtype)
+
+    return MicroBatch(
+        samples=tuple(samples),
+        input_ids=_placed(size, (ids[:-1] for ids in tokens), begins, ends, 0, np.int64),
+        labels=_placed(size, (ids[1:] for ids in tokens), begins, ends, 0, np.int64),
+        positions=positions,
+        cu_seqlens=cu_seqlens.astype(np.int32),
+        rows=np.where(places < len(numbers), rows, -1),
+        sample_of=np.append(numbers, -1)[places],
+        response=positions >= own,
+        rollout_logprobs=stream(batch.logprobs, 0, np.float32),
+        versions=stream(batch.versions, NOT_SAMPLED, np.int32),
+        advantages=stream(batch.advantages, 0, np.float32),
+        weights=stream(batch.weights, 0, np.float32),
+        copies=np.append(batch.copies[numbers], 0)[places],
+        starts=starts,
+    )
+
+
+def _placed(
+    size: int,
+    pieces: Iterable[np.ndarray],
+    starts: list[int],
+    ends: list[int],
+    fill: float,
+    dtype: type,
+) -> np.ndarray:
+    """`[size]`: each piece from its start to its end, `fill` everywhere else."""
+    joined = np.full(size, fill, dtype)
+    for piece, start, end in zip(pieces, starts, ends, strict=True):
+        joined[start:end] = piece
+    return joined
+
+
+def unpack(micro_batch: MicroBatch, values: np.ndarray) -> dict[int, np.ndarray]:
+    """Per-token values `[T]` back to `{sample: [R]}` of its response tokens."""
+    out = {}
+    for sample, (start, stop) in zip(
+        micro_batch.samples, pairwise(micro_batch.starts), strict=True
+    ):
+        out[sample] = values[start:stop][micro_batch.response[start:stop]]
+    return out
+
+
+def stream_of(micro_batch: MicroBatch, values: Sequence[np.ndarray]) -> np.ndarray:
+    """float32 `[T]`: `values`, `[R]` of every sample of the step, at the places that predict their
+    tokens, 0 elsewhere. Undone by `unpack`."""
+    stream = np.zeros(len(micro_batch.labels), np.float32)
+    for sample, (start, stop) in zip(
+        micro_batch.samples, pairwise(micro_batch.starts), strict=True
+    ):
+        stream[start:stop][micro_batch.response[start:stop]] = values[sample]
+    return stream

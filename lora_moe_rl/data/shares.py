@@ -1,0 +1,25 @@
+"""What each data-parallel rank is sent of a step: the samples that it trains."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from lora_moe_rl import algorithms
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.data.batch import TrainBatch
+from lora_moe_rl.data.micro_batches import plan_for
+
+
+def shares(batch: TrainBatch, config: RunConfig) -> list[TrainBatch]:
+    """By data-parallel rank. The ranks plan their micro-batches as it is done here, and come to the
+    same samples; one that would want another's raises ValueError. An algorithm that revises its
+    advantages compares samples of all ranks, and gets the masks of all."""
+    trainer, lengths = config.trainer, batch.lengths()
+    if trainer.dp == 1:
+        return [batch]
+    found: list[list[int]] = [[] for _ in range(trainer.dp)]
+    for samples in batch.of_mini_batches(config.algorithm.mini_batches):
+        for mine, plan in zip(found, plan_for(trainer, samples, lengths, trainer.dp), strict=True):
+            mine += chain.from_iterable(plan)
+    masks = algorithms.make(config).revises
+    return [batch.share(samples, masks) for samples in found]
