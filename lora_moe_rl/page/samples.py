@@ -68,7 +68,7 @@ class Samples:
         self._text_end = 0
         # The text that was searched for last, how far, and where it was found: another filter
         # beside it does not search again.
-        self._searched: tuple[bytes, int, list[int]] = (b"", 0, [])
+        self._searched: tuple[bytes, int, array[int]] = (b"", 0, array("q"))
 
     def choose(self, choice: Choice, offset: int, limit: int) -> dict[str, Any]:
         """JSON: how many samples there are and are chosen, and `limit` of these from `offset`."""
@@ -126,27 +126,32 @@ class Samples:
         keys = np.array(_view(getattr(self, f"_{name}"))[chosen], dtype=float)
         return chosen[np.argsort(-keys if order.startswith("-") else keys, kind="stable")]
 
-    def _with_text(self, needle: bytes) -> list[int]:
-        """The numbers of the samples whose texts have it, ascending."""
+    def _with_text(self, needle: bytes) -> np.ndarray:
+        """int64: the numbers of the samples whose texts have it, ascending."""
         before, begin, found = self._searched
         if needle != before:
-            begin, found = 0, []
-        found = [*found, *self._search(needle, begin)]
+            begin, found = 0, array("q")
+        if begin < self._text_end:
+            found = found + self._search(needle, begin)
         self._searched = (needle, self._text_end, found)
-        return found
+        return _view(found)
 
-    def _search(self, needle: bytes, begin: int) -> Iterator[int]:
-        if begin == self._text_end:
-            return
+    def _search(self, needle: bytes, begin: int) -> array[int]:
+        """In what was written from `begin` on, which is where a sample's texts begin."""
         self._texts.flush()
+        begins, found = self._text_begins, array("q")
+        ends = [*begins[1:], self._text_end]
         with mmap.mmap(self._texts.fileno(), self._text_end, access=mmap.ACCESS_READ) as texts:
-            at = texts.find(needle, begin)
+            number, at = bisect_right(begins, begin) - 1, texts.find(needle, begin)
             while at >= 0:
-                number = bisect_right(self._text_begins, at) - 1
-                yield number
-                if number + 1 == len(self._text_begins):
-                    return
-                at = texts.find(needle, self._text_begins[number + 1])
+                if at >= ends[number]:  # a word that most samples have is in the next one
+                    number = bisect_right(begins, at, number) - 1
+                found.append(number)
+                number += 1
+                if number == len(ends):
+                    break
+                at = texts.find(needle, ends[number - 1])
+        return found
 
     def _refresh(self) -> None:
         if self._file.refresh():
