@@ -35,7 +35,7 @@ AS_GOOD = 1.03  # of the shortest step: a smaller lag is worth more than that
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run measured: medians, and `train_s`, the part of the update that is the trainer
+    """What a run measured: means, and `train_s`, the part of the update that is the trainer
     ranks'. `step_s` is what a step took."""
 
     config: RunConfig
@@ -112,12 +112,12 @@ def measure(run: Path) -> Measured:
         [int(length) for length in longest.values()],
         token_s,
         sequence_s,
-        float(np.median(rewards)) if rewards else 0.0,
-        float(np.median(steps - seconds["rollout"] - seconds["reward"] - seconds["refit"])),
-        float(np.median(seconds["refit"])),
+        float(np.mean(rewards)) if rewards else 0.0,
+        float(np.mean(steps - seconds["rollout"] - seconds["reward"] - seconds["refit"])),
+        float(np.mean(seconds["refit"])),
     )
-    train_s = float(np.median(seconds["train"]))
-    return Measured(config, stages, train_s, float(np.median(steps)))
+    train_s = float(np.mean(seconds["train"]))
+    return Measured(config, stages, train_s, float(np.mean(steps)))
 
 
 def in_flight(spans: Sequence[tuple[str, float, float]]) -> np.ndarray:
