@@ -1,8 +1,9 @@
 """`lora-moe-rl bench step`: one steady step of the whole system, by stage, with TRL beside it.
 
-The run is a real one: controller, Ray actors, Megatron and vLLM, on-policy GRPO with router replay.
-The work of a step is fixed: 16 prompts x 8 samples x 8 tokens, LoRA rank 16 on attention and
-experts of a 2M-parameter Qwen3-MoE, float32. Seconds are medians over the measured steps.
+The run is a real one: controller, Ray actors, Megatron and vLLM, on-policy GRPO with router replay,
+LoRA rank 16 on attention and experts of a 2M-parameter Qwen3-MoE, float32. Seconds are medians over
+the measured steps. Settings are those of `train`, for our run alone; with schedule.lag stages
+overlap, and do not add up to a step.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from lora_moe_rl.bench import trl_step
 from lora_moe_rl.bench.report import BUSY, busy_cores, conclude, cores, temporary
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import positive, result_parser
+from lora_moe_rl.config.overrides import override
 from lora_moe_rl.errors import BenchmarkError
+from lora_moe_rl.telemetry import names
 from lora_moe_rl.upstream.versions import TESTED, VLLM_BUILDS, installed
 from lora_moe_rl.verify import report
 
@@ -44,56 +47,81 @@ TRL_INSTALL = (
 Record = dict[str, Any]
 
 
+class Work(NamedTuple):
+    """Of a step; `tokens` of each response."""
+
+    prompts: int = PROMPTS
+    group: int = GROUP
+    tokens: int = TOKENS
+
+    @property
+    def responses(self) -> int:
+        """Tokens of all responses."""
+        return self.prompts * self.group * self.tokens
+
+
+USUAL = Work()
+
+
 def main(argv: Sequence[str]) -> int:
     """Raises BenchmarkError when the run was not right, whatever its speed."""
     parser = result_parser("bench step", __doc__)
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="as rollout.engines=2")
     parser.add_argument("--steps", type=positive, default=10, help="measured steps (10)")
+    parser.add_argument("--prompts", type=positive, default=PROMPTS, help=f"of a step ({PROMPTS})")
+    parser.add_argument("--samples", type=positive, default=GROUP, help=f"of a prompt ({GROUP})")
+    parser.add_argument("--tokens", type=positive, default=TOKENS, help=f"of each ({TOKENS})")
     parser.add_argument(
         "--trl-python", metavar="PATH", help="an interpreter that has TRL, if this one has not"
     )
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
+    work = Work(options.prompts, options.samples, options.tokens)
     with temporary() as folder:
-        result = measure(Path(folder), options.steps)
-        result["trl"] = measure_trl(Path(folder), options.steps, options.trl_python)
+        result = measure(Path(folder), options.steps, work, options.settings)
+        result["trl"] = measure_trl(Path(folder), options.steps, options.trl_python, work)
     conclude(result, options.json, parts, runs)
     return 0
 
 
-def measure(folder: Path, steps: int) -> dict[str, Any]:
+def measure(
+    folder: Path, steps: int, work: Work = USUAL, settings: Sequence[str] = ()
+) -> dict[str, Any]:
     """Runs warm-up and measured steps in `folder`; what the run says goes to stderr."""
     from lora_moe_rl.bench.model import make_model
     from lora_moe_rl.run.start import run
     from lora_moe_rl.telemetry.metrics import read_steps
 
+    config = override(make_config(folder, steps, work), settings)
     busy = busy_cores()
     parameters = make_model(folder / "model")
-    write_prompts(folder / "prompts.jsonl", PROMPTS * (WARMUP + steps))
-    config = make_config(folder, steps)
+    ahead = config.schedule.lag + 1
+    write_prompts(folder / "prompts.jsonl", work.prompts * (WARMUP + steps + ahead))
     with contextlib.redirect_stdout(sys.stderr):
         run(config)
     records = read_steps(config.run_dir / "metrics.jsonl")
-    return {"parameters": parameters, "busy_cores_before": busy} | figures(records, steps)
+    found = figures(records, steps, work)
+    return {"parameters": parameters, "busy_cores_before": busy, "settings": [*settings]} | found
 
 
-def figures(records: Sequence[Record], steps: int) -> dict[str, Any]:
+def figures(records: Sequence[Record], steps: int, work: Work = USUAL) -> dict[str, Any]:
     """What a run of WARMUP + steps has to report. Raises BenchmarkError when its gate is red."""
-    if reasons := gate(records, WARMUP + steps):
+    if reasons := gate(records, WARMUP + steps, work):
         raise BenchmarkError("no seconds to report, the run was not right: " + "; ".join(reasons))
     return {
-        "prompts": PROMPTS,
-        "samples_per_prompt": GROUP,
-        "response_tokens": TOKENS,
+        "prompts": work.prompts,
+        "samples_per_prompt": work.group,
+        "response_tokens": work.tokens,
         "lora_rank": RANK,
         "steps": steps,
         "warmup": WARMUP,
         "cores": cores(),
         "versions": {name: found for name in (*TESTED, *VLLM_BUILDS) if (found := installed(name))},
-        **summary(records[WARMUP:]),
+        **summary(records[WARMUP:], work),
         "worst": {name: worst(record[name] for record in records) for name, worst in WORST.items()},
     }
 
 
-def make_config(folder: Path, steps: int, **algorithm: Any) -> RunConfig:
+def make_config(folder: Path, steps: int, work: Work = USUAL, **algorithm: Any) -> RunConfig:
     """All that is not named is the default of a run, `algorithm` of its section."""
     return RunConfig.model_validate(
         {
@@ -101,8 +129,8 @@ def make_config(folder: Path, steps: int, **algorithm: Any) -> RunConfig:
             "model": {"path": str(folder / "model")},
             "adapter": {"rank": RANK, "alpha": ALPHA},
             "trainer": {"steps": WARMUP + steps, "device": "cpu", "dtype": "float32", "lr": LR},
-            "rollout": {"max_response_tokens": TOKENS},
-            "algorithm": {"prompts_per_step": PROMPTS, "group_size": GROUP} | algorithm,
+            "rollout": {"max_response_tokens": work.tokens},
+            "algorithm": {"prompts_per_step": work.prompts, "group_size": work.group} | algorithm,
             "data": {"path": str(folder / "prompts.jsonl")},
             "reward": {"function": "lora_moe_rl.bench.trl_step:reward"},
             "checkpoint": {"every": 0},
@@ -118,28 +146,30 @@ def write_prompts(path: Path, count: int) -> None:
     path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt, _ in rows))
 
 
-def gate(records: Sequence[Record], steps: int) -> list[str]:
+def gate(records: Sequence[Record], steps: int, work: Work = USUAL) -> list[str]:
     """Why the run does not count; empty when it does."""
     reasons = []
     if len(records) != steps:
         reasons.append(f"{len(records)} of {steps} steps are in its metrics")
     for record in records:
-        reasons += [f"step {record['step']}: {reason}" for reason in _faults(record)]
+        reasons += [f"step {record['step']}: {reason}" for reason in _faults(record, work)]
     versions = [record["adapter/version"] for record in records]
     if versions != list(range(len(versions))):
         reasons.append(f"adapter versions must grow by one a step from 0, they were {versions}")
     return reasons
 
 
-def _faults(record: Record) -> list[str]:
-    reasons = []
-    for name, limit in (("mismatch/kl", MAX_KL), ("mismatch/max_abs_logprob_diff", MAX_DIFF)):
+def _faults(record: Record, work: Work) -> list[str]:
+    reasons, limits = [], {"mismatch/kl": MAX_KL, "mismatch/max_abs_logprob_diff": MAX_DIFF}
+    if record.get("rollout/age_oldest"):  # of tokens of the version that is updated, if there are
+        limits = {names.kl_of_age(0): MAX_KL} if record["rollout/age_newest"] == 0 else {}
+    for name, limit in limits.items():
         if _number(record[name]) > limit:
             reasons.append(f"{name} is {record[name]}, more than {limit}")
     if _number(record["replay/coverage"]) != 1:
         reasons.append(f"replay/coverage is {record['replay/coverage']}, not 1")
-    if record["rollout/tokens"] != (tokens := PROMPTS * GROUP * TOKENS):
-        reasons.append(f"{record['rollout/tokens']} response tokens, not {tokens}")
+    if record["rollout/tokens"] != work.responses:
+        reasons.append(f"{record['rollout/tokens']} response tokens, not {work.responses}")
     return reasons
 
 
@@ -148,7 +178,7 @@ def _number(value: float | None) -> float:
     return math.inf if value is None else value
 
 
-def summary(records: Sequence[Record]) -> dict[str, Any]:
+def summary(records: Sequence[Record], work: Work = USUAL) -> dict[str, Any]:
     """Median seconds of a step and of its stages, and response tokens a second of whole steps.
 
     `other` is the median of what a step takes beyond its stages."""
@@ -159,11 +189,13 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "slowest_step": max(record["time/step"] for record in records),
-        "tokens_per_second": PROMPTS * GROUP * TOKENS / seconds["step"],
+        "tokens_per_second": work.responses / seconds["step"],
     }
 
 
-def measure_trl(folder: Path, steps: int, python: str | None) -> dict[str, Any] | None:
+def measure_trl(
+    folder: Path, steps: int, python: str | None, work: Work = USUAL
+) -> dict[str, Any] | None:
     """Seconds of the same work in TRL, by what is adapted; None when there is no TRL."""
     if python is None:
         if find_spec("trl") is None:
@@ -171,19 +203,19 @@ def measure_trl(folder: Path, steps: int, python: str | None) -> dict[str, Any] 
         python = sys.executable
     time.sleep(SETTLE_S)
     return {
-        name: _run_trl(python, folder, steps, experts)
+        name: _run_trl(python, folder, steps, experts, work)
         for name, experts in (("attention", False), ("attention and experts", True))
     }
 
 
-def _run_trl(python: str, folder: Path, steps: int, experts: bool) -> dict[str, Any]:
-    work = {
+def _run_trl(python: str, folder: Path, steps: int, experts: bool, work: Work) -> dict[str, Any]:
+    asked = {
         "model": str(folder / "model"), "data": str(folder / "prompts.jsonl"), "experts": experts,
-        "prompts": PROMPTS, "group": GROUP, "tokens": TOKENS, "rank": RANK, "alpha": ALPHA,
+        **work._asdict(), "rank": RANK, "alpha": ALPHA,
         "lr": LR, "steps": steps, "warmup": WARMUP, "threads": cores(),
     }  # fmt: skip
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [python, trl_step.__file__, json.dumps(work)]
+    command = [python, trl_step.__file__, json.dumps(asked)]
     busy = busy_cores()
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -193,10 +225,10 @@ def _run_trl(python: str, folder: Path, steps: int, experts: bool) -> dict[str, 
         last = "\n".join(done.stderr.strip().splitlines()[-5:])
         raise BenchmarkError(f"TRL failed in {python}:\n{last}\nIt is installed by: {TRL_INSTALL}")
     found = json.loads(done.stdout.splitlines()[-1])
-    if found["response_tokens"] != [TOKENS]:
+    if found["response_tokens"] != [work.tokens]:
         raise BenchmarkError(
-            f"TRL's responses had {found['response_tokens']} tokens on average, not {TOKENS}: it "
-            f"did other work"
+            f"TRL's responses had {found['response_tokens']} tokens on average, not {work.tokens}: "
+            "it did other work"
         )
     return {
         "seconds": median(found["seconds"]),
@@ -211,7 +243,7 @@ def parts(result: dict[str, Any]) -> Iterator[Any]:
     yield (
         f"{result['prompts']} prompts x {result['samples_per_prompt']} samples x "
         f"{result['response_tokens']} tokens, {result['parameters']:,} parameters, LoRA rank "
-        f"{result['lora_rank']}, {result['cores']} cores"
+        f"{result['lora_rank']}, {result['cores']} cores{', '.join(['', *result['settings']])}"
     )
     yield table(result)
     worst = ", ".join(f"{name} {value:.3g}" for name, value in result["worst"].items())
