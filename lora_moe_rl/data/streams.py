@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,7 @@ class Some(Sequence[np.ndarray]):
     def __len__(self) -> int:
         return self.total
 
-    def __getitem__(self, sample):
+    def __getitem__(self, sample: Any) -> Any:
         try:
             return self.found[sample]
         except KeyError:
