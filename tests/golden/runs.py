@@ -142,7 +142,7 @@ def _train(*arguments: str) -> None:
 def _write(path: Path, kept: dict[str, Any]) -> None:
     """A line a record: so that a difference can be read."""
     text = json.dumps(kept, ensure_ascii=False)
-    path.write_text(re.sub(r"(?<=[\[,]) ?(?=\{\"(?:step|row)\")", "\n", text) + "\n")
+    path.write_text(re.sub(r"(?<=[\[,]) ?(?=\{\"(?:sample|step|row)\")", "\n", text) + "\n")
 
 
 def main(action: str, *names: str) -> int:
