@@ -152,14 +152,16 @@ class TrainBatch:
         """Samples, those of other ranks too."""
         return len(self.prompt_lengths)
 
-    def share(self, samples: Iterable[int], masks: bool = False) -> TrainBatch:
+    def share(self, samples: Iterable[int], of_all: OfAll, masks: bool = False) -> TrainBatch:
         """What a rank needs that trains these samples; `masks`: and of all samples their masks."""
-        chosen, names = (
-            sorted(samples),
-            [name for name in STREAMS if not (masks and name == "masks")],
-        )
+        chosen = sorted(samples)
+        names = [name for name in STREAMS if name != "masks" or not masks]
         streams = {name: Some.of(getattr(self, name), chosen) for name in names}
-        return replace(self, **streams, of_all=OfAll(self.sizes(), self.num_weighted()))
+        return replace(self, **streams, of_all=of_all)
+
+    def known(self) -> OfAll:
+        """What every share is told."""
+        return OfAll(self.sizes(), self.num_weighted())
 
     def of_mini_batches(self, number: int) -> list[np.ndarray]:
         """The samples of each optimizer step, int64."""

@@ -21,5 +21,5 @@ def shares(batch: TrainBatch, config: RunConfig) -> list[TrainBatch]:
     for samples in batch.of_mini_batches(config.algorithm.mini_batches):
         for mine, plan in zip(found, plan_for(trainer, samples, lengths, trainer.dp), strict=True):
             mine += chain.from_iterable(plan)
-    masks = algorithms.make(config).revises
-    return [batch.share(samples, masks) for samples in found]
+    known, masks = batch.known(), algorithms.make(config).revises
+    return [batch.share(samples, known, masks) for samples in found]
