@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Literal
 
 from lora_moe_rl import __version__
 from lora_moe_rl.config import RunConfig
@@ -73,7 +74,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 TRAIN_USAGE = """\
-usage: {prog} [key=value | --key value | @FILE ...] [--resume] [--dry-run]
+usage: {prog} [key=value | --key value | @FILE ...] [--resume] [--dry-run] [--quiet | --json]
 
 {about}\
   key=value, --key value   set a key of the config; lists: a,b or [a, b]; nothing: null
@@ -82,6 +83,8 @@ usage: {prog} [key=value | --key value | @FILE ...] [--resume] [--dry-run]
   --resume-from DIR        go on from this checkpoint (RUN/checkpoints/step-000100), as a new run in
                            a logging.run_dir of its own
   --supervise              start the run again, from its newest checkpoint, when its process dies
+  --quiet                  say nothing but warnings and errors, on stderr
+  --json                   print the record of each step as a line of JSON, and nothing else
   --dry-run                print the resolved config as YAML, look at what the run needs, and exit
   --traceback              show where an error was raised
 
@@ -97,12 +100,14 @@ def train(arguments: Sequence[str], config: RunConfig | None = None, prog: str =
     """Train with `config`, or with that of the recipe among `arguments`."""
     from lora_moe_rl.config.files import to_yaml
 
-    flags, settings = _split_flags(arguments, TRAIN_FLAGS)
+    flags, settings = _split_flags(arguments, TRAIN_FLAGS | SPEAKING.keys())
     fork, settings = _split_fork(settings)
     if fork is not None and "--resume" in flags:
         raise ConfigError("--resume and --resume-from are both given; use one of them")
     if {"--supervise", "--dry-run"} <= flags:
         raise ConfigError("--supervise and --dry-run are both given; a dry run has no process")
+    if SPEAKING.keys() <= flags:
+        raise ConfigError("--quiet and --json are both given; --json says nothing else by itself")
     if flags & {"--help", "-h"}:
         from lora_moe_rl.config.help import config_help
 
@@ -128,7 +133,10 @@ def train(arguments: Sequence[str], config: RunConfig | None = None, prog: str =
         command = [sys.executable, *way_in]
         return supervise(config, command + words, command + again)
     from lora_moe_rl.run.start import run
+    from lora_moe_rl.telemetry import console
 
+    for flag in SPEAKING.keys() & flags:
+        console.speak(SPEAKING[flag])
     with interrupts():  # the run itself takes over once its actors have started
         run(config, resume="--resume" in flags, fork=fork)
     return 0
@@ -191,6 +199,7 @@ def _eval(arguments: Sequence[str]) -> int:
 
 
 TRAIN_FLAGS = {"--help", "-h", "--resume", "--supervise", "--dry-run", "--traceback"}
+SPEAKING: dict[str, Literal["quiet", "json"]] = {"--quiet": "quiet", "--json": "json"}
 
 
 def _split_flags(arguments: Sequence[str], known: set[str]) -> tuple[set[str], list[str]]:

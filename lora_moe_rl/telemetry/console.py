@@ -1,6 +1,7 @@
 """What a run says on the terminal: one line a step, a progress bar, and who started.
 
-Progress is shown on a terminal only; everything else goes to pipes and files as well.
+Progress is shown on a terminal only; everything else goes to pipes and files as well. `speak`
+chooses less: only warnings, on stderr, or beside them each step's record as a line of JSON.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -22,7 +23,7 @@ from rich.text import Text
 from lora_moe_rl.cluster.log import FORMAT
 from lora_moe_rl.config import EvalConfig, RunConfig
 from lora_moe_rl.files.checkpoint import Found
-from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.files.run_dir import RunDir, to_json
 from lora_moe_rl.telemetry import names
 
 HEADER_EVERY = 20
@@ -66,8 +67,21 @@ _STEP, _WAITING, _LEFT = ("step", 8), ("waiting", 13), ("left", 8)
 _STEPS_OF_ETA = 20
 SHOWN_OF_EVAL = ("avg", "avg_ci95", "response_length", "truncated", "failed")
 
+Way = Literal["lines", "quiet", "json"]
+_way: Way = "lines"
 _console = Console(highlight=False, soft_wrap=True)
 _errors = Console(highlight=False, soft_wrap=True, stderr=True)
+
+
+def speak(way: Way) -> None:
+    """From now on, in this process."""
+    global _way
+    _way, _console.quiet = way, way != "lines"
+
+
+def show(what: Any, wrapped: bool = False) -> None:
+    """A text or table of rich's; `wrapped`: at the width of the terminal."""
+    _console.print(what, soft_wrap=not wrapped)
 
 
 class StepLines:
@@ -112,6 +126,9 @@ class StepLines:
         return "".join([*cells, _duration(left).rjust(_LEFT[1])])
 
     def show(self, record: dict[str, Any]) -> None:
+        if _way == "json":
+            print(to_json(record), flush=True)
+            return
         if self._lines % HEADER_EVERY == 0:
             _console.print(Text(self.header, style="bold"))
         self._lines += 1

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.page import link
-from lora_moe_rl.telemetry import names, timeline_views
+from lora_moe_rl.telemetry import console, names, timeline_views
 from lora_moe_rl.telemetry.metrics import read_evaluations, read_metrics
 
 STEPS_COMPARED = 5
@@ -51,15 +51,14 @@ def finish(run_dir: RunDir) -> None:
     records = read_metrics(run_dir)
     if not records:
         return
-    console = Console(highlight=False)
-    console.print(table(records))
+    console.show(table(records), wrapped=True)
     evaluations = read_evaluations(run_dir.metrics_file)
     draw(records, run_dir.curves_file, run_dir.path.name, evaluations)
     files = {"metrics": [run_dir.metrics_file], "curves": [run_dir.curves_file]}
     files["timeline"] = timeline_views.write(run_dir.path)
     for what, paths in files.items():
-        console.print(f"{what:<8} {' '.join(map(str, paths))}", soft_wrap=True)
-    console.print(f"page     {link.line(run_dir.path)}", soft_wrap=True, markup=False)
+        console.show(Text(f"{what:<8} {' '.join(map(str, paths))}"))
+    console.show(Text(f"page     {link.line(run_dir.path)}"))
 
 
 def table(records: list[dict[str, Any]]) -> Table:

@@ -190,3 +190,8 @@ def test_a_run_that_was_asked_to_stop_ends_without_the_word_error(capsys):
 
     assert cli.exit_code_of(stopped, []) == cli.INTERRUPTED
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_run_is_either_quiet_or_says_its_records(capsys):
+    assert cli.main(["train", "--quiet", "--json"]) == 2
+    assert "--quiet and --json are both given" in capsys.readouterr().err

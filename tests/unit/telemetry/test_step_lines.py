@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.telemetry import names
+from lora_moe_rl.telemetry import console, names
 from lora_moe_rl.telemetry.console import StepLines
 
 RECORD = {"step": 3, names.REWARD: 0.5, names.STEP_SECONDS: 2.0, names.GRAD_NORM: 0.125}
@@ -39,3 +41,34 @@ def test_the_gradient_goes_first_and_nothing_goes_where_there_is_room():
 
 def test_in_a_pipe_a_line_is_as_long_as_it_is():
     assert StepLines(RunConfig()).header == StepLines(RunConfig(), 200).header
+
+
+@pytest.fixture
+def speaking():
+    yield console.speak
+    console.speak("lines")
+
+
+def test_in_json_each_step_is_its_record_and_nothing_else_is_said(speaking, capsys):
+    speaking("json")
+    lines = StepLines(RunConfig())
+    for step in (3, 4):
+        lines.show(RECORD | {"step": step, names.REWARD: float("nan")})
+    console.say("engines are started")
+    console.warn("something is wrong")
+    out, errors = capsys.readouterr()
+    first, second = map(json.loads, out.splitlines())
+    assert first == RECORD | {names.REWARD: None} and second["step"] == 4
+    assert "something is wrong" in errors
+
+
+def test_a_quiet_run_says_warnings_alone(speaking, capsys):
+    StepLines(RunConfig()).show(RECORD)
+    assert capsys.readouterr().out
+    speaking("quiet")
+    StepLines(RunConfig()).show(RECORD)
+    console.say("engines are started")
+    console.show("a table")
+    console.warn("something is wrong")
+    out, errors = capsys.readouterr()
+    assert not out and "something is wrong" in errors
