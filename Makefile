@@ -54,7 +54,7 @@ demo: $(STAMP)
 soak: $(STAMP)
 	$(BIN)/lora-moe-rl chaos recipes/tiny_arithmetic.py --steps 200 --rate 1/18 --seed 0 \
 	  --compare reward --out $(SOAK_DIR) checkpoint.every=5 \
-	  trainer.timeout_s=60 rollout.silent_s=30 reward.timeout_s=15
+	  trainer.timeout_s=60 rollout.silent_s=30 reward.timeout_s=15 refit.timeout_s=30
 
 # Two pytest processes by default; one runs a whole file, so that what its fixtures start is
 # started once, and tests that follow each other do.
