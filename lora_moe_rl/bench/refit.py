@@ -48,14 +48,19 @@ def main(argv: Sequence[str]) -> int:
         "--trainer", choices=list(LAYOUTS), default="ep2", help="the 2 trainer ranks (ep2)"
     )
     options = parser.parse_args(argv)
+    conclude(judged(options.rounds, options.trainer), options.json, parts)
+    return 0
+
+
+def judged(rounds: int, trainer: str) -> dict[str, Any]:
+    """All figures, beside their goals. Raises BenchmarkError as `main` does."""
     from lora_moe_rl.bench.refit_plan import kimi_k2
 
     with temporary() as folder:
-        result = measure(Path(folder), options.rounds, options.trainer)
+        result = measure(Path(folder), rounds, trainer)
     result["kimi_k2"] = kimi_k2()
     result["goals"] = {name: judge(result) for name, judge in GOALS.items()}
-    conclude(result, options.json, parts)
-    return 0
+    return result
 
 
 def make_config(folder: Path, trainer: str) -> RunConfig:

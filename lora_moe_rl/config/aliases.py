@@ -99,6 +99,7 @@ ALIASES = (
     Alias(("vllm_tensor_parallel_size", "rollout.tensor_model_parallel_size"), "rollout.tp"),
     Alias(("vllm_gpu_memory_utilization", "gpu_memory_utilization"),
           "rollout.gpu_memory_utilization"),
+    Alias(("enforce_eager",), "rollout.enforce_eager"),
     Alias(("reward_funcs", "custom_reward_function.path", "custom_reward_function.name"),
           "reward.function", "file.py:function; several: reward.functions.NAME"),
     Alias(("reward_weights", "gdpo_reward_weights"), "reward.functions.NAME.weight"),

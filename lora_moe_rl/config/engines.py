@@ -40,6 +40,11 @@ class RolloutConfig(Section):
     cpu_threads: int = Field(1, ge=1, description="Threads of each worker of a CPU engine.")
     max_num_seqs: int = Field(256, ge=1, description="Most sequences an engine decodes at once.")
     prefix_caching: bool = Field(True, description="Reuse the KV cache of equal prompt prefixes.")
+    enforce_eager: bool = Field(
+        False,
+        description="Run vLLM's model without torch.compile and CUDA graphs: slower, and a way out "
+        "where an engine does not start with them. vLLM's CPU build never has any.",
+    )
     start_timeout_s: float = Field(600, gt=0, description="Longest wait for an engine to start.")
     max_restarts: int = Field(
         2, ge=0,

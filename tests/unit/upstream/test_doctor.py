@@ -52,6 +52,19 @@ def test_findings(finding, state, mend):
     assert mend in finding.mend
 
 
+def test_versions_that_do_not_work_together_are_refused_with_the_reason(capsys, monkeypatch):
+    found = {"triton": "3.6.0", "numpy": "2.5.2", "transformers": "5.17.0", "peft": "0.21.2"}
+    pair, other = sorted(doctor.check_together(found), key=lambda one: one.name, reverse=True)
+    assert (pair.name, pair.found) == ("triton and numpy", "3.6.0, 2.5.2")
+    assert (other.name, other.found) == ("transformers and peft", "5.17.0, 0.21.2")
+    assert "makes an int of an array" in pair.mend and "verify export" in other.mend
+    for name, version in [("numpy", "2.3.5"), ("triton", "3.60.0"), ("triton", None)]:
+        assert doctor.check_together(found | {name: version}) == [other]
+    monkeypatch.setattr(doctor, "installed", lambda name: found.get(name, versions.installed(name)))
+    assert doctor.main([]) == 1
+    assert "2 to mend: transformers and peft, triton and numpy" in capsys.readouterr().out
+
+
 def test_links_that_became_text_files_are_found(tmp_path):
     for name in doctor.LINKS:
         (tmp_path / name).mkdir()

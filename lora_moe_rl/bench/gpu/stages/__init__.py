@@ -1,0 +1,64 @@
+"""The stages, in the order in which they run, and how long each may take.
+
+A stage is a module here with a function `run(parts, device, *options)`, which makes its parts; on
+the device cpu with sizes that a CPU can take, so that all of its code has been run before a GPU is
+held.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TRAINER = ("megatron.core", "megatron.bridge")
+ENGINE = ("vllm",)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`needs`: modules that must be installed; `shows`: what one reads in its result."""
+
+    module: str
+    limit_s: float
+    shows: str
+    needs: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+
+STAGES = {
+    "probe": Stage("probe", 90, "the machine, its versions and its ceilings"),
+    "kernels": Stage(
+        "tests", 180, "the Triton kernels against float64", ("pytest",), ("test_kernels.py",)
+    ),
+    "trainer": Stage(
+        "tests",
+        180,
+        "a trainer step against the CPU, and what in it waits for the device",
+        ("pytest", *TRAINER),
+        ("test_trainer_step.py", "test_no_sync.py"),
+    ),
+    "slices": Stage(
+        "slices",
+        240,
+        "layers at full width: memory beside the plan's, MFU, longest kernels",
+        TRAINER,
+        ("qwen3_30b_a3b:8:none", "deepseek_v3:3:none", "kimi_k2:2:none"),
+    ),
+    "kernel_bench": Stage("benches", 200, "`bench kernels`", ("triton",), ("kernels",)),
+    "engine": Stage("engine", 240, "vLLM without graphs: versions, logprobs, speed", ENGINE),
+    "graphs": Stage("engine", 300, "the same with CUDA graphs", ENGINE, ("graphs",)),
+    "slots": Stage("slots", 90, "ways of writing a version into slots", ENGINE),
+    "refit": Stage("benches", 200, "`bench refit`", (*ENGINE, "ray"), ("refit",)),
+    "demo": Stage(
+        "demo",
+        300,
+        "six steps of the demo: mismatch with replay and without",
+        (*TRAINER, *ENGINE, "ray"),
+    ),
+    "large": Stage(
+        "slices",
+        400,
+        "as many layers as one GPU holds, all activations computed again",
+        TRAINER,
+        ("deepseek_v3:5:full", "qwen3_30b_a3b:48:full", "kimi_k2:4:full"),
+    ),
+}

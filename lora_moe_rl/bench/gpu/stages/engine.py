@@ -1,0 +1,171 @@
+"""One vLLM engine, without Ray and without a trainer: it starts, takes versions into its slots,
+gives the logprobs that Hugging Face gives, and generates with an adapter and without.
+
+The models have the tiny shapes and random weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lora_moe_rl.adapters.families import ModelShape
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.bench.gpu.parts import Parts
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import BenchmarkError
+from lora_moe_rl.refit.parts import STORAGE, Dtype, part_layouts
+from lora_moe_rl.refit.plan import EngineLayout, make_plan
+from lora_moe_rl.rollout.engine import RolloutEngine
+from lora_moe_rl.rollout.facts import slot_rank
+from lora_moe_rl.verify.comparisons import largest
+
+SHAPES = ("qwen3_moe", "deepseek_v3")
+VERSIONS = 4
+SEQUENCES, LENGTH = 4, 40
+STREAMS, RESPONSE = {"cuda": 256, "cpu": 8}, {"cuda": 64, "cpu": 8}
+# Largest difference from Hugging Face's logprobs in float32, where a rounding in a router may take
+# another expert; and the least that the adapter must change.
+TOLERANCE: dict[Dtype, float] = {"float32": 1e-4, "bfloat16": 0.3}
+LEAST_EFFECT = 0.5
+
+
+def run(parts: Parts, device: str, graphs: str = "") -> None:
+    """`graphs`: with CUDA graphs."""
+    for name in SHAPES:
+        parts.part(name, lambda name=name: asyncio.run(measure(name, device, bool(graphs))))
+
+
+async def measure(name: str, device: str, graphs: bool) -> dict[str, Any]:
+    """Raises BenchmarkError when the engine is a wrong one; then it has no speed to report."""
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(name, Path(folder), device, graphs)
+        try:
+            return await bench.measure()
+        finally:
+            await bench.shutdown()
+
+
+class Bench:
+    """A model, its adapter and its engine."""
+
+    def __init__(self, name: str, folder: Path, device: str, graphs: bool):
+        self.device, self.folder = device, folder
+        self.dtype: Dtype = "bfloat16" if device == "cuda" else "float32"
+        rollout: dict[str, Any] = {
+            "max_response_tokens": RESPONSE[device], "gpu_memory_utilization": 0.3
+        }  # fmt: skip
+        if device == "cuda":
+            rollout["enforce_eager"] = not graphs
+        self.config = RunConfig.model_validate(
+            {
+                "model": {"path": str(folder), "max_length": 256},
+                "adapter": {"rank": 16, "alpha": 32},
+                "trainer": {"dtype": self.dtype},
+                "rollout": rollout,
+            }
+        )
+        save_model(name, folder)
+        shape = ModelShape.from_hf_config(json.loads((folder / "config.json").read_text()))
+        self.spec = AdapterSpec.build(shape, self.config.adapter)
+        rng = np.random.default_rng(1)
+        self.sequences = rng.integers(16, shape.vocab_size, (SEQUENCES, LENGTH)).tolist()
+        self.engine: RolloutEngine | None = None
+
+    async def measure(self) -> dict[str, Any]:
+        expected = self._of_hugging_face()  # first: the engine takes the cores
+        self.engine = RolloutEngine(self.config, str(self.folder), self.spec, 0)
+        result: dict[str, Any] = {"started": await self.engine.start()}
+        result["publish_s"] = await self._publish()
+        result["logprobs"] = await self._compare(expected)
+        result["tokens_per_s"] = {
+            "base": await self._speed(None),
+            "adapter": await self._speed(VERSIONS - 1),
+        }
+        return result
+
+    async def shutdown(self) -> None:
+        if self.engine is not None and hasattr(self.engine, "llm"):
+            await self.engine.shutdown()
+
+    def _of_hugging_face(self) -> dict[str, list[np.ndarray]]:
+        from lora_moe_rl.bench.refit_model import random_tensors
+        from lora_moe_rl.verify import hf
+
+        model = hf.load(self.folder)
+        base = [hf.logprobs(model, ids) for ids in self.sequences]
+        tensors: dict[str, np.ndarray] = {}
+        for layer in range(self.spec.shape.num_layers):
+            tensors |= random_tensors(self.spec, layer)
+        hf.merge(model, self.spec, tensors)
+        return {"base": base, "adapter": [hf.logprobs(model, ids) for ids in self.sequences]}
+
+    async def _publish(self) -> list[dict[str, float]]:
+        """Seconds of each version, by stage. Raises BenchmarkError when the slots of the last one
+        hold something else than was sent."""
+        from lora_moe_rl.bench.refit_model import SendingRank
+
+        plan = make_plan(
+            self.spec, self.config.trainer, EngineLayout(slot_rank(self.spec)),
+            STORAGE[self.dtype].itemsize,
+        )  # fmt: skip
+        layouts = part_layouts(plan, self.spec, self.dtype)
+        sender = SendingRank(self.config, self.spec, 0)
+        sender.prepare_refit(layouts)
+        await self.engine.prepare_refit(layouts)
+        taken = []
+        for version in range(VERSIONS):
+            started = time.perf_counter()
+            sent = sender.send(version)
+            receipt = await self.engine.publish(version, sent)
+            taken.append(receipt.seconds | {"total": time.perf_counter() - started})
+        if differing := await self.engine.differing(VERSIONS - 1, sent):
+            raise BenchmarkError(f"slots do not hold what was sent: {', '.join(differing[:5])}")
+        return taken
+
+    async def _compare(self, expected: dict[str, list[np.ndarray]]) -> dict[str, float]:
+        """Largest differences of a logprob."""
+        base, _ = await self.engine.score(self.sequences, None)
+        adapter, _ = await self.engine.score(self.sequences, VERSIONS - 1)
+        found = {
+            "base": largest(base, expected["base"]),
+            "adapter": largest(adapter, expected["adapter"]),
+            "effect": largest(adapter, base),
+        }
+        off = max(found["base"], found["adapter"])
+        if not (off <= TOLERANCE[self.dtype] and found["effect"] >= LEAST_EFFECT):
+            raise BenchmarkError(
+                f"no speed to report: logprobs are {off:g} from Hugging Face's, and the adapter "
+                f"changes them by {found['effect']:g}"
+            )
+        return found
+
+    async def _speed(self, version: int | None) -> float:
+        """Tokens generated a second, all requests at once."""
+        engine = self.engine
+        params = engine.sampling.clone()
+        params.max_tokens, params.ignore_eos = RESPONSE[self.device], True
+        request = None if version is None else engine._lora_request(version)
+        prompts = [self.sequences[i % SEQUENCES] for i in range(STREAMS[self.device])]
+        started = time.perf_counter()
+        answers = await asyncio.gather(
+            *(engine._request(ids, params, request, version) for ids in prompts)
+        )
+        made = sum(len(one.token_ids) for answer in answers for one in answer.outputs)
+        return made / (time.perf_counter() - started)
+
+
+def save_model(name: str, folder: Path) -> None:
+    """A tiny shape with random weights, as a Hugging Face directory."""
+    from lora_moe_rl.bench.model import save_random
+    from lora_moe_rl.tiny.shapes import EXTRA_CONFIG, build_model
+    from lora_moe_rl.tiny.tokenizer import make_tokenizer
+
+    save_random(folder, lambda: build_model(name), EXTRA_CONFIG[name])
+    make_tokenizer().save_pretrained(folder)

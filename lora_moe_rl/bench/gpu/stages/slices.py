@@ -1,0 +1,201 @@
+"""Some layers of a published model at full width, with random weights: memory beside the plan's,
+and where the time of an update goes.
+
+Each slice has a process of its own, so that one that does not fit takes nothing with it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lora_moe_rl.adapters.families import ModelShape
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.bench.gpu.parts import Parts
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.planner import facts
+from lora_moe_rl.planner.compute import Flops, flops
+from lora_moe_rl.planner.hardware import GPUS
+from lora_moe_rl.planner.trainer import RankClass, TrainerMemory
+from lora_moe_rl.verify.processes import apart
+
+RANK, ALPHA = 16, 32
+SEQUENCES, TOKENS = {"cuda": 16, "cpu": 4}, {"cuda": 1025, "cpu": 33}
+ROUNDS = 3  # of which the first compiles kernels
+SLICE_S = 240.0
+LONGEST = 20  # kernels of an update that are listed
+# What a CPU can take of a config.
+NARROW = {
+    "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "vocab_size": 256,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "num_experts": 16,
+    "n_routed_experts": 16, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+
+
+def run(parts: Parts, device: str, *wanted: str) -> None:
+    """`wanted`: MODEL:LAYERS:RECOMPUTE, with a name of planner/models."""
+    for one in wanted:
+        name, layers, recompute = one.split(":")
+        settings = (name, min(int(layers), 3) if device == "cpu" else int(layers), recompute)
+        start = "spawn" if device == "cuda" else "forkserver"
+        parts.part(
+            one,
+            lambda settings=settings, start=start: apart(
+                "slice", measure, *settings, device, timeout_s=SLICE_S, start=start
+            ),
+        )
+
+
+def hf_config(name: str, layers: int, device: str) -> dict[str, Any]:
+    """The published config with fewer layers, at most one of them dense; narrow on a CPU."""
+    config = facts.config_of(name) | {"num_hidden_layers": layers}
+    if "first_k_dense_replace" in config:
+        config["first_k_dense_replace"] = min(1, layers - 1)
+    narrow = {key: value for key, value in NARROW.items() if key in config}
+    return config | (narrow if device == "cpu" else {})
+
+
+def measure(name: str, layers: int, recompute: str, device: str) -> dict[str, Any]:
+    """A process's job."""
+    config = hf_config(name, layers, device)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        return Slice(Path(folder), config, recompute, device).measure()
+
+
+class Slice:
+    """One slice in this process."""
+
+    def __init__(self, folder: Path, config: dict[str, Any], recompute: str, device: str):
+        self.cuda = device == "cuda"
+        self.sequences, self.tokens = SEQUENCES[device], TOKENS[device]
+        self.folder, self.recompute = folder, recompute
+        micro_batch = (self.tokens - 1) * self.sequences // 2
+        self.config = RunConfig.model_validate(
+            {
+                "model": {"path": str(folder), "max_length": self.tokens},
+                "adapter": {"rank": RANK, "alpha": ALPHA},
+                "trainer": {
+                    "device": device, "recompute": recompute, "micro_batch_tokens": micro_batch
+                },
+                "replay": {"audit": 0},
+            }
+        )  # fmt: skip
+        shape = ModelShape.from_hf_config(config)
+        self.spec = AdapterSpec.build(shape, self.config.adapter, servable=False)
+        self.facts = facts.find(str(folder))
+
+    def measure(self) -> dict[str, Any]:
+        worker, build_s = self._start()
+        from lora_moe_rl.verify.inputs import random_batch
+
+        lengths = (self.tokens, self.tokens + 1)
+        batch, table = random_batch(self.spec, samples=self.sequences, lengths=lengths)
+        sequences = [ids.tolist() for ids in batch.token_ids]
+        self._forget_peak()
+        calls: dict[str, Callable[[], object]] = {
+            "update": lambda: worker.update(batch, table),
+            "forward": lambda: worker.score(sequences, table, True),
+            "forward_base": lambda: worker.score(sequences, table, False),
+        }
+        seconds = {"update": self._seconds(calls["update"])}
+        peak = self._peak()
+        seconds |= {name: self._seconds(calls[name]) for name in ("forward", "forward_base")}
+        tokens = sum(len(ids) - 1 for ids in batch.token_ids)
+        result = {
+            "layers": self.spec.shape.num_layers, "recompute": self.recompute, "tokens": tokens,
+            "build_s": build_s, "seconds": seconds, "tokens_per_s": tokens / seconds["update"],
+            "memory": self._memory(worker.memory(), peak),
+        }  # fmt: skip
+        if self.cuda:
+            work = flops(self.facts, self.spec, self.tokens - 1, self.recompute)
+            result["mfu"] = mfu(work, tokens, seconds)
+            result["longest_kernels"] = longest_kernels(calls["update"])
+        return result
+
+    def _start(self):
+        """The rank, and the seconds that it took."""
+        from lora_moe_rl.trainer.device import Device
+
+        threads = len(os.sched_getaffinity(0))
+        Device.choose(self.config.trainer).prepare(threads)  # before Megatron is imported
+        from lora_moe_rl.bench.gpu import random_base
+
+        started = time.perf_counter()
+        worker = random_base.start(self.config, self.spec, self.folder, threads)
+        return worker, time.perf_counter() - started
+
+    def _seconds(self, call: Callable[[], object]) -> float:
+        """The least of the rounds after the first."""
+        import torch
+
+        taken = []
+        for _ in range(ROUNDS):
+            started = time.perf_counter()
+            call()
+            if self.cuda:
+                torch.cuda.synchronize()
+            taken.append(time.perf_counter() - started)
+        return min(taken[1:])
+
+    def _memory(self, held: dict[str, int], peak: dict[str, int]) -> dict[str, Any]:
+        """Bytes: by the plan, held of it, and at the most. `held_of_plan` and `peak_of_plan`: the
+        shares of what was planned."""
+        (planned,) = self._plan()
+        shares = {name: held[name] / planned.memory[name] for name in held}
+        found = {"plan": planned.memory, "held": held, "held_of_plan": shares} | peak
+        if peak:
+            found["peak_of_plan"] = peak["peak_allocated"] / planned.tensors
+        return found
+
+    def _plan(self) -> list[RankClass]:
+        weights = "bf16" if self.cuda else "float32"
+        return TrainerMemory(self.facts, self.spec, weights).classes(self.config)
+
+    def _forget_peak(self) -> None:
+        import torch
+
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def _peak(self) -> dict[str, int]:
+        import torch
+
+        if not self.cuda:
+            return {}
+        return {
+            "peak_allocated": torch.cuda.max_memory_allocated(),
+            "peak_reserved": torch.cuda.max_memory_reserved(),
+        }
+
+
+def mfu(work: Flops, tokens: int, seconds: dict[str, float], gpu: str = "h200") -> dict[str, float]:
+    """Shares of the GPU's dense bfloat16 peak. The update is a forward and a backward: nothing is
+    asked for before it."""
+    operations = {
+        "update": work.train,
+        "forward": work.forward,
+        "forward_base": 2 * work.active + work.attention,
+    }
+    peak = GPUS[gpu].flops
+    return {name: per * tokens / seconds[name] / peak for name, per in operations.items()}
+
+
+def longest_kernels(call: Callable[[], object]) -> list[tuple[str, float, int]]:
+    """(Name, milliseconds, calls) of the kernels that take longest."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        call()
+        torch.cuda.synchronize()
+    rows = sorted(profiled.key_averages(), key=lambda row: -row.self_device_time_total)
+    return [(row.key[:90], row.self_device_time_total / 1e3, row.count) for row in rows[:LONGEST]]
