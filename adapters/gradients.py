@@ -86,7 +86,8 @@ class Gradients:
         device = next(iter(self.flat.values())).device if self.flat else _default_device()
         total = total.to(device)
         dist.all_reduce(total)
-        return math.sqrt(total.item()) if torch.isfinite(total) else float("nan")
+        square = total.item()
+        return math.sqrt(square) if math.isfinite(square) else float("nan")
 
     @torch.no_grad()
     def check_copies(self) -> None:

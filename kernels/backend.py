@@ -1,8 +1,10 @@
-"""Which implementation a kernel call uses: Triton, or plain torch."""
+"""Which implementation a kernel call uses, Triton or plain torch; and how it gets what the host
+knows."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 
@@ -32,3 +34,12 @@ def resolve(kernel: str, device: torch.device) -> str:
     if kernel == "auto":
         return "triton" if device.type == "cuda" else "torch"
     return kernel
+
+
+def on_device(values: torch.Tensor | Sequence[int], device: torch.device) -> torch.Tensor:
+    """Values of the host on `device`, without waiting for it. A copy from pages that are not locked
+    waits until a GPU has done all that it was given before."""
+    tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values)
+    if device.type == "cuda" and not tensor.is_cuda:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

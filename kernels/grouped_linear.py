@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from lora_moe_rl.kernels.backend import on_device
 from lora_moe_rl.kernels.grouped_lora.torch_path import grouped, outer
 
 
@@ -14,7 +15,7 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> 
     is rounded once. `torch._grouped_mm` where it takes the operands, else one matmul an expert,
     which on a CPU gives the same bits.
     """
-    return _GroupedLinear.apply(x, weight, torch.tensor(counts, device=x.device))
+    return _GroupedLinear.apply(x, weight, on_device(counts, x.device))
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -269,6 +269,7 @@ BENCH = {
     "export": ("bench.export", "merging a checkpoint, against cp and PEFT"),
     "loading": ("bench.loading", "what each trainer rank reads of a checkpoint, and its memory"),
     "kernels": ("bench.kernels", "expert adapters, merges and the route codec"),
+    "gpu": ("bench.gpu.command", "all of these that want a GPU, and more, in stages"),
     "scale": ("bench.scale", "what grows with samples, ranks and engines, and how fast"),
     "algorithms": ("bench.algorithms", "every algorithm on the same recipe: reward and step time"),
     "overhead": ("bench.overhead", "what checks, copies and records take of a step"),

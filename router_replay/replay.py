@@ -24,6 +24,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
 from lora_moe_rl.errors import ReplayError
+from lora_moe_rl.kernels.backend import on_device
 from lora_moe_rl.kernels.route_codec import RowLayout, unpack
 from lora_moe_rl.router_replay.layer import LayerReplay
 from lora_moe_rl.upstream.checks import require_parameters, require_version
@@ -101,7 +102,7 @@ class Replay:
 
     def set_known(self, chunk: int, known: np.ndarray, device: torch.device) -> None:
         """Before a forward: bool `[T]`, False for this rank's tokens that are padding."""
-        here = None if known.all() else torch.from_numpy(known).to(device)
+        here = None if known.all() else on_device(torch.from_numpy(known), device)
         for layer in self.chunks[chunk].values():
             layer.known = here
 
@@ -111,21 +112,21 @@ class Replay:
         """Routes of one micro-batch; None for a chunk without MoE layers."""
         if routes is None:
             return
-        packed = torch.from_numpy(routes.rows).to(device)
+        packed = on_device(torch.from_numpy(routes.rows), device)
         ids = unpack(packed, routes.layout).transpose(0, 1)
         target = torch.empty(ids.shape, dtype=torch.int64, device=device).copy_(ids)
-        known = torch.from_numpy(routes.known).to(device)
+        known = on_device(torch.from_numpy(routes.known), device)
         if not routes.known.all():
             padding = np.flatnonzero(~routes.known)
-            spread = _spread(len(padding), routes.layout).to(device)
-            target[:, torch.from_numpy(padding).to(device)] = spread
+            spread = on_device(_spread(len(padding), routes.layout), device)
+            target[:, on_device(torch.from_numpy(padding), device)] = spread
         for column, number in enumerate(routes.layers):
             layer = self.chunks[chunk][number]
             layer.micro_batch = micro_batch
             counted = None if routes.known.all() else known
             free = None
             if routes.valid is not None:
-                valid = torch.from_numpy(routes.valid[:, column]).to(device)
+                valid = on_device(torch.from_numpy(routes.valid[:, column]), device)
                 counted, free = known & valid, known & ~valid
             layer.set_target(target[column], counted, free)
 
@@ -148,7 +149,9 @@ class Replay:
     def counts(self) -> dict[int, tuple[int, int]]:
         """By layer: (routes where the trainer's own choice differs, routes replayed), over this
         rank's tokens in training forwards since the step began."""
-        return {n: (int(x.differing), int(x.replayed)) for n, x in self.layers.items()}
+        layers = self.layers.values()
+        found = _read([count for x in layers for count in (x.differing, x.replayed)])
+        return dict(zip(self.layers, zip(found[::2], found[1::2]), strict=True))
 
     def loads(self) -> dict[int, torch.Tensor]:
         """By layer: int64 `[experts]`, how often each was chosen for this rank's tokens in training
@@ -193,6 +196,13 @@ def _routers(model: torch.nn.Module, moe_layers: tuple[int, ...]) -> dict[int, L
                 raise ReplayError(f"layer {number}: its router bypasses replay")
             replays[number] = LayerReplay(number, layer, moe)
     return replays
+
+
+def _read(counts: Sequence[torch.Tensor | int]) -> list[int]:
+    """All at once: a device is waited for once."""
+    tensors = [count for count in counts if isinstance(count, torch.Tensor)]
+    known = iter(torch.stack(tensors).tolist() if tensors else [])
+    return [next(known) if isinstance(count, torch.Tensor) else count for count in counts]
 
 
 def _spread(num_tokens: int, layout: RowLayout) -> torch.Tensor:

@@ -76,7 +76,7 @@ def _check(x, A, Bs, counts, scales, into) -> Tensor:
         raise ValueError(
             f"into is {into.dtype} {tuple(into.shape)}; the result is {x.dtype} {(T, out)}"
         )
-    return torch.as_tensor(counts, device=x.device)
+    return backend.on_device(counts, x.device)
 
 
 class _GroupedLora(torch.autograd.Function):

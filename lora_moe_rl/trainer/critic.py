@@ -22,6 +22,7 @@ from lora_moe_rl.adapters.value_head import ValueHead
 from lora_moe_rl.algorithms.parts.critic import CriticSettings
 from lora_moe_rl.algorithms.parts.value_loss import explained_variance, moments, value_loss
 from lora_moe_rl.data.batch import TrainBatch
+from lora_moe_rl.kernels.backend import on_device
 from lora_moe_rl.trainer.meter import Meter
 from lora_moe_rl.trainer.optimizer import AdapterOptimizer, StepResult
 
@@ -90,9 +91,9 @@ class Critic:
         def loss(work: Work, output: torch.Tensor):
             values, data = _values(work, output), work.data
             device = values.device
-            mask = torch.from_numpy(data.mask).to(device)
-            stands = torch.from_numpy(data.mask * data.copies).to(device)
-            old, returns = (work.known[name].to(device) for name in ("values", "returns"))
+            mask = on_device(torch.from_numpy(data.mask), device)
+            stands = on_device(torch.from_numpy(data.mask * data.copies), device)
+            old, returns = (on_device(work.known[name], device) for name in ("values", "returns"))
             each, clipped = value_loss(values, old, returns, self.settings.value_clip)
             total = (each.where(mask, 0) * stands).sum()
             found = {"loss": each.detach(), "clipped": clipped, "value": old}

@@ -28,6 +28,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.micro_batches import plan_for
 from lora_moe_rl.data.packing import MicroBatch, pack, unpack
+from lora_moe_rl.kernels.backend import on_device
 from lora_moe_rl.router_replay.audit import Audit, due
 from lora_moe_rl.router_replay.replay import MicroRoutes, Replay
 from lora_moe_rl.router_replay.routes import Routes, Sent, sequence_shard
@@ -213,7 +214,7 @@ class TrainingEngine:
         """Called by the schedule after the last backward. The divisor is known beforehand: it is
         that of the whole step, and need not be a number of tokens."""
         self._training.gradients.reduce()
-        divisor = torch.tensor(self._divisor or 1.0, device=num_tokens.device)
+        divisor = torch.full((), self._divisor or 1.0, device=num_tokens.device)
         self._training.gradients.scale(1.0 / divisor)
 
     def _forward_one(
@@ -292,7 +293,7 @@ def _train_through_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array).to(device)
+    return on_device(torch.from_numpy(array), device)
 
 
 def _packed_params(data: MicroBatch, device: torch.device) -> PackedParams:

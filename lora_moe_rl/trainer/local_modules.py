@@ -184,7 +184,8 @@ def _rope_packed(
         return _rope_upstream(
             t, cu_seqlens, freqs, rotary_interleaved, mla_rotary_interleaved, mscale, cp_group
         )
-    starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
+    # With the size, nobody has to wait for the lengths.
+    starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff(), output_size=t.shape[0])
     positions = torch.arange(t.shape[0], device=t.device) - starts
     return rope_utils._apply_rotary_pos_emb_bshd(
         t.unsqueeze(1),

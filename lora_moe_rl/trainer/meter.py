@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -54,13 +55,35 @@ class Meter:
         self.sampled = algorithm.learns_from == "rollouts"
         self.of_step: dict[str, float] = {}  # what the algorithm says of the step as a whole
         self.sums: dict[str, float] = defaultdict(float)
+        self._tensors: list[tuple[str, torch.Tensor]] = []
+        self._later: list[Callable[[], None]] = []
         self.extremes: dict[str, float] = {}  # of the metrics that are a max or a min
         # By prefix, of the token that was furthest apart: see WORST.
         self.worst = {WITH: NO_TOKEN, WITHOUT: NO_TOKEN}
         self.reports = is_last_stage and ps.get_tensor_model_parallel_rank() == 0
 
     def add(self, name: str, value) -> None:
-        self.sums[name] += float(value)
+        """A number, or a tensor of one, which is read when a figure is asked for."""
+        if isinstance(value, torch.Tensor):
+            self._tensors.append((name, value.detach()))
+        else:
+            self.sums[name] += float(value)
+
+    def later(self, read: Callable[[], None]) -> None:
+        """Calls `read`, which adds something, when a figure is asked for. To read a device waits
+        for it: not while it is being given a step's work."""
+        self._later.append(read)
+
+    def settle(self) -> None:
+        """Reads all that was left for later."""
+        reads, self._later = self._later, []
+        for read in reads:
+            read()
+        added, self._tensors = self._tensors, []
+        if added:
+            values = torch.stack([value.to(torch.float64) for _, value in added]).tolist()
+            for (name, _), value in zip(added, values, strict=True):
+                self.sums[name] += value
 
     def add_metrics(self, metrics: Mapping[str, torch.Tensor], stands: torch.Tensor) -> None:
         """Of the tokens of one micro-batch; all [T]. stands: int, how many times each token is in
@@ -75,12 +98,15 @@ class Meter:
         for name, value in metrics.items():
             how = self.declared[name]
             if how in ("max", "min"):
-                pick = max if how == "max" else min
-                known = [self.extremes[name]] if name in self.extremes else []
-                if here := known + value[mask].tolist():
-                    self.extremes[name] = pick(here)
+                self.later(functools.partial(self._extreme, name, value.detach(), mask))
             else:
                 self.add(f"loss/{name}", (value.where(mask, 0) * stands).sum())
+
+    def _extreme(self, name: str, value: torch.Tensor, mask: torch.Tensor) -> None:
+        pick = max if self.declared[name] == "max" else min
+        known = [self.extremes[name]] if name in self.extremes else []
+        if here := known + value[mask].tolist():
+            self.extremes[name] = pick(here)
 
     def mismatch(self, prefix: str, data: MicroBatch, trainer: torch.Tensor) -> None:
         """Rollout against trainer, over the sampled tokens of this micro-batch; if there may be
@@ -89,8 +115,10 @@ class Meter:
         A token is as old as the oldest one of its sequence, whose routes it follows on: where
         another version goes on (schedule.continued=join), the engine's routes of the prefix were
         others."""
-        if not self.sampled:
-            return
+        if self.sampled:
+            self.later(functools.partial(self._mismatch, prefix, data, trainer.detach()))
+
+    def _mismatch(self, prefix: str, data: MicroBatch, trainer: torch.Tensor) -> None:
         ours, theirs = trainer.cpu().numpy(), data.rollout_logprobs
         ages = self._ages(data)
         if prefix == WITH:
@@ -178,6 +206,7 @@ class Meter:
 
     def _worst_anywhere(self, prefix: str) -> list[float]:
         """WORST over all ranks."""
+        self.settle()
         mine = self.worst[prefix] if self.reports else NO_TOKEN
         every = torch.zeros(dist.get_world_size(), len(WORST), dtype=torch.float64)
         every[dist.get_rank()] = torch.tensor(mine, dtype=torch.float64)
@@ -187,6 +216,7 @@ class Meter:
 
     def _extremes(self) -> dict[str, float]:
         """The largest and smallest over all ranks; NaN when no rank has any."""
+        self.settle()
         found = {}
         for how, op, none in (
             ("max", dist.ReduceOp.MAX, -math.inf),
@@ -208,6 +238,7 @@ class Meter:
 
     def _reduce(self, names: list[str]) -> dict[str, float]:
         """Sums over all ranks."""
+        self.settle()
         total = self.all_reduce([self.sums[n] if self.reports else 0.0 for n in names])
         return dict(zip(names, total, strict=True))
 
@@ -231,11 +262,11 @@ class Meter:
         routers see slices of the sequence."""
         if not shape.moe_layers:
             return None
-        here, found = replay.loads(), torch.zeros(len(shape.moe_layers), shape.num_experts)
-        found = found.to(torch.float64)
-        for row, layer in enumerate(shape.moe_layers):
-            if layer in here:
-                found[row] = here[layer]
+        here, size = replay.loads(), (len(shape.moe_layers), shape.num_experts)
+        found = torch.zeros(size, dtype=torch.float64)
+        rows = [row for row, layer in enumerate(shape.moe_layers) if layer in here]
+        if rows:
+            found[rows] = torch.stack([here[shape.moe_layers[row]] for row in rows]).cpu().double()
         total = self.all_reduce(found.ravel().tolist())
         return np.array(total).astype(np.int64).reshape(found.shape)
 

@@ -18,6 +18,7 @@ import torch
 from lora_moe_rl.algorithms.base import Loss, Tokens
 from lora_moe_rl.algorithms.parts.aggregation import Scales, aggregate
 from lora_moe_rl.data.batch import TrainBatch
+from lora_moe_rl.kernels.backend import on_device
 from lora_moe_rl.trainer.engine import TrainingEngine, Work
 from lora_moe_rl.trainer.meter import Meter
 
@@ -30,6 +31,7 @@ def choose_tokens(
     before the update."""
     algorithm = engine.algorithm
     kept, sums = np.zeros(len(batch)), np.zeros(2)
+    averaged: list[torch.Tensor] = []
     for work in works:
         data = work.data
         work.mask = data.mask
@@ -39,14 +41,16 @@ def choose_tokens(
         if algorithm.averages and engine.is_last_stage:
             tokens = tokens_of(work, work.known["old"])
             streams = algorithm.averaged(tokens)
-            times = torch.from_numpy(work.stands)
+            times = on_device(torch.from_numpy(work.stands), tokens.mask.device)
             inside = [stream.where(tokens.mask, 0) * times.to(stream) for stream in streams]
-            sums += [stream.sum(dtype=torch.float64).item() for stream in inside]
+            averaged.append(torch.stack([one.sum(dtype=torch.float64) for one in inside]))
         if algorithm.rejects and engine.is_last_stage:
             stay = algorithm.keep(tokens_of(work, work.known["old"])).cpu().numpy()
             meter.add("rejected", data.copies[work.mask & ~stay].sum())
             work.mask = work.mask & stay
         kept[list(data.samples)] += np.bincount(data.places[work.mask], minlength=len(data.samples))
+    for pair in torch.stack(averaged).tolist() if averaged else ():
+        sums += pair
     here = np.append(kept, sums) if meter.reports else np.zeros(len(kept) + 2)
     *every, total, count = meter.all_reduce(here.tolist())
     for work in works:
@@ -68,11 +72,11 @@ def scales_of(
 def tokens_of(work: Work, logprobs: torch.Tensor) -> Tokens:
     """What an algorithm sees of a micro-batch: 0 wherever a token is not in the loss."""
     data, device = work.data, logprobs.device
-    mask = torch.from_numpy(work.mask).to(device)
+    mask = on_device(torch.from_numpy(work.mask), device)
 
     def inside(values: np.ndarray | torch.Tensor) -> torch.Tensor:
         if isinstance(values, np.ndarray):
-            values = torch.from_numpy(values).to(device)
+            values = on_device(torch.from_numpy(values), device)
         return values.where(mask, 0)
 
     reference, rewards = work.known.get("reference"), work.known.get("rewards")
@@ -84,10 +88,10 @@ def tokens_of(work: Work, logprobs: torch.Tensor) -> Tokens:
         reference=None if reference is None else inside(reference),
         advantages=inside(data.advantages),
         versions=inside(data.versions),
-        samples=torch.from_numpy(data.places).to(device),
+        samples=on_device(torch.from_numpy(data.places), device),
         num_samples=len(data.samples) + 1,
         step_mean=work.step_mean,
-        rewards=None if rewards is None else inside(rewards.to(device)),
+        rewards=None if rewards is None else inside(on_device(rewards, device)),
     )
 
 
@@ -96,4 +100,5 @@ def total_of(loss: Loss, work: Work, tokens: Tokens, scales: Scales) -> torch.Te
     data = work.data
     scale = scales.of_sample[np.asarray(data.samples, dtype=np.int64)]
     factor = data.weights * np.append(scale, np.float32(0))[data.places]
-    return (loss.values.where(tokens.mask, 0) * torch.from_numpy(factor).to(loss.values)).sum()
+    factors = on_device(torch.from_numpy(factor), loss.values.device).to(loss.values.dtype)
+    return (loss.values.where(tokens.mask, 0) * factors).sum()

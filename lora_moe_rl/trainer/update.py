@@ -26,6 +26,7 @@ from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.kept import with_tokens
 from lora_moe_rl.data.samples import UpdateResult
 from lora_moe_rl.errors import ReplayError
+from lora_moe_rl.kernels.backend import on_device
 from lora_moe_rl.router_replay.audit import due
 from lora_moe_rl.router_replay.routes import Routes, Sent
 from lora_moe_rl.telemetry import names, peak
@@ -198,13 +199,13 @@ def _backward(
         total = total_of(found, work, tokens, scales)
         meter.add("tokens", work.stands.sum())
         meter.add("loss", total.detach())
-        meter.add_metrics(found.metrics, torch.from_numpy(work.stands).to(total.device))
+        meter.add_metrics(found.metrics, on_device(torch.from_numpy(work.stands), total.device))
         before = work.known.get("old", logprobs.detach())
         meter.mismatch(WITH, data, before)
         if looked_at is not None:
-            looked_at.take(data, before, entropy)
+            meter.later(lambda: looked_at.take(data, before, entropy))
         judged = data.sampled if meter.sampled else work.mask
-        meter.add("entropy", entropy.cpu().numpy()[judged].sum())
+        meter.later(lambda: meter.add("entropy", entropy.cpu().numpy()[judged].sum()))
         return total, tokens.mask.sum().to(torch.int), {}
 
     head = engine.head(engine.config.rollout.temperature)

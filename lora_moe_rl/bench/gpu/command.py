@@ -80,8 +80,7 @@ def _job(name: str, device: str) -> Job:
 
 
 def _require(device: str) -> None:
-    """Asked of the driver's library: torch would take seconds to import, and may be what is broken.
-    """
+    """Asks the driver's library: torch takes seconds to import, and may be what is broken."""
     if device == "cpu":
         return
     import ctypes

@@ -31,6 +31,8 @@ def test_a_tokens_age_is_in_steps_and_judged_is_what_is_of_this_version(updates,
     data = pack(batch, range(4), multiple=4)
     for prefix in (WITH, WITHOUT):
         meter.mismatch(prefix, data, torch.full((len(data.labels),), -2.0))
+    assert not meter.sums  # nothing has been waited for
+    meter.settle()
     assert meter.sums["mismatch/judged"] == judged and meter.sums["mismatch/tokens"] == 5
     found = {age: meter.sums[f"mismatch/kl_age_{age}/tokens"] for age in range(3)}
     assert found == of_age
@@ -50,6 +52,7 @@ def test_a_sample_that_went_on_is_as_old_as_its_oldest_token_unless_each_version
     meter = Meter(None, False, SimpleNamespace(metrics={}, learns_from="rollouts"), 1, 4)
     data = pack(batch, range(2), multiple=4)
     meter.mismatch(WITH, data, torch.zeros(len(data.labels)))
+    meter.settle()
     assert {age: meter.sums[f"mismatch/kl_age_{age}/tokens"] for age in range(2)} == of_age
     assert meter.sums["mismatch/judged"] == of_age[0]
 

@@ -21,8 +21,8 @@ from lora_moe_rl.bench.gpu.parts import Parts
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.planner import facts
 from lora_moe_rl.planner.compute import Flops, flops
-from lora_moe_rl.planner.hardware import GPUS
 from lora_moe_rl.planner.trainer import RankClass, TrainerMemory
+from lora_moe_rl.run.performance import peak_of
 from lora_moe_rl.verify.processes import apart
 
 RANK, ALPHA = 16, 32
@@ -113,11 +113,12 @@ class Slice:
             "build_s": build_s, "seconds": seconds, "tokens_per_s": tokens / seconds["update"],
             "memory": self._memory(worker.memory(), peak),
         }  # fmt: skip
-        if self.cuda:
-            work = flops(self.facts, self.spec, self.tokens - 1, self.recompute)
-            result["mfu"] = mfu(work, tokens, seconds)
-            result["longest_kernels"] = longest_kernels(calls["update"])
-        return result
+        work = flops(self.facts, self.spec, self.tokens - 1, self.recompute)
+        return result | {
+            "tflop_s": tflop_s(work, tokens, seconds),
+            "mfu": self._mfu(work, tokens, seconds),
+            "longest": longest(calls["update"], self.cuda),
+        }
 
     def _start(self):
         """The rank, and the seconds that it took."""
@@ -143,6 +144,16 @@ class Slice:
                 torch.cuda.synchronize()
             taken.append(time.perf_counter() - started)
         return min(taken[1:])
+
+    def _mfu(self, work: Flops, tokens: int, seconds: dict[str, float]) -> dict[str, float] | None:
+        """Shares of the GPU's dense bfloat16 peak; None for one that the planner does not know."""
+        import torch
+
+        peak = peak_of(torch.cuda.get_device_name()) if self.cuda else None
+        if peak is None:
+            return None
+        found = tflop_s(work, tokens, seconds)
+        return {name: 1e12 * value / peak for name, value in found.items()}
 
     def _memory(self, held: dict[str, int], peak: dict[str, int]) -> dict[str, Any]:
         """Bytes: by the plan, held of it, and at the most. `held_of_plan` and `peak_of_plan`: the
@@ -177,25 +188,27 @@ class Slice:
         }
 
 
-def mfu(work: Flops, tokens: int, seconds: dict[str, float], gpu: str = "h200") -> dict[str, float]:
-    """Shares of the GPU's dense bfloat16 peak. The update is a forward and a backward: nothing is
-    asked for before it."""
+def tflop_s(work: Flops, tokens: int, seconds: dict[str, float]) -> dict[str, float]:
+    """By the planner's count. The update is a forward and a backward: nothing is asked for before
+    it."""
     operations = {
         "update": work.train,
         "forward": work.forward,
         "forward_base": 2 * work.active + work.attention,
     }
-    peak = GPUS[gpu].flops
-    return {name: per * tokens / seconds[name] / peak for name, per in operations.items()}
+    return {name: per * tokens / seconds[name] / 1e12 for name, per in operations.items()}
 
 
-def longest_kernels(call: Callable[[], object]) -> list[tuple[str, float, int]]:
-    """(Name, milliseconds, calls) of the kernels that take longest."""
+def longest(call: Callable[[], object], cuda: bool) -> list[tuple[str, float, int]]:
+    """(Name, milliseconds, calls) of the kernels that take longest, on a CPU of its operators."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
+    with profile(activities=activities) as profiled:
         call()
-        torch.cuda.synchronize()
-    rows = sorted(profiled.key_averages(), key=lambda row: -row.self_device_time_total)
-    return [(row.key[:90], row.self_device_time_total / 1e3, row.count) for row in rows[:LONGEST]]
+        if cuda:
+            torch.cuda.synchronize()
+    taken = "self_device_time_total" if cuda else "self_cpu_time_total"
+    rows = sorted(profiled.key_averages(), key=lambda row: -getattr(row, taken))
+    return [(row.key[:90], getattr(row, taken) / 1e3, row.count) for row in rows[:LONGEST]]

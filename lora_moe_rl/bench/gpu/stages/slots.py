@@ -92,9 +92,7 @@ class Version:
 
     def lock(self) -> dict[str, int]:
         """Page-locks the shared memory, as a receiver could once at the start."""
-        status = torch.cuda.cudart().cudaHostRegister(
-            self.source.data_ptr(), self.source.nbytes, 0
-        )
+        status = torch.cuda.cudart().cudaHostRegister(self.source.data_ptr(), self.source.nbytes, 0)
         if int(status) != 0:
             raise BenchmarkError(f"cudaHostRegister: error {int(status)}")
         self.locked = True

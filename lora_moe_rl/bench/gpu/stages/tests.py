@@ -54,6 +54,7 @@ def read(report: Path) -> list[dict[str, Any]]:
                 "end": ENDS[ends[0].tag] if ends else "passed",
                 "seconds": float(case.get("time", 0)),
                 **({"message": (ends[0].get("message") or "")[:500]} if ends else {}),
+                **{one.get("name", ""): one.get("value") for one in case.iter("property")},
             }
         )
     return cases

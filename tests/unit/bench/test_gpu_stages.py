@@ -1,0 +1,53 @@
+"""`bench gpu`: what is refused, and how pytest's report becomes a stage's parts. The stages
+themselves run in tests/integration/test_bench_gpu.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+from lora_moe_rl import cli
+from lora_moe_rl.bench.gpu import command
+from lora_moe_rl.bench.gpu.stages import STAGES
+from lora_moe_rl.bench.gpu.stages.tests import read
+from lora_moe_rl.errors import BenchmarkError, ConfigError
+
+
+def test_every_stage_has_a_module_with_a_run():
+    for stage in STAGES.values():
+        if stage.module not in ("engine", "slots"):  # which import vLLM
+            assert callable(import_module(f"lora_moe_rl.bench.gpu.stages.{stage.module}").run)
+
+
+def test_a_stage_that_is_none_and_a_gpu_that_is_not_here_are_refused(tmp_path, capsys, monkeypatch):
+    def no_driver(name: str):
+        raise OSError(name)
+
+    monkeypatch.setattr("ctypes.CDLL", no_driver)
+    with pytest.raises(ConfigError, match="'prob' is not a stage; there are probe, kernels"):
+        command.main(["--stages", "probe,prob", "--out", str(tmp_path)])
+    with pytest.raises(BenchmarkError, match="the driver finds no GPU here"):
+        command.main(["--out", str(tmp_path)])
+    assert cli.main(["bench", "gpu", "--stages", "none"]) == 2
+    assert not list(tmp_path.iterdir())
+    assert "--stages: 'none' is not a stage" in capsys.readouterr().err
+
+
+def test_how_tests_ended_is_read_from_pytests_own_report(tmp_path):
+    file = tmp_path / "test_some.py"
+    file.write_text(
+        "import pytest\n"
+        "def test_good(record_property): record_property('waits', '3')\n"
+        "def test_bad(): assert 1 == 2\n"
+        "@pytest.mark.skip(reason='no GPU')\ndef test_skipped(): pass\n"
+    )
+    report = tmp_path / "report.xml"
+    words = [sys.executable, "-m", "pytest", "-q", str(file), f"--junitxml={report}"]
+    subprocess.run(words, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    good, bad, skipped = read(report)
+    assert (good["end"], good["waits"]) == ("passed", "3")
+    assert bad["end"] == "failed" and "assert 1 == 2" in bad["message"]
+    assert (skipped["end"], skipped["message"]) == ("skipped", "no GPU")
