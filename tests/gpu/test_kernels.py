@@ -9,6 +9,7 @@ from kernel_cases import Problem, check, differences, poison_empty
 
 from lora_moe_rl.bench.kernel_contenders import loads
 from lora_moe_rl.kernels import merge
+from lora_moe_rl.kernels.backend import on_device
 from lora_moe_rl.kernels.grouped_lora import grouped_lora
 from lora_moe_rl.kernels.merge import formats, naive
 from lora_moe_rl.kernels.route_codec import RowLayout, pack, pack_array, routing_map, unpack
@@ -73,6 +74,16 @@ def test_nothing_waits_for_the_device():
         torch.autograd.grad(y, [x, A, *Bs], problem.dy)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_what_the_host_knows_comes_without_a_wait():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        counts = on_device(ODD, torch.device("cuda"))
+        mask = on_device(torch.tensor([True, False]), torch.device("cuda"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert counts.tolist() == ODD and mask.tolist() == [True, False]
 
 
 def test_under_torch_compile():

@@ -108,3 +108,27 @@ def test_what_no_engine_sampled_has_no_mismatch_and_its_means_are_over_the_token
     assert found["policy/entropy"] == 1.5 and found["loss/nll"] == 2.5
     assert found["logps/chosen"] == -3.0 and found["loss/tokens"] == 2
     assert not any(name.startswith(("mismatch", "replay")) for name in found)
+
+
+def test_figures_of_tensors_are_those_of_their_numbers_and_are_read_when_one_is_asked_for(
+    monkeypatch,
+):
+    from lora_moe_rl.trainer.meter import Meter
+
+    declared = {"ratio": "token_mean", "largest": "max", "least": "min"}
+    algorithm = SimpleNamespace(metrics=declared, learns_from="answers")
+    meter = Meter(None, is_last_stage=False, algorithm=algorithm)
+    meter.reports = True
+    monkeypatch.setattr(meter, "all_reduce", lambda values, op=None: values)
+    read = []
+    for values in ([0.1, 7.0, 9.0], [0.3, -2.0, -9.0]):  # the third is not in the loss
+        stream = torch.tensor(values)
+        found = dict.fromkeys(declared, stream)
+        meter.add_metrics(found, torch.tensor([1, 2, 0]))
+        meter.later(lambda: read.append(1))
+    assert not meter.sums and not meter.extremes and not read
+    (total,) = meter.summed(["loss/ratio"])
+    sums = [np.float32(0.1) + np.float32(14), np.float32(0.3) - np.float32(4)]
+    assert total == float(sums[0]) + float(sums[1]) and len(read) == 2
+    assert meter.extremes == {"largest": 7.0, "least": -2.0}
+    assert meter.summed(["loss/ratio"]) == [total] and len(read) == 2  # nothing twice
