@@ -20,10 +20,10 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.bench.gpu.parts import Parts
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import BenchmarkError
-from lora_moe_rl.refit.parts import STORAGE, Dtype, part_layouts
+from lora_moe_rl.refit.parts import STORAGE, part_layouts
 from lora_moe_rl.refit.plan import EngineLayout, make_plan
 from lora_moe_rl.rollout.engine import RolloutEngine
-from lora_moe_rl.rollout.facts import slot_rank
+from lora_moe_rl.rollout.facts import Dtype, slot_rank
 from lora_moe_rl.verify.comparisons import largest
 
 SHAPES = ("qwen3_moe", "deepseek_v3")
