@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
+from lora_moe_rl.kernels.backend import on_device
 from lora_moe_rl.trainer.logits import rows_at_once
 
 if TYPE_CHECKING:
@@ -57,8 +58,8 @@ class Head:
             # A rank's gradient is of its part of the vocabulary: the backward sums them.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         data, device = context.data, hidden.device
-        labels = torch.from_numpy(data.labels).to(device)
-        rows = torch.from_numpy(data.response.nonzero()[0]).to(device)
+        labels = on_device(torch.from_numpy(data.labels), device)
+        rows = on_device(torch.from_numpy(data.response.nonzero()[0]), device)
         vocabulary = Vocabulary(
             weight.detach(),
             ps.get_tensor_model_parallel_rank() * len(weight),

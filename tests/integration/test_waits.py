@@ -4,6 +4,7 @@ the calls that would wait on a GPU; tests/gpu/test_no_sync.py asks a GPU itself.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -20,7 +21,6 @@ ALGORITHMS = {
 
 def step(worker, spec, planted: bool):
     """(What waits, by place; micro-batches of the update.)"""
-    import torch
     from device_waits import AsIf, watch
 
     worker.set_adapter(random_adapter(spec))
@@ -28,13 +28,13 @@ def step(worker, spec, planted: bool):
     parts = np.arange(len(batch.token_ids)) % worker.config.algorithm.mini_batches
     batch = dataclasses.replace(batch, mini_batch=parts)
     if planted:
-        read = worker.engine.logprobs
+        loss = worker.engine.algorithm.loss
 
-        def waiting(temperature):
-            inner = read(temperature)
-            return lambda work, logits: inner(work, logits * float(torch.ones(())))
+        def waiting(tokens):
+            assert math.isfinite(float(tokens.logprobs.sum()))
+            return loss(tokens)
 
-        worker.engine.logprobs = waiting
+        worker.engine.algorithm.loss = waiting
     places = watch(worker.engine, AsIf)
     worker.update(batch, table)
     return places.ours(), worker.engine.trained[0]
