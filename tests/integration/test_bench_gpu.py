@@ -64,10 +64,13 @@ def test_the_tests_that_want_a_gpu_are_skipped_and_the_kernels_are_timed(tmp_pat
 
 @pytest.mark.slow
 def test_an_engine(tmp_path):
-    for one in run(tmp_path, "engine")["engine"].values():
+    found = run(tmp_path, "engine")["engine"]
+    assert list(found) == ["qwen3_moe", "deepseek_v3", "qwen3_30b_a3b"]
+    for name, one in found.items():
         assert one["started"]["device"] == "cpu" and len(one["publish_s"]) == 4
-        assert one["logprobs"]["base"] < 1e-4 and one["logprobs"]["adapter"] < 1e-4
-        assert one["logprobs"]["effect"] > 0.5
+        if name != "qwen3_30b_a3b":  # whose weights nobody else has
+            assert one["logprobs"]["base"] < 1e-4 and one["logprobs"]["adapter"] < 1e-4
+            assert one["logprobs"]["effect"] > 0.5
         assert all(value > 0 for value in one["tokens_per_s"].values())
 
 

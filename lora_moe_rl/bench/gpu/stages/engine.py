@@ -1,7 +1,8 @@
 """One vLLM engine, without Ray and without a trainer: it starts, takes versions into its slots,
 gives the logprobs that Hugging Face gives, and generates with an adapter and without.
 
-The models have the tiny shapes and random weights.
+The models have the tiny shapes and random weights; the speed is also that of some layers of
+Qwen3-30B-A3B at full width.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.bench.gpu.parts import Parts
+from lora_moe_rl.bench.gpu.stages.slices import hf_config
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.refit.parts import STORAGE, part_layouts
@@ -27,6 +29,7 @@ from lora_moe_rl.rollout.facts import Dtype, slot_rank
 from lora_moe_rl.verify.comparisons import largest
 
 SHAPES = ("qwen3_moe", "deepseek_v3")
+WIDE, WIDE_LAYERS = "qwen3_30b_a3b", {"cuda": 8, "cpu": 2}
 VERSIONS = 4
 SEQUENCES, LENGTH = 4, 40
 STREAMS, RESPONSE = {"cuda": 256, "cpu": 8}, {"cuda": 64, "cpu": 8}
@@ -40,22 +43,51 @@ def run(parts: Parts, device: str, graphs: str = "") -> None:
     """`graphs`: with CUDA graphs."""
     for name in SHAPES:
         parts.part(name, lambda name=name: asyncio.run(measure(name, device, bool(graphs))))
+    parts.part(WIDE, lambda: asyncio.run(measure_wide(device, bool(graphs))))
 
 
 async def measure(name: str, device: str, graphs: bool) -> dict[str, Any]:
     """Raises BenchmarkError when the engine is a wrong one; then it has no speed to report."""
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(name, Path(folder), device, graphs)
+        save_model(name, Path(folder))
+        bench = Bench(Path(folder), device, graphs, RolloutEngine)
         try:
-            return await bench.measure()
+            expected = bench.of_hugging_face()  # first: the engine takes the cores
+            return await bench.start() | {
+                "publish_s": await bench.publish(),
+                "logprobs": await bench.compare(expected),
+                "tokens_per_s": await bench.speeds(),
+            }
         finally:
             await bench.shutdown()
 
 
-class Bench:
-    """A model, its adapter and its engine."""
+async def measure_wide(device: str, graphs: bool) -> dict[str, Any]:
+    """Some layers of a published model at full width, with the weights that vLLM itself makes up:
+    nothing can be compared, and only the speed is looked at."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_config(Path(folder), hf_config(WIDE, WIDE_LAYERS[device], device))
+        bench = Bench(Path(folder), device, graphs, WideEngine)
+        try:
+            return await bench.start() | {
+                "publish_s": await bench.publish(),
+                "tokens_per_s": await bench.speeds(),
+            }
+        finally:
+            await bench.shutdown()
 
-    def __init__(self, name: str, folder: Path, device: str, graphs: bool):
+
+class WideEngine(RolloutEngine):
+    """Of a model without weights on disk."""
+
+    def _engine_args(self, cpu: bool) -> dict[str, Any]:
+        return super()._engine_args(cpu) | {"load_format": "dummy"}
+
+
+class Bench:
+    """A model, its adapter and its engine, of the class `kind`."""
+
+    def __init__(self, folder: Path, device: str, graphs: bool, kind: type[RolloutEngine]):
         self.device, self.folder = device, folder
         self.dtype: Dtype = "bfloat16" if device == "cuda" else "float32"
         rollout: dict[str, Any] = {
@@ -71,30 +103,20 @@ class Bench:
                 "rollout": rollout,
             }
         )
-        save_model(name, folder)
         shape = ModelShape.from_hf_config(json.loads((folder / "config.json").read_text()))
         self.spec = AdapterSpec.build(shape, self.config.adapter)
         rng = np.random.default_rng(1)
         self.sequences = rng.integers(16, shape.vocab_size, (SEQUENCES, LENGTH)).tolist()
-        self.engine: RolloutEngine | None = None
+        self.engine = kind(self.config, str(folder), self.spec, 0)
 
-    async def measure(self) -> dict[str, Any]:
-        expected = self._of_hugging_face()  # first: the engine takes the cores
-        self.engine = RolloutEngine(self.config, str(self.folder), self.spec, 0)
-        result: dict[str, Any] = {"started": await self.engine.start()}
-        result["publish_s"] = await self._publish()
-        result["logprobs"] = await self._compare(expected)
-        result["tokens_per_s"] = {
-            "base": await self._speed(None),
-            "adapter": await self._speed(VERSIONS - 1),
-        }
-        return result
+    async def start(self) -> dict[str, Any]:
+        return {"started": await self.engine.start()}
 
     async def shutdown(self) -> None:
-        if self.engine is not None and hasattr(self.engine, "llm"):
+        if hasattr(self.engine, "llm"):
             await self.engine.shutdown()
 
-    def _of_hugging_face(self) -> dict[str, list[np.ndarray]]:
+    def of_hugging_face(self) -> dict[str, list[np.ndarray]]:
         from lora_moe_rl.bench.refit_model import random_tensors
         from lora_moe_rl.verify import hf
 
@@ -106,7 +128,7 @@ class Bench:
         hf.merge(model, self.spec, tensors)
         return {"base": base, "adapter": [hf.logprobs(model, ids) for ids in self.sequences]}
 
-    async def _publish(self) -> list[dict[str, float]]:
+    async def publish(self) -> list[dict[str, float]]:
         """Seconds of each version, by stage. Raises BenchmarkError when the slots of the last one
         hold something else than was sent."""
         from lora_moe_rl.bench.refit_model import SendingRank
@@ -129,7 +151,7 @@ class Bench:
             raise BenchmarkError(f"slots do not hold what was sent: {', '.join(differing[:5])}")
         return taken
 
-    async def _compare(self, expected: dict[str, list[np.ndarray]]) -> dict[str, float]:
+    async def compare(self, expected: dict[str, list[np.ndarray]]) -> dict[str, float]:
         """Largest differences of a logprob."""
         base, _ = await self.engine.score(self.sequences, None)
         adapter, _ = await self.engine.score(self.sequences, VERSIONS - 1)
@@ -146,8 +168,15 @@ class Bench:
             )
         return found
 
+    async def speeds(self) -> dict[str, float]:
+        """Tokens generated a second, all requests at once; after a first time, which compiles."""
+        found = {}
+        for name, version in (("base", None), ("adapter", VERSIONS - 1)):
+            await self._speed(version)
+            found[name] = await self._speed(version)
+        return found
+
     async def _speed(self, version: int | None) -> float:
-        """Tokens generated a second, all requests at once."""
         engine = self.engine
         params = engine.sampling.clone()
         params.max_tokens, params.ignore_eos = RESPONSE[self.device], True
@@ -168,4 +197,12 @@ def save_model(name: str, folder: Path) -> None:
     from lora_moe_rl.tiny.tokenizer import make_tokenizer
 
     save_random(folder, lambda: build_model(name), EXTRA_CONFIG[name])
+    make_tokenizer().save_pretrained(folder)
+
+
+def save_config(folder: Path, config: dict[str, Any]) -> None:
+    """A directory of a model without weights."""
+    from lora_moe_rl.tiny.tokenizer import make_tokenizer
+
+    (folder / "config.json").write_text(json.dumps(config))
     make_tokenizer().save_pretrained(folder)
