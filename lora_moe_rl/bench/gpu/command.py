@@ -20,6 +20,7 @@ from lora_moe_rl.bench.gpu.stages import STAGES
 from lora_moe_rl.bench.report import conclude
 from lora_moe_rl.config.options import names, result_parser
 from lora_moe_rl.errors import BenchmarkError
+from lora_moe_rl.run.signals import interrupts
 
 BUDGET_S = 1800.0
 CPU_PATIENCE = 3  # a dry run may take so many times as long as a GPU
@@ -50,9 +51,9 @@ def main(argv: Sequence[str]) -> int:
     _require(options.device)
     out = options.out or Path("runs/gpu") / time.strftime("%Y%m%d-%H%M%S")
     say = _quiet if options.json else print
-    outcomes = runner.run_jobs(
-        [_job(name, options.device) for name in wanted], out, options.budget, say, ENVIRONMENT
-    )
+    jobs = [_job(name, options.device) for name in wanted]
+    with interrupts():  # the stage that runs is ended with this process
+        outcomes = runner.run_jobs(jobs, out, options.budget, say, ENVIRONMENT)
     conclude({"device": options.device, "out": str(out), "stages": outcomes}, options.json, parts)
     return int(any(outcome["status"] != runner.PASSED for outcome in outcomes.values()))
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from importlib import import_module
 
+import psutil
 import pytest
 
 from lora_moe_rl import cli
@@ -34,6 +36,19 @@ def test_a_stage_that_is_none_and_a_gpu_that_is_not_here_are_refused(tmp_path, c
     assert cli.main(["bench", "gpu", "--stages", "none"]) == 2
     assert not list(tmp_path.iterdir())
     assert "--stages: 'none' is not a stage" in capsys.readouterr().err
+
+
+@pytest.mark.seconds
+def test_a_command_that_is_asked_to_end_takes_its_stage_with_it(tmp_path):
+    words = ["bench", "gpu", "--device", "cpu", "--stages", "probe", "--out", str(tmp_path)]
+    process = psutil.Popen([sys.executable, "-m", "lora_moe_rl", *words])
+    while not (stages := process.children()):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait() == cli.INTERRUPTED
+    _, alive = psutil.wait_procs(stages, timeout=20)
+    assert not alive
 
 
 def test_how_tests_ended_is_read_from_pytests_own_report(tmp_path):
