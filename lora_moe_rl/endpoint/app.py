@@ -18,14 +18,15 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from lora_moe_rl.endpoint import replies
-from lora_moe_rl.endpoint.admission import Admission
+from lora_moe_rl.endpoint.admission import Admission, Place
 from lora_moe_rl.endpoint.bodies import ChatBody, TextBody, TokenBody, read
 from lora_moe_rl.endpoint.refusal import Refused
 from lora_moe_rl.endpoint.rendering import Chats
@@ -68,17 +69,29 @@ class Endpoint:
         """Raises Refused."""
         return self.sessions.find(key_of(request), request.path_params.get("session"))
 
-    async def answered(
-        self, request: Request, session: Session, work: Callable[[], Coroutine[Any, Any, Answer]]
-    ) -> Answer:
-        """The turn that is asked for, unless its client goes before it is there."""
-        async with self.admission.turn():
+    async def answered[Body: BaseModel](
+        self,
+        request: Request,
+        session: Session,
+        kind: type[Body],
+        work: Callable[[Body], Coroutine[Any, Any, Answer]],
+    ) -> tuple[Body, Answer]:
+        """What is asked, and the turn that answers it, unless its client goes before that is there;
+        who goes while it waits leaves its place to others."""
+        with self.admission.place() as place:
+            body = read(kind, await body_of(request, place))
             try:
-                return await unless_gone(request, work())
+                return body, await unless_gone(request, self._in_turn(work, body))
             except LoraMoeRlError as error:
                 session.source.failed(error)
                 message = f"the policy cannot be asked: {error}"
                 raise Refused(503, "engine_failed", message, 1) from error
+
+    async def _in_turn[Body: BaseModel](
+        self, work: Callable[[Body], Coroutine[Any, Any, Answer]], body: Body
+    ) -> Answer:
+        async with self.admission.turns:
+            return await work(body)
 
     def _handled(
         self, handler: Callable[[Endpoint, Request], Awaitable[Response]]
@@ -129,14 +142,20 @@ async def _until_gone(request: Request) -> None:
         pass
 
 
-async def body_of(request: Request) -> bytes:
-    """Raises Refused for a body that is too long, before it is all here."""
+async def body_of(request: Request, place: Place | None = None) -> bytes:
+    """Raises Refused for a body that is too long, or for which `place` has no room, before it is
+    all here; and ClientGone."""
     parts, length = [], 0
-    async for part in request.stream():
-        length += len(part)
-        if length > LONGEST_BODY:
-            raise Refused(413, "too_large", f"a body has at most {LONGEST_BODY} bytes")
-        parts.append(part)
+    try:
+        async for part in request.stream():
+            length += len(part)
+            if length > LONGEST_BODY:
+                raise Refused(413, "too_large", f"a body has at most {LONGEST_BODY} bytes")
+            if place is not None:
+                place.hold(len(part))
+            parts.append(part)
+    except ClientDisconnect as error:
+        raise ClientGone from error
     return b"".join(parts)
 
 
@@ -164,8 +183,10 @@ async def _models(endpoint: Endpoint, request: Request) -> Response:
 
 
 async def _chat(endpoint: Endpoint, request: Request) -> Response:
-    session, body = endpoint.session_of(request), read(ChatBody, await body_of(request))
-    answer = await endpoint.answered(request, session, lambda: session.chat(body, endpoint.chats))
+    session = endpoint.session_of(request)
+    body, answer = await endpoint.answered(
+        request, session, ChatBody, lambda body: session.chat(body, endpoint.chats)
+    )
     logprobs = bool(body.logprobs)
     if body.stream:
         return _stream(replies.chat_events(answer, logprobs, body.include_usage))
@@ -173,8 +194,10 @@ async def _chat(endpoint: Endpoint, request: Request) -> Response:
 
 
 async def _text(endpoint: Endpoint, request: Request) -> Response:
-    session, body = endpoint.session_of(request), read(TextBody, await body_of(request))
-    answer = await endpoint.answered(request, session, lambda: session.text(body, endpoint.chats))
+    session = endpoint.session_of(request)
+    body, answer = await endpoint.answered(
+        request, session, TextBody, lambda body: session.text(body, endpoint.chats)
+    )
     logprobs = body.logprobs is not None
     if body.stream:
         return _stream(replies.text_events(answer, logprobs, body.include_usage))
@@ -182,8 +205,10 @@ async def _text(endpoint: Endpoint, request: Request) -> Response:
 
 
 async def _tokens(endpoint: Endpoint, request: Request) -> Response:
-    session, body = endpoint.session_of(request), read(TokenBody, await body_of(request))
-    answer = await endpoint.answered(request, session, lambda: session.tokens(body, endpoint.chats))
+    session = endpoint.session_of(request)
+    _, answer = await endpoint.answered(
+        request, session, TokenBody, lambda body: session.tokens(body, endpoint.chats)
+    )
     return JSONResponse(replies.tokens(answer))
 
 
