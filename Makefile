@@ -24,6 +24,7 @@ help:
 	@echo "make test-all   both: what CI runs, after make lint"
 	@echo "make mutants    plant bugs on purpose, and see that the tests of make test catch them"
 	@echo "make lint       ruff and pyright               make format      let ruff mend what it can"
+	@echo "make agents-openai    OpenAI's Agents SDK, beside ours (docs/endpoint.md)"
 	@echo "make wheel      dist/lora_moe_rl-*.whl         (docs/install.md: pip, Docker)"
 
 setup: $(STAMP)
@@ -90,6 +91,13 @@ oracles: $(STAMP)
 	echo "$(CURDIR)/.venv/lib/python3.12/site-packages" > $(ORACLES)/lib/python3.12/site-packages/project.pth
 	$(BIN)/uv pip install --python $(ORACLES)/bin/python --no-deps -r tests/oracles/requirements.txt
 	$(ORACLES)/bin/python tests/oracles/record.py $(RECORDS)
+
+# A package of agents in an environment of its own, beside ours (docs/endpoint.md): make agents-openai.
+AGENTS ?= .venv
+
+agents-%: $(STAMP)
+	test -x $(AGENTS)-$*/bin/python || $(PYTHON) -m venv $(AGENTS)-$*
+	$(BIN)/uv pip install --python $(AGENTS)-$*/bin/python -r recipes/agents/$*.txt
 
 test-gpu: $(STAMP)
 	$(BIN)/pytest tests/gpu

@@ -29,8 +29,11 @@ from lora_moe_rl.environments.external import External
 from lora_moe_rl.tiny.arithmetic import problems
 
 AGENT = Path(__file__).parent / "agents/adds_twice.py"
-# Only what is said: the tiny models were trained on sums alone, without roles.
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+# Only what is said: the tiny models were trained on sums alone, without roles, and without a system
+# prompt that tells of tools.
+TEMPLATE = (
+    "{% for message in messages if message.role != 'system' %}{{ message.content }}{% endfor %}"
+)
 
 
 def rows(seed: int) -> Iterator[dict]:
