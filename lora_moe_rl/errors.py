@@ -1,5 +1,9 @@
 """Every error a user can meet, in one tree. All are picklable: they cross Ray."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 # The exit code of what may go well another time: EX_TEMPFAIL of sysexits.h.
 FAULT = 75
 
@@ -66,6 +70,17 @@ class ExportError(LoraMoeRlError):
 
 class RefitError(LoraMoeRlError):
     """An adapter version that could not be published, or that the engine does not serve."""
+
+
+class NotServed(RefitError):
+    """An adapter version that is in none of an engine's slots, which hold `served`."""
+
+    def __init__(self, message: str, served: Sequence[int] = ()):
+        super().__init__(message)
+        self.served = tuple(served)
+
+    def __reduce__(self):
+        return (type(self), (str(self), self.served))
 
 
 class ClusterError(LoraMoeRlError):

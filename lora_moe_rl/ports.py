@@ -6,7 +6,7 @@ loss stands above them. Who implements what:
     Prompts       data/prompts.py for one data set, data/mixture.py for several
     Trainer       cluster/lasting_trainer.py, over cluster/trainer.py and trainer/ (Megatron-core)
     Engines       cluster/engines.py, over rollout/ (vLLM); of them the loop sees a Sampler
-    Policy        cluster/engines.py: the engines as one ticket sees them
+    Policy        cluster/ticket_policy.py: the engines as one ticket sees them
     Rewards       rewards/by_set.py, over rewards/runner.py and rewards/combining.py
     Teacher       rewards/teacher.py
     Environment   environments/, a file each
@@ -85,6 +85,18 @@ class Turn:
     recorded_by: int | None = None
 
 
+@dataclass(frozen=True)
+class Manner:
+    """How a turn is sampled that is no sample of the run. `seed` None: one that follows from who
+    asks. The model's own tokens end it too."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+
+
 class Written(NamedTuple):
     """What an engine wrote: a text, why it ended (stop or length), and how many tokens it has."""
 
@@ -124,9 +136,8 @@ class Prompts(Protocol):
         ...
 
 
-class Policy(Protocol):
-    """The policy as one ticket sees it: at one adapter version, or from that one on at the newest
-    (schedule.in_flight=continue), seeded by the ticket's number."""
+class Answers(Protocol):
+    """Who is asked in turns."""
 
     async def sample(
         self, token_ids: Sequence[int], n: int, turn: Turn | None = None
@@ -138,8 +149,19 @@ class Policy(Protocol):
         """
         ...
 
+
+class Policy(Answers, Protocol):
+    """The policy as one ticket sees it: at one adapter version, or from that one on at the newest
+    (schedule.in_flight=continue), seeded by the ticket's number."""
+
     def join(self, samples: Sequence[Sequence[Ref]]) -> Ref:
         """The routes of several samples, from those of the turns of each."""
+        ...
+
+    def beside(self, version: int | None, manner: Manner) -> Answers:
+        """Adapter `version`, or the bare base (None), on the same engines: for turns that are in no
+        sample, and have no routes. Asking it raises NotServed for a version that no slot holds any
+        more."""
         ...
 
 

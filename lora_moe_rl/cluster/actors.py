@@ -205,15 +205,17 @@ async def answers(
     """Waits for answers as `get` does, while other tasks of the event loop go on."""
     waiting = {asyncio.ensure_future(_settled(ref)) for ref in refs}
     failed = False
-    while waiting and not failed:
-        done, waiting = await asyncio.wait(
-            waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
-        )
-        if not done:
-            break
-        failed = not all(task.result() for task in done)
-    for task in waiting:
-        task.cancel()
+    try:
+        while waiting and not failed:
+            done, waiting = await asyncio.wait(
+                waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                break
+            failed = not all(task.result() for task in done)
+    finally:
+        for task in waiting:
+            task.cancel()
     silent = waiting and not failed
     return get(actors, refs, 0 if silent else None, said=timeout)
 

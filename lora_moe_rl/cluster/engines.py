@@ -18,14 +18,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.cluster import stacks
@@ -33,11 +32,12 @@ from lora_moe_rl.cluster.actors import Actor, answer, get
 from lora_moe_rl.cluster.placement import Placement
 from lora_moe_rl.cluster.pulse import UNHEARD, Pulse
 from lora_moe_rl.cluster.stacks import Place
+from lora_moe_rl.cluster.ticket_policy import TicketPolicy
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Sample
-from lora_moe_rl.errors import ActorFailed, EngineDied, EngineSilent, LoraMoeRlError
+from lora_moe_rl.errors import ActorFailed, EngineDied, EngineSilent, LoraMoeRlError, NotServed
 from lora_moe_rl.files.run_dir import RunDir
-from lora_moe_rl.ports import Receipt, Ref, Scored, Turn, Watch, Written
+from lora_moe_rl.ports import Manner, Receipt, Ref, Scored, Turn, Watch, Written
 from lora_moe_rl.refit.parts import PartLayout
 from lora_moe_rl.refit.transports import Channel
 from lora_moe_rl.rollout import outputs
@@ -152,20 +152,47 @@ class RolloutEngines:
         turn: Turn | None,
         temperature: float | None,
     ) -> tuple[list[Sample], Ref]:
-        """Asks the engine that has least to do. Raises EngineDied when it dies over it; it comes
-        back by itself, and its death is counted once, however many were waiting for it."""
+        """Asks the engine that has least to do, which gives the request up when nobody waits for it
+        any more. Raises EngineDied when it dies over it; it comes back by itself, and its death is
+        counted once, however many were waiting for it."""
         if temperature is None:
             version = max(version, self.newest)
         index = await self._free_engine(version)
+        with self._rolls(index) as actor, watch(index):
+            asked = token_ids, n, version, seed, turn, temperature
+            places = n * self.route_pieces
+            refs = actor.remote("sample_in_parts", places, *asked, num_returns=1 + places)
+            with _given_up_together(refs[0]):
+                samples, routes = await self._heard(index, actor, refs[0])
+            return samples, travel.put_together(routes, refs[1:])
+
+    async def say(
+        self,
+        token_ids: Sequence[int],
+        version: int | None,
+        turn: Turn,
+        seed: int,
+        manner: Manner,
+        watch: Watch,
+    ) -> Sample:
+        """One turn that is no sample of the run, under `version` or by the bare base (None): as
+        `sample` does it. Raises NotServed for a version that no engine has any more."""
+        if version is not None and all(oldest > version for oldest in self.oldest):
+            there = () if self.published is None else (self.published[0],)
+            raise NotServed(f"no engine serves adapter version {version} any more", there)
+        index = await self._free_engine(version)
+        with self._rolls(index) as actor, watch(index):
+            sent = actor.remote("say", token_ids, version, turn, seed, manner)
+            with _given_up_together(sent):
+                return await self._heard(index, actor, sent)
+
+    @contextmanager
+    def _rolls(self, index: int) -> Iterator[Actor]:
+        """Around one request. Raises EngineDied when the engine dies over it."""
         actor = self.actors[index]
         self.rolling[index] += 1
         try:
-            with watch(index):
-                asked = token_ids, n, version, seed, turn, temperature
-                places = n * self.route_pieces
-                refs = actor.remote("sample_in_parts", places, *asked, num_returns=1 + places)
-                samples, routes = await self._heard(index, actor, refs[0])
-                return samples, travel.put_together(routes, refs[1:])
+            yield actor
         except LoraMoeRlError as error:
             self._let_return(index, actor, error)
             raise EngineDied(str(error)) from error
@@ -192,7 +219,8 @@ class RolloutEngines:
         self.rolling[index] += 1
         try:
             sent = actor.remote("write", token_ids, max_tokens, temperature, seed)
-            return Written(*await answer(actor, sent))
+            with _given_up_together(sent):
+                return Written(*await answer(actor, sent))
         finally:
             self.rolling[index] -= 1
 
@@ -340,9 +368,9 @@ class RolloutEngines:
         if pulse.silent:
             await asyncio.to_thread(stacks.dump, [actor.place])
 
-    async def _free_engine(self, version: int) -> int:
-        """The engine with the fewest requests of those that serve a version. Raises EngineDied when
-        none does any more, and what kept one from coming back."""
+    async def _free_engine(self, version: int | None) -> int:
+        """The engine with the fewest requests of those that serve a version (None: any). Raises
+        EngineDied when none does any more, and what kept one from coming back."""
         while True:
             for index, task in list(self.returning.items()):
                 if task.done():
@@ -350,7 +378,7 @@ class RolloutEngines:
                     task.result()
             gone = self.empty | self.returning.keys()
             alive = [i for i in range(len(self.actors)) if i not in gone]
-            serving = [i for i in alive if self.oldest[i] <= version]
+            serving = [i for i in alive if version is None or self.oldest[i] <= version]
             if serving:
                 return min(serving, key=lambda index: self.rolling[index])
             if self.returning and not alive:
@@ -429,35 +457,16 @@ class RolloutEngines:
             self.empty.add(index)
 
 
-class TicketPolicy:
-    """The engines as one ticket sees them."""
-
-    def __init__(
-        self,
-        engines: RolloutEngines,
-        version: int,
-        seed: int,
-        watch: Watch,
-        temperature: float | None,
-    ):
-        self.engines, self.version, self.seed, self.watch = engines, version, seed, watch
-        self.temperature = temperature
-
-    async def sample(
-        self, token_ids: Sequence[int], n: int, turn: Turn | None = None
-    ) -> tuple[list[Sample], Ref]:
-        seed = self.seed if turn is None else _seed_of(self.seed, turn)
-        how = self.version, seed, self.watch, turn, self.temperature
-        return await self.engines.sample(token_ids, n, *how)
-
-    def join(self, samples: Sequence[Sequence[Ref]]) -> Ref:
-        return travel.join(samples)
-
-
-def _seed_of(seed: int, turn: Turn) -> int:
-    """Of one turn: of the ticket's seed, the conversation and the turn's number alone."""
-    entropy = (seed, turn.conversation, turn.number)
-    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
+@contextmanager
+def _given_up_together(ref: Ref) -> Iterator[None]:
+    """Around waiting for what an engine is asked: when that is cancelled, so is the engine's
+    coroutine, which would go on by itself, and with it the request to vLLM."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        with suppress(RayError):  # at the end of a run Ray may be gone already
+            ray.cancel(ref)
+        raise
 
 
 def _is_death(error: LoraMoeRlError) -> bool:

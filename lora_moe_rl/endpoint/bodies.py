@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from lora_moe_rl.endpoint.refusal import bad_request
+from lora_moe_rl.ports import Manner
 
 # Taken only with these values, which ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -41,6 +42,14 @@ ABOUT_THE_CLIENT = (
 )  # fmt: skip
 NOT_FOR_TEMPLATES = ("chat_template", "tools", "tokenize", "add_generation_prompt")
 Token = Annotated[int, Field(ge=0)]
+BASE, POLICY = "base", "policy"  # names of models
+
+
+def version_in(model: str) -> int | None:
+    """The 12 of policy@12; None for what names no version."""
+    name, _, number = model.partition("@")
+    named = name == POLICY and number.isdecimal() and number == str(int(number))
+    return int(number) if named else None
 
 
 class Sampling(BaseModel):
@@ -54,6 +63,13 @@ class Sampling(BaseModel):
     seed: int | None = Field(None, ge=0, lt=2**32)
     max_tokens: int | None = Field(None, ge=1)
     stop_token_ids: list[Token] | None = None
+
+    @property
+    def manner(self) -> Manner:
+        """What is not said is as in a plain sample of the model."""
+        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "seed")}
+        given = {name: value for name, value in given.items() if value is not None}
+        return Manner(**given, stop_token_ids=tuple(self.stop_token_ids or ()))
 
     @model_validator(mode="before")
     @classmethod

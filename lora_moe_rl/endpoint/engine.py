@@ -11,22 +11,18 @@ import torch
 
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Sample
-from lora_moe_rl.endpoint.bodies import Asked, Sampling
+from lora_moe_rl.endpoint.bodies import BASE, POLICY, Asked
 from lora_moe_rl.endpoint.refusal import Refused
 from lora_moe_rl.errors import LoraMoeRlError
-from lora_moe_rl.ports import Policy, Ref, Turn
+from lora_moe_rl.ports import Answers, Ref, Turn
 from lora_moe_rl.refit.plan import Box
 from lora_moe_rl.refit.sender import Sender
 from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
 from lora_moe_rl.rollout import outputs
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.rollout.facts import Dtype
-from lora_moe_rl.rollout.in_flight import Piece, Question
 from lora_moe_rl.router_replay import travel
 from lora_moe_rl.run.publisher import plan_layouts
-
-BASE, POLICY = "base", "policy"
-BASE_VERSION = -2  # of the base's tokens: no adapter version, and not NOT_SAMPLED
 
 
 class ServingEngine(RolloutEngine):
@@ -36,32 +32,15 @@ class ServingEngine(RolloutEngine):
         self, token_ids: Sequence[int], version: int | None, turn: Turn, asked: Asked
     ) -> tuple[Sample, travel.SentRoutes]:
         """One turn under `version` (None: the base), and the rows of routes that are new. Raises
-        RefitError when the version is not in a slot."""
-        served = BASE_VERSION if version is None else version
-        seed = asked.sampling.seed
-        if seed is None:
-            seed = secrets.randbits(32)
-        question = Question(token_ids, 1, seed, turn.max_tokens, served, turn.recorded)
-        params = self._params(question, asked.sampling)
-        request = None if version is None else self._lora_request(version)
-        answer = await self._request(
-            token_ids, params, request, version, cache_salt=asked.cache_salt
-        )
-        piece = Piece(token_ids, answer.outputs[0], served, turn.recorded)
+        NotServed when the version is not in a slot."""
+        manner = asked.sampling.manner
+        seed = secrets.randbits(32) if manner.seed is None else manner.seed
+        salt = asked.cache_salt
+        piece = await self._said(token_ids, version, turn, seed, manner, cache_salt=salt)
         shape = self.spec.shape
         found = outputs.samples_and_routes([[piece]], self.tokenizer, shape, turn.recorded)
         (sample,), table = found
         return sample, travel.send(table)
-
-    def _params(self, question: Question, asked: Sampling) -> Any:
-        params = outputs.params_of(self.sampling, question)
-        params.temperature = 1.0 if asked.temperature is None else asked.temperature
-        if asked.top_p is not None:
-            params.top_p = asked.top_p
-        if asked.top_k is not None:
-            params.top_k = asked.top_k
-        params.stop_token_ids = sorted({*params.stop_token_ids, *(asked.stop_token_ids or ())})
-        return params
 
     async def take(
         self, config: RunConfig, versions: Mapping[int, Mapping[str, np.ndarray]], dtype: Dtype
@@ -102,7 +81,7 @@ class Served:
     def failed(self, error: LoraMoeRlError) -> None:
         self.on_death(error)
 
-    def policy(self, asked: Asked) -> tuple[str, Policy]:
+    def policy(self, asked: Asked) -> tuple[str, Answers]:
         if asked.model not in self.models():
             raise Refused(
                 404,
@@ -128,6 +107,3 @@ class ServedPolicy:
         assert n == 1 and turn is not None
         sample, routes = await self.engine.reply(token_ids, self.version, turn, self.asked)
         return [sample], routes
-
-    def join(self, samples: Sequence[Sequence[Ref]]) -> Ref:
-        return travel.join(samples)

@@ -34,7 +34,7 @@ from lora_moe_rl.endpoint.refusal import Refused
 from lora_moe_rl.endpoint.rendering import Chats, Message, canonical, text_of
 from lora_moe_rl.environments.parts.conversation import Conversation, NoRoom
 from lora_moe_rl.errors import LoraMoeRlError
-from lora_moe_rl.ports import Policy
+from lora_moe_rl.ports import Answers
 
 KEY_PREFIX = "session-"
 REMEMBERED = 10_000  # sessions that have ended, so that their keys are told so
@@ -53,7 +53,7 @@ class Source(Protocol):
         """An engine that was asked has failed."""
         ...
 
-    def policy(self, asked: Asked) -> tuple[str, Policy]:
+    def policy(self, asked: Asked) -> tuple[str, Answers]:
         """Who answers, and the name by which its turns belong together. Raises Refused for a model
         that is not there, and for sampling that it does not do."""
         ...
@@ -159,7 +159,7 @@ class Session:
             finally:
                 self._asking = None
 
-    def _asked(self, asked: Asked, chats: Chats) -> tuple[str, Policy]:
+    def _asked(self, asked: Asked, chats: Chats) -> tuple[str, Answers]:
         chats.checked(asked.sampling.stop_token_ids or [], "stop_token_ids")
         return self.source.policy(asked)
 
@@ -172,7 +172,7 @@ class Session:
         return [*token_ids.tolist(), *chats.encode(prompt[len(text) :])]
 
     async def _reply(
-        self, model: str, policy: Policy, author: Author, token_ids: Sequence[int], content: str,
+        self, model: str, policy: Answers, author: Author, token_ids: Sequence[int], content: str,
         asked: Asked,
     ) -> Sample:  # fmt: skip
         """The turn, and the tokens it was asked after as the sample's prompt."""

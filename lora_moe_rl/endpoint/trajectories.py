@@ -34,6 +34,7 @@ from starlette.responses import JSONResponse, Response
 from lora_moe_rl.calls.pool import MARK
 from lora_moe_rl.cluster.watchdog import kill_marked
 from lora_moe_rl.endpoint.app import Endpoint, body_of, key_of, unless_gone
+from lora_moe_rl.endpoint.bodies import POLICY
 from lora_moe_rl.endpoint.refusal import Refused, bad_request
 from lora_moe_rl.endpoint.sessions import Session, Sessions
 
@@ -269,7 +270,7 @@ class Trajectories:
         value = _reward_in(await body_of(request))
         async with session.lock:  # after what is being answered
             one = self.at(session)
-            if not session.conversations:
+            if POLICY not in session.conversations:
                 raise Refused(409, "nothing_sampled", "the policy was asked nothing yet")
             self.settle(one, Outcome("done", value))
         return JSONResponse({"reward": value})

@@ -30,18 +30,17 @@ from lora_moe_rl.data.samples import Details, Group, Played, Prompt, Sample, Sco
 from lora_moe_rl.environments.base import Environment
 from lora_moe_rl.environments.parts.conversation import Conversation, finish, together
 from lora_moe_rl.environments.parts.tool_calls import HOW
-from lora_moe_rl.errors import ConfigError, LoraMoeRlError
+from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.importing import absolute_spec
 from lora_moe_rl.ports import Policy, Rewards
 from lora_moe_rl.rewards.by_set import NoRewards
 
 if TYPE_CHECKING:
-    from lora_moe_rl.endpoint.bodies import Asked
+    from lora_moe_rl.endpoint.run_source import RunSource
     from lora_moe_rl.endpoint.sessions import Session
     from lora_moe_rl.endpoint.trajectories import Outcome, Trajectories
 
 ENDS = ("done", "agent_error", "timeout")
-MODEL = "policy"
 ALL = 2**31  # sessions: as many as the schedule has trajectories
 
 
@@ -112,7 +111,7 @@ class External(Environment):
 
     async def rollout(self, prompt: Prompt, policy: Policy) -> Group:
         counts: Counter[str] = Counter()
-        counts.update(dict.fromkeys((*ENDS, "turns", "retried", "overruled"), 0))
+        counts.update(dict.fromkeys((*ENDS, "turns", "retried", "overruled", "base_requests"), 0))
         given: dict[Conversation, float | None] = {}
         talks = [
             self._talk(prompt, policy, place, counts, given) for place in range(self.group_size)
@@ -129,13 +128,17 @@ class External(Environment):
         counts: Counter[str],
         given: dict[Conversation, float | None],
     ) -> Conversation:
+        from lora_moe_rl.endpoint.bodies import POLICY
+        from lora_moe_rl.endpoint.run_source import RunSource
+
         task = json.loads(json.dumps({"prompt": prompt.text, "row": prompt.columns}, default=str))
         left = self.settings.retries
         while True:
-            source = RunSource(self.config, self.settings, policy, self.tokenizer)
+            source = RunSource(self.config, self.settings.overrule, policy, self.tokenizer)
             outcome, session = await self.gate.outcome(source, place, task)
             counts["overruled"] += source.overruled
-            one = session.conversations.get(MODEL)
+            counts["base_requests"] += source.base_requests
+            one = session.conversations.get(POLICY)
             failure = self._failure(outcome, one)
             if failure is None or not left:
                 break
@@ -197,53 +200,6 @@ class Gate:
     def close(self) -> None:
         self.trajectories.close()
         self.listening.close()
-
-
-class RunSource:
-    """The policy of one trajectory, sampled as it is trained."""
-
-    def __init__(
-        self, config: RunConfig, settings: External.Settings, policy: Policy, tokenizer: Any
-    ):
-        self._policy, self._overrule = policy, settings.overrule
-        self.max_length = config.model.max_length
-        self.max_response = config.rollout.max_response_tokens
-        self.temperature = config.rollout.temperature
-        self.stops = {tokenizer.eos_token_id, *config.rollout.stop_token_ids}
-        self.overruled = 0
-        self.on_failure: Any = None
-
-    def models(self) -> list[str]:
-        return [MODEL]
-
-    def failed(self, error: LoraMoeRlError) -> None:
-        self.on_failure(error)
-
-    def policy(self, asked: Asked) -> tuple[str, Policy]:
-        from lora_moe_rl.endpoint.refusal import Refused, bad_request
-
-        if wrong := self._differing(asked):
-            if not self._overrule:
-                told = f"{wrong}; ask so, or set environment.overrule=true"
-                if asked.model != MODEL:
-                    raise Refused(404, "model_not_found", told)
-                raise bad_request(told)
-            self.overruled += 1
-        return MODEL, self._policy
-
-    def _differing(self, asked: Asked) -> str | None:
-        """What is asked for that is not how the policy is trained."""
-        how = asked.sampling
-        if asked.model != MODEL:
-            return f"model={asked.model}, and a trajectory is sampled by model={MODEL}"
-        if how.temperature not in (None, self.temperature):
-            return f"temperature={how.temperature}, and rollout.temperature={self.temperature:g}"
-        for name, all_of_it in (("top_p", (None, 1)), ("top_k", (None, 0, -1)), ("seed", (None,))):
-            if (value := getattr(how, name)) not in all_of_it:
-                return f"{name}={value}, and the run samples without it"
-        if more := sorted(set(how.stop_token_ids or ()) - self.stops):
-            return f"stop_token_ids={more}, and rollout.stop_token_ids does not have them"
-        return None
 
 
 class _Given:

@@ -3,6 +3,7 @@
     sample     a prompt in; samples and their router decisions out, under one adapter version
     move_on    samples in flight go on under a newer one (rollout/in_flight.py)
     write      a text by the bare base, for a judge
+    say        a turn under any version or by the bare base, which is no sample of the run
     score      logprobs of given sequences, under a version or the bare base
     probe      the same, with what tells whether two engines took the same routes
     publish    parts of an adapter version in, from each trainer rank; a receipt out
@@ -20,7 +21,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,9 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.cluster.log import redirect
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Sample
-from lora_moe_rl.errors import EngineDied, RefitError
+from lora_moe_rl.errors import EngineDied, NotServed, RefitError
 from lora_moe_rl.models.tokenizer import load_tokenizer, stop_ids
-from lora_moe_rl.ports import Receipt, Turn
+from lora_moe_rl.ports import Manner, Receipt, Turn
 from lora_moe_rl.refit.parts import PartLayout, SentPart, check_sent, to_json, version_checksum
 from lora_moe_rl.refit.transports import Channel, place
 from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
@@ -45,6 +46,7 @@ from lora_moe_rl.telemetry.clock import Clock
 SLOT_POLL_S = 0.005
 WORKER_GRACE_S = 5.0  # a worker that gives up by itself says more
 PACKING_THREADS = 2  # one packs while another hands over; more would take turns with the loop
+BASE_VERSION = -2  # of the base's tokens: no adapter version, and not NOT_SAMPLED
 DEATH_POLL_S = 0.1
 DEATH_GRACE_S = 2.0  # within which vLLM tells of the death that an error came from
 
@@ -65,6 +67,7 @@ class RolloutEngine:
         self.running: dict[int, int] = {}  # requests in flight, by version
         self.in_flight = InFlight(config.schedule.continued == "split")
         self.pinned: int | None = None  # the version whose slot no newer one takes
+        self.leaving: int | None = None  # the version whose slot a newer one waits for
         self.finished_samples = 0
         self.ended_requests = 0
         self.request_ids = itertools.count()
@@ -177,6 +180,35 @@ class RolloutEngine:
         text = self.tokenizer.decode(written.token_ids, skip_special_tokens=True)
         return text, written.finish_reason, len(written.token_ids)
 
+    async def say(
+        self, token_ids: Sequence[int], version: int | None, turn: Turn, seed: int, manner: Manner
+    ) -> Sample:
+        """A turn of a conversation under `version`, or by the bare base (None). Its routes are
+        nobody's. Raises NotServed for a version that is in no slot, or is about to leave its."""
+        if version is not None and version == self.leaving:
+            raise self._not_served(version)
+        unrecorded = replace(turn, recorded=len(token_ids) - 1)
+        piece = await self._said(token_ids, version, unrecorded, seed, manner)
+        shape, recorded = self.spec.shape, unrecorded.recorded
+        (sample,), _ = outputs.samples_and_routes([[piece]], self.tokenizer, shape, recorded)
+        return sample
+
+    async def _said(
+        self,
+        token_ids: Sequence[int],
+        version: int | None,
+        turn: Turn,
+        seed: int,
+        manner: Manner,
+        **more: Any,
+    ) -> Piece:
+        served = BASE_VERSION if version is None else version
+        question = Question(token_ids, 1, seed, turn.max_tokens, served, turn.recorded)
+        params = outputs.params_in(self.sampling, question, manner)
+        request = None if version is None else self._lora_request(version)
+        answer = await self._request(token_ids, params, request, version, **more)
+        return Piece(token_ids, answer.outputs[0], served, turn.recorded)
+
     async def score(
         self, sequences: list[list[int]], version: int | None
     ) -> tuple[list[np.ndarray], RouteTable]:
@@ -254,17 +286,24 @@ class RolloutEngine:
         request has ended."""
         deadline = time.monotonic() + self.config.refit.timeout_s
         while len(self.receipts) >= self.config.refit.slots:
-            oldest = min(self.receipts.keys() - {self.pinned})
-            while self.running.get(oldest):
-                if time.monotonic() > deadline:
-                    raise RefitError(
-                        f"no free slot for adapter version {version}: version {oldest} still "
-                        f"serves {self.running[oldest]} requests after refit.timeout_s="
-                        f"{self.config.refit.timeout_s:g} s; raise it or refit.slots="
-                        f"{self.config.refit.slots}"
-                    )
-                await asyncio.sleep(SLOT_POLL_S)
+            oldest = self.leaving = min(self.receipts.keys() - {self.pinned})
+            try:
+                await self._unused(oldest, version, deadline)
+            finally:
+                self.leaving = None
             await self.drop(oldest)
+
+    async def _unused(self, oldest: int, version: int, deadline: float) -> None:
+        """Waits until the last request of `oldest` has ended, for the slot of `version`."""
+        while self.running.get(oldest):
+            if time.monotonic() > deadline:
+                raise RefitError(
+                    f"no free slot for adapter version {version}: version {oldest} still "
+                    f"serves {self.running[oldest]} requests after refit.timeout_s="
+                    f"{self.config.refit.timeout_s:g} s; raise it or refit.slots="
+                    f"{self.config.refit.slots}"
+                )
+            await asyncio.sleep(SLOT_POLL_S)
 
     async def pin(self, version: int | None) -> None:
         """This version keeps its slot from now on, and no other."""
@@ -307,16 +346,21 @@ class RolloutEngine:
     def _lora_request(self, version: int):
         """vLLM's name for a version. A name of its own for each: the prefix cache goes by it."""
         if version not in self.receipts:
-            raise RefitError(
-                f"engine {self.index} was asked for adapter version {version}, but serves "
-                f"{sorted(self.receipts) or 'none'}: publish it first"
-            )
+            raise self._not_served(version)
         from vllm.lora.request import LoRARequest
 
         from lora_moe_rl.refit.slots import lora_id
 
         name = f"{self.config.name}/v{version:06d}"
         return LoRARequest(name, lora_id(version), lora_path="in memory")
+
+    def _not_served(self, version: int) -> NotServed:
+        served = sorted(self.receipts.keys() - {self.leaving})
+        return NotServed(
+            f"engine {self.index} was asked for adapter version {version}, but serves "
+            f"{served or 'none'}: publish it first",
+            served,
+        )
 
     async def _request(
         self,

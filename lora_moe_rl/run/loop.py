@@ -31,7 +31,17 @@ from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.samples import Sample
 from lora_moe_rl.environments.base import Environment
 from lora_moe_rl.errors import EngineDied, RewardError
-from lora_moe_rl.ports import Prompts, Publisher, Ref, Sampler, Teacher, Trainer, Turn
+from lora_moe_rl.ports import (
+    Answers,
+    Manner,
+    Prompts,
+    Publisher,
+    Ref,
+    Sampler,
+    Teacher,
+    Trainer,
+    Turn,
+)
 from lora_moe_rl.run.evaluations import Evaluations
 from lora_moe_rl.run.records import Records, StepFacts
 from lora_moe_rl.run.schedule import seed_of
@@ -202,6 +212,9 @@ class _Timed:
 
     def join(self, samples: Sequence[Sequence[Ref]]) -> Ref:
         return self.policy.join(samples)
+
+    def beside(self, version: int | None, manner: Manner) -> Answers:
+        return self.policy.beside(version, manner)
 
     def scored(self) -> None:
         """Called once the rewards of all that was sampled are there, if anything was."""

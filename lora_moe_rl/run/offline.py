@@ -9,7 +9,7 @@ import numpy as np
 
 from lora_moe_rl.data.samples import Answer, Group, Prompt, Sample, Segment
 from lora_moe_rl.environments.base import Environment
-from lora_moe_rl.ports import Policy, Ref, Turn, Watch
+from lora_moe_rl.ports import Answers, Manner, Policy, Ref, Turn, Watch
 
 
 class RowAnswers(Environment):
@@ -37,6 +37,9 @@ class NoPolicy:
 
     def join(self, samples: Sequence[Sequence[Ref]]) -> Ref:
         raise AssertionError("there are no routes where the rows' answers are learned from")
+
+    def beside(self, version: int | None, manner: Manner) -> Answers:
+        raise AssertionError("nothing is sampled where the rows' answers are learned from")
 
 
 class NoEngines:

@@ -131,6 +131,7 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("rollout/restarts", "engines", "down", "engines started anew since the run began or went on", "", ""),
     ("trainer/restarts", "times", "down", "all trainer ranks were started anew since the run began or went on", "", ""),
     ("environment/<what>", "", "", "what an environment counts, over the step's conversations", "num_turns/mean (of turns)", "tools/call_frequency (of tool_calls)"),
+    ("environment/base_requests", "requests", "", "of agents to the base or to policy@N, whose answers are in no sample", "", ""),
     # Learning from answers.
     ("data/tokens", "tokens", "", "tokens of prompts and answers", "", "num_tokens (over the run)"),
     ("data/tokens_per_second", "tokens/s", "up", "the same a second of the update", "", ""),

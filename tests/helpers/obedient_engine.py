@@ -88,7 +88,15 @@ class Engine:
         if lines and lines[0] in ("idle", "slow"):
             fate.write_text("\n".join(lines[1:]))
             self.works = lines[0] == "slow"
-            await asyncio.sleep(3 if self.works else 600)
+            try:
+                await asyncio.sleep(3 if self.works else 600)
+            except asyncio.CancelledError:
+                self._do(f"gave {method} up")
+                raise
+
+    async def say(self, token_ids, version, turn, seed, manner):
+        await self._idle("say")
+        return self._do("say", token_ids, version, seed)
 
     async def write(self, token_ids, max_tokens, temperature, seed):
         self._do("write", token_ids)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from lora_moe_rl.data.samples import Author, Group, Played, Prompt, Sample, Scores, Segment
-from lora_moe_rl.ports import Policy, Ref, Rewards, Turn
+from lora_moe_rl.ports import Answers, Policy, Ref, Rewards, Turn
 
 
 class NoRoom(ValueError):
@@ -53,7 +53,7 @@ class Conversation:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: Answers,
         place: int,
         prompt_ids: Sequence[int],
         max_length: int,

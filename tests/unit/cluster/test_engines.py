@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,10 +14,11 @@ import ray
 from lora_moe_rl.cluster import engines as group
 from lora_moe_rl.cluster.actors import init_ray
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import ActorFailed, EngineDied, RefitError
-from lora_moe_rl.ports import Written
+from lora_moe_rl.errors import ActorFailed, EngineDied, NotServed, RefitError
+from lora_moe_rl.ports import Manner, Turn, Written
 
 pytestmark = pytest.mark.seconds  # Ray is started for them
+TURN = Turn(conversation=0, number=0, recorded=0, max_tokens=5)
 SPEC = SimpleNamespace(shape=SimpleNamespace(num_layers=2, moe_layers=(0, 1)))
 ray.cloudpickle.register_pickle_by_value(obedient_engine)  # the actors find no helpers of tests
 
@@ -251,6 +253,56 @@ def test_beyond_the_bound_the_run_stops(start, tmp_path):
     assert info.value.actor == "engine-0" and "--resume" in str(info.value)
     assert "tail of engine-0" in str(info.value)
     assert asked(tmp_path, 0).count("start") == 1
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("method", ["sample", "say"])
+def test_what_nobody_waits_for_any_more_the_engine_gives_up(start, tmp_path, method):
+    engines = start(engines=1)
+    fate(tmp_path, 0, method, "idle")
+
+    async def given_up():
+        policy = engines.policy(3, seed=0)
+        asked_of = policy if method == "sample" else policy.beside(None, Manner())
+        waiting = asyncio.create_task(asked_of.sample([0], 1, TURN))
+        while (tmp_path / f"fate-0-{method}").read_text():
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        while not (tmp_path / "asked-0").exists():
+            await asyncio.sleep(0.01)
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(given_up())
+    assert asked(tmp_path, 0) == [f"gave {method} up"]
+    assert engines.rolling == [0] and engines.restarts == 0
+
+
+def test_other_models_are_asked_with_seeds_of_their_own(start, tmp_path):
+    engines = start(engines=1)
+
+    async def every():
+        policy = engines.policy(3, seed=0)
+        for one in (policy, *(policy.beside(version, Manner()) for version in (None, 3, 2))):
+            await one.sample([7], 1, TURN)
+        await policy.beside(None, Manner(seed=5)).sample([7], 1, TURN)
+
+    asyncio.run(every())
+    told = [line.split() for line in asked(tmp_path, 0)]
+    assert [line[:3] for line in told[1:]] == [
+        ["say", "[7]", v] for v in ("None", "3", "2", "None")
+    ]
+    assert len({line[3] for line in told}) == 5 and told[-1][3] == "5"
+
+
+def test_a_version_that_no_engine_has_any_more_is_not_served(start, tmp_path):
+    engines = start()
+    engines.oldest[:] = [3, 3]
+    with pytest.raises(NotServed, match="adapter version 2 any more") as info:
+        asyncio.run(engines.policy(3, seed=0).beside(2, Manner()).sample([7], 1, TURN))
+    assert info.value.served == (3,) and engines.restarts == 0
+    again = pickle.loads(pickle.dumps(info.value))
+    assert str(again) == str(info.value) and again.served == (3,)
 
 
 def test_what_is_no_death_stops_the_run(start, tmp_path):

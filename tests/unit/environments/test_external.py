@@ -17,8 +17,12 @@ from lora_moe_rl.calls.pool import MARK
 from lora_moe_rl.cluster.watchdog import marked
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Details, Prompt, Scores
+from lora_moe_rl.endpoint.bodies import Asked, Sampling
+from lora_moe_rl.endpoint.refusal import Refused
+from lora_moe_rl.endpoint.run_source import RunSource
 from lora_moe_rl.environments.external import External
-from lora_moe_rl.errors import EngineDied
+from lora_moe_rl.errors import EngineDied, NotServed
+from lora_moe_rl.ports import Manner
 from lora_moe_rl.rewards.by_set import NoRewards
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 
@@ -163,6 +167,71 @@ async def test_what_differs_from_how_the_policy_is_trained_is_overruled_where_th
         assert (await http.post("/completions", json=asked, headers=header)).is_success
         await http.post("/reward", json={"reward": 1}, headers=header)
     assert counted(await rolling) == {"done": 1, "turns": 1, "overruled": 1}
+
+
+class WithOthers(Speaker):
+    """Beside it the base, and version 3 of what once were more."""
+
+    def beside(self, version, manner):
+        self.others = [*getattr(self, "others", []), (version, manner)]
+        return Other(version)
+
+
+class Other(Speaker):
+    def __init__(self, version):
+        super().__init__("base" if version is None else f"v{version}")
+        self.number = version
+
+    async def sample(self, token_ids, n, turn=None):
+        if self.number not in (None, 3):
+            raise NotServed("gone", [3, 4])
+        return await super().sample(token_ids, n, turn)
+
+
+async def test_the_base_and_versions_that_are_served_answer_beside_the_policy(make, monkeypatch):
+    """In no sample; and an agent that has asked only them has asked the policy nothing."""
+    monkeypatch.setenv("AGENTS_KEY", "secret")
+    environment = make(None, group=1, key_env="AGENTS_KEY", port=free_port())
+    speaker = WithOthers("5")
+    rolling = asyncio.create_task(environment.rollout(PROMPT, speaker))
+    async with httpx.AsyncClient(base_url=environment.gate.url, timeout=60) as http:
+        await environment.gate.listening.started()
+        key = (await http.post("/next", headers={"Authorization": "Bearer secret"})).json()
+        http.headers["Authorization"] = f"Bearer {key['api_key']}"
+
+        async def ask(model, **more):
+            asked = {"model": model, "prompt": "2+3=", **more}
+            return (await http.post("/completions", json=asked)).json()
+
+        said = await ask("base", temperature=0.3, seed=7, stop_token_ids=[1])
+        assert said["choices"][0]["text"] == "base"
+        assert (await ask("policy@3"))["choices"][0]["text"] == "v3"
+        gone = (await ask("policy@2"))["error"]
+        assert gone["code"] == "model_not_found"
+        assert (
+            "no model policy@2 here any more; there are policy, policy@3, policy@4, base"
+            in (gone["message"])
+        )
+        assert (await http.post("/reward", json={"reward": 1})).status_code == 409
+        assert [model["id"] for model in (await http.get("/models")).json()["data"]] == [
+            "policy", "base"
+        ]  # fmt: skip
+        await ask("policy")
+        await http.post("/reward", json={"reward": 1})
+    group = await rolling
+    assert counted(group) == {"done": 1, "turns": 1, "base_requests": 3}
+    assert [sample.text for sample in group.samples] == ["5"] and len(speaker.asked) == 1
+    manner = Manner(temperature=0.3, seed=7, stop_token_ids=(1,))
+    assert speaker.others == [(None, manner), (3, Manner()), (2, Manner())]
+
+
+def test_where_adapters_are_merged_there_is_no_base():
+    config = RunConfig(refit={"mode": "merged"}, model={"max_length": 256})
+    source = RunSource(config, False, WithOthers("5"), TOKENIZER)
+    assert source.models() == ["policy"]
+    for model in ("base", "policy@3"):
+        with pytest.raises(Refused, match=f"model={model}, and a trajectory is sampled by"):
+            source.policy(Asked(model, Sampling()))
 
 
 @pytest.mark.parametrize(

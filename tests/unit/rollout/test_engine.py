@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import RefitError, ReplayError
+from lora_moe_rl.errors import NotServed, RefitError, ReplayError
+from lora_moe_rl.ports import Manner, Turn
 from lora_moe_rl.refit.parts import PartLayout, SentPart
 from lora_moe_rl.rollout import outputs
 from lora_moe_rl.rollout.engine import RolloutEngine
@@ -68,6 +69,24 @@ async def test_a_version_waits_for_the_slot_of_one_that_still_answers():
     asyncio.get_running_loop().call_later(0.02, engine.running.update, {1: 0})
     await publish(engine, 2)
     assert list(engine.receipts) == [2]
+
+
+async def test_a_version_about_to_leave_its_slot_begins_no_turn_beside_the_samples():
+    """So that a newer one waits for those that have begun, and no longer."""
+    engine = RolloutEngine(RunConfig(refit={"slots": 2}), "model", None, 0)
+    engine.llm, engine.layouts = Workers(), [PartLayout(0, "float32", 0, ())]
+    await publish(engine, 1)
+    await publish(engine, 2)
+    engine.running[1] = 1
+    publishing = asyncio.create_task(publish(engine, 3))
+    while engine.leaving is None:
+        await asyncio.sleep(0)
+    with pytest.raises(NotServed) as info:
+        await engine.say([7], 1, Turn(0, 0, 0, 5), 0, Manner())
+    assert info.value.served == (2,)
+    engine.running[1] = 0
+    await publishing
+    assert engine.leaving is None and list(engine.receipts) == [2, 3]
 
 
 async def test_a_pinned_version_keeps_its_slot_and_the_next_oldest_goes():
