@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -47,9 +48,8 @@ BASE, POLICY = "base", "policy"  # names of models
 
 def version_in(model: str) -> int | None:
     """The 12 of policy@12; None for what names no version."""
-    name, _, number = model.partition("@")
-    named = name == POLICY and number.isdecimal() and number == str(int(number))
-    return int(number) if named else None
+    found = re.fullmatch(rf"{POLICY}@(0|[1-9][0-9]{{0,17}})", model)
+    return None if found is None else int(found[1])
 
 
 class Sampling(BaseModel):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.endpoint.bodies import Asked, Sampling
+from lora_moe_rl.endpoint.bodies import Asked, Sampling, version_in
 from lora_moe_rl.endpoint.engine import Served
 from lora_moe_rl.endpoint.refusal import Refused
 
@@ -42,3 +42,12 @@ def test_a_model_alone_has_no_policy():
     assert served().models() == ["base"]
     with pytest.raises(Refused, match="no model policy here; there are base"):
         served().policy(Asked("policy", Sampling()))
+
+
+@pytest.mark.parametrize(
+    ("model", "version"),
+    [("policy@12", 12), ("policy@0", 0), ("policy@", None), ("policy@012", None), ("base", None),
+     ("policy@-1", None), ("policy@\u0663", None), ("policy@" + "9" * 5000, None)],
+)  # fmt: skip
+def test_a_version_is_named_in_one_way(model, version):
+    assert version_in(model) == version
