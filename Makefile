@@ -24,7 +24,7 @@ help:
 	@echo "make test-all   both: what CI runs, after make lint"
 	@echo "make mutants    plant bugs on purpose, and see that the tests of make test catch them"
 	@echo "make lint       ruff and pyright               make format      let ruff mend what it can"
-	@echo "make agents-openai    OpenAI's Agents SDK, beside ours (docs/endpoint.md)"
+	@echo "make agents-openai agents-verifiers    packages of agents (docs/endpoint.md)"
 	@echo "make wheel      dist/lora_moe_rl-*.whl         (docs/install.md: pip, Docker)"
 
 setup: $(STAMP)
@@ -92,7 +92,8 @@ oracles: $(STAMP)
 	$(BIN)/uv pip install --python $(ORACLES)/bin/python --no-deps -r tests/oracles/requirements.txt
 	$(ORACLES)/bin/python tests/oracles/record.py $(RECORDS)
 
-# A package of agents in an environment of its own, beside ours (docs/endpoint.md): make agents-openai.
+# Packages of agents, each in an environment of its own, beside ours (docs/endpoint.md):
+# make agents-openai, make agents-verifiers.
 AGENTS ?= .venv
 
 agents-%: $(STAMP)

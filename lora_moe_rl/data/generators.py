@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import random
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from itertools import islice
@@ -51,6 +52,15 @@ def from_environment() -> Iterator[dict[str, Any]]:
     """Rows for ever that ask nothing: the environment gives the whole prompt (environment=trl)."""
     while True:
         yield {"prompt": [{"role": "user", "content": ""}]}
+
+
+def numbered(seed: int, tasks: int = 1000) -> Iterator[dict[str, Any]]:
+    """Rows for ever that are numbers of tasks, below `tasks`, for an agent that knows what they are
+    (environment=external)."""
+    draw = random.Random(seed)
+    while True:
+        number = draw.randrange(tasks)
+        yield {"prompt": [{"role": "user", "content": f"task {number}"}], "task": number}
 
 
 def reasoning_gym(

@@ -69,3 +69,12 @@ def test_an_agent_of_openais_agents_sdk_calls_its_tool_and_is_trained(tmp_path):
     )
     told = [one["messages"][1] for one in samples if "messages" in one]
     assert all(one["role"] == "tool" and one["content"].endswith("+7=") for one in told)
+
+
+def test_a_taskset_of_verifiers_is_played_by_verifiers_and_trained_on(tmp_path):
+    agent = f"{python_of('verifiers', tmp_path)} {AGENTS / 'with_verifiers.py'} sums_taskset"
+    numbered = "data.generator=lora_moe_rl.data.generators:numbered"
+    records, samples = trained(tmp_path, agent, numbered, "data.args.tasks=20")
+    assert {record["environment/turns"] for record in records} == {SAMPLES}
+    assert len({str(one["prompt"]) for one in samples}) > 1
+    assert any(one["reward"] > 0 for one in samples)

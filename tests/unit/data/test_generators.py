@@ -1,11 +1,13 @@
 """Rows that a function makes."""
 
 import importlib.util
+from itertools import islice
 
 import pytest
 from prompt_sources import TOKENIZER, source, texts
 
 from lora_moe_rl.config import DataConfig
+from lora_moe_rl.data.generators import numbered
 from lora_moe_rl.data.prompts import PromptSource
 from lora_moe_rl.errors import ConfigError, DataError
 
@@ -126,3 +128,12 @@ def test_rows_of_a_generator_may_be_left_out_too(generators):
     for name in ("only_long", "ever_longer"):
         with pytest.raises(DataError, match=f"{name} gave no rows that can be used: .*too_long=dr"):
             source(generator=f"{generators}:{name}", too_long="drop").next(1)
+
+
+def test_numbers_of_tasks_follow_from_the_seed_and_stay_below_their_count():
+    drawn = list(islice(numbered(seed=3, tasks=5), 50))
+    assert drawn == list(islice(numbered(seed=3, tasks=5), 50))
+    assert drawn != list(islice(numbered(seed=4, tasks=5), 50))
+    assert {row["task"] for row in drawn} == set(range(5))
+    (message,) = drawn[0]["prompt"]
+    assert message == {"role": "user", "content": f"task {drawn[0]['task']}"}
