@@ -274,6 +274,7 @@ BENCH = {
     "algorithms": ("bench.algorithms", "every algorithm on the same recipe: reward and step time"),
     "overhead": ("bench.overhead", "what checks, copies and records take of a step"),
     "cost": ("bench.cost", "what a step takes with other algorithms, of the same work"),
+    "agents": ("bench.agents", "agents of many turns by the endpoint, against vLLM's own server"),
     "async": ("bench.asynchronous", "the same work with rollouts ahead of training, and without"),
     "corrections": ("bench.corrections", "what corrections buy when samples are some steps old"),
 }

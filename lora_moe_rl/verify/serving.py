@@ -28,8 +28,7 @@ ADAPTER = "adapter"  # the name under which an adapter is served
 LONGEST = 256  # tokens of a request
 POLL_S, GRACE_S, ANSWER_S = 0.2, 20.0, 300.0
 LOG_LINES = 20
-# What a user has no need to type: token ids in, token ids out; a port that is free.
-OWN = ("--skip-tokenizer-init", "--port")
+OWN = ("--skip-tokenizer-init",)  # what a user has no need to type: token ids in and out
 
 
 class Server:
@@ -37,6 +36,7 @@ class Server:
 
     def __init__(self, process: subprocess.Popen, port: int, log: Path, command: str):
         self.process, self.port, self.log, self.command = process, port, log, command
+        self.root = f"http://{HOST}:{port}"
 
     def logprobs(
         self, model: str, prompt: Sequence[int], new_tokens: int
@@ -81,7 +81,7 @@ class Server:
                     f"vllm serve ended with {self.process.returncode}:\n{self._tail()}"
                 )
             try:
-                with urllib.request.urlopen(f"http://{HOST}:{self.port}/health", timeout=5):
+                with urllib.request.urlopen(f"{self.root}/health", timeout=5):
                     return
             except OSError:
                 time.sleep(POLL_S)
@@ -92,7 +92,7 @@ class Server:
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         request = urllib.request.Request(
-            f"http://{HOST}:{self.port}{path}",
+            f"{self.root}{path}",
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
@@ -134,9 +134,16 @@ def _family(pid: int) -> list[psutil.Process]:
 
 @contextmanager
 def start(
-    model: Path, adapter: Path | None, rank: int, mla: bool, dtype: str, timeout: float
+    model: Path,
+    adapter: Path | None,
+    rank: int,
+    mla: bool,
+    dtype: str,
+    timeout: float,
+    own: Sequence[str] = OWN,
 ) -> Iterator[Server]:
     """A server of `model`, and of `adapter` on top of it, that answers; it is ended on leaving.
+    `own`: arguments that are not in its `command`, of which the last ones hold.
 
     Raises ExportError when it does not come up.
     """
@@ -149,7 +156,7 @@ def start(
         log = Path(folder) / "log"
         with open(log, "wb") as output:
             process = subprocess.Popen(
-                [*_found(command.words), *OWN, str(port)],
+                [*_found(command.words), *own, "--port", str(port)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -39,3 +39,17 @@ def test_the_model_of_the_benchmark_has_no_end_of_sequence(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert sum(p.numel() for p in model.parameters()) == count == 1_970_272
     assert model.generation_config.eos_token_id is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_bench_agents_asks_both_servers_for_the_same_tokens():
+    sizes = ("--trajectories", "4", "--rounds", "2", "--at-once", "2")
+    command = [sys.executable, "-m", "lora_moe_rl", "bench", "agents", *sizes, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    result = json.loads(done.stdout)
+    assert done.returncode in (0, 1), done.stderr  # 1: this machine is busy, or slow
+    assert result["turns"] == 4 * 8 and 0 < result["outside_the_engine"] < 1
+    for server in result["servers"].values():
+        assert server["tokens_per_second"] > 0 and 0.5 < server["cache_hit_rate"] < 1
+    assert result["route_bytes_of_a_turn"] < result["full_route_bytes_of_a_turn"] / 4
