@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 # The exit code of what may go well another time: EX_TEMPFAIL of sysexits.h.
 FAULT = 75

@@ -4,7 +4,7 @@
     python recipes/long_context_30b.py
     lora-moe-rl plan recipes/long_context_30b.py model.max_length=65536  # other lengths
 
-GPUs: 4 for the trainer (TP 4, EP 4), 4 for two engines of TP 2. By the plan a trainer rank holds 42
+GPUs: 4 for the trainer (TP 4, EP 4), 4 for two engines of TP 2. By the plan a trainer rank holds 28
 GiB of 80, an engine rank 72, with room for 24 sequences of 32,768 tokens. Not run yet.
 
 Samples that are cut off have no answer, and are left out of the loss. Watch `rollout/truncated`,

@@ -7,7 +7,7 @@ GB: it writes, the teacher says of each token how likely it finds it.
 There is no reward function: prompts are all that is needed. Teacher and student must have one
 tokenizer.
 
-GPUs: 4 for the trainer (EP 4), 4 for two engines of TP 2. By the plan a trainer rank holds 44
+GPUs: 4 for the trainer (EP 4), 4 for two engines of TP 2. By the plan a trainer rank holds 30
 GiB of 80, an engine rank 72, with room for 98 sequences of 8,192 tokens. Not run yet. The
 teacher's GPUs are not among them.
 

@@ -122,6 +122,7 @@ def test_a_loss_with_other_metrics_than_it_declares_is_refused(best_of):
         both = {"policy": torch.tensor([1.5, NAN]), "least_likely": torch.tensor([least, -9.0])}
         meter.add_metrics(both, stands)
     meter.add_metrics(both, torch.tensor([0, 0]))
+    meter.settle()
     assert (meter.sums["loss/policy"], meter.extremes["least_likely"]) == (9.0, -5.0)
     with pytest.raises(ValueError, match=r"returned the metrics \['policy'\]; its algorithm decl"):
         meter.add_metrics({"policy": torch.zeros(2)}, stands)

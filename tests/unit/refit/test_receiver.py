@@ -106,7 +106,8 @@ class Worker:
     def publish(self, version: int) -> int:
         """The slot that it went into."""
         slot = self.receiver.refit_stage(version, self.send(version))["slot"]
-        assert self.receiver.refit_commit(version) == {"slot": slot}
+        answer = self.receiver.refit_commit(version)
+        assert answer["slot"] == slot and answer["peak_gib"] > 0
         return slot
 
     def held(self, slot: int) -> dict[str, torch.Tensor]:
