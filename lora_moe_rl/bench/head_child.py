@@ -34,13 +34,11 @@ def plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> t
 
 def run(way: Way, tokens: int, hidden_size: int, vocabulary: int):
     """(Its figures, logprobs, gradient)."""
-    from lora_moe_rl.trainer import head  # imports what it does before memory is looked at
-
-    assert head
     torch.manual_seed(0)
     hidden = torch.randn(tokens, hidden_size, requires_grad=True)
     weight = torch.randn(vocabulary, hidden_size) * hidden_size**-0.5
     labels, factors = torch.randint(vocabulary, (tokens,)), torch.randn(tokens)
+    # Imports, and memory that is taken once, come before memory is looked at.
     small = torch.randn(64, hidden_size, requires_grad=True)
     way(small, weight[:1024], labels[:64] % 1024).sum().backward()
     before, seconds = status_bytes("VmRSS"), []
