@@ -10,12 +10,10 @@ from typing import Any
 
 from lora_moe_rl import algorithms
 from lora_moe_rl.bench import report, step
-from lora_moe_rl.bench.recipe_run import run
 from lora_moe_rl.bench.report import Result, busy_cores, cores, goal, temporary
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import names, positive, result_parser
 from lora_moe_rl.config.plugins import ALGORITHMS
-from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.telemetry.names import STEP_SECONDS
 from lora_moe_rl.verify.report import table
 
@@ -71,17 +69,9 @@ def same_work(name: str) -> dict[str, Any]:
 def other_stages(folder: Path, config: RunConfig, steps: int) -> float:
     """Median seconds of a step without its update. Raises BenchmarkError when the run was not
     right."""
-    from lora_moe_rl.bench.model import make_model
-    from lora_moe_rl.config.files import to_yaml
-
-    make_model(folder / "model")
-    step.write_prompts(folder / "prompts.jsonl", step.PROMPTS * (step.WARMUP + steps))
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(to_yaml(config))
-    records = run("its other stages", folder / "run", recipe, step.WARMUP + steps, [])
-    if reasons := step.gate(records, step.WARMUP + steps):
-        raise BenchmarkError("no seconds to report: " + "; ".join(reasons))
-    return median(record[STEP_SECONDS] - record[UPDATE] for record in records[step.WARMUP :])
+    recipe = step.write_run(folder, config)
+    records = step.run_measured("its other stages", folder / "run", recipe, steps)
+    return median(record[STEP_SECONDS] - record[UPDATE] for record in records)
 
 
 def _updates(configs: Mapping[str, RunConfig], model: Path, turns: int) -> list[dict[str, float]]:

@@ -10,7 +10,6 @@ from statistics import median
 from typing import Any
 
 from lora_moe_rl.bench import report, step
-from lora_moe_rl.bench.recipe_run import run
 from lora_moe_rl.bench.report import Result, busy_cores, cores, goal, temporary
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import positive, result_parser
@@ -71,23 +70,14 @@ class Runs:
     """Runs of the same recipe with some settings otherwise, in a folder."""
 
     def __init__(self, folder: Path, steps: int):
-        from lora_moe_rl.bench.model import make_model
-        from lora_moe_rl.config.files import to_yaml
-
-        self.folder, self.steps, self.recipe = folder, step.WARMUP + steps, folder / "recipe.yaml"
-        if not (folder / "model").exists():
-            make_model(folder / "model")
-        step.write_prompts(folder / "prompts.jsonl", step.PROMPTS * self.steps)
+        self.folder, self.steps = folder, steps
         self.config = step.make_config(folder, steps)
-        self.recipe.write_text(to_yaml(self.config))
+        self.recipe = step.write_run(folder, self.config)
 
     def measured(self, name: str, *settings: str) -> list[dict[str, Any]]:
         """The records of the steps after those to warm up. Raises BenchmarkError for a run that
         was not right."""
-        records = run(name, self.folder / name, self.recipe, self.steps, settings)
-        if reasons := step.gate(records, self.steps):
-            raise BenchmarkError(f"{name}: no seconds to report: " + "; ".join(reasons))
-        return records[step.WARMUP :]
+        return step.run_measured(name, self.folder / name, self.recipe, self.steps, settings)
 
 
 def measure(runs: Runs, rounds: int) -> dict[str, float]:

@@ -23,6 +23,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from lora_moe_rl.bench import trl_step
+from lora_moe_rl.bench.recipe_run import run as run_recipe
 from lora_moe_rl.bench.report import BUSY, busy_cores, conclude, cores, temporary
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import positive, result_parser
@@ -137,6 +138,32 @@ def make_config(folder: Path, steps: int, work: Work = USUAL, **algorithm: Any) 
             "logging": {"run_dir": str(folder / "run"), "progress": False},
         }
     )
+
+
+def write_run(folder: Path, config: RunConfig) -> Path:
+    """The recipe of a `make_config` of this folder, with the model and the prompts that it names. A
+    model that is there stays."""
+    from lora_moe_rl.bench.model import make_model
+    from lora_moe_rl.config.files import to_yaml
+
+    if not (folder / "model").exists():
+        make_model(folder / "model")
+    prompts = config.algorithm.prompts_per_step * config.trainer.steps
+    write_prompts(folder / "prompts.jsonl", prompts)
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(to_yaml(config))
+    return recipe
+
+
+def run_measured(
+    name: str, folder: Path, recipe: Path, steps: int, settings: Sequence[str] = ()
+) -> list[Record]:
+    """The records of `steps` steps after those to warm up. Raises BenchmarkError for a run that was
+    not right."""
+    records = run_recipe(name, folder, recipe, WARMUP + steps, settings)
+    if reasons := gate(records, WARMUP + steps):
+        raise BenchmarkError(f"{name}: no seconds to report: " + "; ".join(reasons))
+    return records[WARMUP:]
 
 
 def write_prompts(path: Path, count: int) -> None:

@@ -30,7 +30,7 @@ def asked(monkeypatch):
         assert turns == 3
         return [{name: SECONDS[name][turn] for name in configs} for turn in range(turns)]
 
-    monkeypatch.setattr(cost, "run", run)
+    monkeypatch.setattr(bench_step, "run_recipe", run)
     monkeypatch.setattr(cost, "_updates", updates)
     monkeypatch.setattr(cost, "busy_cores", lambda: 0.0)
     monkeypatch.setattr(model, "make_model", lambda folder: folder.mkdir())
