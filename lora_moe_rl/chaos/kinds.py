@@ -52,9 +52,9 @@ KINDS: Mapping[str, Kind] = {
     ),
     "engine.hang": Kind(
         "SIGSTOP to vLLM's processes of an engine",
-        frozenset({HEALED, RESUMED}),  # resumed: it was silent in a publish
-        rf"engine-\d+ is silent \(|{AGAIN}",
-        deadline=("rollout.silent_s", "rollout.silent_s", "refit.timeout_s", "refit.timeout_s"),
+        frozenset({HEALED}),
+        r"engine-\d+ is silent \(",
+        deadline=("rollout.silent_s", "rollout.silent_s", "refit.timeout_s"),
     ),
     "rank.kill": Kind("SIGKILL to a trainer rank", frozenset({HEALED}), RANKS),
     "rank.hang": Kind(

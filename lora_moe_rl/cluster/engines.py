@@ -35,7 +35,14 @@ from lora_moe_rl.cluster.stacks import Place
 from lora_moe_rl.cluster.ticket_policy import TicketPolicy
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Sample
-from lora_moe_rl.errors import ActorFailed, EngineDied, EngineSilent, LoraMoeRlError, NotServed
+from lora_moe_rl.errors import (
+    ActorFailed,
+    ActorSilent,
+    EngineDied,
+    EngineSilent,
+    LoraMoeRlError,
+    NotServed,
+)
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.ports import Manner, Receipt, Ref, Scored, Turn, Watch, Written
 from lora_moe_rl.refit.parts import PartLayout
@@ -46,7 +53,7 @@ from lora_moe_rl.rollout.merged import MergedRolloutEngine
 from lora_moe_rl.router_replay import travel
 
 PUBLISH_POLL_S = 0.05
-REFIT_GRACE_S = 10  # an engine that gives up by itself says more than one that is given up
+REFIT_GRACE_S = 20  # an engine that gives up by itself says more than one that is given up
 
 log = logging.getLogger(__name__)
 
@@ -262,7 +269,7 @@ class RolloutEngines:
     async def _moved_on(self, index: int, version: int) -> None:
         actor = self.actors[index]
         try:
-            await answer(actor, actor.remote("move_on", version), self._refit_timeout)
+            await self._refitted(actor, actor.remote("move_on", version))
         except LoraMoeRlError as error:
             self._let_return(index, actor, error)
 
@@ -287,11 +294,20 @@ class RolloutEngines:
         """An engine may wait as long for a slot and again for its workers."""
         return 2 * self.config.refit.timeout_s + REFIT_GRACE_S
 
+    async def _refitted(self, actor: Actor, ref: Ref) -> Any:
+        """What an engine answers to a question about versions. Raises EngineSilent when it gives
+        none in time; its stacks are in its log then."""
+        try:
+            return await answer(actor, ref, self._refit_timeout)
+        except ActorSilent as error:
+            await asyncio.to_thread(stacks.dump, [actor.place])
+            raise EngineSilent(error.reason) from error
+
     async def _give(self, index: int, method: str, version: int, parts: Sequence[Ref]) -> list[Ref]:
         """`_ask` with the parts of a version."""
 
         async def ask() -> list[Ref]:
-            return await self._ask(index, method, version, *parts, timeout=self._refit_timeout)
+            return await self._ask(index, method, version, *parts, ask=self._refitted)
 
         return await self._with_parts(ask, parts)
 
@@ -316,23 +332,23 @@ class RolloutEngines:
         method: str,
         *args: Any,
         num_returns: int = 1,
-        timeout: float | None = None,
+        ask: Callable[[Actor, Ref], Awaitable[Any]] | None = None,
     ) -> list[Ref]:
-        """References to what an engine returns, once it has; an engine that dies is started anew
-        and asked again.
+        """References to what an engine returns, once it has; an engine that dies or is silent is
+        started anew and asked again. It is waited for by `ask`; None: as for a request.
 
-        Raises what the engine raises, and ActorFailed when it is silent for `timeout` seconds or
-        dies more often than is allowed. (A silent engine is not started anew: it may be busy.)
+        Raises what the engine raises, and ActorFailed when it dies or is silent more often than is
+        allowed.
         """
         while True:
             actor = self.actors[index]
             sent = actor.remote(method, *args, num_returns=num_returns)
             refs = sent if num_returns > 1 else [sent]
             try:
-                if timeout is None:
+                if ask is None:
                     await self._heard(index, actor, refs[0])
                 else:
-                    await answer(actor, refs[0], timeout)
+                    await ask(actor, refs[0])
                 return refs
             except LoraMoeRlError as error:
                 if not _is_death(error):
@@ -448,7 +464,7 @@ class RolloutEngines:
             self.oldest[index] = version
 
             async def publish() -> None:
-                await answer(actor, actor.remote("publish", version, *parts), self._refit_timeout)
+                await self._refitted(actor, actor.remote("publish", version, *parts))
 
             await self._with_parts(publish, parts)
             if self.prove is not None:

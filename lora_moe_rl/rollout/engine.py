@@ -30,7 +30,7 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.cluster.log import redirect
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Sample
-from lora_moe_rl.errors import EngineDied, NotServed, RefitError
+from lora_moe_rl.errors import EngineDied, EngineSilent, NotServed, RefitError
 from lora_moe_rl.models.tokenizer import load_tokenizer, stop_ids
 from lora_moe_rl.ports import Manner, Receipt, Turn
 from lora_moe_rl.refit.parts import PartLayout, SentPart, check_sent, to_json, version_checksum
@@ -264,6 +264,8 @@ class RolloutEngine:
             await self._workers("refit_stage", version, json.dumps([asdict(part) for part in sent]))
             clock.lap("stage")
             answers = await self._workers("refit_commit", version)
+        except EngineDied:
+            raise  # with its slots
         except BaseException as error:
             await self._workers("refit_drop", version)
             if isinstance(error, RefitError) and not self.receipts:
@@ -399,19 +401,21 @@ class RolloutEngine:
 
     async def _workers(self, method: str, *args: Any) -> list[dict[str, Any]]:
         """Calls a method of refit/receiver.py on all workers. Raises RefitError if one says no,
-        EngineDied when vLLM's processes end."""
+        EngineDied when vLLM's processes end, EngineSilent when they give no answer in time."""
         timeout = self.config.refit.timeout_s + WORKER_GRACE_S
         call = asyncio.ensure_future(self.llm.collective_rpc(method, timeout=timeout, args=args))
-        # vLLM leaves a call unanswered for ever when its processes end.
-        while not (await asyncio.wait([call], timeout=DEATH_POLL_S))[0] and not self.llm.errored:
-            pass
-        if not call.done():
-            call.cancel()
-            raise self._dead()
+        ends = time.monotonic() + timeout
+        # vLLM leaves a call unanswered for ever when its processes end, or are stopped.
+        while not (await asyncio.wait([call], timeout=DEATH_POLL_S))[0]:
+            if self.llm.errored or time.monotonic() > ends + WORKER_GRACE_S:
+                call.cancel()
+                raise self._dead() if self.llm.errored else self._silent(method)
         try:
             answers = call.result()
         except Exception as error:
             await self._raise_if_dead(error)
+            if time.monotonic() > ends:
+                raise self._silent(method) from error
             raise
         for answer in answers:
             if "error" in answer:
@@ -428,3 +432,9 @@ class RolloutEngine:
 
     def _dead(self) -> EngineDied:
         return EngineDied(f"vLLM's processes of engine {self.index} have ended")
+
+    def _silent(self, method: str) -> EngineSilent:
+        return EngineSilent(
+            f"the workers of engine {self.index} gave no answer to {method} within "
+            f"refit.timeout_s={self.config.refit.timeout_s:g} s"
+        )

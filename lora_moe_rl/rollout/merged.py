@@ -13,7 +13,7 @@ import json
 import time
 from dataclasses import asdict
 
-from lora_moe_rl.errors import RefitError
+from lora_moe_rl.errors import EngineDied, RefitError
 from lora_moe_rl.kernels.merge.rounding import Arrived
 from lora_moe_rl.ports import Receipt
 from lora_moe_rl.refit.parts import PartLayout, SentPart, check_sent, to_json, version_checksum
@@ -55,6 +55,8 @@ class MergedRolloutEngine(RolloutEngine):
             clock.lap("stage")
             await self._idle(version)
             clock.lap("wait")
+        except EngineDied:
+            raise  # with what it held
         except BaseException:
             await self._workers("refit_drop", version)
             raise

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_moe_rl.errors import EngineDied, RefitError
+from lora_moe_rl.errors import EngineDied, EngineSilent, RefitError
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class Engine:
                 os._exit(1)
             if lines[0] == "dead":
                 raise EngineDied(f"vLLM's processes of engine {self.index} have ended")
+            if lines[0] == "silent":
+                raise EngineSilent(f"the workers of engine {self.index} gave no answer")
             if lines[0] == "refuse":
                 raise RefitError("no")
             time.sleep(60)

@@ -1,5 +1,6 @@
 """A recipe: the demo on two engines, the first of which loses vLLM's process in two refits, after
-the new version is written into its slot and before it is switched to.
+the new version is written into its slot and before it is switched to; with FATE=suspend it is
+stopped there instead, and lives.
 
 Only this recipe dies: a run that is resumed from its config.yaml has none of it.
 """
@@ -29,7 +30,7 @@ def dying(engine_class: type, marks: Path) -> type:
                 if not mark.exists():
                     mark.touch()
                     for child in psutil.Process().children(recursive=True):
-                        child.kill()
+                        getattr(child, os.environ.get("FATE", "kill"))()
             return await super()._workers(method, *args)
 
     return DyingEngine

@@ -60,3 +60,28 @@ def test_a_receiver_killed_between_write_and_switch(tmp_path, monkeypatch):
     assert [record["adapter/version"] for record in records] == [0, 1, 2, 3, 4]
     assert records[-1]["rollout/restarts"] == 0
     assert run.leftovers() == []
+
+
+def test_a_receiver_stopped_between_write_and_switch(tmp_path, monkeypatch):
+    """vLLM's process of engine-0 lives and does nothing in the refit after step 2."""
+    resolve_model("qwen3_moe")
+    folder = tmp_path / "run"
+    monkeypatch.setenv("MARKS", str(tmp_path))
+    monkeypatch.setenv("FATE", "suspend")
+    run, exit_code = train(
+        tmp_path / "run.out",
+        *(DYING, f"logging.run_dir={folder}", "trainer.steps=4", "refit.timeout_s=10"),
+        *("trainer.world_size=1", "trainer.ep=1", "rollout.engines=2", "rollout.max_restarts=0"),
+    )
+    print(run.output)
+    assert exit_code == 0 and run.leftovers() == []
+    assert re.search(
+        r"engine-0 is silent \(the workers of engine 0 gave no answer to refit_commit within "
+        r"refit.timeout_s=10 s\): starting it anew, restart 1 of rollout.max_silences=2",
+        " ".join(run.output.split()),
+    )
+    assert "meanwhile engine-1 serves version 1: 2 logprobs" in run.output
+    records = list(read_jsonl(folder / "metrics.jsonl"))
+    assert [record["adapter/version"] for record in records] == [0, 1, 2, 3]
+    assert [record["rollout/restarts"] for record in records] == [0, 0, 1, 1]
+    assert all(record["refit/max_diff"] <= 1e-4 for record in records)

@@ -14,6 +14,7 @@ import ray
 from lora_moe_rl.cluster import engines as group
 from lora_moe_rl.cluster.actors import init_ray
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.engines import RefitConfig
 from lora_moe_rl.errors import ActorFailed, EngineDied, NotServed, RefitError
 from lora_moe_rl.ports import Manner, Turn, Written
 
@@ -376,10 +377,36 @@ def test_silence_has_a_bound_of_its_own(start, tmp_path):
     assert (engines.restarts, engines.silences) == (2, 1)
 
 
-def test_an_engine_that_is_silent_is_given_up(start, tmp_path, monkeypatch):
-    engines = start(engines=1)
+@pytest.fixture
+def impatient(start, monkeypatch):
+    """An engine that may take half a second for a slot and again for its workers."""
+    engines = start(engines=1, max_silences=1)
     monkeypatch.setattr(group, "REFIT_GRACE_S", 0)
-    engines.config = RunConfig(refit={"timeout_s": 0.5})
-    fate(tmp_path, 0, "publish", "sleep")
-    with pytest.raises(ActorFailed, match="actor engine-0 failed: no answer within 1 s"):
-        asyncio.run(engines.publish(4, []))
+    engines.config = engines.config.model_copy(update={"refit": RefitConfig(timeout_s=0.5)})
+    return engines
+
+
+@pytest.mark.parametrize("method", ["publish", "differing"])
+def test_an_engine_that_is_silent_in_a_refit_is_started_anew_and_asked_again(
+    impatient, tmp_path, method
+):
+    fate(tmp_path, 0, method, "sleep")
+    asyncio.run(getattr(impatient, method)(4, []))
+    told = [line.split()[0] for line in asked(tmp_path, 0)]
+    proven = ["publish"] if method == "differing" else []  # version 3, which it had served
+    assert told == [method, "start", "prepare_refit", *proven, method]
+    assert impatient.silences == impatient.restarts == 1
+
+
+def test_an_engine_that_is_silent_in_each_refit_is_given_up(impatient, tmp_path):
+    fate(tmp_path, 0, "publish", "sleep", "sleep")
+    with pytest.raises(ActorFailed, match="no answer within 1 s; 1 restarts so far, and rollout"):
+        asyncio.run(impatient.publish(4, []))
+
+
+def test_an_engine_whose_workers_are_silent_in_a_refit_is_started_anew(start, tmp_path):
+    engines = start(engines=1)
+    fate(tmp_path, 0, "publish", "silent")
+    asyncio.run(engines.publish(4, []))
+    assert engines.silences == 1 and asked(tmp_path, 0)[-1] == "publish 4"
+

@@ -5,26 +5,30 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import NotServed, RefitError, ReplayError
+from lora_moe_rl.errors import EngineSilent, NotServed, RefitError, ReplayError
 from lora_moe_rl.ports import Manner, Turn
 from lora_moe_rl.refit.parts import PartLayout, SentPart
+from lora_moe_rl.rollout import engine as engine_module
 from lora_moe_rl.rollout import outputs
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.router_replay.table import RouteTable
 
 
 class Workers:
-    """`refuses`: the method that they answer with an error."""
+    """`refuses`, `stopped`: the method that they answer with an error, or never."""
 
-    errored, refuses = False, ""
+    errored, refuses, stopped = False, "", ""
 
     async def collective_rpc(self, method, timeout, args):
+        if method == self.stopped:
+            await asyncio.sleep(600)
         return [{"error": "worker 0: no"} if method == self.refuses else {"peak_gib": 1.0}]
 
 
@@ -54,6 +58,18 @@ def test_with_two_slots_a_refit_that_fails_leaves_the_version_before():
     with pytest.raises(RefitError) as caught:
         asyncio.run(publish(engine, 2))
     assert "serves no version" not in str(caught.value) and list(engine.receipts) == [1]
+
+
+@pytest.mark.parametrize("stage", ["refit_stage", "refit_commit"])
+async def test_workers_that_are_stopped_in_a_refit_are_waited_for_once(stage, monkeypatch):
+    monkeypatch.setattr(engine_module, "WORKER_GRACE_S", 0.1)
+    engine = RolloutEngine(RunConfig(refit={"timeout_s": 0.3}), "model", None, 0)
+    engine.llm, engine.layouts = Workers(), [PartLayout(0, "float32", 0, ())]
+    engine.llm.stopped = stage
+    began = time.monotonic()
+    with pytest.raises(EngineSilent, match=f"no answer to {stage} within refit.timeout_s=0.3 s"):
+        await publish(engine, 1)
+    assert 0.5 <= time.monotonic() - began < 2 and not engine.receipts
 
 
 async def test_a_version_waits_for_the_slot_of_one_that_still_answers():
