@@ -1,4 +1,5 @@
-"""A directory that is replaced as a whole: its name always stands for the old one or the new."""
+"""Files and directories that are replaced as a whole: a name always stands for the old one or the
+new."""
 
 from __future__ import annotations
 
@@ -10,6 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes `path` whole or not at all."""
+    scratch = path.with_name(f".{path.name}.tmp")
+    scratch.write_bytes(content)
+    os.replace(scratch, path)
 
 
 @contextmanager

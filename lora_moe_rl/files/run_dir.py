@@ -38,6 +38,7 @@ from lora_moe_rl.config.keys import is_section
 from lora_moe_rl.data.kept import spread
 from lora_moe_rl.data.samples import NOT_SAMPLED, Group, TokenValues
 from lora_moe_rl.errors import RunDirError
+from lora_moe_rl.files.replacing import replace_file
 from lora_moe_rl.files.sample_records import routes_record, sample_record, token_record
 from lora_moe_rl.files.trouble import Lines, Trouble
 
@@ -339,13 +340,6 @@ def tail(path: Path, num_lines: int) -> str:
     except FileNotFoundError:
         return ""
     return "\n".join(text.splitlines()[-num_lines:])
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Writes `path` whole or not at all."""
-    scratch = path.with_name(f".{path.name}.tmp")
-    scratch.write_bytes(content)
-    os.replace(scratch, path)
 
 
 def _size(path: Path) -> int:

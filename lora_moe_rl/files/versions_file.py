@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_moe_rl import __version__
-from lora_moe_rl.files.run_dir import replace_file
+from lora_moe_rl.files.replacing import replace_file
 from lora_moe_rl.upstream.versions import TESTED, VLLM_BUILDS, installed
 
 FILE = "versions.json"

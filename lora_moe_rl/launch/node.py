@@ -19,7 +19,7 @@ from pathlib import Path
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.recipes import load_config, resolve
 from lora_moe_rl.errors import ConfigError, LoraMoeRlError, ModelError
-from lora_moe_rl.files.run_dir import replace_file
+from lora_moe_rl.files.replacing import replace_file
 from lora_moe_rl.models.directory import check_model_dir, find_local
 from lora_moe_rl.run.machine import gpu_names
 from lora_moe_rl.upstream import doctor

@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     _require_runs(options.runs)
     if options.static is not None:
-        from lora_moe_rl.files.run_dir import replace_file
+        from lora_moe_rl.files.replacing import replace_file
         from lora_moe_rl.page.static_page import static_page
 
         html = static_page(options.runs, options.samples).encode()

@@ -17,12 +17,12 @@ import numpy as np
 
 from lora_moe_rl.config.options import positive, result_parser
 from lora_moe_rl.errors import RunDirError
+from lora_moe_rl.files.replacing import replace_file
 from lora_moe_rl.files.run_dir import (
     TIMELINE,
     TIMELINE_PICTURE,
     TIMELINE_TRACE,
     read_jsonl,
-    replace_file,
 )
 from lora_moe_rl.telemetry.timeline import EVALUATE, FEED, PUBLISH, REWARDS, SAMPLE, TRAINER, Span
 

@@ -6,11 +6,12 @@ A stage that is ended in the middle keeps what it had.
 from __future__ import annotations
 
 import json
-import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from lora_moe_rl.files.replacing import replace_file
 
 
 class Parts:
@@ -39,7 +40,4 @@ class Parts:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """The file is the old one or the new one at any moment."""
-    fresh = path.with_name(f"{path.name}.tmp")
-    fresh.write_text(json.dumps(value, indent=1, default=str) + "\n")
-    os.replace(fresh, path)
+    replace_file(path, (json.dumps(value, indent=1, default=str) + "\n").encode())

@@ -409,4 +409,3 @@ def test_an_engine_whose_workers_are_silent_in_a_refit_is_started_anew(start, tm
     fate(tmp_path, 0, "publish", "silent")
     asyncio.run(engines.publish(4, []))
     assert engines.silences == 1 and asked(tmp_path, 0)[-1] == "publish 4"
-

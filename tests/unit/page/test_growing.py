@@ -1,6 +1,6 @@
 """Files that grow while they are read."""
 
-from lora_moe_rl.files.run_dir import replace_file
+from lora_moe_rl.files.replacing import replace_file
 from lora_moe_rl.page.growing import GrowingFile, parse
 
 
