@@ -83,6 +83,7 @@ class LoRALinear(torch.nn.Module):
         self.sites = [site for site in places if site is not None]
         (self.kind,) = {kind_of(site) for site in self.sites}
         self.grouped = self.sites[0].num_experts is not None
+        self.side_by_side = merge is None and None not in places
         self.merge = merge or (lambda parts: parts[0] if len(parts) == 1 else torch.cat(parts, -1))
         self.ranks = [site.rank - site.frozen_rank for site in self.sites]
         self.frozen_ranks = [site.frozen_rank for site in self.sites]
@@ -112,14 +113,22 @@ class LoRALinear(torch.nn.Module):
             y, bias = self.base(x, *args)
             if self.normed_by_base:
                 y, x = y
-        if self.switch.on:
-            y = y + self._delta(x, *args).to(y.dtype)
-        return y, bias, x
+        if not self.switch.on:
+            return y, bias, x
+        if self.grouped and self.side_by_side and y.dtype == x.dtype and not y._is_view():
+            return self._grouped(x, *args, into=y), bias, x  # no delta to cut, join and add
+        return y + self._delta(x, *args).to(y.dtype), bias, x
 
-    def _delta(self, x: torch.Tensor, counts=None) -> torch.Tensor:
+    def _grouped(
+        self, x: torch.Tensor, counts: Sequence[int], into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        A, Bs, scales = self._whole_A(), self._whole_B(), [site.scale for site in self.sites]
+        return grouped_lora(x, A, Bs, counts, scales, self.kernel, into=into)
+
+    def _delta(self, x: torch.Tensor, *args) -> torch.Tensor:
         A, Bs, scales = self._whole_A(), self._whole_B(), [site.scale for site in self.sites]
         if self.grouped:
-            both = grouped_lora(x, A, Bs, counts, scales, self.kernel)
+            both = self._grouped(x, *args)
             outs = both.split([B.shape[-2] for B in Bs], dim=-1)
         else:
             xa = self._across_tp(F.linear(x, A.to(x.dtype)))

@@ -145,7 +145,10 @@ def _write(path: Path, kept: dict[str, Any]) -> None:
     path.write_text(re.sub(r"(?<=[\[,]) ?(?=\{\"(?:sample|step|row)\")", "\n", text) + "\n")
 
 
-def main(action: str, *names: str) -> int:
+def main(action: str = "", *names: str) -> int:
+    if action not in ("check", "record") or not set(names) <= set(RUNS):
+        print(f"runs.py check|record [NAME ...], of {', '.join(RUNS)}", file=sys.stderr)
+        return 2
     failed = 0
     for name in names or RUNS:
         with tempfile.TemporaryDirectory() as folder:

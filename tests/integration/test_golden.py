@@ -24,6 +24,7 @@ runs = load_runs()
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 def test_the_demo_and_its_resumed_copy_are_equal_to_the_bit(tmp_path):
     kept = json.loads((GOLDEN / "demo.json").read_text())
     if (here := runs.machine("qwen3_moe")) != kept["machine"]:

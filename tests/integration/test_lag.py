@@ -45,6 +45,7 @@ def trained_rows(folder) -> dict[int, set[int]]:
     return found
 
 
+@pytest.mark.whole
 def test_every_prompt_is_trained_once_at_the_age_that_lag_allows(tmp_path):
     folder, copy = tmp_path / "run", tmp_path / "resumed"
     records = train(folder, RECIPE, *SETTINGS)

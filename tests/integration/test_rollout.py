@@ -18,7 +18,7 @@ from lora_moe_rl.errors import RefitError
 from lora_moe_rl.router_replay.travel import join
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.whole]
 EXACT = 1e-5  # logprobs, float32
 
 

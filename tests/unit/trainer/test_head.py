@@ -7,32 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
+from head_ranks import PADDED, SIZE, TEMPERATURE, H, clipped, of_rank, ours, tensors
 
 from lora_moe_rl.trainer import head, logits
 from lora_moe_rl.trainer.head import Head, LogProbs, Vocabulary
-
-T, H, SIZE, PADDED = 41, 16, 97, 100
-TEMPERATURE = 0.7
-
-
-def tensors():
-    """hidden, weight with rows that no token owns, labels, and the rows that count."""
-    torch.manual_seed(0)
-    hidden = torch.randn(T, H, requires_grad=True)
-    weight = torch.randn(PADDED, H) * 0.5
-    return hidden, weight, torch.randint(SIZE, (T,)), torch.randperm(T)[:29].sort().values
-
-
-def clipped(logprobs: torch.Tensor) -> torch.Tensor:
-    """A loss of clipped ratios with a KL, whose gradient is of all sizes and of both signs."""
-    torch.manual_seed(1)
-    old = logprobs.detach() + 0.3 * torch.randn(len(logprobs))
-    advantages = torch.randn(len(logprobs))
-    ratio = (logprobs - old).exp()
-    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    return (0.1 * (old - logprobs).exp() - surrogate + 0.1 * logprobs).sum()
 
 
 def by_torch(hidden, weight, labels, rows):
@@ -49,15 +28,6 @@ def check(got, rows, expected) -> None:
     for one, other in zip(got, expected, strict=True):
         assert one.dtype == torch.float32
         torch.testing.assert_close(one.double(), other.detach(), rtol=0, atol=2e-6)
-
-
-def ours(hidden, labels, rows, vocabulary):
-    logprobs, entropy = LogProbs.apply(hidden, labels, rows, vocabulary, TEMPERATURE, True)
-    clipped(logprobs[rows]).backward()
-    outside = torch.ones(len(labels), dtype=torch.bool)
-    outside[rows] = False
-    assert not logprobs[outside].any() and not entropy[outside].any()
-    return logprobs[rows], entropy[rows], hidden.grad
 
 
 @pytest.mark.parametrize("at_once", [1, 7 * PADDED, 2**25])
@@ -97,18 +67,6 @@ def test_what_is_kept_does_not_grow_with_the_vocabulary():
     assert sorted(kept) == [len(rows), len(rows) * H]
 
 
-def of_rank(rank: int, file: str, answers) -> None:
-    dist.init_process_group("gloo", f"file://{file}", rank=rank, world_size=2)
-    hidden, weight, labels, rows = tensors()
-    half = PADDED // 2
-    mine = weight[rank * half : (rank + 1) * half]
-    vocabulary = Vocabulary(mine, rank * half, SIZE, dist.group.WORLD)
-    logprobs, entropy, gradient = ours(hidden, labels, rows, vocabulary)
-    dist.all_reduce(gradient)
-    answers[rank] = [x.detach().tolist() for x in (logprobs, entropy, gradient)]
-    dist.destroy_process_group()
-
-
 def test_a_vocabulary_cut_over_two_ranks_gives_the_same():
     """Each rank's gradient is its part of the sum."""
     with mp.Manager() as manager, tempfile.TemporaryDirectory() as folder:
@@ -127,7 +85,7 @@ def test_a_head_scores_the_response_and_tells_its_work_of_the_entropy(monkeypatc
     monkeypatch.setattr(head.ps, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(head.ps, "get_tensor_model_parallel_group", lambda: None)
     hidden, weight, labels, rows = tensors()
-    response = torch.zeros(T, dtype=torch.bool)
+    response = torch.zeros(len(hidden), dtype=torch.bool)
     response[rows] = True
     work = SimpleNamespace(
         data=SimpleNamespace(labels=labels.numpy(), response=response.numpy()), entropy=None

@@ -1,0 +1,51 @@
+"""A small frozen head and a loss on it, whole and cut over two ranks; by itself, so that ranks of
+their own find it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from lora_moe_rl.trainer.head import LogProbs, Vocabulary
+
+T, H, SIZE, PADDED = 41, 16, 97, 100
+TEMPERATURE = 0.7
+
+
+def tensors():
+    """hidden, weight with rows that no token owns, labels, and the rows that count."""
+    torch.manual_seed(0)
+    hidden = torch.randn(T, H, requires_grad=True)
+    weight = torch.randn(PADDED, H) * 0.5
+    return hidden, weight, torch.randint(SIZE, (T,)), torch.randperm(T)[:29].sort().values
+
+
+def clipped(logprobs: torch.Tensor) -> torch.Tensor:
+    """A loss of clipped ratios with a KL, whose gradient is of all sizes and of both signs."""
+    torch.manual_seed(1)
+    old = logprobs.detach() + 0.3 * torch.randn(len(logprobs))
+    advantages = torch.randn(len(logprobs))
+    ratio = (logprobs - old).exp()
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    return (0.1 * (old - logprobs).exp() - surrogate + 0.1 * logprobs).sum()
+
+
+def ours(hidden, labels, rows, vocabulary):
+    logprobs, entropy = LogProbs.apply(hidden, labels, rows, vocabulary, TEMPERATURE, True)
+    clipped(logprobs[rows]).backward()
+    outside = torch.ones(len(labels), dtype=torch.bool)
+    outside[rows] = False
+    assert not logprobs[outside].any() and not entropy[outside].any()
+    return logprobs[rows], entropy[rows], hidden.grad
+
+
+def of_rank(rank: int, file: str, answers) -> None:
+    dist.init_process_group("gloo", f"file://{file}", rank=rank, world_size=2)
+    hidden, weight, labels, rows = tensors()
+    half = PADDED // 2
+    mine = weight[rank * half : (rank + 1) * half]
+    vocabulary = Vocabulary(mine, rank * half, SIZE, dist.group.WORLD)
+    logprobs, entropy, gradient = ours(hidden, labels, rows, vocabulary)
+    dist.all_reduce(gradient)
+    answers[rank] = [x.detach().tolist() for x in (logprobs, entropy, gradient)]
+    dist.destroy_process_group()
