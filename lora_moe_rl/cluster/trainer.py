@@ -29,6 +29,14 @@ from lora_moe_rl.rollout.facts import Dtype
 from lora_moe_rl.trainer.environment import CPU_ENVIRONMENT
 
 
+def rank_threads(config: RunConfig, cores: int) -> int:
+    """Threads of a rank on the CPU: its share of the cores, without those that engines compute on
+    at the same time."""
+    rollout = config.rollout
+    engines = config.num_engines * rollout.tp * rollout.cpu_threads if config.schedule.lag else 0
+    return max(1, (cores - engines) // config.trainer.world_size)
+
+
 class TrainerRanks:
     """All trainer ranks as one; `start_async` and `wait_started` come first, and `prepare_refit`
     where versions are to be sent to engines."""
@@ -72,7 +80,7 @@ class TrainerRanks:
     def start_async(self) -> None:
         first = self.actors[:1]
         (address,) = get(first, [first[0].remote("address")], self.config.trainer.start_timeout_s)
-        threads = max(1, len(os.sched_getaffinity(0)) // len(self.actors))
+        threads = rank_threads(self.config, cores=len(os.sched_getaffinity(0)))
         self._starting = self._all("start", address, threads)
 
     def wait_started(self) -> list[dict]:
