@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from lora_moe_rl.cluster import engines as group
+from lora_moe_rl.cluster import replicas
 from lora_moe_rl.config.recipes import load_config
 
 DEATHS = (2, 4)  # versions at whose commit it dies, once each
@@ -48,5 +49,5 @@ class WatchedEngines(group.RolloutEngines):
 
 
 if "MARKS" in os.environ:
-    group.RolloutEngine = dying(group.RolloutEngine, Path(os.environ["MARKS"]))
+    replicas.RolloutEngine = dying(replicas.RolloutEngine, Path(os.environ["MARKS"]))
     group.RolloutEngines = WatchedEngines

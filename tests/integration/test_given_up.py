@@ -17,7 +17,8 @@ from refit_ranks import make_layouts, make_senders
 from spoken_source import TOKENIZER, client, listening
 
 from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
-from lora_moe_rl.cluster import engines as group
+from lora_moe_rl.cluster import replicas
+from lora_moe_rl.cluster.engines import RolloutEngines
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.endpoint.run_source import RunSource
 from lora_moe_rl.endpoint.sessions import Session, Sessions
@@ -53,12 +54,12 @@ def test_serve_gives_up_what_nobody_waits_for(tmp_path):
 def engines_of_a_run(folder: Path, monkeypatch):
     """One engine as a run has it: a Ray actor, which serves version 0."""
     config, spec = model_and_config(folder)
-    monkeypatch.setattr(group, "RolloutEngine", EndlessEngine)
+    monkeypatch.setattr(replicas, "RolloutEngine", EndlessEngine)
     here = Path(__file__).parent
     folders = {"env_vars": {"PYTHONPATH": f"{here}:{here.parent / 'helpers'}:{here.parents[1]}"}}
     place = SimpleNamespace(engine=lambda index: {"num_cpus": 1, "runtime_env": folders})
     logs = SimpleNamespace(log_path=lambda name: folder / f"{name}.log", tail=lambda name: "")
-    engines = group.RolloutEngines(config, spec, folder, logs, place)
+    engines = RolloutEngines(config, spec, folder, logs, place)
     layouts = make_layouts(spec)
     senders = make_senders(layouts, spec, random_adapter(spec, 1), config.trainer)
     try:
@@ -79,7 +80,7 @@ def test_a_run_gives_up_what_nobody_waits_for(ray_session, tmp_path, monkeypatch
     assert found == {"running": 0, "finished_samples": 1, "versions": [0], "turns": 1}
 
 
-async def left(engines: group.RolloutEngines) -> dict:
+async def left(engines: RolloutEngines) -> dict:
     """An agent's chat that it does not wait for, and its next one, which it does: what the engine
     has finished, once its core has nothing to do."""
     config = engines.config

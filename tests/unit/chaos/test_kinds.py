@@ -54,12 +54,12 @@ def test_what_a_full_disk_makes_a_run_say_is_what_is_looked_for():
     ("file", "words", "kind", "said"),
     [
         (
-            "cluster/engines.py",
+            "cluster/replicas.py",
             "%s {what} (%s): starting it anew",
             "engine.kill",
             "engine-0 died (x)",
         ),
-        ("cluster/engines.py", '"is silent"', "engine.hang", "engine-1 is silent (x)"),
+        ("cluster/replicas.py", '"is silent"', "engine.hang", "engine-1 is silent (x)"),
         (
             "cluster/lasting_trainer.py",
             "all trainer ranks are ended and started anew",

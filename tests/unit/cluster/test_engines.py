@@ -11,8 +11,9 @@ import obedient_engine
 import pytest
 import ray
 
-from lora_moe_rl.cluster import engines as group
+from lora_moe_rl.cluster import replicas as group
 from lora_moe_rl.cluster.actors import init_ray
+from lora_moe_rl.cluster.engines import RolloutEngines
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.engines import RefitConfig
 from lora_moe_rl.errors import ActorFailed, EngineDied, NotServed, RefitError
@@ -46,7 +47,7 @@ def start(tmp_path, monkeypatch):
             log_path=lambda name: tmp_path / f"{name}.log", tail=lambda name: f"tail of {name}"
         )
         place = SimpleNamespace(engine=lambda index: {"num_cpus": 0})
-        made = group.RolloutEngines(config, SPEC, tmp_path, run_dir, place)
+        made = RolloutEngines(config, SPEC, tmp_path, run_dir, place)
         made.proven = []
 
         async def prove(*what):

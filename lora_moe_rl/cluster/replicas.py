@@ -1,0 +1,310 @@
+"""Rollout engines that live, die and come back.
+
+One whose processes have died is started anew, up to rollout.max_restarts times a run, and one that
+lives but is silent, up to rollout.max_silences times:
+
+    start ──> prepare its refit ──> publish the newest version ──> prove it ──> ask again
+
+One that comes back while the trainer updates has no parts to take: it waits for the next version,
+which all take together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.cluster import stacks
+from lora_moe_rl.cluster.actors import Actor, answer, get
+from lora_moe_rl.cluster.placement import Placement
+from lora_moe_rl.cluster.pulse import UNHEARD, Pulse
+from lora_moe_rl.cluster.stacks import Place
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import (
+    ActorFailed,
+    ActorSilent,
+    EngineDied,
+    EngineSilent,
+    LoraMoeRlError,
+)
+from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.ports import Ref
+from lora_moe_rl.refit.parts import PartLayout
+from lora_moe_rl.refit.transports import Channel
+from lora_moe_rl.rollout import outputs
+from lora_moe_rl.rollout.engine import RolloutEngine
+from lora_moe_rl.rollout.merged import MergedRolloutEngine
+
+PUBLISH_POLL_S = 0.05
+REFIT_GRACE_S = 20  # an engine that gives up by itself says more than one that is given up
+
+log = logging.getLogger(__name__)
+
+
+class Replicas:
+    """The actors, one an engine; `start_async`, `wait_started` and `prepare_refit` come first.
+
+    `prove(index, version)` is awaited for an engine that came back, and raises RefitError when it
+    does not serve the version. `renew()` is awaited when an engine could not take parts, and
+    returns True when their senders had died and the parts are others now.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        spec: AdapterSpec,
+        model_dir: Path,
+        run_dir: RunDir,
+        placement: Placement,
+    ):
+        self.config, self.spec, self.model_dir, self.run_dir = config, spec, model_dir, run_dir
+        self.placement = placement
+        self.route_pieces = len(outputs.route_pieces(spec.shape, config.trainer))
+        self._starting: list[Any] = []
+        self.prove: Callable[[int, int], Awaitable[None]] | None = None
+        self.renew: Callable[[], Awaitable[bool]] | None = None
+        self.restarts = 0
+        self.silences = 0  # of these restarts, those of engines that were silent
+        self.prepared: tuple[list[PartLayout], Channel] | None = None
+        self.pinned: int | None = None  # the version that keeps its slot, by all
+        self.published: tuple[int, Sequence[Ref]] | None = None  # by all: a version, its parts
+        self.actors = [self._actor(index) for index in range(config.rollout.engines)]
+        self.pulses = [Pulse(config.rollout.silent_s) for _ in self.actors]
+        self.rolling = [0] * len(self.actors)  # requests for samples in flight
+        self.returning: dict[int, asyncio.Task[None]] = {}  # engines that are being started anew
+        self.empty: set[int] = set()  # engines that serve no version until the next is published
+        self.oldest = [-1] * len(self.actors)  # the oldest version that each can serve
+        self.newest = -1  # the version under which requests go on, if they are continued
+
+    def _actor(self, index: int) -> Actor:
+        merged = self.config.refit.mode == "merged"
+        engine_class = MergedRolloutEngine if merged else RolloutEngine
+        engine = ray.remote(engine_class).options(**self.placement.engine(index))
+        name = f"engine-{index}"
+        log_path = str(self.run_dir.log_path(name))
+        handle = engine.remote(self.config, str(self.model_dir), self.spec, index, log_path)
+        return Actor(handle, name, self.run_dir)
+
+    @property
+    def starting(self) -> dict[str, Any | None]:
+        """By actor, the call that starts it."""
+        calls = self._starting or [None] * len(self.actors)
+        return {actor.name: ref for actor, ref in zip(self.actors, calls, strict=True)}
+
+    @property
+    def places(self) -> list[Place]:
+        return [actor.place for actor in self.actors]
+
+    def start_async(self) -> None:
+        self._starting = [actor.remote("start") for actor in self.actors]
+
+    def wait_started(self) -> list[dict]:
+        return get(self.actors, self._starting, self.config.rollout.start_timeout_s)
+
+    def prepare_refit(self, layouts: list[PartLayout], channel: Channel) -> None:
+        get(self.actors, [actor.remote("prepare_refit", layouts, channel) for actor in self.actors])
+        self.prepared = layouts, channel
+
+    async def all_back(self) -> None:
+        while self.returning:
+            index, task = next(iter(self.returning.items()))
+            await asyncio.wait([task])
+            if self.returning.get(index) is task:  # until now nobody may be sent there
+                del self.returning[index]
+            task.result()
+
+    async def _free_engine(self, version: int | None) -> int:
+        """The engine with the fewest requests of those that serve a version (None: any). Raises
+        EngineDied when none does any more, and what kept one from coming back."""
+        while True:
+            for index, task in list(self.returning.items()):
+                if task.done():
+                    del self.returning[index]
+                    task.result()
+            gone = self.empty | self.returning.keys()
+            alive = [i for i in range(len(self.actors)) if i not in gone]
+            serving = [i for i in alive if version is None or self.oldest[i] <= version]
+            if serving:
+                return min(serving, key=lambda index: self.rolling[index])
+            if self.returning and not alive:
+                await asyncio.wait(self.returning.values(), return_when=asyncio.FIRST_COMPLETED)
+                continue
+            await asyncio.sleep(PUBLISH_POLL_S)
+            if alive:  # the ticket comes again, with the version that is served by then
+                raise EngineDied(f"no engine serves version {version} any more")
+
+    async def _ask(
+        self,
+        index: int,
+        method: str,
+        *args: Any,
+        num_returns: int = 1,
+        ask: Callable[[Actor, Ref], Awaitable[Any]] | None = None,
+    ) -> list[Ref]:
+        """References to what an engine returns, once it has; an engine that dies or is silent is
+        started anew and asked again. It is waited for by `ask`; None: as for a request.
+
+        Raises what the engine raises, and ActorFailed when it dies or is silent more often than is
+        allowed.
+        """
+        while True:
+            actor = self.actors[index]
+            sent = actor.remote(method, *args, num_returns=num_returns)
+            refs = sent if num_returns > 1 else [sent]
+            try:
+                if ask is None:
+                    await self._heard(index, actor, refs[0])
+                else:
+                    await ask(actor, refs[0])
+                return refs
+            except LoraMoeRlError as error:
+                if not is_death(error):
+                    raise
+                self._count(index, error)
+                await self._bring_back(index)
+
+    async def _heard(self, index: int, actor: Actor, ref: Ref) -> Any:
+        """What an engine answers to a request, however long that takes, as long as it does
+        something about one of those that it has. Raises EngineSilent when it does not, whether or
+        not it answers other questions; its stacks are in its log then."""
+        pulse, waiting = self.pulses[index], asyncio.ensure_future(answer(actor, ref))
+        pulse.begin()
+        try:
+            while not (await asyncio.wait([waiting], timeout=pulse.every_s))[0]:
+                if pulse.due():
+                    await self._listen(actor, pulse)
+                if pulse.silent:
+                    raise EngineSilent(
+                        "none of its requests got a token or ended in rollout.silent_s="
+                        f"{pulse.silent_s:g} s"
+                    )
+            return waiting.result()
+        finally:
+            pulse.end()
+            waiting.cancel()
+
+    async def _listen(self, actor: Actor, pulse: Pulse) -> None:
+        try:
+            pulse.heard(await answer(actor, actor.remote("pulse"), pulse.every_s))
+        except LoraMoeRlError:  # of a death the request itself tells
+            pulse.heard(UNHEARD)
+        if pulse.silent:
+            await asyncio.to_thread(stacks.dump, [actor.place])
+
+    @property
+    def _refit_timeout(self) -> float:
+        """An engine may wait as long for a slot and again for its workers."""
+        return 2 * self.config.refit.timeout_s + REFIT_GRACE_S
+
+    async def _refitted(self, actor: Actor, ref: Ref) -> Any:
+        """What an engine answers to a question about versions. Raises EngineSilent when it gives
+        none in time; its stacks are in its log then."""
+        try:
+            return await answer(actor, ref, self._refit_timeout)
+        except ActorSilent as error:
+            await asyncio.to_thread(stacks.dump, [actor.place])
+            raise EngineSilent(error.reason) from error
+
+    async def _give(self, index: int, method: str, version: int, parts: Sequence[Ref]) -> list[Ref]:
+        """`_ask` with the parts of a version."""
+
+        async def ask() -> list[Ref]:
+            return await self._ask(index, method, version, *parts, ask=self._refitted)
+
+        return await self._with_parts(ask, parts)
+
+    async def _with_parts(self, ask: Callable[[], Awaitable[Any]], parts: Sequence[Ref]) -> Any:
+        """What `ask` gives; once more when the parts have become others meanwhile (`renew`)."""
+        while True:
+            before = list(parts)
+            try:
+                return await ask()
+            except LoraMoeRlError:
+                if self.renew is None or not (await self.renew() or list(parts) != before):
+                    raise
+
+    async def _each(self, method: str, *args: Any) -> list[Any]:
+        return await asyncio.gather(
+            *(answer(actor, actor.remote(method, *args)) for actor in self.actors)
+        )
+
+    def _let_return(self, index: int, actor: Actor, error: LoraMoeRlError) -> None:
+        """An engine has died over a request; others may have noticed. Raises `error` if it is no
+        death."""
+        if not is_death(error):
+            raise error
+        if actor is self.actors[index] and index not in self.returning:
+            self._count(index, error)
+            self.returning[index] = asyncio.create_task(self._bring_back(index))
+
+    def _count(self, index: int, error: LoraMoeRlError) -> None:
+        """Counts a death. Raises `error` when it is none, ActorFailed beyond the bound."""
+        if not is_death(error):
+            raise error
+        actor, rollout = self.actors[index], self.config.rollout
+        reason = error.reason if isinstance(error, ActorFailed) else str(error)
+        if silent := isinstance(error, EngineSilent):
+            what, key, limit = "is silent", "rollout.max_silences", rollout.max_silences
+        else:
+            what, key, limit = "died", "rollout.max_restarts", rollout.max_restarts
+        done = self.silences if silent else self.restarts - self.silences
+        if done >= limit:
+            reason += (
+                f"; {done} restarts so far, and {key}={limit} allows no more. The run can go on "
+                "with --resume"
+            )
+            raise ActorFailed(actor.name, reason, self.run_dir.tail(actor.name)) from error
+        self.restarts += 1
+        self.silences += silent
+        log.warning(
+            f"%s {what} (%s): starting it anew, restart %d of {key}=%d; its log: %s",
+            *(actor.name, reason, done + 1, limit, self.run_dir.log_path(actor.name)),
+        )
+
+    async def _bring_back(self, index: int) -> None:
+        """Starts a dead engine anew, until it lives."""
+        started = time.perf_counter()
+        while True:
+            try:
+                await self._start_anew(index)
+                break
+            except LoraMoeRlError as error:
+                self._count(index, error)
+        served = "" if self.published is None else f" and serves version {self.published[0]}"
+        log.warning(
+            "engine-%d is back%s, %.1f s later", index, served, time.perf_counter() - started
+        )
+
+    async def _start_anew(self, index: int) -> None:
+        self.actors[index].end()  # may live on around a vLLM that has died, or is silent
+        actor = self.actors[index] = self._actor(index)
+        self.pulses[index] = Pulse(self.config.rollout.silent_s)
+        await answer(actor, actor.remote("start"), self.config.rollout.start_timeout_s)
+        if self.prepared is not None:
+            await answer(actor, actor.remote("prepare_refit", *self.prepared))
+        if self.pinned is not None:
+            await answer(actor, actor.remote("pin", self.pinned))
+        if self.published is not None:
+            version, parts = self.published
+            self.oldest[index] = version
+
+            async def publish() -> None:
+                await self._refitted(actor, actor.remote("publish", version, *parts))
+
+            await self._with_parts(publish, parts)
+            if self.prove is not None:
+                await self.prove(index, version)
+        else:
+            self.empty.add(index)
+
+
+def is_death(error: LoraMoeRlError) -> bool:
+    return isinstance(error, EngineDied) or isinstance(error.__cause__, RayActorError)
