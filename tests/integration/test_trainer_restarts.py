@@ -65,7 +65,6 @@ def train(folder: Path, recipe: Path, *settings: str) -> tuple[str, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.whole
 @pytest.mark.timeout(1200)
 def test_ranks_that_die_and_hang_leave_no_trace_in_what_is_learned(tmp_path, monkeypatch):
     resolve_model("qwen3_moe")
