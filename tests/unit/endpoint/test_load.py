@@ -16,7 +16,7 @@ from lora_moe_rl.endpoint.app import Endpoint
 from lora_moe_rl.endpoint.rendering import Chats
 from lora_moe_rl.endpoint.sessions import Sessions
 
-pytestmark = pytest.mark.seconds  # imports transformers and openai
+pytestmark = [pytest.mark.seconds, pytest.mark.timeout(120)]  # imports transformers and openai
 MANY, RUNNING, WAITING = 10_000, 256, 4096
 SOONER = 20  # times as soon as Retry-After says
 
