@@ -56,6 +56,12 @@ class Slice:
     trained: bool = True
 
 
+def _device(base: torch.nn.Module) -> torch.device:
+    """Of a linear's weights, which are no parameters where they stay quantised."""
+    first = next(base.parameters(), None)
+    return base.device if first is None else first.device  # pyright: ignore[reportReturnType]
+
+
 class LoRALinear(torch.nn.Module):
     """`base(x) + merge(scale_i * B_i A_i x)` for the sites fused in one base linear.
 
@@ -87,7 +93,7 @@ class LoRALinear(torch.nn.Module):
         self.merge = merge or (lambda parts: parts[0] if len(parts) == 1 else torch.cat(parts, -1))
         self.ranks = [site.rank - site.frozen_rank for site in self.sites]
         self.frozen_ranks = [site.frozen_rank for site in self.sites]
-        device = next(base.parameters()).device
+        device = _device(base)
         starts = [self._start(site, seed, start) for site in self.sites]
         self.A = _parameter(torch.cat([A for A, _ in starts], dim=-2), device)
         self.B = torch.nn.ParameterList(_parameter(B, device) for _, B in starts)
@@ -187,7 +193,7 @@ class LoRALinear(torch.nn.Module):
             self._local("A", shape_A),
             self._local("B", shape_B),
         )
-        if next(self.base.parameters()).is_meta:  # of a model that is planned, not trained
+        if _device(self.base).type == "meta":  # of a model that is planned, not trained
             return torch.empty(local_A, device="meta"), torch.empty(local_B, device="meta")
         if start is None:
             return _kaiming(site, rank, window(start_A, local_A), seed), torch.zeros(local_B)

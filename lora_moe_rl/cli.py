@@ -236,14 +236,14 @@ def _split_target(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _make_tiny(arguments: Sequence[str]) -> int:
-    from lora_moe_rl.tiny.make import TINY_NAMES, make_tiny
+    from lora_moe_rl.tiny.make import NAMES, make_tiny
 
     parser = argparse.ArgumentParser(
         prog="lora-moe-rl make-tiny",
         description="Make a tiny pre-trained model, as a Hugging Face directory: one or two "
         "minutes. It is cached: the second time it is only found.",
     )
-    parser.add_argument("name", choices=TINY_NAMES)
+    parser.add_argument("name", choices=NAMES)
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to; by default the cache")
     parser.add_argument("--force", action="store_true", help="make it anew")
     parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
@@ -265,6 +265,7 @@ BENCH = {
     "start": ("bench.start", "from the command line to the first step"),
     "memory": ("bench.memory", "what training keeps in memory, adapters against all parameters"),
     "head": ("bench.head", "logprobs of long sequences: memory and time, against all logits"),
+    "dequant": ("bench.dequant", "a quantised base in the trainer, against one of numbers"),
     "refit": ("bench.refit", "an adapter into vLLM, against vLLM's own ways and a plain copy"),
     "replay": ("bench.replay", "router replay: bytes, codec, its share of a step, its effect"),
     "export": ("bench.export", "merging a checkpoint, against cp and PEFT"),

@@ -24,7 +24,7 @@ def bridge() -> type:
     from lora_moe_rl.trainer import bridge_parts as parts
 
     class DeepseekV3(parts.Complete, DeepSeekV3Bridge):
-        read_with = ("_scale_inv",)  # of FP8 weights
+        pass
 
     class KimiK2Config(DeepseekV3Config):
         """A model_type that transformers knows only by remote code."""

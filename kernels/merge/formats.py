@@ -1,11 +1,6 @@
-"""Two quantised weight formats, in plain torch. Weights are `[..., out, in]`.
+"""Two of the quantised forms of `kernels/dequant/formats.py`, both ways, in plain torch.
 
-FP8 block-128 (DeepSeek-V3's `weight` and `weight_scale_inv`): float8_e4m3fn, one float32 scale for
-each 128 x 128 block, `[..., ceil(out / 128), ceil(in / 128)]`; the value is weight * scale.
-
-INT4 group-32 (compressed-tensors' "pack-quantized", symmetric, as Kimi-K2-Thinking's
-`weight_packed` and `weight_scale`): eight values in one int32, `[..., out, in / 8]`, the first in
-the lowest bits, each stored plus 8; one scale for 32 values along `in`, `[..., out, in / 32]`.
+Weights are `[..., out, in]`.
 """
 
 from __future__ import annotations
@@ -13,14 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-FP8_BLOCK, FP8_MAX = 128, 448.0
-INT4_GROUP, INT4_IN_WORD = 32, 8
+from lora_moe_rl.kernels.dequant import Packed, dequantise
+from lora_moe_rl.kernels.dequant.formats import FP8_BLOCK, INT4_GROUP, INT4_IN_WORD
+
+FP8_MAX = 448.0
 # compressed-tensors' symmetric scale: half of the 15 steps between -8 and 7.
 INT4_HALF_RANGE = 7.5
 
 
 def dequantise_fp8(weight: Tensor, scale_inv: Tensor, dtype=torch.float32) -> Tensor:
-    return weight.to(dtype) * _spread_blocks(scale_inv, weight.shape).to(dtype)
+    return dequantise(Packed("fp8", weight, scale_inv), dtype, "torch")
 
 
 def quantise_fp8(value: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,9 +33,7 @@ def quantise_fp8(value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise_int4(packed: Tensor, scales: Tensor, dtype=torch.float32) -> Tensor:
-    shifts = 4 * torch.arange(INT4_IN_WORD, device=packed.device, dtype=torch.int32)
-    values = ((packed[..., None] >> shifts) & 15) - 8
-    return values.flatten(-2).to(dtype) * scales.to(dtype).repeat_interleave(INT4_GROUP, dim=-1)
+    return dequantise(Packed("int4", packed, scales), dtype, "torch")
 
 
 def quantise_int4(value: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:

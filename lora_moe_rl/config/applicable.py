@@ -19,12 +19,12 @@ from lora_moe_rl.config.reward import BASE, ENGINES
 from lora_moe_rl.config.section import is_set
 from lora_moe_rl.data.rows import is_hub
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.tiny.make import TINY_NAMES
+from lora_moe_rl.tiny.make import NAMES
 
 
 def _is_hub_model(config: RunConfig) -> bool:
     path = config.model.path
-    return path not in TINY_NAMES and not path.startswith(("/", ".", "~"))
+    return path not in NAMES and not path.startswith(("/", ".", "~"))
 
 
 class _Rule(NamedTuple):

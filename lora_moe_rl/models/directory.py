@@ -10,7 +10,8 @@ from pathlib import Path
 
 from lora_moe_rl.adapters.families import FAMILIES
 from lora_moe_rl.errors import ModelError
-from lora_moe_rl.tiny.make import TINY_NAMES, find_tiny, make_tiny
+from lora_moe_rl.models import quantised
+from lora_moe_rl.tiny.make import NAMES, find_tiny, make_tiny
 
 NOT_FETCHED = ["*.bin", "*.pt", "*.pth", "*.gguf"]
 
@@ -24,7 +25,7 @@ def resolve_model(path: str, revision: str | None = None) -> Path:
     """
     if (directory := Path(path).expanduser()).is_dir():
         return directory
-    if path in TINY_NAMES:
+    if path in NAMES:
         return make_tiny(path)
     _require_hub_name(path)
     return _download(path, revision)
@@ -35,7 +36,7 @@ def find_local(path: str, revision: str | None = None) -> Path | None:
     when it is not; raises ModelError for what could not be had anyway."""
     if (directory := Path(path).expanduser()).is_dir():
         return directory
-    if path in TINY_NAMES:
+    if path in NAMES:
         return find_tiny(path)
     _require_hub_name(path)
     return _cached(path, revision)
@@ -44,7 +45,7 @@ def find_local(path: str, revision: str | None = None) -> Path | None:
 def base_name(path: str) -> str:
     """A base by the name that other tools find it under: a tiny model, which only we know by name,
     by its directory; a directory by its absolute path; a name of the hub as it is."""
-    if Path(path).is_dir() or path in TINY_NAMES:
+    if Path(path).is_dir() or path in NAMES:
         found = find_local(path)
         return path if found is None else str(found.absolute())
     return path
@@ -54,7 +55,7 @@ def _require_hub_name(path: str) -> None:
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ModelError(
             f"model.path={path!r} is not a directory, and not a hub name (owner/name) or one of "
-            f"the tiny models {', '.join(TINY_NAMES)}"
+            f"the tiny models {', '.join(NAMES)}"
         )
 
 
@@ -82,6 +83,8 @@ def check_model_dir(path: Path | str) -> dict:
             f"{config_file}: architecture {', '.join(architectures)} (model_type "
             f"{config.get('model_type')}) is not supported; supported are {known}"
         )
+    for reason in quantised.refused(config):
+        raise ModelError(f"{config_file}: {reason}")
     _check_weights(path)
     return config
 

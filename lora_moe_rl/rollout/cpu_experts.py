@@ -21,10 +21,14 @@ from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRACon
 from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 from vllm.model_executor.layers.fused_moe.oracle import unquantized as oracle
 
+from lora_moe_rl.kernels.dequant import Packed, dequantise
 from lora_moe_rl.rollout.cpu_lora import GroupedLoRA
 from lora_moe_rl.upstream.checks import require_attributes, require_parameters, require_version
 
 WHO = "lora_moe_rl/rollout/cpu_experts.py"
+
+# [E, out, in], as numbers or quantised.
+Weights = torch.Tensor | Packed
 
 
 class Run(NamedTuple):
@@ -61,21 +65,26 @@ class TorchLoRAExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
         apply_router_weight_on_input: bool,
     ) -> None:
         """output [T, H] = sum over k of topk_weights[t, k] * expert(topk_ids[t, k])(x[t])."""
+        gate_up, down = self.weights(w1, w2)
         assert activation == MoEActivation.SILU, f"{WHO} knows silu, not {activation}"
         tokens, top_k = topk_ids.shape
         experts = topk_ids.reshape(-1).long()
         if expert_map is not None:
             experts = expert_map.long()[experts]  # -1: an expert of another worker
-        order, runs = sort_by_expert(experts, w1.shape[0], self._slot_groups(tokens), top_k)
+        order, runs = sort_by_expert(experts, gate_up.shape[0], self._slot_groups(tokens), top_k)
 
         lora = self._lora_context if any(run.slot >= 0 for run in runs) else None
-        inner = _gate_up(hidden_states[order // top_k], w1, runs, lora)
-        result = _down(inner, w2, runs, lora).float()
+        inner = _gate_up(hidden_states[order // top_k], gate_up, runs, lora)
+        result = _down(inner, down, runs, lora).float()
         if not apply_router_weight_on_input:
             result *= topk_weights.reshape(-1)[order].unsqueeze(1).float()
         scattered = result.new_zeros(tokens * top_k, output.shape[-1])
         scattered[order] = result
         output.copy_(scattered.view(tokens, top_k, -1).sum(dim=1))
+
+    def weights(self, w1: torch.Tensor, w2: torch.Tensor) -> tuple[Weights, Weights]:
+        """Of gate and up, and of down: `[E, 2I, H]` and `[E, H, I]`."""
+        return w1, w2
 
     def _slot_groups(self, tokens: int) -> list:
         """Tokens by adapter slot; none when no expert takes adapters."""
@@ -113,7 +122,7 @@ def sort_by_expert(
     return order[remote:], runs
 
 
-def _gate_up(x: torch.Tensor, w1: torch.Tensor, runs: list[Run], lora: MoELoRAContext | None):
+def _gate_up(x: torch.Tensor, w1: Weights, runs: list[Run], lora: MoELoRAContext | None):
     """silu(gate(x)) * up(x), [N, I], for sorted rows x [N, H]."""
     width = w1.shape[1] // 2
     hidden = _matmul(x, w1, runs)
@@ -126,7 +135,7 @@ def _gate_up(x: torch.Tensor, w1: torch.Tensor, runs: list[Run], lora: MoELoRACo
     return silu(hidden[:, :width]) * hidden[:, width:]
 
 
-def _down(inner: torch.Tensor, w2: torch.Tensor, runs: list[Run], lora: MoELoRAContext | None):
+def _down(inner: torch.Tensor, w2: Weights, runs: list[Run], lora: MoELoRAContext | None):
     """[N, H] from sorted rows inner [N, I]; the workers' results are summed later."""
     result = _matmul(inner, w2, runs)
     if lora is not None:
@@ -140,12 +149,19 @@ def _down(inner: torch.Tensor, w2: torch.Tensor, runs: list[Run], lora: MoELoRAC
     return result
 
 
-def _matmul(x: torch.Tensor, weights: torch.Tensor, runs: list[Run]) -> torch.Tensor:
+def _matmul(x: torch.Tensor, weights: Weights, runs: list[Run]) -> torch.Tensor:
     """Each row of x [N, in] times its expert's weight: weights [E, out, in]."""
     result = x.new_empty(len(x), weights.shape[1])
     for _, expert, start, stop in runs:
-        torch.mm(x[start:stop], weights[expert].T, out=result[start:stop])
+        torch.mm(x[start:stop], _weight(weights, expert, x.dtype).T, out=result[start:stop])
     return result
+
+
+def _weight(weights: Weights, expert: int, dtype: torch.dtype) -> torch.Tensor:
+    """[out, in] of one expert."""
+    if isinstance(weights, torch.Tensor):
+        return weights[expert]
+    return dequantise(weights.of(expert), dtype)
 
 
 def _shrink(x: torch.Tensor, lora_a: torch.Tensor, runs: list[Run]) -> torch.Tensor:

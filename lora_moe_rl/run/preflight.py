@@ -36,12 +36,13 @@ from lora_moe_rl.data.rows import is_hub, read_rows
 from lora_moe_rl.data.samples import Prompt
 from lora_moe_rl.errors import ConfigError, DataError, LoraMoeRlError
 from lora_moe_rl.evaluation.scoring import check_values
+from lora_moe_rl.models import quantised
 from lora_moe_rl.models.directory import check_model_dir, find_local, resolve_model
 from lora_moe_rl.models.fit import check_layout, check_replay
 from lora_moe_rl.models.tokenizer import check_tokenizer, load_tokenizer, stop_ids
 from lora_moe_rl.rewards.by_set import NoRewards, RewardsBySet
 from lora_moe_rl.rewards.runner import RewardRunner
-from lora_moe_rl.rollout.device import check_engine
+from lora_moe_rl.rollout.device import check_engine, check_quantised
 from lora_moe_rl.run import machine, reward_trial
 from lora_moe_rl.run.offline import RowAnswers
 
@@ -154,7 +155,7 @@ class Preflight:
         hf_config = check_model_dir(found)
         check_tokenizer(found, model.trust_remote_code)
         self.shape = ModelShape.from_hf_config(hf_config)
-        self.model_dir = found
+        self.model_dir, self.form = found, quantised.form(hf_config)
         return f"{found}: {self.shape.architecture}, {self.shape.num_layers} layers"
 
     def _data(self) -> str:
@@ -283,6 +284,7 @@ class Preflight:
         check_replay(shape, config)
         spec = AdapterSpec.build(shape, config.adapter, servable=config.serves_adapters)
         check_engine(config, spec)
+        check_quantised(config, self.form)
         spec.lr_factors(config.trainer.lr_pattern)
         if config.learns_from == "pairs" and config.adapter.init_from is not None:
             self.warnings.append(

@@ -34,7 +34,7 @@ def build(name: str, out: Path, progress: bool) -> None:
         model, record = _train(name, progress)
         _save(name, model, record, scratch)
         scratch.chmod(0o755)
-        _put(scratch, out)
+        put(scratch, out)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -76,7 +76,7 @@ def _save(name: str, model: PreTrainedModel, record: dict, out: Path) -> None:
     (out / RECORD).write_text(json.dumps(record, indent=2) + "\n")
 
 
-def _put(scratch: Path, out: Path) -> None:
+def put(scratch: Path, out: Path) -> None:
     """Rename `scratch` to `out`. A directory that has files cannot be renamed over, so an older
     one is moved aside first; when another process is faster, its model stays."""
     if out.exists():

@@ -13,6 +13,9 @@ from pathlib import Path
 from lora_moe_rl.errors import ModelError
 
 TINY_NAMES = ("qwen3_moe", "deepseek_v3")
+# The same, with routed experts as quantised checkpoints have them (`quantise.py`).
+QUANTISED_NAMES = tuple(f"{name}-int4" for name in TINY_NAMES)
+NAMES = TINY_NAMES + QUANTISED_NAMES
 SOURCES = ("arithmetic", "muon", "pretrain", "shapes", "tokenizer")
 
 
@@ -24,8 +27,8 @@ def make_tiny(
     Without `out` it goes into the cache directory under a key of all that decides its weights;
     `force` makes it anew. Returns the Hugging Face directory.
     """
-    if name not in TINY_NAMES:
-        raise ModelError(f"{name!r} is not a tiny model; there are {', '.join(TINY_NAMES)}")
+    if name not in NAMES:
+        raise ModelError(f"{name!r} is not a tiny model; there are {', '.join(NAMES)}")
     target = Path(out) if out else cached_at(name)
     if (target / "config.json").is_file() and not force:
         return target
@@ -34,14 +37,24 @@ def make_tiny(
 
     from filelock import FileLock
 
-    from lora_moe_rl.tiny.build import build
-
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(target.with_name(f".{target.name}.lock")):
         # Another process may have made it while this one waited.
         if force or not (target / "config.json").is_file():
-            build(name, target, progress)
+            _make(name, target, progress)
     return target
+
+
+def _make(name: str, target: Path, progress: bool) -> None:
+    base, _, form = name.partition("-")
+    if form:
+        from lora_moe_rl.tiny.quantise import quantise
+
+        quantise(make_tiny(base, progress=progress), target)
+    else:
+        from lora_moe_rl.tiny.build import build
+
+        build(base, target, progress)
 
 
 def find_tiny(name: str) -> Path | None:
@@ -63,6 +76,7 @@ def cache_dir() -> Path:
 def _cache_key(name: str) -> str:
     """A hash of what decides the weights: our sources and the versions of what they call."""
     here = Path(__file__).parent
-    parts = [name, *((here / f"{source}.py").read_text() for source in SOURCES)]
+    sources = SOURCES + (("quantise",) if name in QUANTISED_NAMES else ())
+    parts = [name, *((here / f"{source}.py").read_text() for source in sources)]
     parts += [version(package) for package in ("torch", "transformers", "tokenizers")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]

@@ -6,7 +6,9 @@ that: it mends what upstream lacks or gets wrong for some members:
 - layers that are dense by name or by step, more than one shared expert, partial rotary embeddings
   that config.json gives in `rope_parameters`;
 - parameters without a weight and weights without a parameter are logged upstream, and the model is
-  then silently another one; here they are errors.
+  then silently another one; here they are errors;
+- quantised weights of dense linears are dequantised while they are loaded, upstream FP8 alone and
+  rounded to bfloat16. Those of routed experts are not loaded here (`packed_experts.py`).
 
 Import only after `bridge.load()` has prepared Megatron-Bridge.
 """
@@ -27,6 +29,7 @@ from megatron.bridge.models.conversion.param_mapping import (
 
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.errors import ModelError
+from lora_moe_rl.models import quantised_weights
 from lora_moe_rl.trainer import grouped_topk
 from lora_moe_rl.trainer.mla_query import without_query_norm
 
@@ -83,7 +86,6 @@ class Complete(MegatronModelBridge):
     """Stands before an upstream bridge: adds to its mappings, sets what it leaves out, checks."""
 
     group_members = 2  # experts whose scores make the score of their group, if there are groups
-    read_with: tuple[str, ...] = ()  # endings of tensors that the bridge reads beside a weight
 
     def added(self) -> list:
         """Mappings that the upstream bridge lacks."""
@@ -100,6 +102,16 @@ class Complete(MegatronModelBridge):
                     f"{mapping.megatron_param} by itself: take it out of {type(self).__name__}"
                 )
         return MegatronMappingRegistry(*upstream, *added)
+
+    def maybe_modify_loaded_hf_weight(self, hf_param, hf_state_dict):
+        if not getattr(self.hf_config, "quantization_config", None):
+            return super().maybe_modify_loaded_hf_weight(hf_param, hf_state_dict)
+        if isinstance(hf_param, str):
+            return quantised_weights.read(hf_state_dict.__getitem__, self.names, hf_param)
+        return {
+            key: quantised_weights.read(hf_state_dict.__getitem__, self.names, name)
+            for key, name in hf_param.items()
+        }
 
     def provider_bridge(self, hf_pretrained):
         config = hf_pretrained.config
@@ -129,7 +141,8 @@ class Complete(MegatronModelBridge):
         tasks = super().build_conversion_tasks(hf_pretrained, megatron_model, *args, **kwargs)
         self._check_parameters(megatron_model, tasks)
         if hasattr(hf_pretrained, "state"):
-            self._check_weights(hf_pretrained.state.source.get_all_keys(), tasks)
+            self.names = frozenset(hf_pretrained.state.source.get_all_keys())
+            self._check_weights(tasks)
         return tasks
 
     def _check_parameters(self, megatron_model, tasks) -> None:
@@ -147,7 +160,7 @@ class Complete(MegatronModelBridge):
                     f"{type(self).__name__} does not know"
                 )
 
-    def _check_weights(self, keys, tasks) -> None:
+    def _check_weights(self, tasks) -> None:
         used: set[str] = set()
         for task in tasks:
             if task is not None:
@@ -155,8 +168,13 @@ class Complete(MegatronModelBridge):
                 used.update([names] if isinstance(names, str) else names.values())
         used = {_any_expert(name) for name in used}  # other experts' are on other ranks
         num_layers = self.hf_config.num_hidden_layers
-        keys = [k for k in keys if _trained(k, num_layers) and not k.endswith(self.read_with)]
-        left = sorted(k for k in keys if _any_expert(k) not in used)
+        left = sorted(
+            name
+            for name in self.names
+            if _trained(name, num_layers)
+            and not quantised_weights.of_expert(name, self.names)
+            and _any_expert(quantised_weights.weight_of(name)) not in used
+        )
         if left:
             raise ModelError(
                 f"{len(left)} weights of the checkpoint have no place in the Megatron model "

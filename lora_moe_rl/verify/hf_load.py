@@ -8,17 +8,24 @@ that transformers does not know, kimi_k2, the experts of a checkpoint would not 
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import torch
 import transformers
 
 from lora_moe_rl.adapters.families import FAMILIES
+from lora_moe_rl.models.quantised_weights import write_numbers
 
 
 def load(model_dir: Path) -> torch.nn.Module:
-    """The model of a Hugging Face directory, in float32 on the CPU."""
+    """The model of a Hugging Face directory, in float32 on the CPU. A quantised one is dequantised
+    on the disk first: transformers stacks experts, and knows no quantised stacks."""
     config = json.loads((Path(model_dir) / "config.json").read_text())
+    if "quantization_config" in config:
+        with tempfile.TemporaryDirectory() as folder:
+            write_numbers(Path(model_dir), numbers := Path(folder) / "numbers")
+            return load(numbers)
     (architecture,) = config["architectures"]
     model_class = getattr(transformers, architecture)
     family = FAMILIES[architecture]

@@ -16,6 +16,7 @@ INTS = {
     *("stride_xt", "stride_we", "stride_wk", "stride_wn", "stride_yt"),
     *("stride_ut", "stride_vt", "stride_de", "stride_dm", "stride_dn"),
     *("stride_ae", "stride_ar", "stride_ai", "stride_be", "stride_bo", "stride_br"),
+    *("stride_pe", "stride_se"),
     *("T", "num_bytes", "num_ids", "first_id", "stride_st"),
 }
 POINTERS = {
@@ -36,6 +37,7 @@ BF16 = {"x": "bf16", "y": "bf16", "u": "bf16", "v": "bf16", "w": "fp32", "d": "f
 FP32 = dict.fromkeys(("x", "y", "u", "v", "w", "d"), "fp32")
 FP32_W = dict.fromkeys(("W", "out"), "fp32")
 SMALL = {"BLOCK_T": 64, "BLOCK_M": 64, "BLOCK_N": 64}
+DEQUANT, FP8 = {"BLOCK_O": 16, "BLOCK_I": 256}, {"BLOCK_O": 32, "BLOCK_I": 128}
 ROW = {"NUM_IDS": 480, "WIDTH": 540, "BITS": 9}
 MAP = {"packed": "u8", "scores": "fp32", "chosen": "u8", "gathered": "fp32"}
 MAP_TILE = {"TOP_K": 8, "WIDTH": 540, "BITS": 9, "BLOCK_T": 8, "BLOCK_E": 512}
@@ -52,6 +54,10 @@ CASES = [
     ("merge", "merge_delta", FP32_W, MERGE | TILE | {"PRECISION": "ieee"}),
     ("merge", "merge_delta_fp8", {"W": "fp8e4nv"}, MERGE),
     ("merge", "merge_delta_int4", {"scales": "bf16"}, MERGE | TILE),
+    ("dequant", "int4", {"scales": "bf16", "out": "bf16"}, DEQUANT),
+    ("dequant", "int4", {"scales": "bf16", "out": "fp32"}, DEQUANT),
+    ("dequant", "fp8", {"weight": "fp8e4nv", "scales": "fp32", "out": "bf16"}, FP8),
+    ("dequant", "mxfp4", {"blocks": "u8", "scales": "u8", "out": "bf16"}, DEQUANT),
     (CODEC, "pack", {"ids": "i16", "packed": "u8"}, ROW | {"SPAN": 2, "BLOCK": 1024}),
     (CODEC, "unpack", {"ids": "i16", "packed": "u8"}, ROW | {"BLOCK": 1024}),
     (CODEC, "routing_map", MAP, MAP_TILE),

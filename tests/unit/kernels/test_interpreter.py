@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-FILES = ("grouped_lora", "merge", "route_codec")
+FILES = ("dequant", "grouped_lora", "merge", "route_codec")
 
 
 @pytest.mark.seconds

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from lora_moe_rl.adapters.spec import AdapterSpec
@@ -30,3 +32,43 @@ def test_the_cpu_build_has_no_graphs_to_leave_out(monkeypatch):
     device.check_engine(*of())
     monkeypatch.setattr(device, "installed", {"vllm": "0.31.0"}.get)
     device.check_engine(config, spec)
+
+
+INT4_CONFIG = {"quantization_config": {"quant_method": "compressed-tensors"}}
+
+
+def test_int4_experts_are_served_by_the_kernel_that_reads_adapters(tmp_path):
+    """vLLM 0.31's Triton experts for INT4 say that they know LoRA, and never read it."""
+    config, spec = of()
+    (tmp_path / "config.json").write_text(json.dumps(INT4_CONFIG))
+    args = device.engine_args(config, spec, str(tmp_path), 0, cpu=False)
+    assert args["moe_backend"] == "marlin"
+    (tmp_path / "config.json").write_text("{}")
+    assert "moe_backend" not in device.engine_args(config, spec, str(tmp_path), 0, cpu=False)
+
+
+def test_fp8_weights_are_served_as_they_are():
+    assert device.environment(of()[0].rollout, cpu=False)["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("form", "settings", "named"),
+    [
+        ("int4", {"refit": {"mode": "merged"}}, "refit.mode=merged"),
+        ("fp8", {"adapter": {"init": "olora"}}, "adapter.init=olora"),
+    ],
+)
+def test_settings_that_a_quantised_base_excludes(form, settings, named, monkeypatch):
+    monkeypatch.setattr(device, "installed", {}.get)
+    with pytest.raises(ConfigError, match=named):
+        device.check_quantised(RunConfig(**settings), form)
+    device.check_quantised(RunConfig(**settings), None)
+    device.check_quantised(RunConfig(), form)
+
+
+def test_requantised_fp8_is_refused(monkeypatch):
+    monkeypatch.setattr(device, "installed", {}.get)
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM_E8M0", "1")
+    with pytest.raises(ConfigError, match="VLLM_USE_DEEP_GEMM_E8M0=1"):
+        device.check_quantised(RunConfig(), "fp8")
+    device.check_quantised(RunConfig(), "int4")

@@ -171,14 +171,15 @@ def test_a_generator_that_raises_is_one_line(check, tmp_path):
     assert "rows.py:rows raised KeyError: 'prompt'" in found["data"][1]
 
 
-def test_what_the_planner_cannot_size_is_a_warning(check, model, tmp_path):
+def test_a_form_of_quantisation_that_is_not_supported_is_named(check, model, tmp_path):
     other = tmp_path / "quantised"
     shutil.copytree(model, other)
     config = json.loads((other / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "awq"}
     (other / "config.json").write_text(json.dumps(config))
-    state, text = check(f"model={other}", "trainer.device=cpu")[1]["machine"]
-    assert state == "warning" and "memory was not planned" in text and "awq" in text
+    state, text = check(f"model={other}", "trainer.device=cpu")[1]["model"]
+    assert state == "error" and "quant_method='awq'" in text
+    assert "int4 (quant_method compressed-tensors" in text and "fp8 (quant_method fp8" in text
 
 
 def test_nothing_is_fetched_or_made(check, monkeypatch, tmp_path):

@@ -1,0 +1,72 @@
+"""Names and values of quantised weights in a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from lora_moe_rl.errors import ModelError
+from lora_moe_rl.files.untrusted import SafeWeights, read_json
+from lora_moe_rl.kernels.dequant import Form, Packed, dequantise
+from lora_moe_rl.kernels.dequant.formats import bad_scales
+
+# Names of a linear's tensors behind its path: (packed values, scales, shape or None).
+TENSORS: dict[Form, tuple[str, str, str | None]] = {
+    "int4": ("weight_packed", "weight_scale", "weight_shape"),
+    "fp8": ("weight", "weight_scale_inv", None),
+}
+_BESIDE = {name for names in TENSORS.values() for name in names if name}
+
+
+def form_of(path: str, names: Collection[str]) -> Form | None:
+    """How a checkpoint with these `names` stores the linear at `path`; None: not quantised."""
+    for form, (data, scale, _) in TENSORS.items():
+        if f"{path}.{data}" in names and f"{path}.{scale}" in names:
+            return form
+    return None
+
+
+def weight_of(name: str) -> str:
+    """The weight that a tensor of a checkpoint belongs to."""
+    path, _, last = name.rpartition(".")
+    return f"{path}.weight" if last in _BESIDE else name
+
+
+def of_expert(name: str, names: Collection[str]) -> bool:
+    """Whether a tensor belongs to a routed expert's quantised linear."""
+    if not re.search(r"\.experts\.\d+\.", name):
+        return False
+    return form_of(name.rpartition(".")[0], names) is not None
+
+
+def read(get: Callable[[str], torch.Tensor], names: Collection[str], name: str) -> torch.Tensor:
+    """The weight `name` of a checkpoint with these `names`, in float32 when it is stored quantised.
+    Raises ModelError for scales that are no scales."""
+    path = name.rpartition(".")[0]
+    form = form_of(path, names)
+    if form is None:
+        return get(name)
+    data, scale, _ = TENSORS[form]
+    scales = get(f"{path}.{scale}")
+    if wrong := bad_scales(form, scales):
+        raise ModelError(f"{path}.{scale}: {wrong}; fetch the file again")
+    return dequantise(Packed(form, get(f"{path}.{data}"), scales), torch.float32)
+
+
+def write_numbers(source: Path, out: Path) -> None:
+    """Writes the model of a quantised checkpoint to the directory `out`: the same weights in
+    float32."""
+    shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors*"))
+    with SafeWeights.open(source) as weights:
+        wanted = dict.fromkeys(weight_of(name) for name in weights.file_of)
+        tensors = {name: read(weights.read, weights.file_of, name) for name in wanted}
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    config = read_json(source / "config.json")
+    config.pop("quantization_config", None)
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")

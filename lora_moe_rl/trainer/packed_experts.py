@@ -1,0 +1,208 @@
+"""Routed experts of a quantised base, trained on as the checkpoint has them.
+
+    checkpoint's packed tensors -> stacked, this rank's experts -> packed_linear (forward, backward)
+
+The weights of a layer exist as numbers only while they are multiplied, in a buffer that all layers
+share (`kernels/packed_linear.py`): at no time is there another copy of the model. They are loaded
+here, beside Megatron-Bridge, which would hand them over dequantised; it loads everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from megatron.core import parallel_state as ps
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from lora_moe_rl.adapters.families import ModelShape, hf_path
+from lora_moe_rl.errors import ModelError
+from lora_moe_rl.files.untrusted import DTYPES, SafeWeights
+from lora_moe_rl.kernels.dequant import Form, Packed
+from lora_moe_rl.kernels.dequant.formats import (
+    DATA_DTYPES,
+    MULTIPLES,
+    bad_scales,
+    packed_shapes,
+)
+from lora_moe_rl.kernels.packed_linear import SCRATCH, packed_linear
+from lora_moe_rl.models.quantised_weights import TENSORS, form_of
+
+# Of each linear of an expert: what it holds, in the order of its rows, and which side is cut.
+HOLDS = {"column": (("experts.gate", "experts.up"), 0), "row": (("experts.down",), 1)}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a checkpoint stores routed experts."""
+
+    form: Form
+    scale_dtype: torch.dtype
+
+
+class PackedGroupedLinear(torch.nn.Module):
+    """Linears of this rank's experts, without parameters: `packed` holds the weights, and is theirs
+    from `load` on."""
+
+    parallel_mode: str
+
+    def __init__(self, num_gemms, input_size, output_size, *, config, stored: Stored, **kwargs):
+        super().__init__()
+        tp = kwargs["pg_collection"].expt_tp.size()
+        column = self.parallel_mode == "column"
+        self.num_gemms = num_gemms
+        self.in_features = input_size if column else input_size // tp
+        self.out_features = output_size // tp if column else output_size
+        self.explicit_expert_comm = tp > 1 or config.expert_model_parallel_size > 1
+        on_cpu = config.use_cpu_initialization
+        self.device = torch.device("cpu" if on_cpu else f"cuda:{torch.cuda.current_device()}")
+        shape = (num_gemms, self.out_features, self.in_features)
+        data, scales = packed_shapes(stored.form, shape)
+        self.packed = Packed(
+            stored.form,
+            torch.empty(data, dtype=DATA_DTYPES[stored.form], device=self.device),
+            torch.empty(scales, dtype=stored.scale_dtype, device=self.device),
+        )
+
+    def forward(self, x, m_splits):
+        return packed_linear(x, self.packed, m_splits), None
+
+    def backward_dw(self):
+        pass
+
+
+class ColumnPackedLinear(PackedGroupedLinear):
+    parallel_mode = "column"
+
+
+class RowPackedLinear(PackedGroupedLinear):
+    parallel_mode = "row"
+
+
+def stored(weights: SafeWeights, shape: ModelShape) -> Stored | None:
+    """How the routed experts of a checkpoint are stored, None when they are not quantised."""
+    for layer in shape.moe_layers[:1]:
+        path = f"model.layers.{layer}.{hf_path(shape, 'experts.gate')}".format(0)
+        if form := form_of(path, weights.file_of):
+            dtype = weights.entry(f"{path}.{TENSORS[form][1]}").dtype
+            return Stored(form, getattr(torch, DTYPES[dtype][1]))
+    return None
+
+
+def place(provider, stored: Stored) -> None:
+    """The models that Bridge's provider builds have packed experts."""
+    block_spec = provider.transformer_layer_spec
+
+    def spec(config, *args, **kwargs):
+        whole = block_spec(config, *args, **kwargs)
+        distinct = {id(layer): layer for layer in whole.layer_specs}  # layers share one spec object
+        for layer in distinct.values():
+            mlp = layer.submodules.mlp
+            if isinstance(mlp, partial) and mlp.func is MoELayer:
+                _replace_experts(mlp.keywords["submodules"], stored)
+        return whole
+
+    provider.transformer_layer_spec = spec
+
+
+def _replace_experts(moe_submodules, stored: Stored) -> None:
+    if getattr(moe_submodules.experts, "func", None) is not TEGroupedMLP:
+        raise RuntimeError("the spec does not build grouped experts, which packed ones stand for")
+    leaves = GroupedMLPSubmodules(
+        linear_fc1=partial(ColumnPackedLinear, stored=stored),
+        linear_fc2=partial(RowPackedLinear, stored=stored),
+    )
+    moe_submodules.experts = partial(TEGroupedMLP, submodules=leaves)
+
+
+def load(chunks: Sequence[torch.nn.Module], weights: SafeWeights, shape: ModelShape) -> None:
+    """Fills the packed experts of this rank from its checkpoint. Raises ModelError for tensors that
+    are not those of the model, or cannot be cut as it is, and for scales that are no scales."""
+    first = ps.get_expert_model_parallel_rank()
+    place_ = (ps.get_expert_tensor_parallel_rank(), ps.get_expert_tensor_parallel_world_size())
+    for layer, modules, side, linear in _linears(chunks):
+        for local_expert in range(linear.num_gemms):
+            expert = first * linear.num_gemms + local_expert
+            paths = [f"model.layers.{layer}.{hf_path(shape, m)}".format(expert) for m in modules]
+            rows = linear.out_features // len(paths)
+            for part, path in enumerate(paths):
+                read = _read(weights, path, linear.packed.form)
+                _put(linear, local_expert, part * rows, rows, _cut(path, read, side, place_), path)
+
+
+def _linears(
+    chunks: Sequence[torch.nn.Module],
+) -> Iterator[tuple[int, tuple[str, ...], int, PackedGroupedLinear]]:
+    """(global layer, canonical modules, the side that is cut, linear) of each packed linear."""
+    for chunk in chunks:
+        for layer in getattr(chunk, "module", chunk).decoder.layers:
+            for linear in layer.mlp.modules():  # which adapters may be around
+                if isinstance(linear, PackedGroupedLinear):
+                    yield layer.layer_number - 1, *HOLDS[linear.parallel_mode], linear
+
+
+def _read(weights: SafeWeights, path: str, form: Form) -> Packed:
+    """One expert's linear, whole."""
+    data, scale, shape = TENSORS[form]
+    if missing := [n for n in (data, scale) if f"{path}.{n}" not in weights.file_of]:
+        raise ModelError(
+            f"{weights.directory} has no {path}.{missing[0]}: some of its routed experts are "
+            f"{form}, and all of them must be"
+        )
+    scales = weights.read(f"{path}.{scale}")
+    if wrong := bad_scales(form, scales):
+        raise ModelError(f"{path}.{scale} in {weights.directory}: {wrong}; fetch the file again")
+    try:
+        packed = Packed(form, weights.read(f"{path}.{data}"), scales)
+    except ValueError as error:
+        raise ModelError(f"{path} in {weights.directory}: {error}") from error
+    said = f"{path}.{shape}"
+    if said in weights.file_of and tuple(weights.read(said).tolist()) != packed.shape:
+        raise ModelError(
+            f"{said} in {weights.directory} is {weights.read(said).tolist()}, and what is packed "
+            f"has the shape {list(packed.shape)}"
+        )
+    return packed
+
+
+def _cut(path: str, packed: Packed, side: int, place_: tuple[int, int]) -> Packed:
+    """This rank's part of a linear `[out, in]`: rows (side 0) or columns."""
+    rank, ways = place_
+    multiple = MULTIPLES[packed.form][side]
+    if ways > 1 and packed.shape[side] % (ways * multiple):
+        raise ModelError(
+            f"{path} has {packed.shape[side]} {('rows', 'columns')[side]}, which "
+            f"trainer.etp={ways} would not cut into whole groups of {multiple}; use a smaller "
+            "trainer.etp, and trainer.ep for the rest"
+        )
+    parts = (t.chunk(ways, dim=side)[rank] for t in (packed.data, packed.scales))
+    return Packed(packed.form, *parts)
+
+
+def _put(
+    linear: PackedGroupedLinear, expert: int, first_row: int, rows: int, part: Packed, path: str
+) -> None:
+    whole = linear.packed
+    if part.shape != (rows, linear.in_features) or part.scales.dtype != whole.scales.dtype:
+        raise ModelError(
+            f"{path} has the shape {part.shape} and scales of {part.scales.dtype} on this rank; "
+            f"the model has {(rows, linear.in_features)} and {whole.scales.dtype}"
+        )
+    for target, source in ((whole.data, part.data), (whole.scales, part.scales)):
+        here = target[expert]
+        start = first_row * here.shape[0] // linear.out_features
+        if first_row % MULTIPLES[whole.form][0]:
+            raise ModelError(
+                f"{path} begins at row {first_row} of its stack, which is not a whole block of "
+                f"{MULTIPLES[whole.form][0]}"
+            )
+        here[start : start + source.shape[0]].copy_(source)
+
+
+def held(chunks: Sequence[torch.nn.Module]) -> Mapping[str, int]:
+    """Bytes of the packed experts, and of the buffers that they are dequantised in."""
+    packed = sum(linear.packed.nbytes for *_, linear in _linears(chunks))
+    return {"packed": packed, "scratch": SCRATCH.nbytes}

@@ -1,0 +1,127 @@
+"""The trainer on an INT4 base: the numbers of the dequantised model, from packed bytes alone."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_fixtures import save_random_model
+from quantised import edit, make_pair
+from ranks import random_adapter, random_batch, run_ranks, spec_of
+
+from lora_moe_rl.adapters.shards import assemble
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import LoraMoeRlError
+from lora_moe_rl.files.untrusted import SafeWeights
+
+LAYOUTS = {
+    "tp1": {},
+    "recompute": {"recompute": "full"},
+    "ep2": {"world_size": 2, "ep": 2},
+    "tp2ep2": {"world_size": 2, "tp": 2, "ep": 2},
+    "etp2": {"world_size": 2, "tp": 2, "etp": 2},
+    "pp2": {"world_size": 2, "pp": 2},
+}
+CASES = [
+    *(("qwen3_moe", layout) for layout in ("tp1", "recompute", "ep2", "tp2ep2", "etp2")),
+    *(("deepseek_v3", layout) for layout in ("tp1", "etp2", "pp2")),
+]
+
+
+@cache
+def pair(name: str) -> tuple[Path, Path]:
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    (folder / "base").mkdir()
+    save_random_model(name, folder / "base")
+    return make_pair(folder / "base", folder)
+
+
+@cache
+def of_plain(name: str):
+    return of(pair(name)[1])
+
+
+def numbers(worker, spec):
+    """Logprobs, gradients, and what is held."""
+    from lora_moe_rl.kernels.packed_linear import SCRATCH
+    from lora_moe_rl.trainer import packed_experts
+
+    worker.set_adapter(random_adapter(spec))
+    batch, table = random_batch(spec)
+    loss, _, shards = worker.gradients(batch, table)
+    scored = worker.score([ids.tolist() for ids in batch.token_ids], table, True)
+    linears = [linear for *_, linear in packed_experts._linears(worker.engine.chunks)]
+    return {
+        "loss": loss,
+        "shards": shards,
+        "scored": scored,
+        "held": packed_experts.held(worker.engine.chunks),
+        "linears": len(linears),
+        "scratch": len(SCRATCH.buffers),
+    }
+
+
+def config_of(folder, **trainer) -> RunConfig:
+    return RunConfig(model=str(folder), trainer={"micro_batch_tokens": 60, **trainer})
+
+
+def of(folder, **trainer):
+    results = run_ranks(config_of(folder, **trainer), folder, numbers)
+    shards = [shard for result in results for shard in result["shards"] or ()]
+    scored = next(r["scored"] for r in results if r["scored"] is not None)
+    gradients = assemble(spec_of(folder, config_of(folder)).tensor_shapes, shards)
+    return gradients, np.concatenate(scored), results
+
+
+def difference(a, b) -> float:
+    return max(float(np.abs(a[name] - b[name]).max()) for name in b) / max(
+        float(np.abs(value).max()) for value in b.values()
+    )
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_the_numbers_are_those_of_the_dequantised_model(name, layout):
+    gradients, scored, results = of(pair(name)[0], **LAYOUTS[layout])
+    expected, plain_scored, plain_results = of_plain(name)
+    assert sum(r["linears"] for r in results) and not plain_results[0]["linears"]
+    assert np.abs(scored - plain_scored).max() < (5e-6 if "2" in layout else 1e-6)
+    assert difference(gradients, expected) < 1e-6
+
+
+def test_what_is_held_is_what_the_checkpoint_has():
+    packed, _ = pair("qwen3_moe")
+    whole = run_ranks(config_of(packed), packed, numbers)[0]["held"]
+    with SafeWeights.open(packed) as weights:
+        stored = [e for e in weights.entries() if ".experts." in e.name]
+    held = sum(e.nbytes for e in stored if not e.name.endswith("weight_shape"))
+    assert whole["packed"] == held
+    parts = [r["held"] for r in of(packed, **LAYOUTS["ep2"])[2]]
+    assert [part["packed"] for part in parts] == [held // 2, held // 2]
+    # One layer's gate and up, and one layer's down, whatever the number of layers.
+    assert whole["scratch"] == 4 * 8 * (2 * 192 * 96 + 96 * 192)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"weight_scale": lambda t: t.fill_(float("nan"))}, "no finite numbers"),
+        ({"weight_scale": lambda t: t * (t != t[1, 1])}, "not above zero"),
+        ({"weight_packed": None}, "some of its routed experts are int4"),
+        ({"weight_shape": lambda t: t + 32}, "has the shape"),
+        ({"weight_packed": lambda t: t[:, :4].contiguous()}, "has data"),
+    ],
+)
+def test_what_is_wrong_is_named(change, named, tmp_path):
+    path = "model.layers.1.mlp.experts.3.up_proj"
+    broken = tmp_path / "broken"
+    shutil.copytree(pair("qwen3_moe")[0], broken)
+    edit(broken, **{f"{path}.{name}": how for name, how in change.items()})
+    with pytest.raises(LoraMoeRlError, match=named) as raised:
+        run_ranks(config_of(broken), broken, numbers)
+    assert path in str(raised.value)
