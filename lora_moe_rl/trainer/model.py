@@ -92,7 +92,7 @@ def build_model(
         provider = make_provider(source, config, num_layers, device)
         stored = packed_experts.stored(weights, shape)
         if stored is not None:
-            packed_experts.place(provider, stored)
+            packed_experts.place(provider, stored, shape)
         chunks = provide(provider, device)
         packed_experts.load(chunks, weights, shape)
     replicate(chunks, config, device)

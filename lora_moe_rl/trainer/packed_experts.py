@@ -31,6 +31,7 @@ from lora_moe_rl.kernels.dequant.formats import (
 from lora_moe_rl.kernels.packed_linear import SCRATCH, packed_linear
 from lora_moe_rl.models.quantised_weights import TENSORS, form_of
 
+SCALE_DTYPES = {"int4": ("BF16", "F16", "F32"), "fp8": ("F32",)}
 # Of each linear of an expert: what it holds, in the order of its rows, and which side is cut.
 HOLDS = {"column": (("experts.gate", "experts.up"), 0), "row": (("experts.down",), 1)}
 
@@ -83,27 +84,40 @@ class RowPackedLinear(PackedGroupedLinear):
 
 
 def stored(weights: SafeWeights, shape: ModelShape) -> Stored | None:
-    """How the routed experts of a checkpoint are stored, None when they are not quantised."""
+    """How the routed experts of a checkpoint are stored, None when they are not quantised. Raises
+    ModelError for scales of another dtype than the form has."""
     for layer in shape.moe_layers[:1]:
         path = f"model.layers.{layer}.{hf_path(shape, 'experts.gate')}".format(0)
         if form := form_of(path, weights.file_of):
-            dtype = weights.entry(f"{path}.{TENSORS[form][1]}").dtype
-            return Stored(form, getattr(torch, DTYPES[dtype][1]))
+            scale = weights.entry(f"{path}.{TENSORS[form][1]}")
+            if scale.dtype not in SCALE_DTYPES[form]:
+                raise ModelError(
+                    f"{scale.name} in {weights.directory} is {scale.dtype}; scales of {form} "
+                    f"weights are {' or '.join(SCALE_DTYPES[form])}"
+                )
+            return Stored(form, getattr(torch, DTYPES[scale.dtype][1]))
     return None
 
 
-def place(provider, stored: Stored) -> None:
-    """The models that Bridge's provider builds have packed experts."""
+def place(provider, stored: Stored, shape: ModelShape) -> None:
+    """The models that Bridge's provider builds have packed experts. Raises ModelError for experts
+    that cannot be cut as the provider's options say."""
+    etp, whole = provider.expert_tensor_parallel_size, max(MULTIPLES[stored.form])
+    if (width := shape.dims["moe_intermediate"]) % (etp * whole):
+        raise ModelError(
+            f"experts of the width {width}, {stored.form}, are not whole groups of {whole} when "
+            f"trainer.etp={etp} cuts them; use a smaller trainer.etp, and trainer.ep for the rest"
+        )
     block_spec = provider.transformer_layer_spec
 
     def spec(config, *args, **kwargs):
-        whole = block_spec(config, *args, **kwargs)
-        distinct = {id(layer): layer for layer in whole.layer_specs}  # layers share one spec object
+        specs = block_spec(config, *args, **kwargs)
+        distinct = {id(layer): layer for layer in specs.layer_specs}  # layers share one spec object
         for layer in distinct.values():
             mlp = layer.submodules.mlp
             if isinstance(mlp, partial) and mlp.func is MoELayer:
                 _replace_experts(mlp.keywords["submodules"], stored)
-        return whole
+        return specs
 
     provider.transformer_layer_spec = spec
 
@@ -122,15 +136,15 @@ def load(chunks: Sequence[torch.nn.Module], weights: SafeWeights, shape: ModelSh
     """Fills the packed experts of this rank from its checkpoint. Raises ModelError for tensors that
     are not those of the model, or cannot be cut as it is, and for scales that are no scales."""
     first = ps.get_expert_model_parallel_rank()
-    place_ = (ps.get_expert_tensor_parallel_rank(), ps.get_expert_tensor_parallel_world_size())
+    cut = ps.get_expert_tensor_parallel_rank(), ps.get_expert_tensor_parallel_world_size()
     for layer, modules, side, linear in _linears(chunks):
+        rows = linear.out_features // len(modules)
         for local_expert in range(linear.num_gemms):
             expert = first * linear.num_gemms + local_expert
-            paths = [f"model.layers.{layer}.{hf_path(shape, m)}".format(expert) for m in modules]
-            rows = linear.out_features // len(paths)
-            for part, path in enumerate(paths):
-                read = _read(weights, path, linear.packed.form)
-                _put(linear, local_expert, part * rows, rows, _cut(path, read, side, place_), path)
+            for part, module in enumerate(modules):
+                path = f"model.layers.{layer}.{hf_path(shape, module)}".format(expert)
+                read = _cut(_read(weights, path, linear.packed.form), side, *cut)
+                _put(linear, local_expert, part * rows, rows, read, path)
 
 
 def _linears(
@@ -168,16 +182,8 @@ def _read(weights: SafeWeights, path: str, form: Form) -> Packed:
     return packed
 
 
-def _cut(path: str, packed: Packed, side: int, place_: tuple[int, int]) -> Packed:
-    """This rank's part of a linear `[out, in]`: rows (side 0) or columns."""
-    rank, ways = place_
-    multiple = MULTIPLES[packed.form][side]
-    if ways > 1 and packed.shape[side] % (ways * multiple):
-        raise ModelError(
-            f"{path} has {packed.shape[side]} {('rows', 'columns')[side]}, which "
-            f"trainer.etp={ways} would not cut into whole groups of {multiple}; use a smaller "
-            "trainer.etp, and trainer.ep for the rest"
-        )
+def _cut(packed: Packed, side: int, rank: int, ways: int) -> Packed:
+    """This rank's part of a linear `[out, in]`: rows (side 0) or columns, whole groups of them."""
     parts = (t.chunk(ways, dim=side)[rank] for t in (packed.data, packed.scales))
     return Packed(packed.form, *parts)
 
@@ -194,11 +200,6 @@ def _put(
     for target, source in ((whole.data, part.data), (whole.scales, part.scales)):
         here = target[expert]
         start = first_row * here.shape[0] // linear.out_features
-        if first_row % MULTIPLES[whole.form][0]:
-            raise ModelError(
-                f"{path} begins at row {first_row} of its stack, which is not a whole block of "
-                f"{MULTIPLES[whole.form][0]}"
-            )
         here[start : start + source.shape[0]].copy_(source)
 
 

@@ -67,7 +67,10 @@ class TrainerWorker:
 
     def memory(self) -> dict[str, int]:
         """Bytes this rank holds of the frozen base, adapters, their gradients and Adam's state."""
+        from lora_moe_rl.trainer import packed_experts
+
         engine = self.engine
+        packed = packed_experts.held(engine.chunks)["packed"]
         held = [parameter for chunk in engine.chunks for parameter in chunk.parameters()]
         trained = [(engine.adapters, engine.optimizer)]
         if engine.critic is not None:
@@ -77,7 +80,7 @@ class TrainerWorker:
         mine = {id(tensor) for tensor in adapters}
         states = [state for _, one in trained for state in one.adam.state.values()]
         return {
-            "base": _nbytes(t for t in held if id(t) not in mine),
+            "base": _nbytes(t for t in held if id(t) not in mine) + packed,
             "adapter": _nbytes(adapters),
             "gradients": _nbytes(
                 flat for one, _ in trained for flat in one.gradients.flat.values()

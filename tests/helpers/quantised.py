@@ -8,16 +8,43 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from lora_moe_rl.kernels.dequant import Form
+from lora_moe_rl.tiny import shapes
 from lora_moe_rl.tiny.quantise import quantise
+from lora_moe_rl.tiny.tokenizer import make_tokenizer
+
+# What vLLM cuts and merges FP8 linears of: whole blocks of 128.
+FP8_SIZES = {
+    "qwen3_moe": {"hidden_size": 128, "moe_intermediate_size": 128, "head_dim": 128},
+    "deepseek_v3": {
+        "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128,
+        "q_lora_rank": 128,
+    },
+}  # fmt: skip
 
 
-def make_pair(base: Path, folder: Path) -> tuple[Path, Path]:
-    """(quantised, dequantised) directories of the model in `base`. The second is made by
-    compressed-tensors."""
-    packed, plain = folder / "packed", folder / "plain"
-    folder.mkdir(parents=True, exist_ok=True)
-    quantise(base, packed)
+def save_model(name: str, folder: Path, form: Form) -> None:
+    """A tiny model with random weights, of sizes that `form` can quantise."""
+    sizes = FP8_SIZES[name] if form == "fp8" else {}
+    config = AutoConfig.for_model(name, **shapes.SHAPES[name] | sizes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    if name == "deepseek_v3":
+        shapes.draw_biases(model)
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | shapes.EXTRA_CONFIG[name]))
+
+
+def make_pair(name: str, folder: Path, form: Form = "int4") -> tuple[Path, Path]:
+    """(quantised, dequantised) directories of a tiny model. The second is made by
+    compressed-tensors and by transformers."""
+    base, packed, plain = folder / "base", folder / "packed", folder / "plain"
+    save_model(name, base, form)
+    quantise(base, packed, form)
     shutil.copytree(base, plain)
     save_file(dequantised(load_file(packed / "model.safetensors")), plain / "model.safetensors")
     return packed, plain
@@ -36,9 +63,22 @@ def dequantised(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             scale = tensors[f"{path}.weight_scale"].float()
             q = unpack_from_int32(value, 4, shape)
             result[f"{path}.weight"] = dequantize(q, scale, dtype=torch.float32)
-        elif last not in ("weight_scale", "weight_shape"):
+        elif f"{name}_scale_inv" in tensors:
+            result[name] = _fp8(value, tensors[f"{name}_scale_inv"])
+        elif last not in ("weight_scale", "weight_shape", "weight_scale_inv"):
             result[name] = value
     return result
+
+
+def _fp8(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """transformers takes whole blocks alone."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    out, in_features = weight.shape
+    whole = torch.zeros(128 * scale.shape[0], 128 * scale.shape[1]).to(weight.dtype)
+    whole[:out, :in_features] = weight
+    numbers = Fp8Dequantize(None)._dequantize_one(whole, scale, torch.float32)
+    return numbers[:out, :in_features].clone()
 
 
 def edit(folder: Path, **tensors) -> None:
@@ -50,8 +90,3 @@ def edit(folder: Path, **tensors) -> None:
         if change is not None:
             held[name] = change(value)
     save_file(held, path, metadata={"format": "pt"})
-
-
-def set_config(folder: Path, **values) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))

@@ -1,4 +1,4 @@
-"""The real vLLM engine on an INT4 base, with adapters, against the dequantised model."""
+"""The real vLLM engine on a quantised base, with adapters, against the dequantised model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from engine_fixtures import EngineWithDisk, reference, save_random_model, start_engine
+from engine_fixtures import EngineWithDisk, reference, start_engine
 from quantised import make_pair
 from transformers import AutoModelForCausalLM
 
@@ -24,20 +24,18 @@ class EngineThatTells(EngineWithDisk):
         return await self.llm.collective_rpc("experts")
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3"])
+SERVED = {"int4": "Int4LoRAExperts torch.uint8", "fp8": "Fp8LoRAExperts torch.float8_e4m3fn"}
+CASES = [(form, name) for form in SERVED for name in ("qwen3_moe", "deepseek_v3")]
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
 def quantised(request, ray_session, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    (folder / "base").mkdir()
-    save_random_model(request.param, folder / "base")
-    packed, plain = make_pair(folder / "base", folder)
+    form, name = request.param
+    packed, plain = make_pair(name, tmp_path_factory.mktemp(name), form)
     model = AutoModelForCausalLM.from_pretrained(plain).float().eval()
     with start_engine(model, packed, EngineThatTells) as running:
+        assert ray.get(running.actor.experts.remote()) == [[SERVED[form]]]
         yield running
-
-
-def test_experts_stay_packed(quantised):
-    told = ray.get(quantised.actor.experts.remote())
-    assert told == [["Int4LoRAExperts torch.uint8"]]
 
 
 @pytest.mark.parametrize("adapted", [False, True])

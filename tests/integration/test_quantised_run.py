@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from cli_run import RECIPE, CliRun
+from safetensors.numpy import load_file
 
 from lora_moe_rl.files.run_dir import read_jsonl
 
@@ -23,14 +25,20 @@ def finish(folder, *arguments):
 
 @pytest.mark.parametrize("model", ["qwen3_moe-int4", "deepseek_v3-int4"])
 def test_trainer_and_engine_compute_the_same(model, tmp_path):
-    settings = (RECIPE, f"model={model}", "checkpoint.every=1", "logging.tokens=true")
-    records = finish(tmp_path / "run", *settings, "trainer.steps=2")
-    assert [r["step"] for r in records] == [1, 2]
+    folder = tmp_path / "run"
+    records = finish(folder, RECIPE, f"model={model}", "checkpoint.every=1", "trainer.steps=2")
+    check(records, 2)
+    # It goes on from what is left, and what is left can be used elsewhere.
+    resumed = finish(folder, folder / "config.yaml", "--resume", "trainer.steps=3")
+    check(resumed, 3)
+    assert resumed[:2] == records
+    exported = load_file(folder / "adapter" / "adapter_model.safetensors")
+    assert any(np.any(values) for name, values in exported.items() if "lora_B" in name)
+
+
+def check(records, num_steps):
+    assert [record["step"] for record in records] == list(range(1, num_steps + 1))
     for record in records:
         assert record["mismatch/kl"] <= 1e-6 and record["mismatch/max_abs_logprob_diff"] <= 1e-4
         assert record["replay/coverage"] == 1 and record["refit/max_diff"] <= 1e-4
         assert record["optim/grad_norm"] > 0
-    held = records[-1]
-    # Resumed, the run goes on as one that never stopped.
-    resumed = finish(tmp_path / "run", *settings, "trainer.steps=3", "checkpoint.resume=true")
-    assert [r["step"] for r in resumed] == [1, 2, 3] and resumed[1] == held

@@ -1,4 +1,4 @@
-"""The trainer on an INT4 base: the numbers of the dequantised model, from packed bytes alone."""
+"""The trainer on a quantised base: the numbers of the dequantised one, from packed bytes alone."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_fixtures import save_random_model
 from quantised import edit, make_pair
 from ranks import random_adapter, random_batch, run_ranks, spec_of
 
+from lora_moe_rl import cli
 from lora_moe_rl.adapters.shards import assemble
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import LoraMoeRlError
 from lora_moe_rl.files.untrusted import SafeWeights
+from lora_moe_rl.kernels.dequant import Form
 
 LAYOUTS = {
     "tp1": {},
@@ -28,23 +29,23 @@ LAYOUTS = {
     "pp2": {"world_size": 2, "pp": 2},
 }
 CASES = [
-    *(("qwen3_moe", layout) for layout in ("tp1", "recompute", "ep2", "tp2ep2", "etp2")),
-    *(("deepseek_v3", layout) for layout in ("tp1", "etp2", "pp2")),
+    *(("int4", "qwen3_moe", layout) for layout in ("tp1", "recompute", "ep2", "tp2ep2", "etp2")),
+    *(("int4", "deepseek_v3", layout) for layout in ("tp1", "pp2")),
+    *(("fp8", "qwen3_moe", layout) for layout in ("tp1", "ep2")),
+    *(("fp8", "deepseek_v3", layout) for layout in ("tp1", "tp2ep2")),
 ]
 
 
 @cache
-def pair(name: str) -> tuple[Path, Path]:
+def pair(name: str, form: Form = "int4") -> tuple[Path, Path]:
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder)
-    (folder / "base").mkdir()
-    save_random_model(name, folder / "base")
-    return make_pair(folder / "base", folder)
+    return make_pair(name, folder, form)
 
 
 @cache
-def of_plain(name: str):
-    return of(pair(name)[1])
+def of_plain(name: str, form: Form):
+    return of(pair(name, form)[1])
 
 
 def numbers(worker, spec):
@@ -85,10 +86,10 @@ def difference(a, b) -> float:
     )
 
 
-@pytest.mark.parametrize(("name", "layout"), CASES)
-def test_the_numbers_are_those_of_the_dequantised_model(name, layout):
-    gradients, scored, results = of(pair(name)[0], **LAYOUTS[layout])
-    expected, plain_scored, plain_results = of_plain(name)
+@pytest.mark.parametrize(("form", "name", "layout"), CASES)
+def test_the_numbers_are_those_of_the_dequantised_model(form, name, layout):
+    gradients, scored, results = of(pair(name, form)[0], **LAYOUTS[layout])
+    expected, plain_scored, plain_results = of_plain(name, form)
     assert sum(r["linears"] for r in results) and not plain_results[0]["linears"]
     assert np.abs(scored - plain_scored).max() < (5e-6 if "2" in layout else 1e-6)
     assert difference(gradients, expected) < 1e-6
@@ -112,7 +113,7 @@ def test_what_is_held_is_what_the_checkpoint_has():
     [
         ({"weight_scale": lambda t: t.fill_(float("nan"))}, "no finite numbers"),
         ({"weight_scale": lambda t: t * (t != t[1, 1])}, "not above zero"),
-        ({"weight_packed": None}, "some of its routed experts are int4"),
+        (dict.fromkeys(("weight_packed", "weight_scale", "weight_shape")), "are int4, and all"),
         ({"weight_shape": lambda t: t + 32}, "has the shape"),
         ({"weight_packed": lambda t: t[:, :4].contiguous()}, "has data"),
     ],
@@ -125,3 +126,16 @@ def test_what_is_wrong_is_named(change, named, tmp_path):
     with pytest.raises(LoraMoeRlError, match=named) as raised:
         run_ranks(config_of(broken), broken, numbers)
     assert path in str(raised.value)
+
+
+def test_experts_are_cut_into_whole_groups():
+    packed, _ = pair("deepseek_v3")  # experts of the width 96
+    with pytest.raises(LoraMoeRlError, match="groups of 32 when trainer.etp=2 cuts them"):
+        of(packed, **LAYOUTS["etp2"])
+
+
+def test_verify_layout_passes(capsys):
+    """Against Hugging Face's model, dequantised; checkpoints of each layout read by the others."""
+    packed, _ = pair("qwen3_moe")
+    arguments = ["--model", str(packed), "--layouts", "tp2,ep2", "--json", "adapter.rank=4"]
+    assert cli.main(["verify", "layout", *arguments]) == 0, capsys.readouterr().out

@@ -23,6 +23,8 @@ MENDS = [
     ("vllm", "rollout/forked.py", lambda m: m.install(1)),
     ("vllm", "rollout/cpu_lora.py", lambda m: m.install()),
     ("vllm", "rollout/cpu_experts.py", lambda m: m.install()),
+    ("vllm", "rollout/cpu_int4.py", lambda m: m.install()),
+    ("vllm", "rollout/cpu_fp8.py", lambda m: m.install()),
     ("vllm", "rollout/cpu_routes.py", lambda m: m.install()),
     ("vllm", "rollout/forked.py", lambda m: m.install(1)),
     ("megatron-core", "trainer/megatron_on_cpu.py", lambda m: m.install()),

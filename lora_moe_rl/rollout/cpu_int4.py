@@ -21,7 +21,7 @@ from lora_moe_rl.kernels.dequant import Packed
 from lora_moe_rl.rollout.cpu_experts import TorchLoRAExperts
 from lora_moe_rl.upstream.checks import require_parameters, require_version
 
-WHO = "lora_moe_rl/rollout/cpu_quantised.py"
+WHO = "lora_moe_rl/rollout/cpu_int4.py"
 
 
 class Int4LoRAExperts(TorchLoRAExperts):
