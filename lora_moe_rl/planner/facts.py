@@ -41,6 +41,11 @@ class Facts:
     prediction_layers: int = 0
     stated: str = ""
 
+    def in_trainer(self, weights: Format) -> Format:
+        """What the trainer holds of the base, computing in `weights`: INT4 experts as they are. An
+        FP8 base, of which it holds dense linears as numbers, is counted in `weights`."""
+        return "int4" if self.checkpoint == "int4" and weights == "bf16" else weights
+
 
 @cache
 def known() -> dict[str, Mapping[str, Any]]:

@@ -220,14 +220,12 @@ def _assumed(
     hardware = hardware if hardware.gpus else replace(hardware, gpus=_gpus(config))
     weights: Format = "float32" if config.trainer.dtype == "float32" else "bf16"
     quantised = facts.checkpoint in ("fp8", "int4")
-    # Of FP8 the trainer holds the experts as they are, and dense linears in bf16: see --base.
-    held = "int4" if facts.checkpoint == "int4" and weights == "bf16" else weights
     served = options.served or (facts.checkpoint if quantised else weights)
     lengths = Lengths(
         options.prompt_tokens or max(1, config.max_prompt_tokens // 2),
         options.response_tokens or max(1, config.max_response_tokens // 2),
     )
-    weights = cast(Format, options.base or held)
+    weights = cast(Format, options.base or facts.in_trainer(weights))
     return Assumed(hardware, weights, cast(Format, served), lengths)
 
 

@@ -98,7 +98,7 @@ def _plan(config: RunConfig, model_dir: Path, hardware: Hardware, auto: Format) 
         weights = "float32" if config.trainer.dtype == "float32" else "bf16"
     served = facts.checkpoint if facts.checkpoint in ("fp8", "int4") else weights
     lengths = Lengths(config.max_prompt_tokens, config.max_response_tokens)
-    return plans.make(facts, config, Assumed(hardware, weights, served, lengths))
+    return plans.make(facts, config, Assumed(hardware, facts.in_trainer(weights), served, lengths))
 
 
 def _on_the_cpu(config: RunConfig, plan: RunPlan) -> tuple[str, list[str]]:

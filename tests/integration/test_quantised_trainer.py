@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import shutil
 import tempfile
 from functools import cache
@@ -139,3 +140,13 @@ def test_verify_layout_passes(capsys):
     packed, _ = pair("qwen3_moe")
     arguments = ["--model", str(packed), "--layouts", "tp2,ep2", "--json", "adapter.rank=4"]
     assert cli.main(["verify", "layout", *arguments]) == 0, capsys.readouterr().out
+
+
+def test_bench_dequant_compares_before_it_reports(capsys):
+    sizes = ("--layers", "2", "--hidden", "64", "--experts", "4", "--width", "32")
+    assert cli.main(["bench", "dequant", *sizes, "--tokens", "256", "--json"]) in (0, 1)
+    result = json.loads(capsys.readouterr().out)  # 1: this machine is busy, or slow
+    packed, plain = result["int4"], result["float32"]
+    assert packed["experts"] < 1.1 * packed["stored"] < 0.2 * plain["experts"]
+    assert packed["rest"] == plain["rest"] and plain["scratch"] == 0 < packed["scratch"]
+    assert plain["logprobs_off"] <= 1e-6 and plain["gradients_off"] <= 1e-6

@@ -12,12 +12,13 @@ from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.errors import ModelError
+from lora_moe_rl.kernels import packed_linear
 from lora_moe_rl.planner import published
 from lora_moe_rl.planner.base import base_tensors, held_by, num_parameters
 from lora_moe_rl.planner.build import adapter_boxes
 from lora_moe_rl.planner.compute import Lengths, flops
 from lora_moe_rl.planner.facts import find, known
-from lora_moe_rl.planner.formats import tensor_bytes
+from lora_moe_rl.planner.formats import SCRATCH_BYTES, scratch_bytes, tensor_bytes
 from lora_moe_rl.planner.hardware import GIB, Hardware
 from lora_moe_rl.planner.plan import Assumed, make
 from lora_moe_rl.planner.rollout import slot_bytes, weight_bytes
@@ -74,6 +75,23 @@ def test_classes_are_the_sums_of_their_tensors():
                 assert c.base_bytes[form] == bytes_held
             adapters = sum(box.size for box in adapter_boxes(spec, rank).values())
             assert c.adapter_parameters == c.trained_parameters == adapters
+
+
+def test_int4_experts_are_held_as_they_are_and_dequantised_in_a_buffer():
+    facts = find("kimi-k2")
+    config = config_of(trainer={"world_size": 8, "tp": 8, "ep": 8})
+    spec = AdapterSpec.build(facts.shape, config.adapter)
+    (packed,) = TrainerMemory(facts, spec, "int4").classes(config)
+    (plain,) = TrainerMemory(facts, spec, "bf16").classes(config)
+    assert packed.memory["base"] == plain.base_bytes["int4"] < 0.4 * plain.memory["base"]
+    # 48 experts of the rank: gate and up, and down.
+    buffers = 48 * 2 * (4096 * 7168 + 7168 * 2048)
+    more = packed.memory["one layer's work"] - plain.memory["one layer's work"]
+    assert more == buffers < 2 * SCRATCH_BYTES
+    # Of larger ones some at a time.
+    assert scratch_bytes((384, 4096, 7168), "int4") == SCRATCH_BYTES // 58_720_256 * 58_720_256
+    assert scratch_bytes((384, 4096, 7168), "bf16") == 0
+    assert packed_linear.SCRATCH_BYTES["cuda"] == SCRATCH_BYTES
 
 
 def test_checkpoints_in_fp8_have_their_published_numbers():

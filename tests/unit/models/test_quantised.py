@@ -1,0 +1,83 @@
+"""Which quantised bases are supported, by what their config.json says."""
+
+import copy
+
+import pytest
+
+from lora_moe_rl.models.quantised import SUPPORTED, form, refused
+
+# As moonshotai/Kimi-K2-Thinking and deepseek-ai/DeepSeek-V3 have it.
+KIMI = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": None,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "actorder": None,
+                "block_structure": None,
+                "dynamic": False,
+                "group_size": 32,
+                "num_bits": 4,
+                "observer": "minmax",
+                "observer_kwargs": {},
+                "strategy": "group",
+                "symmetric": True,
+                "type": "int",
+            },
+        }
+    },
+    "format": "pack-quantized",
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
+DEEPSEEK = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+
+
+def test_what_is_supported():
+    for config, expected in (({}, None), (KIMI, "int4"), (DEEPSEEK, "fp8")):
+        whole = {"quantization_config": config} if config else {}
+        assert list(refused(whole)) == [] and form(whole) == expected
+
+
+def changed(config, path, value):
+    config = copy.deepcopy(config)
+    *parents, last = path.split(".")
+    target = config
+    for parent in parents:
+        target = target[parent]
+    target[last] = value
+    return {"quantization_config": config}
+
+
+WEIGHTS = "config_groups.group_0.weights"
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (changed(KIMI, f"{WEIGHTS}.group_size", 128), "'group_size': 128"),
+        (changed(KIMI, f"{WEIGHTS}.symmetric", False), "'symmetric': False"),
+        (changed(KIMI, f"{WEIGHTS}.num_bits", 8), "'num_bits': 8"),
+        (changed(KIMI, f"{WEIGHTS}.actorder", "group"), "actorder"),
+        (changed(KIMI, "format", "nvfp4-pack-quantized"), "nvfp4-pack-quantized"),
+        (changed(KIMI, "config_groups.group_0.input_activations", {"num_bits": 8}), "activations"),
+        (changed(KIMI, "config_groups", {}), r"weights \[\]"),
+        (changed(DEEPSEEK, "weight_block_size", None), "weight_block_size=None"),
+        (changed(DEEPSEEK, "activation_scheme", "static"), "activation_scheme='static'"),
+        (changed(DEEPSEEK, "quant_method", "mxfp4"), "quant_method='mxfp4'"),
+        ({"quantization_config": {"bits": 4}}, "quant_method=None"),
+    ],
+)
+def test_what_is_not_is_named_with_what_is(config, named):
+    (reason, *_) = refused(config)
+    assert SUPPORTED in reason
+    with pytest.raises(ValueError, match=named):
+        raise ValueError(reason)
