@@ -25,16 +25,20 @@ class EngineThatTells(EngineWithDisk):
 
 
 SERVED = {"int4": "Int4LoRAExperts torch.uint8", "fp8": "Fp8LoRAExperts torch.float8_e4m3fn"}
-CASES = [(form, name) for form in SERVED for name in ("qwen3_moe", "deepseek_v3")]
+CASES = [
+    *((form, name, "tp1") for form in SERVED for name in ("qwen3_moe", "deepseek_v3")),
+    ("int4", "qwen3_moe", "tp2"),
+]
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
 def quantised(request, ray_session, tmp_path_factory):
-    form, name = request.param
+    form, name, tp = request.param
+    rollout = {"max_response_tokens": 24, "stop_token_ids": tuple(range(16)), "tp": int(tp[-1])}
     packed, plain = make_pair(name, tmp_path_factory.mktemp(name), form)
     model = AutoModelForCausalLM.from_pretrained(plain).float().eval()
-    with start_engine(model, packed, EngineThatTells) as running:
-        assert ray.get(running.actor.experts.remote()) == [[SERVED[form]]]
+    with start_engine(model, packed, EngineThatTells, rollout=rollout) as running:
+        assert ray.get(running.actor.experts.remote()) == [[SERVED[form]]] * rollout["tp"]
         yield running
 
 

@@ -96,6 +96,13 @@ def test_the_numbers_are_those_of_the_dequantised_model(form, name, layout):
     assert difference(gradients, expected) < 1e-6
 
 
+def test_in_bfloat16_to_the_bit():
+    """Weights are rounded once, whoever dequantises them."""
+    packed, plain = (of(folder, dtype="bfloat16") for folder in pair("qwen3_moe"))
+    assert np.array_equal(packed[1], plain[1])
+    assert all(np.array_equal(packed[0][name], plain[0][name]) for name in plain[0])
+
+
 def test_what_is_held_is_what_the_checkpoint_has():
     packed, _ = pair("qwen3_moe")
     whole = run_ranks(config_of(packed), packed, numbers)[0]["held"]

@@ -1,6 +1,7 @@
 """Which quantised bases are supported, by what their config.json says."""
 
 import copy
+import re
 
 import pytest
 
@@ -79,5 +80,4 @@ WEIGHTS = "config_groups.group_0.weights"
 def test_what_is_not_is_named_with_what_is(config, named):
     (reason, *_) = refused(config)
     assert SUPPORTED in reason
-    with pytest.raises(ValueError, match=named):
-        raise ValueError(reason)
+    assert re.search(named, reason)
