@@ -22,6 +22,7 @@ from lora_moe_rl.adapters.spec import AdapterSpec, Site
 from lora_moe_rl.cluster.actors import init_ray
 from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.refit.parts import SentPart
+from lora_moe_rl.refit.plan import EngineLayout
 from lora_moe_rl.refit.sender import Sender
 from lora_moe_rl.rollout.facts import slot_rank
 from lora_moe_rl.router_replay.table import RouteTable
@@ -84,7 +85,8 @@ class EngineUnderTest:
         self, version: int, tensors: Tensors, trainer: TrainerConfig = ONE_RANK
     ) -> tuple[list[Sender], list[SentPart]]:
         """The parts of the trainer ranks of a layout, and who holds their memory."""
-        layouts = make_layouts(self.spec, trainer)
+        engine = EngineLayout.of(self.config.rollout, slot_rank(self.spec))
+        layouts = make_layouts(self.spec, trainer, engine)
         if self.prepared != [layouts]:
             ray.get(self.actor.prepare_refit.remote(layouts))
             self.prepared[:] = [layouts]

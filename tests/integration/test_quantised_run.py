@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from lora_moe_rl.files.run_dir import read_jsonl
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def finish(folder, *arguments):
@@ -23,7 +23,9 @@ def finish(folder, *arguments):
     return list(read_jsonl(folder / "metrics.jsonl"))
 
 
-@pytest.mark.parametrize("model", ["qwen3_moe-int4", "deepseek_v3-int4"])
+@pytest.mark.parametrize(
+    "model", [pytest.param("qwen3_moe-int4", marks=pytest.mark.whole), "deepseek_v3-int4"]
+)
 def test_trainer_and_engine_compute_the_same(model, tmp_path):
     folder = tmp_path / "run"
     records = finish(folder, RECIPE, f"model={model}", "checkpoint.every=1", "trainer.steps=2")
