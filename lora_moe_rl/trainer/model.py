@@ -9,10 +9,8 @@ from pathlib import Path
 
 import torch
 
-from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.sharding import pipeline_chunks
 from lora_moe_rl.config import TrainerConfig
-from lora_moe_rl.files.untrusted import SafeWeights, read_json
 from lora_moe_rl.trainer.device import Device
 from lora_moe_rl.trainer.rendezvous import join
 
@@ -85,16 +83,16 @@ def build_model(
     auto_bridge = bridge.load()
     from lora_moe_rl.trainer import packed_experts
 
-    shape = ModelShape.from_hf_config(read_json(model_dir / "config.json"))
-    with warnings.catch_warnings(), SafeWeights.open(model_dir) as weights:
+    packed = packed_experts.find(model_dir)
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         source = auto_bridge.from_hf_pretrained(str(model_dir), dtype=device.dtype)
         provider = make_provider(source, config, num_layers, device)
-        stored = packed_experts.stored(weights, shape)
-        if stored is not None:
-            packed_experts.place(provider, stored, shape)
+        if packed is not None:
+            packed.place(provider)
         chunks = provide(provider, device)
-        packed_experts.load(chunks, weights, shape)
+    if packed is not None:
+        packed.load(chunks)
     replicate(chunks, config, device)
     return list(chunks)
 

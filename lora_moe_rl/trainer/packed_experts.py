@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from megatron.core import parallel_state as ps
@@ -20,7 +21,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from lora_moe_rl.adapters.families import ModelShape, hf_path
 from lora_moe_rl.errors import ModelError
-from lora_moe_rl.files.untrusted import DTYPES, SafeWeights
+from lora_moe_rl.files.untrusted import DTYPES, SafeWeights, read_json
 from lora_moe_rl.kernels.dequant import Form, Packed
 from lora_moe_rl.kernels.dequant.formats import (
     DATA_DTYPES,
@@ -83,43 +84,72 @@ class RowPackedLinear(PackedGroupedLinear):
     parallel_mode = "row"
 
 
-def stored(weights: SafeWeights, shape: ModelShape) -> Stored | None:
-    """How the routed experts of a checkpoint are stored, None when they are not quantised. Raises
-    ModelError for scales of another dtype than the form has."""
+def find(model_dir: Path) -> PackedExperts | None:
+    """The packed experts of a checkpoint, None when they are not quantised. Raises ModelError for
+    scales of another dtype than their form has."""
+    config = read_json(model_dir / "config.json")
+    if not config.get("quantization_config"):
+        return None
+    shape, weights = ModelShape.from_hf_config(config), SafeWeights.open(model_dir)
     for layer in shape.moe_layers[:1]:
         path = f"model.layers.{layer}.{hf_path(shape, 'experts.gate')}".format(0)
         if form := form_of(path, weights.file_of):
             scale = weights.entry(f"{path}.{TENSORS[form][1]}")
             if scale.dtype not in SCALE_DTYPES[form]:
                 raise ModelError(
-                    f"{scale.name} in {weights.directory} is {scale.dtype}; scales of {form} "
-                    f"weights are {' or '.join(SCALE_DTYPES[form])}"
+                    f"{scale.name} in {model_dir} is {scale.dtype}; scales of {form} weights are "
+                    f"{' or '.join(SCALE_DTYPES[form])}"
                 )
-            return Stored(form, getattr(torch, DTYPES[scale.dtype][1]))
+            dtype = getattr(torch, DTYPES[scale.dtype][1])
+            return PackedExperts(weights, shape, Stored(form, dtype))
     return None
 
 
-def place(provider, stored: Stored, shape: ModelShape) -> None:
-    """The models that Bridge's provider builds have packed experts. Raises ModelError for experts
-    that cannot be cut as the provider's options say."""
-    etp, whole = provider.expert_tensor_parallel_size, max(MULTIPLES[stored.form])
-    if (width := shape.dims["moe_intermediate"]) % (etp * whole):
-        raise ModelError(
-            f"experts of the width {width}, {stored.form}, are not whole groups of {whole} when "
-            f"trainer.etp={etp} cuts them; use a smaller trainer.etp, and trainer.ep for the rest"
-        )
-    block_spec = provider.transformer_layer_spec
+@dataclass
+class PackedExperts:
+    """Of a checkpoint, on their way into models."""
 
-    def spec(config, *args, **kwargs):
-        specs = block_spec(config, *args, **kwargs)
-        distinct = {id(layer): layer for layer in specs.layer_specs}  # layers share one spec object
-        for layer in distinct.values():
-            mlp = layer.submodules.mlp
-            if isinstance(mlp, partial) and mlp.func is MoELayer:
-                _replace_experts(mlp.keywords["submodules"], stored)
-        return specs
+    weights: SafeWeights
+    shape: ModelShape
+    stored: Stored
 
-    provider.transformer_layer_spec = spec
+    def place(self, provider) -> None:
+        """The models that Bridge's provider builds get packed experts. Raises ModelError for
+        experts that cannot be cut as the provider's options say."""
+        etp, whole = provider.expert_tensor_parallel_size, max(MULTIPLES[self.stored.form])
+        if (width := self.shape.dims["moe_intermediate"]) % (etp * whole):
+            raise ModelError(
+                f"experts of the width {width}, {self.stored.form}, are not whole groups of "
+                f"{whole} when trainer.etp={etp} cuts them; use a smaller trainer.etp, and "
+                "trainer.ep for the rest"
+            )
+        block_spec = provider.transformer_layer_spec
+
+        def spec(config, *args, **kwargs):
+            specs = block_spec(config, *args, **kwargs)
+            distinct = {id(layer): layer for layer in specs.layer_specs}  # layers share one object
+            for layer in distinct.values():
+                mlp = layer.submodules.mlp
+                if isinstance(mlp, partial) and mlp.func is MoELayer:
+                    _replace_experts(mlp.keywords["submodules"], self.stored)
+            return specs
+
+        provider.transformer_layer_spec = spec
+
+    def load(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Fills this rank's. Raises ModelError for tensors that are not those of the model, and for
+        scales that are no scales."""
+        first = ps.get_expert_model_parallel_rank()
+        cut = ps.get_expert_tensor_parallel_rank(), ps.get_expert_tensor_parallel_world_size()
+        for layer, modules, side, linear in _linears(chunks):
+            rows = linear.out_features // len(modules)
+            for local_expert in range(linear.num_gemms):
+                expert = first * linear.num_gemms + local_expert
+                for part, module in enumerate(modules):
+                    path = f"model.layers.{layer}.{hf_path(self.shape, module)}".format(expert)
+                    read = _cut(_read(self.weights, path, linear.packed.form), side, *cut)
+                    _put(linear, local_expert, part * rows, rows, read, path)
+        self.weights.close()
 
 
 def _replace_experts(moe_submodules, stored: Stored) -> None:
@@ -130,21 +160,6 @@ def _replace_experts(moe_submodules, stored: Stored) -> None:
         linear_fc2=partial(RowPackedLinear, stored=stored),
     )
     moe_submodules.experts = partial(TEGroupedMLP, submodules=leaves)
-
-
-def load(chunks: Sequence[torch.nn.Module], weights: SafeWeights, shape: ModelShape) -> None:
-    """Fills the packed experts of this rank from its checkpoint. Raises ModelError for tensors that
-    are not those of the model, or cannot be cut as it is, and for scales that are no scales."""
-    first = ps.get_expert_model_parallel_rank()
-    cut = ps.get_expert_tensor_parallel_rank(), ps.get_expert_tensor_parallel_world_size()
-    for layer, modules, side, linear in _linears(chunks):
-        rows = linear.out_features // len(modules)
-        for local_expert in range(linear.num_gemms):
-            expert = first * linear.num_gemms + local_expert
-            for part, module in enumerate(modules):
-                path = f"model.layers.{layer}.{hf_path(shape, module)}".format(expert)
-                read = _cut(_read(weights, path, linear.packed.form), side, *cut)
-                _put(linear, local_expert, part * rows, rows, read, path)
 
 
 def _linears(
