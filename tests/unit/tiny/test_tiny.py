@@ -203,7 +203,7 @@ def test_two_processes_may_make_the_same_model(tmp_path):
     for scratch in (tmp_path / "first", tmp_path / "second"):
         scratch.mkdir()
         (scratch / build.RECORD).write_text(scratch.name)
-        build._put(scratch, out)
+        build.put(scratch, out)
     assert (out / build.RECORD).read_text() in ("first", "second")
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
