@@ -6,6 +6,8 @@ its CPU build lacks three things, each mended in a file of its own:
     cpu_lora     LoRA on linears, right in batches that mix adapters and the base
     cpu_experts  LoRA on routed experts
     cpu_routes   recording of router decisions
+
+There it also gets a load format, for routed experts that the trainer holds too (base/loader.py).
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ def register() -> None:
 
     if not current_platform.is_cpu():
         return
+    from lora_moe_rl.base import loader
     from lora_moe_rl.rollout import cpu_experts, cpu_lora, cpu_routes
 
     cpu_lora.install()
     cpu_experts.install()
     cpu_routes.install()
+    loader.install()
 
 
 def keep_no_semaphore() -> None:
