@@ -49,6 +49,7 @@ def _grouped_linears(
             experts = getattr(layer.mlp, "experts", None)
             for name in ("linear_fc1", "linear_fc2") if experts is not None else ():
                 module = getattr(experts, name)
+                module = getattr(module, "base", module)  # behind its adapters
                 require_attributes(module, ("stacked", "num_gemms"), WHO)
                 yield f"decoder.layers.{layer.layer_number - 1}.mlp.experts.{name}", module
 

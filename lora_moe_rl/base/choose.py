@@ -34,6 +34,12 @@ def check(config: RunConfig, shape: ModelShape, model_dir: Path) -> None:
         raise ConfigError(f"model.held_once=on: {why}; or set it to auto or off")
 
 
+def held_share(config: RunConfig, shape: ModelShape) -> float:
+    """The part of the base's parameters that is held once."""
+    every = sum(tensor.elements for tensor in rule(shape, config.trainer, config.rollout))
+    return sum(tensor.elements for tensor in experts(config, shape)) / every
+
+
 def held_bytes(config: RunConfig, shape: ModelShape) -> int:
     """What is held once, on the CPU."""
     dtype: Dtype = "float32" if config.trainer.dtype == "auto" else config.trainer.dtype

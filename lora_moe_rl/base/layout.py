@@ -7,7 +7,8 @@
                                                 beside each other
     other linears       rows, or columns        the same                  no: vLLM's CPU build
                                                                           packs and drops them
-    embedding, head     rows                    the same                  not yet
+    embedding, head,    rows                    the same                  not yet
+    MLA's kv_b
     norms, routers      whole                   whole                     no: too small
 
 A stack of experts is stored as [pieces, experts, rows, columns], so that each rank's part is one
@@ -29,6 +30,7 @@ from lora_moe_rl.rollout.facts import fused_parts
 Relation = Literal["identical", "view", "permuted", "not shareable"]
 SMALL = "norms and routers are too small to be worth it"
 PACKED = "vLLM's CPU build packs linears for its own kernels and drops the rows"
+LATER = "not done yet: each side has its own"
 
 
 @dataclass(frozen=True)
@@ -78,26 +80,17 @@ class Tensor:
 
 def stacks(shape: ModelShape, pieces: int) -> list[Stack]:
     """All stacks of routed experts, by layer, each expert in `pieces` pieces."""
-    block, hidden, width = (
-        shape.family.moe_block,
-        shape.hidden_size,
-        shape.dims["moe_intermediate"] // pieces,
-    )
+    hidden, width = shape.hidden_size, shape.dims["moe_intermediate"] // pieces
+    gate_up = pieces, shape.num_experts, 2 * width, hidden
+    down = pieces, shape.num_experts, hidden, width
     found = []
     for layer in shape.moe_layers:
-        ours = f"model.layers.{layer}.{block}.experts.routed_experts"
+        ours = f"model.layers.{layer}.{shape.family.moe_block}.experts.routed_experts"
         theirs = f"decoder.layers.{layer}.mlp.experts"
-        size = pieces, shape.num_experts
-        found += [
-            Stack(
-                *(f"{ours}.w13_weight", f"{theirs}.linear_fc1", layer),
-                *(("experts.gate", "experts.up"), True, (*size, 2 * width, hidden)),
-            ),
-            Stack(
-                *(f"{ours}.w2_weight", f"{theirs}.linear_fc2", layer),
-                *(("experts.down",), False, (*size, hidden, width)),
-            ),
-        ]
+        names = f"{ours}.w13_weight", f"{theirs}.linear_fc1"
+        found.append(Stack(*names, layer, ("experts.gate", "experts.up"), True, gate_up))
+        names = f"{ours}.w2_weight", f"{theirs}.linear_fc2"
+        found.append(Stack(*names, layer, ("experts.down",), False, down))
     return found
 
 
@@ -109,8 +102,7 @@ def rule(shape: ModelShape, trainer: TrainerConfig, rollout: RolloutConfig) -> l
     if reason:
         relation = "not shareable"
     experts = [
-        Tensor(one.name, one.megatron, relation, one.elements, reason)
-        for one in stacks(shape, 1)
+        Tensor(one.name, one.megatron, relation, one.elements, reason) for one in stacks(shape, 1)
     ]
     return [*experts, *_rest(shape)]
 
@@ -149,7 +141,7 @@ def _rest(shape: ModelShape) -> Iterator[Tensor]:
         ("model.embed_tokens.weight", "embedding.word_embeddings.weight"),
         ("lm_head.weight", "output_layer.weight"),
     ):
-        yield Tensor(name, megatron, "identical", vocabulary, "not done yet: each side has its own")
+        yield Tensor(name, megatron, "identical", vocabulary, LATER)
     routers = len(shape.moe_layers) * shape.num_experts * shape.hidden_size
     norms = (2 * shape.num_layers + 1) * shape.hidden_size
     yield Tensor("norms and routers", "norms and routers", "identical", routers + norms, SMALL)
@@ -177,4 +169,5 @@ def _linear(name: str, part: str, elements: int) -> Tensor:
         )
         return Tensor(name, megatron, "permuted", elements, reason)
     relation: Relation = "view" if part == "fused_qkv_a_proj" else "identical"
-    return Tensor(name, megatron, relation, elements, PACKED)
+    reason = LATER if part == "kv_b_proj" else PACKED  # which MLA keeps
+    return Tensor(name, megatron, relation, elements, reason)

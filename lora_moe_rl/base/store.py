@@ -98,14 +98,13 @@ def open_store(folder: Path | str, contents: Contents, fill: Fill) -> Store:
     damaged."""
     with _opened(folder) as directory:
         users = _lock(directory, USERS, fcntl.LOCK_SH)
-        writing = _lock(directory, WRITING, fcntl.LOCK_EX)
         try:
-            if not _published(directory):
-                _write(folder, directory, contents, fill)
-        finally:
-            os.close(writing)
-        _check(folder, directory, contents)
-        return Store(contents, _map(folder, directory, contents.nbytes), users)
+            _write_once(folder, directory, contents, fill)
+            _check(folder, directory, contents)
+            return Store(contents, _map(folder, directory, contents.nbytes), users)
+        except BaseException:
+            os.close(users)
+            raise
 
 
 def in_use(folder: Path | str) -> bool:
@@ -155,6 +154,16 @@ def _lock(directory: int, name: str, how: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _write_once(folder: Path | str, directory: int, contents: Contents, fill: Fill) -> None:
+    """Unless it is there; waits for one who is writing it."""
+    writing = _lock(directory, WRITING, fcntl.LOCK_EX)
+    try:
+        if not _published(directory):
+            _write(folder, directory, contents, fill)
+    finally:
+        os.close(writing)
 
 
 def _published(directory: int) -> bool:
@@ -229,7 +238,10 @@ def _differing(found: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
 
 
 def _map(folder: Path | str, directory: int, nbytes: int) -> mmap.mmap:
-    descriptor = os.open(BIN, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
+    try:
+        descriptor = os.open(BIN, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
+    except OSError as error:
+        raise HeldBaseError(f"{folder}/{BIN} cannot be opened: {error.strerror}") from error
     try:
         if (size := os.fstat(descriptor).st_size) != nbytes:
             raise HeldBaseError(

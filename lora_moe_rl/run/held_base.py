@@ -29,5 +29,9 @@ def held_base(run: Prepared) -> Iterator[str | None]:
 
     with owned(model.held_dir) as folder:
         size = choose.held_bytes(run.config, shape) / MIB
-        console.say(f"trainer and engines hold routed experts once: {size:,.1f} MiB in {folder}")
+        share = choose.held_share(run.config, shape)
+        console.say(
+            f"trainer and engines hold routed experts once: {size:,.1f} MiB, {share:.0%} of the "
+            f"base, in {folder}"
+        )
         yield folder
