@@ -25,7 +25,12 @@ BITS = {4: torch.int32, 2: torch.int16}
 
 def adopt(chunks: Sequence[torch.nn.Module], config: TrainerConfig, held: Held) -> Store:
     """Re-points this rank's routed experts at `held`. `chunks`: the model's, of this rank. Raises
-    HeldBaseError when a value differs, or something of it is trained."""
+    HeldBaseError when a value differs, something of it is trained, or the model is on a GPU."""
+    if next(chunks[0].parameters()).device.type != "cpu":
+        raise HeldBaseError(
+            "a base is held once on the CPU alone, and this trainer is on a GPU; set "
+            "model.held_once=off"
+        )
     store, cut = held.open(), ExpertCut.of_trainer(config)
     if cut.pieces != held.cut.pieces:
         raise HeldBaseError(

@@ -214,7 +214,7 @@ def _check(folder: Path | str, directory: int, contents: Contents) -> None:
         try:
             found = json.loads(file.read())
             differing = list(_differing(found, contents.described()))
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise HeldBaseError(f"{folder}/{DESCRIPTION} is damaged: {error!r}") from error
     if differing:
         raise HeldBaseError(

@@ -24,12 +24,12 @@ from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.attach import Adapters
 from lora_moe_rl.adapters.olora import OLoRAStart
 from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.base.adopt import adopt
 from lora_moe_rl.base.held import Held
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.micro_batches import plan_for
 from lora_moe_rl.data.packing import MicroBatch, pack, unpack
-from lora_moe_rl.errors import HeldBaseError
 from lora_moe_rl.kernels.backend import on_device
 from lora_moe_rl.router_replay.audit import Audit, due
 from lora_moe_rl.router_replay.replay import MicroRoutes, Replay
@@ -99,7 +99,8 @@ class TrainingEngine:
         self.algorithm = algorithms.make(config)
         self.chunks = self._build(model_dir)
         if held is not None:
-            self._adopt(Held.of_run(held, model_dir, device.dtype_name, config))
+            shared = Held.of_run(held, model_dir, device.dtype_name, config)
+            self.held = adopt(self.chunks, config.trainer, shared)
         inner = [getattr(chunk, "module", chunk) for chunk in self.chunks]  # Float16Module
         start = OLoRAStart(model_dir, spec.shape) if config.adapter.init == "olora" else None
         self.adapters = Adapters(inner, spec, config.seed, start, config.trainer.lora_kernel)
@@ -125,16 +126,6 @@ class TrainingEngine:
     def _build(self, model_dir: Path) -> list[torch.nn.Module]:
         """The frozen base."""
         return build_model(model_dir, self.config.trainer, self.spec.shape.num_layers, self.device)
-
-    def _adopt(self, held: Held) -> None:
-        from lora_moe_rl.base.adopt import adopt
-
-        if self.device.kind != "cpu":
-            raise HeldBaseError(
-                "a base is held once on the CPU alone, and this trainer is on a GPU; set "
-                "model.held_once=off"
-            )
-        self.held = adopt(self.chunks, self.config.trainer, held)
 
     @property
     def is_last_stage(self) -> bool:

@@ -151,7 +151,9 @@ def test_a_truncated_file_is_refused(folder):
         open_store(folder, CONTENTS, no_fill)
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"key": 3}', b'{"key": {}, "tensors": 1}'])
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"{}", b"[]", b'{"key": 3}', b'{"key": {}, "tensors": 1}']
+)
 def test_a_damaged_description_is_refused(folder, text):
     open_store(folder, CONTENTS, fill)
     damaged(folder, DESCRIPTION, text)
