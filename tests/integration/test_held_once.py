@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 LOGPROBS, GRADIENTS = 5e-6, 1e-5
 TP2EP2 = {"world_size": 2, "tp": 2, "ep": 2}
 LAYOUTS = {
-    "one rank each": ({}, {}),
+    "tp1 each": ({}, {}),
     "tp2ep2 each": (TP2EP2, {"tp": 2, "ep": True}),
     "tp2etp2 beside tp2": ({"world_size": 2, "tp": 2, "etp": 2}, {"tp": 2}),
     "pp2ep2dp2 beside tp2ep": (
@@ -116,7 +116,7 @@ def assert_close(ours, theirs, tolerance, relative=False) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_copy_computes_what_two_do(model, layout, tmp_path):
+def test_what_both_hold_computes_what_two_copies_do(model, layout, tmp_path):
     config = config_of(model, *LAYOUTS[layout])
     batch, _ = random_batch(spec_of(model, config))
     sequences = [row.tolist() for row in batch.token_ids]
