@@ -39,8 +39,7 @@ def adopt(chunks: Sequence[torch.nn.Module], config: TrainerConfig, held: Held) 
         )
     modules = dict(_grouped_linears(chunks))
     for stack in held.stacks():
-        if stack.megatron in modules:  # else of another pipeline stage
-            _adopt(modules[stack.megatron], stack, _mine(store[stack.name], cut))
+        _adopt(modules[stack.megatron], stack, _mine(store[stack.name], cut))
     ctypes.CDLL(None).malloc_trim(0)  # else what was let go may stay with this process
     return store
 

