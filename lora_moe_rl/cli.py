@@ -264,6 +264,7 @@ BENCH = {
     "step": ("bench.step", "one steady training step, by stage"),
     "start": ("bench.start", "from the command line to the first step"),
     "memory": ("bench.memory", "what training keeps in memory, adapters against all parameters"),
+    "base": ("bench.base", "the routed experts held once for trainer and engine: memory, start"),
     "head": ("bench.head", "logprobs of long sequences: memory and time, against all logits"),
     "dequant": ("bench.dequant", "a quantised base in the trainer, against one of numbers"),
     "refit": ("bench.refit", "an adapter into vLLM, against vLLM's own ways and a plain copy"),

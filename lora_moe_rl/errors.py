@@ -148,3 +148,9 @@ class StallError(LoraMoeRlError):
     """Nothing happens in a run, and nothing is under way."""
 
     exit_code = FAULT
+
+
+class HeldBaseError(LoraMoeRlError):
+    """A base that trainer and engines are to share, and that cannot be: no room, or another one."""
+
+    exit_code = 2

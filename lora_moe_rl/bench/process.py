@@ -38,3 +38,19 @@ def to_disk(folder: Path, forget: bool = False) -> None:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
+
+
+def private_bytes(pid: int) -> int:
+    """Memory of a process that belongs to no file: its proportional share."""
+    return 1024 * _number(f"/proc/{pid}/smaps_rollup", "Pss_Anon")
+
+
+def mapped_bytes(pid: int, path: Path) -> int:
+    """Of a file that several processes map, this one's share of what is resident (PSS)."""
+    total, ours = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            ours = line.endswith(f" {path}")
+        elif ours and line.startswith("Pss:"):
+            total += 1024 * int(line.split()[1])
+    return total

@@ -64,9 +64,11 @@ class Replicas:
         model_dir: Path,
         run_dir: RunDir,
         placement: Placement,
+        held: str | None = None,
     ):
+        """`held`: the folder of the base that engines and trainer share, if they do."""
         self.config, self.spec, self.model_dir, self.run_dir = config, spec, model_dir, run_dir
-        self.placement = placement
+        self.placement, self.held = placement, held
         self.route_pieces = len(outputs.route_pieces(spec.shape, config.trainer))
         self._starting: list[Any] = []
         self.prove: Callable[[int, int], Awaitable[None]] | None = None
@@ -90,7 +92,8 @@ class Replicas:
         engine = ray.remote(engine_class).options(**self.placement.engine(index))
         name = f"engine-{index}"
         log_path = str(self.run_dir.log_path(name))
-        handle = engine.remote(self.config, str(self.model_dir), self.spec, index, log_path)
+        parts = (self.config, str(self.model_dir), self.spec, index, log_path, self.held)
+        handle = engine.remote(*parts)
         return Actor(handle, name, self.run_dir)
 
     @property

@@ -48,9 +48,11 @@ class TrainerRanks:
         model_dir: Path,
         run_dir: RunDir,
         placement: Placement,
+        held: str | None = None,
     ):
+        """`held`: the folder of the base that ranks and engines share, if they do."""
         self.config, self.spec, self.model_dir, self.run_dir = config, spec, model_dir, run_dir
-        self.placement, self.timeout = placement, config.trainer.timeout_s
+        self.placement, self.timeout, self.held = placement, config.trainer.timeout_s, held
         self._starting: list[Any] = []
         self.prepared: tuple[list[PartLayout], Channel] | None = None
         self.sources: set[int] = set()  # ranks that send parts, where versions are sent
@@ -64,7 +66,7 @@ class TrainerRanks:
             name = f"trainer-{rank}"
             log = str(self.run_dir.log_path(name))
             made = worker.options(**self.placement.trainer(rank))
-            handle = made.remote(log, self.config, self.spec, self.model_dir, rank)
+            handle = made.remote(log, self.config, self.spec, self.model_dir, rank, self.held)
             actors.append(Actor(handle, name, self.run_dir))
         return actors
 

@@ -99,6 +99,12 @@ _RULES = [
         )
         for key in ("push_retries", "push_timeout_s")
     ),
+    _Rule(
+        "model.held_dir",
+        lambda c: c.model.held_once != "off",
+        "model.held_once",
+        "with model.held_once=auto or on",
+    ),
     _Rule("model.revision", _is_hub_model, "model.path", "to a hub model"),
     *(
         _Rule(

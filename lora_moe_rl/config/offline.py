@@ -16,6 +16,9 @@ SAMPLING = ("rollout", "refit", "replay", "mismatch", "schedule", "environment",
 # Keys of the section algorithm that do.
 KEYS = ("mask_truncated", "draw_again", "equal_within", "reweight", "reweight_power")
 
+# Keys of the section model about what trainer and engines share.
+SHARED = ("held_once", "held_dir")
+
 
 def check_offline(config: RunConfig) -> None:
     """Raises ConfigError naming a key that has no effect, and the algorithm that makes it so."""
@@ -26,7 +29,7 @@ def check_offline(config: RunConfig) -> None:
             "learns from the rows' own answers, which no engine has sampled; leave replay.mode out"
         )
     wanted = [(part, key) for part in SAMPLING for key in type(getattr(config, part)).model_fields]
-    wanted += [("algorithm", key) for key in KEYS]
+    wanted += [("algorithm", key) for key in KEYS] + [("model", key) for key in SHARED]
     for part, key in wanted:
         if is_set(section := getattr(config, part), key) and (part, key) != ("replay", "mode"):
             raise ConfigError(

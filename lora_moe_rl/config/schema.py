@@ -54,6 +54,9 @@ LearnsFrom = Literal["rollouts", "answers", "pairs"]
 # What becomes of a group that is older than schedule.lag allows (run/schedule.py).
 Stale = Literal["wait", "train", "drop", "redraw"]
 
+# Whether trainer and engines hold the frozen base in one copy (base/).
+HeldOnce = Literal["off", "auto", "on"]
+
 
 class ModelConfig(Section):
     path: str = Field(
@@ -76,6 +79,25 @@ class ModelConfig(Section):
         "the text.",
     )
     max_length: int = Field(512, ge=2, description="Longest prompt plus response, in tokens.")
+    held_once: HeldOnce = Field(
+        "off",
+        description="Routed experts in one copy for trainer and engines, on one machine's CPU: "
+        "never (off), where it can be (auto), or else the run does not start (on).",
+    )
+    held_dir: str = Field(
+        "/dev/shm",
+        description="Where that copy is held, as a file that all map: in memory, or on a disk.",
+    )
+
+    @field_validator("held_dir")
+    @classmethod
+    def _from_the_root(cls, value: str) -> str:
+        if not Path(value).is_absolute():
+            raise ValueError(
+                f"model.held_dir={value} is relative, and trainer and engines may run in different "
+                "places; give it from the root"
+            )
+        return value
 
 
 class AlgorithmConfig(Section):

@@ -151,6 +151,15 @@ def _is_int4(model_dir: str) -> bool:
     return path.is_file() and quantised.form(read_json(path)) == "int4"
 
 
+def held_args(folder: str | None) -> dict[str, Any]:
+    """More keywords, where the base is held in `folder` for the trainer too."""
+    if folder is None:
+        return {}
+    from lora_moe_rl.base import loader
+
+    return loader.engine_args(folder)
+
+
 def _lora_args(config: RunConfig, spec: AdapterSpec) -> dict[str, Any]:
     modules = {served_module(spec.shape, site)[0].rpartition(".")[2] for site in spec}
     return {

@@ -61,8 +61,11 @@ class RolloutEngine:
         spec: AdapterSpec,
         index: int,
         log_path: str | None = None,
+        held: str | None = None,
     ):
+        """`held`: the folder of the base that the trainer holds too; None: this engine's own."""
         self.config, self.model_dir, self.spec, self.index = config, model_dir, spec, index
+        self.held = held
         self.receipts: dict[int, Receipt] = {}  # versions in slots, oldest first
         self.running: dict[int, int] = {}  # requests in flight, by version
         self.in_flight = InFlight(config.schedule.continued == "split")
@@ -102,7 +105,8 @@ class RolloutEngine:
         }
 
     def _engine_args(self, cpu: bool) -> dict[str, Any]:
-        return engine_device.engine_args(self.config, self.spec, self.model_dir, self.index, cpu)
+        parts = self.config, self.spec, self.model_dir, self.index, cpu
+        return engine_device.engine_args(*parts) | engine_device.held_args(self.held)
 
     async def sample(
         self,

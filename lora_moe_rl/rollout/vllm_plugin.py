@@ -8,6 +8,8 @@ its CPU build lacks five things, each mended in a file of its own:
     cpu_int4     LoRA on routed experts that are INT4
     cpu_fp8      FP8 bases, with LoRA
     cpu_routes   recording of router decisions
+
+There it also gets a load format, for routed experts that the trainer holds too (base/loader.py).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ def register() -> None:
 
     if not current_platform.is_cpu():
         return
+    from lora_moe_rl.base import loader
     from lora_moe_rl.rollout import cpu_experts, cpu_fp8, cpu_int4, cpu_lora, cpu_routes
 
     cpu_lora.install()
@@ -32,6 +35,7 @@ def register() -> None:
     cpu_int4.install()
     cpu_fp8.install()
     cpu_routes.install()
+    loader.install()
 
 
 def keep_no_semaphore() -> None:

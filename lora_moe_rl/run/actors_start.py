@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+from lora_moe_rl.run.held_base import held_base
 from lora_moe_rl.run.prepared import Prepared
 from lora_moe_rl.run.publisher import plan_layouts
 from lora_moe_rl.telemetry import console
@@ -48,7 +49,11 @@ def started(run: Prepared) -> Iterator[Actors]:
             starting.begin("starting Ray")
             start_ray(config.trainer.world_size + config.num_engines)
             placement = Placement(config, [run.model_dir, run.run_dir.path])
-        yield (_start_trainer if config.offline else _start_all)(run, placement, starting)
+        if config.offline:
+            yield _start_trainer(run, placement, starting)
+        else:
+            with held_base(run) as held:
+                yield _start_all(run, placement, starting, held)
     finally:
         ray.shutdown()
 
@@ -75,8 +80,10 @@ def _lasting(run: Prepared, ranks: TrainerRanks) -> LastingTrainer:
     return LastingTrainer(ranks, run.config, run.run_dir, fits(run.config, run.spec))
 
 
-def _start_all(run: Prepared, placement: Placement, starting: console.Starting) -> Actors:
-    """Trainer ranks and engines, and the transport between them."""
+def _start_all(
+    run: Prepared, placement: Placement, starting: console.Starting, held: str | None
+) -> Actors:
+    """Trainer ranks and engines, and the transport between them. `held`: see `held_base`."""
     from lora_moe_rl.cluster.actors import states
     from lora_moe_rl.cluster.engines import RolloutEngines
     from lora_moe_rl.cluster.trainer import TrainerRanks
@@ -85,8 +92,8 @@ def _start_all(run: Prepared, placement: Placement, starting: console.Starting) 
     config, where = run.config, (run.model_dir, run.run_dir, placement)
     with starting:
         starting.begin("starting trainer ranks and rollout engines")
-        trainer = TrainerRanks(config, run.spec, *where)
-        engines = RolloutEngines(config, run.spec, *where)
+        trainer = TrainerRanks(config, run.spec, *where, held)
+        engines = RolloutEngines(config, run.spec, *where, held)
         starting.watch(lambda: states(trainer.starting | engines.starting))
         engines.start_async()
         trainer.start_async()

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.base import choose
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import LoraMoeRlError
 from lora_moe_rl.planner import plan as plans
@@ -59,7 +60,8 @@ def look(config: RunConfig, model_dir: Path, spec: AdapterSpec) -> Found:
 
 def _memory(config: RunConfig, model_dir: Path, gpus: list[float]) -> tuple[str, list[str]]:
     if not gpus:
-        return _on_the_cpu(config, _plan(config, model_dir, Hardware(1), "float32"))
+        plan = _plan(config, model_dir, Hardware(1), "float32")
+        return _on_the_cpu(config, plan, _saved(config, plan, model_dir))
     plan = _plan(config, model_dir, Hardware(len(gpus), gpu_memory=min(gpus)), "bf16")
     return f"{len(gpus)} GPUs of {min(gpus):.0f} GiB", plan.problems
 
@@ -101,9 +103,19 @@ def _plan(config: RunConfig, model_dir: Path, hardware: Hardware, auto: Format) 
     return plans.make(facts, config, Assumed(hardware, facts.in_trainer(weights), served, lengths))
 
 
-def _on_the_cpu(config: RunConfig, plan: RunPlan) -> tuple[str, list[str]]:
-    """All ranks and engines share the machine's memory."""
-    trainer = sum(c.ranks * c.tensors for c in plan.classes)
+def _saved(config: RunConfig, plan: RunPlan, model_dir: Path) -> int:
+    """Bytes of routed experts that would be there once more for each copy but the one that all
+    share: those of the trainer's data-parallel ranks and of each engine."""
+    shape, trainer = plan.facts.shape, config.trainer
+    if config.model.held_once == "off" or choose.why_private(config, shape, model_dir):
+        return 0
+    copies = trainer.world_size // (trainer.pp * trainer.ep * trainer.etp) + config.rollout.engines
+    return (copies - 1) * choose.held_bytes(config, shape)
+
+
+def _on_the_cpu(config: RunConfig, plan: RunPlan, saved: int) -> tuple[str, list[str]]:
+    """All ranks and engines share the machine's memory. `saved`: what they hold once."""
+    trainer = sum(c.ranks * c.tensors for c in plan.classes) - saved
     engines = 0
     if plan.engine is not None:
         engine = config.rollout.tp * (plan.engine.weights + plan.engine.slots)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
+from lora_moe_rl.base import choose
 from lora_moe_rl.config import EvalSetConfig, RewardFunction, RunConfig, SourceConfig
 from lora_moe_rl.config.evaluation import EVAL
 from lora_moe_rl.config.plugins import ENVIRONMENTS
@@ -285,6 +286,7 @@ class Preflight:
         spec = AdapterSpec.build(shape, config.adapter, servable=config.serves_adapters)
         check_engine(config, spec)
         check_quantised(config, self.form)
+        choose.check(config, shape, self.model_dir)
         spec.lr_factors(config.trainer.lr_pattern)
         if config.learns_from == "pairs" and config.adapter.init_from is not None:
             self.warnings.append(

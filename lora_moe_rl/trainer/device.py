@@ -13,6 +13,7 @@ import torch
 
 from lora_moe_rl.config import TrainerConfig
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.rollout.facts import Dtype
 
 # Looked up before `bridge.py` puts a stub of that name in its place.
 HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
@@ -36,6 +37,11 @@ class Device:
         names = {"auto": torch.bfloat16 if kind == "cuda" else torch.float32}
         names |= {"float32": torch.float32, "bfloat16": torch.bfloat16}
         return cls(kind, names[config.dtype])
+
+    @property
+    def dtype_name(self) -> Dtype:
+        """Of the dtype, as a config has it."""
+        return "bfloat16" if self.dtype is torch.bfloat16 else "float32"
 
     @property
     def backend(self) -> str:

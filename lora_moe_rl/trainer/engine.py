@@ -24,6 +24,8 @@ from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.attach import Adapters
 from lora_moe_rl.adapters.olora import OLoRAStart
 from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.base.adopt import adopt
+from lora_moe_rl.base.held import Held
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.micro_batches import plan_for
@@ -84,10 +86,21 @@ class Work:
 class TrainingEngine:
     """Built once a rank, after `init_process_groups`."""
 
-    def __init__(self, config: RunConfig, spec: AdapterSpec, model_dir: Path, device: Device):
+    def __init__(
+        self,
+        config: RunConfig,
+        spec: AdapterSpec,
+        model_dir: Path,
+        device: Device,
+        held: str | None = None,
+    ):
+        """`held`: the folder of the base that engines hold too; None: this rank has its own."""
         self.config, self.spec, self.device = config, spec, device
         self.algorithm = algorithms.make(config)
         self.chunks = self._build(model_dir)
+        if held is not None:
+            shared = Held.of_run(held, model_dir, device.dtype_name, config)
+            self.held = adopt(self.chunks, config.trainer, shared)
         inner = [getattr(chunk, "module", chunk) for chunk in self.chunks]  # Float16Module
         start = OLoRAStart(model_dir, spec.shape) if config.adapter.init == "olora" else None
         self.adapters = Adapters(inner, spec, config.seed, start, config.trainer.lora_kernel)

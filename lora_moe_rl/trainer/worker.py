@@ -33,8 +33,17 @@ if TYPE_CHECKING:
 class TrainerWorker:
     """Methods are called on all ranks together, with the same arguments, but for `update`."""
 
-    def __init__(self, config: RunConfig, spec: AdapterSpec, model_dir: Path, rank: int):
+    def __init__(
+        self,
+        config: RunConfig,
+        spec: AdapterSpec,
+        model_dir: Path,
+        rank: int,
+        held: str | None = None,
+    ):
+        """`held`: see `TrainingEngine`."""
         self.config, self.spec, self.model_dir, self.rank = config, spec, model_dir, rank
+        self.held = held
 
     def address(self) -> str:
         """host:port for torch.distributed, asked of rank 0."""
@@ -55,11 +64,12 @@ class TrainerWorker:
         from lora_moe_rl.trainer.model import init_process_groups
 
         init_process_groups(self.config.trainer, device, self.rank, address)
-        self.engine = TrainingEngine(self.config, self.spec, self.model_dir, device)
+        parts = self.config, self.spec, self.model_dir, device
+        self.engine = TrainingEngine(*parts, self.held)
         trainable = sum(p.numel() for p in self.engine.adapters.parameters())
         return {
             "device": device.kind,
-            "dtype": str(device.dtype).removeprefix("torch."),
+            "dtype": device.dtype_name,
             "trainable": trainable,
             "place": place(),
             "dp_rank": ps.get_data_parallel_rank(),

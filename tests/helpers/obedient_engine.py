@@ -28,7 +28,7 @@ class Engine:
     """Writes down what it is asked. What is to happen to it stands in a file that is named after
     its number and the method, once for each line."""
 
-    def __init__(self, config, model_dir, spec, index, log_path):
+    def __init__(self, config, model_dir, spec, index, log_path, held=None):
         self.folder, self.index = Path(log_path).parent, index
         self.beats, self.works = 0, True
 

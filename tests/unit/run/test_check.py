@@ -257,3 +257,21 @@ def test_a_judge_on_the_engines_is_not_called_before_there_are_any(check):
     assert (
         found["reward"][1] == "lora_moe_rl.rewards:Judge is there; not called, it asks the engines"
     )
+
+
+def test_a_base_that_is_to_be_held_once_and_cannot_be_is_an_error_or_not(check):
+    cut = ("trainer.device=cpu", "rollout.tp=2")
+    code, found, _ = check("model.held_once=on", *cut)
+    assert code == 2 and found["layout"][0] == "error"
+    assert "w13_weight" in found["layout"][1] and "into 2" in found["layout"][1]
+    code, found, _ = check("model.held_once=auto", *cut)
+    assert code == 0 and found["layout"][0] == "ok"
+
+
+def test_a_base_that_is_held_once_is_counted_once(check):
+    def gib(*settings):
+        text = check("trainer.device=cpu", "rollout.engines=300", *settings)[1]["machine"][1]
+        return float(text.partition("about ")[2].partition(" GiB")[0])
+
+    experts = 4 * 8 * 3 * 96 * 192 * 4 / 2**30
+    assert gib() - gib("model.held_once=on") == pytest.approx(300 * experts, abs=0.11)

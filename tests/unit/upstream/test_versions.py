@@ -27,6 +27,7 @@ MENDS = [
     ("vllm", "rollout/cpu_fp8.py", lambda m: m.install()),
     ("vllm", "rollout/cpu_routes.py", lambda m: m.install()),
     ("vllm", "rollout/forked.py", lambda m: m.install(1)),
+    ("vllm", "base/loader.py", lambda m: m.install()),
     ("megatron-core", "trainer/megatron_on_cpu.py", lambda m: m.install()),
     ("megatron-core", "trainer/local_modules.py", lambda m: m.install()),
     ("megatron-core", "trainer/local_modules.py", lambda m: m.localize(None)),

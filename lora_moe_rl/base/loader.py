@@ -1,0 +1,137 @@
+"""The engine's side: a load format of vLLM whose routed experts are views of the store.
+
+All else is loaded as ever (`vllm/model_executor/model_loader/default_loader.py`); experts are not
+read from the checkpoint. After loading, vLLM copies each stack of experts onto itself, which a
+read-only mapping does not survive: these methods alone are told that their weights are processed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config.load import LoadConfig
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.utils import weights_already_processed
+
+from lora_moe_rl.base.held import Held
+from lora_moe_rl.base.store import Store
+from lora_moe_rl.errors import HeldBaseError
+from lora_moe_rl.rollout.cpu_experts import TorchLoRAExperts
+from lora_moe_rl.upstream.checks import require_attributes, require_parameters, require_version
+
+WHO = "lora_moe_rl/base/loader.py"
+LOAD_FORMAT = "lora_moe_rl_held"
+STACKS = ("w13_weight", "w2_weight")
+
+
+def engine_args(folder: str) -> dict[str, Any]:
+    """What vLLM's engine arguments have more where the base is held in `folder`."""
+    return {"load_format": LOAD_FORMAT, "model_loader_extra_config": {"folder": folder}}
+
+
+def install() -> None:
+    """Makes vLLM know the format. Raises ConfigError when vLLM is not the version we know."""
+    require_version("vllm", WHO)
+    require_attributes(DefaultModelLoader, ("load_weights", "_init_ep_weight_filter"), WHO)
+    require_parameters(
+        UnquantizedFusedMoEMethod.process_weights_after_loading, ("self", "layer"), WHO
+    )
+    register_model_loader(LOAD_FORMAT)(HeldLoader)
+
+
+class HeldLoader(DefaultModelLoader):
+    def __init__(self, load_config: LoadConfig):
+        self.folder: str = load_config.model_loader_extra_config["folder"]
+        plain = {"load_format": "auto", "model_loader_extra_config": {}}
+        super().__init__(dataclasses.replace(load_config, **plain))
+
+    def load_weights(self, model: torch.nn.Module, model_config) -> None:
+        self.store = held_by(self.folder, get_current_vllm_config()).open()
+        take(model, self.store)
+        super().load_weights(model, model_config)
+
+    def _init_ep_weight_filter(self, model_config) -> None:
+        self.local_expert_ids = set()  # the experts to read: none
+
+
+def held_by(folder: str, config: VllmConfig) -> Held:
+    """What an engine of this config expects. Raises HeldBaseError where it cannot be."""
+    parallel, model = config.parallel_config, config.model_config
+    sizes = parallel.data_parallel_size, parallel.pipeline_parallel_size
+    if sizes != (1, 1) or parallel.enable_eplb or parallel.expert_placement_strategy != "linear":
+        raise HeldBaseError(
+            "a base is held once for engines without data and pipeline parallelism, whose experts "
+            "stay where they are, in their order; set model.held_once=off"
+        )
+    return Held(
+        folder,
+        model.model,
+        str(model.dtype).removeprefix("torch."),  # pyright: ignore[reportArgumentType]
+        parallel.tensor_parallel_size,
+        parallel.enable_expert_parallel,
+        config.lora_config is not None,
+    )
+
+
+def take(model: torch.nn.Module, store: Store) -> None:
+    """Points every routed expert of `model` at the store. Raises HeldBaseError for one that vLLM
+    would lay out anew."""
+    found = {name: m for name, m in model.named_modules() if isinstance(m, RoutedExperts)}
+    wanted = {f"{name}.{stack}" for name in found for stack in STACKS}
+    if differing := wanted ^ set(store.contents.shapes):
+        raise HeldBaseError(
+            f"vLLM's model and the base that is held differ in {len(differing)} tensors, among "
+            f"them {min(differing)}"
+        )
+    for name, layer in found.items():
+        method = layer.quant_method
+        if (
+            not isinstance(method, UnquantizedFusedMoEMethod)
+            or method.experts_cls is not TorchLoRAExperts
+        ):
+            raise HeldBaseError(
+                f"{name}: vLLM would lay its experts out anew ({type(method).__name__}, "
+                f"{getattr(method, 'experts_cls', None)}); set model.held_once=off"
+            )
+        for stack in STACKS:
+            _point(f"{name}.{stack}", getattr(layer, stack), _mine(layer, store[f"{name}.{stack}"]))
+        method.process_weights_after_loading = _as_they_are(method.process_weights_after_loading)
+
+
+def _mine(layer: RoutedExperts, whole: torch.Tensor) -> torch.Tensor:
+    """This worker's part `[experts, rows, columns]` of a stack."""
+    parallel = layer.moe_config.moe_parallel_config
+    part = whole[0 if parallel.use_ep else parallel.tp_rank]
+    local = layer._map_global_expert_id_to_local_expert_id
+    mine = [expert for expert in range(len(part)) if local(expert) != -1]
+    if [local(expert) for expert in mine] != list(range(len(mine))) or (
+        mine != list(range(mine[0], mine[0] + len(mine)))
+    ):
+        raise HeldBaseError(f"vLLM holds the experts {mine[:8]}…, which are no range in order")
+    return part.narrow(0, mine[0], len(mine))
+
+
+def _point(name: str, parameter: torch.nn.Parameter, shared: torch.Tensor) -> None:
+    if parameter.shape != shared.shape or parameter.dtype != shared.dtype:
+        raise HeldBaseError(
+            f"{name}: vLLM wants {tuple(parameter.shape)} {parameter.dtype}, and held is "
+            f"{tuple(shared.shape)} {shared.dtype}; set model.held_once=off"
+        )
+    parameter.data = shared
+
+
+def _as_they_are(process: Callable[[RoutedExperts], None]) -> Callable[[RoutedExperts], None]:
+    def without_touching(layer: RoutedExperts) -> None:
+        with weights_already_processed():
+            process(layer)
+
+    return without_touching

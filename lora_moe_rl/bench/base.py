@@ -1,0 +1,176 @@
+"""`lora-moe-rl bench base`: the routed experts held once for trainer and engine, against a copy
+each."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from lora_moe_rl.base.held import Held
+from lora_moe_rl.base.owner import owned
+from lora_moe_rl.base.store import BIN
+from lora_moe_rl.bench import report
+from lora_moe_rl.bench.model import save_random
+from lora_moe_rl.bench.process import mapped_bytes, private_bytes
+from lora_moe_rl.bench.report import Result, busy_cores, cores, goal, temporary
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.options import positive, result_parser
+from lora_moe_rl.rollout.engine import RolloutEngine
+from lora_moe_rl.tiny.shapes import EXTRA_CONFIG, SHAPES
+from lora_moe_rl.tiny.tokenizer import make_tokenizer
+from lora_moe_rl.verify.comparisons import largest
+from lora_moe_rl.verify.engine import EngineProcess
+from lora_moe_rl.verify.inputs import random_adapter, random_batch
+from lora_moe_rl.verify.ranks import Ranks, spec_of
+from lora_moe_rl.verify.report import table
+
+ABOUT = """\
+A trainer rank and an engine on one model with random weights, on the CPU in float32: first with a
+base each, then with the routed experts in one file that both map. Memory that is a process's own,
+the share of the file that each is charged, how long the second user of the base takes to start, and
+how far log-probabilities and gradients are from those on private copies.
+"""
+WIDTHS = {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 256}
+LENGTHS = (20, 60)
+MOST_HELD, MOST_LOGPROBS, MOST_GRADIENTS = 1.05, 5e-6, 1e-5
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = result_parser("bench base", ABOUT)
+    parser.add_argument("--model", choices=SHAPES, default="qwen3_moe", help="(qwen3_moe)")
+    parser.add_argument("--experts", type=positive, default=32, help="of each layer (32)")
+    parser.add_argument("--dir", default="/dev/shm", help="where the one base lies (/dev/shm)")
+    options = parser.parse_args(argv)
+    busy = busy_cores()
+    with temporary() as folder, owned(options.dir) as held:
+        result = measure(Path(folder), options.model, options.experts, held)
+    result["busy_cores_before"] = busy
+    report.conclude(result, options.json, parts)
+    return 0 if report.all_met(result) else 1
+
+
+def save_model(folder: Path, name: str, experts: int) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    number = "num_experts" if "num_experts" in SHAPES[name] else "n_routed_experts"
+    config = AutoConfig.for_model(name, **SHAPES[name] | WIDTHS | {number: experts})
+    save_random(folder, lambda: AutoModelForCausalLM.from_config(config), EXTRA_CONFIG[name])
+    make_tokenizer().save_pretrained(folder)
+
+
+def measure(folder: Path, name: str, experts: int, held: str) -> Result:
+    save_model(folder, name, experts)
+    config = RunConfig(
+        model={"path": str(folder), "max_length": 128},
+        adapter={"rank": 4, "alpha": 8},
+        trainer={"dtype": "float32", "device": "cpu"},
+        rollout={"cpu_kv_cache_gib": 0.06},
+    )
+    spec = spec_of(folder, config)
+    sequences = [row.tolist() for row in random_batch(spec, 8, 3, LENGTHS)[0].token_ids]
+    own_engine = _engine(folder, config, spec, sequences, None)
+    with Ranks(config, folder, False, 600) as ranks:
+        (own,) = ranks.run(private)
+        (shared,) = ranks.run(adopted, held)
+        file = Path(held) / BIN
+        trainers = [process.pid for process in ranks.processes]
+        engine = _engine(folder, config, spec, sequences, held, trainers)
+    size = file.stat().st_size
+    gradients = max(_relative(a, b) for a, b in zip(shared["gradients"], own["gradients"]))
+    found = {
+        "held": engine["file"] / size,
+        "engine_logprobs": largest(engine["scores"], own_engine["scores"]),
+        "trainer_logprobs": largest(shared["scores"], own["scores"]),
+        "gradients": gradients,
+    }
+    return {
+        "model": name,
+        "bytes": size,
+        "cores": cores(),
+        "trainer": [own["private"], shared["private"]],
+        "engine": [own_engine["private"], engine["private"]],
+        "load_seconds": [own_engine["load"], engine["load"]],
+        "adopt_seconds": shared["seconds"],
+        "goals": {
+            "held of the file by all, times its size": goal(found["held"], MOST_HELD),
+            "engine's logprobs, largest difference": goal(found["engine_logprobs"], MOST_LOGPROBS),
+            "trainer's logprobs, largest difference": goal(
+                found["trainer_logprobs"], MOST_LOGPROBS
+            ),
+            "gradients, largest difference, relative": goal(found["gradients"], MOST_GRADIENTS),
+        },
+    }
+
+
+def private(worker, spec) -> Result:
+    """In a trainer rank: what it computes and holds."""
+    batch, table = random_batch(spec, 8, 3, LENGTHS)
+    worker.set_adapter(random_adapter(spec))
+    scores = worker.score([row.tolist() for row in batch.token_ids], None, adapters=True)
+    _, _, shards = worker.gradients(batch, table)
+    gc.collect()
+    return {
+        "scores": scores,
+        "gradients": [shard.data for shard in shards],
+        "private": private_bytes(os.getpid()),
+    }
+
+
+def adopted(worker, spec, folder: str) -> Result:
+    """The same once its experts are those of `folder`, which it writes."""
+    from lora_moe_rl.base.adopt import adopt
+
+    started = time.perf_counter()
+    held = Held.of_run(folder, worker.model_dir, "float32", worker.config)
+    worker.engine.held = adopt(worker.engine.chunks, worker.config.trainer, held)
+    return {"seconds": time.perf_counter() - started, **private(worker, spec)}
+
+
+def _engine(
+    folder: Path,
+    config: RunConfig,
+    spec,
+    sequences: list[list[int]],
+    held: str | None,
+    others: Sequence[int] = (),
+) -> Result:
+    """What an engine computes and holds, and with `others` of the file."""
+    made = functools.partial(RolloutEngine, held=held)
+    with EngineProcess(config, spec, folder, folder / "engine.log", made) as engine:
+        started = engine.start()
+        (scores, _) = engine.ask("score", sequences, None)
+        process = psutil.Process(engine.pid)
+        mine = [process.pid, *(child.pid for child in process.children(recursive=True))]
+        found: Result = {
+            "scores": scores,
+            "private": sum(private_bytes(pid) for pid in mine),
+            "load": started["seconds"]["total"] - started["seconds"]["import"],
+        }
+        if held is not None:
+            found["file"] = sum(mapped_bytes(pid, Path(held) / BIN) for pid in [*mine, *others])
+    return found
+
+
+def _relative(one: np.ndarray, other: np.ndarray) -> float:
+    return float(np.abs(one - other).max() / (np.abs(other).max() + 1e-30))
+
+
+def parts(result: Result) -> Iterable[Any]:
+    yield (
+        f"{result['model']}, routed experts {result['bytes'] / 2**20:,.1f} MiB, float32, "
+        f"{result['cores']} cores"
+    )
+    shown = table(["", "a base each", "experts held once"])
+    for name, key in (("trainer's own MiB", "trainer"), ("engine's own MiB", "engine")):
+        shown.add_row(name, *(f"{nbytes / 2**20:,.1f}" for nbytes in result[key]))
+    shown.add_row("engine loads, s", *(f"{one:.2f}" for one in result["load_seconds"]))
+    shown.add_row("trainer writes, compares and adopts, s", "", f"{result['adopt_seconds']:.2f}")
+    yield shown

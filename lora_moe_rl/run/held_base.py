@@ -1,0 +1,37 @@
+"""The one base of a run's trainer and engines, from before they start until they have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lora_moe_rl.base import choose
+from lora_moe_rl.run.prepared import Prepared
+from lora_moe_rl.telemetry import console
+
+MIB = 2**20
+
+
+@contextmanager
+def held_base(run: Prepared) -> Iterator[str | None]:
+    """The folder in which trainer and engines share their routed experts; None: they do not. A run
+    with model.held_once=auto that cannot says why."""
+    model, shape = run.config.model, run.spec.shape
+    if model.held_once == "off":
+        yield None
+        return
+    choose.check(run.config, shape, run.model_dir)
+    if why := choose.why_private(run.config, shape, run.model_dir):
+        console.say(f"trainer and engines hold a base each: {why}")
+        yield None
+        return
+    from lora_moe_rl.base.owner import owned
+
+    with owned(model.held_dir) as folder:
+        size = choose.held_bytes(run.config, shape) / MIB
+        share = choose.held_share(run.config, shape)
+        console.say(
+            f"trainer and engines hold routed experts once: {size:,.1f} MiB, {share:.0%} of the "
+            f"base, in {folder}"
+        )
+        yield folder

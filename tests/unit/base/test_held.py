@@ -1,0 +1,147 @@
+"""What is held of a checkpoint, against its tensors laid out by hand; when a run holds it once."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from lora_moe_rl.adapters.families import ModelShape
+from lora_moe_rl.base import choose
+from lora_moe_rl.base.held import Held
+from lora_moe_rl.base.owner import owned
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.overrides import override
+from lora_moe_rl.errors import ConfigError, HeldBaseError
+from lora_moe_rl.tiny.shapes import SHAPES
+
+LAYERS, EXPERTS, HIDDEN, WIDTH = 2, 3, 8, 6
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    """The experts of a Qwen3-MoE, and nothing else."""
+    sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": WIDTH, "num_experts": EXPERTS}
+    config = AutoConfig.for_model(
+        "qwen3_moe", **SHAPES["qwen3_moe"] | sizes | {"num_hidden_layers": LAYERS}
+    )
+    folder = tmp_path / "model"
+    folder.mkdir()
+    whole = config.to_dict() | {"architectures": ["Qwen3MoeForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(whole))
+    torch.manual_seed(0)
+    tensors = {}
+    for layer in range(LAYERS):
+        for expert in range(EXPERTS):
+            path = f"model.layers.{layer}.mlp.experts.{expert}"
+            tensors[f"{path}.gate_proj.weight"] = torch.randn(WIDTH, HIDDEN)
+            tensors[f"{path}.up_proj.weight"] = torch.randn(WIDTH, HIDDEN)
+            tensors[f"{path}.down_proj.weight"] = torch.randn(HIDDEN, WIDTH)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def held(folder: str, model: Path, **changes) -> Held:
+    settings = {"dtype": "float32", "tp": 1, "ep": False, "lora": True} | changes
+    return Held(folder, str(model), **settings)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_experts_are_laid_out_as_both_sides_hold_them(model, tmp_path, pieces, dtype):
+    found = load_file(model / "model.safetensors")
+    with owned(str(tmp_path)) as folder:
+        store = held(folder, model, tp=pieces, dtype=dtype).open()
+        for layer in range(LAYERS):
+            for expert in range(EXPERTS):
+                gate, up, down = (
+                    found[f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"].to(
+                        getattr(torch, dtype)
+                    )
+                    for name in ("gate", "up", "down")
+                )
+                path = f"model.layers.{layer}.mlp.experts.routed_experts"
+                w13, w2 = store[f"{path}.w13_weight"], store[f"{path}.w2_weight"]
+                for rank in range(pieces):
+                    mine = slice(rank * WIDTH // pieces, (rank + 1) * WIDTH // pieces)
+                    expected = torch.cat([gate[mine], up[mine]])
+                    assert torch.equal(w13[rank, expert], expected)
+                    assert torch.equal(w2[rank, expert], down[:, mine])
+
+
+def test_a_model_that_has_changed_since_is_refused(model, tmp_path):
+    with owned(str(tmp_path)) as folder:
+        held(folder, model).open()
+        tensors = {k: v + 1 for k, v in load_file(model / "model.safetensors").items()}
+        save_file(tensors, model / "model.safetensors")
+        with pytest.raises(HeldBaseError, match="something else: model is"):
+            held(folder, model).open()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ep": True, "tp": 2}, "rollout.ep is false there and true here"),
+        ({"lora": False}, "LoRA is true there and false here"),
+        ({"dtype": "bfloat16"}, "dtype is float32 there and bfloat16 here"),
+    ],
+)
+def test_another_engine_is_refused(model, tmp_path, changes, message):
+    with owned(str(tmp_path)) as folder:
+        held(folder, model).open()
+        with pytest.raises(HeldBaseError, match=message):
+            held(folder, model, **changes).open()
+
+
+def why(model: Path, *settings: str) -> str:
+    config = override(RunConfig(), ["model.held_once=on", *settings])
+    shape = ModelShape.from_hf_config(json.loads((model / "config.json").read_text()))
+    return choose.why_private(config, shape, model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["refit.mode=merged"], "refit.mode=merged writes"),
+        (["trainer.pp=2", "trainer.world_size=2"], "trainer.pp=2: not tested yet"),
+        (["trainer.device=cuda"], "on the CPU alone"),
+        (["rollout.tp=2"], "w13_weight.*and 1 more cannot be shared: the engine cuts each expert"),
+        (["model.held_dir=/no/such"], "model.held_dir=/no/such: No such file"),
+    ],
+)
+def test_a_run_that_cannot_says_why(model, settings, message, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert why(model) == ""
+    assert re.search(message, why(model, *settings))
+    config = override(RunConfig(), ["model.held_once=on", *settings])
+    shape = ModelShape.from_hf_config(json.loads((model / "config.json").read_text()))
+    with pytest.raises(ConfigError, match="model.held_once=on: "):
+        choose.check(config, shape, model)
+    choose.check(override(config, ["model.held_once=auto"]), shape, model)
+
+
+def test_a_cluster_is_refused(model, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert "on one machine alone" in why(model)
+
+
+def test_a_quantised_checkpoint_is_refused(model):
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, model / "model.safetensors")
+    assert "is F8_E4M3" in why(model)
+
+
+def test_keys_that_have_no_effect_are_refused():
+    for settings, message in (
+        (["model.held_dir=/tmp"], "model.held_dir=/tmp has no effect with model.held_once=off"),
+        (["algorithm=sft", "model.held_once=on"], "model.held_once=on has no effect"),
+        (["model.held_dir=shm"], "model.held_dir=shm is relative"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            override(RunConfig(), settings)
