@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +28,6 @@ from lora_moe_rl.verify.engine import EngineProcess
 from lora_moe_rl.verify.ranks import Ranks
 
 pytestmark = pytest.mark.slow
-RECIPE = str(Path(__file__).parents[2] / "recipes/tiny_arithmetic.py")
 LOGPROBS, GRADIENTS = 5e-6, 1e-5
 TP2EP2 = {"world_size": 2, "tp": 2, "ep": 2}
 LAYOUTS = {
@@ -181,27 +177,3 @@ def test_an_engine_of_another_kind_refuses(one_model, tmp_path):
     said = (tmp_path / "log").read_text()
     assert "dtype is bfloat16 there and float32 here" in said
     assert HeldBaseError.__name__ in said
-
-
-def run_of(folder: Path, held_once: str, held_dir: Path) -> tuple[str, list[dict]]:
-    """A run's output and metrics."""
-    settings = [f"model.held_once={held_once}", "trainer.steps=2", f"logging.run_dir={folder}"]
-    settings += [f"model.held_dir={held_dir}"] * (held_once != "off")
-    command = [sys.executable, "-m", "lora_moe_rl", "train", RECIPE, *settings]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return done.stdout, [json.loads(line) for line in lines]
-
-
-def test_a_whole_run_is_the_same_and_leaves_nothing(tmp_path):
-    (tmp_path / "held").mkdir()
-    said, once = run_of(tmp_path / "on", "on", tmp_path / "held")
-    assert "hold routed experts once: 6.8 MiB, 90% of the base" in said
-    assert not list((tmp_path / "held").iterdir())
-    _, twice = run_of(tmp_path / "off", "off", tmp_path / "held")
-    assert len(once) == len(twice) == 2
-    for ours, theirs in zip(once, twice, strict=True):
-        for name in ("reward/mean", "optim/grad_norm", "loss/policy", "policy/entropy"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
-        assert ours["mismatch/max_abs_logprob_diff"] < 1e-4
