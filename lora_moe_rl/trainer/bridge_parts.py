@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
@@ -103,7 +104,8 @@ class Complete(MegatronModelBridge):
                 )
         return MegatronMappingRegistry(*upstream, *added)
 
-    def maybe_modify_loaded_hf_weight(self, hf_param, hf_state_dict):
+    def maybe_modify_loaded_hf_weight(self, hf_param, hf_state_dict) -> Any:
+        # Upstream's annotation knows only the one tensor of a name, and not those of a dict.
         if not getattr(self.hf_config, "quantization_config", None):
             return super().maybe_modify_loaded_hf_weight(hf_param, hf_state_dict)
         if isinstance(hf_param, str):
