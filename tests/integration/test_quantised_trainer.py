@@ -155,6 +155,7 @@ def test_verify_layout_passes(capsys):
     assert cli.main(["verify", "layout", *arguments]) == 0, capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_bench_dequant_compares_before_it_reports(capsys):
     sizes = ("--layers", "2", "--hidden", "64", "--experts", "4", "--width", "32")
     assert cli.main(["bench", "dequant", *sizes, "--tokens", "256", "--json"]) in (0, 1)

@@ -7,7 +7,7 @@ from cli_run import ROOT, CliRun
 
 from lora_moe_rl.files.run_dir import read_jsonl
 
-pytestmark = [pytest.mark.slow, pytest.mark.whole, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SAMPLES = 128
 
