@@ -129,7 +129,7 @@ def _end(process: subprocess.Popen) -> None:
 
 def parts(result: Result) -> Iterable[Any]:
     settings = ", ".join(["", *result["settings"]])
-    yield f"the demo, {result['rounds']} rounds, {result['cores']} cores{settings}"
+    yield f"the demo, rounds: {result['rounds']}, {result['cores']} cores{settings}"
     at = table(["", "seconds"])
     for stage, seconds in result["seconds"].items():
         at.add_row(stage, f"{seconds:.1f}")
