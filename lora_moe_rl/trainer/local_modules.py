@@ -75,19 +75,30 @@ class PackedAttention(torch.nn.Module):
         return {}
 
 
-class _GroupedLinear(torch.nn.Module):
-    """Linears of this rank's experts, with TE's parameter names `weight0..N` on one storage."""
+class ExpertLinears(torch.nn.Module):
+    """What mcore's grouped experts ask of the linears of this rank's experts."""
 
     parallel_mode: str
 
-    def __init__(self, num_gemms, input_size, output_size, *, config, init_method, **kwargs):
+    def __init__(self, num_gemms, input_size, output_size, *, config, pg_collection, **_):
         super().__init__()
-        tp = kwargs["pg_collection"].expt_tp.size()
+        tp = pg_collection.expt_tp.size()
         column = self.parallel_mode == "column"
         self.num_gemms = num_gemms
         self.in_features = input_size if column else input_size // tp
         self.out_features = output_size // tp if column else output_size
         self.explicit_expert_comm = tp > 1 or config.expert_model_parallel_size > 1
+
+    def backward_dw(self):
+        pass
+
+
+class _GroupedLinear(ExpertLinears):
+    """Linears of this rank's experts, with TE's parameter names `weight0..N` on one storage."""
+
+    def __init__(self, num_gemms, input_size, output_size, *, config, **kwargs):
+        super().__init__(num_gemms, input_size, output_size, config=config, **kwargs)
+        column = self.parallel_mode == "column"
         # As mcore's linears: on the CPU, or inside `torch.device("meta")` without values.
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         shape = (num_gemms, self.out_features, self.in_features)
@@ -102,9 +113,6 @@ class _GroupedLinear(torch.nn.Module):
         if self.weight0.data_ptr() != self.stacked.data_ptr():
             raise RuntimeError("expert weights were moved off their common storage")
         return grouped_linear(x, self.stacked, list(m_splits)), None
-
-    def backward_dw(self):
-        pass
 
 
 class ColumnGroupedLinear(_GroupedLinear):

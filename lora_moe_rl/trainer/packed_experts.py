@@ -31,6 +31,7 @@ from lora_moe_rl.kernels.dequant.formats import (
 )
 from lora_moe_rl.kernels.packed_linear import SCRATCH, packed_linear
 from lora_moe_rl.models.quantised_weights import TENSORS, form_of
+from lora_moe_rl.trainer.local_modules import ExpertLinears
 
 SCALE_DTYPES = {"int4": ("BF16", "F16", "F32"), "fp8": ("F32",)}
 # Of each linear of an expert: what it holds, in the order of its rows, and which side is cut.
@@ -45,20 +46,12 @@ class Stored:
     scale_dtype: torch.dtype
 
 
-class PackedGroupedLinear(torch.nn.Module):
+class PackedGroupedLinear(ExpertLinears):
     """Linears of this rank's experts, without parameters: `packed` holds the weights, and is theirs
     from `load` on."""
 
-    parallel_mode: str
-
     def __init__(self, num_gemms, input_size, output_size, *, config, stored: Stored, **kwargs):
-        super().__init__()
-        tp = kwargs["pg_collection"].expt_tp.size()
-        column = self.parallel_mode == "column"
-        self.num_gemms = num_gemms
-        self.in_features = input_size if column else input_size // tp
-        self.out_features = output_size // tp if column else output_size
-        self.explicit_expert_comm = tp > 1 or config.expert_model_parallel_size > 1
+        super().__init__(num_gemms, input_size, output_size, config=config, **kwargs)
         on_cpu = config.use_cpu_initialization
         self.device = torch.device("cpu" if on_cpu else f"cuda:{torch.cuda.current_device()}")
         shape = (num_gemms, self.out_features, self.in_features)
@@ -71,9 +64,6 @@ class PackedGroupedLinear(torch.nn.Module):
 
     def forward(self, x, m_splits):
         return packed_linear(x, self.packed, m_splits), None
-
-    def backward_dw(self):
-        pass
 
 
 class ColumnPackedLinear(PackedGroupedLinear):

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from lora_moe_rl.chaos.child import alive
+from lora_moe_rl.files.run_dir import read_jsonl
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes/tiny_arithmetic.py"
@@ -104,3 +105,15 @@ class CliRun:
         except psutil.NoSuchProcess:
             return False
         return self.process.poll() is None
+
+
+def trained(folder: Path, *arguments: object) -> list[dict]:
+    """The records of metrics.jsonl of a run in `folder` that ends well."""
+    run = CliRun(
+        "train", *arguments, f"logging.run_dir={folder}", output=folder.with_suffix(".out")
+    )
+    try:
+        assert run.finish() == 0, run.output
+    finally:
+        run.end()
+    return list(read_jsonl(folder / "metrics.jsonl"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from cli_run import RECIPE, CliRun
+from cli_run import RECIPE, trained
 from test_evaluation import evaluate, samples
 
 from lora_moe_rl.bench.asynchronous import LONG, measure, run_dir, write_rows
@@ -25,18 +25,6 @@ SETTINGS = (
 )
 
 
-def train(folder, *arguments) -> list[dict]:
-    """The records of metrics.jsonl."""
-    run = CliRun(
-        "train", *arguments, f"logging.run_dir={folder}", output=folder.with_suffix(".out")
-    )
-    try:
-        assert run.finish() == 0, run.output
-    finally:
-        run.end()
-    return list(read_jsonl(folder / "metrics.jsonl"))
-
-
 def trained_rows(folder) -> dict[int, set[int]]:
     """`{step: rows of its prompts}`."""
     found: dict[int, set[int]] = {}
@@ -48,7 +36,7 @@ def trained_rows(folder) -> dict[int, set[int]]:
 @pytest.mark.whole
 def test_every_prompt_is_trained_once_at_the_age_that_lag_allows(tmp_path):
     folder, copy = tmp_path / "run", tmp_path / "resumed"
-    records = train(folder, RECIPE, *SETTINGS)
+    records = trained(folder, RECIPE, *SETTINGS)
     assert [r["rollout/age_oldest"] for r in records] == [0, 1, 1, 1, 1]
     assert [r["rollout/age_newest"] for r in records] == [0, 1, 1, 1, 1]
     assert records[0]["mismatch/kl_age_0"] <= 1e-6
@@ -63,7 +51,7 @@ def test_every_prompt_is_trained_once_at_the_age_that_lag_allows(tmp_path):
     shutil.copytree(folder, copy)
     for checkpoint in ("step-000004", "step-000005"):
         shutil.rmtree(copy / "checkpoints" / checkpoint, ignore_errors=True)
-    resumed = train(copy, folder / "config.yaml", "--resume")
+    resumed = trained(copy, folder / "config.yaml", "--resume")
     assert [r["step"] for r in resumed] == list(range(1, STEPS + 1))
     assert resumed[2]["rollout/age_oldest"] == 0  # the engines start anew, with nothing under way
     for rows in (trained_rows(folder), trained_rows(copy)):

@@ -4,23 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cli_run import RECIPE, CliRun
+from cli_run import RECIPE, trained
 from safetensors.numpy import load_file
 
-from lora_moe_rl.files.run_dir import read_jsonl
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-def finish(folder, *arguments):
-    run = CliRun(
-        "train", *arguments, f"logging.run_dir={folder}", output=folder.with_suffix(".out")
-    )
-    try:
-        assert run.finish() == 0, run.output
-    finally:
-        run.end()
-    return list(read_jsonl(folder / "metrics.jsonl"))
 
 
 @pytest.mark.parametrize(
@@ -28,10 +15,10 @@ def finish(folder, *arguments):
 )
 def test_trainer_and_engine_compute_the_same(model, tmp_path):
     folder = tmp_path / "run"
-    records = finish(folder, RECIPE, f"model={model}", "checkpoint.every=1", "trainer.steps=2")
+    records = trained(folder, RECIPE, f"model={model}", "checkpoint.every=1", "trainer.steps=2")
     check(records, 2)
     # It goes on from what is left, and what is left can be used elsewhere.
-    resumed = finish(folder, folder / "config.yaml", "--resume", "trainer.steps=3")
+    resumed = trained(folder, folder / "config.yaml", "--resume", "trainer.steps=3")
     check(resumed, 3)
     assert resumed[:2] == records
     exported = load_file(folder / "adapter" / "adapter_model.safetensors")
