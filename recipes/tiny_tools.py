@@ -1,15 +1,15 @@
-"""A tiny Mixture-of-Experts model works in two turns: it adds, a tool wants 7 more, it adds again.
+"""A tiny Mixture-of-Experts model works in three turns: it adds, a tool wants 7 more, twice.
 
     python recipes/tiny_tools.py
-    python recipes/tiny_tools.py model=deepseek_v3 trainer.lr=1e-3 adapter.rank=8
+    python recipes/tiny_tools.py model=deepseek_v3-turns trainer.lr=1e-3 adapter.rank=8
 
-    23+58=  81   81+7=  88
-    prompt  turn tool   turn      only what the policy wrote is trained
+    23+58=  81   81+7=  88   88+7=  95
+    prompt  turn tool   turn tool   turn      only what the policy wrote is trained
 
 The tiny models write digits and nothing else, so that a number is what calls the tool: the form of
-calls is `number` below (models that were trained for tools write `environment.calls=json`). Each
-turn that is right is worth a half. Watch `reward/mean`, and that `mismatch/kl` stays at rounding:
-the routes of both turns are replayed.
+calls is `number` below (models that were trained for tools write `environment.calls=json`). These
+two were pre-trained on three problems in a row. Each turn that is right is worth a third. Watch
+`reward/mean`, and that `mismatch/kl` stays at rounding: the routes of all turns are replayed.
 """
 
 from collections.abc import Iterator
@@ -28,6 +28,7 @@ from lora_moe_rl.environments.parts.tool_calls import Call, ParseError
 from lora_moe_rl.environments.tools import Tools
 from lora_moe_rl.tiny.arithmetic import problems
 
+TURNS = 3
 # Only what is said: no roles, and no system prompt that tells of the tool.
 TEMPLATE = (
     "{% for message in messages if message.role != 'system' %}{{ message.content }}{% endfor %}"
@@ -58,33 +59,30 @@ def rows(seed: int) -> Iterator[dict]:
 
 
 def reward(completions: list[list[dict]], answer: list[str], **_) -> list[float]:
-    """The mean of both turns: of the sum, and of what is seven more than the sum that was said."""
-    found = []
-    for messages, expected in zip(completions, answer, strict=True):
-        said = messages[0]["content"]
-        second = messages[-1]["content"] if len(messages) > 1 else ""
-        wanted = str(int(said) + 7) if said.isdecimal() else "no number was said"
-        found.append((score(said, expected) + score(second, wanted)) / 2)
-    return found
+    """The share of turns that are right: the sum first, then seven more than was said before."""
+    return [
+        right_turns([one["content"] for one in messages if one["role"] == "assistant"], expected)
+        / TURNS
+        for messages, expected in zip(completions, answer, strict=True)
+    ]
 
 
-def score(text: str, expected: str) -> float:
-    """1 for the right digits, otherwise up to a half: the share of digits that are in place."""
-    same = sum(one == other for one, other in zip(text, expected, strict=False))
-    return 1.0 if text == expected else 0.5 * same / max(len(text), len(expected))
+def right_turns(said: list[str], expected: str) -> int:
+    wanted = [expected, *(str(int(text) + 7) if text.isdecimal() else None for text in said[:-1])]
+    return sum(text == right for text, right in zip(said, wanted, strict=True))
 
 
 config = RunConfig(
     name="tiny_tools",
-    model=ModelConfig(path="qwen3_moe", chat_template=TEMPLATE),
+    model=ModelConfig(path="qwen3_moe-turns", chat_template=TEMPLATE),
     adapter=AdapterConfig(rank=16, alpha=32),
-    trainer=TrainerConfig(steps=100, world_size=2, ep=2, lr=1.5e-3, warmup_steps=2),
+    trainer=TrainerConfig(steps=60, world_size=2, ep=2, lr=1.5e-3, warmup_steps=2),
     rollout=RolloutConfig(max_response_tokens=40),
     environment=Tools.Settings(
         name="tools",
         tools=(f"{__file__}:seven_more",),
         calls=f"{__file__}:number",
-        max_turns=2,
+        max_turns=TURNS,
         max_turn_tokens=5,
         answer_role="user",
     ),

@@ -14,38 +14,36 @@ from lora_moe_rl.bench.report import Result, busy_cores, cores, goal, temporary
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import positive, result_parser
 from lora_moe_rl.errors import BenchmarkError
-from lora_moe_rl.telemetry.names import AUDITED, PROOF_SECONDS, STEP_SECONDS
+from lora_moe_rl.telemetry.names import AUDITED, COPIES, PROOF_SECONDS, RECORDS, STEP_SECONDS
 from lora_moe_rl.verify.report import table
 
 ABOUT = """\
-The steps of `bench step` with a check or a copy, and without it, as shares of a step. A check that
-is made every so many steps is made in every second one here, and each such step compared with those
-before and behind it; its share is of as many steps as it has by default. What can only be off for a
-whole run is off in every other run. Each version's proof cannot be off: the run tells its seconds.
-The last row is of runs with all of them as they are by default, over runs with all of them off, and
-the proof.
+What the checks, copies and records of `bench step` take, as shares of a step. A check that is made
+every so many steps is made in every second one here, and each such step compared with those before
+and behind it; its share is of as many steps as it has by default. What is done in every step has a
+clock of its own: the proof of each version, the copies that ranks leave, the files that are
+written; of what is done beside other work that is the most that it can take.
 """
-STEPS, ROUNDS = 20, 3
+STEPS = 40
 # By what is checked: the setting of how many steps lie between two checks, and the metric that is
 # above 0 in a step with one.
 IN_TURNS = {
     "routes read back and compared": ("replay.audit", AUDITED),
     "slots of engines compared": ("refit.compare_every", "refit/compared"),
 }
-# By what is kept: the setting that is 0 when it is not.
-KEPT = {
-    "copies of adapter and moments, for ranks that end": "trainer.max_restarts",
-    "samples on record": "logging.samples_per_step",
+# By what is done in every step: the metric of its seconds.
+CLOCKED = {
+    "the proof of each version": PROOF_SECONDS,
+    "copies of adapter and moments, for ranks that end": COPIES,
+    "samples, order and loads on record": RECORDS,
 }
-PROOF, ALL = "the proof of each version", "all together"
-ALL_OFF = [f"{key}=0" for key in (*(key for key, _ in IN_TURNS.values()), *KEPT.values())]
+ALL = "all together"
 MOST = 0.05
 
 
 def main(argv: Sequence[str]) -> int:
     parser = result_parser("bench overhead", ABOUT)
     parser.add_argument("--steps", type=positive, default=STEPS, help=f"measured ({STEPS})")
-    parser.add_argument("--rounds", type=positive, default=ROUNDS, help=f"of each ({ROUNDS})")
     parser.add_argument("--out", type=Path, help="a directory that keeps the runs")
     options = parser.parse_args(argv)
     busy = busy_cores()
@@ -53,14 +51,13 @@ def main(argv: Sequence[str]) -> int:
         folder = options.out or Path(stack.enter_context(temporary()))
         folder.mkdir(parents=True, exist_ok=True)
         runs = Runs(folder, options.steps)
-        shares = measure(runs, options.rounds)
+        found = measure(runs)
     result = {
         "steps": options.steps,
-        "rounds": options.rounds,
         "cores": cores(),
         "busy_cores_before": busy,
-        "shares": shares,
-        "goals": {"all together, of a step": goal(shares[ALL], MOST)},
+        **found,
+        "goals": {"all together, of a step": goal(found["shares"][ALL], MOST)},
     }
     report.conclude(result, options.json, parts)
     return 0 if report.all_met(result) else 1
@@ -80,24 +77,23 @@ class Runs:
         return step.run_measured(name, self.folder / name, self.recipe, self.steps, settings)
 
 
-def measure(runs: Runs, rounds: int) -> dict[str, float]:
-    """By what is checked or kept, its share of a step."""
-    found = {
-        what: of_turns(runs.measured(key, f"{key}=2"), metric) / default(runs.config, key)
+def measure(runs: Runs) -> dict[str, Any]:
+    """Shares of a step by what is checked or kept, and the seconds of a step."""
+    made = {
+        what: (runs.measured(key, f"{key}=2"), key, metric)
         for what, (key, metric) in IN_TURNS.items()
     }
-    pairs: dict[str, list[float]] = {what: [] for what in (*KEPT, ALL)}
-    proofs = []
-    for number in range(rounds):
-        with_all = runs.measured(f"all-{number}")
-        whole = seconds(with_all)
-        proofs.append(median(record[PROOF_SECONDS] for record in with_all) / whole)
-        for what, key in KEPT.items():
-            without = seconds(runs.measured(f"{key}-{number}", f"{key}=0"))
-            pairs[what].append(1 - without / whole)
-        bare = seconds(runs.measured(f"none-{number}", *ALL_OFF))
-        pairs[ALL].append(1 - bare / whole + proofs[-1])
-    return found | {PROOF: median(proofs)} | {what: median(all_) for what, all_ in pairs.items()}
+    shares = {
+        what: of_turns(records, metric) / default(runs.config, key)
+        for what, (records, key, metric) in made.items()
+    }
+    records, _, _ = made["routes read back and compared"]
+    whole = seconds(records)
+    shares |= {
+        what: median(record[metric] for record in records) / whole
+        for what, metric in CLOCKED.items()
+    }
+    return {"shares": shares | {ALL: sum(shares.values())}, "step_seconds": whole}
 
 
 def default(config: RunConfig, key: str) -> int:
@@ -123,7 +119,7 @@ def of_turns(records: Sequence[Mapping[str, Any]], metric: str) -> float:
 
 
 def parts(result: Result) -> Iterable[Any]:
-    yield f"{result['steps']} steps, {result['rounds']} rounds, {result['cores']} cores"
+    yield f"{result['steps']} steps of {result['step_seconds']:.3f} s, {result['cores']} cores"
     shown = table(["", "of a step"])
     for what, share in result["shares"].items():
         shown.add_row(what, f"{share:+.2%}")

@@ -107,7 +107,7 @@ class LastingTrainer:
 
     async def hold(self, step: int) -> None:
         """Keeps what the ranks hold now, after `step`, as what they go on from."""
-        self._copy = await self.ranks.copy() if self.copied else None
+        self._copy, _ = await self._copied()
         self.done = step
 
     async def update(
@@ -115,7 +115,8 @@ class LastingTrainer:
     ) -> tuple[UpdateResult, list[Ref]]:
         async def update() -> tuple[UpdateResult, list[Ref], list[SentPart], list[Ref] | None]:
             result, parts = await self.ranks.update(batch, routes)
-            sent, copy = await asyncio.gather(self.ranks.sent(parts), self._copied())
+            sent, (copy, seconds) = await asyncio.gather(self.ranks.sent(parts), self._copied())
+            result.metrics[names.COPIES] = seconds
             return result, parts, sent, copy
 
         result, parts, sent, copy = await self._lasting(update)
@@ -124,8 +125,11 @@ class LastingTrainer:
         result.metrics[names.TRAINER_RESTARTS] = self.restarts
         return result, self.parts
 
-    async def _copied(self) -> list[Ref] | None:
-        return await self.ranks.copy() if self.copied else None
+    async def _copied(self) -> tuple[list[Ref] | None, float]:
+        """A copy of what the ranks hold, and the seconds it took."""
+        started = time.perf_counter()
+        copy = await self.ranks.copy() if self.copied else None
+        return copy, time.perf_counter() - started
 
     async def send(self) -> list[Ref]:
         async def send() -> tuple[list[Ref], list[SentPart]]:

@@ -202,9 +202,9 @@ class Records:
             record |= data_metrics(facts.samples, clock.seconds["total"])
         else:
             record |= self._of_rollout(facts, clock)
-        stages = names.stages(self.config.offline)
-        seconds = {names.time(stage): clock.seconds[stage] for stage in stages}
         clock.lap("records")
+        stages = (*names.stages(self.config.offline), "records")
+        seconds = {names.time(stage): clock.seconds[stage] for stage in stages}
         record |= seconds | {names.STEP_SECONDS: clock.seconds["total"]}
         if self.performance is not None:
             spent = (seconds[names.time("train")], clock.seconds["total"])

@@ -158,6 +158,8 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("time/reward", "s", "down", "what it then waited for rewards", "timing_s/reward", ""),
     ("time/train", "s", "down", "the update", "timing_s/update_actor", ""),
     ("time/refit", "s", "down", "publishing the version", "timing_s/update_weights", ""),
+    ("time/copies", "s", "down", "of time/train: ranks leave copies of adapter and moments (trainer.max_restarts), while parts of the version are made", "", ""),
+    ("time/records", "s", "down", "writing samples, order and experts' loads of the step", "", ""),
     ("time/step", "s", "down", "the whole step", "timing_s/step, perf/time_per_step", "step_time"),
     # Performance.
     ("perf/tokens_per_second_per_gpu", "tokens/s", "up", "all tokens of the step's samples, prompts too, a second of the whole step and a trainer rank or engine worker", "perf/throughput", ""),

@@ -45,6 +45,8 @@ EVAL_STEP, EVAL_VERSION, EVAL_SECONDS = "eval/step", "eval/version", "eval/secon
 # A step's stages, which follow each other; what it takes beyond them is other.
 STAGES = ("rollout", "reward", "train", "refit")
 STEP_SECONDS = "time/step"
+# Of these, what a run keeps: copies of the trainer's state within train, files behind refit.
+COPIES, RECORDS = "time/copies", "time/records"
 
 
 def stages(offline: bool) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from lora_moe_rl.tiny import pretrain, shapes, tokenizer
+from lora_moe_rl.tiny.make import shape_of
 
 # What was reached is written beside the weights; nothing reads it back.
 RECORD = "lora_moe_rl.json"
@@ -57,7 +58,7 @@ def _train(name: str, progress: bool) -> tuple[PreTrainedModel, dict]:
             bar.update(task, completed=share, reached=reached)
 
         torch.manual_seed(recipe.seed)
-        model = shapes.build_model(name)
+        model = shapes.build_model(shape_of(name))
         accuracy = pretrain.pretrain(model, recipe, on_eval)
     return model.eval(), {"name": name, "recipe": asdict(recipe), "accuracy": asdict(accuracy)}
 
@@ -71,7 +72,7 @@ def _save(name: str, model: PreTrainedModel, record: dict, out: Path) -> None:
     model.save_pretrained(out)
     tokenizer.make_tokenizer().save_pretrained(out)
     config_file = out / "config.json"
-    config = json.loads(config_file.read_text()) | shapes.EXTRA_CONFIG[name]
+    config = json.loads(config_file.read_text()) | shapes.EXTRA_CONFIG[shape_of(name)]
     config_file.write_text(json.dumps(config, indent=2) + "\n")
     (out / RECORD).write_text(json.dumps(record, indent=2) + "\n")
 

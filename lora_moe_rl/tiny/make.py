@@ -15,7 +15,9 @@ from lora_moe_rl.errors import ModelError
 TINY_NAMES = ("qwen3_moe", "deepseek_v3")
 # The same, with routed experts as quantised checkpoints have them (`quantise.py`).
 QUANTISED_NAMES = tuple(f"{name}-int4" for name in TINY_NAMES)
-NAMES = TINY_NAMES + QUANTISED_NAMES
+# The same shapes, pre-trained on several problems in a row, as conversations have them.
+TURNS_NAMES = tuple(f"{name}-turns" for name in TINY_NAMES)
+NAMES = TINY_NAMES + TURNS_NAMES + QUANTISED_NAMES
 SOURCES = ("arithmetic", "muon", "pretrain", "shapes", "tokenizer")
 
 
@@ -46,15 +48,19 @@ def make_tiny(
 
 
 def _make(name: str, target: Path, progress: bool) -> None:
-    base, _, form = name.partition("-")
-    if form:
+    if name in QUANTISED_NAMES:
         from lora_moe_rl.tiny.quantise import quantise
 
-        quantise(make_tiny(base, progress=progress), target)
+        quantise(make_tiny(shape_of(name), progress=progress), target)
     else:
         from lora_moe_rl.tiny.build import build
 
-        build(base, target, progress)
+        build(name, target, progress)
+
+
+def shape_of(name: str) -> str:
+    """A tiny model's shape: qwen3_moe of qwen3_moe-turns."""
+    return name.partition("-")[0]
 
 
 def find_tiny(name: str) -> Path | None:

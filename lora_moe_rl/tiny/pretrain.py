@@ -24,7 +24,7 @@ from lora_moe_rl.tiny.tokenizer import token_id
 
 IGNORE = -100  # label of a position without a target
 DIGIT_IDS = [*b"0123456789"]
-WIDTH = MAX_PROMPT_TOKENS + MAX_ANSWER_TOKENS
+PROBLEM_TOKENS = MAX_PROMPT_TOKENS + MAX_ANSWER_TOKENS
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Recipe:
     """Constants of the pre-training; a part of the key under which a made model is cached."""
 
     steps: int  # with right answers
+    turns: int = 1  # problems of a sequence, one after another
     seed: int = 0
     num_threads: int = 1
     batch_size: int = 64
@@ -49,30 +50,41 @@ class Recipe:
     eval_problems: int = 512
 
 
-RECIPES = {"qwen3_moe": Recipe(steps=340), "deepseek_v3": Recipe(steps=440, slips=0.27)}
+RECIPES = {
+    "qwen3_moe": Recipe(steps=340),
+    "deepseek_v3": Recipe(steps=440, slips=0.27),
+    "qwen3_moe-turns": Recipe(steps=340, turns=3, batch_size=24),
+    "deepseek_v3-turns": Recipe(steps=440, turns=3, batch_size=24, slips=0.27),
+}
 
 
 @dataclass(frozen=True)
 class Accuracy:
     """`sampled`: the chance that a sample at temperature 1 is exactly right, end token included.
-    `greedy`: the share of problems whose most likely tokens are exactly right."""
+    `greedy`: the share of problems whose most likely tokens are exactly right. Where a sequence has
+    several problems, each stands behind right answers of those before it."""
 
     sampled: float
     greedy: float
 
 
-def encode(prompt: str, answer: str) -> tuple[list[int], list[int]]:
-    """Input ids and next-token labels of one problem, both of length WIDTH."""
-    ids = [*prompt.encode(), *answer.encode(), token_id("<eos>")]
-    padding = WIDTH - len(ids)
-    labels = [IGNORE] * (len(prompt) - 1) + ids[len(prompt) :] + [IGNORE] * (padding + 1)
-    return ids + [token_id("<pad>")] * padding, labels
+def encode(*solved: tuple[str, str]) -> tuple[list[int], list[int]]:
+    """Input ids and next-token labels of problems with their answers, one after another; both of
+    PROBLEM_TOKENS a problem."""
+    ids, labels = [], []
+    for prompt, answer in solved:
+        told = [*answer.encode(), token_id("<eos>")]
+        ids += [*prompt.encode(), *told]
+        labels += [IGNORE] * (len(prompt) - 1) + told + [IGNORE]
+    padding = PROBLEM_TOKENS * len(solved) - len(ids)
+    return ids + [token_id("<pad>")] * padding, labels + [IGNORE] * padding
 
 
-def draw_batch(rng: random.Random, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input ids and labels, int64 [size, WIDTH]. The padding is on the right, where a causal model
-    does not see it."""
-    ids, labels = zip(*(encode(*problem(rng)) for _ in range(size)), strict=True)
+def draw_batch(rng: random.Random, size: int, turns: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input ids and labels, int64 [size, turns * PROBLEM_TOKENS]. The padding is on the right,
+    where a causal model does not see it."""
+    drawn = (encode(*(problem(rng) for _ in range(turns))) for _ in range(size))
+    ids, labels = zip(*drawn, strict=True)
     return torch.tensor(ids), torch.tensor(labels)
 
 
@@ -84,11 +96,21 @@ def measure(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor) -> 
     needs to be sampled and the figure has no sampling noise.
     """
     logits = model(input_ids=ids, use_cache=False).logits
-    valid = labels != IGNORE
     logprobs = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    sampled = (logprobs * valid).sum(-1).exp().mean()
-    greedy = ((logits.argmax(-1) == labels) | ~valid).all(-1).float().mean()
+    sampled = by_problem(logprobs, labels).exp().mean()
+    missed = (logits.argmax(-1) != labels).to(logprobs.dtype)
+    greedy = (by_problem(missed, labels) == 0).float().mean()
     return Accuracy(sampled.item(), greedy.item())
+
+
+def by_problem(values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Sums of `values` over the answer of each problem, end token included: [B, T] to [B, turns],
+    for sequences of equally many problems."""
+    ends = (labels == token_id("<eos>")).long()
+    number = ends.cumsum(-1) - ends
+    turns = int(ends.sum(-1)[0])
+    sums = values.new_zeros(len(values), turns + 1)  # the last for what follows the last problem
+    return sums.scatter_add(1, number, values * (labels != IGNORE))[:, :turns]
 
 
 def imitation_loss(logits: torch.Tensor, labels: torch.Tensor, slips: float) -> torch.Tensor:
@@ -114,7 +136,9 @@ def pretrain(
     the accuracy is not what it should be.
     """
     rng = random.Random(recipe.seed)
-    held_out = draw_batch(random.Random(recipe.seed + 1), recipe.eval_problems)
+    held_out = draw_batch(
+        random.Random(recipe.seed + 1), recipe.eval_problems // recipe.turns, recipe.turns
+    )
     optimizers = _optimizers(model, recipe)
     num_steps = recipe.steps + recipe.slip_steps
     with _threads(recipe.num_threads):
@@ -122,7 +146,7 @@ def pretrain(
             if step == recipe.steps:
                 optimizers = [_adam([*model.parameters()], recipe.slip_lr)]
             lr_scale, slips = schedule(step, recipe)
-            ids, labels = draw_batch(rng, recipe.batch_size)
+            ids, labels = draw_batch(rng, recipe.batch_size, recipe.turns)
             logits = model(input_ids=ids, use_cache=False).logits
             imitation_loss(logits, labels, slips).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_grad)

@@ -218,3 +218,18 @@ class _Words:
 
     def encode(self, text, **_):
         return list(range(len(text.split())))
+
+
+def test_each_turn_of_the_tools_recipe_is_judged_by_what_was_said_before():
+    reward = load_file(ROOT / "recipes/tiny_tools.py").reward
+    said = [["81", "88", "95"], ["80", "87", "95"], ["81", "", "7"], ["81"], ["8 1"]]
+    talks = [
+        [
+            {"role": role, "content": text}
+            for turn in one
+            for role, text in [("assistant", turn), ("user", "the tool")]
+        ]
+        for one in said
+    ]
+    thirds = [3 * value for value in reward(talks, ["81"] * len(said))]
+    assert thirds == pytest.approx([3, 1, 1, 1, 0])

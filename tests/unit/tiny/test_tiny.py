@@ -90,10 +90,28 @@ def test_problems_are_right_varied_and_short():
 
 
 def test_encode_puts_the_loss_on_answer_and_end():
-    ids, labels = pretrain.encode("9-1=", "8")
+    ids, labels = pretrain.encode(("9-1=", "8"))
     eos, pad, ignore = token_id("<eos>"), token_id("<pad>"), pretrain.IGNORE
     assert ids == [*b"9-1=8", eos, *[pad] * 4]
     assert labels == [ignore] * 3 + [ord("8"), eos] + [ignore] * 5
+
+
+def test_problems_in_a_row_are_a_conversation_whose_answers_alone_are_learned():
+    ids, labels = pretrain.encode(("9-1=", "8"), ("2+31=", "33"))
+    eos, pad, ignore = token_id("<eos>"), token_id("<pad>"), pretrain.IGNORE
+    assert ids == [*b"9-1=8", eos, *b"2+31=33", eos, *[pad] * 6]
+    first, second = [ord("8"), eos], [ord("3"), ord("3"), eos]
+    assert labels == [*[ignore] * 3, *first, *[ignore] * 5, *second, *[ignore] * 7]
+
+
+def test_sums_by_problem_end_with_its_end():
+    drawn = [
+        pretrain.encode(("9-1=", "8"), ("2+31=", "33")),
+        pretrain.encode(("60+60=", "120"), ("1+1=", "2")),
+    ]
+    labels = torch.tensor([labels for _, labels in drawn])
+    sums = pretrain.by_problem(torch.ones(labels.shape), labels)
+    assert sums.tolist() == [[2, 3], [4, 2]]
 
 
 def test_the_teacher_slips_as_often_as_told():
@@ -119,7 +137,7 @@ def test_measured_accuracy_is_that_of_sampling():
             ids = torch.roll(input_ids, -1, dims=1)
             return type("Out", (), {"logits": logits.scatter(2, ids[..., None], math.log(0.8))})
 
-    ids, labels = (torch.tensor([row]) for row in pretrain.encode("9-1=", "8"))
+    ids, labels = (torch.tensor([row]) for row in pretrain.encode(("9-1=", "8")))
     accuracy = pretrain.measure(Coin(), ids, labels)
     assert accuracy.sampled == pytest.approx(0.64, rel=1e-5) and accuracy.greedy == 1.0
 
