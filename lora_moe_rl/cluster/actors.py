@@ -181,18 +181,18 @@ def get(
     actor) for everything else; ActorSilent names those from which nothing was heard for `timeout`
     seconds. `said`: the time-out that the error names, if not this one.
     """
-    pending = dict(zip(refs, actors, strict=True))
+    pending, found = dict(zip(refs, actors, strict=True)), dict[Any, Any]()
     if not refs:
         return []
     done, waiting = ray.wait(list(refs), num_returns=1, timeout=timeout)
     while done:
-        if failures := _failures(pending, done):
+        if failures := _taken(pending, done, found):
             if waiting and not any(_explains(error) for _, error in failures):
                 done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=PEER_GRACE_S)
-                failures += _failures(pending, done)
+                failures += _taken(pending, done, found)
             _raise_one_of(failures)
         if not waiting:
-            return ray.get(list(refs))
+            return [found[ref] for ref in refs]
         done, waiting = ray.wait(waiting, num_returns=1, timeout=timeout)
     names = ", ".join(pending[ref].name for ref in waiting)
     tail = pending[waiting[0]].run_dir.tail(pending[waiting[0]].name)
@@ -203,7 +203,8 @@ async def answers(
     actors: Sequence[Actor], refs: Sequence[Any], timeout: float | None = None
 ) -> list[Any]:
     """Waits for answers as `get` does, while other tasks of the event loop go on."""
-    waiting = {asyncio.ensure_future(_settled(ref)) for ref in refs}
+    found = dict[Any, Any]()
+    waiting = {asyncio.ensure_future(_settled(ref, found)) for ref in refs}
     failed = False
     try:
         while waiting and not failed:
@@ -216,6 +217,8 @@ async def answers(
     finally:
         for task in waiting:
             task.cancel()
+    if len(found) == len(refs):  # as they came: what is large is not unpacked once more
+        return [found[ref] for ref in refs]
     silent = waiting and not failed
     return get(actors, refs, 0 if silent else None, said=timeout)
 
@@ -225,10 +228,10 @@ async def answer(actor: Actor, ref: Any, timeout: float | None = None) -> Any:
     return (await answers([actor], [ref], timeout))[0]
 
 
-async def _settled(ref: Any) -> bool:
-    """Waits for a call to end. Returns True when it ended well."""
+async def _settled(ref: Any, found: dict[Any, Any]) -> bool:
+    """Waits for a call to end. Returns True when it ended well: its result is in `found` then."""
     try:
-        await ref
+        found[ref] = await ref
     except Exception:  # which one it is, `get` finds out
         return False
     return True
@@ -237,11 +240,14 @@ async def _settled(ref: Any) -> bool:
 Failure = tuple[Actor, BaseException]
 
 
-def _failures(pending: dict[Any, Actor], done: Sequence[Any]) -> list[Failure]:
+def _taken(
+    pending: dict[Any, Actor], done: Sequence[Any], found: dict[Any, Any]
+) -> list[Failure]:
+    """Puts the results of calls into `found`. Returns those that failed."""
     failures: list[Failure] = []
     for ref in done:
         try:
-            ray.get(ref)
+            found[ref] = ray.get(ref)
         except RayTaskError as error:
             failures.append((pending[ref], error.cause or error))
         except RayError as error:

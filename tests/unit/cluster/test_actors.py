@@ -1,5 +1,6 @@
 """What a failing call on several actors is reported as: the one that is to blame, by name."""
 
+import asyncio
 import os
 import platform
 import signal
@@ -7,8 +8,9 @@ import time
 
 import pytest
 import ray
+from ray._private.serialization import SerializationContext
 
-from lora_moe_rl.cluster.actors import RAY_STARTS, Actor, get, init_ray
+from lora_moe_rl.cluster.actors import RAY_STARTS, Actor, answers, get, init_ray
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ActorFailed, ClusterError, RefitError
 from lora_moe_rl.files.run_dir import RunDir
@@ -71,6 +73,20 @@ def test_an_actor_has_the_priority_of_the_run(actors):
 
 def test_results_come_in_the_order_of_the_actors(actors):
     assert act(actors, ("late", 0.3), ("early",)) == ["late", "early"]
+
+
+@pytest.mark.parametrize("waits", [get, lambda *given: asyncio.run(answers(*given))])
+def test_a_result_is_unpacked_once(actors, monkeypatch, waits):
+    unpacked, unpack = [], SerializationContext._deserialize_object
+
+    def counted(*given):
+        unpacked.append(given)
+        return unpack(*given)
+
+    monkeypatch.setattr(SerializationContext, "_deserialize_object", counted)
+    refs = [actor.remote("act", name) for actor, name in zip(actors, NAMES, strict=True)]
+    assert waits(actors, refs) == list(NAMES)
+    assert len(unpacked) == len(NAMES)
 
 
 def test_the_dead_one_is_named_even_when_its_peer_complains_first(actors):
