@@ -3,9 +3,9 @@
 Engine and trainer score the same tokens, the trainer with the routes that this engine took. The
 version is served when
 
-    near       their logprobs differ by no more than a tolerance, on a probe that stays the same for
-               the whole run, and on pieces of the step's own samples: other ones each step, so that
-               in time every expert is reached;
+    near       their logprobs differ by no more than a tolerance (times their size, above 1), on a
+               probe that stays the same for the whole run, and on pieces of the step's own samples:
+               other ones each step, so that in time every expert is reached;
     not old    on the probe that stays, the engine is nearer to this version than to the base, and
                than to the versions served before it: what the trainer gave for those was kept.
 
@@ -126,13 +126,18 @@ def check_pieces(engine: Scores, trainer: Scores, tolerance: float, version: int
 def _check_near(
     ours: np.ndarray, theirs: np.ndarray, tolerance: float, version: int, where: str, more: str = ""
 ) -> float:
-    max_diff = _largest(ours, theirs)
-    if max_diff > tolerance:
+    """The largest difference. A logprob far below -1, as of a token that a user or a tool wrote, is
+    the difference of two large numbers: its rounding grows with it, and so does what may be."""
+    _check_shape(ours, theirs)
+    diffs = np.abs(ours - theirs)
+    worst = int((diffs / np.maximum(1.0, np.abs(theirs))).argmax())
+    if diffs[worst] > tolerance * max(1.0, abs(theirs[worst])):
         raise RefitError(
-            f"adapter version {version}: engine and trainer differ by {max_diff:.2e} in logprob on "
-            f"{where}, more than {tolerance:.2e}{more} (refit.proof_tolerance sets the limit)"
+            f"adapter version {version}: engine and trainer differ by {diffs[worst]:.2e} in "
+            f"logprob on {where} ({ours[worst]:.6g}, {theirs[worst]:.6g}), more than "
+            f"{tolerance:.2e} times its size{more} (refit.proof_tolerance sets the limit)"
         )
-    return max_diff
+    return float(diffs.max())
 
 
 def _nearer(

@@ -240,9 +240,7 @@ async def _settled(ref: Any, found: dict[Any, Any]) -> bool:
 Failure = tuple[Actor, BaseException]
 
 
-def _taken(
-    pending: dict[Any, Actor], done: Sequence[Any], found: dict[Any, Any]
-) -> list[Failure]:
+def _taken(pending: dict[Any, Actor], done: Sequence[Any], found: dict[Any, Any]) -> list[Failure]:
     """Puts the results of calls into `found`. Returns those that failed."""
     failures: list[Failure] = []
     for ref in done:

@@ -109,8 +109,8 @@ class RefitConfig(Section):
     )  # fmt: skip
     proof_tolerance: float | None = Field(
         None, gt=0,
-        description="Largest |logprob difference| between trainer and engine on the probe; null: "
-        "1e-4 in float32, 0.15 in bfloat16.",
+        description="Largest |logprob difference| between trainer and engine on the probe, of a "
+        "logprob below -1 times its size; null: 1e-4 in float32, 0.15 in bfloat16.",
     )  # fmt: skip
     compare_every: int = Field(
         50, ge=0,

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from lora_moe_rl.tiny import pretrain, shapes, tokenizer
@@ -23,8 +23,9 @@ from lora_moe_rl.tiny.make import shape_of
 RECORD = "lora_moe_rl.json"
 
 
-def build(name: str, out: Path, progress: bool) -> None:
-    """Write the model to `out`, whole or not at all; what stood there is replaced.
+def build(name: str, out: Path, progress: bool, start: Path | None = None) -> None:
+    """Write the model to `out`, whole or not at all; what stood there is replaced. Without `start`,
+    a model to go on from, it begins with random weights.
 
     Two processes may do this at the same time: the later one finds the earlier one's model, which
     is the same, and drops its own.
@@ -32,7 +33,7 @@ def build(name: str, out: Path, progress: bool) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        model, record = _train(name, progress)
+        model, record = _train(name, progress, start)
         _save(name, model, record, scratch)
         scratch.chmod(0o755)
         put(scratch, out)
@@ -40,7 +41,7 @@ def build(name: str, out: Path, progress: bool) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _train(name: str, progress: bool) -> tuple[PreTrainedModel, dict]:
+def _train(name: str, progress: bool, start: Path | None) -> tuple[PreTrainedModel, dict]:
     recipe = pretrain.RECIPES[name]
     bar = Progress(
         TextColumn("{task.description}"),
@@ -58,7 +59,10 @@ def _train(name: str, progress: bool) -> tuple[PreTrainedModel, dict]:
             bar.update(task, completed=share, reached=reached)
 
         torch.manual_seed(recipe.seed)
-        model = shapes.build_model(shape_of(name))
+        if start is None:
+            model = shapes.build_model(name)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(start)
         accuracy = pretrain.pretrain(model, recipe, on_eval)
     return model.eval(), {"name": name, "recipe": asdict(recipe), "accuracy": asdict(accuracy)}
 

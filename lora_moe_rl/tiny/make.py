@@ -15,7 +15,7 @@ from lora_moe_rl.errors import ModelError
 TINY_NAMES = ("qwen3_moe", "deepseek_v3")
 # The same, with routed experts as quantised checkpoints have them (`quantise.py`).
 QUANTISED_NAMES = tuple(f"{name}-int4" for name in TINY_NAMES)
-# The same shapes, pre-trained on several problems in a row, as conversations have them.
+# The same, pre-trained further on several problems in a row, as conversations have them.
 TURNS_NAMES = tuple(f"{name}-turns" for name in TINY_NAMES)
 NAMES = TINY_NAMES + TURNS_NAMES + QUANTISED_NAMES
 SOURCES = ("arithmetic", "muon", "pretrain", "shapes", "tokenizer")
@@ -55,7 +55,8 @@ def _make(name: str, target: Path, progress: bool) -> None:
     else:
         from lora_moe_rl.tiny.build import build
 
-        build(name, target, progress)
+        known = make_tiny(shape_of(name), progress=progress) if name in TURNS_NAMES else None
+        build(name, target, progress, known)
 
 
 def shape_of(name: str) -> str:

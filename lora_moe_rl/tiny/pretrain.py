@@ -53,8 +53,8 @@ class Recipe:
 RECIPES = {
     "qwen3_moe": Recipe(steps=340),
     "deepseek_v3": Recipe(steps=440, slips=0.27),
-    "qwen3_moe-turns": Recipe(steps=600, turns=3, batch_size=24),
-    "deepseek_v3-turns": Recipe(steps=700, turns=3, batch_size=24, slips=0.27),
+    "qwen3_moe-turns": Recipe(steps=200, turns=3, batch_size=24),
+    "deepseek_v3-turns": Recipe(steps=300, turns=3, batch_size=24, slips=0.27),
 }
 
 

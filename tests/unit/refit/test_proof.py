@@ -128,6 +128,14 @@ def test_pieces_that_engine_and_trainer_score_otherwise_are_an_error():
         check_pieces(shifted(2e-4), BASE, 1e-4, 7)
 
 
+def test_the_logprob_of_an_unlikely_token_may_be_as_far_off_as_it_is_large():
+    far = [np.array([-0.5, -24.2])]
+    assert check_pieces([far[0] + [0.0, 2e-3]], far, 1e-4, 7) == pytest.approx(2e-3)
+    for off in ([0.0, 3e-3], [1.1e-4, 0.0]):
+        with pytest.raises(RefitError, match="more than 1.00e-04 times its size"):
+            check_pieces([far[0] + off], far, 1e-4, 7)
+
+
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
 def test_logprobs_that_are_not_finite_are_an_error(value):
     engine = shifted(0.1)

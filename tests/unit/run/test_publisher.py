@@ -159,11 +159,11 @@ def test_an_engine_that_is_wrong_on_the_steps_samples_alone_stops_the_run(monkey
 
     async def wrong(sequences, version, engines=None):
         found = await score(sequences, version, engines)
-        found[0].logprobs[-1][3] += 2e-4
+        found[0].logprobs[-1][3] += 0.02
         return found
 
     monkeypatch.setattr(run.engines, "score", wrong)
-    with pytest.raises(RefitError, match=r"differ by 2.00e-04 in logprob on the step's samples"):
+    with pytest.raises(RefitError, match=r"differ by 2.00e-02 in logprob on the step's samples"):
         run.publish(1)
     assert run.engines.rolled_back
 
