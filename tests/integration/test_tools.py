@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import numpy as np
+import pytest
 from cli_run import ROOT, CliRun
 
 from lora_moe_rl.files.run_dir import read_jsonl
