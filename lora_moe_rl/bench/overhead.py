@@ -11,6 +11,7 @@ from typing import Any
 
 from lora_moe_rl.bench import report, step
 from lora_moe_rl.bench.report import Result, busy_cores, cores, goal, temporary
+from lora_moe_rl.bench.step import GROUP, PROMPTS, TOKENS
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import positive, result_parser
 from lora_moe_rl.errors import BenchmarkError
@@ -44,16 +45,21 @@ MOST = 0.05
 def main(argv: Sequence[str]) -> int:
     parser = result_parser("bench overhead", ABOUT)
     parser.add_argument("--steps", type=positive, default=STEPS, help=f"measured ({STEPS})")
+    parser.add_argument("--prompts", type=positive, default=PROMPTS, help=f"of a step ({PROMPTS})")
+    parser.add_argument("--tokens", type=positive, default=TOKENS, help=f"of each ({TOKENS})")
     parser.add_argument("--out", type=Path, help="a directory that keeps the runs")
     options = parser.parse_args(argv)
     busy = busy_cores()
     with contextlib.ExitStack() as stack:
         folder = options.out or Path(stack.enter_context(temporary()))
         folder.mkdir(parents=True, exist_ok=True)
-        runs = Runs(folder, options.steps)
+        work = step.Work(options.prompts, tokens=options.tokens)
+        runs = Runs(folder, options.steps, work)
         found = measure(runs)
     result = {
         "steps": options.steps,
+        "prompts": work.prompts,
+        "response_tokens": work.tokens,
         "cores": cores(),
         "busy_cores_before": busy,
         **found,
@@ -66,15 +72,16 @@ def main(argv: Sequence[str]) -> int:
 class Runs:
     """Runs of the same recipe with some settings otherwise, in a folder."""
 
-    def __init__(self, folder: Path, steps: int):
-        self.folder, self.steps = folder, steps
-        self.config = step.make_config(folder, steps)
+    def __init__(self, folder: Path, steps: int, work: step.Work):
+        self.folder, self.steps, self.work = folder, steps, work
+        self.config = step.make_config(folder, steps, work)
         self.recipe = step.write_run(folder, self.config)
 
     def measured(self, name: str, *settings: str) -> list[dict[str, Any]]:
         """The records of the steps after those to warm up. Raises BenchmarkError for a run that
         was not right."""
-        return step.run_measured(name, self.folder / name, self.recipe, self.steps, settings)
+        out = self.folder / name
+        return step.run_measured(name, out, self.recipe, self.steps, settings, self.work)
 
 
 def measure(runs: Runs) -> dict[str, Any]:
@@ -119,7 +126,10 @@ def of_turns(records: Sequence[Mapping[str, Any]], metric: str) -> float:
 
 
 def parts(result: Result) -> Iterable[Any]:
-    yield f"{result['steps']} steps of {result['step_seconds']:.3f} s, {result['cores']} cores"
+    yield (
+        f"{result['steps']} steps of {result['step_seconds']:.3f} s: {result['prompts']} prompts x "
+        f"{GROUP} samples x {result['response_tokens']} tokens, {result['cores']} cores"
+    )
     shown = table(["", "of a step"])
     for what, share in result["shares"].items():
         shown.add_row(what, f"{share:+.2%}")

@@ -156,12 +156,17 @@ def write_run(folder: Path, config: RunConfig) -> Path:
 
 
 def run_measured(
-    name: str, folder: Path, recipe: Path, steps: int, settings: Sequence[str] = ()
+    name: str,
+    folder: Path,
+    recipe: Path,
+    steps: int,
+    settings: Sequence[str] = (),
+    work: Work = USUAL,
 ) -> list[Record]:
     """The records of `steps` steps after those to warm up. Raises BenchmarkError for a run that was
     not right."""
     records = run_recipe(name, folder, recipe, WARMUP + steps, settings)
-    if reasons := gate(records, WARMUP + steps):
+    if reasons := gate(records, WARMUP + steps, work):
         raise BenchmarkError(f"{name}: no seconds to report: " + "; ".join(reasons))
     return records[WARMUP:]
 
