@@ -99,7 +99,8 @@ def read_in_8_bits(model, monkeypatch):
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_activations_in_8_bits_are_vllms(name, ray_session, tmp_path, monkeypatch):
-    """The last bit of a float32 becomes a step of e4m3 now and then: hence means."""
+    """The last bit of a float32 becomes a step of e4m3 now and then, or another route: hence the
+    median."""
     packed, plain = make_pair(name, tmp_path, "fp8")
     model = AutoModelForCausalLM.from_pretrained(plain, experts_implementation="eager")
     model = model.float().eval()
@@ -115,6 +116,7 @@ def test_activations_in_8_bits_are_vllms(name, ray_session, tmp_path, monkeypatc
         with read_in_8_bits(model, monkeypatch):
             in_8_bits = [reference(model, engine.spec, ids)[0] for ids in sequences]
     ours = np.concatenate(scores)
-    off, without = (np.abs(ours - np.concatenate(s)).mean() for s in (in_8_bits, plain_scores))
-    print(name, off, without)
+    every = [np.abs(ours - np.concatenate(one)) for one in (in_8_bits, plain_scores)]
+    off, without = map(np.median, every)
+    print(name, off, without, [np.quantile(one, (0.1, 0.25, 0.75, 0.9)) for one in every])
     assert off < 1e-3 and without > 10 * off

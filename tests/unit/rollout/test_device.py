@@ -74,6 +74,15 @@ def test_activations_in_8_bits_are_of_fp8_bases(form):
     device.check_quantised(engine, "fp8")
 
 
+def test_activations_in_8_bits_are_not_for_transformer_engine(monkeypatch):
+    engine = RunConfig(trainer={"fp8_forward": "engine"})
+    monkeypatch.setattr(device, "installed", {"transformer-engine": "2.14"}.get)
+    with pytest.raises(ConfigError, match="normalises and multiplies in one"):
+        device.check_quantised(engine, "fp8")
+    on_cpu = RunConfig(trainer={"fp8_forward": "engine", "device": "cpu"})
+    device.check_quantised(on_cpu, "fp8")
+
+
 def test_cpu_engines_quantise_activations_where_the_trainer_does():
     config, spec = of()
     engine = config.model_copy(update={"trainer": TrainerConfig(fp8_forward="engine")})
