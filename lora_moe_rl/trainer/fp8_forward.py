@@ -45,13 +45,14 @@ def _fp8_linears(
     """(path of its first module in the checkpoint, linear, its inputs over all ranks)."""
     for chunk in chunks:
         for layer in getattr(chunk, "module", chunk).decoder.layers:
-            dims = shape.modules(layer.layer_number - 1)
+            number, found = layer.layer_number - 1, dict(layer.named_modules())
+            dims = shape.modules(number)
             for path, (module, *_) in FUSED.items():
-                if module not in dims or module == NOT_ROUNDED:
+                if path not in found or module not in dims or module == NOT_ROUNDED:
                     continue
-                stored = f"model.layers.{layer.layer_number - 1}.{hf_path(shape, module)}".format(0)
+                stored = f"model.layers.{number}.{hf_path(shape, module)}".format(0)
                 if form_of(stored, weights.file_of) == "fp8":
-                    yield stored, layer.get_submodule(path), dims[module][0]
+                    yield stored, found[path], dims[module][0]
 
 
 def _check(path: str, linear: torch.nn.Module, whole: int) -> None:
