@@ -258,6 +258,7 @@ VERIFY = {
     "refit": ("verify.refit", "vLLM serves what the trainer holds, by every way in"),
     "replay": ("verify.replay", "Megatron uses the routes that vLLM recorded"),
     "async": ("verify.in_flight", "every token is of its version, while versions are published"),
+    "base": ("verify.base", "a quantised base: trainer, engine and plain numbers are one model"),
     "export": ("verify.export", "PEFT, vLLM and transformers compute what was trained"),
 }
 BENCH = {

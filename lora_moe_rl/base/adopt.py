@@ -37,9 +37,9 @@ def adopt(chunks: Sequence[torch.nn.Module], config: TrainerConfig, held: Held) 
             f"trainer.etp={cut.pieces} cuts each expert into other pieces than the engine, "
             f"{held.cut.pieces}; set model.held_once=off"
         )
-    modules = dict(_grouped_linears(chunks))
-    for stack in held.stacks():
-        _adopt(modules[stack.megatron], stack, _mine(store[stack.name], cut))
+    stacks = {stack.megatron: stack for stack in held.stacks()}
+    for name, linear in _grouped_linears(chunks):  # of this stage
+        _adopt(linear, stacks[name], _mine(store[stacks[name].name], cut))
     ctypes.CDLL(None).malloc_trim(0)  # else what was let go may stay with this process
     return store
 

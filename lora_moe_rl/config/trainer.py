@@ -30,6 +30,11 @@ class TrainerConfig(Section):
     lora_kernel: Literal["auto", "triton", "torch"] = Field(
         "auto", description="Kernels of the experts' adapters; auto: triton on cuda, else torch."
     )
+    fp8_forward: Literal["dequantise", "engine"] = Field(
+        "dequantise",
+        description="What linears of an FP8 base read in the forward: activations as they are, or "
+        "in 8 bits as the engine's kernels (engine); of other bases only the first.",
+    )
     gpus_per_rank: float = Field(
         1.0, gt=0, le=1, description="Share of a GPU one rank holds (Ray)."
     )

@@ -49,6 +49,7 @@ def as_json(plan: RunPlan, proposals: list[Proposal]) -> dict[str, Any]:
         "routes": plan.routes and asdict(plan.routes),
         "flops": asdict(plan.flops) | {"adapter_share": plan.flops.adapter_share},
         "seconds": asdict(plan.seconds) | {"step": plan.seconds.step},
+        "held": [asdict(part) for part in plan.held],
         "problems": plan.problems,
         "proposals": [
             {

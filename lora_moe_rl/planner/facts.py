@@ -43,7 +43,7 @@ class Facts:
 
     def in_trainer(self, weights: Format) -> Format:
         """What the trainer holds of the base, computing in `weights`: INT4 experts as they are. An
-        FP8 base, of which it holds dense linears as numbers, is counted in `weights`."""
+        FP8 base, of which it may hold dense linears as numbers, is counted in `weights`."""
         return "int4" if self.checkpoint == "int4" and weights == "bf16" else weights
 
 

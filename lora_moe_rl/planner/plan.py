@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
@@ -12,6 +12,7 @@ from lora_moe_rl.planner.base import num_parameters
 from lora_moe_rl.planner.compute import Flops, Lengths, Roofline, Seconds
 from lora_moe_rl.planner.facts import Facts, Format
 from lora_moe_rl.planner.hardware import GIB, Efficiency, Hardware
+from lora_moe_rl.planner.held import HeldPart, held_parts, shared_bytes
 from lora_moe_rl.planner.rollout import EngineRank, engine_rank
 from lora_moe_rl.planner.traffic import Refit, Routes, Way, refits, routes
 from lora_moe_rl.planner.trainer import RankClass, TrainerMemory
@@ -32,7 +33,8 @@ class Assumed:
 @dataclass(frozen=True)
 class RunPlan:
     """`problems`: why the run would not fit; empty when it does. Of a run that samples nothing
-    there are no engine, refits and routes."""
+    there are no engine, refits and routes. `held`: what of the base trainer and engines hold once;
+    empty with model.held_once=off."""
 
     facts: Facts
     spec: AdapterSpec
@@ -45,6 +47,7 @@ class RunPlan:
     flops: Flops
     seconds: Seconds
     problems: list[str]
+    held: list[HeldPart]
 
     @property
     def heaviest(self) -> RankClass:
@@ -73,6 +76,9 @@ def make(facts: Facts, config: RunConfig, assumed: Assumed) -> RunPlan:
     spec = build_spec(facts, config)
     gpu = assumed.hardware.spec
     classes = TrainerMemory(facts, spec, assumed.weights).classes(config)
+    held = [] if config.model.held_once == "off" else held_parts(facts, config, gpus_of(config)[2])
+    if config.trainer.device == "cuda":
+        classes = [_without(rank, shared_bytes(held, assumed.weights)) for rank in classes]
     roofline = Roofline(facts, spec, assumed.lengths, assumed.weights)
     heaviest = max(classes, key=lambda c: c.total)
     engine, moved, decisions, refit = None, [], None, 0.0
@@ -95,8 +101,20 @@ def make(facts: Facts, config: RunConfig, assumed: Assumed) -> RunPlan:
         decisions,
         roofline.of(config.trainer.recompute),
         roofline.seconds(config, heaviest, engine, refit, hardware),
-        problems(config, heaviest, engine, assumed.hardware),
+        [*problems(config, heaviest, engine, assumed.hardware), *_not_held(config, held)],
+        held,
     )
+
+
+def _without(rank: RankClass, shared: int) -> RankClass:
+    """A class of trainer ranks that hold so much less of the base."""
+    return replace(rank, memory=rank.memory | {"base": rank.memory["base"] - shared})
+
+
+def _not_held(config: RunConfig, held: list[HeldPart]) -> list[str]:
+    """Of a run that is to hold its experts once and cannot."""
+    whys = [part.why for part in held if part.part == "experts" and part.why]
+    return [f"model.held_once=on: {why}" for why in whys if config.model.held_once == "on"]
 
 
 def build_spec(facts: Facts, config: RunConfig) -> AdapterSpec:
@@ -124,7 +142,7 @@ def gpus_of(config: RunConfig) -> tuple[int, int, bool]:
     if config.offline:
         return mine, 0, False
     theirs = math.ceil(rollout.engines * each)
-    share = rollout.tp == 1 and trainer.gpus_per_rank + each <= 1
+    share = trainer.gpus_per_rank + each / rollout.tp <= 1
     if share:
         together = trainer.world_size * trainer.gpus_per_rank + rollout.engines * each
         return math.ceil(together), math.ceil(together), True

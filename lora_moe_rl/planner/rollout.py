@@ -65,12 +65,12 @@ def engine_rank(
 def weight_bytes(facts: Facts, tp: int, ep: bool, weights: Format) -> int:
     """Bytes of weights on the first of `tp` ranks."""
     return sum(
-        tensor_bytes(tensor, _local(facts, tensor, tp, ep), weights)
+        tensor_bytes(tensor, engine_shape(facts, tensor, tp, ep), weights)
         for tensor in base_tensors(facts)
     )
 
 
-def _local(facts: Facts, tensor: BaseTensor, tp: int, ep: bool) -> tuple[int, ...]:
+def engine_shape(facts: Facts, tensor: BaseTensor, tp: int, ep: bool) -> tuple[int, ...]:
     """The shape of a rank's part as vLLM cuts it: key and value heads are repeated where there are
     fewer than ranks, experts are cut whole (ep) or each along its width."""
     shape = list(tensor.shape)

@@ -7,6 +7,7 @@ from rich.text import Text
 
 from lora_moe_rl.planner.changes import Change
 from lora_moe_rl.planner.hardware import GIB
+from lora_moe_rl.planner.held import FORMATS
 from lora_moe_rl.planner.plan import Assumed, RunPlan
 from lora_moe_rl.planner.request import Request
 from lora_moe_rl.planner.rollout import EngineRank
@@ -33,6 +34,10 @@ def show(plan: RunPlan, chosen: bool) -> None:
         out.print(Text(line))
     out.print(_trainer(plan))
     out.print(Text(_formats(plan)))
+    if plan.held:
+        out.print(_held(plan))
+        for line in _why_twice(plan):
+            out.print(Text(line))
     if plan.engine is not None:
         out.print(_engine(plan, plan.engine))
         out.print(_refits(plan))
@@ -85,6 +90,31 @@ def _formats(plan: RunPlan) -> str:
     heaviest = plan.heaviest
     sizes = ", ".join(f"{form} {_gib(size)}" for form, size in heaviest.base_bytes.items())
     return f"base of {heaviest.name} by format, GiB: {sizes}\n"
+
+
+def _held(plan: RunPlan) -> Table:
+    """By part of the model: on a trainer rank and an engine rank together."""
+    cells = [(form, once) for form in FORMATS for once in (False, True)]
+    heads = [f"{form}, {'once' if once else 'each'}" for form, once in cells]
+    title = "the base on a trainer rank and an engine rank, GiB: a copy each, and held once"
+    made = table(["", *heads], title)
+    for part in plan.held:
+        made.add_row(part.part, *(_gib(part.together(*cell)) for cell in cells))
+    sums = (sum(part.together(*cell) for part in plan.held) for cell in cells)
+    made.add_row("all", *map(_gib, sums))
+    return made
+
+
+def _why_twice(plan: RunPlan) -> list[str]:
+    """What is held once, and why the rest is not."""
+    once = [part.part for part in plan.held if not part.why]
+    lines = [f"held once: {', '.join(once) or 'nothing'}"]
+    lines += [f"  {part.part}: {part.why}" for part in plan.held if part.why]
+    if plan.config.trainer.device == "cuda":
+        lines.append("planned ahead: on GPUs a run with model.held_once=on is refused yet")
+    elif plan.facts.checkpoint in ("fp8", "int4"):
+        lines.append("planned ahead: of a quantised base a run with model.held_once=on is refused")
+    return [*lines, ""]
 
 
 def _engine(plan: RunPlan, engine: EngineRank) -> Table:

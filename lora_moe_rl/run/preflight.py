@@ -286,7 +286,7 @@ class Preflight:
         spec = AdapterSpec.build(shape, config.adapter, servable=config.serves_adapters)
         check_engine(config, spec)
         check_quantised(config, self.form)
-        choose.check(config, shape, self.model_dir)
+        self.private = choose.decide(config, shape, self.model_dir)
         spec.lr_factors(config.trainer.lr_pattern)
         if config.learns_from == "pairs" and config.adapter.init_from is not None:
             self.warnings.append(
@@ -311,7 +311,7 @@ class Preflight:
             )
 
     def _machine(self) -> str:
-        found = machine.look(self.config, self.model_dir, self.spec)
+        found = machine.look(self.config, self.model_dir, self.spec, not self.private)
         self.warnings += found.warnings
         return found.text
 

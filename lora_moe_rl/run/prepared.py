@@ -20,8 +20,9 @@ from lora_moe_rl.run.preflight import Preflight
 @dataclass(frozen=True)
 class Prepared:
     """What a run is made of before anything slow has started. `found` is the checkpoint to go on
-    from, `start` the adapter to begin with; None when there is none. `connect`: called in the run's
-    event loop, lets a reward ask the engines; None when none does."""
+    from, `start` the adapter to begin with; None when there is none. `private`: why trainer and
+    engines hold a base each; '' when they hold one. `connect`: called in the run's event loop, lets
+    a reward ask the engines; None when none does."""
 
     config: RunConfig
     spec: AdapterSpec
@@ -30,6 +31,7 @@ class Prepared:
     held_out: dict[str, list[Prompt]]
     environment: Environment
     run_dir: RunDir
+    private: str
     found: Found | None = None
     start: adapter_start.Start | None = None
     connect: Callable[[ports.Engines], None] | None = None
@@ -51,6 +53,7 @@ class Prepared:
             held_out=ready.held_out,
             environment=ready.environment,
             run_dir=run_dir,
+            private=ready.private,
             found=found,
             start=start,
             connect=_connecting(ready),

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
 from lora_moe_rl.errors import ModelError
 
 TINY_NAMES = ("qwen3_moe", "deepseek_v3")
-# The same, with routed experts as quantised checkpoints have them (`quantise.py`).
-QUANTISED_NAMES = tuple(f"{name}-int4" for name in TINY_NAMES)
+# The same, with linears as quantised checkpoints have them, and the files that make it so.
+QUANTISED = {"int4": ("quantise",), "fp8": ("quantise", "widen")}
+QUANTISED_NAMES = tuple(f"{name}-{form}" for form in QUANTISED for name in TINY_NAMES)
 # The same, pre-trained further on several problems in a row, as conversations have them.
 TURNS_NAMES = tuple(f"{name}-turns" for name in TINY_NAMES)
 NAMES = TINY_NAMES + TURNS_NAMES + QUANTISED_NAMES
@@ -48,15 +50,22 @@ def make_tiny(
 
 
 def _make(name: str, target: Path, progress: bool) -> None:
-    if name in QUANTISED_NAMES:
-        from lora_moe_rl.tiny.quantise import quantise
-
-        quantise(make_tiny(shape_of(name), progress=progress), target)
-    else:
+    if name not in QUANTISED_NAMES:
         from lora_moe_rl.tiny.build import build
 
         known = make_tiny(shape_of(name), progress=progress) if name in TURNS_NAMES else None
         build(name, target, progress, known)
+        return
+    from lora_moe_rl.tiny.quantise import quantise
+    from lora_moe_rl.tiny.widen import widen
+
+    source = make_tiny(shape_of(name), progress=progress)
+    if name.endswith("-int4"):
+        quantise(source, target)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        widen(source, wide := Path(folder) / "wide")
+        quantise(wide, target, "fp8")
 
 
 def shape_of(name: str) -> str:
@@ -83,7 +92,7 @@ def cache_dir() -> Path:
 def _cache_key(name: str) -> str:
     """A hash of what decides the weights: our sources and the versions of what they call."""
     here = Path(__file__).parent
-    sources = SOURCES + (("quantise",) if name in QUANTISED_NAMES else ())
+    sources = SOURCES + QUANTISED.get(name.partition("-")[2], ())
     parts = [name, *((here / f"{source}.py").read_text() for source in sources)]
     parts += [version(package) for package in ("torch", "transformers", "tokenizers")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]

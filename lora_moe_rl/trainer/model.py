@@ -81,7 +81,7 @@ def build_model(
 
     logging.getLogger("megatron").setLevel(logging.ERROR)
     auto_bridge = bridge.load()
-    from lora_moe_rl.trainer import packed_experts
+    from lora_moe_rl.trainer import fp8_forward, packed_dense, packed_experts
 
     packed = packed_experts.find(model_dir)
     with warnings.catch_warnings():
@@ -94,6 +94,10 @@ def build_model(
     if packed is not None:
         packed.load(chunks)
     replicate(chunks, config, device)
+    if packed is not None:
+        packed_dense.pack(chunks, model_dir)
+    if config.fp8_forward == "engine":
+        fp8_forward.install(chunks, model_dir)
     return list(chunks)
 
 

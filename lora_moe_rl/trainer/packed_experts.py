@@ -137,7 +137,7 @@ class PackedExperts:
                 expert = first * linear.num_gemms + local_expert
                 for part, module in enumerate(modules):
                     path = f"model.layers.{layer}.{hf_path(self.shape, module)}".format(expert)
-                    read = _cut(_read(self.weights, path, linear.packed.form), side, *cut)
+                    read = part_of(read_linear(self.weights, path, linear.packed.form), side, *cut)
                     _put(linear, local_expert, part * rows, rows, read, path)
         self.weights.close()
 
@@ -163,8 +163,8 @@ def _linears(
                     yield layer.layer_number - 1, *HOLDS[linear.parallel_mode], linear
 
 
-def _read(weights: SafeWeights, path: str, form: Form) -> Packed:
-    """One expert's linear, whole."""
+def read_linear(weights: SafeWeights, path: str, form: Form) -> Packed:
+    """One linear of a checkpoint, whole."""
     data, scale, shape = TENSORS[form]
     if missing := [n for n in (data, scale) if f"{path}.{n}" not in weights.file_of]:
         raise ModelError(
@@ -187,7 +187,7 @@ def _read(weights: SafeWeights, path: str, form: Form) -> Packed:
     return packed
 
 
-def _cut(packed: Packed, side: int, rank: int, ways: int) -> Packed:
+def part_of(packed: Packed, side: int, rank: int, ways: int) -> Packed:
     """This rank's part of a linear `[out, in]`: rows (side 0) or columns, whole groups of them."""
     parts = (t.chunk(ways, dim=side)[rank] for t in (packed.data, packed.scales))
     return Packed(packed.form, *parts)
@@ -209,6 +209,8 @@ def _put(
 
 
 def held(chunks: Sequence[torch.nn.Module]) -> Mapping[str, int]:
-    """Bytes of the packed experts, and of the buffers that they are dequantised in."""
-    packed = sum(linear.packed.nbytes for *_, linear in _linears(chunks))
-    return {"packed": packed, "scratch": SCRATCH.nbytes}
+    """Bytes of all that is packed, and of the buffers that it is dequantised in."""
+    modules = (module for chunk in chunks for module in chunk.modules())
+    packed = (getattr(module, "packed", None) for module in modules)
+    nbytes = sum(one.nbytes for one in packed if isinstance(one, Packed))
+    return {"packed": nbytes, "scratch": SCRATCH.nbytes}

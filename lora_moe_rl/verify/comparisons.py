@@ -56,16 +56,17 @@ def random_prompts(vocab_size: int) -> list[list[int]]:
 
 @dataclass
 class Comparisons(report.Report):
-    """`head` goes before the rows in the JSON object."""
+    """`head` goes before the rows in the JSON object; `measured` is above the figures."""
 
     head: dict[str, Any]
     rows: list[Check]
+    measured: str = "largest |Δlogprob|"
 
     def explanations(self) -> list[str]:
         return []  # a row of the table says it all
 
     def parts(self) -> Iterator[Any]:
-        table = report.table(["", "largest |Δlogprob|", "allowed", ""], left=(0, -1))
+        table = report.table(["", self.measured, "allowed", ""], left=(0, -1))
         for row in self.rows:
             allowed = f"{'≥' if row.at_least else '≤'} {row.tolerance:.0e}"
             verdict = report.verdict(row.passed)

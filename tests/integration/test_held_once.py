@@ -33,6 +33,7 @@ TP2EP2 = {"world_size": 2, "tp": 2, "ep": 2}
 LAYOUTS = {
     "tp1 each": ({}, {}),
     "tp2ep2 each": (TP2EP2, {"tp": 2, "ep": True}),
+    "pp2 beside tp1": ({"world_size": 2, "pp": 2}, {}),
     "tp2etp2 beside tp2": ({"world_size": 2, "tp": 2, "etp": 2}, {"tp": 2}),
 }
 

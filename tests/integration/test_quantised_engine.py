@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import ray
 from engine_fixtures import EngineWithDisk, reference, start_engine
 from quantised import make_pair
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.slow
@@ -66,3 +68,55 @@ def test_samples_are_those_of_the_merged_weights(quantised):
             logprobs, _ = reference(model, quantised.spec, sample.token_ids.tolist())
             theirs = logprobs[len(sample.prompt_ids) - 1 :]
             np.testing.assert_allclose(sample.logprobs, theirs, atol=EXACT, rtol=0)
+
+
+@contextmanager
+def read_in_8_bits(model, monkeypatch):
+    """Inside, the model's FP8 linears read what vLLM's own quantiser makes of their inputs."""
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import GroupShape, QuantFP8
+
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
+        quantiser = QuantFP8(static=False, group_shape=GroupShape(1, 128), use_ue8m0=False)
+    fp8 = {
+        weight.untyped_storage().data_ptr()
+        for name, weight in model.named_parameters()
+        if "_proj" in name and "kv_b_proj" not in name
+    }
+    linear = functional.linear
+
+    def rounded_first(x, weight, bias=None):
+        if weight.untyped_storage().data_ptr() in fp8 and len(rows := x.flatten(0, -2)):
+            q, scales = quantiser.forward_native(rows)
+            wide = scales.repeat_interleave(128, dim=-1)[:, : x.shape[-1]]
+            x = (q.float() * wide).view(x.shape)
+        return linear(x, weight, bias)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(functional, "linear", rounded_first)
+        yield
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_activations_in_8_bits_are_vllms(name, ray_session, tmp_path, monkeypatch):
+    """The last bit of a float32 becomes a step of e4m3 now and then, or another route: hence the
+    median."""
+    packed, plain = make_pair(name, tmp_path, "fp8")
+    model = AutoModelForCausalLM.from_pretrained(plain, experts_implementation="eager")
+    model = model.float().eval()
+    generator = np.random.default_rng(3)
+    sequences = [generator.integers(16, 250, length).tolist() for length in (60, 40, 20)]
+    rollout = {"max_response_tokens": 24}
+    trainer = {"fp8_forward": "engine"}
+    with start_engine(model, packed, EngineThatTells, rollout=rollout, trainer=trainer) as engine:
+        (served,) = ray.get(engine.actor.experts.remote())
+        assert served == ["RoundingLoRAExperts torch.float8_e4m3fn"]
+        scores, _ = engine.score(sequences, None)
+        plain_scores = [reference(model, engine.spec, ids)[0] for ids in sequences]
+        with read_in_8_bits(model, monkeypatch):
+            in_8_bits = [reference(model, engine.spec, ids)[0] for ids in sequences]
+    ours = np.concatenate(scores)
+    every = [np.abs(ours - np.concatenate(one)) for one in (in_8_bits, plain_scores)]
+    off, without = map(np.median, every)
+    print(name, off, without, [np.quantile(one, (0.1, 0.25, 0.75, 0.9)) for one in every])
+    assert off < 1e-3 and without > 10 * off

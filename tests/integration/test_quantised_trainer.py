@@ -29,6 +29,7 @@ LAYOUTS = {
     "etp2": {"world_size": 2, "tp": 2, "etp": 2},
     "pp2": {"world_size": 2, "pp": 2},
 }
+SCALE = "_scale_inv"
 CASES = [
     *(("int4", "qwen3_moe", layout) for layout in ("tp1", "recompute", "ep2", "etp2")),
     ("fp8", "deepseek_v3", "tp1"),
@@ -119,6 +120,17 @@ def test_what_is_held_is_what_the_checkpoint_has():
     assert [part["packed"] for part in parts] == [held // 2, held // 2]
     # One layer's gate and up, and one layer's down, whatever the number of layers.
     assert whole["scratch"] == 4 * 8 * (2 * 192 * 96 + 96 * 192)
+
+
+@pytest.mark.parametrize(("name", "numbers_of"), [("deepseek_v3", ()), ("qwen3_moe", "qkv")])
+def test_dense_linears_stay_packed_where_rows_are_the_checkpoints(name, numbers_of):
+    packed, _ = pair(name, "fp8")
+    left = tuple(f".{letter}_proj.weight{end}" for letter in numbers_of for end in ("", SCALE))
+    with SafeWeights.open(packed) as weights:
+        scaled = {n.removesuffix(SCALE) for n in weights.file_of if n.endswith(SCALE)}
+        names = [n for n in {*scaled, *(n + SCALE for n in scaled)} if not n.endswith(left)]
+        stored = sum(weights.entry(n).nbytes for n in names)
+    assert run_ranks(config_of(packed), packed, numbers)[0]["held"]["packed"] == stored
 
 
 @pytest.mark.parametrize(

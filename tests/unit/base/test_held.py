@@ -108,7 +108,6 @@ def why(model: Path, *settings: str) -> str:
     ("settings", "message"),
     [
         (["refit.mode=merged"], "refit.mode=merged writes"),
-        (["trainer.pp=2", "trainer.world_size=2"], "trainer.pp=2: not tested yet"),
         (["trainer.device=cuda"], "on the CPU alone"),
         (["rollout.tp=2"], "w13_weight.*and 1 more cannot be shared: the engine cuts each expert"),
         (["model.held_dir=/no/such"], "model.held_dir=/no/such: No such file"),
@@ -121,8 +120,9 @@ def test_a_run_that_cannot_says_why(model, settings, message, monkeypatch):
     config = override(RunConfig(), ["model.held_once=on", *settings])
     shape = ModelShape.from_hf_config(json.loads((model / "config.json").read_text()))
     with pytest.raises(ConfigError, match="model.held_once=on: "):
-        choose.check(config, shape, model)
-    choose.check(override(config, ["model.held_once=auto"]), shape, model)
+        choose.decide(config, shape, model)
+    auto = override(config, ["model.held_once=auto"])
+    assert re.search(message, choose.decide(auto, shape, model))
 
 
 def test_a_cluster_is_refused(model, monkeypatch):

@@ -40,7 +40,8 @@ SHARED_GPU = [
 def planned(config, hardware):
     facts = find(config.model.path)
     served = facts.checkpoint if facts.checkpoint in ("fp8", "int4") else "bf16"
-    return make(facts, config, Assumed(hardware, "bf16", served, Lengths(512, 512)))
+    assumed = Assumed(hardware, facts.in_trainer("bf16"), served, Lengths(512, 512))
+    return make(facts, config, assumed)
 
 
 def rewards_of(config):
@@ -123,6 +124,9 @@ def test_where_the_planner_prefers_another_layout_it_says_why(path):
         return
     proposals = search_of(request).best(1)
     said = choice(own, proposals)
+    if not proposals:  # it looks for no layouts in which trainer and engines hold experts once
+        assert own.held and said.startswith("the search proposes nothing")
+        return
     if proposals[0].config == own.config:
         assert said == "the layout given here is the fastest that was found"
         return

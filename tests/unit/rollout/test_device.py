@@ -7,7 +7,7 @@ import json
 import pytest
 
 from lora_moe_rl.adapters.spec import AdapterSpec
-from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.planner.facts import find
 from lora_moe_rl.rollout import device
@@ -64,6 +64,31 @@ def test_settings_that_a_quantised_base_excludes(form, settings, named, monkeypa
         device.check_quantised(RunConfig(**settings), form)
     device.check_quantised(RunConfig(**settings), None)
     device.check_quantised(RunConfig(), form)
+
+
+@pytest.mark.parametrize("form", [None, "int4"])
+def test_activations_in_8_bits_are_of_fp8_bases(form):
+    engine = RunConfig(trainer={"fp8_forward": "engine"})
+    with pytest.raises(ConfigError, match="trainer.fp8_forward=engine has no effect"):
+        device.check_quantised(engine, form)
+    device.check_quantised(engine, "fp8")
+
+
+def test_activations_in_8_bits_are_not_for_transformer_engine(monkeypatch):
+    engine = RunConfig(trainer={"fp8_forward": "engine"})
+    monkeypatch.setattr(device, "installed", {"transformer-engine": "2.14"}.get)
+    with pytest.raises(ConfigError, match="normalises and multiplies in one"):
+        device.check_quantised(engine, "fp8")
+    on_cpu = RunConfig(trainer={"fp8_forward": "engine", "device": "cpu"})
+    device.check_quantised(on_cpu, "fp8")
+
+
+def test_cpu_engines_quantise_activations_where_the_trainer_does():
+    config, spec = of()
+    engine = config.model_copy(update={"trainer": TrainerConfig(fp8_forward="engine")})
+    assert "additional_config" not in device.engine_args(config, spec, "model", 0, cpu=True)
+    args = device.engine_args(engine, spec, "model", 0, cpu=True)
+    assert args["additional_config"] == {device.FP8_ACTIVATIONS: True}
 
 
 def test_requantised_fp8_is_refused(monkeypatch):

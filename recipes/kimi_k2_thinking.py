@@ -1,0 +1,56 @@
+"""Kimi-K2-Thinking (1.03T, INT4 experts) learns mathematics on one node of 8 GPUs of 140 GB.
+
+    lora-moe-rl plan recipes/kimi_k2_thinking.py
+    python recipes/kimi_k2_thinking.py                               # refused yet, see below
+    lora-moe-rl plan recipes/kimi_k2_thinking.py adapter.rank=8      # more room for the KV cache
+
+GPUs: 8, on each a rank of the trainer (TP 8, EP 8) and a rank of one engine (TP 8, EP 8), which
+hold the INT4 experts once. By the plan a trainer rank holds 36 GiB of 140, beside an engine rank
+of 98, with room for 17 sequences of 16,384 tokens. Every linear has an adapter of rank 16, each
+expert its own.
+
+This is planned ahead: experts held once (`model.held_once`) are for the CPU yet, and engines of
+several ranks do not share GPUs with the trainer; a run says so and ends before it starts. Watch
+`mismatch/kl`, which INT4 leaves as small as a base of bfloat16 does, and `replay/coverage`.
+"""
+
+import lora_moe_rl.recipe
+from lora_moe_rl.config import (
+    AdapterConfig,
+    AlgorithmConfig,
+    DataConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainerConfig,
+)
+from lora_moe_rl.planner.hardware import Hardware
+
+hardware = Hardware(gpus=8, gpu="h200")
+
+config = RunConfig(
+    name="kimi_k2_thinking",
+    model=ModelConfig(
+        path="moonshotai/Kimi-K2-Thinking", max_length=16384, held_once="on",
+        trust_remote_code=True,  # its tokenizer is a file of Moonshot's
+    ),
+    adapter=AdapterConfig(rank=16, alpha=32),
+    trainer=TrainerConfig(
+        steps=200, world_size=8, tp=8, ep=8, device="cuda", recompute="full", gpus_per_rank=0.5,
+        micro_batch_tokens=16384, lr=2e-5, warmup_steps=5,
+    ),
+    rollout=RolloutConfig(
+        engines=1, tp=8, ep=True, gpus_per_engine=4, max_response_tokens=14336, max_num_seqs=64,
+        gpu_memory_utilization=0.7, start_timeout_s=7200,
+    ),
+    algorithm=AlgorithmConfig(prompts_per_step=16, group_size=8),
+    data=DataConfig(
+        path="open-r1/DAPO-Math-17k-Processed", subset="en", answer_key="solution",
+        chat_template=True,
+    ),
+    reward=RewardConfig(function="lora_moe_rl.rewards:math_verify"),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    lora_moe_rl.recipe.main(config, __file__)
