@@ -198,6 +198,11 @@ class Sampler(Protocol):
         """From now on the trainer writes over those parts, until the next version is published."""
         ...
 
+    async def give_way(self) -> None:
+        """The trainer updates next. Where it shares their devices, engines end what they do, and
+        give memory back."""
+        ...
+
 
 class Engines(Sampler, Protocol):
     """All rollout engines as one."""
@@ -220,6 +225,15 @@ class Engines(Sampler, Protocol):
 
     async def publish(self, version: int, parts: Sequence[Ref]) -> list[Receipt]:
         """Every engine takes the version, or an error is raised."""
+        ...
+
+    async def come_back(self) -> dict[str, float]:
+        """Has what was given back again, and nothing in it; asked for samples are engines only
+        after `go_on`. Returns metrics, where anything was given back."""
+        ...
+
+    def go_on(self) -> None:
+        """The version that was published last is proven."""
         ...
 
     async def move_on(self, version: int) -> None:

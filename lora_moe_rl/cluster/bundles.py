@@ -15,12 +15,43 @@ Bundle = dict[str, float]
 
 
 def wanted(config: RunConfig, gpus: bool) -> list[Bundle]:
-    """Of each tensor-parallel group of the trainer, then of each engine. `gpus`: whether there are
-    any."""
+    """Of each tensor-parallel group of the trainer, then of each engine; where these stand on the
+    same GPUs, of both together. `gpus`: whether there are any."""
     trainer = config.trainer
+    if size := shared_size(config, gpus):
+        return [_bundle(size + size // config.rollout.tp, size)] * (trainer.world_size // size)
     group = _bundle(trainer.tp, gpus_of_rank(config, gpus) * trainer.tp)
     engine = _bundle(1, gpus_of_engine(config, gpus))
     return [group] * (trainer.world_size // trainer.tp) + [engine] * config.num_engines
+
+
+def shared_size(config: RunConfig, gpus: bool) -> int:
+    """GPUs of one bundle of ranks and engines that take turns on them; 0 where they do not. Raises
+    ConfigError when ranks and engines cannot be on the same ones."""
+    if not config.placement.colocated or not gpus:
+        return 0
+    trainer, rollout = config.trainer, config.rollout
+    if not _trains_on_gpu(config, gpus):
+        raise ConfigError(
+            f"placement.mode=colocated has trainer and engines take turns on the same devices, and "
+            f"with trainer.device={trainer.device} the trainer is not on the GPUs that engines "
+            "take: use trainer.device=cuda, or placement.mode=split"
+        )
+    if trainer.world_size != rollout.engines * rollout.tp:
+        raise ConfigError(
+            f"placement.mode=colocated has trainer and engines take turns on the same GPUs, and "
+            f"trainer.world_size={trainer.world_size} is not rollout.engines={rollout.engines} * "
+            f"rollout.tp={rollout.tp}: make them equal, or use placement.mode=split"
+        )
+    small, size = sorted((trainer.tp, rollout.tp))
+    if size % small or trainer.world_size % size:
+        raise ConfigError(
+            f"placement.mode=colocated puts whole engines and whole tensor-parallel groups of the "
+            f"trainer on the same GPUs, and of trainer.tp={trainer.tp} and rollout.tp={rollout.tp} "
+            "neither is a multiple of the other that divides trainer.world_size="
+            f"{trainer.world_size}: change one of them, or use placement.mode=split"
+        )
+    return size
 
 
 def gpus_of_rank(config: RunConfig, gpus: bool) -> float:
@@ -29,6 +60,8 @@ def gpus_of_rank(config: RunConfig, gpus: bool) -> float:
 
 def gpus_of_engine(config: RunConfig, gpus: bool) -> float:
     rollout = config.rollout
+    if shared_size(config, gpus):
+        return 0  # those of the ranks beside it
     if rollout.gpus_per_engine is None:
         return rollout.tp if gpus else 0
     return rollout.gpus_per_engine

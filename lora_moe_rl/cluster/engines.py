@@ -16,15 +16,17 @@ import ray
 from ray.exceptions import RayError
 
 from lora_moe_rl.cluster.actors import Actor, answer
-from lora_moe_rl.cluster.replicas import Replicas, is_death
+from lora_moe_rl.cluster.replicas import is_death
+from lora_moe_rl.cluster.taking_turns import TakingTurns
 from lora_moe_rl.cluster.ticket_policy import TicketPolicy
+from lora_moe_rl.cluster.turns import Act
 from lora_moe_rl.data.samples import Sample
 from lora_moe_rl.errors import EngineDied, LoraMoeRlError, NotServed
 from lora_moe_rl.ports import Manner, Receipt, Ref, Scored, Turn, Watch, Written
 from lora_moe_rl.router_replay import travel
 
 
-class RolloutEngines(Replicas):
+class RolloutEngines(TakingTurns):
     """What a run asks of its engines."""
 
     def policy(
@@ -116,6 +118,8 @@ class RolloutEngines(Replicas):
     ) -> Written:
         """By the bare base, on the engine that has least to do. Raises what the engine raises, and
         ActorFailed when it dies over it: it is started anew when it is asked for samples."""
+        await self.requests_begin.wait()
+        self.take(Act.SAMPLE)
         alive = [i for i in range(len(self.actors)) if i not in self.returning]
         index = min(alive or range(len(self.actors)), key=lambda i: self.rolling[i])
         actor = self.actors[index]
@@ -134,6 +138,7 @@ class RolloutEngines(Replicas):
         engines: Sequence[int] | None = None,
     ) -> list[Scored]:
         """Routes stay where they are; what says whether they are equal comes along."""
+        self.take(Act.SCORE)
         indices = range(len(self.actors)) if engines is None else engines
         asked = (self._ask(i, "probe", sequences, version, num_returns=2) for i in indices)
         refs = await asyncio.gather(*asked)
@@ -147,6 +152,7 @@ class RolloutEngines(Replicas):
         """Every engine takes the version, or the run stops. The parts stay as they are until the
         next version: engines that come back take it from them too."""
         await self.all_back()
+        await self.slots_back()
         self.published = None
         asked = (self._give(i, "publish", version, parts) for i in range(len(self.actors)))
         refs = await asyncio.gather(*asked)

@@ -96,6 +96,8 @@ def _start_all(
         engines = RolloutEngines(config, run.spec, *where, held)
         starting.watch(lambda: states(trainer.starting | engines.starting))
         engines.start_async()
+        if placement.shared:  # vLLM counts what is free on its GPUs while it starts
+            engines.wait_started()
         trainer.start_async()
         started = (trainer.wait_started(), engines.wait_started())
         places = [[actor.pop("place") for actor in actors] for actors in started]

@@ -109,7 +109,9 @@ class Publisher:
         """
         if version == self.version:
             nothing = ("seconds", "proof_seconds", "bytes", "max_diff", "told", "compared")
-            return self.of_served | {f"refit/{name}": 0 for name in nothing}
+            back = await self.engines.come_back()
+            self.engines.go_on()
+            return self.of_served | {f"refit/{name}": 0 for name in nothing} | back
         return await self._serve(version, parts, samples)
 
     async def prove_returned(self, index: int, version: int) -> None:
@@ -129,6 +131,7 @@ class Publisher:
         self.parts = parts
         await self.channel.published(lambda: self.trainer.sent(parts))
         receipts = await self.engines.publish(version, parts)
+        back = await self.engines.come_back()
         clock.lap("publish")
         self.channel.keep(range(version - self.config.refit.slots + 1, version + 1))
         try:
@@ -143,18 +146,23 @@ class Publisher:
         except RefitError as error:
             raise await self._taken_back(version, error) from error
         self.version = version
+        self.engines.go_on()
         if self.config.schedule.in_flight == "continue":
             await self.engines.move_on(version)
         clock.lap("refit")
         self.of_served[MEMORY_ENGINES] = max(receipt.peak_gib for receipt in receipts)
-        return self.of_served | {
-            "refit/seconds": clock.seconds["total"],
-            PROOF_SECONDS: clock.seconds["proof"],
-            "refit/bytes": sum(receipt.bytes for receipt in receipts),
-            "refit/max_diff": max(proof.max_diff for proof in proofs),
-            "refit/told": int(told),
-            "refit/compared": int(compared),
-        }
+        return (
+            self.of_served
+            | back
+            | {
+                "refit/seconds": clock.seconds["total"],
+                PROOF_SECONDS: clock.seconds["proof"],
+                "refit/bytes": sum(receipt.bytes for receipt in receipts),
+                "refit/max_diff": max(proof.max_diff for proof in proofs),
+                "refit/told": int(told),
+                "refit/compared": int(compared),
+            }
+        )
 
     def _check_arrived(self, version: int, arrived: Mapping[str, Arrived]) -> None:
         """What rounding left of a merged version's change, for the metrics. Raises RefitError when

@@ -162,13 +162,16 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("time/records", "s", "down", "writing samples, order and experts' loads of the step", "", ""),
     ("time/step", "s", "down", "the whole step", "timing_s/step, perf/time_per_step", "step_time"),
     # Performance.
-    ("perf/tokens_per_second_per_gpu", "tokens/s", "up", "all tokens of the step's samples, prompts too, a second of the whole step and a trainer rank or engine worker", "perf/throughput", ""),
+    ("perf/tokens_per_second_per_gpu", "tokens/s", "up", "all tokens of the step's samples, prompts too, a second of the whole step and a trainer rank or engine worker, which count once where they take turns (placement.mode=colocated)", "perf/throughput", ""),
     ("perf/tflops_per_gpu", "TFLOP/s", "up", "operations of the model that the update needs, a second of time/train and a trainer rank", "", ""),
     ("perf/mfu", "share", "up", "perf/tflops_per_gpu over the GPU's dense bfloat16 peak, where nvidia-smi names a GPU that the planner knows", "perf/mfu/actor", ""),
     # Memory.
     ("memory/peak", "GiB", "down", "the most that any trainer rank held: on a GPU tensors of torch during the update, on the CPU what was resident of its process so far", "perf/max_memory_allocated_gb", ""),
     ("memory/engines_peak", "GiB", "down", "the most that any worker of an engine has held until the newest version was published: on a GPU tensors of torch with the cache of keys and values, on the CPU what was resident of its process so far", "", ""),
     ("memory/planned", "GiB", "", "on GPUs: tensors of the trainer rank that holds most, as `lora-moe-rl plan` has them for the longest samples", "", ""),
+    ("placement/given_back", "GiB", "up", "with placement.mode=colocated: what all engines gave back before the update", "", ""),
+    ("placement/give_way_seconds", "s", "down", "with placement.mode=colocated: of time/train, until engines had given it back", "", ""),
+    ("placement/come_back_seconds", "s", "down", "with placement.mode=colocated: of refit/seconds, until they had it again", "", ""),
     # Distributions, for trackers that show them; they are not in metrics.jsonl.
     ("histogram/reward", "reward", "", "the rewards of the step's samples", "", ""),
     ("histogram/advantage", "", "", "the advantages of the sampled tokens", "critic/advantages/mean (their mean)", ""),

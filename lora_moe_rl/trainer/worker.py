@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -104,7 +105,14 @@ class TrainerWorker:
         from lora_moe_rl.trainer.update import update
 
         with traced(self.config, self.engine.device.kind, self.rank, batch.step):
-            return update(self.engine, batch, parts)
+            found = update(self.engine, batch, parts)
+        self._give_back()
+        return found
+
+    def _give_back(self) -> None:
+        """Engines on the same device have their turn next."""
+        if self.config.placement.colocated:
+            self.engine.device.give_back()
 
     def gradients(self, batch: TrainBatch, *parts: Sent):
         """(loss, gradient norm, shards of the gradient) of one step: see `trainer/update.py`."""
@@ -126,10 +134,10 @@ class TrainerWorker:
         others). `adapters=False`: the frozen base."""
         batch = TrainBatch.from_sequences(sequences)
         parts = () if table is None else (table,)
-        if adapters:
-            return self.engine.score(batch, *parts)
-        with self.engine.adapters.off():
-            return self.engine.score(batch, *parts)
+        with nullcontext() if adapters else self.engine.adapters.off():
+            found = self.engine.score(batch, *parts)
+        self._give_back()
+        return found
 
     def prepare_refit(self, layouts: list[PartLayout], channel: Channel) -> None:
         """What the ranks send to engines, and how: this one's part among them, if it has one."""

@@ -41,8 +41,8 @@ def start(tmp_path, monkeypatch):
     monkeypatch.setattr(group, "RolloutEngine", obedient_engine.Engine)
     groups = []
 
-    def start(**rollout):
-        config = RunConfig(rollout={"engines": 2, **rollout})
+    def start(placement="split", **rollout):
+        config = RunConfig(rollout={"engines": 2, **rollout}, placement={"mode": placement})
         run_dir = SimpleNamespace(
             log_path=lambda name: tmp_path / f"{name}.log", tail=lambda name: f"tail of {name}"
         )
