@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.sharing import gpus_together
 from lora_moe_rl.errors import ConfigError
 
 Bundle = dict[str, float]
@@ -30,28 +31,13 @@ def shared_size(config: RunConfig, gpus: bool) -> int:
     ConfigError when ranks and engines cannot be on the same ones."""
     if not config.placement.colocated or not gpus:
         return 0
-    trainer, rollout = config.trainer, config.rollout
     if not _trains_on_gpu(config, gpus):
         raise ConfigError(
             f"placement.mode=colocated has trainer and engines take turns on the same devices, and "
-            f"with trainer.device={trainer.device} the trainer is not on the GPUs that engines "
-            "take: use trainer.device=cuda, or placement.mode=split"
+            f"with trainer.device={config.trainer.device} the trainer is not on the GPUs that "
+            "engines take: use trainer.device=cuda, or placement.mode=split"
         )
-    if trainer.world_size != rollout.engines * rollout.tp:
-        raise ConfigError(
-            f"placement.mode=colocated has trainer and engines take turns on the same GPUs, and "
-            f"trainer.world_size={trainer.world_size} is not rollout.engines={rollout.engines} * "
-            f"rollout.tp={rollout.tp}: make them equal, or use placement.mode=split"
-        )
-    small, size = sorted((trainer.tp, rollout.tp))
-    if size % small or trainer.world_size % size:
-        raise ConfigError(
-            f"placement.mode=colocated puts whole engines and whole tensor-parallel groups of the "
-            f"trainer on the same GPUs, and of trainer.tp={trainer.tp} and rollout.tp={rollout.tp} "
-            "neither is a multiple of the other that divides trainer.world_size="
-            f"{trainer.world_size}: change one of them, or use placement.mode=split"
-        )
-    return size
+    return gpus_together(config)
 
 
 def gpus_of_rank(config: RunConfig, gpus: bool) -> float:

@@ -66,5 +66,5 @@ def after(phase: Phase, act: Act) -> Phase:
     """The phase after an act. Raises OutOfTurn for one that has no place in it."""
     if (phase, act) not in LEADS_TO:
         places = " or ".join(where for where, what in LEADS_TO if what is act)
-        raise OutOfTurn(f"{act!r} has no place in the phase {phase!r}, only in {places}")
+        raise OutOfTurn(f"'{act}' has no place in the phase '{phase}', only in {places}")
     return LEADS_TO[phase, act]

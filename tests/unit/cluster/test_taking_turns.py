@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from test_engines import asked, fate, ray_session, start  # noqa: F401
+from engine_group import asked, fate
 
 from lora_moe_rl.cluster.turns import OutOfTurn, Phase
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.seconds  # Ray is started for them
 
 
 @pytest.fixture
-def proven(start):  # noqa: F811
+def proven(start):
     """Makes engines that serve version 3, which is proven."""
 
     def make(placement="colocated", **rollout):
