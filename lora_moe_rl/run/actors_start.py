@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+from lora_moe_rl.config import RunConfig
 from lora_moe_rl.run.held_base import held_base
 from lora_moe_rl.run.prepared import Prepared
 from lora_moe_rl.run.publisher import plan_layouts
@@ -70,8 +71,17 @@ def _start_trainer(run: Prepared, placement: Placement, starting: console.Starti
         trainer.start_async()
         started = trainer.wait_started()
     console.say_started([{k: v for k, v in one.items() if k != "place"} for one in started], [])
+    _say_offloaded(run.config, started)
     console.say_offline(run.config)
     return Actors(_lasting(run, trainer), None)
+
+
+def _say_offloaded(config: RunConfig, ranks: list[dict]) -> None:
+    if config.trainer.offload == "optimizer" and ranks[0]["device"] == "cpu":
+        console.warn(
+            "trainer.offload=optimizer saves no memory on the CPU, where Adam's moments are in the "
+            "host's memory anyway; they go through each step as they would beside a GPU"
+        )
 
 
 def _lasting(run: Prepared, ranks: TrainerRanks) -> LastingTrainer:
@@ -103,6 +113,7 @@ def _start_all(
         places = [[actor.pop("place") for actor in actors] for actors in started]
         channel = choose(config.refit, *places)
     console.say_started(*started)
+    _say_offloaded(config, started[0])
     layouts = plan_layouts(config, run.spec, started[1][0]["dtype"])
     trainer.prepare_refit(layouts, channel)
     engines.prepare_refit(layouts, channel)

@@ -62,6 +62,7 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("policy/entropy", "nats", "", "of the sampling distribution, mean over response tokens", "actor/entropy", "entropy"),
     ("optim/grad_norm", "", "", "before clipping; the mean over the step's optimizer steps", "actor/grad_norm", "grad_norm"),
     ("optim/lr", "", "", "learning rate of all A", "actor/lr", "learning_rate"),
+    ("optim/streamed_seconds", "s", "down", "with trainer.offload=optimizer: of time/train, Adam's steps and its moments' way from the host and back", "", ""),
     ("optim/skipped", "optimizer steps", "down", "left out: not finite, or no token in the loss", "", ""),
     # A critic.
     ("critic/loss", "", "down", "the critic's loss", "critic/vf_loss", ""),

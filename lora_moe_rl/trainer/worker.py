@@ -77,8 +77,10 @@ class TrainerWorker:
         }
 
     def memory(self) -> dict[str, int]:
-        """Bytes this rank holds of the frozen base, adapters, their gradients and Adam's state."""
+        """Bytes this rank holds of the frozen base, adapters, their gradients and Adam's state;
+        `host`: of moments that are offloaded, if they are, not on its device."""
         from lora_moe_rl.trainer import packed_experts
+        from lora_moe_rl.trainer.host_moments import MOMENTS
 
         engine = self.engine
         packed = packed_experts.held(engine.chunks)["packed"]
@@ -90,13 +92,17 @@ class TrainerWorker:
         adapters = [s.tensor for one, _ in trained for s in one.slices()]
         mine = {id(tensor) for tensor in adapters}
         states = [state for _, one in trained for state in one.adam.state.values()]
+        optimizer = _nbytes(t for state in states for t in state.values())
+        moments = _nbytes(state[key] for state in states for key in MOMENTS if key in state)
+        host = {"host": moments} if self.config.trainer.offload == "optimizer" else {}
         return {
             "base": _nbytes(t for t in held if id(t) not in mine) + packed,
             "adapter": _nbytes(adapters),
             "gradients": _nbytes(
                 flat for one, _ in trained for flat in one.gradients.flat.values()
             ),
-            "optimizer": _nbytes(t for state in states for t in state.values()),
+            "optimizer": optimizer - sum(host.values()),
+            **host,
         }
 
     def update(self, batch: TrainBatch, *parts: Sent):
