@@ -41,6 +41,7 @@ def as_json(plan: RunPlan, proposals: list[Proposal]) -> dict[str, Any]:
                 "trained_parameters": c.trained_parameters,
                 "memory": c.memory,
                 "total": c.total,
+                "host": c.host,
             }
             for c in plan.classes
         ],
@@ -49,6 +50,7 @@ def as_json(plan: RunPlan, proposals: list[Proposal]) -> dict[str, Any]:
         "routes": plan.routes and asdict(plan.routes),
         "flops": asdict(plan.flops) | {"adapter_share": plan.flops.adapter_share},
         "seconds": asdict(plan.seconds) | {"step": plan.seconds.step},
+        "turns": [asdict(turn) | {"total": turn.total} for turn in plan.turns],
         "problems": plan.problems,
         "proposals": [
             {
