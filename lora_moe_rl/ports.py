@@ -207,6 +207,11 @@ class Sampler(Protocol):
 class Engines(Sampler, Protocol):
     """All rollout engines as one."""
 
+    @property
+    def present(self) -> list[int]:
+        """Those that are asked, by number: others have left the run, or not joined it yet."""
+        ...
+
     async def write(
         self, token_ids: list[int], max_tokens: int, temperature: float, seed: int
     ) -> Written:
@@ -219,8 +224,8 @@ class Engines(Sampler, Protocol):
         version: int | None,
         engines: Sequence[int] | None = None,
     ) -> list[Scored]:
-        """Every token after the first at temperature 1, by each of `engines` (None: all). `version`
-        None is the bare base."""
+        """Every token after the first at temperature 1, by each of `engines` (None: those that are
+        present then). `version` None is the bare base."""
         ...
 
     async def publish(self, version: int, parts: Sequence[Ref]) -> list[Receipt]:

@@ -22,8 +22,17 @@ def wanted(config: RunConfig, gpus: bool) -> list[Bundle]:
     if size := shared_size(config, gpus):
         return [_bundle(size + size // config.rollout.tp, size)] * (trainer.world_size // size)
     group = _bundle(trainer.tp, gpus_of_rank(config, gpus) * trainer.tp)
-    engine = _bundle(1, gpus_of_engine(config, gpus))
-    return [group] * (trainer.world_size // trainer.tp) + [engine] * config.num_engines
+    engine = of_engine(config, gpus)
+    return [group] * (trainer.world_size // trainer.tp) + [engine] * firm_engines(config)
+
+
+def firm_engines(config: RunConfig) -> int:
+    """Engines without which the run does not go on; the place of each other is its own."""
+    return 0 if config.offline else config.rollout.firm_engines
+
+
+def of_engine(config: RunConfig, gpus: bool) -> Bundle:
+    return _bundle(1, gpus_of_engine(config, gpus))
 
 
 def shared_size(config: RunConfig, gpus: bool) -> int:

@@ -40,7 +40,7 @@ class RolloutEngines(TakingTurns):
 
     async def pin(self, version: int | None) -> None:
         self.pinned = version  # which those that come back are told too
-        await asyncio.gather(*(self._pin(actor) for actor in self.actors))
+        await asyncio.gather(*(self._pin(self.actors[index]) for index in self.present))
 
     async def _pin(self, actor: Actor) -> None:
         """Tells one engine. That it has died is for those to find who wait for its answers."""
@@ -54,7 +54,7 @@ class RolloutEngines(TakingTurns):
         if self.published is not None and self.published[0] == version:
             return False  # whoever comes back takes it
         gone = self.empty | self.returning.keys()
-        return all(i in gone or self.oldest[i] > version for i in range(len(self.actors)))
+        return all(index in gone or self.oldest[index] > version for index in self.present)
 
     async def sample(
         self,
@@ -91,7 +91,8 @@ class RolloutEngines(TakingTurns):
     ) -> Sample:
         """One turn that is no sample of the run, under `version` or by the bare base (None): as
         `sample` does it. Raises NotServed for a version that no engine has any more."""
-        if version is not None and all(oldest > version for oldest in self.oldest):
+        oldest = [self.oldest[index] for index in self.present]
+        if version is not None and all(one > version for one in oldest):
             there = () if self.published is None else (self.published[0],)
             raise NotServed(f"no engine serves adapter version {version} any more", there)
         index = await self._free_engine(version)
@@ -120,8 +121,8 @@ class RolloutEngines(TakingTurns):
         ActorFailed when it dies over it: it is started anew when it is asked for samples."""
         await self.requests_begin.wait()
         self.take(Act.SAMPLE)
-        alive = [i for i in range(len(self.actors)) if i not in self.returning]
-        index = min(alive or range(len(self.actors)), key=lambda i: self.rolling[i])
+        alive = [index for index in self.present if index not in self.returning]
+        index = min(alive or self.present, key=lambda i: self.rolling[i])
         actor = self.actors[index]
         self.rolling[index] += 1
         try:
@@ -139,9 +140,9 @@ class RolloutEngines(TakingTurns):
     ) -> list[Scored]:
         """Routes stay where they are; what says whether they are equal comes along."""
         self.take(Act.SCORE)
-        indices = range(len(self.actors)) if engines is None else engines
-        asked = (self._ask(i, "probe", sequences, version, num_returns=2) for i in indices)
-        refs = await asyncio.gather(*asked)
+        refs = await self._all(
+            lambda i: self._ask(i, "probe", sequences, version, num_returns=2), engines
+        )
         found = ray.get([scores for scores, _ in refs])
         return [
             Scored(logprobs, table, checksum, complete)
@@ -154,8 +155,9 @@ class RolloutEngines(TakingTurns):
         await self.all_back()
         await self.slots_back()
         self.published = None
-        asked = (self._give(i, "publish", version, parts) for i in range(len(self.actors)))
-        refs = await asyncio.gather(*asked)
+        for index in self.arrivals():
+            await self._pin(self.actors[index])
+        refs = await self._all(lambda i: self._give(i, "publish", version, parts))
         self.published = version, parts
         for index in self.empty:
             self.oldest[index] = version
@@ -165,7 +167,7 @@ class RolloutEngines(TakingTurns):
     async def move_on(self, version: int) -> None:
         """An engine that dies, or is coming back, has none in flight."""
         self.newest = version
-        there = [index for index in range(len(self.actors)) if index not in self.returning]
+        there = [index for index in self.present if index not in self.returning]
         await asyncio.gather(*(self._moved_on(index, version) for index in there))
 
     async def _moved_on(self, index: int, version: int) -> None:
@@ -181,9 +183,7 @@ class RolloutEngines(TakingTurns):
     async def differing(
         self, version: int, parts: Sequence[Ref], engines: Sequence[int] | None = None
     ) -> list[str]:
-        indices = range(len(self.actors)) if engines is None else engines
-        asked = (self._give(index, "differing", version, parts) for index in indices)
-        refs = await asyncio.gather(*asked)
+        refs = await self._all(lambda i: self._give(i, "differing", version, parts), engines)
         return sorted({name for names in ray.get([ref for (ref,) in refs]) for name in names})
 
     async def roll_back(self, version: int, parts: Sequence[Ref]) -> list[str]:

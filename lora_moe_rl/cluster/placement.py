@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError
-from ray.util.placement_group import placement_group, placement_group_table
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
@@ -44,6 +44,9 @@ class Placement:
         self.trainer_gpus = bundles.gpus_of_rank(config, gpus)
         self.engine_gpus = bundles.gpus_of_engine(config, gpus)
         self.shared = bundles.shared_size(config, gpus)
+        self.firm = bundles.firm_engines(config)
+        self._own: dict[int, PlacementGroup] = {}  # of engines that may join
+        self._bundle_of_engine = bundles.of_engine(config, gpus)
         wanted = bundles.wanted(config, gpus)
         nodes = [node for node in ray.nodes() if node["Alive"]]
         names = [f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})" for node in nodes]
@@ -81,15 +84,25 @@ class Placement:
             # Ray hides all GPUs from an actor to which it gives none, unless it is told not to.
             seen = {NO_HIDING: "1", "CUDA_VISIBLE_DEVICES": ",".join(devices)}
             return self._options(0, bundle) | {"runtime_env": {"env_vars": seen}}
+        if index >= self.firm:
+            return self._options(self.engine_gpus, 0, self._place_of_its_own(index))
         return self._options(self.engine_gpus, len(self.trainer_bundles) + index)
+
+    def _place_of_its_own(self, index: int) -> PlacementGroup:
+        """Which an actor waits for: it may not be there yet."""
+        if index not in self._own:
+            self._own[index] = placement_group([self._bundle_of_engine])
+        return self._own[index]
 
     def _devices(self, bundle: int) -> list[str]:
         """The GPUs of a bundle, of which Ray will give one to each rank in it."""
         look = ray.remote(_gpus).options(**self._options(self.shared, bundle))
         return sorted(ray.get(look.remote()))
 
-    def _options(self, gpus: float, bundle: int) -> dict[str, Any]:
-        strategy = PlacementGroupSchedulingStrategy(self.group, bundle)
+    def _options(
+        self, gpus: float, bundle: int, group: PlacementGroup | None = None
+    ) -> dict[str, Any]:
+        strategy = PlacementGroupSchedulingStrategy(group or self.group, bundle)
         return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy}
 
 

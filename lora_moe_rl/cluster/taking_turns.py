@@ -16,12 +16,13 @@ from typing import Any
 
 import ray
 
-from lora_moe_rl.cluster.replicas import PUBLISH_POLL_S, Replicas
+from lora_moe_rl.cluster.joining import Joining
+from lora_moe_rl.cluster.replicas import PUBLISH_POLL_S
 from lora_moe_rl.cluster.turns import Act, Phase, after
 from lora_moe_rl.telemetry.clock import Clock
 
 
-class TakingTurns(Replicas):
+class TakingTurns(Joining):
     """`phase` is None where nothing is shared."""
 
     def __init__(self, *parts: Any, **more: Any):
@@ -91,7 +92,5 @@ class TakingTurns(Replicas):
     async def _of_all(self, method: str, *args: Any) -> list[Any]:
         """What every engine answers. One that has died is started anew, with all of its memory, and
         asked too."""
-        asked = (
-            self._ask(index, method, *args, ask=self._refitted) for index in range(len(self.actors))
-        )
-        return ray.get([ref for (ref,) in await asyncio.gather(*asked)])
+        asked = self._all(lambda index: self._ask(index, method, *args, ask=self._refitted))
+        return ray.get([ref for (ref,) in await asked])

@@ -177,6 +177,7 @@ def check_applicable(config: RunConfig) -> None:
     _check_rewards(config)
     _check_lag(config)
     _check_colocated(config)
+    _check_joining(config)
     _check_profile(config)
     for rule in _RULES:
         path, _, name = rule.option.rpartition(".")
@@ -227,6 +228,24 @@ def _check_lag(config: RunConfig) -> None:
             f"schedule.lag={lag} with schedule.in_flight={config.schedule.in_flight} has samples "
             f"under way at up to {slots - 1} versions while the next is published: set "
             f"refit.slots={slots} or more (it is {config.refit.slots})"
+        )
+
+
+def _check_joining(config: RunConfig) -> None:
+    """What engines cannot be that leave a run and join it."""
+    if (least := config.rollout.least_engines) is None:
+        return
+    if config.refit.mode == "merged":
+        raise ConfigError(
+            f"rollout.least_engines={least} has engines join that are proven against the base they "
+            "started with, and with refit.mode=merged they hold none any more: use "
+            "refit.mode=adapter, or leave least_engines out"
+        )
+    if config.placement.colocated:
+        raise ConfigError(
+            f"rollout.least_engines={least} has engines join where there is room, and with "
+            "placement.mode=colocated their place is the trainer's: use placement.mode=split, or "
+            "leave least_engines out"
         )
 
 

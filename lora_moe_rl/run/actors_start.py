@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
@@ -111,6 +112,8 @@ def _start_all(
         trainer.start_async()
         started = (trainer.wait_started(), engines.wait_started())
         places = [[actor.pop("place") for actor in actors] for actors in started]
+        if config.rollout.least_engines is not None and "RAY_ADDRESS" in os.environ:
+            places[1].append("a node that has room for an engine that joins")
         channel = choose(config.refit, *places)
     console.say_started(*started)
     _say_offloaded(config, started[0])

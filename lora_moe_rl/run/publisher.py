@@ -85,7 +85,7 @@ class Publisher:
         self.first_version, self.version = first_version, -1
         self.parts: Sequence[Ref] = ()  # of the version that is served, or about to be
         self.probe: list[list[int]] = []
-        self.known: list[Known] = []  # by engine
+        self.known: dict[int, Known] = {}  # by engine
         self.of_served: dict[str, float] = {}  # metrics of the version that is served
         self.warned = False
         self.compared = -1  # the version at which what engines hold was compared last
@@ -94,8 +94,15 @@ class Publisher:
         """Serves the trainer's adapter for the first time."""
         parts = await self.trainer.send()
         self.probe = self._probe()
-        self.known = [Known(*pair) for pair in await self._score(self.probe, None)]
+        await self._meet()
         await self._serve(self.first_version, parts, ())
+
+    async def _meet(self) -> None:
+        """What engines that are new here and the trainer give for the bare base."""
+        new = [index for index in self.engines.present if index not in self.known]
+        if new:
+            found = await self._score(self.probe, None, new)
+            self.known |= {i: Known(*pair) for i, pair in zip(new, found, strict=True)}
 
     async def publish(
         self, version: int, parts: Sequence[Ref], samples: Sequence[Sample]
@@ -117,7 +124,7 @@ class Publisher:
     async def prove_returned(self, index: int, version: int) -> None:
         """Proves that engine `index`, which was started anew, serves `version`, and holds it as it
         was sent."""
-        known, one = self.known[index], [index]
+        known, one = self.known.setdefault(index, Known([], [])), [index]
         if self.config.refit.mode == "adapter":  # merged weights hold the base no more
             ((known.engine_base, known.trainer_base),) = await self._score(self.probe, None, one)
         await self._prove(version, (), one)
@@ -136,6 +143,7 @@ class Publisher:
         self.channel.keep(range(version - self.config.refit.slots + 1, version + 1))
         try:
             self._check_arrived(version, receipts[0].arrived)  # all engines' weights are equal
+            await self._meet()
             proofs = await self._prove(version, samples)
             told = all(proof.told for proof in proofs)
             compared = not told or self._is_compared(version)
@@ -151,18 +159,16 @@ class Publisher:
             await self.engines.move_on(version)
         clock.lap("refit")
         self.of_served[MEMORY_ENGINES] = max(receipt.peak_gib for receipt in receipts)
-        return (
-            self.of_served
-            | back
-            | {
-                "refit/seconds": clock.seconds["total"],
-                PROOF_SECONDS: clock.seconds["proof"],
-                "refit/bytes": sum(receipt.bytes for receipt in receipts),
-                "refit/max_diff": max(proof.max_diff for proof in proofs),
-                "refit/told": int(told),
-                "refit/compared": int(compared),
-            }
-        )
+        self.of_served["rollout/engines"] = len(self.engines.present)
+        back |= {
+            "refit/seconds": clock.seconds["total"],
+            PROOF_SECONDS: clock.seconds["proof"],
+            "refit/bytes": sum(receipt.bytes for receipt in receipts),
+            "refit/max_diff": max(proof.max_diff for proof in proofs),
+            "refit/told": int(told),
+            "refit/compared": int(compared),
+        }
+        return self.of_served | back
 
     def _check_arrived(self, version: int, arrived: Mapping[str, Arrived]) -> None:
         """What rounding left of a merged version's change, for the metrics. Raises RefitError when
@@ -233,7 +239,7 @@ class Publisher:
         count, seed = config.refit.proof_prompts, (config.seed, version)
         sequences = self.probe + pieces(token_ids, count, config.model.max_length, seed)
         scores = await self._score(sequences, version, engines)
-        indices = range(len(self.known)) if engines is None else engines
+        indices = self.engines.present if engines is None else engines
         proofs = []
         for index, (ours, theirs) in zip(indices, scores, strict=True):
             known = self.known[index]

@@ -129,6 +129,7 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("rollout/fed_again", "share of tokens", "down", "tokens that are fed once more for parts of their own (schedule.continued=split)", "", ""),
     ("rollout/drawn_again", "prompts", "down", "prompts replaced because their rewards were all equal (algorithm.draw_again)", "", ""),
     ("rollout/stale", "groups", "down", "with schedule.lag: groups that were too old since the run began or went on", "", ""),
+    ("rollout/engines", "engines", "", "that serve the version that was published (rollout.least_engines)", "", ""),
     ("rollout/restarts", "engines", "down", "engines started anew since the run began or went on", "", ""),
     ("trainer/restarts", "times", "down", "all trainer ranks were started anew since the run began or went on", "", ""),
     ("environment/<what>", "", "", "what an environment counts, over the step's conversations", "num_turns/mean (of turns)", "tools/call_frequency (of tool_calls)"),

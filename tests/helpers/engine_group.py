@@ -31,7 +31,8 @@ def ray_session():
 
 @pytest.fixture
 def start(ray_session, tmp_path, monkeypatch):
-    """Makes a group of engines that are prepared and serve version 3."""
+    """Makes a group of engines that are prepared and serve version 3; none yet, if engines may
+    join, which is in one event loop."""
     monkeypatch.setattr(group, "RolloutEngine", obedient_engine.Engine)
     groups = []
 
@@ -52,14 +53,15 @@ def start(ray_session, tmp_path, monkeypatch):
         made.start_async()
         made.wait_started()
         made.prepare_refit([], None)
-        asyncio.run(made.publish(3, []))
+        if "least_engines" not in rollout:
+            asyncio.run(made.publish(3, []))
         for path in tmp_path.glob("asked-*"):
             path.unlink()
         return made
 
     yield start
     for made in groups:
-        for actor in made.actors:
+        for actor in made.actors.values():
             ray.kill(actor.handle)
 
 

@@ -46,6 +46,10 @@ class FaultyEngines:
     back: dict[str, float] = field(default_factory=dict)  # metrics of memory that was given back
     turns: list[str] = field(default_factory=list)
 
+    @property
+    def present(self) -> list[int]:
+        return list(range(len(self.routes)))
+
     async def come_back(self) -> dict[str, float]:
         self.turns.append("come back")
         return self.back

@@ -12,6 +12,7 @@ from lora_moe_rl.errors import ConfigError
 JUDGED = ("reward.function=lora_moe_rl.rewards:Judge", "reward.args.url=engines")
 LAG = ("schedule.lag=1", "refit.slots=3", "algorithm.correction=tis")
 TURNS = "placement.mode=colocated"
+JOINING = ("rollout.engines=2", "rollout.least_engines=1")
 CONTINUE = ("schedule.lag=4", "schedule.in_flight=continue")
 
 
@@ -63,6 +64,11 @@ CONTINUE = ("schedule.lag=4", "schedule.in_flight=continue")
         (
             [TURNS, "placement.gives_back=weights", "model.held_once=auto"],
             "placement.gives_back=weights moves the engines' base to the host",
+        ),
+        ([*JOINING, TURNS], "rollout.least_engines=1 has engines join where there is room"),
+        (
+            [*JOINING, "refit.mode=merged"],
+            "rollout.least_engines=1 has engines join that are",
         ),
         (
             [TURNS, "rollout.gpus_per_engine=0.5"],
