@@ -58,9 +58,11 @@ class Receipt:
 
 @dataclass(frozen=True)
 class Scored:
-    """What one engine gives for some sequences: logprobs, float32 [L - 1] of each, and a reference
-    to the routes it took. `checksum` is equal for equal routes; `complete`: none are missing."""
+    """What one engine gives for some sequences: its number, logprobs, float32 [L - 1] of each, and
+    a reference to the routes it took. `checksum` is equal for equal routes; `complete`: none are
+    missing."""
 
+    engine: int
     logprobs: list[np.ndarray]
     routes: Ref
     checksum: str

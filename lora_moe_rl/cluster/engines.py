@@ -143,10 +143,12 @@ class RolloutEngines(TakingTurns):
         refs = await self._all(
             lambda i: self._ask(i, "probe", sequences, version, num_returns=2), engines
         )
-        found = ray.get([scores for scores, _ in refs])
+        found = ray.get([scores for scores, _ in refs.values()])
         return [
-            Scored(logprobs, table, checksum, complete)
-            for (logprobs, checksum, complete), (_, table) in zip(found, refs, strict=True)
+            Scored(index, logprobs, table, checksum, complete)
+            for (index, (_, table)), (logprobs, checksum, complete) in zip(
+                refs.items(), found, strict=True
+            )
         ]
 
     async def publish(self, version: int, parts: Sequence[Ref]) -> list[Receipt]:
@@ -162,7 +164,7 @@ class RolloutEngines(TakingTurns):
         for index in self.empty:
             self.oldest[index] = version
         self.empty.clear()
-        return ray.get([ref for (ref,) in refs])
+        return ray.get([ref for (ref,) in refs.values()])
 
     async def move_on(self, version: int) -> None:
         """An engine that dies, or is coming back, has none in flight."""
@@ -184,7 +186,9 @@ class RolloutEngines(TakingTurns):
         self, version: int, parts: Sequence[Ref], engines: Sequence[int] | None = None
     ) -> list[str]:
         refs = await self._all(lambda i: self._give(i, "differing", version, parts), engines)
-        return sorted({name for names in ray.get([ref for (ref,) in refs]) for name in names})
+        return sorted(
+            {name for names in ray.get([ref for (ref,) in refs.values()]) for name in names}
+        )
 
     async def roll_back(self, version: int, parts: Sequence[Ref]) -> list[str]:
         found = await self._each("differing", version, *parts)

@@ -68,12 +68,12 @@ class Joining(Replicas):
 
     async def _all(
         self, ask: Callable[[int], Awaitable[list[Ref]]], indices: Iterable[int] | None = None
-    ) -> list[Any]:
+    ) -> dict[int, list[Ref]]:
         """What `ask` gives of each of the engines (None: those that are present), without those
         that leave over it."""
-        asked = (ask(index) for index in (self.present if indices is None else indices))
-        found = await asyncio.gather(*(_unless_it_left(one) for one in asked))
-        return [refs for refs in found if refs is not None]
+        asked = self.present if indices is None else list(indices)
+        found = await asyncio.gather(*(_unless_it_left(ask(index)) for index in asked))
+        return {i: refs for i, refs in zip(asked, found, strict=True) if refs is not None}
 
 
 async def _unless_it_left(asked: Awaitable[list[Ref]]) -> list[Ref] | None:

@@ -305,6 +305,8 @@ class Replicas:
             except LoraMoeRlError as error:
                 if not self._count(index, error):
                     return
+        if index in self.absent:
+            return
         served = "" if self.published is None else f" and serves version {self.published[0]}"
         log.warning(
             "engine-%d is back%s, %.1f s later", index, served, time.perf_counter() - started

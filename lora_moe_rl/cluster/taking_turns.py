@@ -93,4 +93,4 @@ class TakingTurns(Joining):
         """What every engine answers. One that has died is started anew, with all of its memory, and
         asked too."""
         asked = self._all(lambda index: self._ask(index, method, *args, ask=self._refitted))
-        return ray.get([ref for (ref,) in await asked])
+        return ray.get([ref for (ref,) in (await asked).values()])

@@ -102,7 +102,7 @@ class Publisher:
         new = [index for index in self.engines.present if index not in self.known]
         if new:
             found = await self._score(self.probe, None, new)
-            self.known |= {i: Known(*pair) for i, pair in zip(new, found, strict=True)}
+            self.known |= {index: Known(*pair) for index, pair in found.items()}
 
     async def publish(
         self, version: int, parts: Sequence[Ref], samples: Sequence[Sample]
@@ -126,7 +126,10 @@ class Publisher:
         was sent."""
         known, one = self.known.setdefault(index, Known([], [])), [index]
         if self.config.refit.mode == "adapter":  # merged weights hold the base no more
-            ((known.engine_base, known.trainer_base),) = await self._score(self.probe, None, one)
+            found = await self._score(self.probe, None, one)
+            if index not in found:  # it has left the run
+                return
+            known.engine_base, known.trainer_base = found[index]
         await self._prove(version, (), one)
         await self._compare(version, one)
 
@@ -232,16 +235,15 @@ class Publisher:
     async def _prove(
         self, version: int, samples: Sequence[Sample], engines: Sequence[int] | None = None
     ) -> list[Proof]:
-        """One proof an engine, of all of them by default. What the trainer gave is kept, for the
-        versions after it to be told from this one."""
+        """One proof an engine, by default of those that are present. What the trainer gave is kept,
+        for the versions after it to be told from this one."""
         config, size = self.config, len(self.probe)
         token_ids = [sample.token_ids for sample in samples]
         count, seed = config.refit.proof_prompts, (config.seed, version)
         sequences = self.probe + pieces(token_ids, count, config.model.max_length, seed)
         scores = await self._score(sequences, version, engines)
-        indices = self.engines.present if engines is None else engines
         proofs = []
-        for index, (ours, theirs) in zip(indices, scores, strict=True):
+        for index, (ours, theirs) in scores.items():
             known = self.known[index]
             older = {number: found for number, found in known.served.items() if number != version}
             base = known.engine_base, known.trainer_base
@@ -259,18 +261,18 @@ class Publisher:
         sequences: Sequence[Sequence[int]],
         version: int | None,
         engines: Sequence[int] | None = None,
-    ) -> list[tuple[list[np.ndarray], list[np.ndarray]]]:
+    ) -> dict[int, tuple[list[np.ndarray], list[np.ndarray]]]:
         """Logprobs by each engine, and by the trainer with that engine's routes; engines whose
         routes are equal share what the trainer gives."""
         found = await self.engines.score(sequences, version, engines)
         trainer: dict[str, list[np.ndarray]] = {}
-        pairs = []
+        pairs = {}
         for one in found:
             routes, key = (one.routes, one.checksum) if self._replayed(one) else (None, "")
             if key not in trainer:
                 adapters = version is not None
                 trainer[key] = await self.trainer.score(sequences, routes, adapters)
-            pairs.append((one.logprobs, trainer[key]))
+            pairs[one.engine] = one.logprobs, trainer[key]
         return pairs
 
     def _replayed(self, scored: Scored) -> bool:

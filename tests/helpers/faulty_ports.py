@@ -72,7 +72,7 @@ class FaultyEngines:
             route = self.routes[index]
             scores = [logprobs(ids, served, route, self.step) for ids in sequences]
             scores = [s + self.noise * draw.standard_normal(s.shape) for s in scores]
-            found.append(Scored(scores, route, str(route), self.complete))
+            found.append(Scored(index, scores, route, str(route), self.complete))
         return found
 
     async def publish(self, version, parts) -> list[Receipt]:
