@@ -55,9 +55,9 @@ def test_a_run_starts_with_the_least_and_others_join_with_a_version(start, tmp_p
     newest = asyncio.run(run())
     for index in (1, 2):
         told = asked(tmp_path, index)
-        assert told[:2] == ["start", "prepare_refit"]
-        first = int(told[2].removeprefix("publish "))
-        assert told[2 : 3 + newest - first] == [f"publish {v}" for v in range(first, newest + 1)]
+        assert told[:3] == ["start", "prepare_refit", "pin None"]
+        first = int(told[3].removeprefix("publish "))
+        assert told[3 : 4 + newest - first] == [f"publish {v}" for v in range(first, newest + 1)]
         assert engines.oldest[index] == first > 3
 
 

@@ -17,13 +17,13 @@ from lora_moe_rl.planner.search import MARGIN, Search
 SHARE = 0.4
 
 
-def config_of(placement: dict | None = None, **trainer) -> RunConfig:
+def config_of(placement: dict | None = None, share: float = SHARE, **trainer) -> RunConfig:
     return RunConfig.model_validate(
         {
             "model": {"max_length": 4096},
             "adapter": {"rank": 16},
             "trainer": {"world_size": 8, "tp": 2, "ep": 8, "recompute": "full", **trainer},
-            "rollout": {"engines": 2, "tp": 4, "ep": True, "gpu_memory_utilization": SHARE},
+            "rollout": {"engines": 2, "tp": 4, "ep": True, "gpu_memory_utilization": share},
             "placement": {"mode": "colocated", **(placement or {})},
         }
     )
@@ -66,9 +66,14 @@ def test_moments_on_the_host_are_not_on_the_gpu():
 @pytest.mark.parametrize(
     ("config", "memory", "message"),
     [
-        (config_of(), 40.0, "in the turn of the rollout a GPU of 40 GiB holds a trainer rank's"),
+        (
+            config_of(share=0.9),
+            40.0,
+            "in the turn of the rollout a GPU of 40 GiB holds a trainer rank's",
+        ),
         (config_of(), 30.0, "set trainer.offload=optimizer"),
-        (config_of(offload="optimizer"), 30.0, "lower rollout.gpu_memory_utilization"),
+        (config_of(share=0.9, offload="optimizer"), 40.0, "lower rollout.gpu_memory_utilization"),
+        (config_of(offload="optimizer"), 30.0, "set placement.gives_back=weights"),
         (config_of(world_size=4, ep=4), 80.0, "trainer.world_size=4 is not rollout.engines=2"),
     ],
 )
@@ -97,9 +102,8 @@ def test_what_stands_on_one_node_and_is_too_large_for_it_is_said():
 
 
 def test_what_cannot_take_turns_is_said():
-    search = Search(find("qwen3-30b-a3b"), config_of(), assumed(memory=48.0))
-    config = config_of()
-    assert not Search(find("qwen3-30b-a3b"), config, assumed(1, 76.0)).best(1)
-    (reason,) = reasons(Search(find("qwen3-30b-a3b"), config, assumed(1, 90.0)))
-    assert "in the turn of the rollout, without a cache of keys and values" in reason
-    assert search.assumed.hardware.spec.memory == 48.0
+    """Each alone has room on the one GPU."""
+    search = Search(find("qwen3-30b-a3b"), config_of(share=0.9), assumed(1, 110.0))
+    assert not search.best(1)
+    (reason,) = reasons(search)
+    assert "turn of the rollout, without a cache of keys and values" in reason

@@ -220,6 +220,7 @@ def test_a_version_that_is_served_already_is_not_proven_again():
     asked = len(run.engines.scored)
     found = run.publish(0)
     assert found.pop("memory/engines_peak") == 1.5  # as of the publish that there was
+    assert found.pop("rollout/engines") == 1
     assert set(found.values()) == {0} and len(run.engines.scored) == asked
 
 
