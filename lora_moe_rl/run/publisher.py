@@ -163,18 +163,15 @@ class Publisher:
         clock.lap("refit")
         self.of_served[MEMORY_ENGINES] = max(receipt.peak_gib for receipt in receipts)
         self.of_served["rollout/engines"] = len(self.engines.present)
-        return (
-            self.of_served
-            | back
-            | {
-                "refit/seconds": clock.seconds["total"],
-                PROOF_SECONDS: clock.seconds["proof"],
-                "refit/bytes": sum(receipt.bytes for receipt in receipts),
-                "refit/max_diff": max(proof.max_diff for proof in proofs),
-                "refit/told": int(told),
-                "refit/compared": int(compared),
-            }
-        )
+        found = self.of_served | back
+        return found | {
+            "refit/seconds": clock.seconds["total"],
+            PROOF_SECONDS: clock.seconds["proof"],
+            "refit/bytes": sum(receipt.bytes for receipt in receipts),
+            "refit/max_diff": max(proof.max_diff for proof in proofs),
+            "refit/told": int(told),
+            "refit/compared": int(compared),
+        }
 
     def _check_arrived(self, version: int, arrived: Mapping[str, Arrived]) -> None:
         """What rounding left of a merged version's change, for the metrics. Raises RefitError when
