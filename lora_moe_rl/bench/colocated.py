@@ -27,8 +27,8 @@ ABOUT = """\
 Trains a tiny model with random weights on the CPU, once with placement.mode=split and once with
 colocated, on long prompts: the activations of a step and the cache of keys and values are most of
 the memory. Compares the most that all processes of a run hold at once (each page counts once), and
-whether both train the same adapter, to the bit. The trainer's routers choose by themselves: routes of
-an engine depend, near a tie, on what it happens to batch together.
+whether both train the same adapter, to the bit. The trainer's routers choose by themselves: routes
+of an engine depend, near a tie, on what it happens to batch together.
 """
 TURNS = "colocated"
 ADAPTER = "adapter/adapter_model.safetensors"
