@@ -93,8 +93,8 @@ def measure(run: Path) -> Measured:
     config = load_config(str(run / CONFIG))
     if config.placement.colocated:
         raise RunDirError(
-            f"{run / CONFIG} has placement.mode=colocated: trainer and engines take turns on all of "
-            "the devices, and there is neither a lag nor a split to look for"
+            f"{run / CONFIG} has placement.mode=colocated: trainer and engines take turns on all "
+            "devices, and there is neither a lag nor a split to look for"
         )
     known = {record["step"] for record in metrics}
     order = [record for record in read_jsonl(run / ORDER) if record["step"] in known]
