@@ -58,9 +58,11 @@ class Receipt:
 
 @dataclass(frozen=True)
 class Scored:
-    """What one engine gives for some sequences: logprobs, float32 [L - 1] of each, and a reference
-    to the routes it took. `checksum` is equal for equal routes; `complete`: none are missing."""
+    """What one engine gives for some sequences: its number, logprobs, float32 [L - 1] of each, and
+    a reference to the routes it took. `checksum` is equal for equal routes; `complete`: none are
+    missing."""
 
+    engine: int
     logprobs: list[np.ndarray]
     routes: Ref
     checksum: str
@@ -198,9 +200,19 @@ class Sampler(Protocol):
         """From now on the trainer writes over those parts, until the next version is published."""
         ...
 
+    async def give_way(self) -> None:
+        """The trainer updates next. Where it shares their devices, engines end what they do, and
+        give memory back."""
+        ...
+
 
 class Engines(Sampler, Protocol):
     """All rollout engines as one."""
+
+    @property
+    def present(self) -> list[int]:
+        """Those that are asked, by number: others have left the run, or not joined it yet."""
+        ...
 
     async def write(
         self, token_ids: list[int], max_tokens: int, temperature: float, seed: int
@@ -214,12 +226,21 @@ class Engines(Sampler, Protocol):
         version: int | None,
         engines: Sequence[int] | None = None,
     ) -> list[Scored]:
-        """Every token after the first at temperature 1, by each of `engines` (None: all). `version`
-        None is the bare base."""
+        """Every token after the first at temperature 1, by each of `engines` (None: those that are
+        present then). `version` None is the bare base."""
         ...
 
     async def publish(self, version: int, parts: Sequence[Ref]) -> list[Receipt]:
         """Every engine takes the version, or an error is raised."""
+        ...
+
+    async def come_back(self) -> dict[str, float]:
+        """Has what was given back again, and nothing in it; asked for samples are engines only
+        after `go_on`. Returns metrics, where anything was given back."""
+        ...
+
+    def go_on(self) -> None:
+        """The version that was published last is proven."""
         ...
 
     async def move_on(self, version: int) -> None:

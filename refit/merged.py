@@ -35,12 +35,12 @@ from lora_moe_rl.refit.merged_modules import (
 )
 from lora_moe_rl.refit.merged_vllm import Weights
 from lora_moe_rl.refit.parts import Entry, SentPart
-from lora_moe_rl.refit.receiver import answer
+from lora_moe_rl.refit.receiver import Worker, answer
 from lora_moe_rl.rollout.facts import fused_parts
 from lora_moe_rl.telemetry import peak
 
 
-class MergedReceiver:
+class MergedReceiver(Worker):
     """Methods of every vLLM worker. `_refit_staged`: version and buffers between stage and commit;
     `_refit_version`: what the weights hold, None for the base."""
 

@@ -72,7 +72,17 @@ def make_writer(held: torch.Tensor, shape: tuple[int, ...]) -> Writer:
     return write
 
 
-class Receiver:
+class Worker:
+    """What every worker extension of ours has."""
+
+    rank: int
+
+    @answer
+    def memory_now(self) -> dict[str, Any]:
+        return {"gib": peak.now()}
+
+
+class Receiver(Worker):
     """Methods of every vLLM worker. `_refit_staged`: (version, slot) between stage and commit."""
 
     _refit_staged: tuple[int, int] | None = None

@@ -45,6 +45,15 @@ def private_bytes(pid: int) -> int:
     return 1024 * _number(f"/proc/{pid}/smaps_rollup", "Pss_Anon")
 
 
+def held_bytes(pid: int) -> int:
+    """All memory of a process, its proportional share of what others have too; 0 of one that has
+    ended."""
+    try:
+        return 1024 * _number(f"/proc/{pid}/smaps_rollup", "Pss")
+    except OSError:
+        return 0
+
+
 def mapped_bytes(pid: int, path: Path) -> int:
     """Of a file that several processes map, this one's share of what is resident (PSS)."""
     total, ours = 0, False

@@ -9,18 +9,44 @@ from collections import Counter
 from collections.abc import Sequence
 
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.sharing import gpus_together
 from lora_moe_rl.errors import ConfigError
 
 Bundle = dict[str, float]
 
 
 def wanted(config: RunConfig, gpus: bool) -> list[Bundle]:
-    """Of each tensor-parallel group of the trainer, then of each engine. `gpus`: whether there are
-    any."""
+    """Of each tensor-parallel group of the trainer, then of each engine; where these stand on the
+    same GPUs, of both together. `gpus`: whether there are any."""
     trainer = config.trainer
+    if size := shared_size(config, gpus):
+        return [_bundle(size + size // config.rollout.tp, size)] * (trainer.world_size // size)
     group = _bundle(trainer.tp, gpus_of_rank(config, gpus) * trainer.tp)
-    engine = _bundle(1, gpus_of_engine(config, gpus))
-    return [group] * (trainer.world_size // trainer.tp) + [engine] * config.num_engines
+    engine = of_engine(config, gpus)
+    return [group] * (trainer.world_size // trainer.tp) + [engine] * firm_engines(config)
+
+
+def firm_engines(config: RunConfig) -> int:
+    """Engines without which the run does not go on; the place of each other is its own."""
+    return 0 if config.offline else config.rollout.firm_engines
+
+
+def of_engine(config: RunConfig, gpus: bool) -> Bundle:
+    return _bundle(1, gpus_of_engine(config, gpus))
+
+
+def shared_size(config: RunConfig, gpus: bool) -> int:
+    """GPUs of one bundle of ranks and engines that take turns on them; 0 where they do not. Raises
+    ConfigError when ranks and engines cannot be on the same ones."""
+    if not config.placement.colocated or not gpus:
+        return 0
+    if not _trains_on_gpu(config, gpus):
+        raise ConfigError(
+            f"placement.mode=colocated has trainer and engines take turns on the same devices, and "
+            f"with trainer.device={config.trainer.device} the trainer is not on the GPUs that "
+            "engines take: use trainer.device=cuda, or placement.mode=split"
+        )
+    return gpus_together(config)
 
 
 def gpus_of_rank(config: RunConfig, gpus: bool) -> float:
@@ -29,6 +55,8 @@ def gpus_of_rank(config: RunConfig, gpus: bool) -> float:
 
 def gpus_of_engine(config: RunConfig, gpus: bool) -> float:
     rollout = config.rollout
+    if shared_size(config, gpus):
+        return 0  # those of the ranks beside it
     if rollout.gpus_per_engine is None:
         return rollout.tp if gpus else 0
     return rollout.gpus_per_engine

@@ -16,15 +16,17 @@ import ray
 from ray.exceptions import RayError
 
 from lora_moe_rl.cluster.actors import Actor, answer
-from lora_moe_rl.cluster.replicas import Replicas, is_death
+from lora_moe_rl.cluster.replicas import is_death
+from lora_moe_rl.cluster.taking_turns import TakingTurns
 from lora_moe_rl.cluster.ticket_policy import TicketPolicy
+from lora_moe_rl.cluster.turns import Act
 from lora_moe_rl.data.samples import Sample
 from lora_moe_rl.errors import EngineDied, LoraMoeRlError, NotServed
 from lora_moe_rl.ports import Manner, Receipt, Ref, Scored, Turn, Watch, Written
 from lora_moe_rl.router_replay import travel
 
 
-class RolloutEngines(Replicas):
+class RolloutEngines(TakingTurns):
     """What a run asks of its engines."""
 
     def policy(
@@ -38,7 +40,7 @@ class RolloutEngines(Replicas):
 
     async def pin(self, version: int | None) -> None:
         self.pinned = version  # which those that come back are told too
-        await asyncio.gather(*(self._pin(actor) for actor in self.actors))
+        await asyncio.gather(*(self._pin(self.actors[index]) for index in self.present))
 
     async def _pin(self, actor: Actor) -> None:
         """Tells one engine. That it has died is for those to find who wait for its answers."""
@@ -52,7 +54,7 @@ class RolloutEngines(Replicas):
         if self.published is not None and self.published[0] == version:
             return False  # whoever comes back takes it
         gone = self.empty | self.returning.keys()
-        return all(i in gone or self.oldest[i] > version for i in range(len(self.actors)))
+        return all(index in gone or self.oldest[index] > version for index in self.present)
 
     async def sample(
         self,
@@ -89,7 +91,8 @@ class RolloutEngines(Replicas):
     ) -> Sample:
         """One turn that is no sample of the run, under `version` or by the bare base (None): as
         `sample` does it. Raises NotServed for a version that no engine has any more."""
-        if version is not None and all(oldest > version for oldest in self.oldest):
+        oldest = [self.oldest[index] for index in self.present]
+        if version is not None and all(one > version for one in oldest):
             there = () if self.published is None else (self.published[0],)
             raise NotServed(f"no engine serves adapter version {version} any more", there)
         index = await self._free_engine(version)
@@ -116,8 +119,10 @@ class RolloutEngines(Replicas):
     ) -> Written:
         """By the bare base, on the engine that has least to do. Raises what the engine raises, and
         ActorFailed when it dies over it: it is started anew when it is asked for samples."""
-        alive = [i for i in range(len(self.actors)) if i not in self.returning]
-        index = min(alive or range(len(self.actors)), key=lambda i: self.rolling[i])
+        await self.requests_begin.wait()
+        self.take(Act.SAMPLE)
+        alive = [index for index in self.present if index not in self.returning]
+        index = min(alive or self.present, key=lambda i: self.rolling[i])
         actor = self.actors[index]
         self.rolling[index] += 1
         try:
@@ -134,32 +139,37 @@ class RolloutEngines(Replicas):
         engines: Sequence[int] | None = None,
     ) -> list[Scored]:
         """Routes stay where they are; what says whether they are equal comes along."""
-        indices = range(len(self.actors)) if engines is None else engines
-        asked = (self._ask(i, "probe", sequences, version, num_returns=2) for i in indices)
-        refs = await asyncio.gather(*asked)
-        found = ray.get([scores for scores, _ in refs])
+        self.take(Act.SCORE)
+        refs = await self._all(
+            lambda i: self._ask(i, "probe", sequences, version, num_returns=2), engines
+        )
+        found = ray.get([scores for scores, _ in refs.values()])
         return [
-            Scored(logprobs, table, checksum, complete)
-            for (logprobs, checksum, complete), (_, table) in zip(found, refs, strict=True)
+            Scored(index, logprobs, table, checksum, complete)
+            for (index, (_, table)), (logprobs, checksum, complete) in zip(
+                refs.items(), found, strict=True
+            )
         ]
 
     async def publish(self, version: int, parts: Sequence[Ref]) -> list[Receipt]:
         """Every engine takes the version, or the run stops. The parts stay as they are until the
         next version: engines that come back take it from them too."""
         await self.all_back()
+        await self.slots_back()
         self.published = None
-        asked = (self._give(i, "publish", version, parts) for i in range(len(self.actors)))
-        refs = await asyncio.gather(*asked)
+        for index in self.arrivals():
+            await self._pin(self.actors[index])
+        refs = await self._all(lambda i: self._give(i, "publish", version, parts))
         self.published = version, parts
         for index in self.empty:
             self.oldest[index] = version
         self.empty.clear()
-        return ray.get([ref for (ref,) in refs])
+        return ray.get([ref for (ref,) in refs.values()])
 
     async def move_on(self, version: int) -> None:
         """An engine that dies, or is coming back, has none in flight."""
         self.newest = version
-        there = [index for index in range(len(self.actors)) if index not in self.returning]
+        there = [index for index in self.present if index not in self.returning]
         await asyncio.gather(*(self._moved_on(index, version) for index in there))
 
     async def _moved_on(self, index: int, version: int) -> None:
@@ -175,10 +185,10 @@ class RolloutEngines(Replicas):
     async def differing(
         self, version: int, parts: Sequence[Ref], engines: Sequence[int] | None = None
     ) -> list[str]:
-        indices = range(len(self.actors)) if engines is None else engines
-        asked = (self._give(index, "differing", version, parts) for index in indices)
-        refs = await asyncio.gather(*asked)
-        return sorted({name for names in ray.get([ref for (ref,) in refs]) for name in names})
+        refs = await self._all(lambda i: self._give(i, "differing", version, parts), engines)
+        return sorted(
+            {name for names in ray.get([ref for (ref,) in refs.values()]) for name in names}
+        )
 
     async def roll_back(self, version: int, parts: Sequence[Ref]) -> list[str]:
         found = await self._each("differing", version, *parts)

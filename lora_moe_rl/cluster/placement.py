@@ -4,6 +4,9 @@ What must not be torn apart is one bundle of a placement group, and so on one no
 ranks of one tensor-parallel group, and an engine with its workers. Megatron numbers ranks with tp
 fastest, then the rest of a stage, pp slowest; bundles are taken node by node in that order, so that
 expert-parallel ranks share nodes as far as they can and pipeline stages are what crosses them.
+
+With placement.mode=colocated on GPUs a bundle is the larger of the two, and holds both. Ray gives
+its GPUs to the ranks; engines are told which they are.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError
-from ray.util.placement_group import placement_group, placement_group_table
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
@@ -25,6 +28,8 @@ from ray.util.scheduling_strategies import (
 from lora_moe_rl.cluster import bundles
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError
+
+NO_HIDING = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 
 
 class Placement:
@@ -38,6 +43,10 @@ class Placement:
         gpus = ray.cluster_resources().get("GPU", 0) > 0
         self.trainer_gpus = bundles.gpus_of_rank(config, gpus)
         self.engine_gpus = bundles.gpus_of_engine(config, gpus)
+        self.shared = bundles.shared_size(config, gpus)
+        self.firm = bundles.firm_engines(config)
+        self._own: dict[int, PlacementGroup] = {}  # of engines that may join
+        self._bundle_of_engine = bundles.of_engine(config, gpus)
         wanted = bundles.wanted(config, gpus)
         nodes = [node for node in ray.nodes() if node["Alive"]]
         names = [f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})" for node in nodes]
@@ -54,22 +63,46 @@ class Placement:
                 "other jobs hold them (`ray status` shows which)"
             ) from error
         places = placement_group_table(self.group)["bundles_to_node_id"]
-        groups = config.trainer.world_size // config.trainer.tp
+        self.ranks = self.shared or config.trainer.tp  # of a bundle
+        groups = config.trainer.world_size // self.ranks
         self.trainer_bundles = node_by_node([places[i] for i in range(groups)])
         if len(nodes) > 1:
             check_shared(shared, sorted(set(places.values())))
+        self.devices = [self._devices(bundle) for bundle in range(groups) if self.shared]
 
     def trainer(self, rank: int) -> dict[str, Any]:
         """Ray options of a trainer rank."""
-        bundle = self.trainer_bundles[rank // self.config.trainer.tp]
+        bundle = self.trainer_bundles[rank // self.ranks]
         return self._options(self.trainer_gpus, bundle)
 
     def engine(self, index: int) -> dict[str, Any]:
         """Ray options of an engine. One that is started anew gets the same place."""
+        if self.shared:
+            bundle, place = divmod(index * self.config.rollout.tp, self.shared)
+            bundle = self.trainer_bundles[bundle]
+            devices = self.devices[bundle][place : place + self.config.rollout.tp]
+            # Ray hides all GPUs from an actor to which it gives none, unless it is told not to.
+            seen = {NO_HIDING: "1", "CUDA_VISIBLE_DEVICES": ",".join(devices)}
+            return self._options(0, bundle) | {"runtime_env": {"env_vars": seen}}
+        if index >= self.firm:
+            return self._options(self.engine_gpus, 0, self._place_of_its_own(index))
         return self._options(self.engine_gpus, len(self.trainer_bundles) + index)
 
-    def _options(self, gpus: float, bundle: int) -> dict[str, Any]:
-        strategy = PlacementGroupSchedulingStrategy(self.group, bundle)
+    def _place_of_its_own(self, index: int) -> PlacementGroup:
+        """Which an actor waits for: it may not be there yet."""
+        if index not in self._own:
+            self._own[index] = placement_group([self._bundle_of_engine])
+        return self._own[index]
+
+    def _devices(self, bundle: int) -> list[str]:
+        """The GPUs of a bundle, of which Ray will give one to each rank in it."""
+        look = ray.remote(_gpus).options(**self._options(self.shared, bundle))
+        return sorted(ray.get(look.remote()))
+
+    def _options(
+        self, gpus: float, bundle: int, group: PlacementGroup | None = None
+    ) -> dict[str, Any]:
+        strategy = PlacementGroupSchedulingStrategy(group or self.group, bundle)
         return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy}
 
 
@@ -88,6 +121,10 @@ def check_shared(paths: Sequence[Path], nodes: Sequence[str]) -> None:
                 f"{host} does not see {', '.join(missing)}: with several nodes, model.path and "
                 "logging.run_dir must lie on a file system that all of them share, under one name"
             )
+
+
+def _gpus() -> list[str]:
+    return [str(device) for device in ray.get_gpu_ids()]
 
 
 def _look(paths: list[str]) -> tuple[str, list[str]]:

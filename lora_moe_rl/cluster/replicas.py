@@ -78,12 +78,14 @@ class Replicas:
         self.prepared: tuple[list[PartLayout], Channel] | None = None
         self.pinned: int | None = None  # the version that keeps its slot, by all
         self.published: tuple[int, Sequence[Ref]] | None = None  # by all: a version, its parts
-        self.actors = [self._actor(index) for index in range(config.rollout.engines)]
-        self.pulses = [Pulse(config.rollout.silent_s) for _ in self.actors]
-        self.rolling = [0] * len(self.actors)  # requests for samples in flight
+        self.actors = {index: self._actor(index) for index in range(config.rollout.firm_engines)}
+        most = config.rollout.engines
+        self.pulses = [Pulse(config.rollout.silent_s) for _ in range(most)]
+        self.rolling = [0] * most  # requests for samples in flight
         self.returning: dict[int, asyncio.Task[None]] = {}  # engines that are being started anew
+        self.absent = set(range(config.rollout.firm_engines, config.rollout.engines))
         self.empty: set[int] = set()  # engines that serve no version until the next is published
-        self.oldest = [-1] * len(self.actors)  # the oldest version that each can serve
+        self.oldest = [-1] * most  # the oldest version that each can serve
         self.newest = -1  # the version under which requests go on, if they are continued
 
     def _actor(self, index: int) -> Actor:
@@ -100,20 +102,27 @@ class Replicas:
     def starting(self) -> dict[str, Any | None]:
         """By actor, the call that starts it."""
         calls = self._starting or [None] * len(self.actors)
-        return {actor.name: ref for actor, ref in zip(self.actors, calls, strict=True)}
+        return {actor.name: ref for actor, ref in zip(self.actors.values(), calls, strict=True)}
 
     @property
     def places(self) -> list[Place]:
-        return [actor.place for actor in self.actors]
+        return [self.actors[index].place for index in self.present]
+
+    @property
+    def present(self) -> list[int]:
+        """The engines that are asked, though one may be coming back just now."""
+        return [index for index in range(self.config.rollout.engines) if index not in self.absent]
 
     def start_async(self) -> None:
-        self._starting = [actor.remote("start") for actor in self.actors]
+        self._starting = [actor.remote("start") for actor in self.actors.values()]
 
     def wait_started(self) -> list[dict]:
-        return get(self.actors, self._starting, self.config.rollout.start_timeout_s)
+        actors = list(self.actors.values())
+        return get(actors, self._starting, self.config.rollout.start_timeout_s)
 
     def prepare_refit(self, layouts: list[PartLayout], channel: Channel) -> None:
-        get(self.actors, [actor.remote("prepare_refit", layouts, channel) for actor in self.actors])
+        actors = list(self.actors.values())
+        get(actors, [actor.remote("prepare_refit", layouts, channel) for actor in actors])
         self.prepared = layouts, channel
 
     async def all_back(self) -> None:
@@ -133,7 +142,7 @@ class Replicas:
                     del self.returning[index]
                     task.result()
             gone = self.empty | self.returning.keys()
-            alive = [i for i in range(len(self.actors)) if i not in gone]
+            alive = [index for index in self.present if index not in gone]
             serving = [i for i in alive if version is None or self.oldest[i] <= version]
             if serving:
                 return min(serving, key=lambda index: self.rolling[index])
@@ -155,8 +164,8 @@ class Replicas:
         """References to what an engine returns, once it has; an engine that dies or is silent is
         started anew and asked again. It is waited for by `ask`; None: as for a request.
 
-        Raises what the engine raises, and ActorFailed when it dies or is silent more often than is
-        allowed.
+        Raises what the engine raises, ActorFailed when it dies or is silent more often than is
+        allowed, and EngineLeft when it leaves the run over that.
         """
         while True:
             actor = self.actors[index]
@@ -171,8 +180,10 @@ class Replicas:
             except LoraMoeRlError as error:
                 if not is_death(error):
                     raise
-                self._count(index, error)
-                await self._bring_back(index)
+                if self._count(index, error):
+                    await self._bring_back(index)
+                if index in self.absent:
+                    raise EngineLeft(f"engine {index} has left the run") from error
 
     async def _heard(self, index: int, actor: Actor, ref: Ref) -> Any:
         """What an engine answers to a request, however long that takes, as long as it does
@@ -236,20 +247,29 @@ class Replicas:
 
     async def _each(self, method: str, *args: Any) -> list[Any]:
         return await asyncio.gather(
-            *(answer(actor, actor.remote(method, *args)) for actor in self.actors)
+            *(self._answer_of(index, method, *args) for index in self.present)
         )
+
+    async def _answer_of(self, index: int, method: str, *args: Any) -> Any:
+        return await answer(self.actors[index], self.actors[index].remote(method, *args))
 
     def _let_return(self, index: int, actor: Actor, error: LoraMoeRlError) -> None:
         """An engine has died over a request; others may have noticed. Raises `error` if it is no
         death."""
         if not is_death(error):
             raise error
-        if actor is self.actors[index] and index not in self.returning:
-            self._count(index, error)
+        if actor is not self.actors[index] or index in self.absent | self.returning.keys():
+            return
+        if self._count(index, error):
             self.returning[index] = asyncio.create_task(self._bring_back(index))
 
-    def _count(self, index: int, error: LoraMoeRlError) -> None:
-        """Counts a death. Raises `error` when it is none, ActorFailed beyond the bound."""
+    def _leaves(self, index: int) -> bool:
+        """Whether the run goes on without an engine that has died too often (`joining.py`)."""
+        return False
+
+    def _count(self, index: int, error: LoraMoeRlError) -> bool:
+        """Counts a death: True when the engine is to be started anew, False when it has left the
+        run. Raises `error` when it is no death, ActorFailed beyond the bound."""
         if not is_death(error):
             raise error
         actor, rollout = self.actors[index], self.config.rollout
@@ -260,6 +280,8 @@ class Replicas:
             what, key, limit = "died", "rollout.max_restarts", rollout.max_restarts
         done = self.silences if silent else self.restarts - self.silences
         if done >= limit:
+            if self._leaves(index):
+                return False
             reason += (
                 f"; {done} restarts so far, and {key}={limit} allows no more. The run can go on "
                 "with --resume"
@@ -271,6 +293,7 @@ class Replicas:
             f"%s {what} (%s): starting it anew, restart %d of {key}=%d; its log: %s",
             *(actor.name, reason, done + 1, limit, self.run_dir.log_path(actor.name)),
         )
+        return True
 
     async def _bring_back(self, index: int) -> None:
         """Starts a dead engine anew, until it lives."""
@@ -280,14 +303,17 @@ class Replicas:
                 await self._start_anew(index)
                 break
             except LoraMoeRlError as error:
-                self._count(index, error)
+                if not self._count(index, error):
+                    return
+        if index in self.absent:
+            return
         served = "" if self.published is None else f" and serves version {self.published[0]}"
         log.warning(
             "engine-%d is back%s, %.1f s later", index, served, time.perf_counter() - started
         )
 
-    async def _start_anew(self, index: int) -> None:
-        self.actors[index].end()  # may live on around a vLLM that has died, or is silent
+    async def _begin(self, index: int) -> None:
+        """Starts an engine that is asked for nothing yet."""
         actor = self.actors[index] = self._actor(index)
         self.pulses[index] = Pulse(self.config.rollout.silent_s)
         await answer(actor, actor.remote("start"), self.config.rollout.start_timeout_s)
@@ -295,6 +321,11 @@ class Replicas:
             await answer(actor, actor.remote("prepare_refit", *self.prepared))
         if self.pinned is not None:
             await answer(actor, actor.remote("pin", self.pinned))
+
+    async def _start_anew(self, index: int) -> None:
+        self.actors[index].end()  # may live on around a vLLM that has died, or is silent
+        await self._begin(index)
+        actor = self.actors[index]
         if self.published is not None:
             version, parts = self.published
             self.oldest[index] = version
@@ -307,6 +338,10 @@ class Replicas:
                 await self.prove(index, version)
         else:
             self.empty.add(index)
+
+
+class EngineLeft(EngineDied):
+    """An engine was asked, and has left the run."""
 
 
 def is_death(error: LoraMoeRlError) -> bool:

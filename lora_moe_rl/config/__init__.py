@@ -9,6 +9,7 @@ from lora_moe_rl.config.data import DataConfig, SetConfig, SourceConfig
 from lora_moe_rl.config.engines import MismatchConfig, RefitConfig, ReplayConfig, RolloutConfig
 from lora_moe_rl.config.evaluation import EvalConfig, EvalSetConfig
 from lora_moe_rl.config.faults import FaultsConfig
+from lora_moe_rl.config.placement import PlacementConfig
 from lora_moe_rl.config.reward import RewardConfig, RewardFunction, WeightedFunctionConfig
 from lora_moe_rl.config.schema import (
     Aggregation,
@@ -39,6 +40,7 @@ __all__ = [
     "LoggingConfig",
     "MismatchConfig",
     "ModelConfig",
+    "PlacementConfig",
     "RefitConfig",
     "ReplayConfig",
     "RewardConfig",

@@ -130,6 +130,21 @@ _RULES = [
         "refit.transport",
         "with refit.transport=directory",
     ),
+    _Rule(
+        "placement.gives_back",
+        lambda c: c.placement.colocated,
+        "placement.mode",
+        "with placement.mode=colocated",
+    ),
+    *(
+        _Rule(
+            option,
+            lambda c: not c.placement.colocated,
+            "placement.mode",
+            "with placement.mode=split: colocated engines take the GPUs of the trainer's ranks",
+        )
+        for option in ("rollout.gpus_per_engine", "trainer.gpus_per_rank")
+    ),
     _Rule("rollout.ep", lambda c: c.rollout.tp > 1, "rollout.tp", "with rollout.tp above 1"),
     _Rule(
         "rollout.fully_sharded",
@@ -161,6 +176,8 @@ def check_applicable(config: RunConfig) -> None:
     _check_template(config.model)
     _check_rewards(config)
     _check_lag(config)
+    _check_colocated(config)
+    _check_joining(config)
     _check_profile(config)
     for rule in _RULES:
         path, _, name = rule.option.rpartition(".")
@@ -211,6 +228,42 @@ def _check_lag(config: RunConfig) -> None:
             f"schedule.lag={lag} with schedule.in_flight={config.schedule.in_flight} has samples "
             f"under way at up to {slots - 1} versions while the next is published: set "
             f"refit.slots={slots} or more (it is {config.refit.slots})"
+        )
+
+
+def _check_joining(config: RunConfig) -> None:
+    """What engines cannot be that leave a run and join it."""
+    if (least := config.rollout.least_engines) is None:
+        return
+    if config.refit.mode == "merged":
+        raise ConfigError(
+            f"rollout.least_engines={least} has engines join that are proven against the base they "
+            "started with, and with refit.mode=merged they hold none any more: use "
+            "refit.mode=adapter, or leave least_engines out"
+        )
+    if config.placement.colocated:
+        raise ConfigError(
+            f"rollout.least_engines={least} has engines join where there is room, and with "
+            "placement.mode=colocated their place is the trainer's: use placement.mode=split, or "
+            "leave least_engines out"
+        )
+
+
+def _check_colocated(config: RunConfig) -> None:
+    """What a run whose trainer and engines take turns cannot have."""
+    if not config.placement.colocated:
+        return
+    if lag := config.schedule.lag:
+        raise ConfigError(
+            f"schedule.lag={lag} samples while the trainer updates, and with placement.mode="
+            "colocated they take turns on the same devices: use schedule.lag=0, or placement.mode="
+            "split"
+        )
+    if config.placement.gives_back == "weights" and config.model.held_once != "off":
+        raise ConfigError(
+            f"placement.gives_back=weights moves the engines' base to the host, and with "
+            f"model.held_once={config.model.held_once} it is the trainer's base too, which is at "
+            "work meanwhile: use placement.gives_back=cache, or model.held_once=off"
         )
 
 

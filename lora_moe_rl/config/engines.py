@@ -15,6 +15,11 @@ from lora_moe_rl.rollout.facts import LOWEST_TEMPERATURE
 
 class RolloutConfig(Section):
     engines: int = Field(1, ge=1, description="vLLM engine replicas.")
+    least_engines: int | None = Field(
+        None, ge=1,
+        description="Fewest engines with which a run starts and goes on: the others join when "
+        "there is room, and leave when they die too often. null: rollout.engines.",
+    )  # fmt: skip
     tp: int = Field(1, ge=1, description="Tensor-parallel size of each engine.")
     ep: bool = Field(
         False,
@@ -70,6 +75,20 @@ class RolloutConfig(Section):
                 f"{LOWEST_TEMPERATURE} or more"
             )
         return value
+
+    @model_validator(mode="after")
+    def _bounds(self):
+        if self.least_engines is not None and self.least_engines > self.engines:
+            raise ValueError(
+                f"rollout.least_engines={self.least_engines} is above rollout.engines="
+                f"{self.engines}, which is the most"
+            )
+        return self
+
+    @property
+    def firm_engines(self) -> int:
+        """Engines without which a run does not go on."""
+        return self.engines if self.least_engines is None else self.least_engines
 
     @model_validator(mode="after")
     def _one_cut(self):

@@ -12,7 +12,8 @@ from lora_moe_rl.config.section import is_set
 from lora_moe_rl.errors import ConfigError
 
 # Sections that exist only with an algorithm that learns from rollouts.
-SAMPLING = ("rollout", "refit", "replay", "mismatch", "schedule", "environment", "reward")
+SAMPLING = ("rollout", "placement", "refit", "replay", "mismatch", "schedule", "environment")
+SAMPLING += ("reward",)
 # Keys of the section algorithm that do.
 KEYS = ("mask_truncated", "draw_again", "equal_within", "reweight", "reweight_power")
 

@@ -22,6 +22,7 @@ from lora_moe_rl.config.data import DataConfig, SourceConfig
 from lora_moe_rl.config.engines import MismatchConfig, RefitConfig, ReplayConfig, RolloutConfig
 from lora_moe_rl.config.evaluation import EVAL, EvalConfig
 from lora_moe_rl.config.faults import FaultsConfig
+from lora_moe_rl.config.placement import PlacementConfig
 from lora_moe_rl.config.plugins import (
     ALGORITHMS,
     ENVIRONMENTS,
@@ -254,6 +255,7 @@ class RunConfig(Section):
     adapter: AdapterConfig = Field(AdapterConfig(), description="What is trained.")
     trainer: TrainerConfig = Field(TrainerConfig(), description="Megatron-core.")
     rollout: RolloutConfig = Field(RolloutConfig(), description="vLLM.")
+    placement: PlacementConfig = Field(PlacementConfig(), description="Devices, shared or not.")
     refit: RefitConfig = Field(RefitConfig(), description="Moving adapters into vLLM.")
     replay: ReplayConfig = Field(ReplayConfig(), description="Router replay.")
     mismatch: MismatchConfig = Field(

@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from lora_moe_rl.config.section import Section
 
+OFFLOAD_BYTES = 64 * 2**20  # of parameters whose moments are on the device at once (offload)
+
 
 class TrainerConfig(Section):
     steps: int = Field(40, ge=1, description="Rollout-and-update steps of the run.")
@@ -66,6 +68,11 @@ class TrainerConfig(Section):
     recompute: Literal["none", "full"] = Field(
         "none",
         description="Activations of a layer: kept for backward (none), or computed again (full).",
+    )
+    offload: Literal["none", "optimizer"] = Field(
+        "none",
+        description="Held in the host's memory (pinned, beside a GPU): nothing, or Adam's moments "
+        "(optimizer), which go through the device a few at a time in each step.",
     )
     max_skipped_steps: int = Field(
         3,

@@ -60,7 +60,7 @@ class Way:
 
 def show(run: Path, as_json: bool) -> int:
     """Prints what was measured, and all ways to run. Raises RunDirError for a run that has too few
-    steps, or of conversations of several turns."""
+    steps, of conversations of several turns, or whose trainer and engines share their devices."""
     measured = measure(run)
     own = simulated(measured, *_own(measured.config))
     ways = list(every_way(measured))
@@ -91,6 +91,11 @@ def measure(run: Path) -> Measured:
             "their requests; the simulation knows runs of one request a prompt"
         )
     config = load_config(str(run / CONFIG))
+    if config.placement.colocated:
+        raise RunDirError(
+            f"{run / CONFIG} has placement.mode=colocated: trainer and engines take turns on all "
+            "devices, and there is neither a lag nor a split to look for"
+        )
     known = {record["step"] for record in metrics}
     order = [record for record in read_jsonl(run / ORDER) if record["step"] in known]
     longest = {group["row"]: group["longest"] for record in order for group in record["groups"]}

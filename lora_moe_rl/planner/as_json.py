@@ -41,6 +41,7 @@ def as_json(plan: RunPlan, proposals: list[Proposal]) -> dict[str, Any]:
                 "trained_parameters": c.trained_parameters,
                 "memory": c.memory,
                 "total": c.total,
+                "host": c.host,
             }
             for c in plan.classes
         ],
@@ -50,6 +51,7 @@ def as_json(plan: RunPlan, proposals: list[Proposal]) -> dict[str, Any]:
         "flops": asdict(plan.flops) | {"adapter_share": plan.flops.adapter_share},
         "seconds": asdict(plan.seconds) | {"step": plan.seconds.step},
         "held": [asdict(part) for part in plan.held],
+        "turns": [asdict(turn) | {"total": turn.total} for turn in plan.turns],
         "problems": plan.problems,
         "proposals": [
             {

@@ -16,6 +16,7 @@ from lora_moe_rl.planner import plan as plans
 from lora_moe_rl.planner.hardware import GIB, GPUS
 from lora_moe_rl.planner.request import Request, read
 from lora_moe_rl.planner.search import MARGIN, SEARCHED, Search
+from lora_moe_rl.planner.turns import turns
 
 Words = tuple[str, ...]
 TIMES_MORE_GPUS, LEAST_NODES = 8, 8
@@ -71,12 +72,29 @@ def reasons(search: Search) -> list[str]:
             f"{search.config.model.max_length:,} tokens "
             f"({engine.kv_token * search.config.model.max_length / GIB:.2f})"
         )
-    if not found:
+    if not found and search.config.placement.colocated:
+        found += _of_turns(search)
+    elif not found:
         found.append(
             f"no split of {gpus} GPUs gives the trainer the {search.fewest()} that it needs and an "
             f"engine the {min(fitting)}"
         )
     return found
+
+
+def _of_turns(search: Search) -> list[str]:
+    """Of the lightest trainer and the lightest engines, which cannot take turns."""
+    trainer, rank = search.lightest()
+    engine = min((engine for _, engine in search.engines()), key=lambda e: e.weights + e.slots)
+    config = search.config.model_copy(update={"trainer": trainer})
+    of_rollout, of_update = turns(config, [rank], engine)
+    held = of_rollout.trainer + engine.weights + engine.slots + engine.working
+    return [
+        f"the lightest trainer rank and engine that take turns hold {held / GIB:.1f} GiB in the "
+        f"turn of the rollout, without a cache of keys and values, and {of_update.total / GIB:.1f} "
+        f"in that of the update; a proposal uses {search.room / GIB:.1f} of "
+        f"{search.assumed.hardware.spec.memory:g}"
+    ]
 
 
 def what_would_fit(argv: Sequence[str]) -> list[Change]:
@@ -203,6 +221,10 @@ def _axes(request: Request) -> list[Axis]:
             for n in _halves(config.rollout.max_num_seqs, LEAST_SEQUENCES)
         ]),
         Axis("a refit waits for requests of the version before", _slots(config)),
+        Axis("Adam's moments wait in the host's memory: the same training, no GPU has timed it",
+             [("trainer.offload=optimizer",)] if config.trainer.offload == "none" else []),
+        Axis("trainer and engines take turns on the same GPUs: the same training, no GPU has "
+             "timed it", _turns(config)),
         Axis("more of the same GPUs", _more_gpus(request), dear=True),
         Axis("a checkpoint of fewer bits, which trainer and engines must be able to read: served "
              "and trained weights differ by its rounding", _served(request)),
@@ -226,6 +248,12 @@ def _halves(value: int, least: int) -> list[int]:
 def _slots(config: RunConfig) -> list[Words]:
     can = config.refit.mode == "adapter" and config.refit.slots > 1 and not config.schedule.lag
     return [("refit.slots=1",)] if can else []
+
+
+def _turns(config: RunConfig) -> list[Words]:
+    if config.placement.colocated or config.schedule.lag:
+        return []
+    return [("placement.mode=colocated",)]
 
 
 def _more_gpus(request: Request) -> list[Words]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from lora_moe_rl.adapters.spec import AdapterSpec
@@ -16,6 +17,7 @@ from lora_moe_rl.planner.held import HeldPart, held_parts, shared_bytes
 from lora_moe_rl.planner.rollout import EngineRank, engine_rank
 from lora_moe_rl.planner.traffic import Refit, Routes, Way, refits, routes
 from lora_moe_rl.planner.trainer import RankClass, TrainerMemory
+from lora_moe_rl.planner.turns import Turn, turn_problems, turns
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,13 @@ class RunPlan:
         return sum(2 * (site.num_experts or 1) for site in self.spec)
 
     @property
+    def turns(self) -> list[Turn]:
+        """What a GPU holds in each of the turns that are taken on it."""
+        if self.engine is None or not self.config.placement.colocated:
+            return []
+        return turns(self.config, self.classes, self.engine)
+
+    @property
     def gpus(self) -> tuple[int, int, bool]:
         """What `gpus_of` says."""
         return gpus_of(self.config)
@@ -101,7 +110,7 @@ def make(facts: Facts, config: RunConfig, assumed: Assumed) -> RunPlan:
         decisions,
         roofline.of(config.trainer.recompute),
         roofline.seconds(config, heaviest, engine, refit, hardware),
-        [*problems(config, heaviest, engine, assumed.hardware), *_not_held(config, held)],
+        [*problems(config, classes, engine, assumed.hardware), *_not_held(config, held)],
         held,
     )
 
@@ -141,6 +150,8 @@ def gpus_of(config: RunConfig) -> tuple[int, int, bool]:
     mine = math.ceil(trainer.world_size * trainer.gpus_per_rank)
     if config.offline:
         return mine, 0, False
+    if config.placement.colocated:
+        return mine, rollout.engines * rollout.tp, True
     theirs = math.ceil(rollout.engines * each)
     share = trainer.gpus_per_rank + each / rollout.tp <= 1
     if share:
@@ -150,10 +161,14 @@ def gpus_of(config: RunConfig) -> tuple[int, int, bool]:
 
 
 def problems(
-    config: RunConfig, heaviest: RankClass, engine: EngineRank | None, hardware: Hardware
+    config: RunConfig,
+    classes: Sequence[RankClass],
+    engine: EngineRank | None,
+    hardware: Hardware,
 ) -> list[str]:
     """One sentence for each thing that does not fit, with numbers and a way out."""
-    found = []
+    found: list[str] = []
+    heaviest = max(classes, key=lambda c: c.total)
     memory = hardware.spec.memory
     mine, theirs, shared = gpus_of(config)
     needed = mine if shared else mine + theirs
@@ -177,7 +192,12 @@ def problems(
             f"a trainer rank of {heaviest.name} needs {total:.1f} GiB of {memory:g}: most of it is "
             f"its {largest} ({heaviest.memory[largest] / GIB:.1f} GiB); {_way_out(config, largest)}"
         )
-    return found if engine is None else found + _of_engine(config, engine, total, memory, shared)
+    if engine is None:
+        return found
+    if config.placement.colocated:
+        found += turn_problems(config, turns(config, classes, engine), memory)
+        shared = False
+    return found + _of_engine(config, engine, total, memory, shared)
 
 
 def _of_engine(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
@@ -56,10 +56,16 @@ def engine_rank(
     slots = 0 if config.refit.mode == "merged" else slot_bytes(spec, config, itemsize(weights))
     logits = LOGIT_BYTES * rollout.max_num_seqs * shape.vocab_size
     working = PROFILE_BYTES + logits
-    kv_cache = budget - base - slots - working
     token = kv_token_bytes(facts, rollout.tp, itemsize(weights))
-    sequences = max(0, kv_cache) // (token * config.model.max_length)
-    return EngineRank(base, slots, working, kv_cache, token, sequences, budget)
+    made = EngineRank(base, slots, working, 0, token, 0, 0)
+    return with_budget(made, budget, config.model.max_length)
+
+
+def with_budget(engine: EngineRank, budget: int, max_length: int) -> EngineRank:
+    """The same rank where vLLM may use so many bytes of the GPU."""
+    kv_cache = budget - engine.weights - engine.slots - engine.working
+    sequences = max(0, kv_cache) // (engine.kv_token * max_length)
+    return replace(engine, kv_cache=kv_cache, sequences=sequences, budget=budget)
 
 
 def weight_bytes(facts: Facts, tp: int, ep: bool, weights: Format) -> int:

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RolloutConfig, RunConfig, TrainerConfig
+from lora_moe_rl.config.sharing import gpus_together
+from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.planner.compute import Roofline, Seconds
 from lora_moe_rl.planner.facts import Facts
 from lora_moe_rl.planner.hardware import GIB
 from lora_moe_rl.planner.plan import Assumed, build_spec
-from lora_moe_rl.planner.rollout import EngineRank, engine_rank
+from lora_moe_rl.planner.rollout import EngineRank, engine_rank, with_budget
 from lora_moe_rl.planner.trainer import RankClass, TrainerMemory, micro_batches
+from lora_moe_rl.planner.turns import turns
 
 MAX_PP = 32
 TPS = (1, 2, 4, 8)
@@ -78,15 +81,18 @@ class Search:
         gpu = assumed.hardware.spec
         self.hardware = (gpu, assumed.hardware.gpus_per_node, assumed.efficiency)
         self.room = gpu.memory * GIB * (1 - MARGIN)
-        self._heavy: dict[tuple, RankClass] = {}
+        self._found: dict[tuple, list[RankClass]] = {}
         self._engines: dict[tuple[int, bool, float], EngineRank] = {}
 
     def best(self, count: int) -> list[Proposal]:
         """The fastest of each split of the GPUs between trainer and engines, fastest first."""
         gpus = self.assumed.hardware.gpus
+        if self.config.placement.colocated:
+            proposals = [p for rollout in self._on_all(gpus) for p in self._turns(rollout, gpus)]
+            return sorted(proposals, key=lambda p: p.seconds.step)[:count]
         found = [self._shared(gpus)] if gpus else []
         if any(engine.sequences for _, engine in self.engines()):
-            for engines in _splits(gpus):
+            for engines in self._splits(gpus):
                 found.append(self._split(gpus - engines, engines))
         proposals = [proposal for proposal in found if proposal is not None]
         return sorted(proposals, key=lambda p: p.seconds.step)[:count]
@@ -96,7 +102,7 @@ class Search:
         gpus = self.assumed.hardware.gpus
         found = [
             (trainer, self._heaviest(trainer))
-            for world in {gpus - engines for engines in (0, *_splits(gpus))}
+            for world in {gpus - engines for engines in (0, *self._splits(gpus))}
             for trainer in trainer_layouts(self.facts.shape, self.config.trainer, world)
         ]
         return min(found, key=lambda pair: pair[1].total)
@@ -104,7 +110,7 @@ class Search:
     def fewest(self) -> int | None:
         """The smallest trainer of a split that fits; None when none does."""
         gpus = self.assumed.hardware.gpus
-        for world in sorted(gpus - engines for engines in (0, *_splits(gpus))):
+        for world in sorted(gpus - engines for engines in (0, *self._splits(gpus))):
             for trainer in trainer_layouts(self.facts.shape, self.config.trainer, world):
                 if self._heaviest(trainer).total <= self.room:
                     return world
@@ -136,6 +142,39 @@ class Search:
             if self._heaviest(t).total <= self.room
         }
         return sorted(fitting.values(), key=distance)[:count]
+
+    def _splits(self, gpus: int) -> Sequence[int]:
+        """Numbers of GPUs for engines alone that are tried."""
+        step = max(1, gpus // SPLITS)
+        return () if self.config.placement.colocated else range(step, gpus, step)
+
+    def _on_all(self, gpus: int) -> Iterator[RolloutConfig]:
+        """Engines on all GPUs, of every kind."""
+        for tp in ENGINE_TPS:
+            if tp <= self.hardware[1] and gpus % tp == 0 and divides_engine(self.facts.shape, tp):
+                yield from self._kinds(gpus, tp)
+
+    def _turns(self, rollout: RolloutConfig, gpus: int) -> Iterator[Proposal]:
+        """The fastest trainer that takes turns with these engines, if one fits. They may use what
+        it leaves in theirs."""
+        best, whole = None, self.room / (1 - MARGIN)
+        for trainer in trainer_layouts(self.facts.shape, self.config.trainer, gpus):
+            config = self.config.model_copy(update={"trainer": trainer, "rollout": rollout})
+            classes = self._classes(trainer)
+            engine = self._engine(rollout)
+            of_rollout, of_update = turns(config, classes, engine)
+            free = math.floor((self.room - of_rollout.trainer) / whole * 100) / 100
+            if free <= 0 or of_update.total > self.room or not _together(config):
+                continue
+            engine = with_budget(engine, int(free * whole), config.model.max_length)
+            if engine.sequences < 1:
+                continue
+            share = rollout.model_copy(update={"gpu_memory_utilization": free})
+            proposal = self._timed(trainer, share, self._heaviest(trainer), engine, shared=False)
+            if best is None or proposal.seconds.step < best.seconds.step:
+                best = proposal
+        if best is not None:
+            yield best
 
     def _split(self, mine: int, theirs: int) -> Proposal | None:
         rollout = self._rollout(theirs)
@@ -213,14 +252,17 @@ class Search:
         return self._engines[key]
 
     def _heaviest(self, trainer: TrainerConfig) -> RankClass:
-        """The rank with most memory. A world size changes it only by how many micro-batches there
-        are to be in flight."""
+        """The rank with most memory."""
+        return max(self._classes(trainer), key=lambda c: c.total)
+
+    def _classes(self, trainer: TrainerConfig) -> list[RankClass]:
+        """A world size changes them only by how many micro-batches there are to be in flight."""
         config = self.config.model_copy(update={"trainer": trainer})
         flights = min(trainer.pp, micro_batches(config))
         key = (trainer.tp, trainer.pp, trainer.ep, trainer.recompute, flights)
-        if key not in self._heavy:
-            self._heavy[key] = max(self.memory.classes(config), key=lambda c: c.total)
-        return self._heavy[key]
+        if key not in self._found:
+            self._found[key] = self.memory.classes(config)
+        return self._found[key]
 
 
 def trainer_layouts(
@@ -243,6 +285,13 @@ def trainer_layouts(
                     yield trainer.model_copy(update=layout)
 
 
+def _together(config: RunConfig) -> bool:
+    try:
+        return gpus_together(config) > 0
+    except ConfigError:
+        return False
+
+
 def divides(shape: ModelShape, tp: int) -> bool:
     """Whether tp divides the heads, and the key/value heads where they are cut."""
     heads = (shape.dims["heads"], shape.dims.get("kv_heads", tp))
@@ -253,9 +302,3 @@ def divides_engine(shape: ModelShape, tp: int) -> bool:
     """Whether tp divides the heads. vLLM repeats key/value heads where ranks are more."""
     kv_heads = shape.dims.get("kv_heads", tp)
     return shape.dims["heads"] % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
-
-
-def _splits(gpus: int) -> Sequence[int]:
-    """Numbers of GPUs for engines that are tried."""
-    step = max(1, gpus // SPLITS)
-    return range(step, gpus, step)

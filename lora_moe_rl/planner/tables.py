@@ -40,6 +40,8 @@ def show(plan: RunPlan, chosen: bool) -> None:
             out.print(Text(line))
     if plan.engine is not None:
         out.print(_engine(plan, plan.engine))
+        if plan.turns:
+            out.print(_turns(plan))
         out.print(_refits(plan))
     for line in (*_routes(plan), *_flops(plan), *_seconds(plan)):
         out.print(Text(line))
@@ -54,6 +56,8 @@ def _head(plan: RunPlan, chosen: bool) -> list[str]:
     hardware = plan.assumed.hardware
     mine, theirs, shared = plan.gpus
     gpus = f"{mine} shared" if shared else f"{mine} trainer + {theirs} engines"
+    if plan.turns:
+        gpus = f"trainer and engines take turns on {mine}"
     engines = f"engines {rollout.engines} of tp {rollout.tp}{' ep' if rollout.ep else ''}"
     if plan.config.offline:
         name = plan.config.algorithm.name
@@ -126,6 +130,15 @@ def _engine(plan: RunPlan, engine: EngineRank) -> Table:
     token = f"{engine.kv_token / 1024:,.1f}"
     sequences = f"{engine.sequences:,} of {plan.config.model.max_length:,}"
     made.add_row(name, *cells, _gib(engine.budget), token, sequences)
+    return made
+
+
+def _turns(plan: RunPlan) -> Table:
+    memory = plan.assumed.hardware.spec.memory
+    made = table(["turn", "trainer", "engine", "total", "host"], f"a GPU, GiB of {memory:g}")
+    for turn in plan.turns:
+        sizes = turn.trainer, turn.engine, turn.total, turn.host
+        made.add_row(turn.name, *(_gib(size) for size in sizes))
     return made
 
 

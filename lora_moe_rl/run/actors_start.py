@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+from lora_moe_rl.config import RunConfig
 from lora_moe_rl.run.held_base import held_base
 from lora_moe_rl.run.prepared import Prepared
 from lora_moe_rl.run.publisher import plan_layouts
@@ -70,8 +72,17 @@ def _start_trainer(run: Prepared, placement: Placement, starting: console.Starti
         trainer.start_async()
         started = trainer.wait_started()
     console.say_started([{k: v for k, v in one.items() if k != "place"} for one in started], [])
+    _say_offloaded(run.config, started)
     console.say_offline(run.config)
     return Actors(_lasting(run, trainer), None)
+
+
+def _say_offloaded(config: RunConfig, ranks: list[dict]) -> None:
+    if config.trainer.offload == "optimizer" and ranks[0]["device"] == "cpu":
+        console.warn(
+            "trainer.offload=optimizer saves no memory on the CPU, where Adam's moments are in the "
+            "host's memory anyway; they go through each step as they would beside a GPU"
+        )
 
 
 def _lasting(run: Prepared, ranks: TrainerRanks) -> LastingTrainer:
@@ -96,11 +107,16 @@ def _start_all(
         engines = RolloutEngines(config, run.spec, *where, held)
         starting.watch(lambda: states(trainer.starting | engines.starting))
         engines.start_async()
+        if placement.shared:  # vLLM counts what is free on its GPUs while it starts
+            engines.wait_started()
         trainer.start_async()
         started = (trainer.wait_started(), engines.wait_started())
         places = [[actor.pop("place") for actor in actors] for actors in started]
+        if config.rollout.least_engines is not None and "RAY_ADDRESS" in os.environ:
+            places[1].append("a node that has room for an engine that joins")
         channel = choose(config.refit, *places)
     console.say_started(*started)
+    _say_offloaded(config, started[0])
     layouts = plan_layouts(config, run.spec, started[1][0]["dtype"])
     trainer.prepare_refit(layouts, channel)
     engines.prepare_refit(layouts, channel)

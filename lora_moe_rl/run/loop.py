@@ -142,6 +142,7 @@ async def learn(ports: Ports, book: TicketBook, first_step: int, tasks: asyncio.
         batch = TrainBatch.from_groups(groups, signals, config.algorithm.mini_batches, step)
         await ports.engines.all_back()
         ports.engines.overwrite()
+        await ports.engines.give_way()
         with ports.timeline.span(TRAINER, UPDATE, step):
             routes = [group.routes for group in groups]
             result, parts = await ports.trainer.update(batch, routes)

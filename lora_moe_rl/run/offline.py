@@ -64,6 +64,9 @@ class NoEngines:
     def overwrite(self) -> None:
         """There is none that could still read what is written over."""
 
+    async def give_way(self) -> None:
+        """There is none that holds anything."""
+
 
 class Unserved:
     """The publisher: the version that was trained last is the one that the next step updates."""

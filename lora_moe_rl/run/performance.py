@@ -78,7 +78,8 @@ class Performance:
         """`train` and `step`: seconds of the update and of the whole step."""
         trainer, rollout = self.config.trainer, self.config.rollout
         lengths = [len(sample.token_ids) for sample in samples]
-        gpus = trainer.world_size + self.config.num_engines * rollout.tp
+        ranks = trainer.world_size, self.config.num_engines * rollout.tp
+        gpus = max(ranks) if self.config.placement.colocated else sum(ranks)
         done = self.operations(lengths) / trainer.world_size
         speed = done / max(train, 1e-9)
         found = {

@@ -85,7 +85,7 @@ class Publisher:
         self.first_version, self.version = first_version, -1
         self.parts: Sequence[Ref] = ()  # of the version that is served, or about to be
         self.probe: list[list[int]] = []
-        self.known: list[Known] = []  # by engine
+        self.known: dict[int, Known] = {}  # by engine
         self.of_served: dict[str, float] = {}  # metrics of the version that is served
         self.warned = False
         self.compared = -1  # the version at which what engines hold was compared last
@@ -94,8 +94,15 @@ class Publisher:
         """Serves the trainer's adapter for the first time."""
         parts = await self.trainer.send()
         self.probe = self._probe()
-        self.known = [Known(*pair) for pair in await self._score(self.probe, None)]
+        await self._meet()
         await self._serve(self.first_version, parts, ())
+
+    async def _meet(self) -> None:
+        """What engines that are new here and the trainer give for the bare base."""
+        new = [index for index in self.engines.present if index not in self.known]
+        if new:
+            found = await self._score(self.probe, None, new)
+            self.known |= {index: Known(*pair) for index, pair in found.items()}
 
     async def publish(
         self, version: int, parts: Sequence[Ref], samples: Sequence[Sample]
@@ -109,15 +116,20 @@ class Publisher:
         """
         if version == self.version:
             nothing = ("seconds", "proof_seconds", "bytes", "max_diff", "told", "compared")
-            return self.of_served | {f"refit/{name}": 0 for name in nothing}
+            back = await self.engines.come_back()
+            self.engines.go_on()
+            return self.of_served | {f"refit/{name}": 0 for name in nothing} | back
         return await self._serve(version, parts, samples)
 
     async def prove_returned(self, index: int, version: int) -> None:
         """Proves that engine `index`, which was started anew, serves `version`, and holds it as it
         was sent."""
-        known, one = self.known[index], [index]
+        known, one = self.known.setdefault(index, Known([], [])), [index]
         if self.config.refit.mode == "adapter":  # merged weights hold the base no more
-            ((known.engine_base, known.trainer_base),) = await self._score(self.probe, None, one)
+            found = await self._score(self.probe, None, one)
+            if index not in found:  # it has left the run
+                return
+            known.engine_base, known.trainer_base = found[index]
         await self._prove(version, (), one)
         await self._compare(version, one)
 
@@ -129,10 +141,12 @@ class Publisher:
         self.parts = parts
         await self.channel.published(lambda: self.trainer.sent(parts))
         receipts = await self.engines.publish(version, parts)
+        back = await self.engines.come_back()
         clock.lap("publish")
         self.channel.keep(range(version - self.config.refit.slots + 1, version + 1))
         try:
             self._check_arrived(version, receipts[0].arrived)  # all engines' weights are equal
+            await self._meet()
             proofs = await self._prove(version, samples)
             told = all(proof.told for proof in proofs)
             compared = not told or self._is_compared(version)
@@ -143,11 +157,14 @@ class Publisher:
         except RefitError as error:
             raise await self._taken_back(version, error) from error
         self.version = version
+        self.engines.go_on()
         if self.config.schedule.in_flight == "continue":
             await self.engines.move_on(version)
         clock.lap("refit")
         self.of_served[MEMORY_ENGINES] = max(receipt.peak_gib for receipt in receipts)
-        return self.of_served | {
+        self.of_served["rollout/engines"] = len(self.engines.present)
+        found = self.of_served | back
+        return found | {
             "refit/seconds": clock.seconds["total"],
             PROOF_SECONDS: clock.seconds["proof"],
             "refit/bytes": sum(receipt.bytes for receipt in receipts),
@@ -218,16 +235,15 @@ class Publisher:
     async def _prove(
         self, version: int, samples: Sequence[Sample], engines: Sequence[int] | None = None
     ) -> list[Proof]:
-        """One proof an engine, of all of them by default. What the trainer gave is kept, for the
-        versions after it to be told from this one."""
+        """One proof an engine, by default of those that are present. What the trainer gave is kept,
+        for the versions after it to be told from this one."""
         config, size = self.config, len(self.probe)
         token_ids = [sample.token_ids for sample in samples]
         count, seed = config.refit.proof_prompts, (config.seed, version)
         sequences = self.probe + pieces(token_ids, count, config.model.max_length, seed)
         scores = await self._score(sequences, version, engines)
-        indices = range(len(self.known)) if engines is None else engines
         proofs = []
-        for index, (ours, theirs) in zip(indices, scores, strict=True):
+        for index, (ours, theirs) in scores.items():
             known = self.known[index]
             older = {number: found for number, found in known.served.items() if number != version}
             base = known.engine_base, known.trainer_base
@@ -245,18 +261,18 @@ class Publisher:
         sequences: Sequence[Sequence[int]],
         version: int | None,
         engines: Sequence[int] | None = None,
-    ) -> list[tuple[list[np.ndarray], list[np.ndarray]]]:
+    ) -> dict[int, tuple[list[np.ndarray], list[np.ndarray]]]:
         """Logprobs by each engine, and by the trainer with that engine's routes; engines whose
         routes are equal share what the trainer gives."""
         found = await self.engines.score(sequences, version, engines)
         trainer: dict[str, list[np.ndarray]] = {}
-        pairs = []
+        pairs = {}
         for one in found:
             routes, key = (one.routes, one.checksum) if self._replayed(one) else (None, "")
             if key not in trainer:
                 adapters = version is not None
                 trainer[key] = await self.trainer.score(sequences, routes, adapters)
-            pairs.append((one.logprobs, trainer[key]))
+            pairs[one.engine] = one.logprobs, trainer[key]
         return pairs
 
     def _replayed(self, scored: Scored) -> bool:

@@ -62,6 +62,7 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("policy/entropy", "nats", "", "of the sampling distribution, mean over response tokens", "actor/entropy", "entropy"),
     ("optim/grad_norm", "", "", "before clipping; the mean over the step's optimizer steps", "actor/grad_norm", "grad_norm"),
     ("optim/lr", "", "", "learning rate of all A", "actor/lr", "learning_rate"),
+    ("optim/streamed_seconds", "s", "down", "with trainer.offload=optimizer: of time/train, Adam's steps and its moments' way from the host and back", "", ""),
     ("optim/skipped", "optimizer steps", "down", "left out: not finite, or no token in the loss", "", ""),
     # A critic.
     ("critic/loss", "", "down", "the critic's loss", "critic/vf_loss", ""),
@@ -128,6 +129,7 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("rollout/fed_again", "share of tokens", "down", "tokens that are fed once more for parts of their own (schedule.continued=split)", "", ""),
     ("rollout/drawn_again", "prompts", "down", "prompts replaced because their rewards were all equal (algorithm.draw_again)", "", ""),
     ("rollout/stale", "groups", "down", "with schedule.lag: groups that were too old since the run began or went on", "", ""),
+    ("rollout/engines", "engines", "", "that serve the version that was published (rollout.least_engines)", "", ""),
     ("rollout/restarts", "engines", "down", "engines started anew since the run began or went on", "", ""),
     ("trainer/restarts", "times", "down", "all trainer ranks were started anew since the run began or went on", "", ""),
     ("environment/<what>", "", "", "what an environment counts, over the step's conversations", "num_turns/mean (of turns)", "tools/call_frequency (of tool_calls)"),
@@ -162,13 +164,16 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("time/records", "s", "down", "writing samples, order and experts' loads of the step", "", ""),
     ("time/step", "s", "down", "the whole step", "timing_s/step, perf/time_per_step", "step_time"),
     # Performance.
-    ("perf/tokens_per_second_per_gpu", "tokens/s", "up", "all tokens of the step's samples, prompts too, a second of the whole step and a trainer rank or engine worker", "perf/throughput", ""),
+    ("perf/tokens_per_second_per_gpu", "tokens/s", "up", "all tokens of the step's samples, prompts too, a second of the whole step and a trainer rank or engine worker, which count once where they take turns (placement.mode=colocated)", "perf/throughput", ""),
     ("perf/tflops_per_gpu", "TFLOP/s", "up", "operations of the model that the update needs, a second of time/train and a trainer rank", "", ""),
     ("perf/mfu", "share", "up", "perf/tflops_per_gpu over the GPU's dense bfloat16 peak, where nvidia-smi names a GPU that the planner knows", "perf/mfu/actor", ""),
     # Memory.
     ("memory/peak", "GiB", "down", "the most that any trainer rank held: on a GPU tensors of torch during the update, on the CPU what was resident of its process so far", "perf/max_memory_allocated_gb", ""),
     ("memory/engines_peak", "GiB", "down", "the most that any worker of an engine has held until the newest version was published: on a GPU tensors of torch with the cache of keys and values, on the CPU what was resident of its process so far", "", ""),
     ("memory/planned", "GiB", "", "on GPUs: tensors of the trainer rank that holds most, as `lora-moe-rl plan` has them for the longest samples", "", ""),
+    ("placement/given_back", "GiB", "up", "with placement.mode=colocated: what all engines gave back before the update", "", ""),
+    ("placement/give_way_seconds", "s", "down", "with placement.mode=colocated: of time/train, until engines had given it back", "", ""),
+    ("placement/come_back_seconds", "s", "down", "with placement.mode=colocated: of refit/seconds, until they had it again", "", ""),
     # Distributions, for trackers that show them; they are not in metrics.jsonl.
     ("histogram/reward", "reward", "", "the rewards of the step's samples", "", ""),
     ("histogram/advantage", "", "", "the advantages of the sampled tokens", "critic/advantages/mean (their mean)", ""),

@@ -1,8 +1,8 @@
-"""The most memory that this process has held, in GiB: of a trainer rank, of an engine's worker.
+"""The memory that this process holds, in GiB: of a trainer rank, of an engine's worker.
 
-On a GPU what torch had allocated there at its most since `begin`; the CUDA context and what the
-allocator keeps in reserve are not in it. On the CPU the most that was resident of the process since
-it began, libraries included: the kernel does not count by the step.
+The most of it: on a GPU what torch had allocated there at its most since `begin`; the CUDA context
+and what the allocator keeps in reserve are not in it. On the CPU the most that was resident of the
+process since it began, libraries included: the kernel does not count by the step.
 """
 
 from __future__ import annotations
@@ -26,6 +26,16 @@ def gib() -> float:
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / GIB
     return _resident_peak() / GIB
+
+
+def now() -> float:
+    """On a GPU what is in use of it by all its processes, on the CPU what is resident of this
+    one."""
+    if torch.cuda.is_initialized():
+        free, total = torch.cuda.mem_get_info()
+        return (total - free) / GIB
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / GIB
 
 
 def _resident_peak() -> int:

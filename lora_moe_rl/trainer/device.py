@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import importlib.util
 import os
 from dataclasses import dataclass
@@ -58,6 +60,15 @@ class Device:
     def transformer_engine(self) -> bool:
         """Whether mcore builds Transformer Engine layers: on a GPU that has it installed."""
         return self.kind == "cuda" and HAS_TRANSFORMER_ENGINE
+
+    def give_back(self) -> None:
+        """Memory that is free in this process, and kept for what it may do next, is free for
+        others."""
+        gc.collect()
+        if self.kind == "cuda":
+            torch.cuda.empty_cache()
+        else:
+            ctypes.CDLL(None).malloc_trim(0)
 
     def prepare(self, threads: int) -> None:
         """Sets up this process. Idempotent."""

@@ -177,6 +177,8 @@ class Meter:
             "optim/lr": results[-1].lr,
             **self.of_step,
         }
+        if any(streamed := [r.streamed for r in results]):
+            metrics["optim/streamed_seconds"] = sum(streamed)
         if self.sampled:
             metrics["replay/masked_tokens"] = s["masked"]
             metrics[names.MISMATCH_JUDGED] = s[names.MISMATCH_JUDGED] / responses

@@ -16,16 +16,18 @@ import torch
 from lora_moe_rl.adapters.attach import Adapters
 from lora_moe_rl.config import TrainerConfig
 from lora_moe_rl.errors import CheckpointError
+from lora_moe_rl.trainer.host_moments import MOMENTS, HostMoments, host_zeros
 
 
 @dataclass(frozen=True)
 class StepResult:
     """`applied`: False when it was skipped. `grad_norm` is that of the whole adapter before
-    clipping, `lr` that of A."""
+    clipping, `lr` that of A. `streamed`: seconds of Adam with moments that come from the host."""
 
     applied: bool
     grad_norm: float
     lr: float
+    streamed: float = 0.0
 
 
 def learning_rate(config: TrainerConfig, done: int, total: int) -> float:
@@ -89,6 +91,7 @@ class AdapterOptimizer:
             weight_decay=config.weight_decay,
             foreach=True,
         )
+        self.on_host = HostMoments(self.adam) if config.offload == "optimizer" else None
 
     def step(self) -> StepResult:
         """Clips and steps on gradients that are summed over ranks, unless their norm is NaN or
@@ -102,13 +105,17 @@ class AdapterOptimizer:
         for group in self.adam.param_groups:
             group["lr"] = lr * group["ratio"]
         before = {parameter: parameter.detach().clone() for parameter in self.factors}
-        self.adam.step()
+        streamed = 0.0
+        if self.on_host is None:
+            self.adam.step()
+        else:
+            streamed = self.on_host.step()
         with torch.no_grad():
             for parameter, factor in self.factors.items():
                 parameter.copy_(before[parameter] + factor * (parameter - before[parameter]))
         self.adapters.gradients.check_copies()
         self.steps += 1
-        return StepResult(True, norm, lr)
+        return StepResult(True, norm, lr, streamed)
 
     def state(self, key: str):
         """A function from a parameter to its Adam state `key` (exp_avg or exp_avg_sq): a tensor of
@@ -134,6 +141,8 @@ class AdapterOptimizer:
                 raise CheckpointError(f"Adam began at several steps for {', '.join(sites)}")
             self.adam.state[parameter] = {
                 "step": torch.tensor(float(steps - min(starts[parameter]))),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
+                **{key: self._zeros(parameter) for key in MOMENTS},
             }
+
+    def _zeros(self, parameter: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(parameter) if self.on_host is None else host_zeros(parameter)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,8 +77,10 @@ class TrainerWorker:
         }
 
     def memory(self) -> dict[str, int]:
-        """Bytes this rank holds of the frozen base, adapters, their gradients and Adam's state."""
+        """Bytes this rank holds of the frozen base, adapters, their gradients and Adam's state;
+        `host`: of moments that are offloaded, if they are, not on its device."""
         from lora_moe_rl.trainer import packed_experts
+        from lora_moe_rl.trainer.host_moments import MOMENTS
 
         engine = self.engine
         packed = packed_experts.held(engine.chunks)["packed"]
@@ -89,13 +92,17 @@ class TrainerWorker:
         adapters = [s.tensor for one, _ in trained for s in one.slices()]
         mine = {id(tensor) for tensor in adapters}
         states = [state for _, one in trained for state in one.adam.state.values()]
+        optimizer = _nbytes(t for state in states for t in state.values())
+        moments = _nbytes(state[key] for state in states for key in MOMENTS if key in state)
+        host = {"host": moments} if self.config.trainer.offload == "optimizer" else {}
         return {
             "base": _nbytes(t for t in held if id(t) not in mine) + packed,
             "adapter": _nbytes(adapters),
             "gradients": _nbytes(
                 flat for one, _ in trained for flat in one.gradients.flat.values()
             ),
-            "optimizer": _nbytes(t for state in states for t in state.values()),
+            "optimizer": optimizer - sum(host.values()),
+            **host,
         }
 
     def update(self, batch: TrainBatch, *parts: Sent):
@@ -104,7 +111,14 @@ class TrainerWorker:
         from lora_moe_rl.trainer.update import update
 
         with traced(self.config, self.engine.device.kind, self.rank, batch.step):
-            return update(self.engine, batch, parts)
+            found = update(self.engine, batch, parts)
+        self._give_back()
+        return found
+
+    def _give_back(self) -> None:
+        """Engines on the same device have their turn next."""
+        if self.config.placement.colocated:
+            self.engine.device.give_back()
 
     def gradients(self, batch: TrainBatch, *parts: Sent):
         """(loss, gradient norm, shards of the gradient) of one step: see `trainer/update.py`."""
@@ -126,10 +140,10 @@ class TrainerWorker:
         others). `adapters=False`: the frozen base."""
         batch = TrainBatch.from_sequences(sequences)
         parts = () if table is None else (table,)
-        if adapters:
-            return self.engine.score(batch, *parts)
-        with self.engine.adapters.off():
-            return self.engine.score(batch, *parts)
+        with nullcontext() if adapters else self.engine.adapters.off():
+            found = self.engine.score(batch, *parts)
+        self._give_back()
+        return found
 
     def prepare_refit(self, layouts: list[PartLayout], channel: Channel) -> None:
         """What the ranks send to engines, and how: this one's part among them, if it has one."""

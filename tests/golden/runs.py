@@ -40,7 +40,7 @@ RUNS: dict[str, tuple[str, ...]] = {
 # and what the proof finds by them; and the bytes of the routes' blocks, which depend on what is
 # packed together.
 MEASURED = re.compile(
-    r"time/.*|idle/.*|perf/.*|memory/.*|refit/(?!bytes).*|.*/tokens_per_second|mismatch/.*|"
+    r"time/.*|idle/.*|perf/.*|memory/.*|placement/.*|refit/(?!bytes).*|.*/tokens_per_second|mismatch/.*|"
     r"replay/bytes"
 )
 

@@ -43,11 +43,26 @@ class FaultyEngines:
     scored: list = field(default_factory=list)
     moved: list[int] = field(default_factory=list)
 
+    back: dict[str, float] = field(default_factory=dict)  # metrics of memory that was given back
+    turns: list[str] = field(default_factory=list)
+
+    @property
+    def present(self) -> list[int]:
+        return list(range(len(self.routes)))
+
+    async def come_back(self) -> dict[str, float]:
+        self.turns.append("come back")
+        return self.back
+
+    def go_on(self) -> None:
+        self.turns.append("go on")
+
     async def move_on(self, version) -> None:
         self.moved.append(version)
 
     async def score(self, sequences, version, engines=None) -> list[Scored]:
         self.scored.append((sequences, version))
+        self.turns.append("score")
         found = []
         for index in range(len(self.routes)) if engines is None else engines:
             served = version
@@ -57,7 +72,7 @@ class FaultyEngines:
             route = self.routes[index]
             scores = [logprobs(ids, served, route, self.step) for ids in sequences]
             scores = [s + self.noise * draw.standard_normal(s.shape) for s in scores]
-            found.append(Scored(scores, route, str(route), self.complete))
+            found.append(Scored(index, scores, route, str(route), self.complete))
         return found
 
     async def publish(self, version, parts) -> list[Receipt]:

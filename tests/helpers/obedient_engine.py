@@ -59,6 +59,13 @@ class Engine:
     async def publish(self, version, *sent):
         return self._do("publish", version, *sent)
 
+    async def give_way(self):
+        self._do("give_way")
+        return 1.5
+
+    async def wake(self, what):
+        self._do("wake", what)
+
     async def move_on(self, version):
         self._do("move_on", version)
 

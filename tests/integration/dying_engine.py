@@ -1,6 +1,7 @@
 """A recipe: the demo on two engines, the first of which loses vLLM's process in two refits, after
 the new version is written into its slot and before it is switched to; with FATE=suspend it is
-stopped there instead, and lives.
+stopped there instead, and lives. With AFTER_A_JOIN it is lost in the first refit after one in which
+the other engine took part.
 
 Only this recipe dies: a run that is resumed from its config.yaml has none of it.
 """
@@ -26,13 +27,24 @@ config = load_config(str(ROOT / "recipes/tiny_arithmetic.py"))
 def dying(engine_class: type, marks: Path) -> type:
     class DyingEngine(engine_class):
         async def _workers(self, method: str, *args: Any):
-            if method == "refit_commit" and self.index == 0 and args[0] in DEATHS:
-                mark = marks / f"died-at-{args[0]}"
-                if not mark.exists():
-                    mark.touch()
-                    for child in psutil.Process().children(recursive=True):
-                        getattr(child, os.environ.get("FATE", "kill"))()
+            if method == "refit_commit" and self._is_due(args[0]):
+                for child in psutil.Process().children(recursive=True):
+                    getattr(child, os.environ.get("FATE", "kill"))()
             return await super()._workers(method, *args)
+
+        def _is_due(self, version: int) -> bool:
+            """Once each, of the first engine."""
+            mark = marks / f"died-at-{version}"
+            due = version in DEATHS
+            if "AFTER_A_JOIN" in os.environ:
+                mark, joined = marks / "died", marks / "joined"
+                due = joined.exists() and version > int(joined.read_text())
+                if self.index == 1 and not joined.exists():
+                    joined.write_text(str(version))
+            if self.index or not due or mark.exists():
+                return False
+            mark.touch()
+            return True
 
     return DyingEngine
 

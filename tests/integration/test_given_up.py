@@ -70,7 +70,7 @@ def engines_of_a_run(folder: Path, monkeypatch):
         yield engines
         ray.get(engines.actors[0].remote("shutdown"), timeout=60)
     finally:
-        for actor in engines.actors:
+        for actor in engines.actors.values():
             actor.end()
 
 

@@ -12,7 +12,7 @@ from lora_moe_rl.planner.trainer import TrainerMemory
 from lora_moe_rl.refit.plan import trainer_ranks
 
 TP2_PP2_EP2 = {"world_size": 4, "tp": 2, "pp": 2, "ep": 2}
-COMPARED = ("base", "adapter", "gradients", "optimizer")
+COMPARED = ("base", "adapter", "gradients", "optimizer", "host")
 
 
 def report(worker, spec):
@@ -42,30 +42,31 @@ def report(worker, spec):
 
 
 @pytest.mark.parametrize(
-    ("family", "adapter", "algorithm"),
+    ("family", "adapter", "algorithm", "offload"),
     [
-        ("deepseek_v3", {"rank": 8, "expert_rank": 4}, "grpo"),
-        ("qwen2_moe", {"rank": 8, "init": "olora"}, "ppo"),
+        ("deepseek_v3", {"rank": 8, "expert_rank": 4}, "grpo", "none"),
+        ("qwen2_moe", {"rank": 8, "init": "olora"}, "ppo", "optimizer"),
         (
             "glm4_moe",
             {"rank": 8, "expert_layout": "shared_outer", "targets": ["*_proj", "exp*"]},
             "ppo",
+            "none",
         ),
     ],
 )
-def test_every_rank_holds_what_the_plan_says(tmp_path, family, adapter, algorithm):
+def test_every_rank_holds_what_the_plan_says(tmp_path, family, adapter, algorithm, offload):
     tiny_families.save(family, tmp_path)
-    trainer = TP2_PP2_EP2 | {"device": "cpu"}
+    trainer = TP2_PP2_EP2 | {"device": "cpu", "offload": offload}
     config = RunConfig(
         model=str(tmp_path), trainer=trainer, adapter=adapter, algorithm={"name": algorithm}
     )
     facts = find(str(tmp_path))
     spec = AdapterSpec.build(facts.shape, config.adapter, servable=False)
     classes = TrainerMemory(facts, spec, "float32").classes(config)
-    planned = {stage: c.memory for c in classes for stage in c.stages}
+    planned = {stage: c.memory | {"host": c.host} for c in classes for stage in c.stages}
     ranks = trainer_ranks(config.trainer, facts.shape.num_layers)
     for rank, (bytes_held, shapes) in zip(ranks, run_ranks(config, tmp_path, report), strict=True):
         memory = planned[rank.rank // 2]
-        assert bytes_held == {kind: memory[kind] for kind in COMPARED}
+        assert {"host": 0} | bytes_held == {kind: memory[kind] for kind in COMPARED}
         held = held_by(facts, rank).items()
         assert shapes == {tensor.name: box.shape for tensor, box in held if not tensor.buffer}

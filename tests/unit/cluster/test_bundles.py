@@ -56,3 +56,44 @@ def test_what_a_run_wants_follows_its_layout():
     group, engine = {"CPU": 4, "GPU": 4}, {"CPU": 1, "GPU": 2}
     assert wanted(config, gpus=True) == [group] * 2 + [engine] * 3
     assert wanted(config, gpus=False) == [{"CPU": 4}] * 2 + [{"CPU": 1}] * 3
+    fewer = config.rollout.model_copy(update={"least_engines": 1})
+    config = config.model_copy(update={"rollout": fewer})
+    assert wanted(config, gpus=True) == [group] * 2 + [engine]  # the others have their own
+
+
+def colocated(world_size: int, tp: int, engines: int, engine_tp: int, **trainer) -> RunConfig:
+    return RunConfig(
+        model={"path": "x"},
+        trainer={"world_size": world_size, "tp": tp, **trainer},
+        rollout={"engines": engines, "tp": engine_tp},
+        placement={"mode": "colocated"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "bundles"),
+    [
+        ((16, 2, 2, 8), [{"CPU": 9, "GPU": 8}] * 2),  # four groups of ranks in an engine
+        ((16, 8, 8, 2), [{"CPU": 12, "GPU": 8}] * 2),  # four engines on a group of ranks
+        ((2, 1, 2, 1), [{"CPU": 2, "GPU": 1}] * 2),
+    ],
+)
+def test_what_takes_turns_wants_each_gpu_once(layout, bundles):
+    config = colocated(*layout)
+    assert wanted(config, gpus=True) == bundles
+    apart = config.model_copy(update={"placement": RunConfig().placement})
+    assert wanted(config, gpus=False) == wanted(apart, gpus=False)
+    assert sum(one["GPU"] for one in wanted(apart, gpus=True)) == 2 * layout[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (colocated(8, 1, 1, 4), "trainer.world_size=8 is not rollout.engines=1 [*] rollout.tp=4"),
+        (colocated(6, 2, 2, 3), "trainer.tp=2 and rollout.tp=3"),
+        (colocated(2, 1, 2, 1, device="cpu"), "trainer.device=cpu"),
+    ],
+)
+def test_what_cannot_be_on_the_same_gpus_is_refused(config, message):
+    with pytest.raises(ConfigError, match=message):
+        wanted(config, gpus=True)

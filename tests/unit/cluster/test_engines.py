@@ -4,77 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from pathlib import Path
-from types import SimpleNamespace
 
-import obedient_engine
 import pytest
 import ray
+from engine_group import asked, fate
 
 from lora_moe_rl.cluster import replicas as group
-from lora_moe_rl.cluster.actors import init_ray
-from lora_moe_rl.cluster.engines import RolloutEngines
-from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.engines import RefitConfig
 from lora_moe_rl.errors import ActorFailed, EngineDied, NotServed, RefitError
 from lora_moe_rl.ports import Manner, Turn, Written
 
 pytestmark = pytest.mark.seconds  # Ray is started for them
 TURN = Turn(conversation=0, number=0, recorded=0, max_tokens=5)
-SPEC = SimpleNamespace(shape=SimpleNamespace(num_layers=2, moe_layers=(0, 1)))
-ray.cloudpickle.register_pickle_by_value(obedient_engine)  # the actors find no helpers of tests
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_session():
-    started = not ray.is_initialized()
-    if started:
-        init_ray(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-    yield
-    if started:
-        ray.shutdown()
-
-
-@pytest.fixture
-def start(tmp_path, monkeypatch):
-    """Makes a group of engines that are prepared and serve version 3."""
-    monkeypatch.setattr(group, "RolloutEngine", obedient_engine.Engine)
-    groups = []
-
-    def start(**rollout):
-        config = RunConfig(rollout={"engines": 2, **rollout})
-        run_dir = SimpleNamespace(
-            log_path=lambda name: tmp_path / f"{name}.log", tail=lambda name: f"tail of {name}"
-        )
-        place = SimpleNamespace(engine=lambda index: {"num_cpus": 0})
-        made = RolloutEngines(config, SPEC, tmp_path, run_dir, place)
-        made.proven = []
-
-        async def prove(*what):
-            made.proven.append(what)
-
-        made.prove = prove
-        groups.append(made)
-        made.start_async()
-        made.wait_started()
-        made.prepare_refit([], None)
-        asyncio.run(made.publish(3, []))
-        for path in tmp_path.glob("asked-*"):
-            path.unlink()
-        return made
-
-    yield start
-    for made in groups:
-        for actor in made.actors:
-            ray.kill(actor.handle)
-
-
-def asked(folder: Path, index: int) -> list[str]:
-    return (folder / f"asked-{index}").read_text().splitlines()
-
-
-def fate(folder: Path, index: int, method: str, *fates: str) -> None:
-    (folder / f"fate-{index}-{method}").write_text("\n".join(fates))
 
 
 def sample(engines, tickets=4) -> tuple[list, int]:

@@ -11,6 +11,8 @@ from lora_moe_rl.errors import ConfigError
 
 JUDGED = ("reward.function=lora_moe_rl.rewards:Judge", "reward.args.url=engines")
 LAG = ("schedule.lag=1", "refit.slots=3", "algorithm.correction=tis")
+TURNS = "placement.mode=colocated"
+JOINING = ("rollout.engines=2", "rollout.least_engines=1")
 CONTINUE = ("schedule.lag=4", "schedule.in_flight=continue")
 
 
@@ -54,6 +56,28 @@ CONTINUE = ("schedule.lag=4", "schedule.in_flight=continue")
         ([*JUDGED, "refit.mode=merged"], "reward.args.url=engines asks the frozen base"),
         ([*JUDGED, "reward.args.model=wise"], "there is one model, base"),
         ([*JUDGED, "reward.args.cache=kept"], "reward.args.cache=kept has no effect"),
+        (
+            ["placement.gives_back=weights"],
+            "placement.gives_back=weights has no effect with placement.mode=split",
+        ),
+        ([*LAG, TURNS], "schedule.lag=1 samples while the trainer updates"),
+        (
+            [TURNS, "placement.gives_back=weights", "model.held_once=auto"],
+            "placement.gives_back=weights moves the engines' base to the host",
+        ),
+        ([*JOINING, TURNS], "rollout.least_engines=1 has engines join where there is room"),
+        (
+            [*JOINING, "refit.mode=merged"],
+            "rollout.least_engines=1 has engines join that are",
+        ),
+        (
+            [TURNS, "rollout.gpus_per_engine=0.5"],
+            "rollout.gpus_per_engine=0.5 has no effect with placement.mode=colocated",
+        ),
+        (
+            [TURNS, "trainer.gpus_per_rank=0.5"],
+            "trainer.gpus_per_rank=0.5 has no effect with placement.mode=colocated",
+        ),
     ],
 )
 def test_an_option_without_effect_is_refused(settings, message):

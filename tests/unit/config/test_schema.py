@@ -109,3 +109,10 @@ def test_every_error_crosses_processes():
         assert type(copy) is kind and str(copy) == str(error)
         assert isinstance(copy, errors.LoraMoeRlError)
         assert copy.exit_code in (1, 2, errors.FAULT)
+
+
+def test_there_are_no_fewer_engines_than_the_least():
+    assert RunConfig(rollout={"engines": 3}).rollout.firm_engines == 3
+    assert RunConfig(rollout={"engines": 3, "least_engines": 2}).rollout.firm_engines == 2
+    with pytest.raises(ValueError, match="rollout.least_engines=4 is above rollout.engines=3"):
+        RunConfig(rollout={"engines": 3, "least_engines": 4})

@@ -29,13 +29,14 @@ def test_in_flight_is_the_mean_over_a_spans_time_on_its_engine():
     assert ahead.in_flight(spans).tolist() == [1.5, 2, 1, 1]
 
 
-def a_run(folder, steps=4, counts=None, **trainer):
+def a_run(folder, steps=4, counts=None, placement="split", **trainer):
     """Two prompts a step, in turns on one engine: 4 tokens in 4 s, whoever else is there; reward
     1 s, update 2 s, publish 1 s, a step 8 s."""
     config = RunConfig(
         algorithm={"prompts_per_step": 2, "group_size": 4},
         trainer={"world_size": 2, "ep": 1, **trainer},
         rollout={"engines": 2},
+        placement={"mode": placement},
     )
     (folder / "config.yaml").write_text(to_yaml(config))
     seconds = {"time/rollout": 4, "time/reward": 1, "time/train": 2, "time/refit": 1}
@@ -119,6 +120,11 @@ def test_a_run_of_several_turns_is_refused(tmp_path):
     """Its requests are of a turn each, and its responses are of all turns."""
     with pytest.raises(RunDirError, match="several turns"):
         ahead.measure(a_run(tmp_path, counts={"environment/conversations": 8.0}))
+
+
+def test_a_run_that_takes_turns_is_refused(tmp_path):
+    with pytest.raises(RunDirError, match="has placement.mode=colocated"):
+        ahead.measure(a_run(tmp_path, placement="colocated"))
 
 
 def test_a_run_of_one_step_says_too_little(tmp_path):

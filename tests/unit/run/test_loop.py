@@ -58,6 +58,9 @@ class Engines(FaultyEngines):
     def overwrite(self) -> None:
         self.events.append("overwrite")
 
+    async def give_way(self) -> None:
+        self.events.append("give way")
+
     async def pin(self, version) -> None:
         self.events.append(f"pin {version}")
 
@@ -245,7 +248,7 @@ def test_each_ticket_is_sampled_with_a_seed_of_its_own_and_the_newest_version():
 
 
 def test_an_update_waits_for_engines_that_are_coming_back():
-    about = ("all back", "overwrite", "update")
+    about = ("all back", "overwrite", "give way", "update")
     assert [event for event in run().events if event in about] == [*about] * 2
 
 

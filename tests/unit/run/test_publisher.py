@@ -87,6 +87,22 @@ def test_versions_that_noise_hides_from_each_other_are_compared_instead():
     assert run.engines.rolled_back == [(2, ["parts of 2"])] and run.publisher.version == 1
 
 
+def test_what_was_given_back_is_there_before_the_proof_and_samples_come_after_it():
+    engines = FaultyEngines(back={"placement/given_back": 2.0})
+    run = Run(engines)
+    engines.turns.clear()
+    scored = len(engines.scored)
+    assert run.publish(1)["placement/given_back"] == 2.0
+    assert engines.turns == ["come back", *["score"] * (len(engines.scored) - scored), "go on"]
+    engines.turns.clear()
+    assert run.publish(1)["placement/given_back"] == 2.0  # its update was skipped
+    assert engines.turns == ["come back", "go on"]
+    engines.serves = {0: lambda version: None}
+    with pytest.raises(RefitError):
+        run.publish(2)
+    assert engines.turns[-1] == "score"
+
+
 def test_slots_are_compared_at_the_start_and_every_so_many_versions():
     run = Run(FaultyEngines(), first=5, compare_every=4)
     found = {version: run.publish(version)["refit/compared"] for version in (6, 8, 9, 10)}
@@ -204,6 +220,7 @@ def test_a_version_that_is_served_already_is_not_proven_again():
     asked = len(run.engines.scored)
     found = run.publish(0)
     assert found.pop("memory/engines_peak") == 1.5  # as of the publish that there was
+    assert found.pop("rollout/engines") == 1
     assert set(found.values()) == {0} and len(run.engines.scored) == asked
 
 

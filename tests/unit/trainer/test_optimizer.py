@@ -13,6 +13,7 @@ from lora_moe_rl.adapters.sharding import RankLayout
 from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.trainer import host_moments
 from lora_moe_rl.trainer.optimizer import AdapterOptimizer, learning_rate
 
 pytestmark = pytest.mark.seconds  # imports Megatron
@@ -137,7 +138,12 @@ def optimizer_of(*values: list[float], **trainer):
     mine = {name: torch.nn.Parameter(torch.tensor(v)) for name, v in zip("AB", values, strict=True)}
     layer = SimpleNamespace(kind="replicated", parameters_of=lambda name: [mine[name]])
     adapters = SimpleNamespace(
-        parameters=lambda: list(mine.values()), gradients=Gradients([layer], RankLayout())
+        parameters=lambda: list(mine.values()),
+        parameters_of=lambda name: [mine[name]],
+        slices=lambda: [
+            Slice(f"{name}.{name}", tensor, (...,), (0,), True) for name, tensor in mine.items()
+        ],
+        gradients=Gradients([layer], RankLayout()),
     )
     return AdapterOptimizer(TrainerConfig(**trainer), adapters, total_steps=10), *mine.values()
 
@@ -193,6 +199,50 @@ def test_ten_steps_are_those_of_torch():
         assert optimizer.step().applied
     torch.testing.assert_close(A, theirs[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(B, theirs[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("most", [1, 16, 2**20])
+def test_moments_that_come_from_the_host_move_the_adapter_to_the_same_bits(monkeypatch, most):
+    """However few parameters are stepped at a time; from a checkpoint, too."""
+    monkeypatch.setattr(host_moments, "OFFLOAD_BYTES", most)
+    settings = {"lr": 0.05, "weight_decay": 0.1, "lr_ratio_B": 2.0, "clip_grad": 0.0}
+    draw = torch.Generator().manual_seed(0)
+    start = [torch.randn(n, generator=draw).tolist() for n in (3, 40)]
+    usual, *ours = optimizer_of(*start, **settings)
+    offloaded, *others = optimizer_of(*start, **settings, offload="optimizer")
+    for step in range(6):
+        if step == 3:
+            _again(usual)
+            _again(offloaded)
+        for one, other in zip(ours, others, strict=True):
+            one.grad.copy_(torch.randn(one.shape, generator=draw))
+            other.grad.copy_(one.grad)
+        assert usual.step().streamed == 0 < offloaded.step().streamed
+        for one, other in zip(ours, others, strict=True):
+            assert torch.equal(one, other)
+            for moment in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(usual.state(moment)(one), offloaded.state(moment)(other))
+
+
+def test_no_more_than_a_few_parameters_are_stepped_at_a_time(monkeypatch):
+    monkeypatch.setattr(host_moments, "OFFLOAD_BYTES", 12)
+    sizes = [1, 2, 1, 9, 1, 1, 1, 1]
+    parameters = [torch.zeros(size) for size in sizes]
+    found = [[p.numel() for p in bucket] for bucket in host_moments.buckets(parameters)]
+    assert found == [[1, 2], [1], [9], [1, 1, 1], [1]]
+    assert list(host_moments.buckets([])) == []
+
+
+def _again(optimizer) -> None:
+    """Its state is made anew and written, as when a checkpoint is read."""
+    kept = [
+        (p, key, optimizer.state(key)(p).clone())
+        for p in optimizer.adapters.parameters()
+        for key in ("exp_avg", "exp_avg_sq")
+    ]
+    optimizer.restore(optimizer.steps)
+    for parameter, key, value in kept:
+        optimizer.state(key)(parameter).copy_(value)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -1,0 +1,73 @@
+"""Engines as the run sees them, of which each is an obedient one."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+import obedient_engine
+import pytest
+import ray
+
+from lora_moe_rl.cluster import replicas as group
+from lora_moe_rl.cluster.actors import init_ray
+from lora_moe_rl.cluster.engines import RolloutEngines
+from lora_moe_rl.config import RunConfig
+
+SPEC = SimpleNamespace(shape=SimpleNamespace(num_layers=2, moe_layers=(0, 1)))
+ray.cloudpickle.register_pickle_by_value(obedient_engine)  # the actors find no helpers of tests
+
+
+@pytest.fixture(scope="module")
+def ray_session():
+    started = not ray.is_initialized()
+    if started:
+        init_ray(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    yield
+    if started:
+        ray.shutdown()
+
+
+@pytest.fixture
+def start(ray_session, tmp_path, monkeypatch):
+    """Makes a group of engines that are prepared and serve version 3; none yet, if engines may
+    join, which is in one event loop."""
+    monkeypatch.setattr(group, "RolloutEngine", obedient_engine.Engine)
+    groups = []
+
+    def start(placement="split", **rollout):
+        config = RunConfig(rollout={"engines": 2, **rollout}, placement={"mode": placement})
+        run_dir = SimpleNamespace(
+            log_path=lambda name: tmp_path / f"{name}.log", tail=lambda name: f"tail of {name}"
+        )
+        place = SimpleNamespace(engine=lambda index: {"num_cpus": 0})
+        made = RolloutEngines(config, SPEC, tmp_path, run_dir, place)
+        made.proven = []
+
+        async def prove(*what):
+            made.proven.append(what)
+
+        made.prove = prove
+        groups.append(made)
+        made.start_async()
+        made.wait_started()
+        made.prepare_refit([], None)
+        if "least_engines" not in rollout:
+            asyncio.run(made.publish(3, []))
+        for path in tmp_path.glob("asked-*"):
+            path.unlink()
+        return made
+
+    yield start
+    for made in groups:
+        for actor in made.actors.values():
+            ray.kill(actor.handle)
+
+
+def asked(folder: Path, index: int) -> list[str]:
+    return (folder / f"asked-{index}").read_text().splitlines()
+
+
+def fate(folder: Path, index: int, method: str, *fates: str) -> None:
+    (folder / f"fate-{index}-{method}").write_text("\n".join(fates))

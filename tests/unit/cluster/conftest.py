@@ -1,0 +1,1 @@
+from engine_group import ray_session, start  # noqa: F401
