@@ -113,6 +113,7 @@ def test_what_is_on_record_tells_of_no_engine(tmp_path):
     assert metrics[0]["data/tokens"] == 12 and metrics[0]["data/answer_length"] == 2
     assert {name for name in metrics[0] if name.startswith(("time/", "idle/"))} == {
         "time/train",
+        "time/records",
         "time/step",
         "idle/trainer",
     }
