@@ -5,13 +5,13 @@
     lora-moe-rl plan recipes/kimi_k2_thinking.py adapter.rank=8      # more room for the KV cache
 
 GPUs: 8, on each a rank of the trainer (TP 8, EP 8) and a rank of one engine (TP 8, EP 8), which
-hold the INT4 experts once. By the plan a trainer rank holds 36 GiB of 140, beside an engine rank
-of 98, with room for 17 sequences of 16,384 tokens. Every linear has an adapter of rank 16, each
-expert its own.
+take turns and hold the INT4 experts once. By the plan a trainer rank holds 36 GiB of 140, beside
+an engine rank of 105, with room for 24 sequences of 16,384 tokens. Every linear has an adapter of
+rank 16, each expert its own.
 
-This is planned ahead: experts held once (`model.held_once`) are for the CPU yet, and engines of
-several ranks do not share GPUs with the trainer; a run says so and ends before it starts. Watch
-`mismatch/kl`, which INT4 leaves as small as a base of bfloat16 does, and `replay/coverage`.
+This is planned ahead: experts held once (`model.held_once`) are for the CPU yet; a run says so and
+ends before it starts. Watch `mismatch/kl`, which INT4 leaves as small as a base of bfloat16 does,
+and `replay/coverage`.
 """
 
 import lora_moe_rl.recipe
@@ -20,6 +20,7 @@ from lora_moe_rl.config import (
     AlgorithmConfig,
     DataConfig,
     ModelConfig,
+    PlacementConfig,
     RewardConfig,
     RolloutConfig,
     RunConfig,
@@ -37,13 +38,14 @@ config = RunConfig(
     ),
     adapter=AdapterConfig(rank=16, alpha=32),
     trainer=TrainerConfig(
-        steps=200, world_size=8, tp=8, ep=8, device="cuda", recompute="full", gpus_per_rank=0.5,
+        steps=200, world_size=8, tp=8, ep=8, device="cuda", recompute="full",
         micro_batch_tokens=16384, lr=2e-5, warmup_steps=5,
     ),
     rollout=RolloutConfig(
-        engines=1, tp=8, ep=True, gpus_per_engine=4, max_response_tokens=14336, max_num_seqs=64,
-        gpu_memory_utilization=0.7, start_timeout_s=7200,
+        engines=1, tp=8, ep=True, max_response_tokens=14336, max_num_seqs=64,
+        gpu_memory_utilization=0.75, start_timeout_s=7200,
     ),
+    placement=PlacementConfig(mode="colocated"),
     algorithm=AlgorithmConfig(prompts_per_step=16, group_size=8),
     data=DataConfig(
         path="open-r1/DAPO-Math-17k-Processed", subset="en", answer_key="solution",

@@ -92,8 +92,8 @@ def _apart(config: RunConfig, same_gpus: bool) -> str:
         return ""
     if not same_gpus:
         return (
-            "trainer and engines stand on GPUs of their own: set trainer.gpus_per_rank and "
-            "rollout.gpus_per_engine so that they share them"
+            "trainer and engines stand on GPUs of their own: set placement.mode=colocated, so that "
+            "they share them"
         )
     ours, theirs = ExpertCut.of_trainer(trainer), ExpertCut.of_engine(rollout)
     if trainer.pp > 1 or ours != theirs:

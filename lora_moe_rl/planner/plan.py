@@ -153,7 +153,7 @@ def gpus_of(config: RunConfig) -> tuple[int, int, bool]:
     if config.placement.colocated:
         return mine, rollout.engines * rollout.tp, True
     theirs = math.ceil(rollout.engines * each)
-    share = trainer.gpus_per_rank + each / rollout.tp <= 1
+    share = rollout.tp == 1 and trainer.gpus_per_rank + each <= 1
     if share:
         together = trainer.world_size * trainer.gpus_per_rank + rollout.engines * each
         return math.ceil(together), math.ceil(together), True

