@@ -14,7 +14,7 @@ from test_golden import runs
 
 from lora_moe_rl.data.samples import Sample
 
-pytestmark = [pytest.mark.slow, pytest.mark.whole]
+pytestmark = pytest.mark.slow
 CACHE_GIB = 0.5
 EXACT = 1e-5  # logprobs, float32
 PROMPT = list(range(20, 20 + 200))  # longer than a block of the cache, so that prefixes are kept
@@ -91,7 +91,7 @@ def test_a_cache_that_is_lost_without_a_word_is_seen(engine):
     assert equal(sample(engine, version), before)
 
 
-@pytest.mark.parametrize("mode", ["adapter", "merged"])
+@pytest.mark.parametrize("mode", [pytest.param("adapter", marks=pytest.mark.whole), "merged"])
 def test_a_run_that_takes_turns_is_the_run_that_does_not(tmp_path: Path, mode):
     """Metrics but for clocks, samples and adapter are equal to the bit."""
     settings = "trainer.steps=3", f"refit.mode={mode}", "logging.samples_per_step=8"

@@ -6,7 +6,7 @@ import pytest
 from cli_run import RECIPE, trained
 from test_golden import runs
 
-pytestmark = [pytest.mark.slow, pytest.mark.whole]
+pytestmark = pytest.mark.slow
 
 
 def test_a_run_with_moments_on_the_host_is_the_usual_one_and_can_go_on_as_it(tmp_path):
