@@ -16,9 +16,9 @@ from lora_moe_rl.planner.base import PARTS, base_tensors, held_by
 from lora_moe_rl.planner.facts import Facts, Format
 from lora_moe_rl.planner.formats import tensor_bytes
 from lora_moe_rl.planner.rollout import engine_shape
+from lora_moe_rl.planner.trainer import FORMATS
 from lora_moe_rl.refit.plan import trainer_ranks
 
-FORMATS: tuple[Format, ...] = ("bf16", "fp8", "int4")
 # A part of the model, and a piece of the names that the rule has for it.
 NAMES = {
     "embeddings": "embed_tokens",

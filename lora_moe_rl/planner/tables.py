@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from rich.table import Table
 from rich.text import Text
 
 from lora_moe_rl.planner.changes import Change
 from lora_moe_rl.planner.hardware import GIB
-from lora_moe_rl.planner.held import FORMATS
 from lora_moe_rl.planner.plan import Assumed, RunPlan
 from lora_moe_rl.planner.request import Request
 from lora_moe_rl.planner.rollout import EngineRank
 from lora_moe_rl.planner.search import MARGIN, SEARCHED, Proposal
+from lora_moe_rl.planner.trainer import FORMATS
 from lora_moe_rl.verify.report import console, table
 
 WIDTH = 118
@@ -98,7 +100,7 @@ def _formats(plan: RunPlan) -> str:
 
 def _held(plan: RunPlan) -> Table:
     """By part of the model: on a trainer rank and an engine rank together."""
-    cells = [(form, once) for form in FORMATS for once in (False, True)]
+    cells = [*product(FORMATS, (False, True))]
     heads = [f"{form}, {'once' if once else 'each'}" for form, once in cells]
     title = "the base on a trainer rank and an engine rank, GiB: a copy each, and held once"
     made = table(["", *heads], title)
