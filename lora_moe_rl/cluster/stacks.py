@@ -24,6 +24,7 @@ from lora_moe_rl.telemetry.waiting import frames_of
 
 SIGNAL = signal.SIGUSR2
 PATIENCE_S = 1.0  # until it is written
+EACH_S = 0.1  # for one to write, before another writes into the same log
 
 Place = tuple[str, int | None, Path]  # an actor: name, process if it is on this machine, log
 
@@ -41,6 +42,7 @@ def dump(actors: Iterable[Place]) -> list[str]:
         for one in found:
             with suppress(ProcessLookupError):
                 os.kill(one, SIGNAL)
+                time.sleep(EACH_S)
         asked.append(name)
     time.sleep(PATIENCE_S if asked else 0)
     return asked

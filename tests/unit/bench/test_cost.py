@@ -34,7 +34,7 @@ def asked(monkeypatch):
     monkeypatch.setattr(cost, "_updates", updates)
     monkeypatch.setattr(cost, "busy_cores", lambda: 0.0)
     monkeypatch.setattr(model, "make_model", lambda folder: folder.mkdir())
-    monkeypatch.setattr(bench_step, "gate", lambda records, steps: [])
+    monkeypatch.setattr(bench_step, "gate", lambda records, steps, work: [])
     return calls
 
 
@@ -60,7 +60,7 @@ def test_work_is_the_same_for_all(asked):
 
 
 def test_a_run_that_was_not_right_has_no_seconds(asked, monkeypatch):
-    monkeypatch.setattr(bench_step, "gate", lambda records, steps: ["step 3: no routes"])
+    monkeypatch.setattr(bench_step, "gate", lambda records, steps, work: ["step 3: no routes"])
     with pytest.raises(BenchmarkError, match="no seconds to report: step 3: no routes"):
         cost.main([])
 

@@ -25,7 +25,9 @@ waits_here()
 
 
 def wait_for(text, log) -> str:
+    deadline = time.monotonic() + 60
     while not log.exists() or text not in log.read_text():
+        assert time.monotonic() < deadline, log.exists() and log.read_text()
         time.sleep(0.05)
     return log.read_text()
 

@@ -75,7 +75,7 @@ def test_means_over_samples_are_of_samples_in_whatever_micro_batch_they_are(monk
     for samples in ([0, 1], [2]):
         data = pack(batch, samples, multiple=4)
         meter.mismatch(WITH, data, torch.full((len(data.labels),), math.log(0.5)))
-    found = meter.metrics([SimpleNamespace(grad_norm=1.0, lr=1.0)], compared=False)
+    found = meter.metrics([SimpleNamespace(grad_norm=1.0, lr=1.0, streamed=0.0)], compared=False)
     # Perplexities of 2, 4 and 8; products of ratios 1, 2^3 and 4.
     assert found["mismatch/rollout_ppl"] == pytest.approx(14 / 3, rel=1e-6)
     assert found["mismatch/trainer_ppl"] == pytest.approx(2, rel=1e-6)
@@ -104,7 +104,7 @@ def test_what_no_engine_sampled_has_no_mismatch_and_its_means_are_over_the_token
     meter.add("tokens", 2)
     meter.add("entropy", 3.0)
     meter.add("loss/nll", 5.0)
-    found = meter.metrics([SimpleNamespace(grad_norm=1.0, lr=1.0)], compared=False)
+    found = meter.metrics([SimpleNamespace(grad_norm=1.0, lr=1.0, streamed=0.0)], compared=False)
     assert found["policy/entropy"] == 1.5 and found["loss/nll"] == 2.5
     assert found["logps/chosen"] == -3.0 and found["loss/tokens"] == 2
     assert not any(name.startswith(("mismatch", "replay")) for name in found)
