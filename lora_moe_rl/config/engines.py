@@ -129,7 +129,8 @@ class RefitConfig(Section):
     proof_tolerance: float | None = Field(
         None, gt=0,
         description="Largest |logprob difference| between trainer and engine on the probe, of a "
-        "logprob below -1 times its size; null: 1e-4 in float32, 0.15 in bfloat16.",
+        "logprob below -1 times its size; null: 1e-4 in float32, 0.15 in bfloat16 and "
+        "with trainer.fp8_forward=engine.",
     )  # fmt: skip
     compare_every: int = Field(
         50, ge=0,

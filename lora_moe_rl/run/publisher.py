@@ -81,7 +81,8 @@ class Publisher:
     ):
         self.config, self.trainer, self.engines = config, trainer, engines
         self.channel, self.source = channel, source
-        self.tolerance = config.refit.proof_tolerance or default_tolerance(dtype)
+        eight_bits = config.trainer.fp8_forward == "engine"
+        self.tolerance = config.refit.proof_tolerance or default_tolerance(dtype, eight_bits)
         self.first_version, self.version = first_version, -1
         self.parts: Sequence[Ref] = ()  # of the version that is served, or about to be
         self.probe: list[list[int]] = []

@@ -25,9 +25,14 @@ def test_trainer_and_engine_compute_the_same(model, tmp_path):
     assert any(np.any(values) for name, values in exported.items() if "lora_B" in name)
 
 
-@pytest.mark.parametrize("forward", ["dequantise", "engine"])
 @pytest.mark.parametrize(
-    "model", [pytest.param("qwen3_moe-fp8", marks=pytest.mark.whole), "deepseek_v3-fp8"]
+    ("model", "forward"),
+    [
+        pytest.param("qwen3_moe-fp8", "dequantise", marks=pytest.mark.whole),
+        ("qwen3_moe-fp8", "engine"),
+        ("deepseek_v3-fp8", "dequantise"),
+        ("deepseek_v3-fp8", "engine"),
+    ],
 )
 def test_fp8_by_both_forwards(model, forward, tmp_path):
     """In 8 bits, rounding of the last bit of a float32 becomes now and then a step of e4m3."""
@@ -41,5 +46,5 @@ def check(records, num_steps, most_kl=1e-6, largest=1e-4):
     for record in records:
         assert record["mismatch/kl"] <= most_kl
         assert record["mismatch/max_abs_logprob_diff"] <= largest
-        assert record["replay/coverage"] == 1 and record["refit/max_diff"] <= 1e-4
+        assert record["replay/coverage"] == 1 and record["refit/max_diff"] <= largest
         assert record["optim/grad_norm"] > 0

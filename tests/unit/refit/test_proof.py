@@ -152,3 +152,4 @@ def test_probes_of_different_length_are_an_error():
 def test_default_tolerances():
     assert default_tolerance("float32") == 1e-4
     assert default_tolerance("bfloat16") == 0.15
+    assert default_tolerance("float32", eight_bits=True) == 0.15
