@@ -28,8 +28,9 @@ written; of what is done beside other work that is the most that it can take.
 STEPS = 40
 # By what is checked: the setting of how many steps lie between two checks, and the metric that is
 # above 0 in a step with one.
+AUDIT = "routes read back and compared"
 IN_TURNS = {
-    "routes read back and compared": ("replay.audit", AUDITED),
+    AUDIT: ("replay.audit", AUDITED),
     "slots of engines compared": ("refit.compare_every", "refit/compared"),
 }
 # By what is done in every step: the metric of its seconds.
@@ -94,7 +95,7 @@ def measure(runs: Runs) -> dict[str, Any]:
         what: of_turns(records, metric) / default(runs.config, key)
         for what, (records, key, metric) in made.items()
     }
-    records, _, _ = made["routes read back and compared"]
+    records, _, _ = made[AUDIT]
     whole = seconds(records)
     shares |= {
         what: median(record[metric] for record in records) / whole

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 from lora_moe_rl.adapters.families import Config, ModelShape
 from lora_moe_rl.errors import ModelError
-from lora_moe_rl.tiny.make import NAMES, QUANTISED_NAMES, shape_of
+from lora_moe_rl.tiny.make import NAMES, QUANTISED, form_of, shape_of
 
 MODELS = Path(__file__).parent / "models"
 Format = Literal["bf16", "fp8", "int4", "float32"]
@@ -63,8 +63,8 @@ def find(name: str) -> Facts:
         return _of_directory(path)
     if name in NAMES:  # to the letter: deepseek-v3 is the published model
         entry = dict(known()[f"tiny_{shape_of(name)}"])
-        if name in QUANTISED_NAMES:
-            entry["checkpoint"] = name.partition("-")[2]
+        if (form := form_of(name)) in QUANTISED:
+            entry["checkpoint"] = form
         return _of_entry(entry, name)
     for stem, entry in known().items():
         if plain(name) in {plain(stem), plain(entry["name"]), *map(plain, entry["hub"])}:

@@ -60,7 +60,7 @@ def _make(name: str, target: Path, progress: bool) -> None:
     from lora_moe_rl.tiny.widen import widen
 
     source = make_tiny(shape_of(name), progress=progress)
-    if name.endswith("-int4"):
+    if form_of(name) == "int4":
         quantise(source, target)
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -71,6 +71,11 @@ def _make(name: str, target: Path, progress: bool) -> None:
 def shape_of(name: str) -> str:
     """A tiny model's shape: qwen3_moe of qwen3_moe-turns."""
     return name.partition("-")[0]
+
+
+def form_of(name: str) -> str:
+    """What a tiny model is beside its shape: turns of qwen3_moe-turns; '' of the shape alone."""
+    return name.partition("-")[2]
 
 
 def find_tiny(name: str) -> Path | None:
@@ -92,7 +97,7 @@ def cache_dir() -> Path:
 def _cache_key(name: str) -> str:
     """A hash of what decides the weights: our sources and the versions of what they call."""
     here = Path(__file__).parent
-    sources = SOURCES + QUANTISED.get(name.partition("-")[2], ())
+    sources = SOURCES + QUANTISED.get(form_of(name), ())
     parts = [name, *((here / f"{source}.py").read_text() for source in sources)]
     parts += [version(package) for package in ("torch", "transformers", "tokenizers")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]

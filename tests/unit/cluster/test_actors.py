@@ -37,17 +37,7 @@ class Rank:
         return deed
 
 
-pytestmark = pytest.mark.seconds  # Ray is started for them
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_session():
-    started = not ray.is_initialized()
-    if started:
-        init_ray(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-    yield
-    if started:
-        ray.shutdown()
+pytestmark = [pytest.mark.seconds, pytest.mark.usefixtures("ray_session")]
 
 
 @pytest.fixture
