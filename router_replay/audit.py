@@ -92,27 +92,26 @@ class Audit:
         data: MicroBatch | None = layer.micro_batch
         if data is None:  # routers choose for themselves
             return
-        mine = sequence_shard(len(data.input_ids))
+        mine = sequence_shard(len(data.fed))
         if len(used) != mine.stop - mine.start:
             self._differs(f"layer {layer.number} dispatched {len(used)} tokens of {mine}")
             return
         for k, sample in enumerate(data.samples):
             if sample not in self.samples:
                 continue
-            begin, end = (int(x) for x in data.starts[k : k + 2])
-            start, stop = max(begin, mine.start), min(end, mine.stop)
-            if start >= stop:
+            fed_at = data.fed_at[slice(*data.starts[k : k + 2])]
+            tokens = np.flatnonzero((fed_at >= mine.start) & (fed_at < mine.stop))
+            if not len(tokens):
                 continue
-            tokens = slice(start - begin, stop - begin)
-            fed = self.batch.fed(sample)[tokens]
-            if (fed != data.input_ids[start:stop]).any():
-                self._differs(f"sample {sample} is not what was fed at {start} to {stop}")
+            places = fed_at[tokens]
+            if (self.batch.fed(sample)[tokens] != data.input_ids[data.fed[places]]).any():
+                self._differs(f"sample {sample} is not what was fed for it at {places.tolist()}")
             ids, valid = self._expected(chunk, sample, layer.number)
-            here = used[start - mine.start : stop - mine.start]
+            here = used[places - mine.start]
             self._compare_rows(sample, layer.number, tokens, ids[tokens], valid[tokens], here)
 
-    def _compare_rows(self, sample, layer, tokens: slice, ids, valid, used) -> None:
-        """ids `[n, K]`, valid `[n]`, used bool `[n, E]`."""
+    def _compare_rows(self, sample, layer, tokens: np.ndarray, ids, valid, used) -> None:
+        """tokens int `[n]`, ids `[n, K]`, valid `[n]`, used bool `[n, E]`."""
         expected = np.zeros_like(used)
         np.put_along_axis(expected, ids.astype(np.int64), True, axis=1)
         wrong = (expected != used).any(axis=1) & valid
@@ -120,7 +119,7 @@ class Audit:
         if wrong.any():
             row = int(np.argmax(wrong))
             self._differs(
-                f"token {tokens.start + row} of sample {sample} was not routed as recorded in "
+                f"token {tokens[row]} of sample {sample} was not routed as recorded in "
                 f"layer {layer}: expected experts {np.flatnonzero(expected[row]).tolist()}, used "
                 f"{np.flatnonzero(used[row]).tolist()} ({int(wrong.sum())} of the "
                 f"{int(valid.sum())} tokens looked at there differ)"

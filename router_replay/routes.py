@@ -167,7 +167,7 @@ class Routes:
                 for chunk in range(len(self.chunks))]  # fmt: skip
 
     def _micro(self, chunk: int, data: MicroBatch) -> MicroRoutes:
-        length = len(data.input_ids)
+        length = len(data.labels)
         layers, first = self.chunks[chunk], self.parts[0]
         layout = RowLayout(len(layers), first.top_k, first.num_experts)
         rows = np.zeros((length, layout.row_bytes), dtype=np.uint8)
@@ -183,7 +183,7 @@ class Routes:
                     bits = packed.valid[span]
                     valid[here] = valid_rows(bits, len(bits), layout.num_layers)
                 start = here.stop
-        mine = sequence_shard(length)
+        mine = data.fed[sequence_shard(len(data.fed))]
         return MicroRoutes(
             layers,
             layout,

@@ -24,7 +24,7 @@ def ours(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> to
     from lora_moe_rl.trainer.head import LogProbs, Vocabulary
 
     rows, vocabulary = torch.arange(len(hidden)), Vocabulary(weight, 0, len(weight), None)
-    return LogProbs.apply(hidden, labels, rows, vocabulary, TEMPERATURE, True)[0]
+    return LogProbs.apply(hidden, labels, rows, rows, vocabulary, TEMPERATURE, True)[0]
 
 
 def plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -64,6 +65,12 @@ class TrainerConfig(Section):
     )
     micro_batch_tokens: int = Field(
         4096, ge=1, description="Most tokens packed into one micro-batch of one rank."
+    )
+    share_prompts: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Compute the prompt of several samples once in a micro-batch, where its tokens "
+        "and routes are the same (on), or once a sample (off); auto: on, but for a GPU with "
+        "Transformer Engine.",
     )
     recompute: Literal["none", "full"] = Field(
         "none",
@@ -129,6 +136,13 @@ class TrainerConfig(Section):
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"trainer.vpp={self.vpp} needs pipeline stages: trainer.pp is 1")
         return self
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether prompts are computed once. Transformer Engine's attention cannot."""
+        if self.share_prompts == "auto":
+            return self.device == "cpu" or find_spec("transformer_engine") is None
+        return self.share_prompts == "on"
 
     @property
     def dp(self) -> int:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from lora_moe_rl.data.alike import alike, followers
 from lora_moe_rl.data.samples import Group, Sample
 from lora_moe_rl.data.streams import Flat, Some, Stream
 
@@ -49,6 +50,8 @@ class TrainBatch:
     times the sample stands in the loss. step: of the run, from 1; 0 for a forward outside steps.
     rewards: float64 `[n]`, NaN for none, for an algorithm that revises its advantages; None for
     others. splits: by the number of a sample that is cut into parts, where (`Sample.splits`).
+    alike: int64 `[n]`, the first sample that begins as each does, whose prompt is fed once for all
+    of them in a micro-batch (`alike.py`); None: each feeds its own.
 
     A share of it, for the rank that trains some of the samples, has the streams of these alone;
     what is known of every sample is as in the whole. It is pickled with one array a stream.
@@ -67,6 +70,7 @@ class TrainBatch:
     step: int = 1
     rewards: np.ndarray | None = None
     splits: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    alike: np.ndarray | None = None
     of_all: OfAll | None = None  # of a share
 
     @classmethod
@@ -98,7 +102,12 @@ class TrainBatch:
 
     @classmethod
     def from_groups(
-        cls, groups: Sequence[Group], signals: Sequence[Signal], mini_batches: int, step: int
+        cls,
+        groups: Sequence[Group],
+        signals: Sequence[Signal],
+        mini_batches: int,
+        step: int,
+        share_prompts: bool = False,
     ) -> TrainBatch:
         """The samples of all groups in turn; `mini_batches` takes equally many groups each."""
         per_mini_batch = len(groups) // mini_batches
@@ -115,6 +124,7 @@ class TrainBatch:
         batch.rewards = np.concatenate(rewards) if rewards else None
         copies = [signal.copies for signal in signals if signal.copies is not None]
         batch.copies = np.concatenate(copies) if copies else batch.copies
+        batch.alike = alike([group.samples for group in groups]) if share_prompts else None
         return batch
 
     @classmethod
@@ -198,6 +208,15 @@ class TrainBatch:
         for sample, splits in self.splits.items():
             lengths[sample] += sum(stop - 1 for stop in splits)
         return lengths
+
+    def followers(self, samples: Sequence[int] | np.ndarray) -> dict[int, int]:
+        """Of samples that are packed together, those whose prompt another one feeds, and which."""
+        return {} if self.alike is None else followers(self.alike, samples)
+
+    def fed_together(self, samples: Sequence[int] | np.ndarray) -> int:
+        """Tokens fed of samples that are packed together."""
+        shared = self.prompt_lengths[list(self.followers(samples))].sum()
+        return int(self.lengths()[samples].sum() - shared)
 
     @cached_property
     def offsets(self) -> np.ndarray:

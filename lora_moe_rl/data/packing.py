@@ -22,6 +22,9 @@ class MicroBatch:
     for those in the loss. `copies`: int64, how many times each token's sample stands in the loss;
     0 for padding. `starts`: int64 `[samples + 1]`, where each sample begins, and where the
     padding does; `cu_seqlens` has every part as a sequence.
+
+    `fed`: int64 `[F]`, the entries whose tokens the model is fed, in turn: all but prompts that a
+    sample before them feeds. `fed_at`: int64 `[T]`, which of those stands for each entry.
     """
 
     samples: tuple[int, ...]
@@ -38,6 +41,8 @@ class MicroBatch:
     weights: np.ndarray
     copies: np.ndarray
     starts: np.ndarray
+    fed: np.ndarray
+    fed_at: np.ndarray
 
     @property
     def mask(self) -> np.ndarray:
@@ -65,16 +70,23 @@ class MicroBatch:
     def max_seqlen(self) -> int:
         return int(np.diff(self.cu_seqlens).max())
 
+    @property
+    def shares(self) -> bool:
+        """Whether some entries have their token fed by others."""
+        return len(self.fed) < len(self.fed_at)
+
 
 def pack(batch: TrainBatch, samples: Sequence[int], multiple: int, at_least: int = 0) -> MicroBatch:
-    """Packs the samples one after the other; padding up to a multiple of `multiple` tokens, and to
-    `at_least` (at least one token for an empty micro-batch), is a sequence of its own at the
+    """Packs the samples one after the other; padding up to a multiple of `multiple` tokens fed, and
+    to `at_least` (at least one token for an empty micro-batch), is a sequence of its own at the
     end."""
     numbers, parts = np.asarray(samples, dtype=np.int64), [batch.parts(i) for i in samples]
     sequences = [(i, *one) for i, of_one in zip(samples, parts, strict=True) for one in of_one]
     tokens = [batch.token_ids[i][:stop] for i, _, stop in sequences]
-    total = sum(len(ids) - 1 for ids in tokens)
-    size = -(-max(total, at_least, 1) // multiple) * multiple
+    total, followers = sum(len(ids) - 1 for ids in tokens), batch.followers(numbers)
+    fed_once = total - int(batch.prompt_lengths[list(followers)].sum())
+    filled = -(-max(fed_once, at_least, 1) // multiple) * multiple
+    size = total + filled - fed_once
     padding = [size - total] if size > total else []
     lengths = [*(len(ids) - 1 for ids in tokens), *padding]
     cu_seqlens = np.cumsum([0, *lengths])
@@ -86,6 +98,12 @@ def pack(batch: TrainBatch, samples: Sequence[int], multiple: int, at_least: int
     starts = cu_seqlens[np.cumsum([0, *map(len, parts)])]
     places = np.repeat(np.arange(len(starts)), np.diff(starts, append=size))
     rows = np.append(batch.offsets[numbers], 0)[places] + np.arange(size) - starts[places]
+    begin = dict(zip(samples, starts.tolist(), strict=False))
+    shared = [
+        (begin[sample], begin[leader], int(batch.prompt_lengths[sample]))
+        for sample, leader in followers.items()
+    ]
+    fed, fed_at = _fed(size, shared)
 
     def stream(values: Sequence[np.ndarray], fill: float, dtype: type):
         """A per-token stream at the places that predict its tokens."""
@@ -108,7 +126,21 @@ def pack(batch: TrainBatch, samples: Sequence[int], multiple: int, at_least: int
         weights=stream(batch.weights, 0, np.float32),
         copies=np.append(batch.copies[numbers], 0)[places],
         starts=starts,
+        fed=fed,
+        fed_at=fed_at,
     )
+
+
+def _fed(size: int, shared: Sequence[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Which entries are fed, and which of these stands for each. `shared`: where a prompt begins
+    that is not fed, where the same one begins that is, and how long it is."""
+    own = np.ones(size, dtype=bool)
+    for start, _, length in shared:
+        own[start : start + length] = False
+    fed_at = np.cumsum(own) - 1
+    for start, same, length in shared:
+        fed_at[start : start + length] = fed_at[same : same + length]
+    return np.flatnonzero(own), fed_at
 
 
 def _placed(

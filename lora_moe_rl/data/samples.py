@@ -121,13 +121,15 @@ class Sample:
     wrote in its last turn, decoded, without special tokens, or what the data want. `messages`, of a
     sample of several turns: all that was said after the prompt, as {"role", "content"}. `splits`,
     of a sample that is trained in parts: how many of its tokens each of them feeds or predicts, but
-    for the last, which has all; ascending."""
+    for the last, which has all; ascending. `prompt_routes`: equal where the prompt's tokens were
+    recorded on equal routes; empty where none are recorded."""
 
     segments: tuple[Segment, ...]
     finish_reason: Literal["stop", "length", "abort"]
     text: str
     messages: tuple[dict[str, Any], ...] = ()
     splits: tuple[int, ...] = ()
+    prompt_routes: bytes = b""
 
     @property
     def prompt_ids(self) -> np.ndarray:

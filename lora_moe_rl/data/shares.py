@@ -14,12 +14,12 @@ def shares(batch: TrainBatch, config: RunConfig) -> list[TrainBatch]:
     """By data-parallel rank. The ranks plan their micro-batches as it is done here, and come to the
     same samples; one that would want another's raises ValueError. An algorithm that revises its
     advantages compares samples of all ranks, and gets the masks of all."""
-    trainer, lengths = config.trainer, batch.lengths()
+    trainer = config.trainer
     if trainer.dp == 1:
         return [batch]
     found: list[list[int]] = [[] for _ in range(trainer.dp)]
     for samples in batch.of_mini_batches(config.algorithm.mini_batches):
-        for mine, plan in zip(found, plan_for(trainer, samples, lengths, trainer.dp), strict=True):
+        for mine, plan in zip(found, plan_for(trainer, samples, batch, trainer.dp), strict=True):
             mine += chain.from_iterable(plan)
     known, masks = batch.known(), algorithms.make(config).revises
     return [batch.share(samples, known, masks) for samples in found]

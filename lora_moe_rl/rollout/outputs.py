@@ -92,8 +92,8 @@ def samples_and_routes(
     texts = tokenizer.batch_decode(
         [one[-1].token_ids[len(one[0].before) :] for one in pieces], skip_special_tokens=True
     )
-    samples, rows, num_rows = [], [], []
-    for of_sample, text in zip(pieces, texts, strict=True):
+    cuts, rows, num_rows = [], [], []
+    for of_sample in pieces:
         there, splits, found, total = recorded, [], [], 0
         for piece in of_sample:
             if piece.recorded != there:
@@ -101,10 +101,25 @@ def samples_and_routes(
             there = len(piece.token_ids) - 1
             found.append(_segment(total, piece, there - piece.recorded, shape))
             total += there - piece.recorded
-        samples.append(_sample(of_sample, text, tuple(splits)))
+        cuts.append(tuple(splits))
         rows.append([segment for segment in found if segment is not None])
         num_rows.append(total)
-    return samples, _table(rows, num_rows, shape)
+    routes = _table(rows, num_rows, shape)
+    heads = [b""] * len(pieces) if recorded else _prompt_routes(pieces, routes)
+    parts = zip(pieces, texts, cuts, heads, strict=True)
+    return [_sample(*one) for one in parts], routes
+
+
+def _prompt_routes(pieces: Sequence[Sequence[Piece]], routes: RouteTable) -> list[bytes]:
+    """Of each sample: equal for prompts on equal routes."""
+    found = []
+    for of_sample, start in zip(pieces, routes.offsets.tolist(), strict=False):
+        rows = slice(start, start + len(of_sample[0].before))
+        ids = np.where(routes.valid[rows, :, None], routes.ids[rows], 0)
+        checksum = hashlib.blake2b(routes.valid[rows].tobytes(), digest_size=16)
+        checksum.update(ids.tobytes())
+        found.append(checksum.digest())
+    return found
 
 
 def _segment(start: int, piece: Piece, expected: int, shape: ModelShape) -> table.Segment | None:
@@ -140,14 +155,16 @@ def routes_checksum(table: RouteTable) -> str:
     return hashlib.sha256(table.valid.tobytes() + ids.tobytes()).hexdigest()
 
 
-def _sample(pieces: Sequence[Piece], text: str, splits: tuple[int, ...]) -> Sample:
+def _sample(
+    pieces: Sequence[Piece], text: str, splits: tuple[int, ...], prompt_routes: bytes
+) -> Sample:
     segments = [Segment.given("user", pieces[0].before)]
     for piece in pieces:
         flat = piece.output.logprobs
         logprobs = np.array([flat.logprobs[i] for i in flat.start_indices], dtype=np.float32)
         segments.append(Segment.sampled(piece.output.token_ids, logprobs, piece.version))
     reason = pieces[-1].output.finish_reason
-    return Sample(tuple(segments), reason, text, splits=splits)
+    return Sample(tuple(segments), reason, text, splits=splits, prompt_routes=prompt_routes)
 
 
 def route_pieces(shape: ModelShape, trainer: TrainerConfig) -> list[tuple[int, ...]]:

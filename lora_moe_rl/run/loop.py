@@ -139,7 +139,8 @@ async def learn(ports: Ports, book: TicketBook, first_step: int, tasks: asyncio.
         records.check_ages(step, groups, ports.publisher.version)
         draws = np.random.default_rng([config.seed, step, 1])  # the same after a resume
         signals = signals_of(ports.algorithm, groups, draws)
-        batch = TrainBatch.from_groups(groups, signals, config.algorithm.mini_batches, step)
+        share, mini_batches = config.trainer.shares_prompts, config.algorithm.mini_batches
+        batch = TrainBatch.from_groups(groups, signals, mini_batches, step, share)
         await ports.engines.all_back()
         ports.engines.overwrite()
         await ports.engines.give_way()

@@ -66,7 +66,7 @@ class Critic:
 
     @contextmanager
     def on(self):
-        """Inside, the model is the critic: its last stage gives values `[1, T, 1]`."""
+        """Inside, the model is the critic: its last stage gives values `[1, F, 1]`."""
         with self.engine.adapters.off(), self.engine.replay.unjudged():
             self.adapters.switch.on = True
             try:
@@ -134,5 +134,6 @@ def tokens_in(batch: TrainBatch, samples: np.ndarray) -> int:
 
 
 def _values(work: Work, output: torch.Tensor) -> torch.Tensor:
-    """[T] of `[1, T, 1]`."""
-    return output.flatten()[: len(work.data.labels)]
+    """[T] of `[1, F, 1]`."""
+    fed_at = on_device(torch.from_numpy(work.data.fed_at), output.device)
+    return output.flatten().index_select(0, fed_at)

@@ -30,6 +30,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.micro_batches import plan_for
 from lora_moe_rl.data.packing import MicroBatch, pack, unpack
+from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.kernels.backend import on_device
 from lora_moe_rl.router_replay.audit import Audit, due
 from lora_moe_rl.router_replay.replay import MicroRoutes, Replay
@@ -47,10 +48,17 @@ LossFunction = Callable[["Work", torch.Tensor], tuple]
 
 @dataclass
 class PackedParams(PackedSeqParams):
-    """Adds where each packed token stands in a right-padded batch (for local attention)."""
+    """For the local modules. cu_seqlens_q and cu_seqlens_kv hold the positions of the tokens fed,
+    int64 [F], which is all that the rotary embedding makes of them.
 
-    batch_index: torch.Tensor | None = None  # int64 [T]
+    batch_index: int64 [F], where each stands in a right-padded batch of `batch_shape`. keys: int64
+    `[sequences * longest]`, the token fed whose key and value stand at each place of it; None when
+    every token is fed by its own sequence.
+    """
+
+    batch_index: torch.Tensor | None = None
     batch_shape: tuple[int, int] = (0, 0)
+    keys: torch.Tensor | None = None
 
 
 @dataclass
@@ -135,10 +143,10 @@ class TrainingEngine:
         self, batch: TrainBatch, samples, routes: Routes | None, dp_size: int, dp_rank: int
     ) -> list[Work]:
         """This rank's micro-batches of the given samples, with their routes if there are any."""
-        trainer, lengths = self.config.trainer, batch.lengths()
-        plan = plan_for(trainer, samples, lengths, dp_size)[dp_rank]
+        trainer = self.config.trainer
+        plan = plan_for(trainer, samples, batch, dp_size)[dp_rank]
         # The interleaved schedule wants micro-batches equally long.
-        longest = max(int(lengths[chunk].sum()) for chunk in plan) if trainer.vpp > 1 else 0
+        longest = max(map(batch.fed_together, plan)) if trainer.vpp > 1 else 0
         data = [pack(batch, chunk, trainer.tp, longest) for chunk in plan]
         if routes is None:
             return [Work(one, None) for one in data]
@@ -218,7 +226,7 @@ class TrainingEngine:
             data_iterator=[iter(works) for _ in self.chunks] if interleaved else iter(works),
             model=self.chunks if interleaved else self.chunks[0],
             num_microbatches=len(works),
-            seq_length=len(works[0].data.input_ids),
+            seq_length=len(works[0].data.fed),
             micro_batch_size=1,
             forward_only=forward_only,
         )
@@ -235,7 +243,8 @@ class TrainingEngine:
     ) -> torch.Tensor:
         data, device = work.data, self.device.torch_device
         chunk = self.chunks.index(model)
-        self.replay.set_known(chunk, data.counted[sequence_shard(len(data.input_ids))], device)
+        known = data.counted[data.fed][sequence_shard(len(data.fed))]
+        self.replay.set_known(chunk, known, device)
         if work.routes is not None and replay:
             self.replay.install(chunk, work.routes[chunk], data, device)
         elif record or not replay or not work.recorded:
@@ -243,10 +252,10 @@ class TrainingEngine:
         else:
             self.replay.install_recorded(chunk, work.recorded)
         output = model(
-            input_ids=_tensor(data.input_ids, device)[None],
-            position_ids=_tensor(data.positions, device)[None],
+            input_ids=_tensor(data.input_ids[data.fed], device)[None],
+            position_ids=_tensor(data.positions[data.fed], device)[None],
             attention_mask=None,
-            packed_seq_params=_packed_params(data, device),
+            packed_seq_params=_packed_params(data, self.device),
             output_processor=head,
             output_processor_context=work,
         )
@@ -309,17 +318,30 @@ def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return on_device(torch.from_numpy(array), device)
 
 
-def _packed_params(data: MicroBatch, device: torch.device) -> PackedParams:
-    cu_seqlens = _tensor(data.cu_seqlens, device)
-    longest = data.max_seqlen
+def _packed_params(data: MicroBatch, device: Device) -> PackedSeqParams:
+    """Raises ConfigError for prompts that are fed once where attention cannot have it."""
+    on, longest = device.torch_device, data.max_seqlen
+    if device.transformer_engine:
+        if data.shares:
+            raise ConfigError(
+                "trainer.share_prompts=on, and Transformer Engine's attention has as many keys as "
+                "queries; set trainer.share_prompts=off"
+            )
+        ends = _tensor(data.cu_seqlens, on)
+        return PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
     lengths = np.diff(data.cu_seqlens)
     index = np.repeat(np.arange(len(lengths)) * longest, lengths) + data.positions
+    positions, keys = _tensor(data.positions[data.fed], on), None
+    if data.shares:
+        keys = np.zeros(len(lengths) * longest, np.int64)
+        keys[index] = data.fed_at
     return PackedParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
+        "thd",
+        positions,
+        positions,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        batch_index=_tensor(index, device),
+        batch_index=_tensor(index[data.fed], on),
         batch_shape=(len(lengths), longest),
+        keys=None if keys is None else _tensor(keys, on),
     )

@@ -1,6 +1,6 @@
 """The frozen output head: log-probabilities of given tokens, without all logits at once.
 
-hidden [T, H] ──rows that count, some at a time──> logits ──> logprob, entropy,  (W[y] - p W) / t
+hidden [F, H] ──rows that count, some at a time──> logits ──> logprob, entropy,  (W[y] - p W) / t
                                                               kept: [rows, H] and no logits
 
 Nothing of the head is trained, so that all a backward needs is the gradient of each logprob with
@@ -51,7 +51,7 @@ class Head:
         context: Work,
         **_: Any,
     ) -> torch.Tensor:
-        """hidden_states `[T / tp, 1, H]`; output_weight: of tied embeddings, if they are."""
+        """hidden_states `[F / tp, 1, H]`; output_weight: of tied embeddings, if they are."""
         weight = output_layer.weight if output_weight is None else output_weight
         hidden = hidden_states
         if ps.get_tensor_model_parallel_world_size() > 1:
@@ -59,7 +59,10 @@ class Head:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         data, device = context.data, hidden.device
         labels = on_device(torch.from_numpy(data.labels), device)
-        rows = on_device(torch.from_numpy(data.response.nonzero()[0]), device)
+        response = data.response.nonzero()[0]
+        rows, fed_at = (
+            on_device(torch.from_numpy(one), device) for one in (response, data.fed_at[response])
+        )
         vocabulary = Vocabulary(
             weight.detach(),
             ps.get_tensor_model_parallel_rank() * len(weight),
@@ -68,7 +71,7 @@ class Head:
         )
         trained = torch.is_grad_enabled()
         logprobs, entropy = LogProbs.apply(
-            hidden.squeeze(1), labels, rows, vocabulary, self.temperature, trained
+            hidden.squeeze(1), labels, rows, fed_at, vocabulary, self.temperature, trained
         )
         if trained:
             context.entropy = entropy
@@ -86,32 +89,38 @@ class Vocabulary(NamedTuple):
 
 
 class LogProbs(torch.autograd.Function):
-    """hidden `[T, H]`, labels int64 `[T]`, rows int64 `[R]` -> logprobs and entropy, float32 `[T]`,
-    0 but in `rows`. `trained`: whether a backward follows; without one there is no entropy. The
-    gradient with respect to hidden is this rank's part of a sum; entropy has none."""
+    """hidden `[F, H]`, labels int64 `[T]`, rows int64 `[R]`, fed_at int64 `[R]` (which hidden state
+    is each row's) -> logprobs and entropy, float32 `[T]`, 0 but in `rows`. `trained`: whether a
+    backward follows; without one there is no entropy. The gradient with respect to hidden is this
+    rank's part of a sum; entropy has none."""
 
     @staticmethod
-    def forward(ctx, hidden, labels, rows, vocabulary: Vocabulary, temperature, trained: bool):
-        logprobs = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
+    def forward(
+        ctx, hidden, labels, rows, fed_at, vocabulary: Vocabulary, temperature, trained: bool
+    ):
+        logprobs = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
         entropy = torch.zeros_like(logprobs)
         slopes = hidden.new_empty(len(rows), hidden.shape[1]) if trained else None
         for part in _parts(len(rows), len(vocabulary.weight)):
             some = rows[part]
-            found = _of_rows(hidden[some], labels[some], vocabulary, temperature, trained)
+            states = hidden[fed_at[part]]
+            found = _of_rows(states, labels[some], vocabulary, temperature, trained)
             logprobs[some] = found.logprobs
             if slopes is not None:
                 entropy[some], slopes[part] = found.entropy, found.slopes
         if slopes is not None:
-            ctx.save_for_backward(rows, slopes)
+            ctx.save_for_backward(rows, fed_at, slopes)
+            ctx.num_fed = len(hidden)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, of_logprobs, of_entropy):
-        rows, slopes = ctx.saved_tensors
-        gradient = slopes.new_zeros(len(of_logprobs), slopes.shape[1])
-        gradient[rows] = slopes * of_logprobs[rows, None].to(slopes.dtype)
-        return gradient, None, None, None, None, None
+        rows, fed_at, slopes = ctx.saved_tensors
+        gradient = slopes.new_zeros(ctx.num_fed, slopes.shape[1])
+        # One hidden state, of a prompt's last token, may predict first tokens of several samples.
+        gradient.index_add_(0, fed_at, slopes * of_logprobs[rows, None].to(slopes.dtype))
+        return gradient, None, None, None, None, None, None
 
 
 class _Found(NamedTuple):

@@ -46,7 +46,9 @@ class PackedAttention(torch.nn.Module):
     """Causal attention of packed sequences on `scaled_dot_product_attention`; GQA and MLA.
 
     The packed tokens are laid out as one right-padded batch, so that the whole micro-batch is one
-    call: under a causal mask no real token sees the padding behind it.
+    call: under a causal mask no real token sees the padding behind it. Where a sequence begins as
+    another does (`data/alike.py`) the keys and values of its prompt are that one's, and nobody
+    reads what its places before the first own token give.
     """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, **kwargs):
@@ -55,17 +57,20 @@ class PackedAttention(torch.nn.Module):
         self.scale = kwargs.get("softmax_scale") or channels**-0.5
 
     def forward(self, query, key, value, attention_mask, packed_seq_params=None, **_):
-        """query `[T, heads, d]`, key and value `[T, kv_heads, d]`; returns `[T, heads * d_v]`."""
+        """query `[F, heads, d]`, key and value `[F, kv_heads, d]`; returns `[F, heads * d_v]`."""
         if packed_seq_params is None:
             raise ValueError("PackedAttention takes packed sequences only (packed_seq_params)")
         batch_index = packed_seq_params.batch_index
         num_sequences, longest = packed_seq_params.batch_shape
 
-        def pad(x):
+        def pad(x, keys=None):
+            if keys is not None:
+                return x.index_select(0, keys).unflatten(0, (num_sequences, longest))
             batch = x.new_zeros(num_sequences * longest, *x.shape[1:])
             return batch.index_copy(0, batch_index, x).unflatten(0, (num_sequences, longest))
 
-        q, k, v = (pad(x).transpose(1, 2) for x in (query, key, value))
+        k, v = (pad(x, packed_seq_params.keys).transpose(1, 2) for x in (key, value))
+        q = pad(query).transpose(1, 2)
         out = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -186,18 +191,16 @@ def _rope_packed(
     """One gather and one multiplication instead of a loop over sequences.
 
     Stands for `rope_utils._apply_rotary_pos_emb_thd` of megatron-core, whose loop costs
-    more than the attention itself for many short sequences. t `[T, heads, d]`.
+    more than the attention itself for many short sequences, and which knows no token whose prompt
+    another sequence feeds. t `[F, heads, d]`; cu_seqlens: the tokens' positions, int64 `[F]`.
     """
     if cp_group is not None and cp_group.size() > 1:
-        return _rope_upstream(
-            t, cu_seqlens, freqs, rotary_interleaved, mla_rotary_interleaved, mscale, cp_group
-        )
-    # With the size, nobody has to wait for the lengths.
-    starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff(), output_size=t.shape[0])
-    positions = torch.arange(t.shape[0], device=t.device) - starts
+        raise ValueError("the local modules know no context parallelism")
+    if cu_seqlens.shape != t.shape[:1]:
+        raise ValueError(f"{len(cu_seqlens)} positions of {len(t)} tokens (PackedParams)")
     return rope_utils._apply_rotary_pos_emb_bshd(
         t.unsqueeze(1),
-        freqs[positions],
+        freqs[cu_seqlens],
         rotary_interleaved=rotary_interleaved,
         mla_rotary_interleaved=mla_rotary_interleaved,
         mscale=mscale,

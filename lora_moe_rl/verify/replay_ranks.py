@@ -149,7 +149,7 @@ def tokens(worker, task: Replayed) -> list[np.ndarray]:
     works = engine.my_work(batch, range(len(batch)), None, size, rank)
     tp = ps.get_tensor_model_parallel_world_size()
     mine = ps.get_tensor_model_parallel_rank()  # sequence parallelism cuts the tokens in order
-    return [work.data.rows.reshape(tp, -1)[mine] for work in works]
+    return [work.data.rows[work.data.fed].reshape(tp, -1)[mine] for work in works]
 
 
 def compare(

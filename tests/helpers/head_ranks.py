@@ -31,7 +31,7 @@ def clipped(logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def ours(hidden, labels, rows, vocabulary):
-    logprobs, entropy = LogProbs.apply(hidden, labels, rows, vocabulary, TEMPERATURE, True)
+    logprobs, entropy = LogProbs.apply(hidden, labels, rows, rows, vocabulary, TEMPERATURE, True)
     clipped(logprobs[rows]).backward()
     outside = torch.ones(len(labels), dtype=torch.bool)
     outside[rows] = False

@@ -40,6 +40,7 @@ class _Open:
     rows: int = 0
     recorded_by: int | None = None  # the version of the newest of them
     splits: tuple[int, ...] = ()
+    prompt_routes: bytes = b""
     last: Sample | None = None  # the policy's newest turn
 
     @property
@@ -105,6 +106,8 @@ class Conversation:
         now.rows, now.last = len(now.token_ids) - 1, answer
         now.recorded_by = int(answer.versions[-1])
         now.splits += answer.splits
+        if len(now.routes) == 1:
+            now.prompt_routes = answer.prompt_routes
         self.turns += 1
         self.messages.append({"role": "assistant", "content": answer.text})
         return answer
@@ -177,7 +180,13 @@ class Conversation:
             last = one.last
             messages = tuple(self.messages) if self.turns > 1 else ()
             found.append(
-                Sample(tuple(segments), last.finish_reason, last.text, messages, one.splits)
+                replace(
+                    last,
+                    segments=tuple(segments),
+                    messages=messages,
+                    splits=one.splits,
+                    prompt_routes=one.prompt_routes,
+                )
             )
             routes.append(one.routes)
         return found, routes

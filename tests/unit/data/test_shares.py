@@ -49,7 +49,7 @@ def test_every_sample_is_sent_to_the_one_rank_that_plans_to_train_it(dp):
     for rank, share in enumerate(sent(batch, config)):
         assert len(share) == N and share.step == 3 and share.splits == batch.splits
         for samples in share.of_mini_batches(2):
-            for chunk in plan_for(config.trainer, samples, share.lengths(), dp)[rank]:
+            for chunk in plan_for(config.trainer, samples, share, dp)[rank]:
                 ours, theirs = (pack(one, chunk, 1) for one in (share, batch))
                 for name, value in vars(ours).items():
                     np.testing.assert_array_equal(value, getattr(theirs, name), name)

@@ -41,7 +41,9 @@ def test_logprobs_entropy_and_gradient_are_torchs(monkeypatch, at_once):
 def test_no_row_at_all_is_a_gradient_of_zero():
     hidden, weight, labels, _ = tensors()
     none = torch.zeros(0, dtype=torch.int64)
-    logprobs, _ = LogProbs.apply(hidden, labels, none, Vocabulary(weight, 0, SIZE, None), 1.0, True)
+    logprobs, _ = LogProbs.apply(
+        hidden, labels, none, none, Vocabulary(weight, 0, SIZE, None), 1.0, True
+    )
     logprobs.sum().backward()
     assert not logprobs.any() and not hidden.grad.any()
 
@@ -49,9 +51,11 @@ def test_no_row_at_all_is_a_gradient_of_zero():
 def test_without_gradients_the_logprobs_are_the_same_and_nothing_is_kept():
     hidden, weight, labels, rows = tensors()
     vocabulary = Vocabulary(weight, 0, SIZE, None)
-    with_them, _ = LogProbs.apply(hidden, labels, rows, vocabulary, TEMPERATURE, True)
+    with_them, _ = LogProbs.apply(hidden, labels, rows, rows, vocabulary, TEMPERATURE, True)
     with torch.no_grad():
-        without, entropy = LogProbs.apply(hidden, labels, rows, vocabulary, TEMPERATURE, False)
+        without, entropy = LogProbs.apply(
+            hidden, labels, rows, rows, vocabulary, TEMPERATURE, False
+        )
     assert torch.equal(without, with_them.detach()) and without.grad_fn is None
     assert not entropy.any()
 
@@ -63,7 +67,7 @@ def test_what_is_kept_does_not_grow_with_the_vocabulary():
         lambda x: kept.append(x.numel()) or x, lambda x: x
     ):
         vocabulary = Vocabulary(weight, 0, SIZE, None)
-        LogProbs.apply(hidden, labels, rows, vocabulary, TEMPERATURE, True)
+        LogProbs.apply(hidden, labels, rows, rows, vocabulary, TEMPERATURE, True)
     assert sorted(kept) == [len(rows), len(rows) * H]
 
 
