@@ -3,7 +3,8 @@ and the memory that was planned for it.
 
 Operations are those that the step needs, with LoRA counted right (docs/metrics.md, Performance):
 the frozen base has a forward and the gradient of its inputs, and no gradient of its weights. What
-is computed twice (recomputation, tokens that are fed again) is not counted twice.
+is computed twice (recomputation, tokens that are fed again) is not counted twice, and a prompt that
+is computed once for several samples counts once, but for its attention.
 """
 
 from __future__ import annotations
@@ -56,10 +57,11 @@ class Performance:
         planned = planned_gib(config, spec, facts, dtype) if gpus else None
         return cls(config, spec, facts, peak, planned)
 
-    def operations(self, lengths: Sequence[int]) -> float:
-        """Of the update of a step whose samples have these lengths, prompt included. A token at
-        place t attends to t others: n^2 / 2 of a sample of n tokens."""
-        tokens, contexts = sum(lengths), sum(n * n / 2 for n in lengths)
+    def operations(self, lengths: Sequence[int], shared: float = 0.0) -> float:
+        """Of the update of a step whose samples have these lengths, prompt included, of which a
+        share is computed for another sample. A token at place t attends to t others: n^2 / 2 of a
+        sample of n tokens."""
+        tokens, contexts = sum(lengths) * (1 - shared), sum(n * n / 2 for n in lengths)
         base, adapter = 2 * tokens * self.active, 2 * tokens * self.adapter
         attention = self.attention * contexts
         forward = base + adapter + attention
@@ -74,13 +76,16 @@ class Performance:
             total += forward + train
         return total
 
-    def of_step(self, samples: Sequence[Sample], train: float, step: float) -> dict[str, float]:
-        """`train` and `step`: seconds of the update and of the whole step."""
+    def of_step(
+        self, samples: Sequence[Sample], train: float, step: float, shared: float = 0.0
+    ) -> dict[str, float]:
+        """`train` and `step`: seconds of the update and of the whole step. `shared`: the share of
+        the samples' tokens that is computed for another one."""
         trainer, rollout = self.config.trainer, self.config.rollout
         lengths = [len(sample.token_ids) for sample in samples]
         ranks = trainer.world_size, self.config.num_engines * rollout.tp
         gpus = max(ranks) if self.config.placement.colocated else sum(ranks)
-        done = self.operations(lengths) / trainer.world_size
+        done = self.operations(lengths, shared) / trainer.world_size
         speed = done / max(train, 1e-9)
         found = {
             names.TOKENS_PER_GPU: sum(lengths) / max(step, 1e-9) / gpus,

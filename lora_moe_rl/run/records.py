@@ -208,7 +208,8 @@ class Records:
         record |= seconds | {names.STEP_SECONDS: clock.seconds["total"]}
         if self.performance is not None:
             spent = (seconds[names.time("train")], clock.seconds["total"])
-            record |= self.performance.of_step(facts.samples, *spent)
+            shared = record.get(names.PROMPTS_SHARED, 0.0)
+            record |= self.performance.of_step(facts.samples, *spent, shared)
         self.metrics.write(record)
         parts = (samples, facts.groups, facts.signals)
         self.metrics.details(facts.step, details.of_step(*parts, sampled=not self.config.offline))

@@ -132,6 +132,7 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("rollout/engines", "engines", "", "that serve the version that was published (rollout.least_engines)", "", ""),
     ("rollout/restarts", "engines", "down", "engines started anew since the run began or went on", "", ""),
     ("trainer/restarts", "times", "down", "all trainer ranks were started anew since the run began or went on", "", ""),
+    ("trainer/prompts_shared", "share of tokens", "up", "tokens of prompts that another sample of the same prompt has had computed (trainer.share_prompts)", "", ""),
     ("environment/<what>", "", "", "what an environment counts, over the step's conversations", "num_turns/mean (of turns)", "tools/call_frequency (of tool_calls)"),
     ("environment/base_requests", "requests", "", "of agents to the base or to policy@N, whose answers are in no sample", "", ""),
     # Learning from answers.

@@ -145,7 +145,8 @@ not), and a sample of n tokens, where c is 4 · layers · heads · head size (ML
 A step is `algorithm.epochs` times both, and a forward for each of old logprobs, reference (A = 0)
 and values, as far as the algorithm asks for them. Training all of the base would be 6 P a token in
 the place of 4 P: a figure that counts 6 shows half as much again as was computed. What is computed
-twice (`trainer.recompute`, `schedule.continued=split`) is not counted twice."""
+twice (`trainer.recompute`, `schedule.continued=split`) is not counted twice; a prompt that is
+computed once for several samples (`trainer.share_prompts`) counts once, but for its c n² / 2."""
 SAYS = {
     "reward": "Over the step's samples: [rewards](rewards.md), "
     "[data sets](data.md#several-data-sets).",

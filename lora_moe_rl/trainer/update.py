@@ -55,6 +55,9 @@ def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> 
         samples = batch.of_mini_batches(config.algorithm.mini_batches)
         groups = [engine.my_work(batch, mine, routes, *_dp()) for mine in samples]
         everything = [work for works in groups for work in works]
+        for work in everything:
+            meter.add("trainer/tokens", work.data.counted.sum())
+            meter.add("trainer/fed", work.data.counted[work.data.fed].sum())
         if compared:
             _compare(engine, everything, meter)
         _before_update(engine, everything)
@@ -71,6 +74,8 @@ def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> 
         disagreement = meter.disagreement(replay, engine.spec.shape.moe_layers)
         loads = meter.expert_loads(replay, engine.spec.shape)
     metrics = meter.metrics(results, compared)
+    tokens, fed = meter.summed(["trainer/tokens", "trainer/fed"])
+    metrics[names.PROMPTS_SHARED] = 1 - fed / tokens
     if engine.critic is not None:
         metrics |= engine.critic.metrics(of_critic, meter)
     if not config.offline:

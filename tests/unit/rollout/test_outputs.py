@@ -14,6 +14,7 @@ from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.rollout import outputs
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.rollout.in_flight import Piece, Question
+from lora_moe_rl.router_replay.table import RouteTable
 
 pytestmark = pytest.mark.seconds  # imports vLLM
 
@@ -101,6 +102,24 @@ def test_a_sample_has_the_logprobs_and_routes_of_its_own_tokens():
     assert table.layers == (1, 2) and table.offsets.tolist() == [0, 4, 7] and table.valid.all()
     np.testing.assert_array_equal(table.ids[:4], routes_of(4)[:, 1:])
     np.testing.assert_array_equal(table.ids[4:], routes_of(3, first=3)[:, 1:])
+
+
+def test_prompts_on_equal_routes_can_be_told():
+    """Whatever follows them. One without a route is like none that has it, and not as expert 0."""
+    rows = [[1, 0, 5], [1, 0, 7, 7], [1, 2, 5], [1], [1]]
+    table = RouteTable.build(
+        [np.array(one)[:, None, None] for one in rows], [3, 4, 3, 2, 2], (1,), 8, 1
+    )
+    pieces = [[Piece([1, 2], SimpleNamespace(), 6, recorded=0)]] * len(rows)
+    found = outputs._prompt_routes(pieces, table)
+    assert found[0] == found[1] and found[3] == found[4] and len({*found}) == 3
+    answer = SimpleNamespace(
+        token_ids=[7], logprobs=flat([(7, -0.5)]), finish_reason="stop", routed_experts=routes_of(1)
+    )
+    (first,), _ = outputs.samples_and_routes([[Piece([4], answer, 6, 0)]], Texts(), SHAPE)
+    turn = [[Piece([1, 2, 3], answer, 6, recorded=2)]]
+    (later,), _ = outputs.samples_and_routes(turn, Texts(), SHAPE, recorded=2)
+    assert first.prompt_routes and not later.prompt_routes
 
 
 def test_scores_begin_with_the_second_token_and_have_no_row_for_the_last():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -38,6 +39,22 @@ def test_logprobs_entropy_and_gradient_are_torchs(monkeypatch, at_once):
     check(got, rows, by_torch(hidden, weight, labels, rows))
 
 
+def test_tokens_may_be_predicted_by_one_hidden_state():
+    """Of a prompt's last token, which is computed once: its gradient is the sum."""
+    hidden, weight, labels, rows = tensors()
+    fed_at = rows // 2
+    vocabulary = Vocabulary(weight, 0, SIZE, None)
+    logprobs, _ = LogProbs.apply(hidden, labels, rows, fed_at, vocabulary, TEMPERATURE, True)
+    clipped(logprobs[rows]).backward()
+    plain = hidden.detach().double().requires_grad_()
+    logits = plain[fed_at] @ weight[:SIZE].double().t() / TEMPERATURE
+    expected = torch.distributions.Categorical(logits=logits).log_prob(labels[rows])
+    clipped(expected).backward()
+    assert len(fed_at.unique()) < len(rows)
+    torch.testing.assert_close(logprobs[rows].double(), expected, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(hidden.grad.double(), plain.grad, rtol=1e-6, atol=2e-6)
+
+
 def test_no_row_at_all_is_a_gradient_of_zero():
     hidden, weight, labels, _ = tensors()
     none = torch.zeros(0, dtype=torch.int64)
@@ -68,7 +85,7 @@ def test_what_is_kept_does_not_grow_with_the_vocabulary():
     ):
         vocabulary = Vocabulary(weight, 0, SIZE, None)
         LogProbs.apply(hidden, labels, rows, rows, vocabulary, TEMPERATURE, True)
-    assert sorted(kept) == [len(rows), len(rows) * H]
+    assert sorted(kept) == [len(rows), len(rows), len(rows) * H]
 
 
 def test_a_vocabulary_cut_over_two_ranks_gives_the_same():
@@ -92,7 +109,10 @@ def test_a_head_scores_the_response_and_tells_its_work_of_the_entropy(monkeypatc
     response = torch.zeros(len(hidden), dtype=torch.bool)
     response[rows] = True
     work = SimpleNamespace(
-        data=SimpleNamespace(labels=labels.numpy(), response=response.numpy()), entropy=None
+        data=SimpleNamespace(
+            labels=labels.numpy(), response=response.numpy(), fed_at=np.arange(len(hidden))
+        ),
+        entropy=None,
     )
     layer = SimpleNamespace(weight=torch.full_like(weight, torch.nan))
     called = {"hidden_states": hidden[:, None], "output_layer": layer, "labels": None}
