@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.data.batch import TrainBatch
-from lora_moe_rl.data.micro_batches import plan_micro_batches
+from lora_moe_rl.data.micro_batches import plan_for
 from lora_moe_rl.data.packing import pack
 from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
 from lora_moe_rl.data.shares import shares
@@ -65,7 +65,7 @@ def groups_of(size: Size) -> list[Group]:
 @lru_cache(maxsize=1)
 def _batch_of(samples: int, tokens: int) -> TrainBatch:
     groups = groups_of(Size(samples, tokens))
-    return TrainBatch.from_groups(groups, _signals(groups), 1, 1)
+    return TrainBatch.from_groups(groups, _signals(groups), 1, 1, share_prompts=True)
 
 
 def batch_of(size: Size) -> TrainBatch:
@@ -80,7 +80,8 @@ def _signals(groups: list[Group]) -> list:
 
 
 def _plan(batch: TrainBatch, size: Size) -> list[list[list[int]]]:
-    return plan_micro_batches(range(size.samples), batch.lengths(), size.micro_batch, size.ranks)
+    trainer = TrainerConfig(world_size=size.ranks, micro_batch_tokens=size.micro_batch)
+    return plan_for(trainer, range(size.samples), batch, size.ranks)
 
 
 def schedule(size: Size) -> Work:
@@ -125,7 +126,7 @@ def signals(size: Size) -> Work:
 def batch(size: Size) -> Work:
     groups = groups_of(size)
     signals = _signals(groups)
-    return lambda: TrainBatch.from_groups(groups, signals, 1, 1)
+    return lambda: TrainBatch.from_groups(groups, signals, 1, 1, share_prompts=True)
 
 
 def travel(size: Size) -> Work:
