@@ -104,9 +104,14 @@ class Receiver(Worker):
         return {"modules": slots.modules, "slots": len(slots.manager.lora_index_to_id)}
 
     @answer
-    def refit_stage(self, version: int, sent_json: str) -> dict[str, Any]:
-        """Checks a version and writes it into a free slot."""
+    def refit_stage(
+        self, version: int, sent_json: str, forgotten: Sequence[int] = ()
+    ) -> dict[str, Any]:
+        """Checks a version and writes it into a free slot. Versions `forgotten` leave theirs first,
+        in the same call: each waits for vLLM to end what it computes."""
         started = time.perf_counter()
+        for older in forgotten:
+            self._refit_slots.drop(older)
         sent = [SentPart(**fields) for fields in json.loads(sent_json)]
         parts.check_sent(list(self._refit_layouts.values()), sent, version)
         slot = self._refit_slots.free(version)

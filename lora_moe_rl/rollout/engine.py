@@ -72,6 +72,7 @@ class RolloutEngine:
         self.in_flight = InFlight(config.schedule.continued == "split")
         self.pinned: int | None = None  # the version whose slot no newer one takes
         self.leaving: int | None = None  # the version whose slot a newer one waits for
+        self.forgotten: list[int] = []  # versions that are served no more, and still in slots
         self.finished_samples = 0
         self.ended_requests = 0
         self.request_ids = itertools.count()
@@ -265,8 +266,10 @@ class RolloutEngine:
         clock = Clock()
         await self._free_slot(version)
         clock.lap("slot")
+        forgotten, self.forgotten = self.forgotten, []
         try:
-            await self._workers("refit_stage", version, json.dumps([asdict(part) for part in sent]))
+            parts = json.dumps([asdict(part) for part in sent])
+            await self._workers("refit_stage", version, parts, forgotten)
             clock.lap("stage")
             answers = await self._workers("refit_commit", version)
         except EngineDied:
@@ -289,7 +292,7 @@ class RolloutEngine:
         return receipt
 
     async def _free_slot(self, version: int) -> None:
-        """Drops the oldest versions but the pinned one until a slot is free, each once its last
+        """Forgets the oldest versions but the pinned one until a slot is free, each once its last
         request has ended."""
         deadline = time.monotonic() + self.config.refit.timeout_s
         while len(self.receipts) >= self.config.refit.slots:
@@ -298,7 +301,8 @@ class RolloutEngine:
                 await self._unused(oldest, version, deadline)
             finally:
                 self.leaving = None
-            await self.drop(oldest)
+            del self.receipts[oldest]  # from here on no request can ask for it
+            self.forgotten.append(oldest)
 
     async def _unused(self, oldest: int, version: int, deadline: float) -> None:
         """Waits until the last request of `oldest` has ended, for the slot of `version`."""

@@ -162,6 +162,11 @@ def test_two_versions_stand_side_by_side_under_ids_of_their_own(worker):
     ).get("error", "")
     assert worker.receiver.refit_drop(3) == {"dropped": True}
     assert worker.publish(5) == slots[3] and worker.holds(slots[3], 5)
+    staged = worker.receiver.refit_stage(6, worker.send(6), [4])
+    assert staged["slot"] == slots[4] and worker.receiver.refit_state() == {"versions": [5]}
+    # What a version that is refused has sent away is gone all the same.
+    refused = worker.receiver.refit_stage(7, worker.send(7, sent_as=6), [5])
+    assert "error" in refused and worker.receiver.refit_state() == {"versions": []}
 
 
 def test_a_byte_that_changed_on_the_way_is_named_and_nothing_is_served(worker):

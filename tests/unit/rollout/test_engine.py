@@ -26,7 +26,12 @@ class Workers:
 
     errored, refuses, stopped = False, "", ""
 
+    def __init__(self):
+        self.forgotten = []  # in the order in which they were told
+
     async def collective_rpc(self, method, timeout, args):
+        if method == "refit_stage":
+            self.forgotten += args[2]
         if method == self.stopped:
             await asyncio.sleep(600)
         return [{"error": "worker 0: no"} if method == self.refuses else {"peak_gib": 1.0}]
@@ -84,7 +89,11 @@ async def test_a_version_waits_for_the_slot_of_one_that_still_answers():
     assert list(engine.receipts) == [1]
     asyncio.get_running_loop().call_later(0.02, engine.running.update, {1: 0})
     await publish(engine, 2)
-    assert list(engine.receipts) == [2]
+    assert list(engine.receipts) == [2] and engine.llm.forgotten == [1]
+    with pytest.raises(RefitError, match="versions only grow"):
+        await publish(engine, 1)
+    await publish(engine, 3)
+    assert engine.llm.forgotten == [1, 2]
 
 
 async def test_a_version_about_to_leave_its_slot_begins_no_turn_beside_the_samples():
