@@ -25,6 +25,7 @@ from lora_moe_rl.planner.compute import Lengths
 from lora_moe_rl.planner.facts import Format, find
 from lora_moe_rl.planner.hardware import GIB, Hardware
 from lora_moe_rl.planner.plan import Assumed, RunPlan
+from lora_moe_rl.run import cores
 from lora_moe_rl.run.room import check_room
 
 QUERY_S = 5.0
@@ -54,6 +55,8 @@ def look(config: RunConfig, model_dir: Path, spec: AdapterSpec, held_once: bool)
         except LoraMoeRlError as error:  # weights of a form that the planner cannot size
             text, problem = "memory not planned", [f"memory was not planned: {error}"]
         warnings += problem
+        if not gpus:
+            text += f"; {cores.used(config, len(os.sched_getaffinity(0)))}"
     disk, problem = check_room(config, spec)
     return Found(f"{text}; {disk}", [*warnings, *problem, *_loopback()])
 
