@@ -267,6 +267,7 @@ BENCH = {
     "memory": ("bench.memory", "what training keeps in memory, adapters against all parameters"),
     "base": ("bench.base", "the routed experts held once for trainer and engine: memory, start"),
     "colocated": ("bench.colocated", "trainer and engine that take turns, against both at once"),
+    "prompts": ("bench.prompts", "prompts computed once for all samples, against one each"),
     "head": ("bench.head", "logprobs of long sequences: memory and time, against all logits"),
     "dequant": ("bench.dequant", "a quantised base in the trainer, against one of numbers"),
     "refit": ("bench.refit", "an adapter into vLLM, against vLLM's own ways and a plain copy"),

@@ -53,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
             f"trainer.micro_batch_tokens={work.prompts * work.group * LENGTH}",
             f"rollout.cpu_kv_cache_gib={options.cache_gib}",
             "replay.mode=off",
+            "trainer.share_prompts=off",  # or there would be few activations
         ]
         runs = {
             mode: measure(mode, Path(folder), recipe, options.steps, settings)

@@ -81,6 +81,8 @@ ALIASES = (
            "ppo_max_token_len_per_gpu", "gradient_accumulation_steps"),
           "trainer.micro_batch_tokens", "tokens packed into one micro-batch of a rank"),
     Alias(("gradient_checkpointing", "enable_gradient_checkpointing"), "trainer.recompute=full"),
+    Alias(("use_prefix_grouper",), "trainer.share_prompts",
+          "auto, the default, shares wherever it can"),
     Alias(("lora_r", "lora_rank", "lora.rank", "lora.dim"), "adapter.rank",
           "adapter.expert_rank for routed experts"),
     Alias(("lora_alpha", "lora.alpha"), "adapter.alpha"),

@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from megatron.core import parallel_state as ps
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from lora_moe_rl import algorithms
@@ -30,7 +29,6 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.micro_batches import plan_for
 from lora_moe_rl.data.packing import MicroBatch, pack, unpack
-from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.kernels.backend import on_device
 from lora_moe_rl.router_replay.audit import Audit, due
 from lora_moe_rl.router_replay.replay import MicroRoutes, Replay
@@ -40,25 +38,11 @@ from lora_moe_rl.trainer.device import Device
 from lora_moe_rl.trainer.head import Head
 from lora_moe_rl.trainer.model import build_model
 from lora_moe_rl.trainer.optimizer import AdapterOptimizer
+from lora_moe_rl.trainer.packed_sequences import packed_params
 
 # From a micro-batch and what the last stage gives: logprobs `[T]` of a head, else what the model's
 # output layer gives, `[1, T, …]`.
 LossFunction = Callable[["Work", torch.Tensor], tuple]
-
-
-@dataclass
-class PackedParams(PackedSeqParams):
-    """For the local modules. cu_seqlens_q and cu_seqlens_kv hold the positions of the tokens fed,
-    int64 [F], which is all that the rotary embedding makes of them.
-
-    batch_index: int64 [F], where each stands in a right-padded batch of `batch_shape`. keys: int64
-    `[sequences * longest]`, the token fed whose key and value stand at each place of it; None when
-    every token is fed by its own sequence.
-    """
-
-    batch_index: torch.Tensor | None = None
-    batch_shape: tuple[int, int] = (0, 0)
-    keys: torch.Tensor | None = None
 
 
 @dataclass
@@ -255,7 +239,7 @@ class TrainingEngine:
             input_ids=_tensor(data.input_ids[data.fed], device)[None],
             position_ids=_tensor(data.positions[data.fed], device)[None],
             attention_mask=None,
-            packed_seq_params=_packed_params(data, self.device),
+            packed_seq_params=packed_params(data, self.device),
             output_processor=head,
             output_processor_context=work,
         )
@@ -316,32 +300,3 @@ def _train_through_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return on_device(torch.from_numpy(array), device)
-
-
-def _packed_params(data: MicroBatch, device: Device) -> PackedSeqParams:
-    """Raises ConfigError for prompts that are fed once where attention cannot have it."""
-    on, longest = device.torch_device, data.max_seqlen
-    if device.transformer_engine:
-        if data.shares:
-            raise ConfigError(
-                "trainer.share_prompts=on, and Transformer Engine's attention has as many keys as "
-                "queries; set trainer.share_prompts=off"
-            )
-        ends = _tensor(data.cu_seqlens, on)
-        return PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
-    lengths = np.diff(data.cu_seqlens)
-    index = np.repeat(np.arange(len(lengths)) * longest, lengths) + data.positions
-    positions, keys = _tensor(data.positions[data.fed], on), None
-    if data.shares:
-        keys = np.zeros(len(lengths) * longest, np.int64)
-        keys[index] = data.fed_at
-    return PackedParams(
-        "thd",
-        positions,
-        positions,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        batch_index=_tensor(index[data.fed], on),
-        batch_shape=(len(lengths), longest),
-        keys=None if keys is None else _tensor(keys, on),
-    )

@@ -28,6 +28,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.kernels.grouped_linear import grouped_linear
+from lora_moe_rl.trainer.packed_sequences import PaddedBatch
 from lora_moe_rl.upstream.checks import require_parameters, require_version
 
 WHO = "lora_moe_rl/trainer/local_modules.py"
@@ -45,10 +46,8 @@ def local_norm(config, hidden_size: int, eps: float = 1e-5, **_) -> torch.nn.Mod
 class PackedAttention(torch.nn.Module):
     """Causal attention of packed sequences on `scaled_dot_product_attention`; GQA and MLA.
 
-    The packed tokens are laid out as one right-padded batch, so that the whole micro-batch is one
-    call: under a causal mask no real token sees the padding behind it. Where a sequence begins as
-    another does (`data/alike.py`) the keys and values of its prompt are that one's, and nobody
-    reads what its places before the first own token give.
+    Tokens are laid out as right-padded batches (`packed_sequences.py`), so that a micro-batch is
+    one call or two: under a causal mask no real token sees the padding behind it.
     """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, **kwargs):
@@ -60,24 +59,44 @@ class PackedAttention(torch.nn.Module):
         """query `[F, heads, d]`, key and value `[F, kv_heads, d]`; returns `[F, heads * d_v]`."""
         if packed_seq_params is None:
             raise ValueError("PackedAttention takes packed sequences only (packed_seq_params)")
-        batch_index = packed_seq_params.batch_index
-        num_sequences, longest = packed_seq_params.batch_shape
+        found = [self._attend(query, key, value, one) for one in packed_seq_params.batches]
+        if packed_seq_params.order is None:
+            return found[0]
+        return torch.cat(found).index_select(0, packed_seq_params.order)
 
-        def pad(x, keys=None):
-            if keys is not None:
-                return x.index_select(0, keys).unflatten(0, (num_sequences, longest))
-            batch = x.new_zeros(num_sequences * longest, *x.shape[1:])
-            return batch.index_copy(0, batch_index, x).unflatten(0, (num_sequences, longest))
-
-        k, v = (pad(x, packed_seq_params.keys).transpose(1, 2) for x in (key, value))
-        q = pad(query).transpose(1, 2)
+    def _attend(self, query, key, value, batch: PaddedBatch):
+        """Of the queries in `batch`, `[n, heads * d_v]`."""
+        if batch.tokens is not None:
+            query = query.index_select(0, batch.tokens)
+        q = _padded(query, batch).transpose(1, 2)
+        if batch.keys is None:
+            k, v = (_padded(x, batch).transpose(1, 2) for x in (key, value))
+        else:
+            sequences = (batch.shape[0], -1)
+            k, v = (
+                x.index_select(0, batch.keys).unflatten(0, sequences).transpose(1, 2)
+                for x in (key, value)
+            )
         out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+            q,
+            k,
+            v,
+            attn_mask=batch.mask,
+            is_causal=batch.mask is None,
+            scale=self.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
-        return out.transpose(1, 2).flatten(0, 1).index_select(0, batch_index).flatten(1)
+        return out.transpose(1, 2).flatten(0, 1).index_select(0, batch.index).flatten(1)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         return {}
+
+
+def _padded(x: torch.Tensor, batch: PaddedBatch) -> torch.Tensor:
+    """`[n, …]` of packed tokens -> `[sequences, longest, …]`."""
+    sequences, longest = batch.shape
+    padded = x.new_zeros(sequences * longest, *x.shape[1:])
+    return padded.index_copy(0, batch.index, x).unflatten(0, batch.shape)
 
 
 class ExpertLinears(torch.nn.Module):

@@ -56,8 +56,8 @@ def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> 
         groups = [engine.my_work(batch, mine, routes, *_dp()) for mine in samples]
         everything = [work for works in groups for work in works]
         for work in everything:
-            meter.add("trainer/tokens", work.data.counted.sum())
-            meter.add("trainer/fed", work.data.counted[work.data.fed].sum())
+            meter.add("tokens given", work.data.counted.sum())
+            meter.add("tokens fed", work.data.counted[work.data.fed].sum())
         if compared:
             _compare(engine, everything, meter)
         _before_update(engine, everything)
@@ -74,7 +74,7 @@ def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> 
         disagreement = meter.disagreement(replay, engine.spec.shape.moe_layers)
         loads = meter.expert_loads(replay, engine.spec.shape)
     metrics = meter.metrics(results, compared)
-    tokens, fed = meter.summed(["trainer/tokens", "trainer/fed"])
+    tokens, fed = meter.summed(["tokens given", "tokens fed"])
     metrics[names.PROMPTS_SHARED] = 1 - fed / tokens
     if engine.critic is not None:
         metrics |= engine.critic.metrics(of_critic, meter)

@@ -35,7 +35,7 @@ def megatron_logits(model, vocab_size: int) -> torch.Tensor:
     from lora_moe_rl.data.batch import TrainBatch
     from lora_moe_rl.data.packing import pack
     from lora_moe_rl.trainer.device import Device
-    from lora_moe_rl.trainer.engine import _packed_params
+    from lora_moe_rl.trainer.packed_sequences import packed_params
 
     # The trainer feeds all but the last token of a sample.
     batch = TrainBatch.from_sequences([[*ids, 0] for ids in sequences(vocab_size)])
@@ -44,7 +44,7 @@ def megatron_logits(model, vocab_size: int) -> torch.Tensor:
         input_ids=torch.from_numpy(data.input_ids)[None],
         position_ids=torch.from_numpy(data.positions)[None],
         attention_mask=None,
-        packed_seq_params=_packed_params(data, Device("cpu", torch.float32)),
+        packed_seq_params=packed_params(data, Device("cpu", torch.float32)),
     )
     logits = gather_from_tensor_model_parallel_region(logits)
     return logits[0, : sum(LENGTHS), :vocab_size]

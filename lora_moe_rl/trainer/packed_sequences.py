@@ -1,0 +1,133 @@
+"""Where the tokens of a micro-batch stand for attention, which takes right-padded batches.
+
+Every sequence is fed whole, but for prompts that another one feeds (`data/alike.py`). Those whose
+prompt is their own are one causal batch. What follows a prompt of another one is a second batch:
+
+    queries    b0 b1                of the tokens fed
+    keys       p0 p1 p2 b0 b1       p0 to p2 of the sequence that feeds them
+    mask       each query sees the keys up to its own
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from lora_moe_rl.data.packing import MicroBatch
+from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.kernels.backend import on_device
+from lora_moe_rl.trainer.device import Device
+
+# Of a mask, which all layers share; where it would have more, queries are padded as keys are.
+MOST_MASKED = 2**26
+
+
+@dataclass
+class PaddedBatch:
+    """Some sequences as attention sees them.
+
+    tokens: int64 `[n]`, the tokens fed whose queries are here; None: all of them. index: int64
+    `[n]`, where each stands in the batch of queries, whose shape is (sequences, longest). keys:
+    int64 `[sequences * longest of keys]`, the token fed whose key and value stand at each place;
+    None: those of the queries. mask: float `[sequences, 1, longest, longest of keys]`, added to the
+    scores; None: a query sees the keys up to its own place.
+    """
+
+    tokens: torch.Tensor | None
+    index: torch.Tensor
+    shape: tuple[int, int]
+    keys: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+
+
+@dataclass
+class PackedParams(PackedSeqParams):
+    """For the local modules. cu_seqlens_q and cu_seqlens_kv hold the positions of the tokens fed,
+    int64 `[F]`, which is all that the rotary embedding makes of them. `order`: int64 `[F]`, the
+    place of each token fed among those of all batches in turn; None for one batch."""
+
+    batches: list[PaddedBatch] = field(default_factory=list)
+    order: torch.Tensor | None = None
+
+
+def packed_params(data: MicroBatch, device: Device) -> PackedSeqParams:
+    """Raises ConfigError for prompts that are fed once where attention cannot have it."""
+    on, longest = device.torch_device, data.max_seqlen
+    if device.transformer_engine:
+        if data.shares:
+            raise ConfigError(
+                "trainer.share_prompts=on, and Transformer Engine's attention has as many keys as "
+                "queries; set trainer.share_prompts=off"
+            )
+        ends = _tensor(data.cu_seqlens, on)
+        return PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
+    positions = _tensor(data.positions[data.fed], on)
+    params = PackedParams("thd", positions, positions, max_seqlen_q=longest, max_seqlen_kv=longest)
+    sequence = np.repeat(np.arange(len(data.cu_seqlens) - 1), np.diff(data.cu_seqlens))
+    if not data.shares:
+        params.batches = [_whole(data, sequence, None, on)]
+        return params
+    follows = np.zeros(len(data.cu_seqlens) - 1, bool)
+    follows[sequence[np.setdiff1d(np.arange(len(sequence)), data.fed, assume_unique=True)]] = True
+    later = _following(data, sequence, follows, device)
+    if later is None:
+        params.batches = [_whole(data, sequence, np.ones(len(follows), bool), on)]
+        return params
+    own = _whole(data, sequence, ~follows, on)
+    assert own.tokens is not None and later.tokens is not None
+    params.batches = [own, later]
+    params.order = torch.cat([own.tokens, later.tokens]).argsort()
+    return params
+
+
+def _whole(
+    data: MicroBatch, sequence: np.ndarray, which: np.ndarray | None, on: torch.device
+) -> PaddedBatch:
+    """The sequences of `which`, bool; None: all, and each feeds all of its tokens. Queries stand at
+    their positions, and places of a prompt that another sequence feeds have none."""
+    lengths = np.diff(data.cu_seqlens)
+    if which is None:
+        longest = int(lengths.max())
+        index = sequence * longest + data.positions
+        return PaddedBatch(None, _tensor(index, on), (len(lengths), longest))
+    longest, number = int(lengths[which].max()), np.cumsum(which) - 1
+    entries = np.flatnonzero(which[sequence])
+    index = number[sequence] * longest + data.positions
+    tokens = np.flatnonzero(which[sequence[data.fed]])
+    keys = np.zeros(int(which.sum()) * longest, np.int64)
+    keys[index[entries]] = data.fed_at[entries]
+    shape = (int(which.sum()), longest)
+    return PaddedBatch(
+        _tensor(tokens, on), _tensor(index[data.fed[tokens]], on), shape, _tensor(keys, on)
+    )
+
+
+def _following(
+    data: MicroBatch, sequence: np.ndarray, which: np.ndarray, device: Device
+) -> PaddedBatch | None:
+    """The sequences of `which`, whose prompts others feed. None where the mask would be too
+    large."""
+    on, whole = device.torch_device, _whole(data, sequence, which, device.torch_device)
+    count, longest = whole.shape
+    tokens = np.flatnonzero(which[sequence[data.fed]])
+    mine = sequence[data.fed[tokens]]
+    fed = np.bincount(mine, minlength=len(which))
+    most = int(fed.max())
+    if count * most * longest > MOST_MASKED:
+        return None
+    starts = np.cumsum(fed) - fed
+    number = (np.cumsum(which) - 1)[mine]
+    index = number * most + np.arange(len(tokens)) - starts[mine]
+    last = np.zeros(count * most, np.int64)  # the last key that each query sees
+    last[index] = data.positions[data.fed[tokens]]
+    seen = torch.arange(longest, device=on) <= _tensor(last, on)[:, None]
+    mask = torch.zeros(seen.shape, dtype=device.dtype, device=on)
+    mask = mask.masked_fill_(~seen, float("-inf")).view(count, 1, most, longest)
+    return PaddedBatch(_tensor(tokens, on), _tensor(index, on), (count, most), whole.keys, mask)
+
+
+def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    return on_device(torch.from_numpy(array), device)
