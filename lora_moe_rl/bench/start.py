@@ -20,7 +20,7 @@ from lora_moe_rl.bench.recipe_run import RECIPE
 from lora_moe_rl.bench.report import Result, busy_cores, cores, goal, temporary
 from lora_moe_rl.config.options import positive, result_parser
 from lora_moe_rl.errors import BenchmarkError
-from lora_moe_rl.files.run_dir import tail
+from lora_moe_rl.files.jsonl import tail
 from lora_moe_rl.verify.report import table
 
 ABOUT = """\

@@ -16,7 +16,8 @@ from filelock import FileLock, Timeout
 
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.files import checkpoint
-from lora_moe_rl.files.run_dir import RunDir, read_jsonl
+from lora_moe_rl.files.jsonl import read_jsonl
+from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.telemetry import names
 from lora_moe_rl.telemetry.metrics import read_steps
 

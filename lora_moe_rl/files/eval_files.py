@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lora_moe_rl.files.jsonl import to_json
 from lora_moe_rl.files.replacing import replace_file
-from lora_moe_rl.files.run_dir import to_json
 
 FOLDER = "eval"
 

@@ -19,28 +19,25 @@ timeline.png     who did what when in the last steps, at the end; timeline.trace
 
 from __future__ import annotations
 
-import json
 import logging
-import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from filelock import FileLock, Timeout
 
 from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.files import read_config_file, to_yaml
-from lora_moe_rl.config.keys import is_section
 from lora_moe_rl.data.kept import spread
 from lora_moe_rl.data.samples import NOT_SAMPLED, Group, TokenValues
 from lora_moe_rl.errors import RunDirError
+from lora_moe_rl.files.jsonl import cut_after, tail, to_json
 from lora_moe_rl.files.replacing import replace_file
 from lora_moe_rl.files.sample_records import routes_record, sample_record, token_record
 from lora_moe_rl.files.trouble import Lines, Trouble
+from lora_moe_rl.files.unchanged import check_unchanged
 
 log = logging.getLogger(__name__)
 
@@ -50,17 +47,6 @@ SAMPLES, TOKENS, ROUTES = "samples.jsonl", "tokens.jsonl", "routes.jsonl"
 TIMELINE, TIMELINE_PICTURE, TIMELINE_TRACE = (
     f"timeline.{end}" for end in ("jsonl", "png", "trace.json")
 )
-
-# What a checkpoint's tensors depend on: a resumed run cannot change them.
-FIXED = ("model.path", "adapter")
-# Of these, what `starting.other_ranks` can change under adapter.resize=true.
-RESIZABLE = {
-    f"adapter.{key}"
-    for key in (
-        "rank", "expert_rank", "expert_rank_over_top_k", "rank_pattern",
-        "alpha", "expert_alpha", "alpha_pattern", "rslora",
-    )
-}  # fmt: skip
 
 
 class RunDir:
@@ -209,7 +195,7 @@ class RunDir:
                 f"logging.run_dir=DIR"
             )
         if self.resume:
-            _check_unchanged(read_config_file(self.config_file), self.config, self.path)
+            check_unchanged(read_config_file(self.config_file), self.config, self.path)
 
     def log_path(self, actor: str) -> Path:
         """The log file of one actor (`trainer-0`, `engine-0`)."""
@@ -223,7 +209,7 @@ class RunDir:
         """Cuts what is written each step back to `step`, from which the run goes on. What is cut
         off is kept in `<file>.bak`."""
         for name in (METRICS, SAMPLES, TOKENS, ROUTES, ORDER, TIMELINE):
-            _cut_after(self.path / name, step)
+            cut_after(self.path / name, step)
 
     def write_timeline(self, record: dict[str, Any]) -> None:
         """Appends the spans of a step (telemetry/timeline.py)."""
@@ -295,108 +281,5 @@ def _versions(group: Group) -> list[int]:
     return found[found != NOT_SAMPLED].tolist()
 
 
-def to_json(record: dict[str, Any]) -> str:
-    """One line of JSON. NaN and infinities become null: JSON has no word for them."""
-    return json.dumps(_finite(record), ensure_ascii=False, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file. A last line that was cut off in the middle is left out."""
-    if path.exists():
-        for line in _lines(path):
-            try:
-                yield json.loads(line)
-            except ValueError:
-                return
-
-
-def _lines(path: Path) -> list[bytes]:
-    """The lines of a JSONL file, with their ends. Only a line feed ends one: str.splitlines would
-    also split at U+2028 and its like, which JSON leaves as they are inside a text."""
-    with open(path, "rb") as file:
-        return file.readlines()
-
-
-def tail(path: Path, num_lines: int) -> str:
-    """The last lines of a text file; '' when there is none."""
-    bytes_a_line = 400
-    try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - num_lines * bytes_a_line))
-            text = file.read().decode(errors="replace")
-    except FileNotFoundError:
-        return ""
-    return "\n".join(text.splitlines()[-num_lines:])
-
-
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _cut_after(path: Path, step: int) -> None:
-    if not path.exists():
-        return
-    kept, cut = [], []
-    for line in _lines(path):
-        try:
-            keep = line.endswith(b"\n") and json.loads(line)["step"] <= step
-        except (ValueError, KeyError, TypeError):
-            keep = False
-        (kept if keep else cut).append(line)
-    if cut:
-        with open(path.with_name(path.name + ".bak"), "ab") as backup:
-            backup.writelines(line if line.endswith(b"\n") else line + b"\n" for line in cut)
-        replace_file(path, b"".join(kept))
-
-
-def _check_unchanged(saved: dict[str, Any], config: RunConfig, path: Path) -> None:
-    """Raises RunDirError when a key of FIXED differs between the saved config and `config`, unless
-    adapter.resize allows it."""
-    before, now = flat(saved), flat(yaml.safe_load(to_yaml(config)))
-    changed = [
-        key
-        for key in now
-        # As text: the order of a map's keys means something (adapter.rank_pattern).
-        if key.startswith(FIXED)
-        and key != "adapter.resize"
-        and not (config.adapter.resize and key in RESIZABLE)
-        and json.dumps(before.get(key)) != json.dumps(now[key])
-    ]
-    if not changed:
-        return
-    values = "; ".join(f"{key} was {before.get(key)} and is now {now[key]}" for key in changed)
-    way_out = "Leave them as they were, or start anew with logging.run_dir=DIR"
-    if set(changed) <= RESIZABLE:
-        way_out += (
-            "; or set adapter.resize=true: the adapter is brought to the new ranks and alphas by "
-            "an SVD (exact when growing, the best approximation when shrinking), and Adam begins "
-            "anew for what changed"
-        )
-    raise RunDirError(
-        f"{path} cannot be resumed with another base or other adapters: {values}. {way_out}"
-    )
-
-
-def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{dotted key: value}`; a map that is a value stays one."""
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
-        name = f"{prefix}{key}"
-        if is_section(name) and isinstance(value, dict):
-            found |= flat(value, f"{name}.")
-        else:
-            found[name] = value
-    return found

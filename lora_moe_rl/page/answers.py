@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lora_moe_rl.files.run_dir import flat
+from lora_moe_rl.files.unchanged import flat
 from lora_moe_rl.page.norms import adapter_norms
 from lora_moe_rl.page.runs import Run
 from lora_moe_rl.page.samples import ORDERS, Choice

@@ -10,6 +10,7 @@ from typing import Any
 
 from lora_moe_rl.config.files import read_config_file
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.files.jsonl import tail
 from lora_moe_rl.files.run_dir import (
     CONFIG,
     METRICS,
@@ -18,7 +19,6 @@ from lora_moe_rl.files.run_dir import (
     TIMELINE,
     TIMELINE_TRACE,
     TOKENS,
-    tail,
 )
 from lora_moe_rl.page.growing import parse
 from lora_moe_rl.page.metrics import MetricsTable

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_moe_rl.data.kept import spread
-from lora_moe_rl.files.run_dir import flat
+from lora_moe_rl.files.unchanged import flat
 from lora_moe_rl.page.answers import STEPS
 from lora_moe_rl.page.norms import adapter_norms
 from lora_moe_rl.page.runs import Run, Runs

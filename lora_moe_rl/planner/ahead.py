@@ -19,7 +19,8 @@ import numpy as np
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.recipes import load_config
 from lora_moe_rl.errors import RunDirError
-from lora_moe_rl.files.run_dir import CONFIG, METRICS, ORDER, TIMELINE, read_jsonl
+from lora_moe_rl.files.jsonl import read_jsonl
+from lora_moe_rl.files.run_dir import CONFIG, METRICS, ORDER, TIMELINE
 from lora_moe_rl.telemetry import names
 from lora_moe_rl.telemetry.metrics import read_steps
 from lora_moe_rl.telemetry.timeline import REWARD, SAMPLE

@@ -18,7 +18,9 @@ from rich.table import Column, Table
 from lora_moe_rl.config.files import read_config_file
 from lora_moe_rl.config.keys import value_text
 from lora_moe_rl.errors import ConfigError, RunDirError
-from lora_moe_rl.files.run_dir import CONFIG, METRICS, flat, to_json
+from lora_moe_rl.files.jsonl import to_json
+from lora_moe_rl.files.run_dir import CONFIG, METRICS
+from lora_moe_rl.files.unchanged import flat
 from lora_moe_rl.telemetry import names
 from lora_moe_rl.telemetry.metric_table import find, named
 from lora_moe_rl.telemetry.metrics import read_evaluations, read_steps

@@ -23,7 +23,8 @@ from rich.text import Text
 from lora_moe_rl.cluster.log import FORMAT
 from lora_moe_rl.config import EvalConfig, RunConfig
 from lora_moe_rl.files.checkpoint import Found
-from lora_moe_rl.files.run_dir import RunDir, to_json
+from lora_moe_rl.files.jsonl import to_json
+from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.telemetry import names
 
 HEADER_EVERY = 20

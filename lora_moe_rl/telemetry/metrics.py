@@ -11,7 +11,8 @@ from typing import Any
 
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.plugins import TRACKERS
-from lora_moe_rl.files.run_dir import RunDir, read_jsonl
+from lora_moe_rl.files.jsonl import read_jsonl
+from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.telemetry import console, names
 from lora_moe_rl.telemetry.details import Details
 from lora_moe_rl.telemetry.metric_table import Checked

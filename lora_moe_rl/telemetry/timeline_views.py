@@ -17,13 +17,9 @@ import numpy as np
 
 from lora_moe_rl.config.options import positive, result_parser
 from lora_moe_rl.errors import RunDirError
+from lora_moe_rl.files.jsonl import read_jsonl
 from lora_moe_rl.files.replacing import replace_file
-from lora_moe_rl.files.run_dir import (
-    TIMELINE,
-    TIMELINE_PICTURE,
-    TIMELINE_TRACE,
-    read_jsonl,
-)
+from lora_moe_rl.files.run_dir import TIMELINE, TIMELINE_PICTURE, TIMELINE_TRACE
 from lora_moe_rl.telemetry.timeline import EVALUATE, FEED, PUBLISH, REWARDS, SAMPLE, TRAINER, Span
 
 STEPS_SHOWN = 6

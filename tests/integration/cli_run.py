@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from lora_moe_rl.chaos.child import alive
-from lora_moe_rl.files.run_dir import read_jsonl
+from lora_moe_rl.files.jsonl import read_jsonl
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes/tiny_arithmetic.py"

@@ -10,7 +10,7 @@ import pytest
 from cli_run import ROOT, CliRun
 from test_oracles import NO_INDEX
 
-from lora_moe_rl.files.run_dir import read_jsonl
+from lora_moe_rl.files.jsonl import read_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 STEPS, PROMPTS, GROUP = 2, 2, 4

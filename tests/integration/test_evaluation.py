@@ -11,7 +11,7 @@ from cli_run import RECIPE, CliRun
 from safetensors.numpy import load_file
 from test_run import Finished, run_to_end
 
-from lora_moe_rl.files.run_dir import read_jsonl
+from lora_moe_rl.files.jsonl import read_jsonl
 from lora_moe_rl.telemetry.metrics import read_evaluations, read_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

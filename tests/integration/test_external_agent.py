@@ -10,7 +10,7 @@ import pytest
 from cli_run import ROOT, CliRun
 from safetensors.numpy import load_file
 
-from lora_moe_rl.files.run_dir import read_jsonl
+from lora_moe_rl.files.jsonl import read_jsonl
 from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 from lora_moe_rl.verify import hf

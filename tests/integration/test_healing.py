@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from lora_moe_rl.errors import FAULT
 from lora_moe_rl.files.checkpoint import newest_step
-from lora_moe_rl.files.run_dir import read_jsonl
+from lora_moe_rl.files.jsonl import read_jsonl
 from lora_moe_rl.models.directory import resolve_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]

@@ -9,7 +9,7 @@ from cli_run import RECIPE, trained
 from test_evaluation import evaluate, samples
 
 from lora_moe_rl.bench.asynchronous import LONG, measure, run_dir, write_rows
-from lora_moe_rl.files.run_dir import read_jsonl
+from lora_moe_rl.files.jsonl import read_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

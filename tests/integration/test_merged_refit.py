@@ -24,7 +24,7 @@ from lora_moe_rl.adapters.families import ModelShape, hf_path
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.errors import RefitError
-from lora_moe_rl.files.run_dir import read_jsonl
+from lora_moe_rl.files.jsonl import read_jsonl
 from lora_moe_rl.refit.parts import SentPart
 from lora_moe_rl.refit.plan import EngineLayout
 from lora_moe_rl.refit.sender import Sender

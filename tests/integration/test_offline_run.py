@@ -14,7 +14,7 @@ from cli_run import RECIPE, ROOT, CliRun
 from safetensors.numpy import load_file
 
 from lora_moe_rl.cli import main
-from lora_moe_rl.files.run_dir import read_jsonl
+from lora_moe_rl.files.jsonl import read_jsonl
 from lora_moe_rl.models.directory import resolve_model
 
 pytestmark = pytest.mark.timeout(900)

@@ -29,7 +29,7 @@ from lora_moe_rl.config.teacher import TeacherSettings
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.files.run_dir import read_jsonl
+from lora_moe_rl.files.jsonl import read_jsonl
 from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.rewards.teacher import Teacher
 from lora_moe_rl.rollout.serve_command import serve_command

@@ -25,7 +25,7 @@ from lora_moe_rl.adapters.peft import peft_tensors
 from lora_moe_rl.adapters.shards import Shard, assemble
 from lora_moe_rl.config.recipes import load_config
 from lora_moe_rl.files.checkpoint import newest_valid
-from lora_moe_rl.files.run_dir import read_jsonl
+from lora_moe_rl.files.jsonl import read_jsonl
 from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.telemetry import console
 

@@ -12,7 +12,7 @@ import pytest
 from cli_run import RECIPE, ROOT, CliRun
 
 from lora_moe_rl.files.checkpoint import newest_valid
-from lora_moe_rl.files.run_dir import read_jsonl
+from lora_moe_rl.files.jsonl import read_jsonl
 from lora_moe_rl.models.directory import resolve_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cli_run import ROOT, CliRun
 
-from lora_moe_rl.files.run_dir import read_jsonl
+from lora_moe_rl.files.jsonl import read_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import CheckpointError
-from lora_moe_rl.files.run_dir import read_jsonl
+from lora_moe_rl.files.jsonl import read_jsonl
 from lora_moe_rl.models.directory import resolve_model
 
 DYING = Path(__file__).parent / "dying_trainer.py"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cli_run import CliRun
 
-from lora_moe_rl.files.run_dir import read_jsonl
+from lora_moe_rl.files.jsonl import read_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

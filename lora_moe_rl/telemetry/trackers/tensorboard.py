@@ -7,7 +7,8 @@ from typing import Any
 
 from lora_moe_rl.config import RunConfig, TrackerConfig
 from lora_moe_rl.config.files import to_yaml
-from lora_moe_rl.files.run_dir import METRICS, read_jsonl
+from lora_moe_rl.files.jsonl import read_jsonl
+from lora_moe_rl.files.run_dir import METRICS
 from lora_moe_rl.telemetry.details import Details
 from lora_moe_rl.telemetry.trackers.base import Tracker
 

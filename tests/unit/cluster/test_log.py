@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lora_moe_rl.cluster.log import redirect
-from lora_moe_rl.files.run_dir import tail
+from lora_moe_rl.files.jsonl import tail
 
 CODE = """
 import logging, os, subprocess, sys

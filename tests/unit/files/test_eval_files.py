@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lora_moe_rl.files import eval_files
-from lora_moe_rl.files.run_dir import read_jsonl
+from lora_moe_rl.files.jsonl import read_jsonl
 
 
 def test_an_evaluation_that_is_made_again_replaces_what_was_left(tmp_path):

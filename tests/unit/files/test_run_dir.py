@@ -16,7 +16,8 @@ from lora_moe_rl.config.recipes import load_config, resolve
 from lora_moe_rl.data.samples import FunctionRewards, Group, Prompt, Sample, Segment
 from lora_moe_rl.errors import RunDirError
 from lora_moe_rl.files.checkpoint import write_checkpoint
-from lora_moe_rl.files.run_dir import RunDir, read_jsonl, tail
+from lora_moe_rl.files.jsonl import read_jsonl, tail
+from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.telemetry.metrics import MetricsWriter, read_metrics
 
 

@@ -12,7 +12,8 @@ import pytest
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import RunDirError
 from lora_moe_rl.files import trouble
-from lora_moe_rl.files.run_dir import RunDir, read_jsonl
+from lora_moe_rl.files.jsonl import read_jsonl
+from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.files.trouble import Lines, Trouble
 
 

@@ -5,7 +5,8 @@ import json
 import pytest
 from recorded_run import PLANTED, config_in, record
 
-from lora_moe_rl.files.run_dir import RunDir, read_jsonl
+from lora_moe_rl.files.jsonl import read_jsonl
+from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.page.samples import ORDERS, Choice, Samples
 
 

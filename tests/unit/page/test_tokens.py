@@ -5,7 +5,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.data.samples import Sample, Segment
-from lora_moe_rl.files.run_dir import RunDir, read_jsonl
+from lora_moe_rl.files.jsonl import read_jsonl
+from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.page.runs import Runs
 from lora_moe_rl.page.tokens import TokenLines, pieces
 

@@ -18,7 +18,8 @@ from lora_moe_rl.data.samples import Details, Prompt, Sample, Scores, Segment
 from lora_moe_rl.environments.single_turn import SingleTurn
 from lora_moe_rl.errors import EngineDied, RewardError
 from lora_moe_rl.files import eval_files
-from lora_moe_rl.files.run_dir import RunDir, read_jsonl
+from lora_moe_rl.files.jsonl import read_jsonl
+from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.run.evaluator import Evaluator
 from lora_moe_rl.telemetry import metrics
 from lora_moe_rl.telemetry.metrics import MetricsWriter, read_evaluations, read_metrics

@@ -12,7 +12,8 @@ from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment, UpdateResult
 from lora_moe_rl.errors import MismatchError
-from lora_moe_rl.files.run_dir import RunDir, read_jsonl
+from lora_moe_rl.files.jsonl import read_jsonl
+from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.run.mismatch import MismatchBounds
 
 SAMPLES = 6

@@ -17,7 +17,8 @@ from lora_moe_rl.data.maker import Wanted
 from lora_moe_rl.data.mixture import open_prompts
 from lora_moe_rl.data.samples import Answer, Group, Prompt, UpdateResult
 from lora_moe_rl.errors import NothingTrainedError
-from lora_moe_rl.files.run_dir import RunDir, read_jsonl
+from lora_moe_rl.files.jsonl import read_jsonl
+from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.run import loop, offline
 from lora_moe_rl.run.evaluations import Evaluates, Evaluations
 from lora_moe_rl.run.records import Records

@@ -14,7 +14,8 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment, UpdateResult
 from lora_moe_rl.errors import DiskError, NonFiniteError, NothingTrainedError, RewardError
 from lora_moe_rl.files.checkpoint import newest_step
-from lora_moe_rl.files.run_dir import RunDir, read_jsonl
+from lora_moe_rl.files.jsonl import read_jsonl
+from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.files.trouble import Trouble
 from lora_moe_rl.run import records as run_records
 from lora_moe_rl.run.records import (
