@@ -5,8 +5,8 @@
     python recipes/kimi_k2_1t.py data.path=recipes/data/math_small.jsonl data.subset=null \\
         data.answer_key=answer model.path=/models/Kimi-K2-Instruct   # no network
 
-GPUs: 32 for the trainer (TP 8, PP 4, EP 8; the checkpoint's FP8 becomes bf16), 32 for four engines
-of TP 8, which serve the FP8. By the plan a trainer rank holds up to 71 GiB of 140, an engine
+GPUs: 16 for the trainer (TP 8, PP 2, EP 8; experts stay in the checkpoint's FP8), 48 for six
+engines of TP 8, which serve the FP8. By the plan a trainer rank holds up to 77 GiB of 140, an engine
 rank 133, with room for 11 sequences of 8,192 tokens.
 The experts of a layer share the tensor on the hidden side (`shared_outer`), so that the adapter has
 9.4 GB and not 41. Not run yet.
@@ -38,11 +38,11 @@ config = RunConfig(
     ),
     adapter=AdapterConfig(rank=32, alpha=64, expert_layout="shared_outer"),
     trainer=TrainerConfig(
-        steps=200, world_size=32, tp=8, pp=4, ep=8, device="cuda", recompute="full",
+        steps=200, world_size=16, tp=8, pp=2, ep=8, device="cuda", recompute="full",
         micro_batch_tokens=8192, lr=2e-5, warmup_steps=5,
     ),
     rollout=RolloutConfig(
-        engines=4, tp=8, ep=True, max_response_tokens=6144, gpu_memory_utilization=0.95,
+        engines=6, tp=8, ep=True, max_response_tokens=6144, gpu_memory_utilization=0.95,
         start_timeout_s=7200,
     ),
     algorithm=AlgorithmConfig(prompts_per_step=64, group_size=8),

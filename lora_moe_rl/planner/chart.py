@@ -11,6 +11,7 @@ from lora_moe_rl.planner.plan import RunPlan
 COLORS = {
     "base": "#2b6cb0",
     "weights": "#2b6cb0",
+    "scratch": "#7fa8d4",
     "adapter": "#dd8a2c",
     "adapter slots": "#dd8a2c",
     "gradients": "#e9b872",

@@ -42,9 +42,9 @@ class Facts:
     stated: str = ""
 
     def in_trainer(self, weights: Format) -> Format:
-        """What the trainer holds of the base, computing in `weights`: INT4 experts as they are. An
-        FP8 base, of which it may hold dense linears as numbers, is counted in `weights`."""
-        return "int4" if self.checkpoint == "int4" and weights == "bf16" else weights
+        """What the trainer holds of the base, computing in `weights`: packed parts as they are."""
+        quantised = self.checkpoint in ("fp8", "int4") and weights == "bf16"
+        return self.checkpoint if quantised else weights
 
 
 @cache

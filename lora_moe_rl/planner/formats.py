@@ -1,15 +1,18 @@
-"""Bytes of weights in the formats that checkpoints come in."""
+"""Bytes of weights in the formats that checkpoints come in, and in those that trainers hold."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
+from lora_moe_rl.config import TrainerConfig
 from lora_moe_rl.planner.base import BaseTensor
 from lora_moe_rl.planner.facts import Format
 
 FP8_BLOCK = 128  # one float32 scale for each block of 128 by 128
 INT4_GROUP = 32  # one bf16 scale for each 32 weights of a row
-SCRATCH_BYTES = 2**32  # most that the trainer dequantises experts into (kernels/packed_linear.py)
+# The most that the trainer dequantises weights of one shape into (kernels/packed_linear.py).
+SCRATCH_BYTES = {"cpu": 2**28, "cuda": 2**32}
 
 
 def itemsize(weights: Format) -> int:
@@ -17,12 +20,41 @@ def itemsize(weights: Format) -> int:
     return 4 if weights == "float32" else 2
 
 
-def scratch_bytes(shape: tuple[int, ...], weights: Format) -> int:
-    """What a trainer rank dequantises its experts `[E, out, in]` of a layer into."""
-    if weights not in ("fp8", "int4"):
-        return 0
-    experts, one = shape[0], itemsize(weights) * math.prod(shape[1:])
-    return one * min(experts, max(1, SCRATCH_BYTES // one))
+def scratch_bytes(shapes: Iterable[tuple[int, ...]], weights: Format, device: str) -> int:
+    """Buffers that a trainer rank dequantises weights `[out, in]`, or experts `[E, out, in]` of a
+    layer, in: one for each shape."""
+    room, buffers = SCRATCH_BYTES["cpu" if device == "cpu" else "cuda"], set()
+    for *stack, rows, columns in shapes:
+        at_once = max(1, room // (itemsize(weights) * rows * columns))
+        buffers.add((min(math.prod(stack), at_once), rows, columns))
+    return itemsize(weights) * sum(map(math.prod, buffers))
+
+
+def packed_in_trainer(
+    tensor: BaseTensor, shape: tuple[int, ...], weights: Format, trainer: TrainerConfig
+) -> bool:
+    """Whether a trainer rank keeps a part of `shape` of `tensor` as the checkpoint has it: routed
+    experts, and what trainer/packed_dense.py packs. On GPUs Transformer Engine's linears are
+    numbers."""
+    if tensor.part == "experts" or weights != "fp8":
+        return tensor.part == "experts" and weights in ("fp8", "int4")
+    if not tensor.linear or trainer.device != "cpu" or tensor.name.endswith("linear_qkv.weight"):
+        return False
+    gate_and_up = 2 if tensor.name.endswith("linear_fc1.weight") else 1
+    return all(
+        shape[side] % (gate_and_up * FP8_BLOCK) == 0
+        for side, _ in tensor.split
+        if gate_and_up > 1 or shape[side] < tensor.shape[side]
+    )
+
+
+def trainer_bytes(
+    tensor: BaseTensor, shape: tuple[int, ...], weights: Format, trainer: TrainerConfig
+) -> int:
+    """Bytes of a part of `shape` of `tensor` on a trainer rank."""
+    if packed_in_trainer(tensor, shape, weights, trainer) or tensor.buffer:
+        return tensor_bytes(tensor, shape, weights)
+    return itemsize(weights) * math.prod(shape)
 
 
 def tensor_bytes(tensor: BaseTensor, shape: tuple[int, ...], weights: Format) -> int:

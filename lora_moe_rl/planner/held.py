@@ -14,7 +14,7 @@ from lora_moe_rl.base.layout import LATER, PACKED, ExpertCut, rule
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.planner.base import PARTS, base_tensors, held_by
 from lora_moe_rl.planner.facts import Facts, Format
-from lora_moe_rl.planner.formats import tensor_bytes
+from lora_moe_rl.planner.formats import tensor_bytes, trainer_bytes
 from lora_moe_rl.planner.rollout import engine_shape
 from lora_moe_rl.planner.trainer import FORMATS
 from lora_moe_rl.refit.plan import trainer_ranks
@@ -52,7 +52,8 @@ def held_parts(facts: Facts, config: RunConfig, same_gpus: bool) -> list[HeldPar
     trainer, engine = Counter(), Counter()
     for tensor, box in held_by(facts, first).items():
         for form in FORMATS:
-            trainer[tensor.part, form] += tensor_bytes(tensor, box.shape, form)
+            held = trainer_bytes(tensor, box.shape, form, config.trainer)
+            trainer[tensor.part, form] += held
     for tensor in base_tensors(facts):
         shape = engine_shape(facts, tensor, config.rollout.tp, config.rollout.ep)
         for form in FORMATS:

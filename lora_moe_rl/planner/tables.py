@@ -26,7 +26,7 @@ TRAINER = {
     "activations": ("activations", "one layer's work"),
     "logits": ("logits",),
     "comm.": ("communication",),
-    "other": ("allocator", "runtime"),
+    "other": ("scratch", "allocator", "runtime"),
 }
 
 

@@ -32,12 +32,12 @@ from lora_moe_rl.planner.base import (
     tensors_of_layer,
 )
 from lora_moe_rl.planner.facts import Facts, Format
-from lora_moe_rl.planner.formats import itemsize, scratch_bytes, tensor_bytes
+from lora_moe_rl.planner.formats import itemsize, packed_in_trainer, scratch_bytes, trainer_bytes
 from lora_moe_rl.planner.hardware import FRAGMENTATION, RUNTIME_BYTES
 
 FLOAT32 = 4
 # Kinds of memory that stay between updates.
-RESIDENT = ("base", "adapter", "gradients", "optimizer", "runtime")
+RESIDENT = ("base", "scratch", "adapter", "gradients", "optimizer", "runtime")
 STEP = 4  # Adam's count of steps: one float32 a parameter tensor, on the host
 FORMATS: tuple[Format, ...] = ("bf16", "fp8", "int4")
 
@@ -86,10 +86,12 @@ class RankClass:
 
 @dataclass(frozen=True)
 class Held:
-    """Elements and bytes of some of a rank's tensors."""
+    """Elements and bytes of some of a rank's tensors; `packed`: shapes of those that are dequantised
+    when they are multiplied."""
 
     parts: Counter[str]
     base_bytes: Counter[Format]
+    packed: frozenset[tuple[int, ...]] = frozenset()
     adapters: int = 0
     trained: int = 0
     tensors: int = 0
@@ -145,6 +147,7 @@ class TrainerMemory:
             stepped = 3 * min(stepped, OFFLOAD_BYTES)  # and two moments, of a part at a time
         memory = {
             "base": held.base_bytes[self.weights],
+            "scratch": scratch_bytes(held.packed, self.weights, config.trainer.device),
             "adapter": FLOAT32 * held.adapters,
             "gradients": FLOAT32 * held.trained,
             "optimizer": moments + STEP * held.tensors,
@@ -189,10 +192,11 @@ class TrainerMemory:
             total.parts.update(block.parts)
             total.base_bytes.update(block.base_bytes)
         sums = (sum(getattr(b, key) for b in blocks) for key in ("adapters", "trained", "tensors"))
-        return Held(total.parts, total.base_bytes, *sums)
+        packed = frozenset().union(*(block.packed for block in blocks))
+        return Held(total.parts, total.base_bytes, packed, *sums)
 
     def _layer(self, trainer: TrainerConfig, layer: int) -> Held:
-        key = (layer, trainer.tp, trainer.ep, trainer.etp)
+        key = (layer, trainer.tp, trainer.ep, trainer.etp, trainer.device)
         if key not in self._held:
             base = self._tensors(trainer, tensors_of_layer(self.facts, layer))
             layout = _layout(trainer)
@@ -201,14 +205,16 @@ class TrainerMemory:
         return self._held[key]
 
     def _tensors(self, trainer: TrainerConfig, tensors: Iterable[BaseTensor]) -> Held:
-        layout, held = _layout(trainer), Held(Counter(), Counter())
+        layout, held, packed = _layout(trainer), Held(Counter(), Counter()), set()
         for tensor in tensors:
             if not tensor.buffer:
                 box = tensor.local(layout)
                 held.parts[tensor.part] += box.size
                 for form in self.formats:
-                    held.base_bytes[form] += tensor_bytes(tensor, box.shape, form)
-        return held
+                    held.base_bytes[form] += trainer_bytes(tensor, box.shape, form, trainer)
+                if packed_in_trainer(tensor, box.shape, self.weights, trainer):
+                    packed.add(box.shape)
+        return replace(held, packed=frozenset(packed))
 
     def _moving(self, config: RunConfig, stage: int, layers: list[int]) -> dict[str, int]:
         """What lives within a step: activations of the micro-batches in flight, the work of one
@@ -228,21 +234,10 @@ class TrainerMemory:
             logits = head(shape, trainer.tp, tokens, b)
         return {
             "activations": int(activations),
-            "one layer's work": int(tokens * work) + self._scratch(trainer, layers),
+            "one layer's work": int(tokens * work),
             "communication": int(tokens * communication(shape, trainer, b)),
             "logits": logits,
         }
-
-    def _scratch(self, trainer: TrainerConfig, layers: list[int]) -> int:
-        """Buffers that a quantised layer's experts are dequantised in."""
-        moe = [layer for layer in layers if layer in self.facts.shape.moe_layers]
-        tensors = tensors_of_layer(self.facts, moe[0]) if moe else ()
-        layout = _layout(trainer)
-        return sum(
-            scratch_bytes(tensor.local(layout).shape, self.weights)
-            for tensor in tensors
-            if tensor.part == "experts"
-        )
 
 
 def _figures(c: RankClass) -> tuple:

@@ -2,7 +2,8 @@
 
 import pytest
 import tiny_families
-from ranks import run_ranks
+from quantised import make_pair
+from ranks import random_batch, run_ranks
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
@@ -70,3 +71,31 @@ def test_every_rank_holds_what_the_plan_says(tmp_path, family, adapter, algorith
         assert {"host": 0} | bytes_held == {kind: memory[kind] for kind in COMPARED}
         held = held_by(facts, rank).items()
         assert shapes == {tensor.name: box.shape for tensor, box in held if not tensor.buffer}
+
+
+def packed_report(worker, spec):
+    from lora_moe_rl.trainer import packed_experts
+
+    worker.gradients(*random_batch(spec))
+    return worker.memory()["base"], packed_experts.held(worker.engine.chunks)
+
+
+@pytest.mark.parametrize(
+    ("form", "family", "trainer"),
+    [
+        ("fp8", "deepseek_v3", TP2_PP2_EP2),
+        ("fp8", "qwen3_moe", {"world_size": 2, "ep": 2}),
+        ("int4", "qwen3_moe", {"world_size": 2, "tp": 2, "etp": 2}),
+    ],
+)
+def test_of_a_quantised_base_packed_bytes_numbers_and_buffers(tmp_path, form, family, trainer):
+    folder, _ = make_pair(family, tmp_path, form)
+    trainer = trainer | {"device": "cpu", "dtype": "bfloat16"}
+    config = RunConfig(model=str(folder), trainer=trainer)
+    facts = find(str(folder))
+    spec = AdapterSpec.build(facts.shape, config.adapter, servable=False)
+    classes = TrainerMemory(facts, spec, facts.in_trainer("bf16")).classes(config)
+    planned = [c.memory for c in classes for _ in range(c.ranks)]
+    for memory, (base, held) in zip(planned, run_ranks(config, folder, packed_report), strict=True):
+        assert (base, held["scratch"]) == (memory["base"], memory["scratch"])
+        assert 0 < held["packed"] < base

@@ -18,7 +18,7 @@ from lora_moe_rl.planner.base import base_tensors, held_by, num_parameters
 from lora_moe_rl.planner.build import adapter_boxes
 from lora_moe_rl.planner.compute import Lengths, flops
 from lora_moe_rl.planner.facts import find, known
-from lora_moe_rl.planner.formats import SCRATCH_BYTES, scratch_bytes, tensor_bytes
+from lora_moe_rl.planner.formats import SCRATCH_BYTES, scratch_bytes, tensor_bytes, trainer_bytes
 from lora_moe_rl.planner.hardware import GIB, Hardware
 from lora_moe_rl.planner.plan import Assumed, make
 from lora_moe_rl.planner.rollout import slot_bytes, weight_bytes
@@ -71,7 +71,7 @@ def test_classes_are_the_sums_of_their_tensors():
             held = [(t, b) for t, b in held_by(facts, rank).items() if not t.buffer]
             assert c.base_parameters == sum(box.size for _, box in held)
             for form in ("bf16", "fp8", "int4"):
-                bytes_held = sum(tensor_bytes(t, box.shape, form) for t, box in held)
+                bytes_held = sum(trainer_bytes(t, b.shape, form, config.trainer) for t, b in held)
                 assert c.base_bytes[form] == bytes_held
             adapters = sum(box.size for box in adapter_boxes(spec, rank).values())
             assert c.adapter_parameters == c.trained_parameters == adapters
@@ -86,12 +86,25 @@ def test_int4_experts_are_held_as_they_are_and_dequantised_in_a_buffer():
     assert packed.memory["base"] == plain.base_bytes["int4"] < 0.4 * plain.memory["base"]
     # 48 experts of the rank: gate and up, and down.
     buffers = 48 * 2 * (4096 * 7168 + 7168 * 2048)
-    more = packed.memory["one layer's work"] - plain.memory["one layer's work"]
-    assert more == buffers < 2 * SCRATCH_BYTES
+    assert packed.memory["scratch"] == buffers < 2 * SCRATCH_BYTES["cuda"]
+    assert packed.resident - plain.resident == buffers - (
+        plain.memory["base"] - packed.memory["base"]
+    )
+    assert plain.memory["scratch"] == 0
     # Of larger ones some at a time.
-    assert scratch_bytes((384, 4096, 7168), "int4") == SCRATCH_BYTES // 58_720_256 * 58_720_256
-    assert scratch_bytes((384, 4096, 7168), "bf16") == 0
-    assert packed_linear.SCRATCH_BYTES["cuda"] == SCRATCH_BYTES
+    most = SCRATCH_BYTES["cuda"] // 58_720_256 * 58_720_256
+    assert scratch_bytes([(384, 4096, 7168)], "int4", "cuda") == most
+    assert packed_linear.SCRATCH_BYTES == SCRATCH_BYTES
+
+
+def test_on_gpus_the_experts_alone_of_an_fp8_checkpoint_are_packed():
+    facts = find("deepseek-v3")
+    config = config_of(trainer={"world_size": 8, "ep": 8, "device": "cuda"})
+    spec = AdapterSpec.build(facts.shape, config.adapter)
+    (rank,) = TrainerMemory(facts, spec, facts.in_trainer("bf16")).classes(config)
+    experts = 58 * 256 * 3 * 7168 * 2048 // 8
+    scales = 4 * experts // 128**2
+    assert rank.memory["base"] == experts + scales + 2 * (rank.base_parameters - experts)
 
 
 def test_checkpoints_in_fp8_have_their_published_numbers():
