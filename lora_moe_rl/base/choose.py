@@ -10,11 +10,13 @@ from lora_moe_rl.base.layout import Tensor, rule
 from lora_moe_rl.base.room import check_room
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError, HeldBaseError, LoraMoeRlError
+from lora_moe_rl.models import quantised
+from lora_moe_rl.models.quantised_weights import form_of
 from lora_moe_rl.refit.merged_base import Base
 from lora_moe_rl.rollout.facts import Dtype
 from lora_moe_rl.upstream.versions import installed
 
-ITEMSIZE: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
+BITS = {"float32": 32, "bfloat16": 16, "fp8": 8, "int4": 4}
 NAMED = 3
 
 
@@ -24,7 +26,7 @@ def why_private(config: RunConfig, shape: ModelShape, model_dir: Path) -> str:
         _setting(config, shape)
         or _layout(experts(config, shape))
         or _weights(shape, model_dir)
-        or _room(config, shape)
+        or _room(config, shape, quantised.form_in(model_dir))
     )
 
 
@@ -45,10 +47,10 @@ def held_share(config: RunConfig, shape: ModelShape) -> float:
     return sum(tensor.elements for tensor in experts(config, shape)) / every
 
 
-def held_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """What is held once, on the CPU."""
+def held_bytes(config: RunConfig, shape: ModelShape, form: str | None = None) -> int:
+    """What is held once, on the CPU. `form`: of a quantised base."""
     dtype: Dtype = "float32" if config.trainer.dtype == "auto" else config.trainer.dtype
-    return sum(tensor.elements for tensor in experts(config, shape)) * ITEMSIZE[dtype]
+    return sum(tensor.elements for tensor in experts(config, shape)) * BITS[form or dtype] // 8
 
 
 def experts(config: RunConfig, shape: ModelShape) -> list[Tensor]:
@@ -80,20 +82,25 @@ def _layout(tensors: list[Tensor]) -> str:
 
 
 def _weights(shape: ModelShape, model_dir: Path) -> str:
-    """Of a checkpoint that holds others than plain numbers, as quantised ones."""
+    """Of a checkpoint whose experts are neither numbers nor all quantised as its config says."""
     try:
-        base = Base(str(model_dir))
+        base, form = Base(str(model_dir)), quantised.form_in(model_dir)
         for layer in shape.moe_layers:
             for module in ("experts.gate", "experts.up", "experts.down"):
-                base.check(layer, module)
+                if form is None:
+                    base.check(layer, module)
+                for expert in range(shape.num_experts if form else 0):
+                    path = base.name(layer, module, expert)
+                    if (found := form_of(path, base.weights.file_of)) != form:
+                        return f"{path} is {found or 'not quantised'}, and the base {form}"
     except LoraMoeRlError as error:
         return str(error)
     return ""
 
 
-def _room(config: RunConfig, shape: ModelShape) -> str:
+def _room(config: RunConfig, shape: ModelShape, form: str | None) -> str:
     try:
-        check_room(Path(config.model.held_dir), held_bytes(config, shape))
+        check_room(Path(config.model.held_dir), held_bytes(config, shape, form))
     except HeldBaseError as error:
         return str(error)
     return ""

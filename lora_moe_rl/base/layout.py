@@ -13,7 +13,8 @@
 
 A stack of experts is stored as [pieces, experts, rows, columns], so that each rank's part is one
 piece of a range of experts, and a view: how many ranks share the experts out may differ between
-the two. Pure: no torch.
+the two. Of quantised experts it is the packed values, as the checkpoint has them; each side has
+scales of its own. Pure: no torch.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ Relation = Literal["identical", "view", "permuted", "not shareable"]
 SMALL = "norms and routers are too small to be worth it"
 PACKED = "vLLM's CPU build packs linears for its own kernels and drops the rows"
 LATER = "not done yet: each side has its own"
+INT4_IN_WORD = 8  # values of INT4 in an int32
 
 
 @dataclass(frozen=True)
@@ -78,18 +80,20 @@ class Tensor:
     reason: str = ""
 
 
-def stacks(shape: ModelShape, pieces: int) -> list[Stack]:
-    """All stacks of routed experts, by layer, each expert in `pieces` pieces."""
+def stacks(shape: ModelShape, pieces: int, form: str | None = None) -> list[Stack]:
+    """All stacks of routed experts, by layer, each expert in `pieces` pieces. `form`: int4 or fp8,
+    of a quantised base."""
     hidden, width = shape.hidden_size, shape.dims["moe_intermediate"] // pieces
-    gate_up = pieces, shape.num_experts, 2 * width, hidden
-    down = pieces, shape.num_experts, hidden, width
+    in_word, suffix = (INT4_IN_WORD, "_packed") if form == "int4" else (1, "")
+    gate_up = pieces, shape.num_experts, 2 * width, hidden // in_word
+    down = pieces, shape.num_experts, hidden, width // in_word
     found = []
     for layer in shape.moe_layers:
         ours = f"model.layers.{layer}.{shape.family.moe_block}.experts.routed_experts"
         theirs = f"decoder.layers.{layer}.mlp.experts"
-        names = f"{ours}.w13_weight", f"{theirs}.linear_fc1"
+        names = f"{ours}.w13_weight{suffix}", f"{theirs}.linear_fc1"
         found.append(Stack(*names, layer, ("experts.gate", "experts.up"), True, gate_up))
-        names = f"{ours}.w2_weight", f"{theirs}.linear_fc2"
+        names = f"{ours}.w2_weight{suffix}", f"{theirs}.linear_fc2"
         found.append(Stack(*names, layer, ("experts.down",), False, down))
     return found
 

@@ -1,8 +1,9 @@
 """The engine's side: a load format of vLLM whose routed experts are views of the store.
 
-All else is loaded as ever (`vllm/model_executor/model_loader/default_loader.py`); experts are not
-read from the checkpoint. After loading, vLLM copies each stack of experts onto itself, which a
-read-only mapping does not survive: these methods alone are told that their weights are processed.
+All else is loaded as ever (`vllm/model_executor/model_loader/default_loader.py`), scales of
+quantised experts too; experts are not read from the checkpoint. After loading, vLLM copies each
+stack of experts onto itself, which a read-only mapping does not survive: these methods alone are
+told that their weights are processed. The one for INT4 does not ask, and copies nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_wna16 as wna16,
+)
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.utils import weights_already_processed
@@ -26,11 +30,21 @@ from lora_moe_rl.base.held import Held
 from lora_moe_rl.base.store import Store
 from lora_moe_rl.errors import HeldBaseError
 from lora_moe_rl.rollout.cpu_experts import TorchLoRAExperts
+from lora_moe_rl.rollout.cpu_fp8 import DequantisedExperts, Fp8LoRAExperts
+from lora_moe_rl.rollout.cpu_int4 import Int4LoRAExperts
 from lora_moe_rl.upstream.checks import require_attributes, require_parameters, require_version
 
 WHO = "lora_moe_rl/base/loader.py"
 LOAD_FORMAT = "lora_moe_rl_held"
-STACKS = ("w13_weight", "w2_weight")
+# {vLLM's method of routed experts: (our class of experts, which keeps weights; their names)}
+KEPT = {
+    UnquantizedFusedMoEMethod: (TorchLoRAExperts, ("w13_weight", "w2_weight")),
+    DequantisedExperts: (Fp8LoRAExperts, ("w13_weight", "w2_weight")),
+    wna16.CompressedTensorsWNA16MoEMethod: (
+        Int4LoRAExperts,
+        ("w13_weight_packed", "w2_weight_packed"),
+    ),
+}
 
 
 def engine_args(folder: str) -> dict[str, Any]:
@@ -86,25 +100,30 @@ def take(model: torch.nn.Module, store: Store) -> None:
     """Points every routed expert of `model` at the store. Raises HeldBaseError for one that vLLM
     would lay out anew."""
     found = {name: m for name, m in model.named_modules() if isinstance(m, RoutedExperts)}
-    wanted = {f"{name}.{stack}" for name in found for stack in STACKS}
-    if differing := wanted ^ set(store.contents.shapes):
+    wanted = {f"{name}.{stack}": m for name, m in found.items() for stack in _stacks(name, m)}
+    if differing := set(wanted) ^ set(store.contents.shapes):
         raise HeldBaseError(
             f"vLLM's model and the base that is held differ in {len(differing)} tensors, among "
             f"them {min(differing)}"
         )
-    for name, layer in found.items():
+    for name, layer in wanted.items():
+        _point(name, getattr(layer, name.rpartition(".")[2]), _mine(layer, store[name]))
+    for layer in found.values():
         method = layer.quant_method
-        if (
-            not isinstance(method, UnquantizedFusedMoEMethod)
-            or method.experts_cls is not TorchLoRAExperts
-        ):
-            raise HeldBaseError(
-                f"{name}: vLLM would lay its experts out anew ({type(method).__name__}, "
-                f"{getattr(method, 'experts_cls', None)}); set model.held_once=off"
-            )
-        for stack in STACKS:
-            _point(f"{name}.{stack}", getattr(layer, stack), _mine(layer, store[f"{name}.{stack}"]))
         method.process_weights_after_loading = _as_they_are(method.process_weights_after_loading)
+
+
+def _stacks(name: str, layer: RoutedExperts) -> tuple[str, ...]:
+    """Parameters of a layer that keep the checkpoint's layout. Raises HeldBaseError."""
+    method = layer.quant_method
+    experts, stacks = KEPT.get(type(method), (None, ()))
+    chosen = getattr(method, "experts_cls", None)
+    if experts is None or chosen is None or not issubclass(chosen, experts):
+        raise HeldBaseError(
+            f"{name}: vLLM would lay its experts out anew ({type(method).__name__}, {chosen}); set "
+            "model.held_once=off"
+        )
+    return stacks
 
 
 def _mine(layer: RoutedExperts, whole: torch.Tensor) -> torch.Tensor:

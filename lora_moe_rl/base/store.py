@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -34,6 +34,7 @@ ALIGNMENT = 4096
 FORMAT = 1
 BIN, DESCRIPTION, WRITING, USERS = "base.bin", "base.json", "writing", "users"
 Shape = tuple[int, ...]
+Element = Dtype | Literal["int32", "float8_e4m3fn"]
 Fill = Callable[[str, torch.Tensor], None]
 
 
@@ -42,7 +43,7 @@ class Contents:
     """What a store holds: `key` says of what, and under which conditions it is read."""
 
     key: Mapping[str, str]
-    dtype: Dtype
+    dtype: Element
     shapes: Mapping[str, Shape]
 
     @property
@@ -253,7 +254,7 @@ def _map(folder: Path | str, directory: int, nbytes: int) -> mmap.mmap:
         os.close(descriptor)
 
 
-def _view(memory: mmap.mmap, dtype: Dtype, offset: int, shape: Shape) -> torch.Tensor:
+def _view(memory: mmap.mmap, dtype: Element, offset: int, shape: Shape) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of memory that cannot be written, which is the point
         flat = torch.frombuffer(

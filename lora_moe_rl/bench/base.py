@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import psutil
 
-from lora_moe_rl.base.held import Held
 from lora_moe_rl.base.owner import owned
 from lora_moe_rl.base.store import BIN
 from lora_moe_rl.bench import report
+from lora_moe_rl.bench.loading import Peak
 from lora_moe_rl.bench.model import save_random
 from lora_moe_rl.bench.process import mapped_bytes, private_bytes
 from lora_moe_rl.bench.report import Result, busy_cores, cores, goal, temporary
@@ -29,18 +29,21 @@ from lora_moe_rl.tiny.tokenizer import make_tokenizer
 from lora_moe_rl.verify.comparisons import largest
 from lora_moe_rl.verify.engine import EngineProcess
 from lora_moe_rl.verify.inputs import random_adapter, random_batch
-from lora_moe_rl.verify.ranks import Ranks, spec_of
+from lora_moe_rl.verify.processes import run_processes
+from lora_moe_rl.verify.ranks import Ranks, free_address, spec_of
 from lora_moe_rl.verify.report import table
 
 ABOUT = """\
 A trainer rank and an engine on one model with random weights, on the CPU in float32: first with a
 base each, then with the routed experts in one file that both map. Memory that is a process's own,
-the share of the file that each is charged, how long the second user of the base takes to start, and
-how far log-probabilities and gradients are from those on private copies.
+at most while it starts and once it has computed, the share of the file that each is charged, how
+long the first user of the base takes to start and those after it, and how far log-probabilities and
+gradients are from those on private copies.
 """
 WIDTHS = {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 256}
 LENGTHS = (20, 60)
 MOST_HELD, MOST_LOGPROBS, MOST_GRADIENTS = 1.05, 5e-6, 1e-5
+TIMEOUT_S = 600
 
 
 def main(argv: Sequence[str]) -> int:
@@ -77,28 +80,33 @@ def measure(folder: Path, name: str, experts: int, held: str) -> Result:
     spec = spec_of(folder, config)
     sequences = [row.tolist() for row in random_batch(spec, 8, 3, LENGTHS)[0].token_ids]
     own_engine = _engine(folder, config, spec, sequences, None)
-    with Ranks(config, folder, False, 600) as ranks:
-        (own,) = ranks.run(private)
-        (shared,) = ranks.run(adopted, held)
-        file = Path(held) / BIN
-        trainers = [process.pid for process in ranks.processes]
+    own, first, second = (_trainer(config, folder, base) for base in (None, held, held))
+    file = Path(held) / BIN
+    with Ranks(config, folder, False, TIMEOUT_S, held) as ranks:
+        trainers = ranks.run(process_id)
         engine = _engine(folder, config, spec, sequences, held, trainers)
     size = file.stat().st_size
-    gradients = max(_relative(a, b) for a, b in zip(shared["gradients"], own["gradients"]))
+    gradients = max(
+        _relative(a, b)
+        for shared in (first, second)
+        for a, b in zip(shared["gradients"], own["gradients"], strict=True)
+    )
     found = {
         "held": engine["file"] / size,
         "engine_logprobs": largest(engine["scores"], own_engine["scores"]),
-        "trainer_logprobs": largest(shared["scores"], own["scores"]),
+        "trainer_logprobs": max(largest(x["scores"], own["scores"]) for x in (first, second)),
         "gradients": gradients,
     }
     return {
         "model": name,
         "bytes": size,
         "cores": cores(),
-        "trainer": [own["private"], shared["private"]],
+        "trainer": [own["private"], second["private"]],
+        "trainer_peak": [own["peak"], second["peak"]],
         "engine": [own_engine["private"], engine["private"]],
         "load_seconds": [own_engine["load"], engine["load"]],
-        "adopt_seconds": shared["seconds"],
+        "trainer_seconds": [own["seconds"], second["seconds"]],
+        "first_seconds": first["seconds"],
         "goals": {
             "held of the file by all, times its size": goal(found["held"], MOST_HELD),
             "engine's logprobs, largest difference": goal(found["engine_logprobs"], MOST_LOGPROBS),
@@ -110,8 +118,27 @@ def measure(folder: Path, name: str, experts: int, held: str) -> Result:
     }
 
 
-def private(worker, spec) -> Result:
-    """In a trainer rank: what it computes and holds."""
+def process_id(worker, spec) -> int:
+    """Of a trainer rank that has started."""
+    return os.getpid()
+
+
+def _trainer(config: RunConfig, folder: Path, held: str | None) -> Result:
+    """Of one trainer rank from its start on."""
+    arguments = (free_address(), config, folder, held)
+    return run_processes(1, train, *arguments, timeout_s=TIMEOUT_S)[0]
+
+
+def train(rank: int, address: str, config: RunConfig, folder: Path, held: str | None) -> Result:
+    """What a trainer rank computes and holds. A job of `run_processes`."""
+    from lora_moe_rl.trainer.worker import TrainerWorker
+
+    spec = spec_of(folder, config)
+    worker = TrainerWorker(config, spec, folder, rank, held)
+    started = time.perf_counter()
+    with Peak() as peak:
+        worker.start(address, cores())
+    seconds = time.perf_counter() - started
     batch, table = random_batch(spec, 8, 3, LENGTHS)
     worker.set_adapter(random_adapter(spec))
     scores = worker.score([row.tolist() for row in batch.token_ids], None, adapters=True)
@@ -121,17 +148,9 @@ def private(worker, spec) -> Result:
         "scores": scores,
         "gradients": [shard.data for shard in shards],
         "private": private_bytes(os.getpid()),
+        "peak": peak.bytes,
+        "seconds": seconds,
     }
-
-
-def adopted(worker, spec, folder: str) -> Result:
-    """The same once its experts are those of `folder`, which it writes."""
-    from lora_moe_rl.base.adopt import adopt
-
-    started = time.perf_counter()
-    held = Held.of_run(folder, worker.model_dir, "float32", worker.config)
-    worker.engine.held = adopt(worker.engine.chunks, worker.config.trainer, held)
-    return {"seconds": time.perf_counter() - started, **private(worker, spec)}
 
 
 def _engine(
@@ -169,8 +188,16 @@ def parts(result: Result) -> Iterable[Any]:
         f"{result['cores']} cores"
     )
     shown = table(["", "a base each", "experts held once"])
-    for name, key in (("trainer's own MiB", "trainer"), ("engine's own MiB", "engine")):
+    for name, key in (
+        ("trainer's own MiB", "trainer"),
+        ("the most while it starts", "trainer_peak"),
+        ("engine's own MiB", "engine"),
+    ):
         shown.add_row(name, *(f"{nbytes / 2**20:,.1f}" for nbytes in result[key]))
-    shown.add_row("engine loads, s", *(f"{one:.2f}" for one in result["load_seconds"]))
-    shown.add_row("trainer writes, compares and adopts, s", "", f"{result['adopt_seconds']:.2f}")
+    for name, key in (
+        ("trainer starts, s", "trainer_seconds"),
+        ("engine loads, s", "load_seconds"),
+    ):
+        shown.add_row(name, *(f"{one:.2f}" for one in result[key]))
+    shown.add_row("the first trainer, which writes, s", "", f"{result['first_seconds']:.2f}")
     yield shown

@@ -6,11 +6,12 @@ from lora_moe_rl.adapters.spec import ModelShape
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.keys import value_text
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.models.quantised import WHOLE
 
 
-def check_layout(shape: ModelShape, config: RunConfig) -> None:
+def check_layout(shape: ModelShape, config: RunConfig, form: str | None = None) -> None:
     """Raises ConfigError, naming both numbers, for a size that does not divide the model, and for a
-    layout of experts if it has none."""
+    layout of experts if it has none. `form`: of a base whose experts are packed."""
     if not shape.moe_layers:
         _check_dense(shape, config)
     trainer, dims = config.trainer, shape.dims
@@ -30,6 +31,12 @@ def check_layout(shape: ModelShape, config: RunConfig) -> None:
                     f"{key}={size} does not divide the model's {number} {what}; use a divisor of "
                     f"{number}"
                 )
+    if form in WHOLE and dims["moe_intermediate"] % (trainer.etp * WHOLE[form]):
+        raise ConfigError(
+            f"trainer.etp={trainer.etp} cuts experts of the width {dims['moe_intermediate']}, "
+            f"{form}, and not into whole groups of {WHOLE[form]}; use a smaller trainer.etp, and "
+            "trainer.ep for the rest"
+        )
     _check_engine_heads(dims.get("kv_heads", config.rollout.tp), config.rollout.tp)
     chunks = trainer.pp * trainer.vpp
     if chunks > shape.num_layers:

@@ -7,20 +7,30 @@ fp8     blocks of 128 x 128 with float32 scales (DeepSeek-V3)
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
+
+from lora_moe_rl.files.untrusted import read_json
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": 32}
 FP8_BLOCK = [128, 128]
+# Columns of an expert that stay together when experts are cut.
+WHOLE = {"int4": 32, "fp8": 128}
 SUPPORTED = (
     "int4 (quant_method compressed-tensors, format pack-quantized, symmetric groups of 32, as "
     "Kimi-K2-Thinking) and fp8 (quant_method fp8, blocks of 128 x 128, as DeepSeek-V3)"
 )
 
 
-def form(config: Mapping[str, Any]) -> str | None:
+def form(config: Mapping[str, Any]) -> Literal["int4", "fp8"] | None:
     """int4, fp8, or None for a base that is not quantised. Of a config that `refused` lets pass."""
     method = (config.get("quantization_config") or {}).get("quant_method")
     return None if method is None else "fp8" if method == "fp8" else "int4"
+
+
+def form_in(model_dir: Path) -> Literal["int4", "fp8"] | None:
+    """`form` of a Hugging Face directory."""
+    return form(read_json(model_dir / "config.json"))
 
 
 def refused(config: Mapping[str, Any]) -> Iterator[str]:

@@ -59,6 +59,30 @@ def read(get: Callable[[str], torch.Tensor], names: Collection[str], name: str) 
     return dequantise(Packed(form, get(f"{path}.{data}"), scales), torch.float32)
 
 
+def read_linear(weights: SafeWeights, path: str, form: Form) -> Packed:
+    """One linear of a checkpoint, whole."""
+    data, scale, shape = TENSORS[form]
+    if missing := [n for n in (data, scale) if f"{path}.{n}" not in weights.file_of]:
+        raise ModelError(
+            f"{weights.directory} has no {path}.{missing[0]}: some of its routed experts are "
+            f"{form}, and all of them must be"
+        )
+    scales = weights.read(f"{path}.{scale}")
+    if wrong := bad_scales(form, scales):
+        raise ModelError(f"{path}.{scale} in {weights.directory}: {wrong}; fetch the file again")
+    try:
+        packed = Packed(form, weights.read(f"{path}.{data}"), scales)
+    except ValueError as error:
+        raise ModelError(f"{path} in {weights.directory}: {error}") from error
+    said = f"{path}.{shape}"
+    if said in weights.file_of and tuple(weights.read(said).tolist()) != packed.shape:
+        raise ModelError(
+            f"{said} in {weights.directory} is {weights.read(said).tolist()}, and what is packed "
+            f"has the shape {list(packed.shape)}"
+        )
+    return packed
+
+
 def write_numbers(source: Path, out: Path) -> None:
     """Writes the model of a quantised checkpoint to the directory `out`: the same weights in
     float32."""

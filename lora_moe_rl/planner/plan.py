@@ -81,7 +81,7 @@ class RunPlan:
 def make(facts: Facts, config: RunConfig, assumed: Assumed) -> RunPlan:
     """Raises ConfigError for a layout that does not divide the model, or an adapter it cannot
     have."""
-    check_layout(facts.shape, config)
+    check_layout(facts.shape, config, assumed.weights)
     spec = build_spec(facts, config)
     gpu = assumed.hardware.spec
     classes = TrainerMemory(facts, spec, assumed.weights).classes(config)

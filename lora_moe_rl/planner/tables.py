@@ -118,8 +118,6 @@ def _why_twice(plan: RunPlan) -> list[str]:
     lines += [f"  {part.part}: {part.why}" for part in plan.held if part.why]
     if plan.config.trainer.device == "cuda":
         lines.append("planned ahead: on GPUs a run with model.held_once=on is refused yet")
-    elif plan.facts.checkpoint in ("fp8", "int4"):
-        lines.append("planned ahead: of a quantised base a run with model.held_once=on is refused")
     return [*lines, ""]
 
 

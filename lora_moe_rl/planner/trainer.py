@@ -86,8 +86,8 @@ class RankClass:
 
 @dataclass(frozen=True)
 class Held:
-    """Elements and bytes of some of a rank's tensors; `packed`: shapes of those that are dequantised
-    when they are multiplied."""
+    """Elements and bytes of some of a rank's tensors; `packed`: shapes of those that it dequantises
+    when it multiplies them."""
 
     parts: Counter[str]
     base_bytes: Counter[Format]

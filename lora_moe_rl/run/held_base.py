@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lora_moe_rl.base import choose
+from lora_moe_rl.models import quantised
 from lora_moe_rl.run.prepared import Prepared
 from lora_moe_rl.telemetry import console
 
@@ -25,7 +26,7 @@ def held_base(run: Prepared) -> Iterator[str | None]:
     from lora_moe_rl.base.owner import owned
 
     with owned(model.held_dir) as folder:
-        size = choose.held_bytes(run.config, shape) / MIB
+        size = choose.held_bytes(run.config, shape, quantised.form_in(run.model_dir)) / MIB
         share = choose.held_share(run.config, shape)
         console.say(
             f"trainer and engines hold routed experts once: {size:,.1f} MiB, {share:.0%} of the "

@@ -113,7 +113,8 @@ def _saved(config: RunConfig, plan: RunPlan) -> int:
     share: those of the trainer's data-parallel ranks and of each engine."""
     shape, trainer = plan.facts.shape, config.trainer
     copies = trainer.world_size // (trainer.pp * trainer.ep * trainer.etp) + config.rollout.engines
-    return (copies - 1) * choose.held_bytes(config, shape)
+    form = plan.facts.checkpoint if plan.facts.checkpoint in ("fp8", "int4") else None
+    return (copies - 1) * choose.held_bytes(config, shape, form)
 
 
 def _on_the_cpu(config: RunConfig, plan: RunPlan, saved: int) -> tuple[str, list[str]]:

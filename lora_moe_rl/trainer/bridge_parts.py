@@ -8,7 +8,8 @@ that: it mends what upstream lacks or gets wrong for some members:
 - parameters without a weight and weights without a parameter are logged upstream, and the model is
   then silently another one; here they are errors;
 - quantised weights of dense linears are dequantised while they are loaded, upstream FP8 alone and
-  rounded to bfloat16. Those of routed experts are not loaded here (`packed_experts.py`).
+  rounded to bfloat16. Those of routed experts are not loaded here (`packed_experts.py`), nor are
+  routed experts that engines hold too (`shared_experts.py`).
 
 Import only after `bridge.load()` has prepared Megatron-Bridge.
 """
@@ -35,6 +36,8 @@ from lora_moe_rl.trainer import grouped_topk
 from lora_moe_rl.trainer.mla_query import without_query_norm
 
 MEGATRON, HF = "decoder.layers.*.", "model.layers.*."
+# An attribute of Hugging Face's config: whether routed experts are those of `shared_experts.py`.
+EXPERTS_HELD = "lora_moe_rl_experts_held"
 
 
 def _auto(megatron: str, hf: str) -> AutoMapping:
@@ -174,7 +177,7 @@ class Complete(MegatronModelBridge):
             name
             for name in self.names
             if _trained(name, num_layers)
-            and not quantised_weights.of_expert(name, self.names)
+            and not self._loaded_elsewhere(name)
             and _any_expert(quantised_weights.weight_of(name)) not in used
         )
         if left:
@@ -183,6 +186,12 @@ class Complete(MegatronModelBridge):
                 f"({', '.join(left[:3])}): the model is of a variant that {type(self).__name__} "
                 "does not know"
             )
+
+    def _loaded_elsewhere(self, name: str) -> bool:
+        """Routed experts that are packed, or that are held once."""
+        if getattr(self.hf_config, EXPERTS_HELD, False):
+            return ".experts." in _any_expert(name)
+        return quantised_weights.of_expert(name, self.names)
 
 
 def _without_query_norm(block_spec):

@@ -23,8 +23,8 @@ from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.attach import Adapters
 from lora_moe_rl.adapters.olora import OLoRAStart
 from lora_moe_rl.adapters.spec import AdapterSpec
-from lora_moe_rl.base.adopt import adopt
 from lora_moe_rl.base.held import Held
+from lora_moe_rl.base.shared import Shared
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.micro_batches import plan_for
@@ -89,10 +89,11 @@ class TrainingEngine:
         """`held`: the folder of the base that engines hold too; None: this rank has its own."""
         self.config, self.spec, self.device = config, spec, device
         self.algorithm = algorithms.make(config)
-        self.chunks = self._build(model_dir)
+        self.shared = None
         if held is not None:
-            shared = Held.of_run(held, model_dir, device.dtype_name, config)
-            self.held = adopt(self.chunks, config.trainer, shared)
+            base = Held.of_run(held, model_dir, device.dtype_name, config)
+            self.shared = Shared.of(base, config.trainer, device.kind)
+        self.chunks = self._build(model_dir)
         inner = [getattr(chunk, "module", chunk) for chunk in self.chunks]  # Float16Module
         start = OLoRAStart(model_dir, spec.shape) if config.adapter.init == "olora" else None
         self.adapters = Adapters(inner, spec, config.seed, start, config.trainer.lora_kernel)
@@ -117,7 +118,8 @@ class TrainingEngine:
 
     def _build(self, model_dir: Path) -> list[torch.nn.Module]:
         """The frozen base."""
-        return build_model(model_dir, self.config.trainer, self.spec.shape.num_layers, self.device)
+        layers = self.spec.shape.num_layers
+        return build_model(model_dir, self.config.trainer, layers, self.device, self.shared)
 
     @property
     def is_last_stage(self) -> bool:

@@ -118,19 +118,30 @@ class ExpertLinears(torch.nn.Module):
 
 
 class _GroupedLinear(ExpertLinears):
-    """Linears of this rank's experts, with TE's parameter names `weight0..N` on one storage."""
+    """Linears of this rank's experts, with TE's parameter names `weight0..N` on one storage.
+    `later`: without weights, until `hold` gives them."""
 
-    def __init__(self, num_gemms, input_size, output_size, *, config, **kwargs):
+    def __init__(
+        self, num_gemms, input_size, output_size, *, config, later: bool = False, **kwargs
+    ):
         super().__init__(num_gemms, input_size, output_size, config=config, **kwargs)
-        column = self.parallel_mode == "column"
-        # As mcore's linears: on the CPU, or inside `torch.device("meta")` without values.
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        shape = (num_gemms, self.out_features, self.in_features)
-        self.stacked = torch.zeros(shape, dtype=config.params_dtype, device=device)
-        for i in range(num_gemms):
-            weight = torch.nn.Parameter(self.stacked[i], requires_grad=False)
-            weight.allreduce = config.expert_model_parallel_size == 1
-            set_tensor_model_parallel_attributes(weight, True, 0 if column else 1, 1)
+        self.allreduce = config.expert_model_parallel_size == 1
+        self.shape = (num_gemms, self.out_features, self.in_features)
+        self.dtype = config.params_dtype
+        if not later:
+            # As mcore's linears: on the CPU, or inside `torch.device("meta")` without values.
+            device = None if config.use_cpu_initialization else torch.cuda.current_device()
+            self.hold(torch.zeros(self.shape, dtype=self.dtype, device=device))
+
+    def hold(self, stacked: torch.Tensor) -> None:
+        """Weights `[num_gemms, out, in]`, of which each expert's is a view."""
+        self.stacked = stacked
+        for i in range(self.num_gemms):
+            weight = torch.nn.Parameter(stacked[i], requires_grad=False)
+            weight.allreduce = self.allreduce
+            set_tensor_model_parallel_attributes(
+                weight, True, 0 if self.parallel_mode == "column" else 1, 1
+            )
             self.register_parameter(f"weight{i}", weight)
 
     def forward(self, x, m_splits):
@@ -201,6 +212,25 @@ def _replace_experts(moe_submodules) -> None:
         raise RuntimeError("mcore's local spec no longer builds SequentialMLP experts")
     leaves = GroupedMLPSubmodules(linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear)
     moe_submodules.experts = partial(TEGroupedMLP, submodules=leaves)
+
+
+def place_experts(provider, column, row) -> None:
+    """The models that Bridge's provider builds get these linears in their grouped experts."""
+    block_spec, leaves = provider.transformer_layer_spec, GroupedMLPSubmodules(column, row)
+
+    def spec(config, vp_stage=None):  # which Bridge looks for by name
+        specs = block_spec(config, vp_stage=vp_stage)
+        distinct = {id(layer): layer for layer in specs.layer_specs}  # layers share one object
+        for layer in distinct.values():
+            mlp = layer.submodules.mlp
+            if isinstance(mlp, partial) and mlp.func is MoELayer:
+                submodules = mlp.keywords["submodules"]
+                if getattr(submodules.experts, "func", None) is not TEGroupedMLP:
+                    raise RuntimeError("the spec does not build grouped experts")
+                submodules.experts = partial(TEGroupedMLP, submodules=leaves)
+        return specs
+
+    provider.transformer_layer_spec = spec
 
 
 def _rope_packed(

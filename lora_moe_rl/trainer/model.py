@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from lora_moe_rl.adapters.sharding import pipeline_chunks
+from lora_moe_rl.base.shared import Shared
 from lora_moe_rl.config import TrainerConfig
 from lora_moe_rl.trainer.device import Device
 from lora_moe_rl.trainer.rendezvous import join
@@ -73,15 +74,20 @@ def init_model_parallel(config: TrainerConfig, **options) -> None:
 
 
 def build_model(
-    model_dir: Path, config: TrainerConfig, num_layers: int, device: Device
+    model_dir: Path,
+    config: TrainerConfig,
+    num_layers: int,
+    device: Device,
+    shared: Shared | None = None,
 ) -> list[torch.nn.Module]:
     """This rank's part of the frozen base, in `device.dtype`, ready for adapters: `config.vpp`
-    chunks in the order the micro-batches go through them."""
+    chunks in the order the micro-batches go through them. `shared`: what engines hold too, of
+    which this rank makes no copy."""
     from lora_moe_rl.trainer import bridge
 
     logging.getLogger("megatron").setLevel(logging.ERROR)
     auto_bridge = bridge.load()
-    from lora_moe_rl.trainer import fp8_forward, packed_dense, packed_experts
+    from lora_moe_rl.trainer import fp8_forward, packed_dense, packed_experts, shared_experts
 
     packed = packed_experts.find(model_dir)
     with warnings.catch_warnings():
@@ -90,9 +96,13 @@ def build_model(
         provider = make_provider(source, config, num_layers, device)
         if packed is not None:
             packed.place(provider)
+        elif shared is not None:
+            shared_experts.place(provider, source.hf_pretrained.config)
         chunks = provide(provider, device)
     if packed is not None:
-        packed.load(chunks)
+        packed.load(chunks, shared)
+    elif shared is not None:
+        shared_experts.load(chunks, shared)
     replicate(chunks, config, device)
     if packed is not None:
         packed_dense.pack(chunks, model_dir)

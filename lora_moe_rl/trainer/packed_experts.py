@@ -16,26 +16,21 @@ from pathlib import Path
 
 import torch
 from megatron.core import parallel_state as ps
-from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from lora_moe_rl.adapters.families import ModelShape, hf_path
+from lora_moe_rl.base.shared import Shared, check_same
 from lora_moe_rl.errors import ModelError
 from lora_moe_rl.files.untrusted import DTYPES, SafeWeights, read_json
 from lora_moe_rl.kernels.dequant import Form, Packed
-from lora_moe_rl.kernels.dequant.formats import (
-    DATA_DTYPES,
-    MULTIPLES,
-    bad_scales,
-    packed_shapes,
-)
+from lora_moe_rl.kernels.dequant.formats import DATA_DTYPES, MULTIPLES, packed_shapes
 from lora_moe_rl.kernels.packed_linear import SCRATCH, packed_linear
-from lora_moe_rl.models.quantised_weights import TENSORS, form_of
-from lora_moe_rl.trainer.local_modules import ExpertLinears
+from lora_moe_rl.models.quantised_weights import TENSORS, form_of, read_linear
+from lora_moe_rl.trainer.local_modules import ExpertLinears, place_experts
 
 SCALE_DTYPES = {"int4": ("BF16", "F16", "F32"), "fp8": ("F32",)}
 # Of each linear of an expert: what it holds, in the order of its rows, and which side is cut.
 HOLDS = {"column": (("experts.gate", "experts.up"), 0), "row": (("experts.down",), 1)}
+MEGATRON = {"column": "linear_fc1", "row": "linear_fc2"}
 
 
 @dataclass(frozen=True)
@@ -113,43 +108,28 @@ class PackedExperts:
                 f"{whole} when trainer.etp={etp} cuts them; use a smaller trainer.etp, and "
                 "trainer.ep for the rest"
             )
-        block_spec = provider.transformer_layer_spec
+        leaves = (partial(one, stored=self.stored) for one in (ColumnPackedLinear, RowPackedLinear))
+        place_experts(provider, *leaves)
 
-        def spec(config, *args, **kwargs):
-            specs = block_spec(config, *args, **kwargs)
-            distinct = {id(layer): layer for layer in specs.layer_specs}  # layers share one object
-            for layer in distinct.values():
-                mlp = layer.submodules.mlp
-                if isinstance(mlp, partial) and mlp.func is MoELayer:
-                    _replace_experts(mlp.keywords["submodules"], self.stored)
-            return specs
-
-        provider.transformer_layer_spec = spec
-
-    def load(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Fills this rank's. Raises ModelError for tensors that are not those of the model, and for
-        scales that are no scales."""
+    def load(self, chunks: Sequence[torch.nn.Module], shared: Shared | None = None) -> None:
+        """Fills this rank's; what is `shared` with engines is compared instead. Raises ModelError
+        for tensors that are not those of the model, and for scales that are no scales;
+        HeldBaseError for values that are shared and differ."""
         first = ps.get_expert_model_parallel_rank()
         cut = ps.get_expert_tensor_parallel_rank(), ps.get_expert_tensor_parallel_world_size()
         for layer, modules, side, linear in _linears(chunks):
+            if shared is not None:
+                name = f"decoder.layers.{layer}.mlp.experts.{MEGATRON[linear.parallel_mode]}"
+                data = shared.part(name, linear.packed.data)
+                linear.packed = Packed(self.stored.form, data, linear.packed.scales)
             rows = linear.out_features // len(modules)
             for local_expert in range(linear.num_gemms):
                 expert = first * linear.num_gemms + local_expert
                 for part, module in enumerate(modules):
                     path = f"model.layers.{layer}.{hf_path(self.shape, module)}".format(expert)
                     read = part_of(read_linear(self.weights, path, linear.packed.form), side, *cut)
-                    _put(linear, local_expert, part * rows, rows, read, path)
+                    _put(linear, local_expert, part * rows, rows, read, path, shared)
         self.weights.close()
-
-
-def _replace_experts(moe_submodules, stored: Stored) -> None:
-    if getattr(moe_submodules.experts, "func", None) is not TEGroupedMLP:
-        raise RuntimeError("the spec does not build grouped experts, which packed ones stand for")
-    leaves = GroupedMLPSubmodules(
-        linear_fc1=partial(ColumnPackedLinear, stored=stored),
-        linear_fc2=partial(RowPackedLinear, stored=stored),
-    )
-    moe_submodules.experts = partial(TEGroupedMLP, submodules=leaves)
 
 
 def _linears(
@@ -163,30 +143,6 @@ def _linears(
                     yield layer.layer_number - 1, *HOLDS[linear.parallel_mode], linear
 
 
-def read_linear(weights: SafeWeights, path: str, form: Form) -> Packed:
-    """One linear of a checkpoint, whole."""
-    data, scale, shape = TENSORS[form]
-    if missing := [n for n in (data, scale) if f"{path}.{n}" not in weights.file_of]:
-        raise ModelError(
-            f"{weights.directory} has no {path}.{missing[0]}: some of its routed experts are "
-            f"{form}, and all of them must be"
-        )
-    scales = weights.read(f"{path}.{scale}")
-    if wrong := bad_scales(form, scales):
-        raise ModelError(f"{path}.{scale} in {weights.directory}: {wrong}; fetch the file again")
-    try:
-        packed = Packed(form, weights.read(f"{path}.{data}"), scales)
-    except ValueError as error:
-        raise ModelError(f"{path} in {weights.directory}: {error}") from error
-    said = f"{path}.{shape}"
-    if said in weights.file_of and tuple(weights.read(said).tolist()) != packed.shape:
-        raise ModelError(
-            f"{said} in {weights.directory} is {weights.read(said).tolist()}, and what is packed "
-            f"has the shape {list(packed.shape)}"
-        )
-    return packed
-
-
 def part_of(packed: Packed, side: int, rank: int, ways: int) -> Packed:
     """This rank's part of a linear `[out, in]`: rows (side 0) or columns, whole groups of them."""
     parts = (t.chunk(ways, dim=side)[rank] for t in (packed.data, packed.scales))
@@ -194,7 +150,13 @@ def part_of(packed: Packed, side: int, rank: int, ways: int) -> Packed:
 
 
 def _put(
-    linear: PackedGroupedLinear, expert: int, first_row: int, rows: int, part: Packed, path: str
+    linear: PackedGroupedLinear,
+    expert: int,
+    first_row: int,
+    rows: int,
+    part: Packed,
+    path: str,
+    shared: Shared | None,
 ) -> None:
     whole = linear.packed
     if part.shape != (rows, linear.in_features) or part.scales.dtype != whole.scales.dtype:
@@ -205,7 +167,11 @@ def _put(
     for target, source in ((whole.data, part.data), (whole.scales, part.scales)):
         here = target[expert]
         start = first_row * here.shape[0] // linear.out_features
-        here[start : start + source.shape[0]].copy_(source)
+        mine = here[start : start + source.shape[0]]
+        if shared is not None and target is whole.data:
+            check_same(path, mine, source)
+        else:
+            mine.copy_(source)
 
 
 def held(chunks: Sequence[torch.nn.Module]) -> Mapping[str, int]:

@@ -18,6 +18,7 @@ from lora_moe_rl.config.options import names, positive, verify_parser
 from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.config.plugins import ALGORITHMS
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.models import quantised
 from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.verify import algorithm_jobs as jobs
 from lora_moe_rl.verify import report
@@ -215,7 +216,7 @@ def main(argv: Sequence[str]) -> int:
     model_dir = resolve_model(config.model.path, config.model.revision)
     spec = spec_of(model_dir, config)
     layouts = names(options.layouts, "--layouts", "a layout")
-    found = placed(parse_layouts(layouts, config, spec.shape))
+    found = placed(parse_layouts(layouts, config, spec.shape, quantised.form_in(model_dir)))
     trainer = found[0].config.trainer
     alone = {"trainer": {"device": trainer.device, "dtype": trainer.dtype}}
     config = with_settings(config, alone)

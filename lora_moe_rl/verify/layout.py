@@ -21,6 +21,7 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.errors import LoraMoeRlError
+from lora_moe_rl.models import quantised
 from lora_moe_rl.verify import jobs
 from lora_moe_rl.verify.compare import TOLERANCES, checkpoint_check, compare, tolerances
 from lora_moe_rl.verify.comparisons import largest_scaled, left_of
@@ -60,7 +61,8 @@ def plan(
 ) -> tuple[AdapterSpec, list[Layout]]:
     """All that can be refused before anything starts. Raises ConfigError or ModelError."""
     spec = spec_of(model_dir, config)
-    return spec, placed(parse_layouts(names, config, spec.shape))
+    layouts = parse_layouts(names, config, spec.shape, quantised.form_in(model_dir))
+    return spec, placed(layouts)
 
 
 @dataclass

@@ -71,13 +71,16 @@ def parse_layout(name: str, config: RunConfig) -> Layout:
         raise ConfigError(f"--layouts: {name}: {error}") from error
 
 
-def parse_layouts(names: Sequence[str], config: RunConfig, shape: ModelShape) -> list[Layout]:
-    """Raises ConfigError, with the reason, for each layout that the model does not allow."""
+def parse_layouts(
+    names: Sequence[str], config: RunConfig, shape: ModelShape, form: str | None = None
+) -> list[Layout]:
+    """Raises ConfigError, with the reason, for each layout that the model does not allow. `form`:
+    of a quantised base."""
     layouts, refused = [], []
     for name in names:
         layout = parse_layout(name, config)
         try:
-            check_layout(shape, layout.config)
+            check_layout(shape, layout.config, form)
         except ConfigError as error:
             refused.append(f"{name}: {error}")
         layouts.append(layout)

@@ -47,9 +47,17 @@ def run_ranks(
 
 
 class Ranks(Processes):
-    """All ranks of a layout, for `timeout_s` at most. A context: they end with it."""
+    """All ranks of a layout, for `timeout_s` at most. A context: they end with it. `held`: see
+    `TrainingEngine`."""
 
-    def __init__(self, config: RunConfig, model_dir: Path, cuda: bool, timeout_s: float):
+    def __init__(
+        self,
+        config: RunConfig,
+        model_dir: Path,
+        cuda: bool,
+        timeout_s: float,
+        held: str | None = None,
+    ):
         self.deadline = time.monotonic() + timeout_s
         size = config.trainer.world_size
         super().__init__(
@@ -58,6 +66,7 @@ class Ranks(Processes):
             free_address(),
             config,
             model_dir,
+            held,
             start="spawn" if cuda else "forkserver",
             variables=[{"CUDA_VISIBLE_DEVICES": _gpu(rank)} for rank in range(size)] * cuda,
             as_raised=False,
@@ -83,11 +92,13 @@ def _gpu(rank: int) -> str:
 class _Rank:
     """In a rank's process: a worker, as a run has it."""
 
-    def __init__(self, rank: int, address: str, config: RunConfig, model_dir: Path):
+    def __init__(
+        self, rank: int, address: str, config: RunConfig, model_dir: Path, held: str | None
+    ):
         from lora_moe_rl.trainer.worker import TrainerWorker
 
         self.spec = spec_of(model_dir, config)
-        self.worker = TrainerWorker(config, self.spec, model_dir, rank)
+        self.worker = TrainerWorker(config, self.spec, model_dir, rank, held)
         cores = len(os.sched_getaffinity(0))
         self.worker.start(address, threads=max(1, cores // config.trainer.world_size))
 

@@ -10,6 +10,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import names, verify_parser
 from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.models import quantised
 from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.refit.plan import Plan
 from lora_moe_rl.verify.layouts import parse_layouts, placed, read_config
@@ -54,9 +55,8 @@ def make_verification(options: argparse.Namespace) -> RefitVerification:
     model_dir = resolve_model(config.model.path, config.model.revision)
     spec = spec_of(model_dir, config, servable=options.mode == "adapter")
     engines, left_out = _engines(options.engines, config, spec)
-    trainers = placed(
-        parse_layouts(names(options.trainers, "--trainers", "a layout"), config, spec.shape)
-    )
+    wanted = names(options.trainers, "--trainers", "a layout")
+    trainers = placed(parse_layouts(wanted, config, spec.shape, quantised.form_in(model_dir)))
     placing = trainers[0].config.trainer.model_dump(include={"device", "dtype"})
     config = with_settings(config, {"trainer": placing})
     transports = names(options.transports, "--transports", "a transport", TRANSPORTS)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import names, positive, verify_parser
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.models import quantised
 from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.verify.layouts import Layout, parse_layouts, read_config
 from lora_moe_rl.verify.ranks import spec_of
 from lora_moe_rl.verify.replay_record import ENGINES, RESPONSE
-from lora_moe_rl.verify.replay_report import TOLERANCE
+from lora_moe_rl.verify.replay_report import QUANTISED_TOLERANCE, TOLERANCE
 from lora_moe_rl.verify.replay_run import Verification, with_recompute
 from lora_moe_rl.verify.report import progress
 
@@ -63,8 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tolerance",
         type=float,
-        default=TOLERANCE,
-        help=f"for logprobs, relative where they are beyond -1 ({TOLERANCE:.0e})",
+        help=f"for logprobs, relative where they are beyond -1 ({TOLERANCE:.0e}; of a quantised "
+        f"base {QUANTISED_TOLERANCE:.0e})",
     )
     parser.add_argument(
         "--timeout", type=positive, default=600, help="longest wait for one stage, seconds (600)"
@@ -79,6 +81,7 @@ def _verification(options: argparse.Namespace) -> Verification:
     if "roomy" not in engines:
         raise ConfigError("--engines: roomy is always needed: it alone serves an adapter")
     model_dir = resolve_model(config.model.path, config.model.revision)
+    form = quantised.form_in(model_dir)
     spec = spec_of(model_dir, config)
     if not any(site.module.startswith("experts.") for site in spec):
         raise ConfigError("adapter.targets leaves the routed experts out; verify replay needs them")
@@ -86,17 +89,20 @@ def _verification(options: argparse.Namespace) -> Verification:
         config,
         spec,
         model_dir,
-        _layouts(names(options.layouts, "--layouts", "a layout"), config, spec),
+        _layouts(names(options.layouts, "--layouts", "a layout"), config, spec, form),
         engines,
         options.samples,
         options.timeout,
-        options.tolerance,
+        options.tolerance or (TOLERANCE if form is None else QUANTISED_TOLERANCE),
     )
 
 
-def _layouts(wanted: Sequence[str], config: RunConfig, spec) -> list[Layout]:
-    plain = parse_layouts([name.removesuffix(RECOMPUTE) for name in wanted], config, spec.shape)
+def _layouts(
+    wanted: Sequence[str], config: RunConfig, spec: AdapterSpec, form: str | None
+) -> list[Layout]:
+    plain = [name.removesuffix(RECOMPUTE) for name in wanted]
+    layouts = parse_layouts(plain, config, spec.shape, form)
     return [
         with_recompute(layout) if name.endswith(RECOMPUTE) else layout
-        for name, layout in zip(wanted, plain, strict=True)
+        for name, layout in zip(wanted, layouts, strict=True)
     ]

@@ -14,6 +14,8 @@ from lora_moe_rl.verify.replay_tables import SHIFTS
 from lora_moe_rl.verify.report import number, verdict
 
 TOLERANCE = 1e-5
+# Of the tiny INT4 model as plain numbers they are off by as much: 1.9e-5 on two ranks.
+QUANTISED_TOLERANCE = 3e-5
 COMPARED = ("vLLM", "Hugging Face", "other experts")  # with whose logprobs
 SHOWN = 3
 REPLAYS = "routes used; errors of logprobs; wrong routes noticed in tables shifted by one ...:"

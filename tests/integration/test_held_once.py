@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import os
 from pathlib import Path
 
@@ -11,16 +10,17 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from quantised import make_pair
 from ranks import FileJob, random_adapter, random_batch, spec_of
 
-from lora_moe_rl.base.adopt import adopt
-from lora_moe_rl.base.held import Held
+from lora_moe_rl.base.held import Held, fill
 from lora_moe_rl.base.owner import owned
-from lora_moe_rl.base.store import BIN
+from lora_moe_rl.base.store import BIN, open_store
 from lora_moe_rl.bench.model import save_random
 from lora_moe_rl.bench.process import mapped_bytes
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ActorFailed, HeldBaseError
+from lora_moe_rl.refit.merged_base import Base
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.tiny.shapes import EXTRA_CONFIG, build_model
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
@@ -50,6 +50,11 @@ def model(request, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def one_packed(tmp_path_factory) -> Path:
+    return make_pair("qwen3_moe", tmp_path_factory.mktemp("packed"), "int4")[0]
+
+
+@pytest.fixture(scope="module")
 def one_model(tmp_path_factory) -> Path:
     return saved("qwen3_moe", tmp_path_factory.mktemp("one"))
 
@@ -71,37 +76,8 @@ def computed(worker, spec):
     return scores, [shard.data for shard in worker.gradients(batch, table)[2]]
 
 
-def grouped(worker):
-    for chunk in worker.engine.chunks:
-        for module in getattr(chunk, "module", chunk).modules():
-            if hasattr(module, "stacked"):
-                yield module
-
-
-def own_then_shared(worker, spec, folder):
-    """What a rank computes before and after; addresses of its private experts that are left."""
-    own = computed(worker, spec)
-    private = {module.stacked.data_ptr() for module in grouped(worker)}
-    held = Held.of_run(folder, worker.model_dir, "float32", worker.config)
-    worker.engine.held = adopt(worker.engine.chunks, worker.config.trainer, held)
-    gc.collect()
-    tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
-    left = private & {one.untyped_storage().data_ptr() for one in tensors}
-    return own, computed(worker, spec), left, os.getpid()
-
-
-def change_one(worker, spec, folder):
-    """A rank whose experts differ in one bit of one element from what the engines hold."""
-    one = next(module for module in grouped(worker)).stacked
-    one.view(torch.int32)[1, 2, 3] ^= 1
-    held = Held.of_run(folder, worker.model_dir, "float32", worker.config)
-    adopt(worker.engine.chunks, worker.config.trainer, held)
-
-
-def train_one(worker, spec, folder):
-    next(module for module in grouped(worker)).weight0.requires_grad_()
-    held = Held.of_run(folder, worker.model_dir, "float32", worker.config)
-    adopt(worker.engine.chunks, worker.config.trainer, held)
+def computed_and_pid(worker, spec):
+    return computed(worker, spec), os.getpid()
 
 
 def engine_of(model: Path, config: RunConfig, log: Path, held: str | None) -> EngineProcess:
@@ -122,18 +98,35 @@ def assert_close(ours, theirs, tolerance, relative=False) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_both_hold_computes_what_two_copies_do(model, layout, tmp_path):
+    check(model, layout, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "layout"),
+    [
+        ("qwen3_moe", "int4", "tp1 each"),
+        ("qwen3_moe", "int4", "tp2ep2 each"),
+        ("deepseek_v3", "fp8", "tp1 each"),
+    ],
+)
+def test_packed_experts_too(name, form, layout, tmp_path):
+    check(make_pair(name, tmp_path, form)[0], layout, tmp_path)
+
+
+def check(model: Path, layout: str, tmp_path: Path) -> None:
     config = config_of(model, *LAYOUTS[layout])
     batch, _ = random_batch(spec_of(model, config))
     sequences = [row.tolist() for row in batch.token_ids]
     with engine_of(model, config, tmp_path / "own.log", None) as engine:
         own_scores = scores_of(engine, sequences)
-    job = FileJob(__file__, "own_then_shared")
+    job = FileJob(__file__, "computed_and_pid")
+    with Ranks(config, model, False, 400) as ranks:
+        private = [own for own, _ in ranks.run(job)]
     with owned("/dev/shm") as folder:
         file = Path(folder) / BIN
-        with Ranks(config, model, False, 400) as ranks:
-            found = ranks.run(job, folder)
-            for own, shared, left, _ in found:
-                assert not left, "a private copy is still there"
+        with Ranks(config, model, False, 400, folder) as ranks:
+            found = ranks.run(job)
+            for own, (shared, _) in zip(private, found, strict=True):
                 assert (own[0] is None) == (shared[0] is None)
                 assert_close(shared[0] or [], own[0] or [], LOGPROBS)
                 assert_close(shared[1], own[1], GRADIENTS, relative=True)
@@ -152,18 +145,31 @@ def test_what_both_hold_computes_what_two_copies_do(model, layout, tmp_path):
     assert not Path(folder).exists()
 
 
-@pytest.mark.parametrize(
-    ("job", "message"),
-    [(change_one, "has loaded other values than are held"), (train_one, "is trained")],
-)
-def test_a_rank_whose_experts_are_not_those_refuses(one_model, job, message):
-    config = config_of(one_model, {}, {})
-    with (
-        owned("/dev/shm") as folder,
-        Ranks(config, one_model, False, 400) as ranks,
-        pytest.raises(ActorFailed, match=message),
-    ):
-        ranks.run(FileJob(__file__, job.__name__), folder)
+def write_otherwise(folder: str, model: Path, config: RunConfig) -> None:
+    """A store with one bit of one element changed."""
+    held = Held.of_run(folder, model, "float32", config)
+    base, stacks = Base(str(model)), {stack.name: stack for stack in held.stacks()}
+    first = min(stacks)
+
+    def change(name: str, out: torch.Tensor) -> None:
+        fill(base, stacks[name], out, held.form)
+        if name == first:
+            out.view(torch.int32)[0, 1, 2, 3] ^= 1
+
+    open_store(folder, held.contents(), change)
+
+
+@pytest.mark.parametrize("name", ["one_model", "one_packed"])
+def test_a_rank_whose_checkpoint_has_other_experts_refuses(name, request):
+    model = request.getfixturevalue(name)
+    config = config_of(model, {}, {})
+    with owned("/dev/shm") as folder:
+        write_otherwise(folder, model, config)
+        with (
+            pytest.raises(ActorFailed, match="has other values than are held"),
+            Ranks(config, model, False, 400, folder) as ranks,
+        ):
+            ranks.run(FileJob(__file__, "computed_and_pid"))
 
 
 def test_an_engine_of_another_kind_refuses(one_model, tmp_path):

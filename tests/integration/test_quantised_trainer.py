@@ -28,11 +28,13 @@ LAYOUTS = {
     "tp2ep2": {"world_size": 2, "tp": 2, "ep": 2},
     "etp2": {"world_size": 2, "tp": 2, "etp": 2},
     "pp2": {"world_size": 2, "pp": 2},
+    "pp2vpp2": {"world_size": 2, "pp": 2, "vpp": 2},
 }
 SCALE = "_scale_inv"
 CASES = [
     *(("int4", "qwen3_moe", layout) for layout in ("tp1", "recompute", "ep2", "etp2")),
     ("fp8", "deepseek_v3", "tp1"),
+    ("int4", "qwen3_moe", "pp2vpp2"),
     *(
         pytest.param(*case.split(), marks=pytest.mark.slow)
         for case in (

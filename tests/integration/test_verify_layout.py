@@ -7,6 +7,7 @@ import json
 
 import pytest
 import tiny_families
+from quantised import make_pair
 from ranks import run_ranks
 
 from lora_moe_rl import cli
@@ -157,3 +158,16 @@ def test_awkward_shapes_pass(name, tmp_path, capsys):
     tiny_families.save(name, tmp_path, num_hidden_layers=5)
     ranks = ("adapter.rank=5", "adapter.expert_rank=3")
     check_passes(capsys, tmp_path, f"{DEFAULT_LAYOUTS},pp2vpp2,tp2dp2", *ranks)
+
+
+@pytest.mark.parametrize(("name", "form"), [("deepseek_v3", "fp8"), ("qwen3_moe", "int4")])
+def test_a_quantised_base_passes(name, form, tmp_path, capsys):
+    packed, _ = make_pair(name, tmp_path, form)
+    check_passes(capsys, packed, "tp2,ep2", "adapter.rank=3")
+
+
+def test_experts_that_would_be_cut_in_their_groups_are_refused(tmp_path, capsys):
+    packed, _ = make_pair("deepseek_v3", tmp_path, "fp8")
+    assert cli.main(["verify", "layout", "--model", str(packed), "--layouts", "tp2,etp2tp2"]) == 2
+    said = capsys.readouterr().err
+    assert "etp2tp2: trainer.etp=2 cuts experts of the width 128, fp8" in said

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quantised import edit, make_pair
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
@@ -74,6 +75,38 @@ def test_experts_are_laid_out_as_both_sides_hold_them(model, tmp_path, pieces, d
                     assert torch.equal(w2[rank, expert], down[:, mine])
 
 
+@pytest.mark.parametrize("form", ["int4", "fp8"])
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_packed_experts_are_the_checkpoints_bytes(tmp_path, pieces, form):
+    packed, _ = make_pair("qwen3_moe", tmp_path, form)
+    found = load_file(packed / "model.safetensors")
+    last, suffix = ("weight_packed", "_packed") if form == "int4" else ("weight", "")
+    with owned(str(tmp_path)) as folder:
+        store = held(folder, packed, tp=pieces).open()
+        paths = {name.partition(".mlp.")[0] for name in found if ".mlp.experts." in name}
+        for path in paths:
+            w13, w2 = (
+                store[f"{path}.mlp.experts.routed_experts.{name}_weight{suffix}"]
+                for name in ("w13", "w2")
+            )
+            for expert in range(w13.shape[1]):
+                gate, up, down = (
+                    found[f"{path}.mlp.experts.{expert}.{name}_proj.{last}"]
+                    for name in ("gate", "up", "down")
+                )
+                for rank in range(pieces):
+                    mine = [one.chunk(pieces)[rank] for one in (gate, up)]
+                    assert same(w13[rank, expert], torch.cat([one.view(w13.dtype) for one in mine]))
+                    assert same(w2[rank, expert], down.chunk(pieces, dim=1)[rank])
+        assert store.contents.nbytes == sum(
+            one.nbytes for name, one in found.items() if name.endswith(last) and ".experts." in name
+        )
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.int8), other.contiguous().view(torch.int8))
+
+
 def test_a_model_that_has_changed_since_is_refused(model, tmp_path):
     with owned(str(tmp_path)) as folder:
         held(folder, model).open()
@@ -135,6 +168,14 @@ def test_a_quantised_checkpoint_is_refused(model):
     name = "model.layers.1.mlp.experts.2.up_proj.weight"
     save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, model / "model.safetensors")
     assert "is F8_E4M3" in why(model)
+
+
+def test_an_expert_that_is_not_quantised_as_the_others_is_named(tmp_path):
+    packed, _ = make_pair("qwen3_moe", tmp_path, "int4")
+    assert why(packed) == ""
+    path = "model.layers.1.mlp.experts.2.up_proj"
+    edit(packed, **{f"{path}.weight_scale": None})
+    assert why(packed) == f"{path} is not quantised, and the base int4"
 
 
 def test_keys_that_have_no_effect_are_refused():

@@ -34,4 +34,9 @@ def test_refused(shape, sections, message):
 def test_layouts_that_fit():
     check_layout(QWEN, RunConfig(trainer={"world_size": 16, "tp": 4, "pp": 2, "ep": 8}))
     check_layout(KIMI, RunConfig(trainer={"world_size": 64, "tp": 8, "ep": 64}))
-    check_layout(KIMI, RunConfig(trainer={"world_size": 16, "tp": 2, "pp": 8, "etp": 2}))
+    etp2 = RunConfig(trainer={"world_size": 16, "tp": 2, "pp": 8, "etp": 2})
+    check_layout(KIMI, etp2)
+    check_layout(KIMI, etp2, "fp8")
+    check_layout(QWEN, etp2, "int4")
+    with pytest.raises(ConfigError, match="trainer.etp=4 cuts experts of the width 768, fp8"):
+        check_layout(QWEN, RunConfig(trainer={"world_size": 4, "tp": 4, "etp": 4}), "fp8")

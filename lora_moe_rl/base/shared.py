@@ -1,0 +1,66 @@
+"""The trainer's side: what a rank takes of the store in place of a copy of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state as ps
+
+from lora_moe_rl.base.held import Held
+from lora_moe_rl.base.layout import ExpertCut, Stack
+from lora_moe_rl.base.store import Store
+from lora_moe_rl.config import TrainerConfig
+from lora_moe_rl.errors import HeldBaseError
+
+BITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The store of a run, as trainer ranks cut it."""
+
+    held: Held
+    store: Store
+    cut: ExpertCut
+    stacks: dict[str, Stack]  # by Megatron's name of the module
+
+    @classmethod
+    def of(cls, held: Held, config: TrainerConfig, device: str) -> Shared:
+        """Writes the store if nobody has. Raises HeldBaseError where ranks cannot hold it."""
+        if device != "cpu":
+            raise HeldBaseError(
+                "a base is held once on the CPU alone, and this trainer is on a GPU; set "
+                "model.held_once=off"
+            )
+        cut = ExpertCut.of_trainer(config)
+        if cut.pieces != held.cut.pieces:
+            raise HeldBaseError(
+                f"trainer.etp={cut.pieces} cuts each expert into other pieces than the engine, "
+                f"{held.cut.pieces}; set model.held_once=off"
+            )
+        stacks = {stack.megatron: stack for stack in held.stacks()}
+        return cls(held, held.open(), cut, stacks)
+
+    def part(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """This rank's part `[experts, rows, columns]` of a stack. Raises HeldBaseError when it is
+        not `like` what the model has."""
+        whole = self.store[self.stacks[name].name][ps.get_expert_tensor_parallel_rank()]
+        each = len(whole) // self.cut.ranges
+        mine = whole.narrow(0, ps.get_expert_model_parallel_rank() * each, each)
+        if mine.shape != like.shape or mine.dtype != like.dtype:
+            raise HeldBaseError(
+                f"{name} is {tuple(like.shape)} {like.dtype}, and what is held of it "
+                f"{tuple(mine.shape)} {mine.dtype}"
+            )
+        return mine
+
+
+def check_same(path: str, held: torch.Tensor, read: torch.Tensor) -> None:
+    """Raises HeldBaseError unless what is held is what the checkpoint has, bit for bit."""
+    bits = BITS[held.element_size()]
+    if not torch.equal(held.view(bits), read.contiguous().view(bits)):
+        raise HeldBaseError(
+            f"{path}: the checkpoint has other values than are held for trainer and engines; set "
+            "model.held_once=off"
+        )
