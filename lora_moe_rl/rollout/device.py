@@ -12,7 +12,7 @@ from lora_moe_rl.config import RolloutConfig, RunConfig
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.untrusted import read_json
 from lora_moe_rl.models import quantised
-from lora_moe_rl.rollout.facts import Dtype, served_module, slot_rank
+from lora_moe_rl.rollout.facts import Dtype, served_module, slot_rank, step_tokens
 from lora_moe_rl.rollout.vllm_plugin import ENGINE_VARIABLE, RANKS_VARIABLE
 from lora_moe_rl.upstream.versions import installed
 
@@ -172,6 +172,8 @@ def engine_args(
         if not cpu and _is_int4(model_dir):
             # What vLLM would fall back to, Triton's experts, never reads an adapter.
             args["moe_backend"] = "marlin"
+    if config.rollout.dp > 1:
+        args["max_num_batched_tokens"] = step_tokens(config.rollout)
     if cpu:
         args |= _cpu_args(config, spec)
     return args

@@ -75,5 +75,5 @@ def install() -> None:
     )
     require_attributes(Worker, ("execute_dummy_batch",), WHO)
     require_parameters(LoRAKernelMeta.prepare_tensors, ("self", "token_lora_mapping"), WHO)
-    pass
+    Worker.execute_dummy_batch = _execute_dummy_batch
     LoRAKernelMeta.prepare_tensors = _prepare_tensors

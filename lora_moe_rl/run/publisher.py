@@ -231,7 +231,11 @@ class Publisher:
         prompts = self.source.next(self.config.refit.proof_prompts)
         self.source.load_state_dict(state)
         prompts = [prompt.token_ids for prompt in prompts]
-        return probe_sequences(prompts, self.config.model.max_length)
+        return self._everywhere(probe_sequences(prompts, self.config.model.max_length))
+
+    def _everywhere(self, sequences: Sequence[list[int]]) -> list[list[int]]:
+        """Each once for every data-parallel rank of an engine, which take them in turn."""
+        return [ids for ids in sequences for _ in range(self.config.rollout.dp)]
 
     async def _prove(
         self, version: int, samples: Sequence[Sample], engines: Sequence[int] | None = None
@@ -241,7 +245,8 @@ class Publisher:
         config, size = self.config, len(self.probe)
         token_ids = [sample.token_ids for sample in samples]
         count, seed = config.refit.proof_prompts, (config.seed, version)
-        sequences = self.probe + pieces(token_ids, count, config.model.max_length, seed)
+        more = pieces(token_ids, count, config.model.max_length, seed)
+        sequences = self.probe + self._everywhere(more)
         scores = await self._score(sequences, version, engines)
         proofs = []
         for index, (ours, theirs) in scores.items():
