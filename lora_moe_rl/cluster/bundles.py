@@ -84,7 +84,8 @@ def check_capacity(bundles: Sequence[Bundle], nodes: dict[str, dict[str, float]]
             raise ConfigError(
                 f"the run wants {text(bundles)}, each on one node (trainer.tp ranks, or one "
                 f"engine), and the cluster has {found}: lower trainer.world_size, trainer.tp, "
-                "rollout.engines or rollout.tp, raise rollout.nodes with rollout.dp, or add nodes; RAY_ADDRESS says which cluster"
+                "rollout.engines or rollout.tp, raise rollout.nodes with rollout.dp, or add nodes; "
+                "RAY_ADDRESS says which cluster"
             )
         fullest = min(holders, key=lambda resources: (resources.get("GPU", 0), resources["CPU"]))
         for kind, amount in bundle.items():

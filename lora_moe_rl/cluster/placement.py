@@ -94,9 +94,7 @@ class Placement:
     def _place_of_its_own(self, index: int) -> PlacementGroup:
         """Which an actor waits for: it may not be there yet."""
         if index not in self._own:
-            self._own[index] = placement_group(
-                [self._bundle_of_engine] * self.config.rollout.nodes
-            )
+            self._own[index] = placement_group([self._bundle_of_engine] * self.config.rollout.nodes)
         return self._own[index]
 
     def _devices(self, bundle: int) -> list[str]:

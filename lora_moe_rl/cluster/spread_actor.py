@@ -60,5 +60,3 @@ class SpreadActor(Actor):
         for one in self.ranks:
             one.end()
         super().end()
-
-

@@ -7,6 +7,7 @@ from itertools import product
 from rich.table import Table
 from rich.text import Text
 
+from lora_moe_rl.config import RolloutConfig
 from lora_moe_rl.planner.changes import Change
 from lora_moe_rl.planner.hardware import GIB
 from lora_moe_rl.planner.plan import Assumed, RunPlan

@@ -21,7 +21,7 @@ WHO = "lora_moe_rl/rollout/cpu_dp.py"
 
 
 def _all_gatherv(self, input_, dim: int = 0, sizes: list[int] | None = None):
-    """The parts of all ranks, one after the other: of one tensor `[sizes[rank], ...]` or several."""
+    """The parts of all ranks in their order: of one tensor `[sizes[rank], ...]` or several."""
     assert dim == 0, f"{WHO} gathers along the first dimension"
     if isinstance(input_, torch.Tensor):
         return gathered(input_, sizes or [len(input_)] * self.world_size, self.device_group)

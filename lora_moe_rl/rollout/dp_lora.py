@@ -13,6 +13,7 @@ before. Here it names all slots, and the slots of this step.
 from __future__ import annotations
 
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
@@ -30,9 +31,11 @@ def _execute_dummy_batch(self: Worker) -> None:
     runner = self.model_runner
 
     @contextmanager
-    def without_adapters(config, num_scheduled_tokens, num_sampled_tokens, *args, **kwargs):
+    def without_adapters(
+        lora_config, num_scheduled_tokens, num_sampled_tokens, *args: Any, **kwargs: Any
+    ):
         with runner.maybe_select_dummy_loras(
-            config, num_scheduled_tokens, num_sampled_tokens=num_sampled_tokens
+            lora_config, num_scheduled_tokens, num_sampled_tokens=num_sampled_tokens
         ):
             yield
 

@@ -10,7 +10,8 @@
     give_way   memory back, for a trainer on the same devices, until `wake`
 
 Every method is a coroutine: an actor serves them concurrently, so that a version can be published
-while another one generates. The class knows nothing of Ray: its creator applies `ray.remote`.
+while another one generates. The class knows nothing of Ray but the address
+of its node: its creator applies `ray.remote`.
 """
 
 from __future__ import annotations
@@ -451,8 +452,8 @@ class RolloutEngine:
         return final
 
     async def _workers(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        """Calls a method of refit/receiver.py on all workers of all ranks. Raises RefitError if one says no,
-        EngineDied when vLLM's processes end, EngineSilent when they give no answer in time."""
+        """Calls a method of refit/receiver.py on the workers of all ranks. Raises RefitError if one
+        says no, EngineDied when vLLM's processes end, EngineSilent when they give no answer in time."""
         timeout = self.config.refit.timeout_s + WORKER_GRACE_S
         from lora_moe_rl.rollout.dp_ranks import every_worker
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from lora_moe_rl.config import RolloutConfig
     from lora_moe_rl.adapters.families import ModelShape
     from lora_moe_rl.adapters.spec import AdapterSpec, Site
+    from lora_moe_rl.config import RolloutConfig
 
 Dtype = Literal["float32", "bfloat16"]
 Matrix = Literal["A", "B"]

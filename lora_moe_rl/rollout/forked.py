@@ -1,7 +1,8 @@
 """Mend for vLLM 0.31.0 on the CPU: its processes are forked from the one that starts them.
 
 vLLM spawns its engine core (of each data-parallel rank, and what coordinates these), and the core
-its workers (`vllm/v1/engine/utils.py`, `coordinator.py`, `vllm/v1/executor/multiproc_executor.py`): each imports torch and vLLM anew, 17 s of a core. Here
+its workers (`vllm/v1/engine/utils.py`, `vllm/v1/engine/coordinator.py`,
+`vllm/v1/executor/multiproc_executor.py`): each imports torch and vLLM anew, 17 s of a core. Here
 they are forked once these are imported. vLLM asks for spawn because CUDA and OpenMP do not survive
 a fork. There is no CUDA here, and one thread makes no OpenMP team: with more, vLLM spawns as usual.
 """

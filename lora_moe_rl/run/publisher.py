@@ -240,8 +240,8 @@ class Publisher:
     async def _prove(
         self, version: int, samples: Sequence[Sample], engines: Sequence[int] | None = None
     ) -> list[Proof]:
-        """One proof an engine, by default of those that are present. What the trainer gave is kept,
-        for the versions after it to be told from this one."""
+        """One proof of each data-parallel rank of each engine, by default of those present. What the
+        trainer gave is kept, for the versions after it to be told from this one."""
         config, size = self.config, len(self.probe)
         token_ids = [sample.token_ids for sample in samples]
         count, seed = config.refit.proof_prompts, (config.seed, version)
@@ -253,10 +253,13 @@ class Publisher:
             known = self.known[index]
             older = {number: found for number, found in known.served.items() if number != version}
             base = known.engine_base, known.trainer_base
-            probe = ours[:size], theirs[:size]
-            proof = check_served(*probe, *base, self.tolerance, version, older)
             more = check_pieces(ours[size:], theirs[size:], self.tolerance, version)
-            proofs.append(replace(proof, max_diff=max(proof.max_diff, more)))
+            for rank in range(ranks := config.rollout.dp):
+                mine = slice(rank, size, ranks)
+                others = {number: found[mine] for number, found in older.items()}
+                scored = [scores[mine] for scores in (ours, theirs, *base)]
+                proof = check_served(*scored, self.tolerance, version, others)
+                proofs.append(replace(proof, max_diff=max(proof.max_diff, more)))
             known.served[version] = theirs[:size]
             for number in sorted(known.served)[: -config.refit.slots]:
                 del known.served[number]

@@ -1,19 +1,32 @@
-"""Engines whose experts are spread over data-parallel ranks, against Hugging Face's float32 forward.
+"""Engines whose experts are spread over data-parallel ranks, against Hugging Face's forward.
 
 Two real ranks with a scheduler and a KV cache each, and half of the experts. What is asked of one
 rank alone, the other takes part in by steps without a request.
 """
 
 import asyncio
+import os
+import signal
+from typing import Any
 
 import numpy as np
 import pytest
 import ray
-from engine_fixtures import EngineUnderTest, EngineWithDisk, save_random_model, start_engine
+from engine_fixtures import (
+    EngineUnderTest,
+    EngineWithDisk,
+    reference,
+    save_random_model,
+    start_engine,
+)
 from test_rollout import assert_scores_equal, random_prompts
 
-from lora_moe_rl.errors import EngineDied, RefitError
+from lora_moe_rl.errors import EngineDied
+from lora_moe_rl.planner.base import base_tensors
+from lora_moe_rl.planner.facts import find
+from lora_moe_rl.planner.rollout import engine_shape, slot_bytes
 from lora_moe_rl.rollout import outputs
+from lora_moe_rl.rollout.dp_ranks import every_worker
 
 pytestmark = pytest.mark.slow
 EXACT = 1e-5  # logprobs, float32
@@ -30,8 +43,17 @@ class EngineOfRanks(EngineWithDisk):
         ]
         return outputs.scores_and_routes(await asyncio.gather(*asked), self.spec.shape)
 
-    async def processes(self) -> list[int]:
-        return [process.pid for process in self.llm.engine_core.resources.engine_manager.processes]
+    def _engine_args(self, cpu: bool) -> dict[str, Any]:
+        extension = {"worker_extension_cls": "counting_receiver.CountingReceiver"}
+        return super()._engine_args(cpu) | extension
+
+    async def count(self) -> list[dict[str, int]]:
+        return await every_worker(self.llm, "count", 60, ())
+
+    async def kill_a_rank(self) -> None:
+        """The last one: the first has the engine's front beside it."""
+        processes = self.llm.engine_core.resources.engine_manager.processes
+        os.kill(processes[-1].pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3"])
@@ -89,8 +111,25 @@ def test_samples_are_those_of_the_merged_weights(engine):
 
 
 def hf_logprobs(engine, model, token_ids, routes):
-    from engine_fixtures import reference
-
     logprobs, chosen = reference(model, engine.spec, token_ids)
     np.testing.assert_array_equal(np.sort(routes, axis=-1), chosen)
     return logprobs
+
+
+def test_each_rank_holds_what_the_plan_says(engine):
+    """Base and slots, to the element."""
+    engine.new_version(engine.random_adapter(seed=6))
+    facts, rollout = find(engine.config.model.path), engine.config.rollout
+    ways = rollout.tp, rollout.ep, rollout.dp
+    base = sum(int(np.prod(engine_shape(facts, one, *ways))) for one in base_tensors(facts))
+    slots = slot_bytes(engine.spec, engine.config, 1)
+    assert ray.get(engine.actor.count.remote()) == [{"base": base, "slots": slots}] * rollout.dp
+
+
+def test_the_end_of_a_rank_is_the_end_of_the_engine(engine):
+    """Comes last."""
+    version = engine.new_version(engine.random_adapter(seed=7))
+    ray.get(engine.actor.kill_a_rank.remote())
+    with pytest.raises(ray.exceptions.RayTaskError) as raised:
+        score_at(engine, 0, random_prompts(4, [20]), version)
+    assert isinstance(raised.value.cause, EngineDied)
