@@ -8,12 +8,12 @@ nothing would be heard.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
-
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.core_client import AsyncMPClient, DPLBAsyncMPClient
+from typing import TYPE_CHECKING, Any
 
 from lora_moe_rl.upstream.checks import require_parameters, require_version
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 WHO = "lora_moe_rl/rollout/dp_ranks.py"
 
@@ -21,6 +21,8 @@ WHO = "lora_moe_rl/rollout/dp_ranks.py"
 def check_vllm() -> None:
     """Raises ConfigError when the vLLM that is installed is not as this file expects."""
     require_version("vllm", WHO)
+    from vllm.v1.engine.core_client import AsyncMPClient
+
     require_parameters(AsyncMPClient._call_utility_async, ("self", "method", "args", "engine"), WHO)
     call = AsyncMPClient.collective_rpc_async
     require_parameters(call, ("self", "method", "timeout", "args", "kwargs"), WHO)
@@ -28,6 +30,8 @@ def check_vllm() -> None:
 
 async def every_worker(llm: AsyncLLM, method: str, timeout: float, args: tuple) -> list[Any]:
     """What the workers answer, rank by rank."""
+    from vllm.v1.engine.core_client import DPLBAsyncMPClient
+
     client = llm.engine_core
     if not isinstance(client, DPLBAsyncMPClient):
         return await llm.collective_rpc(method, timeout=timeout, args=args)

@@ -10,8 +10,8 @@
     give_way   memory back, for a trainer on the same devices, until `wake`
 
 Every method is a coroutine: an actor serves them concurrently, so that a version can be published
-while another one generates. The class knows nothing of Ray but the address
-of its node: its creator applies `ray.remote`.
+while another one generates. The class knows nothing of Ray but the address of its node: its creator
+applies `ray.remote`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lora_moe_rl.refit.parts import PartLayout, SentPart, check_sent, to_json, v
 from lora_moe_rl.refit.transports import Channel, place
 from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
 from lora_moe_rl.rollout import device as engine_device
-from lora_moe_rl.rollout import outputs
+from lora_moe_rl.rollout import dp_ranks, outputs
 from lora_moe_rl.rollout.in_flight import InFlight, Piece, Question
 from lora_moe_rl.rollout.spread import Meeting, meeting_at, spread_args
 from lora_moe_rl.router_replay.table import RouteTable
@@ -97,8 +97,6 @@ class RolloutEngine:
         engine_device.prepare_environment(self.config, cpu)
         import vllm
         from vllm.v1.engine.async_llm import AsyncLLM
-
-        from lora_moe_rl.rollout import dp_ranks
 
         dp_ranks.check_vllm()
         if cpu:
@@ -453,11 +451,9 @@ class RolloutEngine:
 
     async def _workers(self, method: str, *args: Any) -> list[dict[str, Any]]:
         """Calls a method of refit/receiver.py on the workers of all ranks. Raises RefitError if one
-        says no, EngineDied when vLLM's processes end, EngineSilent when they give no answer in time."""
+        says no, EngineDied when vLLM's processes end, EngineSilent when none answers in time."""
         timeout = self.config.refit.timeout_s + WORKER_GRACE_S
-        from lora_moe_rl.rollout.dp_ranks import every_worker
-
-        call = asyncio.ensure_future(every_worker(self.llm, method, timeout, args))
+        call = asyncio.ensure_future(dp_ranks.every_worker(self.llm, method, timeout, args))
         ends = time.monotonic() + timeout
         # vLLM leaves a call unanswered for ever when its processes end, or are stopped.
         while not (await asyncio.wait([call], timeout=DEATH_POLL_S))[0]:

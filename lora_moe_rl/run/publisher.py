@@ -240,8 +240,8 @@ class Publisher:
     async def _prove(
         self, version: int, samples: Sequence[Sample], engines: Sequence[int] | None = None
     ) -> list[Proof]:
-        """One proof of each data-parallel rank of each engine, by default of those present. What the
-        trainer gave is kept, for the versions after it to be told from this one."""
+        """One proof of each data-parallel rank of each engine, by default of those present. What
+        the trainer gave is kept, for the versions after it to be told from this one."""
         config, size = self.config, len(self.probe)
         token_ids = [sample.token_ids for sample in samples]
         count, seed = config.refit.proof_prompts, (config.seed, version)
