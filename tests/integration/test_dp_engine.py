@@ -117,13 +117,15 @@ def hf_logprobs(engine, model, token_ids, routes):
 
 
 def test_each_rank_holds_what_the_plan_says(engine):
-    """Base and slots, to the element."""
+    """Experts and slots, to the element."""
     engine.new_version(engine.random_adapter(seed=6))
     facts, rollout = find(engine.config.model.path), engine.config.rollout
     ways = rollout.tp, rollout.ep, rollout.dp
-    base = sum(int(np.prod(engine_shape(facts, one, *ways))) for one in base_tensors(facts))
+    planned = [one for one in base_tensors(facts) if one.part == "experts"]
+    experts = sum(int(np.prod(engine_shape(facts, one, *ways))) for one in planned)
     slots = slot_bytes(engine.spec, engine.config, 1)
-    assert ray.get(engine.actor.count.remote()) == [{"base": base, "slots": slots}] * rollout.dp
+    held = {"experts": experts, "slots": slots}
+    assert ray.get(engine.actor.count.remote()) == [held] * rollout.dp
 
 
 def test_the_end_of_a_rank_is_the_end_of_the_engine(engine):
