@@ -33,8 +33,7 @@ async def every_worker(llm: AsyncLLM, method: str, timeout: float, args: tuple) 
     from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
     client = llm.engine_core
-    if not isinstance(client, DPLBAsyncMPClient):
-        return await llm.collective_rpc(method, timeout=timeout, args=args)
+    assert isinstance(client, DPLBAsyncMPClient), "an engine of several data-parallel ranks"
     asked = ("collective_rpc", method, timeout, args, None)
     calls = [client._call_utility_async(*asked, engine=core) for core in client.core_engines]
     return [answer for answers in await asyncio.gather(*calls) for answer in answers]

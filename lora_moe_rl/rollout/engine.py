@@ -453,7 +453,11 @@ class RolloutEngine:
         """Calls a method of refit/receiver.py on the workers of all ranks. Raises RefitError if one
         says no, EngineDied when vLLM's processes end, EngineSilent when none answers in time."""
         timeout = self.config.refit.timeout_s + WORKER_GRACE_S
-        call = asyncio.ensure_future(dp_ranks.every_worker(self.llm, method, timeout, args))
+        if self.config.rollout.dp == 1:
+            asked = self.llm.collective_rpc(method, timeout=timeout, args=args)
+        else:
+            asked = dp_ranks.every_worker(self.llm, method, timeout, args)
+        call = asyncio.ensure_future(asked)
         ends = time.monotonic() + timeout
         # vLLM leaves a call unanswered for ever when its processes end, or are stopped.
         while not (await asyncio.wait([call], timeout=DEATH_POLL_S))[0]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lora_moe_rl.refit.receiver import Receiver
 
-
 EXPERTS = ("routed_experts.w13_weight", "routed_experts.w2_weight")
 
 

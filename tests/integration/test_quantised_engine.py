@@ -25,6 +25,8 @@ class EngineThatTells(EngineWithDisk):
         return super()._engine_args(cpu) | extension
 
     async def experts(self) -> list[list[str]]:
+        if self.config.rollout.dp == 1:
+            return await self.llm.collective_rpc("experts")
         return await every_worker(self.llm, "experts", 60, ())
 
 
