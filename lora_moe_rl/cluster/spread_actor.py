@@ -10,6 +10,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from lora_moe_rl.cluster.actors import Actor
+from lora_moe_rl.files.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +19,7 @@ class SpreadActor(Actor):
     """The engine's own actor, which is asked. It ends when one of `ranks` does: vLLM's front would
     wait for them for ever."""
 
-    def __init__(self, handle: Any, name: str, run_dir: Any, ranks: Sequence[Actor]):
+    def __init__(self, handle: Any, name: str, run_dir: RunDir, ranks: Sequence[Actor]):
         super().__init__(handle, name, run_dir)
         self.ranks = ranks
         self.places: list[str] = []  # of the ranks, once they have started
