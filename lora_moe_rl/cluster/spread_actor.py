@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
+from threading import Thread
 from typing import Any
 
 from ray.exceptions import RayError
@@ -37,10 +38,14 @@ class SpreadActor(Actor):
         try:
             self.places.append(found.result())
         except Exception as error:  # whatever it raises, the front would wait for it
-            self._lost(one, error)
+            self._end_with(one, error)
             return
         ended = one.remote("ended").future()
-        ended.add_done_callback(lambda end: self._lost(one, end.exception() or end.result()))
+        ended.add_done_callback(lambda end: self._end_with(one, end.exception() or end.result()))
+
+    def _end_with(self, one: Actor, why: object) -> None:
+        """In a thread of its own: Ray calls this from the one that its own calls wait for."""
+        Thread(target=self._lost, args=(one, why), daemon=True).start()
 
     def _lost(self, one: Actor, why: object) -> None:
         if self._ending:
