@@ -9,7 +9,7 @@ import psutil
 import pytest
 from cli_run import RECIPE, CliRun, trained
 
-from lora_moe_rl.files.run_dir import read_jsonl
+from lora_moe_rl.files.jsonl import read_jsonl
 from lora_moe_rl.models.directory import resolve_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
