@@ -240,7 +240,7 @@ class RolloutEngine:
         params, ranks = outputs.scoring_params(), self.config.rollout.dp
         answers = await asyncio.gather(
             *(
-                self._request(ids, params, request, version, rank=i % ranks)
+                self._request(ids, params, request, version, rank=None if ranks == 1 else i % ranks)
                 for i, ids in enumerate(sequences)
             )
         )
@@ -426,6 +426,7 @@ class RolloutEngine:
         `rank`: the data-parallel rank that it goes to; None: one that has least to do."""
         key = -1 if version is None else version
         name = f"{self.index}-{next(self.request_ids)}"
+        where = {} if rank is None else {"data_parallel_rank": rank}
         self.running[key] = self.running.get(key, 0) + 1
         final = None
         prompt: Any = {"prompt_token_ids": [int(token) for token in token_ids]}
@@ -438,7 +439,7 @@ class RolloutEngine:
                     params,
                     name,
                     lora_request=lora_request,
-                    data_parallel_rank=rank,
+                    **where,
                 ):
                     final = output
         except Exception as error:
