@@ -253,13 +253,14 @@ class Publisher:
             known = self.known[index]
             older = {number: found for number, found in known.served.items() if number != version}
             base = known.engine_base, known.trainer_base
-            more = check_pieces(ours[size:], theirs[size:], self.tolerance, version)
+            of_ranks = []
             for rank in range(ranks := config.rollout.dp):
                 mine = slice(rank, size, ranks)
                 others = {number: found[mine] for number, found in older.items()}
                 scored = [scores[mine] for scores in (ours, theirs, *base)]
-                proof = check_served(*scored, self.tolerance, version, others)
-                proofs.append(replace(proof, max_diff=max(proof.max_diff, more)))
+                of_ranks.append(check_served(*scored, self.tolerance, version, others))
+            more = check_pieces(ours[size:], theirs[size:], self.tolerance, version)
+            proofs += [replace(one, max_diff=max(one.max_diff, more)) for one in of_ranks]
             known.served[version] = theirs[:size]
             for number in sorted(known.served)[: -config.refit.slots]:
                 del known.served[number]
