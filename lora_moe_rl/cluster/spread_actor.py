@@ -50,7 +50,7 @@ class SpreadActor(Actor):
     def _lost(self, one: Actor, why: object) -> None:
         if self._ending:
             return
-        lines = str(getattr(why, "cause", why)).strip().splitlines()
+        lines = str(getattr(why, "cause", None) or why).strip().splitlines()
         log.warning(
             "%s has ended (%s), and %s with it; its log: %s",
             *(one.name, lines[0] if lines else type(why).__name__),
