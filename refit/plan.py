@@ -9,11 +9,14 @@ transfer's.
     column (q k v, gate/up, ...)  A whole; B rows over tp (k and v: over the key/value heads)
     row (o, down)                 A columns over tp; B whole
     replicated (q_a, kv_a)        whole
-    experts, with ep              the rank's experts, whole
+    experts, with ep              the rank's experts, whole: over tp * dp
     experts, without              all experts: B rows of gate/up and A columns of down over tp
 
 With `fully_sharded` (vLLM's fully_sharded_loras) the A of a column and of experts' gate/up is cut
 along the slot's rank, the B of a row and of experts' down along its rows.
+
+Ranks are numbered with tp fastest, then dp. Of all but the experts data-parallel ranks hold the
+same.
 
 With `merged` an engine rank merges whole weights, and takes of every tensor the whole; with ep, of
 the experts' its own.
@@ -48,6 +51,7 @@ class EngineLayout:
     ep: bool = False
     fully_sharded: bool = False
     merged: bool = False
+    dp: int = 1
 
     def __post_init__(self):
         if self.ep and self.fully_sharded:
@@ -63,7 +67,12 @@ class EngineLayout:
 
     @classmethod
     def of(cls, rollout: RolloutConfig, slot_rank: int, merged: bool = False) -> EngineLayout:
-        return cls(slot_rank, rollout.tp, rollout.ep, rollout.fully_sharded, merged)
+        cut = rollout.tp, rollout.ep, rollout.fully_sharded
+        return cls(slot_rank, *cut, merged, rollout.dp)
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.dp
 
 
 @dataclass(frozen=True)
@@ -169,7 +178,7 @@ def make_plan(
             # Stages are alike: what goes where within one is the same for all its layers.
             key = (site.module, matrix, shape)
             if key not in known:
-                targets = [held(site, matrix, engine, t, kv_heads) for t in range(engine.tp)]
+                targets = [held(site, matrix, engine, t, kv_heads) for t in range(engine.ranks)]
                 known[key] = list(_pairs(kind_of(site), matrix, shape, stage, targets))
             for holders, target, box in known[key]:
                 # Of ranks that hold equal copies, each has its turn: by engine rank and by layer.
@@ -212,7 +221,7 @@ def wanted(spec: AdapterSpec, engine: EngineLayout) -> Iterator[tuple[str, int, 
     kv_heads = spec.shape.dims.get("kv_heads", 0)
     for site in spec:
         for matrix in ("A", "B"):
-            for rank in range(engine.tp):
+            for rank in range(engine.ranks):
                 yield f"{site.name}.{matrix}", rank, held(site, matrix, engine, rank, kv_heads)
 
 
@@ -230,10 +239,10 @@ def held(site: Site, matrix: str, engine: EngineLayout, rank: int, kv_heads: int
     shape = site.shape_A if matrix == "A" else site.shape_B
     if engine.merged:
         cut = engine.ep and len(shape) == 3
-        return _cut_experts(shape, rank, engine.tp) if cut else _whole(shape)
+        return _cut_experts(shape, rank, engine.ranks) if cut else _whole(shape)
     if site.num_experts is not None:
         return _held_experts(site, matrix, shape, engine, rank)
-    kind = kind_of(site)
+    kind, rank = kind_of(site), rank % engine.tp
     if kind == "column":
         if matrix == "B":
             ways = min(engine.tp, kv_heads) if site.module in ("k_proj", "v_proj") else engine.tp
@@ -252,7 +261,7 @@ def _held_experts(
     per_expert = len(shape) == 3
     first = 1 if per_expert else 0  # of the dimensions after the experts'
     if engine.ep:
-        return _cut_experts(shape, rank, engine.tp) if per_expert else _whole(shape)
+        return _cut_experts(shape, rank, engine.ranks) if per_expert else _whole(shape)
     down = site.module == "experts.down"
     if matrix == ("A" if down else "B"):
         return _cut(shape, first + (1 if down else 0), rank, engine.tp)

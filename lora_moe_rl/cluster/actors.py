@@ -130,6 +130,10 @@ class Actor:
         """Calls a method; returns its ObjectRef, or a list of them."""
         return getattr(self.handle, method).options(num_returns=num_returns).remote(*args)
 
+    def start(self) -> Any:
+        """The call that starts it."""
+        return self.remote("start")
+
     @property
     def place(self) -> Place:
         return self.name, self.pid, self.run_dir.log_path(self.name)

@@ -16,14 +16,15 @@ Bundle = dict[str, float]
 
 
 def wanted(config: RunConfig, gpus: bool) -> list[Bundle]:
-    """Of each tensor-parallel group of the trainer, then of each engine; where these stand on the
-    same GPUs, of both together. `gpus`: whether there are any."""
+    """Of each tensor-parallel group of the trainer, then of each engine on each of its nodes; where
+    these stand on the same GPUs, of both together. `gpus`: whether there are any."""
     trainer = config.trainer
     if size := shared_size(config, gpus):
         return [_bundle(size + size // config.rollout.tp, size)] * (trainer.world_size // size)
     group = _bundle(trainer.tp, gpus_of_rank(config, gpus) * trainer.tp)
     engine = of_engine(config, gpus)
-    return [group] * (trainer.world_size // trainer.tp) + [engine] * firm_engines(config)
+    engines = [engine] * (firm_engines(config) * config.rollout.nodes)
+    return [group] * (trainer.world_size // trainer.tp) + engines
 
 
 def firm_engines(config: RunConfig) -> int:
@@ -32,6 +33,7 @@ def firm_engines(config: RunConfig) -> int:
 
 
 def of_engine(config: RunConfig, gpus: bool) -> Bundle:
+    """On each of its nodes."""
     return _bundle(1, gpus_of_engine(config, gpus))
 
 
@@ -54,12 +56,13 @@ def gpus_of_rank(config: RunConfig, gpus: bool) -> float:
 
 
 def gpus_of_engine(config: RunConfig, gpus: bool) -> float:
+    """On each of its nodes."""
     rollout = config.rollout
     if shared_size(config, gpus):
         return 0  # those of the ranks beside it
     if rollout.gpus_per_engine is None:
-        return rollout.tp if gpus else 0
-    return rollout.gpus_per_engine
+        return rollout.ranks // rollout.nodes if gpus else 0
+    return rollout.gpus_per_engine / rollout.nodes
 
 
 def _trains_on_gpu(config: RunConfig, gpus: bool) -> bool:
@@ -81,7 +84,8 @@ def check_capacity(bundles: Sequence[Bundle], nodes: dict[str, dict[str, float]]
             raise ConfigError(
                 f"the run wants {text(bundles)}, each on one node (trainer.tp ranks, or one "
                 f"engine), and the cluster has {found}: lower trainer.world_size, trainer.tp, "
-                "rollout.engines or rollout.tp, or add nodes; RAY_ADDRESS says which cluster"
+                "rollout.engines or rollout.tp, raise rollout.nodes with rollout.dp, or add nodes; "
+                "RAY_ADDRESS says which cluster"
             )
         fullest = min(holders, key=lambda resources: (resources.get("GPU", 0), resources["CPU"]))
         for kind, amount in bundle.items():

@@ -1,7 +1,8 @@
 """Where the actors of a run stand on the nodes of a Ray cluster.
 
 What must not be torn apart is one bundle of a placement group, and so on one node: the trainer
-ranks of one tensor-parallel group, and an engine with its workers. Megatron numbers ranks with tp
+ranks of one tensor-parallel group, and an engine with its workers, or of an engine with rollout.dp
+ranks on rollout.nodes the part that stands on one of them. Megatron numbers ranks with tp
 fastest, then the rest of a stage, pp slowest; bundles are taken node by node in that order, so that
 expert-parallel ranks share nodes as far as they can and pipeline stages are what crosses them.
 
@@ -75,8 +76,9 @@ class Placement:
         bundle = self.trainer_bundles[rank // self.ranks]
         return self._options(self.trainer_gpus, bundle)
 
-    def engine(self, index: int) -> dict[str, Any]:
-        """Ray options of an engine. One that is started anew gets the same place."""
+    def engine(self, index: int, node: int = 0) -> dict[str, Any]:
+        """Ray options of an engine, on one of its nodes. One that is started anew gets the same
+        place."""
         if self.shared:
             bundle, place = divmod(index * self.config.rollout.tp, self.shared)
             bundle = self.trainer_bundles[bundle]
@@ -85,13 +87,14 @@ class Placement:
             seen = {NO_HIDING: "1", "CUDA_VISIBLE_DEVICES": ",".join(devices)}
             return self._options(0, bundle) | {"runtime_env": {"env_vars": seen}}
         if index >= self.firm:
-            return self._options(self.engine_gpus, 0, self._place_of_its_own(index))
-        return self._options(self.engine_gpus, len(self.trainer_bundles) + index)
+            return self._options(self.engine_gpus, node, self._place_of_its_own(index))
+        bundle = len(self.trainer_bundles) + index * self.config.rollout.nodes + node
+        return self._options(self.engine_gpus, bundle)
 
     def _place_of_its_own(self, index: int) -> PlacementGroup:
         """Which an actor waits for: it may not be there yet."""
         if index not in self._own:
-            self._own[index] = placement_group([self._bundle_of_engine])
+            self._own[index] = placement_group([self._bundle_of_engine] * self.config.rollout.nodes)
         return self._own[index]
 
     def _devices(self, bundle: int) -> list[str]:

@@ -26,6 +26,7 @@ from lora_moe_rl.cluster import stacks
 from lora_moe_rl.cluster.actors import Actor, answer, get
 from lora_moe_rl.cluster.placement import Placement
 from lora_moe_rl.cluster.pulse import UNHEARD, Pulse
+from lora_moe_rl.cluster.spread_actor import SpreadActor
 from lora_moe_rl.cluster.stacks import Place
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import (
@@ -42,6 +43,7 @@ from lora_moe_rl.refit.transports import Channel
 from lora_moe_rl.rollout import outputs
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.rollout.merged import MergedRolloutEngine
+from lora_moe_rl.rollout.spread import RanksOfEngine
 
 PUBLISH_POLL_S = 0.05
 REFIT_GRACE_S = 20  # an engine that gives up by itself says more than one that is given up
@@ -96,7 +98,25 @@ class Replicas:
         log_path = str(self.run_dir.log_path(name))
         parts = (self.config, str(self.model_dir), self.spec, index, log_path, self.held)
         handle = engine.remote(*parts)
+        if self.config.rollout.nodes == 1:
+            return Actor(handle, name, self.run_dir)
+        further = range(1, self.config.rollout.nodes)
+        ranks = [self._ranks(index, node) for node in further]
+        return SpreadActor(handle, name, self.run_dir, ranks)
+
+    def _ranks(self, index: int, node: int) -> Actor:
+        """Of an engine, on one of its nodes after the first."""
+        ranks = ray.remote(RanksOfEngine).options(**self.placement.engine(index, node))
+        name = f"engine-{index}-node-{node}"
+        parts = (self.config, str(self.model_dir), self.spec, index, node)
+        handle = ranks.remote(*parts, str(self.run_dir.log_path(name)))
         return Actor(handle, name, self.run_dir)
+
+    @property
+    def further_places(self) -> list[str]:
+        """Where ranks run that are not on their engine's own node."""
+        spread = [actor for actor in self.actors.values() if isinstance(actor, SpreadActor)]
+        return [place for actor in spread for place in actor.places]
 
     @property
     def starting(self) -> dict[str, Any | None]:
@@ -114,7 +134,7 @@ class Replicas:
         return [index for index in range(self.config.rollout.engines) if index not in self.absent]
 
     def start_async(self) -> None:
-        self._starting = [actor.remote("start") for actor in self.actors.values()]
+        self._starting = [actor.start() for actor in self.actors.values()]
 
     def wait_started(self) -> list[dict]:
         actors = list(self.actors.values())
@@ -316,7 +336,7 @@ class Replicas:
         """Starts an engine that is asked for nothing yet."""
         actor = self.actors[index] = self._actor(index)
         self.pulses[index] = Pulse(self.config.rollout.silent_s)
-        await answer(actor, actor.remote("start"), self.config.rollout.start_timeout_s)
+        await answer(actor, actor.start(), self.config.rollout.start_timeout_s)
         if self.prepared is not None:
             await answer(actor, actor.remote("prepare_refit", *self.prepared))
         if self.pinned is not None:

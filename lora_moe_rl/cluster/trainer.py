@@ -33,7 +33,7 @@ def rank_threads(config: RunConfig, cores: int) -> int:
     """Threads of a rank on the CPU: its share of the cores, without those that engines compute on
     at the same time."""
     rollout = config.rollout
-    engines = config.num_engines * rollout.tp * rollout.cpu_threads if config.schedule.lag else 0
+    engines = config.num_engines * rollout.ranks * rollout.cpu_threads if config.schedule.lag else 0
     return max(1, (cores - engines) // config.trainer.world_size)
 
 

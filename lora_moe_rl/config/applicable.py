@@ -145,7 +145,12 @@ _RULES = [
         )
         for option in ("rollout.gpus_per_engine", "trainer.gpus_per_rank")
     ),
-    _Rule("rollout.ep", lambda c: c.rollout.tp > 1, "rollout.tp", "with rollout.tp above 1"),
+    _Rule(
+        "rollout.ep",
+        lambda c: c.rollout.ranks > 1,
+        "rollout.tp",
+        "with rollout.tp or rollout.dp above 1",
+    ),
     _Rule(
         "rollout.fully_sharded",
         lambda c: c.rollout.tp > 1,
@@ -178,6 +183,7 @@ def check_applicable(config: RunConfig) -> None:
     _check_lag(config)
     _check_colocated(config)
     _check_joining(config)
+    _check_data_parallel(config)
     _check_profile(config)
     for rule in _RULES:
         path, _, name = rule.option.rpartition(".")
@@ -246,6 +252,23 @@ def _check_joining(config: RunConfig) -> None:
             f"rollout.least_engines={least} has engines join where there is room, and with "
             "placement.mode=colocated their place is the trainer's: use placement.mode=split, or "
             "leave least_engines out"
+        )
+
+
+def _check_data_parallel(config: RunConfig) -> None:
+    """What a run whose engines spread experts over data-parallel ranks cannot have."""
+    if (ranks := config.rollout.dp) == 1:
+        return
+    if config.refit.mode == "merged":
+        raise ConfigError(
+            f"rollout.dp={ranks} serves adapters in slots alone, and refit.mode=merged changes the "
+            f"weights: use refit.mode=adapter, or rollout.tp={ranks} with rollout.dp=1"
+        )
+    if config.placement.colocated:
+        raise ConfigError(
+            f"rollout.dp={ranks} has ranks that wait for each other in every step, and with "
+            "placement.mode=colocated engines give memory back between steps, which these do not "
+            f"yet: use placement.mode=split, or rollout.tp={ranks} with rollout.dp=1"
         )
 
 

@@ -21,9 +21,19 @@ class RolloutConfig(Section):
         "there is room, and leave when they die too often. null: rollout.engines.",
     )  # fmt: skip
     tp: int = Field(1, ge=1, description="Tensor-parallel size of each engine.")
+    dp: int = Field(
+        1, ge=1,
+        description="Data-parallel size of each engine: ranks that have all but the experts, "
+        "requests and a KV cache of their own, on as many nodes as it takes. With rollout.ep=true "
+        "the experts are spread over them, which they must be.",
+    )  # fmt: skip
+    nodes: int = Field(
+        1, ge=1,
+        description="Nodes that each engine stands on: rollout.dp is cut over them evenly.",
+    )  # fmt: skip
     ep: bool = Field(
         False,
-        description="Give each of an engine's tp ranks a share of the experts, not of each expert.",
+        description="Give each of an engine's ranks a share of the experts, not of each expert.",
     )
     fully_sharded: bool = Field(
         False,
@@ -39,7 +49,7 @@ class RolloutConfig(Section):
     )
     gpu_memory_utilization: float = Field(0.5, gt=0, le=1, description="vLLM's share of a GPU.")
     gpus_per_engine: float | None = Field(
-        None, gt=0, description="GPUs Ray reserves for an engine; null: rollout.tp on cuda, else 0."
+        None, gt=0, description="GPUs Ray reserves for an engine; null: one a rank on cuda, else 0."
     )
     cpu_kv_cache_gib: float = Field(0.25, gt=0, description="KV cache of a CPU engine, in GiB.")
     cpu_threads: int = Field(1, ge=1, description="Threads of each worker of a CPU engine.")
@@ -86,6 +96,11 @@ class RolloutConfig(Section):
         return self
 
     @property
+    def ranks(self) -> int:
+        """Ranks of an engine."""
+        return self.tp * self.dp
+
+    @property
     def firm_engines(self) -> int:
         """Engines without which a run does not go on."""
         return self.engines if self.least_engines is None else self.least_engines
@@ -96,6 +111,23 @@ class RolloutConfig(Section):
             raise ValueError(
                 "rollout.ep=true and rollout.fully_sharded=true are both set: vLLM cuts adapters "
                 "of experts over the tp ranks either by expert or by rank; choose one"
+            )
+        if self.dp % self.nodes:
+            raise ValueError(
+                f"rollout.nodes={self.nodes} does not divide rollout.dp={self.dp}, whose ranks are "
+                "cut over an engine's nodes evenly; use a divisor of it"
+            )
+        if self.dp > 1 and not self.ep:
+            raise ValueError(
+                f"rollout.dp={self.dp} without rollout.ep=true would cut each expert over an "
+                "engine's data-parallel ranks, which nothing here serves; set rollout.ep=true, or "
+                f"take rollout.engines={self.engines * self.dp} of rollout.dp=1"
+            )
+        if self.dp > 1 and self.tp > 1:
+            raise ValueError(
+                f"rollout.dp={self.dp} and rollout.tp={self.tp} are both above 1: vLLM serves no "
+                "adapters of experts there (`vllm/lora/layers/fused_moe.py`, _ep_check); use "
+                f"rollout.dp={self.dp * self.tp} with rollout.tp=1"
             )
         return self
 

@@ -37,6 +37,11 @@ def check_layout(shape: ModelShape, config: RunConfig, form: str | None = None) 
             f"{form}, and not into whole groups of {WHOLE[form]}; use a smaller trainer.etp, and "
             "trainer.ep for the rest"
         )
+    if config.rollout.dp > max(1, shape.num_experts):
+        raise ConfigError(
+            f"rollout.dp={config.rollout.dp} ranks are more than the model's {shape.num_experts} "
+            "experts, which are spread over them; lower it"
+        )
     _check_engine_heads(dims.get("kv_heads", config.rollout.tp), config.rollout.tp)
     chunks = trainer.pp * trainer.vpp
     if chunks > shape.num_layers:
@@ -64,6 +69,7 @@ def _check_dense(shape: ModelShape, config: RunConfig) -> None:
     for option, value, other in (
         ("trainer.ep", config.trainer.ep, 1),
         ("trainer.etp", config.trainer.etp, 1),
+        ("rollout.dp", config.rollout.dp, 1),
         ("rollout.ep", config.rollout.ep, False),
     ):
         if value != other:

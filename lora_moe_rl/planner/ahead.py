@@ -181,12 +181,13 @@ def every_way(measured: Measured) -> list[Way]:
     more or fewer data-parallel ranks."""
     config = measured.config
     trainer, rollout = config.trainer, config.rollout
-    gpus = trainer.world_size + rollout.engines * rollout.tp
+    each = rollout.ranks
+    gpus = trainer.world_size + rollout.engines * each
     unit = max(trainer.tp * trainer.pp, trainer.ep * trainer.etp * trainer.pp)
     splits = [
-        (gpus - engines * rollout.tp, engines)
-        for engines in range(1, gpus // rollout.tp + 1)
-        if gpus > engines * rollout.tp and (gpus - engines * rollout.tp) % unit == 0
+        (gpus - engines * each, engines)
+        for engines in range(1, gpus // each + 1)
+        if gpus > engines * each and (gpus - engines * each) % unit == 0
     ]
     own = config.schedule.lag, trainer.world_size, rollout.engines
     lags = sorted({*LAGS, own[0]})

@@ -60,12 +60,13 @@ def reasons(search: Search) -> list[str]:
             "what the plan does not know"
         )
     engines = list(search.engines())
-    fitting = [rollout.tp for rollout, engine in engines if engine.sequences]
+    fitting = [rollout.ranks for rollout, engine in engines if engine.sequences]
     if not fitting:
         rollout, engine = max(engines, key=lambda pair: pair[1].kv_cache)
+        size = f"dp={rollout.dp}" if rollout.dp > 1 else f"tp={rollout.tp}"
         cut = " ep=true" if rollout.ep else ""
         found.append(
-            f"an engine rank of rollout.tp={rollout.tp}{cut} (one node has "
+            f"an engine rank of rollout.{size}{cut} (one node has "
             f"{hardware.gpus_per_node} GPUs) takes {engine.weights / GIB:.1f} GiB of weights, "
             f"{engine.slots / GIB:.1f} of adapter slots and {engine.working / GIB:.1f} to work "
             f"with; vLLM's share of {engine.budget / GIB:.1f} leaves no room for a sequence of "

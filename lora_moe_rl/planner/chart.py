@@ -35,9 +35,9 @@ def draw(plan: RunPlan, path: Path) -> None:
     from matplotlib.figure import Figure
 
     bars = {f"{c.name}\n{c.ranks} ranks": c.memory for c in plan.classes}
-    tp, engines = plan.config.rollout.tp, plan.config.rollout.engines
+    ranks = plan.config.rollout.engines * plan.config.rollout.ranks
     if plan.engine is not None:
-        bars[f"engines\n{tp * engines} ranks"] = plan.engine.memory
+        bars[f"engines\n{ranks} ranks"] = plan.engine.memory
     figure = Figure(figsize=(2.5 + 1.1 * len(bars), 4.2), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)  # no window, no global state
     axes = figure.subplots()

@@ -191,9 +191,10 @@ class Roofline:
     def rollout(
         self, config: RunConfig, engine: EngineRank, gpu: Gpu, per_node: int, efficiency: Efficiency
     ) -> dict[str, float]:
-        """Prefill of every prompt, then decoding in waves of as many sequences as fit."""
+        """Of a data-parallel rank, which share the work: prefill of every prompt, then decoding in
+        waves of as many sequences as fit."""
         rollout, algorithm = config.rollout, config.algorithm
-        prompts = math.ceil(algorithm.prompts_per_step / rollout.engines)
+        prompts = math.ceil(algorithm.prompts_per_step / (rollout.engines * rollout.dp))
         samples = prompts * algorithm.group_size
         context = self.lengths.prompt + self.lengths.response // 2
         fit = max(1, max(0, engine.kv_cache) // (engine.kv_token * context))
@@ -202,7 +203,7 @@ class Roofline:
         work, speed = self.of("none"), gpu.flops * efficiency.prefill_flops * rollout.tp
         shape = self.facts.shape
         chosen = shape.top_k / shape.num_experts if shape.num_experts else 1.0
-        untouched = (1 - chosen) ** batch
+        untouched = (1 - chosen) ** (batch * rollout.dp)
         slot = engine.slots / max(1, config.refit.slots)
         read = (engine.weights + slot) * (1 - untouched) + batch * context * engine.kv_token
         token = max(
@@ -210,8 +211,13 @@ class Roofline:
             batch * work.forward / speed,
         )
         token += shape.num_layers * DECODE_LAYER_SECONDS
-        prefilled = prompts if rollout.prefix_caching else samples
+        prefilled = (prompts if rollout.prefix_caching else samples) * self.lengths.prompt
+        there = rollout.ranks // rollout.nodes
+        link = gpu.fast_link if rollout.nodes == 1 and there <= per_node else gpu.link
+        # Each data-parallel rank gathers the tokens of all, and gives back what is of others.
+        met = 2 * shape.hidden_size * len(shape.moe_layers) * self.b * (rollout.dp - 1)
+        met /= link * efficiency.links
         return {
-            "prefill": prefilled * self.lengths.prompt * work.forward / speed,
-            "decode": waves * self.lengths.response * token,
+            "prefill": prefilled * (work.forward / speed + met),
+            "decode": waves * self.lengths.response * (token + batch * met),
         }

@@ -146,14 +146,14 @@ def _ways(facts: Facts, config: RunConfig) -> dict[Way, AdapterSpec]:
 def gpus_of(config: RunConfig) -> tuple[int, int, bool]:
     """(GPUs for the trainer, for the engines, whether they share them)."""
     trainer, rollout = config.trainer, config.rollout
-    each = rollout.tp if rollout.gpus_per_engine is None else rollout.gpus_per_engine
+    each = rollout.ranks if rollout.gpus_per_engine is None else rollout.gpus_per_engine
     mine = math.ceil(trainer.world_size * trainer.gpus_per_rank)
     if config.offline:
         return mine, 0, False
     if config.placement.colocated:
-        return mine, rollout.engines * rollout.tp, True
+        return mine, rollout.engines * rollout.ranks, True
     theirs = math.ceil(rollout.engines * each)
-    share = rollout.tp == 1 and trainer.gpus_per_rank + each <= 1
+    share = rollout.ranks == 1 and trainer.gpus_per_rank + each <= 1
     if share:
         together = trainer.world_size * trainer.gpus_per_rank + rollout.engines * each
         return math.ceil(together), math.ceil(together), True
@@ -173,7 +173,9 @@ def problems(
     mine, theirs, shared = gpus_of(config)
     needed = mine if shared else mine + theirs
     if needed > hardware.gpus:
-        engines = f" or rollout.engines={config.rollout.engines} * rollout.tp={config.rollout.tp}"
+        rollout = config.rollout
+        size = "dp" if rollout.dp > 1 else "tp"
+        engines = f" or rollout.engines={rollout.engines} * rollout.{size}={rollout.ranks}"
         found.append(
             f"the run needs {needed} GPUs (trainer {mine}, engines {theirs}) and there are "
             f"{hardware.gpus}; lower trainer.world_size={config.trainer.world_size}"
@@ -185,6 +187,13 @@ def problems(
                 f"{key}={tp} ranks stand on one node, and a node has {hardware.gpus_per_node} "
                 f"GPUs; use {key}={hardware.gpus_per_node} or less, or --gpus-per-node"
             )
+    there = config.rollout.ranks // config.rollout.nodes
+    if config.rollout.dp > 1 and there > hardware.gpus_per_node:
+        found.append(
+            f"rollout.dp={config.rollout.dp} with rollout.nodes={config.rollout.nodes} has {there} "
+            f"ranks of an engine on one node, and a node has {hardware.gpus_per_node} GPUs; raise "
+            "rollout.nodes, or --gpus-per-node"
+        )
     total = heaviest.total / GIB
     if total > memory:
         largest = max(heaviest.memory, key=lambda key: heaviest.memory[key])
@@ -240,4 +249,6 @@ def _engine_way_out(config: RunConfig, engine: EngineRank) -> str:
     rollout = config.rollout
     if engine.slots > engine.weights / 4 and rollout.tp > 1 and not rollout.ep:
         return "set rollout.ep=true or rollout.fully_sharded=true, which cut adapter slots"
+    if rollout.dp > 1:
+        return "raise rollout.dp or rollout.gpu_memory_utilization, or lower refit.slots"
     return "raise rollout.tp or rollout.gpu_memory_utilization, or lower refit.slots"

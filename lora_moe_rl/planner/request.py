@@ -82,7 +82,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--gpu", choices=list(GPUS), help=f"their kind ({DEFAULT_GPU})")
     made.add_argument("--gpu-memory", type=float, metavar="GIB", help="where it is not the kind's")
     made.add_argument("--bandwidth", type=float, metavar="GB/S", help="of a GPU to other nodes")
-    made.add_argument("--gpus-per-node", type=int, help="which an engine cannot exceed (8)")
+    made.add_argument(
+        "--gpus-per-node", type=int, help="which a tensor-parallel group cannot exceed (8)"
+    )
     made.add_argument("--rank", type=int, help="short for adapter.rank")
     formats = ("bf16", "fp8", "int4")
     about = "the trainer's frozen base, as if held in this format (bf16 is what there is)"
@@ -199,7 +201,13 @@ def _nearest(
 ) -> str:
     """The nearest layouts as a sentence, or '' when something else than the layout is wrong."""
     layout = tuple(f"trainer.{key}=" for key in LAYOUT_KEYS)
-    others = [s for s in settings if not s.removeprefix("--").startswith((*layout, "rollout.tp="))]
+    others = [
+        s
+        for s in settings
+        if not s.removeprefix("--").startswith(
+            (*layout, "rollout.tp=", "rollout.dp=", "rollout.nodes=")
+        )
+    ]
     plain = config.trainer.model_copy(update=dict.fromkeys(LAYOUT_KEYS, 1))
     try:
         other = override(config.model_copy(update={"trainer": plain}), others)

@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass, replace
 
 from lora_moe_rl.adapters.spec import AdapterSpec
-from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config import RolloutConfig, RunConfig
 from lora_moe_rl.planner.base import BaseTensor, base_tensors
 from lora_moe_rl.planner.facts import Facts, Format
 from lora_moe_rl.planner.formats import itemsize, tensor_bytes
 from lora_moe_rl.planner.hardware import GIB, Gpu
 from lora_moe_rl.refit.plan import EngineLayout, held
-from lora_moe_rl.rollout.facts import slot_rank
+from lora_moe_rl.rollout.facts import STEP_TOKENS, slot_rank, step_tokens
 
 # What vLLM's profiling run and CUDA graphs take, beside the logits of the sequences in flight.
 PROFILE_BYTES = int(3 * GIB)
@@ -52,10 +52,10 @@ def engine_rank(
     """Ranks of an engine hold equally much, but for experts that do not divide: the first."""
     rollout, shape = config.rollout, facts.shape
     budget = int(rollout.gpu_memory_utilization * gpu.memory * GIB)
-    base = weight_bytes(facts, rollout.tp, rollout.ep, weights)
+    base = weight_bytes(facts, rollout.tp, rollout.ep, weights, rollout.dp)
     slots = 0 if config.refit.mode == "merged" else slot_bytes(spec, config, itemsize(weights))
     logits = LOGIT_BYTES * rollout.max_num_seqs * shape.vocab_size
-    working = PROFILE_BYTES + logits
+    working = PROFILE_BYTES + logits + gathered_bytes(facts, rollout)
     token = kv_token_bytes(facts, rollout.tp, itemsize(weights))
     made = EngineRank(base, slots, working, 0, token, 0, 0)
     return with_budget(made, budget, config.model.max_length)
@@ -68,21 +68,34 @@ def with_budget(engine: EngineRank, budget: int, max_length: int) -> EngineRank:
     return replace(engine, kv_cache=kv_cache, sequences=sequences, budget=budget)
 
 
-def weight_bytes(facts: Facts, tp: int, ep: bool, weights: Format) -> int:
-    """Bytes of weights on the first of `tp` ranks."""
+def weight_bytes(facts: Facts, tp: int, ep: bool, weights: Format, dp: int = 1) -> int:
+    """Bytes of weights on the first of `tp * dp` ranks."""
     return sum(
-        tensor_bytes(tensor, engine_shape(facts, tensor, tp, ep), weights)
+        tensor_bytes(tensor, engine_shape(facts, tensor, tp, ep, dp), weights)
         for tensor in base_tensors(facts)
     )
 
 
-def engine_shape(facts: Facts, tensor: BaseTensor, tp: int, ep: bool) -> tuple[int, ...]:
+def gathered_bytes(facts: Facts, rollout: RolloutConfig) -> int:
+    """What experts work on, beyond a step of one rank, where data-parallel ranks gather the tokens
+    of all: of each token its rows at top_k experts, in bf16."""
+    shape = facts.shape
+    tokens = max(0, rollout.dp * step_tokens(rollout) - STEP_TOKENS)
+    if not tokens or not shape.num_experts:
+        return 0
+    inner, hidden = shape.dims["moe_intermediate"], shape.hidden_size
+    return 2 * tokens * (shape.top_k * (max(2 * inner, hidden) + inner) + 2 * hidden)
+
+
+def engine_shape(
+    facts: Facts, tensor: BaseTensor, tp: int, ep: bool, dp: int = 1
+) -> tuple[int, ...]:
     """The shape of a rank's part as vLLM cuts it: key and value heads are repeated where there are
-    fewer than ranks, experts are cut whole (ep) or each along its width."""
+    fewer than ranks, experts are cut whole (ep, over tp * dp) or each along its width."""
     shape = list(tensor.shape)
     if tensor.part == "experts":
-        dim = 0 if ep else tensor.split[1][0]
-        shape[dim] = math.ceil(shape[dim] / tp)
+        dim, ways = (0, tp * dp) if ep else (tensor.split[1][0], tp)
+        shape[dim] = math.ceil(shape[dim] / ways)
         return tuple(shape)
     if not tensor.split:
         return tensor.shape

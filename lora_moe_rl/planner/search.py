@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lora_moe_rl.adapters.families import ModelShape
@@ -33,6 +33,8 @@ SEARCHED = {
     "rollout": (
         "engines",
         "tp",
+        "dp",
+        "nodes",
         "ep",
         "fully_sharded",
         "gpus_per_engine",
@@ -60,6 +62,8 @@ class Proposal:
             for key in ("world_size", "tp", "pp", "ep", "recompute")
         }
         found |= {f"rollout.{key}": getattr(rollout, key) for key in ("engines", "tp")}
+        if rollout.dp > 1:
+            found |= {"rollout.dp": rollout.dp, "rollout.nodes": rollout.nodes}
         if rollout.ep:
             found["rollout.ep"] = True
         if self.shared:
@@ -82,7 +86,7 @@ class Search:
         self.hardware = (gpu, assumed.hardware.gpus_per_node, assumed.efficiency)
         self.room = gpu.memory * GIB * (1 - MARGIN)
         self._found: dict[tuple, list[RankClass]] = {}
-        self._engines: dict[tuple[int, bool, float], EngineRank] = {}
+        self._engines: dict[tuple[int, int, bool, float], EngineRank] = {}
 
     def best(self, count: int) -> list[Proposal]:
         """The fastest of each split of the GPUs between trainer and engines, fastest first."""
@@ -118,13 +122,19 @@ class Search:
 
     def engines(self) -> Iterator[tuple[RolloutConfig, EngineRank]]:
         """One engine of each kind that divides the model and stands on one node of the cluster,
-        smallest first."""
+        smallest first; where none of these holds a sequence, of each that stands on several."""
+        gpus, fits = self.assumed.hardware.gpus, False
         for tp in ENGINE_TPS:
-            if tp > min(self.hardware[1], self.assumed.hardware.gpus):
+            if tp > min(self.hardware[1], gpus):
                 break
             if divides_engine(self.facts.shape, tp):
                 for rollout in self._kinds(tp, tp):
-                    yield rollout, self._engine(rollout)
+                    engine = self._engine(rollout)
+                    fits = fits or engine.sequences > 0
+                    yield rollout, engine
+        for ranks in range(self.hardware[1], gpus, self.hardware[1]):
+            if not fits and (rollout := self._spread(ranks, ranks)) is not None:
+                yield rollout, self._engine(rollout)
 
     def nearest(self, wanted: dict[str, int], count: int = 3) -> list[TrainerConfig]:
         """Trainer layouts of the wanted number of ranks that divide and fit, most like it first."""
@@ -182,7 +192,8 @@ class Search:
 
     def _shared(self, gpus: int) -> Proposal | None:
         """Every GPU holds a trainer rank and an engine of its own, half and half for Ray."""
-        update = {"engines": gpus, "tp": 1, "ep": False, "gpus_per_engine": 0.5}
+        update = {"engines": gpus, "tp": 1, "dp": 1, "nodes": 1, "ep": False}
+        update["gpus_per_engine"] = 0.5
         most = {"gpu_memory_utilization": 1 - MARGIN}
         if self._engine(self.config.rollout.model_copy(update=update | most)).sequences < 1:
             return None  # beside any trainer rank
@@ -220,32 +231,49 @@ class Search:
         return Proposal(config, heaviest, engine, seconds, shared)
 
     def _rollout(self, gpus: int) -> RolloutConfig | None:
-        """The fastest engines on so many GPUs."""
+        """The fastest engines on so many GPUs: on a node each, or, where none such fits, on
+        several."""
+        node, shape = self.hardware[1], self.facts.shape
+        sizes = [n for n in ENGINE_TPS if n <= node and gpus % n == 0 and divides_engine(shape, n)]
+        on_one = self._fastest(kind for tp in sizes for kind in self._kinds(gpus, tp))
+        if on_one is not None:
+            return on_one
+        spread = (self._spread(gpus, n) for n in range(2 * node, gpus + 1, node) if gpus % n == 0)
+        return self._fastest(rollout for rollout in spread if rollout is not None)
+
+    def _fastest(self, engines: Iterable[RolloutConfig]) -> RolloutConfig | None:
+        """Of those that hold a sequence."""
         best, least = None, math.inf
-        for tp in ENGINE_TPS:
-            if tp > self.hardware[1]:  # an engine stands on one node
-                break
-            if gpus % tp or not divides_engine(self.facts.shape, tp):
+        for rollout in engines:
+            engine = self._engine(rollout)
+            if engine.sequences < 1:
                 continue
-            for rollout in self._kinds(gpus, tp):
-                engine = self._engine(rollout)
-                if engine.sequences < 1:
-                    continue
-                config = self.config.model_copy(update={"rollout": rollout})
-                seconds = sum(self.roofline.rollout(config, engine, *self.hardware).values())
-                if seconds < least:
-                    best, least = rollout, seconds
+            config = self.config.model_copy(update={"rollout": rollout})
+            seconds = sum(self.roofline.rollout(config, engine, *self.hardware).values())
+            if seconds < least:
+                best, least = rollout, seconds
         return best
+
+    def _spread(self, gpus: int, ranks: int) -> RolloutConfig | None:
+        """Engines of so many data-parallel ranks on whole nodes, where there can be any."""
+        config, nodes = self.config, ranks // self.hardware[1]
+        can = config.refit.mode == "adapter" and not config.placement.colocated
+        if nodes < 2 or not can or not 1 < ranks <= self.facts.shape.num_experts:
+            return None
+        update = {"engines": gpus // ranks, "tp": 1, "dp": ranks, "nodes": nodes, "ep": True}
+        update |= {"gpus_per_engine": None, "fully_sharded": False}
+        return config.rollout.model_copy(update=update)
 
     def _kinds(self, gpus: int, tp: int) -> Iterator[RolloutConfig]:
         """Engines of `tp` ranks on so many GPUs, with experts cut in each way there is."""
         for ep in (False, True) if tp > 1 and self.facts.shape.num_experts else (False,):
             update = {"engines": gpus // tp, "tp": tp, "ep": ep, "gpus_per_engine": None}
-            yield self.config.rollout.model_copy(update=update | {"fully_sharded": False})
+            update |= {"dp": 1, "nodes": 1, "fully_sharded": False}
+            yield self.config.rollout.model_copy(update=update)
 
     def _engine(self, rollout: RolloutConfig) -> EngineRank:
         config = self.config.model_copy(update={"rollout": rollout})
-        key = (rollout.tp, rollout.ep, rollout.gpu_memory_utilization)
+        key = (rollout.tp, rollout.dp, rollout.ep, rollout.gpu_memory_utilization)
         if key not in self._engines:
             served, gpu = self.assumed.served, self.hardware[0]
             self._engines[key] = engine_rank(self.facts, self.spec, config, served, gpu)

@@ -7,6 +7,7 @@ from itertools import product
 from rich.table import Table
 from rich.text import Text
 
+from lora_moe_rl.config import RolloutConfig
 from lora_moe_rl.planner.changes import Change
 from lora_moe_rl.planner.hardware import GIB
 from lora_moe_rl.planner.plan import Assumed, RunPlan
@@ -60,7 +61,7 @@ def _head(plan: RunPlan, chosen: bool) -> list[str]:
     gpus = f"{mine} shared" if shared else f"{mine} trainer + {theirs} engines"
     if plan.turns:
         gpus = f"trainer and engines take turns on {mine}"
-    engines = f"engines {rollout.engines} of tp {rollout.tp}{' ep' if rollout.ep else ''}"
+    engines = f"engines {rollout.engines} of {engine_name(rollout)}"
     if plan.config.offline:
         name = plan.config.algorithm.name
         gpus, engines = f"{mine} trainer", f"no engines (algorithm={name} samples nothing)"
@@ -75,6 +76,13 @@ def _head(plan: RunPlan, chosen: bool) -> list[str]:
         f"trainer {layout}, recompute {trainer.recompute}; {engines}"
         + (" (the fastest layout found)" if chosen else ""),
     ]
+
+
+def engine_name(rollout: RolloutConfig) -> str:
+    """How an engine is laid out."""
+    size = f"dp {rollout.dp}" if rollout.dp > 1 else f"tp {rollout.tp}"
+    nodes = f" on {rollout.nodes} nodes" if rollout.nodes > 1 else ""
+    return f"{size}{' ep' if rollout.ep else ''}{nodes}"
 
 
 def _gib(value: float) -> str:
@@ -125,7 +133,9 @@ def _engine(plan: RunPlan, engine: EngineRank) -> Table:
     title = f"an engine rank, GiB (weights in {plan.assumed.served})"
     columns = ["", *engine.memory, "vLLM's share", "KiB a token", "sequences"]
     made = table(columns, title)
-    name = f"{plan.config.rollout.engines} x tp {plan.config.rollout.tp}"
+    rollout = plan.config.rollout
+    size = f"dp {rollout.dp}" if rollout.dp > 1 else f"tp {rollout.tp}"
+    name = f"{rollout.engines} x {size}"
     cells = [_gib(size) for size in engine.memory.values()]
     token = f"{engine.kv_token / 1024:,.1f}"
     sequences = f"{engine.sequences:,} of {plan.config.model.max_length:,}"

@@ -54,10 +54,10 @@ def refits(
         link = max(plan.link_bytes.values())
         size = spec.num_parameters * b
         rows.append(Refit(way, size, sent, received, link, len(plan.transfers), seconds))
-    received = weight_bytes(facts, rollout.tp, rollout.ep, weights)
-    everything = received * rollout.tp * rollout.engines
+    received = weight_bytes(facts, rollout.tp, rollout.ep, weights, rollout.dp)
+    everything = received * rollout.ranks * rollout.engines
     sent = everything // config.trainer.world_size
-    link = sent // (rollout.tp * rollout.engines)
+    link = sent // (rollout.ranks * rollout.engines)
     seconds = max(sent, received) / speed
     rows.append(Refit("merged weights", 0, sent, received, link, 0, seconds))
     return rows

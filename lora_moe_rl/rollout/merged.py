@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from lora_moe_rl.errors import EngineDied, RefitError
@@ -105,11 +106,13 @@ class MergedRolloutEngine(RolloutEngine):
     def _lora_request(self, version: int) -> None:
         """vLLM knows nothing of versions here; `_request` checks them."""
 
-    async def _request(self, token_ids: list[int], params, lora_request, version, may_end=False):
+    async def _request(
+        self, token_ids: Sequence[int], params, lora_request, version, *ends, **where
+    ):
         while self.publishing.locked():
             await asyncio.sleep(POLL_S)
         self._check_serving(version)  # no await from here until the request counts as running
-        return await super()._request(token_ids, params, lora_request, version, may_end)
+        return await super()._request(token_ids, params, lora_request, version, *ends, **where)
 
     def _check_serving(self, version: int | None) -> None:
         if self.broken:

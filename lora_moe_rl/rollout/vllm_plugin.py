@@ -1,7 +1,8 @@
 """vLLM's entry point `vllm.general_plugins`: runs in every vLLM process before anything else.
 
-It does nothing unless the process belongs to one of our engines. vLLM's GPU build needs no mends;
-its CPU build lacks six things, each mended in a file of its own:
+It does nothing unless the process belongs to one of our engines. Where an engine's experts are
+spread over data-parallel ranks, vLLM loses adapters: `dp_lora` mends that. Its GPU build needs no
+other mend; its CPU build lacks seven things, each mended in a file of its own:
 
     cpu_lora     LoRA on linears, right in batches that mix adapters and the base
     cpu_experts  LoRA on routed experts
@@ -9,6 +10,7 @@ its CPU build lacks six things, each mended in a file of its own:
     cpu_fp8      FP8 bases, with LoRA
     cpu_routes   recording of router decisions
     cpu_cache    giving the cache of keys and values back
+    cpu_dp       experts over data-parallel ranks
 
 There it also gets a load format, for routed experts that the trainer holds too (base/loader.py).
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 import os
 
 ENGINE_VARIABLE = "LORA_MOE_RL_ENGINE"
+RANKS_VARIABLE = "LORA_MOE_RL_ENGINE_DP"  # data-parallel ranks of the engine
 
 
 def register() -> None:
@@ -26,11 +29,16 @@ def register() -> None:
     keep_no_semaphore()
     from vllm.platforms import current_platform
 
+    if os.environ.get(RANKS_VARIABLE, "1") != "1":
+        from lora_moe_rl.rollout import dp_lora
+
+        dp_lora.install()
     if not current_platform.is_cpu():
         return
     from lora_moe_rl.base import loader
     from lora_moe_rl.rollout import (
         cpu_cache,
+        cpu_dp,
         cpu_experts,
         cpu_fp8,
         cpu_int4,
@@ -44,6 +52,7 @@ def register() -> None:
     cpu_fp8.install()
     cpu_routes.install()
     cpu_cache.install()
+    cpu_dp.install()
     loader.install()
 
 

@@ -112,6 +112,7 @@ def _start_all(
         trainer.start_async()
         started = (trainer.wait_started(), engines.wait_started())
         places = [[actor.pop("place") for actor in actors] for actors in started]
+        places[1] += engines.further_places
         if config.rollout.least_engines is not None and "RAY_ADDRESS" in os.environ:
             places[1].append("a node that has room for an engine that joins")
         channel = choose(config.refit, *places)

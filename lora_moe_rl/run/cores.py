@@ -12,7 +12,7 @@ from lora_moe_rl.config import RunConfig
 
 def used(config: RunConfig, cores: int) -> str:
     """One clause, for `lora-moe-rl check`."""
-    engine = config.rollout.tp * config.rollout.cpu_threads
+    engine = config.rollout.ranks * config.rollout.cpu_threads
     update, rollout = config.trainer.world_size, config.num_engines * engine
     if not rollout:
         better = _ranks(config, cores)

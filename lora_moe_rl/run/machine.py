@@ -122,8 +122,9 @@ def _on_the_cpu(config: RunConfig, plan: RunPlan, saved: int) -> tuple[str, list
     trainer = sum(c.ranks * c.tensors for c in plan.classes) - saved
     engines = 0
     if plan.engine is not None:
-        engine = config.rollout.tp * (plan.engine.weights + plan.engine.slots)
-        engines = config.rollout.engines * (engine + int(config.rollout.cpu_kv_cache_gib * GIB))
+        rollout, engine = config.rollout, plan.engine.weights + plan.engine.slots
+        caches = rollout.dp * int(rollout.cpu_kv_cache_gib * GIB)
+        engines = rollout.engines * (rollout.ranks * engine + caches)
     memory = psutil.virtual_memory().total
     text = (
         f"CPU: about {(trainer + engines) / GIB:.1f} GiB of weights, adapters and caches, of "

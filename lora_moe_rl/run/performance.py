@@ -83,7 +83,7 @@ class Performance:
         the samples' tokens that is computed for another one."""
         trainer, rollout = self.config.trainer, self.config.rollout
         lengths = [len(sample.token_ids) for sample in samples]
-        ranks = trainer.world_size, self.config.num_engines * rollout.tp
+        ranks = trainer.world_size, self.config.num_engines * rollout.ranks
         gpus = max(ranks) if self.config.placement.colocated else sum(ranks)
         done = self.operations(lengths, shared) / trainer.world_size
         speed = done / max(train, 1e-9)

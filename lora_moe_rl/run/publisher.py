@@ -231,27 +231,36 @@ class Publisher:
         prompts = self.source.next(self.config.refit.proof_prompts)
         self.source.load_state_dict(state)
         prompts = [prompt.token_ids for prompt in prompts]
-        return probe_sequences(prompts, self.config.model.max_length)
+        return self._everywhere(probe_sequences(prompts, self.config.model.max_length))
+
+    def _everywhere(self, sequences: Sequence[list[int]]) -> list[list[int]]:
+        """Each once for every data-parallel rank of an engine, which take them in turn."""
+        return [ids for ids in sequences for _ in range(self.config.rollout.dp)]
 
     async def _prove(
         self, version: int, samples: Sequence[Sample], engines: Sequence[int] | None = None
     ) -> list[Proof]:
-        """One proof an engine, by default of those that are present. What the trainer gave is kept,
-        for the versions after it to be told from this one."""
+        """One proof of each data-parallel rank of each engine, by default of those present. What
+        the trainer gave is kept, for the versions after it to be told from this one."""
         config, size = self.config, len(self.probe)
         token_ids = [sample.token_ids for sample in samples]
         count, seed = config.refit.proof_prompts, (config.seed, version)
-        sequences = self.probe + pieces(token_ids, count, config.model.max_length, seed)
+        more = pieces(token_ids, count, config.model.max_length, seed)
+        sequences = self.probe + self._everywhere(more)
         scores = await self._score(sequences, version, engines)
         proofs = []
         for index, (ours, theirs) in scores.items():
             known = self.known[index]
             older = {number: found for number, found in known.served.items() if number != version}
             base = known.engine_base, known.trainer_base
-            probe = ours[:size], theirs[:size]
-            proof = check_served(*probe, *base, self.tolerance, version, older)
+            of_ranks = []
+            for rank in range(ranks := config.rollout.dp):
+                mine = slice(rank, size, ranks)
+                others = {number: found[mine] for number, found in older.items()}
+                scored = [scores[mine] for scores in (ours, theirs, *base)]
+                of_ranks.append(check_served(*scored, self.tolerance, version, others))
             more = check_pieces(ours[size:], theirs[size:], self.tolerance, version)
-            proofs.append(replace(proof, max_diff=max(proof.max_diff, more)))
+            proofs += [replace(one, max_diff=max(one.max_diff, more)) for one in of_ranks]
             known.served[version] = theirs[:size]
             for number in sorted(known.served)[: -config.refit.slots]:
                 del known.served[number]

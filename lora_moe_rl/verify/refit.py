@@ -104,8 +104,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = verify_parser("refit", ABOUT)
     parser.add_argument(
         "--engines",
-        help="tp1, tp2, tp2ep (experts over the ranks), tp2fs (fully sharded adapters), with "
-        f"commas (those of {DEFAULT_ENGINES['adapter']} that the model allows)",
+        help="tp1, tp2, tp2ep (experts over the ranks), tp2fs (fully sharded adapters), dp2ep "
+        "(experts over data-parallel ranks), with commas "
+        f"(those of {DEFAULT_ENGINES['adapter']} that the model allows)",
     )
     parser.add_argument(
         "--mode",

@@ -17,7 +17,7 @@ from lora_moe_rl.refit.transports import transport_names
 from lora_moe_rl.rollout.device import check_engine
 from lora_moe_rl.rollout.facts import slot_rank
 
-_ENGINE = re.compile(r"tp([1-9]\d*)(ep|fs)?")
+_ENGINE = re.compile(r"(tp|dp)([1-9]\d*)(ep|fs)?")
 TRANSPORTS = transport_names()
 Combination = tuple[str, str, str]  # names of engine, trainer and transport
 
@@ -36,15 +36,16 @@ class Engine:
 
 def parse_engine(name: str, config: RunConfig, spec: AdapterSpec) -> Engine:
     """`tp2` cuts every linear over two ranks; `tp2ep` gives each half of the experts; `tp2fs` cuts
-    adapters along the rank too. Raises ConfigError."""
+    adapters along the rank too; `dp2ep` gives each half of the experts and all of the rest. Raises
+    ConfigError."""
     match = _ENGINE.fullmatch(name)
     if match is None:
         raise ConfigError(
-            f"--engines: {name!r} is not an engine; write tp1, tp2, tp2ep (experts over the ranks) "
-            "or tp2fs (fully sharded adapters)"
+            f"--engines: {name!r} is not an engine; write tp1, tp2, tp2ep (experts over the "
+            "ranks), tp2fs (fully sharded adapters) or dp2ep (experts over data-parallel ranks)"
         )
-    tp, how = int(match[1]), match[2]
-    settings = {"tp": tp, "ep": how == "ep", "fully_sharded": how == "fs"}
+    size, how = int(match[2]), match[3]
+    settings = {match[1]: size, "ep": how == "ep", "fully_sharded": how == "fs"}
     try:
         engine = Engine(name, with_settings(config, {"rollout": settings}))
         check_layout(spec.shape, engine.config)
@@ -95,10 +96,10 @@ def _left_out(plan: Plan, engine: EngineLayout, tensor: str) -> Plan:
 
 def _misplaced(plan: Plan, engine: EngineLayout, tensor: str) -> Plan:
     """Each engine rank gets what the next one should: other experts, or other rows or columns."""
-    if engine.tp == 1:
+    if engine.ranks == 1:
         raise ConfigError("--fault misplaced needs an engine of several ranks, as tp2ep")
     moved = (
-        replace(t, target=(t.target + 1) % engine.tp) if _tensor(t) == tensor else t
+        replace(t, target=(t.target + 1) % engine.ranks) if _tensor(t) == tensor else t
         for t in plan.transfers
     )
     return replace(plan, transfers=tuple(moved))

@@ -28,7 +28,7 @@ class VerifiedReceiver(Receiver):
                 got, expected = buffer[ours].float(), buffer[theirs].float()
                 error = (got - expected).abs() / expected.abs().max().clamp(min=1e-30)
                 if not (error <= tolerance).all():  # NaN is unlike everything
-                    fault = {"tensor": f"{site}.{matrix}", "worker": self.rank}
+                    fault = {"tensor": f"{site}.{matrix}", "worker": self.engine_rank}
                     unlike.append(
                         fault | {"error": float(error.max()), "experts": _experts(error, tolerance)}
                     )

@@ -27,13 +27,15 @@ def logprobs(token_ids, version, route: float, step: float) -> np.ndarray:
 
 @dataclass
 class FaultyEngines:
-    """`serves`: what each engine serves for the version it is asked for. `routes`: of each engine.
+    """`serves`: what each engine serves for the version it is asked for; `of_ranks`: of how many
+    data-parallel ranks that is the last alone. `routes`: of each engine.
     `holds_other`: the tensors of which they hold something else than was sent."""
 
     step: float = 0.1
     noise: float = 0.0
     routes: list[float] = field(default_factory=lambda: [0.0])
     serves: dict[int, object] = field(default_factory=dict)  # by engine; absent: as asked
+    of_ranks: int = 1
     holds_other: list[str] = field(default_factory=list)
     complete: bool = True
     refuses: bool = False
@@ -70,7 +72,11 @@ class FaultyEngines:
                 served = self.serves[index](version)
             draw = np.random.default_rng([index, served or 0])
             route = self.routes[index]
-            scores = [logprobs(ids, served, route, self.step) for ids in sequences]
+            last = self.of_ranks - 1
+            at = [served if i % self.of_ranks == last else version for i in range(len(sequences))]
+            scores = [
+                logprobs(*asked, route, self.step) for asked in zip(sequences, at, strict=True)
+            ]
             scores = [s + self.noise * draw.standard_normal(s.shape) for s in scores]
             found.append(Scored(index, scores, route, str(route), self.complete))
         return found

@@ -13,6 +13,8 @@ from quantised import make_pair
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from lora_moe_rl.rollout.dp_ranks import every_worker
+
 pytestmark = pytest.mark.slow
 EXACT = 1e-5  # logprobs, float32
 
@@ -23,24 +25,29 @@ class EngineThatTells(EngineWithDisk):
         return super()._engine_args(cpu) | extension
 
     async def experts(self) -> list[list[str]]:
-        return await self.llm.collective_rpc("experts")
+        if self.config.rollout.dp == 1:
+            return await self.llm.collective_rpc("experts")
+        return await every_worker(self.llm, "experts", 60, ())
 
 
 SERVED = {"int4": "Int4LoRAExperts torch.uint8", "fp8": "Fp8LoRAExperts torch.float8_e4m3fn"}
 CASES = [
     *((form, name, "tp1") for form in SERVED for name in ("qwen3_moe", "deepseek_v3")),
     ("int4", "qwen3_moe", "tp2"),
+    *((form, "qwen3_moe", "dp2") for form in SERVED),
 ]
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
 def quantised(request, ray_session, tmp_path_factory):
-    form, name, tp = request.param
-    rollout = {"max_response_tokens": 24, "stop_token_ids": tuple(range(16)), "tp": int(tp[-1])}
+    form, name, layout = request.param
+    size, ranks = layout[:2], int(layout[2:])
+    rollout = {"max_response_tokens": 24, "stop_token_ids": tuple(range(16))}
+    rollout |= {size: ranks, "ep": size == "dp"}
     packed, plain = make_pair(name, tmp_path_factory.mktemp(name), form)
     model = AutoModelForCausalLM.from_pretrained(plain).float().eval()
     with start_engine(model, packed, EngineThatTells, rollout=rollout) as running:
-        assert ray.get(running.actor.experts.remote()) == [[SERVED[form]]] * rollout["tp"]
+        assert ray.get(running.actor.experts.remote()) == [[SERVED[form]]] * ranks
         yield running
 
 

@@ -56,6 +56,9 @@ def test_what_a_run_wants_follows_its_layout():
     group, engine = {"CPU": 4, "GPU": 4}, {"CPU": 1, "GPU": 2}
     assert wanted(config, gpus=True) == [group] * 2 + [engine] * 3
     assert wanted(config, gpus=False) == [{"CPU": 4}] * 2 + [{"CPU": 1}] * 3
+    spread = config.rollout.model_copy(update={"tp": 1, "dp": 16, "nodes": 2, "ep": True})
+    there = config.model_copy(update={"rollout": spread})
+    assert wanted(there, gpus=True) == [group] * 2 + [{"CPU": 1, "GPU": 8}] * 6
     fewer = config.rollout.model_copy(update={"least_engines": 1})
     config = config.model_copy(update={"rollout": fewer})
     assert wanted(config, gpus=True) == [group] * 2 + [engine]  # the others have their own

@@ -12,6 +12,7 @@ from lora_moe_rl.errors import ConfigError
 JUDGED = ("reward.function=lora_moe_rl.rewards:Judge", "reward.args.url=engines")
 LAG = ("schedule.lag=1", "refit.slots=3", "algorithm.correction=tis")
 TURNS = "placement.mode=colocated"
+SPREAD = ["rollout.dp=2", "rollout.ep=true"]
 JOINING = ("rollout.engines=2", "rollout.least_engines=1")
 CONTINUE = ("schedule.lag=4", "schedule.in_flight=continue")
 
@@ -70,6 +71,9 @@ CONTINUE = ("schedule.lag=4", "schedule.in_flight=continue")
             [*JOINING, "refit.mode=merged"],
             "rollout.least_engines=1 has engines join that are",
         ),
+        ([*SPREAD, TURNS], "rollout.dp=2 has ranks that wait for each other"),
+        ([*SPREAD, "refit.mode=merged"], "rollout.dp=2 serves adapters in slots alone"),
+        (["rollout.ep=true"], "it applies only with rollout.tp or rollout.dp above 1"),
         (
             [TURNS, "rollout.gpus_per_engine=0.5"],
             "rollout.gpus_per_engine=0.5 has no effect with placement.mode=colocated",
@@ -96,6 +100,8 @@ def test_an_option_without_effect_is_refused(settings, message):
         [*LAG, *CONTINUE, "refit.slots=2"],
         [*LAG, *CONTINUE, "schedule.continued=split"],
         [*JUDGED, "reward.args.model=base"],
+        SPREAD,
+        [*SPREAD, "rollout.nodes=2"],
     ],
 )
 def test_an_option_with_effect_is_not(settings):

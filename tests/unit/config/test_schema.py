@@ -116,3 +116,14 @@ def test_there_are_no_fewer_engines_than_the_least():
     assert RunConfig(rollout={"engines": 3, "least_engines": 2}).rollout.firm_engines == 2
     with pytest.raises(ValueError, match="rollout.least_engines=4 is above rollout.engines=3"):
         RunConfig(rollout={"engines": 3, "least_engines": 4})
+
+
+def test_data_parallel_ranks_spread_experts_over_nodes_evenly():
+    assert RunConfig(rollout={"dp": 8, "ep": True, "nodes": 2}).rollout.ranks == 8
+    for rollout, said in (
+        ({"dp": 2}, "rollout.dp=2 without rollout.ep=true"),
+        ({"dp": 2, "tp": 2, "ep": True}, "use rollout.dp=4 with rollout.tp=1"),
+        ({"dp": 8, "ep": True, "nodes": 3}, "rollout.nodes=3 does not divide rollout.dp=8"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            RunConfig(rollout=rollout)

@@ -93,6 +93,8 @@ def test_the_reason_names_what_is_too_large():
     both = reasons(search_of(read(["--model", "kimi-k2", "--gpus", "8"])))
     assert "a trainer rank needs at least" in both[0] and "its base" in both[0]
     assert "an engine rank of rollout.tp=8" in both[1] and "120.8 GiB of weights" in both[1]
+    small = reasons(search_of(read(["--model", "kimi-k2", "--gpus", "64", "--gpu-memory", "30"])))
+    assert any("an engine rank of rollout.dp=56" in one for one in small)
 
 
 @pytest.mark.seconds

@@ -134,12 +134,38 @@ def test_engine_weights_over_ranks_are_the_model():
     assert 8 * weight_bytes(facts, 8, True, "bf16") == whole + 7 * repeated + doubled
 
 
+def test_engine_weights_over_data_parallel_ranks_are_the_model_with_all_but_experts_repeated():
+    facts = find("qwen3-30b-a3b")
+    whole = 2 * num_parameters(facts)
+    repeated = 2 * sum(t.size for t in base_tensors(facts) if t.part != "experts")
+    for dp in (2, 8, 16):
+        assert dp * weight_bytes(facts, 1, True, "bf16", dp) == whole + (dp - 1) * repeated
+
+
+def test_engines_over_several_nodes_are_searched_for_where_none_fits_on_one():
+    facts = find("kimi-k2")
+    config = config_of(rollout={"gpu_memory_utilization": 0.9}, trainer={"recompute": "full"})
+    for memory, spread in ((80, True), (179, False)):
+        hardware = Hardware(96, gpu_memory=memory)
+        assumed = Assumed(hardware, "bf16", "fp8", Lengths(512, 512))
+        found = Search(facts, config, assumed).best(4)
+        assert found
+        for one in found:
+            rollout = one.config.rollout
+            assert (rollout.nodes > 1) == (rollout.dp > 1) == spread
+            assert rollout.ranks // rollout.nodes <= 8
+            if spread:
+                assert one.settings["rollout.nodes"] * 8 == one.settings["rollout.dp"]
+            assert make(facts, one.config, assumed).problems == []
+
+
 def test_kimi_slots_are_as_computed_from_vllms_buffers():
     facts = find("kimi-k2")
     for rollout, gigabytes in (
         ({"tp": 16}, 32.3),
         ({"tp": 16, "ep": True}, 2.6),
         ({"tp": 16, "fully_sharded": True}, 2.6),
+        ({"dp": 16, "ep": True}, 3.0),
     ):
         config = config_of(rollout=rollout, adapter={"rank": 32}, refit={"slots": 1})
         spec = AdapterSpec.build(facts.shape, config.adapter)
@@ -206,6 +232,8 @@ def test_what_does_not_fit_is_said_with_a_way_out():
     assert "needs 4 GPUs (trainer 2, engines 2) and there are 2" in few.problems[0]
     wide = planned("qwen3-30b-a3b", 32, rollout={"tp": 16})
     assert any("rollout.tp=16 ranks stand on one node" in text for text in wide.problems)
+    spread = planned("qwen3-30b-a3b", 32, rollout={"dp": 16, "ep": True})
+    assert any("raise rollout.nodes" in text for text in spread.problems)
     cache = planned("qwen3-30b-a3b", 2, rollout={"gpu_memory_utilization": 0.5})
     assert any("left for the KV cache" in text for text in cache.problems)
     trainer = {"world_size": 4, "ep": 4, "micro_batch_tokens": 4096}

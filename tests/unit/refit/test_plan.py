@@ -73,8 +73,11 @@ def trainers(draw) -> TrainerConfig:
 
 @st.composite
 def engines(draw) -> EngineLayout:
-    tp, how = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from(["plain", "ep", "sharded"]))
-    return EngineLayout(slot_rank=8, tp=tp, ep=how == "ep", fully_sharded=how == "sharded")
+    size = draw(st.sampled_from([1, 2, 4]))
+    how = draw(st.sampled_from(["plain", "ep", "sharded", "spread", "both"]))
+    if how in ("spread", "both"):
+        return EngineLayout(slot_rank=8, tp=2 if how == "both" else 1, ep=True, dp=size)
+    return EngineLayout(slot_rank=8, tp=size, ep=how == "ep", fully_sharded=how == "sharded")
 
 
 @settings(max_examples=60, deadline=None)
@@ -105,7 +108,7 @@ def test_every_element_arrives_exactly_once(trainer, engine, config, layout, ran
         place = buffer[t.box.within(target)]
         assert np.isnan(place).all(), f"{name} arrives twice"
         place[...] = local[t.box.within(box)]
-    for rank_number in range(engine.tp):
+    for rank_number in range(engine.ranks):
         for site in spec:
             for matrix in "AB":
                 name = f"{site.name}.{matrix}"
@@ -121,13 +124,13 @@ def _whole(shape) -> Box:
 def sliced_by_vllm(site, matrix, tensor, engine, rank):
     """As `slice_lora_a` and `slice_lora_b` of vLLM's layers (vllm/lora/layers) cut it."""
     tp = engine.tp
+    if engine.ep and site.num_experts is not None:  # _slice_moe_lora_ep: over all ranks
+        return np.split(tensor, engine.ranks)[rank] if tensor.ndim == 3 else tensor
+    rank %= tp
     part = lambda x, dim: np.split(x, tp, axis=dim)[rank]  # noqa: E731
     slot = engine.slot_rank // tp
     ranks = slice(rank * slot, (rank + 1) * slot)
     if site.num_experts is not None:
-        per_expert = tensor.ndim == 3
-        if engine.ep:
-            return part(tensor, 0) if per_expert else tensor
         if site.module == "experts.down":
             if matrix == "A":
                 return part(tensor, -1)

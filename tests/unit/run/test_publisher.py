@@ -24,11 +24,13 @@ class Run:
         first=0,
         replay="r3",
         in_flight="finish",
+        ranks=1,
         **refit,
     ):
         self.engines, self.trainer = engines, PlainTrainer(first, engines.step)
         schedule = {"in_flight": in_flight}
-        config = RunConfig(refit=refit, replay={"mode": replay}, schedule=schedule)
+        rollout = {"dp": ranks, "ep": ranks > 1}
+        config = RunConfig(refit=refit, replay={"mode": replay}, schedule=schedule, rollout=rollout)
         ports = (self.trainer, engines, NoChannel(), Prompts())
         self.publisher = Publisher(config, *ports, dtype, first)
         asyncio.run(self.publisher.start())
@@ -58,6 +60,18 @@ def test_an_engine_that_serves_something_else_is_taken_back(message, serves, ind
     with pytest.raises(RefitError, match=message):
         run.publish(2)
     assert run.engines.rolled_back == [(2, ["parts of 2"])] and run.publisher.version == 1
+
+
+def test_every_data_parallel_rank_of_an_engine_is_proven():
+    """Versions are nearer to each other than the tolerance: of all ranks together the one that
+    serves another would not be told."""
+    run = Run(FaultyEngines(step=0.01, noise=1e-4, of_ranks=4), "bfloat16", ranks=4)
+    assert run.publish(1)["refit/told"] == 1
+    sequences, _ = run.engines.scored[-1]
+    assert all(sequences[i] == sequences[i - i % 4] for i in range(len(sequences)))
+    run.engines.serves = {0: lambda version: 1}
+    with pytest.raises(RefitError, match="serves version 1 instead of adapter version 2"):
+        run.publish(2)
 
 
 @pytest.mark.parametrize("older", [1, 2])
