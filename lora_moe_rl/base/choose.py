@@ -11,7 +11,7 @@ from lora_moe_rl.base.room import check_room
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError, HeldBaseError, LoraMoeRlError
 from lora_moe_rl.models import quantised
-from lora_moe_rl.models.quantised_weights import form_of
+from lora_moe_rl.models.quantised_names import form_of
 from lora_moe_rl.refit.merged_base import Base
 from lora_moe_rl.rollout.facts import Dtype
 from lora_moe_rl.upstream.versions import installed

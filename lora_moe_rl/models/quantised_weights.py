@@ -1,9 +1,8 @@
-"""Names and values of quantised weights in a checkpoint."""
+"""Values of quantised weights in a checkpoint."""
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -15,34 +14,7 @@ from lora_moe_rl.errors import ModelError
 from lora_moe_rl.files.untrusted import SafeWeights, read_json
 from lora_moe_rl.kernels.dequant import Form, Packed, dequantise
 from lora_moe_rl.kernels.dequant.formats import bad_scales
-
-# Names of a linear's tensors behind its path: (packed values, scales, shape or None).
-TENSORS: dict[Form, tuple[str, str, str | None]] = {
-    "int4": ("weight_packed", "weight_scale", "weight_shape"),
-    "fp8": ("weight", "weight_scale_inv", None),
-}
-_BESIDE = {name for names in TENSORS.values() for name in names if name}
-
-
-def form_of(path: str, names: Collection[str]) -> Form | None:
-    """How a checkpoint with these `names` stores the linear at `path`; None: not quantised."""
-    for form, (data, scale, _) in TENSORS.items():
-        if f"{path}.{data}" in names and f"{path}.{scale}" in names:
-            return form
-    return None
-
-
-def weight_of(name: str) -> str:
-    """The weight that a tensor of a checkpoint belongs to."""
-    path, _, last = name.rpartition(".")
-    return f"{path}.weight" if last in _BESIDE else name
-
-
-def of_expert(name: str, names: Collection[str]) -> bool:
-    """Whether a tensor belongs to a routed expert's quantised linear."""
-    if not re.search(r"\.experts\.\d+\.", name):
-        return False
-    return form_of(name.rpartition(".")[0], names) is not None
+from lora_moe_rl.models.quantised_names import TENSORS, form_of, weight_of
 
 
 def read(get: Callable[[str], torch.Tensor], names: Collection[str], name: str) -> torch.Tensor:

@@ -31,7 +31,7 @@ from megatron.bridge.models.conversion.param_mapping import (
 
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.errors import ModelError
-from lora_moe_rl.models import quantised_weights
+from lora_moe_rl.models import quantised_names, quantised_weights
 from lora_moe_rl.trainer import grouped_topk
 from lora_moe_rl.trainer.mla_query import without_query_norm
 
@@ -178,7 +178,7 @@ class Complete(MegatronModelBridge):
             for name in self.names
             if _trained(name, num_layers)
             and not self._loaded_elsewhere(name)
-            and _any_expert(quantised_weights.weight_of(name)) not in used
+            and _any_expert(quantised_names.weight_of(name)) not in used
         )
         if left:
             raise ModelError(
@@ -191,7 +191,7 @@ class Complete(MegatronModelBridge):
         """Routed experts that are packed, or that are held once."""
         if getattr(self.hf_config, EXPERTS_HELD, False):
             return ".experts." in _any_expert(name)
-        return quantised_weights.of_expert(name, self.names)
+        return quantised_names.of_expert(name, self.names)
 
 
 def _without_query_norm(block_spec):

@@ -19,7 +19,7 @@ from lora_moe_rl.errors import ModelError
 from lora_moe_rl.files.untrusted import SafeWeights, read_json
 from lora_moe_rl.kernels.dequant.formats import FP8_BLOCK
 from lora_moe_rl.kernels.fp8_rounding import rounded
-from lora_moe_rl.models.quantised_weights import form_of
+from lora_moe_rl.models.quantised_names import form_of
 
 NOT_ROUNDED = "kv_b_proj"
 

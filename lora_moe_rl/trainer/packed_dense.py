@@ -24,7 +24,8 @@ from lora_moe_rl.files.untrusted import SafeWeights, read_json
 from lora_moe_rl.kernels.dequant import Packed, dequantise
 from lora_moe_rl.kernels.dequant.formats import MULTIPLES
 from lora_moe_rl.kernels.packed_linear import packed_linear
-from lora_moe_rl.models.quantised_weights import form_of, read_linear
+from lora_moe_rl.models.quantised_names import form_of
+from lora_moe_rl.models.quantised_weights import read_linear
 from lora_moe_rl.trainer.local_modules import ReplicatedLinear
 from lora_moe_rl.trainer.packed_experts import part_of
 

@@ -24,7 +24,8 @@ from lora_moe_rl.files.untrusted import DTYPES, SafeWeights, read_json
 from lora_moe_rl.kernels.dequant import Form, Packed
 from lora_moe_rl.kernels.dequant.formats import DATA_DTYPES, MULTIPLES, packed_shapes
 from lora_moe_rl.kernels.packed_linear import SCRATCH, packed_linear
-from lora_moe_rl.models.quantised_weights import TENSORS, form_of, read_linear
+from lora_moe_rl.models.quantised_names import TENSORS, form_of
+from lora_moe_rl.models.quantised_weights import read_linear
 from lora_moe_rl.trainer.local_modules import ExpertLinears, place_experts
 
 SCALE_DTYPES = {"int4": ("BF16", "F16", "F32"), "fp8": ("F32",)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -47,6 +48,7 @@ class Worker:
         self.model.start(self.base.items())
         self.receiver = MergedReceiver()
         self.receiver.rank = 0
+        self.receiver.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=1)
         self.receiver.model_runner = runner(self.model, folder)
         self.layouts = make_layouts(SPEC, engine=EngineLayout(8, merged=True))
 

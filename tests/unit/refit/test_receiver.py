@@ -85,6 +85,7 @@ class Worker:
         self.manager = make_manager(self.layouts)
         self.receiver = Receiver()
         self.receiver.rank = 0
+        self.receiver.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=1)
         runner = SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=self.manager))
         self.receiver.model_runner = runner
         self.senders = {}  # a part goes with its sender
