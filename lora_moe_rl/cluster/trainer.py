@@ -26,15 +26,15 @@ from lora_moe_rl.ports import Ref
 from lora_moe_rl.refit.parts import PartLayout, SentPart
 from lora_moe_rl.refit.transports import Channel
 from lora_moe_rl.rollout.facts import Dtype
-from lora_moe_rl.trainer.environment import CPU_ENVIRONMENT
+from lora_moe_rl.trainer.environment import CPU_ENVIRONMENT, threads_of
 
 
-def rank_threads(config: RunConfig, cores: int) -> int:
+def rank_threads(config: RunConfig, cores: int, hidden_size: int) -> int:
     """Threads of a rank on the CPU: its share of the cores, without those that engines compute on
-    at the same time."""
+    at the same time; one for a model for which more do not help."""
     rollout = config.rollout
     engines = config.num_engines * rollout.ranks * rollout.cpu_threads if config.schedule.lag else 0
-    return max(1, (cores - engines) // config.trainer.world_size)
+    return threads_of((cores - engines) // config.trainer.world_size, hidden_size)
 
 
 class TrainerRanks:
@@ -82,7 +82,8 @@ class TrainerRanks:
     def start_async(self) -> None:
         first = self.actors[:1]
         (address,) = get(first, [first[0].remote("address")], self.config.trainer.start_timeout_s)
-        threads = rank_threads(self.config, cores=len(os.sched_getaffinity(0)))
+        hidden_size = self.spec.shape.hidden_size
+        threads = rank_threads(self.config, len(os.sched_getaffinity(0)), hidden_size)
         self._starting = self._all("start", address, threads)
 
     def wait_started(self) -> list[dict]:

@@ -95,12 +95,13 @@ class _Rank:
     def __init__(
         self, rank: int, address: str, config: RunConfig, model_dir: Path, held: str | None
     ):
+        from lora_moe_rl.trainer.environment import threads_of
         from lora_moe_rl.trainer.worker import TrainerWorker
 
         self.spec = spec_of(model_dir, config)
         self.worker = TrainerWorker(config, self.spec, model_dir, rank, held)
-        cores = len(os.sched_getaffinity(0))
-        self.worker.start(address, threads=max(1, cores // config.trainer.world_size))
+        cores = len(os.sched_getaffinity(0)) // config.trainer.world_size
+        self.worker.start(address, threads_of(cores, self.spec.shape.hidden_size))
 
     def run(self, job: Job, *args: Any) -> Any:
         return job(self.worker, self.spec, *args)

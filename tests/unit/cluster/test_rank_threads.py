@@ -23,4 +23,6 @@ CORRECTED = {"algorithm": {"correction": "tis"}, "refit": {"slots": 3}}
     ],
 )
 def test_cores_are_shared_with_engines_that_compute_at_the_same_time(settings, cores, threads):
-    assert rank_threads(RunConfig.model_validate(settings), cores) == threads
+    config = RunConfig.model_validate(settings)
+    assert rank_threads(config, cores, 2048) == threads
+    assert rank_threads(config, cores, 512) == 1  # for which more do not help
