@@ -215,8 +215,9 @@ class TrainBatch:
 
     def fed_together(self, samples: Sequence[int] | np.ndarray) -> int:
         """Tokens fed of samples that are packed together."""
-        shared = self.prompt_lengths[list(self.followers(samples))].sum()
-        return int(self.lengths()[samples].sum() - shared)
+        mine = np.asarray(samples, dtype=np.int64)
+        every = (self.offsets[mine + 1] - self.offsets[mine]).sum()
+        return int(every - self.prompt_lengths[list(self.followers(mine))].sum())
 
     @cached_property
     def offsets(self) -> np.ndarray:

@@ -80,9 +80,12 @@ def _head(plan: RunPlan, chosen: bool) -> list[str]:
 
 def engine_name(rollout: RolloutConfig) -> str:
     """How an engine is laid out."""
-    size = f"dp {rollout.dp}" if rollout.dp > 1 else f"tp {rollout.tp}"
     nodes = f" on {rollout.nodes} nodes" if rollout.nodes > 1 else ""
-    return f"{size}{' ep' if rollout.ep else ''}{nodes}"
+    return f"{_size(rollout)}{' ep' if rollout.ep else ''}{nodes}"
+
+
+def _size(rollout: RolloutConfig) -> str:
+    return f"dp {rollout.dp}" if rollout.dp > 1 else f"tp {rollout.tp}"
 
 
 def _gib(value: float) -> str:
@@ -134,8 +137,7 @@ def _engine(plan: RunPlan, engine: EngineRank) -> Table:
     columns = ["", *engine.memory, "vLLM's share", "KiB a token", "sequences"]
     made = table(columns, title)
     rollout = plan.config.rollout
-    size = f"dp {rollout.dp}" if rollout.dp > 1 else f"tp {rollout.tp}"
-    name = f"{rollout.engines} x {size}"
+    name = f"{rollout.engines} x {_size(rollout)}"
     cells = [_gib(size) for size in engine.memory.values()]
     token = f"{engine.kv_token / 1024:,.1f}"
     sequences = f"{engine.sequences:,} of {plan.config.model.max_length:,}"

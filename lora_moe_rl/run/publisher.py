@@ -245,8 +245,8 @@ class Publisher:
         config, size = self.config, len(self.probe)
         token_ids = [sample.token_ids for sample in samples]
         count, seed = config.refit.proof_prompts, (config.seed, version)
-        more = pieces(token_ids, count, config.model.max_length, seed)
-        sequences = self.probe + self._everywhere(more)
+        drawn = pieces(token_ids, count, config.model.max_length, seed)
+        sequences = self.probe + self._everywhere(drawn)
         scores = await self._score(sequences, version, engines)
         proofs = []
         for index, (ours, theirs) in scores.items():

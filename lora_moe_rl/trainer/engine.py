@@ -29,7 +29,6 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.micro_batches import plan_for
 from lora_moe_rl.data.packing import MicroBatch, pack, unpack
-from lora_moe_rl.kernels.backend import on_device
 from lora_moe_rl.router_replay.audit import Audit, due
 from lora_moe_rl.router_replay.replay import MicroRoutes, Replay
 from lora_moe_rl.router_replay.routes import Routes, Sent, sequence_shard
@@ -38,7 +37,7 @@ from lora_moe_rl.trainer.device import Device
 from lora_moe_rl.trainer.head import Head
 from lora_moe_rl.trainer.model import build_model
 from lora_moe_rl.trainer.optimizer import AdapterOptimizer
-from lora_moe_rl.trainer.packed_sequences import packed_params
+from lora_moe_rl.trainer.packed_sequences import as_tensor, packed_params
 
 # From a micro-batch and what the last stage gives: logprobs `[T]` of a head, else what the model's
 # output layer gives, `[1, T, …]`.
@@ -238,8 +237,8 @@ class TrainingEngine:
         else:
             self.replay.install_recorded(chunk, work.recorded)
         output = model(
-            input_ids=_tensor(data.input_ids[data.fed], device)[None],
-            position_ids=_tensor(data.positions[data.fed], device)[None],
+            input_ids=as_tensor(data.input_ids[data.fed], device)[None],
+            position_ids=as_tensor(data.positions[data.fed], device)[None],
             attention_mask=None,
             packed_seq_params=packed_params(data, self.device),
             output_processor=head,
@@ -298,7 +297,3 @@ def _train_through_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
     for chunk in chunks:
         if chunk.pre_process:
             chunk.embedding.register_forward_hook(want_gradient)
-
-
-def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return on_device(torch.from_numpy(array), device)

@@ -62,9 +62,9 @@ def packed_params(data: MicroBatch, device: Device) -> PackedSeqParams:
                 "trainer.share_prompts=on, and Transformer Engine's attention has as many keys as "
                 "queries; set trainer.share_prompts=off"
             )
-        ends = _tensor(data.cu_seqlens, on)
+        ends = as_tensor(data.cu_seqlens, on)
         return PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
-    positions = _tensor(data.positions[data.fed], on)
+    positions = as_tensor(data.positions[data.fed], on)
     params = PackedParams("thd", positions, positions, max_seqlen_q=longest, max_seqlen_kv=longest)
     sequence = np.repeat(np.arange(len(data.cu_seqlens) - 1), np.diff(data.cu_seqlens))
     if not data.shares:
@@ -92,7 +92,7 @@ def _whole(
     if which is None:
         longest = int(lengths.max())
         index = sequence * longest + data.positions
-        return PaddedBatch(None, _tensor(index, on), (len(lengths), longest))
+        return PaddedBatch(None, as_tensor(index, on), (len(lengths), longest))
     longest, number = int(lengths[which].max()), np.cumsum(which) - 1
     entries = np.flatnonzero(which[sequence])
     index = number[sequence] * longest + data.positions
@@ -101,7 +101,7 @@ def _whole(
     keys[index[entries]] = data.fed_at[entries]
     shape = (int(which.sum()), longest)
     return PaddedBatch(
-        _tensor(tokens, on), _tensor(index[data.fed[tokens]], on), shape, _tensor(keys, on)
+        as_tensor(tokens, on), as_tensor(index[data.fed[tokens]], on), shape, as_tensor(keys, on)
     )
 
 
@@ -123,11 +123,11 @@ def _following(
     index = number * most + np.arange(len(tokens)) - starts[mine]
     last = np.zeros(count * most, np.int64)  # the last key that each query sees
     last[index] = data.positions[data.fed[tokens]]
-    seen = torch.arange(longest, device=on) <= _tensor(last, on)[:, None]
+    seen = torch.arange(longest, device=on) <= as_tensor(last, on)[:, None]
     mask = torch.zeros(seen.shape, dtype=device.dtype, device=on)
     mask = mask.masked_fill_(~seen, float("-inf")).view(count, 1, most, longest)
-    return PaddedBatch(_tensor(tokens, on), _tensor(index, on), (count, most), whole.keys, mask)
+    return PaddedBatch(as_tensor(tokens, on), as_tensor(index, on), (count, most), whole.keys, mask)
 
 
-def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
+def as_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return on_device(torch.from_numpy(array), device)
