@@ -6,10 +6,11 @@ which the CPU has not, and vLLM's CPU kernels know no LoRA. Here: an experts cla
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import pad, silu
 from vllm.distributed import (
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
@@ -22,6 +23,7 @@ from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRA
 from vllm.model_executor.layers.fused_moe.oracle import unquantized as oracle
 
 from lora_moe_rl.kernels.dequant import Packed, dequantise
+from lora_moe_rl.kernels.grouped_lora.torch_path import grouped
 from lora_moe_rl.rollout.cpu_lora import GroupedLoRA, SlotGroup, group_by_slot
 from lora_moe_rl.upstream.checks import require_attributes, require_parameters, require_version
 
@@ -31,13 +33,18 @@ WHO = "lora_moe_rl/rollout/cpu_experts.py"
 Weights = torch.Tensor | Packed
 
 
-class Run(NamedTuple):
-    """Rows start:stop of the sorted tokens go to one expert, in one slot (-1: no adapter)."""
+class SlotRows(NamedTuple):
+    """Rows start:stop of the sorted tokens are in one slot (-1: no adapter); counts [E] of them go
+    to each expert, in order."""
 
     slot: int
-    expert: int
     start: int
     stop: int
+    counts: torch.Tensor
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows of x [N, ...]."""
+        return x[self.start : self.stop]
 
 
 class TorchLoRAExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
@@ -71,11 +78,11 @@ class TorchLoRAExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
         experts = topk_ids.reshape(-1).long()
         if expert_map is not None:
             experts = expert_map.long()[experts]  # -1: an expert of another worker
-        order, runs = sort_by_expert(experts, gate_up.shape[0], self._slot_groups(), top_k)
+        order, slots = sort_by_expert(experts, gate_up.shape[0], self._slot_groups(), top_k)
 
-        lora = self._lora_context if any(run.slot >= 0 for run in runs) else None
-        inner = self._gate_up(hidden_states[order // top_k], gate_up, runs, lora)
-        result = self._down(inner, down, runs, lora).float()
+        lora = self._lora_context if any(rows.slot >= 0 for rows in slots) else None
+        inner = self._gate_up(hidden_states[order // top_k], gate_up, slots, lora)
+        result = self._down(inner, down, slots, lora).float()
         if not apply_router_weight_on_input:
             result *= topk_weights.reshape(-1)[order].unsqueeze(1).float()
         scattered = result.new_zeros(tokens * top_k, output.shape[-1])
@@ -90,29 +97,33 @@ class TorchLoRAExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
         """What the base's weights are multiplied with in place of x."""
         return x
 
-    def _gate_up(self, x: torch.Tensor, w1: Weights, runs: list[Run], lora: MoELoRAContext | None):
+    def _gate_up(
+        self, x: torch.Tensor, w1: Weights, slots: list[SlotRows], lora: MoELoRAContext | None
+    ):
         """silu(gate(x)) * up(x), [N, I], for sorted rows x [N, H]."""
         width = w1.shape[1] // 2
-        hidden = _matmul(self.activations(x), w1, runs)
+        hidden = _matmul(self.activations(x), w1, slots)
         for i in range(2 if lora is not None else 0):  # gate, up
-            low = _shrink(x, lora.w13_lora_a_stacked[i], runs)
+            low = _shrink(x, lora.w13_lora_a_stacked[i], slots)
             if lora.fully_sharded:  # each worker has a part of the rank
                 low = tensor_model_parallel_all_gather(low)
             target = hidden[:, i * width : (i + 1) * width]
-            _expand(target, low, lora.w13_lora_b_stacked[i], runs)
+            _expand(target, low, lora.w13_lora_b_stacked[i], slots)
         return silu(hidden[:, :width]) * hidden[:, width:]
 
-    def _down(self, inner: torch.Tensor, w2: Weights, runs: list[Run], lora: MoELoRAContext | None):
+    def _down(
+        self, inner: torch.Tensor, w2: Weights, slots: list[SlotRows], lora: MoELoRAContext | None
+    ):
         """[N, H] from sorted rows inner [N, I]; the workers' results are summed later."""
-        result = _matmul(self.activations(inner), w2, runs)
+        result = _matmul(self.activations(inner), w2, slots)
         if lora is not None:
-            low, target = _shrink(inner, lora.w2_lora_a_stacked[0], runs), result
+            low, target = _shrink(inner, lora.w2_lora_a_stacked[0], slots), result
             lora_b = lora.w2_lora_b_stacked[0]
             if lora.fully_sharded:  # each worker has a part of the columns of the output
                 low = tensor_model_parallel_all_reduce(low)
                 width = lora_b.shape[2]
                 target = result[:, lora.tp_rank * width : (lora.tp_rank + 1) * width]
-            _expand(target, low, lora_b, runs)
+            _expand(target, low, lora_b, slots)
         return result
 
     def _slot_groups(self) -> list[SlotGroup]:
@@ -128,59 +139,76 @@ class TorchLoRAExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
 
 
 def sort_by_expert(
-    experts: torch.Tensor, num_experts: int, slot_groups: list, top_k: int
-) -> tuple[torch.Tensor, list[Run]]:
-    """(token-expert pairs in sorted order, their runs); pairs of expert -1 are left out.
+    experts: torch.Tensor, num_experts: int, slot_groups: list[SlotGroup], top_k: int
+) -> tuple[torch.Tensor, list[SlotRows]]:
+    """(token-expert pairs sorted by slot and expert, their slots); pairs of expert -1 are left out.
 
     `experts` [T * top_k] is the local expert of each pair.
     """
-    slots = torch.zeros(len(experts) // top_k, dtype=torch.long)  # 0: no adapter
+    number = torch.zeros(len(experts) // top_k, dtype=torch.long)  # 0: no adapter
     for slot, tokens in slot_groups:
-        slots[slice(None) if tokens is None else tokens] = slot + 1
-    key = slots.repeat_interleave(top_k) * num_experts + experts
+        number[slice(None) if tokens is None else tokens] = slot + 1
+    key = number.repeat_interleave(top_k) * num_experts + experts
     key.masked_fill_(experts < 0, -1)
-    order = torch.argsort(key, stable=True)
-    values, counts = torch.unique_consecutive(key[order], return_counts=True)
-    values, counts = values.tolist(), counts.tolist()
-    remote = counts.pop(0) if values and values[0] < 0 else 0
-    runs, start = [], 0
-    for value, count in zip(values[1:] if remote else values, counts, strict=True):
-        slot, expert = divmod(value, num_experts)
-        runs.append(Run(slot - 1, expert, start, start + count))
-        start += count
-    return order[remote:], runs
+    counts = torch.bincount(key + 1, minlength=1)
+    remote, counts = int(counts[0]), counts[1:]
+    counts = pad(counts, (0, -len(counts) % num_experts)).view(-1, num_experts)
+    slots, start = [], 0
+    for slot, (of_slot, rows) in enumerate(zip(counts, counts.sum(1).tolist(), strict=True), -1):
+        if rows:
+            slots.append(SlotRows(slot, start, start + rows, of_slot))
+        start += rows
+    return torch.argsort(key, stable=True)[remote:], slots
 
 
-def _matmul(x: torch.Tensor, weights: Weights, runs: list[Run]) -> torch.Tensor:
+def _matmul(x: torch.Tensor, weights: Weights, slots: list[SlotRows]) -> torch.Tensor:
     """Each row of x [N, in] times its expert's weight: weights [E, out, in]."""
-    result = x.new_empty(len(x), weights.shape[1])
-    for _, expert, start, stop in runs:
-        torch.mm(x[start:stop], _weight(weights, expert, x.dtype).T, out=result[start:stop])
+    if isinstance(weights, torch.Tensor):
+        return _of_slots(x, slots, lambda slot: weights, weights.shape[1])
+    result, start = x.new_empty(len(x), weights.shape[1]), 0
+    for rows in slots:
+        for expert, count in enumerate(rows.counts.tolist()):
+            if count:
+                weight, stop = dequantise(weights.of(expert), x.dtype), start + count
+                torch.mm(x[start:stop], weight.T, out=result[start:stop])
+                start = stop
     return result
 
 
-def _weight(weights: Weights, expert: int, dtype: torch.dtype) -> torch.Tensor:
-    """[out, in] of one expert."""
-    if isinstance(weights, torch.Tensor):
-        return weights[expert]
-    return dequantise(weights.of(expert), dtype)
-
-
-def _shrink(x: torch.Tensor, lora_a: torch.Tensor, runs: list[Run]) -> torch.Tensor:
+def _shrink(x: torch.Tensor, lora_a: torch.Tensor, slots: list[SlotRows]) -> torch.Tensor:
     """x A^T, [N, r] in the dtype of A [slots, E, r, in]; zero in rows without an adapter."""
-    low = torch.zeros(len(x), lora_a.shape[2], dtype=lora_a.dtype)
-    for slot, expert, start, stop in runs:
-        if slot >= 0:
-            torch.mm(x[start:stop].to(low.dtype), lora_a[slot, expert].T, out=low[start:stop])
-    return low
+
+    def of_slot(slot: int) -> torch.Tensor | None:
+        return lora_a[slot] if slot >= 0 else None
+
+    return _of_slots(x.to(lora_a.dtype), slots, of_slot, lora_a.shape[2])
 
 
-def _expand(target: torch.Tensor, low: torch.Tensor, lora_b: torch.Tensor, runs: list[Run]):
+def _of_slots(
+    x: torch.Tensor,
+    slots: list[SlotRows],
+    weights: Callable[[int], torch.Tensor | None],
+    width: int,
+) -> torch.Tensor:
+    """[N, width]: x [N, in] times its slot's weights [E, width, in]; zero where it has none."""
+    parts = []
+    for rows in slots:
+        of_slot = weights(rows.slot)
+        if of_slot is None:
+            parts.append(x.new_zeros(rows.stop - rows.start, width))
+        else:
+            parts.append(grouped(rows.of(x), of_slot.mT, rows.counts))
+    return parts[0] if len(parts) == 1 else torch.cat([x.new_empty(0, width), *parts])
+
+
+def _expand(
+    target: torch.Tensor, low: torch.Tensor, lora_b: torch.Tensor, slots: list[SlotRows]
+) -> None:
     """target [N, out] += low B^T for rows with an adapter; B [slots, E, out, r]."""
-    for slot, expert, start, stop in runs:
-        if slot >= 0:
-            rows = low[start:stop].to(target.dtype)
-            target[start:stop].addmm_(rows, lora_b[slot, expert].T.to(target.dtype))
+    for rows in slots:
+        if rows.slot >= 0:
+            part = grouped(rows.of(low), lora_b[rows.slot].mT, rows.counts)
+            rows.of(target).add_(part)
 
 
 def install() -> None:
