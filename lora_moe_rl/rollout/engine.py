@@ -286,9 +286,7 @@ class RolloutEngine:
         forgotten, self.forgotten = self.forgotten, []
         try:
             parts = json.dumps([asdict(part) for part in sent])
-            await self._workers("refit_stage", version, parts, forgotten)
-            clock.lap("stage")
-            answers = await self._workers("refit_commit", version)
+            answers = await self._written(version, parts, forgotten, clock)
         except EngineDied:
             raise  # with its slots
         except BaseException as error:
@@ -307,6 +305,22 @@ class RolloutEngine:
         )
         self.receipts[version] = receipt
         return receipt
+
+    async def _written(
+        self, version: int, parts: str, forgotten: list[int], clock: Clock
+    ) -> list[dict[str, Any]]:
+        """Answers of workers that have written `parts` and serve them. Both calls are on their way
+        at once, since each waits for vLLM to end a step; workers take them in order, and the second
+        is refused where the first was."""
+        stage = asyncio.ensure_future(self._workers("refit_stage", version, parts, forgotten))
+        commit = asyncio.ensure_future(self._workers("refit_commit", version))
+        try:
+            await stage
+            clock.lap("stage")
+            return await commit
+        finally:
+            commit.cancel()
+            await asyncio.gather(stage, commit, return_exceptions=True)
 
     async def _free_slot(self, version: int) -> None:
         """Forgets the oldest versions but the pinned one until a slot is free, each once its last

@@ -27,10 +27,16 @@ config = load_config(str(ROOT / "recipes/tiny_arithmetic.py"))
 def dying(engine_class: type, marks: Path) -> type:
     class DyingEngine(engine_class):
         async def _workers(self, method: str, *args: Any):
+            if method == "refit_stage":
+                self.written = asyncio.Event()
             if method == "refit_commit" and self._is_due(args[0]):
+                await self.written.wait()
                 for child in psutil.Process().children(recursive=True):
                     getattr(child, os.environ.get("FATE", "kill"))()
-            return await super()._workers(method, *args)
+            answers = await super()._workers(method, *args)
+            if method == "refit_stage":
+                self.written.set()
+            return answers
 
         def _is_due(self, version: int) -> bool:
             """Once each, of the first engine."""
