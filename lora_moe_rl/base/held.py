@@ -9,13 +9,15 @@ from typing import Any
 import torch
 
 from lora_moe_rl.adapters.families import ModelShape
+from lora_moe_rl.base.dense import Dense, dense
 from lora_moe_rl.base.layout import ExpertCut, Stack, stacks
-from lora_moe_rl.base.store import Contents, Element, Store, open_store
+from lora_moe_rl.base.store import Contents, Element, Fill, Kept, Store, open_store
 from lora_moe_rl.config import RolloutConfig, RunConfig
 from lora_moe_rl.files.untrusted import inside, read_json
 from lora_moe_rl.kernels.dequant import Form
 from lora_moe_rl.models import quantised
 from lora_moe_rl.models.fingerprint import fingerprint
+from lora_moe_rl.models.quantised_names import form_of
 from lora_moe_rl.models.quantised_weights import read_linear
 from lora_moe_rl.refit.merged_base import Base
 from lora_moe_rl.rollout.facts import Dtype
@@ -57,13 +59,30 @@ class Held:
         """Of a quantised base."""
         return quantised.form(self._config)
 
-    def stacks(self) -> list[Stack]:
-        return stacks(ModelShape.from_hf_config(self._config), self.cut.pieces, self.form)
+    @property
+    def _shape(self) -> ModelShape:
+        return ModelShape.from_hf_config(self._config)
 
-    def contents(self) -> Contents:
+    def stacks(self) -> list[Stack]:
+        return stacks(self._shape, self.cut.pieces, self.form)
+
+    def dense(self, base: Base) -> dict[str, Dense]:
+        """By name; of a quantised base what is numbers in the checkpoint."""
+        found = {one.name: one for one in dense(self._shape, self.tp)}
+        names = base.weights.file_of
+        packed = {
+            name
+            for name, one in found.items()
+            if any(form_of(base.name(one.layer, module), names) for module in one.modules)
+        }
+        return {name: one for name, one in found.items() if name not in packed}
+
+    def contents(self, base: Base) -> Contents:
         """Raises FileError or ModelError for a directory that is no model's."""
         element = ELEMENTS[self.form] if self.form else self.dtype
-        return Contents(self._key(), element, {one.name: one.shape for one in self.stacks()})
+        tensors = {one.name: Kept(element, one.shape) for one in self.stacks()}
+        tensors |= {name: Kept(self.dtype, one.shape) for name, one in self.dense(base).items()}
+        return Contents(self._key(), tensors)
 
     def _key(self) -> dict[str, str]:
         found = {name: str(installed(name)) for name in PACKAGES}
@@ -71,6 +90,7 @@ class Held:
         return found | {
             "vllm": ", ".join(builds),
             "model": fingerprint(Path(self.model_dir)),
+            "dtype": self.dtype,
             "LoRA": str(self.lora).lower(),
             "rollout.tp": str(self.tp),
             "rollout.ep": str(self.ep).lower(),
@@ -78,13 +98,39 @@ class Held:
 
     def open(self) -> Store:
         """Writes the store if nobody has. Raises HeldBaseError."""
-        base, found, form = Base(self.model_dir), {x.name: x for x in self.stacks()}, self.form
+        base = Base(self.model_dir)
         try:
-            return open_store(
-                self.folder, self.contents(), lambda name, out: fill(base, found[name], out, form)
-            )
+            return open_store(self.folder, self.contents(base), self.filler(base))
         finally:
             base.weights.close()
+
+    def filler(self, base: Base) -> Fill:
+        """What writes a tensor of the store, by its name."""
+        experts, others = {one.name: one for one in self.stacks()}, self.dense(base)
+
+        def write(name: str, out: torch.Tensor) -> None:
+            if name in experts:
+                fill(base, experts[name], out, self.form)
+            else:
+                fill_dense(base, others[name], out, self.tp)
+
+        return write
+
+
+def weights_of(one: Dense, base: Base) -> list[str]:
+    """The checkpoint's names of what is held as one tensor."""
+    return [f"{base.name(one.layer, module)}.weight" for module in one.modules] or [one.name]
+
+
+def fill_dense(base: Base, one: Dense, out: torch.Tensor, tp: int) -> None:
+    """Writes a tensor `[rows, columns]`, rows of the engine's ranks one after the other."""
+    by_rank = out.unflatten(0, (tp if one.fused_rows else 1, -1))
+    first = 0
+    for name in weights_of(one, base):
+        part = base.weights.read(name).unflatten(0, (len(by_rank), -1))
+        by_rank[:, first : first + part.shape[1]].copy_(part)
+        first += part.shape[1]
+    by_rank[:, first:].zero_()  # of a vocabulary that is padded
 
 
 def fill(base: Base, stack: Stack, out: torch.Tensor, form: Form | None = None) -> None:

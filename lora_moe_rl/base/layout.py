@@ -3,12 +3,8 @@
     tensor              vLLM, a rank            Megatron, a rank          one copy serves both
     experts gate, up    w13 [E, 2I, H]          weight{e} [2I, H]         if both cut each expert
     experts down        w2 [E, H, I]            weight{e} [H, I]          into as many pieces
-    q, k, v             rows q, then k, then v  rows of a query group     no: rows are permuted
-                                                beside each other
-    other linears       rows, or columns        the same                  no: vLLM's CPU build
-                                                                          packs and drops them
-    embedding, head,    rows                    the same                  not yet
-    MLA's kv_b
+    linears, embedding,                                                   by `base/dense.py`
+    head
     norms, routers      whole                   whole                     no: too small
 
 A stack of experts is stored as [pieces, experts, rows, columns], so that each rank's part is one
@@ -25,13 +21,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lora_moe_rl.adapters.families import ModelShape
+from lora_moe_rl.base.dense import Dense, apart, dense, repeated
 from lora_moe_rl.config import RolloutConfig, TrainerConfig
-from lora_moe_rl.rollout.facts import fused_parts
 
 Relation = Literal["identical", "view", "permuted", "not shareable"]
 SMALL = "norms and routers are too small to be worth it"
-PACKED = "vLLM's CPU build packs linears for its own kernels and drops the rows"
-LATER = "not done yet: each side has its own"
+QUANTISED = "the trainer keeps quantised linears packed, and vLLM's CPU build as numbers"
 INT4_IN_WORD = 8  # values of INT4 in an int32
 
 
@@ -98,8 +93,11 @@ def stacks(shape: ModelShape, pieces: int, form: str | None = None) -> list[Stac
     return found
 
 
-def rule(shape: ModelShape, trainer: TrainerConfig, rollout: RolloutConfig) -> list[Tensor]:
-    """Every tensor of the base: routed experts one by one, then the rest by kind."""
+def rule(
+    shape: ModelShape, trainer: TrainerConfig, rollout: RolloutConfig, form: str | None = None
+) -> list[Tensor]:
+    """Every tensor of the base: routed experts one by one, then the rest by kind. `form`: of a
+    quantised base; of linears outside routed experts FP8 alone is."""
     ours, theirs = ExpertCut.of_trainer(trainer), ExpertCut.of_engine(rollout)
     relation: Relation = "identical" if ours == theirs else "view"
     reason = _unlike(shape, ours, theirs)
@@ -108,7 +106,7 @@ def rule(shape: ModelShape, trainer: TrainerConfig, rollout: RolloutConfig) -> l
     experts = [
         Tensor(one.name, one.megatron, relation, one.elements, reason) for one in stacks(shape, 1)
     ]
-    return [*experts, *_rest(shape)]
+    return [*experts, *_rest(shape, trainer.tp, rollout.tp, form)]
 
 
 def _unlike(shape: ModelShape, trainer: ExpertCut, engine: ExpertCut) -> str:
@@ -127,31 +125,28 @@ def _unlike(shape: ModelShape, trainer: ExpertCut, engine: ExpertCut) -> str:
     return ""
 
 
-def _rest(shape: ModelShape) -> Iterator[Tensor]:
-    """What is private in any layout, one entry a kind of tensor."""
-    elements: dict[str, int] = {}
-    for layer in range(shape.num_layers):
-        dims = shape.modules(layer)
-        for path, modules in fused_parts(shape, layer).items():
-            if dims[modules[0]][2] is None:
-                kind = path.removeprefix(f"model.layers.{layer}.")
-                elements[kind] = elements.get(kind, 0) + sum(
-                    dims[module][0] * dims[module][1] for module in modules
-                )
-    for kind, count in elements.items():
-        yield _linear(f"model.layers.*.{kind}.weight", kind.rpartition(".")[2], count)
-    vocabulary = shape.vocab_size * shape.hidden_size
-    for name, megatron in (
-        ("model.embed_tokens.weight", "embedding.word_embeddings.weight"),
-        ("lm_head.weight", "output_layer.weight"),
-    ):
-        yield Tensor(name, megatron, "identical", vocabulary, LATER)
+def _rest(shape: ModelShape, trainer_tp: int, tp: int, form: str | None) -> Iterator[Tensor]:
+    """One entry a kind of tensor."""
+    found: dict[str, Tensor] = {}
+    for one in dense(shape, 1):
+        kind = one.name.replace(f"layers.{one.layer}.", "layers.*.")
+        elements = one.elements if one.modules else shape.vocab_size * shape.hidden_size
+        reason = repeated(shape, list(one.modules), tp) or apart(one, shape, trainer_tp, tp)
+        if form == "fp8" and one.modules:
+            reason = QUANTISED
+        relation = "not shareable" if reason else _relation(one, trainer_tp, tp)
+        before = found[kind].elements if kind in found else 0
+        megatron = _MEGATRON[kind.split(".")[-2]]
+        found[kind] = Tensor(kind, megatron, relation, before + elements, reason)
+    yield from found.values()
     routers = len(shape.moe_layers) * shape.num_experts * shape.hidden_size
     norms = (2 * shape.num_layers + 1) * shape.hidden_size
     yield Tensor("norms and routers", "norms and routers", "identical", routers + norms, SMALL)
 
 
 _MEGATRON = {
+    "embed_tokens": "embedding.word_embeddings",
+    "lm_head": "output_layer",
     "qkv_proj": "linear_qkv",
     "o_proj": "linear_proj",
     "q_proj": "linear_q_proj",
@@ -164,14 +159,7 @@ _MEGATRON = {
 }
 
 
-def _linear(name: str, part: str, elements: int) -> Tensor:
-    megatron = _MEGATRON[part]
-    if part == "qkv_proj":
-        reason = (
-            "its rows are permuted: Megatron has q, k and v of a query group beside each other, "
-            "vLLM all of q, then all of k, then all of v"
-        )
-        return Tensor(name, megatron, "permuted", elements, reason)
-    relation: Relation = "view" if part == "fused_qkv_a_proj" else "identical"
-    reason = LATER if part == "kv_b_proj" else PACKED  # which MLA keeps
-    return Tensor(name, megatron, relation, elements, reason)
+def _relation(one: Dense, trainer_tp: int, tp: int) -> Relation:
+    if "k_proj" in one.modules or (one.fused_rows and trainer_tp != tp):
+        return "permuted"
+    return "view" if trainer_tp != tp or one.name.endswith("a_proj.weight") else "identical"

@@ -39,7 +39,7 @@ class Found:
 
 
 def look(config: RunConfig, model_dir: Path, spec: AdapterSpec, held_once: bool) -> Found:
-    """`held_once`: whether trainer and engines share their routed experts. Raises ConfigError when
+    """`held_once`: whether trainer and engines share their base. Raises ConfigError when
     the disk has no room for one checkpoint, and for nothing else that the machine lacks."""
     gpus = gpu_memory()
     warnings: list[str] = []
@@ -109,12 +109,16 @@ def _plan(config: RunConfig, model_dir: Path, hardware: Hardware, auto: Format) 
 
 
 def _saved(config: RunConfig, plan: RunPlan) -> int:
-    """Bytes of routed experts that would be there once more for each copy but the one that all
-    share: those of the trainer's data-parallel ranks and of each engine."""
-    shape, trainer = plan.facts.shape, config.trainer
-    copies = trainer.world_size // (trainer.pp * trainer.ep * trainer.etp) + config.rollout.engines
+    """Bytes of the base that would be there once more for each copy but the one that all share:
+    those of the trainer's data-parallel ranks and of each engine."""
+    shape, trainer, engines = plan.facts.shape, config.trainer, config.rollout.engines
     form = plan.facts.checkpoint if plan.facts.checkpoint in ("fp8", "int4") else None
-    return (copies - 1) * choose.held_bytes(config, shape, form)
+    stages, ranks = trainer.pp, trainer.world_size
+    experts = choose.expert_bytes(config, shape, form) * (
+        ranks // (stages * trainer.ep * trainer.etp) + engines - 1
+    )
+    dense = choose.dense_bytes(config, shape, form) * (ranks // (stages * trainer.tp) + engines - 1)
+    return experts + dense
 
 
 def _on_the_cpu(config: RunConfig, plan: RunPlan, saved: int) -> tuple[str, list[str]]:
