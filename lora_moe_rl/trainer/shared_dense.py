@@ -7,7 +7,7 @@ put into Megatron's order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ from lora_moe_rl.base.shared import Shared, check_same
 from lora_moe_rl.refit.merged_base import Base
 from lora_moe_rl.trainer.local_modules import ReplicatedLinear
 
+Order = Callable[[torch.Tensor], torch.Tensor]
 LINEARS = (mtp.ColumnParallelLinear, mtp.RowParallelLinear, ReplicatedLinear)
 
 
@@ -27,18 +28,26 @@ def share(chunks: Sequence[torch.nn.Module], shared: Shared) -> None:
     """Raises HeldBaseError for other values than are held."""
     base = Base(shared.held.model_dir)
     base.weights.close()
-    by_module = {(one.layer, m): one for one in shared.dense.values() for m in one.modules}
     for chunk in chunks:
         model = getattr(chunk, "module", chunk)
-        for name, linear in _vocabulary(model):
-            if name in shared.dense:
-                rows = len(linear.weight)
-                first = ps.get_tensor_model_parallel_rank() * rows
-                _adopt(name, linear, shared.store[name][first : first + rows])
-        for layer, modules, linear in _linears(model):
-            if one := by_module.get((layer, modules[0])):
-                part = _part(shared, one, modules, base)
-                _adopt(one.name, linear, part, _order(one, base, shared.held.tp))
+        share_vocabulary(model, shared)
+        _share_linears(model, shared, base)
+
+
+def share_vocabulary(model: torch.nn.Module, shared: Shared) -> None:
+    for name, linear in _vocabulary(model):
+        if name in shared.dense:
+            rows = len(linear.weight)
+            first = ps.get_tensor_model_parallel_rank() * rows
+            adopt(name, linear, shared.store[name][first : first + rows])
+
+
+def _share_linears(model: torch.nn.Module, shared: Shared, base: Base) -> None:
+    by_module = {(one.layer, m): one for one in shared.dense.values() for m in one.modules}
+    for layer, modules, linear in _linears(model):
+        if one := by_module.get((layer, modules[0])):
+            part = _part(shared, one, modules, base)
+            adopt(one.name, linear, part, _order(one, base, shared.held.tp))
 
 
 def _vocabulary(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -69,7 +78,7 @@ def _part(shared: Shared, one: Dense, modules: Sequence[str], base: Base) -> tor
     return whole.chunk(ways, dim=0 if one.kind == "column" else 1)[rank]
 
 
-def _order(one: Dense, base: Base, engine_tp: int) -> partial | None:
+def _order(one: Dense, base: Base, engine_tp: int) -> Order | None:
     """What puts a rank's output into Megatron's order; None where it is in it."""
     if not one.fused_rows:
         return None
@@ -94,9 +103,10 @@ def by_module(y: torch.Tensor, sizes: list[int], pieces: int) -> torch.Tensor:
     return torch.cat([part.flatten(-2) for part in parts], dim=-1)
 
 
-def _adopt(
-    name: str, linear: torch.nn.Module, held: torch.Tensor, order: partial | None = None
+def adopt(
+    name: str, linear: torch.nn.Module, held: torch.Tensor, order: Order | None = None
 ) -> None:
+    """Points a linear at what is held, once it is seen to be the same. Raises HeldBaseError."""
     check_same(name, held if order is None else order(held.t()).t(), linear.weight)
     linear.weight.data = held
     if order is None:
