@@ -17,7 +17,7 @@ from lora_moe_rl.refit.merged_base import Base
 from lora_moe_rl.rollout.facts import Dtype
 from lora_moe_rl.upstream.versions import installed
 
-BITS = {"float32": 32, "bfloat16": 16, "fp8": 8, "int4": 4}
+BITS = {"float32": 32, "bfloat16": 16, "fp8": 8, "int4": 4, "mxfp4": 4}
 NAMED = 3
 
 

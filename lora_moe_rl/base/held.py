@@ -24,7 +24,7 @@ from lora_moe_rl.rollout.facts import Dtype
 from lora_moe_rl.upstream.versions import VLLM_BUILDS, installed
 
 PACKAGES = ("torch", "megatron-core")
-ELEMENTS: dict[str, Element] = {"int4": "int32", "fp8": "float8_e4m3fn"}
+ELEMENTS: dict[str, Element] = {"int4": "int32", "fp8": "float8_e4m3fn", "mxfp4": "uint8"}
 
 
 @dataclass(frozen=True)
@@ -152,4 +152,4 @@ def _stored(base: Base, layer: int, module: str, expert: int, form: Form | None)
     """A linear `[out, in]` as it is held: numbers, or packed values."""
     if form is None:
         return base.weight(layer, module, expert)
-    return read_linear(base.weights, base.name(layer, module, expert), form).data
+    return read_linear(base.weights, base.name(layer, module, expert), form).data.flatten(1)

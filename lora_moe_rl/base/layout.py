@@ -27,7 +27,8 @@ from lora_moe_rl.config import RolloutConfig, TrainerConfig
 Relation = Literal["identical", "view", "permuted", "not shareable"]
 SMALL = "norms and routers are too small to be worth it"
 QUANTISED = "the trainer keeps quantised linears packed, and vLLM's CPU build as numbers"
-INT4_IN_WORD = 8  # values of INT4 in an int32
+# Values in an element of what is packed.
+IN_ELEMENT = {"int4": 8, "mxfp4": 2}
 
 
 @dataclass(frozen=True)
@@ -76,12 +77,12 @@ class Tensor:
 
 
 def stacks(shape: ModelShape, pieces: int, form: str | None = None) -> list[Stack]:
-    """All stacks of routed experts, by layer, each expert in `pieces` pieces. `form`: int4 or fp8,
-    of a quantised base."""
+    """All stacks of routed experts, by layer, each expert in `pieces` pieces. `form`: of a
+    quantised base."""
     hidden, width = shape.hidden_size, shape.dims["moe_intermediate"] // pieces
-    in_word, suffix = (INT4_IN_WORD, "_packed") if form == "int4" else (1, "")
-    gate_up = pieces, shape.num_experts, 2 * width, hidden // in_word
-    down = pieces, shape.num_experts, hidden, width // in_word
+    in_element, suffix = IN_ELEMENT.get(str(form), 1), "_packed" if form in IN_ELEMENT else ""
+    gate_up = pieces, shape.num_experts, 2 * width, hidden // in_element
+    down = pieces, shape.num_experts, hidden, width // in_element
     found = []
     for layer in shape.moe_layers:
         ours = f"model.layers.{layer}.{shape.family.moe_block}.experts.routed_experts"

@@ -4,10 +4,10 @@ What the store lacks is loaded as ever (`vllm/model_executor/model_loader/defaul
 norms, routers, scales of quantised experts. What it has is not read from the checkpoint.
 
 After loading, vLLM copies each stack of experts onto itself, which a read-only mapping does not
-survive: these methods alone are told that their weights are processed. The one for INT4 does not
-ask, and copies nothing. Of a linear vLLM makes a packed copy for kernels of its own and drops the
-rows (`dispatch_cpu_unquantized_gemm` of `vllm/model_executor/layers/utils.py`); those that are held
-are multiplied by torch as they are, as vLLM does where it has no such kernel.
+survive: these methods alone are told that their weights are processed. Those for INT4 and MXFP4 do
+not ask, and copy nothing. Of a linear vLLM makes a packed copy for kernels of its own, and drops
+the rows (`dispatch_cpu_unquantized_gemm` of `vllm/model_executor/layers/utils.py`); those that are
+held are multiplied by torch as they are, as vLLM does where it has no such kernel.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from lora_moe_rl.refit.merged_base import Base
 from lora_moe_rl.rollout.cpu_experts import TorchLoRAExperts
 from lora_moe_rl.rollout.cpu_fp8 import DequantisedExperts, Fp8LoRAExperts
 from lora_moe_rl.rollout.cpu_int4 import Int4LoRAExperts
+from lora_moe_rl.rollout.cpu_mxfp4 import Mxfp4LoRAExperts, PackedMxfp4Experts
 from lora_moe_rl.upstream.checks import require_attributes, require_parameters, require_version
 
 WHO = "lora_moe_rl/base/loader.py"
@@ -53,6 +54,7 @@ KEPT = {
         Int4LoRAExperts,
         ("w13_weight_packed", "w2_weight_packed"),
     ),
+    PackedMxfp4Experts: (Mxfp4LoRAExperts, ("w13_weight_packed", "w2_weight_packed")),
 }
 PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 

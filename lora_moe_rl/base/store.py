@@ -34,7 +34,7 @@ ALIGNMENT = 4096
 FORMAT = 2
 BIN, DESCRIPTION, WRITING, USERS = "base.bin", "base.json", "writing", "users"
 Shape = tuple[int, ...]
-Element = Dtype | Literal["int32", "float8_e4m3fn"]
+Element = Dtype | Literal["int32", "float8_e4m3fn", "uint8"]
 Fill = Callable[[str, torch.Tensor], None]
 
 

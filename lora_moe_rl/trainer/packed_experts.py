@@ -28,7 +28,7 @@ from lora_moe_rl.models.quantised_names import TENSORS, form_of
 from lora_moe_rl.models.quantised_weights import read_linear
 from lora_moe_rl.trainer.local_modules import ExpertLinears, place_experts
 
-SCALE_DTYPES = {"int4": ("BF16", "F16", "F32"), "fp8": ("F32",)}
+SCALE_DTYPES = {"int4": ("BF16", "F16", "F32"), "fp8": ("F32",), "mxfp4": ("U8",)}
 # Of each linear of an expert: what it holds, in the order of its rows, and which side is cut.
 HOLDS = {"column": (("experts.gate", "experts.up"), 0), "row": (("experts.down",), 1)}
 MEGATRON = {"column": "linear_fc1", "row": "linear_fc2"}
@@ -121,7 +121,8 @@ class PackedExperts:
         for layer, modules, side, linear in _linears(chunks):
             if shared is not None:
                 name = f"decoder.layers.{layer}.mlp.experts.{MEGATRON[linear.parallel_mode]}"
-                data = shared.part(name, linear.packed.data)
+                own = linear.packed.data
+                data = shared.part(name, own.flatten(2)).view_as(own)
                 linear.packed = Packed(self.stored.form, data, linear.packed.scales)
             rows = linear.out_features // len(modules)
             for local_expert in range(linear.num_gemms):

@@ -114,6 +114,7 @@ def test_what_both_hold_computes_what_two_copies_do(model, layout, tmp_path):
         ("qwen3_moe", "int4", "tp1 each"),
         ("qwen3_moe", "int4", "tp2ep2 each"),
         ("deepseek_v3", "fp8", "tp1 each"),
+        ("qwen3_moe", "mxfp4", "tp2etp2 beside tp2"),
     ],
 )
 def test_packed_experts_too(name, form, layout, tmp_path):
