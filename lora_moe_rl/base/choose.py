@@ -14,10 +14,8 @@ from lora_moe_rl.errors import ConfigError, HeldBaseError, LoraMoeRlError
 from lora_moe_rl.models import quantised
 from lora_moe_rl.models.quantised_names import form_of
 from lora_moe_rl.refit.merged_base import Base
-from lora_moe_rl.rollout.facts import Dtype
 from lora_moe_rl.upstream.versions import installed
 
-BITS = {"float32": 32, "bfloat16": 16, "fp8": 8, "int4": 4, "mxfp4": 4}
 NAMED = 3
 
 
@@ -61,19 +59,21 @@ def held_bytes(config: RunConfig, shape: ModelShape, form: str | None = None) ->
 
 
 def expert_bytes(config: RunConfig, shape: ModelShape, form: str | None = None) -> int:
-    return sum(tensor.elements for tensor in experts(config, shape)) * _bits(config, form) // 8
+    elements = sum(tensor.elements for tensor in experts(config, shape))
+    return int(elements * _bits(config, form) / 8)
 
 
 def dense_bytes(config: RunConfig, shape: ModelShape, form: str | None = None) -> int:
     """Of linears, embedding and head that are held."""
     found = dense(shape, config.rollout.tp)
     kept = (one.elements for one in found if form != "fp8" or not one.modules)
-    return sum(kept) * _bits(config, None) // 8
+    return int(sum(kept) * _bits(config) / 8)
 
 
-def _bits(config: RunConfig, form: str | None) -> int:
-    dtype: Dtype = "float32" if config.trainer.dtype == "auto" else config.trainer.dtype
-    return BITS[form or dtype]
+def _bits(config: RunConfig, form: str | None = None) -> float:
+    """Of a weight, with what is held of its scale."""
+    number = 16 if config.trainer.dtype == "bfloat16" else 32
+    return {"fp8": 8, "int4": 4 + number / 32, "mxfp4": 4 + 8 / 32}.get(str(form), number)
 
 
 def experts(config: RunConfig, shape: ModelShape) -> list[Tensor]:

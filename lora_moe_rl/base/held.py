@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from lora_moe_rl.files.untrusted import inside, read_json
 from lora_moe_rl.kernels.dequant import Form
 from lora_moe_rl.models import quantised
 from lora_moe_rl.models.fingerprint import fingerprint
-from lora_moe_rl.models.quantised_names import form_of
+from lora_moe_rl.models.quantised_names import TENSORS, form_of
 from lora_moe_rl.models.quantised_weights import read_linear
 from lora_moe_rl.refit.merged_base import Base
 from lora_moe_rl.rollout.facts import Dtype
@@ -79,10 +80,14 @@ class Held:
 
     def contents(self, base: Base) -> Contents:
         """Raises FileError or ModelError for a directory that is no model's."""
-        element = ELEMENTS[self.form] if self.form else self.dtype
-        tensors = {one.name: Kept(element, one.shape) for one in self.stacks()}
+        tensors = {one.name: Kept(self._element(one), one.shape) for one in self.stacks()}
         tensors |= {name: Kept(self.dtype, one.shape) for name, one in self.dense(base).items()}
         return Contents(self._key(), tensors)
+
+    def _element(self, stack: Stack) -> Element:
+        if self.form is None or (stack.scales and self.form == "int4"):
+            return self.dtype
+        return ELEMENTS[self.form]
 
     def _key(self) -> dict[str, str]:
         found = {name: str(installed(name)) for name in PACKAGES}
@@ -95,6 +100,16 @@ class Held:
             "rollout.tp": str(self.tp),
             "rollout.ep": str(self.ep).lower(),
         }
+
+    def not_read(self, base: Base) -> Iterator[str]:
+        """The checkpoint's names of what engines need not read."""
+        for one in self.dense(base).values():
+            yield from weights_of(one, base)
+        for stack in self.stacks():
+            for module in stack.modules if stack.scales else ():
+                for expert in range(stack.shape[1]):
+                    path = base.name(stack.layer, module, expert)
+                    yield f"{path}.{TENSORS[self.form or 'int4'][1]}"
 
     def open(self) -> Store:
         """Writes the store if nobody has. Raises HeldBaseError."""
@@ -140,7 +155,7 @@ def fill(base: Base, stack: Stack, out: torch.Tensor, form: Form | None = None) 
     for expert in range(out.shape[1]):
         to_rows = out[:, expert].unflatten(1, (len(stack.modules), -1))
         for i, module in enumerate(stack.modules):
-            weight = _stored(base, stack.layer, module, expert, form)
+            weight = _stored(base, stack, module, expert, form)
             if stack.cut_rows:
                 parts = weight.unflatten(0, (pieces, -1))
             else:
@@ -148,8 +163,11 @@ def fill(base: Base, stack: Stack, out: torch.Tensor, form: Form | None = None) 
             to_rows[:, i].copy_(parts)
 
 
-def _stored(base: Base, layer: int, module: str, expert: int, form: Form | None) -> torch.Tensor:
-    """A linear `[out, in]` as it is held: numbers, or packed values."""
+def _stored(base: Base, stack: Stack, module: str, expert: int, form: Form | None) -> torch.Tensor:
+    """Of a linear `[out, in]` what is held: numbers, packed values or scales."""
     if form is None:
-        return base.weight(layer, module, expert)
-    return read_linear(base.weights, base.name(layer, module, expert), form).data.flatten(1)
+        return base.weight(stack.layer, module, expert)
+    path = base.name(stack.layer, module, expert)
+    if stack.scales:
+        return base.weights.read(f"{path}.{TENSORS[form][1]}")
+    return read_linear(base.weights, path, form).data.flatten(1)

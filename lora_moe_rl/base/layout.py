@@ -9,8 +9,8 @@
 
 A stack of experts is stored as [pieces, experts, rows, columns], so that each rank's part is one
 piece of a range of experts, and a view: how many ranks share the experts out may differ between
-the two. Of quantised experts it is the packed values, as the checkpoint has them; each side has
-scales of its own. Pure: no torch.
+the two. Of quantised experts it is the packed values, as the checkpoint has them, and
+the scales of groups in the dtype of the engine. Pure: no torch.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from lora_moe_rl.config import RolloutConfig, TrainerConfig
 Relation = Literal["identical", "view", "permuted", "not shareable"]
 SMALL = "norms and routers are too small to be worth it"
 QUANTISED = "the trainer keeps quantised linears packed, and vLLM's CPU build as numbers"
-# Values in an element of what is packed.
-IN_ELEMENT = {"int4": 8, "mxfp4": 2}
+# Of experts that are packed in groups of a row: values in an element, values that have one scale.
+GROUPED = {"int4": (8, 32), "mxfp4": (2, 32)}
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,16 @@ class ExpertCut:
 
 @dataclass(frozen=True)
 class Stack:
-    """Gate and up, or down, of all routed experts of a layer: `shape` is [pieces, experts, rows,
-    columns] as it is stored."""
+    """Gate and up, or down, of all routed experts of a layer, or their scales: `shape` is [pieces,
+    experts, rows, columns] as it is stored."""
 
     name: str  # vLLM's
-    megatron: str  # its module: expert e is `weight{e}` of it
+    megatron: str  # its module: expert e is `weight{e}` of it; `.scales` behind it of scales
     layer: int  # global
     modules: tuple[str, ...]  # ours, whose rows follow each other
     cut_rows: bool  # pieces are of the rows of each module, else of its columns
     shape: tuple[int, int, int, int]
+    scales: bool = False
 
     @property
     def elements(self) -> int:
@@ -78,19 +79,22 @@ class Tensor:
 
 def stacks(shape: ModelShape, pieces: int, form: str | None = None) -> list[Stack]:
     """All stacks of routed experts, by layer, each expert in `pieces` pieces. `form`: of a
-    quantised base."""
+    quantised base. Scales of FP8 blocks, a four-thousandth, are not among them."""
     hidden, width = shape.hidden_size, shape.dims["moe_intermediate"] // pieces
-    in_element, suffix = IN_ELEMENT.get(str(form), 1), "_packed" if form in IN_ELEMENT else ""
-    gate_up = pieces, shape.num_experts, 2 * width, hidden // in_element
-    down = pieces, shape.num_experts, hidden, width // in_element
+    in_element, group = GROUPED.get(str(form), (1, 1))
+    kinds = [("_packed", "", in_element), ("_scale", ".scales", group)]
     found = []
     for layer in shape.moe_layers:
         ours = f"model.layers.{layer}.{shape.family.moe_block}.experts.routed_experts"
         theirs = f"decoder.layers.{layer}.mlp.experts"
-        names = f"{ours}.w13_weight{suffix}", f"{theirs}.linear_fc1"
-        found.append(Stack(*names, layer, ("experts.gate", "experts.up"), True, gate_up))
-        names = f"{ours}.w2_weight{suffix}", f"{theirs}.linear_fc2"
-        found.append(Stack(*names, layer, ("experts.down",), False, down))
+        for end, behind, of in kinds if form in GROUPED else [("", "", 1)]:
+            names = f"{ours}.w13_weight{end}", f"{theirs}.linear_fc1{behind}"
+            size = pieces, shape.num_experts, 2 * width, hidden // of
+            modules = "experts.gate", "experts.up"
+            found.append(Stack(*names, layer, modules, True, size, bool(behind)))
+            names = f"{ours}.w2_weight{end}", f"{theirs}.linear_fc2{behind}"
+            size = pieces, shape.num_experts, hidden, width // of
+            found.append(Stack(*names, layer, ("experts.down",), False, size, bool(behind)))
     return found
 
 

@@ -1,7 +1,7 @@
 """The engine's side: a load format of vLLM whose base is made of views of the store.
 
 What the store lacks is loaded as ever (`vllm/model_executor/model_loader/default_loader.py`):
-norms, routers, scales of quantised experts. What it has is not read from the checkpoint.
+norms, routers, scales of FP8 experts. What it has is not read from the checkpoint.
 
 After loading, vLLM copies each stack of experts onto itself, which a read-only mapping does not
 survive: these methods alone are told that their weights are processed. Those for INT4 and MXFP4 do
@@ -34,7 +34,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.utils import weights_already_processed
 
 from lora_moe_rl.base.dense import Dense
-from lora_moe_rl.base.held import Held, weights_of
+from lora_moe_rl.base.held import Held
 from lora_moe_rl.base.store import Store
 from lora_moe_rl.errors import HeldBaseError
 from lora_moe_rl.refit.merged_base import Base
@@ -46,15 +46,16 @@ from lora_moe_rl.upstream.checks import require_attributes, require_parameters, 
 
 WHO = "lora_moe_rl/base/loader.py"
 LOAD_FORMAT = "lora_moe_rl_held"
+GROUPED = ("w13_weight_packed", "w2_weight_packed", "w13_weight_scale", "w2_weight_scale")
 # {vLLM's method of routed experts: (our class of experts, which keeps weights; their names)}
 KEPT = {
     UnquantizedFusedMoEMethod: (TorchLoRAExperts, ("w13_weight", "w2_weight")),
     DequantisedExperts: (Fp8LoRAExperts, ("w13_weight", "w2_weight")),
     wna16.CompressedTensorsWNA16MoEMethod: (
         Int4LoRAExperts,
-        ("w13_weight_packed", "w2_weight_packed"),
+        GROUPED,
     ),
-    PackedMxfp4Experts: (Mxfp4LoRAExperts, ("w13_weight_packed", "w2_weight_packed")),
+    PackedMxfp4Experts: (Mxfp4LoRAExperts, GROUPED),
 }
 PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
@@ -85,7 +86,7 @@ class HeldLoader(DefaultModelLoader):
         held = held_by(self.folder, get_current_vllm_config())
         base = Base(held.model_dir)
         self.store, others = held.open(), held.dense(base)
-        self.not_read = {name for one in others.values() for name in weights_of(one, base)}
+        self.not_read = set(held.not_read(base))
         base.weights.close()
         take_experts(model, self.store, set(others))
         take_dense(model, self.store, others, held.tp)

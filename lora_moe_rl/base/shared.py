@@ -54,11 +54,12 @@ class Shared:
 
     def part(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """This rank's part `[experts, rows, columns]` of a stack. Raises HeldBaseError when it is
-        not `like` what the model has."""
-        whole = self.store[self.stacks[name].name][ps.get_expert_tensor_parallel_rank()]
+        not `like` what the model has, but for the dtype of scales."""
+        stack = self.stacks[name]
+        whole = self.store[stack.name][ps.get_expert_tensor_parallel_rank()]
         each = len(whole) // self.cut.ranges
         mine = whole.narrow(0, ps.get_expert_model_parallel_rank() * each, each)
-        if mine.shape != like.shape or mine.dtype != like.dtype:
+        if mine.shape != like.shape or (mine.dtype != like.dtype and not stack.scales):
             raise HeldBaseError(
                 f"{name} is {tuple(like.shape)} {like.dtype}, and what is held of it "
                 f"{tuple(mine.shape)} {mine.dtype}"

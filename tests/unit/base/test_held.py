@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -114,18 +115,18 @@ def test_heads_that_several_ranks_of_an_engine_have_are_not_held(model, tmp_path
 def test_packed_experts_are_the_checkpoints_bytes(tmp_path, pieces, form):
     packed, _ = make_pair("qwen3_moe", tmp_path, form)
     found = load_file(packed / "model.safetensors")
-    last, suffix = ("weight", "") if form == "fp8" else ("weight_packed", "_packed")
+    suffixes = ("",) if form == "fp8" else ("_packed", "_scale")
     with owned(str(tmp_path)) as folder:
         store = held(folder, packed, tp=pieces).open()
         paths = {name.partition(".mlp.")[0] for name in found if ".mlp.experts." in name}
-        for path in paths:
+        for path, suffix in itertools.product(paths, suffixes):
             w13, w2 = (
                 store[f"{path}.mlp.experts.routed_experts.{name}_weight{suffix}"]
                 for name in ("w13", "w2")
             )
             for expert in range(w13.shape[1]):
                 gate, up, down = (
-                    found[f"{path}.mlp.experts.{expert}.{name}_proj.{last}"]
+                    found[f"{path}.mlp.experts.{expert}.{name}_proj.weight{suffix}"].to(w13.dtype)
                     for name in ("gate", "up", "down")
                 )
                 for rank in range(pieces):
