@@ -51,10 +51,7 @@ GROUPED = ("w13_weight_packed", "w2_weight_packed", "w13_weight_scale", "w2_weig
 KEPT = {
     UnquantizedFusedMoEMethod: (TorchLoRAExperts, ("w13_weight", "w2_weight")),
     DequantisedExperts: (Fp8LoRAExperts, ("w13_weight", "w2_weight")),
-    wna16.CompressedTensorsWNA16MoEMethod: (
-        Int4LoRAExperts,
-        GROUPED,
-    ),
+    wna16.CompressedTensorsWNA16MoEMethod: (Int4LoRAExperts, GROUPED),
     PackedMxfp4Experts: (Mxfp4LoRAExperts, GROUPED),
 }
 PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
