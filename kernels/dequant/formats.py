@@ -8,9 +8,10 @@ int4    compressed-tensors' "pack-quantized", symmetric (Kimi-K2-Thinking's `wei
 fp8     DeepSeek-V3's `weight` and `weight_scale_inv`: float8_e4m3fn, one float32 scale for each
         block of 128 x 128, `[..., ceil(out / 128), ceil(in / 128)]`.
         The value is weight * scale in float32, then in the dtype that is asked for.
-mxfp4   OCP's MXFP4 in gpt-oss's layout (`…_blocks` and `…_scales`; compressed-tensors' bytes in
-        groups): uint8 `[..., out, in / 32, 16]`, two values of E2M1 in a byte, the first in the lower half; one
+mxfp4   OCP's MXFP4 in gpt-oss's layout (`…_blocks` and `…_scales`): uint8
+        `[..., out, in / 32, 16]`, two values of E2M1 in a byte, the first in the lower half; one
         exponent for 32 values, uint8 `[..., out, in / 32]`. The value is e2m1 * 2^(exponent - 127).
+        compressed-tensors has the same bytes, as `[..., out, in / 2]`.
 """
 
 from __future__ import annotations
