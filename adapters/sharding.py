@@ -105,9 +105,14 @@ def fused_with(module: str) -> tuple[str, ...]:
     return next(modules for modules in FUSED.values() if module in modules)
 
 
+def dense_kind(module: str) -> Kind:
+    """Of one that is not of routed experts."""
+    return _DENSE_KINDS[module.rpartition(".")[2]]
+
+
 def kind_of(site: Site) -> Kind:
     if site.num_experts is None:
-        return _DENSE_KINDS[site.module.rpartition(".")[2]]
+        return dense_kind(site.module)
     if site.module == "experts.down":
         return "shared_row" if site.shared == "B" else "experts_row"
     return "shared_column" if site.shared == "A" else "experts_column"

@@ -11,6 +11,7 @@ fp8     DeepSeek-V3's `weight` and `weight_scale_inv`: float8_e4m3fn, one float3
 mxfp4   OCP's MXFP4 in gpt-oss's layout (`…_blocks` and `…_scales`): uint8
         `[..., out, in / 32, 16]`, two values of E2M1 in a byte, the first in the lower half; one
         exponent for 32 values, uint8 `[..., out, in / 32]`. The value is e2m1 * 2^(exponent - 127).
+        compressed-tensors has the same bytes, as `[..., out, in / 2]`.
 """
 
 from __future__ import annotations

@@ -6,22 +6,21 @@ import os
 from pathlib import Path
 
 from lora_moe_rl.adapters.families import ModelShape
-from lora_moe_rl.base.layout import Tensor, rule
+from lora_moe_rl.base.dense import dense
+from lora_moe_rl.base.layout import SMALL, Tensor, rule
 from lora_moe_rl.base.room import check_room
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError, HeldBaseError, LoraMoeRlError
 from lora_moe_rl.models import quantised
 from lora_moe_rl.models.quantised_names import form_of
 from lora_moe_rl.refit.merged_base import Base
-from lora_moe_rl.rollout.facts import Dtype
 from lora_moe_rl.upstream.versions import installed
 
-BITS = {"float32": 32, "bfloat16": 16, "fp8": 8, "int4": 4}
 NAMED = 3
 
 
 def why_private(config: RunConfig, shape: ModelShape, model_dir: Path) -> str:
-    """Why the routed experts of a run cannot be held once; '' when they can."""
+    """Why the base of a run cannot be held once; '' when its routed experts, at least, can."""
     return (
         _setting(config, shape)
         or _layout(experts(config, shape))
@@ -31,8 +30,8 @@ def why_private(config: RunConfig, shape: ModelShape, model_dir: Path) -> str:
 
 
 def decide(config: RunConfig, shape: ModelShape, model_dir: Path) -> str:
-    """Why trainer and engines of a run hold a base each; '' when they hold its routed experts once.
-    Raises ConfigError when model.held_once=on and it cannot be."""
+    """Why trainer and engines of a run hold a base each; '' when they hold it once. Raises
+    ConfigError when model.held_once=on and it cannot be."""
     if config.model.held_once == "off":
         return "model.held_once=off"
     why = why_private(config, shape, model_dir)
@@ -41,16 +40,40 @@ def decide(config: RunConfig, shape: ModelShape, model_dir: Path) -> str:
     return why
 
 
-def held_share(config: RunConfig, shape: ModelShape) -> float:
+def held_share(config: RunConfig, shape: ModelShape, form: str | None = None) -> float:
     """The part of the base's parameters that is held once."""
-    every = sum(tensor.elements for tensor in rule(shape, config.trainer, config.rollout))
-    return sum(tensor.elements for tensor in experts(config, shape)) / every
+    every = rule(shape, config.trainer, config.rollout, form)
+    held = sum(tensor.elements for tensor in every if not tensor.reason)
+    return held / sum(tensor.elements for tensor in every)
+
+
+def private(config: RunConfig, shape: ModelShape, form: str | None = None) -> dict[str, str]:
+    """`{tensor: why each side has its own}` of what is not too small to tell."""
+    every = rule(shape, config.trainer, config.rollout, form)
+    return {one.name: one.reason for one in every if one.reason not in ("", SMALL)}
 
 
 def held_bytes(config: RunConfig, shape: ModelShape, form: str | None = None) -> int:
-    """What is held once, on the CPU. `form`: of a quantised base."""
-    dtype: Dtype = "float32" if config.trainer.dtype == "auto" else config.trainer.dtype
-    return sum(tensor.elements for tensor in experts(config, shape)) * BITS[form or dtype] // 8
+    """Of the file, on the CPU. `form`: of a quantised base."""
+    return expert_bytes(config, shape, form) + dense_bytes(config, shape, form)
+
+
+def expert_bytes(config: RunConfig, shape: ModelShape, form: str | None = None) -> int:
+    elements = sum(tensor.elements for tensor in experts(config, shape))
+    return int(elements * _bits(config, form) / 8)
+
+
+def dense_bytes(config: RunConfig, shape: ModelShape, form: str | None = None) -> int:
+    """Of linears, embedding and head that are held."""
+    found = dense(shape, config.rollout.tp)
+    kept = (one.elements for one in found if form != "fp8" or not one.modules)
+    return int(sum(kept) * _bits(config) / 8)
+
+
+def _bits(config: RunConfig, form: str | None = None) -> float:
+    """Of a weight, with what is held of its scale."""
+    number = 16 if config.trainer.dtype == "bfloat16" else 32
+    return {"fp8": 8, "int4": 4 + number / 32, "mxfp4": 4 + 8 / 32}.get(str(form), number)
 
 
 def experts(config: RunConfig, shape: ModelShape) -> list[Tensor]:
@@ -61,7 +84,7 @@ def _setting(config: RunConfig, shape: ModelShape) -> str:
     if config.offline:
         return f"algorithm={config.algorithm.name} has no engine to share with"
     if not shape.moe_layers:
-        return f"this {shape.architecture} is dense, and only routed experts are shared"
+        return f"this {shape.architecture} is dense, and only bases with routed experts are shared"
     if config.refit.mode == "merged":
         return "refit.mode=merged writes adapters into the engine's own weights"
     if config.rollout.dp > 1:

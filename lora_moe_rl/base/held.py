@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,20 +10,22 @@ from typing import Any
 import torch
 
 from lora_moe_rl.adapters.families import ModelShape
+from lora_moe_rl.base.dense import Dense, dense
 from lora_moe_rl.base.layout import ExpertCut, Stack, stacks
-from lora_moe_rl.base.store import Contents, Element, Store, open_store
+from lora_moe_rl.base.store import Contents, Element, Fill, Kept, Store, open_store
 from lora_moe_rl.config import RolloutConfig, RunConfig
 from lora_moe_rl.files.untrusted import inside, read_json
 from lora_moe_rl.kernels.dequant import Form
 from lora_moe_rl.models import quantised
 from lora_moe_rl.models.fingerprint import fingerprint
+from lora_moe_rl.models.quantised_names import TENSORS, form_of
 from lora_moe_rl.models.quantised_weights import read_linear
 from lora_moe_rl.refit.merged_base import Base
 from lora_moe_rl.rollout.facts import Dtype
 from lora_moe_rl.upstream.versions import VLLM_BUILDS, installed
 
 PACKAGES = ("torch", "megatron-core")
-ELEMENTS: dict[str, Element] = {"int4": "int32", "fp8": "float8_e4m3fn"}
+ELEMENTS: dict[str, Element] = {"int4": "int32", "fp8": "float8_e4m3fn", "mxfp4": "uint8"}
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,34 @@ class Held:
         """Of a quantised base."""
         return quantised.form(self._config)
 
-    def stacks(self) -> list[Stack]:
-        return stacks(ModelShape.from_hf_config(self._config), self.cut.pieces, self.form)
+    @property
+    def _shape(self) -> ModelShape:
+        return ModelShape.from_hf_config(self._config)
 
-    def contents(self) -> Contents:
+    def stacks(self) -> list[Stack]:
+        return stacks(self._shape, self.cut.pieces, self.form)
+
+    def dense(self, base: Base) -> dict[str, Dense]:
+        """By name; of a quantised base what is numbers in the checkpoint."""
+        found = {one.name: one for one in dense(self._shape, self.tp)}
+        names = base.weights.file_of
+        packed = {
+            name
+            for name, one in found.items()
+            if any(form_of(base.name(one.layer, module), names) for module in one.modules)
+        }
+        return {name: one for name, one in found.items() if name not in packed}
+
+    def contents(self, base: Base) -> Contents:
         """Raises FileError or ModelError for a directory that is no model's."""
-        element = ELEMENTS[self.form] if self.form else self.dtype
-        return Contents(self._key(), element, {one.name: one.shape for one in self.stacks()})
+        tensors = {one.name: Kept(self._element(one), one.shape) for one in self.stacks()}
+        tensors |= {name: Kept(self.dtype, one.shape) for name, one in self.dense(base).items()}
+        return Contents(self._key(), tensors)
+
+    def _element(self, stack: Stack) -> Element:
+        if self.form is None or (stack.scales and self.form == "int4"):
+            return self.dtype
+        return ELEMENTS[self.form]
 
     def _key(self) -> dict[str, str]:
         found = {name: str(installed(name)) for name in PACKAGES}
@@ -71,20 +95,57 @@ class Held:
         return found | {
             "vllm": ", ".join(builds),
             "model": fingerprint(Path(self.model_dir)),
+            "dtype": self.dtype,
             "LoRA": str(self.lora).lower(),
             "rollout.tp": str(self.tp),
             "rollout.ep": str(self.ep).lower(),
         }
 
+    def not_read(self, base: Base) -> Iterator[str]:
+        """The checkpoint's names of what engines need not read."""
+        for one in self.dense(base).values():
+            yield from weights_of(one, base)
+        for stack in self.stacks():
+            for module in stack.modules if stack.scales else ():
+                for expert in range(stack.shape[1]):
+                    path = base.name(stack.layer, module, expert)
+                    yield f"{path}.{TENSORS[self.form or 'int4'][1]}"
+
     def open(self) -> Store:
         """Writes the store if nobody has. Raises HeldBaseError."""
-        base, found, form = Base(self.model_dir), {x.name: x for x in self.stacks()}, self.form
+        base = Base(self.model_dir)
         try:
-            return open_store(
-                self.folder, self.contents(), lambda name, out: fill(base, found[name], out, form)
-            )
+            return open_store(self.folder, self.contents(base), self.filler(base))
         finally:
             base.weights.close()
+
+    def filler(self, base: Base) -> Fill:
+        """What writes a tensor of the store, by its name."""
+        experts, others = {one.name: one for one in self.stacks()}, self.dense(base)
+
+        def write(name: str, out: torch.Tensor) -> None:
+            if name in experts:
+                fill(base, experts[name], out, self.form)
+            else:
+                fill_dense(base, others[name], out, self.tp)
+
+        return write
+
+
+def weights_of(one: Dense, base: Base) -> list[str]:
+    """The checkpoint's names of what is held as one tensor."""
+    return [f"{base.name(one.layer, module)}.weight" for module in one.modules] or [one.name]
+
+
+def fill_dense(base: Base, one: Dense, out: torch.Tensor, tp: int) -> None:
+    """Writes a tensor `[rows, columns]`, rows of the engine's ranks one after the other."""
+    by_rank = out.unflatten(0, (tp if one.fused_rows else 1, -1))
+    first = 0
+    for name in weights_of(one, base):
+        part = base.weights.read(name).unflatten(0, (len(by_rank), -1))
+        by_rank[:, first : first + part.shape[1]].copy_(part)
+        first += part.shape[1]
+    by_rank[:, first:].zero_()  # of a vocabulary that is padded
 
 
 def fill(base: Base, stack: Stack, out: torch.Tensor, form: Form | None = None) -> None:
@@ -94,7 +155,7 @@ def fill(base: Base, stack: Stack, out: torch.Tensor, form: Form | None = None) 
     for expert in range(out.shape[1]):
         to_rows = out[:, expert].unflatten(1, (len(stack.modules), -1))
         for i, module in enumerate(stack.modules):
-            weight = _stored(base, stack.layer, module, expert, form)
+            weight = _stored(base, stack, module, expert, form)
             if stack.cut_rows:
                 parts = weight.unflatten(0, (pieces, -1))
             else:
@@ -102,8 +163,11 @@ def fill(base: Base, stack: Stack, out: torch.Tensor, form: Form | None = None) 
             to_rows[:, i].copy_(parts)
 
 
-def _stored(base: Base, layer: int, module: str, expert: int, form: Form | None) -> torch.Tensor:
-    """A linear `[out, in]` as it is held: numbers, or packed values."""
+def _stored(base: Base, stack: Stack, module: str, expert: int, form: Form | None) -> torch.Tensor:
+    """Of a linear `[out, in]` what is held: numbers, packed values or scales."""
     if form is None:
-        return base.weight(layer, module, expert)
-    return read_linear(base.weights, base.name(layer, module, expert), form).data
+        return base.weight(stack.layer, module, expert)
+    path = base.name(stack.layer, module, expert)
+    if stack.scales:
+        return base.weights.read(f"{path}.{TENSORS[form][1]}")
+    return read_linear(base.weights, path, form).data.flatten(1)

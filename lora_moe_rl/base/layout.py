@@ -3,18 +3,14 @@
     tensor              vLLM, a rank            Megatron, a rank          one copy serves both
     experts gate, up    w13 [E, 2I, H]          weight{e} [2I, H]         if both cut each expert
     experts down        w2 [E, H, I]            weight{e} [H, I]          into as many pieces
-    q, k, v             rows q, then k, then v  rows of a query group     no: rows are permuted
-                                                beside each other
-    other linears       rows, or columns        the same                  no: vLLM's CPU build
-                                                                          packs and drops them
-    embedding, head,    rows                    the same                  not yet
-    MLA's kv_b
+    linears, embedding,                                                   by `base/dense.py`
+    head
     norms, routers      whole                   whole                     no: too small
 
 A stack of experts is stored as [pieces, experts, rows, columns], so that each rank's part is one
 piece of a range of experts, and a view: how many ranks share the experts out may differ between
-the two. Of quantised experts it is the packed values, as the checkpoint has them; each side has
-scales of its own. Pure: no torch.
+the two. Of quantised experts it is the packed values, as the checkpoint has them, and
+the scales of groups in the dtype of the engine. Pure: no torch.
 """
 
 from __future__ import annotations
@@ -25,14 +21,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lora_moe_rl.adapters.families import ModelShape
+from lora_moe_rl.base.dense import Dense, apart, dense, repeated
 from lora_moe_rl.config import RolloutConfig, TrainerConfig
-from lora_moe_rl.rollout.facts import fused_parts
 
 Relation = Literal["identical", "view", "permuted", "not shareable"]
 SMALL = "norms and routers are too small to be worth it"
-PACKED = "vLLM's CPU build packs linears for its own kernels and drops the rows"
-LATER = "not done yet: each side has its own"
-INT4_IN_WORD = 8  # values of INT4 in an int32
+QUANTISED = "the trainer keeps quantised linears packed, and vLLM's CPU build as numbers"
+# Of experts that are packed in groups of a row: values in an element, values that have one scale.
+GROUPED = {"int4": (8, 32), "mxfp4": (2, 32)}
 
 
 @dataclass(frozen=True)
@@ -54,15 +50,16 @@ class ExpertCut:
 
 @dataclass(frozen=True)
 class Stack:
-    """Gate and up, or down, of all routed experts of a layer: `shape` is [pieces, experts, rows,
-    columns] as it is stored."""
+    """Gate and up, or down, of all routed experts of a layer, or their scales: `shape` is [pieces,
+    experts, rows, columns] as it is stored."""
 
     name: str  # vLLM's
-    megatron: str  # its module: expert e is `weight{e}` of it
+    megatron: str  # its module: expert e is `weight{e}` of it; `.scales` behind it of scales
     layer: int  # global
     modules: tuple[str, ...]  # ours, whose rows follow each other
     cut_rows: bool  # pieces are of the rows of each module, else of its columns
     shape: tuple[int, int, int, int]
+    scales: bool = False
 
     @property
     def elements(self) -> int:
@@ -81,25 +78,31 @@ class Tensor:
 
 
 def stacks(shape: ModelShape, pieces: int, form: str | None = None) -> list[Stack]:
-    """All stacks of routed experts, by layer, each expert in `pieces` pieces. `form`: int4 or fp8,
-    of a quantised base."""
+    """All stacks of routed experts, by layer, each expert in `pieces` pieces. `form`: of a
+    quantised base. Scales of FP8 blocks, a four-thousandth, are not among them."""
     hidden, width = shape.hidden_size, shape.dims["moe_intermediate"] // pieces
-    in_word, suffix = (INT4_IN_WORD, "_packed") if form == "int4" else (1, "")
-    gate_up = pieces, shape.num_experts, 2 * width, hidden // in_word
-    down = pieces, shape.num_experts, hidden, width // in_word
+    in_element, group = GROUPED.get(str(form), (1, 1))
+    kinds = [("_packed", "", in_element), ("_scale", ".scales", group)]
     found = []
     for layer in shape.moe_layers:
         ours = f"model.layers.{layer}.{shape.family.moe_block}.experts.routed_experts"
         theirs = f"decoder.layers.{layer}.mlp.experts"
-        names = f"{ours}.w13_weight{suffix}", f"{theirs}.linear_fc1"
-        found.append(Stack(*names, layer, ("experts.gate", "experts.up"), True, gate_up))
-        names = f"{ours}.w2_weight{suffix}", f"{theirs}.linear_fc2"
-        found.append(Stack(*names, layer, ("experts.down",), False, down))
+        for end, behind, of in kinds if form in GROUPED else [("", "", 1)]:
+            names = f"{ours}.w13_weight{end}", f"{theirs}.linear_fc1{behind}"
+            size = pieces, shape.num_experts, 2 * width, hidden // of
+            modules = "experts.gate", "experts.up"
+            found.append(Stack(*names, layer, modules, True, size, bool(behind)))
+            names = f"{ours}.w2_weight{end}", f"{theirs}.linear_fc2{behind}"
+            size = pieces, shape.num_experts, hidden, width // of
+            found.append(Stack(*names, layer, ("experts.down",), False, size, bool(behind)))
     return found
 
 
-def rule(shape: ModelShape, trainer: TrainerConfig, rollout: RolloutConfig) -> list[Tensor]:
-    """Every tensor of the base: routed experts one by one, then the rest by kind."""
+def rule(
+    shape: ModelShape, trainer: TrainerConfig, rollout: RolloutConfig, form: str | None = None
+) -> list[Tensor]:
+    """Every tensor of the base: routed experts one by one, then the rest by kind. `form`: of a
+    quantised base; of linears outside routed experts FP8 alone is."""
     ours, theirs = ExpertCut.of_trainer(trainer), ExpertCut.of_engine(rollout)
     relation: Relation = "identical" if ours == theirs else "view"
     reason = _unlike(shape, ours, theirs)
@@ -108,7 +111,7 @@ def rule(shape: ModelShape, trainer: TrainerConfig, rollout: RolloutConfig) -> l
     experts = [
         Tensor(one.name, one.megatron, relation, one.elements, reason) for one in stacks(shape, 1)
     ]
-    return [*experts, *_rest(shape)]
+    return [*experts, *_rest(shape, trainer.tp, rollout.tp, form)]
 
 
 def _unlike(shape: ModelShape, trainer: ExpertCut, engine: ExpertCut) -> str:
@@ -127,31 +130,28 @@ def _unlike(shape: ModelShape, trainer: ExpertCut, engine: ExpertCut) -> str:
     return ""
 
 
-def _rest(shape: ModelShape) -> Iterator[Tensor]:
-    """What is private in any layout, one entry a kind of tensor."""
-    elements: dict[str, int] = {}
-    for layer in range(shape.num_layers):
-        dims = shape.modules(layer)
-        for path, modules in fused_parts(shape, layer).items():
-            if dims[modules[0]][2] is None:
-                kind = path.removeprefix(f"model.layers.{layer}.")
-                elements[kind] = elements.get(kind, 0) + sum(
-                    dims[module][0] * dims[module][1] for module in modules
-                )
-    for kind, count in elements.items():
-        yield _linear(f"model.layers.*.{kind}.weight", kind.rpartition(".")[2], count)
-    vocabulary = shape.vocab_size * shape.hidden_size
-    for name, megatron in (
-        ("model.embed_tokens.weight", "embedding.word_embeddings.weight"),
-        ("lm_head.weight", "output_layer.weight"),
-    ):
-        yield Tensor(name, megatron, "identical", vocabulary, LATER)
+def _rest(shape: ModelShape, trainer_tp: int, tp: int, form: str | None) -> Iterator[Tensor]:
+    """One entry a kind of tensor."""
+    found: dict[str, Tensor] = {}
+    for one in dense(shape, 1):
+        kind = one.name.replace(f"layers.{one.layer}.", "layers.*.")
+        elements = one.elements if one.modules else shape.vocab_size * shape.hidden_size
+        reason = repeated(shape, list(one.modules), tp) or apart(one, shape, trainer_tp, tp)
+        if form == "fp8" and one.modules:
+            reason = QUANTISED
+        relation = "not shareable" if reason else _relation(one, trainer_tp, tp)
+        before = found[kind].elements if kind in found else 0
+        megatron = _MEGATRON[kind.split(".")[-2]]
+        found[kind] = Tensor(kind, megatron, relation, before + elements, reason)
+    yield from found.values()
     routers = len(shape.moe_layers) * shape.num_experts * shape.hidden_size
     norms = (2 * shape.num_layers + 1) * shape.hidden_size
     yield Tensor("norms and routers", "norms and routers", "identical", routers + norms, SMALL)
 
 
 _MEGATRON = {
+    "embed_tokens": "embedding.word_embeddings",
+    "lm_head": "output_layer",
     "qkv_proj": "linear_qkv",
     "o_proj": "linear_proj",
     "q_proj": "linear_q_proj",
@@ -164,14 +164,7 @@ _MEGATRON = {
 }
 
 
-def _linear(name: str, part: str, elements: int) -> Tensor:
-    megatron = _MEGATRON[part]
-    if part == "qkv_proj":
-        reason = (
-            "its rows are permuted: Megatron has q, k and v of a query group beside each other, "
-            "vLLM all of q, then all of k, then all of v"
-        )
-        return Tensor(name, megatron, "permuted", elements, reason)
-    relation: Relation = "view" if part == "fused_qkv_a_proj" else "identical"
-    reason = LATER if part == "kv_b_proj" else PACKED  # which MLA keeps
-    return Tensor(name, megatron, relation, elements, reason)
+def _relation(one: Dense, trainer_tp: int, tp: int) -> Relation:
+    if "k_proj" in one.modules or (one.fused_rows and trainer_tp != tp):
+        return "permuted"
+    return "view" if trainer_tp != tp or one.name.endswith("a_proj.weight") else "identical"

@@ -1,50 +1,60 @@
-"""The engine's side: a load format of vLLM whose routed experts are views of the store.
+"""The engine's side: a load format of vLLM whose base is made of views of the store.
 
-All else is loaded as ever (`vllm/model_executor/model_loader/default_loader.py`), scales of
-quantised experts too; experts are not read from the checkpoint. After loading, vLLM copies each
-stack of experts onto itself, which a read-only mapping does not survive: these methods alone are
-told that their weights are processed. The one for INT4 does not ask, and copies nothing.
+What the store lacks is loaded as ever (`vllm/model_executor/model_loader/default_loader.py`):
+norms, routers, scales of FP8 experts. What it has is not read from the checkpoint.
+
+After loading, vLLM copies each stack of experts onto itself, which a read-only mapping does not
+survive: these methods alone are told that their weights are processed. Those for INT4 and MXFP4 do
+not ask, and copy nothing. Of a linear vLLM makes a packed copy for kernels of its own, and drops
+the rows (`dispatch_cpu_unquantized_gemm` of `vllm/model_executor/layers/utils.py`); those that are
+held are multiplied by torch as they are, as vLLM does where it has no such kernel.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.config.load import LoadConfig
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_wna16 as wna16,
 )
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.utils import weights_already_processed
 
+from lora_moe_rl.base.dense import Dense
 from lora_moe_rl.base.held import Held
 from lora_moe_rl.base.store import Store
 from lora_moe_rl.errors import HeldBaseError
+from lora_moe_rl.refit.merged_base import Base
 from lora_moe_rl.rollout.cpu_experts import TorchLoRAExperts
 from lora_moe_rl.rollout.cpu_fp8 import DequantisedExperts, Fp8LoRAExperts
 from lora_moe_rl.rollout.cpu_int4 import Int4LoRAExperts
+from lora_moe_rl.rollout.cpu_mxfp4 import Mxfp4LoRAExperts, PackedMxfp4Experts
 from lora_moe_rl.upstream.checks import require_attributes, require_parameters, require_version
 
 WHO = "lora_moe_rl/base/loader.py"
 LOAD_FORMAT = "lora_moe_rl_held"
+GROUPED = ("w13_weight_packed", "w2_weight_packed", "w13_weight_scale", "w2_weight_scale")
 # {vLLM's method of routed experts: (our class of experts, which keeps weights; their names)}
 KEPT = {
     UnquantizedFusedMoEMethod: (TorchLoRAExperts, ("w13_weight", "w2_weight")),
     DequantisedExperts: (Fp8LoRAExperts, ("w13_weight", "w2_weight")),
-    wna16.CompressedTensorsWNA16MoEMethod: (
-        Int4LoRAExperts,
-        ("w13_weight_packed", "w2_weight_packed"),
-    ),
+    wna16.CompressedTensorsWNA16MoEMethod: (Int4LoRAExperts, GROUPED),
+    PackedMxfp4Experts: (Mxfp4LoRAExperts, GROUPED),
 }
+PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
 def engine_args(folder: str) -> dict[str, Any]:
@@ -55,7 +65,8 @@ def engine_args(folder: str) -> dict[str, Any]:
 def install() -> None:
     """Makes vLLM know the format. Raises ConfigError when vLLM is not the version we know."""
     require_version("vllm", WHO)
-    require_attributes(DefaultModelLoader, ("load_weights", "_init_ep_weight_filter"), WHO)
+    methods = ("load_weights", "get_all_weights", "_init_ep_weight_filter")
+    require_attributes(DefaultModelLoader, methods, WHO)
     require_parameters(
         UnquantizedFusedMoEMethod.process_weights_after_loading, ("self", "layer"), WHO
     )
@@ -69,9 +80,19 @@ class HeldLoader(DefaultModelLoader):
         super().__init__(dataclasses.replace(load_config, **plain))
 
     def load_weights(self, model: torch.nn.Module, model_config) -> None:
-        self.store = held_by(self.folder, get_current_vllm_config()).open()
-        take(model, self.store)
+        held = held_by(self.folder, get_current_vllm_config())
+        base = Base(held.model_dir)
+        self.store, others = held.open(), held.dense(base)
+        self.not_read = set(held.not_read(base))
+        base.weights.close()
+        take_experts(model, self.store, set(others))
+        take_dense(model, self.store, others, held.tp)
         super().load_weights(model, model_config)
+
+    def get_all_weights(self, model_config, model) -> Generator[tuple[str, torch.Tensor]]:
+        for name, tensor in super().get_all_weights(model_config, model):
+            if name not in self.not_read:
+                yield name, tensor
 
     def _init_ep_weight_filter(self, model_config) -> None:
         self.local_expert_ids = set()  # the experts to read: none
@@ -96,12 +117,12 @@ def held_by(folder: str, config: VllmConfig) -> Held:
     )
 
 
-def take(model: torch.nn.Module, store: Store) -> None:
-    """Points every routed expert of `model` at the store. Raises HeldBaseError for one that vLLM
-    would lay out anew."""
+def take_experts(model: torch.nn.Module, store: Store, others: set[str]) -> None:
+    """Points every routed expert of `model` at the store. `others`: names of what else it holds.
+    Raises HeldBaseError for one that vLLM would lay out anew."""
     found = {name: m for name, m in model.named_modules() if isinstance(m, RoutedExperts)}
     wanted = {f"{name}.{stack}": m for name, m in found.items() for stack in _stacks(name, m)}
-    if differing := set(wanted) ^ set(store.contents.shapes):
+    if differing := set(wanted) ^ (set(store.contents.tensors) - others):
         raise HeldBaseError(
             f"vLLM's model and the base that is held differ in {len(differing)} tensors, among "
             f"them {min(differing)}"
@@ -111,6 +132,28 @@ def take(model: torch.nn.Module, store: Store) -> None:
     for layer in found.values():
         method = layer.quant_method
         method.process_weights_after_loading = _as_they_are(method.process_weights_after_loading)
+
+
+def take_dense(model: torch.nn.Module, store: Store, others: dict[str, Dense], tp: int) -> None:
+    """Points linears, embedding and head of `model` at the store. Raises HeldBaseError for one that
+    vLLM has in another form."""
+    rank = get_tensor_model_parallel_rank()
+    for name, one in others.items():
+        layer = model.get_submodule(name.removesuffix(".weight"))
+        method = getattr(layer, "quant_method", None)
+        if type(method) not in PLAIN:
+            raise HeldBaseError(
+                f"{name}: vLLM has it otherwise ({type(method).__name__}); set model.held_once=off"
+            )
+        whole = store[name]
+        if one.kind != "replicated":
+            whole = whole.chunk(tp, dim=0 if one.kind == "column" else 1)[rank]
+        _point(name, layer.weight, whole)
+        method.process_weights_after_loading = _multiply_as_it_is
+
+
+def _multiply_as_it_is(layer: torch.nn.Module) -> None:
+    layer.cpu_linear = torch.nn.functional.linear
 
 
 def _stacks(name: str, layer: RoutedExperts) -> tuple[str, ...]:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import torch
 from megatron.core import parallel_state as ps
 
+from lora_moe_rl.base.dense import Dense, apart
 from lora_moe_rl.base.held import Held
 from lora_moe_rl.base.layout import ExpertCut, Stack
 from lora_moe_rl.base.store import Store
 from lora_moe_rl.config import TrainerConfig
 from lora_moe_rl.errors import HeldBaseError
+from lora_moe_rl.refit.merged_base import Base
 
 BITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
@@ -24,6 +26,7 @@ class Shared:
     store: Store
     cut: ExpertCut
     stacks: dict[str, Stack]  # by Megatron's name of the module
+    dense: dict[str, Dense]  # by vLLM's name; what trainer ranks can take
 
     @classmethod
     def of(cls, held: Held, config: TrainerConfig, device: str) -> Shared:
@@ -40,15 +43,23 @@ class Shared:
                 f"{held.cut.pieces}; set model.held_once=off"
             )
         stacks = {stack.megatron: stack for stack in held.stacks()}
-        return cls(held, held.open(), cut, stacks)
+        base = Base(held.model_dir)
+        dense = {
+            name: one
+            for name, one in held.dense(base).items()
+            if not apart(one, base.shape, config.tp, held.tp)
+        }
+        base.weights.close()
+        return cls(held, held.open(), cut, stacks, dense)
 
     def part(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """This rank's part `[experts, rows, columns]` of a stack. Raises HeldBaseError when it is
-        not `like` what the model has."""
-        whole = self.store[self.stacks[name].name][ps.get_expert_tensor_parallel_rank()]
+        not `like` what the model has, but for the dtype of scales."""
+        stack = self.stacks[name]
+        whole = self.store[stack.name][ps.get_expert_tensor_parallel_rank()]
         each = len(whole) // self.cut.ranges
         mine = whole.narrow(0, ps.get_expert_model_parallel_rank() * each, each)
-        if mine.shape != like.shape or mine.dtype != like.dtype:
+        if mine.shape != like.shape or (mine.dtype != like.dtype and not stack.scales):
             raise HeldBaseError(
                 f"{name} is {tuple(like.shape)} {like.dtype}, and what is held of it "
                 f"{tuple(mine.shape)} {mine.dtype}"
@@ -59,7 +70,9 @@ class Shared:
 def check_same(path: str, held: torch.Tensor, read: torch.Tensor) -> None:
     """Raises HeldBaseError unless what is held is what the checkpoint has, bit for bit."""
     bits = BITS[held.element_size()]
-    if not torch.equal(held.view(bits), read.contiguous().view(bits)):
+    if held.shape != read.shape or not torch.equal(
+        held.contiguous().view(bits), read.contiguous().view(bits)
+    ):
         raise HeldBaseError(
             f"{path}: the checkpoint has other values than are held for trainer and engines; set "
             "model.held_once=off"

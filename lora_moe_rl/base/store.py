@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -31,11 +31,22 @@ from lora_moe_rl.errors import HeldBaseError
 from lora_moe_rl.rollout.facts import Dtype
 
 ALIGNMENT = 4096
-FORMAT = 1
+FORMAT = 2
 BIN, DESCRIPTION, WRITING, USERS = "base.bin", "base.json", "writing", "users"
 Shape = tuple[int, ...]
-Element = Dtype | Literal["int32", "float8_e4m3fn"]
+Element = Dtype | Literal["int32", "float8_e4m3fn", "uint8"]
 Fill = Callable[[str, torch.Tensor], None]
+
+
+class Kept(NamedTuple):
+    """A tensor of a store."""
+
+    dtype: Element
+    shape: Shape
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -43,27 +54,22 @@ class Contents:
     """What a store holds: `key` says of what, and under which conditions it is read."""
 
     key: Mapping[str, str]
-    dtype: Element
-    shapes: Mapping[str, Shape]
-
-    @property
-    def itemsize(self) -> int:
-        return getattr(torch, self.dtype).itemsize
+    tensors: Mapping[str, Kept]
 
     @property
     def places(self) -> dict[str, int]:
         """The first byte of each tensor."""
         found, offset = {}, 0
-        for name, shape in self.shapes.items():
+        for name, tensor in self.tensors.items():
             found[name] = offset
-            offset += -(-math.prod(shape) * self.itemsize // ALIGNMENT) * ALIGNMENT
+            offset += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         return found
 
     @property
     def nbytes(self) -> int:
         """Of the whole file."""
         *_, last = self.places
-        end = self.places[last] + math.prod(self.shapes[last]) * self.itemsize
+        end = self.places[last] + self.tensors[last].nbytes
         return -(-end // ALIGNMENT) * ALIGNMENT
 
     def described(self) -> dict[str, Any]:
@@ -71,11 +77,10 @@ class Contents:
         return {
             "format": FORMAT,
             "key": dict(self.key),
-            "dtype": self.dtype,
             "bytes": self.nbytes,
             "tensors": {
-                name: {"offset": places[name], "shape": list(shape)}
-                for name, shape in self.shapes.items()
+                name: {"offset": places[name], "dtype": tensor.dtype, "shape": list(tensor.shape)}
+                for name, tensor in self.tensors.items()
             },
         }
 
@@ -89,8 +94,7 @@ class Store:
         self._places = contents.places
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        shape = self.contents.shapes[name]
-        return _view(self._memory, self.contents.dtype, self._places[name], shape)
+        return _view(self._memory, self.contents.tensors[name], self._places[name])
 
 
 def open_store(folder: Path | str, contents: Contents, fill: Fill) -> Store:
@@ -205,7 +209,7 @@ def _write(folder: Path | str, directory: int, contents: Contents, fill: Fill) -
 
 def _fill(memory: mmap.mmap, contents: Contents, fill: Fill) -> None:
     for name, offset in contents.places.items():
-        fill(name, _view(memory, contents.dtype, offset, contents.shapes[name]))
+        fill(name, _view(memory, contents.tensors[name], offset))
 
 
 def _check(folder: Path | str, directory: int, contents: Contents) -> None:
@@ -229,7 +233,7 @@ def _differing(found: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
         there, here = found["key"].get(name, "missing"), wanted["key"].get(name, "missing")
         if there != here:
             yield f"{name} is {there} there and {here} here"
-    for name in ("format", "dtype", "bytes"):
+    for name in ("format", "bytes"):
         if found.get(name) != wanted[name]:
             yield f"{name} is {found.get(name)} there and {wanted[name]} here"
     there, here = found.get("tensors", {}), wanted["tensors"]
@@ -254,10 +258,10 @@ def _map(folder: Path | str, directory: int, nbytes: int) -> mmap.mmap:
         os.close(descriptor)
 
 
-def _view(memory: mmap.mmap, dtype: Element, offset: int, shape: Shape) -> torch.Tensor:
+def _view(memory: mmap.mmap, kept: Kept, offset: int) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of memory that cannot be written, which is the point
         flat = torch.frombuffer(
-            memory, dtype=getattr(torch, dtype), count=math.prod(shape), offset=offset
+            memory, dtype=getattr(torch, kept.dtype), count=math.prod(kept.shape), offset=offset
         )
-    return flat.view(shape)
+    return flat.view(kept.shape)

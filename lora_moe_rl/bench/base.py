@@ -1,5 +1,4 @@
-"""`lora-moe-rl bench base`: the routed experts held once for trainer and engine, against a copy
-each."""
+"""`lora-moe-rl bench base`: a base held once for trainer and engine, against a copy each."""
 
 from __future__ import annotations
 
@@ -19,11 +18,11 @@ from lora_moe_rl.base.store import BIN
 from lora_moe_rl.bench import report
 from lora_moe_rl.bench.loading import Peak
 from lora_moe_rl.bench.model import save_random
+from lora_moe_rl.bench.own_base import CountingEngine, outside
 from lora_moe_rl.bench.process import mapped_bytes, private_bytes
 from lora_moe_rl.bench.report import Result, busy_cores, cores, goal, temporary
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import positive, result_parser
-from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.tiny.shapes import EXTRA_CONFIG, SHAPES
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 from lora_moe_rl.verify.comparisons import largest
@@ -34,27 +33,35 @@ from lora_moe_rl.verify.ranks import Ranks, free_address, spec_of
 from lora_moe_rl.verify.report import table
 
 ABOUT = """\
-A trainer rank and an engine on one model with random weights, on the CPU in float32: first with a
-base each, then with the routed experts in one file that both map. Memory that is a process's own,
-at most while it starts and once it has computed, the share of the file that each is charged, how
-long the first user of the base takes to start and those after it, and how far log-probabilities and
-gradients are from those on private copies.
+A trainer and an engine on one model with random weights, on the CPU in float32: first with a base
+each, then with one in a file that both map. Memory that is a process's own, at most while it starts
+and once it has computed, what all processes together have of the base, in the file by their share
+of it and beside it, how long the first user of the base takes to start and those after it, and how
+far log-probabilities and gradients are from those on private copies.
 """
 WIDTHS = {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 256}
 LENGTHS = (20, 60)
 MOST_HELD, MOST_LOGPROBS, MOST_GRADIENTS = 1.05, 5e-6, 1e-5
 TIMEOUT_S = 600
+# {name: (trainer's, engine's)}; vLLM shares experts out over its tensor-parallel ranks.
+LAYOUTS = {
+    "tp1": ({}, {}),
+    "tp2": ({"world_size": 2, "tp": 2, "etp": 2}, {"tp": 2}),
+    "ep2": ({"world_size": 2, "ep": 2}, {"tp": 2, "ep": True}),
+    "tp2ep2": ({"world_size": 2, "tp": 2, "ep": 2}, {"tp": 2, "ep": True}),
+}
 
 
 def main(argv: Sequence[str]) -> int:
     parser = result_parser("bench base", ABOUT)
     parser.add_argument("--model", choices=SHAPES, default="qwen3_moe", help="(qwen3_moe)")
     parser.add_argument("--experts", type=positive, default=32, help="of each layer (32)")
+    parser.add_argument("--layout", choices=LAYOUTS, default="tp1", help="of both sides (tp1)")
     parser.add_argument("--dir", default="/dev/shm", help="where the one base lies (/dev/shm)")
     options = parser.parse_args(argv)
     busy = busy_cores()
     with temporary() as folder, owned(options.dir) as held:
-        result = measure(Path(folder), options.model, options.experts, held)
+        result = measure(Path(folder), options.model, options.experts, held, options.layout)
     result["busy_cores_before"] = busy
     report.conclude(result, options.json, parts)
     return 0 if report.all_met(result) else 1
@@ -69,13 +76,14 @@ def save_model(folder: Path, name: str, experts: int) -> None:
     make_tokenizer().save_pretrained(folder)
 
 
-def measure(folder: Path, name: str, experts: int, held: str) -> Result:
+def measure(folder: Path, name: str, experts: int, held: str, layout: str) -> Result:
     save_model(folder, name, experts)
+    trainer, rollout = LAYOUTS[layout]
     config = RunConfig(
         model={"path": str(folder), "max_length": 128},
         adapter={"rank": 4, "alpha": 8},
-        trainer={"dtype": "float32", "device": "cpu"},
-        rollout={"cpu_kv_cache_gib": 0.06},
+        trainer={"dtype": "float32", "device": "cpu", **trainer},
+        rollout={"cpu_kv_cache_gib": 0.06, **rollout},
     )
     spec = spec_of(folder, config)
     sequences = [row.tolist() for row in random_batch(spec, 8, 3, LENGTHS)[0].token_ids]
@@ -83,23 +91,26 @@ def measure(folder: Path, name: str, experts: int, held: str) -> Result:
     own, first, second = (_trainer(config, folder, base) for base in (None, held, held))
     file = Path(held) / BIN
     with Ranks(config, folder, False, TIMEOUT_S, held) as ranks:
-        trainers = ranks.run(process_id)
-        engine = _engine(folder, config, spec, sequences, held, trainers)
-    size = file.stat().st_size
+        trainers = ranks.run(process_and_own)
+        engine = _engine(folder, config, spec, sequences, held, [pid for pid, _ in trainers])
+    size = sum(one.stat().st_size for one in folder.glob("*.safetensors"))
+    of_base = engine["file"] + engine["beside"] + sum(own for _, own in trainers)
     gradients = max(
         _relative(a, b)
         for shared in (first, second)
         for a, b in zip(shared["gradients"], own["gradients"], strict=True)
     )
     found = {
-        "held": engine["file"] / size,
+        "held": of_base / size,
         "engine_logprobs": largest(engine["scores"], own_engine["scores"]),
         "trainer_logprobs": max(largest(x["scores"], own["scores"]) for x in (first, second)),
         "gradients": gradients,
     }
     return {
         "model": name,
+        "layout": layout,
         "bytes": size,
+        "in_file": file.stat().st_size,
         "cores": cores(),
         "trainer": [own["private"], second["private"]],
         "trainer_peak": [own["peak"], second["peak"]],
@@ -108,7 +119,7 @@ def measure(folder: Path, name: str, experts: int, held: str) -> Result:
         "trainer_seconds": [own["seconds"], second["seconds"]],
         "first_seconds": first["seconds"],
         "goals": {
-            "held of the file by all, times its size": goal(found["held"], MOST_HELD),
+            "what all have of the base, times its size": goal(found["held"], MOST_HELD),
             "engine's logprobs, largest difference": goal(found["engine_logprobs"], MOST_LOGPROBS),
             "trainer's logprobs, largest difference": goal(
                 found["trainer_logprobs"], MOST_LOGPROBS
@@ -118,15 +129,25 @@ def measure(folder: Path, name: str, experts: int, held: str) -> Result:
     }
 
 
-def process_id(worker, spec) -> int:
-    """Of a trainer rank that has started."""
-    return os.getpid()
+def process_and_own(worker, spec) -> tuple[int, int]:
+    """Of a trainer rank that has started: its process, and bytes of the base that it has beside the
+    file."""
+    parameters = (p for chunk in worker.engine.chunks for p in chunk.parameters())
+    frozen = (parameter for parameter in parameters if not parameter.requires_grad)
+    return os.getpid(), outside(frozen, Path(worker.held) / BIN)
 
 
 def _trainer(config: RunConfig, folder: Path, held: str | None) -> Result:
-    """Of one trainer rank from its start on."""
+    """Of all trainer ranks together, from their start on."""
     arguments = (free_address(), config, folder, held)
-    return run_processes(1, train, *arguments, timeout_s=TIMEOUT_S)[0]
+    ranks = run_processes(config.trainer.world_size, train, *arguments, timeout_s=TIMEOUT_S)
+    return {
+        "scores": [score for rank in ranks for score in rank["scores"] or []],
+        "gradients": [gradient for rank in ranks for gradient in rank["gradients"]],
+        "private": sum(rank["private"] for rank in ranks),
+        "peak": sum(rank["peak"] for rank in ranks),
+        "seconds": max(rank["seconds"] for rank in ranks),
+    }
 
 
 def train(rank: int, address: str, config: RunConfig, folder: Path, held: str | None) -> Result:
@@ -161,8 +182,8 @@ def _engine(
     held: str | None,
     others: Sequence[int] = (),
 ) -> Result:
-    """What an engine computes and holds, and with `others` of the file."""
-    made = functools.partial(RolloutEngine, held=held)
+    """What an engine computes and holds, and of the file with `others`."""
+    made = functools.partial(CountingEngine, held=held)
     with EngineProcess(config, spec, folder, folder / "engine.log", made) as engine:
         started = engine.start()
         (scores, _) = engine.ask("score", sequences, None)
@@ -174,7 +195,9 @@ def _engine(
             "load": started["seconds"]["total"] - started["seconds"]["import"],
         }
         if held is not None:
-            found["file"] = sum(mapped_bytes(pid, Path(held) / BIN) for pid in [*mine, *others])
+            file = Path(held) / BIN
+            found["file"] = sum(mapped_bytes(pid, file) for pid in [*mine, *others])
+            found["beside"] = engine.ask("own_base", str(file))
     return found
 
 
@@ -184,10 +207,10 @@ def _relative(one: np.ndarray, other: np.ndarray) -> float:
 
 def parts(result: Result) -> Iterable[Any]:
     yield (
-        f"{result['model']}, routed experts {result['bytes'] / 2**20:,.1f} MiB, float32, "
-        f"{result['cores']} cores"
+        f"{result['model']}, {result['layout']}, {result['bytes'] / 2**20:,.1f} MiB, of which "
+        f"{result['in_file'] / 2**20:,.1f} in the file, float32, {result['cores']} cores"
     )
-    shown = table(["", "a base each", "experts held once"])
+    shown = table(["", "a base each", "held once"])
     for name, key in (
         ("trainer's own MiB", "trainer"),
         ("the most while it starts", "trainer_peak"),

@@ -82,7 +82,7 @@ class ModelConfig(Section):
     max_length: int = Field(512, ge=2, description="Longest prompt plus response, in tokens.")
     held_once: HeldOnce = Field(
         "off",
-        description="Routed experts in one copy for trainer and engines, on one machine's CPU: "
+        description="The frozen base in one copy for trainer and engines, on one machine's CPU: "
         "never (off), where it can be (auto), or else the run does not start (on).",
     )
     held_dir: str = Field(

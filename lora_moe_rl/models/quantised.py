@@ -2,33 +2,43 @@
 
 int4    compressed-tensors' pack-quantized, symmetric, groups of 32 (Kimi-K2-Thinking)
 fp8     blocks of 128 x 128 with float32 scales (DeepSeek-V3)
+mxfp4   compressed-tensors' mxfp4-pack-quantized: groups of 32 with exponents for scales
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from lora_moe_rl.files.untrusted import read_json
 
+if TYPE_CHECKING:
+    from lora_moe_rl.kernels.dequant import Form
+
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": 32}
+MXFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": 32}
+PACKED = {"pack-quantized": INT4, "mxfp4-pack-quantized": MXFP4}  # of compressed-tensors
 FP8_BLOCK = [128, 128]
 # Columns of an expert that stay together when experts are cut.
-WHOLE = {"int4": 32, "fp8": 128}
+WHOLE = {"int4": 32, "fp8": 128, "mxfp4": 32}
 SUPPORTED = (
     "int4 (quant_method compressed-tensors, format pack-quantized, symmetric groups of 32, as "
-    "Kimi-K2-Thinking) and fp8 (quant_method fp8, blocks of 128 x 128, as DeepSeek-V3)"
+    "Kimi-K2-Thinking), mxfp4 (compressed-tensors, format mxfp4-pack-quantized) and fp8 "
+    "(quant_method fp8, blocks of 128 x 128, as DeepSeek-V3)"
 )
 
 
-def form(config: Mapping[str, Any]) -> Literal["int4", "fp8"] | None:
-    """int4, fp8, or None for a base that is not quantised. Of a config that `refused` lets pass."""
-    method = (config.get("quantization_config") or {}).get("quant_method")
-    return None if method is None else "fp8" if method == "fp8" else "int4"
+def form(config: Mapping[str, Any]) -> Form | None:
+    """None for a base that is not quantised. Of a config that `refused` lets pass."""
+    said = config.get("quantization_config") or {}
+    method = said.get("quant_method")
+    if method in (None, "fp8"):
+        return method
+    return "mxfp4" if said.get("format") == "mxfp4-pack-quantized" else "int4"
 
 
-def form_in(model_dir: Path) -> Literal["int4", "fp8"] | None:
+def form_in(model_dir: Path) -> Form | None:
     """`form` of a Hugging Face directory."""
     return form(read_json(model_dir / "config.json"))
 
@@ -47,13 +57,15 @@ def refused(config: Mapping[str, Any]) -> Iterator[str]:
     elif method == "compressed-tensors":
         groups = said.get("config_groups") or {}
         weights = [(group or {}).get("weights") or {} for group in groups.values()]
-        wrong = [w for w in weights if any(w.get(k) != v for k, v in INT4.items())]
-        if said.get("format") != "pack-quantized" or not weights or wrong:
-            yield _refused(f"format={said.get('format')!r} with weights {wrong or weights}")
+        kind = said.get("format")
+        wanted = PACKED.get(str(kind))
+        wrong = [w for w in weights if wanted and any(w.get(k) != v for k, v in wanted.items())]
+        if wanted is None or not weights or wrong:
+            yield _refused(f"format={kind!r} with weights {wrong or weights}")
         if any((group or {}).get("input_activations") for group in groups.values()):
-            yield _refused("pack-quantized with quantised activations")
+            yield _refused(f"{kind} with quantised activations")
         if any(w.get("actorder") for w in weights):
-            yield _refused("pack-quantized with actorder")
+            yield _refused(f"{kind} with actorder")
     else:
         yield _refused(f"quant_method={method!r}")
 

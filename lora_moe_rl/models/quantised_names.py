@@ -13,14 +13,15 @@ if TYPE_CHECKING:
 TENSORS: dict[Form, tuple[str, str, str | None]] = {
     "int4": ("weight_packed", "weight_scale", "weight_shape"),
     "fp8": ("weight", "weight_scale_inv", None),
+    "mxfp4": ("weight_packed", "weight_scale", None),
 }
 _BESIDE = {name for names in TENSORS.values() for name in names if name}
 
 
 def form_of(path: str, names: Collection[str]) -> Form | None:
     """How a checkpoint with these `names` stores the linear at `path`; None: not quantised."""
-    for form, (data, scale, _) in TENSORS.items():
-        if f"{path}.{data}" in names and f"{path}.{scale}" in names:
+    for form, needed in TENSORS.items():
+        if all(f"{path}.{name}" in names for name in needed if name):
             return form
     return None
 

@@ -28,7 +28,7 @@ def read(get: Callable[[str], torch.Tensor], names: Collection[str], name: str) 
     scales = get(f"{path}.{scale}")
     if wrong := bad_scales(form, scales):
         raise ModelError(f"{path}.{scale}: {wrong}; fetch the file again")
-    return dequantise(Packed(form, get(f"{path}.{data}"), scales), torch.float32)
+    return dequantise(_packed(form, get(f"{path}.{data}"), scales), torch.float32)
 
 
 def read_linear(weights: SafeWeights, path: str, form: Form) -> Packed:
@@ -43,8 +43,8 @@ def read_linear(weights: SafeWeights, path: str, form: Form) -> Packed:
     if wrong := bad_scales(form, scales):
         raise ModelError(f"{path}.{scale} in {weights.directory}: {wrong}; fetch the file again")
     try:
-        packed = Packed(form, weights.read(f"{path}.{data}"), scales)
-    except ValueError as error:
+        packed = _packed(form, weights.read(f"{path}.{data}"), scales)
+    except (ValueError, RuntimeError) as error:
         raise ModelError(f"{path} in {weights.directory}: {error}") from error
     said = f"{path}.{shape}"
     if said in weights.file_of and tuple(weights.read(said).tolist()) != packed.shape:
@@ -53,6 +53,11 @@ def read_linear(weights: SafeWeights, path: str, form: Form) -> Packed:
             f"has the shape {list(packed.shape)}"
         )
     return packed
+
+
+def _packed(form: Form, data: torch.Tensor, scales: torch.Tensor) -> Packed:
+    """compressed-tensors has the bytes of an MXFP4 weight's groups one after the other."""
+    return Packed(form, data.view(*scales.shape, -1) if form == "mxfp4" else data, scales)
 
 
 def write_numbers(source: Path, out: Path) -> None:

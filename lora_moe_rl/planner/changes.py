@@ -268,8 +268,8 @@ def _more_gpus(request: Request) -> list[Words]:
 
 def _served(request: Request) -> list[Words]:
     """FP8, and INT4, which is of experts alone."""
-    formats = {"float32": ["fp8", "int4"], "bf16": ["fp8", "int4"], "fp8": ["int4"], "int4": []}
-    known = formats[request.assumed.served]
+    formats = {"float32": ["fp8", "int4"], "bf16": ["fp8", "int4"], "fp8": ["int4"]}
+    known = formats.get(request.assumed.served, [])
     experts = bool(request.facts.shape.num_experts)
     return [("--served", form) for form in known if form != "int4" or experts]
 

@@ -20,7 +20,8 @@ from lora_moe_rl.errors import ModelError
 from lora_moe_rl.tiny.make import NAMES, QUANTISED, form_of, shape_of
 
 MODELS = Path(__file__).parent / "models"
-Format = Literal["bf16", "fp8", "int4", "float32"]
+Format = Literal["bf16", "fp8", "int4", "mxfp4", "float32"]
+PACKED: tuple[Format, ...] = ("fp8", "int4", "mxfp4")
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Facts:
 
     def in_trainer(self, weights: Format) -> Format:
         """What the trainer holds of the base, computing in `weights`: packed parts as they are."""
-        quantised = self.checkpoint in ("fp8", "int4") and weights == "bf16"
+        quantised = self.checkpoint in PACKED and weights == "bf16"
         return self.checkpoint if quantised else weights
 
 
@@ -128,9 +129,9 @@ def _format(config: Config, file: Path) -> Format:
     if method == "fp8":
         return "fp8"
     groups = quantization.get("config_groups") or {}
-    bits = {(group.get("weights") or {}).get("num_bits") for group in groups.values()}
-    if method == "compressed-tensors" and bits == {4}:
-        return "int4"
+    weights = [group.get("weights") or {} for group in groups.values()]
+    if method == "compressed-tensors" and {one.get("num_bits") for one in weights} == {4}:
+        return "mxfp4" if quantization.get("format") == "mxfp4-pack-quantized" else "int4"
     raise ModelError(
         f"{file}: quant_method={method!r} is not a format that the planner can size; it knows "
         f"{', '.join(get_args(Format))}"

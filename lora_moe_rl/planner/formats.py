@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 from lora_moe_rl.config import TrainerConfig
 from lora_moe_rl.planner.base import BaseTensor
-from lora_moe_rl.planner.facts import Format
+from lora_moe_rl.planner.facts import PACKED, Format
 
 FP8_BLOCK = 128  # one float32 scale for each block of 128 by 128
-INT4_GROUP = 32  # one bf16 scale for each 32 weights of a row
+GROUP = 32  # weights of a row that have one scale, of two bytes in INT4 and one in MXFP4
 # The most that the trainer dequantises weights of one shape into (kernels/packed_linear.py).
 SCRATCH_BYTES = {"cpu": 2**28, "cuda": 2**32}
 
@@ -37,7 +37,7 @@ def packed_in_trainer(
     experts, and what trainer/packed_dense.py packs. On GPUs Transformer Engine's linears are
     numbers."""
     if tensor.part == "experts" or weights != "fp8":
-        return tensor.part == "experts" and weights in ("fp8", "int4")
+        return tensor.part == "experts" and weights in PACKED
     if not tensor.linear or trainer.device != "cpu" or tensor.name.endswith("linear_qkv.weight"):
         return False
     gate_and_up = 2 if tensor.name.endswith("linear_fc1.weight") else 1
@@ -60,8 +60,8 @@ def trainer_bytes(
 def tensor_bytes(tensor: BaseTensor, shape: tuple[int, ...], weights: Format) -> int:
     """Bytes of a part of `shape` of `tensor`.
 
-    fp8: every matrix of a layer but the router's, as DeepSeek-V3 has it; int4: the routed experts,
-    as Kimi-K2-Thinking has it; the rest is bf16.
+    fp8: every matrix of a layer but the router's, as DeepSeek-V3 has it; int4 and mxfp4: the
+    routed experts, as Kimi-K2-Thinking has it; the rest is bf16.
     """
     size = math.prod(shape)
     if tensor.buffer:
@@ -70,6 +70,6 @@ def tensor_bytes(tensor: BaseTensor, shape: tuple[int, ...], weights: Format) ->
         rows, columns = shape[-2:]
         blocks = math.ceil(rows / FP8_BLOCK) * math.ceil(columns / FP8_BLOCK)
         return size + 4 * math.prod(shape[:-2]) * blocks
-    if weights == "int4" and tensor.part == "experts":
-        return size // 2 + 2 * math.ceil(size / INT4_GROUP)
+    if weights in ("int4", "mxfp4") and tensor.part == "experts":
+        return size // 2 + (2 if weights == "int4" else 1) * math.ceil(size / GROUP)
     return itemsize(weights) * size

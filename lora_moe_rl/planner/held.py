@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lora_moe_rl.base.layout import LATER, PACKED, ExpertCut, rule
+from lora_moe_rl.base.layout import ExpertCut, rule
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.planner.base import PARTS, base_tensors, held_by
 from lora_moe_rl.planner.facts import Facts, Format
@@ -19,6 +19,7 @@ from lora_moe_rl.planner.rollout import engine_shape
 from lora_moe_rl.planner.trainer import FORMATS
 from lora_moe_rl.refit.plan import trainer_ranks
 
+ON_GPUS = "not done yet: each side has its own"
 # A part of the model, and a piece of the names that the rule has for it.
 NAMES = {
     "embeddings": "embed_tokens",
@@ -81,8 +82,8 @@ def _reasons(facts: Facts, config: RunConfig, same_gpus: bool) -> Iterator[tuple
     tensors = rule(facts.shape, config.trainer, config.rollout)
     for part, name in NAMES.items():
         why = next((one.reason for one in tensors if name in one.name and one.reason), "")
-        if why == PACKED and config.trainer.device == "cuda":
-            why = LATER
+        if part != "experts" and config.trainer.device == "cuda":
+            why = why or ON_GPUS
         yield part, why or _apart(config, same_gpus)
 
 

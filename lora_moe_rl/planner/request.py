@@ -16,7 +16,7 @@ from lora_moe_rl.errors import ConfigError, LoraMoeRlError
 from lora_moe_rl.files.importing import load_file
 from lora_moe_rl.planner import plan as plans
 from lora_moe_rl.planner.compute import Lengths
-from lora_moe_rl.planner.facts import Facts, Format, find
+from lora_moe_rl.planner.facts import PACKED, Facts, Format, find
 from lora_moe_rl.planner.hardware import DEFAULT_GPU, GPUS, Hardware
 from lora_moe_rl.planner.plan import Assumed
 from lora_moe_rl.planner.search import LAYOUT_KEYS, Search
@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
         "--gpus-per-node", type=int, help="which a tensor-parallel group cannot exceed (8)"
     )
     made.add_argument("--rank", type=int, help="short for adapter.rank")
-    formats = ("bf16", "fp8", "int4")
+    formats = ("bf16", *PACKED)
     about = "the trainer's frozen base, as if held in this format (bf16 is what there is)"
     made.add_argument("--base", choices=formats, help=about)
     about = "the engines' weights (as the checkpoint has them)"
@@ -227,7 +227,7 @@ def _assumed(
 ) -> Assumed:
     hardware = hardware if hardware.gpus else replace(hardware, gpus=_gpus(config))
     weights: Format = "float32" if config.trainer.dtype == "float32" else "bf16"
-    quantised = facts.checkpoint in ("fp8", "int4")
+    quantised = facts.checkpoint in PACKED
     served = options.served or (facts.checkpoint if quantised else weights)
     lengths = Lengths(
         options.prompt_tokens or max(1, config.max_prompt_tokens // 2),

@@ -39,7 +39,7 @@ FLOAT32 = 4
 # Kinds of memory that stay between updates.
 RESIDENT = ("base", "scratch", "adapter", "gradients", "optimizer", "runtime")
 STEP = 4  # Adam's count of steps: one float32 a parameter tensor, on the host
-FORMATS: tuple[Format, ...] = ("bf16", "fp8", "int4")
+FORMATS: tuple[Format, ...] = ("bf16", "fp8", "int4", "mxfp4")
 
 
 @dataclass(frozen=True)

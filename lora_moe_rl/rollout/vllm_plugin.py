@@ -7,6 +7,7 @@ other mend; its CPU build lacks seven things, each mended in a file of its own:
     cpu_lora     LoRA on linears, right in batches that mix adapters and the base
     cpu_experts  LoRA on routed experts
     cpu_int4     LoRA on routed experts that are INT4
+    cpu_mxfp4    LoRA on routed experts that are MXFP4
     cpu_fp8      FP8 bases, with LoRA
     cpu_routes   recording of router decisions
     cpu_cache    giving the cache of keys and values back
@@ -43,12 +44,14 @@ def register() -> None:
         cpu_fp8,
         cpu_int4,
         cpu_lora,
+        cpu_mxfp4,
         cpu_routes,
     )
 
     cpu_lora.install()
     cpu_experts.install()
     cpu_int4.install()
+    cpu_mxfp4.install()
     cpu_fp8.install()
     cpu_routes.install()
     cpu_cache.install()

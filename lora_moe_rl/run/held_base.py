@@ -15,7 +15,7 @@ MIB = 2**20
 
 @contextmanager
 def held_base(run: Prepared) -> Iterator[str | None]:
-    """The folder in which trainer and engines share their routed experts; None: they do not. A run
+    """The folder in which trainer and engines share their base; None: they do not. A run
     with model.held_once=auto that cannot says why."""
     model, shape = run.config.model, run.spec.shape
     if run.private:
@@ -25,11 +25,14 @@ def held_base(run: Prepared) -> Iterator[str | None]:
         return
     from lora_moe_rl.base.owner import owned
 
+    form = quantised.form_in(run.model_dir)
     with owned(model.held_dir) as folder:
-        size = choose.held_bytes(run.config, shape, quantised.form_in(run.model_dir)) / MIB
-        share = choose.held_share(run.config, shape)
+        size = choose.held_bytes(run.config, shape, form) / MIB
+        share = choose.held_share(run.config, shape, form)
         console.say(
-            f"trainer and engines hold routed experts once: {size:,.1f} MiB, {share:.0%} of the "
-            f"base, in {folder}"
+            f"trainer and engines hold their base once: {size:,.1f} MiB, {share:.0%} of it, in "
+            f"{folder}"
         )
+        for name, why in choose.private(run.config, shape, form).items():
+            console.say(f"{name} is not shared: {why}")
         yield folder

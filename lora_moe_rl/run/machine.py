@@ -22,7 +22,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import LoraMoeRlError
 from lora_moe_rl.planner import plan as plans
 from lora_moe_rl.planner.compute import Lengths
-from lora_moe_rl.planner.facts import Format, find
+from lora_moe_rl.planner.facts import PACKED, Format, find
 from lora_moe_rl.planner.hardware import GIB, Hardware
 from lora_moe_rl.planner.plan import Assumed, RunPlan
 from lora_moe_rl.run import cores
@@ -39,7 +39,7 @@ class Found:
 
 
 def look(config: RunConfig, model_dir: Path, spec: AdapterSpec, held_once: bool) -> Found:
-    """`held_once`: whether trainer and engines share their routed experts. Raises ConfigError when
+    """`held_once`: whether trainer and engines share their base. Raises ConfigError when
     the disk has no room for one checkpoint, and for nothing else that the machine lacks."""
     gpus = gpu_memory()
     warnings: list[str] = []
@@ -103,18 +103,22 @@ def _plan(config: RunConfig, model_dir: Path, hardware: Hardware, auto: Format) 
     weights = auto
     if config.trainer.dtype != "auto":
         weights = "float32" if config.trainer.dtype == "float32" else "bf16"
-    served = facts.checkpoint if facts.checkpoint in ("fp8", "int4") else weights
+    served = facts.checkpoint if facts.checkpoint in PACKED else weights
     lengths = Lengths(config.max_prompt_tokens, config.max_response_tokens)
     return plans.make(facts, config, Assumed(hardware, facts.in_trainer(weights), served, lengths))
 
 
 def _saved(config: RunConfig, plan: RunPlan) -> int:
-    """Bytes of routed experts that would be there once more for each copy but the one that all
-    share: those of the trainer's data-parallel ranks and of each engine."""
-    shape, trainer = plan.facts.shape, config.trainer
-    copies = trainer.world_size // (trainer.pp * trainer.ep * trainer.etp) + config.rollout.engines
-    form = plan.facts.checkpoint if plan.facts.checkpoint in ("fp8", "int4") else None
-    return (copies - 1) * choose.held_bytes(config, shape, form)
+    """Bytes of the base that would be there once more for each copy but the one that all share:
+    those of the trainer's data-parallel ranks and of each engine."""
+    shape, trainer, engines = plan.facts.shape, config.trainer, config.rollout.engines
+    form = plan.facts.checkpoint if plan.facts.checkpoint in PACKED else None
+    stages, ranks = trainer.pp, trainer.world_size
+    experts = choose.expert_bytes(config, shape, form) * (
+        ranks // (stages * trainer.ep * trainer.etp) + engines - 1
+    )
+    dense = choose.dense_bytes(config, shape, form) * (ranks // (stages * trainer.tp) + engines - 1)
+    return experts + dense
 
 
 def _on_the_cpu(config: RunConfig, plan: RunPlan, saved: int) -> tuple[str, list[str]]:

@@ -15,7 +15,7 @@ from lora_moe_rl.errors import ModelError
 
 TINY_NAMES = ("qwen3_moe", "deepseek_v3")
 # The same, with linears as quantised checkpoints have them, and the files that make it so.
-QUANTISED = {"int4": ("quantise",), "fp8": ("quantise", "widen")}
+QUANTISED = {"int4": ("quantise",), "fp8": ("quantise", "widen"), "mxfp4": ("quantise",)}
 QUANTISED_NAMES = tuple(f"{name}-{form}" for form in QUANTISED for name in TINY_NAMES)
 # The same, pre-trained further on several problems in a row, as conversations have them.
 TURNS_NAMES = tuple(f"{name}-turns" for name in TINY_NAMES)
@@ -60,8 +60,8 @@ def _make(name: str, target: Path, progress: bool) -> None:
     from lora_moe_rl.tiny.widen import widen
 
     source = make_tiny(shape_of(name), progress=progress)
-    if form_of(name) == "int4":
-        quantise(source, target)
+    if form_of(name) != "fp8":
+        quantise(source, target, "int4" if form_of(name) == "int4" else "mxfp4")
         return
     with tempfile.TemporaryDirectory() as folder:
         widen(source, wide := Path(folder) / "wide")

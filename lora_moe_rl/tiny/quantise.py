@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from lora_moe_rl.files.untrusted import SafeWeights
 from lora_moe_rl.kernels.dequant import Form
+from lora_moe_rl.kernels.dequant.formats import E2M1, MXFP4_BIAS, MXFP4_GROUP
 from lora_moe_rl.kernels.merge.formats import quantise_fp8, quantise_int4
 from lora_moe_rl.tiny.build import put
 
@@ -47,7 +48,9 @@ INT4 = {
     ],
 }
 
-
+_WEIGHTS = INT4["config_groups"]["group_0"]["weights"]
+_GROUP = INT4["config_groups"]["group_0"] | {"weights": _WEIGHTS | {"type": "float"}}
+MXFP4 = INT4 | {"format": "mxfp4-pack-quantized", "config_groups": {"group_0": _GROUP}}
 # Of DeepSeek-V3.
 FP8 = {
     "quant_method": "fp8",
@@ -57,13 +60,14 @@ FP8 = {
 }
 _LINEARS = {
     "int4": r"\.experts\.\d+\..*\.weight$",  # routed experts alone
+    "mxfp4": r"\.experts\.\d+\..*\.weight$",
     "fp8": r"\.layers\..*_proj(_with_mqa)?\.weight$",  # every linear of a layer but the router
 }
 
 
 def quantise(source: Path, out: Path, form: Form = "int4") -> None:
     """Write `source` to `out` as `form`, whole or not at all; what stood there is replaced. Of INT4
-    are the routed experts, as Kimi-K2-Thinking has it; of FP8 all linears of a layer, as
+    and MXFP4 are the routed experts, as Kimi-K2-Thinking has it; of FP8 all linears of a layer, as
     DeepSeek-V3."""
     scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
@@ -77,7 +81,8 @@ def quantise(source: Path, out: Path, form: Form = "int4") -> None:
         save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
         config_file = scratch / "config.json"
         config = json.loads(config_file.read_text())
-        config["quantization_config"] = INT4 if form == "int4" else FP8 | _kept(tensors)
+        said = {"int4": INT4, "mxfp4": MXFP4, "fp8": FP8 | _kept(tensors)}
+        config["quantization_config"] = said[form]
         config_file.write_text(json.dumps(config, indent=2) + "\n")
         scratch.chmod(0o755)
         put(scratch, out)
@@ -91,9 +96,25 @@ def _stored(name: str, weight: torch.Tensor, form: Form) -> dict[str, torch.Tens
     if form == "fp8":
         value, scale_inv = quantise_fp8(weight.float())
         return {name: value, f"{name}_scale_inv": scale_inv}
+    if form == "mxfp4":
+        packed, scale = quantise_mxfp4(weight.float())
+        return {f"{name}_packed": packed, f"{name}_scale": scale}
     packed, scale = quantise_int4(weight.float(), torch.bfloat16)
     shape = torch.tensor(weight.shape, dtype=torch.int64)
     return {f"{name}_packed": packed, f"{name}_scale": scale, f"{name}_shape": shape}
+
+
+def quantise_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(packed uint8 `[out, in / 2]`, exponents uint8 `[out, in / 32]`): OCP's rule, by which the
+    largest value of a group has the largest exponent that E2M1 has."""
+    groups = weight.unflatten(-1, (-1, MXFP4_GROUP))
+    largest = groups.abs().amax(dim=-1).clamp(min=2.0**-100)
+    exponents = largest.log2().floor() - 2
+    scaled = groups / exponents.exp2()[..., None]
+    values = torch.tensor(E2M1[:8])
+    nearest = (scaled.abs()[..., None] - values).abs().argmin(dim=-1)
+    codes = (nearest + 8 * (scaled < 0)).flatten(-2).to(torch.uint8)
+    return codes[:, 0::2] | codes[:, 1::2] << 4, (exponents + MXFP4_BIAS).to(torch.uint8)
 
 
 def _kept(tensors: dict[str, torch.Tensor]) -> dict[str, list[str]]:

@@ -87,7 +87,13 @@ def build_model(
 
     logging.getLogger("megatron").setLevel(logging.ERROR)
     auto_bridge = bridge.load()
-    from lora_moe_rl.trainer import fp8_forward, packed_dense, packed_experts, shared_experts
+    from lora_moe_rl.trainer import (
+        fp8_forward,
+        packed_dense,
+        packed_experts,
+        shared_dense,
+        shared_experts,
+    )
 
     packed = packed_experts.find(model_dir)
     with warnings.catch_warnings():
@@ -106,6 +112,8 @@ def build_model(
     replicate(chunks, config, device)
     if packed is not None:
         packed_dense.pack(chunks, model_dir)
+    if shared is not None:
+        shared_dense.share(chunks, shared)
     if config.fp8_forward == "engine":
         fp8_forward.install(chunks, model_dir)
     return list(chunks)

@@ -28,7 +28,7 @@ from lora_moe_rl.models.quantised_names import TENSORS, form_of
 from lora_moe_rl.models.quantised_weights import read_linear
 from lora_moe_rl.trainer.local_modules import ExpertLinears, place_experts
 
-SCALE_DTYPES = {"int4": ("BF16", "F16", "F32"), "fp8": ("F32",)}
+SCALE_DTYPES = {"int4": ("BF16", "F16", "F32"), "fp8": ("F32",), "mxfp4": ("U8",)}
 # Of each linear of an expert: what it holds, in the order of its rows, and which side is cut.
 HOLDS = {"column": (("experts.gate", "experts.up"), 0), "row": (("experts.down",), 1)}
 MEGATRON = {"column": "linear_fc1", "row": "linear_fc2"}
@@ -50,6 +50,8 @@ class PackedGroupedLinear(ExpertLinears):
         super().__init__(num_gemms, input_size, output_size, config=config, **kwargs)
         on_cpu = config.use_cpu_initialization
         self.device = torch.device("cpu" if on_cpu else f"cuda:{torch.cuda.current_device()}")
+        self.scale_dtype = stored.scale_dtype  # the checkpoint's
+        self.held: tuple[str, ...] = ()  # what of `packed` engines hold too
         shape = (num_gemms, self.out_features, self.in_features)
         data, scales = packed_shapes(stored.form, shape)
         self.packed = Packed(
@@ -121,15 +123,14 @@ class PackedExperts:
         for layer, modules, side, linear in _linears(chunks):
             if shared is not None:
                 name = f"decoder.layers.{layer}.mlp.experts.{MEGATRON[linear.parallel_mode]}"
-                data = shared.part(name, linear.packed.data)
-                linear.packed = Packed(self.stored.form, data, linear.packed.scales)
+                _hold(linear, name, shared)
             rows = linear.out_features // len(modules)
             for local_expert in range(linear.num_gemms):
                 expert = first * linear.num_gemms + local_expert
                 for part, module in enumerate(modules):
                     path = f"model.layers.{layer}.{hf_path(self.shape, module)}".format(expert)
                     read = part_of(read_linear(self.weights, path, linear.packed.form), side, *cut)
-                    _put(linear, local_expert, part * rows, rows, read, path, shared)
+                    _put(linear, local_expert, part * rows, rows, read, path)
         self.weights.close()
 
 
@@ -142,6 +143,17 @@ def _linears(
             for linear in layer.mlp.modules():  # which adapters may be around
                 if isinstance(linear, PackedGroupedLinear):
                     yield layer.layer_number - 1, *HOLDS[linear.parallel_mode], linear
+
+
+def _hold(linear: PackedGroupedLinear, name: str, shared: Shared) -> None:
+    """Points a linear at what engines hold too: packed values, and scales of groups, which are of
+    the dtype that is computed in."""
+    data, scales = linear.packed.data, linear.packed.scales
+    data = shared.part(name, data.flatten(2)).view_as(data)
+    linear.held = ("data",)
+    if (name := f"{name}.scales") in shared.stacks:
+        scales, linear.held = shared.part(name, scales), ("data", "scales")
+    linear.packed = Packed(linear.packed.form, data, scales)
 
 
 def part_of(packed: Packed, side: int, rank: int, ways: int) -> Packed:
@@ -157,20 +169,20 @@ def _put(
     rows: int,
     part: Packed,
     path: str,
-    shared: Shared | None,
 ) -> None:
+    """Copies a part of an expert to its place; what cannot be written is compared instead."""
     whole = linear.packed
-    if part.shape != (rows, linear.in_features) or part.scales.dtype != whole.scales.dtype:
+    if part.shape != (rows, linear.in_features) or part.scales.dtype != linear.scale_dtype:
         raise ModelError(
             f"{path} has the shape {part.shape} and scales of {part.scales.dtype} on this rank; "
-            f"the model has {(rows, linear.in_features)} and {whole.scales.dtype}"
+            f"the model has {(rows, linear.in_features)} and {linear.scale_dtype}"
         )
-    for target, source in ((whole.data, part.data), (whole.scales, part.scales)):
-        here = target[expert]
+    for name in ("data", "scales"):
+        here, source = getattr(whole, name)[expert], getattr(part, name)
         start = first_row * here.shape[0] // linear.out_features
         mine = here[start : start + source.shape[0]]
-        if shared is not None and target is whole.data:
-            check_same(path, mine, source)
+        if name in linear.held:
+            check_same(path, mine, source.to(mine.dtype))
         else:
             mine.copy_(source)
 

@@ -58,7 +58,9 @@ def dequantised(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     result = {}
     for name, value in tensors.items():
         path, _, last = name.rpartition(".")
-        if last == "weight_packed":
+        if last == "weight_packed" and value.dtype == torch.uint8:
+            result[f"{path}.weight"] = _mxfp4(value, tensors[f"{path}.weight_scale"])
+        elif last == "weight_packed":
             shape = torch.Size(tensors[f"{path}.weight_shape"].tolist())
             scale = tensors[f"{path}.weight_scale"].float()
             q = unpack_from_int32(value, 4, shape)
@@ -68,6 +70,16 @@ def dequantised(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         elif last not in ("weight_scale", "weight_shape", "weight_scale_inv"):
             result[name] = value
     return result
+
+
+def _mxfp4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    from compressed_tensors.compressors.mx_utils import decompress_mx_scale
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+    out, half = packed.shape
+    values = unpack_fp4_from_uint8(packed, out, 2 * half, dtype=torch.float32)
+    return dequantize(values, decompress_mx_scale(scale).float(), dtype=torch.float32)
 
 
 def _fp8(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The routed experts in one copy: real Megatron ranks and real vLLM on one read-only file."""
+"""The base in one copy: real Megatron ranks and real vLLM on one read-only file."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ import torch
 from quantised import make_pair
 from ranks import FileJob, random_adapter, random_batch, spec_of
 
-from lora_moe_rl.base.held import Held, fill
+from lora_moe_rl.base.held import Held
 from lora_moe_rl.base.owner import owned
 from lora_moe_rl.base.store import BIN, open_store
 from lora_moe_rl.bench.model import save_random
+from lora_moe_rl.bench.own_base import CountingEngine, outside
 from lora_moe_rl.bench.process import mapped_bytes
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ActorFailed, HeldBaseError
+from lora_moe_rl.models.quantised import form_in
 from lora_moe_rl.refit.merged_base import Base
-from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.tiny.shapes import EXTRA_CONFIG, build_model
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 from lora_moe_rl.verify.engine import EngineProcess
 from lora_moe_rl.verify.ranks import Ranks
 
 pytestmark = pytest.mark.slow
-LOGPROBS, GRADIENTS = 5e-6, 1e-5
+LOGPROBS, GRADIENTS, MOST_HELD = 5e-6, 1e-5, 1.05
 TP2EP2 = {"world_size": 2, "tp": 2, "ep": 2}
 LAYOUTS = {
     "tp1 each": ({}, {}),
     "tp2ep2 each": (TP2EP2, {"tp": 2, "ep": True}),
+    "ep2 beside tp2ep2": ({"world_size": 2, "ep": 2}, {"tp": 2, "ep": True}),
     "pp2 beside tp1": ({"world_size": 2, "pp": 2}, {}),
     "tp2etp2 beside tp2": ({"world_size": 2, "tp": 2, "etp": 2}, {"tp": 2}),
 }
@@ -76,12 +78,17 @@ def computed(worker, spec):
     return scores, [shard.data for shard in worker.gradients(batch, table)[2]]
 
 
-def computed_and_pid(worker, spec):
-    return computed(worker, spec), os.getpid()
+def computed_and_held(worker, spec):
+    """Also the rank's process, and what it holds of the base beside the file."""
+    found = computed(worker, spec)
+    frozen = (
+        p for chunk in worker.engine.chunks for p in chunk.parameters() if not p.requires_grad
+    )
+    return found, os.getpid(), outside(frozen, Path(worker.held or "") / BIN)
 
 
 def engine_of(model: Path, config: RunConfig, log: Path, held: str | None) -> EngineProcess:
-    made = functools.partial(RolloutEngine, held=held)
+    made = functools.partial(CountingEngine, held=held)
     return EngineProcess(config, spec_of(model, config), model, log, made)
 
 
@@ -107,6 +114,7 @@ def test_what_both_hold_computes_what_two_copies_do(model, layout, tmp_path):
         ("qwen3_moe", "int4", "tp1 each"),
         ("qwen3_moe", "int4", "tp2ep2 each"),
         ("deepseek_v3", "fp8", "tp1 each"),
+        ("qwen3_moe", "mxfp4", "tp2etp2 beside tp2"),
     ],
 )
 def test_packed_experts_too(name, form, layout, tmp_path):
@@ -119,14 +127,14 @@ def check(model: Path, layout: str, tmp_path: Path) -> None:
     sequences = [row.tolist() for row in batch.token_ids]
     with engine_of(model, config, tmp_path / "own.log", None) as engine:
         own_scores = scores_of(engine, sequences)
-    job = FileJob(__file__, "computed_and_pid")
+    job = FileJob(__file__, "computed_and_held")
     with Ranks(config, model, False, 400) as ranks:
-        private = [own for own, _ in ranks.run(job)]
+        private = [own for own, *_ in ranks.run(job)]
     with owned("/dev/shm") as folder:
         file = Path(folder) / BIN
         with Ranks(config, model, False, 400, folder) as ranks:
             found = ranks.run(job)
-            for own, (shared, _) in zip(private, found, strict=True):
+            for own, (shared, *_) in zip(private, found, strict=True):
                 assert (own[0] is None) == (shared[0] is None)
                 assert_close(shared[0] or [], own[0] or [], LOGPROBS)
                 assert_close(shared[1], own[1], GRADIENTS, relative=True)
@@ -137,39 +145,50 @@ def check(model: Path, layout: str, tmp_path: Path) -> None:
                     assert_close(scores_of(engine, sequences), own_scores, LOGPROBS)
                     process = psutil.Process(engine.pid)
                     engines = [process, *process.children(recursive=True)]
-                    pids = [pid for *_, pid in found] + [one.pid for one in engines]
+                    pids = [pid for _, pid, _ in found] + [one.pid for one in engines]
                     shares = [mapped_bytes(pid, file) for pid in pids]
+                    beside = engine.ask("own_base", str(file)) + sum(own for *_, own in found)
             assert file.stat().st_mtime_ns == written
             assert sum(map(bool, shares)) == config.trainer.world_size + config.rollout.tp
             assert 0.9 * file.stat().st_size < sum(shares) <= 1.05 * file.stat().st_size
+            if form_in(model) is None:
+                whole = sum(one.stat().st_size for one in model.glob("*.safetensors"))
+                assert sum(shares) + beside <= MOST_HELD * whole
     assert not Path(folder).exists()
 
 
-def write_otherwise(folder: str, model: Path, config: RunConfig) -> None:
-    """A store with one bit of one element changed."""
-    held = Held.of_run(folder, model, "float32", config)
-    base, stacks = Base(str(model)), {stack.name: stack for stack in held.stacks()}
-    first = min(stacks)
+def write_otherwise(folder: str, model: Path, config: RunConfig, changed: str) -> None:
+    """A store with one bit of one element of one tensor changed."""
+    held, base = Held.of_run(folder, model, "float32", config), Base(str(model))
+    write = held.filler(base)
 
     def change(name: str, out: torch.Tensor) -> None:
-        fill(base, stacks[name], out, held.form)
-        if name == first:
-            out.view(torch.int32)[0, 1, 2, 3] ^= 1
+        write(name, out)
+        if name.endswith(changed):
+            out.view(torch.int32).flatten()[123] ^= 1
 
-    open_store(folder, held.contents(), change)
+    open_store(folder, held.contents(base), change)
 
 
-@pytest.mark.parametrize("name", ["one_model", "one_packed"])
-def test_a_rank_whose_checkpoint_has_other_experts_refuses(name, request):
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("one_model", "layers.1.mlp.experts.routed_experts.w2_weight"),
+        ("one_model", "layers.3.self_attn.qkv_proj.weight"),
+        ("one_model", "embed_tokens.weight"),
+        ("one_packed", "layers.0.mlp.experts.routed_experts.w13_weight_packed"),
+    ],
+)
+def test_a_rank_whose_checkpoint_has_other_values_refuses(name, changed, request):
     model = request.getfixturevalue(name)
     config = config_of(model, {}, {})
     with owned("/dev/shm") as folder:
-        write_otherwise(folder, model, config)
+        write_otherwise(folder, model, config, changed)
         with (
             pytest.raises(ActorFailed, match="has other values than are held"),
             Ranks(config, model, False, 400, folder) as ranks,
         ):
-            ranks.run(FileJob(__file__, "computed_and_pid"))
+            ranks.run(FileJob(__file__, "computed_and_held"))
 
 
 def test_an_engine_of_another_kind_refuses(one_model, tmp_path):

@@ -30,7 +30,11 @@ class EngineThatTells(EngineWithDisk):
         return await every_worker(self.llm, "experts", 60, ())
 
 
-SERVED = {"int4": "Int4LoRAExperts torch.uint8", "fp8": "Fp8LoRAExperts torch.float8_e4m3fn"}
+SERVED = {
+    "int4": "Int4LoRAExperts torch.uint8",
+    "fp8": "Fp8LoRAExperts torch.float8_e4m3fn",
+    "mxfp4": "Mxfp4LoRAExperts torch.uint8",
+}
 CASES = [
     *((form, name, "tp1") for form in SERVED for name in ("qwen3_moe", "deepseek_v3")),
     ("int4", "qwen3_moe", "tp2"),

@@ -11,7 +11,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize(
-    "model", [pytest.param("qwen3_moe-int4", marks=pytest.mark.whole), "deepseek_v3-int4"]
+    "model",
+    [
+        pytest.param("qwen3_moe-int4", marks=pytest.mark.whole),
+        "deepseek_v3-int4",
+        "qwen3_moe-mxfp4",
+    ],
 )
 def test_trainer_and_engine_compute_the_same(model, tmp_path):
     folder = tmp_path / "run"

@@ -35,11 +35,13 @@ CASES = [
     *(("int4", "qwen3_moe", layout) for layout in ("tp1", "recompute", "ep2", "etp2")),
     ("fp8", "deepseek_v3", "tp1"),
     ("int4", "qwen3_moe", "pp2vpp2"),
+    ("mxfp4", "qwen3_moe", "etp2"),
     *(
         pytest.param(*case.split(), marks=pytest.mark.slow)
         for case in (
             "int4 qwen3_moe tp2ep2", "int4 deepseek_v3 tp1", "int4 deepseek_v3 pp2",
             "fp8 qwen3_moe tp1", "fp8 qwen3_moe ep2", "fp8 deepseek_v3 tp2ep2",
+            "mxfp4 deepseek_v3 tp2ep2",
         )
     ),
 ]  # fmt: skip

@@ -26,6 +26,7 @@ def rows_of(model, capsys, *options) -> tuple[int, dict[str, dict]]:
     ("form", "name", "forward"),
     [
         pytest.param("int4", "deepseek_v3", "dequantise", marks=pytest.mark.whole),
+        ("mxfp4", "qwen3_moe", "dequantise"),
         ("fp8", "qwen3_moe", "engine"),
         ("fp8", "deepseek_v3", "engine"),
     ],

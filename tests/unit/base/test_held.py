@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -19,15 +20,18 @@ from lora_moe_rl.base.owner import owned
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.errors import ConfigError, HeldBaseError
+from lora_moe_rl.refit.merged_base import Base
 from lora_moe_rl.tiny.shapes import SHAPES
 
 LAYERS, EXPERTS, HIDDEN, WIDTH = 2, 3, 8, 6
+VOCABULARY, QUERIES, KEYS = 70, 4 * 32, 2 * 32  # q, k and v of the tiny shape
 
 
 @pytest.fixture
 def model(tmp_path) -> Path:
-    """The experts of a Qwen3-MoE, and nothing else."""
+    """A Qwen3-MoE without norms and routers."""
     sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": WIDTH, "num_experts": EXPERTS}
+    sizes |= {"vocab_size": VOCABULARY}
     config = AutoConfig.for_model(
         "qwen3_moe", **SHAPES["qwen3_moe"] | sizes | {"num_hidden_layers": LAYERS}
     )
@@ -36,8 +40,13 @@ def model(tmp_path) -> Path:
     whole = config.to_dict() | {"architectures": ["Qwen3MoeForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(whole))
     torch.manual_seed(0)
-    tensors = {}
+    vocabulary = ("model.embed_tokens", "lm_head")
+    tensors = {f"{name}.weight": torch.randn(VOCABULARY, HIDDEN) for name in vocabulary}
     for layer in range(LAYERS):
+        attention = f"model.layers.{layer}.self_attn"
+        for name, rows in (("q", QUERIES), ("k", KEYS), ("v", KEYS)):
+            tensors[f"{attention}.{name}_proj.weight"] = torch.randn(rows, HIDDEN)
+        tensors[f"{attention}.o_proj.weight"] = torch.randn(HIDDEN, QUERIES)
         for expert in range(EXPERTS):
             path = f"model.layers.{layer}.mlp.experts.{expert}"
             tensors[f"{path}.gate_proj.weight"] = torch.randn(WIDTH, HIDDEN)
@@ -75,32 +84,57 @@ def test_experts_are_laid_out_as_both_sides_hold_them(model, tmp_path, pieces, d
                     assert torch.equal(w2[rank, expert], down[:, mine])
 
 
-@pytest.mark.parametrize("form", ["int4", "fp8"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_linears_and_vocabulary_are_rows_of_one_rank_after_the_other(model, tmp_path, tp):
+    found = load_file(model / "model.safetensors")
+    with owned(str(tmp_path)) as folder:
+        store = held(folder, model, tp=tp).open()
+        for layer in range(LAYERS):
+            path = f"model.layers.{layer}.self_attn"
+            q, k, v = (found[f"{path}.{name}_proj.weight"] for name in "qkv")
+            for rank, mine in enumerate(store[f"{path}.qkv_proj.weight"].chunk(tp)):
+                assert torch.equal(mine, torch.cat([one.chunk(tp)[rank] for one in (q, k, v)]))
+            assert torch.equal(store[f"{path}.o_proj.weight"], found[f"{path}.o_proj.weight"])
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            assert store[name].shape == (128, HIDDEN)
+            assert torch.equal(store[name][:VOCABULARY], found[name])
+            assert not store[name][VOCABULARY:].any()
+
+
+def test_heads_that_several_ranks_of_an_engine_have_are_not_held(model, tmp_path):
+    with owned(str(tmp_path)) as folder:
+        names = set(held(folder, model, tp=4, ep=True).open().contents.tensors)
+        everything = set(held(folder, model).contents(Base(str(model))).tensors)
+    assert everything - names == {
+        f"model.layers.{layer}.self_attn.qkv_proj.weight" for layer in range(LAYERS)
+    }
+
+
+@pytest.mark.parametrize("form", ["int4", "fp8", "mxfp4"])
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_packed_experts_are_the_checkpoints_bytes(tmp_path, pieces, form):
     packed, _ = make_pair("qwen3_moe", tmp_path, form)
     found = load_file(packed / "model.safetensors")
-    last, suffix = ("weight_packed", "_packed") if form == "int4" else ("weight", "")
+    suffixes = ("",) if form == "fp8" else ("_packed", "_scale")
     with owned(str(tmp_path)) as folder:
         store = held(folder, packed, tp=pieces).open()
         paths = {name.partition(".mlp.")[0] for name in found if ".mlp.experts." in name}
-        for path in paths:
+        for path, suffix in itertools.product(paths, suffixes):
             w13, w2 = (
                 store[f"{path}.mlp.experts.routed_experts.{name}_weight{suffix}"]
                 for name in ("w13", "w2")
             )
             for expert in range(w13.shape[1]):
                 gate, up, down = (
-                    found[f"{path}.mlp.experts.{expert}.{name}_proj.{last}"]
+                    found[f"{path}.mlp.experts.{expert}.{name}_proj.weight{suffix}"].to(w13.dtype)
                     for name in ("gate", "up", "down")
                 )
                 for rank in range(pieces):
                     mine = [one.chunk(pieces)[rank] for one in (gate, up)]
                     assert same(w13[rank, expert], torch.cat([one.view(w13.dtype) for one in mine]))
                     assert same(w2[rank, expert], down.chunk(pieces, dim=1)[rank])
-        assert store.contents.nbytes == sum(
-            one.nbytes for name, one in found.items() if name.endswith(last) and ".experts." in name
-        )
+        linears = {name for name in store.contents.tensors if "_proj." in name}
+        assert bool(linears) == (form != "fp8")  # whose other linears are numbers
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:

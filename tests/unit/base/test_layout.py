@@ -86,8 +86,54 @@ def test_the_rule_counts_every_parameter_of_the_model(name):
         if key.endswith(("q_norm.weight", "k_norm.weight", "a_layernorm.weight"))
     )
     assert sum(t.elements for t in found) == sum(p.numel() for p in model.parameters()) - small
-    reasons = {tensor.name.rpartition("*.")[2]: tensor for tensor in found if tensor.reason}
-    if name == "qwen3_moe":
-        assert reasons["self_attn.qkv_proj.weight"].relation == "permuted"
-    else:
-        assert reasons["self_attn.fused_qkv_a_proj.weight"].relation == "view"
+
+
+def others_of(name, trainer, rollout, form=None):
+    found = rule(shape_of(name), TrainerConfig(**trainer), RolloutConfig(**rollout), form)
+    return {tensor.name.rpartition("*.")[2]: tensor for tensor in found[:-1]}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "rollout", "relations"),
+    [
+        ({}, {}, ("permuted", "identical", "identical")),
+        ({"world_size": 2, "tp": 2}, {"tp": 2}, ("permuted", "identical", "identical")),
+        ({}, {"tp": 2}, ("permuted", "view", "view")),
+        ({"world_size": 2, "tp": 2}, {}, ("not shareable", "view", "view")),
+    ],
+)
+def test_linears_are_shared_where_rows_of_a_trainer_rank_stand_together(
+    trainer, rollout, relations
+):
+    found = others_of("qwen3_moe", trainer, rollout)
+    names = "self_attn.qkv_proj.weight", "self_attn.o_proj.weight", "lm_head.weight"
+    assert tuple(found[name].relation for name in names) == relations
+    for name in names:
+        assert bool(found[name].reason) == (found[name].relation == "not shareable")
+
+
+def test_gate_and_up_are_permuted_where_the_engine_has_more_ranks():
+    found = others_of("deepseek_v3", {}, {"tp": 2})
+    assert found["mlp.gate_up_proj.weight"].relation == "permuted"
+    assert found["self_attn.fused_qkv_a_proj.weight"].relation == "view"
+    assert found["self_attn.kv_b_proj.weight"].relation == "view"
+
+
+@pytest.mark.parametrize(
+    ("changes", "trainer", "rollout", "form", "message"),
+    [
+        ({}, {}, {"tp": 4}, None, "several ranks the same of 2 heads"),
+        ({}, {"world_size": 2, "tp": 2}, {}, None, "trainer.tp to a divisor of rollout.tp"),
+        ({}, {}, {}, "fp8", "as numbers"),
+    ],
+)
+def test_why_q_k_and_v_are_not_shared(changes, trainer, rollout, form, message):
+    found = others_of("qwen3_moe", trainer, rollout, form)
+    assert message in found["self_attn.qkv_proj.weight"].reason
+
+
+def test_a_vocabulary_that_the_trainer_pads_further_is_not_shared():
+    shape = shape_of("qwen3_moe", vocab_size=127)
+    trainer = TrainerConfig(world_size=3, tp=3)
+    found = {one.name: one for one in rule(shape, trainer, RolloutConfig())}
+    assert "pads the vocabulary" in found["lm_head.weight"].reason

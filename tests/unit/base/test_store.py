@@ -15,16 +15,22 @@ import pytest
 import torch
 
 from lora_moe_rl.base import owner, room
-from lora_moe_rl.base.store import BIN, DESCRIPTION, Contents, in_use, open_store
+from lora_moe_rl.base.store import BIN, DESCRIPTION, Contents, Kept, in_use, open_store
 from lora_moe_rl.errors import HeldBaseError
 
 KEY = {"model": "a", "vllm": "vllm 1"}
-CONTENTS = Contents(KEY, "float32", {"one": (3, 5), "two": (2, 2000), "three": (1,)})
+CONTENTS = Contents(
+    KEY, {n: Kept("float32", s) for n, s in (("one", (3, 5)), ("two", (2, 2000)), ("three", (1,)))}
+)
 FORK = multiprocessing.get_context("fork")
 
 
+def replaced(name: str, kept: Kept) -> Contents:
+    return replace(CONTENTS, tensors=CONTENTS.tensors | {name: kept})
+
+
 def values(name: str) -> torch.Tensor:
-    shape = CONTENTS.shapes[name]
+    shape = CONTENTS.tensors[name].shape
     return torch.arange(torch.Size(shape).numel()).view(shape) + len(name) * 0.5
 
 
@@ -60,12 +66,13 @@ def until(condition) -> None:
 def test_what_one_wrote_the_next_maps(folder):
     open_store(folder, CONTENTS, fill)
     store = open_store(folder, CONTENTS, no_fill)
-    for name in CONTENTS.shapes:
+    for name in CONTENTS.tensors:
         assert torch.equal(store[name], values(name).float())
         assert store[name].data_ptr() % 4096 == 0
     assert (folder / BIN).stat().st_size == 4096 + 16384 + 4096 == CONTENTS.nbytes
     described = json.loads((folder / DESCRIPTION).read_text())
-    assert described["tensors"]["three"] == {"offset": 4096 + 16384, "shape": [1]}
+    last = {"offset": 4096 + 16384, "dtype": "float32", "shape": [1]}
+    assert described["tensors"]["three"] == last
 
 
 def test_one_element_cannot_be_written(folder):
@@ -92,7 +99,7 @@ def test_many_at_once_write_it_once(folder, tmp_path):
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0] * 4
-    assert (tmp_path / "written").read_text().split() == list(CONTENTS.shapes)
+    assert (tmp_path / "written").read_text().split() == list(CONTENTS.tensors)
 
 
 def test_one_that_died_over_it_leaves_nothing_that_counts(folder):
@@ -122,13 +129,13 @@ def test_an_error_while_it_is_written_publishes_nothing(folder):
     [
         (replace(CONTENTS, key=KEY | {"model": "b"}), "model is a there and b here"),
         (replace(CONTENTS, key=KEY | {"LoRA": "true"}), "LoRA is missing there and true here"),
-        (replace(CONTENTS, dtype="bfloat16"), "dtype is float32 there and bfloat16 here"),
+        (replaced("one", Kept("bfloat16", (3, 5))), "'dtype': 'float32'.* there .*'bfloat16'"),
         (
-            replace(CONTENTS, shapes=CONTENTS.shapes | {"one": (5, 3)}),
+            replaced("one", Kept("float32", (5, 3))),
             "one is .*3, 5.* there and .*5, 3.* here",
         ),
         (
-            replace(CONTENTS, shapes=CONTENTS.shapes | {"four": (1,)}),
+            replaced("four", Kept("float32", (1,))),
             "four is None there",
         ),
     ],
@@ -187,7 +194,7 @@ def test_links_and_folders_of_others_are_refused(folder, tmp_path):
 
 
 def test_no_room_says_how_much_is_needed_and_where_else(folder, monkeypatch):
-    huge = Contents(KEY, "float32", {"one": (1 << 50,)})
+    huge = Contents(KEY, {"one": Kept("float32", (1 << 50,))})
     with pytest.raises(HeldBaseError, match=r"takes 4194304.00 GiB.*model.held_dir to a directory"):
         open_store(folder, huge, no_fill)
     # A file system that promises more than it has.

@@ -34,6 +34,8 @@ KIMI = {
     "quant_method": "compressed-tensors",
     "quantization_status": "compressed",
 }
+MXFP4 = copy.deepcopy(KIMI) | {"format": "mxfp4-pack-quantized"}
+MXFP4["config_groups"]["group_0"]["weights"]["type"] = "float"
 DEEPSEEK = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
@@ -43,7 +45,9 @@ DEEPSEEK = {
 
 
 def test_what_is_supported():
-    for config, expected in (({}, None), (KIMI, "int4"), (DEEPSEEK, "fp8")):
+    for config, expected in (
+        ({}, None), (KIMI, "int4"), (DEEPSEEK, "fp8"), (MXFP4, "mxfp4")
+    ):  # fmt: skip
         whole = {"quantization_config": config} if config else {}
         assert list(refused(whole)) == [] and form(whole) == expected
 
@@ -68,6 +72,8 @@ WEIGHTS = "config_groups.group_0.weights"
         (changed(KIMI, f"{WEIGHTS}.symmetric", False), "'symmetric': False"),
         (changed(KIMI, f"{WEIGHTS}.num_bits", 8), "'num_bits': 8"),
         (changed(KIMI, f"{WEIGHTS}.actorder", "group"), "actorder"),
+        (changed(KIMI, "format", "mxfp4-pack-quantized"), "'type': 'int'"),
+        (changed(MXFP4, f"{WEIGHTS}.group_size", 16), "'group_size': 16"),
         (changed(KIMI, "format", "nvfp4-pack-quantized"), "nvfp4-pack-quantized"),
         (changed(KIMI, "config_groups.group_0.input_activations", {"num_bits": 8}), "activations"),
         (changed(KIMI, "config_groups", {}), r"weights \[\]"),

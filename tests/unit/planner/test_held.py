@@ -17,7 +17,7 @@ RECIPE = str(Path(__file__).parents[3] / "recipes/kimi_k2_thinking.py")
 # 60 layers of 384 experts of three matrices of 7,168 x 2,048, an eighth of them on a GPU.
 EXPERTS = 60 * 384 * 3 * 7168 * 2048 // 8
 # Of a number: 16 bits; 8 and a float32 for 128 x 128; 4 and 16 for 32.
-BITS = {"bf16": 16, "fp8": 8 + 32 / 128**2, "int4": 4 + 16 / 32}
+BITS = {"bf16": 16, "fp8": 8 + 32 / 128**2, "int4": 4 + 16 / 32, "mxfp4": 4 + 8 / 32}
 
 
 def planned(*settings: str):

@@ -70,7 +70,7 @@ def test_classes_are_the_sums_of_their_tensors():
             rank = ranks[stage * 8 + 3]
             held = [(t, b) for t, b in held_by(facts, rank).items() if not t.buffer]
             assert c.base_parameters == sum(box.size for _, box in held)
-            for form in ("bf16", "fp8", "int4"):
+            for form in ("bf16", "fp8", "int4", "mxfp4"):
                 bytes_held = sum(trainer_bytes(t, b.shape, form, config.trainer) for t, b in held)
                 assert c.base_bytes[form] == bytes_held
             adapters = sum(box.size for box in adapter_boxes(spec, rank).values())
@@ -345,7 +345,10 @@ def test_quantised_directories_are_known_by_their_config(tmp_path):
     config = dict(find("kimi-k2").config)
     int4 = {"quant_method": "compressed-tensors",
             "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}  # fmt: skip
-    for quantization, form in (({"quant_method": "fp8"}, "fp8"), (int4, "int4"), (None, "bf16")):
+    mxfp4 = int4 | {"format": "mxfp4-pack-quantized"}
+    for quantization, form in (
+        ({"quant_method": "fp8"}, "fp8"), (int4, "int4"), (mxfp4, "mxfp4"), (None, "bf16")
+    ):  # fmt: skip
         entry = {"quantization_config": quantization} if quantization else {}
         (tmp_path / "config.json").write_text(json.dumps(config | entry))
         assert find(str(tmp_path)).checkpoint == form

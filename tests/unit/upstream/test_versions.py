@@ -24,6 +24,7 @@ MENDS = [
     ("vllm", "rollout/cpu_lora.py", lambda m: m.install()),
     ("vllm", "rollout/cpu_experts.py", lambda m: m.install()),
     ("vllm", "rollout/cpu_int4.py", lambda m: m.install()),
+    ("vllm", "rollout/cpu_mxfp4.py", lambda m: m.install()),
     ("vllm", "rollout/cpu_fp8.py", lambda m: m.install()),
     ("vllm", "rollout/cpu_cache.py", lambda m: m.install()),
     ("vllm", "rollout/cpu_routes.py", lambda m: m.install()),
