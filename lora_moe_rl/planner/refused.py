@@ -14,8 +14,8 @@ from lora_moe_rl.planner.turns import Turn, turns
 
 @dataclass(frozen=True)
 class Refused:
-    """What fits no GPU: `over` bytes more than a proposal may use of one. `step`: seconds as if they
-    were there; None of an engine alone, which has no room for a sequence."""
+    """What does not fit by `over` bytes of a GPU. `step`: seconds as if they were there; None of an
+    engine alone, which has no room for a sequence."""
 
     settings: dict[str, object]
     step: float | None
@@ -126,7 +126,7 @@ def _engines(search: Search) -> Iterator[Refused]:
             why = (
                 f"an engine rank holds weights of {engine.weights / GIB:.1f} GiB, adapter slots of "
                 f"{engine.slots / GIB:.1f} and {engine.working / GIB:.1f} to work with, a sequence "
-                f"of {length:,} tokens takes {engine.kv_token * length / GIB:.1f}, and vLLM's share "
-                f"is {engine.budget / GIB:.1f}: {over:,} bytes over"
+                f"of {length:,} tokens takes {engine.kv_token * length / GIB:.1f}, and vLLM's "
+                f"share is {engine.budget / GIB:.1f}: {over:,} bytes over"
             )
             yield Refused(engine_settings(rollout), None, over, why)
