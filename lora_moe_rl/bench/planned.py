@@ -38,7 +38,6 @@ WIDTHS = {
 MLA_WIDTHS = {key: WIDTHS[key] for key in list(WIDTHS)[:4]} | {"num_key_value_heads": 8}
 TRAINERS: dict[str, dict[str, Any]] = {
     "trainer": {},
-    "trainer, recompute full": {"recompute": "full"},
     "trainer, ep 2": {"world_size": 2, "ep": 2},
     "trainer, offload optimizer": {"offload": "optimizer"},
     "trainer, held once": {},

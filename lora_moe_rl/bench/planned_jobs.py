@@ -16,6 +16,15 @@ from lora_moe_rl.bench.report import cores
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.rollout.engine import RolloutEngine
 
+M_MMAP_THRESHOLD = -3  # glibc's malloc.h
+MAPPED_BYTES = 2**16
+
+
+def give_back_what_is_freed() -> None:
+    """From here on glibc maps every larger block alone, and unmaps it when it is freed. By default
+    it keeps blocks of up to 32 MiB for later: a peak would be what it holds, not what is used."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
+
 
 def settled() -> int:
     """Anonymous memory of this process that is in use: what has been freed goes back to the system
@@ -29,6 +38,7 @@ def train(
     rank: int, address: str, config: RunConfig, folder: Path, held: str | None
 ) -> dict[str, int]:
     """Bytes of a trainer rank by what they are for. A job of `run_processes`."""
+    give_back_what_is_freed()
     from lora_moe_rl.trainer.device import Device
     from lora_moe_rl.trainer.environment import without_trackers
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -14,10 +16,12 @@ class HeldWorker(CPUWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         make_slots, before_slots = self.model_runner.load_lora_model, 0
 
-        def load_lora_model(*parts: Any) -> Any:
+        def load_lora_model(
+            model: torch.nn.Module, vllm_config: VllmConfig, device: torch.device
+        ) -> torch.nn.Module:
             nonlocal before_slots
             before_slots = settled()
-            return make_slots(*parts)
+            return make_slots(model, vllm_config, device)
 
         self.model_runner.load_lora_model = load_lora_model
         bare = settled()
@@ -36,4 +40,5 @@ class HeldWorker(CPUWorker):
     def bytes_held(self) -> dict[str, int]:
         """By what they are for, and `tokens` that the cache has room for."""
         config = self.cache_config
+        assert config.num_gpu_blocks is not None, "after initialize_from_config"
         return self.held | {"tokens": config.num_gpu_blocks * config.block_size}
