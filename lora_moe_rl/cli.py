@@ -266,6 +266,7 @@ BENCH = {
     "start": ("bench.start", "from the command line to the first step"),
     "memory": ("bench.memory", "what training keeps in memory, adapters against all parameters"),
     "base": ("bench.base", "one base held once for trainer and engine: memory, start"),
+    "planned": ("bench.planned", "the plan's memory against what ranks and engines hold"),
     "colocated": ("bench.colocated", "trainer and engine that take turns, against both at once"),
     "prompts": ("bench.prompts", "prompts computed once for all samples, against one each"),
     "head": ("bench.head", "logprobs of long sequences: memory and time, against all logits"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from itertools import zip_longest
 from typing import Any
 
 from lora_moe_rl.planner.plan import RunPlan
@@ -10,7 +11,7 @@ from lora_moe_rl.planner.search import Proposal
 from lora_moe_rl.rollout.facts import slot_rank
 
 
-def as_json(plan: RunPlan, proposals: list[Proposal]) -> dict[str, Any]:
+def as_json(plan: RunPlan, proposals: list[Proposal], whys: list[str]) -> dict[str, Any]:
     facts, assumed = plan.facts, plan.assumed
     mine, theirs, shared = plan.gpus
     return {
@@ -59,7 +60,8 @@ def as_json(plan: RunPlan, proposals: list[Proposal]) -> dict[str, Any]:
                 "trainer_bytes": p.heaviest.total,
                 "sequences": p.engine.sequences,
                 "seconds": asdict(p.seconds) | {"step": p.seconds.step},
+                "why": why,
             }
-            for p in proposals
+            for p, why in zip_longest(proposals, whys)
         ],
     }

@@ -9,6 +9,8 @@ the other in one process, and compared with the plan, which read nothing but the
     adapters   every part of the canonical adapter: which elements, and where they begin
     refit      what the plan has these ranks send is what they hold, and every engine rank gets
                every element that it needs
+    engine     of an engine whose ranks share the experts out: those that vLLM gives each rank are
+               those that the plan counts and the refit sends
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ from lora_moe_rl.adapters.sharding import Box, kind_of
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.errors import ActorFailed, ModelError
-from lora_moe_rl.planner.base import held_by, num_parameters
+from lora_moe_rl.planner.base import base_tensors, held_by, num_parameters
+from lora_moe_rl.planner.build_engine import vllm_experts
 from lora_moe_rl.planner.facts import Facts
 from lora_moe_rl.planner.hardware import GIB
+from lora_moe_rl.planner.rollout import engine_shape
 from lora_moe_rl.planner.trainer import RankClass
 from lora_moe_rl.refit.plan import (
     EngineLayout,
@@ -36,10 +40,11 @@ from lora_moe_rl.refit.plan import (
     make_plan,
     received,
     trainer_ranks,
+    wanted,
 )
 from lora_moe_rl.rollout.facts import slot_rank
 from lora_moe_rl.verify import report
-from lora_moe_rl.verify.processes import Processes
+from lora_moe_rl.verify.processes import Processes, run_processes
 from lora_moe_rl.verify.report import Report, Say
 
 if TYPE_CHECKING:
@@ -130,6 +135,9 @@ def check(
     unique = unique_parameters(built, trainer)
     checks.append(_total(facts, unique))
     checks.append(completeness(plan, spec, engine))
+    if engine.ep and engine.ranks > 1 and spec.shape.num_experts:
+        say(f"experts of {engine.ranks} engine ranks")
+        checks.append(compare_experts(facts, spec, engine, _by_vllm(engine, spec)))
     return BuildReport(ranks, checks, unique, time.perf_counter() - started, peak)
 
 
@@ -214,6 +222,34 @@ def completeness(plan: Plan, spec: AdapterSpec, engine: EngineLayout) -> Check:
     """Every engine rank gets as many elements of each tensor as it holds."""
     counts = received(plan)
     return Check(None, "refit, all", sum(counts.values()), lacking(counts, spec, engine))
+
+
+def compare_experts(
+    facts: Facts, spec: AdapterSpec, engine: EngineLayout, served: Sequence[Sequence[int]]
+) -> Check:
+    """`served`: the experts of each engine rank. Those of the adapter's sites, and on the first
+    rank, of which the plan's table is, as many of the base."""
+    tensors = [tensor for tensor in base_tensors(facts) if tensor.part == "experts"]
+    faults, elements = [], 0
+    for tensor in tensors:
+        planned = engine_shape(facts, tensor, engine.tp, engine.ep, engine.dp)
+        elements += math.prod(planned)
+        if planned[0] != len(served[0]):
+            faults.append(f"{tensor.name}: vLLM has {len(served[0])}, planned {planned[0]}")
+    for name, rank, box in wanted(spec, engine):
+        if ".experts." not in name or len(box.shape) < 3:
+            continue
+        elements += box.size
+        planned = range(box.start[0], box.start[0] + box.shape[0])
+        if list(planned) != list(served[rank]):
+            faults.append(f"{name}, engine rank {rank}: vLLM has {served[rank]}, planned {planned}")
+    return Check(None, "engine", elements, faults)
+
+
+def _by_vllm(engine: EngineLayout, spec: AdapterSpec) -> list[list[int]]:
+    asked = engine.ranks, spec.shape.num_experts
+    (served,) = run_processes(1, vllm_experts, *asked, timeout_s=BUILD_S)
+    return served
 
 
 def unique_parameters(built: Iterable[BuiltRank], trainer: TrainerConfig) -> int:

@@ -6,13 +6,15 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.planner import plan as plans
 from lora_moe_rl.planner.changes import Change, reasons, search_of, what_would_fit
+from lora_moe_rl.planner.explained import BEST, explain
 from lora_moe_rl.planner.plan import RunPlan
+from lora_moe_rl.planner.refused import Refused, refused
 from lora_moe_rl.planner.request import Request, parser, read
 from lora_moe_rl.planner.search import Proposal, Search
 
@@ -37,10 +39,11 @@ def main(argv: Sequence[str]) -> int:
             return _nothing_fits(argv, request, search)
         config = proposals[0].config
     result = plans.make(request.facts, config, request.assumed)
-    searched = bool(result.problems) and not config.offline
-    changes = what_would_fit(argv) if searched else []
+    refused_itself = bool(result.problems) and not config.offline
+    changes = what_would_fit(argv) if refused_itself else []
     report = _built(result) if options.build else None
-    _show(request, result, proposals, changes, report)
+    searched = _searched(search, proposals) if options.search else Searched()
+    _show(request, result, searched, changes, report)
     if options.write is not None:
         from lora_moe_rl.planner.written import write
 
@@ -80,15 +83,29 @@ def _built(result: RunPlan) -> BuildReport:
     return check(result.facts, result.spec, result.config, result.classes, say)
 
 
+@dataclass(frozen=True)
+class Searched:
+    """What `--search` shows: `whys` of the first proposals, a sentence each."""
+
+    proposals: list[Proposal] = field(default_factory=list)
+    whys: list[str] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
+
+
+def _searched(search: Search, proposals: list[Proposal]) -> Searched:
+    best = proposals[:BEST]
+    planned = [plans.make(search.facts, p.config, search.assumed) for p in best]
+    return Searched(proposals, explain(planned), refused(search, best))
+
+
 def _show(
     request: Request,
     result: RunPlan,
-    proposals: list[Proposal],
+    searched: Searched,
     changes: list[Change],
     report: BuildReport | None,
 ) -> None:
     options = request.options
-    shown = proposals if options.search else []
     if options.png:
         from lora_moe_rl.planner.chart import draw
 
@@ -98,7 +115,8 @@ def _show(
 
         more = {"changes": [asdict(change) for change in changes]}
         more |= {} if report is None else {"build": report.as_json()}
-        print(json.dumps(as_json(result, shown) | more, indent=1))
+        more |= {"refused": [asdict(one) for one in searched.refused]}
+        print(json.dumps(as_json(result, searched.proposals, searched.whys) | more, indent=1))
         return
     from lora_moe_rl.planner import tables
 
@@ -106,9 +124,10 @@ def _show(
     if result.problems and not request.config.offline:
         tables.show_changes(changes)
     if options.search:
-        tables.show_proposals(shown, request.assumed)
+        tables.show_proposals(searched.proposals, request.assumed)
+        tables.show_whys(searched.whys, searched.refused)
         if request.has_layout:
-            tables.show_choice(result, shown)
+            tables.show_choice(result, searched.proposals)
     if report is not None:
         report.show()
     if options.png:

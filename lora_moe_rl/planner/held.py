@@ -20,6 +20,7 @@ from lora_moe_rl.planner.trainer import FORMATS
 from lora_moe_rl.refit.plan import trainer_ranks
 
 ON_GPUS = "not done yet: each side has its own"
+FORMS: tuple[Format, ...] = (*FORMATS, "float32")
 # A part of the model, and a piece of the names that the rule has for it.
 NAMES = {
     "embeddings": "embed_tokens",
@@ -52,19 +53,19 @@ def held_parts(facts: Facts, config: RunConfig, same_gpus: bool) -> list[HeldPar
     (first, *_) = trainer_ranks(config.trainer, facts.shape.num_layers)
     trainer, engine = Counter(), Counter()
     for tensor, box in held_by(facts, first).items():
-        for form in FORMATS:
+        for form in FORMS:
             held = trainer_bytes(tensor, box.shape, form, config.trainer)
             trainer[tensor.part, form] += held
     for tensor in base_tensors(facts):
         shape = engine_shape(facts, tensor, config.rollout.tp, config.rollout.ep)
-        for form in FORMATS:
+        for form in FORMS:
             engine[tensor.part, form] += tensor_bytes(tensor, shape, form)
     reasons = dict(_reasons(facts, config, same_gpus))
     return [
         HeldPart(
             part,
-            {form: trainer[part, form] for form in FORMATS},
-            {form: engine[part, form] for form in FORMATS},
+            {form: trainer[part, form] for form in FORMS},
+            {form: engine[part, form] for form in FORMS},
             reasons[part],
         )
         for part in PARTS

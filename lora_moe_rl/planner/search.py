@@ -61,17 +61,21 @@ class Proposal:
             f"trainer.{key}": getattr(trainer, key)
             for key in ("world_size", "tp", "pp", "ep", "recompute")
         }
-        found |= {f"rollout.{key}": getattr(rollout, key) for key in ("engines", "tp")}
-        if rollout.dp > 1:
-            found |= {"rollout.dp": rollout.dp, "rollout.nodes": rollout.nodes}
-        if rollout.ep:
-            found["rollout.ep"] = True
+        found |= {"rollout.engines": rollout.engines, **engine_settings(rollout)}
         if self.shared:
             found |= {
                 "trainer.gpus_per_rank": trainer.gpus_per_rank,
                 "rollout.gpus_per_engine": rollout.gpus_per_engine,
             }
         return found | {"rollout.gpu_memory_utilization": rollout.gpu_memory_utilization}
+
+
+def engine_settings(rollout: RolloutConfig) -> dict[str, object]:
+    """The keys that lay out one engine."""
+    found: dict[str, object] = {"rollout.tp": rollout.tp}
+    if rollout.dp > 1:
+        found |= {"rollout.dp": rollout.dp, "rollout.nodes": rollout.nodes}
+    return found | ({"rollout.ep": True} if rollout.ep else {})
 
 
 class Search:
@@ -92,11 +96,11 @@ class Search:
         """The fastest of each split of the GPUs between trainer and engines, fastest first."""
         gpus = self.assumed.hardware.gpus
         if self.config.placement.colocated:
-            proposals = [p for rollout in self._on_all(gpus) for p in self._turns(rollout, gpus)]
+            proposals = [p for rollout in self.on_all(gpus) for p in self._turns(rollout, gpus)]
             return sorted(proposals, key=lambda p: p.seconds.step)[:count]
         found = [self._shared(gpus)] if gpus else []
         if any(engine.sequences for _, engine in self.engines()):
-            for engines in self._splits(gpus):
+            for engines in self.splits(gpus):
                 found.append(self._split(gpus - engines, engines))
         proposals = [proposal for proposal in found if proposal is not None]
         return sorted(proposals, key=lambda p: p.seconds.step)[:count]
@@ -105,8 +109,8 @@ class Search:
         """The layout whose heaviest rank has least memory, with all GPUs or those of a split."""
         gpus = self.assumed.hardware.gpus
         found = [
-            (trainer, self._heaviest(trainer))
-            for world in {gpus - engines for engines in (0, *self._splits(gpus))}
+            (trainer, self.heaviest(trainer))
+            for world in {gpus - engines for engines in (0, *self.splits(gpus))}
             for trainer in trainer_layouts(self.facts.shape, self.config.trainer, world)
         ]
         return min(found, key=lambda pair: pair[1].total)
@@ -114,9 +118,9 @@ class Search:
     def fewest(self) -> int | None:
         """The smallest trainer of a split that fits; None when none does."""
         gpus = self.assumed.hardware.gpus
-        for world in sorted(gpus - engines for engines in (0, *self._splits(gpus))):
+        for world in sorted(gpus - engines for engines in (0, *self.splits(gpus))):
             for trainer in trainer_layouts(self.facts.shape, self.config.trainer, world):
-                if self._heaviest(trainer).total <= self.room:
+                if self.heaviest(trainer).total <= self.room:
                     return world
         return None
 
@@ -129,12 +133,12 @@ class Search:
                 break
             if divides_engine(self.facts.shape, tp):
                 for rollout in self._kinds(tp, tp):
-                    engine = self._engine(rollout)
+                    engine = self.engine(rollout)
                     fits = fits or engine.sequences > 0
                     yield rollout, engine
         for ranks in range(self.hardware[1], gpus, self.hardware[1]):
             if not fits and (rollout := self._spread(ranks, ranks)) is not None:
-                yield rollout, self._engine(rollout)
+                yield rollout, self.engine(rollout)
 
     def nearest(self, wanted: dict[str, int], count: int = 3) -> list[TrainerConfig]:
         """Trainer layouts of the wanted number of ranks that divide and fit, most like it first."""
@@ -149,16 +153,16 @@ class Search:
         fitting = {
             (t.tp, t.pp, t.ep): t
             for t in trainer_layouts(self.facts.shape, self.config.trainer, world)
-            if self._heaviest(t).total <= self.room
+            if self.heaviest(t).total <= self.room
         }
         return sorted(fitting.values(), key=distance)[:count]
 
-    def _splits(self, gpus: int) -> Sequence[int]:
+    def splits(self, gpus: int) -> Sequence[int]:
         """Numbers of GPUs for engines alone that are tried."""
         step = max(1, gpus // SPLITS)
         return () if self.config.placement.colocated else range(step, gpus, step)
 
-    def _on_all(self, gpus: int) -> Iterator[RolloutConfig]:
+    def on_all(self, gpus: int) -> Iterator[RolloutConfig]:
         """Engines on all GPUs, of every kind."""
         for tp in ENGINE_TPS:
             if tp <= self.hardware[1] and gpus % tp == 0 and divides_engine(self.facts.shape, tp):
@@ -170,67 +174,69 @@ class Search:
         best, whole = None, self.room / (1 - MARGIN)
         for trainer in trainer_layouts(self.facts.shape, self.config.trainer, gpus):
             config = self.config.model_copy(update={"trainer": trainer, "rollout": rollout})
-            classes = self._classes(trainer)
-            engine = self._engine(rollout)
+            classes = self.classes(trainer)
+            engine = self.engine(rollout)
             of_rollout, of_update = turns(config, classes, engine)
             free = math.floor((self.room - of_rollout.trainer) / whole * 100) / 100
-            if free <= 0 or of_update.total > self.room or not _together(config):
+            if free <= 0 or of_update.total > self.room or not together(config):
                 continue
             engine = with_budget(engine, int(free * whole), config.model.max_length)
             if engine.sequences < 1:
                 continue
             share = rollout.model_copy(update={"gpu_memory_utilization": free})
-            proposal = self._timed(trainer, share, self._heaviest(trainer), engine, shared=False)
+            proposal = self.timed(trainer, share, self.heaviest(trainer), engine, shared=False)
             if best is None or proposal.seconds.step < best.seconds.step:
                 best = proposal
         if best is not None:
             yield best
 
     def _split(self, mine: int, theirs: int) -> Proposal | None:
-        rollout = self._rollout(theirs)
+        rollout = self.engines_on(theirs)
         return None if rollout is None else self._proposal(mine, rollout, shared=False)
 
     def _shared(self, gpus: int) -> Proposal | None:
         """Every GPU holds a trainer rank and an engine of its own, half and half for Ray."""
-        update = {"engines": gpus, "tp": 1, "dp": 1, "nodes": 1, "ep": False}
-        update["gpus_per_engine"] = 0.5
-        most = {"gpu_memory_utilization": 1 - MARGIN}
-        if self._engine(self.config.rollout.model_copy(update=update | most)).sequences < 1:
+        most, best = self.sharing(gpus), None
+        if self.engine(most).sequences < 1:
             return None  # beside any trainer rank
-        best = None
         for trainer in trainer_layouts(self.facts.shape, self.config.trainer, gpus):
             trainer = trainer.model_copy(update={"gpus_per_rank": 0.5})
-            heaviest = self._heaviest(trainer)
+            heaviest = self.heaviest(trainer)
             free = math.floor((self.room - heaviest.total) / (self.room / (1 - MARGIN)) * 100) / 100
             if free <= 0:
                 continue
-            share = {"gpu_memory_utilization": free}
-            rollout = self.config.rollout.model_copy(update=update | share)
-            engine = self._engine(rollout)
+            rollout = most.model_copy(update={"gpu_memory_utilization": free})
+            engine = self.engine(rollout)
             if engine.sequences < 1:
                 continue
-            proposal = self._timed(trainer, rollout, heaviest, engine, shared=True)
+            proposal = self.timed(trainer, rollout, heaviest, engine, shared=True)
             if best is None or proposal.seconds.step < best.seconds.step:
                 best = proposal
         return best
+
+    def sharing(self, gpus: int) -> RolloutConfig:
+        """An engine beside each trainer rank, which may use all that a proposal does."""
+        update = {"engines": gpus, "tp": 1, "dp": 1, "nodes": 1, "ep": False}
+        update |= {"gpus_per_engine": 0.5, "gpu_memory_utilization": 1 - MARGIN}
+        return self.config.rollout.model_copy(update=update)
 
     def _proposal(self, world: int, rollout: RolloutConfig, shared: bool) -> Proposal | None:
-        engine, best = self._engine(rollout), None
+        engine, best = self.engine(rollout), None
         for trainer in trainer_layouts(self.facts.shape, self.config.trainer, world):
-            heaviest = self._heaviest(trainer)
+            heaviest = self.heaviest(trainer)
             if heaviest.total > self.room:
                 continue
-            proposal = self._timed(trainer, rollout, heaviest, engine, shared)
+            proposal = self.timed(trainer, rollout, heaviest, engine, shared)
             if best is None or proposal.seconds.step < best.seconds.step:
                 best = proposal
         return best
 
-    def _timed(self, trainer, rollout, heaviest, engine, shared) -> Proposal:
+    def timed(self, trainer, rollout, heaviest, engine, shared) -> Proposal:
         config = self.config.model_copy(update={"trainer": trainer, "rollout": rollout})
         seconds = self.roofline.seconds(config, heaviest, engine, 0.0, self.hardware)
         return Proposal(config, heaviest, engine, seconds, shared)
 
-    def _rollout(self, gpus: int) -> RolloutConfig | None:
+    def engines_on(self, gpus: int) -> RolloutConfig | None:
         """The fastest engines on so many GPUs: on a node each, or, where none such fits, on
         several."""
         node, shape = self.hardware[1], self.facts.shape
@@ -245,7 +251,7 @@ class Search:
         """Of those that hold a sequence."""
         best, least = None, math.inf
         for rollout in engines:
-            engine = self._engine(rollout)
+            engine = self.engine(rollout)
             if engine.sequences < 1:
                 continue
             config = self.config.model_copy(update={"rollout": rollout})
@@ -271,7 +277,7 @@ class Search:
             update |= {"dp": 1, "nodes": 1, "fully_sharded": False}
             yield self.config.rollout.model_copy(update=update)
 
-    def _engine(self, rollout: RolloutConfig) -> EngineRank:
+    def engine(self, rollout: RolloutConfig) -> EngineRank:
         config = self.config.model_copy(update={"rollout": rollout})
         key = (rollout.tp, rollout.dp, rollout.ep, rollout.gpu_memory_utilization)
         if key not in self._engines:
@@ -279,11 +285,11 @@ class Search:
             self._engines[key] = engine_rank(self.facts, self.spec, config, served, gpu)
         return self._engines[key]
 
-    def _heaviest(self, trainer: TrainerConfig) -> RankClass:
+    def heaviest(self, trainer: TrainerConfig) -> RankClass:
         """The rank with most memory."""
-        return max(self._classes(trainer), key=lambda c: c.total)
+        return max(self.classes(trainer), key=lambda c: c.total)
 
-    def _classes(self, trainer: TrainerConfig) -> list[RankClass]:
+    def classes(self, trainer: TrainerConfig) -> list[RankClass]:
         """A world size changes them only by how many micro-batches there are to be in flight."""
         config = self.config.model_copy(update={"trainer": trainer})
         flights = min(trainer.pp, micro_batches(config))
@@ -313,7 +319,7 @@ def trainer_layouts(
                     yield trainer.model_copy(update=layout)
 
 
-def _together(config: RunConfig) -> bool:
+def together(config: RunConfig) -> bool:
     try:
         return gpus_together(config) > 0
     except ConfigError:

@@ -11,6 +11,7 @@ from lora_moe_rl.config import RolloutConfig
 from lora_moe_rl.planner.changes import Change
 from lora_moe_rl.planner.hardware import GIB
 from lora_moe_rl.planner.plan import Assumed, RunPlan
+from lora_moe_rl.planner.refused import Refused
 from lora_moe_rl.planner.request import Request
 from lora_moe_rl.planner.rollout import EngineRank
 from lora_moe_rl.planner.search import MARGIN, SEARCHED, Proposal
@@ -207,11 +208,25 @@ def show_proposals(proposals: list[Proposal], assumed: Assumed) -> None:
     columns = ["layouts by estimated step", "s", "rollout", "train", "GiB", "sequences"]
     made = table(columns, f"the fastest layouts found of {gpus} GPUs")
     for p in proposals:
-        settings = " ".join(f"{key}={value}" for key, value in p.settings.items())
         s = p.seconds
         cells = [f"{value:,.0f}" for value in (s.step, s.rollout, s.train)]
-        made.add_row(settings, *cells, _gib(p.heaviest.total), f"{p.engine.sequences:,}")
+        made.add_row(_words(p.settings), *cells, _gib(p.heaviest.total), f"{p.engine.sequences:,}")
     console(WIDTH).print(made)
+
+
+def show_whys(whys: list[str], found: list[Refused]) -> None:
+    out = console(WIDTH)
+    for place, why in enumerate(whys, 1):
+        out.print(Text(f"{place}. {why}"))
+    if found:
+        out.print(Text("what does not fit, the nearest first:"))
+    for one in found:
+        step = "" if one.step is None else f" ({one.step:,.0f} s if it did)"
+        out.print(Text(f"- {_words(one.settings)}{step}: {one.why}"))
+
+
+def _words(settings: dict[str, object]) -> str:
+    return " ".join(f"{key}={value}" for key, value in settings.items())
 
 
 def show_nothing(request: Request, reasons: list[str]) -> None:

@@ -9,6 +9,7 @@ import tempfile
 import pytest
 from transformers import AutoModelForCausalLM
 
+from lora_moe_rl.bench import planned
 from lora_moe_rl.bench.model import make_model
 from lora_moe_rl.models.tokenizer import stop_ids
 
@@ -53,3 +54,15 @@ def test_bench_agents_asks_both_servers_for_the_same_tokens():
     for server in result["servers"].values():
         assert server["tokens_per_second"] > 0 and 0.5 < server["cache_hit_rate"] < 1
     assert result["route_bytes_of_a_turn"] < result["full_route_bytes_of_a_turn"] / 4
+
+
+@pytest.mark.slow
+def test_a_rank_holds_the_base_that_is_planned(tmp_path):
+    """With few experts: the rest of what a rank holds is not much more than imports leave."""
+    planned.save_model(tmp_path, "qwen3_moe", experts=8)
+    rows = {row.what: row for row in planned.measure("trainer", tmp_path, "/dev/shm")}
+    base = rows["base"]
+    # Four layers of 8 experts, and attention, in float32.
+    assert base.planned > 4 * 4 * (8 * 3 * 1024 * 512 + 1024 * (2 * 1024 + 2 * 512))
+    assert base.ratio == pytest.approx(1, abs=planned.OFF)
+    assert rows["adapter, gradients, moments"].measured > 0 < rows[planned.STEP].measured

@@ -104,3 +104,19 @@ def test_a_transfer_that_is_lost_is_named():
     (fault,) = build.completeness(short, SPEC, ENGINE).wrong
     lost = PLAN.transfers[0]
     assert fault.startswith(f"{lost.site.name}.{lost.matrix}: engine rank {lost.target} gets")
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_experts_that_vllm_has_elsewhere_are_named(first):
+    """The tiny model's 8 experts on 3 ranks: vLLM gives what is left over to the first ranks."""
+    engine = EngineLayout(slot_rank(SPEC), ep=True, dp=3)
+    served = [[0, 1, 2], [3, 4, 5], [6, 7]]
+    check = build.compare_experts(FACTS, SPEC, engine, served[first:] + served[:first])
+    assert check.passed == (first == 0)
+    # Three MoE layers of gate, up and down, [96 x 96] each: three experts of the base on the first
+    # rank, and A and B of rank 4 of all eight.
+    assert check.elements == 3 * 3 * (3 * 96 * 96 + 8 * 4 * (96 + 96))
+    if first:
+        assert all("vLLM has" in fault for fault in check.wrong)
+    short = build.compare_experts(FACTS, SPEC, engine, [[0, 1], *served[1:]])
+    assert any("vLLM has 2, planned 3" in fault for fault in short.wrong)

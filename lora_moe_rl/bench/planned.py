@@ -1,0 +1,197 @@
+"""`lora-moe-rl bench planned`: the plan's memory against what ranks and engines on the CPU hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_moe_rl.bench import report
+from lora_moe_rl.bench.model import save_random
+from lora_moe_rl.bench.report import Result, cores, goal, temporary
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.options import positive, result_parser
+from lora_moe_rl.planner.facts import Facts, find
+from lora_moe_rl.planner.held import held_parts, shared_bytes
+from lora_moe_rl.planner.plan import build_spec
+from lora_moe_rl.planner.rollout import kv_token_bytes, slot_bytes, weight_bytes
+from lora_moe_rl.planner.trainer import TrainerMemory
+from lora_moe_rl.tiny.shapes import EXTRA_CONFIG, SHAPES
+from lora_moe_rl.verify.report import table
+
+ABOUT = """\
+Real trainer ranks and engines on the CPU, in float32, of a model with random weights. Of each, the
+anonymous memory that a process has over the bare one, with its imports done, by what it is for:
+measured, and beside it what the plan says of the same layout. With `held once` the routed experts
+lie in a file, of which the share that the rank is charged is measured. What a step adds is planned
+for the fused layers of GPUs, and has no goal: those of the CPU keep more.
+"""
+WIDTHS = {
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+}
+MLA_WIDTHS = {key: WIDTHS[key] for key in list(WIDTHS)[:4]} | {"num_key_value_heads": 8}
+TRAINERS: dict[str, dict[str, Any]] = {
+    "trainer": {},
+    "trainer, ep 2": {"world_size": 2, "ep": 2},
+    "trainer, offload optimizer": {"offload": "optimizer"},
+    "trainer, held once": {},
+}
+ENGINES: dict[str, dict[str, Any]] = {
+    "engine": {},
+    "engine, dp 2 ep": {"dp": 2, "ep": True},
+}
+HELD = "trainer, held once"
+STEP = "a step, at most"
+RANK, TOKENS, CACHE_GIB = 32, 2048, 0.25
+SAMPLE = 256  # tokens of a sample
+OFF = 0.10
+TIMEOUT_S = 600
+
+
+@dataclass(frozen=True)
+class Row:
+    """Bytes of one kind on one rank."""
+
+    place: str
+    rank: int
+    what: str
+    planned: int
+    measured: int
+
+    @property
+    def ratio(self) -> float:
+        return self.measured / self.planned
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = result_parser("bench planned", ABOUT)
+    parser.add_argument("--model", choices=SHAPES, default="qwen3_moe", help="(qwen3_moe)")
+    parser.add_argument("--experts", type=positive, default=32, help="of each layer (32)")
+    places = [*TRAINERS, *ENGINES]
+    parser.add_argument("--only", choices=places, action="append", help="of the places measured")
+    parser.add_argument("--dir", default="/dev/shm", help="where a base held once lies (/dev/shm)")
+    options = parser.parse_args(argv)
+    with temporary() as folder:
+        save_model(Path(folder), options.model, options.experts)
+        chosen = options.only or places
+        rows = [row for place in chosen for row in measure(place, Path(folder), options.dir)]
+    worst = max(abs(row.ratio - 1) for row in rows if row.what != STEP)
+    result = {
+        "model": options.model,
+        "experts": options.experts,
+        "rows": [asdict(row) | {"ratio": row.ratio} for row in rows],
+        "cores": cores(),
+        "goals": {"measured over planned of what stays, farthest from 1": goal(worst, OFF)},
+    }
+    report.conclude(result, options.json, parts)
+    return 0 if report.all_met(result) else 1
+
+
+def save_model(folder: Path, name: str, experts: int, **sizes: int) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from lora_moe_rl.tiny.tokenizer import make_tokenizer
+
+    number = "num_experts" if "num_experts" in SHAPES[name] else "n_routed_experts"
+    widths = WIDTHS if "head_dim" in SHAPES[name] else MLA_WIDTHS
+    drawn = SHAPES[name] | widths | {number: experts} | sizes
+    config = AutoConfig.for_model(name, **drawn)
+    save_random(folder, lambda: AutoModelForCausalLM.from_config(config), EXTRA_CONFIG[name])
+    make_tokenizer().save_pretrained(folder)
+
+
+def config_of(folder: Path, **sections: dict[str, Any]) -> RunConfig:
+    trainer = {"dtype": "float32", "device": "cpu", "micro_batch_tokens": TOKENS}
+    rollout = {"cpu_kv_cache_gib": CACHE_GIB}
+    return RunConfig.model_validate(
+        {
+            "model": {"path": str(folder), "max_length": SAMPLE + 1},
+            "adapter": {"rank": RANK, "alpha": RANK},
+            "trainer": trainer | {"share_prompts": "off"} | sections.get("trainer", {}),
+            "rollout": rollout | sections.get("rollout", {}),
+        }
+    )
+
+
+def measure(place: str, folder: Path, directory: str) -> list[Row]:
+    facts = find(str(folder))
+    if place in ENGINES:
+        return of_engine(place, facts, config_of(folder, rollout=ENGINES[place]))
+    config = config_of(folder, trainer=TRAINERS[place])
+    if place != HELD:
+        return of_trainer(place, facts, config, None)
+    from lora_moe_rl.base.owner import owned
+
+    with owned(directory) as held:
+        return of_trainer(place, facts, config, held)
+
+
+def of_trainer(place: str, facts: Facts, config: RunConfig, held: str | None) -> list[Row]:
+    from lora_moe_rl.bench.planned_jobs import train
+    from lora_moe_rl.verify.processes import run_processes
+    from lora_moe_rl.verify.ranks import free_address
+
+    model = Path(config.model.path)
+    arguments = (free_address(), config, model, held)
+    found = run_processes(config.trainer.world_size, train, *arguments, timeout_s=TIMEOUT_S)
+    planned = plan_of_trainer(facts, config, held is not None)
+    return [
+        Row(place, rank, what, planned[what], nbytes)
+        for rank, one in enumerate(found)
+        for what, nbytes in one.items()
+    ]
+
+
+def plan_of_trainer(facts: Facts, config: RunConfig, held: bool) -> dict[str, int]:
+    """By what is measured. Moments that are offloaded are in the host's memory, which on the CPU
+    is the rank's own."""
+    (rank,) = TrainerMemory(facts, build_spec(facts, config), "float32").classes(config)
+    shared = shared_bytes(held_parts(facts, config, True), "float32") if held else 0
+    memory = rank.memory
+    moving = ("activations", "one layer's work", "communication", "logits", "Adam's step")
+    kept = ("adapter", "gradients", "optimizer")
+    found = {
+        "base": memory["base"] - shared,
+        "adapter, gradients, moments": sum(memory[kind] for kind in kept) + rank.host,
+        STEP: sum(memory[kind] for kind in moving),
+    }
+    return found | ({"base, of the file": shared} if held else {})
+
+
+def of_engine(place: str, facts: Facts, config: RunConfig) -> list[Row]:
+    from lora_moe_rl.bench.planned_jobs import HeldEngine
+    from lora_moe_rl.verify.engine import EngineProcess
+
+    model, spec, rollout = Path(config.model.path), build_spec(facts, config), config.rollout
+    with EngineProcess(config, spec, model, model / "engine.log", HeldEngine) as engine:
+        engine.start()
+        found = engine.ask("bytes_held")
+    planned = {
+        "weights": weight_bytes(facts, rollout.tp, rollout.ep, "float32", rollout.dp),
+        "adapter slots": slot_bytes(spec, config, 4),
+    }
+    token = kv_token_bytes(facts, rollout.tp, 4)
+    rows = []
+    for rank, one in enumerate(found):
+        tokens = one.pop("tokens")
+        by_kind = planned | {"KV cache": token * tokens}
+        rows += [Row(place, rank, what, by_kind[what], nbytes) for what, nbytes in one.items()]
+    return rows
+
+
+def parts(result: Result) -> Iterable[Any]:
+    yield (
+        f"{result['model']}, {result['experts']} experts a layer, float32, {result['cores']} "
+        f"cores; MiB"
+    )
+    shown = table(["", "rank", "", "planned", "measured", "ratio"])
+    for row in result["rows"]:
+        sizes = (f"{row[key] / 2**20:,.1f}" for key in ("planned", "measured"))
+        shown.add_row(row["place"], str(row["rank"]), row["what"], *sizes, f"{row['ratio']:.3f}")
+    yield shown
