@@ -172,6 +172,10 @@ def engine_args(
         if not cpu and _is_int4(model_dir):
             # What vLLM would fall back to, Triton's experts, never reads an adapter.
             args["moe_backend"] = "marlin"
+    if config.rollout.tp > 1:
+        # The engine's own node has all its ranks. Unasked, vLLM has Ray start them where a
+        # placement group is at hand, which the CPU build refuses.
+        args["distributed_executor_backend"] = "mp"
     if config.rollout.dp > 1:
         args["max_num_batched_tokens"] = step_tokens(config.rollout)
     if cpu:

@@ -1,4 +1,5 @@
-"""Whole runs whose engine spreads its experts over data-parallel ranks, on one node and on two."""
+"""Whole runs whose engine has several ranks: tensor-parallel ones, and data-parallel ones that share
+the experts out, on one node and on two."""
 
 from __future__ import annotations
 
@@ -32,10 +33,24 @@ def plain(tmp_path_factory) -> dict:
 def check(records: list[dict], plain: dict) -> None:
     for name in SAME:
         assert records[0][name] == pytest.approx(plain[name], rel=1e-5, abs=1e-7), name
+    check_served(records)
+
+
+def check_served(records: list[dict]) -> None:
+    """Engine and trainer are one policy."""
     for record in records:
         assert record["replay/coverage"] == 1
         assert record["refit/max_diff"] <= 1e-4
         assert record["mismatch/max_abs_logprob_diff"] <= 1e-4
+
+
+@pytest.mark.whole
+def test_an_engine_of_tensor_parallel_ranks(tmp_path):
+    """Its workers are started inside a placement group of Ray's."""
+    tensor_parallel = ("rollout.tp=2", "rollout.ep=true")
+    records = trained(tmp_path / "run", RECIPE, "trainer.steps=2", *ONE_RANK, *tensor_parallel)
+    assert [record["adapter/version"] for record in records] == [0, 1]
+    check_served(records)
 
 
 def test_the_first_step_is_that_of_an_engine_of_one_rank(plain, tmp_path):

@@ -34,6 +34,13 @@ def test_the_cpu_build_has_no_graphs_to_leave_out(monkeypatch):
     device.check_engine(config, spec)
 
 
+@pytest.mark.parametrize("cpu", [False, True])
+def test_no_ranks_of_an_engine_are_started_by_ray(cpu):
+    """Left to itself, vLLM asks Ray for them wherever a placement group is at hand."""
+    config, spec = of(tp=2)
+    assert device.engine_args(config, spec, "model", 0, cpu)["distributed_executor_backend"] == "mp"
+
+
 INT4_CONFIG = {"quantization_config": {"quant_method": "compressed-tensors"}}
 
 
