@@ -1,5 +1,5 @@
-"""Whole runs whose engine has several ranks: tensor-parallel ones, and data-parallel ones that share
-the experts out, on one node and on two."""
+"""Whole runs whose engine has several ranks: tensor-parallel ones, and data-parallel ones that
+share the experts out, on one node and on two."""
 
 from __future__ import annotations
 
