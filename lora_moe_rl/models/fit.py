@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lora_moe_rl.adapters.sharding import dense_kind
 from lora_moe_rl.adapters.spec import ModelShape
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.keys import value_text
@@ -63,6 +64,31 @@ def check_replay(shape: ModelShape, config: RunConfig) -> None:
             f"replay.mode={config.replay.mode} replays the decisions of routers, and this "
             f"{shape.architecture} is dense, it has none; set replay.mode=off"
         )
+
+
+def check_blocks(shape: ModelShape, config: RunConfig) -> None:
+    """Raises ConfigError where ranks of an engine would cut the blocks that scales of FP8 weights
+    are of, which vLLM refuses while it starts
+    (`vllm/model_executor/layers/quantization/utils/fp8_utils.py`)."""
+    block, rollout = WHOLE["fp8"], config.rollout
+    for layer in range(shape.num_layers):
+        for module, (inputs, outputs, experts) in shape.modules(layer).items():
+            if rollout.tp == 1 or (experts is not None and rollout.ep):
+                continue
+            kind = dense_kind(module)
+            if kind == "replicated":
+                continue
+            size = inputs if kind == "row" else outputs
+            cut = size // rollout.tp
+            if module.endswith(("k_proj", "v_proj")):  # heads are repeated, not cut
+                cut = max(cut, size // shape.dims["kv_heads"])
+            if cut % block:
+                ep = "rollout.ep=true, or " if experts is not None else ""
+                raise ConfigError(
+                    f"rollout.tp={rollout.tp} cuts {module} of layer {layer}, of the width {size}, "
+                    f"into {cut}, and not into whole blocks of {block}, as this model's FP8 "
+                    f"weights have scales of; use {ep}a smaller rollout.tp"
+                )
 
 
 def _check_dense(shape: ModelShape, config: RunConfig) -> None:

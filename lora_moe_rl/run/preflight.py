@@ -39,7 +39,7 @@ from lora_moe_rl.errors import ConfigError, DataError, LoraMoeRlError
 from lora_moe_rl.evaluation.scoring import check_values
 from lora_moe_rl.models import quantised
 from lora_moe_rl.models.directory import check_model_dir, find_local, resolve_model
-from lora_moe_rl.models.fit import check_layout, check_replay
+from lora_moe_rl.models.fit import check_blocks, check_layout, check_replay
 from lora_moe_rl.models.tokenizer import check_tokenizer, load_tokenizer, stop_ids
 from lora_moe_rl.rewards.by_set import NoRewards, RewardsBySet
 from lora_moe_rl.rewards.runner import RewardRunner
@@ -282,6 +282,8 @@ class Preflight:
     def _layout(self) -> str:
         config, shape = self.config, self.shape
         check_layout(shape, config, self.form)
+        if self.form == "fp8":
+            check_blocks(shape, config)
         check_replay(shape, config)
         spec = AdapterSpec.build(shape, config.adapter, servable=config.serves_adapters)
         check_engine(config, spec)

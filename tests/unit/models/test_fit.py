@@ -6,7 +6,7 @@ from published_configs import KIMI_K2, QWEN3_30B_A3B
 from lora_moe_rl.adapters.spec import ModelShape
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.models.fit import check_layout
+from lora_moe_rl.models.fit import check_blocks, check_layout
 
 QWEN, KIMI = ModelShape.from_hf_config(QWEN3_30B_A3B), ModelShape.from_hf_config(KIMI_K2)
 
@@ -40,3 +40,29 @@ def test_layouts_that_fit():
     check_layout(QWEN, etp2, "int4")
     with pytest.raises(ConfigError, match="trainer.etp=4 cuts experts of the width 768, fp8"):
         check_layout(QWEN, RunConfig(trainer={"world_size": 4, "tp": 4, "etp": 4}), "fp8")
+
+
+@pytest.mark.parametrize(
+    ("shape", "rollout", "message"),
+    [
+        (
+            QWEN,
+            {"tp": 4},
+            r"tp=4 cuts experts.gate of layer 0, of the width 768, into 192, .*ep=true",
+        ),
+        (
+            KIMI,
+            {"tp": 32, "ep": True},
+            r"tp=32 cuts mlp.gate .*18432, into 576, .*blocks of",
+        ),
+    ],
+)
+def test_blocks_of_fp8_weights_are_not_cut(shape, rollout, message):
+    with pytest.raises(ConfigError, match=message):
+        check_blocks(shape, RunConfig(rollout=rollout))
+
+
+def test_ranks_that_have_whole_blocks():
+    check_blocks(QWEN, RunConfig(rollout={"tp": 2}))
+    check_blocks(QWEN, RunConfig(rollout={"tp": 8, "ep": True}))  # key/value heads are repeated
+    check_blocks(KIMI, RunConfig(rollout={"tp": 16}))
