@@ -17,14 +17,13 @@ from lora_moe_rl.base.owner import owned
 from lora_moe_rl.base.store import BIN
 from lora_moe_rl.bench import report
 from lora_moe_rl.bench.loading import Peak
-from lora_moe_rl.bench.model import save_random
+from lora_moe_rl.bench.model import save_with_experts
 from lora_moe_rl.bench.own_base import CountingEngine, outside
 from lora_moe_rl.bench.process import mapped_bytes, private_bytes
 from lora_moe_rl.bench.report import Result, busy_cores, cores, goal, temporary
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import positive, result_parser
-from lora_moe_rl.tiny.shapes import EXTRA_CONFIG, SHAPES
-from lora_moe_rl.tiny.tokenizer import make_tokenizer
+from lora_moe_rl.tiny.shapes import SHAPES
 from lora_moe_rl.verify.comparisons import largest
 from lora_moe_rl.verify.engine import EngineProcess
 from lora_moe_rl.verify.inputs import random_adapter, random_batch
@@ -67,17 +66,8 @@ def main(argv: Sequence[str]) -> int:
     return 0 if report.all_met(result) else 1
 
 
-def save_model(folder: Path, name: str, experts: int) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    number = "num_experts" if "num_experts" in SHAPES[name] else "n_routed_experts"
-    config = AutoConfig.for_model(name, **SHAPES[name] | WIDTHS | {number: experts})
-    save_random(folder, lambda: AutoModelForCausalLM.from_config(config), EXTRA_CONFIG[name])
-    make_tokenizer().save_pretrained(folder)
-
-
 def measure(folder: Path, name: str, experts: int, held: str, layout: str) -> Result:
-    save_model(folder, name, experts)
+    save_with_experts(folder, name, experts, WIDTHS)
     trainer, rollout = LAYOUTS[layout]
     config = RunConfig(
         model={"path": str(folder), "max_length": 128},

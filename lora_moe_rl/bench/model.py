@@ -44,3 +44,17 @@ def make_model(folder: Path) -> int:
     make_tokenizer().save_pretrained(folder)
     (folder / "generation_config.json").unlink()
     return count
+
+
+def save_with_experts(folder: Path, name: str, experts: int, widths: dict[str, int]) -> None:
+    """The tiny shape of this name with other widths and so many experts a layer, and a
+    tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from lora_moe_rl.tiny.shapes import EXTRA_CONFIG, SHAPES
+    from lora_moe_rl.tiny.tokenizer import make_tokenizer
+
+    number = "num_experts" if "num_experts" in SHAPES[name] else "n_routed_experts"
+    config = AutoConfig.for_model(name, **SHAPES[name] | widths | {number: experts})
+    save_random(folder, lambda: AutoModelForCausalLM.from_config(config), EXTRA_CONFIG[name])
+    make_tokenizer().save_pretrained(folder)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_moe_rl.bench import report
-from lora_moe_rl.bench.model import save_random
+from lora_moe_rl.bench.model import save_with_experts
 from lora_moe_rl.bench.report import Result, cores, goal, temporary
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import positive, result_parser
@@ -17,7 +17,7 @@ from lora_moe_rl.planner.held import held_parts, shared_bytes
 from lora_moe_rl.planner.plan import build_spec
 from lora_moe_rl.planner.rollout import kv_token_bytes, slot_bytes, weight_bytes
 from lora_moe_rl.planner.trainer import TrainerMemory
-from lora_moe_rl.tiny.shapes import EXTRA_CONFIG, SHAPES
+from lora_moe_rl.tiny.shapes import SHAPES
 from lora_moe_rl.verify.report import table
 
 ABOUT = """\
@@ -93,17 +93,9 @@ def main(argv: Sequence[str]) -> int:
     return 0 if report.all_met(result) else 1
 
 
-def save_model(folder: Path, name: str, experts: int, **sizes: int) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from lora_moe_rl.tiny.tokenizer import make_tokenizer
-
-    number = "num_experts" if "num_experts" in SHAPES[name] else "n_routed_experts"
+def save_model(folder: Path, name: str, experts: int) -> None:
     widths = WIDTHS if "head_dim" in SHAPES[name] else MLA_WIDTHS
-    drawn = SHAPES[name] | widths | {number: experts} | sizes
-    config = AutoConfig.for_model(name, **drawn)
-    save_random(folder, lambda: AutoModelForCausalLM.from_config(config), EXTRA_CONFIG[name])
-    make_tokenizer().save_pretrained(folder)
+    save_with_experts(folder, name, experts, widths)
 
 
 def config_of(folder: Path, **sections: dict[str, Any]) -> RunConfig:
