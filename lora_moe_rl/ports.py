@@ -292,6 +292,11 @@ class Trainer(Protocol):
         with its own (None); `adapters=False`: of the bare base."""
         ...
 
+    async def score_ahead(self, sequences: Sequence[Sequence[int]]) -> None:
+        """Begins with what `score` will be asked for next, on routes of the trainer's own choice,
+        which an engine may come to as well. Does not wait for it."""
+        ...
+
     async def send(self) -> list[Ref]:
         """The parts of the current version."""
         ...

@@ -112,9 +112,7 @@ class Replay:
         """Routes of one micro-batch; None for a chunk without MoE layers."""
         if routes is None:
             return
-        packed = on_device(torch.from_numpy(routes.rows), device)
-        ids = unpack(packed, routes.layout).transpose(0, 1)
-        target = torch.empty(ids.shape, dtype=torch.int64, device=device).copy_(ids)
+        target = self._ids(routes, device)
         known = on_device(torch.from_numpy(routes.known), device)
         if not routes.known.all():
             padding = np.flatnonzero(~routes.known)
@@ -129,6 +127,13 @@ class Replay:
                 valid = on_device(torch.from_numpy(routes.valid[:, column]), device)
                 counted, free = known & valid, known & ~valid
             layer.set_target(target[column], counted, free)
+
+    @staticmethod
+    def _ids(routes: MicroRoutes, device: torch.device) -> torch.Tensor:
+        """int64 `[layers, T, K]`."""
+        packed = on_device(torch.from_numpy(routes.rows), device)
+        ids = unpack(packed, routes.layout).transpose(0, 1)
+        return torch.empty(ids.shape, dtype=torch.int64, device=device).copy_(ids)
 
     def install_recorded(self, chunk: int, recorded: dict[int, torch.Tensor]) -> None:
         """Routes that `take_recorded` returned for the same micro-batch."""
@@ -145,6 +150,19 @@ class Replay:
     def take_recorded(self, chunk: int) -> dict[int, torch.Tensor]:
         """The routers' own choices in the last forward, `{layer: int64 [T, K]}`."""
         return {number: layer.recorded for number, layer in self.chunks[chunk].items()}
+
+    def chose(
+        self, routes: MicroRoutes, recorded: dict[int, torch.Tensor], device: torch.device
+    ) -> bool:
+        """Whether `take_recorded` of the same micro-batch found these routes, in whatever order a
+        token's experts stand; where there are none, any will do."""
+        counted = routes.known[:, None]
+        if routes.valid is not None:
+            counted = counted & routes.valid
+        wanted = self._ids(routes, device).sort(-1).values
+        found = torch.stack([recorded[number] for number in routes.layers]).sort(-1).values
+        differs = (found != wanted).any(-1)
+        return not (differs & on_device(torch.from_numpy(counted.T.copy()), device)).any().item()
 
     def counts(self) -> dict[int, tuple[int, int]]:
         """By layer: (routes where the trainer's own choice differs, routes replayed), over this

@@ -148,6 +148,9 @@ class LastingTrainer:
     ) -> list[np.ndarray]:
         return await self._lasting(lambda: self.ranks.score(sequences, routes, adapters))
 
+    async def score_ahead(self, sequences: Sequence[Sequence[int]]) -> None:
+        await self.ranks.score_ahead(sequences)
+
     def save(self, directory: Path) -> dict[str, Any]:
         meta = self._lasting_now(lambda: self.ranks.save(directory))
         self.saved = self.done

@@ -54,6 +54,7 @@ class TrainerRanks:
         self.config, self.spec, self.model_dir, self.run_dir = config, spec, model_dir, run_dir
         self.placement, self.timeout, self.held = placement, config.trainer.timeout_s, held
         self._starting: list[Any] = []
+        self._ahead: list[Any] = []  # calls that nobody has waited for yet
         self.prepared: tuple[list[PartLayout], Channel] | None = None
         self.sources: set[int] = set()  # ranks that send parts, where versions are sent
         self.actors = self._make_actors()
@@ -104,7 +105,7 @@ class TrainerRanks:
     def start_anew(self) -> None:
         """Starts others in the places of ranks that were ended. They hold what a run begins with.
         Raises ActorSilent when one takes longer than trainer.start_timeout_s."""
-        self.actors = self._make_actors()
+        self.actors, self._ahead = self._make_actors(), []
         self.start_async()
         self.wait_started()
         if self.prepared is not None:
@@ -170,10 +171,15 @@ class TrainerRanks:
     async def score(
         self, sequences: Sequence[Sequence[int]], routes: Ref | None, adapters: bool = True
     ) -> list[np.ndarray]:
+        before, self._ahead = self._ahead, []  # whose error, if there is one, says what went wrong
         refs = self._all("score", sequences, routes, adapters)
+        await answers(self.actors[: len(before)], before, self.timeout)
         found = await answers(self.actors, refs, self.timeout)
         (scores,) = [one for one in found if one is not None]
         return scores
+
+    async def score_ahead(self, sequences: Sequence[Sequence[int]]) -> None:
+        self._ahead = self._all("score_ahead", sequences)
 
     def save(self, directory: Path) -> dict:
         """Every rank writes its file; returns what the checkpoint's manifest must hold. Where the

@@ -138,8 +138,9 @@ class Publisher:
         self, version: int, parts: Sequence[Ref], samples: Sequence[Sample]
     ) -> dict[str, float]:
         """Nothing goes on under a version that is not proven."""
-        clock = Clock()
-        self.parts = parts
+        clock, self.parts = Clock(), parts
+        if not self.config.placement.colocated:  # where the engines have the devices now
+            await self.trainer.score_ahead(self._sequences(version, samples))
         await self.channel.published(lambda: self.trainer.sent(parts))
         receipts = await self.engines.publish(version, parts)
         back = await self.engines.come_back()
@@ -203,7 +204,7 @@ class Publisher:
         self.warned = True
 
     def _is_compared(self, version: int) -> bool:
-        """Whether slots are compared even though the proof could tell."""
+        """Though the proof could tell."""
         every = self.config.refit.compare_every
         return version == self.first_version or (every > 0 and version >= self.compared + every)
 
@@ -234,7 +235,7 @@ class Publisher:
         return self._everywhere(probe_sequences(prompts, self.config.model.max_length))
 
     def _everywhere(self, sequences: Sequence[list[int]]) -> list[list[int]]:
-        """Each once for every data-parallel rank of an engine, which take them in turn."""
+        """Each once for every data-parallel rank of an engine: they take turns."""
         return [ids for ids in sequences for _ in range(self.config.rollout.dp)]
 
     async def _prove(
@@ -243,10 +244,7 @@ class Publisher:
         """One proof of each data-parallel rank of each engine, by default of those present. What
         the trainer gave is kept, for the versions after it to be told from this one."""
         config, size = self.config, len(self.probe)
-        token_ids = [sample.token_ids for sample in samples]
-        count, seed = config.refit.proof_prompts, (config.seed, version)
-        drawn = pieces(token_ids, count, config.model.max_length, seed)
-        sequences = self.probe + self._everywhere(drawn)
+        sequences = self._sequences(version, samples)
         scores = await self._score(sequences, version, engines)
         proofs = []
         for index, (ours, theirs) in scores.items():
@@ -265,6 +263,13 @@ class Publisher:
             for number in sorted(known.served)[: -config.refit.slots]:
                 del known.served[number]
         return proofs
+
+    def _sequences(self, version: int, samples: Sequence[Sample]) -> list[list[int]]:
+        """What a version is proven on: the probe, and pieces of what it was trained on."""
+        token_ids = [sample.token_ids for sample in samples]
+        config, count = self.config, self.config.refit.proof_prompts
+        drawn = pieces(token_ids, count, config.model.max_length, (config.seed, version))
+        return self.probe + self._everywhere(drawn)
 
     async def _score(
         self,

@@ -257,6 +257,10 @@ class TrainingEngine:
         with self.watched_replay(batch, routes):
             works = self.my_work(batch, range(len(batch)), routes, 1, 0)
             self.forward(works, "score", temperature=1.0)
+        return self.scores_in(works, len(batch))
+
+    def scores_in(self, works: list[Work], count: int) -> list[np.ndarray] | None:
+        """What a forward named `score` found."""
         if (
             not self.is_last_stage
             or ps.get_tensor_model_parallel_rank()
@@ -266,7 +270,7 @@ class TrainingEngine:
         out: dict[int, np.ndarray] = {}
         for work in works:
             out |= unpack(work.data, work.known["score"].cpu().numpy())
-        return [out[i] for i in range(len(batch))]
+        return [out[i] for i in range(count)]
 
     @contextmanager
     def watched_replay(self, batch: TrainBatch, routes: Routes | None):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import socket
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,12 +60,14 @@ class TrainerWorker:
         device.prepare(threads)
         from megatron.core import parallel_state as ps
 
+        from lora_moe_rl.trainer.ahead import Ahead
         from lora_moe_rl.trainer.engine import TrainingEngine
         from lora_moe_rl.trainer.model import init_process_groups
 
         init_process_groups(self.config.trainer, device, self.rank, address)
         parts = self.config, self.spec, self.model_dir, device
         self.engine = TrainingEngine(*parts, self.held)
+        self.ahead = Ahead(self.engine)
         trainable = sum(p.numel() for p in self.engine.adapters.parameters())
         return {
             "device": device.kind,
@@ -138,12 +139,18 @@ class TrainerWorker:
     ) -> list[np.ndarray] | None:
         """Logprobs of every token after the first, at temperature 1, from one rank (None from the
         others). `adapters=False`: the frozen base."""
-        batch = TrainBatch.from_sequences(sequences)
-        parts = () if table is None else (table,)
-        with nullcontext() if adapters else self.engine.adapters.off():
-            found = self.engine.score(batch, *parts)
+        if adapters:
+            found = self.ahead.score(sequences, table)
+        else:
+            parts = () if table is None else (table,)
+            with self.engine.adapters.off():
+                found = self.engine.score(TrainBatch.from_sequences(sequences), *parts)
         self._give_back()
         return found
+
+    def score_ahead(self, sequences: list[list[int]]) -> None:
+        """What `score` will be asked for next, with adapters."""
+        self.ahead.begin(sequences)
 
     def prepare_refit(self, layouts: list[PartLayout], channel: Channel) -> None:
         """What the ranks send to engines, and how: this one's part among them, if it has one."""
@@ -229,10 +236,12 @@ class TrainerWorker:
         for whose, trained in self._trained().items():
             load(whose, *trained, steps[whose])
         self.engine.version = meta["version"]
+        self.ahead.forget()
 
     def set_adapter(self, tensors: dict[str, np.ndarray]) -> None:
         """Writes whole canonical tensors (tests, and starting from an adapter)."""
         self.engine.adapters.load(tensors)
+        self.ahead.forget()
 
 
 def _nbytes(tensors) -> int:

@@ -102,11 +102,15 @@ class PlainTrainer:
     version: int = 0
     step: float = 0.1
     scored: list = field(default_factory=list)
+    ahead: list = field(default_factory=list)  # what it was told to begin with
 
     async def score(self, sequences, routes, adapters=True):
         self.scored.append((routes, adapters))
         version = self.version if adapters else None
         return [logprobs(ids, version, routes or 0.0, self.step) for ids in sequences]
+
+    async def score_ahead(self, sequences) -> None:
+        self.ahead.append(sequences)
 
     async def send(self):
         return [f"parts of {self.version}"]

@@ -86,6 +86,8 @@ class MortalRanks:
         self._do("score")
         return [self.state.copy()]
 
+    async def score_ahead(self, sequences) -> None: ...
+
     async def copy(self):
         self._do("copy")
         return [(self.version, self.state.copy())]

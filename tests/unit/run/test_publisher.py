@@ -25,12 +25,19 @@ class Run:
         replay="r3",
         in_flight="finish",
         ranks=1,
+        placement="split",
         **refit,
     ):
         self.engines, self.trainer = engines, PlainTrainer(first, engines.step)
         schedule = {"in_flight": in_flight}
         rollout = {"dp": ranks, "ep": ranks > 1}
-        config = RunConfig(refit=refit, replay={"mode": replay}, schedule=schedule, rollout=rollout)
+        config = RunConfig(
+            refit=refit,
+            replay={"mode": replay},
+            schedule=schedule,
+            rollout=rollout,
+            placement={"mode": placement},
+        )
         ports = (self.trainer, engines, NoChannel(), Prompts())
         self.publisher = Publisher(config, *ports, dtype, first)
         asyncio.run(self.publisher.start())
@@ -115,6 +122,27 @@ def test_what_was_given_back_is_there_before_the_proof_and_samples_come_after_it
     with pytest.raises(RefitError):
         run.publish(2)
     assert engines.turns[-1] == "score"
+
+
+def test_the_trainer_begins_with_what_a_version_is_proven_on_before_engines_take_it():
+    run = Run(FaultyEngines())
+    publish = run.engines.publish
+
+    async def noted(version, parts):
+        begun.append(len(run.trainer.ahead))
+        return await publish(version, parts)
+
+    begun, run.engines.publish = [], noted
+    for version in (1, 2):
+        run.publish(version)
+        sequences, _ = run.engines.scored[-1]
+        assert run.trainer.ahead[-1] == sequences and begun[-1] == version + 1
+
+
+def test_a_trainer_on_the_engines_devices_begins_with_nothing_while_they_have_them():
+    run = Run(FaultyEngines(), placement="colocated")
+    run.publish(1)
+    assert not run.trainer.ahead
 
 
 def test_slots_are_compared_at_the_start_and_every_so_many_versions():
