@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_moe_rl.errors import ConfigError, ModelError
+from lora_moe_rl.models.late_dynamo import late_dynamo
 
 CONFIG = "tokenizer_config.json"
 WHOLE = "tokenizer.json"  # all that a fast tokenizer is, whatever its class is called
@@ -74,7 +75,8 @@ def load_tokenizer(
     """
     directory = Path(directory)
     config = check_tokenizer(directory, trust_remote_code)
-    from transformers import AutoTokenizer
+    with late_dynamo():
+        from transformers import AutoTokenizer
 
     trusted = remote_code(config) is not None
     try:
