@@ -25,7 +25,8 @@ PROGRAM = textwrap.dedent(
         return table[batch, query, key] & (key <= query)
 
     table = torch.rand(2, 5, 5, generator=torch.Generator().manual_seed(1)) < 0.7
-    found = masking_utils.sdpa_mask(2, 5, 5, mask_function=allowed, use_vmap=True, allow_is_causal_skip=False)
+    how = {{"use_vmap": True, "allow_is_causal_skip": False}}
+    found = masking_utils.sdpa_mask(2, 5, 5, mask_function=allowed, **how)
     wanted = torch.tensor(
         [[[bool(table[b, q, k]) and k <= q for k in range(5)] for q in range(5)] for b in range(2)]
     )
