@@ -74,11 +74,12 @@ async def measure(
     import ray
 
     from lora_moe_rl.bench import agents_servers as servers
-    from lora_moe_rl.cluster.actors import start_ray
+    from lora_moe_rl.cluster.ray_start import prepare_ray, start_ray
     from lora_moe_rl.verify.serving import ADAPTER
 
     spec = servers.save_model(folder / "model")
     config = servers.config_of(folder / "model")
+    prepare_ray()
     start_ray(1)
     try:
         engine: Any = ray.remote(num_cpus=1)(servers.CountingEngine).remote(

@@ -81,7 +81,7 @@ def measure(folder: Path, rounds: int, trainer: str) -> dict[str, Any]:
     from lora_moe_rl.adapters.families import ModelShape
     from lora_moe_rl.adapters.spec import AdapterSpec
     from lora_moe_rl.bench import refit_model
-    from lora_moe_rl.cluster.actors import start_ray
+    from lora_moe_rl.cluster.ray_start import prepare_ray, start_ray
 
     busy = busy_cores()
     config = make_config(folder, trainer)
@@ -89,6 +89,7 @@ def measure(folder: Path, rounds: int, trainer: str) -> dict[str, Any]:
     shape = ModelShape.from_hf_config(json.loads((folder / "model/config.json").read_text()))
     spec = AdapterSpec.build(shape, config.adapter)
     tensors = refit_model.save_adapter(folder / "adapter", spec, config)
+    prepare_ray()
     start_ray(3)
     try:
         bench = Bench(config, spec, folder)

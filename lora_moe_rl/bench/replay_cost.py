@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lora_moe_rl.bench.model import deepseek_v3, save_random
-from lora_moe_rl.cluster.actors import init_ray
+from lora_moe_rl.cluster.ray_start import init_ray
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.router_replay.packed import PackedRoutes
 from lora_moe_rl.router_replay.table import RouteTable

@@ -1,16 +1,12 @@
-"""Ray: started or joined, actors created by name, their failures turned into ours."""
+"""Ray's actors: created by name, their failures turned into ours."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import signal
-import tempfile
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import psutil
@@ -18,94 +14,11 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from lora_moe_rl.cluster.process_end import Watched
-from lora_moe_rl.cluster.security import make_token, only_loopback, require_token
 from lora_moe_rl.cluster.stacks import Place
-from lora_moe_rl.cluster.watchdog import tell, watch
-from lora_moe_rl.errors import (
-    ActorFailed,
-    ActorSilent,
-    ClusterError,
-    ConfigError,
-    LoraMoeRlError,
-)
+from lora_moe_rl.errors import ActorFailed, ActorSilent, LoraMoeRlError
 from lora_moe_rl.files.run_dir import RunDir
 
-LOCAL_OBJECT_STORE = 2 * 2**30
-RAY_STARTS = 3
 PEER_GRACE_S = 5.0  # within which Ray tells of an actor's death
-
-log = logging.getLogger(__name__)
-
-
-def start_ray(num_actors: int) -> None:
-    """Joins the cluster of RAY_ADDRESS, or starts Ray in this process.
-
-    Who can talk to Ray can run code (its protocol is pickle): on one machine it listens on the
-    loopback interface alone, and everywhere a token is asked for (see `security.py`).
-
-    On one machine actors outnumber cores on purpose (they take turns); Ray is told of enough.
-    Raises ConfigError when the directory of its sockets has too long a name, and for a cluster
-    without a token.
-    """
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
-    if "RAY_ADDRESS" in os.environ:
-        require_token()
-        with _own_signals():
-            init_ray(**quiet)
-        return
-    make_token()
-    watch()
-    try:
-        with only_loopback(), _own_signals():
-            init_ray(
-                address="local",
-                num_cpus=max(num_actors + 1, os.cpu_count() or 1),
-                object_store_memory=LOCAL_OBJECT_STORE,
-                include_dashboard=False,
-                **quiet,
-            )
-        tell()
-    except OSError as error:
-        if "AF_UNIX" not in str(error):
-            raise
-        raise ConfigError(
-            f"Ray cannot make its sockets below {tempfile.gettempdir()}: the name is too long; set "
-            "RAY_TMPDIR to a directory with a short one, such as /tmp"
-        ) from error
-
-
-def init_ray(**options: Any) -> None:
-    """`ray.init`, tried a few times: on a machine that is busy with something else Ray gives up on
-    its own agents after 15 seconds. Raises ClusterError when it does not start."""
-    # By default Ray's workers stand back behind all else on the machine, its own agents included.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    reason = ""
-    for attempt in range(RAY_STARTS):
-        try:
-            ray.init(**options)
-            return
-        except Exception as error:
-            if type(error) not in (Exception, RuntimeError):  # Ray raises Exception itself
-                raise
-            ray.shutdown()
-            reason = str(error).strip().splitlines()[0]
-            log.warning("Ray did not start, attempt %d of %d: %s", attempt + 1, RAY_STARTS, reason)
-    raise ClusterError(
-        f"Ray did not start in {RAY_STARTS} attempts: {reason}. Its logs are in "
-        f"{tempfile.gettempdir()}/ray/session_latest/logs; is the machine busy or its disk full?"
-    )
-
-
-@contextmanager
-def _own_signals() -> Iterator[None]:
-    """Puts SIGTERM's handler back as it was before: Ray's prints a stack."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
 
 
 class Actor:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.run.held_base import held_base
+from lora_moe_rl.run.own_ray import OwnRay
 from lora_moe_rl.run.prepared import Prepared
 from lora_moe_rl.run.publisher import plan_layouts
 from lora_moe_rl.telemetry import console
@@ -36,20 +37,15 @@ class Actors(NamedTuple):
 
 
 @contextmanager
-def started(run: Prepared) -> Iterator[Actors]:
-    """Starts Ray and all actors; ends them, whatever happens."""
+def started(run: Prepared, own_ray: OwnRay) -> Iterator[Actors]:
+    """Starts all actors, once Ray has started; ends them and Ray, whatever happens."""
     starting, config = console.Starting(), run.config
-    with starting:
-        starting.begin("importing Ray")
-        import ray
-
-        from lora_moe_rl.cluster.actors import start_ray
-        from lora_moe_rl.cluster.placement import Placement
-
     try:
         with starting:
             starting.begin("starting Ray")
-            start_ray(config.trainer.world_size + config.num_engines)
+            own_ray.wait()
+            from lora_moe_rl.cluster.placement import Placement
+
             placement = Placement(config, [run.model_dir, run.run_dir.path])
         if config.offline:
             yield _start_trainer(run, placement, starting)
@@ -57,7 +53,7 @@ def started(run: Prepared) -> Iterator[Actors]:
             with held_base(run) as held:
                 yield _start_all(run, placement, starting, held)
     finally:
-        ray.shutdown()
+        own_ray.end()
 
 
 def _start_trainer(run: Prepared, placement: Placement, starting: console.Starting) -> Actors:

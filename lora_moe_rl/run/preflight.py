@@ -100,12 +100,12 @@ class Preflight:
             self.own_engines.close()
 
     def require(
-        self, say: Callable[[str], None], begin: Callable[[str], None] = lambda what: None
+        self, say: Callable[[str], None], begin: Callable[[str], None] = lambda step: None
     ) -> None:
         """Goes through all steps; raises the error of the first that fails. `say` gets warnings,
-        `begin` what is done now."""
+        `begin` the step that begins."""
         for name in self._order():
-            begin(f"looking at the {name}")
+            begin(name)
             finding = self._take(name)
             if finding.state in ("warning", "skipped"):
                 say(f"{name}: {finding.text}")

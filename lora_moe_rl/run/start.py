@@ -19,6 +19,7 @@ from lora_moe_rl.run import adapter_start, goes_on, loop, offline, plateau
 from lora_moe_rl.run.actors_start import Actors, started
 from lora_moe_rl.run.evaluations import Evaluations
 from lora_moe_rl.run.evaluator import Evaluator
+from lora_moe_rl.run.own_ray import OwnRay
 from lora_moe_rl.run.performance import Performance
 from lora_moe_rl.run.preflight import Preflight
 from lora_moe_rl.run.prepared import Prepared
@@ -49,9 +50,8 @@ def run(config: RunConfig, resume: bool = False, fork: Path | None = None) -> No
     if resume and step < config.trainer.steps and (ended := goes_on.ended_early(config)):
         console.say(f"nothing is left to do: {plateau.text(config.checkpoint, ended)}")
         return
-    with Preflight(config, fetch=True) as ready:
-        with console.Starting() as starting:
-            ready.require(console.warn, starting.begin)
+    with Preflight(config, fetch=True) as ready, OwnRay(config) as own_ray:
+        _look(ready, own_ray)
         console.say(room(config, ready.spec).text)
         with RunDir(config, resume, console.warn) as run_dir:
             if fork is not None:
@@ -61,7 +61,7 @@ def run(config: RunConfig, resume: bool = False, fork: Path | None = None) -> No
             start = None
             if config.adapter.init_from is not None and not found:
                 start = adapter_start.init_from(config, ready.spec, ready.model_dir)
-            _run(Prepared.of(ready, run_dir, found, start))
+            _run(Prepared.of(ready, run_dir, found, start), own_ray)
 
 
 def evaluate(config: RunConfig, checkpoint_dir: Path | None) -> None:
@@ -70,9 +70,8 @@ def evaluate(config: RunConfig, checkpoint_dir: Path | None) -> None:
 
     Raises a LoraMoeRlError for what a user can get wrong.
     """
-    with Preflight(config, fetch=True) as ready:
-        with console.Starting() as starting:
-            ready.require(console.warn, starting.begin)
+    with Preflight(config, fetch=True) as ready, OwnRay(config) as own_ray:
+        _look(ready, own_ray)
         found = start = None
         if checkpoint_dir is not None:
             found = goes_on.at(checkpoint_dir, ready)
@@ -81,11 +80,23 @@ def evaluate(config: RunConfig, checkpoint_dir: Path | None) -> None:
         with RunDir(config, resume=False, say=console.warn) as run_dir:
             console.log_to(run_dir.log_path("controller"))
             prepared = Prepared.of(ready, run_dir, found, start)
-            with MetricsWriter(run_dir, config) as metrics, started(prepared) as actors:
+            with MetricsWriter(run_dir, config) as metrics, started(prepared, own_ray) as actors:
                 _evaluate(prepared, actors, metrics)
             console.say(f"metrics  {run_dir.metrics_file}")
             console.say(f"samples  {eval_files.path_of(run_dir.path, prepared.step)}")
             console.say(f"page     {link.line(run_dir.path)}")
+
+
+def _look(ready: Preflight, own_ray: OwnRay) -> None:
+    """At all that is looked at before anything slow starts. Ray starts beside the last of it."""
+    with console.Starting() as starting:
+
+        def begin(step: str) -> None:
+            starting.begin(f"looking at the {step}")
+            if step == "prompts":
+                own_ray.begin()
+
+        ready.require(console.warn, begin)
 
 
 def _last_evaluation_is_missing(config: RunConfig, step: int, resume: bool) -> bool:
@@ -101,14 +112,14 @@ def _evaluated(run_dir: RunDir) -> set[int]:
     return {record["step"] for record in read_evaluations(run_dir.metrics_file)}
 
 
-def _run(run: Prepared) -> None:
+def _run(run: Prepared, own_ray: OwnRay) -> None:
     run.run_dir.rewind(run.step)  # before the files are opened to go on in them
     eval_files.rewind(run.run_dir.path, run.step)
     versions_file.note(run.run_dir.path, run.step, versions_file.here())
     with (
         _pusher(run) as pusher,
         MetricsWriter(run.run_dir, run.config) as metrics,
-        started(run) as actors,
+        started(run, own_ray) as actors,
     ):
         parts = (run.config, run.spec, run.model_dir, run.run_dir, actors.trainer, metrics)
         dtype = actors.trainer.dtype

@@ -11,8 +11,8 @@ import pytest
 import ray
 
 from lora_moe_rl.cluster import replicas as group
-from lora_moe_rl.cluster.actors import init_ray
 from lora_moe_rl.cluster.engines import RolloutEngines
+from lora_moe_rl.cluster.ray_start import init_ray
 from lora_moe_rl.config import RunConfig
 
 SPEC = SimpleNamespace(shape=SimpleNamespace(num_layers=2, moe_layers=(0, 1)))

@@ -19,7 +19,7 @@ from refit_ranks import make_layouts, make_senders
 
 from lora_moe_rl.adapters.families import ModelShape, hf_path
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
-from lora_moe_rl.cluster.actors import init_ray
+from lora_moe_rl.cluster.ray_start import init_ray
 from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.refit.parts import SentPart
 from lora_moe_rl.refit.plan import EngineLayout

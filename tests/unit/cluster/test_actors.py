@@ -10,7 +10,8 @@ import pytest
 import ray
 from ray._private.serialization import SerializationContext
 
-from lora_moe_rl.cluster.actors import RAY_STARTS, Actor, answers, get, init_ray
+from lora_moe_rl.cluster.actors import Actor, answers, get
+from lora_moe_rl.cluster.ray_start import RAY_STARTS, init_ray
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ActorFailed, ClusterError, RefitError
 from lora_moe_rl.files.run_dir import RunDir

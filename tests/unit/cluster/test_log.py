@@ -95,7 +95,7 @@ class Chatty:
 def test_in_a_ray_actor(tmp_path):
     import ray
 
-    from lora_moe_rl.cluster.actors import init_ray
+    from lora_moe_rl.cluster.ray_start import init_ray
 
     init_ray(address="local", num_cpus=1, log_to_driver=False, include_dashboard=False)
     try:

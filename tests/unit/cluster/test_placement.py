@@ -18,7 +18,7 @@ def test_ranks_that_follow_each_other_share_a_node():
 
 TAKING_TURNS = """
 import os, json, ray
-from lora_moe_rl.cluster.actors import init_ray
+from lora_moe_rl.cluster.ray_start import init_ray
 from lora_moe_rl.cluster.placement import Placement
 from lora_moe_rl.config import RunConfig
 

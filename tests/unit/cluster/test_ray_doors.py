@@ -22,7 +22,7 @@ DRIVER = """
 import json, os, stat, sys
 import psutil, ray
 from lora_moe_rl.cli import exit_code_of
-from lora_moe_rl.cluster.actors import start_ray
+from lora_moe_rl.cluster.ray_start import prepare_ray, start_ray
 from lora_moe_rl.run.signals import interrupts
 
 class One:
@@ -30,6 +30,7 @@ class One:
         return os.getpid()
 
 def run():
+    prepare_ray()
     start_ray(1)
     ray.get(ray.remote(One).remote().pid.remote())
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
@@ -41,6 +42,12 @@ def run():
     ]
     token = os.environ["RAY_AUTH_TOKEN_PATH"]
     found = {"listening": listening, "mode": stat.S_IMODE(os.stat(token).st_mode), "token": token}
+    found["unasked"] = [
+        word
+        for process in processes
+        for word in process.cmdline()
+        if word.endswith(("monitor.py", "dashboard.py"))
+    ]
     found["address"] = ray.get_runtime_context().gcs_address
     print(json.dumps(found), flush=True)
     sys.stdin.readline()  # until SIGTERM comes
@@ -95,6 +102,7 @@ def test_ray_of_a_run_listens_on_loopback_alone_wants_the_token_and_ends_at_sigt
     for address, command in found["listening"]:
         assert ipaddress.ip_address(address.removeprefix("::ffff:")).is_loopback, command
     assert found["mode"] == 0o600
+    assert found["unasked"] == []
 
     has_it = stranger(found["address"], RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=found["token"])
     assert has_it.returncode == 0, has_it.stderr

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import ray
 
-from lora_moe_rl.cluster.actors import init_ray
+from lora_moe_rl.cluster.ray_start import init_ray
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.router_replay.travel import Beside, put_together, send, taken_apart
 

@@ -1,0 +1,69 @@
+"""Ray of a run, which starts while the last step before it is still looked at."""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import TracebackType
+
+from lora_moe_rl.config import RunConfig
+
+
+class OwnRay:
+    """Ray starts in a thread of its own, for seconds of which most are waited for. A context
+    manager: Ray has ended when it has, started or not. Importing this file imports no Ray."""
+
+    def __init__(self, config: RunConfig):
+        self._actors = config.trainer.world_size + config.num_engines
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> OwnRay:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.end()
+
+    def begin(self) -> None:
+        """Starts a Ray of the run's own; a cluster is joined when it is waited for, and no sooner:
+        it may be somebody's who pays for it."""
+        if "RAY_ADDRESS" not in os.environ:
+            self._begin()
+
+    def wait(self) -> None:
+        """Until Ray is there. Raises what `prepare_ray` and `start_ray` raise."""
+        thread = self._thread or self._begin()
+        thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def end(self) -> None:
+        """Idempotent."""
+        if self._thread is None:
+            return
+        import ray
+
+        self._thread.join()
+        ray.shutdown()
+
+    def _begin(self) -> threading.Thread:
+        # Imported in one thread: the other imports transformers, which shares packages with it.
+        from lora_moe_rl.cluster.ray_start import prepare_ray
+
+        prepare_ray()
+        self._thread = threading.Thread(target=self._start, name="start of Ray", daemon=True)
+        self._thread.start()
+        return self._thread
+
+    def _start(self) -> None:
+        from lora_moe_rl.cluster.ray_start import start_ray
+
+        try:
+            start_ray(self._actors)
+        except BaseException as error:  # told to who waits
+            self._error = error
