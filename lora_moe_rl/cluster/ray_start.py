@@ -112,8 +112,8 @@ def _without_the_unasked() -> Iterator[None]:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Puts SIGTERM's handler back as it was before: Ray's prints a stack. Ray sets one only where
-    it is started in the main thread."""
+    """Puts SIGTERM's handler back as it was before: Ray's prints a stack. Only the main thread can:
+    who calls this from another does it himself."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield

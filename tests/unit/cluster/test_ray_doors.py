@@ -19,10 +19,11 @@ from lora_moe_rl.errors import ConfigError
 OWN_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 DRIVER = """
-import json, os, stat, sys
+import json, os, stat, sys, time
 import psutil, ray
 from lora_moe_rl.cli import exit_code_of
-from lora_moe_rl.cluster.ray_start import prepare_ray, start_ray
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.run.own_ray import OwnRay
 from lora_moe_rl.run.signals import interrupts
 
 class One:
@@ -30,8 +31,13 @@ class One:
         return os.getpid()
 
 def run():
-    prepare_ray()
-    start_ray(1)
+    with OwnRay(RunConfig()) as own_ray:
+        own_ray.begin()
+        own_ray.wait()
+        time.sleep(1)  # in which Ray would end with what has started it
+        return look()
+
+def look():
     ray.get(ray.remote(One).remote().pid.remote())
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
     listening = [

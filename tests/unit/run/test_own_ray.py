@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import ray
@@ -61,6 +62,19 @@ def test_what_kept_it_from_starting_is_raised_where_it_is_waited_for(calls, monk
         own_ray.begin()
         with pytest.raises(ClusterError, match="the disk is full"):
             own_ray.wait()
+
+
+def test_what_has_started_it_stays_as_long_as_it(calls, monkeypatch):
+    """Or else the kernel kills what that has started."""
+    threads = []
+    here = threading.current_thread
+    monkeypatch.setattr(ray_start, "start_ray", lambda actors: threads.append(here()))
+    with OwnRay(SETTINGS) as own_ray:
+        own_ray.begin()
+        own_ray.wait()
+        time.sleep(0.2)
+        assert threads[0].is_alive()
+    assert not threads[0].is_alive()
 
 
 class Ready:
