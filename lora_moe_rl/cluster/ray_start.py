@@ -18,7 +18,7 @@ from typing import Any
 import ray
 from ray._private.node import Node
 
-from lora_moe_rl.cluster.security import make_token, only_loopback, require_token
+from lora_moe_rl.cluster.security import hide_sockets, make_token, only_loopback, require_token
 from lora_moe_rl.cluster.watchdog import tell, watch
 from lora_moe_rl.errors import ClusterError, ConfigError
 from lora_moe_rl.upstream.checks import require_attributes
@@ -40,6 +40,7 @@ def prepare_ray() -> None:
         require_token()
         return
     make_token()
+    hide_sockets()
     watch()
 
 

@@ -1,4 +1,4 @@
-"""Who may talk to Ray: nobody from another machine, or only who has the token.
+"""Who may talk to Ray and to engines: nobody from another machine, or only who has the token.
 
 Written against Ray 2.60. `tests/unit/cluster/test_ray_doors.py` looks at the sockets that it opens.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from ray._raylet import AuthenticationTokenLoader, Config
 from lora_moe_rl.errors import ConfigError
 
 MODE, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"
+VLLM_SOCKETS = "VLLM_RPC_BASE_PATH"
 LOOPBACK = "127.0.0.1"
 
 
@@ -34,6 +36,18 @@ def make_token() -> None:
     atexit.register(Path(path).unlink, missing_ok=True)
     os.environ[TOKEN_PATH] = path
     _use_token()
+
+
+def hide_sockets() -> None:
+    """vLLM's processes talk through sockets, in part in pickles: those of this run's engines are in
+    a directory that only its owner can enter, and that goes with the process. Another that the user
+    has set stays."""
+    if VLLM_SOCKETS in os.environ:
+        return
+    # Shorter than the names that Ray gives its own sockets, for which there has to be room.
+    path = tempfile.mkdtemp(prefix="lora-moe-rl-")  # with mode 0700
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    os.environ[VLLM_SOCKETS] = path
 
 
 def require_token() -> None:

@@ -16,7 +16,13 @@ from lora_moe_rl import cli
 from lora_moe_rl.cluster import security
 from lora_moe_rl.errors import ConfigError
 
-OWN_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+OWN_VARIABLES = (
+    "RAY_ADDRESS",
+    "RAY_AUTH_MODE",
+    "RAY_AUTH_TOKEN",
+    "RAY_AUTH_TOKEN_PATH",
+    "VLLM_RPC_BASE_PATH",
+)
 
 DRIVER = """
 import json, os, stat, sys, time
@@ -54,6 +60,8 @@ def look():
         for word in process.cmdline()
         if word.endswith(("monitor.py", "dashboard.py"))
     ]
+    sockets = os.environ["VLLM_RPC_BASE_PATH"]
+    found |= {"sockets": sockets, "mode of sockets": stat.S_IMODE(os.stat(sockets).st_mode)}
     found["address"] = ray.get_runtime_context().gcs_address
     print(json.dumps(found), flush=True)
     sys.stdin.readline()  # until SIGTERM comes
@@ -109,6 +117,7 @@ def test_ray_of_a_run_listens_on_loopback_alone_wants_the_token_and_ends_at_sigt
         assert ipaddress.ip_address(address.removeprefix("::ffff:")).is_loopback, command
     assert found["mode"] == 0o600
     assert found["unasked"] == []
+    assert found["mode of sockets"] == 0o700
 
     has_it = stranger(found["address"], RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=found["token"])
     assert has_it.returncode == 0, has_it.stderr
@@ -122,6 +131,7 @@ def test_ray_of_a_run_listens_on_loopback_alone_wants_the_token_and_ends_at_sigt
     _, error = driver.communicate(timeout=60)
     assert (driver.returncode, error) == (cli.INTERRUPTED, "error: interrupted\n")
     assert not os.path.exists(found["token"])
+    assert not os.path.exists(found["sockets"])
 
 
 def test_a_cluster_without_a_token_is_refused(monkeypatch, tmp_path):
@@ -134,3 +144,10 @@ def test_a_cluster_without_a_token_is_refused(monkeypatch, tmp_path):
         security.require_token()
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     security.require_token()
+
+
+def test_vllm_still_asks_where_its_sockets_go(monkeypatch, tmp_path):
+    from vllm.utils.network_utils import get_open_zmq_ipc_path
+
+    monkeypatch.setenv(security.VLLM_SOCKETS, str(tmp_path))
+    assert get_open_zmq_ipc_path().startswith(f"ipc://{tmp_path}/")
