@@ -17,12 +17,10 @@ applies `ray.remote`.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -32,7 +30,7 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.cluster.log import redirect
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Sample
-from lora_moe_rl.errors import EngineDied, EngineSilent, NotServed, RefitError
+from lora_moe_rl.errors import EngineDied, NotServed, RefitError
 from lora_moe_rl.models.tokenizer import load_tokenizer, stop_ids
 from lora_moe_rl.ports import Manner, Receipt, Turn
 from lora_moe_rl.refit.parts import PartLayout, SentPart, check_sent, to_json, version_checksum
@@ -40,21 +38,19 @@ from lora_moe_rl.refit.transports import Channel, place
 from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
 from lora_moe_rl.rollout import device as engine_device
 from lora_moe_rl.rollout import dp_ranks, outputs
-from lora_moe_rl.rollout.in_flight import InFlight, Piece, Question
+from lora_moe_rl.rollout.in_flight import Piece, Question
 from lora_moe_rl.rollout.spread import Meeting, meeting_at, spread_args
+from lora_moe_rl.rollout.vllm_engine import VllmEngine
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.router_replay.travel import SentRoutes, send, taken_apart
 from lora_moe_rl.telemetry.clock import Clock
 
 SLOT_POLL_S = 0.005
-WORKER_GRACE_S = 5.0  # a worker that gives up by itself says more
 PACKING_THREADS = 2  # one packs while another hands over; more would take turns with the loop
 BASE_VERSION = -2  # of the base's tokens: no adapter version, and not NOT_SAMPLED
-DEATH_POLL_S = 0.1
-DEATH_GRACE_S = 2.0  # within which vLLM tells of the death that an error came from
 
 
-class RolloutEngine:
+class RolloutEngine(VllmEngine):
     """Owns one vLLM engine and the adapter versions in its slots. `start` comes first."""
 
     def __init__(
@@ -67,17 +63,13 @@ class RolloutEngine:
         held: str | None = None,
     ):
         """`held`: the folder of the base that the trainer holds too; None: this engine's own."""
-        self.config, self.model_dir, self.spec, self.index = config, model_dir, spec, index
-        self.held = held
+        super().__init__(config, index)
+        self.model_dir, self.spec, self.held = model_dir, spec, held
         self.receipts: dict[int, Receipt] = {}  # versions in slots, oldest first
-        self.running: dict[int, int] = {}  # requests in flight, by version
-        self.in_flight = InFlight(config.schedule.continued == "split")
         self.pinned: int | None = None  # the version whose slot no newer one takes
         self.leaving: int | None = None  # the version whose slot a newer one waits for
         self.forgotten: list[int] = []  # versions that are served no more, and still in slots
         self.finished_samples = 0
-        self.ended_requests = 0
-        self.request_ids = itertools.count()
         self.publishing = asyncio.Lock()
         self.packing = ThreadPoolExecutor(PACKING_THREADS, "routes")
         if log_path is not None:
@@ -364,27 +356,6 @@ class RolloutEngine:
         answers = await self._workers("refit_compare", version, text)
         return sorted({name for answer in answers for name in answer["differing"]})
 
-    async def give_way(self) -> float:
-        """Gives back what placement.gives_back says, of memory that a trainer needs, and returns
-        how many GiB its workers hold less then. No request runs, and none comes until `wake`."""
-        before = await self._held()
-        # With mode="wait" vLLM would not forget recorded routes: it does so only where all is
-        # frozen.
-        if self.config.placement.gives_back == "weights":
-            await self.llm.sleep(1, mode="keep")
-        else:
-            await self.llm.pause_generation(mode="keep", clear_cache=True)
-            await self.llm.release_kv_cache_memory()
-        return before - await self._held()
-
-    async def wake(self, what: str) -> None:
-        """Has `what` again: weights (slots too), or kv_cache, which is empty. With all of it there
-        vLLM takes requests again."""
-        await self.llm.wake_up([what])
-
-    async def _held(self) -> float:
-        return sum(answer["gib"] for answer in await self._workers("memory_now"))
-
     async def state(self) -> dict[str, Any]:
         """Versions in slots, as the workers tell it; requests in flight."""
         answers = await self._workers("refit_state")
@@ -393,18 +364,6 @@ class RolloutEngine:
             "running": sum(self.running.values()),
             "finished_samples": self.finished_samples,
         }
-
-    async def pulse(self) -> tuple[int, int]:
-        """Requests that have ended, and tokens of those that have not: equal as long as vLLM does
-        nothing about any."""
-        states = self.llm.output_processor.request_states.values()
-        tokens = sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer)
-        return self.ended_requests, tokens
-
-    async def shutdown(self) -> None:
-        """Ends vLLM's processes."""
-        self.llm.shutdown()
-        del self.llm  # now: at interpreter exit its own clean-up would fail
 
     def _lora_request(self, version: int):
         """vLLM's name for a version. A name of its own for each: the prefix cache goes by it."""
@@ -423,87 +382,4 @@ class RolloutEngine:
             f"engine {self.index} was asked for adapter version {version}, but serves "
             f"{served or 'none'}: publish it first",
             served,
-        )
-
-    async def _request(
-        self,
-        token_ids: Sequence[int],
-        params,
-        lora_request,
-        version: int | None,
-        may_end: bool = False,
-        cache_salt: str | None = None,
-        rank: int | None = None,
-    ):
-        """The final output of one vLLM request. `may_end`: early, when requests move on.
-        `cache_salt`: only requests with an equal one share what the prefix cache holds.
-        `rank`: the data-parallel rank that it goes to; None: one that has least to do."""
-        key = -1 if version is None else version
-        name = f"{self.index}-{next(self.request_ids)}"
-        where = {} if rank is None else {"data_parallel_rank": rank}
-        self.running[key] = self.running.get(key, 0) + 1
-        final = None
-        prompt: Any = {"prompt_token_ids": [int(token) for token in token_ids]}
-        if cache_salt is not None:
-            prompt["cache_salt"] = cache_salt
-        try:
-            with self.in_flight.noted(name, key) if may_end else nullcontext():
-                async for output in self.llm.generate(
-                    prompt,
-                    params,
-                    name,
-                    lora_request=lora_request,
-                    **where,
-                ):
-                    final = output
-        except Exception as error:
-            await self._raise_if_dead(error)
-            raise
-        finally:
-            self.running[key] -= 1
-            self.ended_requests += 1
-        return final
-
-    async def _workers(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        """Calls a method of refit/receiver.py on the workers of all ranks. Raises RefitError if one
-        says no, EngineDied when vLLM's processes end, EngineSilent when none answers in time."""
-        timeout = self.config.refit.timeout_s + WORKER_GRACE_S
-        if self.config.rollout.dp == 1:
-            asked = self.llm.collective_rpc(method, timeout=timeout, args=args)
-        else:
-            asked = dp_ranks.every_worker(self.llm, method, timeout, args)
-        call = asyncio.ensure_future(asked)
-        ends = time.monotonic() + timeout
-        # vLLM leaves a call unanswered for ever when its processes end, or are stopped.
-        while not (await asyncio.wait([call], timeout=DEATH_POLL_S))[0]:
-            if self.llm.errored or time.monotonic() > ends + WORKER_GRACE_S:
-                call.cancel()
-                raise self._dead() if self.llm.errored else self._silent(method)
-        try:
-            answers = call.result()
-        except Exception as error:
-            await self._raise_if_dead(error)
-            if time.monotonic() > ends:
-                raise self._silent(method) from error
-            raise
-        for answer in answers:
-            if "error" in answer:
-                raise RefitError(f"engine {self.index}, {answer['error']}")
-        return answers
-
-    async def _raise_if_dead(self, error: Exception) -> None:
-        """Raises EngineDied when `error` comes from the end of vLLM's processes."""
-        deadline = time.monotonic() + DEATH_GRACE_S
-        while not self.llm.errored and time.monotonic() < deadline:
-            await asyncio.sleep(DEATH_POLL_S)
-        if self.llm.errored:
-            raise self._dead() from error
-
-    def _dead(self) -> EngineDied:
-        return EngineDied(f"vLLM's processes of engine {self.index} have ended")
-
-    def _silent(self, method: str) -> EngineSilent:
-        return EngineSilent(
-            f"the workers of engine {self.index} gave no answer to {method} within "
-            f"refit.timeout_s={self.config.refit.timeout_s:g} s"
         )

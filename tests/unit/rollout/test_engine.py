@@ -15,7 +15,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import EngineSilent, NotServed, RefitError, ReplayError
 from lora_moe_rl.ports import Manner, Turn
 from lora_moe_rl.refit.parts import PartLayout, SentPart
-from lora_moe_rl.rollout import engine as engine_module
+from lora_moe_rl.rollout import vllm_engine
 from lora_moe_rl.rollout import outputs
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.router_replay.table import RouteTable
@@ -67,7 +67,7 @@ def test_with_two_slots_a_refit_that_fails_leaves_the_version_before():
 
 @pytest.mark.parametrize("stage", ["refit_stage", "refit_commit"])
 async def test_workers_that_are_stopped_in_a_refit_are_waited_for_once(stage, monkeypatch):
-    monkeypatch.setattr(engine_module, "WORKER_GRACE_S", 0.1)
+    monkeypatch.setattr(vllm_engine, "WORKER_GRACE_S", 0.1)
     engine = RolloutEngine(RunConfig(refit={"timeout_s": 0.3}), "model", None, 0)
     engine.llm, engine.layouts = Workers(), [PartLayout(0, "float32", 0, ())]
     engine.llm.stopped = stage
