@@ -15,8 +15,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import EngineSilent, NotServed, RefitError, ReplayError
 from lora_moe_rl.ports import Manner, Turn
 from lora_moe_rl.refit.parts import PartLayout, SentPart
-from lora_moe_rl.rollout import vllm_engine
-from lora_moe_rl.rollout import outputs
+from lora_moe_rl.rollout import outputs, vllm_engine
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.router_replay.table import RouteTable
 
