@@ -32,14 +32,24 @@ def read_ahead(connection: Connection) -> queue.SimpleQueue:
             try:
                 jobs.put(connection.recv())
             except (EOFError, OSError):
-                os.killpg(0, signal.SIGKILL)  # its own group: the parent made it one
+                _end()
 
     threading.Thread(target=read, daemon=True).start()
     return jobs
 
 
 def send(connection: Connection, message: dict[str, Any]) -> None:
-    connection.send_bytes(json.dumps(message).encode())
+    """To the parent, with which this process ends."""
+    data = json.dumps(message).encode()
+    try:
+        connection.send_bytes(data)
+    except OSError:
+        _end()
+
+
+def _end() -> None:
+    """Ends this process, and what it has started: the parent is gone."""
+    os.killpg(0, signal.SIGKILL)  # its own group: the parent made it one
 
 
 def short(value: Any) -> str:

@@ -1,6 +1,8 @@
 """Rewards: TRL's calling convention, and what evil functions do to a step (nothing)."""
 
 import asyncio
+import multiprocessing
+import signal
 import subprocess
 import sys
 import time
@@ -306,3 +308,17 @@ def test_a_completion_that_math_verify_never_comes_back_from():
         rewards, failures = score(runner, groups)
     assert np.isnan(rewards[0]) and "took longer than reward.timeout_s=4" in failures[0]
     assert rewards[1] == 1.0
+
+
+def test_a_worker_whose_parent_is_gone_ends_without_a_word():
+    ours, theirs = multiprocessing.Pipe()
+    command = [sys.executable, "-m", "lora_moe_rl.rewards.worker", str(theirs.fileno())]
+    worker = subprocess.Popen(
+        [*command, "lora_moe_rl.rewards:exact_match", "{}"],
+        pass_fds=[theirs.fileno()],
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    ours.close()
+    theirs.close()
+    assert (worker.communicate(timeout=60)[1], worker.returncode) == (b"", -signal.SIGKILL)
