@@ -15,8 +15,6 @@ from lora_moe_rl.config import TrainerConfig
 from lora_moe_rl.errors import HeldBaseError
 from lora_moe_rl.refit.merged_base import Base
 
-BITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
-
 
 @dataclass(frozen=True)
 class Shared:
@@ -65,15 +63,3 @@ class Shared:
                 f"{tuple(mine.shape)} {mine.dtype}"
             )
         return mine
-
-
-def check_same(path: str, held: torch.Tensor, read: torch.Tensor) -> None:
-    """Raises HeldBaseError unless what is held is what the checkpoint has, bit for bit."""
-    bits = BITS[held.element_size()]
-    if held.shape != read.shape or not torch.equal(
-        held.contiguous().view(bits), read.contiguous().view(bits)
-    ):
-        raise HeldBaseError(
-            f"{path}: the checkpoint has other values than are held for trainer and engines; set "
-            "model.held_once=off"
-        )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from lora_moe_rl.base.owner import owned
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.errors import ConfigError, HeldBaseError
+from lora_moe_rl.files.untrusted import SafeWeights
 from lora_moe_rl.refit.merged_base import Base
 from lora_moe_rl.tiny.shapes import SHAPES
 
@@ -148,6 +151,82 @@ def test_a_model_that_has_changed_since_is_refused(model, tmp_path):
         save_file(tensors, model / "model.safetensors")
         with pytest.raises(HeldBaseError, match="something else: model is"):
             held(folder, model).open()
+
+
+def written_over(model: Path, name: str) -> None:
+    """One bit of one value of a tensor, in place, at the times that the file had."""
+    path = model / "model.safetensors"
+    before, data = path.stat(), bytearray(path.read_bytes())
+    start, _ = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])[name]["data_offsets"]
+    data[8 + int.from_bytes(data[:8], "little") + start] ^= 1
+    with open(path, "r+b") as file:
+        file.write(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["layers.1.mlp.experts.2.up_proj", "layers.0.self_attn.o_proj", "embed_tokens"],
+)
+def test_a_value_beyond_what_the_fingerprint_reads_is_seen(model, tmp_path, name, monkeypatch):
+    monkeypatch.setattr("lora_moe_rl.models.fingerprint.HASHED_BYTES", 16)
+    with owned(str(tmp_path)) as folder:
+        held(folder, model).open()
+        written_over(model, f"model.{name}.weight")
+        with pytest.raises(HeldBaseError, match="the checkpoint has other values than are held"):
+            held(folder, model).open()
+
+
+def test_files_that_are_as_they_were_are_not_read_again(model, tmp_path, monkeypatch):
+    with owned(str(tmp_path)) as folder:
+        held(folder, model).open()
+        monkeypatch.setattr("lora_moe_rl.files.untrusted.SafeWeights.read", None)
+        store = held(folder, model).open()
+        for name in store.contents.tensors:
+            assert store[name].isfinite().all()
+
+
+def test_the_same_values_in_other_files_are_compared_and_taken(model, tmp_path):
+    with owned(str(tmp_path)) as folder:
+        before = held(folder, model).open()
+        copy = tmp_path / "copy"
+        shutil.copytree(model, copy)
+        (model / "model.safetensors").unlink()
+        (copy / "model.safetensors").rename(model / "model.safetensors")
+        store = held(folder, model).open()
+        for name in store.contents.tensors:
+            assert torch.equal(store[name], before[name])
+
+
+def test_files_that_change_while_they_are_read_are_refused(model, tmp_path, monkeypatch):
+    read = SafeWeights.read
+
+    def while_it_changes(self, name):
+        (model / "model.safetensors").touch()
+        return read(self, name)
+
+    monkeypatch.setattr(SafeWeights, "read", while_it_changes)
+    with (
+        owned(str(tmp_path)) as folder,
+        pytest.raises(HeldBaseError, match="was changed while its base was opened"),
+    ):
+        held(folder, model).open()
+
+
+def test_what_is_written_is_compared(model, tmp_path, monkeypatch):
+    copy = torch.Tensor.copy_
+
+    def wrongly(self, source):
+        copy(self, source)
+        self.flatten()[0] += 1  # where it is a view
+        return self
+
+    monkeypatch.setattr(torch.Tensor, "copy_", wrongly)
+    with (
+        owned(str(tmp_path)) as folder,
+        pytest.raises(HeldBaseError, match="experts.0.gate_proj.* has other values"),
+    ):
+        held(folder, model).open()
 
 
 @pytest.mark.parametrize(
