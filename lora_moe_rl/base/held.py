@@ -12,6 +12,8 @@ import torch
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.base.contents import Contents, Element, Kept
 from lora_moe_rl.base.dense import Dense, dense
+from lora_moe_rl.base.ipc import Port
+from lora_moe_rl.base.ipc_store import Mapped, Owned, map_store, share_store
 from lora_moe_rl.base.layout import ExpertCut, Stack, stacks
 from lora_moe_rl.base.same import check_same, put, state_of_files
 from lora_moe_rl.base.store import Fill, Store, open_store
@@ -34,7 +36,8 @@ ELEMENTS: dict[str, Element] = {"int4": "int32", "fp8": "float8_e4m3fn", "mxfp4"
 @dataclass(frozen=True)
 class Held:
     """One side's view of the base held in `folder`: that of `model_dir`, in `dtype`, as engines
-    of `rollout` cut it; `lora`: whether these serve adapters."""
+    of `rollout` cut it; `lora`: whether these serve adapters; `gpu`: in the memory of a GPU, where
+    it is routed experts alone."""
 
     folder: str
     model_dir: str
@@ -42,12 +45,15 @@ class Held:
     tp: int
     ep: bool
     lora: bool
+    gpu: bool = False
 
     @classmethod
-    def of_run(cls, folder: str, model_dir: Path, dtype: Dtype, config: RunConfig) -> Held:
+    def of_run(
+        cls, folder: str, model_dir: Path, dtype: Dtype, config: RunConfig, gpu: bool = False
+    ) -> Held:
         rollout = config.rollout
         lora = config.refit.mode == "adapter"
-        return cls(folder, str(model_dir), dtype, rollout.tp, rollout.ep, lora)
+        return cls(folder, str(model_dir), dtype, rollout.tp, rollout.ep, lora, gpu)
 
     @property
     def cut(self) -> ExpertCut:
@@ -71,7 +77,9 @@ class Held:
         return stacks(self._shape, self.cut.pieces, self.form)
 
     def dense(self, base: Base) -> dict[str, Dense]:
-        """By name; of a quantised base what is numbers in the checkpoint."""
+        """By name; of a quantised base what is numbers in the checkpoint; none on a GPU."""
+        if self.gpu:
+            return {}
         found = {one.name: one for one in dense(self._shape, self.tp)}
         names = base.weights.file_of
         packed = {
@@ -99,6 +107,7 @@ class Held:
             "vllm": ", ".join(builds),
             "model": fingerprint(Path(self.model_dir)),
             "dtype": self.dtype,
+            "device": "cuda" if self.gpu else "cpu",
             "LoRA": str(self.lora).lower(),
             "rollout.tp": str(self.tp),
             "rollout.ep": str(self.ep).lower(),
@@ -128,6 +137,20 @@ class Held:
             return store
         finally:
             base.weights.close()
+
+    def share(self, port: Port) -> Owned:
+        """Of an engine on a GPU: fills memory that stays its own. Raises HeldBaseError."""
+        base = Base(self.model_dir)
+        try:
+            return share_store(self.folder, self.contents(base), self.filler(base), port)
+        finally:
+            base.weights.close()
+
+    def map(self, port: Port) -> Mapped:
+        """Of a trainer on the same GPU: what an engine has shared. Raises HeldBaseError."""
+        base = Base(self.model_dir)
+        base.weights.close()
+        return map_store(self.folder, self.contents(base), port)
 
     def filler(self, base: Base) -> Fill:
         """What writes a tensor of the store, by its name."""

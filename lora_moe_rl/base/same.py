@@ -29,7 +29,7 @@ def put(path: str, out: torch.Tensor, read: torch.Tensor) -> None:
     """Copies what was read, in the dtype of `out`, and compares what then stands there. Raises
     HeldBaseError when it is not the same."""
     out.copy_(read)
-    check_same(path, out, read.to(out.dtype))
+    check_same(path, out, read.to(out.device, out.dtype))
 
 
 def checksum(memory: mmap.mmap, first: int, nbytes: int) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mapped_files import Files
 from quantised import edit, make_pair
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
@@ -269,6 +270,68 @@ def test_a_run_that_cannot_says_why(model, settings, message, monkeypatch):
         choose.decide(config, shape, model)
     auto = override(config, ["model.held_once=auto"])
     assert re.search(message, choose.decide(auto, shape, model))
+
+
+ON_ONE = ["placement.mode=colocated", "trainer.device=cuda"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ([], "placement.mode is not colocated"),
+        (["trainer.device=cpu"], "trainer.device=cpu, and the engines are on GPUs"),
+        ([*ON_ONE, "trainer.world_size=2"], "2 trainer ranks and 1 engines .* on several GPUs"),
+        ([*ON_ONE, "rollout.tp=2", "rollout.ep=true"], "with rollout.tp=2 are on several GPUs"),
+        ([*ON_ONE, "refit.mode=merged"], "refit.mode=merged writes"),
+    ],
+)
+def test_a_run_on_gpus_that_cannot_says_why(model, settings, message, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(choose, "installed", lambda name: None)
+    assert re.search(message, why(model, *settings))
+
+
+def test_on_one_gpu_routed_experts_alone_are_held(model, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(choose, "installed", lambda name: None)
+    assert why(model, *ON_ONE) == ""
+    config = override(RunConfig(), ["model.held_once=on", *ON_ONE])
+    shape = ModelShape.from_hf_config(json.loads((model / "config.json").read_text()))
+    experts = 2 * LAYERS * EXPERTS * 3 * WIDTH * HIDDEN  # bytes, in bfloat16
+    assert choose.held_bytes(config, shape) == experts
+    named = choose.private(config, shape)
+    assert named["model.embed_tokens.weight"] == choose.EXPERTS_ALONE
+    assert not [name for name in named if ".experts." in name]
+    monkeypatch.setattr(choose, "installed", lambda name: "2" if "transformer" in name else None)
+    assert "Transformer Engine is installed" in why(model, *ON_ONE)
+
+
+def test_a_quantised_base_is_not_held_on_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(choose, "installed", lambda name: None)
+    packed, _ = make_pair("qwen3_moe", tmp_path, "int4")
+    assert "the base is int4, and on GPUs vLLM lays quantised experts out" in why(packed, *ON_ONE)
+
+
+def test_memory_that_an_engine_shares_has_the_checkpoints_experts(model, tmp_path):
+    (tmp_path / "memory").mkdir()
+    port, found = Files(tmp_path / "memory"), load_file(model / "model.safetensors")
+    engine = held(str(tmp_path), model, gpu=True)
+    owner, mapped = engine.share(port), engine.map(port)
+    assert {name.rpartition(".")[2] for name in mapped.contents.tensors} == {
+        "w13_weight",
+        "w2_weight",
+    }
+    for layer, expert in itertools.product(range(LAYERS), range(EXPERTS)):
+        path = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (found[f"{path}.{expert}.{n}_proj.weight"] for n in ("gate", "up", "down"))
+        w13 = mapped[f"{path}.routed_experts.w13_weight"][0, expert]
+        assert torch.equal(w13, torch.cat([gate, up]))
+        assert torch.equal(mapped[f"{path}.routed_experts.w2_weight"][0, expert], down)
+    mapped.check()
+    with pytest.raises(HeldBaseError, match="dtype is float32 there and bfloat16 here"):
+        held(str(tmp_path), model, gpu=True, dtype="bfloat16").map(port)
+    owner.close()
 
 
 def test_a_cluster_is_refused(model, monkeypatch):
