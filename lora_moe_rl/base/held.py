@@ -10,10 +10,15 @@ from typing import Any
 import torch
 
 from lora_moe_rl.adapters.families import ModelShape
+from lora_moe_rl.base.contents import Contents, Element, Kept
 from lora_moe_rl.base.dense import Dense, dense
+from lora_moe_rl.base.ipc import Port
+from lora_moe_rl.base.ipc_store import Mapped, Owned, map_store, share_store
 from lora_moe_rl.base.layout import ExpertCut, Stack, stacks
-from lora_moe_rl.base.store import Contents, Element, Fill, Kept, Store, open_store
+from lora_moe_rl.base.same import check_same, put, state_of_files
+from lora_moe_rl.base.store import Fill, Store, open_store
 from lora_moe_rl.config import RolloutConfig, RunConfig
+from lora_moe_rl.errors import HeldBaseError
 from lora_moe_rl.files.untrusted import inside, read_json
 from lora_moe_rl.kernels.dequant import Form
 from lora_moe_rl.models import quantised
@@ -31,7 +36,8 @@ ELEMENTS: dict[str, Element] = {"int4": "int32", "fp8": "float8_e4m3fn", "mxfp4"
 @dataclass(frozen=True)
 class Held:
     """One side's view of the base held in `folder`: that of `model_dir`, in `dtype`, as engines
-    of `rollout` cut it; `lora`: whether these serve adapters."""
+    of `rollout` cut it; `lora`: whether these serve adapters; `gpu`: in the memory of a GPU, where
+    it is routed experts alone."""
 
     folder: str
     model_dir: str
@@ -39,12 +45,15 @@ class Held:
     tp: int
     ep: bool
     lora: bool
+    gpu: bool = False
 
     @classmethod
-    def of_run(cls, folder: str, model_dir: Path, dtype: Dtype, config: RunConfig) -> Held:
+    def of_run(
+        cls, folder: str, model_dir: Path, dtype: Dtype, config: RunConfig, gpu: bool = False
+    ) -> Held:
         rollout = config.rollout
         lora = config.refit.mode == "adapter"
-        return cls(folder, str(model_dir), dtype, rollout.tp, rollout.ep, lora)
+        return cls(folder, str(model_dir), dtype, rollout.tp, rollout.ep, lora, gpu)
 
     @property
     def cut(self) -> ExpertCut:
@@ -68,7 +77,9 @@ class Held:
         return stacks(self._shape, self.cut.pieces, self.form)
 
     def dense(self, base: Base) -> dict[str, Dense]:
-        """By name; of a quantised base what is numbers in the checkpoint."""
+        """By name; of a quantised base what is numbers in the checkpoint; none on a GPU."""
+        if self.gpu:
+            return {}
         found = {one.name: one for one in dense(self._shape, self.tp)}
         names = base.weights.file_of
         packed = {
@@ -96,6 +107,7 @@ class Held:
             "vllm": ", ".join(builds),
             "model": fingerprint(Path(self.model_dir)),
             "dtype": self.dtype,
+            "device": "cuda" if self.gpu else "cpu",
             "LoRA": str(self.lora).lower(),
             "rollout.tp": str(self.tp),
             "rollout.ep": str(self.ep).lower(),
@@ -112,12 +124,33 @@ class Held:
                     yield f"{path}.{TENSORS[self.form or 'int4'][1]}"
 
     def open(self) -> Store:
-        """Writes the store if nobody has. Raises HeldBaseError."""
+        """Writes the store if nobody has. One that was written from files in another state than
+        they are in now is compared with them, all of it. Raises HeldBaseError."""
         base = Base(self.model_dir)
         try:
-            return open_store(self.folder, self.contents(base), self.filler(base))
+            state, contents, fill = state_of_files(base), self.contents(base), self.filler(base)
+            store = open_store(self.folder, contents, fill, state)
+            if state_of_files(base) != state:
+                raise HeldBaseError(f"{self.model_dir} was changed while its base was opened")
+            if store.source != state:
+                _compare(store, fill)
+            return store
         finally:
             base.weights.close()
+
+    def share(self, port: Port) -> Owned:
+        """Of an engine on a GPU: fills memory that stays its own. Raises HeldBaseError."""
+        base = Base(self.model_dir)
+        try:
+            return share_store(self.folder, self.contents(base), self.filler(base), port)
+        finally:
+            base.weights.close()
+
+    def map(self, port: Port) -> Mapped:
+        """Of a trainer on the same GPU: what an engine has shared. Raises HeldBaseError."""
+        base = Base(self.model_dir)
+        base.weights.close()
+        return map_store(self.folder, self.contents(base), port)
 
     def filler(self, base: Base) -> Fill:
         """What writes a tensor of the store, by its name."""
@@ -132,25 +165,34 @@ class Held:
         return write
 
 
+def _compare(store: Store, fill: Fill) -> None:
+    """Raises HeldBaseError for other values than `fill` gives."""
+    for name, kept in store.contents.tensors.items():
+        read = torch.empty(kept.shape, dtype=getattr(torch, kept.dtype))
+        fill(name, read)
+        check_same(name, store[name], read)
+
+
 def weights_of(one: Dense, base: Base) -> list[str]:
     """The checkpoint's names of what is held as one tensor."""
     return [f"{base.name(one.layer, module)}.weight" for module in one.modules] or [one.name]
 
 
 def fill_dense(base: Base, one: Dense, out: torch.Tensor, tp: int) -> None:
-    """Writes a tensor `[rows, columns]`, rows of the engine's ranks one after the other."""
+    """Writes a tensor `[rows, columns]`, rows of the engine's ranks one after the other, and
+    compares it."""
     by_rank = out.unflatten(0, (tp if one.fused_rows else 1, -1))
     first = 0
     for name in weights_of(one, base):
         part = base.weights.read(name).unflatten(0, (len(by_rank), -1))
-        by_rank[:, first : first + part.shape[1]].copy_(part)
+        put(name, by_rank[:, first : first + part.shape[1]], part)
         first += part.shape[1]
     by_rank[:, first:].zero_()  # of a vocabulary that is padded
 
 
 def fill(base: Base, stack: Stack, out: torch.Tensor, form: Form | None = None) -> None:
     """Writes a stack `[pieces, experts, rows, columns]` from the checkpoint, one expert at a
-    time."""
+    time, and compares it."""
     pieces = out.shape[0]
     for expert in range(out.shape[1]):
         to_rows = out[:, expert].unflatten(1, (len(stack.modules), -1))
@@ -160,7 +202,7 @@ def fill(base: Base, stack: Stack, out: torch.Tensor, form: Form | None = None) 
                 parts = weight.unflatten(0, (pieces, -1))
             else:
                 parts = weight.unflatten(1, (pieces, -1)).movedim(1, 0)
-            to_rows[:, i].copy_(parts)
+            put(base.name(stack.layer, module, expert), to_rows[:, i], parts)
 
 
 def _stored(base: Base, stack: Stack, module: str, expert: int, form: Form | None) -> torch.Tensor:

@@ -13,7 +13,8 @@ held are multiplied by torch as they are, as vLLM does where it has no such kern
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ from vllm.model_executor.utils import weights_already_processed
 
 from lora_moe_rl.base.dense import Dense
 from lora_moe_rl.base.held import Held
+from lora_moe_rl.base.ipc import Cuda
+from lora_moe_rl.base.ipc_store import Owned
 from lora_moe_rl.base.store import Store
 from lora_moe_rl.errors import HeldBaseError
 from lora_moe_rl.refit.merged_base import Base
@@ -48,12 +51,14 @@ WHO = "lora_moe_rl/base/loader.py"
 LOAD_FORMAT = "lora_moe_rl_held"
 GROUPED = ("w13_weight_packed", "w2_weight_packed", "w13_weight_scale", "w2_weight_scale")
 # {vLLM's method of routed experts: (our class of experts, which keeps weights; their names)}
+# On the CPU.
 KEPT = {
     UnquantizedFusedMoEMethod: (TorchLoRAExperts, ("w13_weight", "w2_weight")),
     DequantisedExperts: (Fp8LoRAExperts, ("w13_weight", "w2_weight")),
     wna16.CompressedTensorsWNA16MoEMethod: (Int4LoRAExperts, GROUPED),
     PackedMxfp4Experts: (Mxfp4LoRAExperts, GROUPED),
 }
+Kept = Mapping[type, tuple[type, tuple[str, ...]]]
 PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
@@ -82,10 +87,12 @@ class HeldLoader(DefaultModelLoader):
     def load_weights(self, model: torch.nn.Module, model_config) -> None:
         held = held_by(self.folder, get_current_vllm_config())
         base = Base(held.model_dir)
-        self.store, others = held.open(), held.dense(base)
+        self.store = outside_pools(held) if held.gpu else held.open()
+        others = held.dense(base)
         self.not_read = set(held.not_read(base))
         base.weights.close()
-        take_experts(model, self.store, set(others))
+        kept = kept_on_gpus() if held.gpu else KEPT
+        take_experts(model, self.store, set(others), kept)
         take_dense(model, self.store, others, held.tp)
         super().load_weights(model, model_config)
 
@@ -114,14 +121,37 @@ def held_by(folder: str, config: VllmConfig) -> Held:
         parallel.tensor_parallel_size,
         parallel.enable_expert_parallel,
         config.lora_config is not None,
+        config.device_config.device_type == "cuda",
     )
 
 
-def take_experts(model: torch.nn.Module, store: Store, others: set[str]) -> None:
+def outside_pools(held: Held) -> Owned:
+    """Shares the base in memory that is in none of the pools that vLLM puts to sleep: they are in
+    use by the thread that loads, and by no other."""
+    index = torch.cuda.current_device()
+
+    def share() -> Owned:
+        torch.cuda.set_device(index)
+        return held.share(Cuda())
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(share).result()
+
+
+def kept_on_gpus() -> Kept:
+    """Triton's experts multiply what the checkpoint has; others lay it out anew."""
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+
+    return {UnquantizedFusedMoEMethod: (TritonExperts, ("w13_weight", "w2_weight"))}
+
+
+def take_experts(
+    model: torch.nn.Module, store: Store | Owned, others: set[str], kept: Kept
+) -> None:
     """Points every routed expert of `model` at the store. `others`: names of what else it holds.
     Raises HeldBaseError for one that vLLM would lay out anew."""
     found = {name: m for name, m in model.named_modules() if isinstance(m, RoutedExperts)}
-    wanted = {f"{name}.{stack}": m for name, m in found.items() for stack in _stacks(name, m)}
+    wanted = {f"{name}.{stack}": m for name, m in found.items() for stack in _stacks(name, m, kept)}
     if differing := set(wanted) ^ (set(store.contents.tensors) - others):
         raise HeldBaseError(
             f"vLLM's model and the base that is held differ in {len(differing)} tensors, among "
@@ -134,7 +164,9 @@ def take_experts(model: torch.nn.Module, store: Store, others: set[str]) -> None
         method.process_weights_after_loading = _as_they_are(method.process_weights_after_loading)
 
 
-def take_dense(model: torch.nn.Module, store: Store, others: dict[str, Dense], tp: int) -> None:
+def take_dense(
+    model: torch.nn.Module, store: Store | Owned, others: dict[str, Dense], tp: int
+) -> None:
     """Points linears, embedding and head of `model` at the store. Raises HeldBaseError for one that
     vLLM has in another form."""
     rank = get_tensor_model_parallel_rank()
@@ -156,10 +188,10 @@ def _multiply_as_it_is(layer: torch.nn.Module) -> None:
     layer.cpu_linear = torch.nn.functional.linear
 
 
-def _stacks(name: str, layer: RoutedExperts) -> tuple[str, ...]:
+def _stacks(name: str, layer: RoutedExperts, kept: Kept) -> tuple[str, ...]:
     """Parameters of a layer that keep the checkpoint's layout. Raises HeldBaseError."""
     method = layer.quant_method
-    experts, stacks = KEPT.get(type(method), (None, ()))
+    experts, stacks = kept.get(type(method), (None, ()))
     chosen = getattr(method, "experts_cls", None)
     if experts is None or chosen is None or not issubclass(chosen, experts):
         raise HeldBaseError(

@@ -9,13 +9,13 @@ from megatron.core import parallel_state as ps
 
 from lora_moe_rl.base.dense import Dense, apart
 from lora_moe_rl.base.held import Held
+from lora_moe_rl.base.ipc import Cuda
+from lora_moe_rl.base.ipc_store import Mapped
 from lora_moe_rl.base.layout import ExpertCut, Stack
 from lora_moe_rl.base.store import Store
 from lora_moe_rl.config import TrainerConfig
 from lora_moe_rl.errors import HeldBaseError
 from lora_moe_rl.refit.merged_base import Base
-
-BITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 @dataclass(frozen=True)
@@ -23,18 +23,19 @@ class Shared:
     """The store of a run, as trainer ranks cut it."""
 
     held: Held
-    store: Store
+    store: Store | Mapped
     cut: ExpertCut
     stacks: dict[str, Stack]  # by Megatron's name of the module
     dense: dict[str, Dense]  # by vLLM's name; what trainer ranks can take
 
     @classmethod
     def of(cls, held: Held, config: TrainerConfig, device: str) -> Shared:
-        """Writes the store if nobody has. Raises HeldBaseError where ranks cannot hold it."""
-        if device != "cpu":
+        """Writes the store if nobody has; on a GPU maps what an engine has shared. Raises
+        HeldBaseError where ranks cannot hold it."""
+        if held.gpu != (device == "cuda"):
             raise HeldBaseError(
-                "a base is held once on the CPU alone, and this trainer is on a GPU; set "
-                "model.held_once=off"
+                f"the base is held on the {'GPU' if held.gpu else 'CPU'}, and this trainer is on "
+                f"{device}; set model.held_once=off"
             )
         cut = ExpertCut.of_trainer(config)
         if cut.pieces != held.cut.pieces:
@@ -50,7 +51,14 @@ class Shared:
             if not apart(one, base.shape, config.tp, held.tp)
         }
         base.weights.close()
-        return cls(held, held.open(), cut, stacks, dense)
+        store = held.map(Cuda()) if held.gpu else held.open()
+        return cls(held, store, cut, stacks, dense)
+
+    def check(self) -> None:
+        """On a GPU, where nothing keeps anybody from writing: after each step. Raises HeldBaseError
+        when a part of the base has changed, or its owner has ended."""
+        if isinstance(self.store, Mapped):
+            self.store.check()
 
     def part(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """This rank's part `[experts, rows, columns]` of a stack. Raises HeldBaseError when it is
@@ -65,15 +73,3 @@ class Shared:
                 f"{tuple(mine.shape)} {mine.dtype}"
             )
         return mine
-
-
-def check_same(path: str, held: torch.Tensor, read: torch.Tensor) -> None:
-    """Raises HeldBaseError unless what is held is what the checkpoint has, bit for bit."""
-    bits = BITS[held.element_size()]
-    if held.shape != read.shape or not torch.equal(
-        held.contiguous().view(bits), read.contiguous().view(bits)
-    ):
-        raise HeldBaseError(
-            f"{path}: the checkpoint has other values than are held for trainer and engines; set "
-            "model.held_once=off"
-        )

@@ -5,8 +5,9 @@
     FOLDER/writing    locked by who writes it: others wait, and one that dies lets go
     FOLDER/users      locked, shared, by all who have it, as long as they live
 
-Whoever needs it first writes it. The description is no more than compared: where tensors lie
-follows from what they are. Pages of the file are in memory once, however many map them.
+Whoever needs it first writes it. The description is compared, and where tensors lie follows from
+what they are. It has a checksum of each tensor's bytes, which every process verifies in what it has
+mapped before it uses the tensor. Pages of the file are in memory once, however many map them.
 """
 
 from __future__ import annotations
@@ -20,93 +21,69 @@ import stat
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from lora_moe_rl.base.contents import Contents, Kept, differing
 from lora_moe_rl.base.room import check_room, no_room
+from lora_moe_rl.base.same import checksum
 from lora_moe_rl.errors import HeldBaseError
-from lora_moe_rl.rollout.facts import Dtype
 
-ALIGNMENT = 4096
-FORMAT = 2
 BIN, DESCRIPTION, WRITING, USERS = "base.bin", "base.json", "writing", "users"
-Shape = tuple[int, ...]
-Element = Dtype | Literal["int32", "float8_e4m3fn", "uint8"]
+NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 Fill = Callable[[str, torch.Tensor], None]
 
 
-class Kept(NamedTuple):
-    """A tensor of a store."""
+class Written(NamedTuple):
+    """What the description says that only who wrote the store could know."""
 
-    dtype: Element
-    shape: Shape
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What a store holds: `key` says of what, and under which conditions it is read."""
-
-    key: Mapping[str, str]
-    tensors: Mapping[str, Kept]
-
-    @property
-    def places(self) -> dict[str, int]:
-        """The first byte of each tensor."""
-        found, offset = {}, 0
-        for name, tensor in self.tensors.items():
-            found[name] = offset
-            offset += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        return found
-
-    @property
-    def nbytes(self) -> int:
-        """Of the whole file."""
-        *_, last = self.places
-        end = self.places[last] + self.tensors[last].nbytes
-        return -(-end // ALIGNMENT) * ALIGNMENT
-
-    def described(self) -> dict[str, Any]:
-        places = self.places
-        return {
-            "format": FORMAT,
-            "key": dict(self.key),
-            "bytes": self.nbytes,
-            "tensors": {
-                name: {"offset": places[name], "dtype": tensor.dtype, "shape": list(tensor.shape)}
-                for name, tensor in self.tensors.items()
-            },
-        }
+    source: str  # the state of the files that it was read from
+    checksums: Mapping[str, str]
 
 
 class Store:
     """Tensors by name: views of one mapping, of which a write ends the process (SIGSEGV)."""
 
-    def __init__(self, contents: Contents, memory: mmap.mmap, users: int):
-        self.contents, self._memory = contents, memory
+    def __init__(
+        self,
+        folder: Path | str,
+        contents: Contents,
+        written: Written,
+        memory: mmap.mmap,
+        users: int,
+    ):
+        self.contents, self.source = contents, written.source
+        self._folder, self._memory = folder, memory
         self._users = users  # open as long as the process lives: leftovers are known by it
         self._places = contents.places
+        self._unverified = dict(written.checksums)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return _view(self._memory, self.contents.tensors[name], self._places[name])
+        """Raises HeldBaseError, the first time, for bytes that are not those that were written."""
+        kept, place = self.contents.tensors[name], self._places[name]
+        if name in self._unverified:
+            if checksum(self._memory, place, kept.nbytes) != self._unverified[name]:
+                raise HeldBaseError(
+                    f"{self._folder}/{BIN}: {name} is not what was written there, by its checksum: "
+                    "the file was changed; remove the folder and start the run anew"
+                )
+            del self._unverified[name]
+        return _view(self._memory, kept, place)
 
 
-def open_store(folder: Path | str, contents: Contents, fill: Fill) -> Store:
-    """The store of `folder`, written first if nobody has: `fill(name, tensor)` for each. Raises
-    HeldBaseError when there is none and no room for one, and for one that is of something else or
-    damaged."""
+def open_store(folder: Path | str, contents: Contents, fill: Fill, source: str = "") -> Store:
+    """The store of `folder`, written first if nobody has: `fill(name, tensor)` for each. `source`:
+    the state of the files that `fill` reads, kept beside. Raises HeldBaseError when there is none
+    and no room for one, and for one that is of something else or damaged."""
     with _opened(folder) as directory:
         users = _lock(directory, USERS, fcntl.LOCK_SH)
         try:
-            _write_once(folder, directory, contents, fill)
-            _check(folder, directory, contents)
-            return Store(contents, _map(folder, directory, contents.nbytes), users)
+            _write_once(folder, directory, contents, fill, source)
+            written = _check(folder, directory, contents)
+            memory = _map(folder, directory, contents.nbytes)
+            return Store(folder, contents, written, memory, users)
         except BaseException:
             os.close(users)
             raise
@@ -161,12 +138,15 @@ def _lock(directory: int, name: str, how: int) -> int:
     return descriptor
 
 
-def _write_once(folder: Path | str, directory: int, contents: Contents, fill: Fill) -> None:
+def _write_once(
+    folder: Path | str, directory: int, contents: Contents, fill: Fill, source: str
+) -> None:
     """Unless it is there; waits for one who is writing it."""
     writing = _lock(directory, WRITING, fcntl.LOCK_EX)
     try:
         if not _published(directory):
-            _write(folder, directory, contents, fill)
+            checksums = _write(folder, directory, contents, fill)
+            _publish(directory, contents, Written(source, checksums))
     finally:
         os.close(writing)
 
@@ -179,27 +159,30 @@ def _published(directory: int) -> bool:
     return True
 
 
-def _write(folder: Path | str, directory: int, contents: Contents, fill: Fill) -> None:
-    """All tensors, then the description."""
+def _write(folder: Path | str, directory: int, contents: Contents, fill: Fill) -> dict[str, str]:
+    """All tensors; returns their checksums."""
     for name in (BIN, DESCRIPTION + ".tmp"):  # of one that died over it
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=directory)
     check_room(Path(folder).parent, contents.nbytes)
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    descriptor = os.open(BIN, flags, 0o600, dir_fd=directory)
+    descriptor = os.open(BIN, NEW, 0o600, dir_fd=directory)
     try:
         try:
             # To run out of room while writing to a mapping would kill the process.
             os.posix_fallocate(descriptor, 0, contents.nbytes)
         except OSError as error:
             raise HeldBaseError(no_room(Path(folder).parent, contents.nbytes)) from error
-        _fill(mmap.mmap(descriptor, contents.nbytes), contents, fill)
+        checksums = _fill(mmap.mmap(descriptor, contents.nbytes), contents, fill)
         os.fchmod(descriptor, 0o400)
         os.fsync(descriptor)
+        return checksums
     finally:
         os.close(descriptor)
-    text = json.dumps(contents.described(), indent=1).encode()
-    descriptor = os.open(DESCRIPTION + ".tmp", flags, 0o400, dir_fd=directory)
+
+
+def _publish(directory: int, contents: Contents, written: Written) -> None:
+    text = json.dumps(contents.described() | written._asdict(), indent=1).encode()
+    descriptor = os.open(DESCRIPTION + ".tmp", NEW, 0o400, dir_fd=directory)
     with os.fdopen(descriptor, "wb") as file:
         file.write(text)
         file.flush()
@@ -207,39 +190,38 @@ def _write(folder: Path | str, directory: int, contents: Contents, fill: Fill) -
     os.rename(DESCRIPTION + ".tmp", DESCRIPTION, src_dir_fd=directory, dst_dir_fd=directory)
 
 
-def _fill(memory: mmap.mmap, contents: Contents, fill: Fill) -> None:
+def _fill(memory: mmap.mmap, contents: Contents, fill: Fill) -> dict[str, str]:
+    checksums = {}
     for name, offset in contents.places.items():
-        fill(name, _view(memory, contents.tensors[name], offset))
+        kept = contents.tensors[name]
+        fill(name, _view(memory, kept, offset))
+        checksums[name] = checksum(memory, offset, kept.nbytes)
+    return checksums
 
 
-def _check(folder: Path | str, directory: int, contents: Contents) -> None:
-    """Raises HeldBaseError, naming what differs, for a store of something else."""
+def _check(folder: Path | str, directory: int, contents: Contents) -> Written:
+    """What its writer left. Raises HeldBaseError, naming what differs, for a store of something
+    else."""
     descriptor = os.open(DESCRIPTION, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory)
     with os.fdopen(descriptor, "rb") as file:
         try:
             found = json.loads(file.read())
-            differing = list(_differing(found, contents.described()))
+            unlike = list(differing(found, contents.described()))
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise HeldBaseError(f"{folder}/{DESCRIPTION} is damaged: {error!r}") from error
-    if differing:
+    if unlike:
         raise HeldBaseError(
-            f"{folder} holds the base of something else: {'; '.join(differing[:4])}. Start the run "
+            f"{folder} holds the base of something else: {'; '.join(unlike[:4])}. Start the run "
             "anew, or set model.held_once=off"
         )
-
-
-def _differing(found: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
-    for name in sorted(found["key"].keys() | wanted["key"]):
-        there, here = found["key"].get(name, "missing"), wanted["key"].get(name, "missing")
-        if there != here:
-            yield f"{name} is {there} there and {here} here"
-    for name in ("format", "bytes"):
-        if found.get(name) != wanted[name]:
-            yield f"{name} is {found.get(name)} there and {wanted[name]} here"
-    there, here = found.get("tensors", {}), wanted["tensors"]
-    for name in sorted(there.keys() | here):
-        if there.get(name) != here.get(name):
-            yield f"{name} is {there.get(name)} there and {here.get(name)} here"
+    source, checksums = found.get("source"), found.get("checksums")
+    if not (
+        isinstance(source, str)
+        and isinstance(checksums, dict)
+        and checksums.keys() == contents.tensors.keys()
+    ):
+        raise HeldBaseError(f"{folder}/{DESCRIPTION} is damaged: it lacks checksums of tensors")
+    return Written(source, checksums)
 
 
 def _map(folder: Path | str, directory: int, nbytes: int) -> mmap.mmap:

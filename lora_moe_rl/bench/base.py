@@ -15,7 +15,7 @@ import psutil
 
 from lora_moe_rl.base.owner import owned
 from lora_moe_rl.base.store import BIN
-from lora_moe_rl.bench import report
+from lora_moe_rl.bench import float64, report
 from lora_moe_rl.bench.loading import Peak
 from lora_moe_rl.bench.model import save_with_experts
 from lora_moe_rl.bench.own_base import CountingEngine, outside
@@ -36,11 +36,15 @@ A trainer and an engine on one model with random weights, on the CPU in float32:
 each, then with one in a file that both map. Memory that is a process's own, at most while it starts
 and once it has computed, what all processes together have of the base, in the file by their share
 of it and beside it, how long the first user of the base takes to start and those after it, and how
-far log-probabilities and gradients are from those on private copies.
+far log-probabilities and gradients are from those on private copies, and log-probabilities of both
+from a forward in float64.
 """
 WIDTHS = {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 256}
 LENGTHS = (20, 60)
 MOST_HELD, MOST_LOGPROBS, MOST_GRADIENTS = 1.05, 5e-6, 1e-5
+# Of a second user of the base, which starts so many times faster than one that loads its own; of a
+# model that is large enough for its bytes to take the time.
+FASTER, LARGE = 2.0, 2**30
 TIMEOUT_S = 600
 # {name: (trainer's, engine's)}; vLLM shares experts out over its tensor-parallel ranks.
 LAYOUTS = {
@@ -77,6 +81,7 @@ def measure(folder: Path, name: str, experts: int, held: str, layout: str) -> Re
     )
     spec = spec_of(folder, config)
     sequences = [row.tolist() for row in random_batch(spec, 8, 3, LENGTHS)[0].token_ids]
+    (exact,) = run_processes(1, float64.logprobs, folder, sequences, timeout_s=TIMEOUT_S)
     own_engine = _engine(folder, config, spec, sequences, None)
     own, first, second = (_trainer(config, folder, base) for base in (None, held, held))
     file = Path(held) / BIN
@@ -108,6 +113,8 @@ def measure(folder: Path, name: str, experts: int, held: str, layout: str) -> Re
         "load_seconds": [own_engine["load"], engine["load"]],
         "trainer_seconds": [own["seconds"], second["seconds"]],
         "first_seconds": first["seconds"],
+        "engine_from_float64": [largest(one["scores"], exact) for one in (own_engine, engine)],
+        "trainer_from_float64": [largest(one["base_scores"], exact) for one in (own, second)],
         "goals": {
             "what all have of the base, times its size": goal(found["held"], MOST_HELD),
             "engine's logprobs, largest difference": goal(found["engine_logprobs"], MOST_LOGPROBS),
@@ -115,7 +122,22 @@ def measure(folder: Path, name: str, experts: int, held: str, layout: str) -> Re
                 found["trainer_logprobs"], MOST_LOGPROBS
             ),
             "gradients, largest difference, relative": goal(found["gradients"], MOST_GRADIENTS),
+            **(_times_faster(own, second, own_engine, engine) if size >= LARGE else {}),
         },
+    }
+
+
+def _times_faster(
+    own: Result, held: Result, own_engine: Result, held_engine: Result
+) -> dict[str, Result]:
+    """Goals of the second user's start."""
+    found = {
+        "trainer": own["seconds"] / held["seconds"],
+        "engine": own_engine["load"] / held_engine["load"],
+    }
+    return {
+        f"a second {who} starts, times faster than with its own": goal(times, FASTER, at_least=True)
+        for who, times in found.items()
     }
 
 
@@ -133,6 +155,7 @@ def _trainer(config: RunConfig, folder: Path, held: str | None) -> Result:
     ranks = run_processes(config.trainer.world_size, train, *arguments, timeout_s=TIMEOUT_S)
     return {
         "scores": [score for rank in ranks for score in rank["scores"] or []],
+        "base_scores": [score for rank in ranks for score in rank["base_scores"] or []],
         "gradients": [gradient for rank in ranks for gradient in rank["gradients"]],
         "private": sum(rank["private"] for rank in ranks),
         "peak": sum(rank["peak"] for rank in ranks),
@@ -152,11 +175,14 @@ def train(rank: int, address: str, config: RunConfig, folder: Path, held: str | 
     seconds = time.perf_counter() - started
     batch, table = random_batch(spec, 8, 3, LENGTHS)
     worker.set_adapter(random_adapter(spec))
-    scores = worker.score([row.tolist() for row in batch.token_ids], None, adapters=True)
+    sequences = [row.tolist() for row in batch.token_ids]
+    scores = worker.score(sequences, None, adapters=True)
+    base_scores = worker.score(sequences, None, adapters=False)
     _, _, shards = worker.gradients(batch, table)
     gc.collect()
     return {
         "scores": scores,
+        "base_scores": base_scores,
         "gradients": [shard.data for shard in shards],
         "private": private_bytes(os.getpid()),
         "peak": peak.bytes,
@@ -213,4 +239,9 @@ def parts(result: Result) -> Iterable[Any]:
     ):
         shown.add_row(name, *(f"{one:.2f}" for one in result[key]))
     shown.add_row("the first trainer, which writes, s", "", f"{result['first_seconds']:.2f}")
+    for who in ("trainer", "engine"):
+        shown.add_row(
+            f"{who}'s logprobs from float64",
+            *(f"{one:.1e}" for one in result[f"{who}_from_float64"]),
+        )
     yield shown

@@ -5,6 +5,8 @@ float   `….weight`, F32, BF16 or F16; or all experts of a layer in one, as tra
 fp8     `….weight` F8_E4M3 and `….weight_scale_inv`: blocks of 128 x 128 (DeepSeek-V3)
 int4    `….weight_packed` I32, `….weight_scale` and `….weight_shape`: groups of 32
         (compressed-tensors' pack-quantized, Kimi-K2-Thinking)
+mxfp4   `….weight_packed` U8 and `….weight_scale` U8, exponents: groups of 32
+        (compressed-tensors' mxfp4-pack-quantized; not gpt-oss's stacks)
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from lora_moe_rl.files.untrusted import Entry, SafeWeights
 
 FLOATS = ("F32", "BF16", "F16")
 FP8_BLOCK, INT4_GROUP, INT4_IN_WORD = 128, 32, 8
+MXFP4_GROUP, MXFP4_IN_BYTE = 32, 2
 SHOWN = 5
 WAY_OUT = "write another form with --dtype bfloat16"
 
@@ -124,7 +127,7 @@ def stored(base: SafeWeights, path: str) -> StoredWeight | None:
     ExportError when its tensors do not belong together."""
     name, packed = f"{path}.weight", f"{path}.weight_packed"
     if packed in base.file_of:
-        return _int4(base, path)
+        return _mxfp4(base, path) if base.entry(packed).dtype == "U8" else _int4(base, path)
     if name not in base.file_of:
         return None
     entry = base.entry(name)
@@ -163,6 +166,18 @@ def _int4(base: SafeWeights, path: str) -> StoredWeight | None:
     return StoredWeight(f"{path}.weight", "int4", (out, in_features), names)
 
 
+def _mxfp4(base: SafeWeights, path: str) -> StoredWeight | None:
+    names = {"weight": f"{path}.weight_packed", "scale": f"{path}.weight_scale"}
+    packed = base.entry(names["weight"])
+    if len(packed.shape) != 2 or names["scale"] not in base.file_of:
+        return None
+    out, in_features = packed.shape[0], packed.shape[1] * MXFP4_IN_BYTE
+    if in_features % MXFP4_GROUP:
+        raise ExportError(f"{packed.name}: {in_features} columns are no whole groups of 32")
+    _require(base, base.entry(names["scale"]), (out, in_features // MXFP4_GROUP), ("U8",))
+    return StoredWeight(f"{path}.weight", "mxfp4", (out, in_features), names)
+
+
 def _require(base: SafeWeights, entry: Entry, shape: tuple, dtypes: tuple[str, ...]) -> None:
     if entry.shape != shape or entry.dtype not in dtypes:
         raise ExportError(
@@ -178,6 +193,12 @@ def _stack(base: SafeWeights, spec: AdapterSpec, site: Site) -> StoredWeight | N
     blocks = dict.fromkeys((spec.shape.family.moe_block, "mlp"))
     for block in blocks:
         name = f"model.layers.{site.layer}.{block}.experts.{'down' if down else 'gate_up'}_proj"
+        if f"{name}_blocks" in base.file_of:
+            raise ExportError(
+                f"{base.directory} has {name}_blocks: experts in gpt-oss's stacks of MXFP4, which "
+                "a merge does not write; known are the experts one by one, as compressed-tensors "
+                "has them"
+            )
         if name not in base.file_of:
             continue
         rows = site.out_features * (1 if down else 2)
@@ -238,14 +259,31 @@ def check_quantisation(config: Mapping[str, Any], forms: set[str], dtype: str | 
                 f"the base's FP8 scales have scale_fmt={said['scale_fmt']!r}, which a merge does "
                 f"not write; {WAY_OUT}"
             )
-    if "int4" in forms:
-        groups = said.get("config_groups") or {}
-        weights = [(group or {}).get("weights") or {} for group in groups.values()]
-        wanted = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": INT4_GROUP}
-        wrong = [w for w in weights if any(w.get(k) != v for k, v in wanted.items())]
-        if said.get("format") != "pack-quantized" or not weights or wrong:
-            raise ExportError(
-                f"the base's weights are packed, and quantization_config in config.json says "
-                f"format={said.get('format')!r} with {wrong or weights}; known is "
-                f"'pack-quantized' with {wanted}"
-            )
+    for form, known in PACKED.items():
+        if form in forms:
+            _check_packed(said, *known)
+
+
+# {form: (format, what it says of weights)} of compressed-tensors
+PACKED = {
+    "int4": (
+        "pack-quantized",
+        {"num_bits": 4, "type": "int", "symmetric": True, "group_size": INT4_GROUP},
+    ),
+    "mxfp4": (
+        "mxfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "symmetric": True, "group_size": MXFP4_GROUP},
+    ),
+}
+
+
+def _check_packed(said: Mapping[str, Any], name: str, wanted: Mapping[str, Any]) -> None:
+    groups = said.get("config_groups") or {}
+    weights = [(group or {}).get("weights") or {} for group in groups.values()]
+    wrong = [w for w in weights if any(w.get(k) != v for k, v in wanted.items())]
+    if said.get("format") != name or not weights or wrong:
+        raise ExportError(
+            f"the base's weights are packed, and quantization_config in config.json says "
+            f"format={said.get('format')!r} with {wrong or weights}; known is {name!r} with "
+            f"{wanted}"
+        )

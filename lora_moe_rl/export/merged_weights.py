@@ -124,16 +124,24 @@ def _requantise(matrix: Matrix, tensors: dict[str, Tensor], factors: Factors | N
     change = (B @ A).mul_(scale)
     if not _is_finite(before + change):
         raise ExportError(f"{matrix.name} holds NaN or infinity in the base: it cannot be merged")
-    merge = {"fp8": merge_delta_fp8_, "int4": merge_delta_int4_}[matrix.form]
-    merge(tensors["weight"], tensors["scale"], A, B, scale)
+    if matrix.form == "mxfp4":
+        tensors["weight"], tensors["scale"] = formats.quantise_mxfp4(before + change)
+    else:
+        merge = {"fp8": merge_delta_fp8_, "int4": merge_delta_int4_}[matrix.form]
+        merge(tensors["weight"], tensors["scale"], A, B, scale)
     after = _dequantise(matrix.form, tensors)
     return measure(before, change, after)
 
 
+_DEQUANTISE = {
+    "fp8": formats.dequantise_fp8,
+    "int4": formats.dequantise_int4,
+    "mxfp4": formats.dequantise_mxfp4,
+}
+
+
 def _dequantise(form: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    if form == "fp8":
-        return formats.dequantise_fp8(tensors["weight"], tensors["scale"])
-    return formats.dequantise_int4(tensors["weight"], tensors["scale"])
+    return _DEQUANTISE[form](tensors["weight"], tensors["scale"])
 
 
 def _is_finite(value: Tensor) -> bool:

@@ -32,16 +32,9 @@ def read(get: Callable[[str], torch.Tensor], names: Collection[str], name: str) 
 
 
 def read_linear(weights: SafeWeights, path: str, form: Form) -> Packed:
-    """One linear of a checkpoint, whole."""
-    data, scale, shape = TENSORS[form]
-    if missing := [n for n in (data, scale) if f"{path}.{n}" not in weights.file_of]:
-        raise ModelError(
-            f"{weights.directory} has no {path}.{missing[0]}: some of its routed experts are "
-            f"{form}, and all of them must be"
-        )
-    scales = weights.read(f"{path}.{scale}")
-    if wrong := bad_scales(form, scales):
-        raise ModelError(f"{path}.{scale} in {weights.directory}: {wrong}; fetch the file again")
+    """One linear of a checkpoint, whole. Raises ModelError."""
+    data, _, shape = TENSORS[form]
+    scales = read_scales(weights, path, form)
     try:
         packed = _packed(form, weights.read(f"{path}.{data}"), scales)
     except (ValueError, RuntimeError) as error:
@@ -53,6 +46,21 @@ def read_linear(weights: SafeWeights, path: str, form: Form) -> Packed:
             f"has the shape {list(packed.shape)}"
         )
     return packed
+
+
+def read_scales(weights: SafeWeights, path: str, form: Form) -> torch.Tensor:
+    """Of a linear of a checkpoint. Raises ModelError when it is not there whole, and for scales
+    that are no scales."""
+    data, scale, _ = TENSORS[form]
+    if missing := [n for n in (data, scale) if f"{path}.{n}" not in weights.file_of]:
+        raise ModelError(
+            f"{weights.directory} has no {path}.{missing[0]}: some of its routed experts are "
+            f"{form}, and all of them must be"
+        )
+    scales = weights.read(f"{path}.{scale}")
+    if wrong := bad_scales(form, scales):
+        raise ModelError(f"{path}.{scale} in {weights.directory}: {wrong}; fetch the file again")
+    return scales
 
 
 def _packed(form: Form, data: torch.Tensor, scales: torch.Tensor) -> Packed:

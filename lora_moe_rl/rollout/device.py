@@ -13,7 +13,7 @@ from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.untrusted import read_json
 from lora_moe_rl.models import quantised
 from lora_moe_rl.rollout.facts import Dtype, served_module, slot_rank, step_tokens
-from lora_moe_rl.rollout.vllm_plugin import ENGINE_VARIABLE, RANKS_VARIABLE
+from lora_moe_rl.rollout.vllm_plugin import ENGINE_VARIABLE, HELD_VARIABLE, RANKS_VARIABLE
 from lora_moe_rl.upstream.versions import installed
 
 GIB = 2**30
@@ -189,9 +189,11 @@ def _is_int4(model_dir: str) -> bool:
 
 
 def held_args(folder: str | None) -> dict[str, Any]:
-    """More keywords, where the base is held in `folder` for the trainer too."""
+    """More keywords, where the base is held in `folder` for the trainer too. Tells the plug-in of
+    vLLM's processes, which read it from the environment."""
     if folder is None:
         return {}
+    os.environ[HELD_VARIABLE] = "1"
     from lora_moe_rl.base import loader
 
     return loader.engine_args(folder)

@@ -13,7 +13,8 @@ other mend; its CPU build lacks seven things, each mended in a file of its own:
     cpu_cache    giving the cache of keys and values back
     cpu_dp       experts over data-parallel ranks
 
-There it also gets a load format, for routed experts that the trainer holds too (base/loader.py).
+There it also gets a load format, for a base that the trainer holds too (base/loader.py); on GPUs
+where it does.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import os
 
 ENGINE_VARIABLE = "LORA_MOE_RL_ENGINE"
 RANKS_VARIABLE = "LORA_MOE_RL_ENGINE_DP"  # data-parallel ranks of the engine
+HELD_VARIABLE = "LORA_MOE_RL_ENGINE_HELD"  # whether the trainer holds its base too
 
 
 def register() -> None:
@@ -35,6 +37,10 @@ def register() -> None:
 
         dp_lora.install()
     if not current_platform.is_cpu():
+        if os.environ.get(HELD_VARIABLE) == "1":
+            from lora_moe_rl.base import loader
+
+            loader.install()
         return
     from lora_moe_rl.base import loader
     from lora_moe_rl.rollout import (

@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 
 from lora_moe_rl.files.untrusted import SafeWeights
 from lora_moe_rl.kernels.dequant import Form
-from lora_moe_rl.kernels.dequant.formats import E2M1, MXFP4_BIAS, MXFP4_GROUP
-from lora_moe_rl.kernels.merge.formats import quantise_fp8, quantise_int4
+from lora_moe_rl.kernels.merge.formats import quantise_fp8, quantise_int4, quantise_mxfp4
 from lora_moe_rl.tiny.build import put
 
 # Of Kimi-K2-Thinking, and the router, which vLLM's Qwen3-MoE takes for a linear to be quantised.
@@ -102,19 +101,6 @@ def _stored(name: str, weight: torch.Tensor, form: Form) -> dict[str, torch.Tens
     packed, scale = quantise_int4(weight.float(), torch.bfloat16)
     shape = torch.tensor(weight.shape, dtype=torch.int64)
     return {f"{name}_packed": packed, f"{name}_scale": scale, f"{name}_shape": shape}
-
-
-def quantise_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(packed uint8 `[out, in / 2]`, exponents uint8 `[out, in / 32]`): OCP's rule, by which the
-    largest value of a group has the largest exponent that E2M1 has."""
-    groups = weight.unflatten(-1, (-1, MXFP4_GROUP))
-    largest = groups.abs().amax(dim=-1).clamp(min=2.0**-100)
-    exponents = largest.log2().floor() - 2
-    scaled = groups / exponents.exp2()[..., None]
-    values = torch.tensor(E2M1[:8])
-    nearest = (scaled.abs()[..., None] - values).abs().argmin(dim=-1)
-    codes = (nearest + 8 * (scaled < 0)).flatten(-2).to(torch.uint8)
-    return codes[:, 0::2] | codes[:, 1::2] << 4, (exponents + MXFP4_BIAS).to(torch.uint8)
 
 
 def _kept(tensors: dict[str, torch.Tensor]) -> dict[str, list[str]]:

@@ -90,7 +90,7 @@ class TrainingEngine:
         self.algorithm = algorithms.make(config)
         self.shared = None
         if held is not None:
-            base = Held.of_run(held, model_dir, device.dtype_name, config)
+            base = Held.of_run(held, model_dir, device.dtype_name, config, device.kind == "cuda")
             self.shared = Shared.of(base, config.trainer, device.kind)
         self.chunks = self._build(model_dir)
         inner = [getattr(chunk, "module", chunk) for chunk in self.chunks]  # Float16Module

@@ -18,14 +18,14 @@ import torch
 from megatron.core import parallel_state as ps
 
 from lora_moe_rl.adapters.families import ModelShape, hf_path
-from lora_moe_rl.base.shared import Shared, check_same
+from lora_moe_rl.base.shared import Shared
 from lora_moe_rl.errors import ModelError
 from lora_moe_rl.files.untrusted import DTYPES, SafeWeights, read_json
 from lora_moe_rl.kernels.dequant import Form, Packed
 from lora_moe_rl.kernels.dequant.formats import DATA_DTYPES, MULTIPLES, packed_shapes
 from lora_moe_rl.kernels.packed_linear import SCRATCH, packed_linear
 from lora_moe_rl.models.quantised_names import TENSORS, form_of
-from lora_moe_rl.models.quantised_weights import read_linear
+from lora_moe_rl.models.quantised_weights import read_linear, read_scales
 from lora_moe_rl.trainer.local_modules import ExpertLinears, place_experts
 
 SCALE_DTYPES = {"int4": ("BF16", "F16", "F32"), "fp8": ("F32",), "mxfp4": ("U8",)}
@@ -115,22 +115,25 @@ class PackedExperts:
         place_experts(provider, *leaves)
 
     def load(self, chunks: Sequence[torch.nn.Module], shared: Shared | None = None) -> None:
-        """Fills this rank's; what is `shared` with engines is compared instead. Raises ModelError
-        for tensors that are not those of the model, and for scales that are no scales;
-        HeldBaseError for values that are shared and differ."""
+        """Fills this rank's, but for what is `shared` with engines. Raises ModelError for tensors
+        that are not those of the model, and for scales that are no scales; HeldBaseError for
+        shared bytes that are not those that were written."""
         first = ps.get_expert_model_parallel_rank()
         cut = ps.get_expert_tensor_parallel_rank(), ps.get_expert_tensor_parallel_world_size()
         for layer, modules, side, linear in _linears(chunks):
             if shared is not None:
                 name = f"decoder.layers.{layer}.mlp.experts.{MEGATRON[linear.parallel_mode]}"
                 _hold(linear, name, shared)
+            if linear.held == ("data", "scales"):
+                continue
             rows = linear.out_features // len(modules)
             for local_expert in range(linear.num_gemms):
                 expert = first * linear.num_gemms + local_expert
                 for part, module in enumerate(modules):
                     path = f"model.layers.{layer}.{hf_path(self.shape, module)}".format(expert)
-                    read = part_of(read_linear(self.weights, path, linear.packed.form), side, *cut)
-                    _put(linear, local_expert, part * rows, rows, read, path)
+                    read = _read(self.weights, path, linear)
+                    parts = {n: one.chunk(cut[1], dim=side)[cut[0]] for n, one in read.items()}
+                    _put(linear, local_expert, part * rows, rows, parts, path)
         self.weights.close()
 
 
@@ -162,29 +165,36 @@ def part_of(packed: Packed, side: int, rank: int, ways: int) -> Packed:
     return Packed(packed.form, *parts)
 
 
+def _read(weights: SafeWeights, path: str, linear: PackedGroupedLinear) -> dict[str, torch.Tensor]:
+    """Of a linear of an expert, what engines do not hold too."""
+    form = linear.packed.form
+    if linear.held:
+        return {"scales": read_scales(weights, path, form)}
+    packed = read_linear(weights, path, form)
+    return {"data": packed.data, "scales": packed.scales}
+
+
 def _put(
     linear: PackedGroupedLinear,
     expert: int,
     first_row: int,
     rows: int,
-    part: Packed,
+    parts: Mapping[str, torch.Tensor],
     path: str,
 ) -> None:
-    """Copies a part of an expert to its place; what cannot be written is compared instead."""
-    whole = linear.packed
-    if part.shape != (rows, linear.in_features) or part.scales.dtype != linear.scale_dtype:
-        raise ModelError(
-            f"{path} has the shape {part.shape} and scales of {part.scales.dtype} on this rank; "
-            f"the model has {(rows, linear.in_features)} and {linear.scale_dtype}"
+    """Copies parts of an expert's `rows` to their place."""
+    for name, source in parts.items():
+        here = getattr(linear.packed, name)[expert]
+        start, stop = (
+            row * here.shape[0] // linear.out_features for row in (first_row, first_row + rows)
         )
-    for name in ("data", "scales"):
-        here, source = getattr(whole, name)[expert], getattr(part, name)
-        start = first_row * here.shape[0] // linear.out_features
-        mine = here[start : start + source.shape[0]]
-        if name in linear.held:
-            check_same(path, mine, source.to(mine.dtype))
-        else:
-            mine.copy_(source)
+        mine = here[start:stop]
+        if (source.shape, source.dtype) != (mine.shape, mine.dtype):
+            raise ModelError(
+                f"{path} has {name} {tuple(source.shape)} {source.dtype} on this rank; the model "
+                f"has {tuple(mine.shape)} {mine.dtype}"
+            )
+        mine.copy_(source)
 
 
 def held(chunks: Sequence[torch.nn.Module]) -> Mapping[str, int]:

@@ -16,7 +16,8 @@ from megatron.core import tensor_parallel as mtp
 
 from lora_moe_rl.adapters.sharding import FUSED
 from lora_moe_rl.base.dense import EMBEDDING, HEAD, Dense
-from lora_moe_rl.base.shared import Shared, check_same
+from lora_moe_rl.base.same import check_same
+from lora_moe_rl.base.shared import Shared
 from lora_moe_rl.refit.merged_base import Base
 from lora_moe_rl.trainer.local_modules import ReplicatedLinear
 

@@ -113,6 +113,8 @@ class TrainerWorker:
 
         with traced(self.config, self.engine.device.kind, self.rank, batch.step):
             found = update(self.engine, batch, parts)
+        if self.engine.shared is not None:
+            self.engine.shared.check()
         self._give_back()
         return found
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from quantised import dequantised_mxfp4
 from safetensors.torch import save_file
 
 from lora_moe_rl.adapters.families import ModelShape, hf_path
@@ -86,6 +87,9 @@ def quantise(weights: dict[str, torch.Tensor], form: str) -> dict[str, torch.Ten
             result[name] = value if keep else value.to(torch.bfloat16)
         elif form == "fp8":
             result[name], result[f"{path}.weight_scale_inv"] = formats.quantise_fp8(value)
+        elif form == "mxfp4":
+            packed, scale = formats.quantise_mxfp4(value.float())
+            result[f"{path}.weight_packed"], result[f"{path}.weight_scale"] = packed, scale
         else:
             packed, scale = formats.quantise_int4(value, torch.bfloat16)
             result[f"{path}.weight_packed"], result[f"{path}.weight_scale"] = packed, scale
@@ -102,6 +106,9 @@ def dequantise(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             result[name] = formats.dequantise_fp8(value, scale, torch.float64)
         elif name.endswith("weight_packed"):
             scale = tensors[f"{path}.weight_scale"]
+            if scale.dtype == torch.uint8:
+                result[f"{path}.weight"] = dequantised_mxfp4(value, scale).double()
+                continue
             result[f"{path}.weight"] = formats.dequantise_int4(value, scale, torch.float64)
         elif not name.endswith(("weight_scale_inv", "weight_scale", "weight_shape")):
             result[name] = value
@@ -117,6 +124,11 @@ CONFIGS = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "config_groups": {"group_0": {"weights": WEIGHTS}},
+    },
+    "mxfp4": {
+        "quant_method": "compressed-tensors",
+        "format": "mxfp4-pack-quantized",
+        "config_groups": {"group_0": {"weights": WEIGHTS | {"type": "float"}}},
     },
 }
 

@@ -59,7 +59,7 @@ def dequantised(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for name, value in tensors.items():
         path, _, last = name.rpartition(".")
         if last == "weight_packed" and value.dtype == torch.uint8:
-            result[f"{path}.weight"] = _mxfp4(value, tensors[f"{path}.weight_scale"])
+            result[f"{path}.weight"] = dequantised_mxfp4(value, tensors[f"{path}.weight_scale"])
         elif last == "weight_packed":
             shape = torch.Size(tensors[f"{path}.weight_shape"].tolist())
             scale = tensors[f"{path}.weight_scale"].float()
@@ -72,7 +72,8 @@ def dequantised(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return result
 
 
-def _mxfp4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def dequantised_mxfp4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """By compressed-tensors, in float32."""
     from compressed_tensors.compressors.mx_utils import decompress_mx_scale
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
     from compressed_tensors.quantization.lifecycle.forward import dequantize

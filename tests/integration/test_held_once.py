@@ -191,6 +191,34 @@ def test_a_rank_whose_checkpoint_has_other_values_refuses(name, changed, request
             ranks.run(FileJob(__file__, "computed_and_held"))
 
 
+@pytest.mark.parametrize(
+    "changed",
+    ["layers.1.mlp.experts.routed_experts.w2_weight", "layers.3.self_attn.qkv_proj.weight"],
+)
+def test_a_file_that_was_changed_is_refused_by_both(changed, one_model, tmp_path):
+    config = config_of(one_model, {}, {})
+    with owned("/dev/shm") as folder:
+        store = Held.of_run(folder, one_model, "float32", config).open()
+        (name,) = (one for one in store.contents.tensors if one.endswith(changed))
+        path = Path(folder) / BIN
+        path.chmod(0o600)
+        data = bytearray(path.read_bytes())
+        data[store.contents.places[name] + 492] ^= 1
+        path.write_bytes(data)
+        message = f"{BIN}: {name} is not what was written there"
+        with (
+            pytest.raises(ActorFailed, match=message),
+            Ranks(config, one_model, False, 400, folder) as ranks,
+        ):
+            ranks.run(FileJob(__file__, "computed_and_held"))
+        with (
+            engine_of(one_model, config, tmp_path / "log", folder) as engine,
+            pytest.raises(ActorFailed),
+        ):
+            engine.start()
+    assert message in (tmp_path / "log").read_text()
+
+
 def test_an_engine_of_another_kind_refuses(one_model, tmp_path):
     config = config_of(one_model, {}, {})
     with owned("/dev/shm") as folder:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from mapped_files import Files
 from quantised import edit, make_pair
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
@@ -20,6 +23,7 @@ from lora_moe_rl.base.owner import owned
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.errors import ConfigError, HeldBaseError
+from lora_moe_rl.files.untrusted import SafeWeights
 from lora_moe_rl.refit.merged_base import Base
 from lora_moe_rl.tiny.shapes import SHAPES
 
@@ -150,6 +154,82 @@ def test_a_model_that_has_changed_since_is_refused(model, tmp_path):
             held(folder, model).open()
 
 
+def written_over(model: Path, name: str) -> None:
+    """One bit of one value of a tensor, in place, at the times that the file had."""
+    path = model / "model.safetensors"
+    before, data = path.stat(), bytearray(path.read_bytes())
+    start, _ = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])[name]["data_offsets"]
+    data[8 + int.from_bytes(data[:8], "little") + start] ^= 1
+    with open(path, "r+b") as file:
+        file.write(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["layers.1.mlp.experts.2.up_proj", "layers.0.self_attn.o_proj", "embed_tokens"],
+)
+def test_a_value_beyond_what_the_fingerprint_reads_is_seen(model, tmp_path, name, monkeypatch):
+    monkeypatch.setattr("lora_moe_rl.models.fingerprint.HASHED_BYTES", 16)
+    with owned(str(tmp_path)) as folder:
+        held(folder, model).open()
+        written_over(model, f"model.{name}.weight")
+        with pytest.raises(HeldBaseError, match="the checkpoint has other values than are held"):
+            held(folder, model).open()
+
+
+def test_files_that_are_as_they_were_are_not_read_again(model, tmp_path, monkeypatch):
+    with owned(str(tmp_path)) as folder:
+        held(folder, model).open()
+        monkeypatch.setattr("lora_moe_rl.files.untrusted.SafeWeights.read", None)
+        store = held(folder, model).open()
+        for name in store.contents.tensors:
+            assert store[name].isfinite().all()
+
+
+def test_the_same_values_in_other_files_are_compared_and_taken(model, tmp_path):
+    with owned(str(tmp_path)) as folder:
+        before = held(folder, model).open()
+        copy = tmp_path / "copy"
+        shutil.copytree(model, copy)
+        (model / "model.safetensors").unlink()
+        (copy / "model.safetensors").rename(model / "model.safetensors")
+        store = held(folder, model).open()
+        for name in store.contents.tensors:
+            assert torch.equal(store[name], before[name])
+
+
+def test_files_that_change_while_they_are_read_are_refused(model, tmp_path, monkeypatch):
+    read = SafeWeights.read
+
+    def while_it_changes(self, name):
+        (model / "model.safetensors").touch()
+        return read(self, name)
+
+    monkeypatch.setattr(SafeWeights, "read", while_it_changes)
+    with (
+        owned(str(tmp_path)) as folder,
+        pytest.raises(HeldBaseError, match="was changed while its base was opened"),
+    ):
+        held(folder, model).open()
+
+
+def test_what_is_written_is_compared(model, tmp_path, monkeypatch):
+    copy = torch.Tensor.copy_
+
+    def wrongly(self, source):
+        copy(self, source)
+        self.flatten()[0] += 1  # where it is a view
+        return self
+
+    monkeypatch.setattr(torch.Tensor, "copy_", wrongly)
+    with (
+        owned(str(tmp_path)) as folder,
+        pytest.raises(HeldBaseError, match="experts.0.gate_proj.* has other values"),
+    ):
+        held(folder, model).open()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -190,6 +270,68 @@ def test_a_run_that_cannot_says_why(model, settings, message, monkeypatch):
         choose.decide(config, shape, model)
     auto = override(config, ["model.held_once=auto"])
     assert re.search(message, choose.decide(auto, shape, model))
+
+
+ON_ONE = ["placement.mode=colocated", "trainer.device=cuda"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ([], "placement.mode is not colocated"),
+        (["trainer.device=cpu"], "trainer.device=cpu, and the engines are on GPUs"),
+        ([*ON_ONE, "trainer.world_size=2"], "2 trainer ranks and 1 engines .* on several GPUs"),
+        ([*ON_ONE, "rollout.tp=2", "rollout.ep=true"], "with rollout.tp=2 are on several GPUs"),
+        ([*ON_ONE, "refit.mode=merged"], "refit.mode=merged writes"),
+    ],
+)
+def test_a_run_on_gpus_that_cannot_says_why(model, settings, message, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(choose, "installed", lambda name: None)
+    assert re.search(message, why(model, *settings))
+
+
+def test_on_one_gpu_routed_experts_alone_are_held(model, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(choose, "installed", lambda name: None)
+    assert why(model, *ON_ONE) == ""
+    config = override(RunConfig(), ["model.held_once=on", *ON_ONE])
+    shape = ModelShape.from_hf_config(json.loads((model / "config.json").read_text()))
+    experts = 2 * LAYERS * EXPERTS * 3 * WIDTH * HIDDEN  # bytes, in bfloat16
+    assert choose.held_bytes(config, shape) == experts
+    named = choose.private(config, shape)
+    assert named["model.embed_tokens.weight"] == choose.EXPERTS_ALONE
+    assert not [name for name in named if ".experts." in name]
+    monkeypatch.setattr(choose, "installed", lambda name: "2" if "transformer" in name else None)
+    assert "Transformer Engine is installed" in why(model, *ON_ONE)
+
+
+def test_a_quantised_base_is_not_held_on_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(choose, "installed", lambda name: None)
+    packed, _ = make_pair("qwen3_moe", tmp_path, "int4")
+    assert "the base is int4, and on GPUs vLLM lays quantised experts out" in why(packed, *ON_ONE)
+
+
+def test_memory_that_an_engine_shares_has_the_checkpoints_experts(model, tmp_path):
+    (tmp_path / "memory").mkdir()
+    port, found = Files(tmp_path / "memory"), load_file(model / "model.safetensors")
+    engine = held(str(tmp_path), model, gpu=True)
+    owner, mapped = engine.share(port), engine.map(port)
+    assert {name.rpartition(".")[2] for name in mapped.contents.tensors} == {
+        "w13_weight",
+        "w2_weight",
+    }
+    for layer, expert in itertools.product(range(LAYERS), range(EXPERTS)):
+        path = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (found[f"{path}.{expert}.{n}_proj.weight"] for n in ("gate", "up", "down"))
+        w13 = mapped[f"{path}.routed_experts.w13_weight"][0, expert]
+        assert torch.equal(w13, torch.cat([gate, up]))
+        assert torch.equal(mapped[f"{path}.routed_experts.w2_weight"][0, expert], down)
+    mapped.check()
+    with pytest.raises(HeldBaseError, match="dtype is float32 there and bfloat16 here"):
+        held(str(tmp_path), model, gpu=True, dtype="bfloat16").map(port)
+    owner.close()
 
 
 def test_a_cluster_is_refused(model, monkeypatch):

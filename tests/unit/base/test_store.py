@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 
 from lora_moe_rl.base import owner, room
-from lora_moe_rl.base.store import BIN, DESCRIPTION, Contents, Kept, in_use, open_store
+from lora_moe_rl.base.contents import Contents, Kept
+from lora_moe_rl.base.store import BIN, DESCRIPTION, in_use, open_store
 from lora_moe_rl.errors import HeldBaseError
 
 KEY = {"model": "a", "vllm": "vllm 1"}
@@ -155,6 +157,40 @@ def test_a_truncated_file_is_refused(folder):
     open_store(folder, CONTENTS, fill)
     damaged(folder, BIN, (folder / BIN).read_bytes()[:-4096])
     with pytest.raises(HeldBaseError, match="has 20,480 bytes instead of 24,576: it is truncated"):
+        open_store(folder, CONTENTS, no_fill)
+
+
+@pytest.mark.parametrize(("place", "name"), [(0, "one"), (4096 + 15999, "two"), (20480, "three")])
+def test_one_bit_that_was_changed_since_is_refused(folder, place, name):
+    open_store(folder, CONTENTS, fill)
+    data = bytearray((folder / BIN).read_bytes())
+    data[place] ^= 16
+    damaged(folder, BIN, bytes(data))
+    store = open_store(folder, CONTENTS, no_fill)
+    with pytest.raises(HeldBaseError, match=f"{BIN}: {name} is not what was written there"):
+        store[name]
+    with pytest.raises(HeldBaseError, match="is not what was written"):
+        store[name]  # not once alone
+    for other in CONTENTS.tensors.keys() - {name}:
+        assert torch.equal(store[other], values(other).float())
+
+
+def test_a_reader_of_the_file_finds_the_checksums(folder):
+    open_store(folder, CONTENTS, fill, "some state")
+    described = json.loads((folder / DESCRIPTION).read_text())
+    data = (folder / BIN).read_bytes()
+    assert described["format"] == 3 and described["source"] == "some state"
+    for name, entry in described["tensors"].items():
+        mine = data[entry["offset"] :][: CONTENTS.tensors[name].nbytes]
+        assert described["checksums"][name] == xxhash.xxh3_128_hexdigest(mine)
+
+
+@pytest.mark.parametrize("change", [{"checksums": {}}, {"checksums": None}, {"source": 3}])
+def test_a_description_without_checksums_is_refused(folder, change):
+    open_store(folder, CONTENTS, fill)
+    described = json.loads((folder / DESCRIPTION).read_text()) | change
+    damaged(folder, DESCRIPTION, json.dumps(described).encode())
+    with pytest.raises(HeldBaseError, match="is damaged: it lacks checksums"):
         open_store(folder, CONTENTS, no_fill)
 
 

@@ -22,12 +22,17 @@ from merge_bases import (
     spec_of,
 )
 
+from lora_moe_rl.config import AdapterConfig
 from lora_moe_rl.errors import ConfigError, ExportError
 from lora_moe_rl.export.merged import export_merged
 from lora_moe_rl.export.merged_weights import Form
 
 # A step of the form, over the largest element of its block.
-STEPS = {"fp8": 2**-4, "int4": 1 / 15 + 2**-8}  # and the rounding of a bfloat16 scale
+STEPS = {
+    "fp8": 2**-4,
+    "int4": 1 / 15 + 2**-8,  # and the rounding of a bfloat16 scale
+    "mxfp4": 1 / 4,  # of what lies below 8, and becomes 6
+}
 
 
 @pytest.mark.parametrize("per_shard", [3, 1000], ids=["scales in other shards", "one shard"])
@@ -91,6 +96,8 @@ def test_another_dtype(plain, form, tmp_path):
         ("fp8", {"scale_fmt": "ue8m0"}, "scale_fmt='ue8m0', which a merge does not write; write"),
         ("int4", {"format": "marlin"}, "format='marlin'"),
         ("int4", {"config_groups": {"g": {"weights": WEIGHTS | {"group_size": 128}}}}, "128"),
+        ("mxfp4", {"format": "pack-quantized"}, "format='pack-quantized'.*'mxfp4-pack-quantized'"),
+        ("mxfp4", {"config_groups": {"g": {"weights": WEIGHTS}}}, "'type': 'int'"),
     ],
 )
 def test_other_quantisations_are_refused(plain, form, change, message, tmp_path):
@@ -118,3 +125,26 @@ def test_a_form_that_does_not_fit_the_base_is_refused(plain, tmp_path):
             export_merged(spec, random_adapter(spec), quantised, tmp_path / "out", form)
     form = Form("bfloat16", rounding="stochastic")
     assert export_merged(spec, random_adapter(spec), quantised, tmp_path / "out", form).arrived
+
+
+def test_stacks_of_gpt_oss_are_refused_by_name(plain, tmp_path):
+    _, weights, config = plain
+    name = "model.layers.1.mlp.experts.gate_up_proj_blocks"
+    config = config | {"quantization_config": CONFIGS["mxfp4"]}
+    base = {k: v for k, v in quantise(weights, "mxfp4").items() if ".experts." not in k}
+    folder = shards_of(base | {name: torch.zeros(4, dtype=torch.uint8)}, config, tmp_path / "b", 99)
+    spec = spec_of(folder, AdapterConfig(rank=2, targets=("experts.gate",)))
+    with pytest.raises(ExportError, match=f"{name}: experts in gpt-oss's stacks of MXFP4"):
+        export_merged(spec, random_adapter(spec), folder, tmp_path / "out")
+
+
+def test_an_exponent_that_is_no_number_is_refused(plain, tmp_path):
+    _, weights, config = plain
+    base = quantise(weights, "mxfp4")
+    scale = next(n for n in base if n.endswith("experts.0.gate_proj.weight_scale"))
+    base[scale][0, 0] = 255
+    config = config | {"quantization_config": CONFIGS["mxfp4"]}
+    folder = shards_of(base, config, tmp_path / "base", 99)
+    spec = spec_of(folder, DENSE)
+    with pytest.raises(ExportError, match="NaN or infinity in the base"):
+        export_merged(spec, random_adapter(spec), folder, tmp_path / "out")

@@ -36,6 +36,13 @@ STAGES = {
         ("pytest", *TRAINER),
         ("test_trainer_step.py", "test_no_sync.py"),
     ),
+    "held": Stage(
+        "tests",
+        120,
+        "memory of one process that another maps: one copy, writes found, its owner's end",
+        ("pytest",),
+        ("test_held.py",),
+    ),
     "slices": Stage(
         "slices",
         240,

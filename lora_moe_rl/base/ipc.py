@@ -1,0 +1,91 @@
+"""A tensor's memory on a GPU, told to another process in JSON: nothing is pickled.
+
+`torch.UntypedStorage._share_cuda_` asks the driver for a handle (`cudaIpcGetMemHandle`) of the
+allocation that the storage lies in, and `_new_shared_cuda` opens it, as torch.multiprocessing does
+(`torch/multiprocessing/reductions.py`). Who shares keeps the tensor as long as others read it. Not
+shareable so: memory of torch's expandable segments, and of vLLM's pools that sleep.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+from typing import Any, Protocol
+
+import torch
+
+from lora_moe_rl.errors import HeldBaseError
+
+HANDLES = ("handle", "counter", "event")  # bytes, as base64
+SIZES = ("nbytes", "offset", "counter_offset")
+
+
+class Port(Protocol):
+    """How memory goes from one process to another."""
+
+    def device(self) -> str:
+        """What both ends must be on; the same for all processes."""
+        ...
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """uint8 `[nbytes]` that can be shared."""
+        ...
+
+    def share(self, memory: torch.Tensor) -> dict[str, Any]:
+        """What `open` takes, as JSON."""
+        ...
+
+    def open(self, told: dict[str, Any]) -> torch.Tensor:
+        """uint8 `[nbytes]`, the same memory. Raises HeldBaseError when it is no longer there."""
+        ...
+
+
+class Cuda:
+    """The current GPU of this process."""
+
+    def device(self) -> str:
+        index = torch.cuda.current_device()
+        return str(torch.cuda.get_device_properties(index).uuid)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+            raise HeldBaseError(
+                "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, whose memory cannot be "
+                "shared: take it out, or set model.held_once=off"
+            )
+        return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+
+    def share(self, memory: torch.Tensor) -> dict[str, Any]:
+        # Only this stream has written; what others read must stand there.
+        torch.cuda.current_stream().synchronize()
+        storage = memory.untyped_storage()
+        _, handle, nbytes, offset, counter, counter_offset, event, sync = storage._share_cuda_()
+        handles = (base64.b64encode(one).decode() for one in (handle, counter, event))
+        told = dict(zip(HANDLES, handles, strict=True))
+        sizes = (nbytes, offset, counter_offset)
+        return told | dict(zip(SIZES, sizes, strict=True)) | {"sync": sync}
+
+    def open(self, told: dict[str, Any]) -> torch.Tensor:
+        handle, counter, event = handles_of(told)
+        nbytes, offset, counter_offset = (int(told[name]) for name in SIZES)
+        index = torch.cuda.current_device()  # the same GPU may have another number there
+        try:
+            storage = torch.UntypedStorage._new_shared_cuda(
+                index, handle, nbytes, offset, counter, counter_offset, event, bool(told["sync"])
+            )
+        except RuntimeError as error:
+            raise HeldBaseError(
+                f"the base that an engine holds cannot be opened ({error}): the engine has ended, "
+                "or is in another container without its own ipc namespace"
+            ) from error
+        return torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}").set_(storage)
+
+
+def handles_of(told: dict[str, Any]) -> tuple[bytes, bytes, bytes]:
+    """Raises HeldBaseError for what is no base64."""
+    try:
+        handle, counter, event = (base64.b64decode(told[n], validate=True) for n in HANDLES)
+    except (KeyError, TypeError, binascii.Error) as error:
+        raise HeldBaseError(f"a handle of memory on a GPU is damaged: {error!r}") from error
+    return handle, counter, event
