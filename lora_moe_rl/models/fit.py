@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lora_moe_rl.adapters.sharding import dense_kind
 from lora_moe_rl.adapters.spec import ModelShape
-from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config import RolloutConfig, RunConfig
 from lora_moe_rl.config.keys import value_text
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.models.quantised import WHOLE
@@ -66,11 +66,17 @@ def check_replay(shape: ModelShape, config: RunConfig) -> None:
         )
 
 
-def check_blocks(shape: ModelShape, config: RunConfig) -> None:
-    """Raises ConfigError where ranks of an engine would cut the blocks that scales of FP8 weights
-    are of, which vLLM refuses while it starts
+def check_blocks(shape: ModelShape, config: RunConfig, form: str | None) -> None:
+    """Raises ConfigError where ranks of engines cut weights of `form` that they cannot."""
+    if form == "fp8" and (cut := cut_block(shape, config.rollout)):
+        raise ConfigError(cut)
+
+
+def cut_block(shape: ModelShape, rollout: RolloutConfig) -> str:
+    """Where ranks of an engine would cut the blocks that scales of FP8 weights are of, and the way
+    out; '' where they do not. vLLM refuses it while it starts
     (`vllm/model_executor/layers/quantization/utils/fp8_utils.py`)."""
-    block, rollout = WHOLE["fp8"], config.rollout
+    block = WHOLE["fp8"]
     for layer in range(shape.num_layers):
         for module, (inputs, outputs, experts) in shape.modules(layer).items():
             if rollout.tp == 1 or (experts is not None and rollout.ep):
@@ -84,11 +90,12 @@ def check_blocks(shape: ModelShape, config: RunConfig) -> None:
                 cut = max(cut, size // shape.dims["kv_heads"])
             if cut % block:
                 ep = "rollout.ep=true, or " if experts is not None else ""
-                raise ConfigError(
+                return (
                     f"rollout.tp={rollout.tp} cuts {module} of layer {layer}, of the width {size}, "
                     f"into {cut}, and not into whole blocks of {block}, as this model's FP8 "
                     f"weights have scales of; use {ep}a smaller rollout.tp"
                 )
+    return ""
 
 
 def _check_dense(shape: ModelShape, config: RunConfig) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.models.fit import check_layout
+from lora_moe_rl.models.fit import check_blocks, check_layout
 from lora_moe_rl.planner.base import num_parameters
 from lora_moe_rl.planner.compute import Flops, Lengths, Roofline, Seconds
 from lora_moe_rl.planner.facts import Facts, Format
@@ -82,6 +82,8 @@ def make(facts: Facts, config: RunConfig, assumed: Assumed) -> RunPlan:
     """Raises ConfigError for a layout that does not divide the model, or an adapter it cannot
     have."""
     check_layout(facts.shape, config, assumed.weights)
+    if not config.offline:
+        check_blocks(facts.shape, config, assumed.served)
     spec = build_spec(facts, config)
     gpu = assumed.hardware.spec
     classes = TrainerMemory(facts, spec, assumed.weights).classes(config)

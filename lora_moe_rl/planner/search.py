@@ -11,6 +11,7 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RolloutConfig, RunConfig, TrainerConfig
 from lora_moe_rl.config.sharing import gpus_together
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.models.fit import cut_block
 from lora_moe_rl.planner.compute import Roofline, Seconds
 from lora_moe_rl.planner.facts import Facts
 from lora_moe_rl.planner.hardware import GIB
@@ -271,11 +272,14 @@ class Search:
         return config.rollout.model_copy(update=update)
 
     def _kinds(self, gpus: int, tp: int) -> Iterator[RolloutConfig]:
-        """Engines of `tp` ranks on so many GPUs, with experts cut in each way there is."""
+        """Engines of `tp` ranks on so many GPUs, with experts cut in each way that there is, and
+        that leaves the blocks of FP8 weights whole."""
         for ep in (False, True) if tp > 1 and self.facts.shape.num_experts else (False,):
             update = {"engines": gpus // tp, "tp": tp, "ep": ep, "gpus_per_engine": None}
             update |= {"dp": 1, "nodes": 1, "fully_sharded": False}
-            yield self.config.rollout.model_copy(update=update)
+            kind = self.config.rollout.model_copy(update=update)
+            if self.assumed.served != "fp8" or not cut_block(self.facts.shape, kind):
+                yield kind
 
     def engine(self, rollout: RolloutConfig) -> EngineRank:
         config = self.config.model_copy(update={"rollout": rollout})

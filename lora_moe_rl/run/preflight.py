@@ -282,8 +282,7 @@ class Preflight:
     def _layout(self) -> str:
         config, shape = self.config, self.shape
         check_layout(shape, config, self.form)
-        if self.form == "fp8":
-            check_blocks(shape, config)
+        check_blocks(shape, config, self.form)
         check_replay(shape, config)
         spec = AdapterSpec.build(shape, config.adapter, servable=config.serves_adapters)
         check_engine(config, spec)

@@ -54,9 +54,10 @@ def make_verification(options: argparse.Namespace) -> RefitVerification:
     config = make_config(options.model, options.settings, options.mode)
     model_dir = resolve_model(config.model.path, config.model.revision)
     spec = spec_of(model_dir, config, servable=options.mode == "adapter")
-    engines, left_out = _engines(options.engines, config, spec)
+    form = quantised.form_in(model_dir)
+    engines, left_out = _engines(options.engines, config, spec, form)
     wanted = names(options.trainers, "--trainers", "a layout")
-    trainers = placed(parse_layouts(wanted, config, spec.shape, quantised.form_in(model_dir)))
+    trainers = placed(parse_layouts(wanted, config, spec.shape, form))
     placing = trainers[0].config.trainer.model_dump(include={"device", "dtype"})
     config = with_settings(config, {"trainer": placing})
     transports = names(options.transports, "--transports", "a transport", TRANSPORTS)
@@ -85,16 +86,17 @@ def make_config(model: str, settings: Sequence[str] = (), mode: str = "adapter")
 
 
 def _engines(
-    named: str | None, config: RunConfig, spec: AdapterSpec
+    named: str | None, config: RunConfig, spec: AdapterSpec, form: str | None
 ) -> tuple[list[Engine], list[str]]:
     """Those that were named, or those of the default that the model allows and why others are
     not."""
     if named is not None:
-        return [parse_engine(n, config, spec) for n in names(named, "--engines", "an engine")], []
+        wanted = names(named, "--engines", "an engine")
+        return [parse_engine(name, config, spec, form) for name in wanted], []
     engines, left_out = [], []
     for name in DEFAULT_ENGINES[config.refit.mode].split(","):
         try:
-            engines.append(parse_engine(name, config, spec))
+            engines.append(parse_engine(name, config, spec, form))
         except ConfigError as error:
             left_out.append(str(error).removeprefix("--engines: "))
     return engines, left_out

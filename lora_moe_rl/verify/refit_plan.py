@@ -11,7 +11,7 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.models.fit import check_layout
+from lora_moe_rl.models.fit import check_blocks, check_layout
 from lora_moe_rl.refit.plan import EngineLayout, Plan, Transfer
 from lora_moe_rl.refit.transports import transport_names
 from lora_moe_rl.rollout.device import check_engine
@@ -34,10 +34,12 @@ class Engine:
         return EngineLayout.of(self.config.rollout, slot_rank(spec), merged)
 
 
-def parse_engine(name: str, config: RunConfig, spec: AdapterSpec) -> Engine:
+def parse_engine(
+    name: str, config: RunConfig, spec: AdapterSpec, form: str | None = None
+) -> Engine:
     """`tp2` cuts every linear over two ranks; `tp2ep` gives each half of the experts; `tp2fs` cuts
-    adapters along the rank too; `dp2ep` gives each half of the experts and all of the rest. Raises
-    ConfigError."""
+    adapters along the rank too; `dp2ep` gives each half of the experts and all of the rest. `form`:
+    of a quantised base. Raises ConfigError."""
     match = _ENGINE.fullmatch(name)
     if match is None:
         raise ConfigError(
@@ -49,6 +51,7 @@ def parse_engine(name: str, config: RunConfig, spec: AdapterSpec) -> Engine:
     try:
         engine = Engine(name, with_settings(config, {"rollout": settings}))
         check_layout(spec.shape, engine.config)
+        check_blocks(spec.shape, engine.config, form)
         check_engine(engine.config, spec)
     except ConfigError as error:
         raise ConfigError(f"--engines: {name}: {error}") from error

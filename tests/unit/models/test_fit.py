@@ -59,10 +59,13 @@ def test_layouts_that_fit():
 )
 def test_blocks_of_fp8_weights_are_not_cut(shape, rollout, message):
     with pytest.raises(ConfigError, match=message):
-        check_blocks(shape, RunConfig(rollout=rollout))
+        check_blocks(shape, RunConfig(rollout=rollout), "fp8")
+    check_blocks(shape, RunConfig(rollout=rollout), "int4")
 
 
 def test_ranks_that_have_whole_blocks():
-    check_blocks(QWEN, RunConfig(rollout={"tp": 2}))
-    check_blocks(QWEN, RunConfig(rollout={"tp": 8, "ep": True}))  # key/value heads are repeated
-    check_blocks(KIMI, RunConfig(rollout={"tp": 16}))
+    check_blocks(QWEN, RunConfig(rollout={"tp": 2}), "fp8")
+    check_blocks(
+        QWEN, RunConfig(rollout={"tp": 8, "ep": True}), "fp8"
+    )  # key/value heads are repeated
+    check_blocks(KIMI, RunConfig(rollout={"tp": 16}), "fp8")

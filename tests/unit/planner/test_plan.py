@@ -11,7 +11,7 @@ from lora_moe_rl import cli
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig, TrainerConfig
-from lora_moe_rl.errors import ModelError
+from lora_moe_rl.errors import ConfigError, ModelError
 from lora_moe_rl.kernels import packed_linear
 from lora_moe_rl.planner import published
 from lora_moe_rl.planner.base import base_tensors, held_by, num_parameters
@@ -157,6 +157,17 @@ def test_engines_over_several_nodes_are_searched_for_where_none_fits_on_one():
             if spread:
                 assert one.settings["rollout.nodes"] * 8 == one.settings["rollout.dp"]
             assert make(facts, one.config, assumed).problems == []
+
+
+def test_engines_that_would_cut_blocks_of_fp8_weights_are_neither_planned_nor_found():
+    facts = find("qwen3-30b-a3b")
+    for served, cut in (("fp8", True), ("bf16", False)):
+        assumed = Assumed(Hardware(16, gpu_memory=80), "bf16", served, Lengths(512, 512))
+        kinds = {(r.tp, r.ep) for r, _ in Search(facts, config_of(), assumed).engines()}
+        assert ((4, False) not in kinds) == cut and {(2, False), (4, True)} <= kinds
+        if cut:
+            with pytest.raises(ConfigError, match="rollout.tp=4 cuts experts.gate"):
+                make(facts, config_of(rollout={"tp": 4}), assumed)
 
 
 def test_kimi_slots_are_as_computed_from_vllms_buffers():

@@ -93,6 +93,14 @@ def test_what_is_no_engine_is_refused(name, says):
         parse_engine(name, CONFIG, QWEN)
 
 
+def test_engines_that_would_cut_blocks_of_fp8_weights_are_refused():
+    spec = AdapterSpec.build(ModelShape.from_hf_config(QWEN3_30B_A3B), AdapterConfig(rank=4))
+    with pytest.raises(ConfigError, match=r"--engines: tp4: rollout.tp=4 cuts experts.gate"):
+        parse_engine("tp4", CONFIG, spec, "fp8")
+    parse_engine("tp4", CONFIG, spec, "int4")
+    parse_engine("tp4ep", CONFIG, spec, "fp8")
+
+
 def test_fully_sharded_adapters_need_a_rank_to_cut():
     with pytest.raises(ConfigError, match="here of rank 1, over rollout.tp=2"):
         parse_engine("tp2fs", CONFIG, spec_of(QWEN3_30B_A3B, rank=1))
