@@ -20,7 +20,7 @@ def wanted(config: RunConfig, gpus: bool) -> list[Bundle]:
     these stand on the same GPUs, of both together. `gpus`: whether there are any."""
     trainer = config.trainer
     if size := shared_size(config, gpus):
-        return [_bundle(size + size // config.rollout.tp, size)] * (trainer.world_size // size)
+        return [_bundle(size + size // config.rollout.ranks, size)] * (trainer.world_size // size)
     group = _bundle(trainer.tp, gpus_of_rank(config, gpus) * trainer.tp)
     engine = of_engine(config, gpus)
     engines = [engine] * (firm_engines(config) * config.rollout.nodes)

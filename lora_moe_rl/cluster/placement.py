@@ -80,9 +80,9 @@ class Placement:
         """Ray options of an engine, on one of its nodes. One that is started anew gets the same
         place."""
         if self.shared:
-            bundle, place = divmod(index * self.config.rollout.tp, self.shared)
+            bundle, place = divmod(index * self.config.rollout.ranks, self.shared)
             bundle = self.trainer_bundles[bundle]
-            devices = self.devices[bundle][place : place + self.config.rollout.tp]
+            devices = self.devices[bundle][place : place + self.config.rollout.ranks]
             # Ray hides all GPUs from an actor to which it gives none, unless it is told not to.
             seen = {NO_HIDING: "1", "CUDA_VISIBLE_DEVICES": ",".join(devices)}
             return self._options(0, bundle) | {"runtime_env": {"env_vars": seen}}

@@ -259,12 +259,6 @@ def _check_data_parallel(config: RunConfig) -> None:
             f"rollout.dp={ranks} serves adapters in slots alone, and refit.mode=merged changes the "
             f"weights: use refit.mode=adapter, or rollout.tp={ranks} with rollout.dp=1"
         )
-    if config.placement.colocated:
-        raise ConfigError(
-            f"rollout.dp={ranks} has ranks that wait for each other in every step, and with "
-            "placement.mode=colocated engines give memory back between steps, which these do not "
-            f"yet: use placement.mode=split, or rollout.tp={ranks} with rollout.dp=1"
-        )
 
 
 def _check_colocated(config: RunConfig) -> None:
@@ -276,6 +270,12 @@ def _check_colocated(config: RunConfig) -> None:
             f"schedule.lag={lag} samples while the trainer updates, and with placement.mode="
             "colocated they take turns on the same devices: use schedule.lag=0, or placement.mode="
             "split"
+        )
+    if (nodes := config.rollout.nodes) > 1:
+        raise ConfigError(
+            f"rollout.nodes={nodes} spreads an engine over nodes, and with placement.mode="
+            "colocated its ranks stand beside the trainer's, on one: use rollout.nodes=1, or "
+            "placement.mode=split"
         )
     if config.placement.gives_back == "weights" and config.model.held_once != "off":
         raise ConfigError(

@@ -59,6 +59,17 @@ def test_the_first_step_is_that_of_an_engine_of_one_rank(plain, tmp_path):
     check(records, plain)
 
 
+def test_ranks_take_turns_with_the_trainer(plain, tmp_path):
+    """Both give their caches back, and have them again before the proof."""
+    turns = (*SPREAD, "placement.mode=colocated")
+    records = trained(tmp_path / "run", RECIPE, "trainer.steps=2", *ONE_RANK, *turns)
+    assert [record["adapter/version"] for record in records] == [0, 1]
+    check(records, plain)
+    both = 2 * 0.25  # GiB: rollout.cpu_kv_cache_gib of each rank, all touched at its start
+    assert records[0]["placement/given_back"] == pytest.approx(both, rel=0.05)
+    assert records[1]["placement/given_back"] > 0
+
+
 def test_ranks_on_two_nodes_train_the_same_and_the_death_of_one_is_noticed(plain, tmp_path):
     """The trainer's rank, the engine's front with a rank, and its other rank: a node for each."""
     from ray.cluster_utils import Cluster

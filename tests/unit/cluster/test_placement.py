@@ -17,7 +17,7 @@ def test_ranks_that_follow_each_other_share_a_node():
 
 
 TAKING_TURNS = """
-import os, json, ray
+import os, json, ray, sys
 from lora_moe_rl.cluster.ray_start import init_ray
 from lora_moe_rl.cluster.placement import Placement
 from lora_moe_rl.config import RunConfig
@@ -29,7 +29,7 @@ class Where:
 init_ray(address="local", num_cpus=16, num_gpus=8, include_dashboard=False, log_to_driver=False)
 config = RunConfig(
     model={"path": "x"}, trainer={"world_size": 8, "tp": 2, "device": "cuda"},
-    rollout={"engines": 2, "tp": 4}, placement={"mode": "colocated"},
+    rollout={"engines": 2} | json.loads(sys.argv[1]), placement={"mode": "colocated"},
 )
 place, actor = Placement(config), ray.remote(Where)
 ranks = [actor.options(**place.trainer(rank)).remote() for rank in range(8)]
@@ -39,9 +39,10 @@ print(json.dumps([ray.get([one.gpus.remote() for one in some]) for some in (rank
 
 
 @pytest.mark.seconds
-def test_engines_see_the_gpus_of_the_ranks_with_which_they_take_turns():
+@pytest.mark.parametrize("ranks", [{"tp": 4}, {"dp": 4, "ep": True}])
+def test_engines_see_the_gpus_of_the_ranks_with_which_they_take_turns(ranks):
     """Ray hands GPUs out by number, whether or not there are any."""
-    command = [sys.executable, "-c", TAKING_TURNS]
+    command = [sys.executable, "-c", TAKING_TURNS, json.dumps(ranks)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     ranks, engines = json.loads(done.stdout.splitlines()[-1])

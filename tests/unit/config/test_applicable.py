@@ -71,7 +71,7 @@ CONTINUE = ("schedule.lag=4", "schedule.in_flight=continue")
             [*JOINING, "refit.mode=merged"],
             "rollout.least_engines=1 has engines join that are",
         ),
-        ([*SPREAD, TURNS], "rollout.dp=2 has ranks that wait for each other"),
+        ([*SPREAD, "rollout.nodes=2", TURNS], "rollout.nodes=2 spreads an engine over nodes"),
         ([*SPREAD, "refit.mode=merged"], "rollout.dp=2 serves adapters in slots alone"),
         (["rollout.ep=true"], "it applies only with rollout.tp or rollout.dp above 1"),
         (
@@ -102,6 +102,7 @@ def test_an_option_without_effect_is_refused(settings, message):
         [*JUDGED, "reward.args.model=base"],
         SPREAD,
         [*SPREAD, "rollout.nodes=2"],
+        [*SPREAD, TURNS],
     ],
 )
 def test_an_option_with_effect_is_not(settings):
