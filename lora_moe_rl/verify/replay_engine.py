@@ -15,7 +15,7 @@ from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
 from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.data.samples import Sample
 from lora_moe_rl.errors import ConfigError, RefitError
-from lora_moe_rl.refit.parts import STORAGE, PartLayout, part_layouts, to_json
+from lora_moe_rl.refit.parts import STORAGE, Dtype, PartLayout, part_layouts, to_json
 from lora_moe_rl.refit.plan import Box, EngineLayout, make_plan
 from lora_moe_rl.rollout import device as engine_device
 from lora_moe_rl.rollout import outputs
@@ -65,7 +65,7 @@ class _NoText:
 
 
 def sender_of(
-    config: RunConfig, spec: AdapterSpec, dtype: str, tensors: Mapping[str, np.ndarray]
+    config: RunConfig, spec: AdapterSpec, dtype: Dtype, tensors: Mapping[str, np.ndarray]
 ) -> tuple[list[PartLayout], Sender]:
     """What sends a whole canonical adapter from this process, as a trainer of one rank does, and
     what an engine of this config is told to expect. Its shared memory lasts as long as it."""
