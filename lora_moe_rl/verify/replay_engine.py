@@ -94,7 +94,7 @@ class SteppedEngine:
 
         self.config, self.spec = config, spec
         cpu = engine_device.is_cpu()
-        self.dtype = engine_device.serving_dtype(config, cpu)
+        self.dtype: Dtype = engine_device.serving_dtype(config, cpu)
         args = engine_device.engine_args(config, spec, str(model_dir), 0, cpu)
         args |= {"disable_log_stats": False} | changes  # its counters are the proof
         vllm_config = EngineArgs(**args).create_engine_config()
