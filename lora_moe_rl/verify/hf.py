@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from lora_moe_rl.adapters.families import hf_path
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.verify.hf_load import load
 
-__all__ = ["load", "logprobs", "merge"]
+__all__ = ["exact_logprobs", "load", "logprobs", "merge"]
 
 
 @torch.no_grad()
@@ -36,6 +38,38 @@ def merge(model: torch.nn.Module, spec: AdapterSpec, tensors: Mapping[str, np.nd
             width = weight.shape[1] // 2
             first = 0 if site.module == "experts.gate" else width
             weight[:, first : first + width] += delta
+
+
+class _Doubles(TorchFunctionMode):
+    """Wherever a forward asks for float32 (norms, routers, rotations), it gets float64."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        wider = {key: _wider(value) for key, value in (kwargs or {}).items()}
+        return func(*map(_wider, args), **wider)
+
+
+def _wider(argument: Any) -> Any:
+    return torch.float64 if argument is torch.float32 else argument
+
+
+def exact_logprobs(model: Any, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """As `logprobs` of each sequence, float64, of a model whose weights are float64. Raises
+    RuntimeError where one of its modules returns less."""
+
+    def check(module, args, output):
+        for one in output if isinstance(output, tuple) else (output,):
+            if torch.is_tensor(one) and one.is_floating_point() and one.dtype != torch.float64:
+                raise RuntimeError(f"{type(module).__name__} returns {one.dtype} for float64")
+
+    model.set_experts_implementation("eager")  # grouped products know no float64
+    handles = [module.register_forward_hook(check) for module in model.modules()]
+    try:
+        with _Doubles():
+            return [logprobs(model, sequence) for sequence in sequences]
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @torch.no_grad()

@@ -31,11 +31,13 @@ LAST_BIT = 2.0**-23
 @dataclass
 class Reference:
     """`merged` and `base`: logprobs `[L - 1]` of each sequence, with the adapter merged into the
-    weights by hand and without. `noise`: largest change of one by another last bit."""
+    weights by hand and without; `exact` float64, in which the forward of the merged weights is
+    computed once more. `noise`: largest change of one by another last bit."""
 
     sequences: list[list[int]]
     merged: list[np.ndarray]
     base: list[np.ndarray]
+    exact: list[np.ndarray]
     noise: float
 
 
@@ -68,10 +70,20 @@ def reference(
     base_scores = [hf.logprobs(model, sequence) for sequence in sequences]
     hf.merge(model, spec, tensors)
     merged_scores = [hf.logprobs(model, sequence) for sequence in sequences]
+    del model
     worst = max(
         float(np.maximum(noise, base_noise)[i, : lengths[i] - 1].max()) for i in kept[:count]
     )
-    return Reference(sequences, merged_scores, base_scores, worst)
+    exact = _exact(model_dir, spec, tensors, sequences)
+    return Reference(sequences, merged_scores, base_scores, exact, worst)
+
+
+def _exact(
+    model_dir: Path, spec: AdapterSpec, tensors: Tensors, sequences: list[list[int]]
+) -> list[np.ndarray]:
+    model = hf.load(model_dir).double()
+    hf.merge(model, spec, {name: one.astype(np.float64) for name, one in tensors.items()})
+    return hf.exact_logprobs(model, sequences)
 
 
 def choose(

@@ -17,6 +17,7 @@ TOLERANCES = {
     ("cpu", "bfloat16"): 0.15,
     ("cuda", "bfloat16"): 0.15,
 }
+RANKS = 2  # a trainer of several ranks may differ from that of one by so many tolerances
 # The adapter must change each sequence by so many times the tolerance. In bfloat16, where 100 times
 # would be 15 nats, what tells a right adapter from a wrong one is what the slots hold.
 EFFECT = {"float32": 100, "bfloat16": 4}
@@ -29,16 +30,20 @@ _ALLOWED = ("tolerance", "least_effect", "merged")
 class Row:
     """One refit, or an engine's base, where there is neither trainer nor transport.
 
-    trainer_error, merged_error: largest |difference of logprobs| to the trainer and to the merged
-    weights; effect: to the engine's own base, of the sequence with the least. `unlike`: tensors of
-    a slot that are not as vLLM's own loader has them. None: not reached, which passes for what a
-    row does not have alone. `merged`: the engine serves merged weights and has no slots."""
+    trainer_error, merged_error: largest |difference of logprobs| to a trainer of one rank and to
+    the merged weights; ranks_error: of the trainer's to those of one rank; effect: to the engine's
+    own base, of the sequence with the least. from_exact: of the engine, of one rank and of the
+    trainer to a float64 forward, which is not judged. `unlike`: tensors of a slot that are not as
+    vLLM's own loader has them. None: not reached, which passes for what a row does not have alone.
+    `merged`: the engine serves merged weights and has no slots."""
 
     engine: str
     trainer: str = ""
     transport: str = ""
     trainer_error: float | None = None
+    ranks_error: float | None = None
     merged_error: float | None = None
+    from_exact: dict[str, float] = field(default_factory=dict)
     effect: float | None = None
     unlike: list[dict[str, Any]] | None = None
     nbytes: int = 0
@@ -61,7 +66,10 @@ class Row:
         """What should have been compared and was not."""
         found, wanted = [], [("those of the merged weights", self.merged_error)]
         if self.trainer:
-            wanted = [("the trainer's", self.trainer_error), *wanted, ("the base's", self.effect)]
+            wanted = [("a one-rank trainer's", self.trainer_error), *wanted]
+            wanted += [("the base's", self.effect)]
+            if self.ranks_error is None:
+                found.append("the trainer's logprobs were not compared with those of one rank")
         found += [f"logprobs were not compared with {n}" for n, value in wanted if value is None]
         if self.trainer and not self.merged and self.unlike is None:
             found.append("what the slots hold was not compared")
@@ -71,12 +79,14 @@ class Row:
         """Figures beyond what is allowed. NaN is."""
         found = []
         theirs = (
-            ("the trainer's", self.trainer_error),
+            ("a one-rank trainer's", self.trainer_error),
             ("those of the merged weights", self.merged_error),
         )
         for whose, error in theirs:
             if error is not None and not error <= self.tolerance:
                 found.append(f"logprobs differ from {whose} by {error:.2g}")
+        if self.ranks_error is not None and not self.ranks_error <= RANKS * self.tolerance:
+            found.append(f"the trainer's logprobs differ from one rank's by {self.ranks_error:.2g}")
         if self.effect is not None and not self.effect >= self.least_effect:
             found.append(f"logprobs differ from the base's by {self.effect:.2g} only")
         for unlike in self.unlike or ():
@@ -99,7 +109,7 @@ class Row:
         if differences and self.unlike == []:
             yield (
                 "all slots hold what vLLM's own loader puts there: what differs is not the refit "
-                "but what an engine computes"
+                "but what engine or trainer computes"
             )
 
 
@@ -130,12 +140,15 @@ class Report(report.Report):
         )
         yield from (Text(f"left out: {line}") for line in self.left_out)
         table = report.table(
-            ["engine", "trainer", "transport", "trainer's", "merged", "base's", "slots", "bytes",
+            ["engine", "trainer", "transport", "one rank's", "trainer's", "merged", "base's",
+             "engine to float64", "one rank to it", "trainer to it", "slots", "bytes",
              "publish s", "seconds", ""],
             left=(0, 1, 2, -1),
         )  # fmt: skip
         limit = f"{self.tolerance:.0e}"
-        table.add_row("tolerance", "", "", limit, limit, "", "0", style="dim", end_section=True)
+        ranks = f"{RANKS * self.tolerance:.0e}"
+        limits = [limit, ranks, limit, "", "", "", "", "0"]
+        table.add_row("tolerance", "", "", *limits, style="dim", end_section=True)
         for row in self.rows:
             table.add_row(*_cells(row))
         yield table
@@ -155,9 +168,10 @@ class Report(report.Report):
 
 
 def _cells(row: Row) -> list[str]:
-    errors = (row.trainer_error, row.merged_error, row.effect)
+    errors = (row.trainer_error, row.ranks_error, row.merged_error, row.effect)
+    exact = map(row.from_exact.get, ("engine", "one rank", "trainer"))
     slots = "-" if row.unlike is None else str(len(row.unlike))
     refit = (f"{row.nbytes:,}", f"{row.publish_seconds:.3f}") if row.nbytes else ("-", "-")
     place = (row.engine, row.trainer or "(base)", row.transport or "-")
     end = (f"{row.seconds:.1f}", report.verdict(row.passed))
-    return [*place, *map(report.number, errors), slots, *refit, *end]
+    return [*place, *map(report.number, (*errors, *exact)), slots, *refit, *end]

@@ -2,7 +2,8 @@
 
 Hugging Face ──> sequences, logprobs of merged weights and of the base
 each engine ──> its base; the adapter from files, by vLLM's own loader, into a slot
-   each trainer, transport ──> refit ──> logprobs and routes ──> the trainer's with these routes
+   each trainer, transport ──> refit ──> logprobs and routes ──> one rank's with these routes
+                                    │                        └──> the trainer's, against one rank's
                                     └──> slots, against what vLLM's loader put into its own
 """
 
@@ -83,8 +84,11 @@ class RefitVerification:
         with tempfile.TemporaryDirectory(prefix="lora-moe-rl-verify-") as folder:
             self.folder = Path(folder)
             self._prepare()
-            for engine in self.engines:
-                self._engine(engine)
+            life_s = self.timeout_s * len(self.engines) * (1 + len(self.trainers))
+            with Ranks(self.config, self.model_dir, trainer.device == "cuda", life_s) as self.alone:
+                self.alone.run(refit_jobs.set_adapter, self.tensors)
+                for engine in self.engines:
+                    self._engine(engine)
         shape = self.spec.shape
         self.report.experts = (len(self.used), len(shape.moe_layers) * shape.num_experts)
         self.report.seconds = time.perf_counter() - started
@@ -190,8 +194,15 @@ class RefitVerification:
         if table.coverage < 1:
             row.failure = f"{1 - table.coverage:.1%} of the routes were not recorded"
         self.used |= experts_used(table)
-        theirs = ranks.run(refit_jobs.score, self.reference.sequences, table)
-        row.trainer_error = largest(scores, next(t for t in theirs if t is not None))
+        (alone,) = self.alone.run(refit_jobs.score, self.reference.sequences, table)
+        row.trainer_error = largest(scores, alone)
+        answered = ranks.run(refit_jobs.score, self.reference.sequences, table)
+        theirs = next(one for one in answered if one is not None)
+        row.ranks_error = largest(theirs, alone)
+        row.from_exact = {
+            who: largest(found, self.reference.exact)
+            for who, found in (("engine", scores), ("one rank", alone), ("trainer", theirs))
+        }
 
 
 def run_reference(rank: int, *args: Any):

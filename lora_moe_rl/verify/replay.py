@@ -13,18 +13,21 @@ from lora_moe_rl.models import quantised
 from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.verify.layouts import Layout, parse_layouts, read_config
 from lora_moe_rl.verify.ranks import spec_of
+from lora_moe_rl.verify.refit_plan import parse_engine
 from lora_moe_rl.verify.replay_record import ENGINES, RESPONSE
 from lora_moe_rl.verify.replay_report import QUANTISED_TOLERANCE, TOLERANCE
 from lora_moe_rl.verify.replay_run import Verification, with_recompute
+from lora_moe_rl.verify.replay_spread import SPREAD
 from lora_moe_rl.verify.report import progress
 
 ABOUT = """\
 Records router decisions with vLLM where a record may go wrong: prefix-cache hits, chunked prefill,
-preemption, aborted and resumed requests, tensor parallelism, LoRA on experts. Every route must be
-the Hugging Face forward's own. Replays them in Megatron in each layout: what the token dispatchers
-were really given must equal the table, also where no router would choose so, and logprobs must
-agree; tables that are wrong by a token, a layer or one expert must be noticed. Float32. Exit code 1
-when anything is wrong, 2 when a layout does not fit the model. Settings are adapter.* and seed.
+preemption, aborted and resumed requests, tensor and data parallelism, LoRA on experts. Every route
+must be the Hugging Face forward's own. Replays them in Megatron in each layout: what the token
+dispatchers were really given must equal the table, also where no router would choose so, and
+logprobs must agree; tables that are wrong by a token, a layer or one expert must be noticed.
+Float32. Exit code 1 when anything is wrong, 2 when a layout does not fit the model. Settings are
+adapter.* and seed.
 """
 DEFAULT_LAYOUTS = "tp2,pp2,pp2vpp2,ep2,tp2ep2,pp2+recompute"
 RECOMPUTE = "+recompute"
@@ -59,7 +62,8 @@ def _parser() -> argparse.ArgumentParser:
         "--engines",
         default=",".join(ENGINES),
         help="roomy (plain, batched, prefix hits, aborts, LoRA), chunked (prefill), tight (a KV "
-        f"cache that preempts), tp2 ({','.join(ENGINES)})",
+        f"cache that preempts), tp2, {SPREAD} (experts over data-parallel ranks) "
+        f"({','.join(ENGINES)})",
     )
     parser.add_argument("--samples", type=positive, default=16, help="of each condition (16)")
     parser.add_argument(
@@ -77,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 def _verification(options: argparse.Namespace) -> Verification:
     """All that can be refused before anything starts. Raises ConfigError or ModelError."""
     config = read_config("verify replay", options.model, options.settings, SETTINGS, BASE)
-    engines = names(options.engines, "--engines", "an engine", tuple(ENGINES))
+    engines = names(options.engines, "--engines", "an engine", (*ENGINES, SPREAD))
     if "roomy" not in engines:
         raise ConfigError("--engines: roomy is always needed: it alone serves an adapter")
     model_dir = resolve_model(config.model.path, config.model.revision)
@@ -90,10 +94,11 @@ def _verification(options: argparse.Namespace) -> Verification:
         spec,
         model_dir,
         _layouts(names(options.layouts, "--layouts", "a layout"), config, spec, form),
-        engines,
+        [name for name in engines if name != SPREAD],
         options.samples,
         options.timeout,
         options.tolerance or (TOLERANCE if form is None else QUANTISED_TOLERANCE),
+        parse_engine(SPREAD, config, spec) if SPREAD in engines else None,
     )
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,13 +15,16 @@ from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
 from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.data.samples import Sample
 from lora_moe_rl.errors import ConfigError, RefitError
-from lora_moe_rl.refit.parts import STORAGE, part_layouts, to_json
+from lora_moe_rl.refit.parts import STORAGE, Dtype, PartLayout, part_layouts, to_json
 from lora_moe_rl.refit.plan import Box, EngineLayout, make_plan
 from lora_moe_rl.rollout import device as engine_device
 from lora_moe_rl.rollout import outputs
 from lora_moe_rl.rollout.facts import slot_rank
 from lora_moe_rl.rollout.in_flight import Piece
 from lora_moe_rl.router_replay.table import RouteTable
+
+if TYPE_CHECKING:
+    from lora_moe_rl.refit.sender import Sender
 
 VERSION = 0
 RPC_S = 120
@@ -61,6 +64,27 @@ class _NoText:
         return [""] * len(token_ids)
 
 
+def sender_of(
+    config: RunConfig, spec: AdapterSpec, dtype: Dtype, tensors: Mapping[str, np.ndarray]
+) -> tuple[list[PartLayout], Sender]:
+    """What sends a whole canonical adapter from this process, as a trainer of one rank does, and
+    what an engine of this config is told to expect. Its shared memory lasts as long as it."""
+    import torch
+
+    from lora_moe_rl.refit.sender import Sender
+    from lora_moe_rl.refit.transports import shm
+
+    engine = EngineLayout.of(config.rollout, slot_rank(spec), merged=False)
+    plan = make_plan(spec, TrainerConfig(), engine, STORAGE[dtype].itemsize)
+    (layout,) = layouts = part_layouts(plan, spec, dtype)
+    held = {
+        name: [(Box((0,) * tensor.ndim, tensor.shape), torch.from_numpy(tensor))]
+        for name, tensor in tensors.items()
+    }
+    scales = {site.name: site.scale for site in spec}
+    return layouts, Sender(layout, held, scales, shm.Outgoing())
+
+
 class SteppedEngine:
     """vLLM started as a rollout engine starts it, with `changes` to its arguments."""
 
@@ -70,7 +94,7 @@ class SteppedEngine:
 
         self.config, self.spec = config, spec
         cpu = engine_device.is_cpu()
-        self.dtype = engine_device.serving_dtype(config, cpu)
+        self.dtype: Dtype = engine_device.serving_dtype(config, cpu)
         args = engine_device.engine_args(config, spec, str(model_dir), 0, cpu)
         args |= {"disable_log_stats": False} | changes  # its counters are the proof
         vllm_config = EngineArgs(**args).create_engine_config()
@@ -132,24 +156,7 @@ class SteppedEngine:
 
     def publish(self, tensors: Mapping[str, np.ndarray]) -> None:
         """Serves a whole canonical adapter, by the way of a refit."""
-        import torch
-
-        from lora_moe_rl.refit.sender import Sender
-        from lora_moe_rl.refit.transports import shm
-
-        plan = make_plan(
-            self.spec,
-            TrainerConfig(),
-            EngineLayout(slot_rank(self.spec), tp=self.config.rollout.tp),
-            STORAGE[self.dtype].itemsize,
-        )
-        (layout,) = layouts = part_layouts(plan, self.spec, self.dtype)
-        held = {
-            name: [(Box((0,) * tensor.ndim, tensor.shape), torch.from_numpy(tensor))]
-            for name, tensor in tensors.items()
-        }
-        scales = {site.name: site.scale for site in self.spec}
-        self.sender = Sender(layout, held, scales, shm.Outgoing())
+        layouts, self.sender = sender_of(self.config, self.spec, self.dtype, tensors)
         sent = json.dumps([asdict(self.sender.send(VERSION))])
         self._workers("refit_prepare", to_json(layouts))
         self._workers("refit_stage", VERSION, sent)

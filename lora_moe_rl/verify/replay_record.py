@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.rollout import outputs
@@ -49,6 +49,26 @@ class Recording:
     seconds: float = 0.0
 
 
+def random_prompts(rng: np.random.Generator, count: int, vocab_size: int) -> list[list[int]]:
+    """Random tokens, of uneven length."""
+    return [rng.integers(0, vocab_size, n).tolist() for n in rng.integers(SHORT, LONG, count)]
+
+
+def recorded(
+    name: str, answers: Sequence[Any], shape: ModelShape, adapter: bool = False
+) -> Recording:
+    """What vLLM's final outputs say."""
+    samples, table = samples_and_routes(answers, shape)
+    return Recording(
+        name,
+        adapter,
+        [s.token_ids.tolist() for s in samples],
+        [len(s.prompt_ids) for s in samples],
+        [s.logprobs for s in samples],
+        table,
+    )
+
+
 class _Recorder:
     """One engine and what is asked of it."""
 
@@ -62,20 +82,10 @@ class _Recorder:
         self.rng = np.random.default_rng(config.seed)
 
     def prompts(self, count: int | None = None) -> list[list[int]]:
-        """Random tokens, of uneven length."""
-        sizes = self.rng.integers(SHORT, LONG, count or self.samples)
-        return [self.rng.integers(0, self.spec.shape.vocab_size, n).tolist() for n in sizes]
+        return random_prompts(self.rng, count or self.samples, self.spec.shape.vocab_size)
 
     def recorded(self, name: str, answers: Sequence[Any], adapter: bool = False) -> Recording:
-        samples, table = samples_and_routes(answers, self.spec.shape)
-        return Recording(
-            name,
-            adapter,
-            [s.token_ids.tolist() for s in samples],
-            [len(s.prompt_ids) for s in samples],
-            [s.logprobs for s in samples],
-            table,
-        )
+        return recorded(name, answers, self.spec.shape, adapter)
 
     def plain(self, name: str, adapter: bool = False) -> Recording:
         """One short request after the other: nothing is shared."""
@@ -110,11 +120,8 @@ class _Recorder:
         found = self.recorded("experts' LoRA", answers[: len(names)], True)
         base = self.recorded("", answers[len(names) :])
         sites = sum(site.module.startswith("experts.") for site in self.spec)
-        differing = _differing_prompts(found, base)
-        found.proof = f"{sites} sites of experts; {differing:.1%} of the prompts' routes moved"
-        if not differing:
-            found.failure = "the adapter moved no route of a prompt: it was not served"
-        return found
+        found.proof = f"{sites} sites of experts; "
+        return proven_to_move(found, base)
 
     def prefix_hits(self) -> Recording:
         name = "prefix-cache hits"
@@ -197,6 +204,16 @@ def _joined(first: Recording, second: Recording) -> tuple[RouteTable, int]:
         ids[start : start + n] = a.ids[a.offsets[i] : a.offsets[i + 1]]
         valid[start : start + n] = known
     return RouteTable(ids, valid, b.offsets, b.layers, b.num_experts), differing
+
+
+def proven_to_move(found: Recording, base: Recording) -> Recording:
+    """`found`, under an adapter, whose proof is that it has other routes of the same prompts than
+    `base`."""
+    differing = _differing_prompts(found, base)
+    found.proof += f"{differing:.1%} of the prompts' routes moved"
+    if not differing:
+        found.failure = "the adapter moved no route of a prompt: it was not served"
+    return found
 
 
 def _differing_prompts(found: Recording, base: Recording) -> float:

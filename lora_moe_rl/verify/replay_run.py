@@ -10,6 +10,7 @@ vLLM, each condition ──> sequences, logprobs, routes ──> Hugging Face's 
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,12 +23,13 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.router_replay.table import RouteTable
-from lora_moe_rl.verify import replay_ranks, replay_record, replay_tables
+from lora_moe_rl.verify import replay_ranks, replay_record, replay_spread, replay_tables
 from lora_moe_rl.verify.comparisons import largest_scaled
 from lora_moe_rl.verify.inputs import random_adapter
 from lora_moe_rl.verify.layouts import Layout
 from lora_moe_rl.verify.processes import apart, run_processes
 from lora_moe_rl.verify.ranks import run_ranks
+from lora_moe_rl.verify.refit_plan import Engine
 from lora_moe_rl.verify.replay_ranks import Replayed, Used
 from lora_moe_rl.verify.replay_record import Recording
 from lora_moe_rl.verify.replay_report import TOLERANCE, RecordRow, ReplayRow, Report
@@ -50,7 +52,8 @@ class Group:
 
 @dataclass
 class Verification:
-    """One run of the command. `layouts`: with or without recomputation, as their configs say."""
+    """One run of the command. `layouts`: with or without recomputation, as their configs say.
+    `engines`: those stepped by hand; `spread`: one of two data-parallel ranks."""
 
     config: RunConfig
     spec: AdapterSpec
@@ -60,6 +63,7 @@ class Verification:
     samples: int = 16
     timeout_s: float = 600
     tolerance: float = TOLERANCE
+    spread: Engine | None = None
     say: Say = lambda text: None
 
     def run(self) -> Report:
@@ -85,10 +89,16 @@ class Verification:
     def _record(self, tensors) -> list[Recording]:
         arguments = (self.config, self.spec, self.model_dir, tensors, self.samples, self.engines)
         stages = 1 + len(self.engines)
-        return apart(
+        found = apart(
             "vLLM", replay_record.record, *arguments, self.timeout_s,
             timeout_s=stages * self.timeout_s,
         )  # fmt: skip
+        if self.spread is not None:
+            common = (self.spec, self.model_dir, tensors, self.samples)
+            with tempfile.TemporaryDirectory(prefix="lora-moe-rl-verify-") as folder:
+                log = Path(folder) / "engine.log"
+                found += replay_spread.record(self.spread.config, *common, log, self.timeout_s)
+        return found
 
     def _judge(self, recordings: list[Recording], groups: list[Group], tensors) -> list[RecordRow]:
         arguments = (self.model_dir, self.spec, tensors, recordings, groups)

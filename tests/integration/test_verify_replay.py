@@ -4,8 +4,9 @@ import json
 
 import pytest
 import tiny_families
+from engine_fixtures import save_random_model
 
-from lora_moe_rl.verify import replay
+from lora_moe_rl.verify import replay, replay_record
 
 # Seven layers, the first one dense: three MoE layers and more on each of two stages.
 CASES = {
@@ -23,6 +24,24 @@ CASES = {
         {"prefix-cache hits": "caches no prefixes"},
     ),
 }
+
+
+@pytest.mark.slow
+def test_routes_of_two_data_parallel_ranks(tmp_path, capsys):
+    """Recorded by each for its own requests, of experts that are spread over both."""
+    save_random_model("qwen3_moe", tmp_path)
+    code = replay.main(
+        ["--model", str(tmp_path), "--engines", "roomy,dp2ep", "--layouts", "tp2", "--json"]
+    )
+    report = json.loads(capsys.readouterr().out)
+    assert code == 0 and report["passed"], json.dumps(report, indent=1)
+    records = {row["name"]: row for row in report["records"]}
+    for name, groups in (("dp 2", 1), ("dp 2, experts' LoRA", 2)):
+        row = records[name]
+        assert row["coverage"] == 1 and row["routes"] >= 3000 and not row["differences"]
+        few, many = (groups * replay_record.RESPONSE * number for number in (4, 12))
+        assert row["proof"].startswith(f"ranks sampled {many} and {few} tokens")
+    assert report["replays"][0]["routes"] > sum(row["routes"] for row in report["records"])
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)])

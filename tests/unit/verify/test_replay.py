@@ -8,6 +8,7 @@ from lora_moe_rl.verify.comparisons import largest_scaled
 from lora_moe_rl.verify.replay_ranks import Replayed, _Calls, compare
 from lora_moe_rl.verify.replay_record import Recording
 from lora_moe_rl.verify.replay_report import COMPARED, RecordRow, ReplayRow, Report
+from lora_moe_rl.verify.replay_spread import counted
 from lora_moe_rl.verify.replay_tables import moved, permuted, rows_of, shifted
 
 LAYERS, EXPERTS, TOP_K = (1, 3, 4), 8, 2
@@ -140,6 +141,14 @@ def test_other_experts_that_are_the_recorded_ones_show_nothing(moved):
     assert report.explanations() == [
         "no route of the other experts differs from the record: they show nothing"
     ]
+
+
+def test_every_data_parallel_rank_must_have_sampled_what_was_asked_of_it():
+    assert counted(np.array([12, 4]), np.array([12, 4])) == ("ranks sampled 12 and 4 tokens", None)
+    _, failure = counted(np.array([16, 0]), np.array([12, 4]))
+    assert failure == "ranks sampled 16 and 0 tokens instead of 12 and 4"
+    _, failure = counted(np.array([16, 0]), np.array([16, 0]))
+    assert failure == "ranks sampled 16 and 0 tokens: one was asked for nothing"
 
 
 def test_a_record_passes_only_when_its_condition_was_met(table):
