@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from lora_moe_rl.adapters.spec import AdapterSpec
@@ -11,10 +12,11 @@ from lora_moe_rl.config.options import names, positive, verify_parser
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.models import quantised
 from lora_moe_rl.models.directory import resolve_model
+from lora_moe_rl.models.fit import cut_block
 from lora_moe_rl.verify.layouts import Layout, parse_layouts, read_config
 from lora_moe_rl.verify.ranks import spec_of
 from lora_moe_rl.verify.refit_plan import parse_engine
-from lora_moe_rl.verify.replay_record import ENGINES, RESPONSE
+from lora_moe_rl.verify.replay_record import ENGINES, RESPONSE, tensor_parallel
 from lora_moe_rl.verify.replay_report import QUANTISED_TOLERANCE, TOLERANCE
 from lora_moe_rl.verify.replay_run import Verification, with_recompute
 from lora_moe_rl.verify.replay_spread import SPREAD
@@ -60,10 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--engines",
-        default=",".join(ENGINES),
         help="roomy (plain, batched, prefix hits, aborts, LoRA), chunked (prefill), tight (a KV "
         f"cache that preempts), tp2, {SPREAD} (experts over data-parallel ranks) "
-        f"({','.join(ENGINES)})",
+        f"(those of {','.join(ENGINES)} that the model allows)",
     )
     parser.add_argument("--samples", type=positive, default=16, help="of each condition (16)")
     parser.add_argument(
@@ -81,7 +82,8 @@ def _parser() -> argparse.ArgumentParser:
 def _verification(options: argparse.Namespace) -> Verification:
     """All that can be refused before anything starts. Raises ConfigError or ModelError."""
     config = read_config("verify replay", options.model, options.settings, SETTINGS, BASE)
-    engines = names(options.engines, "--engines", "an engine", (*ENGINES, SPREAD))
+    wanted = options.engines or ",".join(ENGINES)
+    engines = names(wanted, "--engines", "an engine", (*ENGINES, SPREAD))
     if "roomy" not in engines:
         raise ConfigError("--engines: roomy is always needed: it alone serves an adapter")
     model_dir = resolve_model(config.model.path, config.model.revision)
@@ -89,6 +91,7 @@ def _verification(options: argparse.Namespace) -> Verification:
     spec = spec_of(model_dir, config)
     if not any(site.module.startswith("experts.") for site in spec):
         raise ConfigError("adapter.targets leaves the routed experts out; verify replay needs them")
+    engines = _allowed(engines, options.engines is not None, config, spec, form)
     return Verification(
         config,
         spec,
@@ -100,6 +103,20 @@ def _verification(options: argparse.Namespace) -> Verification:
         options.tolerance or (TOLERANCE if form is None else QUANTISED_TOLERANCE),
         parse_engine(SPREAD, config, spec) if SPREAD in engines else None,
     )
+
+
+def _allowed(
+    engines: list[str], named: bool, config: RunConfig, spec: AdapterSpec, form: str | None
+) -> list[str]:
+    """Without tp2 where its ranks would cut blocks of FP8 weights. Raises ConfigError when it was
+    named."""
+    cut = cut_block(spec.shape, tensor_parallel(config).rollout) if form == "fp8" else ""
+    if not cut or "tp2" not in engines:
+        return engines
+    if named:
+        raise ConfigError(f"--engines: tp2: {cut}")
+    print(f"tp2 is left out: {cut}", file=sys.stderr)
+    return [name for name in engines if name != "tp2"]
 
 
 def _layouts(

@@ -273,6 +273,11 @@ def record(
     return found
 
 
+def tensor_parallel(config: RunConfig) -> RunConfig:
+    """That of the engine tp2."""
+    return with_settings(config, {"rollout": {"tp": 2}})
+
+
 def _run(
     name: str, config: RunConfig, spec, model_dir: Path, tensors, samples: int
 ) -> list[Recording]:
@@ -280,7 +285,7 @@ def _run(
     changes, conditions = ENGINES[name]
     block = BLOCKS[spec.shape.family.attention]
     if name == "tp2":
-        config = with_settings(config, {"rollout": {"tp": 2}})
+        config = tensor_parallel(config)
     changes = changes | {"block_size": block}
     if name == "tight":
         changes |= {"num_gpu_blocks_override": TIGHT // block}
