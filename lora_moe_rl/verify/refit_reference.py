@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from psutil import virtual_memory
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.errors import RefitError
@@ -26,18 +27,20 @@ LENGTHS = (6, 17)  # of a sequence, the second excluded
 CANDIDATES = 16  # sampled for each that is wanted
 TRIALS = 3  # of rounding, in each of the two models
 LAST_BIT = 2.0**-23
+BYTES_A_WEIGHT = 12  # as float32, and as float64 beside it
 
 
 @dataclass
 class Reference:
     """`merged` and `base`: logprobs `[L - 1]` of each sequence, with the adapter merged into the
     weights by hand and without; `exact` float64, in which the forward of the merged weights is
-    computed once more. `noise`: largest change of one by another last bit."""
+    computed once more, or None where memory is too small for it. `noise`: largest change of one by
+    another last bit."""
 
     sequences: list[list[int]]
     merged: list[np.ndarray]
     base: list[np.ndarray]
-    exact: list[np.ndarray]
+    exact: list[np.ndarray] | None
     noise: float
 
 
@@ -70,11 +73,13 @@ def reference(
     base_scores = [hf.logprobs(model, sequence) for sequence in sequences]
     hf.merge(model, spec, tensors)
     merged_scores = [hf.logprobs(model, sequence) for sequence in sequences]
+    weights = sum(parameter.numel() for parameter in model.parameters())
     del model
     worst = max(
         float(np.maximum(noise, base_noise)[i, : lengths[i] - 1].max()) for i in kept[:count]
     )
-    exact = _exact(model_dir, spec, tensors, sequences)
+    room = virtual_memory().available >= BYTES_A_WEIGHT * weights
+    exact = _exact(model_dir, spec, tensors, sequences) if room else None
     return Reference(sequences, merged_scores, base_scores, exact, worst)
 
 

@@ -33,9 +33,10 @@ class Row:
     trainer_error, merged_error: largest |difference of logprobs| to a trainer of one rank and to
     the merged weights; ranks_error: of the trainer's to those of one rank; effect: to the engine's
     own base, of the sequence with the least. from_exact: of the engine, of one rank and of the
-    trainer to a float64 forward, which is not judged. `unlike`: tensors of a slot that are not as
-    vLLM's own loader has them. None: not reached, which passes for what a row does not have alone.
-    `merged`: the engine serves merged weights and has no slots."""
+    trainer to a float64 forward, which is not judged; empty where memory was too small for it.
+    `unlike`: tensors of a slot that are not as vLLM's own loader has them. None: not reached, which
+    passes for what a row does not have alone. `merged`: the engine serves merged weights and has no
+    slots."""
 
     engine: str
     trainer: str = ""

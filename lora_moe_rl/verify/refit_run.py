@@ -199,10 +199,9 @@ class RefitVerification:
         answered = ranks.run(refit_jobs.score, self.reference.sequences, table)
         theirs = next(one for one in answered if one is not None)
         row.ranks_error = largest(theirs, alone)
-        row.from_exact = {
-            who: largest(found, self.reference.exact)
-            for who, found in (("engine", scores), ("one rank", alone), ("trainer", theirs))
-        }
+        if (exact := self.reference.exact) is not None:
+            every = ("engine", scores), ("one rank", alone), ("trainer", theirs)
+            row.from_exact = {who: largest(found, exact) for who, found in every}
 
 
 def run_reference(rank: int, *args: Any):
