@@ -3,7 +3,8 @@
 A proof wants the trainer's logprobs on the routes that an engine took. While the engine still takes
 the version and scores, the ranks score the same sequences, and their routers choose. Where the
 engine then turns out to have chosen the same experts for every token, the forward on its routes is
-spared: it would come to the same bits, but for a token whose experts are summed in another order.
+spared: it would come to the same but for last bits, where a token's experts, or the products of a
+matrix, are summed in another order.
 """
 
 from __future__ import annotations
