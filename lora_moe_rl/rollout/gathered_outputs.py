@@ -1,0 +1,124 @@
+"""Mend for vLLM: what requests have sampled is handed on once a second, or when they end.
+
+vLLM's core sends each token of each request to its front as an output of its own, with arrays for
+its logprobs and its routes (`vllm/v1/core/sched/scheduler.py`). That is for clients that stream; we
+ask for whole answers (RequestOutputKind.FINAL_ONLY), and the front only puts them together again.
+Here the scheduler does so: an output of several tokens is what vLLM itself sends with speculative
+decoding, and its front takes it as it takes one token.
+
+    stock      t0 │ t1 │ t2 │ t3+end          an output a step
+    here            t0 t1 t2 t3+end           one
+
+What is handed on is equal. A front that ends a request early has not seen its last second, so that
+requests which are to go on from all their tokens (schedule.in_flight=continue) are left as they
+are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.outputs import LogprobsLists
+
+from lora_moe_rl.rollout.device import GATHER_SECONDS
+from lora_moe_rl.upstream.checks import require_attributes, require_parameters, require_version
+
+WHO = "lora_moe_rl/rollout/gathered_outputs.py"
+
+# What is put together from all outputs of a request, and what the last one may say alone.
+JOINED = ("new_token_ids", "new_logprobs", "routed_experts", "events", "prefill_stats")
+OF_LAST = ("request_id", "trace_headers", "num_nans_in_logits")
+OTHERS = tuple(set(EngineCoreOutput.__struct_fields__) - {*JOINED, *OF_LAST})
+
+stock_update = Scheduler.update_from_output
+
+
+class Gathered:
+    """Outputs of one scheduler's requests that have not been handed on; all are, every `seconds`
+    seconds."""
+
+    def __init__(self, seconds: float):
+        self.seconds, self.handed_on = seconds, time.monotonic()
+        self.kept: dict[str, list[EngineCoreOutput]] = {}
+
+    def of_step(self, outputs: Sequence[EngineCoreOutput]) -> list[EngineCoreOutput]:
+        """What is handed on after a step that gave `outputs`, one a request."""
+        all_of_them = time.monotonic() - self.handed_on >= self.seconds
+        if all_of_them:
+            self.handed_on = time.monotonic()
+        ready = []
+        for output in outputs:
+            if all_of_them or not may_wait(output):
+                ready.append(joined([*self.kept.pop(output.request_id, ()), output]))
+            else:
+                self.kept.setdefault(output.request_id, []).append(output)
+        return ready
+
+    def forget(self, there: dict[str, Any]) -> None:
+        """Lets go of requests that were ended from outside, whose outputs nobody waits for. `there`:
+        the scheduler's, after a step whose outputs have been given here."""
+        if len(self.kept) > len(there):
+            self.kept = {name: kept for name, kept in self.kept.items() if name in there}
+
+
+def may_wait(output: EngineCoreOutput) -> bool:
+    """Whether it says nothing but tokens and what belongs to each of them, not even an end."""
+    return all(getattr(output, name) is None for name in OTHERS)
+
+
+def joined(parts: list[EngineCoreOutput]) -> EngineCoreOutput:
+    """One output for all of a request's, oldest first: its last one, changed."""
+    last = parts[-1]
+    if len(parts) > 1:
+        last.new_token_ids = [token for part in parts for token in part.new_token_ids]
+        last.new_logprobs = _logprobs([part.new_logprobs for part in parts])
+        routes = [part.routed_experts for part in parts if part.routed_experts is not None]
+        last.routed_experts = np.concatenate(routes) if routes else None
+        last.events = [event for part in parts for event in part.events or ()] or None
+        last.prefill_stats = next(filter(None, (part.prefill_stats for part in parts)), None)
+    return last
+
+
+def _logprobs(parts: Sequence[LogprobsLists | None]) -> LogprobsLists | None:
+    there = [part[:3] for part in parts if part is not None]
+    return LogprobsLists(*map(np.concatenate, zip(*there))) if there else None
+
+
+def _update(self: Scheduler, *args: Any, **kwargs: Any) -> dict[int, Any]:
+    found = stock_update(self, *args, **kwargs)
+    gathered: Gathered | None = self.__dict__.get("gathered")
+    if gathered is None:
+        return found
+    for outputs in found.values():
+        outputs.outputs = gathered.of_step(outputs.outputs)
+    gathered.forget(self.requests)
+    return {client: one for client, one in found.items() if one.outputs or _says_more(one)}
+
+
+def _says_more(outputs: Any) -> bool:
+    return outputs.scheduler_stats is not None or bool(outputs.finished_requests)
+
+
+def install() -> None:
+    """Makes schedulers gather, of engines whose config says so."""
+    require_version("vllm", WHO)
+    require_parameters(stock_update, ("self", "scheduler_output", "model_runner_output"), WHO)
+    require_attributes(VllmConfig, ("additional_config",), WHO)
+    if Scheduler.update_from_output is _update:
+        return  # installed already: a process may load its plugins twice
+    stock_init = Scheduler.__init__
+
+    def init(self: Scheduler, *args: Any, **kwargs: Any) -> None:
+        stock_init(self, *args, **kwargs)
+        seconds = self.vllm_config.additional_config.get(GATHER_SECONDS)
+        if seconds is not None:
+            self.__dict__["gathered"] = Gathered(seconds)
+
+    Scheduler.__init__ = init
+    Scheduler.update_from_output = _update
