@@ -19,8 +19,11 @@ from lora_moe_rl.upstream.versions import installed
 GIB = 2**30
 E8M0_VARIABLE = "VLLM_USE_DEEP_GEMM_E8M0"
 CPU_STEP_TOKENS = 4096  # most tokens of one step of a CPU engine
-# Of vLLM's additional_config, for our FP8 classes on the CPU: they quantise activations, too.
+# Of vLLM's additional_config: our FP8 classes on the CPU quantise activations, too.
 FP8_ACTIVATIONS = "lora_moe_rl_fp8_activations"
+# And how often requests hand on what they have sampled, in seconds (rollout/gathered_outputs.py).
+GATHER_SECONDS = "lora_moe_rl_gather_seconds"
+EVERY_S = 1.0
 
 
 def is_cpu() -> bool:
@@ -162,6 +165,7 @@ def engine_args(
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
         "enable_return_routed_experts": bool(spec.shape.moe_layers),
         "disable_log_stats": True,
+        "additional_config": _additional(config, cpu),
     }
     if config.placement.colocated and not cpu:
         args["enable_sleep_mode"] = True  # what it gives back is allocated so that it can be
@@ -181,6 +185,17 @@ def engine_args(
     if cpu:
         args |= _cpu_args(config, spec)
     return args
+
+
+def _additional(config: RunConfig, cpu: bool) -> dict[str, Any]:
+    """What our plug-in in vLLM's processes is told. Requests that go on from all their tokens under
+    the next version hand each on at once."""
+    said: dict[str, Any] = {}
+    if config.schedule.in_flight != "continue":
+        said[GATHER_SECONDS] = EVERY_S
+    if cpu and config.trainer.fp8_forward == "engine":
+        said[FP8_ACTIVATIONS] = True
+    return said
 
 
 def _is_int4(model_dir: str) -> bool:
@@ -223,8 +238,6 @@ def _cpu_args(config: RunConfig, spec: AdapterSpec) -> dict[str, Any]:
         "max_num_batched_tokens": max(config.model.max_length, CPU_STEP_TOKENS),
         "kv_cache_memory_bytes": int(config.rollout.cpu_kv_cache_gib * GIB),
     }
-    if config.trainer.fp8_forward == "engine":
-        args["additional_config"] = {FP8_ACTIVATIONS: True}
     if config.rollout.tp == 1:
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 

@@ -61,8 +61,8 @@ class Gathered:
         return ready
 
     def forget(self, there: dict[str, Any]) -> None:
-        """Lets go of requests that were ended from outside, whose outputs nobody waits for. `there`:
-        the scheduler's, after a step whose outputs have been given here."""
+        """Lets go of requests that were ended from outside, for whose outputs nobody waits.
+        `there`: the scheduler's, after a step whose outputs have been given here."""
         if len(self.kept) > len(there):
             self.kept = {name: kept for name, kept in self.kept.items() if name in there}
 

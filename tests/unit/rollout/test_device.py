@@ -93,9 +93,20 @@ def test_activations_in_8_bits_are_not_for_transformer_engine(monkeypatch):
 def test_cpu_engines_quantise_activations_where_the_trainer_does():
     config, spec = of()
     engine = config.model_copy(update={"trainer": TrainerConfig(fp8_forward="engine")})
-    assert "additional_config" not in device.engine_args(config, spec, "model", 0, cpu=True)
-    args = device.engine_args(engine, spec, "model", 0, cpu=True)
-    assert args["additional_config"] == {device.FP8_ACTIVATIONS: True}
+    told = [
+        device.engine_args(one, spec, "model", 0, cpu)["additional_config"]
+        for one, cpu in ((config, True), (engine, True), (engine, False))
+    ]
+    assert [device.FP8_ACTIVATIONS in one for one in told] == [False, True, False]
+
+
+def test_requests_that_may_go_on_under_the_next_version_hand_on_each_token():
+    config, spec = of()
+    going_on = RunConfig(schedule={"lag": 1, "in_flight": "continue"})
+    for cpu in (True, False):
+        args = device.engine_args(config, spec, "model", 0, cpu)
+        assert args["additional_config"] == {device.GATHER_SECONDS: 1.0}
+        assert device.engine_args(going_on, spec, "model", 0, cpu)["additional_config"] == {}
 
 
 def test_requantised_fp8_is_refused(monkeypatch):
