@@ -1,14 +1,16 @@
 """Gradients of the adapters: kept flat, summed over ranks by the table, and their norm.
 
 Each (kind, A or B) of `adapters/sharding.py` has one flat float32 buffer, into which autograd
-accumulates, so that a sum over an axis is one collective a buffer.
+accumulates. Those that are summed over the same axes lie one after the other, so that a sum over an
+axis is one collective for all of them.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -57,22 +59,30 @@ class Gradients:
                 mine = [p for x in layers if x.kind == kind for p in x.parameters_of(tensor)]
                 if mine:
                     self.parameters[kind, tensor] = mine
-        self.flat = {key: _flat_gradients(mine) for key, mine in self.parameters.items()}
+        alike: dict[tuple[Axis, ...], list[tuple[Kind, str]]] = defaultdict(list)
+        for kind, tensor in self.parameters:
+            alike[layout.table[kind][tensor].reduce].append((kind, tensor))
+        self.summed: dict[tuple[Axis, ...], torch.Tensor] = {}  # by the axes they are summed over
+        parts: dict[tuple[Kind, str], torch.Tensor] = {}
+        for axes, keys in alike.items():
+            self.summed[axes], of_keys = _buffer([self.parameters[key] for key in keys])
+            parts |= zip(keys, of_keys, strict=True)
+        self.flat = {key: parts[key] for key in self.parameters}
 
     def zero(self) -> None:
-        for flat in self.flat.values():
+        for flat in self.summed.values():
             flat.zero_()
 
     def reduce(self) -> None:
         """Sums over ranks as the table says. All ranks of a stage call it together."""
         self._check_views()
-        for (kind, tensor), flat in self.flat.items():
-            for axis in self.layout.table[kind][tensor].reduce:
+        for axes, flat in self.summed.items():
+            for axis in axes:
                 if self.layout.place(axis)[1] > 1:
                     dist.all_reduce(flat, group=group_of(axis))
 
     def scale(self, factor: float | torch.Tensor) -> None:
-        for flat in self.flat.values():
+        for flat in self.summed.values():
             flat.mul_(factor)
 
     def norm(self) -> float:
@@ -101,9 +111,9 @@ class Gradients:
             rows = [i for i, key in enumerate(keys) if self.layout.copied_over(*key, axis)]
             if not rows or self.layout.place(axis)[1] == 1:
                 continue
-            low, high = sums[rows].clone(), sums[rows].clone()
-            dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group_of(axis))
-            dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group_of(axis))
+            both = torch.stack([sums[rows], ~sums[rows]])  # ~ turns the order of integers round
+            dist.all_reduce(both, op=dist.ReduceOp.MIN, group=group_of(axis))
+            low, high = both[0].tolist(), (~both[1]).tolist()
             differing = [keys[row] for row, a, b in zip(rows, low, high, strict=True) if a != b]
             if differing:
                 names = ", ".join(f"{kind}.{tensor}" for kind, tensor in differing)
@@ -123,13 +133,19 @@ class Gradients:
                     )
 
 
-def _flat_gradients(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
-    flat = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
-    for parameter, view in zip(
-        parameters, flat.split([p.numel() for p in parameters]), strict=True
-    ):
-        parameter.grad = view.view_as(parameter)
-    return flat
+def _buffer(
+    lists: Sequence[list[torch.nn.Parameter]],
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """A buffer for the gradients of all these parameters, and the part of it that is each list's.
+    Each parameter gets its gradient there."""
+    sizes = [sum(p.numel() for p in parameters) for parameters in lists]
+    flat = torch.zeros(sum(sizes), device=lists[0][0].device)
+    parts = flat.split(sizes)
+    for parameters, part in zip(lists, parts, strict=True):
+        views = part.split([p.numel() for p in parameters])
+        for parameter, view in zip(parameters, views, strict=True):
+            parameter.grad = view.view_as(parameter)
+    return flat, parts
 
 
 @functools.cache
