@@ -9,19 +9,20 @@ decoding, and its front takes it as it takes one token.
     stock      t0 │ t1 │ t2 │ t3+end          an output a step
     here            t0 t1 t2 t3+end           one
 
-What is handed on is equal. A front that ends a request early has not seen its last second, so that
-requests which are to go on from all their tokens (schedule.in_flight=continue) are left as they
-are.
+What is handed on is equal. Requests that do stream are left as they are. A front that ends a
+request early has not seen its last second, so that engines whose requests are to go on from all
+their tokens (schedule.in_flight=continue) do not gather.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from vllm.config import VllmConfig
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.outputs import LogprobsLists
@@ -47,29 +48,31 @@ class Gathered:
         self.seconds, self.handed_on = seconds, time.monotonic()
         self.kept: dict[str, list[EngineCoreOutput]] = {}
 
-    def of_step(self, outputs: Sequence[EngineCoreOutput]) -> list[EngineCoreOutput]:
-        """What is handed on after a step that gave `outputs`, one a request."""
+    def of_step(
+        self, outputs: Sequence[EngineCoreOutput], there: Mapping[str, Any]
+    ) -> list[EngineCoreOutput]:
+        """What is handed on after a step that gave `outputs`, one a request. `there`: the
+        scheduler's requests after that step, without those that it has ended."""
         all_of_them = time.monotonic() - self.handed_on >= self.seconds
         if all_of_them:
             self.handed_on = time.monotonic()
         ready = []
         for output in outputs:
-            if all_of_them or not may_wait(output):
+            if all_of_them or not may_wait(output, there):
                 ready.append(joined([*self.kept.pop(output.request_id, ()), output]))
             else:
                 self.kept.setdefault(output.request_id, []).append(output)
+        if len(self.kept) > len(there):  # some were ended from outside: nobody waits for theirs
+            self.kept = {name: kept for name, kept in self.kept.items() if name in there}
         return ready
 
-    def forget(self, there: dict[str, Any]) -> None:
-        """Lets go of requests that were ended from outside, for whose outputs nobody waits.
-        `there`: the scheduler's, after a step whose outputs have been given here."""
-        if len(self.kept) > len(there):
-            self.kept = {name: kept for name, kept in self.kept.items() if name in there}
 
-
-def may_wait(output: EngineCoreOutput) -> bool:
-    """Whether it says nothing but tokens and what belongs to each of them, not even an end."""
-    return all(getattr(output, name) is None for name in OTHERS)
+def may_wait(output: EngineCoreOutput, there: Mapping[str, Any]) -> bool:
+    """Whether it says nothing but tokens and what belongs to each of them, not even an end, to a
+    front that wants the whole answer."""
+    if any(getattr(output, name) is not None for name in OTHERS):
+        return False
+    return there[output.request_id].sampling_params.output_kind == RequestOutputKind.FINAL_ONLY
 
 
 def joined(parts: list[EngineCoreOutput]) -> EngineCoreOutput:
@@ -96,8 +99,7 @@ def _update(self: Scheduler, *args: Any, **kwargs: Any) -> dict[int, Any]:
     if gathered is None:
         return found
     for outputs in found.values():
-        outputs.outputs = gathered.of_step(outputs.outputs)
-    gathered.forget(self.requests)
+        outputs.outputs = gathered.of_step(outputs.outputs, self.requests)
     return {client: one for client, one in found.items() if one.outputs or _says_more(one)}
 
 

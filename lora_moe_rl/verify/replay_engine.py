@@ -97,6 +97,8 @@ class SteppedEngine:
         self.dtype: Dtype = engine_device.serving_dtype(config, cpu)
         args = engine_device.engine_args(config, spec, str(model_dir), 0, cpu)
         args |= {"disable_log_stats": False} | changes  # its counters are the proof
+        # Requests are ended early here, and go on from all their tokens.
+        args["additional_config"].pop(engine_device.GATHER_SECONDS, None)
         vllm_config = EngineArgs(**args).create_engine_config()
         # vLLM's CPU platform has just asked for spawn: each worker would import everything anew.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"

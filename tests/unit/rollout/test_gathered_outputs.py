@@ -21,6 +21,14 @@ LENGTHS = {"a": 5, "b": 1, "c": 3}  # tokens of each request
 LAYERS, TOP_K, PROMPT = 2, 2, [7, 8, 9]
 
 
+def a_request(kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY) -> SimpleNamespace:
+    """As a scheduler has it."""
+    return SimpleNamespace(sampling_params=SamplingParams(output_kind=kind))
+
+
+ENDED_LATER = {name: a_request() for name in LENGTHS}
+
+
 def a_step(number: int) -> list[EngineCoreOutput]:
     """What vLLM's scheduler says of step `number` from 0 on: a token of each request that goes on,
     with the rows of what was fed for it."""
@@ -76,7 +84,7 @@ def all_steps() -> list[list[EngineCoreOutput]]:
 
 def test_the_front_makes_the_same_answers_of_what_is_gathered():
     gathered = Gathered(NEVER)
-    steps = [gathered.of_step(step) for step in all_steps()]
+    steps = [gathered.of_step(step, ENDED_LATER) for step in all_steps()]
     assert [len(step) for step in steps] == [1, 0, 1, 0, 1]  # each request once, when it ends
     stock, ours = answers(all_steps()), answers(steps)
     for name, length in LENGTHS.items():
@@ -96,7 +104,8 @@ def test_all_are_handed_on_again_after_some_time(monkeypatch):
     monkeypatch.setattr(gathered_outputs.time, "monotonic", lambda: now[0])
     gathered, sizes = Gathered(1.0), []
     for step in all_steps():
-        sizes.append({one.request_id: len(one.new_token_ids) for one in gathered.of_step(step)})
+        ready = gathered.of_step(step, ENDED_LATER)
+        sizes.append({one.request_id: len(one.new_token_ids) for one in ready})
         now[0] += 0.4
     assert sizes == [{"b": 1}, {}, {"c": 3}, {"a": 4}, {"a": 1}]
 
@@ -111,9 +120,14 @@ def test_logprobs_and_routes_may_be_missing():
 @pytest.mark.parametrize("field", sorted(gathered_outputs.OTHERS))
 def test_an_output_that_says_more_than_tokens_does_not_wait(field):
     output = EngineCoreOutput("a", [1])
-    assert may_wait(output)
+    assert may_wait(output, ENDED_LATER)
     setattr(output, field, "something")
-    assert not may_wait(output)
+    assert not may_wait(output, ENDED_LATER)
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
+def test_a_request_that_streams_gets_each_token_at_once(kind):
+    assert not may_wait(EngineCoreOutput("a", [1]), {"a": a_request(kind)})
 
 
 def test_every_field_of_an_output_is_thought_of():
@@ -129,7 +143,7 @@ def scheduler(monkeypatch, steps: list[tuple[list[EngineCoreOutput], set[str]]])
 
     def update(self, scheduled, ran):
         outputs, names = next(left)
-        self.requests = dict.fromkeys(names)
+        self.requests = {name: a_request() for name in names}
         said = SimpleNamespace(outputs=outputs, scheduler_stats=None, finished_requests=None)
         return {0: said} if outputs else {}
 
