@@ -39,18 +39,19 @@ def probe_sequences(prompts: Sequence[list[int]], max_length: int) -> list[list[
 
 
 def pieces(
-    sequences: Sequence[np.ndarray], count: int, max_length: int, seed: Sequence[int]
-) -> list[list[int]]:
+    lengths: Sequence[int], count: int, max_length: int, seed: Sequence[int]
+) -> list[tuple[int, slice]]:
     """A piece of each of `count` of the sequences (of all, if they are fewer), as long as a probe
-    may be. Which, and where it begins, depends on `seed` alone."""
+    may be: (the sequence's number, its tokens). Which, and where it begins, depends on `seed`
+    alone."""
     longest = min(PROBE_TOKENS, max_length - 1)
     draw = np.random.default_rng(seed)
-    scorable = [token_ids for token_ids in sequences if len(token_ids) > 1]
+    scorable = [number for number, length in enumerate(lengths) if length > 1]
     found = []
     for place in draw.permutation(len(scorable))[:count]:
-        token_ids = scorable[place]
-        start = int(draw.integers(0, max(0, len(token_ids) - longest) + 1))
-        found.append([int(token) for token in token_ids[start : start + longest]])
+        number = scorable[place]
+        start = int(draw.integers(0, max(0, lengths[number] - longest) + 1))
+        found.append((number, slice(start, start + longest)))
     return found
 
 

@@ -176,6 +176,11 @@ class Sample:
         return np.concatenate([self.prompt_ids, self.response_ids])
 
     @property
+    def num_tokens(self) -> int:
+        """L."""
+        return sum(len(segment.token_ids) for segment in self.segments)
+
+    @property
     def num_sampled(self) -> int:
         """Tokens that a policy sampled."""
         return int((self.versions != NOT_SAMPLED).sum())

@@ -266,10 +266,11 @@ class Publisher:
 
     def _sequences(self, version: int, samples: Sequence[Sample]) -> list[list[int]]:
         """What a version is proven on: the probe, and pieces of what it was trained on."""
-        token_ids = [sample.token_ids for sample in samples]
+        lengths = [sample.num_tokens for sample in samples]
         config, count = self.config, self.config.refit.proof_prompts
-        drawn = pieces(token_ids, count, config.model.max_length, (config.seed, version))
-        return self.probe + self._everywhere(drawn)
+        drawn = pieces(lengths, count, config.model.max_length, (config.seed, version))
+        token_ids = [samples[number].token_ids[where].tolist() for number, where in drawn]
+        return self.probe + self._everywhere(token_ids)
 
     async def _score(
         self,

@@ -137,4 +137,5 @@ class Prompts:
 
 def samples(seed: int, count: int = 8, length: int = 30) -> list[SimpleNamespace]:
     draw = np.random.default_rng(seed)
-    return [SimpleNamespace(token_ids=draw.integers(0, 300, length)) for _ in range(count)]
+    drawn = [draw.integers(0, 300, length) for _ in range(count)]
+    return [SimpleNamespace(token_ids=token_ids, num_tokens=length) for token_ids in drawn]
