@@ -222,7 +222,7 @@ class TrainerMemory:
         trainer, shape, b = config.trainer, self.facts.shape, itemsize(self.weights)
         tokens = micro_batch_tokens(config)
         kinds = Counter(self.kind[layer] for layer in layers)
-        full = {k: sum(kept_by_layer(self.spec, k, trainer, b).values()) for k in kinds}
+        full = {k: sum(kept_by_layer(self.facts, self.spec, k, trainer, b).values()) for k in kinds}
         kept, work = full, layer_work(shape, trainer, b)
         if trainer.recompute == "full":
             kept = dict.fromkeys(full, kept_when_recomputed(shape, trainer.tp, b))
