@@ -39,7 +39,7 @@ MLA_WIDTHS = {key: WIDTHS[key] for key in list(WIDTHS)[:4]} | {"num_key_value_he
 TRAINERS: dict[str, dict[str, Any]] = {
     "trainer": {},
     "trainer, ep 2": {"world_size": 2, "ep": 2},
-    "trainer, offload optimizer": {"offload": "optimizer"},
+    "trainer, offload both": {"offload": "both"},
     "trainer, held once": {},
 }
 ENGINES: dict[str, dict[str, Any]] = {
@@ -148,8 +148,8 @@ def of_trainer(place: str, facts: Facts, config: RunConfig, held: str | None) ->
 
 
 def plan_of_trainer(facts: Facts, config: RunConfig, held: bool) -> dict[str, int]:
-    """By what is measured. Moments that are offloaded are in the host's memory, which on the CPU
-    is the rank's own. The base's file is a part of the base."""
+    """By what is measured. What is offloaded is in the host's memory, which on the CPU is the
+    rank's own. The base's file is a part of the base."""
     (rank,) = TrainerMemory(facts, build_spec(facts, config), "float32").classes(config)
     shared = shared_bytes(held_parts(facts, config, True), "float32") if held else 0
     memory = rank.memory
@@ -158,7 +158,7 @@ def plan_of_trainer(facts: Facts, config: RunConfig, held: bool) -> dict[str, in
     found = {
         "base": memory["base"],
         "adapter, gradients, moments": sum(memory[kind] for kind in kept) + rank.host,
-        STEP: sum(memory[kind] for kind in moving),
+        STEP: sum(memory[kind] for kind in moving) + rank.host_in_step,
     }
     return found | ({"base, of the file": shared} if held else {})
 

@@ -317,7 +317,7 @@ def trainer_layouts(
             for ep in range(1, min(ranks, shape.num_experts or 1) + 1):
                 if ranks % ep or shape.num_experts % ep:
                     continue
-                for recompute in ("none", "full"):
+                for recompute in ("none",) if trainer.offloads_activations else ("none", "full"):
                     layout = {"world_size": world, "tp": tp, "pp": pp, "ep": ep, "etp": 1}
                     layout |= {"vpp": 1, "recompute": recompute, "gpus_per_rank": 1.0}
                     yield trainer.model_copy(update=layout)

@@ -63,6 +63,21 @@ def test_moments_on_the_host_are_not_on_the_gpu():
     assert offloaded.turns[0].host == rank.host
 
 
+def test_activations_on_the_host_are_those_of_two_layers_on_the_gpu():
+    kept = {"recompute": "none"}
+    usual, offloaded = plan(config_of(**kept)), plan(config_of(offload="activations", **kept))
+    (before,), (rank,) = usual.classes, offloaded.classes
+    layers = len(rank.layers)
+    assert rank.host_in_step == before.memory["activations"] and before.host_in_step == 0
+    assert rank.memory["activations"] == pytest.approx(rank.host_in_step * 2 / layers, rel=1e-6)
+    assert layers > 2 and rank.resident == before.resident and rank.host == 0
+    in_rollout, in_update = offloaded.turns
+    assert (in_rollout.host, in_update.host) == (0, rank.host_in_step)
+    both = plan(config_of(offload="both", **kept))
+    assert both.turns[1].host == rank.host_in_step + both.classes[0].host
+    assert both.turns[0].host == both.classes[0].host == 8 * rank.trained_parameters
+
+
 @pytest.mark.parametrize(
     ("config", "memory", "message"),
     [
@@ -72,6 +87,11 @@ def test_moments_on_the_host_are_not_on_the_gpu():
             "in the turn of the rollout a GPU of 40 GiB holds a trainer rank's",
         ),
         (config_of(), 30.0, "set trainer.offload=optimizer"),
+        (
+            config_of(offload="activations", recompute="none"),
+            30.0,
+            "set trainer.offload=both, or hold less",
+        ),
         (config_of(share=0.9, offload="optimizer"), 40.0, "lower rollout.gpu_memory_utilization"),
         (config_of(offload="optimizer"), 30.0, "set placement.gives_back=weights"),
         (config_of(world_size=4, ep=4), 80.0, "trainer.world_size=4 is not rollout.engines=2"),
