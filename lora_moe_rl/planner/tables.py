@@ -96,7 +96,7 @@ def _gib(value: float) -> str:
 def _trainer(plan: RunPlan) -> Table:
     title = f"a trainer rank, GiB (base in {plan.assumed.weights})"
     on_host = [c.host + c.host_in_step for c in plan.classes]
-    offloaded = ["on the host"] if any(on_host) else []
+    offloaded = ["host"] if any(on_host) else []
     made = table(["", "ranks", "layers", "parameters", *TRAINER, "total", *offloaded], title)
     for c, host in zip(plan.classes, on_host, strict=True):
         cells = [_gib(sum(c.memory[kind] for kind in kinds)) for kinds in TRAINER.values()]

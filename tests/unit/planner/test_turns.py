@@ -78,6 +78,23 @@ def test_activations_on_the_host_are_those_of_two_layers_on_the_gpu():
     assert both.turns[0].host == both.classes[0].host == 8 * rank.trained_parameters
 
 
+def test_copies_to_the_host_take_what_the_computation_does_not_hide():
+    """64 GB/s at 70 %, each way; the forward is a third of a training step's computation."""
+    kept = {"recompute": "none", "micro_batch_tokens": 8192}
+    usual, offloaded = plan(config_of(**kept)), plan(config_of(offload="activations", **kept))
+    assert usual.seconds is not None and offloaded.seconds is not None
+    parts = offloaded.seconds.parts
+    config = offloaded.config
+    tokens = config.algorithm.prompts_per_step * config.algorithm.group_size * 1024
+    passes = -(-tokens // (8192 * config.trainer.dp))
+    one_way = passes * offloaded.classes[0].host_in_step / (64e9 * 0.7)
+    compute = parts["compute"]
+    assert one_way > compute  # so that neither is hidden whole
+    assert parts["copies to the host"] == pytest.approx(2 * one_way - compute)
+    rest = {name: s for name, s in parts.items() if name in usual.seconds.parts}
+    assert rest == pytest.approx(usual.seconds.parts)
+
+
 @pytest.mark.parametrize(
     ("config", "memory", "message"),
     [
