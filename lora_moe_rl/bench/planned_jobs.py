@@ -79,7 +79,8 @@ def train(
         STEP: of_step.bytes - kept,
     }
     if held is not None:
-        found["base, of the file"] = mapped_bytes(os.getpid(), Path(held) / BIN)
+        mapped = mapped_bytes(os.getpid(), Path(held) / BIN)
+        found |= {"base": found["base"] + mapped, "base, of the file": mapped}
     return found
 
 

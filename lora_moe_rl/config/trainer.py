@@ -76,10 +76,11 @@ class TrainerConfig(Section):
         "none",
         description="Activations of a layer: kept for backward (none), or computed again (full).",
     )
-    offload: Literal["none", "optimizer"] = Field(
+    offload: Literal["none", "optimizer", "activations", "both"] = Field(
         "none",
-        description="Held in the host's memory (pinned, beside a GPU): nothing, or Adam's moments "
-        "(optimizer), which go through the device a few at a time in each step.",
+        description="Held in the host's memory (pinned, beside a GPU): nothing; Adam's moments "
+        "(optimizer), which go through the device a few at a time in each step; activations of a "
+        "layer from its forward to its backward (activations); or both.",
     )
     max_skipped_steps: int = Field(
         3,
@@ -135,7 +136,20 @@ class TrainerConfig(Section):
             )
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"trainer.vpp={self.vpp} needs pipeline stages: trainer.pp is 1")
+        if self.offloads_activations and self.recompute == "full":
+            raise ValueError(
+                f"trainer.offload={self.offload} moves activations, and trainer.recompute=full "
+                "keeps none but layers' inputs; set trainer.recompute=none, or offload none"
+            )
         return self
+
+    @property
+    def offloads_moments(self) -> bool:
+        return self.offload in ("optimizer", "both")
+
+    @property
+    def offloads_activations(self) -> bool:
+        return self.offload in ("activations", "both")
 
     @property
     def shares_prompts(self) -> bool:

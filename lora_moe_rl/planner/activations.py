@@ -1,9 +1,11 @@
 """What autograd keeps of one layer and micro-batch between the forward and the backward.
 
-Counted operation by operation for the layers that train here: Transformer Engine's (or torch's)
-attention that keeps q, k, v, its output and a log-sum, experts whose activation is fused with the
-routing weights, adapters as in `adapters/layers.py`. The base is frozen: what only the gradient of
-a weight would need is kept where an adapter reads it. Experts are taken to be evenly loaded.
+Counted operation by operation, for two sets of modules. FUSED are those of GPUs: Transformer
+Engine's attention, and one kernel for an activation and what it is multiplied by. LOCAL are those
+of the CPU (`trainer/local_modules.py`), which torch's own operations are made of. Both have
+adapters as in `adapters/layers.py`. The base is frozen: what only the gradient of a weight would
+need is kept where an adapter reads it. Experts are taken to be evenly loaded, and sequences to be
+equally long: LOCAL attention pads those of a micro-batch to the longest.
 
 Figures are bytes a token of the micro-batch on one rank, but for the head's. Letters: h hidden
 size, t tensor-parallel ranks (activations outside attention and MLPs are cut over them: sequence
@@ -13,34 +15,62 @@ parallelism), n expert rows a token on one rank, b bytes an activation.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import TrainerConfig
+from lora_moe_rl.planner.facts import Facts
 from lora_moe_rl.trainer.logits import LOGIT_BYTES, rows_at_once
 
-LOG_SUM = 4  # float32 a head and token
+
+class Modules(NamedTuple):
+    """`gated`: widths of a gated MLP that are kept, `gated_rows`: of experts, whose rows are
+    weighted; `router`, `sigmoid_router`: bytes an expert and token; `rotary`: cosines and sines
+    that are kept, each as wide as a head's rotated part."""
+
+    gated: int
+    gated_rows: int
+    router: int
+    sigmoid_router: int
+    rotary: int
+
+
+# Gate and up, and their product, weighted or not, which the next linear reads. Of the router
+# logits and scores in float32, their normalised ones, the map.
+FUSED = Modules(3, 3, 13, 13, 0)
+# Gate and up; SiLU of the gate; up once more, to which mcore adds glu_linear_offset, 0; their
+# product; and of experts the weighted one. Of the router its scores in float32 (of sigmoids twice:
+# before and after the correction) and the order of all tokens for each expert, int64. Of the rotary
+# embedding cosines and sines, of queries and again of keys.
+LOCAL = Modules(5, 6, 12, 16, 4)
+STATISTIC = 4  # float32 a head and token: the log-sum of its scores, a norm's scale
 HEAD_ROWS = 3
-ROUTER = 13  # an expert and token: logits and scores in float32, their normalised ones, the map
+
+
+def modules_of(trainer: TrainerConfig) -> Modules:
+    return LOCAL if trainer.device == "cpu" else FUSED
 
 
 def kept_by_layer(
-    spec: AdapterSpec, layer: int, trainer: TrainerConfig, b: int
+    facts: Facts, spec: AdapterSpec, layer: int, trainer: TrainerConfig, b: int
 ) -> dict[str, float]:
     """`{part: bytes a token}` of one layer without recomputation."""
-    shape, t = spec.shape, trainer.tp
+    shape, t, modules = facts.shape, trainer.tp, modules_of(trainer)
     kept = {
         "norms and linear inputs": 4 * shape.hidden_size * b / t,
-        "attention": _attention(shape, t, b),
+        "attention": _attention(facts, spec, layer, trainer, b),
         "adapters": _adapters(spec, layer, trainer, b),
     }
     d = shape.dims
     if layer not in shape.moe_layers:
-        return kept | {"MLP": 3 * d["intermediate"] * b / t}
+        return kept | {"MLP": modules.gated * d["intermediate"] * b / t}
     rows = shape.top_k / t
-    kept["experts"] = rows * b * (shape.hidden_size * trainer.etp + 3 * d["moe_intermediate"])
-    kept["router"] = shape.num_experts * ROUTER / t + rows * 12
-    kept["MLP"] = 3 * d["shared_intermediate"] * b / t
+    inner = modules.gated_rows * d["moe_intermediate"]
+    kept["experts"] = rows * b * (shape.hidden_size * trainer.etp + inner)
+    router = modules.sigmoid_router if shape.family.sigmoid_router else modules.router
+    kept["router"] = shape.num_experts * router / t + rows * 12
+    kept["MLP"] = modules.gated * d["shared_intermediate"] * b / t
     return kept
 
 
@@ -51,12 +81,15 @@ def kept_when_recomputed(shape: ModelShape, t: int, b: int) -> float:
 
 def layer_work(shape: ModelShape, trainer: TrainerConfig, b: int) -> float:
     """Bytes a token of the gradients that are alive at once inside one layer's backward: those of
-    the experts' input, of their two inner activations and of the layer's own input."""
+    the experts' input and of their two inner activations, or of queries, keys, values and what
+    attention gives; and of the layer's own input."""
     d, rows = shape.dims, shape.top_k / trainer.tp
     experts = rows * b * (2 * shape.hidden_size * trainer.etp + 3 * d["moe_intermediate"])
     dense = 3 * d["intermediate"] * b / trainer.tp
-    inner = experts if shape.moe_layers else dense
-    return max(inner, _attention(shape, trainer.tp, b)) + 2 * shape.hidden_size * b / trainer.tp
+    query, key = _widths(shape)
+    attention = 2 * (query + key) * b / trainer.tp
+    inner = max(experts if shape.moe_layers else dense, attention)
+    return inner + 2 * shape.hidden_size * b / trainer.tp
 
 
 def communication(shape: ModelShape, trainer: TrainerConfig, b: int) -> float:
@@ -64,6 +97,8 @@ def communication(shape: ModelShape, trainer: TrainerConfig, b: int) -> float:
     sent to and received from experts, a hidden state to and from the next stage."""
     gathered = shape.hidden_size * b if trainer.tp > 1 else 0
     exchanged = 2 * shape.top_k / trainer.tp * shape.hidden_size * b if shape.moe_layers else 0
+    if trainer.ep * trainer.etp == 1:
+        exchanged = 0  # tokens stay where they are: mcore makes no buffers
     staged = 4 * shape.hidden_size * b / trainer.tp if trainer.pp > 1 else 0
     return gathered + exchanged + staged
 
@@ -76,17 +111,54 @@ def head(shape: ModelShape, t: int, tokens: int, b: int) -> int:
     return logits + HEAD_ROWS * tokens * shape.hidden_size * b
 
 
-def _attention(shape: ModelShape, t: int, b: int) -> float:
+def _widths(shape: ModelShape) -> tuple[int, int]:
+    """All queries of a token and all its keys, which with MLA have as many heads. Values are as
+    wide as keys where attention sees them: mcore pads those of MLA."""
     d = shape.dims
-    log_sum = d["heads"] * LOG_SUM / t
     if shape.family.attention == "mla":
         query = d["heads"] * (d["nope_dim"] + d["rope_dim"])
-        value = d["heads"] * d["v_dim"]
-        low = 2 * d["q_lora_rank"] + 2 * d["kv_lora_rank"] + d["rope_dim"]
-        return (2 * query + 2 * value + low) * b / t + d["rope_dim"] * b + log_sum
-    query, key = d["heads"] * d["head_dim"], d["kv_heads"] * d["head_dim"]
-    # The fused projection (v is a view of it), rotated q and k, and the output.
-    return (query + 2 * key + query + key + query) * b / t + log_sum
+        return query, query
+    return d["heads"] * d["head_dim"], d["kv_heads"] * d["head_dim"]
+
+
+def _attention(
+    facts: Facts, spec: AdapterSpec, layer: int, trainer: TrainerConfig, b: int
+) -> float:
+    if facts.shape.family.attention == "mla":
+        adapted = f"layers.{layer}.kv_b_proj" in spec.by_name
+        return _mla(facts, adapted, trainer.tp, b, modules_of(trainer))
+    return _gqa(facts, trainer.tp, b, modules_of(trainer))
+
+
+def _mla(facts: Facts, adapted: bool, t: int, b: int, modules: Modules) -> float:
+    """`adapted`: whether the projection of the compressed keys and values is."""
+    d, (query, _) = facts.shape.dims, _widths(facts.shape)
+    value = d["heads"] * d["v_dim"]
+    # Queries, keys, values, which mcore pads to the width of keys, and so the output; cut back, it
+    # is what the last linear reads.
+    attended = 4 * query + value
+    # What the compressed queries' norm reads and gives, and what the other one's reads; what that
+    # gives is read by no other adapter.
+    low = 2 * d["q_lora_rank"] + (1 + adapted) * d["kv_lora_rank"] + d["rope_dim"]
+    rotary = max(1, modules.rotary) * d["rope_dim"]  # FUSED: the key's rotated part, of all ranks
+    return (attended + low) * b / t + rotary * b + d["heads"] * STATISTIC / t
+
+
+def _gqa(facts: Facts, t: int, b: int, modules: Modules) -> float:
+    d, normed = facts.shape.dims, facts.shape.family.qk_norm(facts.config)
+    query, key = _widths(facts.shape)
+    fused, statistics = modules is FUSED, d["heads"]
+    attended = 2 * query + key  # rotated queries and keys, and the output
+    if fused or normed:
+        attended += query + 2 * key  # the projection: values, and keys to be normed, are views
+    if normed:
+        # Queries of several groups lie apart in the projection: their norm reads a copy.
+        attended += query if d["kv_heads"] > t else 0
+        statistics += d["heads"] + d["kv_heads"]
+    if not fused:
+        attended += key + query  # padded values, and of the output what the last linear reads
+    rotated = d["head_dim"] * (facts.config.get("partial_rotary_factor") or 1)
+    return (attended * b + statistics * STATISTIC) / t + modules.rotary * rotated * b
 
 
 def _adapters(spec: AdapterSpec, layer: int, trainer: TrainerConfig, b: int) -> float:

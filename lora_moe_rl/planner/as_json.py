@@ -43,6 +43,7 @@ def as_json(plan: RunPlan, proposals: list[Proposal], whys: list[str]) -> dict[s
                 "memory": c.memory,
                 "total": c.total,
                 "host": c.host,
+                "host_in_step": c.host_in_step,
             }
             for c in plan.classes
         ],

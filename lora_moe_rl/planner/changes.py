@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.config.keys import value_text
 from lora_moe_rl.errors import LoraMoeRlError
 from lora_moe_rl.planner import plan as plans
@@ -223,7 +223,7 @@ def _axes(request: Request) -> list[Axis]:
         ]),
         Axis("a refit waits for requests of the version before", _slots(config)),
         Axis("Adam's moments wait in the host's memory: the same training, no GPU has timed it",
-             [("trainer.offload=optimizer",)] if config.trainer.offload == "none" else []),
+             _moments(config.trainer)),
         Axis("trainer and engines take turns on the same GPUs: the same training, no GPU has "
              "timed it", _turns(config)),
         Axis("more of the same GPUs", _more_gpus(request), dear=True),
@@ -235,6 +235,12 @@ def _axes(request: Request) -> list[Axis]:
         Axis("other GPUs", _other_gpus(request)),
     ]  # fmt: skip
     return [axis for axis in axes if axis.steps]
+
+
+def _moments(trainer: TrainerConfig) -> list[Words]:
+    if trainer.offloads_moments:
+        return []
+    return [(f"trainer.offload={'both' if trainer.offloads_activations else 'optimizer'}",)]
 
 
 def _halves(value: int, least: int) -> list[int]:

@@ -19,6 +19,7 @@ from lora_moe_rl.planner.hardware import Efficiency, Gpu
 from lora_moe_rl.planner.rollout import EngineRank
 from lora_moe_rl.planner.trainer import (
     RankClass,
+    in_flight,
     micro_batch_tokens,
     micro_batches,
     stage_layers,
@@ -161,11 +162,20 @@ class Roofline:
         passes = steps * count
         fast = passes * volume["fast"] / (gpu.fast_link * efficiency.links)
         slow = passes * volume["slow"] / (gpu.link * efficiency.links)
+        copied = 0.0
+        if trainer.offloads_activations:
+            kept = heaviest.host_in_step / in_flight(
+                trainer, heaviest.stages[0], micro_batches(config)
+            )
+            one_way = passes * kept / (gpu.host_link * efficiency.links)
+            trained = compute * uneven * algorithm.epochs * work.train / per_token
+            copied = _not_hidden(one_way, trained)
         summed = 4 * heaviest.trained_parameters * 2 if trainer.dp * trainer.tp > 1 else 0
         return {
             "compute": compute * uneven,
             "pipeline bubble": bubble,
             "communication": fast + slow,
+            **({"copies to the host": copied} if trainer.offloads_activations else {}),
             "gradient sums": steps * summed / (gpu.link * efficiency.links),
         }
 
@@ -221,3 +231,9 @@ class Roofline:
             "prefill": prefilled * (work.forward / speed + met),
             "decode": waves * self.lengths.response * (token + batch * met),
         }
+
+
+def _not_hidden(one_way: float, trained: float) -> float:
+    """Seconds that copies to the host take beyond the forward, a third of `trained`, and copies
+    back beyond the backward."""
+    return max(0.0, one_way - trained / 3) + max(0.0, one_way - trained * 2 / 3)

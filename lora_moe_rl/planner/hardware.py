@@ -12,8 +12,8 @@ GIB = 2**30
 @dataclass(frozen=True)
 class Gpu:
     """Vendors' figures. `memory`: GiB the driver shows; `flops`: dense bf16, a second; `bandwidth`:
-    of its memory, `fast_link`: to the GPUs of its node, `link`: to others, bytes a second and
-    direction."""
+    of its memory, `fast_link`: to the GPUs of its node, `link`: to others, `host_link`: to the
+    host's memory (PCIe of 16 lanes), bytes a second and direction."""
 
     name: str
     memory: float
@@ -21,12 +21,13 @@ class Gpu:
     bandwidth: float
     fast_link: float
     link: float = 50e9
+    host_link: float = 64e9
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100", 80, 312e12, 2.04e12, 300e9, 25e9),
+        Gpu("a100", 80, 312e12, 2.04e12, 300e9, 25e9, 32e9),
         Gpu("h800", 80, 989e12, 3.35e12, 200e9),
         Gpu("h100", 80, 989e12, 3.35e12, 450e9),
         Gpu("h20", 96, 148e12, 4.0e12, 450e9),

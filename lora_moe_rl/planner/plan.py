@@ -242,7 +242,7 @@ def _way_out(config: RunConfig, largest: str) -> str:
         return (
             "lower adapter.rank or adapter.expert_rank, or use adapter.expert_layout=shared_outer"
         )
-    if config.trainer.recompute == "none":
+    if config.trainer.recompute == "none" and not config.trainer.offloads_activations:
         return "set trainer.recompute=full, or lower trainer.micro_batch_tokens"
     return "lower trainer.micro_batch_tokens and model.max_length, or raise trainer.tp"
 

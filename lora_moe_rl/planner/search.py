@@ -24,7 +24,7 @@ MAX_PP = 32
 TPS = (1, 2, 4, 8)
 ENGINE_TPS = (1, 2, 4, 8, 16, 32, 64)
 SPLITS = 16  # shares of the GPUs that engines are tried with
-# What proposals leave free of a trainer rank's GPU: the plan is 12 and 14 % below the two published
+# What proposals leave free of a trainer rank's GPU: the plan is 12 % below the two published
 # figures of a rank's memory (planner/published.py).
 MARGIN = 0.15
 LAYOUT_KEYS = ("world_size", "tp", "pp", "ep", "etp", "vpp")
@@ -317,7 +317,7 @@ def trainer_layouts(
             for ep in range(1, min(ranks, shape.num_experts or 1) + 1):
                 if ranks % ep or shape.num_experts % ep:
                     continue
-                for recompute in ("none", "full"):
+                for recompute in ("none",) if trainer.offloads_activations else ("none", "full"):
                     layout = {"world_size": world, "tp": tp, "pp": pp, "ep": ep, "etp": 1}
                     layout |= {"vpp": 1, "recompute": recompute, "gpus_per_rank": 1.0}
                     yield trainer.model_copy(update=layout)

@@ -95,12 +95,15 @@ def _gib(value: float) -> str:
 
 def _trainer(plan: RunPlan) -> Table:
     title = f"a trainer rank, GiB (base in {plan.assumed.weights})"
-    made = table(["", "ranks", "layers", "parameters", *TRAINER, "total"], title)
-    for c in plan.classes:
+    on_host = [c.host + c.host_in_step for c in plan.classes]
+    offloaded = ["host"] if any(on_host) else []
+    made = table(["", "ranks", "layers", "parameters", *TRAINER, "total", *offloaded], title)
+    for c, host in zip(plan.classes, on_host, strict=True):
         cells = [_gib(sum(c.memory[kind] for kind in kinds)) for kinds in TRAINER.values()]
         parameters = f"{c.base_parameters / 1e9:,.3f} B"
         layers = str(len(c.layers))
-        made.add_row(c.name, str(c.ranks), layers, parameters, *cells, _gib(c.total))
+        cells += [_gib(c.total), *(_gib(host) for _ in offloaded)]
+        made.add_row(c.name, str(c.ranks), layers, parameters, *cells)
     return made
 
 

@@ -46,8 +46,8 @@ FORMATS: tuple[Format, ...] = ("bf16", "fp8", "int4", "mxfp4")
 class RankClass:
     """Ranks with the same figures. `memory`: bytes by what they are for; `parts`: parameters of the
     base by part of the model; `base_bytes`: of the base in each format; `host`: bytes in the host's
-    memory instead. Buffers of the base (router corrections, rotary tables: a few MB) are left
-    out."""
+    memory instead, and `host_in_step` those that are there in a step alone. Buffers of the base
+    (router corrections, rotary tables: a few MB) are left out."""
 
     stages: tuple[int, ...]
     ranks: int
@@ -58,6 +58,7 @@ class RankClass:
     trained_parameters: int
     memory: dict[str, int]
     host: int
+    host_in_step: int
 
     @property
     def base_parameters(self) -> int:
@@ -142,7 +143,7 @@ class TrainerMemory:
             held = self._with_critic(held, layers)
         moments, host = 2 * FLOAT32 * held.trained, 0
         stepped = FLOAT32 * held.trained  # Adam's step holds one more copy
-        if config.trainer.offload == "optimizer":
+        if config.trainer.offloads_moments:
             moments, host = 0, moments
             stepped = 3 * min(stepped, OFFLOAD_BYTES)  # and two moments, of a part at a time
         memory = {
@@ -152,7 +153,7 @@ class TrainerMemory:
             "gradients": FLOAT32 * held.trained,
             "optimizer": moments + STEP * held.tensors,
         }
-        moving = self._moving(config, stage, layers)
+        moving, host_in_step = self._moving(config, stage, layers)
         in_step = sum(moving.values())
         # While Adam steps there are no activations.
         memory |= moving | {"Adam's step": max(0, stepped - in_step)}
@@ -167,6 +168,7 @@ class TrainerMemory:
             held.trained,
             memory,
             host,
+            host_in_step,
         )
 
     def _with_critic(self, held: Held, layers: list[int]) -> Held:
@@ -216,28 +218,35 @@ class TrainerMemory:
                     packed.add(box.shape)
         return replace(held, packed=frozenset(packed))
 
-    def _moving(self, config: RunConfig, stage: int, layers: list[int]) -> dict[str, int]:
+    def _moving(
+        self, config: RunConfig, stage: int, layers: list[int]
+    ) -> tuple[dict[str, int], int]:
         """What lives within a step: activations of the micro-batches in flight, the work of one
-        layer, buffers of collectives, logits."""
+        layer, buffers of collectives, logits; and what is on the host."""
         trainer, shape, b = config.trainer, self.facts.shape, itemsize(self.weights)
         tokens = micro_batch_tokens(config)
         kinds = Counter(self.kind[layer] for layer in layers)
-        full = {k: sum(kept_by_layer(self.spec, k, trainer, b).values()) for k in kinds}
+        full = {k: sum(kept_by_layer(self.facts, self.spec, k, trainer, b).values()) for k in kinds}
         kept, work = full, layer_work(shape, trainer, b)
         if trainer.recompute == "full":
             kept = dict.fromkeys(full, kept_when_recomputed(shape, trainer.tp, b))
             work += max(full.values())
         flights = in_flight(trainer, stage, micro_batches(config))
         activations = tokens * flights * sum(kept[kind] * n for kind, n in kinds.items())
+        on_host = 0
+        if trainer.offloads_activations:  # the device has those of two layers at once
+            on_host, here = activations, min(2, len(layers)) * max(kept.values())
+            activations = min(activations, tokens * here)
         logits = 0
         if shape.num_layers - 1 in layers:
             logits = head(shape, trainer.tp, tokens, b)
-        return {
+        moving = {
             "activations": int(activations),
             "one layer's work": int(tokens * work),
             "communication": int(tokens * communication(shape, trainer, b)),
             "logits": logits,
         }
+        return moving, int(on_host)
 
 
 def _figures(c: RankClass) -> tuple:

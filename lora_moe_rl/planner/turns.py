@@ -37,9 +37,10 @@ def turns(config: RunConfig, classes: Sequence[RankClass], engine: EngineRank) -
     kept, asleep = engine.weights + engine.slots, 0
     if config.placement.gives_back == "weights":
         kept, asleep = 0, kept
+    host = moments + asleep + max(c.host_in_step for c in classes)
     return [
         Turn("rollout", max(c.resident for c in classes), engine.budget, moments),
-        Turn("update", max(c.total for c in classes), kept + PROFILE_BYTES, moments + asleep),
+        Turn("update", max(c.total for c in classes), kept + PROFILE_BYTES, host),
     ]
 
 
@@ -62,8 +63,9 @@ def turn_problems(config: RunConfig, found: Sequence[Turn], memory: float) -> li
 
 
 def _way_out(config: RunConfig, turn: Turn) -> str:
-    if config.trainer.offload == "none":
-        return "set trainer.offload=optimizer, or hold less of either"
+    if not config.trainer.offloads_moments:
+        value = "both" if config.trainer.offloads_activations else "optimizer"
+        return f"set trainer.offload={value}, or hold less of either"
     if turn.name == "rollout":
         return "lower rollout.gpu_memory_utilization, or cut the trainer over more GPUs"
     if config.placement.gives_back == "cache":

@@ -74,10 +74,11 @@ def _start_trainer(run: Prepared, placement: Placement, starting: console.Starti
 
 
 def _say_offloaded(config: RunConfig, ranks: list[dict]) -> None:
-    if config.trainer.offload == "optimizer" and ranks[0]["device"] == "cpu":
+    offload = config.trainer.offload
+    if offload != "none" and ranks[0]["device"] == "cpu":
         console.warn(
-            "trainer.offload=optimizer saves no memory on the CPU, where Adam's moments are in the "
-            "host's memory anyway; they go through each step as they would beside a GPU"
+            f"trainer.offload={offload} saves no memory on the CPU, where everything is in "
+            "the host's memory anyway; the same copies are made as beside a GPU"
         )
 
 

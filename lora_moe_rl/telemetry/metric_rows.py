@@ -63,6 +63,8 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("optim/grad_norm", "", "", "before clipping; the mean over the step's optimizer steps", "actor/grad_norm", "grad_norm"),
     ("optim/lr", "", "", "learning rate of all A", "actor/lr", "learning_rate"),
     ("optim/streamed_seconds", "s", "down", "with trainer.offload=optimizer: of time/train, Adam's steps and its moments' way from the host and back", "", ""),
+    ("offload/seconds", "s", "down", "with trainer.offload=activations: of time/train, of the first rank, copies to the host and back; beside a GPU what starts them, which then run beside the computation", "", ""),
+    ("offload/moved", "GiB", "", "with trainer.offload=activations: of the first rank, what went to the host in the step", "", ""),
     ("optim/skipped", "optimizer steps", "down", "left out: not finite, or no token in the loss", "", ""),
     # A critic.
     ("critic/loss", "", "down", "the critic's loss", "critic/vf_loss", ""),

@@ -9,7 +9,7 @@ Every rank calls the same methods with the same arguments; each picks its own mi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from lora_moe_rl.router_replay.routes import Routes, Sent, sequence_shard
 from lora_moe_rl.trainer.critic import Critic
 from lora_moe_rl.trainer.device import Device
 from lora_moe_rl.trainer.head import Head
+from lora_moe_rl.trainer.host_activations import HostActivations
 from lora_moe_rl.trainer.model import build_model
 from lora_moe_rl.trainer.optimizer import AdapterOptimizer
 from lora_moe_rl.trainer.packed_sequences import as_tensor, packed_params
@@ -100,6 +101,9 @@ class TrainingEngine:
         self.audit = Audit(self.replay)
         if config.trainer.recompute == "full":
             _train_through_embeddings(inner)
+        self.on_host = None
+        if config.trainer.offloads_activations:
+            self.on_host = HostActivations(inner, device.torch_device)
         settings = self.algorithm.critic
         alone = 0 if settings is None else settings.critic_warmup
         total = (config.trainer.steps - alone) * config.algorithm.updates_per_step
@@ -194,7 +198,8 @@ class TrainingEngine:
         for chunk in self.chunks:
             chunk.train()
         self._training.gradients.zero()
-        return self._schedule(works, loss, head, forward_only=False, replay=replay)
+        with nullcontext() if self.on_host is None else self.on_host.step():
+            return self._schedule(works, loss, head, forward_only=False, replay=replay)
 
     def _schedule(self, works, loss, head, forward_only, record=False, replay=True) -> list:
         def forward_step(iterator, model):

@@ -68,9 +68,9 @@ class PackedAttention(torch.nn.Module):
         """Of the queries in `batch`, `[n, heads * d_v]`."""
         if batch.tokens is not None:
             query = query.index_select(0, batch.tokens)
-        q = _padded(query, batch).transpose(1, 2)
+        q = _padded(query, batch)
         if batch.keys is None:
-            k, v = (_padded(x, batch).transpose(1, 2) for x in (key, value))
+            k, v = (_padded(x, batch) for x in (key, value))
         else:
             sequences = (batch.shape[0], -1)
             k, v = (
@@ -93,10 +93,26 @@ class PackedAttention(torch.nn.Module):
 
 
 def _padded(x: torch.Tensor, batch: PaddedBatch) -> torch.Tensor:
-    """`[n, …]` of packed tokens -> `[sequences, longest, …]`."""
+    """`[n, heads, d]` of packed tokens -> `[sequences, heads, longest, d]`."""
     sequences, longest = batch.shape
-    padded = x.new_zeros(sequences * longest, *x.shape[1:])
-    return padded.index_copy(0, batch.index, x).unflatten(0, batch.shape)
+    padded = _Placed.apply(x, batch.index, sequences * longest)
+    return padded.unflatten(0, batch.shape).transpose(1, 2)
+
+
+class _Placed(torch.autograd.Function):
+    """The rows of x `[n, …]` at places int64 `[n]` of so many, the others zero. As `index_copy`
+    does, which would keep x for a backward that has no use for it."""
+
+    @staticmethod
+    def forward(ctx, x, places, rows: int):
+        ctx.save_for_backward(places)
+        return x.new_zeros(rows, *x.shape[1:]).index_copy_(0, places, x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        (places,) = ctx.saved_tensors
+        return gradient.index_select(0, places), None, None
 
 
 class ExpertLinears(torch.nn.Module):

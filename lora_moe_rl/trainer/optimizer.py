@@ -91,7 +91,7 @@ class AdapterOptimizer:
             weight_decay=config.weight_decay,
             foreach=True,
         )
-        self.on_host = HostMoments(self.adam) if config.offload == "optimizer" else None
+        self.on_host = HostMoments(self.adam) if config.offloads_moments else None
 
     def step(self) -> StepResult:
         """Clips and steps on gradients that are summed over ranks, unless their norm is NaN or

@@ -95,7 +95,7 @@ class TrainerWorker:
         states = [state for _, one in trained for state in one.adam.state.values()]
         optimizer = _nbytes(t for state in states for t in state.values())
         moments = _nbytes(state[key] for state in states for key in MOMENTS if key in state)
-        host = {"host": moments} if self.config.trainer.offload == "optimizer" else {}
+        host = {"host": moments} if self.config.trainer.offloads_moments else {}
         return {
             "base": _nbytes(t for t in held if id(t) not in mine) + packed,
             "adapter": _nbytes(adapters),

@@ -64,6 +64,7 @@ def test_layouts(layout, dp):
         ({"world_size": 3, "tp": 2}, "must be a multiple of tp * pp = 2 * 1 = 2"),
         ({"world_size": 2, "tp": 2, "pp": 2}, "must be a multiple of tp * pp = 2 * 2 = 4"),
         ({"world_size": 2, "pp": 2, "ep": 2}, "does not divide the 1 ranks of a pipeline stage"),
+        ({"offload": "both", "recompute": "full"}, "keeps none but layers' inputs"),
     ],
 )
 def test_layouts_that_do_not_fit(layout, message):

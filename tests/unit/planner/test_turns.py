@@ -63,6 +63,38 @@ def test_moments_on_the_host_are_not_on_the_gpu():
     assert offloaded.turns[0].host == rank.host
 
 
+def test_activations_on_the_host_are_those_of_two_layers_on_the_gpu():
+    kept = {"recompute": "none"}
+    usual, offloaded = plan(config_of(**kept)), plan(config_of(offload="activations", **kept))
+    (before,), (rank,) = usual.classes, offloaded.classes
+    layers = len(rank.layers)
+    assert rank.host_in_step == before.memory["activations"] and before.host_in_step == 0
+    assert rank.memory["activations"] == pytest.approx(rank.host_in_step * 2 / layers, rel=1e-6)
+    assert layers > 2 and rank.resident == before.resident and rank.host == 0
+    in_rollout, in_update = offloaded.turns
+    assert (in_rollout.host, in_update.host) == (0, rank.host_in_step)
+    both = plan(config_of(offload="both", **kept))
+    assert both.turns[1].host == rank.host_in_step + both.classes[0].host
+    assert both.turns[0].host == both.classes[0].host == 8 * rank.trained_parameters
+
+
+def test_copies_to_the_host_take_what_the_computation_does_not_hide():
+    """64 GB/s at 70 %, each way; the forward is a third of a training step's computation."""
+    kept = {"recompute": "none", "micro_batch_tokens": 8192}
+    usual, offloaded = plan(config_of(**kept)), plan(config_of(offload="activations", **kept))
+    assert usual.seconds is not None and offloaded.seconds is not None
+    parts = offloaded.seconds.parts
+    config = offloaded.config
+    tokens = config.algorithm.prompts_per_step * config.algorithm.group_size * 1024
+    passes = -(-tokens // (8192 * config.trainer.dp))
+    one_way = passes * offloaded.classes[0].host_in_step / (64e9 * 0.7)
+    compute = parts["compute"]
+    assert one_way > compute  # so that neither is hidden whole
+    assert parts["copies to the host"] == pytest.approx(2 * one_way - compute)
+    rest = {name: s for name, s in parts.items() if name in usual.seconds.parts}
+    assert rest == pytest.approx(usual.seconds.parts)
+
+
 @pytest.mark.parametrize(
     ("config", "memory", "message"),
     [
@@ -72,6 +104,11 @@ def test_moments_on_the_host_are_not_on_the_gpu():
             "in the turn of the rollout a GPU of 40 GiB holds a trainer rank's",
         ),
         (config_of(), 30.0, "set trainer.offload=optimizer"),
+        (
+            config_of(offload="activations", recompute="none"),
+            30.0,
+            "set trainer.offload=both, or hold less",
+        ),
         (config_of(share=0.9, offload="optimizer"), 40.0, "lower rollout.gpu_memory_utilization"),
         (config_of(offload="optimizer"), 30.0, "set placement.gives_back=weights"),
         (config_of(world_size=4, ep=4), 80.0, "trainer.world_size=4 is not rollout.engines=2"),
