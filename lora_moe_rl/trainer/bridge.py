@@ -13,6 +13,7 @@ from functools import cache
 from lora_moe_rl.adapters.families import FAMILIES
 from lora_moe_rl.trainer.device import HAS_TRANSFORMER_ENGINE
 from lora_moe_rl.upstream.checks import require_version
+from lora_moe_rl.upstream.transformers_import import import_transformers
 
 
 def load():
@@ -22,6 +23,7 @@ def load():
         import megatron.core.extensions.transformer_engine  # noqa: F401  sees that there is none
 
         _stub_transformer_engine()
+    import_transformers()
     from megatron.bridge import AutoBridge
 
     _register_local_modules()
