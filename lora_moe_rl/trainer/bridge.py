@@ -61,8 +61,6 @@ class _WhenAsked:
                     raise AttributeError(wanted)
                 del module.__getattr__
                 run(module)
-                _register_families.cache_clear()  # others' bridges may stand in place of ours now
-                _register_families()
                 return getattr(module, wanted)
 
             module.__getattr__ = asked
