@@ -25,7 +25,8 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 
 from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.kernels.backend import on_device
-from lora_moe_rl.kernels.route_codec import RowLayout, unpack
+from lora_moe_rl.kernels.route_codec import RowLayout
+from lora_moe_rl.kernels.route_codec.op import unpack
 from lora_moe_rl.router_replay.layer import LayerReplay
 from lora_moe_rl.upstream.checks import require_parameters, require_version
 

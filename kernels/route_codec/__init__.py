@@ -1,8 +1,8 @@
-"""Router decisions at as many bits as an expert id needs, and Megatron's routing map from them."""
+"""Router decisions at as many bits as an expert id needs. The same on tensors, and Megatron's
+routing map, are in `op.py`: importing this package imports no torch."""
 
 from lora_moe_rl.kernels.route_codec.arrays import pack_array, unpack_array
 from lora_moe_rl.kernels.route_codec.cut import cut_array
 from lora_moe_rl.kernels.route_codec.layout import RowLayout
-from lora_moe_rl.kernels.route_codec.op import pack, routing_map, unpack
 
-__all__ = ["RowLayout", "cut_array", "pack", "pack_array", "routing_map", "unpack", "unpack_array"]
+__all__ = ["RowLayout", "cut_array", "pack_array", "unpack_array"]

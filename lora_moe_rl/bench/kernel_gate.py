@@ -7,11 +7,13 @@ import numpy as np
 import torch
 
 from lora_moe_rl.bench.kernel_contenders import SHAPES, Layer, Shape
-from lora_moe_rl.kernels import merge, route_codec
+from lora_moe_rl.kernels import merge
 from lora_moe_rl.kernels.grouped_lora import grouped_lora, naive
 from lora_moe_rl.kernels.merge import formats
 from lora_moe_rl.kernels.merge import naive as naive_merge
+from lora_moe_rl.kernels.route_codec import RowLayout
 from lora_moe_rl.kernels.route_codec import naive as naive_codec
+from lora_moe_rl.kernels.route_codec import op as route_codec
 
 # Of the largest element of the reference.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -104,7 +106,7 @@ def _off(name, got, exact, allowed) -> list[str]:
 
 def _check_codec(device: str) -> list[str]:
     lines = []
-    for layout in (route_codec.RowLayout(5, 3, 384), route_codec.RowLayout(3, 8, 128)):
+    for layout in (RowLayout(5, 3, 384), RowLayout(3, 8, 128)):
         shape = (7, layout.num_layers, layout.top_k)
         ids = np.random.default_rng(0).integers(0, layout.num_experts, shape)
         packed = route_codec.pack(torch.from_numpy(ids).to(device), layout)

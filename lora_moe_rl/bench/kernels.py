@@ -25,8 +25,10 @@ from lora_moe_rl.bench.kernel_gate import gate
 from lora_moe_rl.bench.report import busy_cores, conclude
 from lora_moe_rl.config.options import result_parser
 from lora_moe_rl.errors import BenchmarkError
-from lora_moe_rl.kernels import merge, route_codec
+from lora_moe_rl.kernels import merge
 from lora_moe_rl.kernels.merge import formats
+from lora_moe_rl.kernels.route_codec import RowLayout
+from lora_moe_rl.kernels.route_codec import op as route_codec
 from lora_moe_rl.upstream.doctor import installed
 
 TOKENS = {"cpu": (512,), "cuda": (4096, 32768, 65536)}
@@ -37,9 +39,9 @@ LOADS = ("balanced", "zipf")
 MERGE_RANK = 32
 CODEC_TOKENS = {"cpu": 4096, "cuda": 1 << 18}
 CODEC_LAYOUTS = {
-    "qwen3-30b": route_codec.RowLayout(48, 8, 128),
-    "deepseek-v3": route_codec.RowLayout(58, 8, 256),
-    "kimi-k2": route_codec.RowLayout(60, 8, 384),
+    "qwen3-30b": RowLayout(48, 8, 128),
+    "deepseek-v3": RowLayout(58, 8, 256),
+    "kimi-k2": RowLayout(60, 8, 384),
 }
 STILL_TO_COME = "These figures are of a CPU; the GPU figures are still to come."
 Row = dict[str, Any]

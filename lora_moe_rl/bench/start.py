@@ -21,6 +21,7 @@ from lora_moe_rl.bench.report import Result, busy_cores, cores, goal, temporary
 from lora_moe_rl.config.options import positive, result_parser
 from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.files.jsonl import tail
+from lora_moe_rl.upstream import doctor
 from lora_moe_rl.verify.report import table
 
 ABOUT = """\
@@ -65,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
         "busy_cores_before": busy,
         "seconds": at,
         "core_seconds": used,
+        "uncompiled": doctor.uncompiled() if sys.dont_write_bytecode else [],
         "goals": {"seconds to the first step": goal(at[TOTAL], MOST_S)},
     }
     report.conclude(result, options.json, parts)
@@ -134,6 +136,8 @@ def parts(result: Result) -> Iterable[Any]:
     for stage, seconds in result["seconds"].items():
         at.add_row(stage, f"{seconds:.1f}")
     yield at
+    if uncompiled := result["uncompiled"]:
+        yield doctor.check_bytecode(uncompiled, written=False).mend
     used = table(["by the first step", "seconds of a core"])
     for who, seconds in sorted(result["core_seconds"].items()):
         used.add_row(who, f"{seconds:.1f}")

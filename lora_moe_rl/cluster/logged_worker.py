@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from lora_moe_rl.cluster.log import redirect
@@ -14,10 +15,12 @@ if TYPE_CHECKING:
 
 
 class LoggedWorker(TrainerWorker):
-    """A rank whose output goes to its log file."""
+    """A rank whose output goes to its log file, in an environment of its own. It sets that itself,
+    before torch is imported: for Ray's own way of setting it a process is started anew."""
 
-    def __init__(self, log_path: str, *args: Any):
+    def __init__(self, log_path: str, environment: dict[str, str], *args: Any):
         redirect(log_path)
+        os.environ |= environment
         super().__init__(*args)
 
     def update(self, batch: TrainBatch, routes: list[Sent]) -> UpdateResult:

@@ -60,7 +60,7 @@ def start_ray(num_actors: int) -> None:
         with only_loopback(), _without_the_unasked(), _own_signals():
             init_ray(
                 address="local",
-                num_cpus=max(num_actors + 1, os.cpu_count() or 1),
+                num_cpus=max(num_actors, os.cpu_count() or 1),
                 object_store_memory=LOCAL_OBJECT_STORE,
                 include_dashboard=False,
                 **quiet,

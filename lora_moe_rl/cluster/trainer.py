@@ -60,14 +60,15 @@ class TrainerRanks:
         self.actors = self._make_actors()
 
     def _make_actors(self) -> list[Actor]:
-        environment = {} if self.placement.trainer_gpus else {"env_vars": CPU_ENVIRONMENT}
-        worker = ray.remote(runtime_env=environment)(LoggedWorker)
+        environment = {} if self.placement.trainer_gpus else CPU_ENVIRONMENT
+        worker = ray.remote(LoggedWorker)
         actors = []
         for rank in range(self.config.trainer.world_size):
             name = f"trainer-{rank}"
             log = str(self.run_dir.log_path(name))
             made = worker.options(**self.placement.trainer(rank))
-            handle = made.remote(log, self.config, self.spec, self.model_dir, rank, self.held)
+            parts = (self.config, self.spec, self.model_dir, rank, self.held)
+            handle = made.remote(log, environment, *parts)
             actors.append(Actor(handle, name, self.run_dir))
         return actors
 

@@ -14,6 +14,8 @@ from typing import Any
 
 from lora_moe_rl.errors import ConfigError, ModelError
 from lora_moe_rl.models.late_dynamo import late_dynamo
+from lora_moe_rl.upstream.transformers_import import import_transformers
+from lora_moe_rl.upstream.uncollected import uncollected
 
 CONFIG = "tokenizer_config.json"
 WHOLE = "tokenizer.json"  # all that a fast tokenizer is, whatever its class is called
@@ -75,7 +77,8 @@ def load_tokenizer(
     """
     directory = Path(directory)
     config = check_tokenizer(directory, trust_remote_code)
-    with late_dynamo():
+    with late_dynamo(), uncollected():
+        import_transformers()
         from transformers import AutoTokenizer
 
     trusted = remote_code(config) is not None

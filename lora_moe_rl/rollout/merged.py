@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from lora_moe_rl.errors import EngineDied, RefitError
-from lora_moe_rl.kernels.merge.rounding import Arrived
 from lora_moe_rl.ports import Receipt
 from lora_moe_rl.refit.parts import PartLayout, SentPart, check_sent, to_json, version_checksum
 from lora_moe_rl.refit.transports import Channel
@@ -70,6 +69,8 @@ class MergedRolloutEngine(RolloutEngine):
             self.broken = f"merging adapter version {version} failed halfway: {error}"
             raise
         clock.lap("commit")
+        from lora_moe_rl.kernels.merge.rounding import Arrived  # which imports torch
+
         self.broken = ""
         self.receipts[version] = Receipt(
             version,

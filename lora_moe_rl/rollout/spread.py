@@ -19,7 +19,10 @@ from lora_moe_rl.cluster.log import redirect
 from lora_moe_rl.config import RolloutConfig, RunConfig
 from lora_moe_rl.refit.transports import place
 from lora_moe_rl.rollout import device as engine_device
+from lora_moe_rl.rollout.late_inductor import import_vllm
 from lora_moe_rl.upstream.checks import require_parameters, require_version
+from lora_moe_rl.upstream.transformers_import import import_transformers
+from lora_moe_rl.upstream.uncollected import uncollected
 
 WHO = "lora_moe_rl/rollout/spread.py"
 END_POLL_S = 0.2
@@ -69,15 +72,18 @@ class RanksOfEngine:
     async def start(self, meeting: Meeting) -> str:
         """Starts the processes, which load the model once they have met the front. Returns where
         they run, see `place`."""
-        cpu = engine_device.is_cpu()
-        engine_device.prepare_environment(self.config, cpu)
-        import vllm
-        from vllm.v1.engine.utils import CoreEngineProcManager
-        from vllm.v1.executor import Executor
+        with uncollected():
+            import_transformers()
+            import_vllm()
+            cpu = engine_device.is_cpu()
+            engine_device.prepare_environment(self.config, cpu)
+            import vllm
+            from vllm.v1.engine.utils import CoreEngineProcManager
+            from vllm.v1.executor import Executor
 
-        check_vllm()
-        if cpu:
-            engine_device.fork_processes(self.config)
+            check_vllm()
+            if cpu:
+                engine_device.fork_processes(self.config)
         parts = self.config, self.spec, self.model_dir, self.index, cpu
         args = engine_device.engine_args(*parts)
         args |= spread_args(self.config.rollout, meeting, self.node)

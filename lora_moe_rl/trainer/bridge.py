@@ -1,7 +1,9 @@
 """Megatron-Bridge, made to build and load without Transformer Engine.
 
-Two mends, each here alone: a stub of `transformer_engine`, which Bridge imports by name, and the
-class names of our leaf modules. A model family's bridge stands in its file, `adapters/families/`.
+Three mends, each here alone: a stub of `transformer_engine`, which Bridge imports by name; its
+packages of all the models that it knows, which are imported when somebody asks for one of them; and
+the class names of our leaf modules. A model family's bridge stands in its file,
+`adapters/families/`.
 """
 
 from __future__ import annotations
@@ -9,10 +11,17 @@ from __future__ import annotations
 import sys
 import types
 from functools import cache
+from importlib.machinery import PathFinder
+from typing import Any
 
 from lora_moe_rl.adapters.families import FAMILIES
 from lora_moe_rl.trainer.device import HAS_TRANSFORMER_ENGINE
 from lora_moe_rl.upstream.checks import require_version
+from lora_moe_rl.upstream.transformers_import import import_transformers
+
+# Their `__init__.py` import every model's bridge and provider, a fifth of what a rank imports.
+# `megatron.bridge` wants that done; what we use of them stands in modules of their own.
+ALL_MODELS = ("megatron.bridge.models", "megatron.bridge.diffusion.models")
 
 
 def load():
@@ -22,11 +31,42 @@ def load():
         import megatron.core.extensions.transformer_engine  # noqa: F401  sees that there is none
 
         _stub_transformer_engine()
-    from megatron.bridge import AutoBridge
+    import_transformers()
+    finder = _WhenAsked()
+    sys.meta_path.insert(0, finder)
+    try:
+        from megatron.bridge import AutoBridge
+    finally:
+        sys.meta_path.remove(finder)
 
     _register_local_modules()
     _register_families()
     return AutoBridge
+
+
+class _WhenAsked:
+    """Finds ALL_MODELS: packages whose `__init__.py` runs when a name is wanted of them that is no
+    module of theirs which is imported already."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name not in ALL_MODELS:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        assert spec is not None and spec.loader is not None
+        run = spec.loader.exec_module
+
+        def later(module: types.ModuleType) -> None:
+            def asked(wanted: str) -> Any:
+                if wanted.startswith("__"):
+                    raise AttributeError(wanted)
+                del module.__getattr__
+                run(module)
+                return getattr(module, wanted)
+
+            module.__getattr__ = asked
+
+        spec.loader.exec_module = later
+        return spec
 
 
 def _stub_transformer_engine() -> None:

@@ -1,5 +1,5 @@
 """One trainer rank as a Ray actor. Ray is applied in `cluster/trainer.py`; a test may run a
-rank in a process of its own."""
+rank in a process of its own. Importing this file imports neither torch nor Megatron."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lora_moe_rl.files.trainer_state import CRITIC, POLICY, Whose, file_name
 from lora_moe_rl.refit.parts import PartLayout, SentPart
 from lora_moe_rl.refit.transports import Channel, place
 from lora_moe_rl.router_replay.table import RouteTable
-from lora_moe_rl.trainer.device import Device
 from lora_moe_rl.trainer.environment import without_trackers
 from lora_moe_rl.trainer.traces import traced
+from lora_moe_rl.upstream.uncollected import uncollected
 
 if TYPE_CHECKING:
     from lora_moe_rl.adapters.attach import Adapters
@@ -55,15 +55,20 @@ class TrainerWorker:
 
     def start(self, address: str, threads: int) -> dict:
         """Builds the model and the adapters. Returns what `doctor`-like output shows."""
-        device = Device.choose(self.config.trainer)
-        without_trackers()
-        device.prepare(threads)
-        from megatron.core import parallel_state as ps
+        with uncollected():
+            from lora_moe_rl.trainer.device import Device
 
-        from lora_moe_rl.trainer.ahead import Ahead
-        from lora_moe_rl.trainer.engine import TrainingEngine
-        from lora_moe_rl.trainer.model import init_process_groups
+            device = Device.choose(self.config.trainer)
+            without_trackers()
+            device.prepare(threads)
+            from megatron.core import parallel_state as ps
 
+            from lora_moe_rl.trainer import bridge
+            from lora_moe_rl.trainer.ahead import Ahead
+            from lora_moe_rl.trainer.engine import TrainingEngine
+            from lora_moe_rl.trainer.model import init_process_groups
+
+            bridge.load()
         init_process_groups(self.config.trainer, device, self.rank, address)
         parts = self.config, self.spec, self.model_dir, device
         self.engine = TrainingEngine(*parts, self.held)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata as metadata
+import importlib.util
 import json
 import os
 import platform
@@ -23,6 +24,7 @@ import psutil
 from lora_moe_rl.upstream.versions import TESTED, UNFIT, VLLM_BUILDS, installed, is_tested
 
 TO_MEND = ("missing", "refused")
+LARGE = ("torch", "transformers", "vllm", "ray")  # to import
 NEEDED = ("pydantic", "rich", "datasets", "safetensors", "xxhash", "pyyaml", "filelock")
 
 LINKS = ("adapters", "kernels", "refit", "router_replay")
@@ -67,6 +69,7 @@ def examine() -> list[Finding]:
         *check_together({name: installed(name) for one in UNFIT for name in one.versions}),
         *(check_needed(name, installed(name)) for name in NEEDED),
         check_plugin(),
+        check_bytecode(uncompiled(), not sys.dont_write_bytecode),
         check_links(Path(__file__).parents[1]),
         check_gpu(),
         check_cores(len(os.sched_getaffinity(0))),
@@ -133,6 +136,26 @@ def check_plugin() -> Finding:
     if "lora_moe_rl" in points.names:
         return Finding("vLLM plugin", "ok", points["lora_moe_rl"].value)
     return Finding("vLLM plugin", "missing", "not registered", "run `pip install --no-deps -e .`")
+
+
+def uncompiled() -> list[str]:
+    """Large packages whose bytecode was not written yet, by their first file."""
+    specs = {name: importlib.util.find_spec(name) for name in LARGE}
+    cached = {name: spec.cached for name, spec in specs.items() if spec is not None}
+    return [name for name, path in cached.items() if path and not Path(path).exists()]
+
+
+def check_bytecode(lacking: Sequence[str], written: bool) -> Finding:
+    """`written`: whether Python writes it when it imports what has none."""
+    if not lacking:
+        return Finding("bytecode", "ok", "written")
+    if written:
+        return Finding("bytecode", "ok", "written by the first run")
+    mend = (
+        "each process of a run compiles what it imports, and the start takes twice as long: unset "
+        "PYTHONDONTWRITEBYTECODE for one run"
+    )
+    return Finding("bytecode", "warning", f"{', '.join(lacking)} without", mend)
 
 
 def check_links(package: Path) -> Finding:

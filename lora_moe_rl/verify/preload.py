@@ -7,6 +7,7 @@ import contextlib
 import os
 
 from lora_moe_rl.trainer.environment import CPU_ENVIRONMENT, without_trackers
+from lora_moe_rl.upstream.uncollected import uncollected
 
 os.environ.update(CPU_ENVIRONMENT)
 without_trackers()
@@ -43,4 +44,5 @@ def _quietly(function) -> None:
         os.close(nowhere)
 
 
-_quietly(_import_all)
+with uncollected():
+    _quietly(_import_all)

@@ -12,7 +12,8 @@ from lora_moe_rl.kernels import merge
 from lora_moe_rl.kernels.backend import on_device
 from lora_moe_rl.kernels.grouped_lora import grouped_lora
 from lora_moe_rl.kernels.merge import formats, naive
-from lora_moe_rl.kernels.route_codec import RowLayout, pack, pack_array, routing_map, unpack
+from lora_moe_rl.kernels.route_codec import RowLayout, pack_array
+from lora_moe_rl.kernels.route_codec.op import pack, routing_map, unpack
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,16 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import DEVICE, INTERPRETER, KERNEL, poison_empty
 
-from lora_moe_rl.kernels.route_codec import (
-    RowLayout,
-    naive,
-    op,
-    pack,
-    pack_array,
-    routing_map,
-    unpack,
-    unpack_array,
-)
+from lora_moe_rl.kernels.route_codec import RowLayout, naive, op, pack_array, unpack_array
+from lora_moe_rl.kernels.route_codec.op import pack, routing_map, unpack
 
 LAYOUTS = [
     RowLayout(3, 2, 8),  # 18 bits: rows end within a byte

