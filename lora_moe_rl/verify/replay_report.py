@@ -15,7 +15,7 @@ from lora_moe_rl.verify.replay_tables import SHIFTS
 from lora_moe_rl.verify.report import verdict
 
 TOLERANCE = 1e-5  # of the worst token's logprob
-RMS = 0.1  # of the tolerance: for the root mean square
+MOST = 0.1  # of the tolerance: for nine tokens of ten
 ROUNDING = 3  # times what Hugging Face's own float32 is off by is allowed where that is more
 FAULT = 10  # times what is allowed of the worst token is the least that a wrong table must move
 COMPARED = ("vLLM", "float64", "other experts")  # with whose logprobs
@@ -31,10 +31,10 @@ REPLAYS = "routes used; errors of logprobs; wrong routes noticed in tables shift
 
 def allowed(tolerance: float, rounding: Distance | None) -> Distance:
     """Of logprobs. `rounding`: how far Hugging Face's own float32 is from float64, if known."""
-    least = Distance(tolerance, RMS * tolerance)
+    least = Distance(tolerance, MOST * tolerance)
     if rounding is None:
         return least
-    return least.or_worse(Distance(ROUNDING * rounding.worst, ROUNDING * rounding.rms))
+    return least.or_worse(Distance(ROUNDING * rounding.worst, ROUNDING * rounding.most))
 
 
 @dataclass
@@ -226,7 +226,7 @@ class Report(report.Report):
 
     def measured(self) -> str:
         """What errors of logprobs are beside."""
-        least = f"of the worst token / root mean square; allowed {self.allowed}"
+        least = f"of the worst token / within which nine of ten are; allowed {self.allowed}"
         if self.rounding is None:
             return (
                 f"errors of logprobs: {least}; memory is too small for a float64 forward: "
