@@ -12,6 +12,8 @@ import numpy as np
 from lora_moe_rl.verify import report
 from lora_moe_rl.verify.report import Check
 
+MOST = 0.9  # of tokens
+
 
 def largest(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> float:
     """The largest |difference|; NaN when either has one. Raises ValueError for other lengths."""
@@ -22,9 +24,9 @@ def largest(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> float:
     return float(np.max([np.abs(a.astype(np.float64) - b).max() for a, b in pairs]))
 
 
-def largest_scaled(got: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
-    """|difference| / max(1, |logprob|) of the worst token; `expected` may hold only the last ones
-    of a sample. NaN where there is one. Raises ValueError where it holds more."""
+def scaled(got: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> np.ndarray:
+    """|difference| / max(1, |logprob|) of every token, of one sample after the other; `expected`
+    may hold only the last ones of a sample. Raises ValueError where it holds more."""
     for a, b in zip(got, expected, strict=True):
         if len(a) < len(b):
             raise ValueError(f"{len(a)} logprobs against {len(b)}")
@@ -32,7 +34,38 @@ def largest_scaled(got: Sequence[np.ndarray], expected: Sequence[np.ndarray]) ->
         np.abs(a[len(a) - len(b) :] - b) / np.maximum(1.0, np.abs(b))
         for a, b in zip(got, expected, strict=True)
     ]
-    return float(np.max(np.concatenate(errors)))
+    return np.concatenate(errors)
+
+
+def largest_scaled(got: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
+    """As `scaled`, of the worst token. NaN where there is one."""
+    return float(np.max(scaled(got, expected)))
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Of many tokens' logprobs: the largest error, as `scaled`, and that which nine of ten keep
+    within. The largest is one sensitive token's, and so is most of a mean square."""
+
+    worst: float
+    most: float
+
+    @classmethod
+    def of(cls, *errors: np.ndarray) -> Distance:
+        """NaN where there is one."""
+        every = np.concatenate(errors).astype(np.float64)
+        return cls(float(np.max(every)), float(np.quantile(every, MOST)))
+
+    def within(self, allowed: Distance) -> bool:
+        return self.worst <= allowed.worst and self.most <= allowed.most
+
+    def or_worse(self, other: Distance) -> Distance:
+        """The larger of each; NaN stays."""
+        worst, most = np.maximum((self.worst, self.most), (other.worst, other.most))
+        return Distance(float(worst), float(most))
+
+    def __str__(self) -> str:
+        return f"{self.worst:.1e} / {self.most:.0e}"
 
 
 def left_of(

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from psutil import virtual_memory
 from torch.overrides import TorchFunctionMode
 
 from lora_moe_rl.adapters.families import hf_path
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.verify.hf_load import load
 
-__all__ = ["exact_logprobs", "load", "logprobs", "merge"]
+__all__ = ["exact_logprobs", "in_float64", "load", "load_exact", "logprobs", "merge"]
+
+BYTES_A_WEIGHT = 12  # as float32, and as float64 beside it
 
 
 @torch.no_grad()
@@ -53,8 +58,24 @@ def _wider(argument: Any) -> Any:
     return torch.float64 if argument is torch.float32 else argument
 
 
-def exact_logprobs(model: Any, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """As `logprobs` of each sequence, float64, of a model whose weights are float64. Raises
+def load_exact(
+    model_dir: Path, spec: AdapterSpec, tensors: Mapping[str, np.ndarray] | None
+) -> torch.nn.Module | None:
+    """The model of a directory in float64, with an adapter merged by hand or none; None where
+    memory is too small for it."""
+    model = load(model_dir)
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    if virtual_memory().available < BYTES_A_WEIGHT * weights:
+        return None
+    model = model.double()
+    if tensors is not None:
+        merge(model, spec, {name: one.astype(np.float64) for name, one in tensors.items()})
+    return model
+
+
+@contextmanager
+def in_float64(model: Any) -> Iterator[None]:
+    """A context in which forwards of a model whose weights are float64 are so throughout. Raises
     RuntimeError where one of its modules returns less."""
 
     def check(module, args, output):
@@ -66,10 +87,17 @@ def exact_logprobs(model: Any, sequences: Sequence[Sequence[int]]) -> list[np.nd
     handles = [module.register_forward_hook(check) for module in model.modules()]
     try:
         with _Doubles():
-            return [logprobs(model, sequence) for sequence in sequences]
+            yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def exact_logprobs(model: Any, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """As `logprobs` of each sequence, float64, of a model whose weights are float64. Raises as
+    `in_float64`."""
+    with in_float64(model):
+        return [logprobs(model, sequence) for sequence in sequences]
 
 
 @torch.no_grad()

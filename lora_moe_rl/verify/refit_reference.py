@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from psutil import virtual_memory
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.errors import RefitError
@@ -27,7 +26,6 @@ LENGTHS = (6, 17)  # of a sequence, the second excluded
 CANDIDATES = 16  # sampled for each that is wanted
 TRIALS = 3  # of rounding, in each of the two models
 LAST_BIT = 2.0**-23
-BYTES_A_WEIGHT = 12  # as float32, and as float64 beside it
 
 
 @dataclass
@@ -73,22 +71,13 @@ def reference(
     base_scores = [hf.logprobs(model, sequence) for sequence in sequences]
     hf.merge(model, spec, tensors)
     merged_scores = [hf.logprobs(model, sequence) for sequence in sequences]
-    weights = sum(parameter.numel() for parameter in model.parameters())
     del model
     worst = max(
         float(np.maximum(noise, base_noise)[i, : lengths[i] - 1].max()) for i in kept[:count]
     )
-    room = virtual_memory().available >= BYTES_A_WEIGHT * weights
-    exact = _exact(model_dir, spec, tensors, sequences) if room else None
+    model = hf.load_exact(model_dir, spec, tensors)
+    exact = None if model is None else hf.exact_logprobs(model, sequences)
     return Reference(sequences, merged_scores, base_scores, exact, worst)
-
-
-def _exact(
-    model_dir: Path, spec: AdapterSpec, tensors: Tensors, sequences: list[list[int]]
-) -> list[np.ndarray]:
-    model = hf.load(model_dir).double()
-    hf.merge(model, spec, {name: one.astype(np.float64) for name, one in tensors.items()})
-    return hf.exact_logprobs(model, sequences)
 
 
 def choose(

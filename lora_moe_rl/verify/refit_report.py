@@ -17,7 +17,9 @@ TOLERANCES = {
     ("cpu", "bfloat16"): 0.15,
     ("cuda", "bfloat16"): 0.15,
 }
-RANKS = 2  # a trainer of several ranks may differ from that of one by so many tolerances
+# A trainer of several ranks may differ from that of one, and from the engine, by so many
+# tolerances: it has the rounding of its sums over ranks beside, and the engine its own.
+RANKS = 2
 # The adapter must change each sequence by so many times the tolerance. In bfloat16, where 100 times
 # would be 15 nats, what tells a right adapter from a wrong one is what the slots hold.
 EFFECT = {"float32": 100, "bfloat16": 4}
@@ -31,7 +33,8 @@ class Row:
     """One refit, or an engine's base, where there is neither trainer nor transport.
 
     trainer_error, merged_error: largest |difference of logprobs| to a trainer of one rank and to
-    the merged weights; ranks_error: of the trainer's to those of one rank; effect: to the engine's
+    the merged weights; ranks_error: of the trainer's to those of one rank; direct_error: of the
+    engine's to those of the trainer that sent the adapter; effect: to the engine's
     own base, of the sequence with the least. from_exact: of the engine, of one rank and of the
     trainer to a float64 forward, which is not judged; empty where memory was too small for it.
     `unlike`: tensors of a slot that are not as vLLM's own loader has them. None: not reached, which
@@ -43,6 +46,7 @@ class Row:
     transport: str = ""
     trainer_error: float | None = None
     ranks_error: float | None = None
+    direct_error: float | None = None
     merged_error: float | None = None
     from_exact: dict[str, float] = field(default_factory=dict)
     effect: float | None = None
@@ -71,6 +75,8 @@ class Row:
             wanted += [("the base's", self.effect)]
             if self.ranks_error is None:
                 found.append("the trainer's logprobs were not compared with those of one rank")
+            if self.direct_error is None:
+                found.append("logprobs were not compared with those of the trainer that sent")
         found += [f"logprobs were not compared with {n}" for n, value in wanted if value is None]
         if self.trainer and not self.merged and self.unlike is None:
             found.append("what the slots hold was not compared")
@@ -88,6 +94,8 @@ class Row:
                 found.append(f"logprobs differ from {whose} by {error:.2g}")
         if self.ranks_error is not None and not self.ranks_error <= RANKS * self.tolerance:
             found.append(f"the trainer's logprobs differ from one rank's by {self.ranks_error:.2g}")
+        if self.direct_error is not None and not self.direct_error <= RANKS * self.tolerance:
+            found.append(f"logprobs differ from the sending trainer's by {self.direct_error:.2g}")
         if self.effect is not None and not self.effect >= self.least_effect:
             found.append(f"logprobs differ from the base's by {self.effect:.2g} only")
         for unlike in self.unlike or ():
@@ -130,6 +138,7 @@ class Report(report.Report):
     experts: tuple[int, int] = (0, 0)  # that a token went to, and all, over the MoE layers
     seconds: float = 0.0
     left_out: list[str] = field(default_factory=list)
+    width = 175
 
     def parts(self) -> Iterator[Any]:
         used, experts = self.experts
@@ -141,14 +150,14 @@ class Report(report.Report):
         )
         yield from (Text(f"left out: {line}") for line in self.left_out)
         table = report.table(
-            ["engine", "trainer", "transport", "one rank's", "trainer's", "merged", "base's",
-             "engine to float64", "one rank to it", "trainer to it", "slots", "bytes",
+            ["engine", "trainer", "transport", "one rank's", "trainer's", "direct", "merged",
+             "base's", "engine to float64", "one rank to it", "trainer to it", "slots", "bytes",
              "publish s", "seconds", ""],
             left=(0, 1, 2, -1),
         )  # fmt: skip
         limit = f"{self.tolerance:.0e}"
         ranks = f"{RANKS * self.tolerance:.0e}"
-        limits = [limit, ranks, limit, "", "", "", "", "0"]
+        limits = [limit, ranks, ranks, limit, "", "", "", "", "0"]
         table.add_row("tolerance", "", "", *limits, style="dim", end_section=True)
         for row in self.rows:
             table.add_row(*_cells(row))
@@ -169,7 +178,9 @@ class Report(report.Report):
 
 
 def _cells(row: Row) -> list[str]:
-    errors = (row.trainer_error, row.ranks_error, row.merged_error, row.effect)
+    errors = (
+        row.trainer_error, row.ranks_error, row.direct_error, row.merged_error, row.effect,
+    )  # fmt: skip
     exact = map(row.from_exact.get, ("engine", "one rank", "trainer"))
     slots = "-" if row.unlike is None else str(len(row.unlike))
     refit = (f"{row.nbytes:,}", f"{row.publish_seconds:.3f}") if row.nbytes else ("-", "-")

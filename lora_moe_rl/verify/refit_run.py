@@ -4,6 +4,7 @@ Hugging Face ──> sequences, logprobs of merged weights and of the base
 each engine ──> its base; the adapter from files, by vLLM's own loader, into a slot
    each trainer, transport ──> refit ──> logprobs and routes ──> one rank's with these routes
                                     │                        └──> the trainer's, against one rank's
+                                    │                             and against vLLM's
                                     └──> slots, against what vLLM's loader put into its own
 """
 
@@ -199,6 +200,7 @@ class RefitVerification:
         answered = ranks.run(refit_jobs.score, self.reference.sequences, table)
         theirs = next(one for one in answered if one is not None)
         row.ranks_error = largest(theirs, alone)
+        row.direct_error = largest(scores, theirs)
         if (exact := self.reference.exact) is not None:
             every = ("engine", scores), ("one rank", alone), ("trainer", theirs)
             row.from_exact = {who: largest(found, exact) for who, found in every}

@@ -17,7 +17,7 @@ from lora_moe_rl.verify.layouts import Layout, parse_layouts, read_config
 from lora_moe_rl.verify.ranks import spec_of
 from lora_moe_rl.verify.refit_plan import parse_engine
 from lora_moe_rl.verify.replay_record import ENGINES, RESPONSE, tensor_parallel
-from lora_moe_rl.verify.replay_report import QUANTISED_TOLERANCE, TOLERANCE
+from lora_moe_rl.verify.replay_report import ROUNDING, TOLERANCE
 from lora_moe_rl.verify.replay_run import Verification, with_recompute
 from lora_moe_rl.verify.replay_spread import SPREAD
 from lora_moe_rl.verify.report import progress
@@ -70,8 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tolerance",
         type=float,
-        help=f"for logprobs, relative where they are beyond -1 ({TOLERANCE:.0e}; of a quantised "
-        f"base {QUANTISED_TOLERANCE:.0e})",
+        default=TOLERANCE,
+        help=f"for the worst token's logprob, relative where it is beyond -1 ({TOLERANCE:.0e}); "
+        f"{ROUNDING} times what Hugging Face's own float32 is off by, where that is more",
     )
     parser.add_argument(
         "--timeout", type=positive, default=600, help="longest wait for one stage, seconds (600)"
@@ -100,7 +101,7 @@ def _verification(options: argparse.Namespace) -> Verification:
         [name for name in engines if name != SPREAD],
         options.samples,
         options.timeout,
-        options.tolerance or (TOLERANCE if form is None else QUANTISED_TOLERANCE),
+        options.tolerance,
         parse_engine(SPREAD, config, spec) if SPREAD in engines else None,
     )
 

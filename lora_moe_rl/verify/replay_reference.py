@@ -1,4 +1,7 @@
-"""What Hugging Face chooses and computes, in float32: the reference of `verify replay`.
+"""What Hugging Face chooses in float32, and what it computes in float64, with given routes: the
+reference of `verify replay`.
+
+How far its own float32 is from that is what rounding does to this model on these tokens.
 
 A route that the record has otherwise is a tie within rounding when this layer of Hugging Face
 itself chooses as recorded once its input is disturbed in the last bits.
@@ -15,7 +18,9 @@ import numpy as np
 import torch
 
 from lora_moe_rl.adapters.spec import AdapterSpec
-from lora_moe_rl.verify import hf
+from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.verify import hf, replay_tables
+from lora_moe_rl.verify.comparisons import scaled
 
 ROUNDING, TRIES = 1e-5, 32  # of a layer's input, relative; how often it is disturbed
 WEIGHT_ERROR = 1e-5
@@ -23,24 +28,18 @@ WEIGHT_ERROR = 1e-5
 
 @dataclass
 class Reference:
-    """What Hugging Face says of some sequences: logprobs of every token after the first, float32
-    `[L - 1]`, with the given routes; and where it chose other experts itself."""
+    """Where Hugging Face chose other experts itself."""
 
-    logprobs: list[np.ndarray]
     routes: int = 0
     ties: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
 
 
 class HuggingFace:
-    """The model of a directory, with an adapter merged by hand or none."""
+    """A model, with an adapter merged by hand or none."""
 
-    def __init__(
-        self, model_dir: Path, spec: AdapterSpec, tensors: Mapping[str, np.ndarray] | None
-    ):
-        self.model, self.spec = hf.load(model_dir), spec
-        if tensors is not None:
-            hf.merge(self.model, spec, tensors)
+    def __init__(self, model: torch.nn.Module, spec: AdapterSpec):
+        self.model, self.spec = model, spec
         self.sigmoid = spec.shape.family.sigmoid_router
 
     @torch.no_grad()
@@ -51,10 +50,10 @@ class HuggingFace:
         valid: Sequence[np.ndarray],
     ) -> Reference:
         """Each row of routes `[L - 1, moe_layers, top_k]` beside Hugging Face's own choice."""
-        found = Reference([])
+        found = Reference()
         for i, (sequence, given, known) in enumerate(zip(sequences, rows, valid, strict=True)):
             with self._watched() as calls:
-                found.logprobs.append(hf.logprobs(self.model, sequence))
+                hf.logprobs(self.model, sequence)
             for column, layer in enumerate(self.spec.shape.moe_layers):
                 hidden, own = calls[layer]
                 own = np.sort(own[: len(given)].numpy(), axis=-1)
@@ -158,6 +157,45 @@ class HuggingFace:
             mlp(disturbed[None])
         chosen = calls[layer][1].sort(-1).values.numpy()
         return bool((chosen == wanted).all(-1).any())
+
+
+@dataclass
+class Expected:
+    """Of the sequences of a group, with the recorded routes and with the other experts: logprobs
+    `[L - 1]` of each, in float64 and in float32. Where memory is too small for float64, both are
+    float32."""
+
+    exact: tuple[list[np.ndarray], ...]
+    single: tuple[list[np.ndarray], ...]
+
+    @property
+    def in_float64(self) -> bool:
+        return self.exact is not self.single
+
+    def rounding(self) -> list[np.ndarray]:
+        """Errors of float32, as `comparisons.scaled`."""
+        return [scaled(*pair) for pair in zip(self.single, self.exact, strict=True)]
+
+
+def expected(
+    single: HuggingFace,
+    model_dir: Path,
+    tensors: Mapping[str, np.ndarray] | None,
+    sequences: Sequence[Sequence[int]],
+    tables: Sequence[RouteTable],
+) -> Expected:
+    """What the model of `single`, which has `tensors` merged into it, says with each of the
+    tables."""
+
+    def replayed(model: HuggingFace) -> tuple[list[np.ndarray], ...]:
+        return tuple(model.replay(sequences, *replay_tables.rows_of(table)) for table in tables)
+
+    ours = replayed(single)
+    exact = hf.load_exact(model_dir, single.spec, tensors)
+    if exact is None:
+        return Expected(ours, ours)
+    with hf.in_float64(exact):
+        return Expected(replayed(HuggingFace(exact, single.spec)), ours)
 
 
 @contextmanager

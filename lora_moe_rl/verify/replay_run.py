@@ -2,6 +2,7 @@
 
 vLLM, each condition ──> sequences, logprobs, routes ──> Hugging Face's own routes of the tokens
                                     │
+                                    ├──> Hugging Face's float64 with these routes: logprobs
                                     └──> each layout: dispatchers' maps, logprobs
                                                       with the recorded routes,
                                                       with routes that no router would choose,
@@ -10,6 +11,7 @@ vLLM, each condition ──> sequences, logprobs, routes ──> Hugging Face's 
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
 from collections.abc import Sequence
@@ -24,7 +26,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.verify import replay_ranks, replay_record, replay_spread, replay_tables
-from lora_moe_rl.verify.comparisons import largest_scaled
+from lora_moe_rl.verify.comparisons import Distance, largest_scaled, scaled
 from lora_moe_rl.verify.inputs import random_adapter
 from lora_moe_rl.verify.layouts import Layout
 from lora_moe_rl.verify.processes import apart, run_processes
@@ -32,7 +34,7 @@ from lora_moe_rl.verify.ranks import run_ranks
 from lora_moe_rl.verify.refit_plan import Engine
 from lora_moe_rl.verify.replay_ranks import Replayed, Used
 from lora_moe_rl.verify.replay_record import Recording
-from lora_moe_rl.verify.replay_report import TOLERANCE, RecordRow, ReplayRow, Report
+from lora_moe_rl.verify.replay_report import TOLERANCE, RecordRow, ReplayRow, Report, allowed
 from lora_moe_rl.verify.replay_tables import SHIFTS
 from lora_moe_rl.verify.report import Say, timed
 
@@ -46,7 +48,7 @@ class Group:
     rollout: list[np.ndarray]  # vLLM's logprobs of the response tokens
     table: RouteTable
     other: RouteTable
-    expected: list[np.ndarray] = field(default_factory=list)
+    expected: list[np.ndarray] = field(default_factory=list)  # in float64, with `table`
     expected_other: list[np.ndarray] = field(default_factory=list)
 
 
@@ -81,6 +83,8 @@ class Verification:
         return Report(
             self.config.model.path,
             records,
+            self.rounding,
+            self.allowed,
             replay_tables.moved(groups[0].other, groups[0].table),
             rows,
             time.perf_counter() - started,
@@ -103,12 +107,16 @@ class Verification:
     def _judge(self, recordings: list[Recording], groups: list[Group], tensors) -> list[RecordRow]:
         arguments = (self.model_dir, self.spec, tensors, recordings, groups)
         ((rows, expected),) = run_processes(1, judge, *arguments, timeout_s=self.timeout_s)
-        for group, (logprobs, other) in zip(groups, expected, strict=True):
-            group.expected, group.expected_other = logprobs, other
-        return [replace(row, tolerance=self.tolerance) for row in rows]
+        for group, found in zip(groups, expected, strict=True):
+            group.expected, group.expected_other = found.exact
+        exact = all(found.in_float64 for found in expected)
+        errors = [errors for found in expected for errors in found.rounding()]
+        self.rounding = Distance.of(*errors) if exact else None
+        self.allowed = allowed(self.tolerance, self.rounding)
+        return [replace(row, allowed=self.allowed) for row in rows]
 
     def _replay(self, layout: Layout, groups: list[Group], tensors) -> ReplayRow:
-        row = ReplayRow(layout.name, layout.world_size, tolerance=self.tolerance)
+        row = ReplayRow(layout.name, layout.world_size, allowed=self.allowed)
         tasks = _tasks(groups)
         with timed(row):
             by_rank = run_ranks(
@@ -141,33 +149,29 @@ def _group(recordings: Sequence[Recording], adapter: bool) -> Group | None:
 
 def judge(
     rank: int, model_dir: Path, spec: AdapterSpec, tensors, recordings, groups
-) -> tuple[list[RecordRow], list[tuple[list[np.ndarray], list[np.ndarray]]]]:
-    """A process's job: (a row of each recording, Hugging Face's logprobs of each group with the
-    recorded and with the other experts)."""
-    from lora_moe_rl.verify.replay_reference import HuggingFace
+) -> tuple[list[RecordRow], list[Any]]:
+    """A process's job: (a row of each recording, `replay_reference.Expected` of each group)."""
+    from lora_moe_rl.verify import hf
+    from lora_moe_rl.verify.replay_reference import HuggingFace, expected
 
-    models = {
-        g.adapter: HuggingFace(model_dir, spec, tensors if g.adapter else None) for g in groups
-    }
-    rows = []
-    for recording in recordings:
-        row = RecordRow(recording)
-        if recording.table is not None:
-            ids, valid = replay_tables.rows_of(recording.table)
-            found = models[recording.adapter].compare(recording.sequences, ids, valid)
-            row.routes, row.ties, row.differences = found.routes, found.ties, found.differences
-            row.error = largest_scaled(found.logprobs, recording.logprobs)
-        rows.append(row)
-    expected = []
+    rows, found = [RecordRow(recording) for recording in recordings], []
     for group in groups:
-        model = models[group.adapter]
-        expected.append(
-            tuple(
-                model.replay(group.sequences, *replay_tables.rows_of(table))
-                for table in (group.table, group.other)
-            )
-        )
-    return rows, expected
+        merged = tensors if group.adapter else None
+        model = hf.load(model_dir)
+        if merged is not None:
+            hf.merge(model, spec, merged)
+        single, tables = HuggingFace(model, spec), (group.table, group.other)
+        found.append(expected(single, model_dir, merged, group.sequences, tables))
+        exact = iter(found[-1].exact[0])
+        for row in rows:
+            recording = row.recording
+            if recording.table is None or recording.adapter != group.adapter:
+                continue
+            routes = single.compare(recording.sequences, *replay_tables.rows_of(recording.table))
+            row.routes, row.ties, row.differences = routes.routes, routes.ties, routes.differences
+            theirs = list(itertools.islice(exact, len(recording.sequences)))
+            row.error = Distance.of(scaled(theirs, recording.logprobs))
+    return rows, found
 
 
 def _tasks(groups: Sequence[Group]) -> list[Replayed]:
@@ -207,15 +211,16 @@ def _add(row: ReplayRow, task: Replayed, used: Sequence[Used], groups: Sequence[
     row.first += [f"{task.name}: {line}" for u in used for line in u.first]
     if task.name == "recorded":
         assert logprobs is not None
-        _worst(row, "vLLM", largest_scaled(logprobs, group.rollout))
-        _worst(row, "Hugging Face", largest_scaled(logprobs, group.expected))
+        _worst(row, "vLLM", scaled(logprobs, group.rollout))
+        _worst(row, "float64", scaled(logprobs, group.expected))
     elif task.name == "other experts":
         assert logprobs is not None
-        _worst(row, "other experts", largest_scaled(logprobs, group.expected_other))
+        _worst(row, "other experts", scaled(logprobs, group.expected_other))
 
 
-def _worst(row: ReplayRow, name: str, error: float) -> None:
-    row.errors[name] = float(np.maximum(row.errors.get(name, 0.0), error))  # NaN stays
+def _worst(row: ReplayRow, name: str, errors: np.ndarray) -> None:
+    found = Distance.of(errors)
+    row.errors[name] = found.or_worse(row.errors.get(name, found))
 
 
 def with_recompute(layout: Layout) -> Layout:

@@ -40,7 +40,7 @@ def test_experts_over_two_workers_from_two_layouts(model, capsys):
     for row in rows:
         assert row["unlike"] == [] and row["nbytes"] > 0 and row["effect"] > 1e-3
         assert 0 < row["trainer_error"] <= 5e-6 and 0 < row["merged_error"] <= 5e-6
-        assert row["ranks_error"] <= 1e-5
+        assert row["ranks_error"] <= 1e-5 and 0 < row["direct_error"] <= 1e-5
         assert row["from_exact"].keys() == {"engine", "one rank", "trainer"}
         assert all(0 < error <= 1e-5 for error in row["from_exact"].values())
 
@@ -56,6 +56,7 @@ def test_experts_of_another_worker_are_named(model, capsys):
     assert base["passed"] and row["failure"] is None
     assert row["trainer_error"] > 1e-3 and row["merged_error"] > 1e-3
     assert row["ranks_error"] <= 1e-5 and row["from_exact"]["engine"] > 1e-3
+    assert row["direct_error"] > 1e-3
     assert {fault["tensor"] for fault in row["unlike"]} == {tensor}
     assert {(fault["worker"], *fault["experts"]) for fault in row["unlike"]} == {
         (worker, 0, 1, 2, 3) for worker in range(2)

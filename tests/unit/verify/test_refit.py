@@ -139,7 +139,7 @@ def test_faults():
 
 
 def report(**fields) -> Report:
-    errors = 1e-6, 9e-6, 2e-6, {}, 0.3  # trainer, ranks, merged, from float64, effect
+    errors = 1e-6, 9e-6, 9e-6, 2e-6, {}, 0.3  # trainer, ranks, direct, merged, float64, effect
     row = Row("tp2ep", "ep2", "shm", *errors, [], 1000, 0.1, 2.0)
     for name, value in fields.items():
         setattr(row, name, value)
@@ -155,6 +155,8 @@ UNLIKE = {"tensor": "layers.1.experts.up.B", "worker": 1, "error": 0.7, "experts
         ({"trainer_error": 6e-6}, "logprobs differ from a one-rank trainer's by 6e-06"),
         ({"ranks_error": 2e-5}, "the trainer's logprobs differ from one rank's by 2e-05"),
         ({"ranks_error": math.nan}, "the trainer's logprobs differ from one rank's by nan"),
+        ({"direct_error": 1.1e-5}, "logprobs differ from the sending trainer's by 1.1e-05"),
+        ({"direct_error": math.nan}, "logprobs differ from the sending trainer's by nan"),
         ({"merged_error": math.nan}, "logprobs differ from those of the merged weights by nan"),
         ({"effect": 1e-4}, "logprobs differ from the base's by 0.0001 only"),
         ({"unlike": [UNLIKE]}, "layers.1.experts.up.B is not in its slot on engine rank 1, experts "
@@ -162,6 +164,8 @@ UNLIKE = {"tensor": "layers.1.experts.up.B", "worker": 1, "error": 0.7, "experts
         ({"failure": "the engine is gone\nmore"}, "the engine is gone"),
         ({"trainer_error": None}, "logprobs were not compared with a one-rank trainer's"),
         ({"ranks_error": None}, "the trainer's logprobs were not compared with those of one rank"),
+        ({"direct_error": None},
+         "logprobs were not compared with those of the trainer that sent"),
         ({"merged_error": None}, "logprobs were not compared with those of the merged weights"),
         ({"effect": None}, "logprobs were not compared with the base's"),
         ({"unlike": None}, "what the slots hold was not compared"),
@@ -172,7 +176,13 @@ def test_what_is_wrong_is_named(fields, says):
     assert not found.passed
     lines = found.explanations()
     assert lines[0] == f"tp2ep ep2 shm: {says}"
-    logprobs = fields.keys() & {"trainer_error", "ranks_error", "merged_error", "effect"}
+    logprobs = fields.keys() & {
+        "trainer_error",
+        "ranks_error",
+        "direct_error",
+        "merged_error",
+        "effect",
+    }
     logprobs = {name for name in logprobs if fields[name] is not None}
     assert any("not the refit" in line for line in lines) == bool(logprobs)
     told = json.loads(json.dumps(found.as_json(), allow_nan=False))

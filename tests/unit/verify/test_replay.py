@@ -1,13 +1,14 @@
 import dataclasses
+import math
 
 import numpy as np
 import pytest
 
 from lora_moe_rl.router_replay.table import RouteTable
-from lora_moe_rl.verify.comparisons import largest_scaled
+from lora_moe_rl.verify.comparisons import Distance, largest_scaled
 from lora_moe_rl.verify.replay_ranks import Replayed, _Calls, compare
 from lora_moe_rl.verify.replay_record import Recording
-from lora_moe_rl.verify.replay_report import COMPARED, RecordRow, ReplayRow, Report
+from lora_moe_rl.verify.replay_report import COMPARED, RecordRow, ReplayRow, Report, allowed
 from lora_moe_rl.verify.replay_spread import counted
 from lora_moe_rl.verify.replay_tables import moved, permuted, rows_of, shifted
 
@@ -103,9 +104,13 @@ def test_rows_that_are_not_valid_are_not_compared(table):
     assert found.wrong == 0 and found.routes == table.ids.size - TOP_K
 
 
+FINE = Distance(1e-6, 1e-7)
+PLAIN = allowed(1e-5, None)
+
+
 def passing() -> ReplayRow:
     caught = {"token": (9, 0.1, "a"), "layer": (9, 0.1, "a"), "expert": (1, 0.01, "a")}
-    return ReplayRow("tp2", 2, routes=10, errors=dict.fromkeys(COMPARED, 1e-6), caught=caught)
+    return ReplayRow("tp2", 2, routes=10, errors=dict.fromkeys(COMPARED, FINE), caught=caught)
 
 
 @pytest.mark.parametrize(
@@ -114,13 +119,15 @@ def passing() -> ReplayRow:
         {"routes": 0},
         {"unseen": 1},
         {"wrong": 1},
-        {"errors": dict.fromkeys(COMPARED, 1e-6) | {"vLLM": 2e-5}},
-        {"errors": dict.fromkeys(COMPARED, 1e-6) | {"other experts": float("nan")}},
-        {"errors": {"vLLM": 1e-6}},
+        {"errors": dict.fromkeys(COMPARED, FINE) | {"vLLM": Distance(2e-5, 1e-7)}},
+        {"errors": dict.fromkeys(COMPARED, FINE) | {"float64": Distance(9e-6, 2e-6)}},
+        {"errors": dict.fromkeys(COMPARED, FINE) | {"other experts": Distance(math.nan, 1e-7)}},
+        {"errors": {"vLLM": FINE}},
+        {"allowed": Distance(math.nan, math.nan)},
         {"failure": "a rank died"},
         {"caught": {"token": (9, 0.1, "a")}},
         {"caught": {"token": (0, 0.1, "a"), "layer": (9, 0.1, "a"), "expert": (1, 0.1, "a")}},
-        {"caught": {"token": (9, 0.1, "a"), "layer": (9, 0.1, "a"), "expert": (1, 1e-6, "a")}},
+        {"caught": {"token": (9, 0.1, "a"), "layer": (9, 0.1, "a"), "expert": (1, 9e-5, "a")}},
         {"caught": {"token": (9, 0.1, "a"), "layer": (9, 0.1, "a"), "expert": (1, 0.1, None)}},
         {"caught": passing().caught | {"layer": (9, float("nan"), "a")}},
     ],
@@ -135,8 +142,8 @@ def test_a_layout_passes_only_without_any_fault(change):
 
 @pytest.mark.parametrize("moved", [0.0, float("nan")])
 def test_other_experts_that_are_the_recorded_ones_show_nothing(moved):
-    assert Report("", [], 0.9, [passing()], 0.0).passed
-    report = Report("", [], moved, [passing()], 0.0)
+    assert Report("", [], FINE, PLAIN, 0.9, [passing()], 0.0).passed
+    report = Report("", [], FINE, PLAIN, moved, [passing()], 0.0)
     assert not report.passed
     assert report.explanations() == [
         "no route of the other experts differs from the record: they show nothing"
@@ -154,16 +161,18 @@ def test_every_data_parallel_rank_must_have_sampled_what_was_asked_of_it():
 def test_a_record_passes_only_when_its_condition_was_met(table):
     def row(**changes) -> RecordRow:
         return RecordRow(
-            Recording("preemption", table=table), **{"routes": 9, "error": 1e-6, **changes}
+            Recording("preemption", table=table), **{"routes": 9, "error": FINE, **changes}
         )
 
     assert row().passed
     tie = row(ties=["token 3"])
     assert tie.passed
-    notes = Report("", [tie], 1.0, [], 0.0).notes()
+    notes = Report("", [tie], FINE, PLAIN, 1.0, [], 0.0).notes()
     assert notes == ["preemption: a tie within rounding: token 3"]
     assert not row(differences=["token 3"]).passed
-    assert not row(error=1e-4).passed and not row(error=None).passed and not row(routes=0).passed
+    assert not row(error=Distance(1e-4, 1e-7)).passed
+    assert not row(error=Distance(1e-6, 1e-5)).passed
+    assert not row(error=None).passed and not row(routes=0).passed
     valid = table.valid.copy()
     valid[2, 0] = False
     holes = row()
@@ -173,3 +182,32 @@ def test_a_record_passes_only_when_its_condition_was_met(table):
     unmet.recording.failure = "vLLM counts no preemption"
     assert not unmet.passed
     assert RecordRow(Recording("prefix hits", absent="no cache")).passed
+
+
+def test_what_rounding_does_to_float32_is_allowed_and_little_more():
+    """By hand: three times Hugging Face's own, and never less than the tolerance."""
+    least = allowed(1e-5, None)
+    assert (least.worst, least.most) == pytest.approx((1e-5, 1e-6), rel=1e-12)
+    assert allowed(1e-5, Distance(3e-6, 3e-7)) == least
+    more = allowed(1e-5, Distance(2e-5, 5e-7))
+    assert (more.worst, more.most) == pytest.approx((6e-5, 1.5e-6), rel=1e-12)
+    assert Distance(5.9e-5, 1.4e-6).within(more)
+    assert not Distance(6.1e-5, 1e-7).within(more) and not Distance(1e-6, 1.6e-6).within(more)
+    assert not Distance(math.nan, 1e-7).within(more)
+
+
+def test_a_wrong_table_must_move_ten_times_what_rounding_may():
+    row = dataclasses.replace(passing(), allowed=Distance(2e-3, 1e-4))
+    assert not row.passed  # its one wrong expert moved 1e-2
+    assert list(row.faults()) == [
+        "a table that is wrong by one expert moved no logprob by more than 0.01: at least 2e-02 is "
+        "asked"
+    ]
+
+
+def test_distances_keep_a_nan_and_the_worse_of_two():
+    found = Distance.of(np.arange(10.0), np.array([1000.0]))
+    assert found == Distance(1000.0, 9.0)
+    assert found.or_worse(Distance(1.0, 19.0)) == Distance(1000.0, 19.0)
+    assert math.isnan(found.or_worse(Distance(math.nan, 0.0)).worst)
+    assert math.isnan(Distance.of(np.array([1e-6, np.nan])).most)
