@@ -3,6 +3,15 @@
 from lora_moe_rl.kernels.route_codec.arrays import pack_array, unpack_array
 from lora_moe_rl.kernels.route_codec.cut import cut_array
 from lora_moe_rl.kernels.route_codec.layout import RowLayout
-from lora_moe_rl.kernels.route_codec.op import pack, routing_map, unpack
+from lora_moe_rl.kernels.route_codec.op import layer_ids, pack, routing_map, unpack
 
-__all__ = ["RowLayout", "cut_array", "pack", "pack_array", "routing_map", "unpack", "unpack_array"]
+__all__ = [
+    "RowLayout",
+    "cut_array",
+    "layer_ids",
+    "pack",
+    "pack_array",
+    "routing_map",
+    "unpack",
+    "unpack_array",
+]
