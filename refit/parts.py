@@ -61,7 +61,11 @@ class Entry:
 
     def bytes_of(self, buffer: np.ndarray, dtype: Dtype) -> np.ndarray:
         """The box in a buffer of bytes."""
-        return buffer[self.offset : self.offset + self.nbytes(dtype)]
+        return buffer[self.span(dtype)]
+
+    def span(self, dtype: Dtype) -> slice:
+        """Its bytes in the buffer."""
+        return slice(self.offset, self.offset + self.nbytes(dtype))
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,11 @@ def answer(method):
 
 @dataclass(frozen=True)
 class Place:
-    """Where box number `entry` of a part goes: `buffer[slot][window]`."""
+    """Where box number `entry` of a part goes, whose bytes are `span` of it:
+    `buffer[slot][window]`."""
 
     entry: int
+    span: slice
     buffer: torch.Tensor
     window: tuple[slice, ...]
 
@@ -128,7 +130,7 @@ class Receiver(Worker):
             buffer = self._refit_incoming.open(layout, part)
             # Each box is written just after its check: while it is in the processor's cache.
             for place, write in zip(places, self._refit_writers(part.source, slot), strict=True):
-                data = layout.entries[place.entry].bytes_of(buffer, layout.dtype)
+                data = buffer[place.span]
                 parts.check_box(layout, part, place.entry, data)
                 write(data)
         self._refit_staged = (version, slot)
@@ -196,6 +198,7 @@ def _find_places(layouts: Sequence[PartLayout], rank: int, slots: Slots) -> dict
             if rank in entry.targets:
                 mine[entry.tensor].append((layout.source, i, entry))
     places: dict[int, list[Place]] = {layout.source: [] for layout in layouts}
+    dtypes = {layout.source: layout.dtype for layout in layouts}
     for tensor, items in mine.items():
         entry = items[0][2]
         if entry.module not in slots.manager.modules:
@@ -205,7 +208,8 @@ def _find_places(layouts: Sequence[PartLayout], rank: int, slots: Slots) -> dict
         _check_shape(tensor, entry.matrix, outer.shape, tuple(buffer.shape[1:]))
         every_expert = (slice(None),) * (buffer.dim() - 1 - len(outer.shape))
         for source, i, entry in items:
-            places[source].append(Place(i, buffer, every_expert + entry.box.within(outer)))
+            window = every_expert + entry.box.within(outer)
+            places[source].append(Place(i, entry.span(dtypes[source]), buffer, window))
     return places
 
 

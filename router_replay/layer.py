@@ -7,6 +7,7 @@ input: that is kept from the forward to the backward, so no other micro-batch ca
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,11 +53,12 @@ class LayerReplay:
 
     def set_target(
         self,
-        target: torch.Tensor,
+        target: Callable[[], torch.Tensor],
         counted: torch.Tensor | None = None,
         free: torch.Tensor | None = None,
     ) -> None:
-        """target: int64 `[T, K]`; counted: bool `[T]`, tokens with recorded routes (None: all);
+        """target: gives int64 `[T, K]` in the router's forward, so that no more than one layer's
+        ids are there at a time; counted: bool `[T]`, tokens with recorded routes (None: all);
         free: bool `[T]`, those that the router routes itself (None: none)."""
         self.target, self.counted, self.free = target, counted, free
 
@@ -93,13 +95,14 @@ class LayerReplay:
     def _choose(self, own: torch.Tensor) -> torch.Tensor:
         if self.target is None:
             return own
-        if self.target.shape != own.shape:
+        target = self.target()
+        if target.shape != own.shape:
             raise ReplayError(
-                f"layer {self.number}: routes of shape {tuple(self.target.shape)} for "
+                f"layer {self.number}: routes of shape {tuple(target.shape)} for "
                 f"{own.shape[0]} tokens and {own.shape[1]} experts"
             )
         if self.moe.training and self.judged:  # not the reference's choice, nor that of a probe
-            other = (own.unsqueeze(2) != self.target.unsqueeze(1)).all(2)
+            other = (own.unsqueeze(2) != target.unsqueeze(1)).all(2)
             if self.counted is None:
                 self.replayed += own.numel()
             else:
@@ -107,8 +110,8 @@ class LayerReplay:
                 self.replayed += self.counted.sum() * own.shape[1]
             self.differing += other.sum()
         if self.free is None:
-            return self.target
-        return torch.where(self.free.unsqueeze(1), own, self.target)
+            return target
+        return torch.where(self.free.unsqueeze(1), own, target)
 
     def _count(self, chosen: torch.Tensor) -> None:
         """Adds the experts that a forward of the policy in training uses to `loads`."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.kernels.backend import on_device
 from lora_moe_rl.kernels.route_codec import RowLayout
-from lora_moe_rl.kernels.route_codec.op import unpack
+from lora_moe_rl.kernels.route_codec.op import layer_ids
 from lora_moe_rl.router_replay.layer import LayerReplay
 from lora_moe_rl.upstream.checks import require_parameters, require_version
 
@@ -53,15 +54,20 @@ _HARMLESS = {
 class MicroRoutes:
     """Routes of one rank's tokens of one micro-batch, in the MoE layers of one pipeline chunk.
 
-    rows: uint8 `[T, row_bytes]`, packed. known: bool `[T]`, False for padding. valid: bool
-    `[T, layers]`, or None when all known tokens are.
+    pieces: uint8 `[n, row_bytes]` each, packed rows, which together have one of each of the T
+    tokens in turn; mostly views of what was fetched. known: bool `[T]`, False for padding. valid:
+    bool `[T, layers]`, or None when all known tokens are.
     """
 
     layers: tuple[int, ...]
     layout: RowLayout
-    rows: np.ndarray
+    pieces: tuple[np.ndarray, ...]
     known: np.ndarray
     valid: np.ndarray | None
+
+    def rows(self) -> np.ndarray:
+        """uint8 `[T, row_bytes]`, a copy."""
+        return np.concatenate(self.pieces)
 
 
 class Replay:
@@ -113,12 +119,8 @@ class Replay:
         """Routes of one micro-batch; None for a chunk without MoE layers."""
         if routes is None:
             return
-        target = self._ids(routes, device)
+        packed = on_device(torch.from_numpy(routes.rows()), device)
         known = on_device(torch.from_numpy(routes.known), device)
-        if not routes.known.all():
-            padding = np.flatnonzero(~routes.known)
-            spread = on_device(_spread(len(padding), routes.layout), device)
-            target[:, on_device(torch.from_numpy(padding), device)] = spread
         for column, number in enumerate(routes.layers):
             layer = self.chunks[chunk][number]
             layer.micro_batch = micro_batch
@@ -127,20 +129,13 @@ class Replay:
             if routes.valid is not None:
                 valid = on_device(torch.from_numpy(routes.valid[:, column]), device)
                 counted, free = known & valid, known & ~valid
-            layer.set_target(target[column], counted, free)
-
-    @staticmethod
-    def _ids(routes: MicroRoutes, device: torch.device) -> torch.Tensor:
-        """int64 `[layers, T, K]`."""
-        packed = on_device(torch.from_numpy(routes.rows), device)
-        ids = unpack(packed, routes.layout).transpose(0, 1)
-        return torch.empty(ids.shape, dtype=torch.int64, device=device).copy_(ids)
+            layer.set_target(partial(layer_ids, packed, column, routes.layout), counted, free)
 
     def install_recorded(self, chunk: int, recorded: dict[int, torch.Tensor]) -> None:
         """Routes that `take_recorded` returned for the same micro-batch."""
         for number, layer in self.chunks[chunk].items():
             layer.micro_batch = None
-            layer.set_target(recorded[number])
+            layer.set_target(partial(recorded.__getitem__, number))
 
     def clear_routes(self, chunk: int) -> None:
         """The routers choose for themselves again, and record what they choose."""
@@ -160,10 +155,13 @@ class Replay:
         counted = routes.known[:, None]
         if routes.valid is not None:
             counted = counted & routes.valid
-        wanted = self._ids(routes, device).sort(-1).values
-        found = torch.stack([recorded[number] for number in routes.layers]).sort(-1).values
-        differs = (found != wanted).any(-1)
-        return not (differs & on_device(torch.from_numpy(counted.T.copy()), device)).any().item()
+        packed = on_device(torch.from_numpy(routes.rows()), device)
+        differs = []
+        for column, number in enumerate(routes.layers):
+            wanted = layer_ids(packed, column, routes.layout).sort(-1).values
+            differs.append((recorded[number].sort(-1).values != wanted).any(-1))
+        counted = on_device(torch.from_numpy(counted.T.copy()), device)
+        return not (torch.stack(differs) & counted).any().item()
 
     def counts(self) -> dict[int, tuple[int, int]]:
         """By layer: (routes where the trainer's own choice differs, routes replayed), over this
@@ -222,9 +220,3 @@ def _read(counts: Sequence[torch.Tensor | int]) -> list[int]:
     tensors = [count for count in counts if isinstance(count, torch.Tensor)]
     known = iter(torch.stack(tensors).tolist() if tensors else [])
     return [next(known) if isinstance(count, torch.Tensor) else count for count in counts]
-
-
-def _spread(num_tokens: int, layout: RowLayout) -> torch.Tensor:
-    """Experts for padding, int64 `[tokens, top_k]`: all equally often, so no rank waits for it."""
-    first = torch.arange(num_tokens).unsqueeze(1) * layout.top_k
-    return (first + torch.arange(layout.top_k)) % layout.num_experts

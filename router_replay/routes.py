@@ -15,7 +15,7 @@ from megatron.core import parallel_state as ps
 from lora_moe_rl.adapters.spec import ModelShape
 from lora_moe_rl.data.packing import MicroBatch
 from lora_moe_rl.errors import ReplayError
-from lora_moe_rl.kernels.route_codec import RowLayout
+from lora_moe_rl.kernels.route_codec import RowLayout, pack_array
 from lora_moe_rl.router_replay.packed import PackedRoutes, valid_rows
 from lora_moe_rl.router_replay.replay import MicroRoutes
 from lora_moe_rl.router_replay.table import RouteTable
@@ -167,39 +167,60 @@ class Routes:
                 for chunk in range(len(self.chunks))]  # fmt: skip
 
     def _micro(self, chunk: int, data: MicroBatch) -> MicroRoutes:
-        length = len(data.labels)
         layers, first = self.chunks[chunk], self.parts[0]
         layout = RowLayout(len(layers), first.top_k, first.num_experts)
-        rows = np.zeros((length, layout.row_bytes), dtype=np.uint8)
-        valid = None
+        mine = data.fed[sequence_shard(len(data.fed))]
+        pieces, bits = [], []
         for k, sample in enumerate(data.samples):
             start = int(data.starts[k])
             for packed, span in starmap(_of_record, self._packed[chunk, sample]):
-                here = slice(start, start + span.stop - span.start)
-                rows[here] = packed.rows[span]
-                if packed.valid is not None:
-                    if valid is None:
-                        valid = np.ones((length, layout.num_layers), dtype=bool)
-                    bits = packed.valid[span]
-                    valid[here] = valid_rows(bits, len(bits), layout.num_layers)
-                start = here.stop
-        mine = data.fed[sequence_shard(len(data.fed))]
+                stop = start + span.stop - span.start
+                here = _chosen(mine, start, stop, span.start)
+                pieces.append(packed.rows[here])
+                bits.append(None if packed.valid is None else packed.valid[here])
+                start = stop
+        pieces.append(_spread(len(mine) - sum(map(len, pieces)), layout))
+        valid = None
+        if any(of_one is not None for of_one in bits):
+            sizes = map(len, pieces)
+            every = zip([*bits, None], sizes, strict=True)
+            valid = np.concatenate([valid_rows(b, n, layout.num_layers) for b, n in every])
         return MicroRoutes(
             layers,
             layout,
-            rows[mine],
+            tuple(pieces),
             data.counted[mine],
-            None if valid is None else valid[mine],
+            valid,
         )
 
     def complete(self, data: MicroBatch) -> np.ndarray:
         """bool `[T]`: tokens of a micro-batch that have routes in all layers of the model."""
+        if not len(self.incomplete):
+            return data.rows >= 0
         there = np.append(self.incomplete, -1)[np.searchsorted(self.incomplete, data.rows)]
         return (there != data.rows) & (data.rows >= 0)
 
 
 def _of_record(packed: PackedRoutes, local: int) -> tuple[PackedRoutes, slice]:
     return packed, slice(int(packed.offsets[local]), int(packed.offsets[local + 1]))
+
+
+def _chosen(mine: np.ndarray, start: int, stop: int, row: int) -> slice | np.ndarray:
+    """Which packed rows are of tokens start to stop - 1 that are among `mine`, ascending; the row
+    of the first is `row`. A slice where they are one after the other, which needs no copy."""
+    first, last = np.searchsorted(mine, [start, stop]).tolist()
+    among = mine[first:last]
+    if len(among) and among[-1] - among[0] == len(among) - 1:
+        begin = int(among[0]) - start + row
+        return slice(begin, begin + len(among))
+    return among - start + row
+
+
+def _spread(num_tokens: int, layout: RowLayout) -> np.ndarray:
+    """Packed rows for padding: all experts equally often, so that no rank waits for it."""
+    first = np.arange(num_tokens)[:, None, None] * layout.top_k
+    ids = (first + np.arange(layout.top_k)) % layout.num_experts
+    return pack_array(np.repeat(ids, layout.num_layers, axis=1), layout)
 
 
 def sequence_shard(length: int) -> slice:

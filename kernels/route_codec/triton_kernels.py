@@ -42,13 +42,14 @@ def _id_at(row_ptr, bit, mask, WIDTH: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def unpack(
-    packed, ids, num_ids,
+    packed, ids, num_ids, first_bit,
     NUM_IDS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """packed uint8 `[T, WIDTH]` -> ids `[T, NUM_IDS]`. Grid: blocks of num_ids = T * NUM_IDS."""
+    """packed uint8 `[T, WIDTH]` -> ids `[T, NUM_IDS]`, those from first_bit of each row on. Grid:
+    blocks of num_ids = T * NUM_IDS."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = index < num_ids
-    bit = (index % NUM_IDS).to(tl.int32) * BITS
+    bit = first_bit + (index % NUM_IDS).to(tl.int32) * BITS
     value = _id_at(packed + (index // NUM_IDS) * WIDTH, bit, mask, WIDTH, BITS)
     tl.store(ids + index, value.to(ids.dtype.element_ty), mask=mask)
 

@@ -26,13 +26,21 @@ def pack(ids: Tensor, layout: RowLayout) -> Tensor:
 
 
 def unpack(packed: Tensor, layout: RowLayout, dtype: torch.dtype) -> Tensor:
-    packed = packed.contiguous()
     shape = (packed.shape[0], layout.num_layers, layout.top_k)
-    ids = packed.new_empty(shape, dtype=dtype)
+    return _unpack(packed, 0, packed.new_empty(shape, dtype=dtype), layout)
+
+
+def layer_ids(packed: Tensor, layer: int, layout: RowLayout) -> Tensor:
+    ids = packed.new_empty(packed.shape[0], layout.top_k, dtype=torch.int64)
+    return _unpack(packed, layer * layout.top_k * layout.bits, ids, layout)
+
+
+def _unpack(packed: Tensor, first_bit: int, ids: Tensor, layout: RowLayout) -> Tensor:
+    """Fills ids `[T, ...]` from a bit of each row on."""
     if ids.numel():
         kernels.unpack[(triton.cdiv(ids.numel(), _BLOCK),)](
-            packed, ids, ids.numel(),
-            NUM_IDS=layout.num_ids, WIDTH=layout.row_bytes, BITS=layout.bits, BLOCK=_BLOCK,
+            packed.contiguous(), ids, ids.numel(), first_bit,
+            NUM_IDS=ids[0].numel(), WIDTH=layout.row_bytes, BITS=layout.bits, BLOCK=_BLOCK,
         )  # fmt: skip
     return ids
 

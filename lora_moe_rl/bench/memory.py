@@ -176,7 +176,7 @@ def _loss_of_logits(engine, work, logits):
 
     from lora_moe_rl.trainer.plain_head import token_logprobs
 
-    labels = torch.from_numpy(work.data.labels)[None]
+    labels = torch.from_numpy(work.data.labels).long()[None]
     return _loss(work, token_logprobs(logits, labels, 1.0, engine.spec.shape.vocab_size))
 
 

@@ -63,11 +63,10 @@ class BenchReceiver(Receiver):
         for _ in range(rounds):
             started = time.perf_counter()
             for part in sent:
-                layout, buffer = self._refit_layouts[part.source], buffers[part.source]
-                places = self._refit_places[part.source]
+                buffer, places = buffers[part.source], self._refit_places[part.source]
                 writers = self._refit_writers(part.source, slot)
                 for place, write in zip(places, writers, strict=True):
-                    write(layout.entries[place.entry].bytes_of(buffer, layout.dtype))
+                    write(buffer[place.span])
             written = time.perf_counter()
             target.copy_(source)
             copied = time.perf_counter()

@@ -145,7 +145,7 @@ def goals(result: Result) -> dict[str, Result]:
     if "step" in result:
         found["share of a step"] = goal(result["step"]["share"], 0.02)
     if "kimi" in result:
-        found["seconds a rank, Kimi-K2 at PP 8"] = goal(result["kimi"]["total"], 1.0)
+        found["seconds a rank, Kimi-K2 at PP 8"] = goal(result["kimi"]["total"], 0.5)
     if "effect" in result:
         ratios = result["effect"]["on_over_off"]
         found["mismatch KL, on / off"] = goal(ratios["kl"], 0.5)

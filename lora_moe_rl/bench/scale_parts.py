@@ -14,7 +14,7 @@ import numpy as np
 from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.micro_batches import plan_for
-from lora_moe_rl.data.packing import pack
+from lora_moe_rl.data.packing import MicroBatch, pack
 from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
 from lora_moe_rl.data.shares import shares
 
@@ -152,7 +152,15 @@ def plan(size: Size) -> Work:
 def packing(size: Size) -> Work:
     made = batch_of(size)
     mine = _plan(made, size)[0]
-    return lambda: [pack(made, chunk, 1) for chunk in mine]
+
+    def work() -> list[MicroBatch]:
+        packed = [pack(made, chunk, 1) for chunk in mine]
+        for one in packed:  # what the trainer asks each for
+            _ = one.positions, one.rows, one.sample_of, one.copies
+            _ = one.input_ids[one.fed].astype(np.int64), one.labels.astype(np.int64)
+        return packed
+
+    return work
 
 
 def routes(size: Size) -> Work:

@@ -14,14 +14,15 @@ from lora_moe_rl.data.samples import NOT_SAMPLED
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One packed micro-batch as numpy arrays; every array has T entries, entry t of which tells of
-    the token that is predicted at t.
+    """One packed micro-batch as numpy arrays; those of tokens have T entries, entry t of which
+    tells of the token that is predicted at t. What follows from the samples is made when it is
+    asked for: a step has many micro-batches, and one of them is worked on at a time.
 
-    `rows` are rows of the route table (-1: none), `sample_of` numbers of samples (-1: padding),
-    `response` marks tokens after a prompt, each in the part whose own it is; `weights` is above 0
-    for those in the loss. `copies`: int64, how many times each token's sample stands in the loss;
-    0 for padding. `starts`: int64 `[samples + 1]`, where each sample begins, and where the
-    padding does; `cu_seqlens` has every part as a sequence.
+    `input_ids` and `labels`: int32. `response` marks tokens after a prompt, each in the part whose
+    own it is; `weights` is above 0 for those in the loss. `starts`: int64 `[samples + 1]`, where
+    each sample begins, and where the padding does; `cu_seqlens` has every part as a sequence.
+    `first_rows` and `copies_of`: int64 `[samples]`, the first row of each in the route table, and
+    how many times it stands in the loss.
 
     `fed`: int64 `[F]`, the entries whose tokens the model is fed, in turn: all but prompts that a
     sample before them feeds. `fed_at`: int64 `[T]`, which of those stands for each entry.
@@ -30,17 +31,15 @@ class MicroBatch:
     samples: tuple[int, ...]
     input_ids: np.ndarray
     labels: np.ndarray
-    positions: np.ndarray
     cu_seqlens: np.ndarray
-    rows: np.ndarray
-    sample_of: np.ndarray
     response: np.ndarray
     rollout_logprobs: np.ndarray
     versions: np.ndarray
     advantages: np.ndarray
     weights: np.ndarray
-    copies: np.ndarray
     starts: np.ndarray
+    first_rows: np.ndarray
+    copies_of: np.ndarray
     fed: np.ndarray
     fed_at: np.ndarray
 
@@ -57,7 +56,7 @@ class MicroBatch:
     @property
     def counted(self) -> np.ndarray:
         """bool [T], False for padding."""
-        return self.sample_of >= 0
+        return np.arange(len(self.labels)) < self.starts[-1]
 
     @property
     def places(self) -> np.ndarray:
@@ -65,6 +64,27 @@ class MicroBatch:
         padding."""
         lengths = np.diff(self.starts, append=len(self.labels))
         return np.repeat(np.arange(len(lengths)), lengths)
+
+    @property
+    def sample_of(self) -> np.ndarray:
+        """int64 [T], the number of each token's sample; -1 for padding."""
+        return np.append(np.array(self.samples, np.int64), -1)[self.places]
+
+    @property
+    def copies(self) -> np.ndarray:
+        """int64 [T], how many times each token's sample stands in the loss; 0 for padding."""
+        return np.append(self.copies_of, 0)[self.places]
+
+    @property
+    def rows(self) -> np.ndarray:
+        """int64 [T], each token's row in the route table; -1 for padding."""
+        shifts = np.append(self.first_rows - self.starts[:-1], 0)[self.places]
+        return np.where(self.counted, np.arange(len(shifts)) + shifts, -1)
+
+    @property
+    def positions(self) -> np.ndarray:
+        """int64 [T], of each token in its sequence."""
+        return _positions(self.cu_seqlens)
 
     @property
     def max_seqlen(self) -> int:
@@ -90,14 +110,11 @@ def pack(batch: TrainBatch, samples: Sequence[int], multiple: int, at_least: int
     padding = [size - total] if size > total else []
     lengths = [*(len(ids) - 1 for ids in tokens), *padding]
     cu_seqlens = np.cumsum([0, *lengths])
-    positions = np.arange(size) - np.repeat(cu_seqlens[:-1], lengths)
     predicting = [first - 1 for _, first, _ in sequences]  # the position of the first own token
     own = np.repeat(np.array([*predicting, *(size for _ in padding)], np.int64), lengths)
     begins, ends = cu_seqlens[: len(tokens)].tolist(), cu_seqlens[1 : len(tokens) + 1].tolist()
     of_own = [begin + position for begin, position in zip(begins, predicting, strict=True)]
     starts = cu_seqlens[np.cumsum([0, *map(len, parts)])]
-    places = np.repeat(np.arange(len(starts)), np.diff(starts, append=size))
-    rows = np.append(batch.offsets[numbers], 0)[places] + np.arange(size) - starts[places]
     begin = dict(zip(samples, starts.tolist(), strict=False))
     shared = [
         (begin[sample], begin[leader], int(batch.prompt_lengths[sample]))
@@ -113,27 +130,33 @@ def pack(batch: TrainBatch, samples: Sequence[int], multiple: int, at_least: int
 
     return MicroBatch(
         samples=tuple(samples),
-        input_ids=_placed(size, (ids[:-1] for ids in tokens), begins, ends, 0, np.int64),
-        labels=_placed(size, (ids[1:] for ids in tokens), begins, ends, 0, np.int64),
-        positions=positions,
+        input_ids=_placed(size, (ids[:-1] for ids in tokens), begins, ends, 0, np.int32),
+        labels=_placed(size, (ids[1:] for ids in tokens), begins, ends, 0, np.int32),
         cu_seqlens=cu_seqlens.astype(np.int32),
-        rows=np.where(places < len(numbers), rows, -1),
-        sample_of=np.append(numbers, -1)[places],
-        response=positions >= own,
+        response=_positions(cu_seqlens) >= own,
         rollout_logprobs=stream(batch.logprobs, 0, np.float32),
         versions=stream(batch.versions, NOT_SAMPLED, np.int32),
         advantages=stream(batch.advantages, 0, np.float32),
         weights=stream(batch.weights, 0, np.float32),
-        copies=np.append(batch.copies[numbers], 0)[places],
         starts=starts,
+        first_rows=batch.offsets[numbers],
+        copies_of=batch.copies[numbers],
         fed=fed,
         fed_at=fed_at,
     )
 
 
+def _positions(cu_seqlens: np.ndarray) -> np.ndarray:
+    """int64 `[T]`, of each token in its sequence."""
+    return np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
+
+
 def _fed(size: int, shared: Sequence[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray]:
     """Which entries are fed, and which of these stands for each. `shared`: where a prompt begins
     that is not fed, where the same one begins that is, and how long it is."""
+    if not shared:
+        every = np.arange(size)
+        return every, every
     own = np.ones(size, dtype=bool)
     for start, _, length in shared:
         own[start : start + length] = False

@@ -242,7 +242,7 @@ class TrainingEngine:
         else:
             self.replay.install_recorded(chunk, work.recorded)
         output = model(
-            input_ids=as_tensor(data.input_ids[data.fed], device)[None],
+            input_ids=as_tensor(data.input_ids[data.fed].astype(np.int64), device)[None],
             position_ids=as_tensor(data.positions[data.fed], device)[None],
             attention_mask=None,
             packed_seq_params=packed_params(data, self.device),

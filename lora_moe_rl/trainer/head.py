@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
@@ -58,7 +59,7 @@ class Head:
             # A rank's gradient is of its part of the vocabulary: the backward sums them.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         data, device = context.data, hidden.device
-        labels = on_device(torch.from_numpy(data.labels), device)
+        labels = on_device(torch.from_numpy(data.labels.astype(np.int64)), device)
         response = data.response.nonzero()[0]
         rows, fed_at = (
             on_device(torch.from_numpy(one), device) for one in (response, data.fed_at[response])

@@ -134,7 +134,7 @@ def faults(worker, spec):
 
     install = engine.replay.install
     engine.replay.install = lambda chunk, routes, *rest: install(
-        chunk, dataclasses.replace(routes, rows=np.roll(routes.rows, 1, axis=0)), *rest
+        chunk, dataclasses.replace(routes, pieces=(np.roll(routes.rows(), 1, axis=0),)), *rest
     )
     attempt("installed one token late")
     engine.replay.install = install
@@ -212,10 +212,11 @@ def test_only_references_pass_through_the_controller(ray_session):
 
 
 def spread_of_padding(worker, spec):
-    from lora_moe_rl.kernels.route_codec import RowLayout
-    from lora_moe_rl.router_replay.replay import _spread
+    from lora_moe_rl.kernels.route_codec import RowLayout, naive
+    from lora_moe_rl.router_replay.routes import _spread
 
-    return [_spread(n, RowLayout(1, 3, 8)).tolist() for n in (1, 5, 16)]
+    layout = RowLayout(1, 3, 8)
+    return [naive.unpack(_spread(n, layout), layout)[:, 0].tolist() for n in (1, 5, 16)]
 
 
 def test_padding_goes_to_all_experts_equally_often(model):

@@ -71,7 +71,7 @@ def test_each_goal_can_be_missed(missed):
 def test_a_missed_goal_is_shown(capsys):
     conclude(result_of(kimi={"total": 1.1}), False, replay_report.parts)
     shown = capsys.readouterr().out
-    assert "seconds a rank, Kimi-K2 at PP 8: 1.1, at most 1: missed" in shown
+    assert "seconds a rank, Kimi-K2 at PP 8: 1.1, at most 0.5: missed" in shown
     assert shown.count(": met") == 5
 
 

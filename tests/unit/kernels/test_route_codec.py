@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kernel_cases import DEVICE, INTERPRETER, KERNEL, poison_empty
 
 from lora_moe_rl.kernels.route_codec import RowLayout, naive, op, pack_array, unpack_array
-from lora_moe_rl.kernels.route_codec.op import pack, routing_map, unpack
+from lora_moe_rl.kernels.route_codec.op import layer_ids, pack, routing_map, unpack
 
 LAYOUTS = [
     RowLayout(3, 2, 8),  # 18 bits: rows end within a byte
@@ -50,6 +50,17 @@ def test_packs_and_unpacks_as_the_reference(monkeypatch, layout):
     assert np.array_equal(got.cpu().numpy(), ids)
 
 
+@pytest.mark.parametrize("layout", [*LAYOUTS, RowLayout(8, 8, 384), RowLayout(3, 6, 64)], ids=str)
+def test_one_layer_unpacks_as_the_reference(monkeypatch, layout):
+    ids = random_ids(layout)
+    packed = torch.from_numpy(naive.pack(ids, layout)).to(DEVICE)
+    poison_empty(monkeypatch)
+    for layer in range(layout.num_layers):
+        got = layer_ids(packed, layer, layout, KERNEL)
+        assert got.dtype == torch.int64
+        assert np.array_equal(got.cpu().numpy(), ids[:, layer])
+
+
 @pytest.mark.skipif(INTERPRETER, reason="of numpy")
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
@@ -65,6 +76,9 @@ def test_arrays_of_any_layout(layers, top_k, experts, tokens):
     assert np.array_equal(packed, naive.pack(ids, layout))
     got = unpack_array(packed, layout)
     assert np.array_equal(got, ids) and got.dtype == (np.uint16 if experts > 256 else np.uint8)
+    rows = torch.from_numpy(packed)
+    for layer in range(layers):
+        assert np.array_equal(layer_ids(rows, layer, layout), ids[:, layer])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:5], ids=str)
@@ -149,6 +163,8 @@ def test_meta_tensors_and_compile():
         (lambda p: unpack_array(np.zeros((2, 4), np.uint8), LAYOUTS[0]), r"not \(tokens, 3\)"),
         (lambda p: RowLayout(1, 1, 2**16), "experts 1 to 32768"),
         (lambda p: routing_map(p, 3, LAYOUTS[0], torch.zeros(2, 8)), "layer 3 is not one of the 3"),
+        (lambda p: layer_ids(p, -1, LAYOUTS[0]), "layer -1 is not one of the 3"),
+        (lambda p: layer_ids(p[:, :2], 0, LAYOUTS[0]), r"not \(tokens, 3\)"),
         (lambda p: routing_map(p, 0, LAYOUTS[0], torch.zeros(2, 9)), r"it is \(2, 8\)"),
     ],
 )

@@ -46,7 +46,7 @@ def test_what_is_used_counts_replayed_or_not_and_padding_does_not():
     free = torch.tensor([False, True, False, False, False, False])
     layer = layer_of()
     layer.known = known
-    layer.set_target(torch.from_numpy(TARGET), known & ~free, free)
+    layer.set_target(lambda: torch.from_numpy(TARGET), known & ~free, free)
     used = forward(layer)
     assert (used[1] == OWN[1]).all() and (used[2] == TARGET[2]).all()
     assert layer.loads.tolist() == counts(used[:4])
@@ -69,7 +69,7 @@ def test_forwards_that_are_not_the_policys_in_training_do_not_count():
 
 def test_a_forward_that_is_recomputed_in_backward_counts_once():
     layer = layer_of("full")
-    layer.set_target(torch.from_numpy(TARGET))
+    layer.set_target(lambda: torch.from_numpy(TARGET))
     with torch.no_grad():
         forward(layer)
     forward(layer)

@@ -11,6 +11,7 @@ import written_policy
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.packing import pack
 from lora_moe_rl.errors import ReplayError
+from lora_moe_rl.kernels.route_codec import naive
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.router_replay.travel import join, send
 
@@ -106,8 +107,22 @@ def test_a_micro_batch_has_the_same_rows_however_its_samples_were_cut(one_rank):
         found.check_missing("error")
         found.fetch([0, 1, 2])
     for one, other in zip(whole.micro(data), turned.micro(data), strict=True):
-        np.testing.assert_array_equal(one.rows, other.rows)
-        assert other.rows.any() and other.valid is None
+        np.testing.assert_array_equal(one.rows(), other.rows())
+        assert other.rows().any() and other.valid is None
+
+
+def test_padding_goes_to_all_experts_equally_often(one_rank):
+    batch = TrainBatch.from_sequences(SEQUENCES)
+    data = pack(batch, [1], multiple=5)  # two tokens are fed of it
+    routes = one_rank.Routes([send(written_policy.table_of(SEQUENCES), PIECES)], PIECES)
+    routes.fetch([1])
+    for layers, micro in zip(PIECES, routes.micro(data), strict=True):
+        assert micro.known.tolist() == [True, True, False, False, False]
+        ids = naive.unpack(micro.rows(), micro.layout)[2:]
+        for column in range(len(layers)):
+            used = np.bincount(ids[:, column].ravel(), minlength=written_policy.EXPERTS)
+            assert used.max() - used.min() <= 1
+            assert all(len(set(row)) == len(row) for row in ids[:, column].tolist())
 
 
 def test_a_token_of_a_later_turn_without_routes_is_named(one_rank):
