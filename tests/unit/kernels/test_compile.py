@@ -17,7 +17,7 @@ INTS = {
     *("stride_ut", "stride_vt", "stride_de", "stride_dm", "stride_dn"),
     *("stride_ae", "stride_ar", "stride_ai", "stride_be", "stride_bo", "stride_br"),
     *("stride_pe", "stride_se"),
-    *("T", "num_bytes", "num_ids", "first_id", "stride_st"),
+    *("T", "num_bytes", "num_ids", "first_id", "first_bit", "stride_st"),
 }
 POINTERS = {
     "counts": "i64",
