@@ -8,8 +8,8 @@ axis is one collective for all of them.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -59,31 +59,30 @@ class Gradients:
                 mine = [p for x in layers if x.kind == kind for p in x.parameters_of(tensor)]
                 if mine:
                     self.parameters[kind, tensor] = mine
-        alike: dict[tuple[Axis, ...], list[tuple[Kind, str]]] = defaultdict(list)
-        for kind, tensor in self.parameters:
-            alike[layout.table[kind][tensor].reduce].append((kind, tensor))
-        self.summed: dict[tuple[Axis, ...], torch.Tensor] = {}  # by the axes they are summed over
-        parts: dict[tuple[Kind, str], torch.Tensor] = {}
-        for axes, keys in alike.items():
-            self.summed[axes], of_keys = _buffer([self.parameters[key] for key in keys])
-            parts |= zip(keys, of_keys, strict=True)
-        self.flat = {key: parts[key] for key in self.parameters}
+        in_turn = sorted(self.parameters, key=self._axes)  # what is summed alike is neighbours
+        self.whole, spans = _buffer([self.parameters[key] for key in in_turn])
+        self.spans = dict(zip(in_turn, spans, strict=True))
+        self.flat = {key: self.whole[self.spans[key]] for key in self.parameters}
+
+    def _axes(self, key: tuple[Kind, str]) -> tuple[Axis, ...]:
+        kind, tensor = key
+        return self.layout.table[kind][tensor].reduce
 
     def zero(self) -> None:
-        for flat in self.summed.values():
-            flat.zero_()
+        self.whole.zero_()
 
     def reduce(self) -> None:
         """Sums over ranks as the table says. All ranks of a stage call it together."""
         self._check_views()
-        for axes, flat in self.summed.items():
+        for axes, alike in itertools.groupby(self.spans, self._axes):
+            first, *more = (self.spans[key] for key in alike)
+            flat = self.whole[first.start : (more[-1] if more else first).stop]
             for axis in axes:
                 if self.layout.place(axis)[1] > 1:
                     dist.all_reduce(flat, group=group_of(axis))
 
     def scale(self, factor: float | torch.Tensor) -> None:
-        for flat in self.summed.values():
-            flat.mul_(factor)
+        self.whole.mul_(factor)
 
     def norm(self) -> float:
         """Of the whole adapter's gradient: every element counts once. The same on all ranks; NaN or
@@ -133,19 +132,17 @@ class Gradients:
                     )
 
 
-def _buffer(
-    lists: Sequence[list[torch.nn.Parameter]],
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """A buffer for the gradients of all these parameters, and the part of it that is each list's.
-    Each parameter gets its gradient there."""
-    sizes = [sum(p.numel() for p in parameters) for parameters in lists]
-    flat = torch.zeros(sum(sizes), device=lists[0][0].device)
-    parts = flat.split(sizes)
-    for parameters, part in zip(lists, parts, strict=True):
-        views = part.split([p.numel() for p in parameters])
-        for parameter, view in zip(parameters, views, strict=True):
-            parameter.grad = view.view_as(parameter)
-    return flat, parts
+def _buffer(lists: Sequence[list[torch.nn.Parameter]]) -> tuple[torch.Tensor, list[slice]]:
+    """A buffer for the gradients of all these parameters, which get them there, and the span of it
+    that is each list's."""
+    every = [parameter for parameters in lists for parameter in parameters]
+    sizes = [parameter.numel() for parameter in every]
+    device = every[0].device if every else _default_device()
+    whole = torch.zeros(sum(sizes), device=device)
+    for parameter, view in zip(every, whole.split(sizes) if every else (), strict=True):
+        parameter.grad = view.view_as(parameter)
+    ends = list(itertools.accumulate(sum(p.numel() for p in parameters) for parameters in lists))
+    return whole, [slice(*ends) for ends in itertools.pairwise([0, *ends])]
 
 
 @functools.cache

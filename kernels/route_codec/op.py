@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lora_moe_rl.kernels import backend
-from lora_moe_rl.kernels.route_codec import arrays
+from lora_moe_rl.kernels.route_codec import arrays, cpu_path
 from lora_moe_rl.kernels.route_codec.layout import RowLayout
 
 
@@ -140,36 +138,21 @@ def _routing_map_op(
 
 
 def _layer_ids(packed: Tensor, layer: int, layout: RowLayout) -> Tensor:
-    """int64 `[T, top_k]` of one layer, on the CPU: all ids out of one 64-bit word of each row, but
-    for those that end beyond it, which come out of words of their own."""
-    rows = packed.cpu().numpy()
-    if layout.row_bytes < 8:
-        rows = np.pad(rows, ((0, 0), (0, 8 - layout.row_bytes)))
-    byte, shifts, later = _places(layer, layout)
-    ids = torch.from_numpy(_words(rows, byte).copy()).unsqueeze(1) >> shifts
-    for k, byte, shift in later:
-        np.right_shift(_words(rows, byte), shift, out=ids.numpy()[:, k])
-    return ids.bitwise_and_((1 << layout.bits) - 1).to(packed.device)
+    """int64 `[T, top_k]` of one layer, without Triton."""
+    if packed.device.type == "cpu":
+        return cpu_path.layer_ids(packed, layer, layout)
+    return _layer_ids_on_device(packed, layer, layout)
 
 
-@lru_cache
-def _places(layer: int, layout: RowLayout) -> tuple[int, Tensor, list[tuple[int, int, int]]]:
-    """(The byte where a word begins, the bit of the word where each id begins, and of each id that
-    ends beyond the word its number, and where in which word of its own it begins.)"""
-    begins = [(layer * layout.top_k + k) * layout.bits for k in range(layout.top_k)]
-    last = max(0, layout.row_bytes - 8)
-    byte, *own = (min(bit // 8, last) for bit in begins)
-    later = [
-        (k, at, bit - 8 * at)
-        for k, (at, bit) in enumerate(zip(own, begins[1:], strict=True), start=1)
-        if bit + layout.bits > 8 * byte + 64
-    ]
-    return byte, torch.tensor(begins).sub_(8 * byte).clamp_(max=63), later
-
-
-def _words(rows: np.ndarray, byte: int) -> np.ndarray:
-    """int64 `[T]`, a view of eight bytes of each row."""
-    return rows[:, byte : byte + 8].view("<i8")[:, 0]
+def _layer_ids_on_device(packed: Tensor, layer: int, layout: RowLayout) -> Tensor:
+    bits = layout.bits
+    bit = (layer * layout.top_k + torch.arange(layout.top_k, device=packed.device)) * bits
+    byte, last = bit // 8, layout.row_bytes - 1
+    value = torch.zeros(packed.shape[0], layout.top_k, dtype=torch.int64, device=packed.device)
+    for i in range(3):  # 7 bits before it and up to 15 of its own
+        # Beyond the row the last byte is read again, into bits that are cut off.
+        value |= packed[:, (byte + i).clamp(max=last)].to(torch.int64) << 8 * i
+    return (value >> bit % 8) & ((1 << bits) - 1)
 
 
 # Opaque to torch.compile, with shapes for it and for meta tensors.

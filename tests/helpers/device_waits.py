@@ -27,7 +27,11 @@ READS = {
     "__bool__", "__float__", "__int__", "__index__", "__array__", "is_nonzero",
 }  # fmt: skip
 # Copies to the device without a wait on a GPU, and takes another way on the CPU.
-NOT_ON_A_GPU = ("kernels/backend.py", "kernels/grouped_lora/torch_path.py")
+NOT_ON_A_GPU = (
+    "kernels/backend.py",
+    "kernels/grouped_lora/torch_path.py",
+    "kernels/route_codec/cpu_path.py",
+)
 
 
 class Places:

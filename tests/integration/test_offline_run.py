@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 
 import pytest
 from cli_run import RECIPE, ROOT, CliRun
@@ -56,7 +57,8 @@ def warm(tmp_path_factory) -> Iterator[Finished]:
 
 def test_the_loss_falls_and_no_engine_has_started(warm):
     losses = [record["loss/nll"] for record in warm.records]
-    assert len(losses) == STEPS and losses[-1] < 0.75 * losses[0], losses
+    first, last = mean(losses[:2]), mean(losses[-4:])  # a step's 64 rows alone are off by a fourth
+    assert len(losses) == STEPS and last < 0.7 * first, losses
     assert [record["adapter/version"] for record in warm.records] == list(range(STEPS))
     assert "no engines: algorithm=sft learns from the rows' own answers" in warm.output
     assert "engine-0" not in warm.output and "vllm" not in warm.output.lower()

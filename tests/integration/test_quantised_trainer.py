@@ -55,8 +55,8 @@ def pair(name: str, form: Form = "int4") -> tuple[Path, Path]:
 
 
 @cache
-def of_plain(name: str, form: Form):
-    return of(pair(name, form)[1])
+def of_plain(name: str, form: Form, layout: str = "tp1"):
+    return of(pair(name, form)[1], **LAYOUTS[layout])
 
 
 def numbers(worker, spec):
@@ -100,10 +100,13 @@ def difference(a, b) -> float:
 @pytest.mark.parametrize(("form", "name", "layout"), CASES)
 def test_the_numbers_are_those_of_the_dequantised_model(form, name, layout):
     gradients, scored, results = of(pair(name, form)[0], **LAYOUTS[layout])
-    expected, plain_scored, plain_results = of_plain(name, form)
+    expected, plain_scored, plain_results = of_plain(name, form, layout)
     assert sum(r["linears"] for r in results) and not plain_results[0]["linears"]
-    assert np.abs(scored - plain_scored).max() < (5e-6 if "2" in layout else 1e-6)
+    assert np.abs(scored - plain_scored).max() < 1e-6
     assert difference(gradients, expected) < 1e-6
+    one_rank, one_rank_scored, _ = of_plain(name, form)  # whose sums are not over ranks
+    assert np.abs(scored - one_rank_scored).max() < (5e-6 if "2" in layout else 1e-6)
+    assert difference(gradients, one_rank) < (2e-6 if "2" in layout else 1e-6)
 
 
 def test_in_bfloat16_to_the_bit():

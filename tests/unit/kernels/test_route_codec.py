@@ -79,6 +79,8 @@ def test_arrays_of_any_layout(layers, top_k, experts, tokens):
     rows = torch.from_numpy(packed)
     for layer in range(layers):
         assert np.array_equal(layer_ids(rows, layer, layout), ids[:, layer])
+        on_device = op._layer_ids_on_device(rows, layer, layout)  # a device without Triton
+        assert np.array_equal(on_device, ids[:, layer])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:5], ids=str)
