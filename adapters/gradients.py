@@ -75,8 +75,8 @@ class Gradients:
         """Sums over ranks as the table says. All ranks of a stage call it together."""
         self._check_views()
         for axes, alike in itertools.groupby(self.spans, self._axes):
-            first, *more = (self.spans[key] for key in alike)
-            flat = self.whole[first.start : (more[-1] if more else first).stop]
+            spans = [self.spans[key] for key in alike]
+            flat = self.whole[spans[0].start : spans[-1].stop]
             for axis in axes:
                 if self.layout.place(axis)[1] > 1:
                     dist.all_reduce(flat, group=group_of(axis))

@@ -153,22 +153,22 @@ class Sample:
     @cached_property
     def response_ids(self) -> np.ndarray:
         """int32 [R], with the token that ended it."""
-        return self._stream("token_ids", np.int32)
+        return self._stream("token_ids")
 
     @cached_property
     def mask(self) -> np.ndarray:
         """bool [R], True for tokens that may be in the loss."""
-        return self._stream("mask", bool)
+        return self._stream("mask")
 
     @cached_property
     def logprobs(self) -> np.ndarray:
         """float32 [R]."""
-        return self._stream("logprobs", np.float32)
+        return self._stream("logprobs")
 
     @cached_property
     def versions(self) -> np.ndarray:
         """int32 [R], NOT_SAMPLED for tokens that no policy sampled."""
-        return self._stream("versions", np.int32)
+        return self._stream("versions")
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -189,11 +189,11 @@ class Sample:
     def truncated(self) -> bool:
         return self.finish_reason == "length"
 
-    def _stream(self, name: str, dtype: Any) -> np.ndarray:
+    def _stream(self, name: str) -> np.ndarray:
         parts = [getattr(segment, name) for segment in self.segments[1:]]
         if len(parts) == 1:  # of a single turn, as it is
             return parts[0]
-        return np.concatenate(parts) if parts else np.zeros(0, dtype)
+        return np.concatenate(parts) if parts else np.zeros(0, STREAMS[name])
 
 
 @dataclass(frozen=True)

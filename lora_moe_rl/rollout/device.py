@@ -13,7 +13,9 @@ from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.untrusted import read_json
 from lora_moe_rl.models import quantised
 from lora_moe_rl.rollout.facts import Dtype, served_module, slot_rank, step_tokens
+from lora_moe_rl.rollout.late_inductor import import_vllm
 from lora_moe_rl.rollout.vllm_plugin import ENGINE_VARIABLE, HELD_VARIABLE, RANKS_VARIABLE
+from lora_moe_rl.upstream.transformers_import import import_transformers
 from lora_moe_rl.upstream.versions import installed
 
 GIB = 2**30
@@ -103,6 +105,17 @@ def serving_dtype(config: RunConfig, cpu: bool) -> Dtype:
     if config.trainer.dtype != "auto":
         return config.trainer.dtype
     return "float32" if cpu else "bfloat16"
+
+
+def prepare(config: RunConfig) -> bool:
+    """Imports what comes before all else in an engine's process, and prepares its environment.
+    Returns whether vLLM is its CPU build. Raises ConfigError when vLLM is not the version we
+    know."""
+    import_transformers()
+    import_vllm()
+    cpu = is_cpu()
+    prepare_environment(config, cpu)
+    return cpu
 
 
 def prepare_environment(config: RunConfig, cpu: bool) -> None:

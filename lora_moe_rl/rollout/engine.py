@@ -39,13 +39,11 @@ from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
 from lora_moe_rl.rollout import device as engine_device
 from lora_moe_rl.rollout import dp_ranks, outputs
 from lora_moe_rl.rollout.in_flight import Piece, Question
-from lora_moe_rl.rollout.late_inductor import import_vllm
 from lora_moe_rl.rollout.spread import Meeting, meeting_at, spread_args
 from lora_moe_rl.rollout.vllm_engine import VllmEngine
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.router_replay.travel import SentRoutes, send, taken_apart
 from lora_moe_rl.telemetry.clock import Clock
-from lora_moe_rl.upstream.transformers_import import import_transformers
 from lora_moe_rl.upstream.uncollected import uncollected
 
 SLOT_POLL_S = 0.005
@@ -89,10 +87,7 @@ class RolloutEngine(VllmEngine):
         Raises ConfigError when vLLM is not the version we know."""
         started = time.perf_counter()
         with uncollected():
-            import_transformers()
-            import_vllm()
-            cpu = engine_device.is_cpu()
-            engine_device.prepare_environment(self.config, cpu)
+            cpu = engine_device.prepare(self.config)
             import vllm
             from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -19,9 +19,7 @@ from lora_moe_rl.cluster.log import redirect
 from lora_moe_rl.config import RolloutConfig, RunConfig
 from lora_moe_rl.refit.transports import place
 from lora_moe_rl.rollout import device as engine_device
-from lora_moe_rl.rollout.late_inductor import import_vllm
 from lora_moe_rl.upstream.checks import require_parameters, require_version
-from lora_moe_rl.upstream.transformers_import import import_transformers
 from lora_moe_rl.upstream.uncollected import uncollected
 
 WHO = "lora_moe_rl/rollout/spread.py"
@@ -73,10 +71,7 @@ class RanksOfEngine:
         """Starts the processes, which load the model once they have met the front. Returns where
         they run, see `place`."""
         with uncollected():
-            import_transformers()
-            import_vllm()
-            cpu = engine_device.is_cpu()
-            engine_device.prepare_environment(self.config, cpu)
+            cpu = engine_device.prepare(self.config)
             import vllm
             from vllm.v1.engine.utils import CoreEngineProcManager
             from vllm.v1.executor import Executor
