@@ -23,6 +23,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from lora_moe_rl.bench import trl_step
+from lora_moe_rl.bench.cpu import CpuPerStep
 from lora_moe_rl.bench.recipe_run import run as run_recipe
 from lora_moe_rl.bench.report import BUSY, busy_cores, conclude, cores, temporary
 from lora_moe_rl.config import RunConfig
@@ -97,10 +98,10 @@ def measure(
     parameters = make_model(folder / "model")
     ahead = config.schedule.lag + 1
     write_prompts(folder / "prompts.jsonl", work.prompts * (WARMUP + steps + ahead))
-    with contextlib.redirect_stdout(sys.stderr):
+    metrics = config.run_dir / "metrics.jsonl"
+    with contextlib.redirect_stdout(sys.stderr), CpuPerStep(metrics, WARMUP, WARMUP + steps) as cpu:
         run(config)
-    records = read_steps(config.run_dir / "metrics.jsonl")
-    found = figures(records, steps, work)
+    found = figures(read_steps(metrics), steps, work) | {"cpu_seconds": cpu.seconds}
     return {"parameters": parameters, "busy_cores_before": busy, "settings": [*settings]} | found
 
 
@@ -278,6 +279,9 @@ def parts(result: dict[str, Any]) -> Iterator[Any]:
         f"{result['lora_rank']}, {result['cores']} cores{', '.join(['', *result['settings']])}"
     )
     yield table(result)
+    if taken := result["cpu_seconds"]:
+        by = ", ".join(f"{who} {seconds:.3f}" for who, seconds in taken.items())
+        yield f"of a core a step takes {sum(taken.values()):.3f} s: {by}"
     worst = ", ".join(f"{name} {value:.3g}" for name, value in result["worst"].items())
     yield f"at worst: {worst}; the adapter version grew by one a step"
     if result["trl"] is None:

@@ -84,7 +84,8 @@ class VllmEngine:
         where = {} if rank is None else {"data_parallel_rank": rank}
         self.running[key] = self.running.get(key, 0) + 1
         final = None
-        prompt: Any = {"prompt_token_ids": [int(token) for token in token_ids]}
+        # As vLLM's renderer gives it, which has nothing to do here and would do it in a thread.
+        prompt: Any = {"type": "token", "prompt_token_ids": [int(token) for token in token_ids]}
         if cache_salt is not None:
             prompt["cache_salt"] = cache_salt
         try:

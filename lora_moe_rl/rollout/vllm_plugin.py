@@ -1,9 +1,9 @@
 """vLLM's entry point `vllm.general_plugins`: runs in every vLLM process before anything else.
 
-It does nothing unless the process belongs to one of our engines. There `gathered_outputs` spares
-what streaming costs. Where an engine's experts are spread over data-parallel ranks, vLLM loses
-adapters: `dp_lora` mends that. Its GPU build needs no other mend; its CPU build lacks eight things,
-each mended in a file of its own:
+It does nothing unless the process belongs to one of our engines. There `gathered_outputs` and
+`gathered_requests` spare what streaming costs, and a message a request. Where an engine's experts
+are spread over data-parallel ranks, vLLM loses adapters: `dp_lora` mends that. Its GPU build needs
+no other mend; its CPU build lacks eight things, each mended in a file of its own:
 
     cpu_lora     LoRA on linears, right in batches that mix adapters and the base
     cpu_experts  LoRA on routed experts
@@ -33,9 +33,10 @@ def register() -> None:
     keep_no_semaphore()
     from vllm.platforms import current_platform
 
-    from lora_moe_rl.rollout import gathered_outputs
+    from lora_moe_rl.rollout import gathered_outputs, gathered_requests
 
     gathered_outputs.install()
+    gathered_requests.install()
     if os.environ.get(RANKS_VARIABLE, "1") != "1":
         from lora_moe_rl.rollout import dp_lora
 
