@@ -125,6 +125,9 @@ class Receiver(Worker):
         """Checks the boxes of a part, and begins to write them."""
         layout, places = self._refit_layouts[part.source], self._refit_places[part.source]
         buffer = self._refit_incoming.open(layout, part)
+        if not isinstance(buffer, np.ndarray):
+            self._refit_copy(part, slot, buffer)
+            return
         locked = self._refit_sources.locked(part.source, buffer)
         # Each box is written just after its check: while it is in the processor's cache.
         for place, write in zip(places, self._refit_writers(part.source, slot), strict=True):
@@ -133,6 +136,13 @@ class Receiver(Worker):
             write(data)
         if not locked:  # the buffer may go with this call
             self._refit_copies.wait()
+
+    def _refit_copy(self, part: SentPart, slot: int, memory: torch.Tensor) -> None:
+        """The same of a part that is on a device."""
+        layout, places = self._refit_layouts[part.source], self._refit_places[part.source]
+        parts.check_received(layout, part, memory, [place.entry for place in places])
+        for place, values in _values(layout, places, memory):
+            place.buffer[slot][place.window].copy_(values)
 
     def _refit_writers(self, source: int, slot: int) -> list[Writer]:
         """What writes each box of a part into a slot; made once."""
@@ -170,7 +180,7 @@ class Receiver(Worker):
             buffer = self._refit_incoming.open(layout, part)
             for place, values in _values(layout, self._refit_places[part.source], buffer):
                 held = place.buffer[slot][place.window]
-                if not torch.equal(held.cpu(), values.expand_as(held)):
+                if not torch.equal(held.cpu(), values.cpu().expand_as(held)):
                     differing.append(layout.entries[place.entry].tensor)
         return {"differing": differing}
 
@@ -240,9 +250,9 @@ def _check_shape(tensor: str, matrix: str, shape: tuple[int, ...], buffer: tuple
 
 
 def _values(
-    layout: PartLayout, places: Sequence[Place], buffer: np.ndarray
+    layout: PartLayout, places: Sequence[Place], memory: np.ndarray | torch.Tensor
 ) -> Iterator[tuple[Place, torch.Tensor]]:
     """Each place with what is to be there."""
-    whole = torch.from_numpy(buffer).view(getattr(torch, layout.dtype))
+    whole = torch.as_tensor(memory).view(getattr(torch, layout.dtype))
     for place in places:
         yield place, layout.entries[place.entry].view(whole)

@@ -46,7 +46,13 @@ class Slots:
 
     def __init__(self, manager: LRUCacheLoRAModelManager):
         check_vllm()
-        names = ("_registered_adapters", "_active_adapters", "lora_index_to_id", "modules", "device")
+        names = (
+            "_registered_adapters",
+            "_active_adapters",
+            "lora_index_to_id",
+            "modules",
+            "device",
+        )
         require_attributes(manager, names, WHO)
         self.manager = manager
         self.clean: set[int] = set()  # slots that hold nothing but what we write each time

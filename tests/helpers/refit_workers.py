@@ -15,6 +15,8 @@ from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import AdapterConfig, TrainerConfig
 from lora_moe_rl.refit import parts
+from lora_moe_rl.refit.transports import Channel
+from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
 
 SLOTS, SLOT_RANK = 2, 8
 DIRT = 7.0  # what a slot may hold before: of vLLM's own loader, of another adapter
@@ -73,11 +75,12 @@ def make_manager(layouts):
 class Worker:
     """A worker of rank 0 that is prepared for an adapter of rank 4, and the trainer that sends."""
 
-    def __init__(self):
+    def __init__(self, channel: Channel = SHARED_MEMORY):
         from lora_moe_rl.refit.receiver import Receiver
 
         shape = ModelShape.from_hf_config(shrunk(QWEN3_30B_A3B) | {"num_hidden_layers": 1})
         config = AdapterConfig(targets=("o_proj", "experts.*"), rank=4, alpha=4)
+        self.channel = channel
         self.spec = AdapterSpec.build(shape, config)
         self.layouts = make_layouts(self.spec)
         self.manager = make_manager(self.layouts)
@@ -90,7 +93,8 @@ class Worker:
         self.prepare()
 
     def prepare(self) -> None:
-        assert "error" not in self.receiver.refit_prepare(parts.to_json(self.layouts))
+        layouts = parts.to_json(self.layouts)
+        assert "error" not in self.receiver.refit_prepare(layouts, self.channel.to_json())
 
     def tensors(self, version: int) -> dict[str, np.ndarray]:
         draw = np.random.default_rng(version)
@@ -98,7 +102,9 @@ class Worker:
         return {name: draw.standard_normal(shape, np.float32) for name, shape in shapes}
 
     def send(self, version: int, sent_as: int | None = None) -> str:
-        (sender,) = make_senders(self.layouts, self.spec, self.tensors(version), TrainerConfig())
+        (sender,) = make_senders(
+            self.layouts, self.spec, self.tensors(version), TrainerConfig(), self.channel
+        )
         self.senders[version] = sender
         return json.dumps([asdict(sender.send(version if sent_as is None else sent_as))])
 

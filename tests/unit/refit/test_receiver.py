@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import pytest
+from mapped_files import Files
 from refit_workers import DIRT, Worker
+from transport_ranks import make_channel
+
+from lora_moe_rl.refit.transports import cuda_ipc
 
 pytestmark = pytest.mark.seconds  # imports vLLM
 
 
-@pytest.fixture
-def worker() -> Worker:
-    return Worker()
+@pytest.fixture(params=["shm", "cuda_ipc"])
+def worker(request, tmp_path, monkeypatch) -> Worker:
+    """Of a part on the host, and of one that is on a device: here memory of files is one."""
+    (tmp_path / "gpu").mkdir()
+    monkeypatch.setattr(cuda_ipc.Channel, "port", Files(tmp_path / "gpu"))
+    return Worker(make_channel(request.param))
 
 
 def test_what_a_slot_held_before_is_gone_and_other_slots_are_as_they_were(worker):
