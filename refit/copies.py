@@ -1,8 +1,8 @@
-"""How the bytes of boxes get from the host's memory into slots.
+"""How the bytes of boxes get between the host's memory and a trainer rank's or a worker's device.
 
-On a GPU copies are begun one after the other and waited for once, at the end of a version. Only
-those out of page-locked memory go on by themselves: of other memory the driver first makes a copy
-of its own, while the caller waits.
+On a GPU copies are begun one after the other: into slots they are waited for once, at the end of a
+version. Only those from and to page-locked memory go on by themselves: of other memory the driver
+makes a copy of its own, while the caller waits.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ Writer = Callable[[np.ndarray], None]  # takes the bytes of a box
 
 
 class Port(Protocol):
-    """What a receiver asks of the device that its slots are on."""
+    """What senders and receivers ask of the device that adapters or slots are on."""
+
+    apart: bool  # whether the host cannot read and write its memory
 
     def lock(self, memory: np.ndarray) -> None:
-        """Page-locks it, so that copies out of it need nobody. Raises RefitError."""
+        """Page-locks it, so that copies from and to it need nobody. Raises RefitError."""
         ...
 
     def unlock(self, memory: np.ndarray) -> None: ...
@@ -38,9 +40,16 @@ class Port(Protocol):
         """Until all that was begun is done."""
         ...
 
+    def fetch(self, to: np.ndarray, values: torch.Tensor) -> Callable[[], None]:
+        """Begins to copy bytes of the device into the host's memory; returns what waits until they
+        are there."""
+        ...
+
 
 class Host:
-    """Slots in the host's memory: what has begun is done."""
+    """The host's own memory: what has begun is done."""
+
+    apart = False
 
     def lock(self, memory: np.ndarray) -> None:
         pass
@@ -61,18 +70,22 @@ class Host:
     def wait(self) -> None:
         pass
 
+    def fetch(self, to: np.ndarray, values: torch.Tensor) -> Callable[[], None]:
+        np.copyto(to, values.numpy())
+        return self.wait
+
 
 class Cuda:
-    """Slots on the current GPU. Copies are given to the current stream, on which the engine
-    computes too."""
+    """The current GPU. Copies are given to the current stream, as all else that is computed."""
+
+    apart = True
 
     def lock(self, memory: np.ndarray) -> None:
         status = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
         if int(status):
             raise RefitError(
                 f"{memory.nbytes:,} bytes of an adapter cannot be page-locked (cudaHostRegister: "
-                f"error {int(status)}): give the container more lockable memory (ulimit -l "
-                "unlimited), or set refit.transport=distributed"
+                f"error {int(status)}): let the container lock memory (ulimit -l unlimited)"
             )
 
     def unlock(self, memory: np.ndarray) -> None:
@@ -89,6 +102,12 @@ class Cuda:
 
     def wait(self) -> None:
         torch.cuda.current_stream().synchronize()
+
+    def fetch(self, to: np.ndarray, values: torch.Tensor) -> Callable[[], None]:
+        torch.from_numpy(to).copy_(values, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return done.synchronize
 
 
 def port_of(device: torch.device) -> Port:

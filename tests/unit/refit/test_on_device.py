@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import AdapterConfig, TrainerConfig
 from lora_moe_rl.errors import RefitError
 from lora_moe_rl.refit import on_device, parts
+from lora_moe_rl.refit.copies import Host
 from lora_moe_rl.refit.transports import cuda_ipc
 from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
 
@@ -28,7 +31,7 @@ def mapped(tmp_path, monkeypatch):
     monkeypatch.setattr(cuda_ipc.Channel, "port", Files(tmp_path / "memory"))
 
 
-def one_sender(values: dict[str, np.ndarray] | None = None, dtype="float32"):
+def one_sender(values=None, dtype="float32", channel="cuda_ipc"):
     shape = ModelShape.from_hf_config(CONFIG)
     spec = AdapterSpec.build(shape, AdapterConfig(rank=3, alpha=4))
     tensors = {
@@ -115,7 +118,7 @@ def test_memory_that_held_something_else_is_of_no_consequence(tmp_path, monkeypa
 def test_a_sender_sends_what_its_tensors_hold_now():
     sender, _ = one_sender()
     first = sender.send(1)
-    sender.runs[0][0].pieces[0][1].add_(1)
+    sender.runs[0].blocks[0].pieces[0][1].add_(1)
     second = sender.send(2)
     changed = [a != b for a, b in zip(first.checksums, second.checksums, strict=True)]
     assert changed == [True] + [False] * (len(changed) - 1)
@@ -123,3 +126,69 @@ def test_a_sender_sends_what_its_tensors_hold_now():
     parts.check_received(sender.layout, second, sender.buffer, range(len(changed)))
     with pytest.raises(RefitError, match="checksum of layers.0"):
         parts.check_received(sender.layout, first, sender.buffer, range(len(changed)))
+
+
+# ---- adapters on a GPU, a part on the host
+
+
+class Apart(Host):
+    """A device whose copies are there when they are waited for: of what it held when they were
+    begun."""
+
+    apart = True
+
+    def __init__(self):
+        self.locked: list[np.ndarray] = []
+
+    def lock(self, memory: np.ndarray) -> None:
+        self.locked.append(memory)
+
+    def unlock(self, memory: np.ndarray) -> None:
+        self.locked = [one for one in self.locked if one is not memory]
+
+    def fetch(self, to: np.ndarray, values: torch.Tensor):
+        to[:] = 0xFF  # NaN, until it is waited for
+        held = values.numpy().copy()
+        return lambda: np.copyto(to, held)
+
+
+@pytest.fixture
+def apart(monkeypatch) -> Apart:
+    port = Apart()
+    monkeypatch.setattr("lora_moe_rl.refit.sender.port_of", lambda device: port)
+    return port
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("run_bytes", [2**26, 4096, 1])
+def test_what_comes_through_a_device_is_what_would_be_packed_here(
+    apart, dtype, run_bytes, monkeypatch
+):
+    monkeypatch.setattr("lora_moe_rl.refit.sender.DEVICE_RUN_BYTES", run_bytes)
+    there = all_sent(SHARED_MEMORY, dtype)
+    monkeypatch.undo()
+    here = all_sent(SHARED_MEMORY, dtype)
+    for one, other in zip(there.senders, here.senders, strict=True):
+        assert one.staged and not other.staged and (len(one.runs) > 1) == (run_bytes < 2**20)
+        for entry in one.layout.entries:
+            span = entry.span(dtype)
+            np.testing.assert_array_equal(one.buffer[span], other.buffer[span])
+    sums = [[sent.checksums for sent in all_.sent] for all_ in (there, here)]
+    assert sums[0] == sums[1]
+
+
+def test_host_memory_is_locked_as_long_as_its_sender_lives(apart):
+    all_ = all_sent(SHARED_MEMORY)
+    assert [id(memory) for memory in apart.locked] == [id(one.buffer) for one in all_.senders]
+    del all_
+    gc.collect()
+    assert not apart.locked
+
+
+def test_values_that_are_not_finite_are_found_behind_a_device_too(apart, monkeypatch):
+    monkeypatch.setattr("lora_moe_rl.refit.sender.DEVICE_RUN_BYTES", 4096)
+    _, tensors = one_sender()
+    tensors[NAME][2, 5, 1] = np.nan
+    sender, _ = one_sender(tensors, channel="shm")
+    with pytest.raises(RefitError, match=rf"version 7: {NAME} holds nan at \[2, 5, 1\]"):
+        sender.send(7)
