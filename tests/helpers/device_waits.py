@@ -31,6 +31,7 @@ NOT_ON_A_GPU = (
     "kernels/backend.py",
     "kernels/grouped_lora/torch_path.py",
     "kernels/route_codec/cpu_path.py",
+    "lora_moe_rl/trainer/megatron_on_cpu.py",
 )
 
 
