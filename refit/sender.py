@@ -88,7 +88,7 @@ class Sender:
             longest = max((_length(_span(run, layout)) for run in runs), default=0)
             room = torch.zeros(longest, dtype=torch.uint8, device=device)
             self.copies.lock(self.buffer)
-            weakref.finalize(self, self.copies.unlock, self.buffer)
+            weakref.finalize(self, self.copies.unlock, self.buffer).atexit = False
         scratch: dict[tuple, torch.Tensor] = {}
         for entries in runs:
             span = _span(entries, layout)
@@ -126,6 +126,7 @@ class Sender:
         the device, a run is packed after the one before it is copied."""
         sums, before = [], None
         for run in self.runs:
+            run.packed.zero_()  # what another run has left between the boxes
             _pack(run)
             wait = self.copies.fetch(self.buffer[run.span], run.packed)
             if before is not None:

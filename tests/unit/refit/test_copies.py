@@ -3,11 +3,14 @@ for, and not before. On a GPU it is tests/gpu/test_channels.py."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from refit_workers import Worker
 
+from lora_moe_rl.errors import RefitError
 from lora_moe_rl.refit import receiver
 from lora_moe_rl.refit.copies import Cuda, Host, Sources, port_of
 
@@ -92,6 +95,26 @@ def test_what_is_refused_in_the_middle_leaves_no_copy_behind(port):
     worker.senders[1].buffer[worker.layouts[0].entries[3].offset + 1] ^= 1
     assert "the checksum of" in worker.receiver.refit_stage(1, text)["error"]
     assert port.heard() == "write wait" and not port.begun
+
+
+def test_memory_that_the_driver_does_not_lock_is_an_error(monkeypatch):
+    asked = []
+
+    def answer(code: int):
+        return lambda *arguments: asked.append(arguments) or code
+
+    driver = SimpleNamespace(cudaHostRegister=answer(0), cudaHostUnregister=answer(0))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    memory = np.zeros(4096, np.uint8)
+    Cuda().lock(memory)
+    Cuda().unlock(memory)
+    address = memory.ctypes.data
+    assert asked == [(address, 4096, 0), (address,)]
+    driver.cudaHostRegister = driver.cudaHostUnregister = answer(801)
+    with pytest.raises(RefitError, match="4,096 bytes .* cannot be page-locked .* 801.*ulimit -l"):
+        Cuda().lock(memory)
+    with pytest.raises(RefitError, match="cudaHostUnregister: error 801"):
+        Cuda().unlock(memory)
 
 
 def test_which_copies_a_slot_takes():

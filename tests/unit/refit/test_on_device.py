@@ -39,10 +39,9 @@ def one_sender(values=None, dtype="float32", channel="cuda_ipc"):
         for i, (name, shape) in enumerate(spec.tensor_shapes.items())
     }
     layouts = make_layouts(spec, dtype=dtype)
-    channel = make_channel("cuda_ipc")
-    return make_senders(layouts, spec, tensors | (values or {}), TrainerConfig(), channel)[
-        0
-    ], tensors
+    values = tensors | (values or {})
+    (sender,) = make_senders(layouts, spec, values, TrainerConfig(), make_channel(channel))
+    return sender, tensors
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -192,3 +191,9 @@ def test_values_that_are_not_finite_are_found_behind_a_device_too(apart, monkeyp
     sender, _ = one_sender(tensors, channel="shm")
     with pytest.raises(RefitError, match=rf"version 7: {NAME} holds nan at \[2, 5, 1\]"):
         sender.send(7)
+    pieces = (p for run in sender.runs for block in run.blocks for p in block.pieces)
+    for _, tensor, _, _ in pieces:
+        tensor.nan_to_num_()
+    before = sender.send(8).checksums
+    sender.runs[0].packed.fill_(0xFF)  # as a run of it would leave the room
+    assert sender.send(9).checksums == before
