@@ -19,6 +19,7 @@ from lora_moe_rl.errors import NotShared
 
 HANDLES = ("handle", "counter", "event")  # bytes, as base64
 SIZES = ("nbytes", "offset", "counter_offset")
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads both
 
 
 class Port(Protocol):
@@ -51,11 +52,12 @@ class Cuda:
     def empty(self, nbytes: int) -> torch.Tensor:
         if not torch.cuda.is_available():
             raise NotShared("this process has no GPU")
-        if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
-            raise NotShared(
-                "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, whose memory cannot be "
-                "shared: take it out"
-            )
+        for name in ALLOCATOR:
+            if "expandable_segments:True" in os.environ.get(name, ""):
+                raise NotShared(
+                    f"{name} has expandable_segments:True, whose memory cannot be shared: take it "
+                    "out"
+                )
         return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
 
     def share(self, memory: torch.Tensor) -> dict[str, Any]:

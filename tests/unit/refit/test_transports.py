@@ -361,11 +361,16 @@ def test_memory_that_is_not_what_was_agreed_on_is_refused(tmp_path):
     end.open(layout, sent)
 
 
-def test_without_a_gpu_there_is_another_way_out(monkeypatch):
+def test_memory_that_cannot_be_shared_leaves_another_way_out(monkeypatch):
     monkeypatch.setattr(cuda_ipc.Channel, "port", ipc.Cuda())
     channel = make_channel("cuda_ipc")
     with pytest.raises(RefitError, match="cuda_ipc: this process has no GPU; or use shm"):
         channel.outgoing(None, "127.0.0.1").memory(64)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    with pytest.raises(RefitError, match="PYTORCH_ALLOC_CONF has expandable_segments:True, .* shm"):
+        channel.outgoing(None, "127.0.0.1").memory(64)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     handles = dict.fromkeys(ipc.HANDLES, "AAE=") | dict.fromkeys(ipc.SIZES, 0) | {"sync": True}
     sent = SentPart(0, 12, json.dumps(handles), 64, (1,))
     with pytest.raises(RefitError, match="version 12 of trainer rank 0 .* this process has no GPU"):
