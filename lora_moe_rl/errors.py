@@ -150,6 +150,10 @@ class StallError(LoraMoeRlError):
     exit_code = FAULT
 
 
+class NotShared(LoraMoeRlError):
+    """Memory on a GPU that another process cannot have, or not any more."""
+
+
 class HeldBaseError(LoraMoeRlError):
     """A base that trainer and engines are to share, and that cannot be: no room, or another one."""
 

@@ -140,7 +140,7 @@ class MergedReceiver(Worker):
             mine = [i for i, entry in enumerate(layout.entries) if self.rank in entry.targets]
             buffer = self._refit_incoming.open(layout, part)
             parts.check_received(layout, part, buffer, mine)
-            whole = torch.from_numpy(buffer).view(getattr(torch, layout.dtype))
+            whole = torch.as_tensor(buffer).view(getattr(torch, layout.dtype))
             for i in mine:
                 _check_finite(layout.entries[i].tensor, layout.entries[i].view(whole), version)
             buffers[part.source] = whole

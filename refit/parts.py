@@ -27,6 +27,9 @@ from lora_moe_rl.rollout.facts import Dtype, Matrix, served_module
 if TYPE_CHECKING:
     import torch
 
+    # Of a part, uint8 `[nbytes]`: on the host, or on a device.
+    Memory = np.ndarray | torch.Tensor
+
 # numpy has no bfloat16: its bits travel as uint16.
 STORAGE = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16)}
 INFINITY = {"float32": np.uint32(0x7F800000), "bfloat16": np.uint16(0x7F80)}  # their bits
@@ -81,8 +84,8 @@ class PartLayout:
 @dataclass(frozen=True)
 class SentPart:
     """A part of one version, ready to be read: `path` tells an engine worker where,
-    as its transport needs it; `checksums` are xxh3-64 of
-    the boxes, in the order of the layout."""
+    as its transport needs it; `checksums` are of the boxes, in the order of the layout: xxh3-64,
+    or of a part on a device what `refit/on_device.py` makes of it."""
 
     source: int
     version: int
@@ -213,7 +216,11 @@ def check_sent(layouts: Sequence[PartLayout], sent: Sequence[SentPart], version:
 def check_box(layout: PartLayout, sent: SentPart, number: int, data: np.ndarray) -> None:
     """Raises RefitError, naming the tensor, when box `number`, given as the bytes that arrived, is
     not what was sent."""
-    if digest(data) != sent.checksums[number]:
+    _check_sum(layout, sent, number, digest(data))
+
+
+def _check_sum(layout: PartLayout, sent: SentPart, number: int, found: int) -> None:
+    if found != sent.checksums[number]:
         raise RefitError(
             f"adapter version {sent.version}: the checksum of {layout.entries[number].tensor} from "
             f"trainer rank {sent.source} differs from the sender's"
@@ -221,11 +228,19 @@ def check_box(layout: PartLayout, sent: SentPart, number: int, data: np.ndarray)
 
 
 def check_received(
-    layout: PartLayout, sent: SentPart, buffer: np.ndarray, entries: Iterable[int]
+    layout: PartLayout, sent: SentPart, memory: Memory, numbers: Sequence[int]
 ) -> None:
-    """`check_box` of the boxes with the numbers `entries`, in the part's buffer."""
-    for i in entries:
-        check_box(layout, sent, i, layout.entries[i].bytes_of(buffer, layout.dtype))
+    """`check_box` of the boxes with these numbers, wherever the part's memory is."""
+    boxes = [layout.entries[i].span(layout.dtype) for i in numbers]
+    if isinstance(memory, np.ndarray):
+        for i, span in zip(numbers, boxes, strict=True):
+            check_box(layout, sent, i, memory[span])
+        return
+    from lora_moe_rl.refit import on_device
+
+    found = on_device.checksums([memory[span] for span in boxes])
+    for i, one in zip(numbers, found, strict=True):
+        _check_sum(layout, sent, i, one)
 
 
 def check_room(nbytes: int) -> None:

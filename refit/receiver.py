@@ -15,7 +15,7 @@ import functools
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 
 from lora_moe_rl.errors import LoraMoeRlError, RefitError
 from lora_moe_rl.refit import parts, transports
+from lora_moe_rl.refit.copies import Sources, Writer, port_of
 from lora_moe_rl.refit.parts import Entry, PartLayout, SentPart
 from lora_moe_rl.refit.plan import Box
 from lora_moe_rl.refit.slots import Slots
@@ -59,21 +60,6 @@ class Place:
     window: tuple[slice, ...]
 
 
-Writer = Callable[[np.ndarray], None]  # takes the bytes of a box
-
-
-def make_writer(held: torch.Tensor, shape: tuple[int, ...]) -> Writer:
-    """Writes a box of `shape` into `held`, of that shape or one that it is broadcast to."""
-    if held.device.type == "cpu" and held.is_contiguous() and held.shape == shape:
-        flat = held.view(-1).view(torch.uint8).numpy()
-        return functools.partial(np.copyto, flat)
-
-    def write(data: np.ndarray) -> None:
-        held.copy_(torch.from_numpy(data).view(held.dtype).view(shape))
-
-    return write
-
-
 class Worker:
     """What every worker extension of ours has."""
 
@@ -104,6 +90,8 @@ class Receiver(Worker):
         `channel_json`: how the boxes come, see `refit/transports`."""
         if not hasattr(self, "_refit_slots"):
             self._refit_slots = Slots(self.model_runner.lora_manager._adapter_manager)
+            self._refit_copies = port_of(self._refit_slots.device)
+            self._refit_sources = Sources(self._refit_copies)
         slots = self._refit_slots
         slots.clean.clear()
         self._refit_written: dict[tuple[int, int], list[Writer]] = {}
@@ -125,23 +113,45 @@ class Receiver(Worker):
         sent = [SentPart(**fields) for fields in json.loads(sent_json)]
         parts.check_sent(list(self._refit_layouts.values()), sent, version)
         slot = self._refit_slots.free(version)
-        for part in sent:
-            layout, places = self._refit_layouts[part.source], self._refit_places[part.source]
-            buffer = self._refit_incoming.open(layout, part)
-            # Each box is written just after its check: while it is in the processor's cache.
-            for place, write in zip(places, self._refit_writers(part.source, slot), strict=True):
-                data = buffer[place.span]
-                parts.check_box(layout, part, place.entry, data)
-                write(data)
+        try:
+            for part in sent:
+                self._refit_write(part, slot)
+        finally:  # the senders may change their memory when this has answered
+            self._refit_copies.wait()
         self._refit_staged = (version, slot)
         return {"slot": slot, "seconds": time.perf_counter() - started}
+
+    def _refit_write(self, part: SentPart, slot: int) -> None:
+        """Checks the boxes of a part, and begins to write them."""
+        layout, places = self._refit_layouts[part.source], self._refit_places[part.source]
+        buffer = self._refit_incoming.open(layout, part)
+        if not isinstance(buffer, np.ndarray):
+            self._refit_copy(part, slot, buffer)
+            return
+        locked = self._refit_sources.locked(part.source, buffer)
+        # Each box is written just after its check: while it is in the processor's cache.
+        for place, write in zip(places, self._refit_writers(part.source, slot), strict=True):
+            data = buffer[place.span]
+            parts.check_box(layout, part, place.entry, data)
+            write(data)
+        if not locked:  # the buffer may go with this call
+            self._refit_copies.wait()
+
+    def _refit_copy(self, part: SentPart, slot: int, memory: torch.Tensor) -> None:
+        """The same of a part that is on a device."""
+        layout, places = self._refit_layouts[part.source], self._refit_places[part.source]
+        parts.check_received(layout, part, memory, [place.entry for place in places])
+        for place, values in _values(layout, places, memory):
+            place.buffer[slot][place.window].copy_(values)
 
     def _refit_writers(self, source: int, slot: int) -> list[Writer]:
         """What writes each box of a part into a slot; made once."""
         if (source, slot) not in self._refit_written:
             layout = self._refit_layouts[source]
             self._refit_written[source, slot] = [
-                make_writer(place.buffer[slot][place.window], layout.entries[place.entry].box.shape)
+                self._refit_copies.writer(
+                    place.buffer[slot][place.window], layout.entries[place.entry].box.shape
+                )
                 for place in self._refit_places[source]
             ]
         return self._refit_written[source, slot]
@@ -170,7 +180,7 @@ class Receiver(Worker):
             buffer = self._refit_incoming.open(layout, part)
             for place, values in _values(layout, self._refit_places[part.source], buffer):
                 held = place.buffer[slot][place.window]
-                if not torch.equal(held.cpu(), values.expand_as(held)):
+                if not torch.equal(held.cpu(), values.cpu().expand_as(held)):
                     differing.append(layout.entries[place.entry].tensor)
         return {"differing": differing}
 
@@ -240,9 +250,9 @@ def _check_shape(tensor: str, matrix: str, shape: tuple[int, ...], buffer: tuple
 
 
 def _values(
-    layout: PartLayout, places: Sequence[Place], buffer: np.ndarray
+    layout: PartLayout, places: Sequence[Place], memory: np.ndarray | torch.Tensor
 ) -> Iterator[tuple[Place, torch.Tensor]]:
     """Each place with what is to be there."""
-    whole = torch.from_numpy(buffer).view(getattr(torch, layout.dtype))
+    whole = torch.as_tensor(memory).view(getattr(torch, layout.dtype))
     for place in places:
         yield place, layout.entries[place.entry].view(whole)

@@ -46,7 +46,13 @@ class Slots:
 
     def __init__(self, manager: LRUCacheLoRAModelManager):
         check_vllm()
-        names = ("_registered_adapters", "_active_adapters", "lora_index_to_id", "modules")
+        names = (
+            "_registered_adapters",
+            "_active_adapters",
+            "lora_index_to_id",
+            "modules",
+            "device",
+        )
         require_attributes(manager, names, WHO)
         self.manager = manager
         self.clean: set[int] = set()  # slots that hold nothing but what we write each time
@@ -58,6 +64,11 @@ class Slots:
     @property
     def dtype(self) -> torch.dtype:
         return self.manager.lora_config.lora_dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buffers are."""
+        return self.manager.device
 
     def buffer(self, module: str, slice_: int, matrix: Matrix) -> torch.Tensor:
         """The buffer of all slots: `[slots, r, in]` or `[slots, out, r]`, with the worker's experts

@@ -15,10 +15,11 @@ from typing import Any, Protocol
 
 import torch
 
-from lora_moe_rl.errors import HeldBaseError
+from lora_moe_rl.errors import NotShared
 
 HANDLES = ("handle", "counter", "event")  # bytes, as base64
 SIZES = ("nbytes", "offset", "counter_offset")
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads both
 
 
 class Port(Protocol):
@@ -29,7 +30,7 @@ class Port(Protocol):
         ...
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """uint8 `[nbytes]` that can be shared."""
+        """uint8 `[nbytes]` that can be shared. Raises NotShared."""
         ...
 
     def share(self, memory: torch.Tensor) -> dict[str, Any]:
@@ -37,7 +38,7 @@ class Port(Protocol):
         ...
 
     def open(self, told: dict[str, Any]) -> torch.Tensor:
-        """uint8 `[nbytes]`, the same memory. Raises HeldBaseError when it is no longer there."""
+        """uint8 `[nbytes]`, the same memory. Raises NotShared when it is no longer there."""
         ...
 
 
@@ -49,11 +50,14 @@ class Cuda:
         return str(torch.cuda.get_device_properties(index).uuid)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
-            raise HeldBaseError(
-                "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, whose memory cannot be "
-                "shared: take it out, or set model.held_once=off"
-            )
+        if not torch.cuda.is_available():
+            raise NotShared("this process has no GPU")
+        for name in ALLOCATOR:
+            if "expandable_segments:True" in os.environ.get(name, ""):
+                raise NotShared(
+                    f"{name} has expandable_segments:True, whose memory cannot be shared: take it "
+                    "out"
+                )
         return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
 
     def share(self, memory: torch.Tensor) -> dict[str, Any]:
@@ -69,23 +73,25 @@ class Cuda:
     def open(self, told: dict[str, Any]) -> torch.Tensor:
         handle, counter, event = handles_of(told)
         nbytes, offset, counter_offset = (int(told[name]) for name in SIZES)
+        if not torch.cuda.is_available():
+            raise NotShared("this process has no GPU")
         index = torch.cuda.current_device()  # the same GPU may have another number there
         try:
             storage = torch.UntypedStorage._new_shared_cuda(
                 index, handle, nbytes, offset, counter, counter_offset, event, bool(told["sync"])
             )
         except RuntimeError as error:
-            raise HeldBaseError(
-                f"the base that an engine holds cannot be opened ({error}): the engine has ended, "
-                "or is in another container without its own ipc namespace"
+            raise NotShared(
+                f"memory of another process cannot be opened ({error}): the process has ended, or "
+                "is in another container without its ipc namespace"
             ) from error
         return torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}").set_(storage)
 
 
 def handles_of(told: dict[str, Any]) -> tuple[bytes, bytes, bytes]:
-    """Raises HeldBaseError for what is no base64."""
+    """Raises NotShared for what is no base64."""
     try:
         handle, counter, event = (base64.b64decode(told[n], validate=True) for n in HANDLES)
     except (KeyError, TypeError, binascii.Error) as error:
-        raise HeldBaseError(f"a handle of memory on a GPU is damaged: {error!r}") from error
+        raise NotShared(f"a handle of memory on a GPU is damaged: {error!r}") from error
     return handle, counter, event

@@ -24,12 +24,12 @@ import torch
 from lora_moe_rl.base.contents import Contents, Kept, differing
 from lora_moe_rl.base.ipc import Port
 from lora_moe_rl.base.store import Fill
-from lora_moe_rl.errors import HeldBaseError
+from lora_moe_rl.errors import HeldBaseError, NotShared
 from lora_moe_rl.files.replacing import replace_file
+from lora_moe_rl.kernels.bit_sums import bit_sums
 
 DESCRIPTION, OWNER = "ipc.json", "owner"
 WATCHED = 2  # tensors that a check sums up
-WORDS = 1 << 24  # summed up at once
 
 
 class Owned:
@@ -98,7 +98,8 @@ def share_store(folder: Path | str, contents: Contents, fill: Fill, port: Port) 
         (folder / DESCRIPTION).unlink(missing_ok=True)  # of an owner that has died
         tensors, memory = {}, {}
         for name, kept in contents.tensors.items():
-            flat = port.empty(kept.nbytes)
+            with _not_shared():
+                flat = port.empty(kept.nbytes)
             tensors[name] = _view(flat, kept)
             fill(name, tensors[name])
             memory[name] = port.share(flat)
@@ -140,22 +141,13 @@ def map_store(folder: Path | str, contents: Contents, port: Port) -> Mapped:
             f"{folder} holds the base of something else: {'; '.join(unlike[:4])}. Start the run "
             "anew, or set model.held_once=off"
         )
-    with _damage(folder):
+    with _damage(folder), _not_shared():
         return Mapped(folder, contents, told, port)
 
 
 def sums(tensor: torch.Tensor) -> list[int]:
-    """Two sums of a tensor's bytes as words of 32 bits, modulo 2^64, on its own device: plain, and
-    with each word times its place, counted from 1 and by 2 so that no bit of a change is lost."""
-    words = tensor.detach().reshape(-1).view(torch.uint8)
-    words = torch.nn.functional.pad(words, (0, -len(words) % 4)).view(torch.int32)
-    plain = placed = 0
-    for first in range(0, len(words), WORDS):
-        part = words[first : first + WORDS].long()
-        places = torch.arange(first, first + len(part), device=part.device) * 2 + 1
-        plain += int(part.sum())
-        placed += int((part * places).sum())
-    return [plain % 2**64, placed % 2**64]
+    """Of a tensor's bits, each below 2^64."""
+    return [one % 2**64 for one in bit_sums(tensor).tolist()]
 
 
 @contextmanager
@@ -164,6 +156,14 @@ def _damage(folder: Path) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError) as error:
         raise HeldBaseError(f"{folder / DESCRIPTION} is damaged: {error!r}") from error
+
+
+@contextmanager
+def _not_shared() -> Iterator[None]:
+    try:
+        yield
+    except NotShared as error:
+        raise HeldBaseError(f"{error}; or set model.held_once=off") from error
 
 
 def _view(flat: torch.Tensor, kept: Kept) -> torch.Tensor:

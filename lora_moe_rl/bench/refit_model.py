@@ -20,7 +20,8 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.refit.parts import PartLayout, SentPart
 from lora_moe_rl.refit.plan import Box, trainer_ranks
 from lora_moe_rl.refit.sender import Held, Sender
-from lora_moe_rl.refit.transports import shm
+from lora_moe_rl.refit.transports import Channel
+from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
 from lora_moe_rl.verify.inputs import drawn
 
 LAYERS, EXPERTS, TOP_K = 48, 128, 8
@@ -67,16 +68,17 @@ def save_adapter(folder: Path, spec: AdapterSpec, config: RunConfig) -> int:
 
 
 class SendingRank:
-    """A trainer rank as a refit knows it."""
+    """A trainer rank as a refit knows it, whose adapters are on `device`."""
 
-    def __init__(self, config: RunConfig, spec: AdapterSpec, rank: int):
+    def __init__(self, config: RunConfig, spec: AdapterSpec, rank: int, device: str = "cpu"):
         torch.set_num_threads(1)
-        self.config, self.spec, self.rank = config, spec, rank
+        self.config, self.spec, self.rank, self.device = config, spec, rank, device
 
-    def prepare_refit(self, layouts: list[PartLayout]) -> None:
+    def prepare_refit(self, layouts: list[PartLayout], channel: Channel = SHARED_MEMORY) -> None:
         scales = {site.name: site.scale for site in self.spec}
         (layout,) = (layout for layout in layouts if layout.source == self.rank)
-        self.sender = Sender(layout, self._held(), scales, shm.Outgoing())
+        outgoing = channel.outgoing(layout, "127.0.0.1")
+        self.sender = Sender(layout, self._held(), scales, outgoing)
 
     def send(self, version: int) -> SentPart:
         return self.sender.send(version)
@@ -89,5 +91,5 @@ class SendingRank:
                 kind = kind_of(self.spec.by_name[name[:-2]])
                 box = place.layout.local_range(kind, name[-1], whole.shape)
                 part = np.ascontiguousarray(whole[window(*box)])
-                held[name] = [(Box(*box), torch.from_numpy(part))]
+                held[name] = [(Box(*box), torch.from_numpy(part).to(self.device))]
         return held

@@ -67,6 +67,7 @@ class BenchReceiver(Receiver):
                 writers = self._refit_writers(part.source, slot)
                 for place, write in zip(places, writers, strict=True):
                     write(buffer[place.span])
+            self._refit_copies.wait()
             written = time.perf_counter()
             target.copy_(source)
             copied = time.perf_counter()

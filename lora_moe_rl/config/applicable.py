@@ -177,6 +177,7 @@ def check_applicable(config: RunConfig) -> None:
     check_rewards(config)
     _check_lag(config)
     _check_colocated(config)
+    _check_cuda_ipc(config)
     _check_joining(config)
     _check_data_parallel(config)
     _check_profile(config)
@@ -258,6 +259,14 @@ def _check_data_parallel(config: RunConfig) -> None:
         raise ConfigError(
             f"rollout.dp={ranks} serves adapters in slots alone, and refit.mode=merged changes the "
             f"weights: use refit.mode=adapter, or rollout.tp={ranks} with rollout.dp=1"
+        )
+
+
+def _check_cuda_ipc(config: RunConfig) -> None:
+    if config.refit.transport == "cuda_ipc" and config.trainer.device == "cpu":
+        raise ConfigError(
+            "refit.transport=cuda_ipc keeps a version in the memory of the trainer's GPU, and "
+            "trainer.device=cpu: use trainer.device=auto, or refit.transport=auto"
         )
 
 

@@ -17,6 +17,7 @@ COLORS = {
     "gradients": "#e9b872",
     "optimizer": "#f3d9ae",
     "Adam's step": "#f8ecd6",
+    "refit": "#a8762f",
     "activations": "#4a9a6a",
     "one layer's work": "#8fc3a3",
     "communication": "#c3e0cd",

@@ -28,7 +28,7 @@ TRAINER = {
     "activations": ("activations", "one layer's work"),
     "logits": ("logits",),
     "comm.": ("communication",),
-    "other": ("scratch", "allocator", "runtime"),
+    "other": ("scratch", "refit", "allocator", "runtime"),
 }
 
 

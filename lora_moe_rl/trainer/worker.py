@@ -26,6 +26,7 @@ from lora_moe_rl.upstream.uncollected import uncollected
 if TYPE_CHECKING:
     from lora_moe_rl.adapters.attach import Adapters
     from lora_moe_rl.router_replay.routes import Sent
+    from lora_moe_rl.trainer.engine import TrainingEngine
     from lora_moe_rl.trainer.optimizer import AdapterOptimizer
     from lora_moe_rl.trainer.state import Held
 
@@ -64,15 +65,13 @@ class TrainerWorker:
             from megatron.core import parallel_state as ps
 
             from lora_moe_rl.trainer import bridge
-            from lora_moe_rl.trainer.ahead import Ahead
             from lora_moe_rl.trainer.engine import TrainingEngine
             from lora_moe_rl.trainer.model import init_process_groups
 
             bridge.load()
         init_process_groups(self.config.trainer, device, self.rank, address)
         parts = self.config, self.spec, self.model_dir, device
-        self.engine = TrainingEngine(*parts, self.held)
-        self.ahead = Ahead(self.engine)
+        self.use(TrainingEngine(*parts, self.held))
         trainable = sum(p.numel() for p in self.engine.adapters.parameters())
         return {
             "device": device.kind,
@@ -81,6 +80,12 @@ class TrainerWorker:
             "place": place(),
             "dp_rank": ps.get_data_parallel_rank(),
         }
+
+    def use(self, engine: TrainingEngine) -> None:
+        """Works on this model from now on."""
+        from lora_moe_rl.trainer.ahead import Ahead
+
+        self.engine, self.ahead = engine, Ahead(engine)
 
     def memory(self) -> dict[str, int]:
         """Bytes this rank holds of the frozen base, adapters, their gradients and Adam's state;

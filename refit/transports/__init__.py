@@ -23,10 +23,8 @@ from typing import TYPE_CHECKING, Protocol
 from lora_moe_rl.errors import ConfigError
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from lora_moe_rl.config import RefitConfig
-    from lora_moe_rl.refit.parts import PartLayout, SentPart
+    from lora_moe_rl.refit.parts import Memory, PartLayout, SentPart
 
 AUTO = ("shm", "distributed")  # the first of them that fits is refit.transport=auto
 
@@ -34,9 +32,10 @@ AUTO = ("shm", "distributed")  # the first of them that fits is refit.transport=
 class Outgoing(Protocol):
     """A trainer rank's end."""
 
-    def memory(self, nbytes: int) -> np.ndarray:
+    def memory(self, nbytes: int) -> Memory:
         """Where the sender packs the rank's part of every version: uint8 `[nbytes]`, asked for
-        once. Raises RefitError when there is no room."""
+        once; an array on the host, or a tensor on a device, where it is then checked too. Raises
+        RefitError when there is no room."""
         ...
 
     def offer(self, sent: SentPart) -> SentPart:
@@ -48,9 +47,10 @@ class Outgoing(Protocol):
 class Incoming(Protocol):
     """An engine worker's end."""
 
-    def open(self, layout: PartLayout, sent: SentPart) -> np.ndarray:
+    def open(self, layout: PartLayout, sent: SentPart) -> Memory:
         """The part's buffer, uint8 `[sent.nbytes]`, as it is at the sender wherever a box for this
-        worker lies. Raises RefitError when it cannot be had."""
+        worker lies: an array or a tensor as at the sender. Raises RefitError when it cannot be
+        had."""
         ...
 
 

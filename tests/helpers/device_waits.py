@@ -31,6 +31,7 @@ NOT_ON_A_GPU = (
     "kernels/backend.py",
     "kernels/grouped_lora/torch_path.py",
     "kernels/route_codec/cpu_path.py",
+    "lora_moe_rl/trainer/megatron_on_cpu.py",
 )
 
 
@@ -48,20 +49,27 @@ class Places:
 
     def ours(self) -> dict[str, int]:
         """{"folder/file.py:line": times}."""
-        found = {}
-        for (file, line), times in self.found.items():
-            path = Path(file).resolve()
-            name = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else ""
-            if name and not name.startswith((*NOT_ON_A_GPU, ".venv")):
-                found[f"{name}:{line}"] = times
-        return found
+        return {
+            f"{name}:{line}": times
+            for (file, line), times in self.found.items()
+            if (name := _own(file)) and not name.startswith(NOT_ON_A_GPU)
+        }
 
     def others(self) -> dict[str, int]:
+        """{"/path/file.py:line": times}."""
         return {
             f"{file}:{line}": times
             for (file, line), times in self.found.items()
-            if not Path(file).resolve().is_relative_to(ROOT)
+            if _own(file) is None
         }
+
+
+def _own(file: str) -> str | None:
+    """A file of this repository by its path within it; None for others, also in a .venv here."""
+    path = Path(file).resolve()
+    if not path.is_relative_to(ROOT) or ".venv" in path.relative_to(ROOT).parts[:1]:
+        return None
+    return str(path.relative_to(ROOT))
 
 
 class AsIf(TorchFunctionMode):

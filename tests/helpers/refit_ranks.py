@@ -20,7 +20,7 @@ from lora_moe_rl.rollout.facts import Dtype, slot_rank
 Tensors = Mapping[str, np.ndarray]
 
 
-def held_by(rank: TrainerRank, spec: AdapterSpec, tensors: Tensors) -> Held:
+def held_by(rank: TrainerRank, spec: AdapterSpec, tensors: Tensors, device: str = "cpu") -> Held:
     held = {}
     for site in spec:
         if site.layer in rank.layers:
@@ -29,7 +29,7 @@ def held_by(rank: TrainerRank, spec: AdapterSpec, tensors: Tensors) -> Held:
                 whole = tensors[name]
                 place = rank.layout.local_range(kind_of(site), matrix, whole.shape)
                 part = np.ascontiguousarray(whole[window(*place)], dtype=np.float32)
-                held[name] = [(Box(*place), torch.from_numpy(part))]
+                held[name] = [(Box(*place), torch.from_numpy(part).to(device))]
     return held
 
 
@@ -50,11 +50,12 @@ def make_senders(
     tensors: Tensors,
     trainer: TrainerConfig,
     channel: Channel = SHARED_MEMORY,
+    device: str = "cpu",
 ) -> list[Sender]:
     ranks = trainer_ranks(trainer, spec.shape.num_layers)
     scales = {site.name: site.scale for site in spec}
     senders = []
     for layout in layouts:
-        held = held_by(ranks[layout.source], spec, tensors)
+        held = held_by(ranks[layout.source], spec, tensors, device)
         senders.append(Sender(layout, held, scales, channel.outgoing(layout, "127.0.0.1")))
     return senders

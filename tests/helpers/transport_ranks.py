@@ -35,9 +35,9 @@ def publish(channel: Channel, sent: list[SentPart]) -> None:
     asyncio.run(channel.published(offered))
 
 
-def all_sent(channel: Channel, dtype="float32"):
-    """Two trainer ranks that have offered a version, and it is published: (layouts, senders,
-    parts)."""
+def all_sent(channel: Channel, dtype="float32", device="cpu"):
+    """Two trainer ranks with adapters on `device` that have offered a version, and it is published:
+    (layouts, senders, parts)."""
     shape = ModelShape.from_hf_config(shrunk(QWEN3_30B_A3B) | {"num_hidden_layers": 2})
     spec = AdapterSpec.build(shape, AdapterConfig(rank=3, alpha=4))
     generator = np.random.default_rng(0)
@@ -46,7 +46,7 @@ def all_sent(channel: Channel, dtype="float32"):
         for name, shape in spec.tensor_shapes.items()
     }
     layouts = make_layouts(spec, TWO, ENGINE, dtype)
-    senders = make_senders(layouts, spec, tensors, TWO, channel)
+    senders = make_senders(layouts, spec, tensors, TWO, channel, device)
     sent = [sender.send(VERSION) for sender in senders]
     publish(channel, sent)
     return SimpleNamespace(layouts=layouts, senders=senders, sent=sent)

@@ -56,6 +56,14 @@ def test_nothing_of_ours_waits_between_the_micro_batches(model, algorithm):
 
 
 @pytest.mark.seconds
+def test_nothing_of_ours_waits_where_experts_are_on_several_ranks():
+    trainer = {"world_size": 2, "ep": 2, "micro_batch_tokens": 60, "device": "cpu"}
+    config = RunConfig(model="qwen3_moe", trainer=trainer, replay={"audit": 0})
+    for places, micro_batches in run_ranks(config, resolve_model("qwen3_moe"), step, False):
+        assert micro_batches and places == {}
+
+
+@pytest.mark.seconds
 def test_a_wait_that_is_planted_is_found():
     config = RunConfig(model="qwen3_moe", trainer={"micro_batch_tokens": 60, "device": "cpu"})
     ((places, micro_batches),) = run_ranks(config, resolve_model("qwen3_moe"), step, True)

@@ -40,7 +40,7 @@ def start(config: RunConfig, spec: AdapterSpec, model_dir: Path, threads: int) -
     device.prepare(threads)
     init_process_groups(config.trainer, device, 0, free_address())
     worker = TrainerWorker(config, spec, model_dir, 0)
-    worker.engine = RandomEngine(config, spec, model_dir, device)
+    worker.use(RandomEngine(config, spec, model_dir, device))
     return worker
 
 

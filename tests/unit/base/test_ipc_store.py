@@ -16,7 +16,7 @@ from mapped_files import Files
 from lora_moe_rl.base import ipc
 from lora_moe_rl.base.contents import Contents, Kept
 from lora_moe_rl.base.ipc_store import DESCRIPTION, WATCHED, map_store, share_store, sums
-from lora_moe_rl.errors import HeldBaseError
+from lora_moe_rl.errors import HeldBaseError, NotShared
 
 FORK = multiprocessing.get_context("fork")
 NAMES = ("one", "two", "three", "four", "five")
@@ -154,7 +154,7 @@ def test_an_element_that_somebody_writes_is_found_within_a_round(owned, port, tm
 
 
 def test_sums_see_every_bit_and_two_values_that_change_places(monkeypatch):
-    monkeypatch.setattr("lora_moe_rl.base.ipc_store.WORDS", 4)  # several parts
+    monkeypatch.setattr("lora_moe_rl.kernels.bit_sums.WORDS", 4)  # several parts
     values = torch.randn(9, 3)
     before = sums(values)
     bits = values.flatten().view(torch.int32)
@@ -172,9 +172,18 @@ def test_sums_see_every_bit_and_two_values_that_change_places(monkeypatch):
     assert before[1] == sum(x * (2 * i + 1) for i, x in enumerate(words)) % 2**64
 
 
+def test_memory_that_cannot_be_opened_says_what_can_be_set(owned, port, tmp_path, monkeypatch):
+    def gone(told):
+        raise NotShared("memory of another process cannot be opened")
+
+    monkeypatch.setattr(port, "open", gone)
+    with pytest.raises(HeldBaseError, match="cannot be opened; or set model.held_once=off"):
+        map_store(tmp_path, CONTENTS, port)
+
+
 @pytest.mark.parametrize("change", [{"handle": "%"}, {"event": None}, {"counter": 3}])
 def test_a_handle_that_is_none_is_refused(change):
     told = {"handle": "AAE=", "counter": "AAE=", "event": ""}
     assert ipc.handles_of(told) == (b"\0\1", b"\0\1", b"")
-    with pytest.raises(HeldBaseError, match="a handle of memory on a GPU is damaged"):
+    with pytest.raises(NotShared, match="a handle of memory on a GPU is damaged"):
         ipc.handles_of(told | change)

@@ -36,6 +36,11 @@ CONTINUE = ("schedule.lag=4", "schedule.in_flight=continue")
             ["logging.tokens=true", "logging.routes=true", "replay.mode=r2"],
             "logging.routes=true has no effect with replay.mode=r2",
         ),
+        (
+            ["refit.transport=cuda_ipc", "trainer.device=cpu"],
+            "refit.transport=cuda_ipc keeps a version in the memory of the trainer's GPU, and "
+            "trainer.device=cpu",
+        ),
         (["logging.routes=true"], "logging.routes=true has no effect with logging.tokens=false"),
         (["schedule.stale=drop"], "schedule.stale=drop has no effect with schedule.lag=0"),
         (

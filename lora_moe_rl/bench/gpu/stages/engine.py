@@ -12,7 +12,7 @@ import json
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,17 +20,22 @@ from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.bench.gpu.parts import Parts
 from lora_moe_rl.bench.gpu.stages.slices import hf_config
-from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config import RefitConfig, RunConfig
 from lora_moe_rl.errors import BenchmarkError
+from lora_moe_rl.refit import transports
 from lora_moe_rl.refit.parts import STORAGE, part_layouts
 from lora_moe_rl.refit.plan import EngineLayout, make_plan
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.rollout.facts import Dtype, slot_rank
 from lora_moe_rl.verify.comparisons import largest
 
+if TYPE_CHECKING:
+    from lora_moe_rl.bench.refit_model import SendingRank
+
 SHAPES = ("qwen3_moe", "deepseek_v3")
 WIDE, WIDE_LAYERS = "qwen3_30b_a3b", {"cuda": 8, "cpu": 2}
-VERSIONS = 4
+VERSIONS = 4  # by each transport
+TRANSPORTS = {"cuda": ("shm", "cuda_ipc"), "cpu": ("shm",)}
 SEQUENCES, LENGTH = 4, 40
 STREAMS, RESPONSE = {"cuda": 256, "cpu": 8}, {"cuda": 64, "cpu": 8}
 # Largest difference from Hugging Face's logprobs in float32, where a rounding in a router may take
@@ -107,7 +112,7 @@ class Bench:
         self.spec = AdapterSpec.build(shape, self.config.adapter)
         rng = np.random.default_rng(1)
         self.sequences = rng.integers(16, shape.vocab_size, (SEQUENCES, LENGTH)).tolist()
-        self.engine = kind(self.config, str(folder), self.spec, 0)
+        self.engine, self.version = kind(self.config, str(folder), self.spec, 0), -1
 
     async def start(self) -> dict[str, Any]:
         return {"started": await self.engine.start()}
@@ -128,9 +133,9 @@ class Bench:
         hf.merge(model, self.spec, tensors)
         return {"base": base, "adapter": [hf.logprobs(model, ids) for ids in self.sequences]}
 
-    async def publish(self) -> list[dict[str, float]]:
-        """Seconds of each version, by stage. Raises BenchmarkError when the slots of the last one
-        hold something else than was sent."""
+    async def publish(self) -> dict[str, list[dict[str, float]]]:
+        """Seconds of each version, by stage, of each transport: of adapters on the device. Raises
+        BenchmarkError when slots hold something else than was sent."""
         from lora_moe_rl.bench.refit_model import SendingRank
 
         plan = make_plan(
@@ -138,23 +143,30 @@ class Bench:
             STORAGE[self.dtype].itemsize,
         )  # fmt: skip
         layouts = part_layouts(plan, self.spec, self.dtype)
-        sender = SendingRank(self.config, self.spec, 0)
-        sender.prepare_refit(layouts)
-        await self.engine.prepare_refit(layouts)
-        taken = []
-        for version in range(VERSIONS):
-            started = time.perf_counter()
-            sent = sender.send(version)
-            receipt = await self.engine.publish(version, sent)
-            taken.append(receipt.seconds | {"total": time.perf_counter() - started})
-        if differing := await self.engine.differing(VERSIONS - 1, sent):
-            raise BenchmarkError(f"slots do not hold what was sent: {', '.join(differing[:5])}")
+        rank = SendingRank(self.config, self.spec, 0, self.device)
+        taken = {}
+        for name in TRANSPORTS[self.device]:
+            channel = transports.channel(RefitConfig(transport=name))
+            rank.prepare_refit(layouts, channel)
+            await self.engine.prepare_refit(layouts, channel)
+            taken[name] = [await self._publish(rank) for _ in range(VERSIONS)]
         return taken
+
+    async def _publish(self, rank: SendingRank) -> dict[str, float]:
+        self.version += 1
+        started = time.perf_counter()
+        sent = rank.send(self.version)
+        packed = time.perf_counter() - started
+        receipt = await self.engine.publish(self.version, sent)
+        total = time.perf_counter() - started
+        if differing := await self.engine.differing(self.version, sent):
+            raise BenchmarkError(f"slots do not hold what was sent: {', '.join(differing[:5])}")
+        return receipt.seconds | {"pack": packed, "total": total}
 
     async def compare(self, expected: dict[str, list[np.ndarray]]) -> dict[str, float]:
         """Largest differences of a logprob."""
         base, _ = await self.engine.score(self.sequences, None)
-        adapter, _ = await self.engine.score(self.sequences, VERSIONS - 1)
+        adapter, _ = await self.engine.score(self.sequences, self.version)
         found = {
             "base": largest(base, expected["base"]),
             "adapter": largest(adapter, expected["adapter"]),
@@ -171,7 +183,7 @@ class Bench:
     async def speeds(self) -> dict[str, float]:
         """Tokens generated a second, all requests at once; after a first time, which compiles."""
         found = {}
-        for name, version in (("base", None), ("adapter", VERSIONS - 1)):
+        for name, version in (("base", None), ("adapter", self.version)):
             await self._speed(version)
             found[name] = await self._speed(version)
         return found

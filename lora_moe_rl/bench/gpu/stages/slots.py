@@ -24,9 +24,9 @@ from lora_moe_rl.bench.kernels import seconds
 from lora_moe_rl.config import AdapterConfig, TrainerConfig
 from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.planner import facts
+from lora_moe_rl.refit.copies import port_of
 from lora_moe_rl.refit.parts import STORAGE, part_layouts
 from lora_moe_rl.refit.plan import EngineLayout, make_plan
-from lora_moe_rl.refit.receiver import make_writer
 from lora_moe_rl.rollout.facts import slot_rank
 
 MODEL = "qwen3_30b_a3b"
@@ -68,11 +68,15 @@ class Version:
             for entry in self.layout.entries
         ]
         boxes = zip(self.slots, self.layout.entries, strict=True)
-        self.writers = [make_writer(slot[SLOT], entry.box.shape) for slot, entry in boxes]
+        self.copies = port_of(torch.device(device))
+        self.writers = [self.copies.writer(slot[SLOT], entry.box.shape) for slot, entry in boxes]
 
     def ways(self) -> dict[str, Callable[[], object]]:
-        one_by_one = self._asynchronous if self.locked else self._box_by_box
-        return {"box by box": one_by_one, "one copy": self._copy, "one copy, scattered": self._both}
+        return {
+            "box by box": self._box_by_box,
+            "one copy": self._copy,
+            "one copy, scattered": self._both,
+        }
 
     def timed(self, write: Callable[[], object]) -> dict[str, Any]:
         """Raises BenchmarkError when the slots hold something else afterwards."""
@@ -91,29 +95,22 @@ class Version:
         }
 
     def lock(self) -> dict[str, int]:
-        """Page-locks the shared memory, as a receiver could once at the start."""
-        status = torch.cuda.cudart().cudaHostRegister(self.source.data_ptr(), self.source.nbytes, 0)
-        if int(status) != 0:
-            raise BenchmarkError(f"cudaHostRegister: error {int(status)}")
+        """Page-locks the shared memory, as the receiver does once."""
+        self.copies.lock(self.memory)
         self.locked = True
-        return {"bytes": self.source.nbytes}
+        return {"bytes": self.memory.nbytes}
 
     def _box_by_box(self) -> None:
         for write, entry in zip(self.writers, self.layout.entries, strict=True):
             write(entry.bytes_of(self.memory, self.layout.dtype))
-
-    def _asynchronous(self) -> None:
-        self._from(self.source)
+        self.copies.wait()
 
     def _copy(self) -> None:
         self.staging.copy_(self.source, non_blocking=self.locked)
 
     def _both(self) -> None:
         self._copy()
-        self._from(self.staging)
-
-    def _from(self, whole: torch.Tensor) -> None:
-        values = whole.view(torch.bfloat16)
+        values = self.staging.view(torch.bfloat16)
         for slot, entry in zip(self.slots, self.layout.entries, strict=True):
             slot[SLOT].copy_(entry.view(values), non_blocking=True)
 
