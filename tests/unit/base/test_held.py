@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from mapped_files import Files
+from plain_checkpoint import EXPERTS, HIDDEN, LAYERS, VOCABULARY, WIDTH, save_plain
 from quantised import edit, make_pair
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
 
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.base import choose
@@ -25,39 +25,11 @@ from lora_moe_rl.config.overrides import override
 from lora_moe_rl.errors import ConfigError, HeldBaseError
 from lora_moe_rl.files.untrusted import SafeWeights
 from lora_moe_rl.refit.merged_base import Base
-from lora_moe_rl.tiny.shapes import SHAPES
-
-LAYERS, EXPERTS, HIDDEN, WIDTH = 2, 3, 8, 6
-VOCABULARY, QUERIES, KEYS = 70, 4 * 32, 2 * 32  # q, k and v of the tiny shape
 
 
 @pytest.fixture
 def model(tmp_path) -> Path:
-    """A Qwen3-MoE without norms and routers."""
-    sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": WIDTH, "num_experts": EXPERTS}
-    sizes |= {"vocab_size": VOCABULARY}
-    config = AutoConfig.for_model(
-        "qwen3_moe", **SHAPES["qwen3_moe"] | sizes | {"num_hidden_layers": LAYERS}
-    )
-    folder = tmp_path / "model"
-    folder.mkdir()
-    whole = config.to_dict() | {"architectures": ["Qwen3MoeForCausalLM"]}
-    (folder / "config.json").write_text(json.dumps(whole))
-    torch.manual_seed(0)
-    vocabulary = ("model.embed_tokens", "lm_head")
-    tensors = {f"{name}.weight": torch.randn(VOCABULARY, HIDDEN) for name in vocabulary}
-    for layer in range(LAYERS):
-        attention = f"model.layers.{layer}.self_attn"
-        for name, rows in (("q", QUERIES), ("k", KEYS), ("v", KEYS)):
-            tensors[f"{attention}.{name}_proj.weight"] = torch.randn(rows, HIDDEN)
-        tensors[f"{attention}.o_proj.weight"] = torch.randn(HIDDEN, QUERIES)
-        for expert in range(EXPERTS):
-            path = f"model.layers.{layer}.mlp.experts.{expert}"
-            tensors[f"{path}.gate_proj.weight"] = torch.randn(WIDTH, HIDDEN)
-            tensors[f"{path}.up_proj.weight"] = torch.randn(WIDTH, HIDDEN)
-            tensors[f"{path}.down_proj.weight"] = torch.randn(HIDDEN, WIDTH)
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+    return save_plain(tmp_path / "model")
 
 
 def held(folder: str, model: Path, **changes) -> Held:
