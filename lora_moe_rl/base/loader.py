@@ -177,14 +177,18 @@ def take_dense(
             raise HeldBaseError(
                 f"{name}: vLLM has it otherwise ({type(method).__name__}); set model.held_once=off"
             )
-        whole = store[name]
-        if one.kind != "replicated":
-            whole = whole.chunk(tp, dim=0 if one.kind == "column" else 1)[rank]
-        _point(name, layer.weight, whole)
-        method.process_weights_after_loading = _multiply_as_it_is
+        _point(name, layer.weight, rank_part(one, store[name], tp, rank))
+        method.process_weights_after_loading = multiply_as_it_is
 
 
-def _multiply_as_it_is(layer: torch.nn.Module) -> None:
+def rank_part(one: Dense, whole: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
+    """What a worker has of a tensor as it is held."""
+    if one.kind == "replicated":
+        return whole
+    return whole.chunk(tp, dim=0 if one.kind == "column" else 1)[rank]
+
+
+def multiply_as_it_is(layer: torch.nn.Module) -> None:
     layer.cpu_linear = torch.nn.functional.linear
 
 

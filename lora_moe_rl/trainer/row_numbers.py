@@ -67,7 +67,7 @@ class RowNumbers:
         """`linear` of the model, which Megatron has built as `as_built`, has taken what these are
         the numbers of."""
         weight = as_built.weight
-        like = torch.zeros(numbers.shape, dtype=numbers.dtype, device=weight.device)  # pyright: ignore
+        like = torch.zeros(numbers.shape, dtype=numbers.dtype, device=weight.device)
         stand_in = copy.copy(as_built)
         stand_in._parameters = {"weight": torch.nn.Parameter(like, requires_grad=False)}
         self.taken[linear] = Taken(name, stand_in, numbers)
@@ -94,7 +94,7 @@ class RowNumbers:
     def check(self) -> None:
         """Raises HeldBaseError for what Bridge lays out otherwise than was taken."""
         for one in self.taken.values():
-            mapped, taken = one.stand_in.weight.cpu(), one.numbers  # pyright: ignore
+            mapped, taken = one.stand_in.weight.cpu(), one.numbers
             if not torch.equal(mapped, taken):
                 (place, *_) = (mapped != taken).flatten().nonzero()[:, 0].tolist()
                 raise HeldBaseError(
