@@ -36,8 +36,7 @@ ELEMENTS: dict[str, Element] = {"int4": "int32", "fp8": "float8_e4m3fn", "mxfp4"
 @dataclass(frozen=True)
 class Held:
     """One side's view of the base held in `folder`: that of `model_dir`, in `dtype`, as engines
-    of `rollout` cut it; `lora`: whether these serve adapters; `gpu`: in the memory of a GPU, where
-    it is routed experts alone."""
+    of `rollout` cut it; `lora`: whether these serve adapters; `gpu`: in the memory of a GPU."""
 
     folder: str
     model_dir: str
@@ -77,9 +76,7 @@ class Held:
         return stacks(self._shape, self.cut.pieces, self.form)
 
     def dense(self, base: Base) -> dict[str, Dense]:
-        """By name; of a quantised base what is numbers in the checkpoint; none on a GPU."""
-        if self.gpu:
-            return {}
+        """By name; of a quantised base what is numbers in the checkpoint."""
         found = {one.name: one for one in dense(self._shape, self.tp)}
         names = base.weights.file_of
         packed = {

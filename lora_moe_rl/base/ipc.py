@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import base64
 import binascii
-import os
 from typing import Any, Protocol
 
 import torch
 
+from lora_moe_rl.base.room import expandable_segments
 from lora_moe_rl.errors import HeldBaseError
 
 HANDLES = ("handle", "counter", "event")  # bytes, as base64
@@ -49,10 +49,10 @@ class Cuda:
         return str(torch.cuda.get_device_properties(index).uuid)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+        if name := expandable_segments():
             raise HeldBaseError(
-                "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, whose memory cannot be "
-                "shared: take it out, or set model.held_once=off"
+                f"{name} has expandable_segments:True, whose memory cannot be shared: take it out, "
+                "or set model.held_once=off"
             )
         return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
 

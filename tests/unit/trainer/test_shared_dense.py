@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from mapped_files import Files
 from megatron.core import tensor_parallel as mtp
 from plain_checkpoint import HIDDEN, KEYS, QUERIES, VOCABULARY, save_plain
 from safetensors.torch import load_file
@@ -55,6 +56,28 @@ def plain(tmp_path, engine_tp: int = 1) -> SharedDense:
     for name, out in store.items():
         held.filler(base)(name, out)
     return SharedDense(SimpleNamespace(held=held, store=store, dense=held.dense(base)))
+
+
+def test_memory_of_another_process_is_taken_as_a_file_is(tmp_path, alone):
+    """As on one GPU, with the memory of mapped files."""
+    folder = str(save_plain(tmp_path / "model"))
+    (tmp_path / "memory").mkdir()
+    held, port = (
+        Held(str(tmp_path), folder, "float32", 1, False, True, True),
+        Files(tmp_path / "memory"),
+    )
+    owner, mapped = held.share(port), held.map(port)
+    shared = SimpleNamespace(held=held, store=mapped, dense=held.dense(Base(folder)))
+    linear, x = linear_of(megatrons(tmp_path).clone()), torch.randn(3, HIDDEN)
+    before = linear(x)[0]
+    SharedDense(shared).take([model_of(linear)])
+    torch.testing.assert_close(linear(x)[0], before)
+    owner["model.layers.1.self_attn.qkv_proj.weight"].zero_()
+    assert not linear(x)[0].any()
+    with pytest.raises(HeldBaseError, match="is not what the engine has put there"):
+        for _ in mapped.contents.tensors:
+            mapped.check()
+    owner.close()
 
 
 def linear_of(weight: torch.Tensor, bias: bool = False):
