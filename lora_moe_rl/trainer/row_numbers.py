@@ -39,7 +39,9 @@ class RowNumbers:
     def __init__(self, base: Base, engine_tp: int):
         self.base, self.engine_tp = base, engine_tp
         self.taken: dict[torch.nn.Module, Taken] = {}
-        self.of_weights: dict[str, torch.Tensor] = {}
+        self.of_weights: dict[str, torch.Tensor] = {}  # by the checkpoint's name
+        self.of_held: dict[str, torch.Tensor] = {}
+        self.next = 1
 
     def __deepcopy__(self, memo: Any) -> RowNumbers:
         """Configs that have it are copied by Megatron."""
@@ -47,18 +49,22 @@ class RowNumbers:
 
     def held(self, one: Dense) -> torch.Tensor:
         """float64, of the rows of a tensor as it is held `[rows]`, or of its columns `[1, columns]`
-        where these are cut: which of the checkpoint's, from 1 on; 0 is padding."""
-        parts, first = {}, 1
+        where these are cut: which of the checkpoint's, of which no two have the same number; 0 is
+        padding."""
+        if one.name in self.of_held:
+            return self.of_held[one.name]
+        parts = {}
         for name in weights_of(one, self.base):
             rows, columns = self.base.weights.entry(name).shape
             count = columns if one.kind == "row" else rows
-            numbers = torch.arange(first, first + count, dtype=torch.float64)
+            numbers = torch.arange(self.next, self.next + count, dtype=torch.float64)
             parts[name] = numbers[None] if one.kind == "row" else numbers
-            first += count
+            self.next += count
         self.of_weights |= parts
         shape = (1, one.shape[1]) if one.kind == "row" else (one.shape[0],)
         out = torch.empty(shape, dtype=torch.float64)
         lay_out(one, out, parts.items(), self.engine_tp)
+        self.of_held[one.name] = out
         return out
 
     def take(
@@ -99,6 +105,13 @@ class RowNumbers:
                 (place, *_) = (mapped != taken).flatten().nonzero()[:, 0].tolist()
                 raise HeldBaseError(
                     f"{one.name}: at its place {place} on this rank Megatron-Bridge would put "
-                    f"number {int(mapped.flatten()[place])} of the checkpoint's, and what is held "
-                    f"has number {int(taken.flatten()[place])} there; set model.held_once=off"
+                    f"{self._told(mapped, place)}, and what is held has {self._told(taken, place)} "
+                    "there; set model.held_once=off"
                 )
+
+    def _told(self, numbers: torch.Tensor, place: int) -> str:
+        number = int(numbers.flatten()[place])
+        for name, all_of_it in self.of_weights.items():
+            if 0 <= (line := number - int(all_of_it.flatten()[0])) < all_of_it.numel():
+                return f"{'row' if all_of_it.ndim == 1 else 'column'} {line} of {name}"
+        return "padding"

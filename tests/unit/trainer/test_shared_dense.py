@@ -175,13 +175,33 @@ def test_what_is_taken_is_laid_out_as_megatron_bridge_does(engine_tp, tmp_path, 
 
 @pytest.mark.seconds
 def test_rows_in_the_engines_order_are_refused(tmp_path, alone, monkeypatch):
-    """Queries of both groups are 1 to 128, keys from 129 on; a group has 64 queries."""
+    """Of the 128 queries a group has 64, and then its keys."""
     monkeypatch.setattr(shared_dense, "by_group", lambda y, sizes, pieces, groups: y)
     shared = plain(tmp_path)
     mapped_by_bridge(shared)
-    message = "at its place 64 .* would put number 129 .* and what is held has number 65"
+    message = "place 64 .* would put row 0 of .*k_proj.weight, .* has row 64 of .*q_proj.weight"
     with pytest.raises(HeldBaseError, match=message):
         shared.finish()
+
+
+@pytest.mark.seconds
+def test_rows_of_another_layer_are_refused(tmp_path, alone, monkeypatch):
+    shared = plain(tmp_path)
+    monkeypatch.setattr(
+        shared.numbers, "held", lambda one, of=shared.numbers.held: _of_both(shared, of)
+    )
+    mapped_by_bridge(shared)
+    message = r"would put row 0 of model.layers.1.*, and what is held has row 0 of model.layers.0"
+    with pytest.raises(HeldBaseError, match=message):
+        shared.finish()
+
+
+def _of_both(shared: SharedDense, held) -> torch.Tensor:
+    """The first layer's in place of the second's."""
+    both = [
+        held(shared.shared.dense[f"model.layers.{i}.self_attn.qkv_proj.weight"]) for i in (0, 1)
+    ]
+    return both[0]
 
 
 def qkv_mapping():
