@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.base.dense import dense
 from lora_moe_rl.base.layout import SMALL, Tensor, rule
-from lora_moe_rl.base.room import check_room
+from lora_moe_rl.base.room import check_room, expandable_segments
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError, HeldBaseError, LoraMoeRlError
 from lora_moe_rl.models import quantised
@@ -18,7 +17,6 @@ from lora_moe_rl.refit.merged_base import Base
 from lora_moe_rl.upstream.versions import installed
 
 NAMED = 3
-EXPERTS_ALONE = "on a GPU routed experts alone are held once"
 
 
 def why_private(config: RunConfig, shape: ModelShape, model_dir: Path) -> str:
@@ -46,31 +44,19 @@ def decide(config: RunConfig, shape: ModelShape, model_dir: Path) -> str:
 
 def held_share(config: RunConfig, shape: ModelShape, form: str | None = None) -> float:
     """The part of the base's parameters that is held once."""
-    every = _rule(config, shape, form)
+    every = rule(shape, config.trainer, config.rollout, form)
     held = sum(tensor.elements for tensor in every if not tensor.reason)
     return held / sum(tensor.elements for tensor in every)
 
 
 def private(config: RunConfig, shape: ModelShape, form: str | None = None) -> dict[str, str]:
     """`{tensor: why each side has its own}` of what is not too small to tell."""
-    every = _rule(config, shape, form)
-    return {one.name: one.reason for one in every if one.reason not in ("", SMALL)}
-
-
-def _rule(config: RunConfig, shape: ModelShape, form: str | None) -> list[Tensor]:
     every = rule(shape, config.trainer, config.rollout, form)
-    if not on_gpu():
-        return every
-    return [
-        one if one.reason or ".experts." in one.name else replace(one, reason=EXPERTS_ALONE)
-        for one in every
-    ]
+    return {one.name: one.reason for one in every if one.reason not in ("", SMALL)}
 
 
 def held_bytes(config: RunConfig, shape: ModelShape, form: str | None = None) -> int:
     """Of the file, or on a GPU. `form`: of a quantised base."""
-    if on_gpu():
-        return expert_bytes(config, shape, form)
     return expert_bytes(config, shape, form) + dense_bytes(config, shape, form)
 
 
@@ -142,8 +128,10 @@ def _gpu(config: RunConfig) -> str:
             f"{ranks} trainer ranks and {engines} engines with rollout.tp={config.rollout.tp} are "
             "on several GPUs, and a base is held once on one alone, by one rank and one engine"
         )
+    if name := expandable_segments():
+        return f"{name} has expandable_segments:True, whose memory cannot be shared: take it out"
     if installed("transformer-engine") is not None:
-        return "Transformer Engine is installed, and its experts have weights of their own"
+        return "Transformer Engine is installed, and its layers have weights of their own"
     return ""
 
 

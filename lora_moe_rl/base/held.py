@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,7 @@ ELEMENTS: dict[str, Element] = {"int4": "int32", "fp8": "float8_e4m3fn", "mxfp4"
 @dataclass(frozen=True)
 class Held:
     """One side's view of the base held in `folder`: that of `model_dir`, in `dtype`, as engines
-    of `rollout` cut it; `lora`: whether these serve adapters; `gpu`: in the memory of a GPU, where
-    it is routed experts alone."""
+    of `rollout` cut it; `lora`: whether these serve adapters; `gpu`: in the memory of a GPU."""
 
     folder: str
     model_dir: str
@@ -77,9 +76,7 @@ class Held:
         return stacks(self._shape, self.cut.pieces, self.form)
 
     def dense(self, base: Base) -> dict[str, Dense]:
-        """By name; of a quantised base what is numbers in the checkpoint; none on a GPU."""
-        if self.gpu:
-            return {}
+        """By name; of a quantised base what is numbers in the checkpoint."""
         found = {one.name: one for one in dense(self._shape, self.tp)}
         names = base.weights.file_of
         packed = {
@@ -179,12 +176,19 @@ def weights_of(one: Dense, base: Base) -> list[str]:
 
 
 def fill_dense(base: Base, one: Dense, out: torch.Tensor, tp: int) -> None:
-    """Writes a tensor `[rows, columns]`, rows of the engine's ranks one after the other, and
-    compares it."""
+    """Writes a tensor `[rows, columns]` from the checkpoint, and compares it."""
+    lay_out(one, out, ((name, base.weights.read(name)) for name in weights_of(one, base)), tp)
+
+
+def lay_out(
+    one: Dense, out: torch.Tensor, parts: Iterable[tuple[str, torch.Tensor]], tp: int
+) -> None:
+    """Writes the checkpoint's tensors of these names as engines of `tp` ranks hold them: rows of
+    one rank after the other. Compares what it has written."""
     by_rank = out.unflatten(0, (tp if one.fused_rows else 1, -1))
     first = 0
-    for name in weights_of(one, base):
-        part = base.weights.read(name).unflatten(0, (len(by_rank), -1))
+    for name, read in parts:
+        part = read.unflatten(0, (len(by_rank), -1))
         put(name, by_rank[:, first : first + part.shape[1]], part)
         first += part.shape[1]
     by_rank[:, first:].zero_()  # of a vocabulary that is padded

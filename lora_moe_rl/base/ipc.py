@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import base64
 import binascii
-import os
 from typing import Any, Protocol
 
 import torch
 
+from lora_moe_rl.base.room import expandable_segments
 from lora_moe_rl.errors import NotShared
 
 HANDLES = ("handle", "counter", "event")  # bytes, as base64
 SIZES = ("nbytes", "offset", "counter_offset")
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads both
 
 
 class Port(Protocol):
@@ -52,12 +51,10 @@ class Cuda:
     def empty(self, nbytes: int) -> torch.Tensor:
         if not torch.cuda.is_available():
             raise NotShared("this process has no GPU")
-        for name in ALLOCATOR:
-            if "expandable_segments:True" in os.environ.get(name, ""):
-                raise NotShared(
-                    f"{name} has expandable_segments:True, whose memory cannot be shared: take it "
-                    "out"
-                )
+        if name := expandable_segments():
+            raise NotShared(
+                f"{name} has expandable_segments:True, whose memory cannot be shared: take it out"
+            )
         return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
 
     def share(self, memory: torch.Tensor) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The engine's side: a load format of vLLM whose base is made of views of the store.
 
 What the store lacks is loaded as ever (`vllm/model_executor/model_loader/default_loader.py`):
-norms, routers, scales of FP8 experts. What it has is not read from the checkpoint.
+norms, routers, biases, scales of FP8 experts. What it has is not read from the checkpoint.
 
 After loading, vLLM copies each stack of experts onto itself, which a read-only mapping does not
 survive: these methods alone are told that their weights are processed. Those for INT4 and MXFP4 do
@@ -32,6 +32,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.model_executor.utils import weights_already_processed
 
 from lora_moe_rl.base.dense import Dense
@@ -40,6 +41,7 @@ from lora_moe_rl.base.ipc import Cuda
 from lora_moe_rl.base.ipc_store import Owned
 from lora_moe_rl.base.store import Store
 from lora_moe_rl.errors import HeldBaseError
+from lora_moe_rl.files.untrusted import SafeWeights
 from lora_moe_rl.refit.merged_base import Base
 from lora_moe_rl.rollout.cpu_experts import TorchLoRAExperts
 from lora_moe_rl.rollout.cpu_fp8 import DequantisedExperts, Fp8LoRAExperts
@@ -70,8 +72,7 @@ def engine_args(folder: str) -> dict[str, Any]:
 def install() -> None:
     """Makes vLLM know the format. Raises ConfigError when vLLM is not the version we know."""
     require_version("vllm", WHO)
-    methods = ("load_weights", "get_all_weights", "_init_ep_weight_filter")
-    require_attributes(DefaultModelLoader, methods, WHO)
+    require_attributes(DefaultModelLoader, ("load_weights", "get_all_weights"), WHO)
     require_parameters(
         UnquantizedFusedMoEMethod.process_weights_after_loading, ("self", "layer"), WHO
     )
@@ -89,7 +90,7 @@ class HeldLoader(DefaultModelLoader):
         base = Base(held.model_dir)
         self.store = outside_pools(held) if held.gpu else held.open()
         others = held.dense(base)
-        self.not_read = set(held.not_read(base))
+        self.model_dir, self.not_read = held.model_dir, set(held.not_read(base))
         base.weights.close()
         kept = kept_on_gpus() if held.gpu else KEPT
         take_experts(model, self.store, set(others), kept)
@@ -97,12 +98,12 @@ class HeldLoader(DefaultModelLoader):
         super().load_weights(model, model_config)
 
     def get_all_weights(self, model_config, model) -> Generator[tuple[str, torch.Tensor]]:
-        for name, tensor in super().get_all_weights(model_config, model):
-            if name not in self.not_read:
-                yield name, tensor
-
-    def _init_ep_weight_filter(self, model_config) -> None:
-        self.local_expert_ids = set()  # the experts to read: none
+        """What the store lacks. Upstream's iterators read a tensor before they can be told that
+        nobody wants it, those of routed experts apart."""
+        with SafeWeights.open(self.model_dir) as weights:
+            for name in weights.file_of:
+                if name not in self.not_read and not should_skip_weight(name, set()):
+                    yield name, weights.read(name)
 
 
 def held_by(folder: str, config: VllmConfig) -> Held:
@@ -177,14 +178,18 @@ def take_dense(
             raise HeldBaseError(
                 f"{name}: vLLM has it otherwise ({type(method).__name__}); set model.held_once=off"
             )
-        whole = store[name]
-        if one.kind != "replicated":
-            whole = whole.chunk(tp, dim=0 if one.kind == "column" else 1)[rank]
-        _point(name, layer.weight, whole)
-        method.process_weights_after_loading = _multiply_as_it_is
+        _point(name, layer.weight, rank_part(one, store[name], tp, rank))
+        method.process_weights_after_loading = multiply_as_it_is
 
 
-def _multiply_as_it_is(layer: torch.nn.Module) -> None:
+def rank_part(one: Dense, whole: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
+    """What a worker has of a tensor as it is held."""
+    if one.kind == "replicated":
+        return whole
+    return whole.chunk(tp, dim=0 if one.kind == "column" else 1)[rank]
+
+
+def multiply_as_it_is(layer: torch.nn.Module) -> None:
     layer.cpu_linear = torch.nn.functional.linear
 
 

@@ -1,13 +1,24 @@
-"""Room for a base that is held in a file."""
+"""Room for a base that is held in a file; memory of a GPU that no other process can have."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from lora_moe_rl.errors import HeldBaseError
 
 GIB = 2**30
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # as torch reads them
+
+
+def expandable_segments() -> str:
+    """The variable that makes torch allocate memory of a GPU that no other process can map; ''
+    where none does."""
+    for name in ALLOCATOR:
+        if re.search(r"expandable_segments\s*:\s*True", os.environ.get(name, "")):
+            return name
+    return ""
 
 
 def check_room(directory: Path, nbytes: int) -> None:

@@ -10,7 +10,7 @@ import xxhash
 from lora_moe_rl.errors import HeldBaseError
 from lora_moe_rl.refit.merged_base import Base
 
-BITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
+BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 def check_same(path: str, held: torch.Tensor, read: torch.Tensor) -> None:

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-import gc
-import os
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from lora_moe_rl.base.owner import owned
 from lora_moe_rl.base.store import BIN
-from lora_moe_rl.bench import float64, report
-from lora_moe_rl.bench.loading import Peak
+from lora_moe_rl.bench import base_sides as sides
+from lora_moe_rl.bench import report
 from lora_moe_rl.bench.model import save_with_experts
-from lora_moe_rl.bench.own_base import CountingEngine, outside
-from lora_moe_rl.bench.process import mapped_bytes, private_bytes
 from lora_moe_rl.bench.report import Result, busy_cores, cores, goal, temporary
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import positive, result_parser
 from lora_moe_rl.tiny.shapes import SHAPES
 from lora_moe_rl.verify.comparisons import largest
-from lora_moe_rl.verify.engine import EngineProcess
-from lora_moe_rl.verify.inputs import random_adapter, random_batch
+from lora_moe_rl.verify.inputs import random_batch
 from lora_moe_rl.verify.processes import run_processes
-from lora_moe_rl.verify.ranks import Ranks, free_address, spec_of
+from lora_moe_rl.verify.ranks import Ranks, spec_of
 from lora_moe_rl.verify.report import table
 
 ABOUT = """\
@@ -36,16 +28,32 @@ A trainer and an engine on one model with random weights, on the CPU in float32:
 each, then with one in a file that both map. Memory that is a process's own, at most while it starts
 and once it has computed, what all processes together have of the base, in the file by their share
 of it and beside it, how long the first user of the base takes to start and those after it, and how
-far log-probabilities and gradients are from those on private copies, and log-probabilities of both
-from a forward in float64.
+far log-probabilities and gradients are from those on private copies. An engine's are compared with
+those of one whose own linears are multiplied by the same kernel, torch's, so that nothing but
+holding is between them; what the kernels differ in, torch's and those that vLLM packs an engine's
+own linears for, is judged against float64: log-probabilities, and products of each kind of linear.
 """
 WIDTHS = {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 256}
-LENGTHS = (20, 60)
+# Of a model of 2 GB whose weight is linears, embedding and head; of its layers three are dense.
+DENSE = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "moe_intermediate_size": 256,
+    "num_attention_heads": 16,
+    "vocab_size": 65536,
+}
+THREE_DENSE = {
+    "qwen3_moe": {"mlp_only_layers": [0, 1, 2], "head_dim": 128, "num_key_value_heads": 8},
+    "deepseek_v3": {"first_k_dense_replace": 3, "num_key_value_heads": 16, "q_lora_rank": 1024},
+}
 MOST_HELD, MOST_LOGPROBS, MOST_GRADIENTS = 1.05, 5e-6, 1e-5
+# Of the same bytes, multiplied by the same kernels.
+MOST_HOLDING = 1e-7
+# Root mean squares of errors against float64, torch's kernel's over those of vLLM's packed ones.
+MOST_ERROR = 1.25
 # Of a second user of the base, which starts so many times faster than one that loads its own; of a
 # model that is large enough for its bytes to take the time.
 FASTER, LARGE = 2.0, 2**30
-TIMEOUT_S = 600
 # {name: (trainer's, engine's)}; vLLM shares experts out over its tensor-parallel ranks.
 LAYOUTS = {
     "tp1": ({}, {}),
@@ -59,19 +67,21 @@ def main(argv: Sequence[str]) -> int:
     parser = result_parser("bench base", ABOUT)
     parser.add_argument("--model", choices=SHAPES, default="qwen3_moe", help="(qwen3_moe)")
     parser.add_argument("--experts", type=positive, default=32, help="of each layer (32)")
+    parser.add_argument("--dense", action="store_true", help="2 GB, most of it not in experts")
     parser.add_argument("--layout", choices=LAYOUTS, default="tp1", help="of both sides (tp1)")
     parser.add_argument("--dir", default="/dev/shm", help="where the one base lies (/dev/shm)")
     options = parser.parse_args(argv)
     busy = busy_cores()
     with temporary() as folder, owned(options.dir) as held:
-        result = measure(Path(folder), options.model, options.experts, held, options.layout)
+        sizes = DENSE | THREE_DENSE[options.model] if options.dense else WIDTHS
+        save_with_experts(Path(folder), options.model, options.experts, sizes)
+        result = measure(Path(folder), options.model, held, options.layout)
     result["busy_cores_before"] = busy
     report.conclude(result, options.json, parts)
     return 0 if report.all_met(result) else 1
 
 
-def measure(folder: Path, name: str, experts: int, held: str, layout: str) -> Result:
-    save_with_experts(folder, name, experts, WIDTHS)
+def measure(folder: Path, name: str, held: str, layout: str) -> Result:
     trainer, rollout = LAYOUTS[layout]
     config = RunConfig(
         model={"path": str(folder), "max_length": 128},
@@ -80,27 +90,16 @@ def measure(folder: Path, name: str, experts: int, held: str, layout: str) -> Re
         rollout={"cpu_kv_cache_gib": 0.06, **rollout},
     )
     spec = spec_of(folder, config)
-    sequences = [row.tolist() for row in random_batch(spec, 8, 3, LENGTHS)[0].token_ids]
-    (exact,) = run_processes(1, float64.logprobs, folder, sequences, timeout_s=TIMEOUT_S)
-    own_engine = _engine(folder, config, spec, sequences, None)
-    own, first, second = (_trainer(config, folder, base) for base in (None, held, held))
+    sequences = [row.tolist() for row in random_batch(spec, 8, 3, sides.LENGTHS)[0].token_ids]
+    (exact,) = run_processes(1, sides.exact_logprobs, folder, sequences, timeout_s=sides.TIMEOUT_S)
+    own_engine = sides.engine(folder, config, spec, sequences, None)
+    own, first, second = (sides.trainer(config, folder, base) for base in (None, held, held))
     file = Path(held) / BIN
-    with Ranks(config, folder, False, TIMEOUT_S, held) as ranks:
-        trainers = ranks.run(process_and_own)
-        engine = _engine(folder, config, spec, sequences, held, [pid for pid, _ in trainers])
+    with Ranks(config, folder, False, sides.TIMEOUT_S, held) as ranks:
+        trainers = ranks.run(sides.process_and_own)
+        engine = sides.engine(folder, config, spec, sequences, held, [pid for pid, _ in trainers])
     size = sum(one.stat().st_size for one in folder.glob("*.safetensors"))
     of_base = engine["file"] + engine["beside"] + sum(own for _, own in trainers)
-    gradients = max(
-        _relative(a, b)
-        for shared in (first, second)
-        for a, b in zip(shared["gradients"], own["gradients"], strict=True)
-    )
-    found = {
-        "held": of_base / size,
-        "engine_logprobs": largest(engine["scores"], own_engine["scores"]),
-        "trainer_logprobs": max(largest(x["scores"], own["scores"]) for x in (first, second)),
-        "gradients": gradients,
-    }
     return {
         "model": name,
         "layout": layout,
@@ -113,18 +112,51 @@ def measure(folder: Path, name: str, experts: int, held: str, layout: str) -> Re
         "load_seconds": [own_engine["load"], engine["load"]],
         "trainer_seconds": [own["seconds"], second["seconds"]],
         "first_seconds": first["seconds"],
+        "engine_of_packed": largest(engine["scores"], own_engine["scores"]),
         "engine_from_float64": [largest(one["scores"], exact) for one in (own_engine, engine)],
+        "kernels": own_engine["kernels"],
         "trainer_from_float64": [largest(one["base_scores"], exact) for one in (own, second)],
         "goals": {
-            "what all have of the base, times its size": goal(found["held"], MOST_HELD),
-            "engine's logprobs, largest difference": goal(found["engine_logprobs"], MOST_LOGPROBS),
-            "trainer's logprobs, largest difference": goal(
-                found["trainer_logprobs"], MOST_LOGPROBS
-            ),
-            "gradients, largest difference, relative": goal(found["gradients"], MOST_GRADIENTS),
+            "what all have of the base, times its size": goal(of_base / size, MOST_HELD),
+            **_of_engines(own_engine, engine, exact),
+            **_of_trainers(own, (first, second)),
             **(_times_faster(own, second, own_engine, engine) if size >= LARGE else {}),
         },
     }
+
+
+def _of_engines(own: Result, held: Result, exact: list[np.ndarray]) -> dict[str, Result]:
+    products = [plain / packed for packed, plain in own["kernels"].values()]
+    error = _error(held["scores"], exact) / _error(own["scores"], exact)
+    return {
+        "engine's logprobs, largest difference": goal(
+            largest(held["scores"], own["as_held"]), MOST_HOLDING
+        ),
+        "engine's logprobs, error against float64, times that of packed kernels": goal(
+            error, MOST_ERROR
+        ),
+        "products, the same, of the kind of linear that has most of it": goal(
+            max(products), MOST_ERROR
+        ),
+    }
+
+
+def _of_trainers(own: Result, held: Sequence[Result]) -> dict[str, Result]:
+    logprobs = max(largest(one["scores"], own["scores"]) for one in held)
+    gradients = max(
+        _relative(a, b)
+        for one in held
+        for a, b in zip(one["gradients"], own["gradients"], strict=True)
+    )
+    return {
+        "trainer's logprobs, largest difference": goal(logprobs, MOST_LOGPROBS),
+        "gradients, largest difference, relative": goal(gradients, MOST_GRADIENTS),
+    }
+
+
+def _error(scores: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> float:
+    """The root mean square over all tokens."""
+    return float(np.sqrt(np.mean((np.concatenate(scores) - np.concatenate(exact)) ** 2)))
 
 
 def _times_faster(
@@ -139,82 +171,6 @@ def _times_faster(
         f"a second {who} starts, times faster than with its own": goal(times, FASTER, at_least=True)
         for who, times in found.items()
     }
-
-
-def process_and_own(worker, spec) -> tuple[int, int]:
-    """Of a trainer rank that has started: its process, and bytes of the base that it has beside the
-    file."""
-    parameters = (p for chunk in worker.engine.chunks for p in chunk.parameters())
-    frozen = (parameter for parameter in parameters if not parameter.requires_grad)
-    return os.getpid(), outside(frozen, Path(worker.held) / BIN)
-
-
-def _trainer(config: RunConfig, folder: Path, held: str | None) -> Result:
-    """Of all trainer ranks together, from their start on."""
-    arguments = (free_address(), config, folder, held)
-    ranks = run_processes(config.trainer.world_size, train, *arguments, timeout_s=TIMEOUT_S)
-    return {
-        "scores": [score for rank in ranks for score in rank["scores"] or []],
-        "base_scores": [score for rank in ranks for score in rank["base_scores"] or []],
-        "gradients": [gradient for rank in ranks for gradient in rank["gradients"]],
-        "private": sum(rank["private"] for rank in ranks),
-        "peak": sum(rank["peak"] for rank in ranks),
-        "seconds": max(rank["seconds"] for rank in ranks),
-    }
-
-
-def train(rank: int, address: str, config: RunConfig, folder: Path, held: str | None) -> Result:
-    """What a trainer rank computes and holds. A job of `run_processes`."""
-    from lora_moe_rl.trainer.worker import TrainerWorker
-
-    spec = spec_of(folder, config)
-    worker = TrainerWorker(config, spec, folder, rank, held)
-    started = time.perf_counter()
-    with Peak() as peak:
-        worker.start(address, cores())
-    seconds = time.perf_counter() - started
-    batch, table = random_batch(spec, 8, 3, LENGTHS)
-    worker.set_adapter(random_adapter(spec))
-    sequences = [row.tolist() for row in batch.token_ids]
-    scores = worker.score(sequences, None, adapters=True)
-    base_scores = worker.score(sequences, None, adapters=False)
-    _, _, shards = worker.gradients(batch, table)
-    gc.collect()
-    return {
-        "scores": scores,
-        "base_scores": base_scores,
-        "gradients": [shard.data for shard in shards],
-        "private": private_bytes(os.getpid()),
-        "peak": peak.bytes,
-        "seconds": seconds,
-    }
-
-
-def _engine(
-    folder: Path,
-    config: RunConfig,
-    spec,
-    sequences: list[list[int]],
-    held: str | None,
-    others: Sequence[int] = (),
-) -> Result:
-    """What an engine computes and holds, and of the file with `others`."""
-    made = functools.partial(CountingEngine, held=held)
-    with EngineProcess(config, spec, folder, folder / "engine.log", made) as engine:
-        started = engine.start()
-        (scores, _) = engine.ask("score", sequences, None)
-        process = psutil.Process(engine.pid)
-        mine = [process.pid, *(child.pid for child in process.children(recursive=True))]
-        found: Result = {
-            "scores": scores,
-            "private": sum(private_bytes(pid) for pid in mine),
-            "load": started["seconds"]["total"] - started["seconds"]["import"],
-        }
-        if held is not None:
-            file = Path(held) / BIN
-            found["file"] = sum(mapped_bytes(pid, file) for pid in [*mine, *others])
-            found["beside"] = engine.ask("own_base", str(file))
-    return found
 
 
 def _relative(one: np.ndarray, other: np.ndarray) -> float:
@@ -245,3 +201,11 @@ def parts(result: Result) -> Iterable[Any]:
             *(f"{one:.1e}" for one in result[f"{who}_from_float64"]),
         )
     yield shown
+    yield (
+        f"engine's logprobs, largest difference from packed kernels: "
+        f"{result['engine_of_packed']:.1e}"
+    )
+    errors = table(["products' error against float64", "vLLM's packed kernel", "torch's, as held"])
+    for kind, both in result["kernels"].items():
+        errors.add_row(kind, *(f"{one:.2e}" for one in both))
+    yield errors

@@ -46,8 +46,8 @@ def make_model(folder: Path) -> int:
     return count
 
 
-def save_with_experts(folder: Path, name: str, experts: int, widths: dict[str, int]) -> None:
-    """The tiny shape of this name with other widths and so many experts a layer, and a
+def save_with_experts(folder: Path, name: str, experts: int, sizes: Mapping[str, Any]) -> None:
+    """The tiny shape of this name with other sizes and so many experts a layer, and a
     tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -55,6 +55,6 @@ def save_with_experts(folder: Path, name: str, experts: int, widths: dict[str, i
     from lora_moe_rl.tiny.tokenizer import make_tokenizer
 
     number = "num_experts" if "num_experts" in SHAPES[name] else "n_routed_experts"
-    config = AutoConfig.for_model(name, **SHAPES[name] | widths | {number: experts})
+    config = AutoConfig.for_model(name, **SHAPES[name] | dict(sizes) | {number: experts})
     save_random(folder, lambda: AutoModelForCausalLM.from_config(config), EXTRA_CONFIG[name])
     make_tokenizer().save_pretrained(folder)

@@ -82,8 +82,8 @@ class ModelConfig(Section):
     max_length: int = Field(512, ge=2, description="Longest prompt plus response, in tokens.")
     held_once: HeldOnce = Field(
         "off",
-        description="The frozen base in one copy for trainer and engines, on one machine's CPU: "
-        "never (off), where it can be (auto), or else the run does not start (on).",
+        description="The frozen base in one copy for trainer and engines, on one machine's CPU or "
+        "one GPU: never (off), where it can be (auto), or else the run does not start (on).",
     )
     held_dir: str = Field(
         "/dev/shm",

@@ -1,7 +1,8 @@
 """What of the base trainer and engines would hold once (`model.held_once`), and what it takes.
 
 `base/layout.py` says what is cut alike. On GPUs one copy serves a trainer rank and an engine rank
-that stand on the same GPU; there this is a plan of what no run can do yet (docs/held_once.md).
+that stand on the same GPU; of several GPUs this is a plan of what no run can do yet
+(docs/held_once.md).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from lora_moe_rl.planner.rollout import engine_shape
 from lora_moe_rl.planner.trainer import FORMATS
 from lora_moe_rl.refit.plan import trainer_ranks
 
-ON_GPUS = "not done yet: each side has its own"
+ON_GPUS = "not done yet on several GPUs: each side has its own"
 FORMS: tuple[Format, ...] = (*FORMATS, "float32")
 # A part of the model, and a piece of the names that the rule has for it.
 NAMES = {
@@ -78,12 +79,17 @@ def shared_bytes(parts: list[HeldPart], form: Format) -> int:
     return sum(part.trainer[form] for part in parts if not part.why)
 
 
+def on_several_gpus(config: RunConfig) -> bool:
+    several = (config.trainer.world_size, config.rollout.tp) != (1, 1)
+    return several and config.trainer.device == "cuda"
+
+
 def _reasons(facts: Facts, config: RunConfig, same_gpus: bool) -> Iterator[tuple[str, str]]:
     """Why each part is held twice; '' for one that is not."""
     tensors = rule(facts.shape, config.trainer, config.rollout)
     for part, name in NAMES.items():
         why = next((one.reason for one in tensors if name in one.name and one.reason), "")
-        if part != "experts" and config.trainer.device == "cuda":
+        if part != "experts" and on_several_gpus(config):
             why = why or ON_GPUS
         yield part, why or _apart(config, same_gpus)
 

@@ -10,6 +10,7 @@ from rich.text import Text
 from lora_moe_rl.config import RolloutConfig
 from lora_moe_rl.planner.changes import Change
 from lora_moe_rl.planner.hardware import GIB
+from lora_moe_rl.planner.held import on_several_gpus
 from lora_moe_rl.planner.plan import Assumed, RunPlan
 from lora_moe_rl.planner.refused import Refused
 from lora_moe_rl.planner.request import Request
@@ -131,8 +132,8 @@ def _why_twice(plan: RunPlan) -> list[str]:
     once = [part.part for part in plan.held if not part.why]
     lines = [f"held once: {', '.join(once) or 'nothing'}"]
     lines += [f"  {part.part}: {part.why}" for part in plan.held if part.why]
-    if plan.config.trainer.device == "cuda":
-        lines.append("planned ahead: on GPUs a run with model.held_once=on is refused yet")
+    if on_several_gpus(plan.config):
+        lines.append("planned ahead: on several GPUs a run with model.held_once=on is refused yet")
     return [*lines, ""]
 
 

@@ -8,8 +8,8 @@ that: it mends what upstream lacks or gets wrong for some members:
 - parameters without a weight and weights without a parameter are logged upstream, and the model is
   then silently another one; here they are errors;
 - quantised weights of dense linears are dequantised while they are loaded, upstream FP8 alone and
-  rounded to bfloat16. Those of routed experts are not loaded here (`packed_experts.py`), nor are
-  routed experts that engines hold too (`shared_experts.py`).
+  rounded to bfloat16. Those of routed experts are not loaded here (`packed_experts.py`), nor is
+  what engines hold too (`shared_experts.py`, `shared_dense.py`).
 
 Import only after `bridge.load()` has prepared Megatron-Bridge.
 """
@@ -34,6 +34,7 @@ from lora_moe_rl.errors import ModelError
 from lora_moe_rl.models import quantised_names, quantised_weights
 from lora_moe_rl.trainer import grouped_topk
 from lora_moe_rl.trainer.mla_query import without_query_norm
+from lora_moe_rl.trainer.row_numbers import NUMBERED
 
 MEGATRON, HF = "decoder.layers.*.", "model.layers.*."
 # An attribute of Hugging Face's config: whether routed experts are those of `shared_experts.py`.
@@ -108,6 +109,9 @@ class Complete(MegatronModelBridge):
         return MegatronMappingRegistry(*upstream, *added)
 
     def maybe_modify_loaded_hf_weight(self, hf_param, hf_state_dict) -> Any:
+        numbered = getattr(self.hf_config, NUMBERED, None)
+        if numbered is not None and (numbers := numbered.weight(hf_param)) is not None:
+            return numbers
         # Upstream's annotation knows only the one tensor of a name, and not those of a dict.
         if not getattr(self.hf_config, "quantization_config", None):
             return super().maybe_modify_loaded_hf_weight(hf_param, hf_state_dict)
@@ -148,7 +152,8 @@ class Complete(MegatronModelBridge):
         if hasattr(hf_pretrained, "state"):
             self.names = frozenset(hf_pretrained.state.source.get_all_keys())
             self._check_weights(tasks)
-        return tasks
+        numbered = getattr(self.hf_config, NUMBERED, None)
+        return tasks if numbered is None else numbered.instead(tasks)
 
     def _check_parameters(self, megatron_model, tasks) -> None:
         filled = {

@@ -177,10 +177,14 @@ class RowGroupedLinear(_GroupedLinear):
 class ReplicatedLinear(torch.nn.Module):
     """A whole linear on every tensor-parallel rank, applied to its slice of the sequence."""
 
-    def __init__(self, column: ColumnParallelLinear):
+    def __init__(self, weight: torch.Tensor):
         super().__init__()
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+    @classmethod
+    def gathered(cls, column: ColumnParallelLinear) -> ReplicatedLinear:
         weight = gather_from_tensor_model_parallel_region(column.weight.detach().t())
-        self.weight = torch.nn.Parameter(weight.t().contiguous(), requires_grad=False)
+        return cls(weight.t().contiguous())
 
     def forward(self, x):
         return F.linear(x, self.weight), None
@@ -198,7 +202,7 @@ def replicate_mla_down_projections(model: torch.nn.Module) -> None:
         attention = layer.self_attention
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
             if isinstance(module := getattr(attention, name, None), ColumnParallelLinear):
-                setattr(attention, name, ReplicatedLinear(module))
+                setattr(attention, name, ReplicatedLinear.gathered(module))
 
 
 def localize(spec):

@@ -96,6 +96,7 @@ def build_model(
     )
 
     packed = packed_experts.find(model_dir)
+    dense = None if shared is None else shared_dense.SharedDense(shared)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         source = auto_bridge.from_hf_pretrained(str(model_dir), dtype=device.dtype)
@@ -104,16 +105,18 @@ def build_model(
             packed.place(provider)
         elif shared is not None:
             shared_experts.place(provider, source.hf_pretrained.config)
+        if dense is not None:
+            dense.place(provider, source.hf_pretrained.config)
         chunks = provide(provider, device)
     if packed is not None:
         packed.load(chunks, shared)
     elif shared is not None:
         shared_experts.load(chunks, shared)
+    if dense is not None:
+        dense.finish()
     replicate(chunks, config, device)
     if packed is not None:
         packed_dense.pack(chunks, model_dir)
-    if shared is not None:
-        shared_dense.share(chunks, shared)
     if config.fp8_forward == "engine":
         fp8_forward.install(chunks, model_dir)
     return list(chunks)

@@ -1,8 +1,9 @@
-"""Linears, embedding and head that trainer and engines hold once.
+"""Linears, embedding and head that trainer and engines hold once: a rank makes no copy of them.
 
-Megatron-Bridge has loaded them; each is compared with what is held, bit for bit, and gives way to
-it. Where rows are held in another order than Megatron's, as q, k and v are, the linear's output is
-put into Megatron's order.
+Megatron's model is built, and before Megatron-Bridge loads the rest its linears are pointed at the
+store, which verifies its bytes. Bridge maps the numbers of rows in their place (`row_numbers.py`).
+Where rows are held in another order than Megatron's, as q, k and v are, the linear's output is put
+into Megatron's order.
 """
 
 from __future__ import annotations
@@ -16,39 +17,85 @@ from megatron.core import tensor_parallel as mtp
 
 from lora_moe_rl.adapters.sharding import FUSED
 from lora_moe_rl.base.dense import EMBEDDING, HEAD, Dense
-from lora_moe_rl.base.same import check_same
 from lora_moe_rl.base.shared import Shared
+from lora_moe_rl.errors import HeldBaseError
 from lora_moe_rl.refit.merged_base import Base
 from lora_moe_rl.trainer.local_modules import ReplicatedLinear
+from lora_moe_rl.trainer.row_numbers import NUMBERED, RowNumbers
 
 Order = Callable[[torch.Tensor], torch.Tensor]
-LINEARS = (mtp.ColumnParallelLinear, mtp.RowParallelLinear, ReplicatedLinear)
+LINEARS = (mtp.ColumnParallelLinear, mtp.RowParallelLinear)
 
 
-def share(chunks: Sequence[torch.nn.Module], shared: Shared) -> None:
-    """Raises HeldBaseError for other values than are held."""
-    base = Base(shared.held.model_dir)
-    base.weights.close()
-    for chunk in chunks:
-        model = getattr(chunk, "module", chunk)
-        share_vocabulary(model, shared)
-        _share_linears(model, shared, base)
+class SharedDense:
+    """Those of one rank."""
 
+    def __init__(self, shared: Shared):
+        self.shared, self.base = shared, Base(shared.held.model_dir)
+        self.base.weights.close()
+        self.numbers = RowNumbers(self.base, shared.held.tp)
+        self.orders: dict[torch.nn.Module, Order] = {}
 
-def share_vocabulary(model: torch.nn.Module, shared: Shared) -> None:
-    for name, linear in _vocabulary(model):
-        if name in shared.dense:
-            rows = len(linear.weight)
-            first = ps.get_tensor_model_parallel_rank() * rows
-            adopt(name, linear, shared.store[name][first : first + rows])
+    def place(self, provider, hf_config) -> None:
+        """The models that Bridge's provider builds take what is held, before they are loaded.
+        `hf_config`: by which Bridge knows what it need not load."""
+        setattr(hf_config, NUMBERED, self.numbers)
 
+        def take(models: list[torch.nn.Module]) -> list[torch.nn.Module]:  # no method: a copy of
+            self.take(models)  # the provider would copy its object too
+            return models
 
-def _share_linears(model: torch.nn.Module, shared: Shared, base: Base) -> None:
-    by_module = {(one.layer, m): one for one in shared.dense.values() for m in one.modules}
-    for layer, modules, linear in _linears(model):
-        if one := by_module.get((layer, modules[0])):
-            part = _part(shared, one, modules, base)
-            adopt(one.name, linear, part, _order(one, base, shared.held.tp))
+        provider.register_pre_wrap_hook(take, prepend=True)
+
+    def take(self, models: Sequence[torch.nn.Module]) -> None:
+        """Raises HeldBaseError for bytes that are not those that were written, and for a linear
+        that is not as what is held of it."""
+        for model in models:
+            self._take_vocabulary(model)
+            self._take_linears(model)
+
+    def finish(self) -> None:
+        """Once the rest is loaded. Raises HeldBaseError for what Bridge would lay out otherwise."""
+        self.numbers.check()
+        for linear, order in self.orders.items():
+            if (bias := getattr(linear, "bias", None)) is not None:
+                places = order(torch.arange(len(bias), device=bias.device))
+                bias.data = bias.data[places.argsort()]
+
+    def _take_vocabulary(self, model: torch.nn.Module) -> None:
+        for name, module in _vocabulary(model):
+            if one := self.shared.dense.get(name):
+                rows = len(module.weight)
+                first = ps.get_tensor_model_parallel_rank() * rows
+                adopt(name, module, self.shared.store[name][first : first + rows])
+                numbers = self.numbers.held(one)[first : first + rows]
+                self.numbers.take(name, module, module, numbers)
+
+    def _take_linears(self, model: torch.nn.Module) -> None:
+        by_module = {(o.layer, m): o for o in self.shared.dense.values() for m in o.modules}
+        for layer, number, path, modules in _linears(model):
+            one = by_module.get((number, modules[0]))
+            if one is None:
+                continue
+            built = linear = layer.get_submodule(path)
+            if not isinstance(built, LINEARS):
+                raise HeldBaseError(
+                    f"{one.name}: Megatron has it otherwise ({type(built).__name__}); set "
+                    "model.held_once=off"
+                )
+            part = _part(self.shared.store[one.name], one, modules, self.base)
+            numbers = _part(self.numbers.held(one), one, modules, self.base)
+            order = _order(one, self.base, self.shared.held.tp)
+            if one.kind == "replicated" and _ways() > 1:
+                # Megatron cuts it into rows; whole, it is another module.
+                linear = ReplicatedLinear(part)
+                layer.set_submodule(path, linear)
+                numbers = numbers.chunk(_ways())[ps.get_tensor_model_parallel_rank()]
+            else:
+                adopt(one.name, linear, part, order)
+            if order is not None:
+                self.orders[linear], numbers = order, order(numbers)
+            self.numbers.take(one.name, linear, built, numbers)
 
 
 def _vocabulary(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -59,31 +106,35 @@ def _vocabulary(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]
         yield HEAD, model.output_layer
 
 
-def _linears(model: torch.nn.Module) -> Iterator[tuple[int, tuple[str, ...], torch.nn.Module]]:
-    """(global layer, canonical modules, linear)."""
+def _linears(
+    model: torch.nn.Module,
+) -> Iterator[tuple[torch.nn.Module, int, str, tuple[str, ...]]]:
+    """(layer, its global number, path of a linear in it, canonical modules)."""
     for layer in model.decoder.layers:
         found = dict(layer.named_modules())
         for path, modules in FUSED.items():
-            if isinstance(linear := found.get(path), LINEARS):
-                yield layer.layer_number - 1, modules, linear
+            if path in found and not modules[0].startswith("experts."):
+                yield layer, layer.layer_number - 1, path, modules
 
 
-def _part(shared: Shared, one: Dense, modules: Sequence[str], base: Base) -> torch.Tensor:
-    """This rank's `[rows, columns]` of `modules`, which are all of `one` or some of its rows."""
-    whole = shared.store[one.name]
+def _ways() -> int:
+    return ps.get_tensor_model_parallel_world_size()
+
+
+def _part(whole: torch.Tensor, one: Dense, modules: Sequence[str], base: Base) -> torch.Tensor:
+    """This rank's rows or columns of `modules`, which are all of `one` or some of its rows."""
     if one.kind == "replicated":
         rows = [base.shape.modules(one.layer)[module][1] for module in one.modules]
-        first = one.modules.index(modules[0])
-        return whole.split(rows)[first]
-    ways, rank = ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_rank()
-    return whole.chunk(ways, dim=0 if one.kind == "column" else 1)[rank]
+        return whole.split(rows)[one.modules.index(modules[0])]
+    rank = ps.get_tensor_model_parallel_rank()
+    return whole.chunk(_ways(), dim=0 if one.kind == "column" else 1)[rank]
 
 
 def _order(one: Dense, base: Base, engine_tp: int) -> Order | None:
     """What puts a rank's output into Megatron's order; None where it is in it."""
     if not one.fused_rows:
         return None
-    pieces = engine_tp // ps.get_tensor_model_parallel_world_size()
+    pieces = engine_tp // _ways()
     dims = base.shape.modules(one.layer)
     sizes = [dims[module][1] // engine_tp for module in one.modules]
     if "k_proj" in one.modules:
@@ -107,12 +158,13 @@ def by_module(y: torch.Tensor, sizes: list[int], pieces: int) -> torch.Tensor:
 def adopt(
     name: str, linear: torch.nn.Module, held: torch.Tensor, order: Order | None = None
 ) -> None:
-    """Points a linear at what is held, once it is seen to be the same. Raises HeldBaseError."""
-    check_same(name, held if order is None else order(held.t()).t(), linear.weight)
+    """Points a linear at what is held. Raises HeldBaseError for one of another shape or dtype."""
+    weight = linear.weight
+    if held.shape != weight.shape or held.dtype != weight.dtype:
+        raise HeldBaseError(
+            f"{name}: Megatron wants {tuple(weight.shape)} {weight.dtype}, and held is "
+            f"{tuple(held.shape)} {held.dtype}; set model.held_once=off"
+        )
     linear.weight.data = held
-    if order is None:
-        return
-    if (bias := getattr(linear, "bias", None)) is not None:
-        places = order(torch.arange(len(bias)))
-        bias.data = bias.data[places.argsort()]
-    linear.register_forward_hook(lambda module, args, output: (order(output[0]), output[1]))
+    if order is not None:
+        linear.register_forward_hook(lambda module, args, output: (order(output[0]), output[1]))

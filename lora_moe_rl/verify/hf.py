@@ -59,16 +59,18 @@ def _wider(argument: Any) -> Any:
 
 
 def load_exact(
-    model_dir: Path, spec: AdapterSpec, tensors: Mapping[str, np.ndarray] | None
+    model_dir: Path,
+    spec: AdapterSpec | None = None,
+    tensors: Mapping[str, np.ndarray] | None = None,
 ) -> torch.nn.Module | None:
-    """The model of a directory in float64, with an adapter merged by hand or none; None where
-    memory is too small for it."""
+    """The model of a directory in float64, with an adapter merged by hand or none (`spec` says of
+    what it is); None where memory is too small for it."""
     model = load(model_dir)
     weights = sum(parameter.numel() for parameter in model.parameters())
     if virtual_memory().available < BYTES_A_WEIGHT * weights:
         return None
     model = model.double()
-    if tensors is not None:
+    if spec is not None and tensors is not None:
         merge(model, spec, {name: one.astype(np.float64) for name, one in tensors.items()})
     return model
 
@@ -102,7 +104,7 @@ def exact_logprobs(model: Any, sequences: Sequence[Sequence[int]]) -> list[np.nd
 
 @torch.no_grad()
 def logprobs(model: torch.nn.Module, sequence: Sequence[int]) -> np.ndarray:
-    """Log-probability of each token after the first, float32 `[L - 1]`."""
+    """Log-probability of each token after the first, float32 `[L - 1]`; in `in_float64` float64."""
     ids = torch.as_tensor(np.asarray(sequence), dtype=torch.long)[None]
     scores = torch.log_softmax(model(ids).logits[0, :-1].float(), dim=-1)
     return scores.gather(1, ids[0, 1:, None])[:, 0].numpy()

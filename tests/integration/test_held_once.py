@@ -21,12 +21,14 @@ from lora_moe_rl.bench.own_base import CountingEngine, outside
 from lora_moe_rl.bench.process import mapped_bytes
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ActorFailed, HeldBaseError
+from lora_moe_rl.files.untrusted import SafeWeights
 from lora_moe_rl.models.quantised import form_in
 from lora_moe_rl.refit.merged_base import Base
 from lora_moe_rl.tiny.shapes import EXTRA_CONFIG, build_model
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 from lora_moe_rl.verify.engine import EngineProcess
-from lora_moe_rl.verify.ranks import Ranks
+from lora_moe_rl.verify.processes import run_processes
+from lora_moe_rl.verify.ranks import Ranks, free_address
 
 pytestmark = pytest.mark.slow
 LOGPROBS, GRADIENTS, MOST_HELD = 5e-6, 1e-5, 1.05
@@ -193,7 +195,11 @@ def test_a_rank_whose_checkpoint_has_other_values_refuses(name, changed, request
 
 @pytest.mark.parametrize(
     "changed",
-    ["layers.1.mlp.experts.routed_experts.w2_weight", "layers.3.self_attn.qkv_proj.weight"],
+    [
+        "layers.1.mlp.experts.routed_experts.w2_weight",
+        "layers.3.self_attn.qkv_proj.weight",
+        "lm_head.weight",
+    ],
 )
 def test_a_file_that_was_changed_is_refused_by_both(changed, one_model, tmp_path):
     config = config_of(one_model, {}, {})
@@ -217,6 +223,37 @@ def test_a_file_that_was_changed_is_refused_by_both(changed, one_model, tmp_path
         ):
             engine.start()
     assert message in (tmp_path / "log").read_text()
+
+
+def names_read(rank: int, address: str, config: RunConfig, folder: Path, held: str) -> list[str]:
+    """Of the checkpoint's tensors, those that a trainer rank reads while it starts."""
+    from megatron.bridge.models.hf_pretrained.state import SafeTensorsStateSource
+
+    from lora_moe_rl.trainer.worker import TrainerWorker
+
+    found: list[str] = []
+    upstream = SafeTensorsStateSource.load_tensors
+
+    def load_tensors(self, keys):
+        found.extend(keys)
+        return upstream(self, keys)
+
+    SafeTensorsStateSource.load_tensors = load_tensors
+    SafeWeights.read = lambda self, name: found.append(name)
+    TrainerWorker(config, spec_of(folder, config), folder, rank, held).start(address, 1)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["tp1 each", "tp2ep2 each"])
+def test_a_second_user_reads_norms_and_routers_alone(model, layout, tmp_path):
+    config = config_of(model, *LAYOUTS[layout])
+    with owned("/dev/shm") as folder:
+        Held.of_run(folder, model, "float32", config).open()
+        job, arguments = FileJob(__file__, "names_read"), (free_address(), config, model, folder)
+        for names in run_processes(config.trainer.world_size, job, *arguments, timeout_s=400):
+            kinds = {name.split(".")[-2] for name in names}
+            assert "gate" in kinds
+            assert not [kind for kind in kinds - {"gate"} if not kind.endswith("norm")]
 
 
 def test_an_engine_of_another_kind_refuses(one_model, tmp_path):

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from mapped_files import Files
+from plain_checkpoint import EXPERTS, HIDDEN, KEYS, LAYERS, QUERIES, VOCABULARY, WIDTH, save_plain
 from quantised import edit, make_pair
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
 
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.base import choose
@@ -25,39 +25,11 @@ from lora_moe_rl.config.overrides import override
 from lora_moe_rl.errors import ConfigError, HeldBaseError
 from lora_moe_rl.files.untrusted import SafeWeights
 from lora_moe_rl.refit.merged_base import Base
-from lora_moe_rl.tiny.shapes import SHAPES
-
-LAYERS, EXPERTS, HIDDEN, WIDTH = 2, 3, 8, 6
-VOCABULARY, QUERIES, KEYS = 70, 4 * 32, 2 * 32  # q, k and v of the tiny shape
 
 
 @pytest.fixture
 def model(tmp_path) -> Path:
-    """A Qwen3-MoE without norms and routers."""
-    sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": WIDTH, "num_experts": EXPERTS}
-    sizes |= {"vocab_size": VOCABULARY}
-    config = AutoConfig.for_model(
-        "qwen3_moe", **SHAPES["qwen3_moe"] | sizes | {"num_hidden_layers": LAYERS}
-    )
-    folder = tmp_path / "model"
-    folder.mkdir()
-    whole = config.to_dict() | {"architectures": ["Qwen3MoeForCausalLM"]}
-    (folder / "config.json").write_text(json.dumps(whole))
-    torch.manual_seed(0)
-    vocabulary = ("model.embed_tokens", "lm_head")
-    tensors = {f"{name}.weight": torch.randn(VOCABULARY, HIDDEN) for name in vocabulary}
-    for layer in range(LAYERS):
-        attention = f"model.layers.{layer}.self_attn"
-        for name, rows in (("q", QUERIES), ("k", KEYS), ("v", KEYS)):
-            tensors[f"{attention}.{name}_proj.weight"] = torch.randn(rows, HIDDEN)
-        tensors[f"{attention}.o_proj.weight"] = torch.randn(HIDDEN, QUERIES)
-        for expert in range(EXPERTS):
-            path = f"model.layers.{layer}.mlp.experts.{expert}"
-            tensors[f"{path}.gate_proj.weight"] = torch.randn(WIDTH, HIDDEN)
-            tensors[f"{path}.up_proj.weight"] = torch.randn(WIDTH, HIDDEN)
-            tensors[f"{path}.down_proj.weight"] = torch.randn(HIDDEN, WIDTH)
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+    return save_plain(tmp_path / "model")
 
 
 def held(folder: str, model: Path, **changes) -> Held:
@@ -291,17 +263,20 @@ def test_a_run_on_gpus_that_cannot_says_why(model, settings, message, monkeypatc
     assert re.search(message, why(model, *settings))
 
 
-def test_on_one_gpu_routed_experts_alone_are_held(model, monkeypatch):
+def test_on_one_gpu_the_same_is_held_as_on_a_cpu(model, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(choose, "installed", lambda name: None)
     assert why(model, *ON_ONE) == ""
     config = override(RunConfig(), ["model.held_once=on", *ON_ONE])
     shape = ModelShape.from_hf_config(json.loads((model / "config.json").read_text()))
-    experts = 2 * LAYERS * EXPERTS * 3 * WIDTH * HIDDEN  # bytes, in bfloat16
-    assert choose.held_bytes(config, shape) == experts
-    named = choose.private(config, shape)
-    assert named["model.embed_tokens.weight"] == choose.EXPERTS_ALONE
-    assert not [name for name in named if ".experts." in name]
+    experts = LAYERS * EXPERTS * 3 * WIDTH * HIDDEN
+    linears = LAYERS * (2 * QUERIES + 2 * KEYS) * HIDDEN
+    assert choose.held_bytes(config, shape) == 2 * (experts + linears + 2 * 128 * HIDDEN)
+    assert choose.private(config, shape) == {}
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "max_split_size_mb:512,expandable_segments:True")
+            assert why(model, *ON_ONE).startswith(f"{name} has expandable_segments:True")
     monkeypatch.setattr(choose, "installed", lambda name: "2" if "transformer" in name else None)
     assert "Transformer Engine is installed" in why(model, *ON_ONE)
 
@@ -313,7 +288,7 @@ def test_a_quantised_base_is_not_held_on_a_gpu(tmp_path, monkeypatch):
     assert "the base is int4, and on GPUs vLLM lays quantised experts out" in why(packed, *ON_ONE)
 
 
-def test_memory_that_an_engine_shares_has_the_checkpoints_experts(model, tmp_path):
+def test_memory_that_an_engine_shares_has_the_checkpoints_weights(model, tmp_path):
     (tmp_path / "memory").mkdir()
     port, found = Files(tmp_path / "memory"), load_file(model / "model.safetensors")
     engine = held(str(tmp_path), model, gpu=True)
@@ -321,7 +296,13 @@ def test_memory_that_an_engine_shares_has_the_checkpoints_experts(model, tmp_pat
     assert {name.rpartition(".")[2] for name in mapped.contents.tensors} == {
         "w13_weight",
         "w2_weight",
+        "weight",
     }
+    for layer in range(LAYERS):
+        path = f"model.layers.{layer}.self_attn"
+        qkv = torch.cat([found[f"{path}.{name}_proj.weight"] for name in "qkv"])
+        assert torch.equal(mapped[f"{path}.qkv_proj.weight"], qkv)
+    assert torch.equal(mapped["lm_head.weight"][:VOCABULARY], found["lm_head.weight"])
     for layer, expert in itertools.product(range(LAYERS), range(EXPERTS)):
         path = f"model.layers.{layer}.mlp.experts"
         gate, up, down = (found[f"{path}.{expert}.{n}_proj.weight"] for n in ("gate", "up", "down"))

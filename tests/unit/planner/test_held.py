@@ -67,11 +67,20 @@ def test_on_the_cpu_only_the_rule_counts():
     assert experts.why == ""
 
 
+def test_of_several_gpus_it_is_experts_alone_and_of_one_all_but_what_is_small():
+    request = read([RECIPE])
+    one = override(request.config, ["trainer.world_size=1", "trainer.tp=1", "trainer.ep=1"])
+    one = override(one, ["trainer.etp=1", "rollout.tp=1", "rollout.ep=false"])
+    for config, held in ((request.config, 1), (one, 5)):
+        parts = held_parts(request.facts, config, True)
+        assert sum(not part.why for part in parts) == held, [part.why for part in parts]
+
+
 def test_the_command_says_what_is_shared_and_why_not(capsys):
     assert cli.main(["plan", RECIPE]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "held once: experts" in said and "attention: not done yet" in said
-    assert "on GPUs a run with model.held_once=on is refused yet" in said
+    assert "on several GPUs a run with model.held_once=on is refused yet" in said
     assert cli.main(["plan", RECIPE, "--json"]) == 0
     held = json.loads(capsys.readouterr().out)["held"]
     assert [part["part"] for part in held if not part["why"]] == ["experts"]
