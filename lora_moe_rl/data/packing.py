@@ -56,7 +56,9 @@ class MicroBatch:
     @property
     def counted(self) -> np.ndarray:
         """bool [T], False for padding."""
-        return np.arange(len(self.labels)) < self.starts[-1]
+        counted = np.zeros(len(self.labels), bool)
+        counted[: self.starts[-1]] = True
+        return counted
 
     @property
     def places(self) -> np.ndarray:
