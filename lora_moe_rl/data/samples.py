@@ -190,9 +190,9 @@ class Sample:
         return self.finish_reason == "length"
 
     def _stream(self, name: str) -> np.ndarray:
+        if len(self.segments) == 2:  # of a single turn, as it is
+            return getattr(self.segments[1], name)
         parts = [getattr(segment, name) for segment in self.segments[1:]]
-        if len(parts) == 1:  # of a single turn, as it is
-            return parts[0]
         return np.concatenate(parts) if parts else np.zeros(0, STREAMS[name])
 
 
