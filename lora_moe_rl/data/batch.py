@@ -85,15 +85,21 @@ class TrainBatch:
     ) -> TrainBatch:
         """By default all samples are of one optimizer step, and of one group; each stands once."""
         none = np.zeros(len(samples), dtype=np.int64)
-        prompts = [s.prompt_ids for s in samples]
+        prompts, responses, logprobs, versions, masks = [], [], [], [], []
+        for sample in samples:  # once: a large step's samples lie far apart in memory
+            prompts.append(sample.prompt_ids)
+            responses.append(sample.response_ids)
+            logprobs.append(sample.logprobs)
+            versions.append(sample.versions)
+            masks.append(sample.mask)
         return cls(
-            Joined(prompts, [s.response_ids for s in samples]),
+            Joined(prompts, responses),
             np.array([len(ids) for ids in prompts]),
-            [s.logprobs for s in samples],
-            [s.versions for s in samples],
+            logprobs,
+            versions,
             list(advantages),
             list(weights),
-            [s.mask for s in samples],
+            masks,
             none if mini_batch is None else mini_batch,
             none if groups is None else groups,
             none + 1,
@@ -208,10 +214,7 @@ class TrainBatch:
 
     def lengths(self) -> np.ndarray:
         """Tokens fed of each sample: L - 1, and as many again of each further part as it has."""
-        lengths = self.sizes() - 1
-        for sample, splits in self.splits.items():
-            lengths[sample] += sum(stop - 1 for stop in splits)
-        return lengths
+        return np.diff(self.offsets)
 
     def followers(self, samples: Sequence[int] | np.ndarray) -> dict[int, int]:
         """Of samples that are packed together, those whose prompt another one feeds, and which."""
@@ -226,7 +229,10 @@ class TrainBatch:
     @cached_property
     def offsets(self) -> np.ndarray:
         """int64 `[n + 1]`, the first row of each sample in the route table."""
-        return np.concatenate([[0], np.cumsum(self.lengths())])
+        lengths = self.sizes() - 1
+        for sample, splits in self.splits.items():
+            lengths[sample] += sum(stop - 1 for stop in splits)
+        return np.concatenate([[0], np.cumsum(lengths)])
 
 
 STREAMS = ("token_ids", "logprobs", "versions", "advantages", "weights", "masks")
