@@ -188,7 +188,7 @@ class TrainBatch:
         """int64 `[n]`: tokens of each sample."""
         if self.of_all:
             return self.of_all.sizes
-        return self.prompt_lengths + np.array([len(one) for one in self.weights], np.int64)
+        return self.prompt_lengths + np.array([len(one) for one in self.logprobs], np.int64)
 
     def response_sizes(self) -> np.ndarray:
         """int64 `[n]`: how long each sample's streams are."""
@@ -204,7 +204,7 @@ class TrainBatch:
         """(first, stop) of each part of a sample: it feeds the tokens before stop - 1, and its own
         are those that follow from `first` to there."""
         prompt = int(self.prompt_lengths[sample])
-        ends = [*self.splits.get(sample, ()), prompt + len(self.weights[sample])]
+        ends = [*self.splits.get(sample, ()), prompt + len(self.logprobs[sample])]
         return list(pairwise([prompt, *ends]))
 
     def fed(self, sample: int) -> np.ndarray:
