@@ -68,10 +68,11 @@ class Flat(NamedTuple):
     @classmethod
     def of(cls, stream: Stream) -> Flat:
         parts = (stream.firsts, stream.seconds) if isinstance(stream, Joined) else (stream,)
-        if isinstance(first := parts[0], Some):
-            whole = cls._of([list(part.found.values()) for part in parts])
-            numbers = np.array(list(first.found), np.int64)
-            return whole._replace(samples=numbers, total=first.total)
+        some = [part for part in parts if isinstance(part, Some)]
+        if some:
+            whole = cls._of([list(part.found.values()) for part in some])
+            numbers = np.array(list(some[0].found), np.int64)
+            return whole._replace(samples=numbers, total=some[0].total)
         return cls._of(parts)
 
     @classmethod
