@@ -102,7 +102,8 @@ class LayerReplay:
                 f"{own.shape[0]} tokens and {own.shape[1]} experts"
             )
         if self.moe.training and self.judged:  # not the reference's choice, nor that of a probe
-            other = (own.unsqueeze(2) != target.unsqueeze(1)).all(2)
+            there = own.new_zeros(own.shape[0], self._num_experts, dtype=torch.bool)
+            other = ~there.scatter_(1, target, True).gather(1, own)
             if self.counted is None:
                 self.replayed += own.numel()
             else:
@@ -118,13 +119,17 @@ class LayerReplay:
         if not (self.moe.training and self.judged):
             return
         if self.loads is None:
-            num_experts = self.moe.config.num_moe_experts
-            assert num_experts is not None
-            self.loads = chosen.new_zeros(num_experts)
+            self.loads = chosen.new_zeros(self._num_experts)
         ones = torch.ones_like(chosen)
         if self.known is not None:
             ones *= self.known.unsqueeze(1)
         self.loads.index_add_(0, chosen.flatten(), ones.flatten())
+
+    @property
+    def _num_experts(self) -> int:
+        number = self.moe.config.num_moe_experts
+        assert number is not None
+        return number
 
     def _chosen_before(self) -> torch.Tensor:
         if self.input not in self.waiting:

@@ -27,7 +27,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.kernels.backend import on_device
 from lora_moe_rl.kernels.route_codec import RowLayout
-from lora_moe_rl.kernels.route_codec.op import layer_ids
+from lora_moe_rl.kernels.route_codec.op import by_layer
 from lora_moe_rl.router_replay.layer import LayerReplay
 from lora_moe_rl.upstream.checks import require_parameters, require_version
 
@@ -66,8 +66,9 @@ class MicroRoutes:
     valid: np.ndarray | None
 
     def rows(self) -> np.ndarray:
-        """uint8 `[T, row_bytes]`, a copy."""
-        return np.concatenate(self.pieces)
+        """uint8 `[T, row_bytes]`; a copy where there is more than one piece."""
+        pieces = [piece for piece in self.pieces if len(piece)]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(self.pieces)
 
 
 class Replay:
@@ -119,17 +120,17 @@ class Replay:
         """Routes of one micro-batch; None for a chunk without MoE layers."""
         if routes is None:
             return
-        packed = on_device(torch.from_numpy(routes.rows()), device)
+        ids_of = by_layer(routes.rows(), routes.layout, device)
         known = on_device(torch.from_numpy(routes.known), device)
+        all_known = routes.known.all()
         for column, number in enumerate(routes.layers):
             layer = self.chunks[chunk][number]
             layer.micro_batch = micro_batch
-            counted = None if routes.known.all() else known
-            free = None
+            counted, free = None if all_known else known, None
             if routes.valid is not None:
                 valid = on_device(torch.from_numpy(routes.valid[:, column]), device)
                 counted, free = known & valid, known & ~valid
-            layer.set_target(partial(layer_ids, packed, column, routes.layout), counted, free)
+            layer.set_target(partial(ids_of, column), counted, free)
 
     def install_recorded(self, chunk: int, recorded: dict[int, torch.Tensor]) -> None:
         """Routes that `take_recorded` returned for the same micro-batch."""
@@ -155,10 +156,10 @@ class Replay:
         counted = routes.known[:, None]
         if routes.valid is not None:
             counted = counted & routes.valid
-        packed = on_device(torch.from_numpy(routes.rows()), device)
+        ids_of = by_layer(routes.rows(), routes.layout, device)
         differs = []
         for column, number in enumerate(routes.layers):
-            wanted = layer_ids(packed, column, routes.layout).sort(-1).values
+            wanted = ids_of(column).sort(-1).values
             differs.append((recorded[number].sort(-1).values != wanted).any(-1))
         counted = on_device(torch.from_numpy(counted.T.copy()), device)
         return not (torch.stack(differs) & counted).any().item()

@@ -179,24 +179,25 @@ class Routes:
                 pieces.append(packed.rows[here])
                 bits.append(None if packed.valid is None else packed.valid[here])
                 start = stop
-        pieces.append(_spread(len(mine) - sum(map(len, pieces)), layout))
+        if padding := len(mine) - sum(map(len, pieces)):
+            pieces.append(_spread(padding, layout))
+            bits.append(None)
         valid = None
         if any(of_one is not None for of_one in bits):
-            sizes = map(len, pieces)
-            every = zip([*bits, None], sizes, strict=True)
+            every = zip(bits, map(len, pieces), strict=True)
             valid = np.concatenate([valid_rows(b, n, layout.num_layers) for b, n in every])
         return MicroRoutes(
             layers,
             layout,
             tuple(pieces),
-            data.counted[mine],
+            mine < data.starts[-1],  # the rest is padding
             valid,
         )
 
     def complete(self, data: MicroBatch) -> np.ndarray:
         """bool `[T]`: tokens of a micro-batch that have routes in all layers of the model."""
         if not len(self.incomplete):
-            return data.rows >= 0
+            return data.counted
         there = np.append(self.incomplete, -1)[np.searchsorted(self.incomplete, data.rows)]
         return (there != data.rows) & (data.rows >= 0)
 

@@ -11,10 +11,9 @@ from torch import Tensor
 from lora_moe_rl.kernels.route_codec.layout import RowLayout
 
 
-def layer_ids(packed: Tensor, layer: int, layout: RowLayout) -> Tensor:
+def layer_ids(rows: np.ndarray, layer: int, layout: RowLayout) -> Tensor:
     """int64 `[T, top_k]`, from rows uint8 `[T, row_bytes]`: all ids out of one 64-bit word of each
     row, but for those that end beyond it, which come out of words of their own."""
-    rows = packed.numpy()
     if layout.row_bytes < 8:
         rows = np.pad(rows, ((0, 0), (0, 8 - layout.row_bytes)))
     byte, shifts, later = _places(layer, layout)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,6 +49,17 @@ def layer_ids(packed: Tensor, layer: int, layout: RowLayout, kernel: str = "auto
     from lora_moe_rl.kernels.route_codec import triton_path
 
     return triton_path.layer_ids(packed, layer, layout)
+
+
+def by_layer(rows: np.ndarray, layout: RowLayout, device: torch.device) -> Callable[[int], Tensor]:
+    """Brings packed rows of the host, uint8 `[T, row_bytes]`, to a device; what is returned gives
+    `layer_ids` of each of their layers. On the CPU they stay where they are, in Ray's memory
+    perhaps, of which torch would warn that it cannot be written to."""
+    if device.type == "cpu":
+        return lambda layer: cpu_path.layer_ids(rows, layer, layout)
+    writable = rows if rows.flags.writeable else rows.copy()
+    packed = backend.on_device(torch.from_numpy(writable), device)
+    return lambda layer: layer_ids(packed, layer, layout)
 
 
 def routing_map(
@@ -140,7 +153,7 @@ def _routing_map_op(
 def _layer_ids(packed: Tensor, layer: int, layout: RowLayout) -> Tensor:
     """int64 `[T, top_k]` of one layer, without Triton."""
     if packed.device.type == "cpu":
-        return cpu_path.layer_ids(packed, layer, layout)
+        return cpu_path.layer_ids(packed.numpy(), layer, layout)
     return _layer_ids_on_device(packed, layer, layout)
 
 

@@ -157,6 +157,7 @@ def packing(size: Size) -> Work:
         packed = [pack(made, chunk, 1) for chunk in mine]
         for one in packed:  # what the trainer asks each for
             _ = one.positions, one.rows, one.sample_of, one.copies
+            _ = one.rollout_logprobs, one.advantages
             _ = one.input_ids[one.fed].astype(np.int64), one.labels.astype(np.int64)
         return packed
 

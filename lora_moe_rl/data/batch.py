@@ -24,7 +24,7 @@ import numpy as np
 
 from lora_moe_rl.data.alike import alike, followers
 from lora_moe_rl.data.samples import Group, Sample
-from lora_moe_rl.data.streams import Flat, Some, Stream
+from lora_moe_rl.data.streams import Flat, Joined, Stream, some_of
 
 if TYPE_CHECKING:
     from lora_moe_rl.algorithms.base import Signal
@@ -85,14 +85,21 @@ class TrainBatch:
     ) -> TrainBatch:
         """By default all samples are of one optimizer step, and of one group; each stands once."""
         none = np.zeros(len(samples), dtype=np.int64)
+        prompts, responses, logprobs, versions, masks = [], [], [], [], []
+        for sample in samples:  # once: a large step's samples lie far apart in memory
+            prompts.append(sample.prompt_ids)
+            responses.append(sample.response_ids)
+            logprobs.append(sample.logprobs)
+            versions.append(sample.versions)
+            masks.append(sample.mask)
         return cls(
-            [s.token_ids for s in samples],
-            np.array([len(s.prompt_ids) for s in samples]),
-            [s.logprobs for s in samples],
-            [s.versions for s in samples],
+            Joined(prompts, responses),
+            np.array([len(ids) for ids in prompts]),
+            logprobs,
+            versions,
             list(advantages),
             list(weights),
-            [s.mask for s in samples],
+            masks,
             none if mini_batch is None else mini_batch,
             none if groups is None else groups,
             none + 1,
@@ -166,7 +173,7 @@ class TrainBatch:
         """What a rank needs that trains these samples; `masks`: and of all samples their masks."""
         chosen = sorted(samples)
         names = [name for name in STREAMS if name != "masks" or not masks]
-        streams = {name: Some.of(getattr(self, name), chosen) for name in names}
+        streams = {name: some_of(getattr(self, name), chosen) for name in names}
         return replace(self, **streams, of_all=of_all)
 
     def known(self) -> OfAll:
@@ -179,7 +186,9 @@ class TrainBatch:
 
     def sizes(self) -> np.ndarray:
         """int64 `[n]`: tokens of each sample."""
-        return self.of_all.sizes if self.of_all else np.array([len(ids) for ids in self.token_ids])
+        if self.of_all:
+            return self.of_all.sizes
+        return self.prompt_lengths + np.array([len(one) for one in self.logprobs], np.int64)
 
     def response_sizes(self) -> np.ndarray:
         """int64 `[n]`: how long each sample's streams are."""
@@ -194,8 +203,9 @@ class TrainBatch:
     def parts(self, sample: int) -> list[tuple[int, int]]:
         """(first, stop) of each part of a sample: it feeds the tokens before stop - 1, and its own
         are those that follow from `first` to there."""
-        ends = [*self.splits.get(sample, ()), len(self.token_ids[sample])]
-        return list(pairwise([int(self.prompt_lengths[sample]), *ends]))
+        prompt = int(self.prompt_lengths[sample])
+        ends = [*self.splits.get(sample, ()), prompt + len(self.logprobs[sample])]
+        return list(pairwise([prompt, *ends]))
 
     def fed(self, sample: int) -> np.ndarray:
         """The tokens fed of a sample, of all its parts in turn."""
@@ -204,10 +214,7 @@ class TrainBatch:
 
     def lengths(self) -> np.ndarray:
         """Tokens fed of each sample: L - 1, and as many again of each further part as it has."""
-        lengths = self.sizes() - 1
-        for sample, splits in self.splits.items():
-            lengths[sample] += sum(stop - 1 for stop in splits)
-        return lengths
+        return np.diff(self.offsets)
 
     def followers(self, samples: Sequence[int] | np.ndarray) -> dict[int, int]:
         """Of samples that are packed together, those whose prompt another one feeds, and which."""
@@ -222,7 +229,10 @@ class TrainBatch:
     @cached_property
     def offsets(self) -> np.ndarray:
         """int64 `[n + 1]`, the first row of each sample in the route table."""
-        return np.concatenate([[0], np.cumsum(self.lengths())])
+        lengths = self.sizes() - 1
+        for sample, splits in self.splits.items():
+            lengths[sample] += sum(stop - 1 for stop in splits)
+        return np.concatenate([[0], np.cumsum(lengths)])
 
 
 STREAMS = ("token_ids", "logprobs", "versions", "advantages", "weights", "masks")

@@ -150,22 +150,22 @@ class Sample:
         """int32 [L - R]."""
         return self.segments[0].token_ids
 
-    @cached_property
+    @property
     def response_ids(self) -> np.ndarray:
         """int32 [R], with the token that ended it."""
         return self._stream("token_ids")
 
-    @cached_property
+    @property
     def mask(self) -> np.ndarray:
         """bool [R], True for tokens that may be in the loss."""
         return self._stream("mask")
 
-    @cached_property
+    @property
     def logprobs(self) -> np.ndarray:
         """float32 [R]."""
         return self._stream("logprobs")
 
-    @cached_property
+    @property
     def versions(self) -> np.ndarray:
         """int32 [R], NOT_SAMPLED for tokens that no policy sampled."""
         return self._stream("versions")
@@ -190,10 +190,17 @@ class Sample:
         return self.finish_reason == "length"
 
     def _stream(self, name: str) -> np.ndarray:
-        parts = [getattr(segment, name) for segment in self.segments[1:]]
-        if len(parts) == 1:  # of a single turn, as it is
-            return parts[0]
-        return np.concatenate(parts) if parts else np.zeros(0, STREAMS[name])
+        if len(self.segments) == 2:  # of a single turn, as it is
+            return getattr(self.segments[1], name)
+        return self._joined[name]
+
+    @cached_property
+    def _joined(self) -> dict[str, np.ndarray]:
+        parts = self.segments[1:]
+        return {
+            name: np.concatenate([getattr(one, name) for one in parts] or [np.zeros(0, dtype)])
+            for name, dtype in STREAMS.items()
+        }
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""The streams of a step's samples: an array of each, or of those alone that a rank trains."""
+"""The streams of a step's samples: an array of each, or of those alone that a rank trains; in two
+parts that are put together when one is asked for, or all behind each other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,10 +19,6 @@ class Some(Sequence[np.ndarray]):
     def __init__(self, total: int, found: dict[int, np.ndarray]):
         self.total, self.found = total, found
 
-    @classmethod
-    def of(cls, stream: Stream, samples: Iterable[int]) -> Some:
-        return cls(len(stream), {sample: stream[sample] for sample in samples})
-
     def __len__(self) -> int:
         return self.total
 
@@ -32,6 +29,29 @@ class Some(Sequence[np.ndarray]):
             raise ValueError(
                 f"sample {sample} is trained by another rank: it is not here"
             ) from None
+
+
+class Joined(Sequence[np.ndarray]):
+    """Of each sample its array in `firsts` and its array in `seconds`, one after the other. All of
+    them put together are as many bytes again as a step has."""
+
+    def __init__(self, firsts: Stream, seconds: Stream):
+        self.firsts, self.seconds = firsts, seconds
+
+    def __len__(self) -> int:
+        return len(self.firsts)
+
+    def __getitem__(self, sample: Any) -> Any:
+        joined = np.concatenate([self.firsts[sample], self.seconds[sample]])
+        joined.setflags(write=False)  # it would be lost
+        return joined
+
+
+def some_of(stream: Stream, samples: Sequence[int]) -> Stream:
+    """The arrays of some of the samples, by their numbers."""
+    if isinstance(stream, Joined):
+        return Joined(some_of(stream.firsts, samples), some_of(stream.seconds, samples))
+    return Some(len(stream), {sample: stream[sample] for sample in samples})
 
 
 class Flat(NamedTuple):
@@ -47,14 +67,22 @@ class Flat(NamedTuple):
 
     @classmethod
     def of(cls, stream: Stream) -> Flat:
-        if isinstance(stream, Some):
-            whole = cls.of(list(stream.found.values()))
-            numbers = np.array(list(stream.found), np.int64)
-            return whole._replace(samples=numbers, total=stream.total)
-        if len(dtypes := {array.dtype for array in stream}) > 1:
+        parts = (stream.firsts, stream.seconds) if isinstance(stream, Joined) else (stream,)
+        some = [part for part in parts if isinstance(part, Some)]
+        if some:
+            whole = cls._of([list(part.found.values()) for part in some])
+            numbers = np.array(list(some[0].found), np.int64)
+            return whole._replace(samples=numbers, total=some[0].total)
+        return cls._of(parts)
+
+    @classmethod
+    def _of(cls, parts: Sequence[Stream]) -> Flat:
+        """Of each sample its arrays in all the parts."""
+        arrays = list(chain.from_iterable(zip(*parts, strict=True)))
+        if len(dtypes := {array.dtype for array in arrays}) > 1:
             raise TypeError(f"a stream has one dtype, not {', '.join(sorted(map(str, dtypes)))}")
-        starts = np.cumsum([0, *map(len, stream)])
-        return cls(np.concatenate(stream) if len(stream) else np.zeros(0), starts)
+        ends = np.cumsum([0, *map(len, arrays)])
+        return cls(np.concatenate(arrays) if arrays else np.zeros(0), ends[:: len(parts)])
 
     def stream(self) -> Stream:
         places = self.starts.tolist()

@@ -40,8 +40,9 @@ def revise(
         np.full(len(mask), reward, np.float32)
         for mask, reward in zip(batch.masks, batch.rewards, strict=True)
     ]
+    revised = replace(batch, advantages=advantages)
     for work in works:
-        work.data = replace(work.data, advantages=stream_of(work.data, advantages))
+        work.data = replace(work.data, batch=revised)
         work.known["rewards"] = torch.from_numpy(stream_of(work.data, rewards))
     if algorithm.critic is not None:
         returns = algorithm.returns(known)

@@ -122,3 +122,37 @@ def test_groups_go_to_mini_batches_whole():
     batch = TrainBatch.from_groups(groups, signals, mini_batches=2, step=7)
     assert batch.mini_batch.tolist() == [0] * 5 + [1] * 3 and batch.step == 7
     assert len(batch.token_ids) == len(batch.weights) == 8
+
+
+def test_token_ids_of_samples_are_the_prompt_and_what_follows_wherever_they_travel():
+    whole = [[10, 11, 12, 13], [20, 21], [30, 31, 32]]
+    samples = [
+        Sample(
+            (
+                Segment.given("user", ids[:1]),
+                Segment.sampled(ids[1:], -np.ones(len(ids) - 1, np.float32), 0),
+            ),
+            "stop",
+            "",
+        )
+        for ids in whole
+    ]
+    ones = [np.ones(len(ids) - 1, np.float32) for ids in whole]
+    batch = TrainBatch.from_samples(samples, ones, ones)
+    share = batch.share([2, 0], batch.known())
+    for made in (batch, pickle.loads(pickle.dumps(batch))):
+        assert [ids.tolist() for ids in made.token_ids] == whole
+    for made in (share, pickle.loads(pickle.dumps(share))):
+        assert [made.token_ids[i].tolist() for i in (0, 2)] == [whole[0], whole[2]]
+        assert pack(made, [0, 2], 1).labels.tolist() == [11, 12, 13, 31, 32]
+        with pytest.raises(ValueError, match="sample 1 is trained by another rank"):
+            made.token_ids[1]
+    with pytest.raises(ValueError, match="read-only"):
+        batch.token_ids[0][0] = 1
+
+
+def test_a_weight_too_few_is_an_error():
+    batch = make_batch()
+    batch.weights[0] = batch.weights[0][:-1]
+    with pytest.raises(ValueError, match="could not broadcast"):
+        pack(batch, [0, 1], multiple=4)

@@ -83,6 +83,17 @@ def test_arrays_of_any_layout(layers, top_k, experts, tokens):
         assert np.array_equal(on_device, ids[:, layer])
 
 
+@pytest.mark.filterwarnings("error")
+def test_layers_of_rows_that_cannot_be_written_to():
+    layout = RowLayout(3, 6, 64)
+    ids = random_ids(layout)
+    rows = naive.pack(ids, layout)
+    rows.setflags(write=False)
+    ids_of = op.by_layer(rows, layout, torch.device(DEVICE))
+    for layer in range(layout.num_layers):
+        assert np.array_equal(ids_of(layer).cpu().numpy(), ids[:, layer])
+
+
 @pytest.mark.parametrize("layout", LAYOUTS[:5], ids=str)
 def test_routing_map_as_the_reference(monkeypatch, layout):
     ids = random_ids(layout)

@@ -41,6 +41,23 @@ def counts(routes: np.ndarray) -> list[int]:
     return np.bincount(routes.ravel(), minlength=EXPERTS).tolist()
 
 
+def test_own_choices_that_were_not_replayed_are_counted():
+    own, target = np.sort(OWN), OWN.copy()
+    target[1] = target[1, ::-1]  # in another order: the same
+    target[2, 0] = next(e for e in range(EXPERTS) if e not in OWN[2])
+    target[4] = [e for e in range(EXPERTS) if e not in OWN[4]][:TOP_K]
+    assert (own != np.sort(target)).any(axis=1).tolist() == [0, 0, 1, 0, 1, 0]
+    layer = layer_of()
+    layer.set_target(lambda: torch.from_numpy(target))
+    forward(layer)
+    assert (int(layer.differing), int(layer.replayed)) == (1 + TOP_K, TOKENS * TOP_K)
+    layer.reset()
+    counted = torch.tensor([True, True, True, False, False, False])
+    layer.set_target(lambda: torch.from_numpy(target), counted)
+    forward(layer)
+    assert (int(layer.differing), int(layer.replayed)) == (1, 3 * TOP_K)
+
+
 def test_what_is_used_counts_replayed_or_not_and_padding_does_not():
     known = torch.tensor([True, True, True, True, False, False])
     free = torch.tensor([False, True, False, False, False, False])

@@ -65,10 +65,11 @@ def test_tokens_without_routes_and_padding_are_not_complete(received):
     routes, _ = received
     assert routes.incomplete.tolist() == [8]  # the third row of the second engine's second sample
     rows = np.array([7, 8, 9, 0, 16, -1])
-    found = routes.complete(SimpleNamespace(rows=rows))
+    data = SimpleNamespace(rows=rows, counted=rows >= 0)
+    found = routes.complete(data)
     assert found.tolist() == [True, False, True, True, True, False]
     routes.incomplete = np.zeros(0, np.int64)
-    assert routes.complete(SimpleNamespace(rows=rows)).tolist() == [True] * 5 + [False]
+    assert routes.complete(data).tolist() == [True] * 5 + [False]
 
 
 @pytest.fixture
