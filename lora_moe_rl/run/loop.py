@@ -111,7 +111,9 @@ async def roll(ports: Ports, book: TicketBook) -> None:
         except EngineDied:
             book.give_back(ticket)
             continue
-        if config.algorithm.draw_again and not ports.algorithm.has_signal(group):
+        # Failures count in their step, and may be why the rest has no signal.
+        failed = bool(group.failures)
+        if config.algorithm.draw_again and not failed and not ports.algorithm.has_signal(group):
             ports.records.drawn_again(group)
             book.drop(ticket, "equal rewards")
         else:

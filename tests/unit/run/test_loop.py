@@ -81,11 +81,15 @@ class Source(Prompts):
 
 
 class Environment:
-    """The first sample of each group is right, the second wrong; but for the `equal` prompts. A
-    `slow` prompt comes, the first time, when the trainer waits for it."""
+    """The first sample of each group is right, the second wrong; but for the first `equal` prompts,
+    where both are right, and the first `failed`, where the second one's reward failed. A `slow`
+    prompt comes, the first time, when the trainer waits for it."""
 
-    def __init__(self, events: list[str], book: TicketBook, equal: int = 0, slow: int = -1):
+    def __init__(
+        self, events: list[str], book: TicketBook, equal: int = 0, slow: int = -1, failed: int = 0
+    ):
         self.events, self.book, self.equal, self.slow = events, book, equal, slow
+        self.failed = failed
 
     async def rollout(self, prompt, policy) -> Group:
         self.events.append(f"roll {prompt.row}")
@@ -95,9 +99,11 @@ class Environment:
             while not self.book.waits["the oldest groups"] and not self.book.closed:
                 await asyncio.sleep(0)
         rewards = [1, 1] if prompt.row < self.equal else [1, 0]
+        failures = ["the judge is gone"] if prompt.row < self.failed else []
+        rewards = [1, np.nan] if failures else rewards
         response = Segment.sampled([7, 8], np.zeros(2), 0)
         sample = Sample((Segment.given("user", prompt.token_ids), response), "stop", "")
-        return Group(prompt, [sample, sample], None, np.array(rewards, np.float32))
+        return Group(prompt, [sample, sample], None, np.array(rewards, np.float32), failures)
 
 
 class Records:
@@ -187,6 +193,7 @@ def run(
     teacher=None,
     recorded=(),
     plateau=(),
+    failed=0,
 ) -> SimpleNamespace:
     """Ends as the run does; what it was made of can be looked at in any case."""
     events: list[str] = []
@@ -204,7 +211,8 @@ def run(
     source = Source()
     publisher = Publisher(config, made.trainer, engines, NoChannel(), source, "float32")
     book = TicketBook(Schedule(2, lag, stale=stale))
-    environment, algorithm = Environment(events, book, equal, slow), algorithms.make(config)
+    environment = Environment(events, book, equal, slow, failed)
+    algorithm = algorithms.make(config)
     ports = loop.Ports(
         config,
         source,
@@ -306,6 +314,20 @@ def test_prompts_without_a_signal_are_replaced_when_that_is_asked():
     assert isinstance(run(equal=99, config=config).error, RewardError)
     rows = [[group.prompt.row for group in facts.groups] for facts in run(equal=3).records.steps]
     assert rows == [[0, 1], [2, 3]]
+
+
+def test_groups_with_failed_rewards_are_not_drawn_again_and_stop_the_run_as_always():
+    """One of two rewards has failed, which leaves nothing to compare, and is no equal reward."""
+    algorithm = CONFIG.algorithm.model_copy(update={"draw_again": 1})
+    config = CONFIG.model_copy(update={"algorithm": algorithm})
+    made = run(failed=3, equal=1, config=config)
+    assert made.error is None and made.records.again == 0
+    rows = [[group.prompt.row for group in facts.groups] for facts in made.records.steps]
+    assert rows == [[0, 1], [2, 3]]
+    made = run(failed=99, unrewarded=1, config=config)
+    assert isinstance(made.error, RewardError) and made.records.again == 0
+    ((step, rows, _),) = made.records.kept
+    assert (step, rows) == (1, [0, 1])
 
 
 @pytest.mark.parametrize("served", [None, 0, OTHER])
