@@ -129,6 +129,15 @@ def train(model, *arguments) -> int:
         ("trainer.world_size=3 trainer.ep=3", ["trainer.ep=3 does not divide", "8 experts"]),
         ("trainer.world_size=3 trainer.tp=2", ["trainer.world_size=3 does not match the layout"]),
         ("trainer.world_size=5 trainer.pp=5", ["trainer.pp=5", "5 pieces", "4 layers"]),
+        ("trainer.lr_pattern={'*':0}", ["is 0 for every adapter: nothing would be trained"]),
+        (
+            "rollout.stop_token_ids=1,99999999",
+            ["rollout.stop_token_ids has 99999999, which would end no response", "ids are 0 to"],
+        ),
+        (
+            "trainer.steps=3 trainer.warmup_steps=3 trainer.lr_schedule=cosine",
+            ["lr_schedule=cosine has no effect: trainer.warmup_steps=3 of the run's 3 optimizer"],
+        ),
         ("model.max_length=1024", ["model.max_length=1024", "512 positions"]),
         ("model=./no_config", ["no_config has no config.json"]),
         ("model=./no_shard", ["lacks 1 of 1 weight shards (model-00001-of-00002.safetensors"]),
