@@ -108,11 +108,12 @@ class Environment:
 
 class Records:
     """`refuses`: raises for this step's update; `unrewarded`: for this step's rewards. `plateau`:
-    what it says each time it is asked, then None."""
+    what it says each time it is asked, then None. A checkpoint is due at the step `due`."""
 
     stop_requested = False
 
-    def __init__(self, refuses=0, unrewarded=0, plateau=()):
+    def __init__(self, refuses=0, unrewarded=0, plateau=(), due=2):
+        self.due = due
         self.plateau, self.ended = list(plateau), []
         self.refuses, self.unrewarded, self.steps, self.again = refuses, unrewarded, [], 0
         self.kept: list[tuple] = []
@@ -148,7 +149,7 @@ class Records:
             raise RewardError("no prompt has a signal")
 
     def checkpoint_is_due(self, step):
-        return step == 2
+        return step == self.due
 
     def checkpoint(self, step, book):
         self.events.append(f"checkpoint {step}")
@@ -161,15 +162,17 @@ class Records:
 
 
 class Evaluator:
-    """Takes as long as an update, and longer."""
+    """Takes as long as an update, and longer. The rewards of the step `failing` fail."""
 
-    def __init__(self, events: list[str]):
-        self.events = events
+    def __init__(self, events: list[str], failing: int):
+        self.events, self.failing = events, failing
 
     async def evaluate(self, step, version):
         self.events.append(f"evaluate {step} at {version}")
         for _ in range(60):
             await asyncio.sleep(0)
+        if step == self.failing:
+            raise RewardError("the judge is gone")
         self.events.append(f"evaluated {step}")
 
 
@@ -194,6 +197,8 @@ def run(
     recorded=(),
     plateau=(),
     failed=0,
+    unevaluated=-1,
+    due=2,
 ) -> SimpleNamespace:
     """Ends as the run does; what it was made of can be looked at in any case."""
     events: list[str] = []
@@ -202,7 +207,7 @@ def run(
     made = SimpleNamespace(
         trainer=Trainer(events),
         engines=engines,
-        records=Records(refuses, unrewarded, plateau),
+        records=Records(refuses, unrewarded, plateau, due),
         events=events,
         timeline=[],
         error=None,
@@ -223,7 +228,7 @@ def run(
         publisher,
         made.records,
         Timeline(1, made.timeline.append),
-        Evaluations(config, Evaluator(events), engines, recorded),
+        Evaluations(config, Evaluator(events, unevaluated), engines, recorded),
         teacher,
     )
     try:
@@ -414,6 +419,26 @@ def test_evaluating_changes_nothing_that_is_trained(lag):
 def test_what_is_on_record_is_not_evaluated_again():
     made = run(config=evaluating(0), recorded={0, 1})
     assert [event for event in made.events if "evaluate " in event] == ["evaluate 2 at 2"]
+
+
+@pytest.mark.parametrize(("lag", "at"), [(0, 1), (1, 2)])
+def test_an_evaluation_whose_rewards_fail_ends_the_run_with_a_checkpoint_of_its_step(lag, at):
+    """With a lag that of the step that is trained beside it. A checkpoint that is due is not
+    written twice."""
+    config = evaluating(lag)
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": 3})})
+    for due in (0, at):
+        made = run(lag=lag, config=config, unevaluated=1, due=due)
+        assert isinstance(made.error, RewardError) and len(made.records.steps) == at
+        checkpoints = [event for event in made.events if event.startswith("checkpoint")]
+        assert checkpoints == [f"checkpoint {at}"]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_the_last_evaluations_rewards_may_end_the_run_too(lag):
+    made = run(lag=lag, config=evaluating(lag), unevaluated=2)
+    assert isinstance(made.error, RewardError) and len(made.records.steps) == 2
+    assert [event for event in made.events if "checkpoint" in event] == ["checkpoint 2"]
 
 
 @pytest.mark.parametrize("lag", [0, 1])
