@@ -133,10 +133,16 @@ class AdapterSpec:
 
     def lr_factors(self, pattern: Mapping[str, float]) -> dict[str, float]:
         """Of every site, by `trainer.lr_pattern`. Raises ConfigError for a key that is no pattern,
-        or matches no site."""
+        or matches no site, and for factors of 0 alone."""
         values = Values("trainer.lr_pattern", pattern)
         values.require_used(self.sites)
-        return {site.name: values.of(site, 1.0) for site in self.sites}
+        factors = {site.name: values.of(site, 1.0) for site in self.sites}
+        if not any(factors.values()):
+            raise ConfigError(
+                f"trainer.lr_pattern={dict(pattern)} is 0 for every adapter: nothing would be "
+                "trained; leave out a pattern, or give one of them a factor above 0"
+            )
+        return factors
 
     @property
     def num_parameters(self) -> int:

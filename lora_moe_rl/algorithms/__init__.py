@@ -66,6 +66,13 @@ def _check_critic(config: RunConfig, critic: CriticSettings) -> None:
         )
 
 
+def optimizer_steps(config: RunConfig) -> int:
+    """Of the policy, in the whole run: without those in which a critic learns alone."""
+    critic = make(config).critic
+    alone = 0 if critic is None else critic.critic_warmup
+    return (config.trainer.steps - alone) * config.algorithm.updates_per_step
+
+
 def passes(config: RunConfig) -> frozenset[Pass]:
     """The forwards that are made before the update: what the algorithm wants; and `old` whenever
     tokens may be rejected, a mean over the step is wanted, or, of rollouts, the ratio is not 1 by

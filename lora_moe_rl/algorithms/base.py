@@ -217,10 +217,15 @@ class Algorithm(Plugin):
         """Whether `averaged` is to be asked, for which the pass `old` is made."""
         return type(self).averaged is not Algorithm.averaged
 
+    @property
+    def averages_kept(self) -> bool:
+        """Whether `averaged` is of the tokens that `keep` has left, and not of all."""
+        return False
+
     def averaged(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Two streams [T], of which the sum of the first over all tokens of the step, before `keep`
-        takes any out, divided by that of the second is `tokens.step_mean` of every loss of the
-        step. Asked as `keep` is. Pure."""
+        takes any out or after (`averages_kept`), divided by that of the second is
+        `tokens.step_mean` of every loss of the step. Asked as `keep` is. Pure."""
         raise NotImplementedError
 
     def loss(self, tokens: Tokens) -> Loss:

@@ -62,8 +62,13 @@ class VAPO(ActorCritic):
     def averages(self) -> bool:
         return self._nll.nll_weight > 0 or super().averages
 
+    @property
+    def averages_kept(self) -> bool:
+        """The trainer's mean, too, is over the tokens that a rejection has left."""
+        return self._nll.nll_weight > 0
+
     def averaged(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """The share of the step's tokens that are of right samples."""
+        """The share of the tokens in the loss that are of right samples."""
         if not self._nll.nll_weight:
             return super().averaged(tokens)
         right = self._right(tokens)

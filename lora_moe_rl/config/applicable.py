@@ -181,6 +181,7 @@ def check_applicable(config: RunConfig) -> None:
     _check_joining(config)
     _check_data_parallel(config)
     _check_profile(config)
+    _check_overlong(config)
     for rule in _RULES:
         path, _, name = rule.option.rpartition(".")
         if is_set(value_of(config, path), name) and not rule.applies(config):
@@ -206,6 +207,17 @@ def _check_profile(config: RunConfig) -> None:
         raise ConfigError(
             f"logging.profile={value_text(steps)}: there is no step {steps[-1]} in a run of "
             f"trainer.steps={last}; name steps from 1 to {last}"
+        )
+
+
+def _check_overlong(config: RunConfig) -> None:
+    """Rewards sink over a buffer that has to lie within the longest response."""
+    buffer, longest = value_of(config, "algorithm.overlong_buffer", 0), config.max_response_tokens
+    if buffer > longest:
+        raise ConfigError(
+            f"algorithm.overlong_buffer={buffer} is more than rollout.max_response_tokens="
+            f"{longest}, so that every response would lose by it, an empty one too: set it to "
+            f"{longest} or less"
         )
 
 

@@ -59,6 +59,12 @@ class CheckpointConfig(Section):
                 f"checkpoint.stop_after={self.stop_after} needs a metric to judge by: set "
                 "checkpoint.best_metric, reward/mean for one"
             )
+        for key in ("keep_best", "keep_hours"):
+            if (value := getattr(self, key)) and not self.every:
+                raise ValueError(
+                    f"checkpoint.{key}={value:g} chooses among checkpoints, and checkpoint.every=0 "
+                    "makes one at the end alone: set it above 0"
+                )
         if self.stop_after and not self.every and not self.best_of_evaluations:
             raise ValueError(
                 f"checkpoint.stop_after={self.stop_after} looks at {self.best_metric} at every "

@@ -16,11 +16,11 @@ def check_evaluation(config: RunConfig) -> None:
         return
     for source in config.eval.sources().values():
         _check_set(source)
-    lag, slots = config.schedule.lag, config.refit.slots
-    if lag and slots < lag + 3:
+    lag, ahead, slots = config.schedule.lag, config.schedule.slots, config.refit.slots
+    if lag and slots <= ahead:
         raise ConfigError(
             f"eval.sets with schedule.lag={lag}: a version that is evaluated keeps a slot of its "
-            f"own beside the {lag + 2} of sampling ahead; set refit.slots={lag + 3} or more (it is "
+            f"own beside the {ahead} of sampling ahead; set refit.slots={ahead + 1} or more (it is "
             f"{slots}), or schedule.lag=0, where training waits for evaluations"
         )
 

@@ -192,6 +192,12 @@ def _unknown(name: str) -> ConfigError:
         return ConfigError(f"unknown config key {name!r}; here it is {alias.ours}{note}")
     if aliases.is_not_sampled_with(name):
         return ConfigError(f"unknown config key {name!r}; {aliases.WHY_NOT_SAMPLED_WITH}")
+    if find_key(name) is not None:  # of a plug-in that is not chosen
+        section, _, key = name.partition(".")
+        owners = [one for one, own in choices(section).items() if key in own.model_fields]
+        return ConfigError(
+            f"{name} is no setting of the chosen {section}: it is one of {', '.join(owners)}"
+        )
     close = nearest(name)
     hint = (
         f"did you mean {' or '.join(close)}?"

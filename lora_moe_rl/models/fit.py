@@ -57,6 +57,17 @@ def check_layout(shape: ModelShape, config: RunConfig, form: str | None = None) 
         )
 
 
+def check_stops(shape: ModelShape, config: RunConfig) -> None:
+    """Raises ConfigError for a token that is to end responses and that no model can sample."""
+    size = shape.vocab_size
+    if strange := [token for token in config.rollout.stop_token_ids if not 0 <= token < size]:
+        raise ConfigError(
+            f"rollout.stop_token_ids has {', '.join(map(str, strange))}, which would end no "
+            f"response: the model's token ids are 0 to {size - 1}; leave it out, or take the id "
+            "that the model's tokenizer.json has for the text"
+        )
+
+
 def check_replay(shape: ModelShape, config: RunConfig) -> None:
     """Raises ConfigError when the decisions of routers are to be replayed and there are none."""
     if not shape.moe_layers and config.replay.mode != "off":

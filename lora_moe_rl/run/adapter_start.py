@@ -94,6 +94,17 @@ def other_ranks(found: Found, config: RunConfig, spec: AdapterSpec) -> AdapterSp
     return old
 
 
+def lost_critic(found: Found, config: RunConfig) -> str:
+    """A warning that a checkpoint holds a critic which the run would lose; '' where it does not."""
+    if found.path is None or algorithms.make(config).critic or not files(found.path, CRITIC):
+        return ""
+    return (
+        f"{found.path} holds a critic, and algorithm={config.algorithm.name} trains none: it is "
+        "not in the checkpoints to come, from which no algorithm with a critic can go on. To keep "
+        "it, keep the algorithm, or go on in a directory of its own (--resume-from)"
+    )
+
+
 def _require_resize(config: RunConfig, old: AdapterSpec, spec: AdapterSpec, where: str) -> None:
     differ = [
         f"{site.name} {old.by_name[site.name].rank} -> {site.rank}"

@@ -2,9 +2,9 @@
 
 schedule.lag 0    sampling and training wait: the engines do one thing at a time, and what they
                   batch together in training is as it is without evaluation
-schedule.lag > 0  nobody waits. The version keeps a slot of its own meanwhile (refit.slots of
-                  lag + 3). The next evaluation waits for this one, and so does the next
-                  checkpoint: what a run goes on from lacks no evaluation before its step
+schedule.lag > 0  nobody waits. The version keeps a slot of its own meanwhile (refit.slots). The
+                  next evaluation waits for this one, and so does the next checkpoint: what a run
+                  goes on from lacks no evaluation before its step
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Container
 from typing import Protocol
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import EngineDied
+from lora_moe_rl.errors import EngineDied, RewardError
 from lora_moe_rl.ports import Sampler
 from lora_moe_rl.run.tickets import TicketBook
 
@@ -38,6 +38,7 @@ class Evaluations:
         self.recorded = recorded
         self._beside: asyncio.Task[None] | None = None
         self._taken = -1  # the newest step whose evaluation was begun
+        self._failed: RewardError | None = None  # what one beside training has ended with
 
     def is_due(self, step: int, last: bool = False) -> bool:
         if step in self.recorded or step == self._taken:
@@ -54,11 +55,14 @@ class Evaluations:
     ) -> None:
         """Evaluates `version`, the newest one, which `step` has made, if that is due: returns when
         it is done, or with schedule.lag at once. `book` and `tasks` are those of the run. `last`:
-        the run ends with this step, whatever trainer.steps."""
+        the run ends with this step, whatever trainer.steps. Raises RewardError when too many of its
+        rewards have failed, or of one that went on beside training."""
+        self.check()
         if not self.is_due(step, last):
             return
         self._taken = step
         await self.ended()
+        self.check()
         if not self.config.schedule.lag:
             with book.held("an evaluation"):
                 await self.evaluator.evaluate(step, version)
@@ -66,8 +70,14 @@ class Evaluations:
         await self.engines.pin(version)
         self._beside = tasks.create_task(self._pinned(step, version))
 
+    def check(self) -> None:
+        """Raises RewardError when too many rewards of an evaluation beside training have failed."""
+        if self._failed is not None:
+            raise self._failed
+
     async def ended(self) -> None:
-        """Waits until none is under way. What it raises is raised by the tasks of the run."""
+        """Waits until none is under way. What it raises is raised by the tasks of the run, but for
+        what `check` does."""
         if self._beside is not None:
             await asyncio.wait([self._beside])
 
@@ -79,4 +89,6 @@ class Evaluations:
                 "step %d has no evaluation: %s; the engines that came back have newer versions",
                 *(step, error),
             )
+        except RewardError as error:  # the run ends with a checkpoint, which is no task's to write
+            self._failed = error
         await self.engines.pin(None)

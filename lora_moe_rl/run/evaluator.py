@@ -54,7 +54,8 @@ class Evaluator:
         evaluation is on record whole or not at all.
 
         Raises EngineDied when no engine serves the version any more, and RewardError when more
-        rewards of a set failed than reward.max_failed allows.
+        rewards of a set failed than reward.max_failed allows; the samples are written then, each
+        with its failure, and no metrics.
         """
         started = time.perf_counter()
         groups = await self._ask_all(version)
@@ -64,13 +65,13 @@ class Evaluator:
             names.EVAL_VERSION: version,
             names.EVAL_SECONDS: time.perf_counter() - started,
         }
-        lines = []
-        for name, own in groups.items():
-            short, settings = name.removeprefix(EVAL), self.sets[name]
-            self._check_failed(name, own)
-            record |= set_metrics(short, settings, own)
-            lines += sample_lines(short, settings, own)
+        sets = [(name.removeprefix(EVAL), self.sets[name], own) for name, own in groups.items()]
+        lines = [line for one in sets for line in sample_lines(*one)]
         eval_files.write(self.run_dir.path, step, lines)
+        for name, own in groups.items():
+            self._check_failed(name, own, step)
+        for one in sets:
+            record |= set_metrics(*one)
         self.metrics.write(record)
         console.show_evaluation(record, self.config.eval)
 
@@ -114,12 +115,13 @@ class Evaluator:
                 group.routes = None  # nobody replays them: their memory is free
                 return group
 
-    def _check_failed(self, name: str, groups: Sequence[Group]) -> None:
+    def _check_failed(self, name: str, groups: Sequence[Group], step: int) -> None:
         failures = [failure for group in groups for failure in group.failures]
         total = sum(len(group.ends) for group in groups)
         if len(failures) > self.config.reward.max_failed * total:
             raise RewardError(
                 f"{len(failures)} of {total} rewards of {name.replace(EVAL, 'eval.sets.', 1)} "
                 f"failed, more than reward.max_failed={self.config.reward.max_failed:g} allows; "
-                f"the first: {failures[0]}"
+                f"the first: {failures[0]}; all samples are in "
+                f"{eval_files.path_of(self.run_dir.path, step)}"
             )

@@ -58,6 +58,8 @@ def newest(run_dir: RunDir, ready: Preflight) -> Found | None:
     console.say_resume(found)
     if found.path is None:
         return None
+    if lost := adapter_start.lost_critic(found, ready.config):
+        console.warn(lost)
     return _fitting(found, ready)
 
 

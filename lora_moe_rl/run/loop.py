@@ -88,6 +88,7 @@ async def run(ports: Ports, book: TicketBook, first_step: int) -> None:
                 tasks.create_task(roll(ports, book))
             await learn(ports, book, first_step, tasks)
             book.close()
+        ports.evaluations.check()
     except BaseExceptionGroup as group:
         raise _first(group) from None
 
@@ -111,7 +112,9 @@ async def roll(ports: Ports, book: TicketBook) -> None:
         except EngineDied:
             book.give_back(ticket)
             continue
-        if config.algorithm.draw_again and not ports.algorithm.has_signal(group):
+        # Failures count in their step, and may be why the rest has no signal.
+        failed = bool(group.failures)
+        if config.algorithm.draw_again and not failed and not ports.algorithm.has_signal(group):
             ports.records.drawn_again(group)
             book.drop(ticket, "equal rewards")
         else:
@@ -169,14 +172,27 @@ async def learn(ports: Ports, book: TicketBook, first_step: int, tasks: asyncio.
             ),
             clock,
         )
-        if records.checkpoint_is_due(step):
-            await ports.evaluations.ended()
-            records.checkpoint(step, book.state_dict(ports.source.state_dict()))
-        if records.stop_requested:
+        if await _ends_with(ports, book, step, tasks):
             return
+
+
+async def _ends_with(ports: Ports, book: TicketBook, step: int, tasks: asyncio.TaskGroup) -> bool:
+    """Whether the run ends with `step`, which is on record. Writes its checkpoint and takes its
+    evaluation, where they are due. An evaluation whose rewards stop the run leaves a checkpoint of
+    the step behind."""
+    records = ports.records
+    if due := records.checkpoint_is_due(step):
+        await ports.evaluations.ended()
+        records.checkpoint(step, book.state_dict(ports.source.state_dict()))
+    if records.stop_requested:
+        return True
+    try:
         await ports.evaluations.take(step, ports.publisher.version, book, tasks)
-        if await _ends_early(ports, book, step, tasks):
-            return
+        return await _ends_early(ports, book, step, tasks)
+    except RewardError:
+        if not due:
+            records.checkpoint(step, book.state_dict(ports.source.state_dict()))
+        raise
 
 
 async def _ends_early(ports: Ports, book: TicketBook, step: int, tasks: asyncio.TaskGroup) -> bool:
@@ -187,6 +203,7 @@ async def _ends_early(ports: Ports, book: TicketBook, step: int, tasks: asyncio.
         return False
     await ports.evaluations.take(step, ports.publisher.version, book, tasks, last=True)
     await ports.evaluations.ended()
+    ports.evaluations.check()
     if (ended := records.plateau_at(step)) is None:
         return False
     records.end_early(ended, step, book.state_dict(ports.source.state_dict()))

@@ -39,12 +39,12 @@ from lora_moe_rl.errors import ConfigError, DataError, LoraMoeRlError
 from lora_moe_rl.evaluation.scoring import check_values
 from lora_moe_rl.models import quantised
 from lora_moe_rl.models.directory import check_model_dir, find_local, resolve_model
-from lora_moe_rl.models.fit import check_blocks, check_layout, check_replay
+from lora_moe_rl.models.fit import check_blocks, check_layout, check_replay, check_stops
 from lora_moe_rl.models.tokenizer import check_tokenizer, load_tokenizer, stop_ids
 from lora_moe_rl.rewards.by_set import NoRewards, RewardsBySet
 from lora_moe_rl.rewards.runner import RewardRunner
 from lora_moe_rl.rollout.device import check_engine, check_quantised
-from lora_moe_rl.run import machine, reward_trial
+from lora_moe_rl.run import machine, reward_trial, warm_up
 from lora_moe_rl.run.offline import RowAnswers
 
 if TYPE_CHECKING:
@@ -284,16 +284,20 @@ class Preflight:
         check_layout(shape, config, self.form)
         check_blocks(shape, config, self.form)
         check_replay(shape, config)
+        check_stops(shape, config)
         spec = AdapterSpec.build(shape, config.adapter, servable=config.serves_adapters)
         check_engine(config, spec)
         check_quantised(config, self.form)
         self.private = choose.decide(config, shape, self.model_dir)
         spec.lr_factors(config.trainer.lr_pattern)
-        if config.learns_from == "pairs" and config.adapter.init_from is not None:
+        if warning := warm_up.check(config):
+            self.warnings.append(warning)
+        if "reference" in self.algorithm.passes and config.adapter.init_from is not None:
             self.warnings.append(
-                f"algorithm={config.algorithm.name} measures pairs against the bare base, not "
-                f"against adapter.init_from={config.adapter.init_from}; to measure against that, "
-                "merge it first (lora-moe-rl export --to merged) and train on the merged model"
+                f"algorithm={config.algorithm.name} measures the policy against the bare base, and "
+                f"pulls it there, away from adapter.init_from={config.adapter.init_from}; to "
+                "measure against that, merge it first (lora-moe-rl export --to merged) and train "
+                "on the merged model"
             )
         self.spec = spec
         return f"{len(spec.sites)} sites, {spec.num_parameters:,} trained parameters"

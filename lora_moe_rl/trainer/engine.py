@@ -104,11 +104,11 @@ class TrainingEngine:
         self.on_host = None
         if config.trainer.offloads_activations:
             self.on_host = HostActivations(inner, device.torch_device)
-        settings = self.algorithm.critic
-        alone = 0 if settings is None else settings.critic_warmup
-        total = (config.trainer.steps - alone) * config.algorithm.updates_per_step
         self.optimizer = AdapterOptimizer(
-            config.trainer, self.adapters, total, spec.lr_factors(config.trainer.lr_pattern)
+            config.trainer,
+            self.adapters,
+            algorithms.optimizer_steps(config),
+            spec.lr_factors(config.trainer.lr_pattern),
         )
         for chunk in inner:
             chunk.config.finalize_model_grads_func = self._finalize_gradients
@@ -117,6 +117,7 @@ class TrainingEngine:
         self._training, self._divisor = self.adapters, 1.0
         self.forwards = [0] * len(self.chunks)
         self.trained = [0] * len(self.chunks)
+        settings = self.algorithm.critic
         self.critic = None if settings is None else Critic(self, settings)
 
     def _build(self, model_dir: Path) -> list[torch.nn.Module]:

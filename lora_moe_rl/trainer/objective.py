@@ -2,7 +2,7 @@
 
 data.weights > 0  and  routes are there, if replay.missing=mask  and  algorithm.keep
                        ──> the mask of each micro-batch, and how many tokens of each sample stay
-algorithm.averaged     ──> a mean over the step, before algorithm.keep
+algorithm.averaged     ──> a mean over the step, before algorithm.keep, or after (averages_kept)
 those counts, over all ranks  ──aggregation──> a scale a sample, and one divisor
 
 A sample that stands in the loss several times counts so often wherever there is a sum or a mean.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lora_moe_rl.algorithms.base import Loss, Tokens
+from lora_moe_rl.algorithms.base import Algorithm, Loss, Tokens
 from lora_moe_rl.algorithms.parts.aggregation import Scales, aggregate
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.kernels.backend import on_device
@@ -38,16 +38,15 @@ def choose_tokens(
         if work.complete is not None and engine.config.replay.missing == "mask":
             work.mask = work.mask & work.complete
         meter.add("masked", data.copies[data.mask & ~work.mask].sum())
-        if algorithm.averages and engine.is_last_stage:
-            tokens = tokens_of(work, work.known["old"])
-            streams = algorithm.averaged(tokens)
-            times = on_device(torch.from_numpy(work.stands), tokens.mask.device)
-            inside = [stream.where(tokens.mask, 0) * times.to(stream) for stream in streams]
-            averaged.append(torch.stack([one.sum(dtype=torch.float64) for one in inside]))
+        averages = algorithm.averages and engine.is_last_stage
+        if averages and not algorithm.averages_kept:
+            averaged.append(_averaged(algorithm, work))
         if algorithm.rejects and engine.is_last_stage:
             stay = algorithm.keep(tokens_of(work, work.known["old"])).cpu().numpy()
             meter.add("rejected", data.copies[work.mask & ~stay].sum())
             work.mask = work.mask & stay
+        if averages and algorithm.averages_kept:
+            averaged.append(_averaged(algorithm, work))
         kept[list(data.samples)] += np.bincount(data.places[work.mask], minlength=len(data.samples))
     for pair in torch.stack(averaged).tolist() if averaged else ():
         sums += pair
@@ -56,6 +55,14 @@ def choose_tokens(
     for work in works:
         work.step_mean = total / max(count, 1.0) if algorithm.averages else None
     return np.array(every).astype(np.int64)
+
+
+def _averaged(algorithm: Algorithm, work: Work) -> torch.Tensor:
+    """float64 [2], the sums of the two streams over the tokens of the work's mask."""
+    tokens = tokens_of(work, work.known["old"])
+    times = on_device(torch.from_numpy(work.stands), tokens.mask.device)
+    inside = [one.where(tokens.mask, 0) * times.to(one) for one in algorithm.averaged(tokens)]
+    return torch.stack([one.sum(dtype=torch.float64) for one in inside])
 
 
 def scales_of(

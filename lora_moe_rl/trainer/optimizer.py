@@ -7,7 +7,7 @@ so that neither their gradients nor Adam's moments need to be sharded further.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,13 +41,20 @@ def learning_rate(config: TrainerConfig, done: int, total: int) -> float:
     return config.min_lr + (config.lr - config.min_lr) * left
 
 
-def _groups(config: TrainerConfig, adapters: Adapters) -> list[dict[str, Any]]:
-    """Parameters by the ratio of their learning rate to trainer.lr."""
+def _groups(
+    config: TrainerConfig, adapters: Adapters, still: Container[torch.Tensor]
+) -> list[dict[str, Any]]:
+    """Parameters by the ratio of their learning rate to trainer.lr, without those of `still`."""
     if config.lr_ratio_B == 1:
-        return [{"params": adapters.parameters(), "ratio": 1.0}]
+        groups = [(adapters.parameters(), 1.0)]
+    else:
+        groups = [
+            (adapters.parameters_of("A"), 1.0),
+            (adapters.parameters_of("B"), config.lr_ratio_B),
+        ]
     return [
-        {"params": adapters.parameters_of("A"), "ratio": 1.0},
-        {"params": adapters.parameters_of("B"), "ratio": config.lr_ratio_B},
+        {"params": [one for one in parameters if one not in still], "ratio": ratio}
+        for parameters, ratio in groups
     ]
 
 
@@ -66,9 +73,15 @@ def _by_parameter(
     return found
 
 
+def _gradient_of(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None  # a view of a buffer (adapters/gradients.py)
+    return parameter.grad
+
+
 class AdapterOptimizer:
     """The optimizer of one rank. `steps` counts applied steps. `began`: of sites whose moments are
-    younger than that, the step at which they began."""
+    younger than that, the step at which they began. Parameters of which no element has a factor
+    above 0 are `still`: Adam does not know them."""
 
     def __init__(
         self,
@@ -81,10 +94,15 @@ class AdapterOptimizer:
         by site."""
         self.config, self.adapters, self.total_steps = config, adapters, total_steps
         self.factors = _by_parameter(adapters, factors or {})
+        self.still = {one for one, factor in self.factors.items() if not factor.any()}
+        for one in self.still:
+            del self.factors[one]
+        zeros = {one: factor == 0 for one, factor in self.factors.items()}
+        self._zeros_of = {one: where for one, where in zeros.items() if where.any()}
         self.steps = 0
         self.began: dict[str, int] = {}
         self.adam = torch.optim.AdamW(
-            _groups(config, adapters),
+            _groups(config, adapters, self.still),
             lr=config.lr,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
@@ -96,7 +114,7 @@ class AdapterOptimizer:
     def step(self) -> StepResult:
         """Clips and steps on gradients that are summed over ranks, unless their norm is NaN or
         infinite; the norm is the same on all ranks."""
-        norm = self.adapters.gradients.norm()
+        norm = self.norm()
         lr = learning_rate(self.config, self.steps, self.total_steps)
         if not math.isfinite(norm):
             return StepResult(False, norm, lr)
@@ -117,9 +135,19 @@ class AdapterOptimizer:
         self.steps += 1
         return StepResult(True, norm, lr, streamed)
 
+    @torch.no_grad()
+    def norm(self) -> float:
+        """Of the whole adapter's gradient, as `Gradients.norm`; what has the factor 0 is not
+        trained, and its gradient becomes 0."""
+        for parameter in self.still:
+            _gradient_of(parameter).zero_()
+        for parameter, where in self._zeros_of.items():
+            _gradient_of(parameter).masked_fill_(where, 0)
+        return self.adapters.gradients.norm()
+
     def state(self, key: str):
         """A function from a parameter to its Adam state `key` (exp_avg or exp_avg_sq): a tensor of
-        the parameter's shape, zeros before the first step."""
+        the parameter's shape, zeros before the first step and of one that is not trained."""
 
         def of(parameter: torch.Tensor) -> torch.Tensor:
             state = self.adam.state.get(parameter, {})
@@ -136,6 +164,8 @@ class AdapterOptimizer:
         for s in self.adapters.slices():
             starts.setdefault(s.tensor, set()).add(self.began.get(s.name.rpartition(".")[0], 0))
         for parameter in self.adapters.parameters():
+            if parameter in self.still:
+                continue
             if len(starts[parameter]) > 1:
                 sites = [s.name for s in self.adapters.slices() if s.tensor is parameter]
                 raise CheckpointError(f"Adam began at several steps for {', '.join(sites)}")

@@ -184,7 +184,7 @@ def _optimizer_step(
     if scales.divisor == 0:
         return StepResult(False, 0.0, 0.0)
     if engine.critic is not None and engine.critic.learns_alone(step):
-        return StepResult(True, engine.adapters.gradients.norm(), 0.0)  # measured, nothing more
+        return StepResult(True, engine.optimizer.norm(), 0.0)  # measured, nothing more
     result = engine.optimizer.step()
     engine.version += result.applied
     return result

@@ -143,13 +143,14 @@ def plain(
             rewards=inside(rewards) if algorithm.revises else None,
         )
 
-    if algorithm.averages:
-        total, count = (
-            each.where(torch.from_numpy(mask), 0) for each in algorithm.averaged(tokens())
-        )
-        step_mean = (total.sum() / count.sum()).item()
-    if algorithm.rejects:
-        mask = mask & algorithm.keep(tokens()).numpy()
+    for kept_alone in (False, True):
+        if algorithm.averages and algorithm.averages_kept == kept_alone:
+            total, count = (
+                each.where(torch.from_numpy(mask), 0) for each in algorithm.averaged(tokens())
+            )
+            step_mean = (total.sum() / count.sum()).item()
+        if algorithm.rejects and not kept_alone:
+            mask = mask & algorithm.keep(tokens()).numpy()
     losses = algorithm.loss(tokens()).values.where(torch.from_numpy(mask), 0)
     kept = np.bincount(sample_of[mask], minlength=len(sizes))
     longest = config.max_response_tokens

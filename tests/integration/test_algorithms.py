@@ -33,6 +33,7 @@ PARTS = {
     "prompts": {"rejection": "tokens", **WIDE, "aggregation": "prompt-mean"},
     "reweighted": {"reweight": "pow", "aggregation": "seq-mean-token-mean", "anchor": "rollout"},
     "reweighted_vapo": {"name": "vapo", "reweight": "max_min", "critic_warmup": 0},
+    "rejecting_vapo": {"name": "vapo", "rejection": "tokens", **WIDE, "critic_warmup": 0},
     "reweighted_weights": {
         "reweight": "max_random",
         "correction": "decoupled_token_is",

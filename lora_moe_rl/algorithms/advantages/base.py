@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
+from lora_moe_rl.algorithms.base import apart
 from lora_moe_rl.algorithms.parts import gae
 from lora_moe_rl.algorithms.parts.part import Part
 from lora_moe_rl.config.section import Section
@@ -78,6 +79,10 @@ class Advantage(Part):
         tokens that the policy wrote."""
         raise NotImplementedError
 
+    def of_penalties(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """The same of samples whose rewards were equal before penalties were taken from them."""
+        return self.of_group(rewards, lengths)
+
     def of_step(self, step: Rewarded) -> list[np.ndarray]:
         """float64 [R] of each sample. What it says of samples without a reward does not count."""
         each = self.of_samples(step)
@@ -94,9 +99,13 @@ class Advantage(Part):
         lengths = np.array([mask.sum() for mask in step.masks], dtype=np.int64)
         for group in np.unique(step.groups):
             mine = np.flatnonzero(given & (step.groups == group))
-            rewards = every[mine]
-            if len(rewards) > 1 and np.ptp(rewards) > self.settings.equal_within:
-                found[mine] = self.of_group(rewards, lengths[mine])
+            if not apart(every[mine], self.settings.equal_within):
+                continue
+            told_apart = step.penalties is None or apart(
+                step.rewards[mine], self.settings.equal_within
+            )
+            of = self.of_group if told_apart else self.of_penalties
+            found[mine] = of(every[mine], lengths[mine])
         return found
 
 

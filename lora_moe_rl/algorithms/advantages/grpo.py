@@ -28,3 +28,8 @@ class GroupNormalized(Advantage):
         if self.settings.normalize_std:
             centered /= rewards.std(ddof=1) + STD_EPS
         return centered
+
+    def of_penalties(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Never divided: the deviation would be that of the penalties alone, and make advantages of
+        order one of them, however small they are."""
+        return rewards - rewards.mean()

@@ -31,8 +31,9 @@ OF_SAMPLES = ("rollout_ppl", "trainer_ppl", "chi2_sequence")
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     """KL(policy || reference) per token, the shape of the inputs; differentiable in `logprobs`,
-    the policy's own."""
-    log_ratio = reference - logprobs
+    the policy's own. log r counts as LOG_BOUND where it is above that: exp of it would soon be inf,
+    and the step lost. Where it is far below 0 the estimate is its size, and needs no bound."""
+    log_ratio = (reference - logprobs).clamp(max=LOG_BOUND)
     return log_ratio.expm1() - log_ratio
 
 

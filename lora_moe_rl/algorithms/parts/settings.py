@@ -60,6 +60,7 @@ class PolicyGradientConfig(AlgorithmConfig):
     def _together(self):
         self._check_samples()
         self._check_anchor()
+        self._check_updates()
         self._check_advantage()
         self._check_teacher()
         self._check_kl()
@@ -111,6 +112,19 @@ class PolicyGradientConfig(AlgorithmConfig):
                 f"algorithm.anchor=rollout has no effect with loss={self.loss}, which has no "
                 "ratio, and without a correction"
             )
+
+    def _check_updates(self) -> None:
+        """Several updates of the same samples: all but the first are of another policy's."""
+        loss, correction = PARTS["loss"].find(self.loss), PARTS["correction"].find(self.correction)
+        if self.on_policy or loss.has_ratio or (self.anchor == "rollout" and correction.corrects):
+            return
+        raise ValueError(
+            f"algorithm.epochs={self.epochs} and algorithm.mini_batches={self.mini_batches} make "
+            f"{self.updates_per_step} updates of the same samples, and algorithm.loss={self.loss} "
+            "has no ratio by which the later ones allow for what the first have changed; set both "
+            "to 1, take a loss with a ratio (ppo_clip, cispo), or weigh each token by the policy "
+            "that is being updated: algorithm.anchor=rollout with algorithm.correction=tis"
+        )
 
     def _check_advantage(self) -> None:
         """What an advantage wants of prompts, rewards and a critic."""

@@ -198,3 +198,6 @@ def test_factors_of_the_learning_rate_are_by_pattern_and_each_pattern_has_to_mat
     assert factors["layers.7.q_proj"] == 2 and factors["layers.7.k_proj"] == 1
     with pytest.raises(ConfigError, match="trainer.lr_pattern: 'q_prj': 2 matches no adapted lin"):
         spec.lr_factors({"q_prj": 2})
+    with pytest.raises(ConfigError, match="is 0 for every adapter: nothing would be trained"):
+        spec.lr_factors({"*": 0})
+    assert set(spec.lr_factors({"*": 0, "q_proj": 1}).values()) == {0, 1}

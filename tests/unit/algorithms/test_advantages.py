@@ -182,3 +182,19 @@ def test_equal_rewards_of_unequal_kl_are_told_apart():
     masks, old = [np.ones(1, bool)] * 2, [np.array([-1.0]), np.array([-2.0])]
     known = Known(np.ones(2), np.zeros(2, int), masks, old, [np.array([-2.0])] * 2)
     assert [one[0] for one in algorithm.revised(known)] == [-1.0, 1.0]
+
+
+@pytest.mark.parametrize("apart_by", [0.0, 1e-7])
+def test_a_kl_is_not_divided_by_its_own_deviation_where_rewards_are_equal(apart_by):
+    """Penalties of 1e-3 times 0.5 and 0.1 would be advantages of +-0.7, as those of rewards 1 and 0
+    are. They are what they are, also where a judge's rounding tells the rewards apart."""
+    settings = {"kl_coef": 1e-3, "kl_in": "reward"}
+    algorithm = algorithms.make(RunConfig(algorithm=settings))
+    masks, old = [np.ones(1, bool)] * 4, [np.array([-1.0])] * 4
+    base = [np.array([kl]) for kl in (-1.5, -1.1, -1.5, -1.1)]
+    rewards = np.array([1.0, 1.0 + apart_by, 1.0, 0.0])
+    known = Known(rewards, np.array([0, 0, 1, 1]), masks, old, base)
+    found = [one[0] for one in algorithm.revised(known)]
+    np.testing.assert_allclose(found[:2], [-2e-4, 2e-4], atol=1e-6)
+    of_divided = (0.9996 / 2) / (0.9996 / np.sqrt(2) + 1e-6)
+    np.testing.assert_allclose(found[2:], [of_divided, -of_divided])

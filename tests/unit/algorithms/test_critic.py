@@ -85,11 +85,20 @@ def test_right_samples_of_vapo_are_made_likelier_by_hand():
     assert found.metrics["nll"].mean().item() == pytest.approx(2.0)
     found.values.mean().backward()
     assert logprobs.grad.tolist() == pytest.approx([-0.05, -0.05, 0, 0])
+    # With a rejection it is the mean over the right tokens that are left: of three the first.
+    assert algorithm.averages_kept
+    left = replace(tokens, mask=torch.tensor([True, False, True, True]))
+    right, every = (one[left.mask] for one in algorithm.averaged(left))
+    found = algorithm.loss(replace(left, step_mean=(right.sum() / every.sum()).item()))
+    assert found.metrics["nll"][left.mask].mean().item() == pytest.approx(1.0)
     # Where none is right nothing is added, and without the weight nothing is asked for.
     none = replace(tokens, rewards=rewards - 1, step_mean=0.0)
     assert not algorithm.loss(none).values.any()
     without = made("algorithm=vapo", "algorithm.nll_weight=0")
-    assert not without.averages and not without.loss(replace(tokens, rewards=None)).values.any()
+    assert (
+        not (without.averages or without.averages_kept)
+        and not without.loss(replace(tokens, rewards=None)).values.any()
+    )
     with pytest.raises(ValueError, match="it is missing"):
         algorithm.loss(tokens)
 

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from lora_moe_rl.algorithms.parts.kl import (
     MISMATCH,
     OF_SAMPLES,
+    estimate,
     k3,
     mismatch,
     mismatch_of_samples,
@@ -30,6 +31,18 @@ def test_k3_estimates_the_kl():
     p, q = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.5, 0.3, 0.2])
     exact = (p * (p / q).log()).sum()
     assert_close((p * k3(p.log(), q.log())).sum(), exact)
+
+
+@pytest.mark.parametrize("kind", ["k3", "k3+"])
+def test_a_token_that_the_base_finds_far_likelier_leaves_k3_and_its_gradient_finite(kind):
+    """At log r = 94 exp is inf in float32; at -94 the estimate is 94 - 1, and pulls with 1."""
+    logprobs = torch.tensor([-95.0, -21.5, -1.0], requires_grad=True)
+    found = estimate(kind, logprobs, torch.tensor([-1.0, -1.0, -95.0]))
+    at_bound = math.expm1(20) - 20
+    assert_close(found.detach(), torch.tensor([at_bound, at_bound, 93.0]))
+    found.sum().backward()
+    wanted = [0.0, 0.0, 1.0] if kind == "k3" else [-94.0, -20.5, 94.0]
+    assert_close(logprobs.grad, torch.tensor(wanted))
 
 
 def test_mismatch_by_hand_and_only_where_masked():

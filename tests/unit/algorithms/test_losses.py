@@ -234,6 +234,18 @@ def test_a_ratio_against_the_engine():
         (["algorithm.correction=mis", "algorithm.rejection=tokens"], "weighs whole samples and"),
         (["algorithm.anchor=rollout", "algorithm.correction=tis"], "with the same ratio once more"),
         (["algorithm.anchor=rollout", "algorithm.loss=reinforce"], "anchor=rollout has no effect"),
+        *(
+            (
+                ["algorithm.loss=reinforce", f"algorithm.{twice}", *more],
+                "make 2 updates of the same samples, and algorithm.loss=reinforce has no ratio",
+            )
+            for twice in ("epochs=2", "mini_batches=2")
+            for more in (
+                [],
+                ["algorithm.correction=tis"],
+                ["algorithm.anchor=rollout", "algorithm.rejection=veto"],
+            )
+        ),
         (["algorithm.kl_estimator=k2"], "kl_estimator=k2 has no effect with algorithm.kl_coef=0"),
         (["algorithm.kl_in=reward"], "kl_in=reward has no effect with algorithm.kl_coef=0"),
         (
@@ -342,6 +354,16 @@ def test_what_has_no_meaning_is_refused_and_names_both_sides(settings, message):
     with pytest.raises(ConfigError) as error:
         override(RunConfig(), settings)
     assert message in str(error.value)
+
+
+def test_reinforce_takes_several_updates_when_it_weighs_by_the_policy_that_is_updated():
+    """A token that has become twice as likely as it was sampled has twice the gradient."""
+    settings = ("algorithm.anchor=rollout", "algorithm.correction=tis", "algorithm.epochs=2")
+    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    rollout = torch.tensor([-1.0, -1.0 - math.log(2)])
+    tokens = tokens_of(logprobs, logprobs.detach(), torch.ones(2), rollout=rollout)
+    made("algorithm.loss=reinforce", *settings).loss(tokens).values.sum().backward()
+    assert_close(logprobs.grad, torch.tensor([-1.0, -2.0]))
 
 
 @pytest.mark.parametrize("name", ["token_truncate", "sequence_truncate", "sequence_mask"])

@@ -214,6 +214,17 @@ def test_an_option_that_does_not_apply_names_both(arguments, named):
     assert all(part in str(caught.value) for part in named)
 
 
+def test_a_reward_sinks_over_tokens_that_there_can_be():
+    """With a buffer of 9 before the longest response of 8 an empty one would lose 1/9 already."""
+    fits = override(RunConfig(), ["algorithm.overlong_buffer=8"])
+    assert fits.algorithm.overlong_buffer == fits.rollout.max_response_tokens == 8
+    with pytest.raises(ConfigError) as caught:
+        override(RunConfig(), ["algorithm.overlong_buffer=9"])
+    assert "algorithm.overlong_buffer=9 is more than rollout.max_response_tokens=8" in str(
+        caught.value
+    )
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -48,6 +48,11 @@ AHEAD = ("schedule.lag=1", "algorithm.correction=tis")
             "keeps a slot of its own beside the 3 of sampling ahead; set refit.slots=4 or more (it "
             "is 3)",
         ),
+        (
+            [SET, *AHEAD, "schedule.lag=4", "schedule.in_flight=continue", "refit.slots=2"],
+            "keeps a slot of its own beside the 2 of sampling ahead; set refit.slots=3 or more (it "
+            "is 2)",
+        ),
     ],
 )
 def test_evaluations_that_cannot_be(arguments, message):
@@ -59,6 +64,8 @@ def test_evaluations_that_cannot_be(arguments, message):
 def test_evaluation_with_sampling_ahead_needs_one_slot_more():
     assert changed(SET, *AHEAD, "refit.slots=4").refit.slots == 4
     assert changed(*AHEAD, "refit.slots=3").refit.slots == 3
+    continued = ("schedule.lag=4", "schedule.in_flight=continue")
+    assert changed(SET, *AHEAD, *continued, "refit.slots=3").refit.slots == 3
 
 
 def test_a_set_has_the_runs_reward_or_its_own():

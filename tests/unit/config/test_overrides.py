@@ -144,6 +144,11 @@ def test_settings_depend_on_each_other_only_when_all_are_there():
             "tracker=wanbd",
             "tracker.name='wanbd' is none of mlflow, none, tensorboard, trackio, wandb",
         ),
+        (
+            "algorithm.critic_lr=1e-3",
+            "algorithm.critic_lr is no setting of the chosen algorithm: it is one of ppo, vapo",
+        ),
+        ("algorithm=gspo algorithm.label_smoothing=0.1", "algorithm: it is one of dpo"),
         ("tracker=wandb tracker.mod=offline", "did you mean tracker.mode?"),
         ("algorithm=gpro", "algorithm.name='gpro' is none of cispo, dapo, "),
         ("refit.transport=smh", "refit.transport='smh' is not one of auto, directory, "),

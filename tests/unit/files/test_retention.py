@@ -115,3 +115,6 @@ def test_a_setting_without_what_it_belongs_to_is_refused(settings):
 def test_the_best_needs_a_metric():
     with pytest.raises(ValueError, match="checkpoint.best_metric"):
         CheckpointConfig(keep_best=1)
+    for few in ({"keep_best": 2, "best_metric": "reward/mean"}, {"keep_hours": 1.5}):
+        with pytest.raises(ValueError, match="checkpoint.every=0 makes one at the end alone"):
+            CheckpointConfig(every=0, **few)

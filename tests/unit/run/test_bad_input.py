@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from lora_moe_rl import cli
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.files import to_yaml
+from lora_moe_rl.files import trainer_state
 from lora_moe_rl.files.checkpoint import write_checkpoint
 from lora_moe_rl.models.fingerprint import base_record
 from lora_moe_rl.tiny import shapes
@@ -129,6 +130,15 @@ def train(model, *arguments) -> int:
         ("trainer.world_size=3 trainer.ep=3", ["trainer.ep=3 does not divide", "8 experts"]),
         ("trainer.world_size=3 trainer.tp=2", ["trainer.world_size=3 does not match the layout"]),
         ("trainer.world_size=5 trainer.pp=5", ["trainer.pp=5", "5 pieces", "4 layers"]),
+        ("trainer.lr_pattern={'*':0}", ["is 0 for every adapter: nothing would be trained"]),
+        (
+            "rollout.stop_token_ids=1,99999999",
+            ["rollout.stop_token_ids has 99999999, which would end no response", "ids are 0 to"],
+        ),
+        (
+            "trainer.steps=3 trainer.warmup_steps=3 trainer.lr_schedule=cosine",
+            ["lr_schedule=cosine has no effect: trainer.warmup_steps=3 of the run's 3 optimizer"],
+        ),
         ("model.max_length=1024", ["model.max_length=1024", "512 positions"]),
         ("model=./no_config", ["no_config has no config.json"]),
         ("model=./no_shard", ["lacks 1 of 1 weight shards (model-00001-of-00002.safetensors"]),
@@ -227,13 +237,15 @@ def test_a_run_without_any_valid_checkpoint_does_not_start(model, folder, capsys
     assert (folder / "used/metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
-def save(checkpoints, step, model):
+def save(checkpoints, step, model, critic=False):
     metadata = {"step": step, "base": base_record(str(model), model)}
     metadata |= {"adapter": RunConfig().adapter.model_dump(mode="json"), "data": {}, "done": []}
     metadata |= {"trainer": {"version": step, "optimizer_steps": step}}
     state = {"adapter|layers.0.q_proj.A|0,0": np.zeros((4, 8), np.float32)}
     with write_checkpoint(checkpoints, step, 9, metadata) as directory:
         save_file(state, directory / "trainer_00000.safetensors")
+        if critic:
+            save_file(state, directory / trainer_state.file_name(0, trainer_state.CRITIC))
     return checkpoints / f"step-{step:06d}"
 
 
@@ -282,6 +294,19 @@ def test_a_run_goes_on_from_an_older_checkpoint_in_a_directory_of_its_own(
     assert train(model, "--resume-from", str(newer)) == 2  # run/ holds a run now
     assert train(model, "--resume-from", str(newer), "logging.run_dir=used") == 2
     assert train(model, "--resume-from", str(newer), "trainer.steps=5") == 0
+
+
+@pytest.mark.parametrize("critic", [True, False])
+def test_a_critic_that_a_resumed_run_does_not_take_along_is_told_of(
+    model, folder, capsys, monkeypatch, critic
+):
+    monkeypatch.setattr(logging.root, "handlers", [])  # the run sets its own
+    save(folder / "used/checkpoints", 1, model, critic)
+    with pytest.raises(AssertionError, match="Ray was started"):
+        train(model, "logging.run_dir=used", "--resume")
+    said = capsys.readouterr()
+    told = " ".join((said.out + said.err).split())
+    assert ("step-000001 holds a critic, and algorithm=grpo trains none" in told) == critic
 
 
 def test_with_everything_right_ray_is_started(model, folder, monkeypatch):

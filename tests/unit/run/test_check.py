@@ -222,6 +222,29 @@ def test_rows_that_are_filtered_are_counted(check, tmp_path):
     )
 
 
+def test_a_warm_up_that_goes_on_after_the_run_is_a_warning(check):
+    steps = ("trainer.steps=4", "algorithm.epochs=2")
+    code, found, _ = check(*steps, "trainer.warmup_steps=9")
+    assert code == 0 and found["layout"][0] == "warning"
+    assert "trainer.warmup_steps=9 of the run's 8 optimizer steps" in found["layout"][1]
+    assert check(*steps, "trainer.warmup_steps=8")[1]["layout"][0] == "ok"
+    assert check(*steps, "trainer.warmup_steps=7", "trainer.lr_schedule=linear")[0] == 0
+    # A critic's own steps warm nothing up.
+    code, found, _ = check("algorithm=ppo", "algorithm.critic_warmup=2", "trainer.steps=4",
+                           "trainer.warmup_steps=3")  # fmt: skip
+    assert "trainer.warmup_steps=3 of the run's 2 optimizer steps" in found["layout"][1]
+
+
+def test_a_kl_to_the_base_beside_an_adapter_to_start_from_is_a_warning(check):
+    """It pulls away from what the adapter has learned."""
+    start = "adapter.init_from=sft"
+    code, found, _ = check(start, "algorithm.kl_coef=0.1")
+    assert code == 0 and found["layout"][0] == "warning"
+    assert "algorithm=grpo measures the policy against the bare base" in found["layout"][1]
+    assert "away from adapter.init_from=" in found["layout"][1]
+    assert check(start)[1]["layout"][0] == check("algorithm.kl_coef=0.1")[1]["layout"][0] == "ok"
+
+
 def test_a_run_that_is_there_is_told_of(check, tmp_path):
     (tmp_path / "run").mkdir()
     for name in ("config.yaml", "metrics.jsonl"):

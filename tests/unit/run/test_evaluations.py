@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import EngineDied, RewardError
+from lora_moe_rl.errors import DiskError, EngineDied, RewardError
 from lora_moe_rl.run.evaluations import Evaluations
 from lora_moe_rl.run.schedule import Schedule
 from lora_moe_rl.run.tickets import TicketBook
@@ -119,11 +119,27 @@ async def test_a_version_that_no_engine_serves_any_more_ends_its_evaluation_alon
     assert made.events[-1] == "pin None"
 
 
-async def test_what_is_wrong_with_an_evaluation_beside_training_ends_the_run():
+async def test_failed_rewards_beside_training_are_told_when_the_run_asks_and_free_the_slot():
+    """So that whoever writes checkpoints can write one first."""
     made = make(lag=1, raises=RewardError("the judge is gone"))
+    made.go.set()
+    async with asyncio.TaskGroup() as tasks:
+        await made.evaluations.take(2, 7, made.book, tasks)
+        made.evaluations.check()  # nothing is known yet
+        await made.evaluations.ended()
+        for step in (3, 4):  # whether one is due or not
+            with pytest.raises(RewardError, match="the judge is gone"):
+                await made.evaluations.take(step, 8, made.book, tasks)
+        with pytest.raises(RewardError):
+            made.evaluations.check()
+    assert made.events == ["pin 7", "begin 2 at 7", "pin None"]
+
+
+async def test_what_else_is_wrong_with_an_evaluation_beside_training_ends_the_run():
+    made = make(lag=1, raises=DiskError("no room"))
     with pytest.raises(BaseExceptionGroup) as caught:
         async with asyncio.TaskGroup() as tasks:
             await made.evaluations.take(2, 7, made.book, tasks)
             made.go.set()
             await asyncio.Event().wait()
-    assert isinstance(caught.value.exceptions[0], RewardError)
+    assert isinstance(caught.value.exceptions[0], DiskError)

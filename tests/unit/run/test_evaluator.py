@@ -152,6 +152,10 @@ def test_some_failed_rewards_are_counted_and_too_many_end_the_run(tmp_path):
     assert record["eval/sums/failed"] == 8 and record["eval/more/failed"] == 2
     with pytest.raises(RewardError, match="24 of 40 rewards of eval.sets.sums failed, more than"):
         evaluated(tmp_path / "none", Engines(), failing=range(6))
+    samples = list(read_jsonl(eval_files.path_of(tmp_path / "none", 3)))
+    failed = [one["row"] for one in samples if one["reward"] is None]
+    assert len(samples) == 44 and len(failed) == 28 and set(failed) == set(range(6))
+    assert not (tmp_path / "none/metrics.jsonl").exists()
 
 
 def test_the_console_tells_of_each_set(tmp_path, capsys):

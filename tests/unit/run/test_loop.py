@@ -81,11 +81,15 @@ class Source(Prompts):
 
 
 class Environment:
-    """The first sample of each group is right, the second wrong; but for the `equal` prompts. A
-    `slow` prompt comes, the first time, when the trainer waits for it."""
+    """The first sample of each group is right, the second wrong; but for the first `equal` prompts,
+    where both are right, and the first `failed`, where the second one's reward failed. A `slow`
+    prompt comes, the first time, when the trainer waits for it."""
 
-    def __init__(self, events: list[str], book: TicketBook, equal: int = 0, slow: int = -1):
+    def __init__(
+        self, events: list[str], book: TicketBook, equal: int = 0, slow: int = -1, failed: int = 0
+    ):
         self.events, self.book, self.equal, self.slow = events, book, equal, slow
+        self.failed = failed
 
     async def rollout(self, prompt, policy) -> Group:
         self.events.append(f"roll {prompt.row}")
@@ -95,18 +99,21 @@ class Environment:
             while not self.book.waits["the oldest groups"] and not self.book.closed:
                 await asyncio.sleep(0)
         rewards = [1, 1] if prompt.row < self.equal else [1, 0]
+        failures = ["the judge is gone"] if prompt.row < self.failed else []
+        rewards = [1, np.nan] if failures else rewards
         response = Segment.sampled([7, 8], np.zeros(2), 0)
         sample = Sample((Segment.given("user", prompt.token_ids), response), "stop", "")
-        return Group(prompt, [sample, sample], None, np.array(rewards, np.float32))
+        return Group(prompt, [sample, sample], None, np.array(rewards, np.float32), failures)
 
 
 class Records:
     """`refuses`: raises for this step's update; `unrewarded`: for this step's rewards. `plateau`:
-    what it says each time it is asked, then None."""
+    what it says each time it is asked, then None. A checkpoint is due at the step `due`."""
 
     stop_requested = False
 
-    def __init__(self, refuses=0, unrewarded=0, plateau=()):
+    def __init__(self, refuses=0, unrewarded=0, plateau=(), due=2):
+        self.due = due
         self.plateau, self.ended = list(plateau), []
         self.refuses, self.unrewarded, self.steps, self.again = refuses, unrewarded, [], 0
         self.kept: list[tuple] = []
@@ -142,7 +149,7 @@ class Records:
             raise RewardError("no prompt has a signal")
 
     def checkpoint_is_due(self, step):
-        return step == 2
+        return step == self.due
 
     def checkpoint(self, step, book):
         self.events.append(f"checkpoint {step}")
@@ -155,15 +162,17 @@ class Records:
 
 
 class Evaluator:
-    """Takes as long as an update, and longer."""
+    """Takes as long as an update, and longer. The rewards of the step `failing` fail."""
 
-    def __init__(self, events: list[str]):
-        self.events = events
+    def __init__(self, events: list[str], failing: int):
+        self.events, self.failing = events, failing
 
     async def evaluate(self, step, version):
         self.events.append(f"evaluate {step} at {version}")
         for _ in range(60):
             await asyncio.sleep(0)
+        if step == self.failing:
+            raise RewardError("the judge is gone")
         self.events.append(f"evaluated {step}")
 
 
@@ -187,6 +196,9 @@ def run(
     teacher=None,
     recorded=(),
     plateau=(),
+    failed=0,
+    unevaluated=-1,
+    due=2,
 ) -> SimpleNamespace:
     """Ends as the run does; what it was made of can be looked at in any case."""
     events: list[str] = []
@@ -195,7 +207,7 @@ def run(
     made = SimpleNamespace(
         trainer=Trainer(events),
         engines=engines,
-        records=Records(refuses, unrewarded, plateau),
+        records=Records(refuses, unrewarded, plateau, due),
         events=events,
         timeline=[],
         error=None,
@@ -204,7 +216,8 @@ def run(
     source = Source()
     publisher = Publisher(config, made.trainer, engines, NoChannel(), source, "float32")
     book = TicketBook(Schedule(2, lag, stale=stale))
-    environment, algorithm = Environment(events, book, equal, slow), algorithms.make(config)
+    environment = Environment(events, book, equal, slow, failed)
+    algorithm = algorithms.make(config)
     ports = loop.Ports(
         config,
         source,
@@ -215,7 +228,7 @@ def run(
         publisher,
         made.records,
         Timeline(1, made.timeline.append),
-        Evaluations(config, Evaluator(events), engines, recorded),
+        Evaluations(config, Evaluator(events, unevaluated), engines, recorded),
         teacher,
     )
     try:
@@ -308,6 +321,20 @@ def test_prompts_without_a_signal_are_replaced_when_that_is_asked():
     assert rows == [[0, 1], [2, 3]]
 
 
+def test_groups_with_failed_rewards_are_not_drawn_again_and_stop_the_run_as_always():
+    """One of two rewards has failed, which leaves nothing to compare, and is no equal reward."""
+    algorithm = CONFIG.algorithm.model_copy(update={"draw_again": 1})
+    config = CONFIG.model_copy(update={"algorithm": algorithm})
+    made = run(failed=3, equal=1, config=config)
+    assert made.error is None and made.records.again == 0
+    rows = [[group.prompt.row for group in facts.groups] for facts in made.records.steps]
+    assert rows == [[0, 1], [2, 3]]
+    made = run(failed=99, unrewarded=1, config=config)
+    assert isinstance(made.error, RewardError) and made.records.again == 0
+    ((step, rows, _),) = made.records.kept
+    assert (step, rows) == (1, [0, 1])
+
+
 @pytest.mark.parametrize("served", [None, 0, OTHER])
 def test_a_failed_proof_stops_the_run_before_the_step_is_on_record(served):
     engines = Engines(serves={0: lambda version: served if version == 2 else version})
@@ -392,6 +419,26 @@ def test_evaluating_changes_nothing_that_is_trained(lag):
 def test_what_is_on_record_is_not_evaluated_again():
     made = run(config=evaluating(0), recorded={0, 1})
     assert [event for event in made.events if "evaluate " in event] == ["evaluate 2 at 2"]
+
+
+@pytest.mark.parametrize(("lag", "at"), [(0, 1), (1, 2)])
+def test_an_evaluation_whose_rewards_fail_ends_the_run_with_a_checkpoint_of_its_step(lag, at):
+    """With a lag that of the step that is trained beside it. A checkpoint that is due is not
+    written twice."""
+    config = evaluating(lag)
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": 3})})
+    for due in (0, at):
+        made = run(lag=lag, config=config, unevaluated=1, due=due)
+        assert isinstance(made.error, RewardError) and len(made.records.steps) == at
+        checkpoints = [event for event in made.events if event.startswith("checkpoint")]
+        assert checkpoints == [f"checkpoint {at}"]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_the_last_evaluations_rewards_may_end_the_run_too(lag):
+    made = run(lag=lag, config=evaluating(lag), unevaluated=2)
+    assert isinstance(made.error, RewardError) and len(made.records.steps) == 2
+    assert [event for event in made.events if "checkpoint" in event] == ["checkpoint 2"]
 
 
 @pytest.mark.parametrize("lag", [0, 1])

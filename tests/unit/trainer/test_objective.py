@@ -83,8 +83,10 @@ def test_tokens_without_routes_are_left_out_when_that_is_asked(missing, kept):
     assert counted == {"masked": 4 - sum(kept)}
 
 
-def test_the_mean_over_a_step_is_of_all_micro_batches_and_ranks_before_any_token_is_rejected():
-    """Two micro-batches here, and another rank with streams that sum to 7 and 3."""
+@pytest.mark.parametrize(("kept_alone", "mean"), [(False, 19 / 7), (True, 18 / 6)])
+def test_the_mean_over_a_step_is_of_all_micro_batches_and_ranks(kept_alone, mean):
+    """Two micro-batches here, and another rank with streams that sum to 7 and 3. Before any token
+    is rejected, or after."""
     from lora_moe_rl.trainer.objective import choose_tokens, tokens_of
 
     works = [work_of([0]), work_of([1])]
@@ -93,6 +95,7 @@ def test_the_mean_over_a_step_is_of_all_micro_batches_and_ranks_before_any_token
     algorithm = SimpleNamespace(
         rejects=True,
         averages=True,
+        averages_kept=kept_alone,
         keep=lambda tokens: tokens.rollout < -1,
         averaged=lambda tokens: (tokens.advantages, torch.ones(len(tokens.mask))),
     )
@@ -106,9 +109,9 @@ def test_the_mean_over_a_step_is_of_all_micro_batches_and_ranks_before_any_token
         reports=True, add=lambda *_: None, all_reduce=lambda values: (others + values).tolist()
     )
     assert choose_tokens(engine, make_batch(), works, meter).tolist() == [1, 2]
-    # Advantages 1, 2, 4 and 5 of four tokens; one of them is rejected.
-    assert [work.step_mean for work in works] == [19 / 7, 19 / 7]
-    assert tokens_of(works[0], torch.zeros(4)).step_mean == 19 / 7
+    # Advantages 1, 2, 4 and 5 of four tokens; the first of them is rejected.
+    assert [work.step_mean for work in works] == [mean, mean]
+    assert tokens_of(works[0], torch.zeros(4)).step_mean == mean
 
 
 def test_a_sample_that_stands_in_the_loss_several_times_counts_so_often_everywhere():
@@ -126,6 +129,7 @@ def test_a_sample_that_stands_in_the_loss_several_times_counts_so_often_everywhe
     algorithm = SimpleNamespace(
         rejects=True,
         averages=True,
+        averages_kept=False,
         keep=lambda tokens: tokens.advantages != 4,
         averaged=lambda tokens: (tokens.advantages, torch.ones(len(tokens.mask))),
     )

@@ -160,6 +160,36 @@ def test_gradients_above_the_bound_are_clipped_to_it_and_others_are_not():
         torch.testing.assert_close(moment, 0.1 * factor * torch.tensor([3.0, 4.0, 12.0]))
 
 
+def test_what_has_the_factor_0_is_in_no_norm_and_no_moment():
+    """Half of an A, which q and k share, and all of k's B: the norm is 3, whatever the gradients of
+    k are, and NaN among them skips no step."""
+    A, B = torch.nn.Parameter(torch.zeros(2, 1)), torch.nn.Parameter(torch.ones(1))
+    tensors = {"A": [A], "B": [B]}
+    layer = SimpleNamespace(kind="replicated", parameters_of=tensors.get)
+    rows = {"q.A": (A, (slice(0, 1),)), "k.A": (A, (slice(1, 2),)), "k.B": (B, (...,))}
+    adapters = SimpleNamespace(
+        parameters=lambda: [A, B],
+        slices=lambda: [Slice(name, *where, (0, 0), True) for name, where in rows.items()],
+        gradients=Gradients([layer], RankLayout()),
+    )
+    config = TrainerConfig(lr=0.1, clip_grad=1.5, weight_decay=0.5)
+    for offload in ("none", "optimizer"):
+        with torch.no_grad():
+            A.zero_()
+        config = config.model_copy(update={"offload": offload})
+        optimizer = AdapterOptimizer(config, adapters, 10, {"q": 1.0, "k": 0.0})
+        A.grad.copy_(torch.tensor([[3.0], [400.0]]))
+        B.grad.fill_(float("nan"))
+        result = optimizer.step()
+        assert result.applied and result.grad_norm == pytest.approx(3)
+        torch.testing.assert_close(A.detach(), torch.tensor([[-0.1], [0.0]]))
+        moment = optimizer.state("exp_avg")(A)
+        torch.testing.assert_close(moment, torch.tensor([[0.15], [0.0]]), rtol=1e-5, atol=0)
+        assert B.item() == 1 and B not in optimizer.adam.state
+        optimizer.restore(5)
+        assert B not in optimizer.adam.state and not optimizer.state("exp_avg_sq")(B).any()
+
+
 def test_the_first_of_n_warm_up_steps_takes_an_nth_and_the_nth_takes_all():
     """Under a constant gradient Adam moves a weight by the learning rate."""
     optimizer, A, _ = optimizer_of([0.0], [0.0], lr=0.4, warmup_steps=4, weight_decay=0)
