@@ -133,12 +133,13 @@ def test_the_ranks_files_are_not_read_again(tmp_path, monkeypatch):
     run = Run(tmp_path, Disk())
 
     async def one(checkpoints, tasks):
-        await checkpoints.write(2, {"data": {}}, False, tasks)
+        await checkpoints.write(2, {"data": {"drawn": 4}}, False, tasks)
 
     run.do(one)
     assert read == []
     metadata = read_manifest(run.run_dir.checkpoints / "step-000002")
     assert metadata["trainer"] == {"version": 1, "optimizer_steps": 1}
+    assert (metadata["step"], metadata["data"]) == (2, {"drawn": 4})
 
 
 def test_a_rank_that_has_written_nothing_makes_no_checkpoint(tmp_path):
