@@ -91,14 +91,18 @@ class Checkpoints:
         return due or (self._overdue and self.run_dir.trouble.due(CHECKPOINT))
 
     async def write(
-        self, step: int, book: dict[str, Any], last: bool, tasks: asyncio.TaskGroup
+        self,
+        step: int,
+        book: dict[str, Any],
+        last: Callable[[], bool],
+        tasks: asyncio.TaskGroup,
     ) -> None:
         """Writes one: adapter, moments, counters and tickets, complete or not at all. `book` is the
         ticket book's state; the trainer has to stay as it is until this returns. The adapter's PEFT
         directory follows in a task of `tasks`.
 
         Where the disk refuses, the run goes on from what is there, and tries again after a step, a
-        minute later; the `last` one it waits for, LAST_ROOM_S at most.
+        minute later; what is the `last` one by then it waits for, LAST_ROOM_S at most.
         """
         await self._take_the_place()
         trouble, deadline = self.run_dir.trouble, time.monotonic() + LAST_ROOM_S
@@ -109,7 +113,7 @@ class Checkpoints:
                 break
             except DiskError as error:
                 trouble.failed(CHECKPOINT, f"{error}; it is tried again each minute")
-                if not last:
+                if not last():
                     return
                 if time.monotonic() >= deadline:
                     raise

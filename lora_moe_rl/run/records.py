@@ -257,7 +257,7 @@ class Records:
 
     async def checkpoint(self, step: int, book: dict[str, Any], tasks: asyncio.TaskGroup) -> None:
         """Writes one of the step: see `Checkpoints.write`."""
-        await self.checkpoints.write(step, book, self._is_last(step), tasks)
+        await self.checkpoints.write(step, book, lambda: self._is_last(step), tasks)
 
     async def finish(self) -> None:
         """The run ends: returns when all that it keeps is written."""

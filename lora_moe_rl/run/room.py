@@ -43,8 +43,8 @@ class Room:
     @property
     def text(self) -> str:
         return (
-            f"a checkpoint has {self.checkpoint / GIB:.3g} GiB and the adapter beside them "
-            f"{self.adapter / GIB:.3g} GiB, up to {self.most} of them with adapters "
+            f"a checkpoint has {self.checkpoint / GIB:.3g} GiB and the adapter "
+            f"{self.adapter / GIB:.3g} GiB; up to {self.most} checkpoints with adapters have "
             f"{self.whole / GIB:.3g} GiB; {self.free / GIB:.1f} GiB free at {self.place}"
         )
 

@@ -31,6 +31,14 @@ SPEC = AdapterSpec.build(SHAPE, RunConfig().adapter)
 RANKS = 2
 
 
+def yes() -> bool:
+    return True
+
+
+def no() -> bool:
+    return False
+
+
 class Disk:
     """A trainer of two ranks whose state is the number of its step. The disk takes it as soon as it
     has `room`; `slow` seconds a rank. `value`: of all weights."""
@@ -112,7 +120,7 @@ def test_others_go_on_while_ranks_write_and_the_next_step_while_the_adapter_is_w
 
     async def steps(checkpoints, tasks):
         ticking = tasks.create_task(tick())
-        await checkpoints.write(2, {"data": {}}, False, tasks)
+        await checkpoints.write(2, {"data": {}}, no, tasks)
         during = ticks[0]
         assert during >= 5  # in 0.3 s of which the event loop has all
         assert newest_valid(run.run_dir.checkpoints).path.name == "step-000002"
@@ -133,7 +141,7 @@ def test_the_ranks_files_are_not_read_again(tmp_path, monkeypatch):
     run = Run(tmp_path, Disk())
 
     async def one(checkpoints, tasks):
-        await checkpoints.write(2, {"data": {"drawn": 4}}, False, tasks)
+        await checkpoints.write(2, {"data": {"drawn": 4}}, no, tasks)
 
     run.do(one)
     assert read == []
@@ -148,14 +156,14 @@ def test_a_rank_that_has_written_nothing_makes_no_checkpoint(tmp_path):
     disk.save = lambda directory: Saved(whole(directory).meta, {})
     run = Run(tmp_path, disk)
     with pytest.raises(CheckpointError, match="trainer ranks have not written trainer_0000"):
-        run.do(lambda checkpoints, tasks: checkpoints.write(2, {}, False, tasks))
+        run.do(lambda checkpoints, tasks: checkpoints.write(2, {}, no, tasks))
     assert newest_step(run.run_dir.checkpoints) == 0
 
 
 def test_weights_that_are_not_finite_are_not_exported_and_end_the_run(tmp_path):
     run = Run(tmp_path, Disk(value=np.nan))
     with pytest.raises(AdapterError, match="NaN or infinite"):
-        run.do(lambda checkpoints, tasks: checkpoints.write(2, {}, False, tasks))
+        run.do(lambda checkpoints, tasks: checkpoints.write(2, {}, no, tasks))
     assert not run.run_dir.adapter.exists()
 
 
@@ -168,12 +176,12 @@ def test_a_full_disk_does_not_end_the_run_which_tries_again_each_minute(tmp_path
         for step, seconds in ((1, 0), (2, 1), (3, 30), (4, 59), (5, 62), (6, 90)):
             now[0] = seconds
             if checkpoints.is_due(step, last=False):
-                await checkpoints.write(step, {}, False, tasks)
+                await checkpoints.write(step, {}, no, tasks)
         # Due at steps 2, 4 and 6; at step 5 it was a minute since it was last said.
         assert disk.asked == 4 and len(run.said) == 2 and "no space left" in run.said[0]
         disk.room, now[0] = True, 125
         assert checkpoints.is_due(7, last=False)  # which it is not by itself
-        await checkpoints.write(7, {}, False, tasks)
+        await checkpoints.write(7, {}, no, tasks)
         assert checkpoints.newest == 7
         assert run.said[2:] == ["a checkpoint can be written again"]
         assert not checkpoints.is_due(7, last=False)
@@ -187,7 +195,7 @@ def test_the_last_checkpoint_waits_for_room_and_not_for_ever(tmp_path, monkeypat
     run = Run(tmp_path, disk)
 
     def last(checkpoints, tasks):
-        return checkpoints.write(9, {}, True, tasks)
+        return checkpoints.write(9, {}, yes, tasks)
 
     monkeypatch.setattr(module, "LAST_RETRY_S", 0.0)
     monkeypatch.setattr(module, "LAST_ROOM_S", 0.0)
@@ -207,6 +215,40 @@ def test_the_last_checkpoint_waits_for_room_and_not_for_ever(tmp_path, monkeypat
     again.do(room)
     assert newest_step(again.run_dir.checkpoints) == 9 and again.told == [9]
     assert disk.asked > 2
+
+
+def test_a_checkpoint_that_has_become_the_last_while_it_was_written_is_waited_for(
+    tmp_path, monkeypatch
+):
+    """Ctrl-C came meanwhile."""
+    disk, stopped = Disk(room=False, slow=0.1), []
+    monkeypatch.setattr(module, "LAST_RETRY_S", 0.01)
+    run = Run(tmp_path, disk)
+
+    async def stop():
+        await asyncio.sleep(0.05)
+        stopped.append(True)
+        disk.room = True
+
+    async def write(checkpoints, tasks):
+        tasks.create_task(stop())
+        disk.save, stock = refuse_once(disk), disk.save
+        await checkpoints.write(2, {}, lambda: bool(stopped), tasks)
+        assert checkpoints.newest == 2 and disk.save == stock
+
+    run.do(write)
+
+
+def refuse_once(disk):
+    """What `save` does the first time, in as long as it takes."""
+    stock = disk.save
+
+    def save(directory):
+        disk.save = stock
+        time.sleep(0.1)
+        raise DiskError("no space left on device")
+
+    return save
 
 
 class Refusing:
@@ -230,7 +272,7 @@ def test_where_only_the_adapter_is_refused_only_the_adapter_is_tried_again(tmp_p
     monkeypatch.setattr(module, "LAST_RETRY_S", 0.01)
 
     async def last(checkpoints, tasks):
-        await checkpoints.write(9, {"data": {}}, True, tasks)
+        await checkpoints.write(9, {"data": {}}, yes, tasks)
         written = (run.run_dir.checkpoints / "step-000009").stat().st_ino
         await checkpoints.finish()
         assert (run.run_dir.checkpoints / "step-000009").stat().st_ino == written
@@ -248,7 +290,7 @@ def test_the_last_adapter_is_not_waited_for_for_ever(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LAST_ROOM_S", 0.05)
 
     async def last(checkpoints, tasks):
-        await checkpoints.write(9, {"data": {}}, True, tasks)
+        await checkpoints.write(9, {"data": {}}, yes, tasks)
         await checkpoints.finish()
 
     with pytest.raises(DiskError, match="No space left"):
@@ -261,10 +303,10 @@ def test_a_newer_checkpoint_takes_the_place_of_an_adapter_that_was_refused(tmp_p
     run = Run(tmp_path, disk)
 
     async def two(checkpoints, tasks):
-        await checkpoints.write(2, {"data": {}}, False, tasks)
+        await checkpoints.write(2, {"data": {}}, no, tasks)
         await asyncio.sleep(0.2)  # it was refused, and would be tried again in a minute
         disk.value = 4.0
-        await checkpoints.write(4, {"data": {}}, False, tasks)
+        await checkpoints.write(4, {"data": {}}, no, tasks)
 
     run.do(two)
     assert refusing.asked == 2 and run.told == [4] and run.weights == {4.0}
@@ -279,7 +321,7 @@ def test_a_list_of_kept_checkpoints_that_is_refused_costs_no_checkpoint(tmp_path
     run = Run(tmp_path, disk, keep_hours=1.0)
 
     async def last(checkpoints, tasks):
-        await checkpoints.write(9, {"data": {}}, True, tasks)
+        await checkpoints.write(9, {"data": {}}, yes, tasks)
 
     run.do(last)
     assert disk.asked == 1 and run.told == [9]
@@ -294,7 +336,7 @@ def test_a_run_that_fails_waits_for_its_threads_and_one_that_is_ended_at_once_do
     run = Run(tmp_path, Disk(value=2.0))
 
     async def fails(checkpoints, tasks):
-        await checkpoints.write(2, {"data": {}}, False, tasks)
+        await checkpoints.write(2, {"data": {}}, no, tasks)
         await asyncio.sleep(0.1)
         threading.Timer(0.3, may_write.set).start()
         raise ValueError("something else")
@@ -318,7 +360,7 @@ def test_lines_are_on_the_disk_before_the_checkpoint_that_goes_on_from_them(tmp_
 
     async def one(checkpoints, tasks):
         run.run_dir.append(run.run_dir.metrics_file, [{"step": 2}])
-        await checkpoints.write(2, {"data": {}}, False, tasks)
+        await checkpoints.write(2, {"data": {}}, no, tasks)
 
     run.do(one)
     assert events == ["metrics.jsonl"]
