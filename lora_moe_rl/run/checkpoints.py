@@ -11,6 +11,7 @@ own files, layer by layer.
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 import time
 from collections.abc import Callable
@@ -104,6 +105,7 @@ class Checkpoints:
         Where the disk refuses, the run goes on from what is there, and tries again after a step, a
         minute later; what is the `last` one by then it waits for, LAST_ROOM_S at most.
         """
+        book = copy.deepcopy(book)  # as it is now: tickets and prompts go on meanwhile
         await self._take_the_place()
         trouble, deadline = self.run_dir.trouble, time.monotonic() + LAST_ROOM_S
         self._overdue = True

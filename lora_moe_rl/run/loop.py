@@ -138,7 +138,8 @@ async def learn(ports: Ports, book: TicketBook, first_step: int, tasks: asyncio.
             await ports.evaluations.ended()
             if records.keep_unrewarded(step, groups):
                 await _checkpoint(ports, book, step - 1, tasks)
-                await records.finish()
+            book.close()
+            await records.finish()
             raise
         records.check_ages(step, groups, ports.publisher.version)
         signals, batch = _to_train(ports, step, groups)

@@ -150,6 +150,23 @@ def test_the_ranks_files_are_not_read_again(tmp_path, monkeypatch):
     assert (metadata["step"], metadata["data"]) == (2, {"drawn": 4})
 
 
+def test_the_book_is_that_of_the_steps_end_whatever_is_drawn_while_it_is_written(tmp_path):
+    run, book = Run(tmp_path, Disk(slow=0.1)), {"data": {"drawn": 4}, "done": [3]}
+
+    async def draw():
+        book["data"]["drawn"] = 5
+        book["done"].append(4)
+
+    async def one(checkpoints, tasks):
+        tasks.create_task(draw())
+        await checkpoints.write(2, book, no, tasks)
+
+    run.do(one)
+    metadata = newest_valid(run.run_dir.checkpoints).metadata
+    assert book["data"] == {"drawn": 5}
+    assert (metadata["data"], metadata["done"]) == ({"drawn": 4}, [3])
+
+
 def test_a_rank_that_has_written_nothing_makes_no_checkpoint(tmp_path):
     disk = Disk()
     whole = disk.save
