@@ -132,15 +132,7 @@ async def learn(ports: Ports, book: TicketBook, first_step: int, tasks: asyncio.
         clock.lap("rollout", at=max(ticket.sampled_at for ticket in tickets))
         clock.lap("reward")
         groups = [ticket.group for ticket in tickets if ticket.group is not None]
-        try:
-            records.check_rewards(groups)
-        except RewardError:
-            await ports.evaluations.ended()
-            if records.keep_unrewarded(step, groups):
-                await _checkpoint(ports, book, step - 1, tasks)
-            book.close()
-            await records.finish()
-            raise
+        await _check_rewards(ports, book, step, groups, tasks)
         records.check_ages(step, groups, ports.publisher.version)
         signals, batch = _to_train(ports, step, groups)
         await ports.engines.all_back()
@@ -178,6 +170,21 @@ async def learn(ports: Ports, book: TicketBook, first_step: int, tasks: asyncio.
         await ports.evaluations.take(step, ports.publisher.version, book, tasks)
         if await _ends_early(ports, book, step, tasks):
             return
+
+
+async def _check_rewards(
+    ports: Ports, book: TicketBook, step: int, groups: Sequence[Group], tasks: asyncio.TaskGroup
+) -> None:
+    """Raises RewardError once all is kept that the run goes on from when the reward works again."""
+    try:
+        ports.records.check_rewards(groups)
+    except RewardError:
+        await ports.evaluations.ended()
+        if ports.records.keep_unrewarded(step, groups):
+            await _checkpoint(ports, book, step - 1, tasks)
+        book.close()
+        await ports.records.finish()
+        raise
 
 
 def _to_train(ports: Ports, step: int, groups: Sequence[Group]) -> tuple[list[Signal], TrainBatch]:
