@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from lora_moe_rl.data.batch import TrainBatch
     from lora_moe_rl.data.samples import Group, Played, Prompt, Sample, Scores, UpdateResult
+    from lora_moe_rl.files.trainer_state import Saved
     from lora_moe_rl.kernels.merge.rounding import Arrived
 
 Ref = Any
@@ -305,13 +306,12 @@ class Trainer(Protocol):
         """What the parts are (refit.parts.SentPart), once all are there."""
         ...
 
-    def save(self, directory: Path) -> dict[str, Any]: ...
+    def save(self, directory: Path) -> Saved:
+        """All ranks write their state into `directory`. Blocks, so that a thread of its own asks
+        for it; nothing may be trained meanwhile. Raises DiskError."""
+        ...
 
     def load(self, directory: Path, meta: dict[str, Any]) -> None: ...
-
-    def adapter(self) -> dict[str, np.ndarray]:
-        """The whole current adapter, canonical, on this host."""
-        ...
 
 
 class Rewards(Protocol):

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from lora_moe_rl.adapters import peft
+from lora_moe_rl.adapters.peft_config import peft_config
 from lora_moe_rl.adapters.sharding import kind_of, window
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.bench.model import save_random
@@ -63,7 +64,7 @@ def save_adapter(folder: Path, spec: AdapterSpec, config: RunConfig) -> int:
     stored = {k: torch.from_numpy(v).bfloat16() for k, v in peft.peft_tensors(spec, tensors)}
     folder.mkdir()
     save_file(stored, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps(peft.peft_config(spec, config)))
+    (folder / "adapter_config.json").write_text(json.dumps(peft_config(spec, config)))
     return len(stored)
 
 

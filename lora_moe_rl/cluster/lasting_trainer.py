@@ -27,12 +27,14 @@ from ray.exceptions import RayError, RayTaskError
 from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.cluster import stacks
+from lora_moe_rl.cluster.in_thread import in_thread
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.samples import UpdateResult
 from lora_moe_rl.errors import ActorFailed, ActorSilent, LoraMoeRlError, RefitError
 from lora_moe_rl.files import checkpoint
 from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.files.trainer_state import Saved
 from lora_moe_rl.ports import Ref, Trainer
 from lora_moe_rl.refit.parts import SentPart
 from lora_moe_rl.rollout.facts import Dtype
@@ -151,13 +153,16 @@ class LastingTrainer:
     async def score_ahead(self, sequences: Sequence[Sequence[int]]) -> None:
         await self.ranks.score_ahead(sequences)
 
-    def save(self, directory: Path) -> dict[str, Any]:
-        meta = self._lasting_now(lambda: self.ranks.save(directory))
-        self.saved = self.done
-        return meta
-
-    def adapter(self) -> dict[str, np.ndarray]:
-        return self._lasting_now(self.ranks.adapter)
+    def save(self, directory: Path) -> Saved:
+        while True:
+            life = self._lives
+            try:
+                saved = self.ranks.save(directory)
+            except LoraMoeRlError as error:
+                self._return(life, error)
+            else:
+                self.saved = self.done
+                return saved
 
     async def renew(self) -> bool:
         """Looks whether a rank has died since its part was sent; starts all anew then, and returns
@@ -178,15 +183,7 @@ class LastingTrainer:
                 await self._returned(life, error)
 
     async def _returned(self, life: int, error: LoraMoeRlError) -> None:
-        await _in_thread(lambda: self._return(life, error))
-
-    def _lasting_now(self, call: Callable[[], T]) -> T:
-        while True:
-            life = self._lives
-            try:
-                return call()
-            except LoraMoeRlError as error:
-                self._return(life, error)
+        await in_thread("trainer restart", lambda: self._return(life, error))
 
     def _return(self, life: int, error: LoraMoeRlError) -> None:
         """Starts the ranks anew that failed with `error` in their `life`, unless somebody else has
@@ -294,29 +291,3 @@ def _is_broken_group(error: BaseException | None) -> bool:
     """torch.distributed's own errors, and gloo's, which are known by the file that they name."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     return "DistError" in kinds or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
-
-
-async def _in_thread(call: Callable[[], None]) -> None:
-    """`call` in a thread of its own, which the end of the program does not wait for."""
-    loop = asyncio.get_running_loop()
-    done = loop.create_future()
-
-    def tell(error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is None:
-            done.set_result(None)
-        else:
-            done.set_exception(error)
-
-    def run() -> None:
-        error = None
-        try:
-            call()
-        except BaseException as raised:
-            error = raised
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(tell, error)
-
-    threading.Thread(target=run, name="trainer restart", daemon=True).start()
-    await done

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import ray
 
-from lora_moe_rl.adapters.shards import assemble
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.cluster import stacks
 from lora_moe_rl.cluster.actors import Actor, answers, get
@@ -22,6 +21,7 @@ from lora_moe_rl.data.samples import UpdateResult
 from lora_moe_rl.data.shares import shares
 from lora_moe_rl.errors import DiskError
 from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.files.trainer_state import Saved
 from lora_moe_rl.ports import Ref
 from lora_moe_rl.refit.parts import PartLayout, SentPart
 from lora_moe_rl.refit.transports import Channel
@@ -165,10 +165,6 @@ class TrainerRanks:
     def _senders(self) -> list[Actor]:
         return [actor for rank, actor in enumerate(self.actors) if rank in self.sources]
 
-    def adapter(self) -> dict[str, np.ndarray]:
-        parts = get(self.actors, self._all("export"), self.timeout)
-        return assemble(self.spec.tensor_shapes, [shard for part in parts for shard in part])
-
     async def score(
         self, sequences: Sequence[Sequence[int]], routes: Ref | None, adapters: bool = True
     ) -> list[np.ndarray]:
@@ -182,12 +178,13 @@ class TrainerRanks:
     async def score_ahead(self, sequences: Sequence[Sequence[int]]) -> None:
         self._ahead = self._all("score_ahead", sequences)
 
-    def save(self, directory: Path) -> dict:
-        """Every rank writes its file; returns what the checkpoint's manifest must hold. Where the
-        disk refuses one, the others have ended too before DiskError is raised."""
+    def save(self, directory: Path) -> Saved:
+        """Every rank writes its files. Where the disk refuses one, the others have ended too before
+        DiskError is raised."""
         refs = self._all("save", directory)
         try:
-            return get(self.actors, refs, self.timeout)[0]
+            parts = get(self.actors, refs, self.timeout)
+            return Saved(parts[0].meta, {k: v for part in parts for k, v in part.files.items()})
         except DiskError:
             ray.wait(refs, num_returns=len(refs), timeout=self.timeout)
             raise

@@ -1,5 +1,9 @@
 """Files and directories that are replaced as a whole: a name always stands for the old one or the
-new."""
+new, and what is new is on the disk once the call returns, also if the machine stops then.
+
+Nothing that is replaced is replaced at each step. What grows with each step is appended to, and is
+on the disk with the next checkpoint (`RunDir.sync`): a run that goes on keeps no more of it.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,18 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 def replace_file(path: Path, content: bytes) -> None:
     """Writes `path` whole or not at all."""
     scratch = path.with_name(f".{path.name}.tmp")
-    scratch.write_bytes(content)
+    with open(scratch, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(scratch, path)
+    sync(path.parent)
 
 
 @contextmanager
 def replacing(directory: Path) -> Iterator[Path]:
-    """Yields an empty directory, which takes the place of `directory` on leaving, its files on the
-    disk before; nothing happens when the body raises.
+    """Yields an empty directory, which takes the place of `directory` on leaving; nothing happens
+    when the body raises. For one level of files.
 
     Where the file system cannot exchange two names at once (NFS), a kill between two renames
     leaves the old directory as `NAME.old` alone; the next write puts it back first. One process at
@@ -41,14 +49,29 @@ def replacing(directory: Path) -> Iterator[Path]:
         _remove(fresh)
         raise
     for path in [*fresh.iterdir(), fresh]:
-        _fsync(path)
+        sync(path)
+    put_in_place(fresh, directory, old)
+    _remove(fresh, old)
+
+
+def put_in_place(fresh: Path, directory: Path, old: Path) -> None:
+    """Gives `fresh`, whose files are on the disk, the name of `directory`. What had it before is
+    then under the name `fresh` or `old`."""
     if not directory.exists():
         os.rename(fresh, directory)
     elif not _exchange(fresh, directory):
         os.rename(directory, old)
         os.rename(fresh, directory)
-    _fsync(directory.parent)
-    _remove(fresh, old)
+    sync(directory.parent)
+
+
+def sync(path: Path) -> None:
+    """What a file or a directory holds is on the disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -61,11 +84,3 @@ def _exchange(one: Path, other: Path) -> bool:
 def _remove(*paths: Path) -> None:
     for path in paths:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -34,7 +34,7 @@ from lora_moe_rl.data.kept import spread
 from lora_moe_rl.data.samples import NOT_SAMPLED, Group, TokenValues
 from lora_moe_rl.errors import RunDirError
 from lora_moe_rl.files.jsonl import cut_after, tail, to_json
-from lora_moe_rl.files.replacing import replace_file
+from lora_moe_rl.files.replacing import replace_file, sync
 from lora_moe_rl.files.sample_records import routes_record, sample_record, token_record
 from lora_moe_rl.files.trouble import Lines, Trouble
 from lora_moe_rl.files.unchanged import check_unchanged
@@ -161,6 +161,13 @@ class RunDir:
                 "on, which ends here: what it has learned since its last checkpoint is lost. Put "
                 "the directory back and go on with --resume, or begin anew"
             )
+
+    def sync(self) -> None:
+        """What was appended so far is on the disk when this returns, but for lines that wait.
+        Raises OSError when the disk refuses."""
+        for path in list(self._lines):
+            if path.exists():
+                sync(path)
 
     def append(self, path: Path, records: Sequence[dict[str, Any]]) -> None:
         """A line for each record, at the end of a file of this directory; those that the disk

@@ -7,10 +7,12 @@ is, which tensor it is part of and where it lies: `adapter|layers.0.q_proj.A|0,0
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from lora_moe_rl.errors import CheckpointError
+from lora_moe_rl.files.saving import FileSum
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's
 # Of canonical tensors, and of sites: at which of the optimizer's steps Adam began, int64 `[1]`; not
@@ -20,6 +22,15 @@ KINDS = ("adapter", *MOMENTS, BEGAN)
 Whose = Literal["trainer", "critic"]
 POLICY: Whose = "trainer"
 CRITIC: Whose = "critic"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a rank has written, or all of them. `meta`: what the manifest has to hold besides, to
+    load it; `files`: by name, on the disk."""
+
+    meta: dict[str, int]
+    files: dict[str, FileSum]
 
 
 def file_name(number: int, whose: Whose = POLICY) -> str:

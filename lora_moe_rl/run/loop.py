@@ -19,16 +19,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 
-from lora_moe_rl.algorithms.base import Algorithm
+from lora_moe_rl.algorithms.base import Algorithm, Signal
 from lora_moe_rl.algorithms.parts.step_signals import revised, signals_of
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
-from lora_moe_rl.data.samples import Sample
+from lora_moe_rl.data.samples import Group, Sample
 from lora_moe_rl.environments.base import Environment
 from lora_moe_rl.errors import EngineDied, RewardError
 from lora_moe_rl.ports import (
@@ -48,6 +48,7 @@ from lora_moe_rl.run.schedule import seed_of
 from lora_moe_rl.run.tickets import Ticket, TicketBook
 from lora_moe_rl.telemetry.clock import Clock
 from lora_moe_rl.telemetry.timeline import (
+    CHECKPOINT,
     PUBLISH,
     REWARD,
     REWARDS,
@@ -88,6 +89,7 @@ async def run(ports: Ports, book: TicketBook, first_step: int) -> None:
                 tasks.create_task(roll(ports, book))
             await learn(ports, book, first_step, tasks)
             book.close()
+            await ports.records.finish()
         ports.evaluations.check()
     except BaseExceptionGroup as group:
         raise _first(group) from None
@@ -133,17 +135,9 @@ async def learn(ports: Ports, book: TicketBook, first_step: int, tasks: asyncio.
         clock.lap("rollout", at=max(ticket.sampled_at for ticket in tickets))
         clock.lap("reward")
         groups = [ticket.group for ticket in tickets if ticket.group is not None]
-        try:
-            records.check_rewards(groups)
-        except RewardError:
-            await ports.evaluations.ended()
-            records.keep_unrewarded(step, groups, book.state_dict(ports.source.state_dict()))
-            raise
+        await _check_rewards(ports, book, step, groups, tasks)
         records.check_ages(step, groups, ports.publisher.version)
-        draws = np.random.default_rng([config.seed, step, 1])  # the same after a resume
-        signals = signals_of(ports.algorithm, groups, draws)
-        share, mini_batches = config.trainer.shares_prompts, config.algorithm.mini_batches
-        batch = TrainBatch.from_groups(groups, signals, mini_batches, step, share)
+        signals, batch = _to_train(ports, step, groups)
         await ports.engines.all_back()
         ports.engines.overwrite()
         await ports.engines.give_way()
@@ -182,8 +176,7 @@ async def _ends_with(ports: Ports, book: TicketBook, step: int, tasks: asyncio.T
     the step behind."""
     records = ports.records
     if due := records.checkpoint_is_due(step):
-        await ports.evaluations.ended()
-        records.checkpoint(step, book.state_dict(ports.source.state_dict()))
+        await _checkpoint(ports, book, step, tasks)
     if records.stop_requested:
         return True
     try:
@@ -191,8 +184,42 @@ async def _ends_with(ports: Ports, book: TicketBook, step: int, tasks: asyncio.T
         return await _ends_early(ports, book, step, tasks)
     except RewardError:
         if not due:
-            records.checkpoint(step, book.state_dict(ports.source.state_dict()))
+            await _checkpoint(ports, book, step, tasks)
+        book.close()
+        await records.finish()
         raise
+
+
+async def _check_rewards(
+    ports: Ports, book: TicketBook, step: int, groups: Sequence[Group], tasks: asyncio.TaskGroup
+) -> None:
+    """Raises RewardError once all is kept that the run goes on from when the reward works again."""
+    try:
+        ports.records.check_rewards(groups)
+    except RewardError:
+        await ports.evaluations.ended()
+        if ports.records.keep_unrewarded(step, groups):
+            await _checkpoint(ports, book, step - 1, tasks)
+        book.close()
+        await ports.records.finish()
+        raise
+
+
+def _to_train(ports: Ports, step: int, groups: Sequence[Group]) -> tuple[list[Signal], TrainBatch]:
+    config = ports.config
+    draws = np.random.default_rng([config.seed, step, 1])  # the same after a resume
+    signals = signals_of(ports.algorithm, groups, draws)
+    share, mini_batches = config.trainer.shares_prompts, config.algorithm.mini_batches
+    return signals, TrainBatch.from_groups(groups, signals, mini_batches, step, share)
+
+
+async def _checkpoint(ports: Ports, book: TicketBook, step: int, tasks: asyncio.TaskGroup) -> None:
+    """With schedule.lag engines go on meanwhile; without it they and the trainer take turns."""
+    await ports.evaluations.ended()
+    state = book.state_dict(ports.source.state_dict())
+    turns = nullcontext() if ports.config.schedule.lag else book.held("a checkpoint")
+    with turns, ports.timeline.span(TRAINER, CHECKPOINT, step):
+        await ports.records.checkpoint(step, state, tasks)
 
 
 async def _ends_early(ports: Ports, book: TicketBook, step: int, tasks: asyncio.TaskGroup) -> bool:
@@ -206,7 +233,8 @@ async def _ends_early(ports: Ports, book: TicketBook, step: int, tasks: asyncio.
     ports.evaluations.check()
     if (ended := records.plateau_at(step)) is None:
         return False
-    records.end_early(ended, step, book.state_dict(ports.source.state_dict()))
+    if records.end_early(ended, step):
+        await _checkpoint(ports, book, step, tasks)
     return True
 
 

@@ -2,47 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import math
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lora_moe_rl import algorithms
-from lora_moe_rl.adapters import peft
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Group, Sample, UpdateResult
-from lora_moe_rl.errors import DiskError, NonFiniteError, NothingTrainedError, RewardError
-from lora_moe_rl.files import checkpoint, trainer_state
-from lora_moe_rl.files.retention import Retention
+from lora_moe_rl.errors import NonFiniteError, NothingTrainedError, RewardError
 from lora_moe_rl.files.run_dir import RunDir
-from lora_moe_rl.models.fingerprint import base_record
 from lora_moe_rl.ports import Trainer
 from lora_moe_rl.rollout.facts import Dtype
 from lora_moe_rl.run import plateau
+from lora_moe_rl.run.checkpoints import Checkpoints
 from lora_moe_rl.run.health import Health
-from lora_moe_rl.run.mismatch import MismatchBounds, sampled_versions
+from lora_moe_rl.run.mismatch import MismatchBounds
 from lora_moe_rl.run.performance import Performance
 from lora_moe_rl.run.plateau import Plateau
 from lora_moe_rl.run.reward_metrics import reward_metrics, reweight_metrics
+from lora_moe_rl.run.sample_metrics import (
+    age_metrics,
+    continued_metrics,
+    data_metrics,
+    environment_metrics,
+    rollout_metrics,
+)
 from lora_moe_rl.telemetry import console, details, expert_loads, names
 from lora_moe_rl.telemetry.clock import Clock
 from lora_moe_rl.telemetry.metrics import MetricsWriter
 
 log = logging.getLogger(__name__)
-
-CHECKPOINT = "a checkpoint"
-# The run's last checkpoint has what it learned since the one before: so long it waits for room.
-LAST_ROOM_S, LAST_RETRY_S = 3600.0, 10.0
 
 
 @dataclass(frozen=True)
@@ -80,11 +76,10 @@ class Records:
         dtype: Dtype,
         written: Callable[[Path, Path], None] = lambda checkpoint, adapter: None,
     ):
-        self.config, self.spec, self.run_dir = config, spec, run_dir
-        self.trainer, self.metrics = trainer, metrics
+        self.config, self.spec, self.run_dir, self.metrics = config, spec, run_dir, metrics
         self._mismatch = MismatchBounds(config, run_dir, dtype)
-        self._written = written
-        self.base = base_record(config.model.path, model_dir)
+        parts = (config, spec, model_dir, run_dir, trainer)
+        self.checkpoints = Checkpoints(*parts, self._adapter_written, written)
         self.stop_requested = False
         self.plateau: Plateau | None = None  # what ended the run before its last step
         self.done = done
@@ -93,7 +88,6 @@ class Records:
         self._unrewarded_in_a_row = 0
         self._untrained_in_a_row = 0
         self._drawn_again = 0
-        self._overdue = False  # a checkpoint that the disk refused
         self._bar: console.Bar | None = None
         self.performance: Performance | None = None  # start.py gives it
 
@@ -244,144 +238,44 @@ class Records:
         self._drawn_again = 0
         return record
 
-    def keep_unrewarded(self, step: int, groups: Sequence[Group], book: dict[str, Any]) -> None:
-        """What is kept of a step whose rewards stop the run: all its samples, and a checkpoint of
-        the step before it, from which the run goes on once the reward works again."""
+    def keep_unrewarded(self, step: int, groups: Sequence[Group]) -> bool:
+        """Keeps all samples of a step whose rewards stop the run. Returns whether the step before
+        it, from which the run goes on once the reward works again, has no checkpoint yet."""
         self.run_dir.write_samples(step, groups, None, every=True)
         console.warn(
             f"all samples of step {step} are in {self.run_dir.samples_file}; --resume goes on "
             f"after step {step - 1}"
         )
-        if step > 1 and checkpoint.newest_step(self.run_dir.checkpoints) < step - 1:
-            self.checkpoint(step - 1, book)
+        return self.checkpoints.newest < step - 1
 
     def checkpoint_is_due(self, step: int) -> bool:
-        """Whether the step has one: by checkpoint.every, as the run's last, or because the disk has
-        refused one."""
-        every = self.config.checkpoint.every
-        due = self._is_last(step) or (every > 0 and step % every == 0)
-        return due or (self._overdue and self.run_dir.trouble.due(CHECKPOINT))
+        return self.checkpoints.is_due(step, self._is_last(step))
 
     def _is_last(self, step: int) -> bool:
         ends_early = self.plateau is not None
         return step == self.config.trainer.steps or self.stop_requested or ends_early
 
+    async def checkpoint(self, step: int, book: dict[str, Any], tasks: asyncio.TaskGroup) -> None:
+        """Writes one of the step: see `Checkpoints.write`."""
+        await self.checkpoints.write(step, book, lambda: self._is_last(step), tasks)
+
+    async def finish(self) -> None:
+        """The run ends: returns when all that it keeps is written."""
+        await self.checkpoints.finish()
+
+    def _adapter_written(self, step: int, directory: Path) -> None:
+        self.metrics.adapter(step, directory)
+
     def plateau_at(self, step: int) -> Plateau | None:
         """What ends the run with `step`, by checkpoint.stop_after; None when nothing does."""
         if not self.config.checkpoint.stop_after or step == self.config.trainer.steps:
             return None
-        return plateau.of_run(self.config.checkpoint, self._retention.values, step)
+        return plateau.of_run(self.config.checkpoint, self.checkpoints.retention.values, step)
 
-    def end_early(self, ended: Plateau, step: int, book: dict[str, Any]) -> None:
-        """The run ends with `step`: writes its checkpoint, unless that is there."""
+    def end_early(self, ended: Plateau, step: int) -> bool:
+        """The run ends with `step`. Returns whether that has no checkpoint yet."""
         self.plateau = ended
-        if checkpoint.newest_step(self.run_dir.checkpoints) < step:
-            self.checkpoint(step, book)
-
-    @cached_property
-    def _retention(self) -> Retention:
-        return Retention(self.config.checkpoint, self.run_dir.metrics_file, console.warn)
-
-    def checkpoint(self, step: int, book: dict[str, Any]) -> None:
-        """Writes one. Where the disk refuses, the run goes on from what is there, and tries again
-        after a step, a minute later; the last one it waits for, LAST_ROOM_S at most."""
-        trouble, deadline = self.run_dir.trouble, time.monotonic() + LAST_ROOM_S
-        self._overdue = True
-        while self._overdue:
-            try:
-                self._write_checkpoint(step, book)
-                self._overdue = False
-                trouble.mended(CHECKPOINT)
-            except DiskError as error:
-                trouble.failed(CHECKPOINT, f"{error}; it is tried again each minute")
-                if not self._is_last(step):
-                    return
-                if time.monotonic() >= deadline:
-                    raise
-                time.sleep(LAST_RETRY_S)
-
-    def _write_checkpoint(self, step: int, book: dict[str, Any]) -> None:
-        """Writes one: adapter, moments, counters and tickets, complete or not at all. `book` is the
-        ticket book's state."""
-        metadata: dict[str, Any] = {
-            "step": step,
-            **book,
-            "adapter": self.config.adapter.model_dump(mode="json"),
-            "base": self.base,
-        }
-        self.run_dir.check_there()
-        root, keep = self.run_dir.checkpoints, self.config.checkpoint.keep
-        ranks = range(self.config.trainer.world_size)
-        expect = [trainer_state.file_name(rank) for rank in ranks]
-        if algorithms.make(self.config).critic is not None:
-            expect += [trainer_state.file_name(rank, trainer_state.CRITIC) for rank in ranks]
-        more = (metadata, expect, self._retention)
-        with checkpoint.write_checkpoint(root, step, keep, *more) as directory:
-            metadata["trainer"] = self.trainer.save(directory)
-        with checkpoint.disk_errors(self.run_dir.adapter):
-            peft.write(self.run_dir.adapter, self.spec, self.trainer.adapter(), self.config)
-        self.metrics.adapter(step, self.run_dir.adapter)
-        self._written(root / checkpoint.directory_name(step), self.run_dir.adapter)
-
-
-def rollout_metrics(samples: Sequence[Sample], seconds: float) -> dict[str, float]:
-    """`seconds`: from the step's begin to its last sample, or to its end when engines sample all
-    the time."""
-    tokens = sum(sample.num_sampled for sample in samples)
-    return {
-        "rollout/tokens": tokens,
-        names.TOKENS_PER_SECOND: tokens / seconds if seconds else math.nan,
-        names.TRUNCATED: sum(sample.truncated for sample in samples) / len(samples),
-        names.RESPONSE_LENGTH: sum(len(s.response_ids) for s in samples) / len(samples),
-    }
-
-
-def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """What an environment counted, over all conversations of the step; nothing of one that counts
-    nothing."""
-    totals: Counter[str] = Counter()
-    for group in groups:
-        totals.update(group.counts)
-    conversations = sum(len(group.ends) for group in groups)
-    found = {names.of_environment(name): float(value) for name, value in totals.items()}
-    return found | ({names.of_environment("conversations"): float(conversations)} if found else {})
-
-
-def data_metrics(samples: Sequence[Sample], seconds: float) -> dict[str, float]:
-    """Of rows' own answers: tokens of prompts and answers, and of answers alone, which are what is
-    learned; `seconds`: from the step's begin to the end of its update."""
-    tokens = sum(len(sample.token_ids) for sample in samples)
-    answers = sum(len(sample.response_ids) for sample in samples)
-    return {
-        "data/tokens": tokens,
-        names.DATA_TOKENS_PER_SECOND: tokens / seconds if seconds else math.nan,
-        names.ANSWER_LENGTH: answers / len(samples),
-    }
-
-
-def age_metrics(samples: Sequence[Sample], version: int) -> dict[str, float]:
-    """How many versions the step's tokens are older than the one that is updated."""
-    ages = version - sampled_versions(samples)
-    if not ages.size:
-        return {}
-    return {
-        "rollout/age_oldest": int(ages.max()),
-        "rollout/age_newest": int(ages.min()),
-        "rollout/age_mean": float(ages.mean()),
-    }
-
-
-def continued_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Samples that more than one version sampled, versions a sample, and tokens that are fed again
-    for parts of their own (schedule.continued=split), of those that are fed once."""
-    spans = [len(np.unique(sampled_versions([sample]))) for sample in samples]
-    again = sum(stop - 1 for sample in samples for stop in sample.splits)
-    return {
-        "rollout/continued": sum(span > 1 for span in spans),
-        "rollout/spans_mean": float(np.mean(spans)),
-        "rollout/spans_max": max(spans),
-        "rollout/fed_again": again / sum(len(sample.token_ids) - 1 for sample in samples),
-    }
+        return self.checkpoints.newest < step
 
 
 def _functions(config: RunConfig) -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from lora_moe_rl import algorithms
+from lora_moe_rl.adapters.peft import peft_shapes
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError
 
 GIB = 1 << 30
-# A number of the adapter and Adam's two moments, in float32; in the PEFT directory.
+# A number of the adapter with Adam's two moments, in float32; one of the PEFT directory, where
+# there may be many more of them (`adapters/peft.py`).
 STATE_BYTES, PEFT_BYTES = 12, 4
 
 
@@ -40,8 +43,9 @@ class Room:
     @property
     def text(self) -> str:
         return (
-            f"a checkpoint has {self.checkpoint / GIB:.3g} GiB, up to {self.most} of them with "
-            f"adapters {self.whole / GIB:.3g} GiB; {self.free / GIB:.1f} GiB free at {self.place}"
+            f"a checkpoint has {self.checkpoint / GIB:.3g} GiB and the adapter "
+            f"{self.adapter / GIB:.3g} GiB; up to {self.most} checkpoints with adapters have "
+            f"{self.whole / GIB:.3g} GiB; {self.free / GIB:.1f} GiB free at {self.place}"
         )
 
 
@@ -52,9 +56,10 @@ def room(config: RunConfig, spec: AdapterSpec) -> Room:
     state = spec.num_parameters
     if algorithms.make(config).critic is not None:
         state += spec.of_critic().num_parameters + spec.shape.hidden_size
+    exported = sum(math.prod(shape) for shape in peft_shapes(spec).values())
     return Room(
         state * STATE_BYTES,
-        spec.num_parameters * PEFT_BYTES,
+        exported * PEFT_BYTES,
         shutil.disk_usage(place).free,
         place,
         _most(config),

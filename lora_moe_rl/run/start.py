@@ -10,7 +10,8 @@ from pathlib import Path
 from lora_moe_rl import algorithms, ports
 from lora_moe_rl.algorithms.base import Algorithm
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.files import checkpoint, eval_files, versions_file
+from lora_moe_rl.files import eval_files, versions_file
+from lora_moe_rl.files.checkpoint_writing import adopt
 from lora_moe_rl.files.pusher import Pusher
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.page import link
@@ -55,7 +56,7 @@ def run(config: RunConfig, resume: bool = False, fork: Path | None = None) -> No
         console.say(room(config, ready.spec).text)
         with RunDir(config, resume, console.warn) as run_dir:
             if fork is not None:
-                checkpoint.adopt(run_dir.checkpoints, fork)
+                adopt(run_dir.checkpoints, fork)
             found = goes_on.newest(run_dir, ready) if resume or fork else None
             console.log_to(run_dir.log_path("controller"))
             start = None
@@ -125,7 +126,7 @@ def _run(run: Prepared, own_ray: OwnRay) -> None:
         dtype = actors.trainer.dtype
         records = Records(*parts, done=run.step, dtype=dtype, written=pusher.push)
         records.performance = Performance.of_model(run.config, run.spec, run.model_dir, dtype)
-        with _signals(records):
+        with _signals(records), records.checkpoints:
             _go(run, actors, records, metrics)
     try:
         report.finish(run.run_dir)

@@ -157,7 +157,7 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("eval/<set>/response_length", "tokens", "", "mean of all that follows the prompt", "", "eval_completions/mean_length"),
     ("eval/<set>/truncated", "share of samples", "down", "samples that were cut off", "", "eval_completions/clipped_ratio"),
     # Time.
-    ("idle/trainer", "share of time", "down", "since the step before: neither updating nor publishing", "", ""),
+    ("idle/trainer", "share of time", "down", "since the step before: neither updating nor publishing nor writing a checkpoint", "", ""),
     ("idle/engines", "share of time", "down", "since the step before: without a request for samples, mean over engines", "", ""),
     ("time/rollout", "s", "down", "what the trainer waited for samples", "timing_s/gen", ""),
     ("time/reward", "s", "down", "what it then waited for rewards", "timing_s/reward", ""),

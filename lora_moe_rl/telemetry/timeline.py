@@ -4,7 +4,8 @@
     feed       wait: a slot
     engine-0   sample, evaluate                  the prompt's; several at the same time
     rewards    reward                            the prompt's: from its last sample to its score
-    trainer    wait: scored groups, update       the step's
+    trainer    wait: scored groups, update,      the step's
+               checkpoint
     publish    publish                           the version's
 
 A span costs an object in memory, and each step a line of timeline.jsonl. `timeline_views.py` makes
@@ -23,11 +24,13 @@ from lora_moe_rl.telemetry import names
 
 FEED, REWARDS, TRAINER, PUBLISH = "feed", "rewards", "trainer", "publish"
 SAMPLE, REWARD, UPDATE, WAIT = "sample", "reward", "update", "wait: "
+CHECKPOINT = "checkpoint"  # until the next update may begin
 EVALUATE = "evaluate"  # a request for samples of a held-out prompt
 # Whose waiting is kept, by what is waited for (run/tickets.py).
 WAITERS = {
     "a slot": FEED,
     "an evaluation": FEED,
+    "a checkpoint": FEED,
     "scored groups": TRAINER,
     "the oldest groups": TRAINER,
 }
@@ -143,8 +146,8 @@ def _clock() -> Callable[[], float]:
 
 def idle(spans: Iterable[Span], begin: float, end: float, engines: int) -> dict[str, float]:
     """Of the time from `begin` to `end`: the share in which the trainer neither updated nor
-    published, and that in which an engine had no request for samples, the mean over engines, if
-    there are any."""
+    published nor wrote a checkpoint, and that in which an engine had no request for samples, the
+    mean over engines, if there are any."""
     busy: dict[str, list[Span]] = {}
     for span in spans:
         if not span.waits:

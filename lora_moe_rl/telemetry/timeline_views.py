@@ -20,7 +20,16 @@ from lora_moe_rl.errors import RunDirError
 from lora_moe_rl.files.jsonl import read_jsonl
 from lora_moe_rl.files.replacing import replace_file
 from lora_moe_rl.files.run_dir import TIMELINE, TIMELINE_PICTURE, TIMELINE_TRACE
-from lora_moe_rl.telemetry.timeline import EVALUATE, FEED, PUBLISH, REWARDS, SAMPLE, TRAINER, Span
+from lora_moe_rl.telemetry.timeline import (
+    CHECKPOINT,
+    EVALUATE,
+    FEED,
+    PUBLISH,
+    REWARDS,
+    SAMPLE,
+    TRAINER,
+    Span,
+)
 
 STEPS_SHOWN = 6
 COLORS = {
@@ -29,6 +38,7 @@ COLORS = {
     "reward": "#4a9a6a",
     "update": "#dd8a2c",
     "publish": "#b9483d",
+    CHECKPOINT: "#6b6b6b",
 }
 WAITING = "#e3e3e3"
 MICROSECONDS = 1e6

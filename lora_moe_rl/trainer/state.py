@@ -19,7 +19,7 @@ from lora_moe_rl.adapters.attach import Adapters
 from lora_moe_rl.adapters.sharding import Box
 from lora_moe_rl.errors import CheckpointError
 from lora_moe_rl.files.checkpoint import disk_errors
-from lora_moe_rl.files.saving import save_safetensors
+from lora_moe_rl.files.saving import FileSum, save_safetensors
 from lora_moe_rl.files.trainer_state import BEGAN, MOMENTS, Whose, files, key, parse
 from lora_moe_rl.trainer.optimizer import AdapterOptimizer
 
@@ -75,11 +75,11 @@ def collect(adapters: Adapters, optimizer: AdapterOptimizer) -> Tensors:
     return tensors
 
 
-def save(path: Path, adapters: Adapters, optimizer: AdapterOptimizer) -> None:
-    """Writes a file of this rank's part."""
+def save(path: Path, adapters: Adapters, optimizer: AdapterOptimizer) -> FileSum:
+    """Writes a file of this rank's part, which is on the disk then. Raises DiskError."""
     tensors = collect(adapters, optimizer)
     with disk_errors(path.parent):
-        save_safetensors(tensors, path)
+        return save_safetensors(path, tensors)
 
 
 def load(

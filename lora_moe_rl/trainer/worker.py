@@ -15,7 +15,7 @@ from lora_moe_rl.adapters.shards import Shard
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
-from lora_moe_rl.files.trainer_state import CRITIC, POLICY, Whose, file_name
+from lora_moe_rl.files.trainer_state import CRITIC, POLICY, Saved, Whose, file_name
 from lora_moe_rl.refit.parts import PartLayout, SentPart
 from lora_moe_rl.refit.transports import Channel, place
 from lora_moe_rl.router_replay.table import RouteTable
@@ -189,13 +189,15 @@ class TrainerWorker:
     def version(self) -> int:
         return self.engine.version
 
-    def save(self, directory: Path) -> dict:
-        """Writes this rank's files; returns what the manifest must hold to load them."""
+    def save(self, directory: Path) -> Saved:
+        """Writes this rank's files."""
         from lora_moe_rl.trainer import state
 
-        for whose, (adapters, optimizer) in self._trained().items():
-            state.save(directory / file_name(self.rank, whose), adapters, optimizer)
-        return self._meta()
+        files = {}
+        for whose, trained in self._trained().items():
+            name = file_name(self.rank, whose)
+            files[name] = state.save(directory / name, *trained)
+        return Saved(self._meta(), files)
 
     def _trained(self) -> dict[Whose, tuple[Adapters, AdapterOptimizer]]:
         """What is trained: the policy, and the critic if there is one."""

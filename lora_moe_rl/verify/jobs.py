@@ -89,7 +89,7 @@ def compute(worker, spec: AdapterSpec, inputs: Inputs) -> Part:
 def _train(worker, inputs: Inputs, part: Part) -> None:
     for _ in range(STEPS):
         worker.update(inputs.batch, inputs.table)
-    part.meta = worker.save(inputs.directory)
+    part.meta = worker.save(inputs.directory).meta
     part.shards |= _state(worker, "trained")
     if inputs.other is not None:
         worker.load(*inputs.other)

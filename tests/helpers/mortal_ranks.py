@@ -13,6 +13,7 @@ from ray.exceptions import ActorDiedError
 from lora_moe_rl.cluster.lasting_trainer import is_lost
 from lora_moe_rl.data.samples import UpdateResult
 from lora_moe_rl.errors import ActorFailed, ActorSilent
+from lora_moe_rl.files.trainer_state import Saved
 from lora_moe_rl.refit.parts import SentPart
 
 
@@ -114,18 +115,14 @@ class MortalRanks:
         self.state, self.version, self.life = np.arange(4.0), 0, self.life + 1
         self.dead = False
 
-    def save(self, directory: Path) -> dict:
+    def save(self, directory: Path) -> Saved:
         self._do("save")
         np.save(directory / "state.npy", self.state)
-        return {"version": self.version}
+        return Saved({"version": self.version}, {})
 
     def load(self, directory: Path, meta: dict) -> None:
         self._do("load")
         self.state, self.version = np.load(directory / "state.npy"), meta["version"]
-
-    def adapter(self) -> dict[str, np.ndarray]:
-        self._do("adapter")
-        return {"all": self.state}
 
     def set_adapter(self, tensors) -> None:
         self.state = tensors["all"]

@@ -12,6 +12,7 @@ import peft_lora
 import pytest
 import tiny_families
 import torch
+from checkpoints import write_checkpoint
 from ranks import random_adapter, random_batch, run_ranks, spec_of
 
 from lora_moe_rl.adapters.shards import assemble
@@ -20,7 +21,7 @@ from lora_moe_rl.cli import main
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import STREAMS
 from lora_moe_rl.errors import ActorFailed
-from lora_moe_rl.files.checkpoint import write_checkpoint
+from lora_moe_rl.files.checkpoint import newest_valid
 from lora_moe_rl.files.trainer_state import CRITIC, file_name
 from lora_moe_rl.models.fingerprint import base_record
 
@@ -252,8 +253,8 @@ def trained_then_saved(worker, spec, folder):
     batch, table = prepared(worker, spec)
     for step in (1, 2):
         worker.update(dataclasses.replace(batch, step=step), table)
-    meta = worker.save(Path(folder))
-    return meta, worker.update(dataclasses.replace(batch, step=3), table).metrics
+    saved = worker.save(Path(folder))
+    return saved, worker.update(dataclasses.replace(batch, step=3), table).metrics
 
 
 def loaded_then_trained(worker, spec, folder, meta):
@@ -266,7 +267,8 @@ def test_a_checkpoint_holds_the_critic_for_every_layout(tmp_path):
     model, state = tmp_path / "model", tmp_path / "state"
     model.mkdir(), state.mkdir()
     tiny_families.save("qwen3_moe", model)
-    ((meta, expected),) = run_ranks(make_config(model), model, trained_then_saved, str(state))
+    ((saved, expected),) = run_ranks(make_config(model), model, trained_then_saved, str(state))
+    meta = saved.meta
     assert sorted(path.name for path in state.iterdir()) == [
         "critic_00000.safetensors",
         "trainer_00000.safetensors",
@@ -282,10 +284,10 @@ def test_a_checkpoint_holds_the_critic_for_every_layout(tmp_path):
 
 
 def trained_saved_and_valued(worker, spec, folder):
-    meta, _ = trained_then_saved(worker, spec, folder)
-    worker.load(Path(folder), meta)
+    saved, _ = trained_then_saved(worker, spec, folder)
+    worker.load(Path(folder), saved.meta)
     batch, table = rewarded(spec)
-    return meta, worker.critic_gradients(batch, table)[1]
+    return saved, worker.critic_gradients(batch, table)[1]
 
 
 @pytest.mark.parametrize("form", ["2d", "3d"])
@@ -300,10 +302,13 @@ def test_an_exported_critic_has_the_same_values_in_peft(tmp_path, form, capsys):
     config = make_config(model)
     metadata = {"adapter": config.adapter.model_dump(mode="json")}
     metadata |= {"step": 2, "base": base_record(str(model), model)}
-    expect = [file_name(0), file_name(0, CRITIC)]
-    with write_checkpoint(tmp_path / "checkpoints", 2, 2, metadata, expect) as folder:
-        ((meta, values),) = run_ranks(config, model, trained_saved_and_valued, str(folder))
-        metadata["trainer"] = meta
+    written = {}
+    with write_checkpoint(tmp_path / "checkpoints", 2, 2, metadata, written) as folder:
+        ((saved, values),) = run_ranks(config, model, trained_saved_and_valued, str(folder))
+        assert set(saved.files) == {file_name(0), file_name(0, CRITIC)}
+        metadata["trainer"] = saved.meta
+        written |= saved.files
+    newest_valid(tmp_path / "checkpoints")  # reads all again, and sums it up itself
     words = ["--to", "peft", "--critic", "--form", form, "--out", str(out)]
     assert main(["export", str(tmp_path), *words]) == 0
     assert "AutoModelForSequenceClassification" in capsys.readouterr().out

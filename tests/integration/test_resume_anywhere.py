@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import tiny_families
 import torch
+from checkpoints import write_checkpoint
 from ranks import random_adapter, random_batch, run_ranks, spec_of
 
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.errors import RunDirError
 from lora_moe_rl.files import adapter_source as source
-from lora_moe_rl.files.checkpoint import newest_valid, write_checkpoint
+from lora_moe_rl.files.checkpoint import newest_valid
 from lora_moe_rl.models.fingerprint import base_record
 from lora_moe_rl.run import adapter_start as starting
 
@@ -47,7 +48,7 @@ def train_and_save(worker, spec, directory):
     worker.set_adapter(random_adapter(spec))
     for _ in range(STEPS):
         worker.update(*random_batch(spec))
-    return worker.save(Path(directory)), losses(worker, spec)
+    return worker.save(Path(directory)).meta, losses(worker, spec)
 
 
 def resume(worker, spec, directory, meta):
@@ -98,7 +99,7 @@ def resume_and_export(worker, spec, directory, meta):
     }
     again = Path(directory) / "again"
     again.mkdir(exist_ok=True)
-    meta = worker.save(again)
+    meta = worker.save(again).meta
     torch.distributed.barrier()
     worker.load(again, meta)
     return metrics, moments, steps, changes, adam_steps(worker)

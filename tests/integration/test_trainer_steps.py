@@ -181,7 +181,7 @@ def train_and_save(worker, spec, directory):
     batch, table = random_batch(spec)
     for _ in range(2):
         worker.update(batch, table)
-    meta = worker.save(directory)
+    meta = worker.save(directory).meta
     rest = [worker.update(batch, table).metrics for _ in range(2)]
     return meta, rest, worker.export()
 

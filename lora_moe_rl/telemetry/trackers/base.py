@@ -40,7 +40,8 @@ class Tracker(Plugin):
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Takes the numbers of one step, or of an evaluation (`eval/*`) with the step that is the
-        newest then; NaN and infinity may be among them. `step` never falls."""
+        newest then; NaN and infinity may be among them. `step` never falls as long as this object
+        lives; a run that is resumed may make steps again that an earlier one was given."""
         raise NotImplementedError
 
     def details(self, step: int, details: Details) -> None:

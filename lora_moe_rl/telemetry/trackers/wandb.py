@@ -1,7 +1,17 @@
-"""Weights & Biases. A resumed run goes on in the same wandb run."""
+"""Weights & Biases. A resumed run goes on in the same wandb run.
+
+wandb's own step never falls: what is logged to an earlier one is dropped, which a run does that
+goes on from a checkpoint before its last step. The step of a run is therefore a metric, over which
+all others are drawn, and wandb counts rows. (Taking steps back, `resume_from`, is not to be had on
+every server, and not offline.)
+
+Offline each life of a run is a directory that wandb takes for the whole run: one that is synced
+later replaces the history of those with the same id. So a life begins with all metrics before it.
+"""
 
 from __future__ import annotations
 
+import math
 import secrets
 from pathlib import Path
 from typing import Any, Literal
@@ -10,8 +20,12 @@ from pydantic import Field
 
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.files.jsonl import read_jsonl
+from lora_moe_rl.files.run_dir import METRICS
 from lora_moe_rl.telemetry.details import Details
 from lora_moe_rl.telemetry.trackers.base import ProjectConfig, Tracker
+
+STEP = "step"
 
 
 class Wandb(Tracker):
@@ -46,9 +60,20 @@ class Wandb(Tracker):
                 f"wandb cannot start: {str(error).rstrip('.')}. Log in with `wandb login`, or keep "
                 "the run local with tracker.mode=offline"
             ) from error
+        self.run.define_metric(STEP, hidden=True)
+        self.run.define_metric("*", step_metric=STEP, step_sync=False)
+        if settings.mode == "offline":
+            self._repeat(run_dir / METRICS)
+
+    def _repeat(self, metrics_file: Path) -> None:
+        """What earlier lives of the run have on record, up to where this one goes on."""
+        newest = 0
+        for record in read_jsonl(metrics_file):
+            newest = max(newest, record.pop("step"))
+            self.write(newest, {k: math.nan if v is None else v for k, v in record.items()})
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
-        self.run.log(metrics, step=step)
+        self.run.log({STEP: step, **metrics})
 
     def details(self, step: int, details: Details) -> None:
         shown: dict[str, Any] = {
@@ -57,7 +82,7 @@ class Wandb(Tracker):
         if details.samples:
             columns, rows = details.table()
             shown["samples"] = self.wandb.Table(columns=columns, data=rows, allow_mixed_types=True)
-        self.run.log(shown, step=step)
+        self.run.log({STEP: step, **shown})
 
     def adapter(self, step: int, directory: Path) -> None:
         if not self.settings.adapters:

@@ -12,7 +12,7 @@ from published_configs import PUBLISHED, QWEN3_8B, shrunk
 
 from lora_moe_rl.adapters import families
 from lora_moe_rl.adapters.families import FAMILIES, ModelShape
-from lora_moe_rl.adapters.peft import peft_config
+from lora_moe_rl.adapters.peft_config import peft_config
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError

@@ -2,6 +2,8 @@
 
 import json
 import re
+import weakref
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from safetensors.numpy import load_file
 
 from lora_moe_rl.adapters import peft
 from lora_moe_rl.adapters.families import ModelShape, hf_path
+from lora_moe_rl.adapters.peft_config import peft_config
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.verify.hf import merge
@@ -116,14 +119,14 @@ def test_peft_loads_a_part_of_the_sites(name, targets, form, tmp_path):
 
 def test_patterns_are_as_short_as_ranks_allow():
     spec, _, config, _ = make("Qwen3-30B-A3B", {"rank": 4, "expert_rank": 2})
-    written = peft.peft_config(spec, config)
+    written = peft_config(spec, config)
     assert (written["r"], written["lora_alpha"]) == (2, 32)  # alpha / r of the experts
     attention = [rf"self_attn\.{name}_proj" for name in "qkvo"]
     dense = [rf"mlp\.{name}_proj(\.weight)?" for name in ("gate", "up", "down")]
     assert written["rank_pattern"] == dict.fromkeys(attention + dense, 4)
 
     spec, _, config, _ = make("Qwen3-30B-A3B", MIXED)
-    patterns = peft.peft_config(spec, config)["rank_pattern"]
+    patterns = peft_config(spec, config)["rank_pattern"]
     assert patterns[r"layers\.(3)\.self_attn\.k_proj"] == 6  # 5 is the rank of most
     assert patterns[r"layers\.(0|3)\.mlp\.experts\.\d+\.down_proj"] == 3
     for site in spec:  # as PEFT looks a module up
@@ -133,7 +136,7 @@ def test_patterns_are_as_short_as_ranks_allow():
 
 
 def written_rank(spec: AdapterSpec, config: RunConfig) -> int:
-    return peft.peft_config(spec, config)["r"]
+    return peft_config(spec, config)["r"]
 
 
 def test_a_shared_tensor_is_written_for_each_expert(tmp_path):
@@ -158,4 +161,41 @@ def test_files_of_an_interrupted_write_do_not_stay(tmp_path):
     (tmp_path / "plain").unlink()
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert written == json.loads(json.dumps(peft.peft_config(spec, config)))
+    assert written == json.loads(json.dumps(peft_config(spec, config)))
+
+
+class Asked(Mapping):
+    """Tensors that are made when they are asked for. `held`: the most of them that anybody has had
+    at once."""
+
+    def __init__(self, shapes):
+        self.shapes, self.alive, self.held = shapes, weakref.WeakSet(), 0
+
+    def __getitem__(self, name):
+        made = np.zeros(self.shapes[name], np.float32).view(Weak)
+        self.alive.add(made)
+        self.held = max(self.held, len(self.alive))
+        return made
+
+    def __iter__(self):
+        return iter(self.shapes)
+
+    def __len__(self):
+        return len(self.shapes)
+
+
+class Weak(np.ndarray):
+    """An array that can be looked for after its end."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+def test_no_more_than_a_layer_is_held_while_an_adapter_is_written(tmp_path):
+    config = RunConfig()
+    sizes = shrunk(PUBLISHED["Qwen3-30B-A3B"]) | {"num_hidden_layers": 12}
+    spec = AdapterSpec.build(ModelShape.from_hf_config(sizes), config.adapter)
+    tensors = Asked(spec.tensor_shapes)
+    peft.write(tmp_path / "adapter", spec, tensors, config)
+    of_layer = len(spec.tensor_shapes) // 12
+    assert 0 < tensors.held <= 2 * of_layer

@@ -7,6 +7,7 @@ import hf
 import numpy as np
 import pytest
 import tiny_families
+from checkpoints import write_checkpoint
 from published_configs import PUBLISHED, shrunk
 from safetensors.numpy import save_file
 
@@ -17,7 +18,6 @@ from lora_moe_rl.adapters.resize import resize
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.files import adapter_source as source
-from lora_moe_rl.files.checkpoint import write_checkpoint
 from lora_moe_rl.models.fingerprint import base_record
 from lora_moe_rl.tiny.make import cached_at as tiny_at
 

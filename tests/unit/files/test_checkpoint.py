@@ -1,6 +1,7 @@
 """The write protocol: whatever happens to a checkpoint, no half-written one is ever valid."""
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -12,12 +13,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoints import write_checkpoint
 from safetensors.numpy import save_file
 
 from lora_moe_rl.errors import CheckpointError
-from lora_moe_rl.files import checkpoint
-from lora_moe_rl.files.checkpoint import MANIFEST, newest_valid, read_manifest, write_checkpoint
+from lora_moe_rl.files import checkpoint, checkpoint_writing
+from lora_moe_rl.files.checkpoint import MANIFEST, newest_valid, read_manifest
+from lora_moe_rl.files.saving import FileSum
 
+SUM = FileSum(100, hashlib.sha256(bytes(100)).hexdigest())
 FILES = ("trainer_00000.safetensors", "data/position.json")
 
 
@@ -133,7 +137,7 @@ def rewrite_manifest(path: Path, change) -> None:
     manifest = json.loads((path / MANIFEST).read_text())
     del manifest["sha256"]
     change(manifest)
-    manifest["sha256"] = checkpoint._digest(manifest)
+    manifest["sha256"] = checkpoint.digest_of(manifest)
     (path / MANIFEST).write_text(json.dumps(manifest))
 
 
@@ -161,18 +165,20 @@ def test_a_manifest_that_is_nested_without_end_is_refused(tmp_path):
         read_manifest(path)
 
 
-def test_a_file_that_its_writer_named_and_that_is_not_seen_makes_no_checkpoint(
-    tmp_path, monkeypatch
+@pytest.mark.parametrize("part", [0, 99])
+def test_a_file_that_its_writer_named_and_that_is_not_seen_whole_makes_no_checkpoint(
+    tmp_path, monkeypatch, part
 ):
-    monkeypatch.setattr(checkpoint, "LATE_FILE_S", 0.3)
+    monkeypatch.setattr(checkpoint_writing, "LATE_FILE_S", 0.3)
     earlier = write(tmp_path, 1)
-    names_told: list[str] = []
+    names_told: dict[str, FileSum] = {}
     with (
         pytest.raises(CheckpointError, match=r"trainer_00001.safetensors was written by its rank"),
         write_checkpoint(tmp_path, 2, 2, {}, names_told) as directory,
     ):
-        names_told += ["trainer_00000.safetensors", "trainer_00001.safetensors"]
-        (directory / names_told[0]).write_bytes(bytes(100))
+        names_told |= dict.fromkeys(("trainer_00000.safetensors", "trainer_00001.safetensors"), SUM)
+        (directory / "trainer_00000.safetensors").write_bytes(bytes(100))
+        (directory / "trainer_00001.safetensors").write_bytes(bytes(part))
     assert names(tmp_path) == [earlier.name]
 
 
@@ -180,7 +186,7 @@ def test_a_file_that_is_seen_late_is_waited_for(tmp_path):
     def show() -> None:
         (directory / "late").write_bytes(bytes(100))
 
-    with write_checkpoint(tmp_path, 1, 2, {}, ["late"]) as directory:
+    with write_checkpoint(tmp_path, 1, 2, {}, {"late": SUM}) as directory:
         threading.Timer(0.5, show).start()
     assert (newest_valid(tmp_path).path / "late").stat().st_size == 100
 
@@ -208,6 +214,41 @@ def test_an_invalid_one_is_replaced_when_its_step_comes_again(tmp_path):
     found = newest_valid(tmp_path)
     assert found.path == tmp_path / "step-000002" and not found.skipped
     assert names(tmp_path) == ["step-000001", "step-000002"]
+
+
+def test_one_that_is_written_again_is_there_at_every_moment(tmp_path, monkeypatch):
+    """Also where the disk becomes full, or the process ends, before the new one is whole."""
+    path = write(tmp_path, 2)
+
+    def looked(function):
+        def look(*args, **kwargs):
+            read_manifest(path)
+            done = function(*args, **kwargs)
+            read_manifest(path)
+            return done
+
+        return look
+
+    for owner, name in ((os, "rename"), (os, "fsync"), (checkpoint_writing.shutil, "rmtree")):
+        monkeypatch.setattr(owner, name, looked(getattr(owner, name)))
+    with write_checkpoint(tmp_path, 2, 2, {"again": True}):
+        pass
+    assert read_manifest(path) == {"again": True} and names(tmp_path) == [path.name]
+
+
+def test_who_wrote_a_file_says_its_sum_and_it_is_not_read_again(tmp_path, monkeypatch):
+    read = []
+    stock = checkpoint_writing.sha256_of
+    monkeypatch.setattr(checkpoint_writing, "sha256_of", lambda p: read.append(p.name) or stock(p))
+    written: dict[str, FileSum] = {}
+    with write_checkpoint(tmp_path, 1, 2, {}, written) as directory:
+        (directory / "small").write_text("x")
+        (directory / "large").write_bytes(bytes(100))
+        written["large"] = SUM
+    assert read == ["small"] and newest_valid(tmp_path).metadata == {}
+    with write_checkpoint(tmp_path, 2, 2, {}, {"large": SUM}) as directory:
+        (directory / "large").write_bytes(bytes(99) + b"1")
+    assert newest_valid(tmp_path).path == tmp_path / "step-000001"  # its writer said otherwise
 
 
 def test_later_invalid_ones_do_not_crowd_out_valid_ones(tmp_path):
@@ -249,8 +290,8 @@ CHILD = """
 import os, resource, signal, sys
 import numpy as np
 from pathlib import Path
-from safetensors.numpy import save_file
-from lora_moe_rl.files import checkpoint
+from lora_moe_rl.files import checkpoint_writing
+from lora_moe_rl.files.saving import save_safetensors
 from lora_moe_rl.errors import CheckpointError
 root = Path(sys.argv[1])
 """
@@ -267,7 +308,7 @@ def run_child(root: Path, code: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(
     "writing",
     [
-        'save_file({"w": np.zeros(100_000)}, directory / "w.safetensors")',
+        'save_safetensors(directory / "w.safetensors", {"w": np.zeros(200_000, np.float32)})',
         '(directory / "w.bin").write_bytes(bytes(800_000))',
     ],
 )
@@ -279,7 +320,7 @@ def test_a_disk_that_really_refuses(tmp_path, writing):
         f"""
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         try:
-            with checkpoint.write_checkpoint(root, 2, 2, {{}}) as directory:
+            with checkpoint_writing.write_checkpoint(root, 2, {{}}) as directory:
                 {writing}
         except CheckpointError as error:
             print(error)
@@ -292,14 +333,14 @@ def test_a_disk_that_really_refuses(tmp_path, writing):
     assert newest_valid(tmp_path).path == earlier
 
 
-@pytest.mark.parametrize("point", ["_fsync", "_digest", "_move_into_place"])
+@pytest.mark.parametrize("point", ["sync", "digest_of", "_move_into_place"])
 def test_a_writer_that_dies_leaves_no_checkpoint(tmp_path, point):
     earlier = write(tmp_path, 1)
     child = run_child(
         tmp_path,
         f"""
-        checkpoint.{point} = lambda *args: os._exit(9)
-        with checkpoint.write_checkpoint(root, 2, 2, {{}}) as directory:
+        checkpoint_writing.{point} = lambda *args: os._exit(9)
+        with checkpoint_writing.write_checkpoint(root, 2, {{}}) as directory:
             (directory / "w.bin").write_bytes(bytes(1000))
         """,
     )

@@ -24,7 +24,7 @@ from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import LoraMoeRlError, ReplayError
-from lora_moe_rl.files import adapter_source, checkpoint
+from lora_moe_rl.files import adapter_source, checkpoint, checkpoint_writing
 from lora_moe_rl.files.checkpoint_contents import check_resumable
 from lora_moe_rl.files.trainer_state import BEGAN, MOMENTS, file_name, key
 from lora_moe_rl.files.untrusted import SafeWeights
@@ -121,7 +121,7 @@ def write_checkpoint(root: Path, base: Path) -> Path:
         "base": {"path": str(base), "config": SIZES, "fingerprint": "f" * 64},
         "trainer": {"version": 5, "optimizer_steps": 5},
     }
-    with checkpoint.write_checkpoint(root, 5, 2, metadata) as directory:
+    with checkpoint_writing.write_checkpoint(root, 5, metadata) as directory:
         for rank, half in enumerate(halves):
             save_file(half, directory / file_name(rank))
     return root / "step-000005"
@@ -136,7 +136,7 @@ def sign(directory: Path) -> None:
             data = (directory / name).read_bytes()
             entry |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         manifest.pop("sha256", None)
-        manifest["sha256"] = checkpoint._digest(manifest)
+        manifest["sha256"] = checkpoint.digest_of(manifest)
         path.write_text(json.dumps(manifest))
     except (ValueError, TypeError, AttributeError, KeyError, OSError, RecursionError):
         return  # too damaged to be signed

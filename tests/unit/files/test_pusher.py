@@ -12,6 +12,7 @@ from pathlib import Path
 import fsspec.config
 import numpy as np
 import pytest
+from checkpoints import write_checkpoint
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from safetensors.numpy import save_file
@@ -19,7 +20,7 @@ from safetensors.numpy import save_file
 from lora_moe_rl.config import CheckpointConfig
 from lora_moe_rl.errors import CheckpointError, ConfigError, FileError
 from lora_moe_rl.files import checkpoint, pusher, storage
-from lora_moe_rl.files.checkpoint import MANIFEST, newest_valid, write_checkpoint
+from lora_moe_rl.files.checkpoint import MANIFEST, newest_valid
 from lora_moe_rl.files.fetch import fetch
 from lora_moe_rl.files.pusher import Pusher
 
@@ -202,7 +203,7 @@ def test_a_damaged_copy_is_passed_over_and_nothing_is_written_elsewhere(run, tmp
     hostile = json.loads(manifest.read_text())
     hostile["files"]["../../../out of it"] = {"size": 1, "sha256": ""}
     hostile.pop("sha256")
-    hostile["sha256"] = checkpoint._digest(hostile)
+    hostile["sha256"] = checkpoint.digest_of(hostile)
     manifest.write_text(json.dumps(hostile))
     assert fetch(str(copies), tmp_path / "out").name == "step-000001"
     tensors = copies / "checkpoints/step-000001/trainer_00000.safetensors"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lora_moe_rl.files import replacing as module
-from lora_moe_rl.files.replacing import replacing
+from lora_moe_rl.files.replacing import replace_file, replacing
 
 
 class Killed(BaseException):
@@ -82,6 +82,33 @@ def test_a_kill_at_any_step_leaves_a_whole_directory(exchange, tmp_path):
     assert {"fsync", "rmtree", "_exchange"} <= set(killed_at)
     assert killed_at.count("rename") == (0 if exchange else 2)
     assert read(directory) == "new"
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_when_the_call_returns(
+    tmp_path, monkeypatch
+):
+    """What a machine that stops leaves is what was on the disk then."""
+    path, events = tmp_path / "config.yaml", []
+    path.write_text("old")
+
+    def told(name, stock):
+        def call(*args):
+            if name == "sync":
+                target = os.readlink(f"/proc/self/fd/{args[0]}")
+                events.append((name, Path(target).name, os.fstat(args[0]).st_size))
+            else:
+                events.append((name, Path(args[1]).name, path.read_text()))
+            return stock(*args)
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", told("sync", os.fsync))
+    monkeypatch.setattr(os, "replace", told("replace", os.replace))
+    replace_file(path, b"newer")
+    assert events[0] == ("sync", ".config.yaml.tmp", 5)
+    assert events[1] == ("replace", "config.yaml", "old")
+    assert events[2][:2] == ("sync", tmp_path.name) and len(events) == 3
+    assert path.read_text() == "newer" and len(list(tmp_path.iterdir())) == 1
 
 
 def test_this_file_system_can_exchange(tmp_path):

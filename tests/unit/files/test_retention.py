@@ -8,11 +8,13 @@ import os
 import time
 
 import pytest
+from checkpoints import write_checkpoint
 
 from lora_moe_rl.config import CheckpointConfig, RunConfig
 from lora_moe_rl.config.applicable import check_applicable
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.files.checkpoint import KEPT, MANIFEST, write_checkpoint
+from lora_moe_rl.files.checkpoint import MANIFEST
+from lora_moe_rl.files.checkpoint_writing import KEPT
 from lora_moe_rl.files.retention import Metric, Retention, best_of, mean_up_to
 
 

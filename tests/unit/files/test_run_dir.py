@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from checkpoints import write_checkpoint
 
 from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
@@ -15,7 +16,6 @@ from lora_moe_rl.config.overrides import override
 from lora_moe_rl.config.recipes import load_config, resolve
 from lora_moe_rl.data.samples import FunctionRewards, Group, Prompt, Sample, Segment
 from lora_moe_rl.errors import RunDirError
-from lora_moe_rl.files.checkpoint import write_checkpoint
 from lora_moe_rl.files.jsonl import read_jsonl, tail
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.telemetry.metrics import MetricsWriter, read_metrics

@@ -11,13 +11,13 @@ import pytest
 import ray
 import torch
 import yaml
+from checkpoints import write_checkpoint
 from safetensors.numpy import save_file
 
 from lora_moe_rl import cli
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.files import to_yaml
 from lora_moe_rl.files import trainer_state
-from lora_moe_rl.files.checkpoint import write_checkpoint
 from lora_moe_rl.models.fingerprint import base_record
 from lora_moe_rl.tiny import shapes
 from lora_moe_rl.tiny.tokenizer import make_tokenizer

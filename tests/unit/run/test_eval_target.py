@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from checkpoints import write_checkpoint
 
 from lora_moe_rl import cli
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.files import to_yaml
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.errors import ConfigError, RunDirError
-from lora_moe_rl.files.checkpoint import write_checkpoint
 from lora_moe_rl.run.eval_target import read_target
 
 

@@ -108,15 +108,15 @@ class Environment:
 
 class Records:
     """`refuses`: raises for this step's update; `unrewarded`: for this step's rewards. `plateau`:
-    what it says each time it is asked, then None. A checkpoint is due at the step `due`."""
+    what it says each time it is asked, then None. A checkpoint is due at the steps `due`."""
 
     stop_requested = False
 
-    def __init__(self, refuses=0, unrewarded=0, plateau=(), due=2):
-        self.due = due
+    def __init__(self, refuses=0, unrewarded=0, plateau=(), due=(2,)):
         self.plateau, self.ended = list(plateau), []
         self.refuses, self.unrewarded, self.steps, self.again = refuses, unrewarded, [], 0
         self.kept: list[tuple] = []
+        self.due, self.books = due, []
         self.updated: list[tuple[int, int]] = []
 
     def progress(self):
@@ -136,8 +136,9 @@ class Records:
         if len(self.steps) + 1 == self.unrewarded:
             raise RewardError("the judge is gone")
 
-    def keep_unrewarded(self, step, groups, book):
-        self.kept.append((step, [group.prompt.row for group in groups], book))
+    def keep_unrewarded(self, step, groups):
+        self.kept.append((step, [group.prompt.row for group in groups]))
+        return True
 
     def check_ages(self, step, groups, version):
         assert len(groups) == 2
@@ -149,16 +150,24 @@ class Records:
             raise RewardError("no prompt has a signal")
 
     def checkpoint_is_due(self, step):
-        return step == self.due
+        return step in self.due
 
-    def checkpoint(self, step, book):
+    async def checkpoint(self, step, book, tasks):
         self.events.append(f"checkpoint {step}")
+        self.books.append(book)
+        for _ in range(60):
+            await asyncio.sleep(0)
+        self.events.append(f"written {step}")
+
+    async def finish(self):
+        self.events.append("finish")
 
     def plateau_at(self, step):
         return self.plateau.pop(0) if self.plateau else None
 
-    def end_early(self, ended, step, book):
+    def end_early(self, ended, step):
         self.ended.append((ended, step))
+        return True
 
 
 class Evaluator:
@@ -198,7 +207,7 @@ def run(
     plateau=(),
     failed=0,
     unevaluated=-1,
-    due=2,
+    due=(2,),
 ) -> SimpleNamespace:
     """Ends as the run does; what it was made of can be looked at in any case."""
     events: list[str] = []
@@ -360,8 +369,10 @@ def test_the_proof_takes_pieces_of_the_steps_own_samples():
 def test_a_step_whose_rewards_stop_the_run_is_kept_and_drawn_again():
     made = run(unrewarded=2)
     assert isinstance(made.error, RewardError) and len(made.records.steps) == 1
-    ((step, rows, book),) = made.records.kept
-    assert (step, rows, book["data"]) == (2, [2, 3], {"drawn": 2})
+    assert made.records.kept == [(2, [2, 3])]
+    (book,) = made.records.books
+    assert book["data"] == {"drawn": 2}
+    assert made.events[-3:] == ["checkpoint 1", "written 1", "finish"]
 
 
 def test_samples_are_drawn_by_the_seed_and_the_step_whatever_came_before():
@@ -401,6 +412,19 @@ def test_with_lag_training_goes_on_and_the_run_ends_after_its_evaluations():
     assert made.events[-2:] == ["evaluated 2", "pin None"]
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+def test_while_a_checkpoint_is_written_nothing_is_trained_and_with_lag_engines_go_on(lag):
+    settings = CONFIG.model_dump(exclude_unset=True) | {"schedule": {"lag": lag}}
+    made = run(lag=lag, due=(1,), config=RunConfig.model_validate(settings))
+    begun, ended = (made.events.index(f"{what} 1") for what in ("checkpoint", "written"))
+    meanwhile = made.events[begun + 1 : ended]
+    assert meanwhile == (["roll 4", "roll 5"] if lag else [])
+    assert made.records.books[0]["data"] == {"drawn": 2}  # as it was when the step had ended
+    assert made.events.count("update") == 2 and made.events[-1] == "finish"
+    spans = [span[:3] for step in made.timeline for span in step["spans"]]
+    assert ["trainer", "checkpoint", 1] in spans
+
+
 def test_a_checkpoint_waits_for_the_evaluations_before_its_step():
     events = run(lag=1, config=evaluating(1)).events
     assert events.index("evaluated 1") < events.index("checkpoint 2")
@@ -427,7 +451,7 @@ def test_an_evaluation_whose_rewards_fail_ends_the_run_with_a_checkpoint_of_its_
     written twice."""
     config = evaluating(lag)
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": 3})})
-    for due in (0, at):
+    for due in ((), (at,)):
         made = run(lag=lag, config=config, unevaluated=1, due=due)
         assert isinstance(made.error, RewardError) and len(made.records.steps) == at
         checkpoints = [event for event in made.events if event.startswith("checkpoint")]

@@ -57,7 +57,7 @@ class Trainer:
 class Kept(Records):
     """Without checkpoints, which want a model."""
 
-    def checkpoint(self, step, book):
+    async def checkpoint(self, step, book, tasks):
         self.books = [*getattr(self, "books", []), book]
 
 

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
-from lora_moe_rl.adapters import peft
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment, UpdateResult
-from lora_moe_rl.errors import DiskError, NonFiniteError, NothingTrainedError, RewardError
-from lora_moe_rl.files.checkpoint import newest_step
+from lora_moe_rl.errors import NonFiniteError, NothingTrainedError, RewardError
 from lora_moe_rl.files.jsonl import read_jsonl
 from lora_moe_rl.files.run_dir import RunDir
-from lora_moe_rl.files.trouble import Trouble
-from lora_moe_rl.run import records as run_records
-from lora_moe_rl.run.records import (
-    Records,
-    continued_metrics,
-    environment_metrics,
-    rollout_metrics,
-)
+from lora_moe_rl.run.records import Records
+from lora_moe_rl.run.sample_metrics import continued_metrics, environment_metrics, rollout_metrics
 
 SAMPLES = 6
 
@@ -118,20 +109,11 @@ def test_the_message_of_no_rewards_names_the_function_of_every_set(tmp_path):
         records.check_rewards([none])
 
 
-class Saving(Exception):
-    """Raised by a trainer that is asked for its state."""
-
-
-class Trainer:
-    def save(self, directory):
-        raise Saving
-
-
 @pytest.mark.parametrize(
-    ("newest", "step", "saves"), [(0, 1, False), (4, 5, False), (3, 5, True), (0, 2, True)]
+    ("newest", "step", "wanted"), [(0, 1, False), (4, 5, False), (3, 5, True), (0, 2, True)]
 )
-def test_a_step_without_rewards_leaves_its_samples_and_a_checkpoint_of_the_step_before(
-    tmp_path, newest, step, saves
+def test_a_step_without_rewards_leaves_its_samples_and_wants_a_checkpoint_of_the_step_before(
+    tmp_path, newest, step, wanted
 ):
     (tmp_path / "config.json").write_text("{}")
     config = RunConfig(logging={"run_dir": str(tmp_path / "run"), "samples_per_step": 1})
@@ -141,85 +123,12 @@ def test_a_step_without_rewards_leaves_its_samples_and_a_checkpoint_of_the_step_
     with RunDir(config, resume=False) as run_dir:
         if newest:
             (run_dir.checkpoints / f"step-{newest:06d}").mkdir()
-        records = Records(config, None, tmp_path, run_dir, Trainer(), None, done=4, dtype="float32")
-        with pytest.raises(Saving) if saves else nullcontext():
-            records.keep_unrewarded(step, [group, group], {})
+        records = Records(config, None, tmp_path, run_dir, None, None, done=4, dtype="float32")
+        assert records.keep_unrewarded(step, [group, group]) == wanted
         kept = list(read_jsonl(run_dir.samples_file))
     assert len(kept) == 2 * SAMPLES and {one["step"] for one in kept} == {step}
     assert [one.get("failure") for one in kept[1:4]] == [None, "prompt 0: the judge is gone", None]
     assert kept[0]["reward"] is None and kept[0]["advantage"] is None
-
-
-class Disk:
-    """A trainer whose state the disk takes as soon as it has `room`."""
-
-    room, asked = False, 0
-
-    def save(self, directory):
-        self.asked += 1
-        if not self.room:
-            raise DiskError("no space left on device")
-        (directory / "trainer_00000.safetensors").write_bytes(b"state")
-        return {"version": 1, "optimizer_steps": 1}
-
-    def adapter(self):
-        return {}
-
-
-class Trackers:
-    """Who is told of each adapter that is there."""
-
-    def __init__(self):
-        self.told = []
-
-    def adapter(self, step, directory):
-        self.told.append(step)
-
-
-def test_a_full_disk_does_not_end_the_run_which_tries_again_each_minute(tmp_path, monkeypatch):
-    (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(peft, "write", lambda *_: None)
-    config = RunConfig(
-        logging={"run_dir": str(tmp_path / "run")}, checkpoint={"every": 2}, trainer={"steps": 9}
-    )
-    said, now, disk = [], [0.0], Disk()
-    with RunDir(config, False, said.append) as run_dir:
-        run_dir.trouble = Trouble(said.append, lambda: now[0])
-        records = Records(
-            config, None, tmp_path, run_dir, disk, Trackers(), done=0, dtype="float32"
-        )
-        for step, seconds in ((1, 0), (2, 1), (3, 30), (4, 59), (5, 62), (6, 90)):
-            now[0] = seconds
-            if records.checkpoint_is_due(step):
-                records.checkpoint(step, {})
-        # Due at steps 2, 4 and 6; at step 5 it was a minute since it was last said.
-        assert disk.asked == 4 and len(said) == 2 and "no space left" in said[0]
-        disk.room, now[0] = True, 125
-        assert records.checkpoint_is_due(7)  # which it is not by itself
-        records.checkpoint(7, {})
-        assert newest_step(run_dir.checkpoints) == 7 and said[2:] == [
-            "a checkpoint can be written again"
-        ]
-        assert not records.checkpoint_is_due(7)
-
-
-def test_the_last_checkpoint_waits_for_room_and_not_for_ever(tmp_path, monkeypatch):
-    (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(peft, "write", lambda *_: None)
-    monkeypatch.setattr(run_records, "LAST_RETRY_S", 0.0)
-    config = RunConfig(logging={"run_dir": str(tmp_path / "run")}, trainer={"steps": 3})
-    disk = Disk()
-    with RunDir(config, False, lambda text: None) as run_dir:
-        records = Records(
-            config, None, tmp_path, run_dir, disk, Trackers(), done=0, dtype="float32"
-        )
-        monkeypatch.setattr(run_records, "LAST_ROOM_S", 0.0)
-        with pytest.raises(DiskError):
-            records.checkpoint(3, {})
-        monkeypatch.setattr(run_records, "LAST_ROOM_S", 600.0)
-        monkeypatch.setattr(run_records.time, "sleep", lambda _: setattr(disk, "room", True))
-        records.checkpoint(3, {})
-        assert newest_step(run_dir.checkpoints) == 3
 
 
 def test_what_environments_count_is_summed_over_the_step():

@@ -74,6 +74,56 @@ def wandb_records(path: Path) -> list:
     raise AssertionError(f"{path} has no end: {len(found)} records")
 
 
+def wandb_history(written: Path) -> list[dict]:
+    """The rows of a run, as wandb's own process has written them."""
+    rows = [one.history.item for one in wandb_records(written) if one.HasField("history")]
+    return [
+        {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items} for items in rows
+    ]
+
+
+@pytest.mark.seconds
+def test_wandb_keeps_steps_that_are_made_again_and_draws_all_over_the_runs_own(tmp_path):
+    """As in a run that goes on, in the same wandb run, from a checkpoint before its last step."""
+    pytest.importorskip("wandb", reason="pip install wandb")
+    config = config_in(tmp_path / "run", "tracker=wandb", "tracker.mode=offline")
+    config.run_dir.mkdir()
+    tracker = TRACKERS.find("wandb")(config.tracker, config, config.run_dir)
+    steps = [1, 2, 3, 2, 3, 4]
+    for life, step in enumerate(steps):
+        tracker.write(step, {"reward/mean": life / 4})
+        tracker.details(step, DETAILS)
+    tracker.close(failed=False)
+    (written,) = config.run_dir.glob("wandb/offline-run-*/*.wandb")
+    rows = wandb_history(written)
+    assert [row["step"] for row in rows if "reward/mean" in row] == steps
+    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+    assert rewards == [life / 4 for life in range(6)]
+    assert [row["step"] for row in rows if "samples/path" in row] == steps
+    assert [row["_step"] for row in rows] == [*range(12)]  # wandb's own never falls
+    defined = [one.metric for one in wandb_records(written) if one.HasField("metric")]
+    assert [(one.glob_name, one.step_metric) for one in defined if one.glob_name] == [("*", "step")]
+
+
+@pytest.mark.seconds
+def test_the_newest_offline_directory_of_wandb_has_the_whole_run_as_it_went_on(tmp_path):
+    """What is synced later takes the place of what was there, and has to hold all of it."""
+    pytest.importorskip("wandb", reason="pip install wandb")
+    config = config_in(tmp_path / "run", "tracker=wandb", "tracker.mode=offline")
+    run_dir = run_for(config, range(1, 4))
+    (first,) = run_dir.path.glob("wandb/offline-run-*/*.wandb")
+    run_dir.rewind(2)  # as a run does that goes on from the checkpoint of step 2
+    time.sleep(1.1)  # wandb names directories by the second
+    run_for(config, range(3, 5), resume=True)
+    (second,) = {*run_dir.path.glob("wandb/offline-run-*/*.wandb")} - {first}
+    assert first.name == second.name and first.parent.name < second.parent.name  # one run's id
+    rows = [row for row in wandb_history(second) if "reward/mean" in row]
+    assert [(row["step"], row["reward/mean"]) for row in rows] == [
+        (1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0),
+    ]  # fmt: skip
+    assert all(math.isnan(row["eval/aime/pass@8"]) for row in rows)
+
+
 @pytest.mark.seconds
 def test_wandb_has_samples_histograms_config_and_adapters(tmp_path):
     pytest.importorskip("wandb", reason="pip install wandb")
@@ -85,13 +135,13 @@ def test_wandb_has_samples_histograms_config_and_adapters(tmp_path):
     by_kind: dict[str, list] = {}
     for one in found:
         by_kind.setdefault(one.WhichOneof("record_type"), []).append(one)
-    history = [
-        {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in one.history.item}
-        for one in by_kind["history"]
-    ]
-    assert [one["reward/mean"] for one in history] == [0.25, 0.5]
-    assert sum(history[0]["histogram/reward/values"]) == 4
-    table = json.loads((written.parent / "files" / history[0]["samples/path"]).read_text())
+    history = wandb_history(written)
+    rewards = [(row["step"], row["reward/mean"]) for row in history if "reward/mean" in row]
+    assert rewards == [(1, 0.25), (2, 0.5)]
+    details = [row for row in history if "samples/path" in row]
+    assert [row["step"] for row in details] == [1, 2]
+    assert sum(details[0]["histogram/reward/values"]) == 4
+    table = json.loads((written.parent / "files" / details[0]["samples/path"]).read_text())
     assert table["columns"] == ["prompt", "response", "reward", "advantage"]
     assert table["data"] == [["2 + 2", "4", 1.0, 0.5], ["2 + 2", "5", 0.0, 0.5]]
     (run,) = by_kind["run"]

@@ -1,0 +1,383 @@
+"""When a run's checkpoints are written, by whom, and what waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from published_configs import QWEN3_30B_A3B, shrunk
+from safetensors.numpy import load_file
+
+from lora_moe_rl.adapters import peft
+from lora_moe_rl.adapters.families import ModelShape
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import AdapterError, CheckpointError, DiskError
+from lora_moe_rl.files import checkpoint_writing
+from lora_moe_rl.files.checkpoint import newest_step, newest_valid, read_manifest
+from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.files.saving import save_safetensors
+from lora_moe_rl.files.trainer_state import Saved, file_name, key
+from lora_moe_rl.files.trouble import Trouble
+from lora_moe_rl.run import checkpoints as module
+from lora_moe_rl.run.checkpoints import Checkpoints
+
+SHAPE = ModelShape.from_hf_config(shrunk(QWEN3_30B_A3B))
+SPEC = AdapterSpec.build(SHAPE, RunConfig().adapter)
+RANKS = 2
+
+
+def yes() -> bool:
+    return True
+
+
+def no() -> bool:
+    return False
+
+
+class Disk:
+    """A trainer of two ranks whose state is the number of its step. The disk takes it as soon as it
+    has `room`; `slow` seconds a rank. `value`: of all weights."""
+
+    def __init__(self, room=True, slow=0.0, value=1.0):
+        self.room, self.slow, self.value, self.asked = room, slow, value, 0
+
+    def save(self, directory: Path) -> Saved:
+        self.asked += 1
+        time.sleep(self.slow)
+        if not self.room:
+            raise DiskError("no space left on device")
+        whole = {n: np.full(s, self.value, np.float32) for n, s in SPEC.tensor_shapes.items()}
+        names, files = list(whole), {}
+        for rank in range(RANKS):
+            mine = {
+                key(kind, name, (0,) * whole[name].ndim): whole[name]
+                for name in names[rank::RANKS]
+                for kind in ("adapter", "exp_avg")
+            }
+            files[file_name(rank)] = save_safetensors(directory / file_name(rank), mine)
+        return Saved({"version": 1, "optimizer_steps": 1}, files)
+
+
+class Run:
+    """`told`: of which steps' adapters; `pushed`: which checkpoints."""
+
+    def __init__(self, folder: Path, disk: Disk, **checkpoint):
+        (folder / "config.json").write_text("{}")
+        self.config = RunConfig(
+            logging={"run_dir": str(folder / "run")},
+            trainer={"steps": 9, "world_size": RANKS, "ep": RANKS},
+            checkpoint={"every": 2} | checkpoint,
+        )
+        self.said, self.told, self.pushed = [], [], []
+        self.run_dir = RunDir(self.config, False, self.said.append)
+        parts = (self.config, SPEC, folder, self.run_dir, disk)
+        push = lambda path, adapter: self.pushed.append((path.name, adapter.exists()))  # noqa: E731
+        self.checkpoints = Checkpoints(*parts, lambda step, _: self.told.append(step), push)
+
+    def do(self, what) -> None:
+        """`what(checkpoints, tasks)` in a run's event loop."""
+
+        async def run():
+            async with asyncio.TaskGroup() as tasks:
+                await what(self.checkpoints, tasks)
+
+        with self.run_dir, self.checkpoints:
+            try:
+                asyncio.run(run())
+            except* Exception as group:
+                raise group.exceptions[0] from None
+
+    @property
+    def weights(self) -> set[float]:
+        """Of the adapter that is exported."""
+        written = load_file(self.run_dir.adapter / "adapter_model.safetensors")
+        return {float(one) for values in written.values() for one in np.unique(values)}
+
+
+def test_others_go_on_while_ranks_write_and_the_next_step_while_the_adapter_is_written(
+    tmp_path, monkeypatch
+):
+    run = Run(tmp_path, Disk(slow=0.3, value=3.0))
+    may_write, threads, ticks = threading.Event(), [], [0]
+    stock = peft.write
+
+    def slow_write(*args):
+        threads.append(threading.current_thread().name)
+        assert may_write.wait(20)
+        stock(*args)
+
+    monkeypatch.setattr(module.peft, "write", slow_write)
+
+    async def tick():
+        while True:
+            ticks[0] += 1
+            await asyncio.sleep(0.01)
+
+    async def steps(checkpoints, tasks):
+        ticking = tasks.create_task(tick())
+        await checkpoints.write(2, {"data": {}}, no, tasks)
+        during = ticks[0]
+        assert during >= 5  # in 0.3 s of which the event loop has all
+        assert newest_valid(run.run_dir.checkpoints).path.name == "step-000002"
+        assert not run.run_dir.adapter.exists() and run.told == []  # is being written
+        may_write.set()
+        await checkpoints.finish()
+        ticking.cancel()
+
+    run.do(steps)
+    assert threads == ["adapter"]
+    assert run.weights == {3.0} and run.told == [2] and run.pushed == [("step-000002", True)]
+    assert sorted(p.name for p in run.run_dir.path.glob("adapter*")) == ["adapter"]
+
+
+def test_the_ranks_files_are_not_read_again(tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(checkpoint_writing, "sha256_of", read.append)
+    run = Run(tmp_path, Disk())
+
+    async def one(checkpoints, tasks):
+        await checkpoints.write(2, {"data": {"drawn": 4}}, no, tasks)
+
+    run.do(one)
+    assert read == []
+    metadata = read_manifest(run.run_dir.checkpoints / "step-000002")
+    assert metadata["trainer"] == {"version": 1, "optimizer_steps": 1}
+    assert (metadata["step"], metadata["data"]) == (2, {"drawn": 4})
+
+
+def test_the_book_is_that_of_the_steps_end_whatever_is_drawn_while_it_is_written(tmp_path):
+    run, book = Run(tmp_path, Disk(slow=0.1)), {"data": {"drawn": 4}, "done": [3]}
+
+    async def draw():
+        book["data"]["drawn"] = 5
+        book["done"].append(4)
+
+    async def one(checkpoints, tasks):
+        tasks.create_task(draw())
+        await checkpoints.write(2, book, no, tasks)
+
+    run.do(one)
+    metadata = newest_valid(run.run_dir.checkpoints).metadata
+    assert book["data"] == {"drawn": 5}
+    assert (metadata["data"], metadata["done"]) == ({"drawn": 4}, [3])
+
+
+def test_a_rank_that_has_written_nothing_makes_no_checkpoint(tmp_path):
+    disk = Disk()
+    whole = disk.save
+    disk.save = lambda directory: Saved(whole(directory).meta, {})
+    run = Run(tmp_path, disk)
+    with pytest.raises(CheckpointError, match="trainer ranks have not written trainer_0000"):
+        run.do(lambda checkpoints, tasks: checkpoints.write(2, {}, no, tasks))
+    assert newest_step(run.run_dir.checkpoints) == 0
+
+
+def test_weights_that_are_not_finite_are_not_exported_and_end_the_run(tmp_path):
+    run = Run(tmp_path, Disk(value=np.nan))
+    with pytest.raises(AdapterError, match="NaN or infinite"):
+        run.do(lambda checkpoints, tasks: checkpoints.write(2, {}, no, tasks))
+    assert not run.run_dir.adapter.exists()
+
+
+def test_a_full_disk_does_not_end_the_run_which_tries_again_each_minute(tmp_path):
+    now, disk = [0.0], Disk(room=False)
+    run = Run(tmp_path, disk)
+    run.run_dir.trouble = Trouble(run.said.append, lambda: now[0])
+
+    async def steps(checkpoints, tasks):
+        for step, seconds in ((1, 0), (2, 1), (3, 30), (4, 59), (5, 62), (6, 90)):
+            now[0] = seconds
+            if checkpoints.is_due(step, last=False):
+                await checkpoints.write(step, {}, no, tasks)
+        # Due at steps 2, 4 and 6; at step 5 it was a minute since it was last said.
+        assert disk.asked == 4 and len(run.said) == 2 and "no space left" in run.said[0]
+        disk.room, now[0] = True, 125
+        assert checkpoints.is_due(7, last=False)  # which it is not by itself
+        await checkpoints.write(7, {}, no, tasks)
+        assert checkpoints.newest == 7
+        assert run.said[2:] == ["a checkpoint can be written again"]
+        assert not checkpoints.is_due(7, last=False)
+
+    run.do(steps)
+    assert run.told == [7]
+
+
+def test_the_last_checkpoint_waits_for_room_and_not_for_ever(tmp_path, monkeypatch):
+    disk = Disk(room=False)
+    run = Run(tmp_path, disk)
+
+    def last(checkpoints, tasks):
+        return checkpoints.write(9, {}, yes, tasks)
+
+    monkeypatch.setattr(module, "LAST_RETRY_S", 0.0)
+    monkeypatch.setattr(module, "LAST_ROOM_S", 0.0)
+    with pytest.raises(DiskError):
+        run.do(last)
+    monkeypatch.setattr(module, "LAST_ROOM_S", 600.0)
+
+    async def room(checkpoints, tasks):
+        tasks.create_task(make_room())
+        await last(checkpoints, tasks)
+
+    async def make_room():
+        await asyncio.sleep(0.1)
+        disk.room = True
+
+    again = Run(tmp_path, disk)
+    again.do(room)
+    assert newest_step(again.run_dir.checkpoints) == 9 and again.told == [9]
+    assert disk.asked > 2
+
+
+def test_a_checkpoint_that_has_become_the_last_while_it_was_written_is_waited_for(
+    tmp_path, monkeypatch
+):
+    """Ctrl-C came meanwhile."""
+    disk, stopped = Disk(room=False, slow=0.1), []
+    monkeypatch.setattr(module, "LAST_RETRY_S", 0.01)
+    run = Run(tmp_path, disk)
+
+    async def stop():
+        await asyncio.sleep(0.05)
+        stopped.append(True)
+        disk.room = True
+
+    async def write(checkpoints, tasks):
+        tasks.create_task(stop())
+        disk.save, stock = refuse_once(disk), disk.save
+        await checkpoints.write(2, {}, lambda: bool(stopped), tasks)
+        assert checkpoints.newest == 2 and disk.save == stock
+
+    run.do(write)
+
+
+def refuse_once(disk):
+    """What `save` does the first time, in as long as it takes."""
+    stock = disk.save
+
+    def save(directory):
+        disk.save = stock
+        time.sleep(0.1)
+        raise DiskError("no space left on device")
+
+    return save
+
+
+class Refusing:
+    """Writes adapters, but for the first `times`."""
+
+    def __init__(self, monkeypatch, times: int):
+        self.times, self.asked, self.stock = times, 0, peft.write
+        monkeypatch.setattr(module.peft, "write", self)
+
+    def __call__(self, *args):
+        self.asked += 1
+        if self.asked <= self.times:
+            raise OSError(28, "No space left on device")
+        self.stock(*args)
+
+
+def test_where_only_the_adapter_is_refused_only_the_adapter_is_tried_again(tmp_path, monkeypatch):
+    """Also at the run's last step, where the checkpoint that is there stays as it is."""
+    disk, refusing = Disk(value=2.0), Refusing(monkeypatch, times=3)
+    run = Run(tmp_path, disk)
+    monkeypatch.setattr(module, "LAST_RETRY_S", 0.01)
+
+    async def last(checkpoints, tasks):
+        await checkpoints.write(9, {"data": {}}, yes, tasks)
+        written = (run.run_dir.checkpoints / "step-000009").stat().st_ino
+        await checkpoints.finish()
+        assert (run.run_dir.checkpoints / "step-000009").stat().st_ino == written
+
+    run.do(last)
+    assert disk.asked == 1 and refusing.asked == 4
+    assert run.weights == {2.0} and run.told == [9]
+    assert "cannot write the adapter" in run.said[0] and "can be written again" in run.said[-1]
+
+
+def test_the_last_adapter_is_not_waited_for_for_ever(tmp_path, monkeypatch):
+    Refusing(monkeypatch, times=10**9)
+    run = Run(tmp_path, Disk())
+    monkeypatch.setattr(module, "LAST_RETRY_S", 0.01)
+    monkeypatch.setattr(module, "LAST_ROOM_S", 0.05)
+
+    async def last(checkpoints, tasks):
+        await checkpoints.write(9, {"data": {}}, yes, tasks)
+        await checkpoints.finish()
+
+    with pytest.raises(DiskError, match="No space left"):
+        run.do(last)
+    assert newest_valid(run.run_dir.checkpoints).path.name == "step-000009"
+
+
+def test_a_newer_checkpoint_takes_the_place_of_an_adapter_that_was_refused(tmp_path, monkeypatch):
+    disk, refusing = Disk(value=2.0), Refusing(monkeypatch, times=1)
+    run = Run(tmp_path, disk)
+
+    async def two(checkpoints, tasks):
+        await checkpoints.write(2, {"data": {}}, no, tasks)
+        await asyncio.sleep(0.2)  # it was refused, and would be tried again in a minute
+        disk.value = 4.0
+        await checkpoints.write(4, {"data": {}}, no, tasks)
+
+    run.do(two)
+    assert refusing.asked == 2 and run.told == [4] and run.weights == {4.0}
+
+
+def test_a_list_of_kept_checkpoints_that_is_refused_costs_no_checkpoint(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_writing, "replace_file", full)
+    disk = Disk()
+    run = Run(tmp_path, disk, keep_hours=1.0)
+
+    async def last(checkpoints, tasks):
+        await checkpoints.write(9, {"data": {}}, yes, tasks)
+
+    run.do(last)
+    assert disk.asked == 1 and run.told == [9]
+    assert "cannot write kept.json, or remove old checkpoints" in run.said[0]
+
+
+def test_a_run_that_fails_waits_for_its_threads_and_one_that_is_ended_at_once_does_not(
+    tmp_path, monkeypatch
+):
+    may_write, stock = threading.Event(), peft.write
+    monkeypatch.setattr(module.peft, "write", lambda *args: may_write.wait(20) and stock(*args))
+    run = Run(tmp_path, Disk(value=2.0))
+
+    async def fails(checkpoints, tasks):
+        await checkpoints.write(2, {"data": {}}, no, tasks)
+        await asyncio.sleep(0.1)
+        threading.Timer(0.3, may_write.set).start()
+        raise ValueError("something else")
+
+    with pytest.raises(ValueError):
+        run.do(fails)
+    assert run.weights == {2.0}  # though nobody was told any more
+    with run.checkpoints._busy:
+        started = time.monotonic()
+        run.checkpoints.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+        assert time.monotonic() - started < 1
+
+
+def test_lines_are_on_the_disk_before_the_checkpoint_that_goes_on_from_them(tmp_path, monkeypatch):
+    events = []
+    monkeypatch.setattr("lora_moe_rl.files.run_dir.sync", lambda path: events.append(path.name))
+    monkeypatch.setattr(
+        checkpoint_writing, "put_in_place", lambda fresh, final, old: fresh.rename(final)
+    )
+    run = Run(tmp_path, Disk())
+
+    async def one(checkpoints, tasks):
+        run.run_dir.append(run.run_dir.metrics_file, [{"step": 2}])
+        await checkpoints.write(2, {"data": {}}, no, tasks)
+
+    run.do(one)
+    assert events == ["metrics.jsonl"]
