@@ -54,6 +54,7 @@ ALIASES = (
     Alias(("beta", "kl_loss_coef", "kl_coeff", "init_kl_coef"), "algorithm.kl_coef"),
     Alias(("use_kl_in_reward", "use_kl_loss"), "algorithm.kl_in", "reward, or loss"),
     Alias(("kl_penalty", "kl_loss_type"), "algorithm.kl_estimator", "low_var_kl is k3, kl is k1"),
+    Alias(("entropy_coeff", "ent_coef", "entropy_loss_coef"), "algorithm.entropy_coef"),
     Alias(("epsilon", "clip_ratio", "cliprange"), "algorithm.clip_low and algorithm.clip_high"),
     Alias(("epsilon_low", "clip_ratio_low"), "algorithm.clip_low"),
     Alias(("epsilon_high", "clip_ratio_high"), "algorithm.clip_high"),

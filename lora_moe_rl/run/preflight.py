@@ -215,7 +215,7 @@ class Preflight:
                 _require_function(name, one)
         functions = self._with_address(functions)
         max_steps = config.trainer.steps * config.algorithm.updates_per_step
-        self.rewards = RewardsBySet(functions, config.reward.timeout_s, max_steps)
+        self.rewards = RewardsBySet(functions, config.reward, max_steps)
         found = []
         for name, source in self.sources.items():
             for runner in self.rewards.of(name):

@@ -108,10 +108,10 @@ def plain(
     base: Sequence[np.ndarray],
     values: Sequence[np.ndarray] | None = None,
 ) -> tuple[float, list[np.ndarray], list[np.ndarray]]:
-    """The loss of the whole step were all entropies 0; and d loss / d logprob and d loss / d entropy
-    of each token, float64 [R] a sample. own, base: logprobs [R] of the responses, of the policy and
-    of the bare base. values: [R], of a critic. A sample that stands in the loss several times is
-    there so often."""
+    """The loss of the step, were all entropies 0; d loss / d logprob and d loss / d entropy of
+    each token, float64 [R] a sample. own, base: logprobs [R] of the responses, of the policy and of
+    the bare base. values: [R], of a critic. A sample that stands in the loss several times is there
+    so often."""
     import torch
 
     algorithm = algorithms.make(config)
