@@ -34,6 +34,7 @@ ALIASES = (
           "rollout.max_response_tokens"),
     Alias(("vllm_max_model_length", "max_model_len"), "model.max_length"),
     Alias(("temperature",), "rollout.temperature"),
+    Alias(("stop", "stop_strings", "generation_kwargs.stop"), "rollout.stop"),
     Alias(("chat_template_kwargs",), "data.chat_template_kwargs"),
     Alias(("custom_chat_template",), "model.chat_template", "the text itself"),
     Alias(("chat_template_path",), "model.chat_template_file"),

@@ -3,6 +3,7 @@ from it."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Literal
 
@@ -47,6 +48,11 @@ class RolloutConfig(Section):
     stop_token_ids: tuple[int, ...] = Field(
         (), description="Token ids that end a response, besides the model's own end of sequence."
     )
+    stop: tuple[str, ...] = Field(
+        (),
+        description="Texts that end a response; the tokens that complete one stay whole, in the "
+        "sample and in the loss.",
+    )
     gpu_memory_utilization: float = Field(0.5, gt=0, le=1, description="vLLM's share of a GPU.")
     gpus_per_engine: float | None = Field(
         None, gt=0, description="GPUs Ray reserves for an engine; null: one a rank on cuda, else 0."
@@ -83,6 +89,16 @@ class RolloutConfig(Section):
                 f"is between 0 and {LOWEST_TEMPERATURE} to {LOWEST_TEMPERATURE}, and at 0 takes "
                 f"the likeliest token), so that the loss would be of another distribution; use "
                 f"{LOWEST_TEMPERATURE} or more"
+            )
+        return value
+
+    @field_validator("stop")
+    @classmethod
+    def _some_text(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in value:
+            raise ValueError(
+                f"rollout.stop={json.dumps(value)} has an empty text in it, with which every "
+                "response ends; take it out"
             )
         return value
 

@@ -37,7 +37,7 @@ from lora_moe_rl.refit.parts import PartLayout, SentPart, check_sent, to_json, v
 from lora_moe_rl.refit.transports import Channel, place
 from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
 from lora_moe_rl.rollout import device as engine_device
-from lora_moe_rl.rollout import dp_ranks, outputs
+from lora_moe_rl.rollout import dp_ranks, outputs, stop_strings
 from lora_moe_rl.rollout.in_flight import Piece, Question
 from lora_moe_rl.rollout.spread import Meeting, meeting_at, spread_args
 from lora_moe_rl.rollout.vllm_engine import VllmEngine
@@ -102,6 +102,8 @@ class RolloutEngine(VllmEngine):
         if meeting is not None:
             args |= spread_args(self.config.rollout, meeting, 0)
         self.llm = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**args))
+        if self.config.rollout.stop:
+            stop_strings.give_tokenizer(self.llm, self.tokenizer)
         ended = time.perf_counter()
         return {
             "vllm": vllm.__version__,
@@ -162,6 +164,9 @@ class RolloutEngine(VllmEngine):
     ) -> tuple[list[Sample], SentRoutes]:
         """What vLLM answered, as samples and routes that are on their way. Not called in the event
         loop, which feeds vLLM meanwhile: long samples with many layers take most of a second."""
+        if self.config.rollout.stop:
+            for one in pieces:
+                stop_strings.check_ended(one[-1].output, self.tokenizer)
         shape, recorded = self.spec.shape, 0 if turn is None else turn.recorded
         samples, table = outputs.samples_and_routes(pieces, self.tokenizer, shape, recorded)
         return samples, send(table, outputs.route_pieces(shape, self.config.trainer))
