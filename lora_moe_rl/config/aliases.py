@@ -113,6 +113,8 @@ ALIASES = (
     Alias(("val_files", "eval_dataset"), "eval.sets.NAME.path"),
     Alias(("num_generations_eval", "val_kwargs.n"), "eval.sets.NAME.samples"),
     Alias(("val_kwargs.temperature",), "eval.sets.NAME.temperature"),
+    Alias(("val_kwargs.top_p",), "eval.sets.NAME.top_p"),
+    Alias(("val_kwargs.top_k",), "eval.sets.NAME.top_k", "0 for verl's -1"),
     Alias(("eval_on_start", "val_before_train"), "eval.at_start"),
     Alias(("val_only",), "lora-moe-rl eval RECIPE"),
     Alias(("save_steps", "save_freq"), "checkpoint.every"),

@@ -14,7 +14,6 @@ from lora_moe_rl.adapters.spec import ModelShape
 from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.data.samples import Sample, Segment
 from lora_moe_rl.errors import ReplayError, RolloutError
-from lora_moe_rl.ports import Manner
 from lora_moe_rl.rollout.in_flight import Piece, Question
 from lora_moe_rl.router_replay import table
 from lora_moe_rl.router_replay.table import RouteTable
@@ -48,16 +47,9 @@ def params_of(params: Any, question: Question) -> Any:
     params = params.clone()
     params.n, params.seed, params.max_tokens = question.n, question.seed, question.max_tokens
     params.routed_experts_prompt_start = question.recorded
-    if question.temperature is not None:
-        params.temperature = question.temperature
-    return params
-
-
-def params_in(params: Any, question: Question, manner: Manner) -> Any:
-    """SamplingParams of a request that is sampled in a manner of its own."""
-    params = params_of(params, question)
-    params.temperature, params.top_p, params.top_k = manner.temperature, manner.top_p, manner.top_k
-    params.stop_token_ids = sorted({*params.stop_token_ids, *manner.stop_token_ids})
+    if (own := question.manner) is not None:
+        params.temperature, params.top_p, params.top_k = own.temperature, own.top_p, own.top_k
+        params.stop_token_ids = sorted({*params.stop_token_ids, *own.stop_token_ids})
     return params
 
 

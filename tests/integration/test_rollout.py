@@ -15,6 +15,7 @@ from lora_moe_rl.adapters import peft
 from lora_moe_rl.config import TrainerConfig
 from lora_moe_rl.environments.parts.conversation import Conversation
 from lora_moe_rl.errors import RefitError
+from lora_moe_rl.ports import Manner
 from lora_moe_rl.router_replay.travel import join
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 
@@ -111,6 +112,30 @@ def test_samples_depend_on_the_seed_alone(engine):
     assert texts(0, 0, 2) + texts(0, 2, 5) == together
     assert texts(7, 0, 5) != together
     assert len({tuple(ids) for ids in together}) == 20  # no two samples share random numbers
+
+
+def test_samples_of_an_evaluation_are_sampled_in_its_own_manner(engine):
+    """The likeliest token by top_k=1 and by a top_p that one token has alone; longer than those of
+    training, and shorter."""
+    tensors = engine.random_adapter(seed=13)
+    version, prompt = engine.new_version(tensors), random_prompts(13, [9])[0]
+    asked = [
+        Manner(top_k=1, max_tokens=40),
+        Manner(top_p=1e-6, max_tokens=40),
+        Manner(temperature=0.0, max_tokens=3),
+    ]
+    answers = ray.get(
+        [engine.actor.sample.remote(prompt, 2, version, 7, None, manner) for manner in asked]
+    )
+    found = [sample.token_ids.tolist() for samples, _ in answers for sample in samples]
+    longest = found[0]
+    assert all(one == longest for one in found[:4]) and all(
+        one == longest[: len(prompt) + 3] for one in found[4:]
+    )
+    assert len(longest) - len(prompt) > engine.config.rollout.max_response_tokens
+    with engine.merged(tensors) as model, torch.no_grad():
+        likeliest = model(torch.tensor([longest])).logits[0].argmax(-1).tolist()
+    assert longest[len(prompt) :] == likeliest[len(prompt) - 1 : -1]
 
 
 class OneVersion:

@@ -12,6 +12,7 @@ import pytest
 
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ReplayError, RolloutError
+from lora_moe_rl.ports import Manner
 from lora_moe_rl.rollout import outputs, stop_strings
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.rollout.in_flight import Piece, Question
@@ -36,11 +37,12 @@ def test_samples_are_drawn_as_the_config_says():
     group = outputs.params_of(params, Question([1], 4, 123, 17, version=0, recorded=0))
     assert (group.n, group.seed, group.temperature) == (4, 123, 0.7)
     assert (params.n, params.seed) == (1, None)
-    held_out = Question([1], 1, 123, 17, version=0, temperature=0.0)
+    held_out = Question([1], 1, 123, 17, version=0, manner=Manner(0.0))
     greedy = outputs.params_of(params, held_out)
     assert greedy.sampling_type.name == "GREEDY" and greedy.temperature == 0.0
-    warm = outputs.params_of(params, replace(held_out, temperature=1.3))
+    warm = outputs.params_of(params, replace(held_out, manner=Manner(1.3, 0.9, 20)))
     assert (warm.temperature, warm.sampling_type.name) == (1.3, "RANDOM_SEED")
+    assert (warm.top_p, warm.top_k, params.top_p, params.top_k) == (0.9, 20, 1.0, 0)
     assert params.temperature == 0.7
 
 
