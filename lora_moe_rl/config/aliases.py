@@ -104,6 +104,7 @@ ALIASES = (
     Alias(("vllm_gpu_memory_utilization", "gpu_memory_utilization"),
           "rollout.gpu_memory_utilization"),
     Alias(("enforce_eager",), "rollout.enforce_eager"),
+    Alias(("engine_kwargs.vllm", "vllm_kwargs"), "rollout.engine_args"),
     Alias(("reward_funcs", "custom_reward_function.path", "custom_reward_function.name"),
           "reward.function", "file.py:function; several: reward.functions.NAME"),
     Alias(("reward_weights", "gdpo_reward_weights"), "reward.functions.NAME.weight"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -65,6 +65,11 @@ class RolloutConfig(Section):
         False,
         description="Run vLLM's model without torch.compile and CUDA graphs: slower, and a way out "
         "where an engine does not start with them. vLLM's CPU build never has any.",
+    )
+    engine_args: dict[str, Any] = Field(
+        {},
+        description="Further arguments of vLLM's engine, handed on as they stand: "
+        "rollout.engine_args.kv_cache_dtype=fp8. Those that a key here sets are refused.",
     )
     start_timeout_s: float = Field(600, gt=0, description="Longest wait for an engine to start.")
     max_restarts: int = Field(

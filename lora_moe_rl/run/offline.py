@@ -48,7 +48,7 @@ class NoEngines:
     restarts = 0
 
     def policy(
-        self, version: int, seed: int, watch: Watch, temperature: float | None = None
+        self, version: int, seed: int, watch: Watch, manner: Manner | None = None
     ) -> Policy:
         return NoPolicy()
 

@@ -16,6 +16,7 @@ def changed(*arguments: str) -> RunConfig:
     return override(RunConfig(), list(arguments))
 
 
+AGENT = ("environment=external", "environment.command=agent")
 SET = "eval.sets.sums.path=sums.jsonl"
 AHEAD = ("schedule.lag=1", "algorithm.correction=tis")
 
@@ -47,7 +48,7 @@ AHEAD = ("schedule.lag=1", "algorithm.correction=tis")
             "model.max_length=512",
         ),
         (
-            [SET, "eval.sets.sums.max_response_tokens=16", "environment=external"],
+            [SET, "eval.sets.sums.max_response_tokens=16", *AGENT],
             "eval.sets.sums.max_response_tokens=16 has no effect with environment=external",
         ),
         ([SET, "eval.sets.sums.answer=number"], "eval.sets.sums.samples=1 make no majority"),
