@@ -82,7 +82,7 @@ OF_CPU = ("async_scheduling", "enable_chunked_prefill", "max_num_batched_tokens"
 def check_passed_on(config: RunConfig) -> None:
     """Raises ConfigError for an argument that a key of ours sets, that a run rests on, or that the
     installed vLLM does not know."""
-    known = known_arguments()
+    known = known_arguments() if config.rollout.engine_args else ()
     for name, value in config.rollout.engine_args.items():
         given = f"rollout.engine_args.{name}={value_text(value)}"
         if (ours := OURS.get(name)) is not None:
