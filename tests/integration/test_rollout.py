@@ -115,27 +115,26 @@ def test_samples_depend_on_the_seed_alone(engine):
 
 
 def test_samples_of_an_evaluation_are_sampled_in_its_own_manner(engine):
-    """The likeliest token by top_k=1 and by a top_p that one token has alone; longer than those of
-    training, and shorter."""
+    """The likeliest token, by top_k=1, by a top_p that one token has alone, and at temperature 0;
+    longer than samples of training, and shorter."""
     tensors = engine.random_adapter(seed=13)
-    version, prompt = engine.new_version(tensors), random_prompts(13, [9])[0]
-    asked = [
-        Manner(top_k=1, max_tokens=40),
-        Manner(top_p=1e-6, max_tokens=40),
-        Manner(temperature=0.0, max_tokens=3),
-    ]
-    answers = ray.get(
-        [engine.actor.sample.remote(prompt, 2, version, 7, None, manner) for manner in asked]
-    )
-    found = [sample.token_ids.tolist() for samples, _ in answers for sample in samples]
-    longest = found[0]
-    assert all(one == longest for one in found[:4]) and all(
-        one == longest[: len(prompt) + 3] for one in found[4:]
-    )
-    assert len(longest) - len(prompt) > engine.config.rollout.max_response_tokens
-    with engine.merged(tensors) as model, torch.no_grad():
-        likeliest = model(torch.tensor([longest])).logits[0].argmax(-1).tolist()
-    assert longest[len(prompt) :] == likeliest[len(prompt) - 1 : -1]
+    version, prompts = engine.new_version(tensors), random_prompts(13, [9, 5, 14, 3, 20])
+
+    def written(prompt: list[int], manner: Manner) -> list[int]:
+        asked = engine.actor.sample.remote(prompt, 1, version, 7, None, manner)
+        ((sample,), _) = ray.get(asked)
+        return sample.response_ids.tolist()
+
+    lengths = []
+    for prompt in prompts:
+        found = written(prompt, Manner(top_k=1, max_tokens=40))
+        assert written(prompt, Manner(top_p=1e-6, max_tokens=40)) == found
+        assert written(prompt, Manner(temperature=0.0, max_tokens=3)) == found[:3]
+        with engine.merged(tensors) as model, torch.no_grad():
+            likeliest = model(torch.tensor([prompt + found])).logits[0].argmax(-1).tolist()
+        assert found == likeliest[len(prompt) - 1 : -1]
+        lengths.append(len(found))
+    assert max(lengths) > engine.config.rollout.max_response_tokens
 
 
 class OneVersion:
