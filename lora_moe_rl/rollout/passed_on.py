@@ -6,7 +6,8 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,20 @@ def with_passed_on(args: Mapping[str, Any], config: RunConfig) -> dict[str, Any]
             f"{args[name]!r}; leave it out"
         )
     return {**args, **more}
+
+
+@contextmanager
+def told_of(config: RunConfig) -> Iterator[None]:
+    """Around vLLM's start: raises ConfigError with all that it says of a value that it does not
+    take, where there are further arguments."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if not config.rollout.engine_args:
+            raise
+        said = " ".join(str(error).split())
+        given = value_text(config.rollout.engine_args)
+        raise ConfigError(f"vLLM does not start with rollout.engine_args={given}: {said}") from None
 
 
 @cache

@@ -27,4 +27,5 @@ def test_an_argument_that_changes_the_numbers_fails_the_proof(tmp_path):
 
 def test_a_value_that_vllm_refuses_is_told_of(tmp_path):
     said = failed(tmp_path, "rollout.engine_args.scheduling_policy=whatever")
-    assert "whatever" in said and "policy" in said
+    assert 'does not start with rollout.engine_args={"scheduling_policy": "whatever"}' in said
+    assert "'fcfs'" in said

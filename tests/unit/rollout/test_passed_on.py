@@ -108,6 +108,18 @@ def test_they_reach_vllm_as_they_stand_and_a_saved_config_has_them(tmp_path):
     assert (args.scheduling_policy, args.hf_overrides) == ("priority", {"rms_norm_eps": 0.5})
 
 
+def test_what_vllm_says_of_a_value_is_told_in_full():
+    from vllm.config import SchedulerConfig
+
+    config = of("rollout.engine_args.scheduling_policy=whatever")[0]
+    with pytest.raises(ConfigError) as caught, passed_on.told_of(config):
+        SchedulerConfig(policy="whatever", max_model_len=64, is_encoder_decoder=False)
+    said = 'with rollout.engine_args={"scheduling_policy": "whatever"}: 1 validation error'
+    assert said in str(caught.value) and "'fcfs'" in str(caught.value)
+    with pytest.raises(ValueError, match="other"), passed_on.told_of(RunConfig()):
+        raise ValueError("other")
+
+
 def test_one_that_is_there_already_is_an_error_at_the_engine_too():
     config, spec = of("rollout.engine_args.seed=3")
     with pytest.raises(ConfigError, match="engine_args.seed=3 is set by the run itself, to 0"):
