@@ -100,6 +100,10 @@ class EngineSilent(EngineDied):
     """An engine lives, and does nothing about the requests that it has."""
 
 
+class RolloutError(LoraMoeRlError):
+    """An engine answered with a sample that is not what was asked for."""
+
+
 class ReplayError(LoraMoeRlError):
     """Router decisions that cannot be replayed."""
 

@@ -90,14 +90,16 @@ class Turn:
 
 @dataclass(frozen=True)
 class Manner:
-    """How a turn is sampled that is no sample of the run. `seed` None: one that follows from who
-    asks. The model's own tokens end it too."""
+    """How something is sampled that is not trained on. `seed` None: one that follows from who asks.
+    `max_tokens`: the longest response to a prompt, None: that of training; a turn has its own. The
+    model's own tokens end it too."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int | None = None
 
 
 class Written(NamedTuple):
@@ -173,13 +175,10 @@ class Sampler(Protocol):
 
     restarts: int
 
-    def policy(
-        self, version: int, seed: int, watch: Watch, temperature: float | None = None
-    ) -> Policy:
+    def policy(self, version: int, seed: int, watch: Watch, manner: Manner | None = None) -> Policy:
         """`watch(index)` is a context manager that goes around each request for samples, with the
-        index of the engine that is asked. `temperature` None is that of training; with one of
-        their own, as an evaluation's, all samples are of `version`, and 0 is the likeliest
-        token."""
+        index of the engine that is asked. `manner` None is that of training; with one of their own,
+        an evaluation's, all samples are of `version`."""
         ...
 
     async def pin(self, version: int | None) -> None:

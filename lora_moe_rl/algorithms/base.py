@@ -94,7 +94,9 @@ class Tokens:
     samples: int64, which of the `num_samples` samples of the micro-batch the token is of; the last
     one stands for the padding. step_mean: what `Algorithm.averaged` asks for, None without.
     rewards: float32, that of the token's sample, with an algorithm that revises its advantages;
-    None with others.
+    None with others. entropy: float32, in nats, of the distribution that the token is sampled from,
+    with gradient; None unless the algorithm `trains_entropy`, and in what is asked before the
+    update.
     """
 
     mask: Tensor
@@ -108,6 +110,7 @@ class Tokens:
     num_samples: int
     step_mean: float | None = None
     rewards: Tensor | None = None
+    entropy: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,12 @@ class Algorithm(Plugin):
         """Forwards that the loss wants to be made before the update. `old` is made anyway when one
         rollout is used for several updates; without it `old` is `logprobs`, detached."""
         return frozenset()
+
+    @property
+    def trains_entropy(self) -> bool:
+        """Whether the loss goes by `tokens.entropy`: the head then forms its gradient too, and
+        keeps a hidden state more of each token until the backward."""
+        return False
 
     @property
     def critic(self) -> CriticSettings | None:

@@ -21,10 +21,10 @@ Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def ours(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    from lora_moe_rl.trainer.head import LogProbs, Vocabulary
+    from lora_moe_rl.trainer.head import LogProbs, Trained, Vocabulary
 
     rows, vocabulary = torch.arange(len(hidden)), Vocabulary(weight, 0, len(weight), None)
-    return LogProbs.apply(hidden, labels, rows, rows, vocabulary, TEMPERATURE, True)[0]
+    return LogProbs.apply(hidden, labels, rows, rows, vocabulary, TEMPERATURE, Trained.LOGPROBS)[0]
 
 
 def plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -34,9 +34,9 @@ class RolloutEngines(TakingTurns):
         version: int,
         seed: int,
         watch: Watch = nullcontext,
-        temperature: float | None = None,
+        manner: Manner | None = None,
     ) -> TicketPolicy:
-        return TicketPolicy(self, version, seed, watch, temperature)
+        return TicketPolicy(self, version, seed, watch, manner)
 
     async def pin(self, version: int | None) -> None:
         self.pinned = version  # which those that come back are told too
@@ -64,16 +64,16 @@ class RolloutEngines(TakingTurns):
         seed: int,
         watch: Watch,
         turn: Turn | None,
-        temperature: float | None,
+        manner: Manner | None,
     ) -> tuple[list[Sample], Ref]:
         """Asks the engine that has least to do, which gives the request up when nobody waits for it
         any more. Raises EngineDied when it dies over it; it comes back by itself, and its death is
         counted once, however many were waiting for it."""
-        if temperature is None:
+        if manner is None:
             version = max(version, self.newest)
         index = await self._free_engine(version)
         with self._rolls(index) as actor, watch(index):
-            asked = token_ids, n, version, seed, turn, temperature
+            asked = token_ids, n, version, seed, turn, manner
             places = n * self.route_pieces
             refs = actor.remote("sample_in_parts", places, *asked, num_returns=1 + places)
             with _given_up_together(refs[0]):

@@ -22,13 +22,13 @@ class TicketPolicy:
     version: int
     seed: int
     watch: Watch
-    temperature: float | None
+    manner: Manner | None
 
     async def sample(
         self, token_ids: Sequence[int], n: int, turn: Turn | None = None
     ) -> tuple[list[Sample], Ref]:
         seed = self.seed if turn is None else _seed_of(self.seed, turn)
-        how = self.version, seed, self.watch, turn, self.temperature
+        how = self.version, seed, self.watch, turn, self.manner
         return await self.engines.sample(token_ids, n, *how)
 
     def join(self, samples: Sequence[Sequence[Ref]]) -> Ref:

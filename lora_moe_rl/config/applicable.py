@@ -176,6 +176,7 @@ def check_applicable(config: RunConfig) -> None:
     _check_template(config.model)
     check_rewards(config)
     _check_lag(config)
+    _check_stop(config)
     _check_colocated(config)
     _check_cuda_ipc(config)
     _check_joining(config)
@@ -242,6 +243,16 @@ def _check_lag(config: RunConfig) -> None:
             f"schedule.lag={lag} with schedule.in_flight={config.schedule.in_flight} has samples "
             f"under way at up to {slots - 1} versions while the next is published: set "
             f"refit.slots={slots} or more (it is {config.refit.slots})"
+        )
+
+
+def _check_stop(config: RunConfig) -> None:
+    """Where a text that ends a response would not be seen."""
+    if config.rollout.stop and config.schedule.in_flight == "continue":
+        raise ConfigError(
+            f"rollout.stop={value_text(config.rollout.stop)} with schedule.in_flight=continue: a "
+            "text that begins under one version and ends under the next would end nothing; use "
+            "in_flight=finish, or rollout.stop_token_ids"
         )
 
 

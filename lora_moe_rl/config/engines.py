@@ -3,8 +3,9 @@ from it."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -47,6 +48,11 @@ class RolloutConfig(Section):
     stop_token_ids: tuple[int, ...] = Field(
         (), description="Token ids that end a response, besides the model's own end of sequence."
     )
+    stop: tuple[str, ...] = Field(
+        (),
+        description="Texts that end a response; the tokens that complete one stay whole, in the "
+        "sample and in the loss.",
+    )
     gpu_memory_utilization: float = Field(0.5, gt=0, le=1, description="vLLM's share of a GPU.")
     gpus_per_engine: float | None = Field(
         None, gt=0, description="GPUs Ray reserves for an engine; null: one a rank on cuda, else 0."
@@ -59,6 +65,11 @@ class RolloutConfig(Section):
         False,
         description="Run vLLM's model without torch.compile and CUDA graphs: slower, and a way out "
         "where an engine does not start with them. vLLM's CPU build never has any.",
+    )
+    engine_args: dict[str, Any] = Field(
+        {},
+        description="Further arguments of vLLM's engine, handed on as they stand: "
+        "rollout.engine_args.kv_cache_dtype=fp8. Those that a key here sets are refused.",
     )
     start_timeout_s: float = Field(600, gt=0, description="Longest wait for an engine to start.")
     max_restarts: int = Field(
@@ -83,6 +94,16 @@ class RolloutConfig(Section):
                 f"is between 0 and {LOWEST_TEMPERATURE} to {LOWEST_TEMPERATURE}, and at 0 takes "
                 f"the likeliest token), so that the loss would be of another distribution; use "
                 f"{LOWEST_TEMPERATURE} or more"
+            )
+        return value
+
+    @field_validator("stop")
+    @classmethod
+    def _some_text(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in value:
+            raise ValueError(
+                f"rollout.stop={json.dumps(value)} has an empty text in it, with which every "
+                "response ends; take it out"
             )
         return value
 

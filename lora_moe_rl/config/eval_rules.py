@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config import RunConfig, SourceConfig
 from lora_moe_rl.config.evaluation import EVAL, EvalConfig, EvalSetConfig
 from lora_moe_rl.config.keys import value_text
+from lora_moe_rl.config.plugins import ENVIRONMENTS
+from lora_moe_rl.config.section import is_set
 from lora_moe_rl.errors import ConfigError
 
 
@@ -16,6 +18,7 @@ def check_evaluation(config: RunConfig) -> None:
         return
     for source in config.eval.sources().values():
         _check_set(source)
+        _check_length(config, source)
     lag, ahead, slots = config.schedule.lag, config.schedule.slots, config.refit.slots
     if lag and slots <= ahead:
         raise ConfigError(
@@ -54,6 +57,31 @@ def _check_nothing_set(given: EvalConfig) -> None:
             )
 
 
+def _check_length(config: RunConfig, one: EvalSetConfig) -> None:
+    """A longest response of the set's own: that it leaves room for prompts, and is kept to."""
+    if one.max_response_tokens is None:
+        return
+    given = f"{one.key('max_response_tokens')}={one.max_response_tokens}"
+    if one.max_response_tokens >= config.model.max_length:
+        raise ConfigError(
+            f"{given} leaves no room for a prompt within model.max_length="
+            f"{config.model.max_length}, which bounds what engines take; raise model.max_length, "
+            "or lower it"
+        )
+    environment = config.environment.name
+    if not ENVIRONMENTS.find(environment).bounds_sets:
+        raise ConfigError(
+            f"{given} has no effect with environment={environment}, which gives all samples "
+            "rollout.max_response_tokens; leave it out"
+        )
+
+
+def prompt_room(config: RunConfig, source: SourceConfig) -> int:
+    """Most tokens that a prompt of a data set may have: what its responses leave."""
+    own = source.max_response_tokens if isinstance(source, EvalSetConfig) else None
+    return config.max_prompt_tokens if own is None else config.model.max_length - own
+
+
 def _check_set(one: EvalSetConfig) -> None:
     key = one.key
     if one.generator is not None and one.limit is None:
@@ -73,6 +101,12 @@ def _check_set(one: EvalSetConfig) -> None:
             f"{key('samples')}={one.samples} would all be the same: set one of them to "
             "another value"
         )
+    for name in ("top_p", "top_k"):
+        if one.temperature == 0 and is_set(one, name):
+            raise ConfigError(
+                f"{key(name)}={value_text(getattr(one, name))} has no effect with "
+                f"{key('temperature')}=0, which takes the likeliest token; leave one of them out"
+            )
     if one.answer is not None and one.samples < 3:
         raise ConfigError(
             f"{key('answer')}={one.answer} is for maj@k, and {key('samples')}={one.samples} make "

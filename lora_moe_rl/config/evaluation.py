@@ -26,6 +26,21 @@ class EvalSetConfig(SourceConfig):
         le=2,
         description="Sampling temperature, 0 for the likeliest token; null: rollout.temperature.",
     )
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Sample from the likeliest tokens that have this much probability together; "
+        "1: from all.",
+    )
+    top_k: int = Field(
+        0, ge=0, description="Sample from so many tokens, the likeliest ones; 0: from all."
+    )
+    max_response_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Longest response, in tokens; null: rollout.max_response_tokens.",
+    )
     reward: str | None = Field(
         None,
         description="Reward function of this set, or names of reward.functions with commas; null: "

@@ -8,6 +8,7 @@ from lora_moe_rl.config import RewardFunction, RunConfig
 from lora_moe_rl.config.keys import value_of, value_text
 from lora_moe_rl.config.plugins import PARTS
 from lora_moe_rl.config.reward import BASE, ENGINES
+from lora_moe_rl.config.section import is_set
 from lora_moe_rl.errors import ConfigError
 
 
@@ -23,6 +24,11 @@ def check_rewards(config: RunConfig) -> None:
         raise ConfigError(
             f"reward.args={value_text(reward.args)} has no effect with reward.function=null: they "
             "are its arguments; those of one of several stand in reward.functions.NAME.args"
+        )
+    if is_set(reward, "workers") and not _any_function(config):
+        raise ConfigError(
+            f"reward.workers={reward.workers} has no effect without a reward function: they are "
+            "the processes that call it; leave it out"
         )
     if both := several.keys() & config.data.sets.keys():
         raise ConfigError(
@@ -47,6 +53,11 @@ def check_rewards(config: RunConfig) -> None:
                 _check_asks_engines(config, one)
     for functions in config.rewards().values():
         _check_separate(config, functions)
+
+
+def _any_function(config: RunConfig) -> bool:
+    rewards = [*config.rewards().values(), *config.eval_rewards().values()]
+    return any(one.function for functions in rewards for one in functions)
 
 
 def _check_asks_engines(config: RunConfig, one: RewardFunction) -> None:

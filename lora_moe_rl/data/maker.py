@@ -13,7 +13,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lora_moe_rl.config import LearnsFrom, SourceConfig
+from lora_moe_rl.config import EvalSetConfig, LearnsFrom, SourceConfig
 from lora_moe_rl.config.keys import value_text
 from lora_moe_rl.data.answers import read_answers
 from lora_moe_rl.data.columns import Row, number_in, read_row, short
@@ -64,6 +64,8 @@ class PromptMaker:
         self._config, self._tokenizer = config, tokenizer
         self._max_tokens, self._wanted = max_tokens, wanted or Wanted()
         self._what, self._bound = "prompt", "model.max_length - rollout.max_response_tokens"
+        if isinstance(config, EvalSetConfig) and config.max_response_tokens is not None:
+            self._bound = f"model.max_length - {config.key('max_response_tokens')}"
         if self._wanted.learns_from != "rollouts":
             self._what, self._bound = "prompt-and-answer", "model.max_length"
         self.dropped = self.filtered = 0

@@ -21,10 +21,13 @@ class Environment(Plugin):
     # reward functions are shown environments, which are not there before the run.
     rewards_itself: ClassVar[bool] = False
     shows_itself: ClassVar[bool] = False
+    # Whether the samples of an eval set may be longer or shorter than those of training.
+    bounds_sets: ClassVar[bool] = True
 
     def __init__(self, config: RunConfig, rewards: Rewards, tokenizer: Any):
         self.config, self.rewards, self.tokenizer = config, rewards, tokenizer
         self.settings, self.group_size = config.environment, config.algorithm.group_size
+        self.max_response_tokens = config.rollout.max_response_tokens
 
     async def rollout(self, prompt: Prompt, policy: Policy) -> Group:
         """All samples of a prompt, scored. Called for many prompts at the same time.
@@ -34,16 +37,19 @@ class Environment(Plugin):
         """
         raise NotImplementedError
 
-    def of_group_size(self, group_size: int) -> Self:
-        """The same environment, with another number of samples of each prompt; it shares all that
-        this one has started, which this one ends."""
+    def held_out(self, group_size: int, max_response_tokens: int | None) -> Self:
+        """The same environment for an eval set, with another number of samples of each prompt, and
+        another bound of their responses (None: that of training); it shares all that this one has
+        started, which this one ends."""
         other = copy.copy(self)
         other.group_size = group_size
+        if max_response_tokens is not None:
+            other.max_response_tokens = max_response_tokens
         return other
 
     def conversation(self, prompt: Prompt, policy: Policy, place: int) -> Conversation:
         """A new conversation with the policy, the one at `place` of the group."""
-        lengths = self.config.model.max_length, self.config.rollout.max_response_tokens
+        lengths = self.config.model.max_length, self.max_response_tokens
         return Conversation(policy, place, prompt.token_ids, *lengths)
 
     @property

@@ -88,6 +88,7 @@ class External(Environment):
             return {} if self.calls in HOW else {"calls": absolute_spec(self.calls)}
 
     rewards_itself = True
+    bounds_sets = False  # agents ask one server, of the run
     settings: Settings
 
     def __init__(self, config: RunConfig, rewards: Rewards, tokenizer: Any):

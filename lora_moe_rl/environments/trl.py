@@ -22,6 +22,7 @@ from pydantic import Field
 
 from lora_moe_rl.calls.pool import NoWorker
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.eval_rules import prompt_room
 from lora_moe_rl.config.plugins import PARTS
 from lora_moe_rl.data.maker import PromptMaker
 from lora_moe_rl.data.samples import Group, Played, Prompt
@@ -93,7 +94,7 @@ class Trl(Environment):
             self.close()
             raise
         self.makers = {
-            (data_set, name): PromptMaker(source, introduced, config.max_prompt_tokens)
+            (data_set, name): PromptMaker(source, introduced, prompt_room(config, source))
             for data_set, source in config.sources().items()
             for name, introduced in self.introduced.items()
         }

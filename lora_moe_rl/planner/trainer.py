@@ -241,7 +241,7 @@ class TrainerMemory:
             activations = min(activations, tokens * here)
         logits = 0
         if shape.num_layers - 1 in layers:
-            logits = head(shape, trainer.tp, tokens, b)
+            logits = head(shape, trainer.tp, tokens, b, algorithms.make(config).trains_entropy)
         moving = {
             "activations": int(activations),
             "one layer's work": int(tokens * work),

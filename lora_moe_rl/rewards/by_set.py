@@ -9,8 +9,10 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from lora_moe_rl.config import RewardFunction
+from lora_moe_rl.config import RewardConfig, RewardFunction
+from lora_moe_rl.config.section import is_set
 from lora_moe_rl.data.samples import Details, Played, Prompt, Sample, Scores
+from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.rewards.combining import combine
 from lora_moe_rl.rewards.runner import RewardRunner
 
@@ -20,20 +22,33 @@ class RewardsBySet:
     `close`.
 
     `functions`: by the name of the set ('': the only one). `max_steps`: optimizer steps of the run.
-    Raises ConfigError when one cannot be imported.
+    `settings`: the section `reward`. Raises ConfigError when one cannot be imported, or for
+    reward.workers where none has them.
     """
 
     def __init__(
-        self, functions: Mapping[str, Sequence[RewardFunction]], timeout_s: float, max_steps: int
+        self,
+        functions: Mapping[str, Sequence[RewardFunction]],
+        settings: RewardConfig,
+        max_steps: int,
     ):
+        timeout_s, workers = settings.timeout_s, settings.workers
         self._functions = dict(functions)
         self._runners: dict[str, RewardRunner] = {}
         with ExitStack() as started:
             for one in (one for several in functions.values() for one in several):
                 if (which := _identity(one)) not in self._runners:
-                    runner = started.enter_context(RewardRunner(one, timeout_s, max_steps))
-                    self._runners[which] = runner
+                    runner = RewardRunner(one, timeout_s, max_steps, workers)
+                    self._runners[which] = started.enter_context(runner)
+            if is_set(settings, "workers") and all(one.is_async for one in self._runners.values()):
+                raise ConfigError(
+                    f"reward.workers={workers} has no effect with {self._every_function()}: an "
+                    "async one has one process, for all prompts at the same time; leave it out"
+                )
             self._close = started.pop_all().close
+
+    def _every_function(self) -> str:
+        return " and ".join(f"{one.reward.key}={one.function}" for one in self._runners.values())
 
     def of(self, name: str) -> list[RewardRunner]:
         """The runners of a set."""

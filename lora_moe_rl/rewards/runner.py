@@ -15,8 +15,6 @@ from lora_moe_rl.data.samples import Details, Played, Prompt, Sample, Scores
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.rewards.calling import Outcome
 
-NUM_WORKERS = 2  # of a plain function
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -34,20 +32,22 @@ class RewardRunner:
     ends the process or returns anything but one finite number (or None) for each sample has failed:
     its samples get NaN, never 0, and a line in the failures.
 
-    `max_steps`: optimizer steps of the run, which functions are told. Raises ConfigError when the
-    function cannot be imported, or does not take its arguments.
+    `max_steps`: optimizer steps of the run, which functions are told. `workers`: processes of a
+    plain function. Raises ConfigError when the function cannot be imported, or does not take its
+    arguments.
     """
 
-    def __init__(self, reward: RewardFunction, timeout_s: float, max_steps: int):
+    def __init__(self, reward: RewardFunction, timeout_s: float, max_steps: int, workers: int):
         assert reward.function is not None
         self.reward, self.timeout_s, self.max_steps = reward, timeout_s, max_steps
         self.function = reward.function
         module, setting = "lora_moe_rl.rewards.worker", "reward.timeout_s"
         words = [self.function, json.dumps(reward.args)]
         try:
-            self.pool = Pool(module, words, NUM_WORKERS, timeout_s, setting)
+            self.pool = Pool(module, words, workers, timeout_s, setting)
         except (WorkerLost, ConfigError) as error:
             raise ConfigError(f"{reward.key}={self.function}: {error}") from error
+        self.is_async = self.pool.workers[0].is_async  # all calls at the same time, in one process
 
     async def score(
         self, prompt: Prompt, samples: Sequence[Sample], played: Sequence[Played] = ()

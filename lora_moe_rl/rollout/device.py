@@ -14,6 +14,7 @@ from lora_moe_rl.files.untrusted import read_json
 from lora_moe_rl.models import quantised
 from lora_moe_rl.rollout.facts import Dtype, served_module, slot_rank, step_tokens
 from lora_moe_rl.rollout.late_inductor import import_vllm
+from lora_moe_rl.rollout.passed_on import check_passed_on, with_passed_on
 from lora_moe_rl.rollout.vllm_plugin import ENGINE_VARIABLE, HELD_VARIABLE, RANKS_VARIABLE
 from lora_moe_rl.upstream.transformers_import import import_transformers
 from lora_moe_rl.upstream.versions import installed
@@ -36,7 +37,9 @@ def is_cpu() -> bool:
 
 
 def check_engine(config: RunConfig, spec: AdapterSpec) -> None:
-    """Raises ConfigError for engine settings that vLLM cannot serve these adapters with."""
+    """Raises ConfigError for engine settings that vLLM does not know, or cannot serve these
+    adapters with."""
+    check_passed_on(config)
     if config.rollout.fully_sharded and slot_rank(spec) % config.rollout.tp:
         raise ConfigError(
             f"rollout.fully_sharded=true cuts adapter slots, here of rank {slot_rank(spec)}, over "
@@ -86,6 +89,12 @@ def check_quantised(config: RunConfig, form: str | None) -> None:
         )
     if form is None:
         return
+    backend = config.rollout.engine_args.get("moe_backend")
+    if form == "int4" and backend is not None:
+        raise ConfigError(
+            f"rollout.engine_args.moe_backend={backend} is set by the run itself, and the base is "
+            "int4: what else vLLM has for it never reads an adapter; leave it out"
+        )
     if config.refit.mode == "merged":
         raise ConfigError(
             f"refit.mode=merged writes merged weights into the engine, and the base is {form}: "
@@ -164,7 +173,8 @@ def fork_processes(config: RunConfig) -> None:
 def engine_args(
     config: RunConfig, spec: AdapterSpec, model_dir: str, index: int, cpu: bool
 ) -> dict[str, Any]:
-    """Keywords of vLLM's AsyncEngineArgs."""
+    """Keywords of vLLM's AsyncEngineArgs. Raises ConfigError for one in rollout.engine_args that is
+    set here."""
     dtype = serving_dtype(config, cpu)
     args: dict[str, Any] = {
         "model": model_dir,
@@ -202,7 +212,7 @@ def engine_args(
         args["max_num_batched_tokens"] = step_tokens(config.rollout)
     if cpu:
         args |= _cpu_args(config, spec)
-    return args
+    return with_passed_on(args, config)
 
 
 def _additional(config: RunConfig, cpu: bool) -> dict[str, Any]:

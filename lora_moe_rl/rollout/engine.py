@@ -37,7 +37,7 @@ from lora_moe_rl.refit.parts import PartLayout, SentPart, check_sent, to_json, v
 from lora_moe_rl.refit.transports import Channel, place
 from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
 from lora_moe_rl.rollout import device as engine_device
-from lora_moe_rl.rollout import dp_ranks, outputs
+from lora_moe_rl.rollout import dp_ranks, outputs, passed_on, stop_strings
 from lora_moe_rl.rollout.in_flight import Piece, Question
 from lora_moe_rl.rollout.spread import Meeting, meeting_at, spread_args
 from lora_moe_rl.rollout.vllm_engine import VllmEngine
@@ -101,7 +101,10 @@ class RolloutEngine(VllmEngine):
         args = self._engine_args(cpu)
         if meeting is not None:
             args |= spread_args(self.config.rollout, meeting, 0)
-        self.llm = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**args))
+        with passed_on.told_of(self.config):
+            self.llm = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**args))
+        if self.config.rollout.stop:
+            stop_strings.give_tokenizer(self.llm, self.tokenizer)
         ended = time.perf_counter()
         return {
             "vllm": vllm.__version__,
@@ -123,19 +126,21 @@ class RolloutEngine(VllmEngine):
         version: int,
         seed: int,
         turn: Turn | None = None,
-        temperature: float | None = None,
+        manner: Manner | None = None,
     ) -> tuple[list[Sample], SentRoutes]:
         """`n` samples that go on from `token_ids` under adapter `version`, and their routes, cut as
         the trainer's ranks will fetch them. Of a turn of a conversation only the routes that no
         earlier turn has. After `move_on` they are of the version named there at least, and may be
-        of several. With a `temperature` of their own, as an evaluation's, all are of `version`; at
-        0, the likeliest token, logprobs are of no distribution.
+        of several. In a `manner` of their own, an evaluation's, all are of `version`, and their
+        logprobs are of another distribution than the trainer's, or of none.
 
         A sample depends on `seed` and its place, not on what else the engine does, unless it is
         continued. Raises RefitError when the version is not in a slot.
         """
-        limit = self.config.rollout.max_response_tokens if turn is None else turn.max_tokens
-        first = Question(token_ids, n, seed, limit, version, temperature=temperature)
+        own = None if manner is None else manner.max_tokens
+        longest = self.config.rollout.max_response_tokens if own is None else own
+        limit = longest if turn is None else turn.max_tokens
+        first = Question(token_ids, n, seed, limit, version, manner=manner)
         pieces = await self.in_flight.samples(self._ask, first, turn)
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(self.packing, self._packed, pieces, turn)
@@ -162,6 +167,9 @@ class RolloutEngine(VllmEngine):
     ) -> tuple[list[Sample], SentRoutes]:
         """What vLLM answered, as samples and routes that are on their way. Not called in the event
         loop, which feeds vLLM meanwhile: long samples with many layers take most of a second."""
+        if self.config.rollout.stop:
+            for one in pieces:
+                stop_strings.check_ended(one[-1].output, self.tokenizer)
         shape, recorded = self.spec.shape, 0 if turn is None else turn.recorded
         samples, table = outputs.samples_and_routes(pieces, self.tokenizer, shape, recorded)
         return samples, send(table, outputs.route_pieces(shape, self.config.trainer))
@@ -215,8 +223,8 @@ class RolloutEngine(VllmEngine):
         **more: Any,
     ) -> Piece:
         served = BASE_VERSION if version is None else version
-        question = Question(token_ids, 1, seed, turn.max_tokens, served, turn.recorded)
-        params = outputs.params_in(self.sampling, question, manner)
+        question = Question(token_ids, 1, seed, turn.max_tokens, served, turn.recorded, manner)
+        params = outputs.params_of(self.sampling, question)
         request = None if version is None else self._lora_request(version)
         answer = await self._request(token_ids, params, request, version, **more)
         return Piece(token_ids, answer.outputs[0], served, turn.recorded)

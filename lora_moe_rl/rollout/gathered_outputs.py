@@ -9,7 +9,8 @@ decoding, and its front takes it as it takes one token.
     stock      t0 │ t1 │ t2 │ t3+end          an output a step
     here            t0 t1 t2 t3+end           one
 
-What is handed on is equal. Requests that do stream are left as they are. A front that ends a
+What is handed on is equal. Requests that do stream are left as they are, and so are those with stop
+strings, which the front looks for (rollout/stop_strings.py). A front that ends a
 request early has not seen its last second, so that engines whose requests are to go on from all
 their tokens (schedule.in_flight=continue) do not gather.
 """
@@ -69,10 +70,11 @@ class Gathered:
 
 def may_wait(output: EngineCoreOutput, there: Mapping[str, Any]) -> bool:
     """Whether it says nothing but tokens and what belongs to each of them, not even an end, to a
-    front that wants the whole answer."""
+    front that wants the whole answer, and looks for nothing in it."""
     if any(getattr(output, name) is not None for name in OTHERS):
         return False
-    return there[output.request_id].sampling_params.output_kind == RequestOutputKind.FINAL_ONLY
+    params = there[output.request_id].sampling_params
+    return params.output_kind == RequestOutputKind.FINAL_ONLY and not params.stop
 
 
 def joined(parts: list[EngineCoreOutput]) -> EngineCoreOutput:

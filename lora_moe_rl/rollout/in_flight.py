@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from lora_moe_rl.ports import Turn
+from lora_moe_rl.ports import Manner, Turn
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Piece:
 @dataclass(frozen=True)
 class Question:
     """One request: `n` samples of up to `max_tokens` tokens that go on from `token_ids` under
-    `version`, without the routes of the first `recorded` tokens. `temperature` None is that of
+    `version`, without the routes of the first `recorded` tokens. `manner` None is that of
     training."""
 
     token_ids: Sequence[int]
@@ -53,12 +53,12 @@ class Question:
     max_tokens: int
     version: int
     recorded: int = 0
-    temperature: float | None = None
+    manner: Manner | None = None
 
     @property
     def stays(self) -> bool:
         """Whether it ends on the version it began with, whatever is published: an evaluation's."""
-        return self.temperature is not None
+        return self.manner is not None
 
 
 Ask = Callable[[Question], Awaitable[Any]]

@@ -13,8 +13,7 @@ from lora_moe_rl.adapters.sharding import pipeline_chunks
 from lora_moe_rl.adapters.spec import ModelShape
 from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.data.samples import Sample, Segment
-from lora_moe_rl.errors import ReplayError
-from lora_moe_rl.ports import Manner
+from lora_moe_rl.errors import ReplayError, RolloutError
 from lora_moe_rl.rollout.in_flight import Piece, Question
 from lora_moe_rl.router_replay import table
 from lora_moe_rl.router_replay.table import RouteTable
@@ -30,9 +29,17 @@ def sampling_params(config: RunConfig, stop_ids: set[int]) -> Any:
         stop_token_ids=sorted(stop_ids | set(config.rollout.stop_token_ids)),
         logprobs=0,  # of the sampled token only
         flat_logprobs=True,
-        detokenize=False,
+        **_stop_strings(config),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def _stop_strings(config: RunConfig) -> dict[str, Any]:
+    """Nothing is decoded for others. Special tokens are a part of the text that is looked at, which
+    is used for nothing else."""
+    if not config.rollout.stop:
+        return {"detokenize": False}
+    return {"detokenize": True, "stop": list(config.rollout.stop), "skip_special_tokens": False}
 
 
 def params_of(params: Any, question: Question) -> Any:
@@ -40,16 +47,9 @@ def params_of(params: Any, question: Question) -> Any:
     params = params.clone()
     params.n, params.seed, params.max_tokens = question.n, question.seed, question.max_tokens
     params.routed_experts_prompt_start = question.recorded
-    if question.temperature is not None:
-        params.temperature = question.temperature
-    return params
-
-
-def params_in(params: Any, question: Question, manner: Manner) -> Any:
-    """SamplingParams of a request that is sampled in a manner of its own."""
-    params = params_of(params, question)
-    params.temperature, params.top_p, params.top_k = manner.temperature, manner.top_p, manner.top_k
-    params.stop_token_ids = sorted({*params.stop_token_ids, *manner.stop_token_ids})
+    if (own := question.manner) is not None:
+        params.temperature, params.top_p, params.top_k = own.temperature, own.top_p, own.top_k
+        params.stop_token_ids = sorted({*params.stop_token_ids, *own.stop_token_ids})
     return params
 
 
@@ -88,7 +88,8 @@ def samples_and_routes(
     """A sample of each one's pieces, and one table of their routes, without the rows of the first
     `recorded` tokens of each, which are there already: those that a piece has recorded anew are a
     part of their own (`Sample.splits`), after those of the parts before it. Raises ReplayError when
-    vLLM answers with more rows than were asked for."""
+    vLLM answers with more rows than were asked for, and RolloutError for logprobs that are
+    not one a token."""
     texts = tokenizer.batch_decode(
         [one[-1].token_ids[len(one[0].before) :] for one in pieces], skip_special_tokens=True
     )
@@ -162,6 +163,11 @@ def _sample(
     for piece in pieces:
         flat = piece.output.logprobs
         logprobs = np.array([flat.logprobs[i] for i in flat.start_indices], dtype=np.float32)
+        if len(logprobs) != len(piece.output.token_ids):
+            raise RolloutError(
+                f"vLLM answered with {len(piece.output.token_ids)} tokens and the logprobs of "
+                f"{len(logprobs)} (adapter version {piece.version})"
+            )
         segments.append(Segment.sampled(piece.output.token_ids, logprobs, piece.version))
     reason = pieces[-1].output.finish_reason
     return Sample(tuple(segments), reason, text, splits=splits, prompt_routes=prompt_routes)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config.evaluation import EVAL
+from lora_moe_rl.config.evaluation import EVAL, EvalSetConfig
 from lora_moe_rl.data.held_out import seed_of_prompt
 from lora_moe_rl.data.samples import Group, Prompt
 from lora_moe_rl.environments.base import Environment
@@ -22,7 +22,7 @@ from lora_moe_rl.errors import EngineDied, RewardError
 from lora_moe_rl.evaluation.scoring import sample_lines, set_metrics
 from lora_moe_rl.files import eval_files
 from lora_moe_rl.files.run_dir import RunDir
-from lora_moe_rl.ports import Sampler
+from lora_moe_rl.ports import Manner, Sampler
 from lora_moe_rl.telemetry import console, names
 from lora_moe_rl.telemetry.metrics import MetricsWriter
 from lora_moe_rl.telemetry.timeline import EVALUATE, Timeline
@@ -46,7 +46,8 @@ class Evaluator:
         self.timeline, self.run_dir, self.metrics = timeline, run_dir, metrics
         self.sets = config.eval.sources()
         self.environments = {
-            name: environment.of_group_size(one.samples) for name, one in self.sets.items()
+            name: environment.held_out(one.samples, one.max_response_tokens)
+            for name, one in self.sets.items()
         }
 
     async def evaluate(self, step: int, version: int) -> None:
@@ -95,9 +96,7 @@ class Evaluator:
         """A prompt's samples, scored. Asked again when its engine dies, as long as another one
         serves the version or will."""
         name = prompt.data_set
-        temperature = self.sets[name].temperature
-        if temperature is None:
-            temperature = self.config.rollout.temperature
+        manner = self._manner(self.sets[name])
         seed = seed_of_prompt(self.config.eval.seed, name, prompt.row)
 
         def watch(index: int) -> AbstractContextManager[None]:
@@ -105,7 +104,7 @@ class Evaluator:
 
         async with room:
             while True:
-                policy = self.engines.policy(version, seed, watch, temperature)
+                policy = self.engines.policy(version, seed, watch, manner)
                 try:
                     group = await self.environments[name].rollout(prompt, policy)
                 except EngineDied:
@@ -114,6 +113,15 @@ class Evaluator:
                     continue
                 group.routes = None  # nobody replays them: their memory is free
                 return group
+
+    def _manner(self, settings: EvalSetConfig) -> Manner:
+        temperature = settings.temperature
+        return Manner(
+            temperature=self.config.rollout.temperature if temperature is None else temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            max_tokens=settings.max_response_tokens,
+        )
 
     def _check_failed(self, name: str, groups: Sequence[Group], step: int) -> None:
         failures = [failure for group in groups for failure in group.failures]

@@ -47,9 +47,7 @@ class NoEngines:
 
     restarts = 0
 
-    def policy(
-        self, version: int, seed: int, watch: Watch, temperature: float | None = None
-    ) -> Policy:
+    def policy(self, version: int, seed: int, watch: Watch, manner: Manner | None = None) -> Policy:
         return NoPolicy()
 
     async def pin(self, version: int | None) -> None:

@@ -25,6 +25,7 @@ from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
 from lora_moe_rl.base import choose
 from lora_moe_rl.config import EvalSetConfig, RewardFunction, RunConfig, SourceConfig
+from lora_moe_rl.config.eval_rules import prompt_room
 from lora_moe_rl.config.evaluation import EVAL
 from lora_moe_rl.config.plugins import ENVIRONMENTS
 from lora_moe_rl.data.columns import Row
@@ -215,7 +216,7 @@ class Preflight:
                 _require_function(name, one)
         functions = self._with_address(functions)
         max_steps = config.trainer.steps * config.algorithm.updates_per_step
-        self.rewards = RewardsBySet(functions, config.reward.timeout_s, max_steps)
+        self.rewards = RewardsBySet(functions, config.reward, max_steps)
         found = []
         for name, source in self.sources.items():
             for runner in self.rewards.of(name):
@@ -360,7 +361,7 @@ class Preflight:
 
     def _held_out(self, name: str, source: EvalSetConfig) -> list[Prompt]:
         """The prompts of an eval set. Raises DataError for rows that cannot be asked or grouped."""
-        most, maker = self.config.max_prompt_tokens, self.environment.prompt_tokenizer
+        most, maker = prompt_room(self.config, source), self.environment.prompt_tokenizer
         rows = self.rows.get(name)
         found = held_out_prompts(name, source, maker, self.config.eval.seed, most, rows)
         check_values(source, [prompt.columns for prompt in found])

@@ -51,7 +51,7 @@ class Work:
 
     `mask`: bool `[T]`, tokens in the loss; of the data, until it is chosen (`objective.py`).
     `step_mean`: of the whole step, where the algorithm asks for one. `entropy`: float32 `[T]`, of
-    the last forward with gradients.
+    the last forward with gradients, with a gradient itself until the loss has been made of it.
 
     `routes`: to be replayed, of each pipeline chunk; None when routers choose. `complete`: bool
     `[T]`, tokens with routes in all layers of the model.
@@ -180,8 +180,8 @@ class TrainingEngine:
         self._schedule(works, keep, head, forward_only=True, record=record, replay=replay)
 
     def head(self, temperature: float) -> Head:
-        """Logprobs in the place of logits."""
-        return Head(temperature, self.spec.shape.vocab_size)
+        """Logprobs in the place of logits, and of a forward with gradients the entropy."""
+        return Head(temperature, self.spec.shape.vocab_size, self.algorithm.trains_entropy)
 
     def forward_backward(
         self,

@@ -5,14 +5,16 @@ hidden [F, H] ──rows that count, some at a time──> logits ──> logpro
 
 Nothing of the head is trained, so that all a backward needs is the gradient of each logprob with
 respect to its row of hidden states, and that does not depend on the loss: it is formed beside the
-logprob, and the backward scales it. Logits live for a few rows (`logits.py`). `plain_head.py` is
-the same by autograd.
+logprob, and the backward scales it. Where the loss goes by the entropy too, its gradient is formed
+and kept in the same way: -(p (log p + entropy)) W / t. Logits live for a few rows (`logits.py`).
+`plain_head.py` is the same by autograd.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -35,13 +37,15 @@ class Head:
     """Gives logprobs, float32 [T], in the place of logits: an `output_processor` of megatron-core,
     whose context is the micro-batch. They are 0 for tokens that are not of its response.
 
-    With gradients the work gets `entropy` too, float32 [T], in nats, detached. `temperature` is
-    that of the rollout, for old, current and reference logprobs alike; `vocab_size` is the model's:
-    a vocabulary that is padded for tensor parallelism has rows that no token owns.
+    With gradients the work gets `entropy` too, float32 [T], in nats; it has a gradient of its own
+    if `trains_entropy`. `temperature` is that of the rollout, for old, current and reference
+    logprobs alike; `vocab_size` is the model's: a vocabulary that is padded for tensor parallelism
+    has rows that no token owns.
     """
 
     temperature: float
     vocab_size: int
+    trains_entropy: bool = False
 
     def __call__(
         self,
@@ -70,7 +74,9 @@ class Head:
             self.vocab_size,
             ps.get_tensor_model_parallel_group(),
         )
-        trained = torch.is_grad_enabled()
+        trained = Trained.NOTHING
+        if torch.is_grad_enabled():
+            trained = Trained.ENTROPY_TOO if self.trains_entropy else Trained.LOGPROBS
         logprobs, entropy = LogProbs.apply(
             hidden.squeeze(1), labels, rows, fed_at, vocabulary, self.temperature, trained
         )
@@ -89,45 +95,58 @@ class Vocabulary(NamedTuple):
     group: dist.ProcessGroup | None
 
 
+class Trained(IntEnum):
+    """Of what a backward follows."""
+
+    NOTHING = 0
+    LOGPROBS = 1
+    ENTROPY_TOO = 2
+
+
 class LogProbs(torch.autograd.Function):
     """hidden `[F, H]`, labels int64 `[T]`, rows int64 `[R]`, fed_at int64 `[R]` (which hidden state
-    is each row's) -> logprobs and entropy, float32 `[T]`, 0 but in `rows`. `trained`: whether a
-    backward follows; without one there is no entropy. The gradient with respect to hidden is this
-    rank's part of a sum; entropy has none."""
+    is each row's) -> logprobs and entropy, float32 `[T]`, 0 but in `rows`. Where nothing is
+    `trained` there is no entropy. The gradient with respect to hidden is this rank's part of a sum;
+    entropy has one if it is trained too."""
 
     @staticmethod
     def forward(
-        ctx, hidden, labels, rows, fed_at, vocabulary: Vocabulary, temperature, trained: bool
+        ctx, hidden, labels, rows, fed_at, vocabulary: Vocabulary, temperature, trained: Trained
     ):
         logprobs = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
         entropy = torch.zeros_like(logprobs)
-        slopes = hidden.new_empty(len(rows), hidden.shape[1]) if trained else None
+        # [trained, R, H]: of the logprobs, then of the entropy.
+        slopes = [hidden.new_empty(len(rows), hidden.shape[1]) for _ in range(trained)]
         for part in _parts(len(rows), len(vocabulary.weight)):
             some = rows[part]
             states = hidden[fed_at[part]]
             found = _of_rows(states, labels[some], vocabulary, temperature, trained)
             logprobs[some] = found.logprobs
-            if slopes is not None:
-                entropy[some], slopes[part] = found.entropy, found.slopes
-        if slopes is not None:
-            ctx.save_for_backward(rows, fed_at, slopes)
+            if trained:
+                entropy[some] = found.entropy
+            for every, these in zip(slopes, found.slopes, strict=True):
+                every[part] = these
+        if trained:
+            ctx.save_for_backward(rows, fed_at, *slopes)
             ctx.num_fed = len(hidden)
-        ctx.mark_non_differentiable(entropy)
+        if trained != Trained.ENTROPY_TOO:
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx, of_logprobs, of_entropy):
-        rows, fed_at, slopes = ctx.saved_tensors
-        gradient = slopes.new_zeros(ctx.num_fed, slopes.shape[1])
+    def backward(ctx, *of_outputs):
+        rows, fed_at, *slopes = ctx.saved_tensors
+        gradient = slopes[0].new_zeros(ctx.num_fed, slopes[0].shape[1])
         # One hidden state, of a prompt's last token, may predict first tokens of several samples.
-        gradient.index_add_(0, fed_at, slopes * of_logprobs[rows, None].to(slopes.dtype))
+        for each, given in zip(slopes, of_outputs, strict=False):
+            gradient.index_add_(0, fed_at, each * given[rows, None].to(each.dtype))
         return gradient, None, None, None, None, None, None
 
 
 class _Found(NamedTuple):
     logprobs: torch.Tensor
     entropy: torch.Tensor | None = None
-    slopes: torch.Tensor | None = None
+    slopes: tuple[torch.Tensor, ...] = ()
 
 
 def _parts(rows: int, columns: int) -> Iterator[slice]:
@@ -140,9 +159,9 @@ def _of_rows(
     labels: torch.Tensor,
     vocabulary: Vocabulary,
     temperature: float,
-    with_slopes: bool,
+    trained: Trained,
 ) -> _Found:
-    """Of a few rows. Without slopes, no entropy either."""
+    """Of a few rows."""
     weight, first, size, group = vocabulary
     logits = (hidden @ weight.t()).float().div_(temperature)
     if first + len(weight) > size:
@@ -154,19 +173,24 @@ def _of_rows(
     here = (places >= 0) & (places < len(weight))
     places = places.where(here, 0)
     of_label = logits.gather(1, places[:, None])[:, 0].where(here, 0)
-    if not with_slopes:
+    if not trained:
         sums = torch.stack([logits.exp_().sum(-1), of_label])
         _all_reduce(sums, dist.ReduceOp.SUM, group)
         return _Found(sums[1] - sums[0].log())
     shares = logits.exp()
-    weighted = logits.clamp_min_(LOWEST).mul_(shares).sum(-1)
-    sums = torch.stack([shares.sum(-1), of_label, weighted])
+    weighted = logits.clamp_min_(LOWEST).mul_(shares)
+    sums = torch.stack([shares.sum(-1), of_label, weighted.sum(-1)])
     _all_reduce(sums, dist.ReduceOp.SUM, group)
     total = sums[0].log()
+    entropy = total - sums[2] / sums[0]
     shares.div_(sums[0][:, None])
     own = weight[places].where(here[:, None], 0)
-    slopes = (own - shares.to(weight.dtype) @ weight).div_(temperature)
-    return _Found(sums[1] - total, total - sums[2] / sums[0], slopes)
+    slopes = [(own - shares.to(weight.dtype) @ weight).div_(temperature)]
+    if trained == Trained.ENTROPY_TOO:
+        # p (log p + entropy), where log p is a shifted logit less the total.
+        weighted.div_(sums[0][:, None]).addcmul_(shares, (entropy - total)[:, None])
+        slopes.append((weighted.to(weight.dtype) @ weight).div_(-temperature))
+    return _Found(sums[1] - total, entropy, tuple(slopes))
 
 
 def _all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup | None) -> None:

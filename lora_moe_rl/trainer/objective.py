@@ -76,7 +76,7 @@ def scales_of(
     return aggregate(how, mine, batch.groups, batch.copies, longest)
 
 
-def tokens_of(work: Work, logprobs: torch.Tensor) -> Tokens:
+def tokens_of(work: Work, logprobs: torch.Tensor, entropy: torch.Tensor | None = None) -> Tokens:
     """What an algorithm sees of a micro-batch: 0 wherever a token is not in the loss."""
     data, device = work.data, logprobs.device
     mask = on_device(torch.from_numpy(work.mask), device)
@@ -99,6 +99,7 @@ def tokens_of(work: Work, logprobs: torch.Tensor) -> Tokens:
         num_samples=len(data.samples) + 1,
         step_mean=work.step_mean,
         rewards=None if rewards is None else inside(on_device(rewards, device)),
+        entropy=None if entropy is None else inside(entropy),
     )
 
 

@@ -200,9 +200,12 @@ def _backward(
     """Gradients of the loss of `works`, over all ranks."""
 
     def loss(work: Work, logprobs: torch.Tensor):
-        data, entropy = work.data, work.entropy
-        assert entropy is not None  # there is one of each forward with gradients
-        tokens = tokens_of(work, logprobs)
+        assert work.entropy is not None  # there is one of each forward with gradients
+        data = work.data
+        tokens = tokens_of(
+            work, logprobs, work.entropy if engine.algorithm.trains_entropy else None
+        )
+        entropy = work.entropy = work.entropy.detach()
         found = engine.algorithm.loss(tokens)
         total = total_of(found, work, tokens, scales)
         meter.add("tokens", work.stands.sum())

@@ -1,8 +1,9 @@
 """What the ranks compute for `verify algorithm`, and the plain reference beside them.
 
 The reference takes all samples of the step at once, in float64, knowing neither micro-batches nor
-ranks, and gives the loss and what each token's logprob is worth to it. The trainer then only turns
-these worths into a gradient of the adapters, by a loss that is a plain sum of products.
+ranks, and gives the loss and what each token's logprob is worth to it, and its entropy where the
+loss goes by that. The trainer then only turns these worths into a gradient of the adapters, by a
+loss that is a plain sum of products.
 """
 
 from __future__ import annotations
@@ -81,17 +82,21 @@ def reference(worker, spec: AdapterSpec, inputs: Inputs) -> dict[str, Found]:
         config = with_algorithm(worker.engine.config, case)
         batch = batch_of(inputs, config)
         values = _values(worker, spec, config, inputs)
-        loss, worths = plain(config, batch, own, base, values)
+        loss, worths, of_entropy = plain(config, batch, own, base, values)
         count = sum(len(worth) for worth in worths)
         linear = replace(
             batch,
             advantages=[(worth * count).astype(np.float32) for worth in worths],
+            logprobs=[(worth * count).astype(np.float32) for worth in of_entropy],
             weights=[np.ones(len(worth), np.float32) for worth in worths],
             copies=np.ones(len(worths), np.int64),
         )
         config = with_algorithm(config, RunConfig())
         one = Inputs(linear, inputs.table, {})
-        _, shards = _gradients(worker, config, Linear(config.algorithm, 1), one)
+        product, shards = _gradients(worker, config, Linear(config.algorithm, 1), one)
+        # `plain` knows no entropies: what they add is what the product is more than the logprobs'.
+        if any(worth.any() for worth in of_entropy):
+            loss += product - sum(float(w @ o) for w, o in zip(worths, own, strict=True))
         found[name] = loss, shards
     return found
 
@@ -102,10 +107,11 @@ def plain(
     own: Sequence[np.ndarray],
     base: Sequence[np.ndarray],
     values: Sequence[np.ndarray] | None = None,
-) -> tuple[float, list[np.ndarray]]:
-    """The loss of the whole step, and d loss / d logprob of each token, float64 [R] a sample. own,
-    base: logprobs [R] of the responses, of the policy and of the bare base. values: [R], of a
-    critic. A sample that stands in the loss several times is there so often."""
+) -> tuple[float, list[np.ndarray], list[np.ndarray]]:
+    """The loss of the step, were all entropies 0; d loss / d logprob and d loss / d entropy of
+    each token, float64 [R] a sample. own, base: logprobs [R] of the responses, of the policy and of
+    the bare base. values: [R], of a critic. A sample that stands in the loss several times is there
+    so often."""
     import torch
 
     algorithm = algorithms.make(config)
@@ -118,6 +124,8 @@ def plain(
     advantages, step_mean = _revised(algorithm, batch, own, base, values), None
     leaf = torch.from_numpy(np.concatenate(own).astype(np.float64)).requires_grad_()
     logprobs = torch.cat([leaf.split(lengths)[i] for i in standing])
+    no_entropy = torch.zeros_like(leaf).requires_grad_()
+    entropy = torch.cat([no_entropy.split(lengths)[i] for i in standing])
     rewards: list[np.ndarray] = []
     if batch.rewards is not None:
         rewards = [np.repeat(*one) for one in zip(batch.rewards, lengths, strict=True)]
@@ -141,6 +149,7 @@ def plain(
             num_samples=len(sizes) + 1,
             step_mean=step_mean,
             rewards=inside(rewards) if algorithm.revises else None,
+            entropy=entropy.where(stays, 0) if algorithm.trains_entropy else None,
         )
 
     for kept_alone in (False, True):
@@ -158,8 +167,9 @@ def plain(
     scales = aggregate(config.algorithm.aggregation, kept, groups, once, longest)
     factor = weights * scales.of_sample.astype(np.float64)[sample_of]
     loss = (losses * torch.from_numpy(factor)).sum() / max(scales.divisor, 1)
-    (worth,) = torch.autograd.grad(loss, leaf)
-    return loss.item(), np.split(worth.numpy(), np.cumsum(lengths)[:-1])
+    worths = torch.autograd.grad(loss, (leaf, no_entropy), materialize_grads=True)
+    each = [np.split(one.numpy(), np.cumsum(lengths)[:-1]) for one in worths]
+    return loss.item(), *each
 
 
 def _revised(
@@ -179,11 +189,14 @@ def _revised(
 
 
 class Linear(Algorithm):
-    """The sum of advantage times logprob: its gradient is that of any loss whose worths the
-    advantages are."""
+    """The sum of advantage times logprob, and of the engine's logprob times entropy: its gradient
+    is that of any loss whose worths these are."""
+
+    trains_entropy = True
 
     def loss(self, tokens: Tokens) -> Loss:
-        return Loss(tokens.advantages * tokens.logprobs)
+        assert tokens.entropy is not None
+        return Loss(tokens.advantages * tokens.logprobs + tokens.rollout * tokens.entropy)
 
 
 def with_algorithm(config: RunConfig, case: RunConfig) -> RunConfig:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lora_moe_rl.trainer.head import LogProbs, Vocabulary
+from lora_moe_rl.trainer.head import LogProbs, Trained, Vocabulary
 
 T, H, SIZE, PADDED = 41, 16, 97, 100
 TEMPERATURE = 0.7
@@ -30,22 +30,31 @@ def clipped(logprobs: torch.Tensor) -> torch.Tensor:
     return (0.1 * (old - logprobs).exp() - surrogate + 0.1 * logprobs).sum()
 
 
-def ours(hidden, labels, rows, vocabulary):
-    logprobs, entropy = LogProbs.apply(hidden, labels, rows, rows, vocabulary, TEMPERATURE, True)
-    clipped(logprobs[rows]).backward()
+def bonus(entropy: torch.Tensor) -> torch.Tensor:
+    """Of all sizes and of both signs too."""
+    torch.manual_seed(2)
+    return (torch.randn(len(entropy), dtype=torch.float64).to(entropy) * entropy).sum()
+
+
+def ours(hidden, labels, rows, vocabulary, trained=Trained.LOGPROBS):
+    logprobs, entropy = LogProbs.apply(hidden, labels, rows, rows, vocabulary, TEMPERATURE, trained)
+    loss = clipped(logprobs[rows])
+    if trained == Trained.ENTROPY_TOO:
+        loss = loss + bonus(entropy[rows])
+    loss.backward()
     outside = torch.ones(len(labels), dtype=torch.bool)
     outside[rows] = False
     assert not logprobs[outside].any() and not entropy[outside].any()
     return logprobs[rows], entropy[rows], hidden.grad
 
 
-def of_rank(rank: int, file: str, answers) -> None:
+def of_rank(rank: int, file: str, trained: Trained, answers) -> None:
     dist.init_process_group("gloo", f"file://{file}", rank=rank, world_size=2)
     hidden, weight, labels, rows = tensors()
     half = PADDED // 2
     mine = weight[rank * half : (rank + 1) * half]
     vocabulary = Vocabulary(mine, rank * half, SIZE, dist.group.WORLD)
-    logprobs, entropy, gradient = ours(hidden, labels, rows, vocabulary)
+    logprobs, entropy, gradient = ours(hidden, labels, rows, vocabulary, trained)
     dist.all_reduce(gradient)
     answers[rank] = [x.detach().tolist() for x in (logprobs, entropy, gradient)]
     dist.destroy_process_group()

@@ -79,7 +79,7 @@ class Engine:
     async def pin(self, version):
         return self._do("pin", version)
 
-    async def sample_in_parts(self, places, token_ids, n, version, seed, turn, temperature):
+    async def sample_in_parts(self, places, token_ids, n, version, seed, turn, manner):
         await self._idle("sample")
         routes = Sent((Block((f"table-{self.index}",)),))
         answer = self._do("sample", token_ids, version, seed), routes

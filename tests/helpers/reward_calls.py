@@ -12,9 +12,12 @@ from lora_moe_rl.data.samples import Sample, Segment
 from lora_moe_rl.rewards.runner import RewardRunner
 
 
-def runner_of(function: str | Path, timeout_s: float, **args: Any) -> RewardRunner:
+def runner_of(
+    function: str | Path, timeout_s: float, workers: int = 2, **args: Any
+) -> RewardRunner:
     """A runner of a function that is alone, in a run of 40 optimizer steps."""
-    return RewardRunner(RewardFunction("reward.function", str(function), args), timeout_s, 40)
+    one = RewardFunction("reward.function", str(function), args)
+    return RewardRunner(one, timeout_s, 40, workers)
 
 
 def sample_of(tokens: int, text: str, version: int = 0) -> Sample:

@@ -42,6 +42,15 @@ PARTS = {
         **WIDE,
         "aggregation": "prompt-mean",
     },
+    "entropy": {"entropy_coef": 0.3, "anchor": "rollout"},
+    "entropy_in_parts": {
+        "entropy_coef": 0.3,
+        "rejection": "tokens",
+        **WIDE,
+        "reweight": "pow",
+        "aggregation": "seq-mean-token-mean",
+    },
+    "entropy_of_ppo": {"name": "ppo", "entropy_coef": 0.3, "correction": "tis"},
     "reinforce": {"correction": "bypass_pg_is", "aggregation": "seq-mean-token-sum"},
 }
 CONFIG = with_settings(

@@ -15,6 +15,7 @@ from lora_moe_rl.adapters import peft
 from lora_moe_rl.config import TrainerConfig
 from lora_moe_rl.environments.parts.conversation import Conversation
 from lora_moe_rl.errors import RefitError
+from lora_moe_rl.ports import Manner
 from lora_moe_rl.router_replay.travel import join
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 
@@ -111,6 +112,29 @@ def test_samples_depend_on_the_seed_alone(engine):
     assert texts(0, 0, 2) + texts(0, 2, 5) == together
     assert texts(7, 0, 5) != together
     assert len({tuple(ids) for ids in together}) == 20  # no two samples share random numbers
+
+
+def test_samples_of_an_evaluation_are_sampled_in_its_own_manner(engine):
+    """The likeliest token, by top_k=1, by a top_p that one token has alone, and at temperature 0;
+    longer than samples of training, and shorter."""
+    tensors = engine.random_adapter(seed=13)
+    version, prompts = engine.new_version(tensors), random_prompts(13, [9, 5, 14, 3, 20])
+
+    def written(prompt: list[int], manner: Manner) -> list[int]:
+        asked = engine.actor.sample.remote(prompt, 1, version, 7, None, manner)
+        ((sample,), _) = ray.get(asked)
+        return sample.response_ids.tolist()
+
+    lengths = []
+    for prompt in prompts:
+        found = written(prompt, Manner(top_k=1, max_tokens=40))
+        assert written(prompt, Manner(top_p=1e-6, max_tokens=40)) == found
+        assert written(prompt, Manner(temperature=0.0, max_tokens=3)) == found[:3]
+        with engine.merged(tensors) as model, torch.no_grad():
+            likeliest = model(torch.tensor([prompt + found])).logits[0].argmax(-1).tolist()
+        assert found == likeliest[len(prompt) - 1 : -1]
+        lengths.append(len(found))
+    assert max(lengths) > engine.config.rollout.max_response_tokens
 
 
 class OneVersion:

@@ -106,6 +106,10 @@ class PolicyGradient(Algorithm):
         return frozenset(wanted)
 
     @property
+    def trains_entropy(self) -> bool:
+        return self.settings.entropy_coef > 0
+
+    @property
     def teacher(self) -> TeacherSettings | None:
         if not self._advantage.needs_teacher:
             return None
@@ -227,6 +231,10 @@ class PolicyGradient(Algorithm):
             shown = kl.detach()
             if settings.kl_in == "loss":
                 values = policy + settings.kl_coef * kl
+        if settings.entropy_coef:
+            if tokens.entropy is None:
+                raise ValueError("algorithm.entropy_coef wants the tokens' entropy; it is missing")
+            values = values - settings.entropy_coef * tokens.entropy
         return Loss(values, {"policy": policy.detach(), "kl": shown, **metrics})
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -42,6 +42,12 @@ class PolicyGradientConfig(AlgorithmConfig):
         description="How that KL is estimated (k3+: the value of k3 with k2's gradient); null: k3 "
         "in the loss, k1 in the reward.",
     )
+    entropy_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the entropy of what each token is sampled from, which is taken from "
+        "its loss: it keeps the policy from narrowing; 0: none, and none is computed.",
+    )
     overlong_buffer: int = Field(
         0, ge=0, description="Tokens before the longest response over which a reward sinks."
     )

@@ -375,3 +375,26 @@ def test_a_weight_may_be_bounded_at_one(name):
 def test_a_negative_reward_has_no_max_rl_advantage():
     with pytest.raises(ValueError, match="takes no negative rewards; one is -1"):
         made("algorithm=max_rl")._advantage.of_group(np.array([1.0, -1.0]), np.ones(2))
+
+
+def test_the_entropy_is_taken_from_the_loss_of_each_token_and_no_weight_touches_it():
+    _, tokens = three_tokens()
+    entropy = torch.tensor([0.5, 2.0, 9.0], requires_grad=True)
+    tokens = replace(tokens, entropy=entropy.where(tokens.mask, 0), rollout=tokens.old - 3)
+    with_bonus = made("algorithm.entropy_coef=0.1", "algorithm.correction=tis")
+    found, plain = with_bonus.loss(tokens), made("algorithm.correction=tis").loss(tokens)
+    assert with_bonus.trains_entropy and not made().trains_entropy
+    assert_close(found.values - plain.values, torch.tensor([-0.05, -0.2, 0.0]))
+    assert_close(found.metrics["policy"], plain.metrics["policy"])
+    found.values.sum().backward()
+    assert_close(entropy.grad, torch.tensor([-0.1, -0.1, 0.0]))
+    with pytest.raises(ValueError, match="algorithm.entropy_coef wants the tokens' entropy"):
+        with_bonus.loss(replace(tokens, entropy=None))
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_what_has_no_policy_gradient_refuses_an_entropy_bonus(name):
+    with pytest.raises(
+        ConfigError, match=f"entropy_coef=0.1 is no setting of algorithm.name={name}"
+    ):
+        made(f"algorithm={name}", "algorithm.entropy_coef=0.1")

@@ -77,6 +77,10 @@ CONTINUE = ("schedule.lag=4", "schedule.in_flight=continue")
             "rollout.least_engines=1 has engines join that are",
         ),
         ([*SPREAD, "rollout.nodes=2", TURNS], "rollout.nodes=2 spreads an engine over nodes"),
+        (
+            [*LAG, *CONTINUE, "rollout.stop=end"],
+            r'rollout.stop=\["end"\] with schedule.in_flight=continue: a text that begins under',
+        ),
         ([*SPREAD, "refit.mode=merged"], "rollout.dp=2 serves adapters in slots alone"),
         (["rollout.ep=true"], "it applies only with rollout.tp or rollout.dp above 1"),
         (
@@ -103,6 +107,7 @@ def test_an_option_without_effect_is_refused(settings, message):
         [*LAG, "mismatch.stop_above_old=0.3"],
         [*LAG, "schedule.stale=drop"],
         [*LAG, *CONTINUE, "refit.slots=2"],
+        [*LAG, "rollout.stop=end,</answer>"],
         [*LAG, *CONTINUE, "schedule.continued=split"],
         [*JUDGED, "reward.args.model=base"],
         SPREAD,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.eval_rules import prompt_room
 from lora_moe_rl.config.files import read_config_file, to_yaml
 from lora_moe_rl.config.overrides import override, with_settings
 from lora_moe_rl.config.recipes import resolve
@@ -15,6 +16,7 @@ def changed(*arguments: str) -> RunConfig:
     return override(RunConfig(), list(arguments))
 
 
+AGENT = ("environment=external", "environment.command=agent")
 SET = "eval.sets.sums.path=sums.jsonl"
 AHEAD = ("schedule.lag=1", "algorithm.correction=tis")
 
@@ -35,6 +37,20 @@ AHEAD = ("schedule.lag=1", "algorithm.correction=tis")
         ),
         ([SET, "eval.sets.sums.temperature=0.001"], "is not what vLLM would sample with"),
         ([SET, "eval.sets.sums.temperature=3"], "temperature=3 must be at most 2"),
+        ([SET, "eval.sets.sums.top_p=0"], "top_p=0 must be greater than 0"),
+        (
+            [SET, "eval.sets.sums.temperature=0", "eval.sets.sums.top_k=20"],
+            "eval.sets.sums.top_k=20 has no effect with eval.sets.sums.temperature=0",
+        ),
+        (
+            [SET, "eval.sets.sums.max_response_tokens=512"],
+            "eval.sets.sums.max_response_tokens=512 leaves no room for a prompt within "
+            "model.max_length=512",
+        ),
+        (
+            [SET, "eval.sets.sums.max_response_tokens=16", *AGENT],
+            "eval.sets.sums.max_response_tokens=16 has no effect with environment=external",
+        ),
         ([SET, "eval.sets.sums.answer=number"], "eval.sets.sums.samples=1 make no majority"),
         (["eval.sets.sums.generator=m:f"], "may never end: set eval.sets.sums.limit"),
         ([SET, "eval.sets.sums.generator=m:f"], "are both set"),
@@ -66,6 +82,15 @@ def test_evaluation_with_sampling_ahead_needs_one_slot_more():
     assert changed(*AHEAD, "refit.slots=3").refit.slots == 3
     continued = ("schedule.lag=4", "schedule.in_flight=continue")
     assert changed(SET, *AHEAD, *continued, "refit.slots=3").refit.slots == 3
+
+
+def test_prompts_of_a_set_have_the_room_that_its_own_responses_leave():
+    config = changed(
+        "data.path=d.jsonl", "model.max_length=100", "rollout.max_response_tokens=30", SET,
+        *("eval.sets.more.path=m.jsonl", "eval.sets.more.max_response_tokens=90"),
+    )  # fmt: skip
+    rooms = {name: prompt_room(config, source) for name, source in config.sources().items()}
+    assert rooms == {"": 70, "eval/sums": 70, "eval/more": 10}
 
 
 def test_a_set_has_the_runs_reward_or_its_own():

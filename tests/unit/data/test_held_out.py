@@ -83,6 +83,15 @@ def test_rows_that_are_all_left_out_are_an_error(tmp_path, tokenizer):
         prompts(EvalSetConfig(path=str(file), too_long="drop"), tokenizer)
 
 
+def test_a_prompt_without_room_is_told_of_by_the_sets_own_bound(tmp_path, tokenizer):
+    file = tmp_path / "long.jsonl"
+    file.write_text(json.dumps({"prompt": "1+" * 40 + "1="}) + "\n")
+    config = EvalSetConfig(path=str(file), max_response_tokens=9)
+    for too_long in ("drop", "error"):
+        with pytest.raises(DataError, match="model.max_length - eval.sets.sums.max_response_token"):
+            prompts(config.model_copy(update={"too_long": too_long}), tokenizer)
+
+
 def test_seeds_are_of_seed_set_and_row_alone_and_never_those_of_training_data():
     seeds = {seed_of_prompt(s, name, row) for s in (0, 1) for name in ("a", "b") for row in (0, 1)}
     assert len(seeds) == 8

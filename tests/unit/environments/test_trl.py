@@ -42,7 +42,7 @@ def make():
             reward={"function": reward and f"{FILE}:{reward}"},
             environment={"name": "trl", "calls": "python", "tool_timeout_s": 120} | settings,
         )
-        rewards = RewardsBySet(config.rewards(), 60, 1) if reward else NoRewards()
+        rewards = RewardsBySet(config.rewards(), config.reward, 1) if reward else NoRewards()
         made[key] = Trl(config, rewards, TOKENIZER)
         return made[key]
 

@@ -100,6 +100,20 @@ def test_a_version_that_stays_on_the_trainers_gpu_is_counted_there():
         )
 
 
+def test_an_entropy_bonus_keeps_a_hidden_state_more_of_each_token_on_the_last_stage():
+    facts = find("qwen3-30b-a3b")
+    trainer = {"world_size": 2, "pp": 2, "micro_batch_tokens": 8192}
+    plans = []
+    for coef in (0.0, 0.01):
+        config = config_of(trainer=trainer, algorithm={"entropy_coef": coef})
+        spec = AdapterSpec.build(facts.shape, config.adapter)
+        classes = TrainerMemory(facts, spec, "bf16").classes(config)
+        plans.append({one.stages: one.memory["logits"] for one in classes})
+    without, with_bonus = plans
+    more = {stages: with_bonus[stages] - without[stages] for stages in without}
+    assert more == {(0,): 0, (1,): 8192 * 2048 * 2}  # tokens, hidden size, bytes in bfloat16
+
+
 def test_int4_experts_are_held_as_they_are_and_dequantised_in_a_buffer():
     facts = find("kimi-k2")
     config = config_of(trainer={"world_size": 8, "tp": 8, "ep": 8})

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from lora_moe_rl.config import RewardFunction
+from lora_moe_rl.config import RewardConfig, RewardFunction
 from lora_moe_rl.data.samples import Prompt, Sample, Segment
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.rewards.by_set import RewardsBySet
@@ -27,7 +27,7 @@ def test_a_prompt_is_scored_by_the_function_of_its_set(tmp_path):
         "c": [RewardFunction("reward.function", one)],
     }
     sample = Sample((Segment.given("user", [1]), Segment.sampled([2], np.zeros(1), 0)), "stop", "x")
-    with RewardsBySet(functions, timeout_s=20, max_steps=40) as rewards:
+    with RewardsBySet(functions, RewardConfig(timeout_s=20), max_steps=40) as rewards:
         assert rewards.of("a") == rewards.of("c")
         for name, value in (("a", 1.0), ("b", 2.0), ("c", 1.0)):
             prompt = Prompt(0, "p", [1], {}, name)
@@ -48,7 +48,9 @@ def test_several_functions_score_a_prompt_together_and_one_of_other_arguments_is
     one = RewardFunction("reward.functions.one.function", spec, {}, 1.0, "one")
     ten = RewardFunction("reward.functions.ten.function", spec, {"scale": 10.0}, 0.5, "ten")
     samples = [sample_of(1, "x", version=9), sample_of(2, "xyz", version=10)]
-    with RewardsBySet({"a": [one, ten], "b": [one]}, timeout_s=20, max_steps=40) as rewards:
+    with RewardsBySet(
+        {"a": [one, ten], "b": [one]}, RewardConfig(timeout_s=20), max_steps=40
+    ) as rewards:
         assert len({*rewards.of("a"), *rewards.of("b")}) == 2
         found = asyncio.run(rewards.score(Prompt(0, "p", [1], {}, "a"), samples))
         assert found.rewards.tolist() == [1 + 5, 3 + 15] and not found.failures
@@ -68,7 +70,7 @@ def test_of_two_functions_the_one_that_judges_the_group_as_a_whole_is_named(tmp_
         for n in ("each", "group")
     ]
     samples = [sample_of(1, "x"), sample_of(2, "xyz")]
-    with RewardsBySet({"": both}, timeout_s=20, max_steps=40) as rewards:
+    with RewardsBySet({"": both}, RewardConfig(timeout_s=20), max_steps=40) as rewards:
         found = asyncio.run(rewards.score(Prompt(7, "p", [1], {}), samples))
     assert np.isnan(found.rewards).all()
     said = f"prompt 7: {tmp_path}/mixed.py:group returned 0.5 for 2 samples, not one reward for"
@@ -76,6 +78,22 @@ def test_of_two_functions_the_one_that_judges_the_group_as_a_whole_is_named(tmp_
     by_name = found.details.by_function
     assert by_name["each"].rewards.tolist() == [1, 1] and by_name["each"].num_failed == 0
     assert by_name["group"].num_failed == 2
+
+
+def test_workers_are_refused_where_every_function_is_async(tmp_path):
+    (tmp_path / "both.py").write_text(
+        "async def waits(completions): return [1.0] * len(completions)\n"
+        "def works(completions): return [1.0] * len(completions)\n"
+    )
+    waits, works = (
+        RewardFunction(f"reward.functions.{n}.function", f"{tmp_path}/both.py:{n}", {}, 1.0, n)
+        for n in ("waits", "works")
+    )
+    settings = RewardConfig(timeout_s=20, workers=3)
+    with RewardsBySet({"": [waits, works]}, settings, max_steps=40) as rewards:
+        assert [len(one.pool.workers) for one in rewards.of("")] == [1, 3]
+    with pytest.raises(ConfigError, match=r"reward\.workers=3 has no effect with .*both.py:waits"):
+        RewardsBySet({"": [waits]}, settings, max_steps=40)
 
 
 def test_a_function_that_is_absent_ends_the_others(monkeypatch):
@@ -87,5 +105,5 @@ def test_a_function_that_is_absent_ends_the_others(monkeypatch):
         "b": [RewardFunction("data.sets.b.reward", "lora_moe_rl.rewards:exact_mtch")],
     }
     with pytest.raises(ConfigError, match="exact_mtch.*did you mean exact_match"):
-        RewardsBySet(functions, timeout_s=20, max_steps=40)
+        RewardsBySet(functions, RewardConfig(timeout_s=20), max_steps=40)
     assert [runner.function for runner in ended] == ["lora_moe_rl.rewards:exact_match"]

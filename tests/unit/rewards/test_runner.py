@@ -182,6 +182,29 @@ def test_async_prompts_run_together_and_time_out_alone(functions):
     assert len(failures) == 2 and "reward.timeout_s=1" in failures[0]
 
 
+MEETING = """
+import os, pathlib, time
+
+def reward(prompts, completions, folder):
+    folder = pathlib.Path(folder)
+    (folder / str(os.getpid())).touch()
+    while len(list(folder.iterdir())) < 3:
+        time.sleep(0.01)
+    return [1.0] * len(completions)
+"""
+
+
+def test_as_many_prompts_are_scored_at_the_same_time_as_there_are_workers(tmp_path):
+    """Each waits until three processes have come."""
+    (tmp_path / "meeting.py").write_text(MEETING)
+    (folder := tmp_path / "here").mkdir()
+    spec, more = f"{tmp_path / 'meeting.py'}:reward", {"folder": str(folder)}
+    with runner_of(spec, timeout_s=30, workers=3, **more) as runner:
+        rewards, failures = score(runner, step(["a", "b", "c"]))
+    assert rewards.tolist() == [1.0] * 12 and not failures
+    assert len(list(folder.iterdir())) == 3
+
+
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [

@@ -130,6 +130,13 @@ def test_a_request_that_streams_gets_each_token_at_once(kind):
     assert not may_wait(EngineCoreOutput("a", [1]), {"a": a_request(kind)})
 
 
+def test_a_request_with_stop_strings_gets_each_token_at_once():
+    request = a_request()
+    assert may_wait(EngineCoreOutput("a", [1]), {"a": request})
+    request.sampling_params.stop = ["end"]
+    assert not may_wait(EngineCoreOutput("a", [1]), {"a": request})
+
+
 def test_every_field_of_an_output_is_thought_of():
     named = {*gathered_outputs.JOINED, *gathered_outputs.OF_LAST, *gathered_outputs.OTHERS}
     assert named == set(EngineCoreOutput.__struct_fields__)

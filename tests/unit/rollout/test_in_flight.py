@@ -18,7 +18,7 @@ from lora_moe_rl.data.micro_batches import plan_micro_batches
 from lora_moe_rl.data.packing import pack
 from lora_moe_rl.environments.parts.conversation import Conversation
 from lora_moe_rl.errors import RefitError, ReplayError
-from lora_moe_rl.ports import Turn
+from lora_moe_rl.ports import Manner, Turn
 from lora_moe_rl.rollout import outputs
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.rollout.in_flight import InFlight, Question, seed_after
@@ -31,13 +31,13 @@ PROMPTS = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 class Policy:
     """A conversation's, at version 3 or newer."""
 
-    def __init__(self, split: bool, ends: list[int], temperature: float | None = None):
-        self.in_flight, self.temperature = InFlight(split), temperature
+    def __init__(self, split: bool, ends: list[int], manner: Manner | None = None):
+        self.in_flight, self.manner = InFlight(split), manner
         self.engine = VersionedEngine(self.in_flight, ends)
 
     async def sample(self, token_ids, n, turn: Turn | None = None):
         limit = LIMIT if turn is None else turn.max_tokens
-        question = Question(token_ids, n, SEED, limit, 3, temperature=self.temperature)
+        question = Question(token_ids, n, SEED, limit, 3, manner=self.manner)
         pieces = await self.in_flight.samples(self.engine.ask, question, turn)
         recorded = 0 if turn is None else turn.recorded
         samples, table = outputs.samples_and_routes(pieces, Texts(), SHAPE, recorded)
@@ -188,11 +188,11 @@ def test_a_sample_without_a_token_yet_is_asked_for_as_if_it_came_later():
 
 
 def test_samples_of_an_evaluation_are_of_its_version_whatever_is_published():
-    policy = Policy(split=True, ends=[], temperature=0.5)
+    policy = Policy(split=True, ends=[], manner=Manner(0.5))
     policy.in_flight.newest = 5
     samples, _ = asyncio.run(policy.sample([5], 2))
     assert {version for one in samples for version in one.versions.tolist()} == {3}
-    assert [one.temperature for one in policy.engine.asked] == [0.5]
+    assert [one.manner for one in policy.engine.asked] == [Manner(0.5)]
 
 
 def two_sampled() -> list[int]:
@@ -257,7 +257,7 @@ async def test_all_that_an_older_version_samples_is_ended_and_nothing_else(monke
     old = [asyncio.create_task(engine._ask(question(1))) for _ in range(2)]
     new = asyncio.create_task(engine._ask(question(2)))
     score = asyncio.create_task(engine._request([1], None, None, 1))
-    held = asyncio.create_task(engine._ask(replace(question(1), temperature=0.5)))
+    held = asyncio.create_task(engine._ask(replace(question(1), manner=Manner(0.5))))
     await asyncio.sleep(0)  # all have been asked for, and vLLM has taken none
     await engine.move_on(2)
     assert all(task.done() for task in old)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import ReplayError
-from lora_moe_rl.rollout import outputs
+from lora_moe_rl.errors import ReplayError, RolloutError
+from lora_moe_rl.ports import Manner
+from lora_moe_rl.rollout import outputs, stop_strings
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.rollout.in_flight import Piece, Question
 from lora_moe_rl.router_replay.table import RouteTable
@@ -35,12 +37,45 @@ def test_samples_are_drawn_as_the_config_says():
     group = outputs.params_of(params, Question([1], 4, 123, 17, version=0, recorded=0))
     assert (group.n, group.seed, group.temperature) == (4, 123, 0.7)
     assert (params.n, params.seed) == (1, None)
-    held_out = Question([1], 1, 123, 17, version=0, temperature=0.0)
+    held_out = Question([1], 1, 123, 17, version=0, manner=Manner(0.0))
     greedy = outputs.params_of(params, held_out)
     assert greedy.sampling_type.name == "GREEDY" and greedy.temperature == 0.0
-    warm = outputs.params_of(params, replace(held_out, temperature=1.3))
+    warm = outputs.params_of(params, replace(held_out, manner=Manner(1.3, 0.9, 20)))
     assert (warm.temperature, warm.sampling_type.name) == (1.3, "RANDOM_SEED")
+    assert (warm.top_p, warm.top_k, params.top_p, params.top_k) == (0.9, 20, 1.0, 0)
     assert params.temperature == 0.7
+
+
+def test_texts_that_end_a_sample_are_looked_for_in_all_that_is_written():
+    plain = outputs.sampling_params(RunConfig(), stop_ids={2})
+    assert (plain.detokenize, plain.stop) == (False, [])
+    stops = outputs.sampling_params(RunConfig(rollout={"stop": ("</a>", "<|x|>")}), stop_ids={2})
+    assert (stops.detokenize, stops.stop) == (True, ["</a>", "<|x|>"])
+    assert not stops.skip_special_tokens and stops.stop_token_ids == [2]
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason", "wrong"),
+    [
+        ([1, 2, 3], "2 3", False),
+        ([1, 2, 3, 4], "2 3", True),  # another token was sampled after it
+        ([1, 2, 3, 4], 4, False),  # a stop token
+        ([1, 2, 3, 4], None, False),
+    ],
+)
+def test_a_sample_that_went_on_after_its_text_is_an_error(ids, reason, wrong):
+    output = SimpleNamespace(token_ids=ids, stop_reason=reason)
+    words = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
+    with pytest.raises(RolloutError, match="'2 3'") if wrong else nullcontext():
+        stop_strings.check_ended(output, words)
+
+
+def test_an_answer_without_a_logprob_of_each_token_is_an_error():
+    answer = SimpleNamespace(
+        token_ids=[7, 8], logprobs=flat([(7, -0.5)]), finish_reason="stop", routed_experts=None
+    )
+    with pytest.raises(RolloutError, match="2 tokens and the logprobs of 1"):
+        outputs.samples_and_routes([[Piece([4], answer, 6, 0)]], Texts(), SHAPE)
 
 
 def test_prompts_are_scored_without_what_the_cache_knows():

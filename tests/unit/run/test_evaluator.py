@@ -20,6 +20,7 @@ from lora_moe_rl.errors import EngineDied, RewardError
 from lora_moe_rl.files import eval_files
 from lora_moe_rl.files.jsonl import read_jsonl
 from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.ports import Manner
 from lora_moe_rl.run.evaluator import Evaluator
 from lora_moe_rl.telemetry import metrics
 from lora_moe_rl.telemetry.metrics import MetricsWriter, read_evaluations, read_metrics
@@ -36,14 +37,14 @@ class Engines:
     def lost(self, version):
         return self.gone
 
-    def policy(self, version, seed, watch, temperature=None):
-        return Policy(self, version, seed, watch, temperature)
+    def policy(self, version, seed, watch, manner=None):
+        return Policy(self, version, seed, watch, manner)
 
 
 class Policy:
-    def __init__(self, engines, version, seed, watch, temperature):
+    def __init__(self, engines, version, seed, watch, manner):
         self.engines, self.version, self.seed = engines, version, seed
-        self.watch, self.temperature = watch, temperature
+        self.watch, self.manner = watch, manner
 
     async def sample(self, token_ids, n, turn=None):
         engines = self.engines
@@ -56,7 +57,7 @@ class Policy:
         if engines.deaths:
             engines.deaths -= 1
             raise EngineDied("vLLM's processes of engine 0 have ended")
-        engines.asked.append((self.seed, n, self.version, self.temperature))
+        engines.asked.append((self.seed, n, self.version, self.manner))
         texts = [str((self.seed + i + self.version) % 3) for i in range(n)]
         start = Segment.given("user", token_ids)
         made = [Segment.sampled([int(text)], np.zeros(1), self.version) for text in texts]
@@ -103,9 +104,13 @@ def samples_of(run_dir: RunDir, step=3) -> str:
 
 def test_every_prompt_is_asked_once_with_its_own_seed_and_the_sets_settings(tmp_path):
     engines = Engines()
-    evaluated(tmp_path / "run", engines, "eval.sets.more.temperature=0", "eval.seed=5")
-    expected = {(seed_of_prompt(5, "eval/sums", i), 4, 7, 1.0) for i in range(10)}
-    expected |= {(seed_of_prompt(5, "eval/more", i), 1, 7, 0.0) for i in range(4)}
+    sums = [f"eval.sets.sums.{one}" for one in ("top_p=0.9", "top_k=7", "max_response_tokens=9")]
+    own = [*sums, "eval.sets.more.temperature=0", "rollout.temperature=0.8", "eval.seed=5"]
+    evaluated(tmp_path / "run", engines, *own)
+    manner = Manner(temperature=0.8, top_p=0.9, top_k=7, max_tokens=9)
+    expected = {(seed_of_prompt(5, "eval/sums", i), 4, 7, manner) for i in range(10)}
+    greedy = Manner(temperature=0.0)
+    expected |= {(seed_of_prompt(5, "eval/more", i), 1, 7, greedy) for i in range(4)}
     assert set(engines.asked) == expected and len(engines.asked) == 14
 
 

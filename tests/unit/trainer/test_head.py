@@ -9,20 +9,23 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
-from head_ranks import PADDED, SIZE, TEMPERATURE, H, clipped, of_rank, ours, tensors
+from head_ranks import PADDED, SIZE, TEMPERATURE, H, bonus, clipped, of_rank, ours, tensors
 
 from lora_moe_rl.trainer import head, logits
-from lora_moe_rl.trainer.head import Head, LogProbs, Vocabulary
+from lora_moe_rl.trainer.head import Head, LogProbs, Trained, Vocabulary
 
 
-def by_torch(hidden, weight, labels, rows):
+def by_torch(hidden, weight, labels, rows, trained=Trained.LOGPROBS):
     """In float64: logprobs, entropy, and the gradient of hidden."""
     hidden = hidden.detach().double().requires_grad_()
     logits = hidden[rows] @ weight[:SIZE].double().t() / TEMPERATURE
     of = torch.distributions.Categorical(logits=logits)
-    logprobs = of.log_prob(labels[rows])
-    clipped(logprobs).backward()
-    return logprobs, of.entropy(), hidden.grad
+    logprobs, entropy = of.log_prob(labels[rows]), of.entropy()
+    loss = clipped(logprobs)
+    if trained == Trained.ENTROPY_TOO:
+        loss = loss + bonus(entropy)
+    loss.backward()
+    return logprobs, entropy, hidden.grad
 
 
 # Each value's own, in float32: which of them are off, a CPU's order of summing decides.
@@ -35,12 +38,41 @@ def check(got, rows, expected) -> None:
         torch.testing.assert_close(one.double(), other.detach(), rtol=LAST_BITS, atol=2e-6)
 
 
+@pytest.mark.parametrize("trained", [Trained.LOGPROBS, Trained.ENTROPY_TOO])
 @pytest.mark.parametrize("at_once", [1, 7 * PADDED, 2**25])
-def test_logprobs_entropy_and_gradient_are_torchs(monkeypatch, at_once):
+def test_logprobs_entropy_and_gradient_are_torchs(monkeypatch, at_once, trained):
     monkeypatch.setattr(logits, "ELEMENTS_AT_ONCE", at_once)
     hidden, weight, labels, rows = tensors()
-    got = ours(hidden, labels, rows, Vocabulary(weight, 0, SIZE, None))
-    check(got, rows, by_torch(hidden, weight, labels, rows))
+    got = ours(hidden, labels, rows, Vocabulary(weight, 0, SIZE, None), trained)
+    check(got, rows, by_torch(hidden, weight, labels, rows, trained))
+
+
+def test_the_gradient_of_the_entropy_alone_is_torchs():
+    """To a millionth of its largest: no gradient of a logprob is there to hide it."""
+    hidden, weight, labels, rows = tensors()
+    vocabulary = Vocabulary(weight, 0, SIZE, None)
+    _, entropy = LogProbs.apply(
+        hidden, labels, rows, rows, vocabulary, TEMPERATURE, Trained.ENTROPY_TOO
+    )
+    bonus(entropy[rows]).backward()
+    plain = hidden.detach().double().requires_grad_()
+    logits = plain[rows] @ weight[:SIZE].double().t() / TEMPERATURE
+    bonus(torch.distributions.Categorical(logits=logits).entropy()).backward()
+    largest = plain.grad.abs().max()
+    assert largest > 0.1
+    torch.testing.assert_close(hidden.grad.double(), plain.grad, rtol=0, atol=1e-6 * largest)
+
+
+def test_the_entropy_of_a_policy_that_is_sure_has_no_gradient():
+    """Of logits far apart: none but one token is possible."""
+    hidden, weight, labels, rows = tensors()
+    sure = (hidden.detach() * 1e7).requires_grad_()
+    vocabulary = Vocabulary(weight, 0, SIZE, None)
+    _, entropy = LogProbs.apply(
+        sure, labels, rows, rows, vocabulary, TEMPERATURE, Trained.ENTROPY_TOO
+    )
+    entropy.sum().backward()
+    assert not entropy.any() and not sure.grad.any()
 
 
 def test_tokens_may_be_predicted_by_one_hidden_state():
@@ -48,12 +80,15 @@ def test_tokens_may_be_predicted_by_one_hidden_state():
     hidden, weight, labels, rows = tensors()
     fed_at = rows // 2
     vocabulary = Vocabulary(weight, 0, SIZE, None)
-    logprobs, _ = LogProbs.apply(hidden, labels, rows, fed_at, vocabulary, TEMPERATURE, True)
-    clipped(logprobs[rows]).backward()
+    logprobs, entropy = LogProbs.apply(
+        hidden, labels, rows, fed_at, vocabulary, TEMPERATURE, Trained.ENTROPY_TOO
+    )
+    (clipped(logprobs[rows]) + bonus(entropy[rows])).backward()
     plain = hidden.detach().double().requires_grad_()
     logits = plain[fed_at] @ weight[:SIZE].double().t() / TEMPERATURE
-    expected = torch.distributions.Categorical(logits=logits).log_prob(labels[rows])
-    clipped(expected).backward()
+    of = torch.distributions.Categorical(logits=logits)
+    expected = of.log_prob(labels[rows])
+    (clipped(expected) + bonus(of.entropy())).backward()
     assert len(fed_at.unique()) < len(rows)
     torch.testing.assert_close(logprobs[rows].double(), expected, rtol=1e-6, atol=2e-6)
     torch.testing.assert_close(hidden.grad.double(), plain.grad, rtol=1e-6, atol=2e-6)
@@ -62,46 +97,52 @@ def test_tokens_may_be_predicted_by_one_hidden_state():
 def test_no_row_at_all_is_a_gradient_of_zero():
     hidden, weight, labels, _ = tensors()
     none = torch.zeros(0, dtype=torch.int64)
-    logprobs, _ = LogProbs.apply(
-        hidden, labels, none, none, Vocabulary(weight, 0, SIZE, None), 1.0, True
+    vocabulary = Vocabulary(weight, 0, SIZE, None)
+    logprobs, entropy = LogProbs.apply(
+        hidden, labels, none, none, vocabulary, 1.0, Trained.ENTROPY_TOO
     )
-    logprobs.sum().backward()
+    (logprobs + entropy).sum().backward()
     assert not logprobs.any() and not hidden.grad.any()
 
 
 def test_without_gradients_the_logprobs_are_the_same_and_nothing_is_kept():
     hidden, weight, labels, rows = tensors()
     vocabulary = Vocabulary(weight, 0, SIZE, None)
-    with_them, _ = LogProbs.apply(hidden, labels, rows, rows, vocabulary, TEMPERATURE, True)
+    with_them, _ = LogProbs.apply(
+        hidden, labels, rows, rows, vocabulary, TEMPERATURE, Trained.LOGPROBS
+    )
     with torch.no_grad():
         without, entropy = LogProbs.apply(
-            hidden, labels, rows, rows, vocabulary, TEMPERATURE, False
+            hidden, labels, rows, rows, vocabulary, TEMPERATURE, Trained.NOTHING
         )
     assert torch.equal(without, with_them.detach()) and without.grad_fn is None
     assert not entropy.any()
 
 
-def test_what_is_kept_does_not_grow_with_the_vocabulary():
+@pytest.mark.parametrize("trained", [Trained.LOGPROBS, Trained.ENTROPY_TOO])
+def test_what_is_kept_does_not_grow_with_the_vocabulary(trained):
+    """A row of hidden states for the logprobs, and one more where the entropy is trained."""
     hidden, weight, labels, rows = tensors()
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda x: kept.append(x.numel()) or x, lambda x: x
     ):
         vocabulary = Vocabulary(weight, 0, SIZE, None)
-        LogProbs.apply(hidden, labels, rows, rows, vocabulary, TEMPERATURE, True)
-    assert sorted(kept) == [len(rows), len(rows), len(rows) * H]
+        LogProbs.apply(hidden, labels, rows, rows, vocabulary, TEMPERATURE, trained)
+    assert sorted(kept) == [len(rows), len(rows), *[len(rows) * H] * trained]
 
 
-def test_a_vocabulary_cut_over_two_ranks_gives_the_same():
+@pytest.mark.parametrize("trained", [Trained.LOGPROBS, Trained.ENTROPY_TOO])
+def test_a_vocabulary_cut_over_two_ranks_gives_the_same(trained):
     """Each rank's gradient is its part of the sum."""
     with mp.Manager() as manager, tempfile.TemporaryDirectory() as folder:
         answers = manager.dict()
-        mp.spawn(of_rank, (f"{folder}/meeting", answers), nprocs=2)
+        mp.spawn(of_rank, (f"{folder}/meeting", trained, answers), nprocs=2)
         found = [answers[rank] for rank in range(2)]
     hidden, weight, labels, rows = tensors()
     for one in found:
         got = [torch.tensor(x, dtype=torch.float32) for x in one]
-        check(got, rows, by_torch(hidden, weight, labels, rows))
+        check(got, rows, by_torch(hidden, weight, labels, rows, trained))
 
 
 def test_a_head_scores_the_response_and_tells_its_work_of_the_entropy(monkeypatch):
@@ -127,3 +168,6 @@ def test_a_head_scores_the_response_and_tells_its_work_of_the_entropy(monkeypatc
     logprobs = give(**called, output_weight=weight, context=work)
     expected, entropy, _ = by_torch(hidden, weight, labels, rows)
     check((logprobs[rows], work.entropy[rows]), rows, (expected, entropy))
+    assert not work.entropy.requires_grad
+    Head(TEMPERATURE, SIZE, trains_entropy=True)(**called, output_weight=weight, context=work)
+    assert work.entropy.requires_grad
