@@ -42,6 +42,8 @@ class Joined(Sequence[np.ndarray]):
         return len(self.firsts)
 
     def __getitem__(self, sample: Any) -> Any:
+        if isinstance(sample, slice):
+            return [self[one] for one in range(*sample.indices(len(self)))]
         joined = np.concatenate([self.firsts[sample], self.seconds[sample]])
         joined.setflags(write=False)  # it would be lost
         return joined

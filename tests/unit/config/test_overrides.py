@@ -151,7 +151,7 @@ def test_settings_depend_on_each_other_only_when_all_are_there():
         ("algorithm=gspo algorithm.label_smoothing=0.1", "algorithm: it is one of dpo"),
         ("tracker=wandb tracker.mod=offline", "did you mean tracker.mode?"),
         ("algorithm=gpro", "algorithm.name='gpro' is none of cispo, dapo, "),
-        ("refit.transport=smh", "refit.transport='smh' is not one of auto, directory, "),
+        ("refit.transport=smh", "refit.transport='smh' is not one of auto, cuda_ipc, "),
         ("qqqqqqq=1", "see `lora-moe-rl train --help` for all keys"),
         ("adapter.rank=x", "adapter.rank='x' is not an integer"),
         ("adapter.rank_pattern=8", "adapter.rank_pattern=8 is not a map (write {"),
