@@ -11,7 +11,7 @@ from lora_moe_rl.chaos.kinds import KINDS, STOPPED, check, chosen, matches, pati
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.trouble import Trouble
-from lora_moe_rl.run.records import CHECKPOINT
+from lora_moe_rl.run.checkpoints import CHECKPOINT
 from lora_moe_rl.run.supervisor import Lives
 from lora_moe_rl.telemetry.metric_rows import ROWS
 

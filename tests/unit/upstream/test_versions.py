@@ -22,6 +22,8 @@ MENDS = [
     ("vllm", "refit/merged_vllm.py", lambda m: m.check_vllm()),
     ("vllm", "rollout/forked.py", lambda m: m.install(1)),
     ("vllm", "rollout/gathered_outputs.py", lambda m: m.install()),
+    ("vllm", "rollout/gathered_requests.py", lambda m: m.install()),
+    ("vllm", "rollout/stop_strings.py", lambda m: m.give_tokenizer(None, None)),
     ("vllm", "rollout/late_inductor.py", lambda m: m.import_vllm()),
     ("vllm", "rollout/cpu_lora.py", lambda m: m.install()),
     ("vllm", "rollout/cpu_experts.py", lambda m: m.install()),

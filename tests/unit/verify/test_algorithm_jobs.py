@@ -26,12 +26,20 @@ def step(**more) -> TrainBatch:
 
 def worths(algorithm: dict, batch: TrainBatch) -> np.ndarray:
     base = [np.array([-1.0, -2.0]), np.array([-4.0])]
-    _, found = plain(RunConfig(algorithm=algorithm), batch, OWN, base)
+    _, found, _ = plain(RunConfig(algorithm=algorithm), batch, OWN, base)
     return np.concatenate(found)
 
 
 def test_on_policy_a_token_is_worth_its_advantage():
     np.testing.assert_allclose(worths({}, step()), [-1 / 3, -1 / 3, 1 / 3])
+
+
+def test_an_entropy_bonus_is_worth_its_coefficient_of_each_token():
+    base = [np.array([-1.0, -2.0]), np.array([-4.0])]
+    for coef in (0.0, 0.3):
+        config = RunConfig(algorithm={"entropy_coef": coef})  # pyright: ignore[reportArgumentType]
+        _, _, found = plain(config, step(), OWN, base)
+        np.testing.assert_allclose(np.concatenate(found), [-coef / 3] * 3)
 
 
 def test_weights_are_divided_by_their_mean_before_rejection():
