@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -10,6 +10,12 @@ from pydantic import Field, model_validator
 from lora_moe_rl.config.section import Section
 
 OFFLOAD_BYTES = 64 * 2**20  # of parameters whose moments are on the device at once (offload)
+
+
+def has_transformer_engine() -> bool:
+    """Whether the package is installed. Looks at the path, past `sys.modules`: where it is not,
+    the trainer's bridge has put a stub of that name there."""
+    return PathFinder.find_spec("transformer_engine") is not None
 
 
 class TrainerConfig(Section):
@@ -155,7 +161,7 @@ class TrainerConfig(Section):
     def shares_prompts(self) -> bool:
         """Whether prompts are computed once. Transformer Engine's attention cannot."""
         if self.share_prompts == "auto":
-            return self.device == "cpu" or find_spec("transformer_engine") is None
+            return self.device == "cpu" or not has_transformer_engine()
         return self.share_prompts == "on"
 
     @property

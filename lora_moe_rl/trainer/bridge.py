@@ -15,7 +15,7 @@ from importlib.machinery import PathFinder
 from typing import Any
 
 from lora_moe_rl.adapters.families import FAMILIES
-from lora_moe_rl.trainer.device import HAS_TRANSFORMER_ENGINE
+from lora_moe_rl.config.trainer import has_transformer_engine
 from lora_moe_rl.upstream.checks import require_version
 from lora_moe_rl.upstream.transformers_import import import_transformers
 
@@ -27,7 +27,7 @@ ALL_MODELS = ("megatron.bridge.models", "megatron.bridge.diffusion.models")
 def load():
     """Imports and prepares Megatron-Bridge; returns `AutoBridge`. Idempotent."""
     require_version("megatron-bridge", "lora_moe_rl/trainer/bridge.py")
-    if not HAS_TRANSFORMER_ENGINE:
+    if not has_transformer_engine():
         import megatron.core.extensions.transformer_engine  # noqa: F401  sees that there is none
 
         _stub_transformer_engine()

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib.util
 import os
 from dataclasses import dataclass
 
 import torch
 
 from lora_moe_rl.config import TrainerConfig
+from lora_moe_rl.config.trainer import has_transformer_engine
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.rollout.facts import Dtype
-
-# Looked up before `bridge.py` puts a stub of that name in its place.
-HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ class Device:
     @property
     def transformer_engine(self) -> bool:
         """Whether mcore builds Transformer Engine layers: on a GPU that has it installed."""
-        return self.kind == "cuda" and HAS_TRANSFORMER_ENGINE
+        return self.kind == "cuda" and has_transformer_engine()
 
     def give_back(self) -> None:
         """Memory that is free in this process, and kept for what it may do next, is free for

@@ -35,6 +35,13 @@ PROGRAM = textwrap.dedent(
     assert Gemma2ModelProvider is own
     assert set(megatron.bridge.models.__all__) <= set(dir(megatron.bridge.models))
     assert megatron.bridge.diffusion.models.NemotronLabsDiffusionBridge
+
+    # What is asked for after the stub of that name has been put in its place: as before.
+    from lora_moe_rl.config.trainer import TrainerConfig, has_transformer_engine
+
+    installed = getattr(sys.modules["transformer_engine"], "__spec__", None) is not None
+    assert has_transformer_engine() is installed
+    assert TrainerConfig(device="cuda").shares_prompts is not installed
     try:
         megatron.bridge.models.NoSuchModel
     except AttributeError:
