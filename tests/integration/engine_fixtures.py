@@ -150,7 +150,8 @@ class EngineUnderTest:
 
 
 def reference(model: torch.nn.Module, spec: AdapterSpec, token_ids: list[int]):
-    """Hugging Face's logprobs `[L - 1]` and sorted routes `[L - 1, moe_layers, top_k]`."""
+    """Hugging Face's logprobs `[L - 1]` and sorted routes `[L - 1, moe_layers, top_k]`; of a dense
+    model there are none."""
     routes: dict[int, torch.Tensor] = {}
     hooks = [
         model.get_submodule(f"model.layers.{layer}.mlp.experts").register_forward_pre_hook(
@@ -166,6 +167,8 @@ def reference(model: torch.nn.Module, spec: AdapterSpec, token_ids: list[int]):
             hook.remove()
     chosen = torch.tensor(token_ids[1:]).unsqueeze(1)
     logprobs = logits.log_softmax(-1).gather(1, chosen).squeeze(1).numpy()
+    if not routes:
+        return logprobs, np.zeros((len(chosen), 0, 0))
     table = torch.stack([routes[layer][:-1] for layer in spec.shape.moe_layers], dim=1)
     return logprobs, table.sort(-1).values.numpy()
 
@@ -208,12 +211,13 @@ def start_engine(
         "rollout": {"max_response_tokens": 24, "stop_token_ids": tuple(range(16))},
         **settings,
     }
+    shape = ModelShape.from_hf_config(json.loads((folder / "config.json").read_text()))
+    of_experts = {"expert_rank": 4, "expert_alpha": 4} if shape.moe_layers else {}
     config = RunConfig(
         model={"path": str(folder), "max_length": max_length},
-        adapter={"rank": 6, "expert_rank": 4, "alpha": 12, "expert_alpha": 4},
+        adapter={"rank": 6, "alpha": 12} | of_experts,
         **settings,
     )
-    shape = ModelShape.from_hf_config(json.loads((folder / "config.json").read_text()))
     spec = AdapterSpec.build(shape, config.adapter)
     log = str(folder / "engine.log")
     here = Path(__file__).parent

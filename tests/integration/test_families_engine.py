@@ -15,8 +15,8 @@ EXACT = 5e-6  # logprobs, float32
 
 
 # Qwen3-MoE and DeepSeek-V3 have tests of their own (test_rollout.py); of the others, which take a
-# minute each, one of either attention.
-@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v2"])
+# minute each, one of either attention, and the dense one.
+@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v2", "qwen3"])
 def test_engine_serves_the_merged_weights(name, ray_session, tmp_path):
     tiny_families.save(name, tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
@@ -24,8 +24,11 @@ def test_engine_serves_the_merged_weights(name, ray_session, tmp_path):
     sequences = [rng.integers(0, tiny_families.VOCAB_SIZE, n).tolist() for n in (5, 17, 40, 200)]
     # In float64, so that all there is of rounding is the engine's own; grouped kernels have none.
     model = hf.load(tmp_path).double()
-    model.set_experts_implementation("eager")
-    with start_engine(model, tmp_path) as engine:
+    dense = name in tiny_families.DENSE
+    if not dense:
+        model.set_experts_implementation("eager")
+    settings = {"replay": {"mode": "off"}} if dense else {}
+    with start_engine(model, tmp_path, **settings) as engine:
         tensors = engine.random_adapter(seed=1)
         version = engine.new_version(tensors)
         for served, adapter in ((None, None), (version, tensors)):
