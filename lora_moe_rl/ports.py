@@ -234,6 +234,11 @@ class Engines(Sampler, Protocol):
         """Every engine takes the version, or an error is raised."""
         ...
 
+    async def keep(self, version: int, parts: Sequence[Ref]) -> list[int]:
+        """The trainer made no other version than the one that is served, whose parts are these now.
+        Engines that came back while it updated take it; returns which."""
+        ...
+
     async def come_back(self) -> dict[str, float]:
         """Has what was given back again, and nothing in it; asked for samples are engines only
         after `go_on`. Returns metrics, where anything was given back."""

@@ -166,6 +166,19 @@ class RolloutEngines(TakingTurns):
         self.empty.clear()
         return ray.get([ref for (ref,) in refs.values()])
 
+    async def keep(self, version: int, parts: Sequence[Ref]) -> list[int]:
+        """From here on whoever comes back takes it, as after `publish`."""
+        await self.all_back()
+        new = [index for index in self.present if index in self.empty]
+        if new:
+            await self.slots_back()
+            await self._all(lambda i: self._give(i, "publish", version, parts), new)
+            for index in new:
+                self.oldest[index] = version
+            self.empty.clear()
+        self.published = version, parts
+        return new
+
     async def move_on(self, version: int) -> None:
         """An engine that dies, or is coming back, has none in flight."""
         self.newest = version

@@ -79,16 +79,20 @@ class Ports:
 
 async def run(ports: Ports, book: TicketBook, first_step: int) -> None:
     """Steps from `first_step` until trainer.steps, until `records.stop_requested`, or until the
-    metric gets no better. When a task fails all end, and its own error is raised."""
+    metric gets no better: nobody waits then for what is still sampled. When a task fails all end,
+    and its own error is raised."""
     await ports.publisher.start()
+    steps = ports.config.trainer.steps - first_step + 1
+    book.wanted = steps * book.schedule.groups_per_step
     try:
         async with asyncio.TaskGroup() as tasks:
             await ports.evaluations.take(first_step - 1, ports.publisher.version, book, tasks)
-            tasks.create_task(feed(ports, book))
-            for _ in range(book.schedule.width):
-                tasks.create_task(roll(ports, book))
+            rolling = [tasks.create_task(feed(ports, book))]
+            rolling += [tasks.create_task(roll(ports, book)) for _ in range(book.schedule.width)]
             await learn(ports, book, first_step, tasks)
             book.close()
+            for task in rolling:
+                task.cancel()
             await ports.records.finish()
         ports.evaluations.check()
     except BaseExceptionGroup as group:

@@ -113,11 +113,15 @@ class Publisher:
 
         Raises RefitError when an engine refuses it or does not serve it; the version before is then
         served again, if an engine can hold two (refit.slots). A version that is served already (its
-        update was skipped) costs nothing.
+        update was skipped) goes to engines that came back meanwhile, if there are any.
         """
         if version == self.version:
             nothing = ("seconds", "proof_seconds", "bytes", "max_diff", "told", "compared")
+            self.parts = parts
+            new = await self.engines.keep(version, parts)
             back = await self.engines.come_back()
+            for index in new:
+                await self.prove_returned(index, version)
             self.engines.go_on()
             return self.of_served | {f"refit/{name}": 0 for name in nothing} | back
         return await self._serve(version, parts, samples)

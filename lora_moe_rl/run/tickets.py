@@ -67,6 +67,7 @@ class TicketBook:
         self.done = set(done)
         self.dropped: Counter[str] = Counter()
         self.stale = 0  # tickets so far that were too old, whatever became of them
+        self.wanted: int | None = None  # tickets that are still to be trained; None: no end
         self.closed = False
         self._held = ""  # for what no ticket is drawn, if for anything
         self._next = 0  # the number of the prompt that is drawn next
@@ -98,7 +99,11 @@ class TicketBook:
 
     def _no_slot(self) -> str:
         """What the next ticket has to wait for; '' for nothing."""
-        return self._held or ("" if self.schedule.may_admit(len(self.tickets)) else "a slot")
+        if self._held:
+            return self._held
+        if self.wanted is not None and len(self.tickets) >= self.wanted:
+            return "the run's end"  # unless one of those under way is dropped
+        return "" if self.schedule.may_admit(len(self.tickets)) else "a slot"
 
     @contextmanager
     def held(self, what: str) -> Iterator[None]:
@@ -185,6 +190,8 @@ class TicketBook:
         """Trained, and the version that came of it is served: their slots are free."""
         for ticket in tickets:
             del self._scored[ticket.number]
+        if self.wanted is not None:
+            self.wanted -= len(tickets)
         self._finish(tickets)
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ WAITERS = {
     "a slot": FEED,
     "an evaluation": FEED,
     "a checkpoint": FEED,
+    "the run's end": FEED,
     "scored groups": TRAINER,
     "the oldest groups": TRAINER,
 }

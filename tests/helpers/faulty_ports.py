@@ -45,6 +45,9 @@ class FaultyEngines:
     scored: list = field(default_factory=list)
     moved: list[int] = field(default_factory=list)
 
+    kept: list[tuple] = field(default_factory=list)
+    came_back: list[int] = field(default_factory=list)  # while the trainer updated
+
     back: dict[str, float] = field(default_factory=dict)  # metrics of memory that was given back
     turns: list[str] = field(default_factory=list)
 
@@ -85,6 +88,11 @@ class FaultyEngines:
         if self.refuses:
             raise RefitError("engine 0, worker 0: no")
         return [Receipt(version, 10, 1, "checksum", {}, self.arrived, 1.5) for _ in self.routes]
+
+    async def keep(self, version, parts) -> list[int]:
+        self.kept.append((version, parts))
+        self.turns.append("keep")
+        return self.came_back
 
     async def differing(self, version, parts, engines=None) -> list[str]:
         self.compared.append((version, engines))

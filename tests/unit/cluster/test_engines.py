@@ -173,6 +173,29 @@ def test_an_engine_that_comes_back_while_parts_are_written_waits_for_the_next(st
     assert args == ([0], 4, 0) and engines.empty == set() and engines.proven == []
 
 
+@pytest.mark.parametrize("when", ["update", "rollout"])
+def test_an_engine_that_dies_around_an_update_that_made_no_version_takes_the_old_one(
+    start, tmp_path, when
+):
+    """A step that was skipped, or one of a critic's warm-up: nothing new is published."""
+    engines = start(engines=1)
+
+    async def an_update():
+        engines.overwrite()
+        if when == "update":
+            fate(tmp_path, 0, "sample", "exit")
+            with pytest.raises(EngineDied):
+                await engines.policy(3, seed=0).sample([0], n=2)
+        assert await engines.keep(3, []) == ([0] if when == "update" else [])
+        if when == "rollout":
+            fate(tmp_path, 0, "sample", "exit")
+
+    asyncio.run(an_update())
+    _, given_back = sample(engines)
+    assert asked(tmp_path, 0).count("publish 3") == 1 and engines.restarts == 1
+    assert bool(given_back) == (when == "rollout") and engines.empty == set()
+
+
 def test_an_engine_that_dies_again_while_it_starts_counts_twice(start, tmp_path):
     engines = start(engines=1)
     fate(tmp_path, 0, "probe", "dead")

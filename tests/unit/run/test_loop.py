@@ -274,10 +274,16 @@ def test_an_update_waits_for_engines_that_are_coming_back():
     assert [event for event in run().events if event in about] == [*about] * 2
 
 
+def of_steps(steps: int, **settings) -> RunConfig:
+    given = CONFIG.model_dump(exclude_unset=True) | {"trainer": {"steps": steps}} | settings
+    return RunConfig.model_validate(given)
+
+
 def rolled_by_update(lag: int) -> list[list[int]]:
-    """Which prompts were rolled before the first update, between it and the second, and after."""
+    """Which prompts were rolled before the first update, between it and the second, and so on:
+    those of three steps, and none that nobody would train."""
     found = [[]]
-    for event in run(lag=lag).events:
+    for event in run(lag=lag, config=of_steps(3)).events:
         if event == "update":
             found.append([])
         elif event.startswith("roll"):
@@ -286,11 +292,12 @@ def rolled_by_update(lag: int) -> list[list[int]]:
 
 
 def test_with_lag_0_sampling_and_training_take_turns():
-    assert rolled_by_update(0) == [[0, 1], [2, 3], []]
+    assert rolled_by_update(0) == [[0, 1], [2, 3], [4, 5], []]
 
 
 def test_with_lag_1_the_next_step_is_sampled_before_this_one_is_trained():
-    assert rolled_by_update(1) == [[0, 1, 2, 3], [], [4, 5]]
+    assert rolled_by_update(1) == [[0, 1, 2, 3], [], [4, 5], []]
+    assert rolled_by_update(4) == [[0, 1, 2, 3, 4, 5], [], [], []]
 
 
 @pytest.mark.parametrize(
@@ -413,15 +420,33 @@ def test_with_lag_training_goes_on_and_the_run_ends_after_its_evaluations():
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_while_a_checkpoint_is_written_nothing_is_trained_and_with_lag_engines_go_on(lag):
-    settings = CONFIG.model_dump(exclude_unset=True) | {"schedule": {"lag": lag}}
-    made = run(lag=lag, due=(1,), config=RunConfig.model_validate(settings))
+    made = run(lag=lag, due=(1,), config=of_steps(3, schedule={"lag": lag}))
     begun, ended = (made.events.index(f"{what} 1") for what in ("checkpoint", "written"))
     meanwhile = made.events[begun + 1 : ended]
     assert meanwhile == (["roll 4", "roll 5"] if lag else [])
     assert made.records.books[0]["data"] == {"drawn": 2}  # as it was when the step had ended
-    assert made.events.count("update") == 2 and made.events[-1] == "finish"
+    assert made.events.count("update") == 3 and made.events[-1] == "finish"
     spans = [span[:3] for step in made.timeline for span in step["spans"]]
     assert ["trainer", "checkpoint", 1] in spans
+
+
+def test_a_run_that_is_to_end_waits_for_no_sample_that_nobody_trains(monkeypatch):
+    """Of the step after, whose prompts take for ever."""
+    rollout, given_up = Environment.rollout, []
+
+    async def slow(self, prompt, policy):
+        if prompt.row < 2:
+            return await rollout(self, prompt, policy)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            given_up.append(prompt.row)
+
+    monkeypatch.setattr(Environment, "rollout", slow)
+    monkeypatch.setattr(Records, "stop_requested", True)
+    made = run(lag=1, config=of_steps(3))
+    assert len(made.records.steps) == 1 and made.events[-1] == "finish"
+    assert given_up == [2, 3]
 
 
 def test_a_checkpoint_waits_for_the_evaluations_before_its_step():

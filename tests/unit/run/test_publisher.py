@@ -117,7 +117,18 @@ def test_what_was_given_back_is_there_before_the_proof_and_samples_come_after_it
     assert engines.turns == ["come back", *["score"] * (len(engines.scored) - scored), "go on"]
     engines.turns.clear()
     assert run.publish(1)["placement/given_back"] == 2.0  # its update was skipped
-    assert engines.turns == ["come back", "go on"]
+    assert engines.turns == ["keep", "come back", "go on"]
+    assert engines.kept[-1][0] == 1 and not engines.compared[1:]
+
+
+def test_an_engine_that_came_back_during_an_update_that_made_no_version_is_proven():
+    run = Run(engines := FaultyEngines(routes=[0.0, 0.0]))
+    run.publish(1)
+    engines.came_back = [1]
+    engines.turns.clear()
+    run.publish(1)
+    assert engines.turns == ["keep", "come back", "score", "score", "go on"]  # base, version
+    assert engines.compared[-1] == (1, [1])
     engines.serves = {0: lambda version: None}
     with pytest.raises(RefitError):
         run.publish(2)
