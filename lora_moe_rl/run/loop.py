@@ -121,8 +121,11 @@ async def roll(ports: Ports, book: TicketBook) -> None:
         # Failures count in their step, and may be why the rest has no signal.
         failed = bool(group.failures)
         if config.algorithm.draw_again and not failed and not ports.algorithm.has_signal(group):
-            ports.records.drawn_again(group)
             book.drop(ticket, "equal rewards")
+            try:
+                ports.records.drawn_again(group)
+            except RewardError as error:
+                book.fail(error)
         else:
             ports.records.rolled(len(group.ends))
             book.scored(ticket, group)
@@ -132,8 +135,7 @@ async def learn(ports: Ports, book: TicketBook, first_step: int, tasks: asyncio.
     config, records = ports.config, ports.records
     for step in range(first_step, config.trainer.steps + 1):
         clock = Clock()
-        with records.progress():
-            tickets = await book.next_step(ports.publisher.version)
+        tickets = await _next_step(ports, book, step, tasks)
         if tickets is None:
             return
         clock.lap("rollout", at=max(ticket.sampled_at for ticket in tickets))
@@ -172,6 +174,22 @@ async def learn(ports: Ports, book: TicketBook, first_step: int, tasks: asyncio.
         )
         if await _ends_with(ports, book, step, tasks):
             return
+
+
+async def _next_step(
+    ports: Ports, book: TicketBook, step: int, tasks: asyncio.TaskGroup
+) -> list[Ticket] | None:
+    """The tickets of `step`, None when there is none any more. Raises RewardError when it finds too
+    few prompts that have a signal, once all that was trained is in a checkpoint."""
+    try:
+        with ports.records.progress():
+            return await book.next_step(ports.publisher.version)
+    except RewardError:
+        await ports.evaluations.ended()
+        if ports.records.keep_trained(step - 1):
+            await _checkpoint(ports, book, step - 1, tasks)
+        await ports.records.finish()
+        raise
 
 
 async def _ends_with(ports: Ports, book: TicketBook, step: int, tasks: asyncio.TaskGroup) -> bool:

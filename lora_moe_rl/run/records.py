@@ -119,7 +119,8 @@ class Records:
                 f"{self._drawn_again} prompts of one step had samples with equal rewards (the "
                 f"last: {last}), more than algorithm.draw_again={algorithm.draw_again} times "
                 f"prompts_per_step={algorithm.prompts_per_step} allow; the prompts are too easy or "
-                "too hard, or the reward does not tell samples apart"
+                "too hard, or the reward does not tell samples apart: raise algorithm.draw_again, "
+                "or take other prompts or another reward"
             )
 
     def check_rewards(self, groups: Sequence[Group]) -> None:
@@ -247,6 +248,13 @@ class Records:
             f"after step {step - 1}"
         )
         return self.checkpoints.newest < step - 1
+
+    def keep_trained(self, step: int) -> bool:
+        """The run ends after `step` for want of prompts. Returns whether that has no checkpoint
+        yet."""
+        if step:
+            console.warn(f"--resume goes on after step {step}, with other prompts")
+        return self.checkpoints.newest < step
 
     def checkpoint_is_due(self, step: int) -> bool:
         return self.checkpoints.is_due(step, self._is_last(step))

@@ -69,6 +69,7 @@ class TicketBook:
         self.stale = 0  # tickets so far that were too old, whatever became of them
         self.wanted: int | None = None  # tickets that are still to be trained; None: no end
         self.closed = False
+        self.error: Exception | None = None  # why there is no further step
         self._held = ""  # for what no ticket is drawn, if for anything
         self._next = 0  # the number of the prompt that is drawn next
         self._first: int | None = None  # the oldest number that is under way, or the next
@@ -160,8 +161,11 @@ class TicketBook:
         self._finish([ticket])
 
     async def next_step(self, newest: int) -> list[Ticket] | None:
-        """The tickets of the step that updates version `newest`; None when the book is closed."""
+        """The tickets of the step that updates version `newest`; None when the book is closed.
+        Raises what it was closed by, if that was an error."""
         await self._until(lambda: self.missing(newest), SCORED)
+        if self.error is not None:
+            raise self.error
         if self.closed:
             return None
         step = self.schedule.next_step(self._scored.values(), self._rolling.values(), newest)
@@ -199,6 +203,12 @@ class TicketBook:
         self.closed = True
         for what, sleeping in self._sleeping.items():
             self._wake(what, len(sleeping))
+
+    def fail(self, error: Exception) -> None:
+        """There is no further step: ends all that wait, and whoever asks for one gets the first
+        such error. Unlike one that is raised by who samples, it does not break off an update."""
+        self.error = self.error or error
+        self.close()
 
     def state_dict(self, source: dict[str, Any]) -> dict[str, Any]:
         """For a checkpoint: where the source has to go on, and what it will draw in vain. `source`

@@ -30,11 +30,13 @@ def scaled(got: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> np.ndar
     for a, b in zip(got, expected, strict=True):
         if len(a) < len(b):
             raise ValueError(f"{len(a)} logprobs against {len(b)}")
-    errors = [
-        np.abs(a[len(a) - len(b) :] - b) / np.maximum(1.0, np.abs(b))
-        for a, b in zip(got, expected, strict=True)
-    ]
-    return np.concatenate(errors)
+    pairs = zip(last(got, expected), expected, strict=True)
+    return np.concatenate([np.abs(a - b) / np.maximum(1.0, np.abs(b)) for a, b in pairs])
+
+
+def last(of: Sequence[np.ndarray], like: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The last ones of each sample, as many as `like` has of it."""
+    return [a[len(a) - len(b) :] for a, b in zip(of, like, strict=True)]
 
 
 def largest_scaled(got: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from rich.text import Text
 
 from lora_moe_rl.verify import report
@@ -18,7 +19,7 @@ TOLERANCE = 1e-5  # of the worst token's logprob
 MOST = 0.1  # of the tolerance: for nine tokens of ten
 ROUNDING = 3  # times what Hugging Face's own float32 is off by is allowed where that is more
 FAULT = 10  # times what is allowed of the worst token is the least that a wrong table must move
-COMPARED = ("vLLM", "float64", "other experts")  # with whose logprobs
+COMPARED: tuple[str, ...] = ("vLLM", "float64", "other experts")  # with whose logprobs
 NAMED = {
     "vLLM": "vLLM's",
     "float64": "Hugging Face's in float64",
@@ -30,7 +31,8 @@ REPLAYS = "routes used; errors of logprobs; wrong routes noticed in tables shift
 
 
 def allowed(tolerance: float, rounding: Distance | None) -> Distance:
-    """Of logprobs. `rounding`: how far Hugging Face's own float32 is from float64, if known."""
+    """Of logprobs. `rounding`: how far Hugging Face's own float32 is from float64 on the same
+    tokens, if known."""
     least = Distance(tolerance, MOST * tolerance)
     if rounding is None:
         return least
@@ -39,13 +41,15 @@ def allowed(tolerance: float, rounding: Distance | None) -> Distance:
 
 @dataclass
 class RecordRow:
-    """One condition. `error`: of vLLM's logprobs against Hugging Face's in float64."""
+    """One condition. `error`: of vLLM's logprobs against Hugging Face's in float64; `rounding`:
+    errors of Hugging Face's own float32 on the same tokens, `[sampled tokens]`, if known."""
 
     recording: Recording
     routes: int = 0
     differences: list[str] = field(default_factory=list)
     ties: list[str] = field(default_factory=list)
     error: Distance | None = None
+    rounding: np.ndarray | None = None
     allowed: Distance = field(default_factory=lambda: allowed(TOLERANCE, None))
 
     @property
@@ -73,10 +77,10 @@ class RecordRow:
     def cells(self) -> list[str]:
         r = self.recording
         if r.table is None:
-            return [r.name, "-", "-", "-", "-", "-", "-", f"absent: {r.absent}"]
+            return [r.name, *"-------", f"absent: {r.absent}"]
         return [
             r.name, f"{self.routes:,}", f"{r.table.coverage:.1%}", str(len(self.differences)),
-            str(len(self.ties)), _cell(self.error), f"{r.seconds:.1f}",
+            str(len(self.ties)), _cell(self.error), str(self.allowed), f"{r.seconds:.1f}",
             f"{verdict(self.passed)} {r.proof}",
         ]  # fmt: skip
 
@@ -95,6 +99,7 @@ class RecordRow:
             "differences": self.differences,
             "ties": self.ties,
             "logprob_error": _figures(self.error),
+            "allowed": _figures(self.allowed),
             "seconds": round(r.seconds, 1),
         }
 
@@ -105,7 +110,8 @@ class ReplayRow:
 
     routes: that were used; `wrong` of them were not the table's, the `first` ones in words. unseen:
     (token, layer) that no dispatcher was given. errors: of logprobs, by what they are compared
-    with: vLLM's, float64's with the same routes, and float64's with the other experts. caught:
+    with: vLLM's, float64's with the same routes, and float64's with the other experts; `allowed`
+    likewise. caught:
     (wrong routes in the dispatchers' maps, error of logprobs, what a run's own audit says) by kind
     of shift.
     """
@@ -121,16 +127,18 @@ class ReplayRow:
     caught: dict[str, tuple[int, float, str | None]] = field(default_factory=dict)
     seconds: float = 0.0
     failure: str | None = None
-    allowed: Distance = field(default_factory=lambda: allowed(TOLERANCE, None))
+    allowed: Mapping[str, Distance] = field(
+        default_factory=lambda: dict.fromkeys(COMPARED, allowed(TOLERANCE, None))
+    )
 
     @property
     def least_moved(self) -> float:
         """By a wrong table, of the worst token's logprob."""
-        return FAULT * self.allowed.worst
+        return FAULT * self.allowed["float64"].worst
 
     @property
     def passed(self) -> bool:
-        within = all(error.within(self.allowed) for error in self.errors.values())
+        within = all(error.within(self.allowed[name]) for name, error in self.errors.items())
         all_caught = all(
             wrong > 0 and error > self.least_moved and audit
             for wrong, error, audit in self.caught.values()
@@ -147,8 +155,9 @@ class ReplayRow:
         if self.unseen:
             yield f"{self.unseen} tokens of a layer passed no dispatcher"
         for name, error in self.errors.items():
-            if not error.within(self.allowed):
-                yield f"logprobs are off from {NAMED[name]} by {error}, more than {self.allowed}"
+            most = self.allowed[name]
+            if not error.within(most):
+                yield f"logprobs are off from {NAMED[name]} by {error}, more than {most}"
         for by, (wrong, error, audit) in self.caught.items():
             if not wrong:
                 yield f"a table that is wrong by one {by} was not noticed in the routes used"
@@ -169,7 +178,7 @@ class ReplayRow:
         ]  # fmt: skip
 
     def figures(self) -> dict[str, Any]:
-        found = {key: value for key, value in vars(self).items() if key != "allowed"}
+        found = dict(vars(self))
         caught = {
             by: {"wrong_routes": wrong, "logprob_error": error, "audit": audit}
             for by, (wrong, error, audit) in self.caught.items()
@@ -180,6 +189,7 @@ class ReplayRow:
             "passed": self.passed,
             "caught": caught,
             "logprob_errors": {name: _figures(error) for name, error in self.errors.items()},
+            "allowed": {name: _figures(one) for name, one in self.allowed.items()},
             "seconds": round(self.seconds, 1),
         }
 
@@ -189,7 +199,7 @@ class Report(report.Report):
     model: str
     records: list[RecordRow]
     rounding: Distance | None  # of Hugging Face's own float32; None without a float64 forward
-    allowed: Distance
+    allowed: Mapping[str, Distance]  # of replays
     moved: float  # share of the other experts' routes that the record has not
     replays: list[ReplayRow]
     seconds: float
@@ -210,7 +220,17 @@ class Report(report.Report):
 
     def parts(self) -> Iterator[Any]:
         yield f"{self.model}: cpu, float32, {self.seconds:.0f} s\n{self.measured()}"
-        names = ("vLLM records", "routes", "valid", "differ", "ties", "logprobs", "seconds", "")
+        names = (
+            "vLLM records",
+            "routes",
+            "valid",
+            "differ",
+            "ties",
+            "logprobs",
+            "allowed",
+            "seconds",
+            "",
+        )
         records = report.table(names, RECORDS, left=(0, -1), no_wrap=True)
         for record in self.records:
             records.add_row(*record.cells())
@@ -226,13 +246,14 @@ class Report(report.Report):
 
     def measured(self) -> str:
         """What errors of logprobs are beside."""
-        least = f"of the worst token / within which nine of ten are; allowed {self.allowed}"
+        bounds = ", ".join(f"{name} {one}" for name, one in self.allowed.items())
+        least = f"of the worst token / within which nine of ten are; allowed of replays: {bounds}"
         if self.rounding is None:
             return (
                 f"errors of logprobs: {least}; memory is too small for a float64 forward: "
                 "`float64` is Hugging Face's float32"
             )
-        return f"errors of logprobs: {least}; Hugging Face's own float32: {self.rounding}"
+        return f"errors of logprobs: {least}\nHugging Face's own float32: {self.rounding}"
 
     def notes(self) -> list[str]:
         """Ties: they pass, and are said."""
@@ -249,7 +270,6 @@ class Report(report.Report):
             "seconds": round(self.seconds, 1),
             "other_experts_moved": self.moved,
             "rounding": _figures(self.rounding),
-            "allowed": _figures(self.allowed),
             "records": [row.figures() for row in self.records],
             "replays": [row.figures() for row in self.replays],
         }

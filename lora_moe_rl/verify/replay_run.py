@@ -14,10 +14,10 @@ from __future__ import annotations
 import itertools
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.verify import replay_ranks, replay_record, replay_spread, replay_tables
-from lora_moe_rl.verify.comparisons import Distance, largest_scaled, scaled
+from lora_moe_rl.verify.comparisons import Distance, largest_scaled, last, scaled
 from lora_moe_rl.verify.inputs import random_adapter
 from lora_moe_rl.verify.layouts import Layout
 from lora_moe_rl.verify.processes import apart, run_processes
@@ -34,9 +34,19 @@ from lora_moe_rl.verify.ranks import run_ranks
 from lora_moe_rl.verify.refit_plan import Engine
 from lora_moe_rl.verify.replay_ranks import Replayed, Used
 from lora_moe_rl.verify.replay_record import Recording
-from lora_moe_rl.verify.replay_report import TOLERANCE, RecordRow, ReplayRow, Report, allowed
+from lora_moe_rl.verify.replay_report import (
+    COMPARED,
+    TOLERANCE,
+    RecordRow,
+    ReplayRow,
+    Report,
+    allowed,
+)
 from lora_moe_rl.verify.replay_tables import SHIFTS
 from lora_moe_rl.verify.report import Say, timed
+
+if TYPE_CHECKING:
+    from lora_moe_rl.verify.replay_reference import Expected
 
 
 @dataclass
@@ -109,11 +119,13 @@ class Verification:
         ((rows, expected),) = run_processes(1, judge, *arguments, timeout_s=self.timeout_s)
         for group, found in zip(groups, expected, strict=True):
             group.expected, group.expected_other = found.exact
-        exact = all(found.in_float64 for found in expected)
-        errors = [errors for found in expected for errors in found.rounding()]
-        self.rounding = Distance.of(*errors) if exact else None
-        self.allowed = allowed(self.tolerance, self.rounding)
-        return [replace(row, allowed=self.allowed) for row in rows]
+        own = own_rounding(rows, expected)
+        self.rounding = own.all
+        self.allowed = {name: allowed(self.tolerance, one) for name, one in own.replays.items()}
+        return [
+            replace(row, allowed=allowed(self.tolerance, one))
+            for row, one in zip(rows, own.records, strict=True)
+        ]
 
     def _replay(self, layout: Layout, groups: list[Group], tensors) -> ReplayRow:
         row = ReplayRow(layout.name, layout.world_size, allowed=self.allowed)
@@ -162,16 +174,65 @@ def judge(
             hf.merge(model, spec, merged)
         single, tables = HuggingFace(model, spec), (group.table, group.other)
         found.append(expected(single, model_dir, merged, group.sequences, tables))
-        exact = iter(found[-1].exact[0])
+        exact, in_float32 = iter(found[-1].exact[0]), iter(found[-1].single[0])
         for row in rows:
             recording = row.recording
             if recording.table is None or recording.adapter != group.adapter:
                 continue
             routes = single.compare(recording.sequences, *replay_tables.rows_of(recording.table))
             row.routes, row.ties, row.differences = routes.routes, routes.ties, routes.differences
-            theirs = list(itertools.islice(exact, len(recording.sequences)))
+            count = len(recording.sequences)
+            theirs = list(itertools.islice(exact, count))
             row.error = Distance.of(scaled(theirs, recording.logprobs))
+            if found[-1].in_float64:
+                own = list(itertools.islice(in_float32, count))
+                row.rounding = scaled(own, last(theirs, recording.logprobs))
     return rows, found
+
+
+@dataclass(frozen=True)
+class OwnRounding:
+    """How far Hugging Face's float32 is from its float64: on all tokens, on those of each record,
+    and on those of each comparison of the replays. None without a float64 forward. The worst token
+    is of all tokens each time."""
+
+    all: Distance | None
+    records: Sequence[Distance | None]
+    replays: Mapping[str, Distance | None]
+
+
+def own_rounding(rows: Sequence[RecordRow], expected: Sequence[Expected]) -> OwnRounding:
+    """`rows` and `expected` as `judge` returns them.
+
+    On the same tokens: an error is relative to a logprob beyond -1, so that tokens of a random
+    prompt (logprobs of -17 in a trained model) have a tenth of the error of those that were
+    sampled, and say nothing of them.
+    """
+    if not all(found.in_float64 for found in expected):
+        return OwnRounding(None, [None] * len(rows), dict.fromkeys(COMPARED))
+    recorded, other = zip(*(found.rounding() for found in expected), strict=True)
+    whole = Distance.of(*recorded, *other)
+
+    def on(*some: Sequence[np.ndarray]) -> Distance:
+        """Of groups of tokens: of each by itself, as the errors are taken."""
+        most = max(Distance.of(*one).most for one in some if len(one))
+        return Distance(whole.worst, most)
+
+    known = {
+        adapter: [
+            row.rounding
+            for row in rows
+            if row.rounding is not None and row.recording.adapter == adapter
+        ]
+        for adapter in (False, True)
+    }
+    replays = {
+        "vLLM": on(*known.values()),
+        "float64": on(*([one] for one in recorded)),
+        "other experts": on(*([one] for one in other)),
+    }
+    records = [None if row.rounding is None else on([row.rounding]) for row in rows]
+    return OwnRounding(whole, records, replays)
 
 
 def _tasks(groups: Sequence[Group]) -> list[Replayed]:

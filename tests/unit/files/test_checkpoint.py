@@ -251,6 +251,26 @@ def test_who_wrote_a_file_says_its_sum_and_it_is_not_read_again(tmp_path, monkey
     assert newest_valid(tmp_path).path == tmp_path / "step-000001"  # its writer said otherwise
 
 
+def test_files_are_summed_up_at_once_and_the_first_by_name_is_blamed(tmp_path, monkeypatch):
+    """Each sum waits until another one is under way; two files have a wrong byte."""
+    path = write(tmp_path, 5)
+    both, stock = threading.Barrier(2), checkpoint.sha256_of
+
+    def met(file: Path) -> str:
+        both.wait(30)
+        return stock(file)
+
+    monkeypatch.setattr(checkpoint, "sha256_of", met)
+    assert read_manifest(path)["step"] == 5
+    for name in FILES:
+        content = bytearray((path / name).read_bytes())
+        content[-1] ^= 1
+        (path / name).write_bytes(content)
+    first = min(FILES)
+    with pytest.raises(CheckpointError, match=f"^{first} is corrupt: its SHA-256 differs$"):
+        read_manifest(path)
+
+
 def test_later_invalid_ones_do_not_crowd_out_valid_ones(tmp_path):
     write(tmp_path, 10, keep=2)
     (write(tmp_path, 20, keep=2) / FILES[0]).unlink()

@@ -79,11 +79,24 @@ def test_prompts_that_never_have_a_signal_stop_the_run_after_the_bound(tmp_path)
     for _ in range(6):
         records.drawn_again(easy)
     with pytest.raises(
-        RewardError, match="7 prompts of one step .* .the last: all 1.*draw_again=2"
+        RewardError,
+        match="7 prompts .* .the last: all 1.*draw_again=2 .*: raise algorithm.draw_again, or take",
     ):
         records.drawn_again(easy)
     with pytest.raises(RewardError, match="8 prompts of one step .* .the last: none at all."):
         records.drawn_again(none)
+
+
+def test_prompts_that_never_have_a_signal_want_a_checkpoint_of_what_was_trained(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    config = RunConfig(logging={"run_dir": str(tmp_path / "run")})
+    with RunDir(config, resume=False) as run_dir:
+        records = Records(config, None, tmp_path, run_dir, None, None, done=4, dtype="float32")
+        assert not records.keep_trained(0) and capsys.readouterr().err == ""
+        assert records.keep_trained(4)
+        (run_dir.checkpoints / "step-000004").mkdir(parents=True)
+        assert not records.keep_trained(4)
+    assert "--resume goes on after step 4, with other prompts" in capsys.readouterr().err
 
 
 def test_steps_without_any_reward_stop_the_run_and_one_reward_begins_anew(tmp_path):

@@ -8,7 +8,9 @@ from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.verify.comparisons import Distance, largest_scaled
 from lora_moe_rl.verify.replay_ranks import Replayed, _Calls, compare
 from lora_moe_rl.verify.replay_record import Recording
+from lora_moe_rl.verify.replay_reference import Expected
 from lora_moe_rl.verify.replay_report import COMPARED, RecordRow, ReplayRow, Report, allowed
+from lora_moe_rl.verify.replay_run import own_rounding
 from lora_moe_rl.verify.replay_spread import counted
 from lora_moe_rl.verify.replay_tables import moved, permuted, rows_of, shifted
 
@@ -105,7 +107,7 @@ def test_rows_that_are_not_valid_are_not_compared(table):
 
 
 FINE = Distance(1e-6, 1e-7)
-PLAIN = allowed(1e-5, None)
+PLAIN = dict.fromkeys(COMPARED, allowed(1e-5, None))
 
 
 def passing() -> ReplayRow:
@@ -123,7 +125,7 @@ def passing() -> ReplayRow:
         {"errors": dict.fromkeys(COMPARED, FINE) | {"float64": Distance(9e-6, 2e-6)}},
         {"errors": dict.fromkeys(COMPARED, FINE) | {"other experts": Distance(math.nan, 1e-7)}},
         {"errors": {"vLLM": FINE}},
-        {"allowed": Distance(math.nan, math.nan)},
+        {"allowed": PLAIN | {"vLLM": Distance(math.nan, math.nan)}},
         {"failure": "a rank died"},
         {"caught": {"token": (9, 0.1, "a")}},
         {"caught": {"token": (0, 0.1, "a"), "layer": (9, 0.1, "a"), "expert": (1, 0.1, "a")}},
@@ -196,8 +198,39 @@ def test_what_rounding_does_to_float32_is_allowed_and_little_more():
     assert not Distance(math.nan, 1e-7).within(more)
 
 
+def test_what_rounding_may_do_is_measured_on_the_tokens_that_are_compared():
+    """By hand: of two samples, each of nine tokens of a prompt and one that was sampled. Rounding
+    does ten times as much to those that were sampled."""
+    exact = [np.full(10, -1.0), np.full(10, -1.0)]
+    single = [one.copy() for one in exact]
+    for sample, off in zip(single, (1e-6, 2e-6), strict=True):
+        sample[:9] += 1e-7
+        sample[9] += off
+    single[1][3] += 5e-5  # a sensitive token, which any of them might have been
+    other = [one + 3e-7 for one in exact]
+    rows = [RecordRow(Recording("a"), rounding=np.array([1e-6])),
+            RecordRow(Recording("b"), rounding=np.array([2e-6])),
+            RecordRow(Recording("c", absent="no cache"))]  # fmt: skip
+    found = own_rounding(rows, [Expected((exact, exact), (single, other))])
+    worst = pytest.approx(5.01e-5, rel=1e-3)
+    assert found.all is not None and found.all.worst == worst
+    assert found.records[2] is None
+    a, b = found.records[:2]
+    assert a is not None and (a.worst, a.most) == (worst, pytest.approx(1e-6))
+    assert b is not None and (b.worst, b.most) == (worst, pytest.approx(2e-6))
+    most = {name: one and one.most for name, one in found.replays.items()}
+    assert most["vLLM"] == pytest.approx(1.9e-6)  # of the two that were sampled
+    assert most["float64"] == pytest.approx(1.1e-6, rel=0.02)  # of all twenty
+    assert most["other experts"] == pytest.approx(3e-7, rel=1e-3)
+    blind = Expected((exact, exact), (exact, exact))
+    blind.single = blind.exact
+    nothing = own_rounding(rows, [blind])
+    assert nothing.all is None and nothing.records == [None] * 3
+    assert set(nothing.replays.values()) == {None}
+
+
 def test_a_wrong_table_must_move_ten_times_what_rounding_may():
-    row = dataclasses.replace(passing(), allowed=Distance(2e-3, 1e-4))
+    row = dataclasses.replace(passing(), allowed=dict.fromkeys(COMPARED, Distance(2e-3, 1e-4)))
     assert not row.passed  # its one wrong expert moved 1e-2
     assert list(row.faults()) == [
         "a table that is wrong by one expert moved no logprob by more than 0.01: at least 2e-02 is "

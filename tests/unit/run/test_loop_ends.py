@@ -1,0 +1,130 @@
+"""What ends the loop, and what it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from faulty_ports import OTHER
+from loop_run import CONFIG, Engines, Environment, Records, evaluating, of_steps, run
+
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import MismatchError, RefitError, RewardError
+
+
+def test_groups_with_failed_rewards_are_not_drawn_again_and_stop_the_run_as_always():
+    """One of two rewards has failed, which leaves nothing to compare, and is no equal reward."""
+    algorithm = CONFIG.algorithm.model_copy(update={"draw_again": 1})
+    config = CONFIG.model_copy(update={"algorithm": algorithm})
+    made = run(failed=3, equal=range(1), config=config)
+    assert made.error is None and made.records.again == 0
+    rows = [[group.prompt.row for group in facts.groups] for facts in made.records.steps]
+    assert rows == [[0, 1], [2, 3]]
+    made = run(failed=99, unrewarded=1, config=config)
+    assert isinstance(made.error, RewardError) and made.records.again == 0
+    assert made.records.kept == [(1, [0, 1])]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_prompts_without_a_signal_end_the_run_after_a_checkpoint_of_all_that_was_trained(lag):
+    """The first two prompts make a step, and no others. With lag 1 the limit is reached while that
+    step is trained, which is not broken off. A run that goes on draws no prompt twice that had no
+    signal."""
+    algorithm = CONFIG.algorithm.model_copy(update={"draw_again": 2})
+    settings = CONFIG.model_copy(update={"algorithm": algorithm}).model_dump(exclude_unset=True)
+    config = RunConfig.model_validate(settings | {"schedule": {"lag": lag}})
+    made = run(lag=lag, equal=range(2, 99), config=config, due=())
+    assert isinstance(made.error, RewardError) and str(made.error).endswith("(5)")  # the first
+    assert len(made.records.steps) == len(made.trainer.batches) == 1
+    assert made.events[-3:] == ["checkpoint 1", "written 1", "finish"]
+    (book,) = made.records.books
+    seen = book["data"]["drawn"]
+    again = {*range(seen, 99)} - {*book["done"]}
+    assert not again & {*range(7)}  # 0 and 1 were trained, 2 to 6 had no signal
+
+
+def test_prompts_without_a_signal_before_the_first_step_leave_no_checkpoint():
+    algorithm = CONFIG.algorithm.model_copy(update={"draw_again": 2})
+    made = run(equal=range(99), config=CONFIG.model_copy(update={"algorithm": algorithm}))
+    assert isinstance(made.error, RewardError) and made.records.steps == []
+    assert made.records.books == [] and made.events[-1] == "finish"
+
+
+@pytest.mark.parametrize("served", [None, 0, OTHER])
+def test_a_failed_proof_stops_the_run_before_the_step_is_on_record(served):
+    engines = Engines(serves={0: lambda version: served if version == 2 else version})
+    made = run(engines)
+    assert isinstance(made.error, RefitError) and len(made.records.steps) == 1
+    assert engines.rolled_back == [(2, ["parts of 2"])]
+
+
+def test_an_update_that_is_refused_is_not_published():
+    made = run(refuses=2)
+    assert isinstance(made.error, MismatchError) and len(made.records.steps) == 1
+    assert {version for _, version in made.engines.scored} == {None, 0, 1}
+
+
+def test_a_step_whose_rewards_stop_the_run_is_kept_and_drawn_again():
+    made = run(unrewarded=2)
+    assert isinstance(made.error, RewardError) and len(made.records.steps) == 1
+    assert made.records.kept == [(2, [2, 3])]
+    (book,) = made.records.books
+    assert book["data"] == {"drawn": 2}
+    assert made.events[-3:] == ["checkpoint 1", "written 1", "finish"]
+
+
+@pytest.mark.parametrize(("lag", "at"), [(0, 1), (1, 2)])
+def test_an_evaluation_whose_rewards_fail_ends_the_run_with_a_checkpoint_of_its_step(lag, at):
+    """With a lag that of the step that is trained beside it. A checkpoint that is due is not
+    written twice."""
+    config = evaluating(lag)
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": 3})})
+    for due in ((), (at,)):
+        made = run(lag=lag, config=config, unevaluated=1, due=due)
+        assert isinstance(made.error, RewardError) and len(made.records.steps) == at
+        checkpoints = [event for event in made.events if event.startswith("checkpoint")]
+        assert checkpoints == [f"checkpoint {at}"]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_the_last_evaluations_rewards_may_end_the_run_too(lag):
+    made = run(lag=lag, config=evaluating(lag), unevaluated=2)
+    assert isinstance(made.error, RewardError) and len(made.records.steps) == 2
+    assert [event for event in made.events if "checkpoint" in event] == ["checkpoint 2"]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_metric_that_gets_no_better_ends_the_run_after_an_evaluation_and_a_checkpoint(lag):
+    config = evaluating(lag)
+    config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 0})})
+    made = run(lag=lag, config=config, plateau=["flat", "still flat"])
+    assert made.error is None and len(made.records.steps) == 1
+    assert made.records.ended == [("still flat", 1)]
+    evaluations = [event for event in made.events if event.startswith("evaluate")]
+    assert evaluations[-2:] == ["evaluate 1 at 1", "evaluated 1"]  # as after its last step
+
+
+def test_the_last_evaluation_may_show_that_the_run_goes_on_and_is_not_made_twice():
+    made = run(config=evaluating(0), plateau=["flat", None])
+    assert len(made.records.steps) == 2 and made.records.ended == []
+    begun = [event for event in made.events if event.startswith("evaluate ")]
+    assert begun == [f"evaluate {step} at {step}" for step in range(3)]
+
+
+def test_a_run_that_is_to_end_waits_for_no_sample_that_nobody_trains(monkeypatch):
+    """Of the step after, whose prompts take for ever."""
+    rollout, given_up = Environment.rollout, []
+
+    async def slow(self, prompt, policy):
+        if prompt.row < 2:
+            return await rollout(self, prompt, policy)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            given_up.append(prompt.row)
+
+    monkeypatch.setattr(Environment, "rollout", slow)
+    monkeypatch.setattr(Records, "stop_requested", True)
+    made = run(lag=1, config=of_steps(3))
+    assert len(made.records.steps) == 1 and made.events[-1] == "finish"
+    assert given_up == [2, 3]
