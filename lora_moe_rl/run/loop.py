@@ -17,9 +17,10 @@ loss, an engine, a transport or Ray: those stand behind `ports.py`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +31,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.samples import Group, Sample
 from lora_moe_rl.environments.base import Environment
-from lora_moe_rl.errors import EngineDied, RewardError
+from lora_moe_rl.errors import EngineDied, LoraMoeRlError, RewardError
 from lora_moe_rl.ports import (
     Answers,
     Manner,
@@ -58,6 +59,8 @@ from lora_moe_rl.telemetry.timeline import (
     Timeline,
 )
 from lora_moe_rl.telemetry.timeline import engine as engine_name
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -102,10 +105,15 @@ async def run(ports: Ports, book: TicketBook, first_step: int) -> None:
 async def feed(ports: Ports, book: TicketBook) -> None:
     while await book.slot():
         drawn_at = ports.source.state_dict()
-        book.admit(ports.source.next(1)[0], drawn_at)
+        try:
+            book.admit(ports.source.next(1)[0], drawn_at)
+        except LoraMoeRlError as error:
+            book.fail(error)
 
 
 async def roll(ports: Ports, book: TicketBook) -> None:
+    """What fails for good, as an engine that dies too often, ends the run after the update that is
+    under way."""
     config = ports.config
     while ticket := await book.claim(lambda: ports.publisher.version):
         seed = seed_of(config.seed, ticket.number, config.algorithm.prompts_per_step)
@@ -118,6 +126,9 @@ async def roll(ports: Ports, book: TicketBook) -> None:
         except EngineDied:
             book.give_back(ticket)
             continue
+        except LoraMoeRlError as error:
+            book.fail(error)
+            return
         # Failures count in their step, and may be why the rest has no signal.
         failed = bool(group.failures)
         if config.algorithm.draw_again and not failed and not ports.algorithm.has_signal(group):
@@ -135,16 +146,18 @@ async def learn(ports: Ports, book: TicketBook, first_step: int, tasks: asyncio.
     config, records = ports.config, ports.records
     for step in range(first_step, config.trainer.steps + 1):
         clock = Clock()
-        tickets = await _next_step(ports, book, step, tasks)
-        if tickets is None:
-            return
-        clock.lap("rollout", at=max(ticket.sampled_at for ticket in tickets))
-        clock.lap("reward")
-        groups = [ticket.group for ticket in tickets if ticket.group is not None]
-        await _check_rewards(ports, book, step, groups, tasks)
-        records.check_ages(step, groups, ports.publisher.version)
-        signals, batch = _to_train(ports, step, groups)
-        await ports.engines.all_back()
+        async with _kept(ports, book, step - 1, tasks):
+            with records.progress():
+                tickets = await book.next_step(ports.publisher.version)
+            if tickets is None:
+                return
+            clock.lap("rollout", at=max(ticket.sampled_at for ticket in tickets))
+            clock.lap("reward")
+            groups = [ticket.group for ticket in tickets if ticket.group is not None]
+            _check_rewards(records, step, groups)
+            records.check_ages(step, groups, ports.publisher.version)
+            signals, batch = _to_train(ports, step, groups)
+            await ports.engines.all_back()
         ports.engines.overwrite()
         await ports.engines.give_way()
         with ports.timeline.span(TRAINER, UPDATE, step):
@@ -176,54 +189,53 @@ async def learn(ports: Ports, book: TicketBook, first_step: int, tasks: asyncio.
             return
 
 
-async def _next_step(
+@asynccontextmanager
+async def _kept(
     ports: Ports, book: TicketBook, step: int, tasks: asyncio.TaskGroup
-) -> list[Ticket] | None:
-    """The tickets of `step`, None when there is none any more. Raises RewardError when it finds too
-    few prompts that have a signal, once all that was trained is in a checkpoint."""
+) -> AsyncIterator[None]:
+    """Around what is done while the trainer has the state of `step`, which is on record: an error
+    ends the run once that is in a checkpoint."""
     try:
-        with ports.records.progress():
-            return await book.next_step(ports.publisher.version)
-    except RewardError:
-        await ports.evaluations.ended()
-        if ports.records.keep_trained(step - 1):
-            await _checkpoint(ports, book, step - 1, tasks)
-        await ports.records.finish()
+        yield
+    except LoraMoeRlError:
+        try:
+            await _keep(ports, book, step, tasks)
+            book.close()
+            await ports.records.finish()
+        except LoraMoeRlError as second:
+            log.warning("step %d, the last that was trained, has no checkpoint: %s", step, second)
         raise
+
+
+async def _keep(ports: Ports, book: TicketBook, step: int, tasks: asyncio.TaskGroup) -> None:
+    """The run ends before its time: writes the checkpoint of `step` unless there is one."""
+    await ports.evaluations.ended()
+    if ports.records.keep_trained(step):
+        await _checkpoint(ports, book, step, tasks)
 
 
 async def _ends_with(ports: Ports, book: TicketBook, step: int, tasks: asyncio.TaskGroup) -> bool:
     """Whether the run ends with `step`, which is on record. Writes its checkpoint and takes its
-    evaluation, where they are due. An evaluation whose rewards stop the run leaves a checkpoint of
-    the step behind."""
+    evaluation, where they are due; one that is to end meanwhile ends after that."""
     records = ports.records
-    if due := records.checkpoint_is_due(step):
+    if records.checkpoint_is_due(step):
         await _checkpoint(ports, book, step, tasks)
     if records.stop_requested:
         return True
-    try:
+    async with _kept(ports, book, step, tasks):
         await ports.evaluations.take(step, ports.publisher.version, book, tasks)
+        if records.stop_requested:
+            await _keep(ports, book, step, tasks)
+            return True
         return await _ends_early(ports, book, step, tasks)
-    except RewardError:
-        if not due:
-            await _checkpoint(ports, book, step, tasks)
-        book.close()
-        await records.finish()
-        raise
 
 
-async def _check_rewards(
-    ports: Ports, book: TicketBook, step: int, groups: Sequence[Group], tasks: asyncio.TaskGroup
-) -> None:
-    """Raises RewardError once all is kept that the run goes on from when the reward works again."""
+def _check_rewards(records: Records, step: int, groups: Sequence[Group]) -> None:
+    """Raises RewardError once all samples are on record, for whoever mends the reward."""
     try:
-        ports.records.check_rewards(groups)
+        records.check_rewards(groups)
     except RewardError:
-        await ports.evaluations.ended()
-        if ports.records.keep_unrewarded(step, groups):
-            await _checkpoint(ports, book, step - 1, tasks)
-        book.close()
-        await ports.records.finish()
+        records.keep_unrewarded(step, groups)
         raise
 
 

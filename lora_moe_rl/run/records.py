@@ -239,21 +239,16 @@ class Records:
         self._drawn_again = 0
         return record
 
-    def keep_unrewarded(self, step: int, groups: Sequence[Group]) -> bool:
-        """Keeps all samples of a step whose rewards stop the run. Returns whether the step before
-        it, from which the run goes on once the reward works again, has no checkpoint yet."""
+    def keep_unrewarded(self, step: int, groups: Sequence[Group]) -> None:
+        """Keeps all samples of a step whose rewards stop the run."""
         self.run_dir.write_samples(step, groups, None, every=True)
-        console.warn(
-            f"all samples of step {step} are in {self.run_dir.samples_file}; --resume goes on "
-            f"after step {step - 1}"
-        )
-        return self.checkpoints.newest < step - 1
+        console.warn(f"all samples of step {step} are in {self.run_dir.samples_file}")
 
     def keep_trained(self, step: int) -> bool:
-        """The run ends after `step` for want of prompts. Returns whether that has no checkpoint
+        """The run ends after `step`, before its time. Returns whether that has no checkpoint
         yet."""
         if step:
-            console.warn(f"--resume goes on after step {step}, with other prompts")
+            console.warn(f"--resume goes on after step {step}")
         return self.checkpoints.newest < step
 
     def checkpoint_is_due(self, step: int) -> bool:

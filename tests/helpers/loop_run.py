@@ -14,7 +14,7 @@ from faulty_ports import FaultyEngines, NoChannel, PlainTrainer, Prompts
 from lora_moe_rl import algorithms
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Group, Sample, Segment, UpdateResult
-from lora_moe_rl.errors import MismatchError, RefitError, RewardError
+from lora_moe_rl.errors import LoraMoeRlError, MismatchError, RewardError
 from lora_moe_rl.run import loop
 from lora_moe_rl.run.evaluations import Evaluations
 from lora_moe_rl.run.publisher import Publisher
@@ -142,7 +142,6 @@ class Records:
 
     def keep_unrewarded(self, step, groups):
         self.kept.append((step, [group.prompt.row for group in groups]))
-        return True
 
     def check_ages(self, step, groups, version):
         assert len(groups) == 2
@@ -154,7 +153,7 @@ class Records:
             raise RewardError(f"no prompt has a signal ({self.again})")
 
     def keep_trained(self, step):
-        return step not in self.due and step > 0
+        return step > 0 and f"written {step}" not in self.events
 
     def checkpoint_is_due(self, step):
         return step in self.due
@@ -249,7 +248,7 @@ def run(
     )
     try:
         asyncio.run(loop.run(ports, book, 1))
-    except (RefitError, MismatchError, RewardError) as error:
+    except LoraMoeRlError as error:
         made.error = error
     return made
 

@@ -6,10 +6,19 @@ import asyncio
 
 import pytest
 from faulty_ports import OTHER
-from loop_run import CONFIG, Engines, Environment, Records, evaluating, of_steps, run
+from loop_run import (
+    CONFIG,
+    Engines,
+    Environment,
+    Evaluator,
+    Records,
+    evaluating,
+    of_steps,
+    run,
+)
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import MismatchError, RefitError, RewardError
+from lora_moe_rl.errors import ActorFailed, MismatchError, RefitError, RewardError
 
 
 def test_groups_with_failed_rewards_are_not_drawn_again_and_stop_the_run_as_always():
@@ -128,3 +137,55 @@ def test_a_run_that_is_to_end_waits_for_no_sample_that_nobody_trains(monkeypatch
     made = run(lag=1, config=of_steps(3))
     assert len(made.records.steps) == 1 and made.events[-1] == "finish"
     assert given_up == [2, 3]
+
+
+@pytest.mark.parametrize(("lag", "trained"), [(0, 1), (1, 2)])
+def test_an_engine_that_dies_too_often_ends_the_run_after_the_update_and_a_checkpoint(
+    monkeypatch, lag, trained
+):
+    """Over the third step's prompts or the second's; with lag 1 while another step is trained."""
+    rollout, first = Environment.rollout, 2 * trained
+
+    async def dies(self, prompt, policy):
+        if prompt.row >= first:
+            raise ActorFailed("engine-0", "it has ended; 2 restarts so far")
+        return await rollout(self, prompt, policy)
+
+    monkeypatch.setattr(Environment, "rollout", dies)
+    made = run(lag=lag, config=of_steps(4), due=())
+    assert isinstance(made.error, ActorFailed) and len(made.records.steps) == trained
+    assert made.events[-3:] == [f"checkpoint {trained}", f"written {trained}", "finish"]
+
+
+def test_an_engine_that_does_not_come_back_before_an_update_leaves_a_checkpoint_too(monkeypatch):
+    async def all_back(self):
+        if self.events.count("update") == 1:
+            raise ActorFailed("engine-0", "it has ended")
+
+    monkeypatch.setattr(Engines, "all_back", all_back)
+    made = run(due=())
+    assert isinstance(made.error, ActorFailed)
+    assert made.events[-3:] == ["checkpoint 1", "written 1", "finish"]
+
+
+def test_when_no_checkpoint_can_be_written_the_first_error_is_told(monkeypatch, caplog):
+    async def checkpoint(self, step, book, tasks):
+        raise ActorFailed("trainer-0", "it has ended too")
+
+    monkeypatch.setattr(Records, "checkpoint", checkpoint)
+    made = run(unrewarded=2)
+    assert isinstance(made.error, RewardError)
+    assert "step 1, the last that was trained, has no checkpoint: actor trainer-0" in caplog.text
+
+
+def test_a_run_that_is_to_end_while_it_evaluates_ends_after_that(monkeypatch):
+    evaluate = Evaluator.evaluate
+
+    async def stopped(self, step, version):
+        await evaluate(self, step, version)
+        monkeypatch.setattr(Records, "stop_requested", step == 1)
+
+    monkeypatch.setattr(Evaluator, "evaluate", stopped)
+    made = run(config=evaluating(0), due=())
+    assert made.error is None and len(made.records.steps) == 1
+    assert made.events[-3:] == ["checkpoint 1", "written 1", "finish"]
