@@ -73,6 +73,8 @@ class Ranks(Trainer, Protocol):
 
     def set_adapter(self, tensors: dict[str, np.ndarray]) -> None: ...
 
+    def set_reference(self, read: Callable[[], dict[str, np.ndarray]]) -> None: ...
+
 
 class Parts(list[Any]):
     """References to the parts of a version. When ranks are started anew they are those of the new
@@ -106,6 +108,9 @@ class LastingTrainer:
 
     def set_adapter(self, tensors: dict[str, np.ndarray]) -> None:
         self.ranks.set_adapter(tensors)
+
+    def set_reference(self, read: Callable[[], dict[str, np.ndarray]]) -> None:
+        self.ranks.set_reference(read)
 
     async def hold(self, step: int) -> None:
         """Keeps what the ranks hold now, after `step`, as what they go on from."""

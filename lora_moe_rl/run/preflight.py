@@ -293,12 +293,12 @@ class Preflight:
         spec.lr_factors(config.trainer.lr_pattern)
         if warning := warm_up.check(config):
             self.warnings.append(warning)
-        if "reference" in self.algorithm.passes and config.adapter.init_from is not None:
+        against_base = "reference" in self.algorithm.passes and not self.algorithm.from_start
+        if against_base and config.adapter.init_from is not None:
             self.warnings.append(
                 f"algorithm={config.algorithm.name} measures the policy against the bare base, and "
                 f"pulls it there, away from adapter.init_from={config.adapter.init_from}; to "
-                "measure against that, merge it first (lora-moe-rl export --to merged) and train "
-                "on the merged model"
+                "measure against that, set algorithm.reference=start"
             )
         self.spec = spec
         return f"{len(spec.sites)} sites, {spec.num_parameters:,} trained parameters"

@@ -20,6 +20,7 @@ from lora_moe_rl.run import adapter_start, goes_on, loop, offline, plateau
 from lora_moe_rl.run.actors_start import Actors, started
 from lora_moe_rl.run.evaluations import Evaluations
 from lora_moe_rl.run.evaluator import Evaluator
+from lora_moe_rl.run.frozen_start import FrozenStart
 from lora_moe_rl.run.own_ray import OwnRay
 from lora_moe_rl.run.performance import Performance
 from lora_moe_rl.run.preflight import Preflight
@@ -62,7 +63,8 @@ def run(config: RunConfig, resume: bool = False, fork: Path | None = None) -> No
             start = None
             if config.adapter.init_from is not None and not found:
                 start = adapter_start.init_from(config, ready.spec, ready.model_dir)
-            _run(Prepared.of(ready, run_dir, found, start), own_ray)
+            frozen = FrozenStart.of_run(ready, start, found)
+            _run(Prepared.of(ready, run_dir, found, start, frozen), own_ray)
 
 
 def evaluate(config: RunConfig, checkpoint_dir: Path | None) -> None:
@@ -80,7 +82,7 @@ def evaluate(config: RunConfig, checkpoint_dir: Path | None) -> None:
             start = adapter_start.init_from(config, ready.spec, ready.model_dir)
         with RunDir(config, resume=False, say=console.warn) as run_dir:
             console.log_to(run_dir.log_path("controller"))
-            prepared = Prepared.of(ready, run_dir, found, start)
+            prepared = Prepared.of(ready, run_dir, found, start, None)
             with MetricsWriter(run_dir, config) as metrics, started(prepared, own_ray) as actors:
                 _evaluate(prepared, actors, metrics)
             console.say(f"metrics  {run_dir.metrics_file}")
@@ -125,6 +127,7 @@ def _run(run: Prepared, own_ray: OwnRay) -> None:
         parts = (run.config, run.spec, run.model_dir, run.run_dir, actors.trainer, metrics)
         dtype = actors.trainer.dtype
         records = Records(*parts, done=run.step, dtype=dtype, written=pusher.push)
+        records.checkpoints.frozen = None if run.frozen is None else run.frozen.digest
         records.performance = Performance.of_model(run.config, run.spec, run.model_dir, dtype)
         with _signals(records), records.checkpoints:
             _go(run, actors, records, metrics)

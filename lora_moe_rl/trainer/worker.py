@@ -105,10 +105,11 @@ class TrainerWorker:
         states = [state for _, one in trained for state in one.adam.state.values()]
         optimizer = _nbytes(t for state in states for t in state.values())
         moments = _nbytes(state[key] for state in states for key in MOMENTS if key in state)
+        frozen = 0 if engine.reference is None else engine.reference.nbytes
         host = {"host": moments} if self.config.trainer.offloads_moments else {}
         return {
             "base": _nbytes(t for t in held if id(t) not in mine) + packed,
-            "adapter": _nbytes(adapters),
+            "adapter": _nbytes(adapters) + frozen,
             "gradients": _nbytes(
                 flat for one, _ in trained for flat in one.gradients.flat.values()
             ),
@@ -256,6 +257,10 @@ class TrainerWorker:
         """Writes whole canonical tensors (tests, and starting from an adapter)."""
         self.engine.adapters.load(tensors)
         self.ahead.forget()
+
+    def set_reference(self, tensors: dict[str, np.ndarray]) -> None:
+        """Whole canonical tensors of the frozen adapter that the policy is measured against."""
+        self.engine.set_reference(tensors)
 
 
 def _nbytes(tensors) -> int:
