@@ -249,6 +249,16 @@ class Algorithm(Plugin):
         `tokens.step_mean` of every loss of the step. Asked as `keep` is. Pure."""
         raise NotImplementedError
 
+    @classmethod
+    def judges(cls) -> bool:
+        """Whether there is a `held_out`: of an algorithm that learns from rows' own answers."""
+        return cls.held_out is not Algorithm.held_out
+
+    def held_out(self, rows: Known) -> dict[str, float]:
+        """What is told of held-out rows, as `eval/<set>/<name>`. `rows.old` are logprobs of the
+        policy, `rows.reference` those of the forward `reference`, if it is among `passes`. Pure."""
+        raise NotImplementedError
+
     def loss(self, tokens: Tokens) -> Loss:
         """The loss of one micro-batch. Pure."""
         raise NotImplementedError

@@ -24,6 +24,7 @@ from lora_moe_rl.config import Aggregation, AlgorithmConfig, LearnsFrom
 from lora_moe_rl.config.reference import ReferenceSettings
 from lora_moe_rl.data.samples import Group
 
+REWARDS = ("chosen", "rejected", "margins", "accuracies")
 SUMS: Aggregation = "seq-mean-token-sum"
 
 
@@ -103,6 +104,12 @@ class DPO(Algorithm):
             "logps/chosen": float(own[pairs[:, 0]].mean()),
             "logps/rejected": float(own[pairs[:, 1]].mean()),
         }
+
+    def held_out(self, rows: Known) -> dict[str, float]:
+        """The same of rows that are not trained on."""
+        found = self.revised_metrics(rows)
+        own = {"loss": found["loss/dpo"]}
+        return own | {n: found[f"rewards/{n}"] for n in REWARDS}
 
     def loss(self, tokens: Tokens) -> Loss:
         return Loss(-tokens.advantages * tokens.logprobs)

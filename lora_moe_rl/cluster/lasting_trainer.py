@@ -26,6 +26,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.algorithms.base import Pass
 from lora_moe_rl.cluster import stacks
 from lora_moe_rl.cluster.in_thread import in_thread
 from lora_moe_rl.config import RunConfig
@@ -154,6 +155,9 @@ class LastingTrainer:
         self, sequences: Sequence[Sequence[int]], routes: Ref | None, adapters: bool = True
     ) -> list[np.ndarray]:
         return await self._lasting(lambda: self.ranks.score(sequences, routes, adapters))
+
+    async def judge(self, batch: TrainBatch) -> dict[Pass, list[np.ndarray]]:
+        return await self._lasting(lambda: self.ranks.judge(batch))
 
     async def score_ahead(self, sequences: Sequence[Sequence[int]]) -> None:
         await self.ranks.score_ahead(sequences)

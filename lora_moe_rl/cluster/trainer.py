@@ -11,6 +11,7 @@ import numpy as np
 import ray
 
 from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.algorithms.base import Pass
 from lora_moe_rl.cluster import stacks
 from lora_moe_rl.cluster.actors import Actor, answers, get
 from lora_moe_rl.cluster.logged_worker import LoggedWorker
@@ -180,6 +181,11 @@ class TrainerRanks:
         found = await answers(self.actors, refs, self.timeout)
         (scores,) = [one for one in found if one is not None]
         return scores
+
+    async def judge(self, batch: TrainBatch) -> dict[Pass, list[np.ndarray]]:
+        refs = self._all("judge", ray.put(batch))
+        found = await answers(self.actors, refs, self.timeout)
+        return found[0]
 
     async def score_ahead(self, sequences: Sequence[Sequence[int]]) -> None:
         self._ahead = self._all("score_ahead", sequences)

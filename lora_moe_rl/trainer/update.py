@@ -21,6 +21,7 @@ from megatron.core import parallel_state as ps
 
 from lora_moe_rl.adapters.shards import Shard
 from lora_moe_rl.algorithms import passes
+from lora_moe_rl.algorithms.base import Pass
 from lora_moe_rl.algorithms.parts.aggregation import Scales
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.kept import with_tokens
@@ -118,6 +119,21 @@ def gradients(
         _backward(engine, works, meter, scales)
     shards = engine.adapters.export(of=lambda parameter: parameter.grad)
     return meter.loss(scales.divisor), engine.adapters.gradients.norm(), shards
+
+
+def judge(engine: TrainingEngine, batch: TrainBatch) -> dict[Pass, list[np.ndarray]]:
+    """Logprobs of every sample's response tokens, float64 [R], on every rank, as `old` of the
+    current adapter, and as `reference` of what it is measured against, if it is; routers choose.
+    Nothing changes."""
+    meter, wanted = _meter(engine), passes(engine.config) - {"values"} | {"old"}
+    temperature = engine.config.rollout.temperature
+    with engine.watched_replay(batch, None):
+        works = engine.my_work(batch, np.arange(len(batch)), None, *_dp())
+        engine.forward(works, "old", temperature)
+        if "reference" in wanted:
+            with engine.as_reference():
+                engine.forward(works, "reference", temperature)
+    return {name: everywhere(name, batch, works, meter) for name in sorted(wanted)}
 
 
 def critic_gradients(

@@ -25,6 +25,7 @@ from lora_moe_rl.upstream.uncollected import uncollected
 
 if TYPE_CHECKING:
     from lora_moe_rl.adapters.attach import Adapters
+    from lora_moe_rl.algorithms.base import Pass
     from lora_moe_rl.router_replay.routes import Sent
     from lora_moe_rl.trainer.engine import TrainingEngine
     from lora_moe_rl.trainer.optimizer import AdapterOptimizer
@@ -139,6 +140,14 @@ class TrainerWorker:
         from lora_moe_rl.trainer.update import gradients
 
         return gradients(self.engine, batch, parts)
+
+    def judge(self, batch: TrainBatch) -> dict[Pass, list[np.ndarray]] | None:
+        """Logprobs of answers, from the first rank (None from the others): see
+        `trainer/update.py`."""
+        from lora_moe_rl.trainer.update import judge
+
+        found = judge(self.engine, batch)
+        return None if self.rank else found
 
     def critic_gradients(self, batch: TrainBatch, *parts: Sent):
         """(loss, values of each sample, shards of the gradient) of the critic: see

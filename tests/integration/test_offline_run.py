@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import exp
 from pathlib import Path
 from statistics import mean
 
@@ -23,7 +24,10 @@ pytestmark = pytest.mark.timeout(900)
 SFT = ROOT / "recipes/tiny_sft.py"
 DYING_SFT = Path(__file__).parent / "dying_sft.py"
 STEPS, TRACED = 12, 3
-CLOCKS = ("time/", "idle/", "perf/", "memory/", "data/tokens_per_second")
+HELD = (f"eval.sets.sums.generator={SFT}:rows", "eval.sets.sums.limit=90", "eval.every=4")
+HELD += ("checkpoint.best_metric=eval/sums/nll", "checkpoint.best_is=smallest")
+HELD += ("checkpoint.keep_best=1",)
+CLOCKS = ("eval/seconds", "time/", "idle/", "perf/", "memory/", "data/tokens_per_second")
 
 
 @dataclass
@@ -32,8 +36,16 @@ class Finished:
     output: str
 
     @property
-    def records(self) -> list[dict]:
+    def lines(self) -> list[dict]:
         return list(read_jsonl(self.folder / "metrics.jsonl"))
+
+    @property
+    def records(self) -> list[dict]:
+        return [line for line in self.lines if "eval/step" not in line]
+
+    @property
+    def evaluations(self) -> list[dict]:
+        return [line for line in self.lines if "eval/step" in line]
 
 
 def run_to_end(folder: Path, *arguments: object) -> Finished:
@@ -53,7 +65,7 @@ def warm(tmp_path_factory) -> Iterator[Finished]:
     resolve_model("qwen3_moe")
     folder = tmp_path_factory.mktemp("warm") / "run"
     steps = (f"trainer.steps={STEPS}", "checkpoint.every=6", f"logging.profile={TRACED}")
-    yield run_to_end(folder, SFT, *steps)
+    yield run_to_end(folder, SFT, *steps, *HELD)
 
 
 def test_the_loss_falls_and_no_engine_has_started(warm):
@@ -71,6 +83,25 @@ def test_the_loss_falls_and_no_engine_has_started(warm):
     }
     assert "Traceback" not in warm.output and "WARNING" not in warm.output
     assert (warm.folder / "curves.png").stat().st_size > 10_000
+
+
+def test_held_out_rows_are_judged_before_during_and_after(warm, tmp_path):
+    """Outside the run too, to the same figures."""
+    found = warm.evaluations
+    assert [one["eval/step"] for one in found] == [0, 4, 8, 12]
+    assert [one["eval/version"] for one in found] == [0, 4, 8, 12]
+    losses = [one["eval/sums/nll"] for one in found]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.7 * losses[0]
+    for one in found:
+        assert one["eval/sums/perplexity"] == pytest.approx(exp(one["eval/sums/nll"]), rel=1e-12)
+        assert one["eval/sums/prompts"] == 90 and 2 <= one["eval/sums/response_length"] <= 4
+        assert f"eval sums after step {one['step']}: 90 rows, nll " in warm.output
+    kept = json.loads((warm.folder / "checkpoints/kept.json").read_text())
+    assert f"{losses[-1]:.4g}"[:4] in json.dumps(kept)
+    outside = f"logging.run_dir={tmp_path}/outside"
+    assert main(["eval", str(warm.folder), outside]) == 0
+    (again,) = read_jsonl(tmp_path / "outside/metrics.jsonl")
+    assert again["eval/sums/nll"] == losses[-1] and again["eval/step"] == STEPS
 
 
 def test_every_rank_has_a_trace_of_the_chosen_step_and_of_no_other(warm):
@@ -93,7 +124,7 @@ def test_a_run_that_goes_on_equals_one_that_was_not_stopped(warm, tmp_path):
     shutil.rmtree(folder / f"checkpoints/step-{STEPS:06d}")
     resumed = run_to_end(folder, folder / "config.yaml", "--resume")
     assert f"going on from {folder}/checkpoints/step-000006" in resumed.output
-    for ours, theirs in zip(resumed.records, warm.records, strict=True):
+    for ours, theirs in zip(resumed.lines, warm.lines, strict=True):
         assert {k: v for k, v in ours.items() if not k.startswith(CLOCKS)} == {
             k: v for k, v in theirs.items() if not k.startswith(CLOCKS)
         }
