@@ -108,6 +108,20 @@ class Adapters:
         finally:
             self.switch.on = True
 
+    @contextmanager
+    def holding(self, values: Sequence[torch.Tensor]):
+        """Inside, what is trained has other values, which are neither copied nor kept: one tensor
+        of its shape, dtype and device for each of `parameters`."""
+        parameters = self.parameters()
+        own = [parameter.data for parameter in parameters]
+        try:
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.data = value
+            yield
+        finally:
+            for parameter, value in zip(parameters, own, strict=True):
+                parameter.data = value
+
     def parameters(self) -> list[torch.nn.Parameter]:
         """What is trained."""
         return [p for lora in self.layers for t in ("A", "B") for p in lora.parameters_of(t)]

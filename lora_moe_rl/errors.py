@@ -57,6 +57,10 @@ class RewardError(LoraMoeRlError):
     """Too many samples of a step could not be rewarded."""
 
 
+class FrozenStartError(LoraMoeRlError):
+    """The adapter that a policy is measured against is not what it should be."""
+
+
 class AdapterError(LoraMoeRlError, ValueError):
     """Adapter tensors that are not what the spec says."""
 

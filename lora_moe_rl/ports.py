@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     import numpy as np
 
+    from lora_moe_rl.algorithms.base import Pass
     from lora_moe_rl.data.batch import TrainBatch
     from lora_moe_rl.data.samples import Group, Played, Prompt, Sample, Scores, UpdateResult
     from lora_moe_rl.files.trainer_state import Saved
@@ -295,6 +296,11 @@ class Trainer(Protocol):
     ) -> list[np.ndarray]:
         """Logprobs of every token after the first at temperature 1, with an engine's routes, or
         with its own (None); `adapters=False`: of the bare base."""
+        ...
+
+    async def judge(self, batch: TrainBatch) -> dict[Pass, list[np.ndarray]]:
+        """Logprobs of every sample's response, float64 [R]: `old` of the current adapter, and
+        `reference` of what it is measured against, if it is. Nothing is trained."""
         ...
 
     async def score_ahead(self, sequences: Sequence[Sequence[int]]) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 
 from lora_moe_rl.config import AlgorithmConfig, LearnsFrom
 from lora_moe_rl.config.plugins import Plugin
+from lora_moe_rl.config.reference import Against, ReferenceSettings
 from lora_moe_rl.data.samples import Group
 
 if TYPE_CHECKING:
@@ -88,8 +89,8 @@ class Tokens:
 
     mask: bool, True for tokens in the loss; outside it all that follows is 0. logprobs: of the
     policy that is trained, with gradient. old: of the trainer before the update. rollout: of the
-    engine, as sampled. reference: of the base (None unless that pass is wanted). versions: int32,
-    the adapter version that sampled the token.
+    engine, as sampled. reference: of the base, or of the start (None unless that pass is wanted).
+    versions: int32, the adapter version that sampled the token.
 
     samples: int64, which of the `num_samples` samples of the micro-batch the token is of; the last
     one stands for the padding. step_mean: what `Algorithm.averaged` asks for, None without.
@@ -148,6 +149,17 @@ class Algorithm(Plugin):
         """Forwards that the loss wants to be made before the update. `old` is made anyway when one
         rollout is used for several updates; without it `old` is `logprobs`, detached."""
         return frozenset()
+
+    @property
+    def reference(self) -> Against:
+        """Which policy the forward `reference` is of, if it is among `passes`."""
+        settings = self.settings
+        return settings.reference if isinstance(settings, ReferenceSettings) else "base"
+
+    @property
+    def from_start(self) -> bool:
+        """Whether the policy is measured against the adapter that the run starts from."""
+        return self.reference == "start" and "reference" in self.passes
 
     @property
     def trains_entropy(self) -> bool:
@@ -235,6 +247,16 @@ class Algorithm(Plugin):
         """Two streams [T], of which the sum of the first over all tokens of the step, before `keep`
         takes any out or after (`averages_kept`), divided by that of the second is
         `tokens.step_mean` of every loss of the step. Asked as `keep` is. Pure."""
+        raise NotImplementedError
+
+    @classmethod
+    def judges(cls) -> bool:
+        """Whether there is a `held_out`: of an algorithm that learns from rows' own answers."""
+        return cls.held_out is not Algorithm.held_out
+
+    def held_out(self, rows: Known) -> dict[str, float]:
+        """What is told of held-out rows, as `eval/<set>/<name>`. `rows.old` are logprobs of the
+        policy, `rows.reference` those of the forward `reference`, if it is among `passes`. Pure."""
         raise NotImplementedError
 
     def loss(self, tokens: Tokens) -> Loss:

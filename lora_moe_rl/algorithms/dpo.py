@@ -1,7 +1,7 @@
 """Direct preference optimisation (arXiv:2305.18290): of a prompt's two answers the chosen one is
-made likelier against the base than the rejected one.
+made likelier against the reference than the rejected one: against the base, or the start.
 
-    margin = beta * ((log pi - log base)(chosen) - (log pi - log base)(rejected)), sums over tokens
+    margin = beta * ((log pi - log ref)(chosen) - (log pi - log ref)(rejected)), sums over tokens
     loss   = -(1 - s) log sigmoid(margin) - s log sigmoid(-margin), s: label_smoothing
 
 the mean over pairs: TRL's loss_type=sigmoid. The margin takes tokens of two samples, which may
@@ -21,16 +21,18 @@ from pydantic import Field, model_validator
 
 from lora_moe_rl.algorithms.base import Algorithm, Known, Loss, Pass, Reduce, Signal, Tokens
 from lora_moe_rl.config import Aggregation, AlgorithmConfig, LearnsFrom
+from lora_moe_rl.config.reference import ReferenceSettings
 from lora_moe_rl.data.samples import Group
 
+REWARDS = ("chosen", "rejected", "margins", "accuracies")
 SUMS: Aggregation = "seq-mean-token-sum"
 
 
-class DPOConfig(AlgorithmConfig):
+class DPOConfig(AlgorithmConfig, ReferenceSettings):
     group_size: int = Field(2, ge=2, le=2, description="Answers of each prompt.")
     aggregation: Aggregation = Field(SUMS, description="What weighs the same: pairs.")
     beta: float = Field(
-        0.1, gt=0, description="How much a change against the base counts: TRL's default."
+        0.1, gt=0, description="How much a change against the reference counts: TRL's default."
     )
     label_smoothing: float = Field(
         0.0,
@@ -103,6 +105,12 @@ class DPO(Algorithm):
             "logps/rejected": float(own[pairs[:, 1]].mean()),
         }
 
+    def held_out(self, rows: Known) -> dict[str, float]:
+        """The same of rows that are not trained on."""
+        found = self.revised_metrics(rows)
+        own = {"loss": found["loss/dpo"]}
+        return own | {n: found[f"rewards/{n}"] for n in REWARDS}
+
     def loss(self, tokens: Tokens) -> Loss:
         return Loss(-tokens.advantages * tokens.logprobs)
 
@@ -125,7 +133,7 @@ def _pairs(step: Known) -> np.ndarray:
 
 
 def _gains(step: Known) -> np.ndarray:
-    """float64 [n]: how much likelier each sample is than under the base, a log ratio."""
+    """float64 [n]: how much likelier each sample is than under the reference, a log ratio."""
     return _sums(step, "old") - _sums(step, "reference")
 
 

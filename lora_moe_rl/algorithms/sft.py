@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
-from lora_moe_rl.algorithms.base import Algorithm, Loss, Reduce, Signal, Tokens
+from lora_moe_rl.algorithms.base import Algorithm, Known, Loss, Reduce, Signal, Tokens
 from lora_moe_rl.config import AlgorithmConfig, LearnsFrom
 from lora_moe_rl.data.samples import Group
 
@@ -37,6 +37,17 @@ class SFT(Algorithm):
         return Loss(values, {"nll": values.detach()})
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Perplexity: exp of the mean over all tokens of the step. A NaN stays one."""
-        nll = metrics["loss/nll"]
-        return {"loss/perplexity": math.exp(min(nll, LARGEST_EXPONENT)) if nll == nll else nll}
+        return {"loss/perplexity": perplexity(metrics["loss/nll"])}
+
+    def held_out(self, rows: Known) -> dict[str, float]:
+        """The mean over all tokens of all answers, whatever algorithm.aggregation."""
+        if rows.old is None:
+            raise ValueError("algorithm=sft needs the policy's logprobs, and there are none")
+        tokens = [one[mask] for one, mask in zip(rows.old, rows.masks, strict=True)]
+        nll = -float(np.concatenate(tokens).mean())
+        return {"nll": nll, "perplexity": perplexity(nll)}
+
+
+def perplexity(nll: float) -> float:
+    """exp of a mean over tokens. A NaN stays one."""
+    return math.exp(min(nll, LARGEST_EXPONENT)) if nll == nll else nll

@@ -26,6 +26,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.algorithms.base import Pass
 from lora_moe_rl.cluster import stacks
 from lora_moe_rl.cluster.in_thread import in_thread
 from lora_moe_rl.config import RunConfig
@@ -73,6 +74,8 @@ class Ranks(Trainer, Protocol):
 
     def set_adapter(self, tensors: dict[str, np.ndarray]) -> None: ...
 
+    def set_reference(self, read: Callable[[], dict[str, np.ndarray]]) -> None: ...
+
 
 class Parts(list[Any]):
     """References to the parts of a version. When ranks are started anew they are those of the new
@@ -106,6 +109,9 @@ class LastingTrainer:
 
     def set_adapter(self, tensors: dict[str, np.ndarray]) -> None:
         self.ranks.set_adapter(tensors)
+
+    def set_reference(self, read: Callable[[], dict[str, np.ndarray]]) -> None:
+        self.ranks.set_reference(read)
 
     async def hold(self, step: int) -> None:
         """Keeps what the ranks hold now, after `step`, as what they go on from."""
@@ -149,6 +155,9 @@ class LastingTrainer:
         self, sequences: Sequence[Sequence[int]], routes: Ref | None, adapters: bool = True
     ) -> list[np.ndarray]:
         return await self._lasting(lambda: self.ranks.score(sequences, routes, adapters))
+
+    async def judge(self, batch: TrainBatch) -> dict[Pass, list[np.ndarray]]:
+        return await self._lasting(lambda: self.ranks.judge(batch))
 
     async def score_ahead(self, sequences: Sequence[Sequence[int]]) -> None:
         await self.ranks.score_ahead(sequences)

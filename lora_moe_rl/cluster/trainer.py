@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import ray
 
 from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.algorithms.base import Pass
 from lora_moe_rl.cluster import stacks
 from lora_moe_rl.cluster.actors import Actor, answers, get
 from lora_moe_rl.cluster.logged_worker import LoggedWorker
@@ -27,6 +28,8 @@ from lora_moe_rl.refit.parts import PartLayout, SentPart
 from lora_moe_rl.refit.transports import Channel
 from lora_moe_rl.rollout.facts import Dtype
 from lora_moe_rl.trainer.environment import CPU_ENVIRONMENT, threads_of
+
+Tensors = dict[str, np.ndarray]
 
 
 def rank_threads(config: RunConfig, cores: int, hidden_size: int) -> int:
@@ -56,6 +59,7 @@ class TrainerRanks:
         self._starting: list[Any] = []
         self._ahead: list[Any] = []  # calls that nobody has waited for yet
         self.prepared: tuple[list[PartLayout], Channel] | None = None
+        self._frozen: Callable[[], Tensors] | None = None
         self.sources: set[int] = set()  # ranks that send parts, where versions are sent
         self.actors = self._make_actors()
 
@@ -105,10 +109,13 @@ class TrainerRanks:
 
     def start_anew(self) -> None:
         """Starts others in the places of ranks that were ended. They hold what a run begins with.
-        Raises ActorSilent when one takes longer than trainer.start_timeout_s."""
+        Raises ActorSilent when one takes longer than trainer.start_timeout_s, and RunDirError when
+        what they are measured against is no longer there."""
         self.actors, self._ahead = self._make_actors(), []
         self.start_async()
         self.wait_started()
+        if self._frozen is not None:
+            self.set_reference(self._frozen)
         if self.prepared is not None:
             self.prepare_refit(*self.prepared)
 
@@ -175,6 +182,11 @@ class TrainerRanks:
         (scores,) = [one for one in found if one is not None]
         return scores
 
+    async def judge(self, batch: TrainBatch) -> dict[Pass, list[np.ndarray]]:
+        refs = self._all("judge", ray.put(batch))
+        found = await answers(self.actors, refs, self.timeout)
+        return found[0]
+
     async def score_ahead(self, sequences: Sequence[Sequence[int]]) -> None:
         self._ahead = self._all("score_ahead", sequences)
 
@@ -192,6 +204,12 @@ class TrainerRanks:
     def set_adapter(self, tensors: dict[str, np.ndarray]) -> None:
         """Starts from whole canonical tensors."""
         get(self.actors, self._all("set_adapter", ray.put(tensors)), self.timeout)
+
+    def set_reference(self, read: Callable[[], Tensors]) -> None:
+        """`read` gives whole canonical tensors of the frozen adapter that the policy is measured
+        against, now and whenever ranks are started anew."""
+        self._frozen = read
+        get(self.actors, self._all("set_reference", ray.put(read())), self.timeout)
 
     def load(self, directory: Path, meta: dict) -> None:
         get(self.actors, self._all("load", directory, meta), self.timeout)

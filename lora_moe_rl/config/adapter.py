@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -93,3 +94,9 @@ class AdapterConfig(Section):
                 "adapter.expert_layout=shared_outer cannot hold; use per_expert or kaiming"
             )
         return self
+
+    def absolute(self) -> dict[str, str]:
+        """The settings that depend on the current directory, so that they no longer do."""
+        if self.init_from is None:
+            return {}
+        return {"init_from": os.path.abspath(os.path.expanduser(self.init_from))}

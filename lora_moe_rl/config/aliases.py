@@ -92,6 +92,7 @@ ALIASES = (
     Alias(("use_rslora",), "adapter.rslora"),
     Alias(("init_lora_weights",), "adapter.init"),
     Alias(("lora_adapter_path",), "adapter.init_from"),
+    Alias(("ref_adapter_name",), "algorithm.reference=start", "against adapter.init_from"),
     Alias(("router_replay.mode", "enable_rollout_routing_replay"), "replay.mode"),
     Alias(("megatron.tensor_model_parallel_size",), "trainer.tp"),
     Alias(("pipeline_model_parallel_size",), "trainer.pp"),

@@ -14,6 +14,7 @@ from lora_moe_rl.config.eval_rules import check_evaluation
 from lora_moe_rl.config.keys import value_of, value_text
 from lora_moe_rl.config.offline import check_offline
 from lora_moe_rl.config.plugins import ALGORITHMS
+from lora_moe_rl.config.reference import ReferenceSettings
 from lora_moe_rl.config.reward_rules import check_rewards
 from lora_moe_rl.config.section import is_set
 from lora_moe_rl.errors import ConfigError
@@ -175,6 +176,7 @@ def check_applicable(config: RunConfig) -> None:
     check_evaluation(config)
     _check_template(config.model)
     check_rewards(config)
+    _check_reference(config)
     _check_lag(config)
     _check_stop(config)
     _check_colocated(config)
@@ -219,6 +221,19 @@ def _check_overlong(config: RunConfig) -> None:
             f"algorithm.overlong_buffer={buffer} is more than rollout.max_response_tokens="
             f"{longest}, so that every response would lose by it, an empty one too: set it to "
             f"{longest} or less"
+        )
+
+
+def _check_reference(config: RunConfig) -> None:
+    """A start to measure against: a fresh adapter does nothing."""
+    settings = config.algorithm
+    if not isinstance(settings, ReferenceSettings) or settings.reference == "base":
+        return
+    if config.adapter.init_from is None:
+        raise ConfigError(
+            "algorithm.reference=start measures the policy against the adapter that the run starts "
+            "from, and without adapter.init_from it starts as the base: set adapter.init_from, or "
+            "leave algorithm.reference at base, which is the same"
         )
 
 

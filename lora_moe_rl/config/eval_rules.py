@@ -77,8 +77,11 @@ def _check_length(config: RunConfig, one: EvalSetConfig) -> None:
 
 
 def prompt_room(config: RunConfig, source: SourceConfig) -> int:
-    """Most tokens that a prompt of a data set may have: what its responses leave."""
+    """Most tokens that a prompt of a data set may have: what its responses leave; with its own
+    answer, where nothing is sampled."""
     own = source.max_response_tokens if isinstance(source, EvalSetConfig) else None
+    if config.offline:
+        return config.model.max_length
     return config.max_prompt_tokens if own is None else config.model.max_length - own
 
 

@@ -68,6 +68,7 @@ def resolve(config: RunConfig) -> RunConfig:
             settings[section] = {"name": ",".join(specs)}
     settings["environment"] = settings.get("environment", {}) | config.environment.absolute()
     settings["checkpoint"] = config.checkpoint.absolute()
+    settings["adapter"] = config.adapter.absolute()
     if config.reward.function is not None:
         settings["reward"]["function"] = absolute_spec(config.reward.function)
     if config.reward.functions:

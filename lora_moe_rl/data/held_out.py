@@ -11,7 +11,7 @@ import numpy as np
 from lora_moe_rl.config import EvalSetConfig
 from lora_moe_rl.data.columns import Row
 from lora_moe_rl.data.generators import open_generator
-from lora_moe_rl.data.maker import PromptMaker
+from lora_moe_rl.data.maker import PromptMaker, Wanted
 from lora_moe_rl.data.samples import Prompt
 from lora_moe_rl.errors import DataError, LoraMoeRlError
 
@@ -23,12 +23,14 @@ def held_out_prompts(
     seed: int,
     max_prompt_tokens: int,
     rows: list[Row] | None,
+    wanted: Wanted | None = None,
 ) -> list[Prompt]:
     """The prompts of set `name` (`eval/NAME`), in the order of its rows. `rows`: those of its file,
-    None for a generator. Raises DataError when there are none, and for rows that make no prompt."""
+    None for a generator. `wanted`: what of a row is learned from. Raises DataError when there are
+    none, and for rows that make no prompt."""
     if rows is None:
         rows = list(_generated(config, seed_of_rows(seed, name)))
-    maker = PromptMaker(config, tokenizer, max_prompt_tokens)
+    maker = PromptMaker(config, tokenizer, max_prompt_tokens, wanted)
     made = [one for row in rows if (one := maker.make(row)) is not None]
     if not made:
         why = f": {maker.why_left_out()}" if rows else ""
@@ -38,7 +40,7 @@ def held_out_prompts(
             f"left to be asked{why}"
         )
     return [
-        Prompt(number, one.text, list(one.token_ids), dict(one.columns), name)
+        Prompt(number, one.text, list(one.token_ids), dict(one.columns), name, one.answers)
         for number, one in enumerate(made)
     ]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,17 +24,28 @@ _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.+-]")
 
 def set_metrics(name: str, settings: EvalSetConfig, groups: Sequence[Group]) -> dict[str, float]:
     """All metrics of an eval set, by their names in metrics.jsonl."""
-    found = {
-        names.of_eval(name, what): value for what, value in _about(settings, groups, True).items()
-    }
+    about = partial(_about, settings)
+    return by_value(name, settings, groups, lambda group: group.prompt.columns, about)
+
+
+def by_value[Row](
+    name: str,
+    settings: EvalSetConfig,
+    rows: Sequence[Row],
+    columns: Callable[[Row], dict[str, Any]],
+    about: Callable[[Sequence[Row], bool], dict[str, float]],
+) -> dict[str, float]:
+    """What is told `about` all rows of a set, and with `group_by` about those of each value of that
+    column; `columns` are those of a row. `about(rows, True)` is of the whole set."""
+    found = {names.of_eval(name, what): value for what, value in about(rows, True).items()}
     if settings.group_by is None:
         return found
-    by_value: dict[str, list[Group]] = {}
-    for group in groups:
-        by_value.setdefault(name_of(group.prompt.columns[settings.group_by]), []).append(group)
-    for value in sorted(by_value):
+    parts: dict[str, list[Row]] = {}
+    for row in rows:
+        parts.setdefault(name_of(columns(row)[settings.group_by]), []).append(row)
+    for value in sorted(parts):
         place = f"{name}/{settings.group_by}={value}"
-        own = _about(settings, by_value[value], False)
+        own = about(parts[value], False)
         found |= {names.of_eval(place, what): number for what, number in own.items()}
     return found
 

@@ -41,6 +41,7 @@ class _OfRun(_OfAdapter):
     trainer: _Trainer
     data: dict[str, Any]
     done: list[int] = []
+    reference: str | None = None
 
 
 def check_adapter(path: Path, metadata: dict[str, Any]) -> None:

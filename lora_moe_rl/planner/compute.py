@@ -149,7 +149,8 @@ class Roofline:
         if "old" in wanted:
             per_token += work.forward
         if "reference" in wanted:
-            per_token += 2 * work.active + work.attention
+            of_base = 2 * work.active + work.attention
+            per_token += work.forward if algorithms.make(config).from_start else of_base
         if "values" in wanted:
             per_token += work.forward + algorithm.epochs * work.train
         compute = tokens * per_token / (trainer.world_size * gpu.flops * efficiency.train_flops)

@@ -15,6 +15,7 @@ from itertools import accumulate
 from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.sharding import RankLayout, kind_of, pipeline_chunks
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
+from lora_moe_rl.algorithms.base import Algorithm
 from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.config.trainer import OFFLOAD_BYTES
 from lora_moe_rl.planner.activations import (
@@ -126,9 +127,9 @@ class TrainerMemory:
         classes: list[RankClass] = []
         trainer = config.trainer
         size = trainer.world_size // trainer.pp
-        critic = algorithms.make(config).critic is not None
+        algorithm = algorithms.make(config)
         for stage, layers in enumerate(stage_layers(trainer, self.facts.shape.num_layers)):
-            mine = self._stage(config, stage, layers, size, critic)
+            mine = self._stage(config, stage, layers, size, algorithm)
             if classes and _figures(classes[-1]) == _figures(mine):
                 last = classes.pop()
                 mine = replace(last, stages=last.stages + (stage,), ranks=last.ranks + size)
@@ -136,10 +137,12 @@ class TrainerMemory:
         return classes
 
     def _stage(
-        self, config: RunConfig, stage: int, layers: list[int], ranks: int, critic: bool
+        self, config: RunConfig, stage: int, layers: list[int], ranks: int, algorithm: Algorithm
     ) -> RankClass:
         held = policy = self._all(config.trainer, layers)
-        if critic:
+        if algorithm.from_start:  # once more, frozen: without gradients and moments
+            held = replace(held, adapters=held.adapters + held.trained)
+        if algorithm.critic is not None:
             held = self._with_critic(held, layers)
         moments, host = 2 * FLOAT32 * held.trained, 0
         stepped = FLOAT32 * held.trained  # Adam's step holds one more copy

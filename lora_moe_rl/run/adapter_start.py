@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.resize import Change, fit, fresh
@@ -26,10 +27,12 @@ from lora_moe_rl.files.trainer_state import BEGAN, CRITIC, KINDS, MOMENTS, file_
 
 @dataclass(frozen=True)
 class Start:
-    """`tensors`: of every site of the run. `notes`: what the log should say."""
+    """`tensors`: of every site of the run. `notes`: what the log should say. `digest`: of the
+    adapter as it was read, before it was made to fit."""
 
     tensors: dict[str, np.ndarray]
     notes: list[str]
+    digest: str
 
 
 def init_from(config: RunConfig, spec: AdapterSpec, model_dir: Path) -> Start:
@@ -54,7 +57,18 @@ def init_from(config: RunConfig, spec: AdapterSpec, model_dir: Path) -> Start:
         tensors |= fresh(site, config.seed)
     if missing:
         notes.append(f"new adapters, at zero, on {_some([site.name for site in missing])}")
-    return Start(tensors, notes)
+    return Start(tensors, notes, digest_of(found.spec, found.tensors))
+
+
+def digest_of(spec: AdapterSpec, tensors: Mapping[str, np.ndarray]) -> str:
+    """xxh3-128 of an adapter: its sites with their scales, and all its numbers."""
+    found = xxhash.xxh3_128()
+    for site in spec:
+        found.update(f"{site.name}|{site.scale!r}|".encode())
+        for name in (f"{site.name}.A", f"{site.name}.B"):
+            found.update(f"{tensors[name].shape}".encode())
+            found.update(np.ascontiguousarray(tensors[name]))
+    return found.hexdigest()
 
 
 def other_ranks(found: Found, config: RunConfig, spec: AdapterSpec) -> AdapterSpec | None:

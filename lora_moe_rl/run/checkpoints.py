@@ -67,6 +67,7 @@ class Checkpoints:
     ):
         self.config, self.spec, self.run_dir, self.trainer = config, spec, run_dir, trainer
         self.base = base_record(config.model.path, model_dir)
+        self.frozen: str | None = None  # digest of what is measured against; start.py gives it
         self._told, self._written = told, written
         self._overdue = False  # a checkpoint that the disk refused
         self._exporting: asyncio.Task[None] | None = None
@@ -132,6 +133,8 @@ class Checkpoints:
             "adapter": self.config.adapter.model_dump(mode="json"),
             "base": self.base,
         }
+        if self.frozen is not None:
+            metadata["reference"] = self.frozen
         self.run_dir.check_there()
         root, files = self.run_dir.checkpoints, dict[str, FileSum]()
         with write_checkpoint(root, step, metadata, files) as directory:

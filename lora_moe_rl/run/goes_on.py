@@ -65,6 +65,8 @@ def newest(run_dir: RunDir, ready: Preflight) -> Found | None:
 
 def restore(run: Prepared, trainer: LastingTrainer) -> int:
     """Adapter, moments and data as the run goes on from them. Returns the adapter's version."""
+    if run.frozen is not None:
+        trainer.set_reference(run.frozen.read)
     if run.found is None:
         if run.start is not None:
             trainer.set_adapter(run.start.tensors)

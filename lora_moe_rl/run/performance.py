@@ -41,6 +41,7 @@ class Performance:
         planned: float | None = None,
     ):
         self.config, self.wanted = config, algorithms.passes(config)
+        self.from_start = algorithms.make(config).from_start
         self.peak, self.planned = peak, planned
         one = flops(facts, spec, 0, "none")
         self.active, self.adapter, self.attention = one.active, one.adapter, attention_of(facts)
@@ -70,8 +71,8 @@ class Performance:
         total = train
         if "old" in self.wanted:
             total += forward
-        if "reference" in self.wanted:  # adapters off
-            total += base + attention
+        if "reference" in self.wanted:  # of the base with adapters off
+            total += forward if self.from_start else base + attention
         if "values" in self.wanted:  # a critic on the policy's base, with adapters of its own
             total += forward + train
         return total

@@ -293,12 +293,12 @@ class Preflight:
         spec.lr_factors(config.trainer.lr_pattern)
         if warning := warm_up.check(config):
             self.warnings.append(warning)
-        if "reference" in self.algorithm.passes and config.adapter.init_from is not None:
+        against_base = "reference" in self.algorithm.passes and not self.algorithm.from_start
+        if against_base and config.adapter.init_from is not None:
             self.warnings.append(
                 f"algorithm={config.algorithm.name} measures the policy against the bare base, and "
                 f"pulls it there, away from adapter.init_from={config.adapter.init_from}; to "
-                "measure against that, merge it first (lora-moe-rl export --to merged) and train "
-                "on the merged model"
+                "measure against that, set algorithm.reference=start"
             )
         self.spec = spec
         return f"{len(spec.sites)} sites, {spec.num_parameters:,} trained parameters"
@@ -340,7 +340,8 @@ class Preflight:
         self.source = open_prompts(*parts, self.rows, wanted)
         self.tokenizer = tokenizer
         self.held_out = {
-            name: self._held_out(name, source) for name, source in config.eval.sources().items()
+            name: self._held_out(name, source, wanted)
+            for name, source in config.eval.sources().items()
         }
         if model.chat_template is not None:
             examples = self.source.examples(len(self.sources))
@@ -359,11 +360,11 @@ class Preflight:
         about += "".join(f"; {name}: {len(own)} prompts" for name, own in self.held_out.items())
         return f"{min(lengths)} to {max(lengths)} tokens{what} of {most} that fit{told}{about}"
 
-    def _held_out(self, name: str, source: EvalSetConfig) -> list[Prompt]:
+    def _held_out(self, name: str, source: EvalSetConfig, wanted: Wanted) -> list[Prompt]:
         """The prompts of an eval set. Raises DataError for rows that cannot be asked or grouped."""
         most, maker = prompt_room(self.config, source), self.environment.prompt_tokenizer
         rows = self.rows.get(name)
-        found = held_out_prompts(name, source, maker, self.config.eval.seed, most, rows)
+        found = held_out_prompts(name, source, maker, self.config.eval.seed, most, rows, wanted)
         check_values(source, [prompt.columns for prompt in found])
         return found
 

@@ -14,13 +14,15 @@ from lora_moe_rl.environments.base import Environment
 from lora_moe_rl.files.checkpoint import Found
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.run import adapter_start
+from lora_moe_rl.run.frozen_start import FrozenStart
 from lora_moe_rl.run.preflight import Preflight
 
 
 @dataclass(frozen=True)
 class Prepared:
     """What a run is made of before anything slow has started. `found` is the checkpoint to go on
-    from, `start` the adapter to begin with; None when there is none. `private`: why trainer and
+    from, `start` the adapter to begin with; None when there is none;
+    `frozen` what it is measured against, None when that is the base. `private`: why trainer and
     engines hold a base each; '' when they hold one. `connect`: called in the run's event loop, lets
     a reward ask the engines; None when none does."""
 
@@ -34,6 +36,7 @@ class Prepared:
     private: str
     found: Found | None = None
     start: adapter_start.Start | None = None
+    frozen: FrozenStart | None = None
     connect: Callable[[ports.Engines], None] | None = None
 
     @classmethod
@@ -43,6 +46,7 @@ class Prepared:
         run_dir: RunDir,
         found: Found | None,
         start: adapter_start.Start | None,
+        frozen: FrozenStart | None,
     ) -> Prepared:
         """From a preflight that found nothing wrong."""
         return cls(
@@ -56,6 +60,7 @@ class Prepared:
             private=ready.private,
             found=found,
             start=start,
+            frozen=frozen,
             connect=_connecting(ready),
         )
 

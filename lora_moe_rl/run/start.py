@@ -18,8 +18,10 @@ from lora_moe_rl.page import link
 from lora_moe_rl.rewards.by_set import NoRewards
 from lora_moe_rl.run import adapter_start, goes_on, loop, offline, plateau
 from lora_moe_rl.run.actors_start import Actors, started
-from lora_moe_rl.run.evaluations import Evaluations
+from lora_moe_rl.run.answers_evaluator import AnswersEvaluator
+from lora_moe_rl.run.evaluations import Evaluates, Evaluations
 from lora_moe_rl.run.evaluator import Evaluator
+from lora_moe_rl.run.frozen_start import FrozenStart
 from lora_moe_rl.run.own_ray import OwnRay
 from lora_moe_rl.run.performance import Performance
 from lora_moe_rl.run.preflight import Preflight
@@ -62,7 +64,8 @@ def run(config: RunConfig, resume: bool = False, fork: Path | None = None) -> No
             start = None
             if config.adapter.init_from is not None and not found:
                 start = adapter_start.init_from(config, ready.spec, ready.model_dir)
-            _run(Prepared.of(ready, run_dir, found, start), own_ray)
+            frozen = FrozenStart.of_run(ready, start, found)
+            _run(Prepared.of(ready, run_dir, found, start, frozen), own_ray)
 
 
 def evaluate(config: RunConfig, checkpoint_dir: Path | None) -> None:
@@ -80,11 +83,13 @@ def evaluate(config: RunConfig, checkpoint_dir: Path | None) -> None:
             start = adapter_start.init_from(config, ready.spec, ready.model_dir)
         with RunDir(config, resume=False, say=console.warn) as run_dir:
             console.log_to(run_dir.log_path("controller"))
-            prepared = Prepared.of(ready, run_dir, found, start)
+            frozen = FrozenStart.of_run(ready, start, found) if config.offline else None
+            prepared = Prepared.of(ready, run_dir, found, start, frozen)
             with MetricsWriter(run_dir, config) as metrics, started(prepared, own_ray) as actors:
                 _evaluate(prepared, actors, metrics)
             console.say(f"metrics  {run_dir.metrics_file}")
-            console.say(f"samples  {eval_files.path_of(run_dir.path, prepared.step)}")
+            if not config.offline:
+                console.say(f"samples  {eval_files.path_of(run_dir.path, prepared.step)}")
             console.say(f"page     {link.line(run_dir.path)}")
 
 
@@ -125,6 +130,7 @@ def _run(run: Prepared, own_ray: OwnRay) -> None:
         parts = (run.config, run.spec, run.model_dir, run.run_dir, actors.trainer, metrics)
         dtype = actors.trainer.dtype
         records = Records(*parts, done=run.step, dtype=dtype, written=pusher.push)
+        records.checkpoints.frozen = None if run.frozen is None else run.frozen.digest
         records.performance = Performance.of_model(run.config, run.spec, run.model_dir, dtype)
         with _signals(records), records.checkpoints:
             _go(run, actors, records, metrics)
@@ -153,7 +159,7 @@ def _pusher(run: Prepared) -> Iterator[Pusher]:
 def _evaluate(run: Prepared, actors: Actors, metrics: MetricsWriter) -> None:
     engines, publisher = _served(run, actors, goes_on.restore(run, actors.trainer))
     timeline = Timeline(run.config.num_engines, run.run_dir.write_timeline)
-    evaluator = _evaluator(run, engines, timeline, metrics)
+    evaluator = _evaluator(run, actors.trainer, engines, timeline, metrics)
 
     async def serve_and_ask() -> None:
         await actors.trainer.hold(run.step)
@@ -165,10 +171,19 @@ def _evaluate(run: Prepared, actors: Actors, metrics: MetricsWriter) -> None:
 
 
 def _evaluator(
-    run: Prepared, engines: ports.Sampler, timeline: Timeline, metrics: MetricsWriter
-) -> Evaluator:
-    kept = run.held_out, run.environment, engines, timeline, run.run_dir, metrics
-    return Evaluator(run.config, *kept)
+    run: Prepared,
+    trainer: ports.Trainer,
+    engines: ports.Sampler,
+    timeline: Timeline,
+    metrics: MetricsWriter,
+) -> Evaluates:
+    """Engines answer held-out prompts; where nothing is sampled, the trainer judges the rows' own
+    answers."""
+    asked = run.held_out, run.environment
+    if run.config.offline:
+        parts = algorithms.make(run.config), trainer, timeline, metrics
+        return AnswersEvaluator(run.config, *asked, *parts)
+    return Evaluator(run.config, *asked, engines, timeline, run.run_dir, metrics)
 
 
 def _connect(run: Prepared, actors: Actors) -> None:
@@ -183,7 +198,7 @@ def _go(run: Prepared, actors: Actors, records: Records, metrics: MetricsWriter)
     config, trainer = run.config, actors.trainer
     engines, publisher = _served(run, actors, goes_on.restore(run, trainer))
     timeline = Timeline(config.num_engines, run.run_dir.write_timeline)
-    evaluator = _evaluator(run, engines, timeline, metrics)
+    evaluator = _evaluator(run, trainer, engines, timeline, metrics)
     evaluations = Evaluations(config, evaluator, engines, _evaluated(run.run_dir))
     made = algorithms.make(config)
     driven = loop.Ports(

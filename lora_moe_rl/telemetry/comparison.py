@@ -113,7 +113,8 @@ def chosen(runs: Sequence[Run], wanted: Sequence[str]) -> list[str]:
     logged = list(dict.fromkeys(key for run in runs for one in run.records for key in one))
     if wanted:
         return [named(name, logged) for name in wanted]
-    evaluated = [name for name in logged if (row := find(name)) and row.name == "eval/<set>/avg"]
+    firsts = {names.of_eval("<set>", what) for what in names.EVAL_FIRST}
+    evaluated = [name for name in logged if (row := find(name)) and row.name in firsts]
     return [*(name for name in HEADLINES if name in logged), *evaluated]
 
 

@@ -152,6 +152,16 @@ def show_evaluation(record: dict[str, Any], config: EvalConfig) -> None:
         say(f"eval {name} after step {record['step']}: {', '.join(cells)}", "cyan")
 
 
+def show_held_out(record: dict[str, Any], config: EvalConfig) -> None:
+    """A line for each set of an algorithm that learns from answers: all that it tells of it."""
+    for name in config.sets:
+        found = {key.removeprefix(names.of_eval(name, "")): value for key, value in record.items()}
+        own = [what for what in found if names.of_eval(name, what) in record and "/" not in what]
+        cells = [f"{what} {_number(found[what], '.4g')}" for what in own if what != "prompts"]
+        cells = [f"{found['prompts']:,.0f} rows", *cells, f"{record[names.EVAL_SECONDS]:.1f} s"]
+        say(f"eval {name} after step {record['step']}: {', '.join(cells)}", "cyan")
+
+
 def _waiting(record: dict[str, Any]) -> str:
     """Who waits for the other more, the trainer for samples or the engines for a version, and for
     what share of the step."""

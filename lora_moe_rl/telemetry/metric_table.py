@@ -19,7 +19,7 @@ from lora_moe_rl.telemetry.metric_rows import ROWS
 
 # What the run fills in; all others are any text.
 _DIGITS = ("age", "k", "layer")
-OWN_LOSS = "loss/<own>"
+OWN = ("loss/<own>", "eval/<set>/<own>")
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def find(name: str) -> Metric | None:
 
 
 class Checked:
-    """Says no to metrics that stand nowhere. `loss/*` of one's own may be logged where the run's
-    algorithm, or a part of it, is one's own."""
+    """Says no to metrics that stand nowhere. `loss/*` and `eval/SET/*` of one's own may be logged
+    where the run's algorithm, or a part of it, is one's own."""
 
     def __init__(self, config: RunConfig):
         names = [getattr(config.algorithm, part, "") for part in ("name", *PARTS)]
@@ -78,7 +78,7 @@ class Checked:
 
     def _look_up(self, name: str) -> None:
         found = find(name)
-        if found is None or (found.name == OWN_LOSS and not self._own):
+        if found is None or (found.name in OWN and not self._own):
             raise ValueError(
                 f"the metric {name!r} has no row in telemetry/metric_rows.py, and what has none "
                 "is not logged; write one (what an algorithm of one's own logs is named loss/…)"

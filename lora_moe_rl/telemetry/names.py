@@ -42,6 +42,8 @@ REWARD_HISTOGRAM, ADVANTAGE_HISTOGRAM = "histogram/reward", "histogram/advantage
 LENGTH_HISTOGRAM = "histogram/response_length"
 # Of an evaluation: after which step, of which adapter version, how long.
 EVAL_STEP, EVAL_VERSION, EVAL_SECONDS = "eval/step", "eval/version", "eval/seconds"
+# What of a set is looked at first: of what was sampled, and of rows' own answers (sft, dpo).
+EVAL_FIRST = ("avg", "nll", "loss")
 
 # A step's stages, which follow each other; what it takes beyond them is other.
 STAGES = ("rollout", "reward", "train", "refit")
@@ -91,5 +93,5 @@ def time(stage: str) -> str:
 
 
 def of_eval(place: str, what: str) -> str:
-    """The metric of an eval set, or of one value of a column of it: `what` is avg, pass@8, …"""
+    """The metric of an eval set, or of one value of a column of it: `what` is avg, nll, …"""
     return f"eval/{place}/{what}"

@@ -117,7 +117,7 @@ def draw(
 ) -> None:
     """Three panels over the steps: reward with the deviation of its samples and the mean of each
     eval set, mismatch on a logarithmic axis, step time by stage. Without rewards the first two
-    are loss and gradient."""
+    are the loss, with that of each eval set, and the gradient."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -132,6 +132,7 @@ def draw(
         _draw_mismatch(second, steps, records)
     else:
         loss = next(name for name in (names.DPO, names.NLL, names.GRAD_NORM) if name in records[0])
+        _draw_evaluations(first, evaluations)
         _draw_one(first, steps, records, loss, "loss")
         _draw_one(second, steps, records, names.GRAD_NORM, "gradient norm")
     _draw_seconds(seconds, steps, records)
@@ -163,18 +164,23 @@ def _draw_reward(axes: Any, steps: np.ndarray, records: list[dict[str, Any]]) ->
 def _draw_one(
     axes: Any, steps: np.ndarray, records: list[dict[str, Any]], metric: str, title: str
 ) -> None:
-    axes.plot(steps, column(records, metric), color=BLUE, linewidth=1.8, **_marker(steps))
+    values, others = column(records, metric), axes.get_legend_handles_labels()[1]
+    axes.plot(steps, values, color=BLUE, linewidth=1.8, label="trained on", **_marker(steps))
     axes.set_title(f"{title} ({metric})", loc="left", fontsize=10)
+    if others:
+        axes.legend(frameon=False, fontsize=8, loc="best")
 
 
 def _draw_evaluations(axes: Any, records: Sequence[dict[str, Any]]) -> None:
-    """Each set's mean with its 95 % interval, where it was evaluated."""
+    """Each set's mean with its 95 % interval, where it was evaluated; of a set that is judged by
+    its rows' own answers the loss, which has none."""
     keys = dict.fromkeys(key for record in records for key in record)
-    found = (re.fullmatch(names.of_eval("(.+)", "avg_ci95"), key) for key in keys)
-    sets = [match[1] for match in found if match]
-    for name, color in zip(sets, cycle((ORANGE, GREEN, RED, "#7f5fb5")), strict=False):
-        own = [record for record in records if names.of_eval(name, "avg") in record]
-        mean, width = (column(own, names.of_eval(name, what)) for what in ("avg", "avg_ci95"))
+    first = "|".join(names.EVAL_FIRST)
+    found = (re.fullmatch(names.of_eval("([^/]+)", f"({first})"), key) for key in keys)
+    sets = [(match[1], match[2]) for match in found if match]
+    for (name, what), color in zip(sets, cycle((ORANGE, GREEN, RED, "#7f5fb5")), strict=False):
+        own = [record for record in records if names.of_eval(name, what) in record]
+        mean, width = (column(own, names.of_eval(name, one)) for one in (what, f"{what}_ci95"))
         style = {"marker": "o", "markersize": 3, "linewidth": 1.2, "elinewidth": 0.8}
         at = column(own, "step")
         axes.errorbar(at, mean, np.nan_to_num(width), color=color, label=f"eval {name}", **style)

@@ -8,8 +8,8 @@ Every rank calls the same methods with the same arguments; each picks its own mi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.micro_batches import plan_for
 from lora_moe_rl.data.packing import MicroBatch, pack, unpack
+from lora_moe_rl.errors import FrozenStartError
 from lora_moe_rl.router_replay.audit import Audit, due
 from lora_moe_rl.router_replay.replay import MicroRoutes, Replay
 from lora_moe_rl.router_replay.routes import Routes, Sent, sequence_shard
@@ -39,6 +40,7 @@ from lora_moe_rl.trainer.host_activations import HostActivations
 from lora_moe_rl.trainer.model import build_model
 from lora_moe_rl.trainer.optimizer import AdapterOptimizer
 from lora_moe_rl.trainer.packed_sequences import as_tensor, packed_params
+from lora_moe_rl.trainer.reference import FrozenAdapter
 
 # From a micro-batch and what the last stage gives: logprobs `[T]` of a head, else what the model's
 # output layer gives, `[1, T, …]`.
@@ -117,6 +119,7 @@ class TrainingEngine:
         self._training, self._divisor = self.adapters, 1.0
         self.forwards = [0] * len(self.chunks)
         self.trained = [0] * len(self.chunks)
+        self.reference: FrozenAdapter | None = None
         settings = self.algorithm.critic
         self.critic = None if settings is None else Critic(self, settings)
 
@@ -124,6 +127,28 @@ class TrainingEngine:
         """The frozen base."""
         layers = self.spec.shape.num_layers
         return build_model(model_dir, self.config.trainer, layers, self.device, self.shared)
+
+    def set_reference(self, tensors: Mapping[str, np.ndarray]) -> None:
+        """Freezes this adapter, whole canonical tensors, as what the policy is measured against."""
+        self.reference = FrozenAdapter(self.adapters, tensors)
+
+    @property
+    def frozen_start(self) -> FrozenAdapter | None:
+        """What the policy is measured against, if not the base. Raises FrozenStartError when it
+        was not set."""
+        if not self.algorithm.from_start:
+            return None
+        if self.reference is None:
+            raise FrozenStartError(
+                "algorithm.reference=start, and this rank was not given the adapter that the run "
+                "starts from"
+            )
+        return self.reference
+
+    def as_reference(self) -> AbstractContextManager[None]:
+        """Inside, the model is what the policy is measured against."""
+        frozen = self.frozen_start
+        return self.adapters.off() if frozen is None else frozen.on()
 
     @property
     def is_last_stage(self) -> bool:

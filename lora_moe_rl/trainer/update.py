@@ -4,7 +4,7 @@ Which forwards those are is said by `algorithms.passes`; nothing here knows an a
 
 old         of the adapter before the update; with replay.mode=r2 it also records the routes. When
             each rollout makes one update the current logprobs, detached, are the old ones
-reference   of the base: adapters off
+reference   of the base: adapters off; or of the adapter that the run started from, frozen
 values      of the critic, if there is one
 free        every replay.compare_every steps, without replay: what the mismatch would be
 """
@@ -21,6 +21,7 @@ from megatron.core import parallel_state as ps
 
 from lora_moe_rl.adapters.shards import Shard
 from lora_moe_rl.algorithms import passes
+from lora_moe_rl.algorithms.base import Pass
 from lora_moe_rl.algorithms.parts.aggregation import Scales
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.kept import with_tokens
@@ -30,6 +31,7 @@ from lora_moe_rl.kernels.backend import on_device
 from lora_moe_rl.router_replay.audit import due
 from lora_moe_rl.router_replay.routes import Routes, Sent
 from lora_moe_rl.telemetry import names, peak
+from lora_moe_rl.trainer import reference
 from lora_moe_rl.trainer.advantages import everywhere, revise
 from lora_moe_rl.trainer.critic import tokens_in
 from lora_moe_rl.trainer.engine import TrainingEngine, Work
@@ -44,7 +46,7 @@ def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> 
     routes, for r3."""
     started = time.perf_counter()
     peak.begin()
-    config = engine.config
+    config, version = engine.config, engine.version
     if config.replay.mode == "r3" and not parts:
         raise ReplayError("replay.mode=r3, but the rollout came without routes")
     routes = engine.routes(batch, parts if config.replay.mode == "r3" else ())
@@ -60,6 +62,7 @@ def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> 
             meter.add("tokens fed", work.data.counted[work.data.fed].sum())
         if compared:
             _compare(engine, everything, meter)
+        moved = None if engine.frozen_start is None else engine.frozen_start.moved()
         _before_update(engine, everything)
         advantages = revise(engine, batch, everything, meter)
         kept = choose_tokens(engine, batch, everything, meter)
@@ -74,6 +77,8 @@ def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> 
         disagreement = meter.disagreement(replay, engine.spec.shape.moe_layers)
         loads = meter.expert_loads(replay, engine.spec.shape)
     metrics = meter.metrics(results, compared)
+    if moved is not None:
+        metrics |= reference.metrics(meter, moved, version, engine.device.dtype_name)
     tokens, fed = meter.summed(["tokens given", "tokens fed"])
     metrics[names.PROMPTS_SHARED] = 1 - fed / tokens
     if engine.critic is not None:
@@ -114,6 +119,21 @@ def gradients(
         _backward(engine, works, meter, scales)
     shards = engine.adapters.export(of=lambda parameter: parameter.grad)
     return meter.loss(scales.divisor), engine.adapters.gradients.norm(), shards
+
+
+def judge(engine: TrainingEngine, batch: TrainBatch) -> dict[Pass, list[np.ndarray]]:
+    """Logprobs of every sample's response tokens, float64 [R], on every rank, as `old` of the
+    current adapter, and as `reference` of what it is measured against, if it is; routers choose.
+    Nothing changes."""
+    meter, wanted = _meter(engine), passes(engine.config) - {"values"} | {"old"}
+    temperature = engine.config.rollout.temperature
+    with engine.watched_replay(batch, None):
+        works = engine.my_work(batch, np.arange(len(batch)), None, *_dp())
+        engine.forward(works, "old", temperature)
+        if "reference" in wanted:
+            with engine.as_reference():
+                engine.forward(works, "reference", temperature)
+    return {name: everywhere(name, batch, works, meter) for name in sorted(wanted)}
 
 
 def critic_gradients(
@@ -165,7 +185,7 @@ def _before_update(engine: TrainingEngine, works: list[Work]) -> None:
     if "old" in wanted:
         engine.forward(works, "old", temperature, record=config.replay.mode == "r2")
     if "reference" in wanted:
-        with engine.adapters.off():
+        with engine.as_reference():
             engine.forward(works, "reference", temperature)
     if engine.critic is not None:
         engine.critic.evaluate(works)
@@ -213,6 +233,8 @@ def _backward(
         meter.add_metrics(found.metrics, on_device(torch.from_numpy(work.stands), total.device))
         before = work.known.get("old", logprobs.detach())
         meter.mismatch(WITH, data, before)
+        if engine.frozen_start is not None:
+            reference.measure(work, before, meter)
         if looked_at is not None:
             meter.later(lambda: looked_at.take(data, before, entropy))
         judged = data.sampled if meter.sampled else work.mask

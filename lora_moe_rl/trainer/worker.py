@@ -25,6 +25,7 @@ from lora_moe_rl.upstream.uncollected import uncollected
 
 if TYPE_CHECKING:
     from lora_moe_rl.adapters.attach import Adapters
+    from lora_moe_rl.algorithms.base import Pass
     from lora_moe_rl.router_replay.routes import Sent
     from lora_moe_rl.trainer.engine import TrainingEngine
     from lora_moe_rl.trainer.optimizer import AdapterOptimizer
@@ -105,10 +106,11 @@ class TrainerWorker:
         states = [state for _, one in trained for state in one.adam.state.values()]
         optimizer = _nbytes(t for state in states for t in state.values())
         moments = _nbytes(state[key] for state in states for key in MOMENTS if key in state)
+        frozen = 0 if engine.reference is None else engine.reference.nbytes
         host = {"host": moments} if self.config.trainer.offloads_moments else {}
         return {
             "base": _nbytes(t for t in held if id(t) not in mine) + packed,
-            "adapter": _nbytes(adapters),
+            "adapter": _nbytes(adapters) + frozen,
             "gradients": _nbytes(
                 flat for one, _ in trained for flat in one.gradients.flat.values()
             ),
@@ -138,6 +140,14 @@ class TrainerWorker:
         from lora_moe_rl.trainer.update import gradients
 
         return gradients(self.engine, batch, parts)
+
+    def judge(self, batch: TrainBatch) -> dict[Pass, list[np.ndarray]] | None:
+        """Logprobs of answers, from the first rank (None from the others): see
+        `trainer/update.py`."""
+        from lora_moe_rl.trainer.update import judge
+
+        found = judge(self.engine, batch)
+        return None if self.rank else found
 
     def critic_gradients(self, batch: TrainBatch, *parts: Sent):
         """(loss, values of each sample, shards of the gradient) of the critic: see
@@ -256,6 +266,10 @@ class TrainerWorker:
         """Writes whole canonical tensors (tests, and starting from an adapter)."""
         self.engine.adapters.load(tensors)
         self.ahead.forget()
+
+    def set_reference(self, tensors: dict[str, np.ndarray]) -> None:
+        """Whole canonical tensors of the frozen adapter that the policy is measured against."""
+        self.engine.set_reference(tensors)
 
 
 def _nbytes(tensors) -> int:

@@ -25,6 +25,7 @@ from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.verify.inputs import random_adapter
 from lora_moe_rl.verify.jobs import STRENGTH
 
+OF_START = 3  # the seed of the adapter that algorithm.reference=start measures against
 Found = tuple[float, list[Shard]]  # the loss, and this rank's part of the gradient
 
 
@@ -68,7 +69,10 @@ def every_case(worker, spec: AdapterSpec, inputs: Inputs) -> dict[str, Found]:
     for name, case in inputs.cases.items():
         config = with_algorithm(worker.engine.config, case)
         _set_critic(worker, spec, config)
-        found[name] = _gradients(worker, config, algorithms.make(config), inputs)
+        algorithm = algorithms.make(config)
+        if algorithm.from_start:
+            worker.set_reference(random_adapter(spec, seed=OF_START, strength=STRENGTH))
+        found[name] = _gradients(worker, config, algorithm, inputs)
     return found
 
 
@@ -76,13 +80,17 @@ def reference(worker, spec: AdapterSpec, inputs: Inputs) -> dict[str, Found]:
     """On one rank: the float64 loss, and the gradient that it makes."""
     own = _score(worker, spec, inputs, adapters=True)
     base = _score(worker, spec, inputs, adapters=False)
-    assert own is not None and base is not None, "one rank answers for itself"
+    start = _score(worker, spec, inputs, adapters=True, seed=OF_START)
+    assert own is not None, "one rank answers for itself"
+    assert base is not None and start is not None
+    worker.set_adapter(random_adapter(spec, strength=STRENGTH))
     found = {}
     for name, case in inputs.cases.items():
         config = with_algorithm(worker.engine.config, case)
         batch = batch_of(inputs, config)
         values = _values(worker, spec, config, inputs)
-        loss, worths, of_entropy = plain(config, batch, own, base, values)
+        against = start if algorithms.make(config).from_start else base
+        loss, worths, of_entropy = plain(config, batch, own, against, values)
         count = sum(len(worth) for worth in worths)
         linear = replace(
             batch,
@@ -105,13 +113,13 @@ def plain(
     config: RunConfig,
     batch: TrainBatch,
     own: Sequence[np.ndarray],
-    base: Sequence[np.ndarray],
+    reference: Sequence[np.ndarray],
     values: Sequence[np.ndarray] | None = None,
 ) -> tuple[float, list[np.ndarray], list[np.ndarray]]:
     """The loss of the step, were all entropies 0; d loss / d logprob and d loss / d entropy of
-    each token, float64 [R] a sample. own, base: logprobs [R] of the responses, of the policy and of
-    the bare base. values: [R], of a critic. A sample that stands in the loss several times is there
-    so often."""
+    each token, float64 [R] a sample. own, reference: logprobs [R] of the responses, of the policy
+    and of what it is measured against. values: [R], of a critic. A sample that stands in the loss
+    several times is there so often."""
     import torch
 
     algorithm = algorithms.make(config)
@@ -121,7 +129,7 @@ def plain(
     sample_of = np.repeat(np.arange(len(sizes)), sizes)
     weights = np.concatenate([batch.weights[i] for i in standing])
     mask = weights > 0
-    advantages, step_mean = _revised(algorithm, batch, own, base, values), None
+    advantages, step_mean = _revised(algorithm, batch, own, reference, values), None
     leaf = torch.from_numpy(np.concatenate(own).astype(np.float64)).requires_grad_()
     logprobs = torch.cat([leaf.split(lengths)[i] for i in standing])
     no_entropy = torch.zeros_like(leaf).requires_grad_()
@@ -142,7 +150,7 @@ def plain(
             logprobs=logprobs.where(stays, 0),
             old=logprobs.detach().where(stays, 0),
             rollout=inside(batch.logprobs),
-            reference=inside(base) if "reference" in algorithms.passes(config) else None,
+            reference=inside(reference) if "reference" in algorithms.passes(config) else None,
             advantages=inside(advantages),
             versions=inside(batch.versions).int(),
             samples=torch.from_numpy(sample_of),
@@ -240,9 +248,11 @@ def _gradients(worker, config: RunConfig, algorithm: Algorithm, inputs: Inputs) 
     return loss, shards
 
 
-def _score(worker, spec: AdapterSpec, inputs: Inputs, adapters: bool) -> list[np.ndarray] | None:
+def _score(
+    worker, spec: AdapterSpec, inputs: Inputs, adapters: bool, seed: int = 1
+) -> list[np.ndarray] | None:
     """Logprobs [R] of the responses, with the routes that are replayed."""
-    worker.set_adapter(random_adapter(spec, strength=STRENGTH))
+    worker.set_adapter(random_adapter(spec, seed=seed, strength=STRENGTH))
     sequences = [ids.tolist() for ids in inputs.batch.token_ids]
     found = worker.score(sequences, inputs.table, adapters)
     if found is None:

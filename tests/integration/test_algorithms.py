@@ -24,6 +24,9 @@ WIDE = {"rejection_max": 2.0}
 PARTS = {
     "kl": {"kl_coef": 0.1, "kl_estimator": "k3+"},
     "kl_in_reward": {"name": "rloo", "kl_coef": 0.1},
+    "kl_to_start": {"kl_coef": 0.3, "reference": "start"},
+    "kl_to_start_in_reward": {"name": "rloo", "kl_coef": 0.1, "reference": "start"},
+    "pairs_against_start": {"name": "dpo", "reference": "start"},
     "tis": {"correction": "tis"},
     "normalized": {"correction": "decoupled_seq_is", "correction_normalize": True},
     "mis": {"correction": "mis", "correction_max": 30.0},
@@ -64,11 +67,16 @@ def model():
     return directory, spec_of(directory, CONFIG)
 
 
+def case_of(part: dict) -> RunConfig:
+    start = {"init_from": "start"} if "reference" in part else {}
+    return with_settings(RunConfig(), {"algorithm": part, "adapter": start})
+
+
 def verification(model, layouts: list[str]) -> Verification:
     directory, spec = model
     assert isinstance(spec, AdapterSpec)
     cases = cases_of(CONFIG, ALGORITHMS.names())
-    cases |= {name: with_settings(RunConfig(), {"algorithm": part}) for name, part in PARTS.items()}
+    cases |= {name: case_of(part) for name, part in PARTS.items()}
     found = placed(parse_layouts(layouts, CONFIG, spec.shape)) if layouts else []
     return Verification(CONFIG, spec, directory, found, cases)
 

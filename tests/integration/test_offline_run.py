@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import exp
 from pathlib import Path
 from statistics import mean
 
@@ -21,8 +22,12 @@ from lora_moe_rl.models.directory import resolve_model
 pytestmark = pytest.mark.timeout(900)
 
 SFT = ROOT / "recipes/tiny_sft.py"
+DYING_SFT = Path(__file__).parent / "dying_sft.py"
 STEPS, TRACED = 12, 3
-CLOCKS = ("time/", "idle/", "perf/", "memory/", "data/tokens_per_second")
+HELD = (f"eval.sets.sums.generator={SFT}:rows", "eval.sets.sums.limit=90", "eval.every=4")
+HELD += ("checkpoint.best_metric=eval/sums/nll", "checkpoint.best_is=smallest")
+HELD += ("checkpoint.keep_best=1",)
+CLOCKS = ("eval/seconds", "time/", "idle/", "perf/", "memory/", "data/tokens_per_second")
 
 
 @dataclass
@@ -31,8 +36,16 @@ class Finished:
     output: str
 
     @property
-    def records(self) -> list[dict]:
+    def lines(self) -> list[dict]:
         return list(read_jsonl(self.folder / "metrics.jsonl"))
+
+    @property
+    def records(self) -> list[dict]:
+        return [line for line in self.lines if "eval/step" not in line]
+
+    @property
+    def evaluations(self) -> list[dict]:
+        return [line for line in self.lines if "eval/step" in line]
 
 
 def run_to_end(folder: Path, *arguments: object) -> Finished:
@@ -52,7 +65,7 @@ def warm(tmp_path_factory) -> Iterator[Finished]:
     resolve_model("qwen3_moe")
     folder = tmp_path_factory.mktemp("warm") / "run"
     steps = (f"trainer.steps={STEPS}", "checkpoint.every=6", f"logging.profile={TRACED}")
-    yield run_to_end(folder, SFT, *steps)
+    yield run_to_end(folder, SFT, *steps, *HELD)
 
 
 def test_the_loss_falls_and_no_engine_has_started(warm):
@@ -70,6 +83,25 @@ def test_the_loss_falls_and_no_engine_has_started(warm):
     }
     assert "Traceback" not in warm.output and "WARNING" not in warm.output
     assert (warm.folder / "curves.png").stat().st_size > 10_000
+
+
+def test_held_out_rows_are_judged_before_during_and_after(warm, tmp_path):
+    """Outside the run too, to the same figures."""
+    found = warm.evaluations
+    assert [one["eval/step"] for one in found] == [0, 4, 8, 12]
+    assert [one["eval/version"] for one in found] == [0, 4, 8, 12]
+    losses = [one["eval/sums/nll"] for one in found]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.7 * losses[0]
+    for one in found:
+        assert one["eval/sums/perplexity"] == pytest.approx(exp(one["eval/sums/nll"]), rel=1e-12)
+        assert one["eval/sums/prompts"] == 90 and 2 <= one["eval/sums/response_length"] <= 4
+        assert f"eval sums after step {one['step']}: 90 rows, nll " in warm.output
+    kept = json.loads((warm.folder / "checkpoints/kept.json").read_text())
+    assert f"{losses[-1]:.4g}"[:4] in json.dumps(kept)
+    outside = f"logging.run_dir={tmp_path}/outside"
+    assert main(["eval", str(warm.folder), outside]) == 0
+    (again,) = read_jsonl(tmp_path / "outside/metrics.jsonl")
+    assert again["eval/sums/nll"] == losses[-1] and again["eval/step"] == STEPS
 
 
 def test_every_rank_has_a_trace_of_the_chosen_step_and_of_no_other(warm):
@@ -92,7 +124,7 @@ def test_a_run_that_goes_on_equals_one_that_was_not_stopped(warm, tmp_path):
     shutil.rmtree(folder / f"checkpoints/step-{STEPS:06d}")
     resumed = run_to_end(folder, folder / "config.yaml", "--resume")
     assert f"going on from {folder}/checkpoints/step-000006" in resumed.output
-    for ours, theirs in zip(resumed.records, warm.records, strict=True):
+    for ours, theirs in zip(resumed.lines, warm.lines, strict=True):
         assert {k: v for k, v in ours.items() if not k.startswith(CLOCKS)} == {
             k: v for k, v in theirs.items() if not k.startswith(CLOCKS)
         }
@@ -125,20 +157,77 @@ def test_reinforcement_learning_goes_on_from_it(warm, tmp_path):
 
 
 @pytest.mark.slow
-def test_pairs_are_learned_from_in_a_whole_run(tmp_path):
-    resolve_model("qwen3_moe")
+def test_reinforcement_learning_is_held_near_it_while_samples_are_ahead(warm, tmp_path):
+    """With routes that are replayed, and samples of an older version."""
+    to_start = ("algorithm.kl_coef=0.1", "algorithm.reference=start", "algorithm.correction=tis")
+    ahead = ("schedule.lag=1", "refit.slots=3", "trainer.steps=3", "checkpoint.every=0")
+    start = f"adapter.init_from={warm.folder}"
+    rl = run_to_end(tmp_path / "run", RECIPE, start, *to_start, *ahead)
+    first, *others = rl.records
+    assert first["reference/kl"] == first["loss/kl"] == 0
+    for record in others:
+        assert record["reference/kl"] == pytest.approx(record["loss/kl"], rel=1e-4) and (
+            record["loss/kl"] > 1e-9
+        )
+        assert record["replay/coverage"] == 1
+    assert "WARNING" not in rl.output
+
+
+def pairs(folder: Path) -> tuple[str, ...]:
+    """Settings of a run that learns from pairs, which are in a file then."""
     rows = [
         {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)}
         for a in range(20)
         for b in range(10)
     ]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = run_to_end(
-        tmp_path / "run",
-        SFT,
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return (
         *("algorithm=dpo", "algorithm.prompts_per_step=64", "data.generator=null"),
-        *(f"data.path={tmp_path}/pairs.jsonl", "trainer.steps=8"),
+        f"data.path={folder}/pairs.jsonl",
     )
+
+
+@pytest.mark.slow
+def test_pairs_are_measured_against_the_start_also_when_ranks_die_and_the_run_goes_on(
+    warm, tmp_path, monkeypatch
+):
+    """The loss begins at log 2 again, after 12 steps of sft. Ranks die in step 2; what goes on from
+    that step's checkpoint, with the start at another place, equals what was not stopped; another
+    start, or none, is refused."""
+    start = tmp_path / "start"
+    shutil.copytree(warm.folder / "adapter", start)
+    settings = (*pairs(tmp_path), f"adapter.init_from={start}", "algorithm.reference=start")
+    steps = ("trainer.steps=4", "checkpoint.every=2")
+    whole = run_to_end(tmp_path / "whole", SFT, *settings, *steps)
+    first, second, *_ = whole.records
+    assert first["reference/kl"] == first["reference/moved"] == 0
+    assert first["loss/dpo"] == pytest.approx(0.693147, abs=1e-6)
+    assert second["reference/kl"] > 0 and second["reference/moved"] > 0
+    assert "WARNING" not in whole.output
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    monkeypatch.setenv("MARKS", str(marks))
+    healed = run_to_end(tmp_path / "healed", DYING_SFT, *settings, *steps)
+    assert (marks / "died-in-step-2").exists()
+    assert [record["trainer/restarts"] for record in healed.records] == [0, 1, 1, 1]
+    monkeypatch.delenv("MARKS")
+    moved = tmp_path / "moved"
+    start.rename(moved)
+    shutil.rmtree(tmp_path / "healed/checkpoints/step-000004")
+    again = ("train", str(tmp_path / "healed/config.yaml"), "--resume")
+    assert main([*again]) == 2  # it is missing
+    shutil.copytree(tmp_path / "whole/adapter", start)
+    assert main([*again]) == 2  # it is another one
+    resumed = run_to_end(tmp_path / "healed", *again[1:], f"adapter.init_from={moved}")
+    for ours, theirs in zip(resumed.records, whole.records, strict=True):
+        for name in ("loss/dpo", "reference/kl", "reference/moved", "rewards/margins"):
+            assert ours[name] == theirs[name], name
+
+
+@pytest.mark.slow
+def test_pairs_are_learned_from_in_a_whole_run(tmp_path):
+    resolve_model("qwen3_moe")
+    run = run_to_end(tmp_path / "run", SFT, *pairs(tmp_path), "trainer.steps=8")
     first, last = run.records[0], run.records[-1]
     assert first["loss/dpo"] == pytest.approx(0.6931, abs=1e-3) and last["loss/dpo"] < 0.65
     assert last["rewards/margins"] > 0.05 and last["rewards/accuracies"] > 0.7

@@ -3,7 +3,7 @@
 import pytest
 import tiny_families
 from quantised import make_pair
-from ranks import random_batch, run_ranks
+from ranks import random_adapter, random_batch, run_ranks
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
@@ -19,6 +19,8 @@ COMPARED = ("base", "adapter", "gradients", "optimizer", "host")
 def report(worker, spec):
     """(bytes by kind, shape of every parameter of the base under the planner's name) of a rank."""
     worker.engine.optimizer.step()
+    if worker.engine.algorithm.from_start:
+        worker.set_reference(random_adapter(spec))
     if worker.engine.critic is not None:
         worker.engine.critic.optimizer.step()
     shapes = {}
@@ -50,7 +52,7 @@ def report(worker, spec):
         (
             "glm4_moe",
             {"rank": 8, "expert_layout": "shared_outer", "targets": ["*_proj", "exp*"]},
-            "ppo",
+            {"name": "ppo", "kl_coef": 0.1, "reference": "start"},
             "none",
         ),
     ],
@@ -58,9 +60,7 @@ def report(worker, spec):
 def test_every_rank_holds_what_the_plan_says(tmp_path, family, adapter, algorithm, offload):
     tiny_families.save(family, tmp_path)
     trainer = TP2_PP2_EP2 | {"device": "cpu", "offload": offload}
-    config = RunConfig(
-        model=str(tmp_path), trainer=trainer, adapter=adapter, algorithm={"name": algorithm}
-    )
+    config = RunConfig(model=str(tmp_path), trainer=trainer, adapter=adapter, algorithm=algorithm)
     facts = find(str(tmp_path))
     spec = AdapterSpec.build(facts.shape, config.adapter, servable=False)
     classes = TrainerMemory(facts, spec, "float32").classes(config)

@@ -9,9 +9,10 @@ from pydantic import Field, model_validator
 from lora_moe_rl.algorithms.corrections.base import WeightSettings
 from lora_moe_rl.config import AlgorithmConfig
 from lora_moe_rl.config.plugins import PARTS
+from lora_moe_rl.config.reference import ReferenceSettings
 
 
-class PolicyGradientConfig(AlgorithmConfig):
+class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
     advantage: str = Field(
         "grpo", description="A file of algorithms/advantages/, or file.py:Class."
     )
@@ -31,7 +32,9 @@ class PolicyGradientConfig(AlgorithmConfig):
         description="Whose logprobs the loss's ratio is against: the trainer's of before the "
         "update, or the engine's.",
     )
-    kl_coef: float = Field(0.0, ge=0, description="Weight of the KL to the base (adapters off).")
+    kl_coef: float = Field(
+        0.0, ge=0, description="Weight of the KL to algorithm.reference, the base by default."
+    )
     kl_in: Literal["loss", "reward"] = Field(
         "loss",
         description="Whether that KL is added to the loss of each token, or taken from its reward "
@@ -230,6 +233,7 @@ class PolicyGradientConfig(AlgorithmConfig):
         for option, decider in (
             ("kl_in", "kl_coef"),
             ("kl_estimator", "kl_coef"),
+            ("reference", "kl_coef"),
             ("overlong_penalty", "overlong_buffer"),
         ):
             default = type(self).model_fields[option].default

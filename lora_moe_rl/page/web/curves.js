@@ -4,7 +4,7 @@
 const SECTIONS = [
   ["Learning", ["reward/mean", "policy/entropy", "rollout/response_length", "rollout/truncated", "optim/grad_norm", "loss/policy",
     "loss/nll", "loss/dpo", "rewards/margins", "rewards/accuracies", "data/answer_length", "teacher/reverse_kl"]],
-  ["Evaluation", [/^eval\/.*(avg|pass|maj)@/]],
+  ["Evaluation", [/^eval\/.*\/(avg|(pass|maj)@\d+|nll|loss|margins|accuracies)$/]],
   ["Trainer and engines as one policy", ["mismatch/kl", "mismatch/max_abs_logprob_diff", "replay/coverage", "replay/disagreement"]],
   ["Routes", ["experts/busiest", "experts/entropy", "experts/idle"]],
   ["Ages", ["rollout/age_mean", "rollout/age_oldest", "rollout/stale"]],

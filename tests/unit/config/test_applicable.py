@@ -211,6 +211,16 @@ def test_tokens_of_older_versions_want_a_correction_and_slots_for_what_is_under_
             ["algorithm.advantage=gdpo", "algorithm.kl_in=reward takes a KL from their sum"],
         ),
         ("algorithm.advantage=gdpo algorithm.normalize_std=true", ["normalize_std", "gdpo"]),
+        (
+            "algorithm.reference=start algorithm.kl_coef=0.1",
+            ["algorithm.reference=start", "without adapter.init_from", "leave algorithm.reference"],
+        ),
+        (
+            "algorithm.reference=start adapter.init_from=a",
+            ["algorithm.reference=start has no effect with algorithm.kl_coef=0"],
+        ),
+        ("algorithm=dpo algorithm.reference=start", ["without adapter.init_from"]),
+        ("algorithm=sft algorithm.reference=start", ["algorithm.reference=start", "dpo"]),
     ],
 )
 def test_an_option_that_does_not_apply_names_both(arguments, named):
@@ -241,6 +251,8 @@ def test_a_reward_sinks_over_tokens_that_there_can_be():
         "data.sets.a=org/set data.sets.a.split=test",
         "data.sets.a=a.jsonl data.sets.a.reward=m:f data.sets.b=b.jsonl reward.function=m:g",
         "reward=m:f reward.args.scale=2",
+        "algorithm.reference=start algorithm.kl_coef=0.1 adapter.init_from=a",
+        "algorithm=dpo algorithm.reference=start adapter.init_from=a",
         "algorithm.advantage=gdpo reward.functions.a=m:f reward.functions.b=m:g",
     ],
 )

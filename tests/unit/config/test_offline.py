@@ -34,13 +34,48 @@ def sft(*settings: str) -> RunConfig:
         ("algorithm.draw_again=2", "algorithm.draw_again=2 has no effect with algorithm=sft"),
         ("algorithm.mask_truncated=true", "algorithm.mask_truncated=true has no effect"),
         ("data.sets.a.reward=m:f", "data.sets.a.reward=m:f has no effect with algorithm=sft"),
-        ("eval.sets.held.path=held.jsonl", "eval.sets has no effect with algorithm=sft"),
         ("algorithm.clip_low=0.1", "algorithm.clip_low=0.1 is no setting of algorithm.name=sft"),
     ],
 )
 def test_what_has_no_effect_is_refused_and_names_both_sides(setting, message):
     with pytest.raises(ConfigError, match=message):
         sft(setting)
+
+
+HELD = "eval.sets.held.path=held.jsonl"
+
+
+def test_held_out_rows_are_judged_by_their_own_answers():
+    config = sft(HELD, "eval.every=2", "eval.sets.held.group_by=kind", "eval.sets.held.limit=9")
+    assert config.eval.is_due(2, 5) and not config.eval.is_due(3, 5)
+    best = ("checkpoint.best_metric=eval/held/nll", "checkpoint.best_is=smallest")
+    assert sft(HELD, "eval.every=2", *best, "checkpoint.keep_best=1").checkpoint.best_of_evaluations
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ([HELD, "eval.sets.held.samples=4"], "eval.sets.held.samples=4 has no effect with algo"),
+        ([HELD, "eval.sets.held.temperature=0"], "eval.sets.held.temperature=0.0 has no effect"),
+        ([HELD, "eval.sets.held.reward=m:f"], "judged by their own answers"),
+        ([HELD, "eval.prompts_at_once=4"], "lora-moe-rl eval RECIPE adapter.init_from=RUN"),
+        (["algorithm=dpo", HELD, "eval.sets.held.answer_key=a"], "answer_key=a has no effect with"),
+        (["eval.every=3"], "eval.every=3 has no effect without eval.sets"),
+    ],
+)
+def test_what_says_how_to_sample_them_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        sft(*settings)
+
+
+def test_an_algorithm_that_tells_nothing_of_them_is_named(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from lora_moe_rl.algorithms.base import Algorithm\n\n\n"
+        "class Own(Algorithm):\n    learns_from = 'answers'\n"
+    )
+    own = f"algorithm={tmp_path}/own.py:Own"
+    with pytest.raises(ConfigError, match="eval.sets has no effect.*Own writes no `held_out`"):
+        override(RunConfig(), [own, "algorithm.group_size=1", HELD])
 
 
 def test_the_columns_of_pairs_have_fixed_names():

@@ -242,7 +242,10 @@ def test_a_kl_to_the_base_beside_an_adapter_to_start_from_is_a_warning(check):
     assert code == 0 and found["layout"][0] == "warning"
     assert "algorithm=grpo measures the policy against the bare base" in found["layout"][1]
     assert "away from adapter.init_from=" in found["layout"][1]
+    assert "set algorithm.reference=start" in found["layout"][1]
     assert check(start)[1]["layout"][0] == check("algorithm.kl_coef=0.1")[1]["layout"][0] == "ok"
+    to_start = (start, "algorithm.kl_coef=0.1", "algorithm.reference=start")
+    assert check(*to_start)[1]["layout"][0] == "ok"
 
 
 def test_a_run_that_is_there_is_told_of(check, tmp_path):

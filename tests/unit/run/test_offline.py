@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import cast
 
 import numpy as np
 import pytest
@@ -13,19 +12,22 @@ import pytest
 from lora_moe_rl import algorithms
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override
+from lora_moe_rl.data.held_out import held_out_prompts
 from lora_moe_rl.data.maker import Wanted
 from lora_moe_rl.data.mixture import open_prompts
+from lora_moe_rl.data.rows import read_rows
 from lora_moe_rl.data.samples import Answer, Group, Prompt, UpdateResult
-from lora_moe_rl.errors import NothingTrainedError
+from lora_moe_rl.errors import NonFiniteError, NothingTrainedError
 from lora_moe_rl.files.jsonl import read_jsonl
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.run import loop, offline
-from lora_moe_rl.run.evaluations import Evaluates, Evaluations
+from lora_moe_rl.run.answers_evaluator import AnswersEvaluator
+from lora_moe_rl.run.evaluations import Evaluations
 from lora_moe_rl.run.records import Records
 from lora_moe_rl.run.schedule import Schedule
 from lora_moe_rl.run.tickets import TicketBook
 from lora_moe_rl.telemetry import report
-from lora_moe_rl.telemetry.metrics import MetricsWriter, read_metrics
+from lora_moe_rl.telemetry.metrics import MetricsWriter, read_evaluations, read_metrics
 from lora_moe_rl.telemetry.timeline import Timeline
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 
@@ -38,6 +40,8 @@ METRICS = {
 
 class Trainer:
     """Keeps what it is given; the second update has a NaN, which makes no version."""
+
+    logprob = -1.0
 
     def __init__(self, algorithm):
         self.algorithm, self.batches, self.version = algorithm, [], 0
@@ -53,6 +57,15 @@ class Trainer:
         changed = advantages if self.algorithm == "dpo" else None
         return UpdateResult(self.version, metrics, skipped, skipped, 1.0, changed), []
 
+    async def judge(self, batch):
+        """Of every token -1 less the version, and under the reference -1."""
+        self.judged = [*getattr(self, "judged", []), batch]
+        sizes = batch.response_sizes().tolist()
+        found = {"old": [np.full(n, self.logprob - self.version) for n in sizes]}
+        if self.algorithm == "dpo":
+            found["reference"] = [np.full(n, -1.0) for n in sizes]
+        return found
+
 
 class Kept(Records):
     """Without checkpoints, which want a model."""
@@ -61,29 +74,40 @@ class Kept(Records):
         self.books = [*getattr(self, "books", []), book]
 
 
-def run(folder, name, rows, steps=3):
+def run(folder, name, rows, steps=3, held_out=()):
     """(trainer, publisher, records of metrics, of samples, of the timeline) of a whole run."""
     (folder / "config.json").write_text("{}")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = [f"algorithm={name}", f"data.path={folder}/rows.jsonl", "data.order=sequential"]
     settings += ["algorithm.prompts_per_step=2", f"trainer.steps={steps}"]
+    if held_out:
+        (folder / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
+        settings += [f"eval.sets.held.path={folder}/held.jsonl", "eval.sets.held.group_by=kind"]
+        settings += ["eval.every=2"]
     config = override(RunConfig(), [*settings, f"logging.run_dir={folder}/run"])
     wanted = Wanted(config.learns_from, frozenset({EOS}))
     source = open_prompts(config.data, make_tokenizer(), 0, 40, {}, wanted)
     trainer, publisher = Trainer(name), offline.Unserved(0)
     with RunDir(config, resume=False) as run_dir, MetricsWriter(run_dir, config) as metrics:
         records = Kept(config, None, folder, run_dir, trainer, metrics, done=0, dtype="float32")
+        timeline = Timeline(config.num_engines, run_dir.write_timeline)
+        rows_answers, made = offline.RowAnswers(config, None, None), algorithms.make(config)
+        held = {
+            which: held_out_prompts(which, one, make_tokenizer(), 0, 40, read_rows(one), wanted)
+            for which, one in config.eval.sources().items()
+        }
+        evaluator = AnswersEvaluator(config, held, rows_answers, made, trainer, timeline, metrics)
         ports = loop.Ports(
             config,
             source,
-            offline.RowAnswers(config, None, None),
-            algorithms.make(config),
+            rows_answers,
+            made,
             offline.NoEngines(),
             trainer,
             publisher,
             records,
-            Timeline(config.num_engines, run_dir.write_timeline),
-            Evaluations(config, cast(Evaluates, None), offline.NoEngines(), ()),
+            timeline,
+            Evaluations(config, evaluator, offline.NoEngines(), ()),
         )
         asyncio.run(loop.run(ports, TicketBook(Schedule(2)), 1))
         assert records.books[-1]["data"]["drawn"] == 2 * steps
@@ -129,6 +153,52 @@ def test_the_report_of_such_a_run_has_a_loss_and_no_reward(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "loss" in shown and "perplexity" in shown and run_dir.curves_file.exists()
     assert not any(word in shown for word in ("reward", "mismatch", "rollout", "refit"))
+
+
+HELD = [{**row, "kind": "even" if i % 2 == 0 else "odd"} for i, row in enumerate(ROWS + ROWS[:1])]
+
+
+def test_held_out_rows_are_judged_before_the_first_step_every_so_many_and_at_the_end(
+    tmp_path, capsys
+):
+    """As many at a time as a step has. Their answers have two tokens each."""
+    trainer, *_, run_dir = run(tmp_path, "sft", ROWS, held_out=HELD)
+    assert [len(batch) for batch in trainer.judged] == [2, 2, 1] * 3
+    assert [ids.tolist() for ids in trainer.judged[0].token_ids] == [
+        [*b"0+1=1", EOS],
+        [*b"1+1=2", EOS],
+    ]
+    found = read_evaluations(run_dir.metrics_file)
+    assert [one["step"] for one in found] == [0, 2, 3]
+    assert [one["eval/version"] for one in found] == [0, 1, 2]
+    assert [one["eval/held/nll"] for one in found] == [1, 2, 3]
+    assert found[1]["eval/held/perplexity"] == pytest.approx(np.exp(2), rel=1e-12)
+    assert found[1]["eval/held/prompts"] == 5 and found[1]["eval/held/kind=odd/prompts"] == 2
+    assert found[1]["eval/held/kind=even/nll"] == found[1]["eval/held/response_length"] == 2
+    shown = capsys.readouterr().out
+    assert "eval held after step 2: 5 rows, nll 2, perplexity 7.389, response_length 2, " in shown
+    report.finish(run_dir)
+    assert run_dir.curves_file.exists()
+
+
+def test_held_out_pairs_have_the_loss_and_its_margins(tmp_path):
+    """d of an answer is -version times its tokens: 2 of the chosen, 3 of the rejected."""
+    rows = [
+        {"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": "no", "kind": "a"} for i in range(4)
+    ]
+    found = read_evaluations(run(tmp_path, "dpo", rows, held_out=rows)[-1].metrics_file)
+    for one, version in zip(found, (0, 1, 2), strict=True):
+        margin = 0.1 * version
+        assert one["eval/held/loss"] == pytest.approx(np.log1p(np.exp(-margin)), rel=1e-12)
+        assert one["eval/held/margins"] == pytest.approx(margin, abs=1e-12)
+        assert one["eval/held/chosen"] == pytest.approx(-0.2 * version, abs=1e-12)
+        assert one["eval/held/accuracies"] == (version > 0)
+
+
+def test_a_logprob_that_is_no_number_stops_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(Trainer, "logprob", np.nan)
+    with pytest.raises(NonFiniteError, match="after step 0 a logprob of row 0 of eval.sets.held"):
+        run(tmp_path, "sft", ROWS, held_out=HELD)
 
 
 def test_a_pair_is_a_group_whose_first_sample_is_the_chosen_one(tmp_path):

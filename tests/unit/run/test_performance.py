@@ -47,6 +47,8 @@ def test_further_epochs_and_the_forwards_that_an_algorithm_asks_for():
     assert twice.operations([n]) == 2 * train + forward(n)
     to_base = performance(algorithm={"kl_coef": 0.1})
     assert to_base.operations([n]) == train + 2 * n * P + C * n * n / 2
+    to_start = performance(algorithm={"kl_coef": 0.1, "reference": "start"})
+    assert to_start.operations([n]) == train + forward(n)
 
 
 def test_shares_of_time_and_of_the_gpus_peak():

@@ -1,0 +1,19 @@
+"""The setting of what a policy is measured against, which exists with what measures it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from lora_moe_rl.config.section import Section
+
+Against = Literal["base", "start"]
+
+
+class ReferenceSettings(Section):
+    reference: Against = Field(
+        "base",
+        description="What the policy is measured against: the base with adapters off, or the "
+        "adapter that the run starts from (adapter.init_from), frozen as it was.",
+    )

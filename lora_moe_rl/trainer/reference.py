@@ -1,0 +1,124 @@
+"""The frozen adapter that a policy is measured against (algorithm.reference=start): the one that
+the run started from.
+
+It is a second set of values for the policy's own parameters, in the memory of one more adapter: a
+forward under it is the policy's, with other numbers. That it is what it should be is looked at in
+each step, before the update: while the policy is still the start both give the same logprobs, and
+once it has moved away they do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from lora_moe_rl.adapters.attach import Adapters
+from lora_moe_rl.algorithms.parts.kl import k3
+from lora_moe_rl.errors import FrozenStartError
+from lora_moe_rl.kernels.backend import on_device
+from lora_moe_rl.rollout.facts import Dtype
+
+if TYPE_CHECKING:
+    from lora_moe_rl.trainer.engine import Work
+    from lora_moe_rl.trainer.meter import Meter
+
+KL, MOVED = "reference/kl", "reference/moved"
+# Mean KL of the start to itself: two forwards of the same numbers. On a GPU the sums of experts'
+# outputs may come in another order each time, which bfloat16 shows.
+SAME: dict[Dtype, float] = {"float32": 1e-7, "bfloat16": 1e-3}
+# Relative size of a change that shows in some logprob even where weights are cast to bfloat16.
+SHOWS = 0.01
+
+
+class FrozenAdapter:
+    def __init__(self, adapters: Adapters, tensors: Mapping[str, np.ndarray]):
+        """`tensors`: whole canonical ones, of which each rank keeps its parts. Raises AdapterError
+        for a tensor that is missing or of another shape."""
+        self.adapters = adapters
+        self.values = [torch.full_like(one.data, torch.nan) for one in adapters.parameters()]
+        with self.on():
+            adapters.load(tensors)
+        self._sum = self._summed()
+        if not self._sum.isfinite():
+            raise FrozenStartError(
+                "the adapter that the run starts from is not finite, or does not fill this rank's "
+                "part, and cannot be measured against; algorithm.reference=base measures against "
+                "the base"
+            )
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Inside, the policy's parameters have these values."""
+        with self.adapters.holding(self.values):
+            yield
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in self.values)
+
+    def moved(self) -> list[float]:
+        """Sums of squares, of each element on one rank alone: of what the policy is away from it,
+        and of itself. Raises FrozenStartError when it is no longer as it was loaded."""
+        if not torch.equal(self._summed(), self._sum):
+            raise FrozenStartError(
+                "the frozen adapter of algorithm.reference=start has been written to since it was "
+                "loaded; --resume loads it anew"
+            )
+        away, size = torch.zeros_like(self._sum), torch.zeros_like(self._sum)
+        parameters = self.adapters.parameters()
+        frozen = {id(one): value for one, value in zip(parameters, self.values, strict=True)}
+        for s in self.adapters.slices():
+            if s.exported:
+                value = frozen[id(s.tensor)][s.index]
+                away += (s.tensor.detach()[s.index] - value).square().sum(dtype=torch.float64)
+                size += value.square().sum(dtype=torch.float64)
+        return torch.stack([away, size]).tolist()
+
+    def _summed(self) -> torch.Tensor:
+        """float64, of all values: the same on the same device as long as none changes."""
+        every = [one.sum(dtype=torch.float64) for one in self.values]
+        return torch.stack(every).sum() if every else torch.zeros((), dtype=torch.float64)
+
+
+def measure(work: Work, before: torch.Tensor, meter: Meter) -> None:
+    """Adds the KL of a micro-batch's tokens in the loss: `before` [T], logprobs of the policy
+    before the update."""
+    stands = on_device(torch.from_numpy(work.stands), before.device)
+    ours, theirs = (one.detach().to(torch.float64) for one in (before, work.known["reference"]))
+    meter.add("reference kl", (k3(ours, theirs).where(stands > 0, 0) * stands).sum())
+
+
+def metrics(meter: Meter, moved: list[float], version: int, dtype: Dtype) -> dict[str, float]:
+    """`moved`: what `FrozenAdapter.moved` gave before the update of `version`. Raises
+    FrozenStartError when the two policies are not as far apart as the two adapters say."""
+    away, size = meter.all_reduce(moved)
+    kl, tokens = meter.summed(["reference kl", "tokens"])
+    found = {KL: kl / max(tokens, 1.0), MOVED: (away / size) ** 0.5 if size else 0.0}
+    check(found, version, dtype, tokens)
+    return found
+
+
+def check(found: dict[str, float], version: int, dtype: Dtype, tokens: float) -> None:
+    """Raises FrozenStartError: see `metrics`. NaN is told of elsewhere."""
+    kl, moved = found[KL], found[MOVED]
+    if version == 0 and moved:
+        raise FrozenStartError(
+            f"algorithm.reference=start, and before its first update the policy is not the adapter "
+            f"that it is measured against: they are {moved:.3g} of its size apart"
+        )
+    if not moved and kl > SAME[dtype]:
+        raise FrozenStartError(
+            f"algorithm.reference=start: the policy of version {version} is the adapter that the "
+            f"run starts from, and their KL should be 0, and is {kl:.3g} nats a token "
+            f"({SAME[dtype]:g} is let pass in {dtype})"
+        )
+    if moved > SHOWS and kl == 0 and tokens:
+        raise FrozenStartError(
+            f"algorithm.reference=start: the policy of version {version} has moved away from the "
+            f"adapter that the run starts from by {moved:.3g} of its size, and yet every logprob "
+            "is the same under both: the KL would be 0 for ever"
+        )
