@@ -218,6 +218,20 @@ class TrackerConfig(Section):
         description="Where metrics go beside metrics.jsonl: a file of telemetry/trackers/, or "
         "file.py:Class; or several, separated by commas.",
     )
+    end_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="How long a run that ends waits for what its trackers have not sent yet.",
+    )
+
+    @model_validator(mode="after")
+    def _somebody_is_waited_for(self):
+        default = type(self).model_fields["end_timeout_s"].default
+        if self.name == "none" and self.end_timeout_s != default:
+            raise ValueError(
+                f"tracker.end_timeout_s={self.end_timeout_s:g} has no effect with tracker=none"
+            )
+        return self
 
 
 def _settings_of(kind: Kind, common: type[Section], value: Any) -> Any:

@@ -9,7 +9,6 @@ stops the run: it is said.
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from types import TracebackType
 from lora_moe_rl.config.checkpoint import CheckpointConfig
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.checkpoint import step_of
+from lora_moe_rl.files.linking import link
 from lora_moe_rl.files.storage import ADAPTERS, CHECKPOINTS
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -77,9 +77,9 @@ class Pusher:
         taken = self._folder / path.name
         try:
             shutil.rmtree(taken, ignore_errors=True)
-            _link(path, taken / CHECKPOINTS)
+            link(path, taken / CHECKPOINTS)
             if adapter is not None:
-                _link(adapter, taken / ADAPTERS)
+                link(adapter, taken / ADAPTERS)
         except OSError as error:
             self.say(f"{path.name} is not copied to {self.config.push_to}: {error}")
             return
@@ -176,15 +176,3 @@ class Pusher:
             self.say(f"waiting until the last copy is at {self.config.push_to}")
             self._thread.join()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _link(source: Path, target: Path) -> None:
-    """The files of `source` in `target`, as hard links; copies where the file system has none."""
-    for path in source.rglob("*"):
-        if path.is_file():
-            place = target / path.relative_to(source)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                os.link(path, place)
-            except OSError:
-                shutil.copy2(path, place)

@@ -51,8 +51,8 @@ class Checkpoints:
     """A context manager: on leaving it waits for what is being written, unless the run is ended at
     once.
 
-    `written` is told, in a thread, of each checkpoint and the adapter beside it once they are
-    there; `told`, in the event loop, of the step and the adapter.
+    Once a checkpoint and the adapter beside it are there, `written` is told of both, and `told` of
+    the step and the adapter: in a thread, until whose end no other adapter takes its place.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Checkpoints:
         """Writes the adapter of the checkpoint `path`, and tells of both. Where the disk refuses it
         is tried again, until a newer one takes its place, or for LAST_ROOM_S after the run's last
         step."""
-        trouble, adapter = self.run_dir.trouble, self.run_dir.adapter
+        trouble = self.run_dir.trouble
         while True:
             try:
                 await self._in_thread("adapter", lambda: self._write_adapter(path))
@@ -181,8 +181,11 @@ class Checkpoints:
             if self._newer or await self._paused():
                 return
         trouble.mended(ADAPTER)
-        self._told(step, adapter)
-        await self._in_thread("copies", lambda: self._written(path, adapter))
+        await self._in_thread("copies", lambda: self._tell(step, path))
+
+    def _tell(self, step: int, path: Path) -> None:
+        self._told(step, self.run_dir.adapter)
+        self._written(path, self.run_dir.adapter)
 
     def _write_adapter(self, path: Path) -> None:
         self.run_dir.check_there()

@@ -3,8 +3,8 @@ that are chosen."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+import shutil
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,31 +16,37 @@ from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.telemetry import console, names
 from lora_moe_rl.telemetry.details import Details
 from lora_moe_rl.telemetry.metric_table import Checked
-from lora_moe_rl.telemetry.trackers.base import Tracker
+from lora_moe_rl.telemetry.tracker_thread import TrackerThread
 
-log = logging.getLogger(__name__)
+FOLDER = "tracking"  # of the run directory: adapters on their way to trackers
+AT_ONCE_S = 5.0  # for trackers, of a run that is ended at once
 
 
 class MetricsWriter:
     """Writes one record a step or evaluation: a dict with "step" and numbers, each of which stands
-    in the table of metrics. A tracker that raises while the run goes on is left out from then on,
-    with a warning: the run is worth more, and metrics.jsonl has everything."""
+    in the table of metrics. Trackers have it in threads of their own; one that raises while the run
+    goes on is left out from then on, with a warning: the run is worth more, and metrics.jsonl has
+    everything."""
 
     def __init__(self, run_dir: RunDir, config: RunConfig):
         self.run_dir, self.config = run_dir, config
         self._checked = Checked(config)
-        self._trackers: list[Tracker] = []
+        self._trackers: list[TrackerThread] = []
 
     def __enter__(self) -> MetricsWriter:
         settings = self.config.tracker
         file = self.run_dir.metrics_file
         there = read_jsonl(file) if file.exists() else ()
         self._newest = max((one["step"] for one in there), default=0)
+        folder = self.run_dir.path / FOLDER
+        shutil.rmtree(folder, ignore_errors=True)
         try:
-            for tracker in TRACKERS.chosen(settings.name):
-                self._trackers.append(tracker(settings, self.config, self.run_dir.path))
-        except BaseException:
-            self._close(failed=True)
+            for kind in TRACKERS.chosen(settings.name):
+                tracker = kind(settings, self.config, self.run_dir.path)
+                parts = (folder / kind.__name__, console.warn, file)
+                self._trackers.append(TrackerThread(tracker, *parts))
+        except BaseException as error:
+            self._close(error)
             raise
         return self
 
@@ -51,28 +57,20 @@ class MetricsWriter:
         self.run_dir.append(self.run_dir.metrics_file, [record])
         # Trackers go on only: an evaluation beside training ends some steps after its own.
         newest = self._newest = max(self._newest, record["step"])
-        self._tell(lambda tracker: tracker.write(newest, metrics))
+        for tracker in self._trackers:
+            tracker.write(newest, metrics)
 
     def details(self, step: int, details: Details) -> None:
         """Of a step whose record was written."""
         self._checked.check(details.histograms)
-        self._tell(lambda tracker: tracker.details(step, details))
+        for tracker in self._trackers:
+            tracker.details(step, details)
 
     def adapter(self, step: int, directory: Path) -> None:
-        """The adapter, a PEFT directory, as the step left it."""
-        self._tell(lambda tracker: tracker.adapter(step, directory))
-
-    def _tell(self, what: Callable[[Tracker], None]) -> None:
-        for tracker in list(self._trackers):
-            try:
-                what(tracker)
-            except Exception as error:
-                self._trackers.remove(tracker)
-                log.exception("%s failed", type(tracker).__name__)
-                console.warn(
-                    f"the tracker {type(tracker).__name__} failed and is left out from now on: "
-                    f"{error}. {self.run_dir.metrics_file} has all metrics"
-                )
+        """The adapter, a PEFT directory, as the step left it. It may be another one once this
+        returns."""
+        for tracker in self._trackers:
+            tracker.adapter(step, directory)
 
     def __exit__(
         self,
@@ -80,10 +78,18 @@ class MetricsWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._close(failed=error is not None)
+        self._close(error)
 
-    def _close(self, failed: bool) -> None:
-        self._tell(lambda tracker: tracker.close(failed))
+    def _close(self, error: BaseException | None) -> None:
+        """Waits for trackers, for all of them together no longer than is allowed."""
+        at_once = error is not None and not isinstance(error, Exception)
+        seconds = AT_ONCE_S if at_once else self.config.tracker.end_timeout_s
+        for tracker in self._trackers:
+            tracker.close(failed=error is not None)
+        deadline = time.monotonic() + seconds
+        for tracker in self._trackers:
+            tracker.wait(deadline)
+        shutil.rmtree(self.run_dir.path / FOLDER, ignore_errors=True)
 
 
 def read_metrics(run_dir: RunDir) -> list[dict[str, Any]]:

@@ -25,7 +25,9 @@ class ProjectConfig(TrackerConfig):
 
 
 class Tracker(Plugin):
-    """Base of all trackers. One is made when the run starts, and again when it is resumed.
+    """Base of all trackers. One is made when the run starts, and again when it is resumed. It is
+    made in the run's own thread; all else is called in another, in order and one call at a time, so
+    that it may take its time.
 
     `config` is the run's, `settings` its section `tracker`, `run_dir` where the run writes. Raises
     ConfigError, before anything slow starts, for what a user can get wrong. `packages` is what pip
@@ -48,11 +50,19 @@ class Tracker(Plugin):
         """Takes samples and distributions of a step whose numbers it was given. A tracker without a
         place for them leaves it."""
 
+    @property
+    def wants_adapters(self) -> bool:
+        """Whether `adapter` is called."""
+        return type(self).adapter is not Tracker.adapter
+
     def adapter(self, step: int, directory: Path) -> None:
-        """Told of the adapter, a PEFT directory, whenever a checkpoint is written."""
+        """Takes the adapter, a PEFT directory, when a checkpoint was written. The directory is gone
+        once this returns: it has to be sent by then. What is raised is counted and said, and costs
+        this adapter alone."""
 
     def close(self, failed: bool) -> None:
-        """Told when the run is over; `failed` is True when an error ended it."""
+        """Told when the run is over; `failed` is True when an error ended it. The run waits for it,
+        tracker.end_timeout_s at most."""
 
     @classmethod
     def missing(cls, error: ImportError) -> ConfigError:
@@ -61,3 +71,13 @@ class Tracker(Plugin):
             f"tracker.name names {cls.__name__.lower()}, and {error.name or error} is not "
             f"installed: pip install {' '.join(map(repr, cls.packages))}"
         )
+
+
+class ProjectTracker(Tracker):
+    """Of those that have projects."""
+
+    settings: ProjectConfig
+
+    @property
+    def wants_adapters(self) -> bool:
+        return self.settings.adapters

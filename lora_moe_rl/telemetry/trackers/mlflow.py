@@ -18,14 +18,14 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.files import to_yaml
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.telemetry.details import Details
-from lora_moe_rl.telemetry.trackers.base import ProjectConfig, Tracker
+from lora_moe_rl.telemetry.trackers.base import ProjectConfig, ProjectTracker
 
 # What MLflow takes at once, and in a name.
 MOST_METRICS, MOST_PARAMS = 1000, 100
 _NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
 
 
-class MLflow(Tracker):
+class MLflow(ProjectTracker):
     """Settings become params, samples a table, adapters artifacts. There are no histograms in
     MLflow. In names of metrics `_` stands for what it does not take: pass@8 is pass_8."""
 
@@ -109,8 +109,7 @@ class MLflow(Tracker):
             self.client.log_table(self.run_id, data, f"samples/step-{step:06d}.json")
 
     def adapter(self, step: int, directory: Path) -> None:
-        if self.settings.adapters:
-            self.client.log_artifacts(self.run_id, str(directory), f"adapters/step-{step:06d}")
+        self.client.log_artifacts(self.run_id, str(directory), f"adapters/step-{step:06d}")
 
     def close(self, failed: bool) -> None:
         self.client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")

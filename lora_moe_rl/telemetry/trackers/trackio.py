@@ -13,10 +13,10 @@ from typing import Any
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.telemetry.details import Details
-from lora_moe_rl.telemetry.trackers.base import ProjectConfig, Tracker
+from lora_moe_rl.telemetry.trackers.base import ProjectConfig, ProjectTracker
 
 
-class Trackio(Tracker):
+class Trackio(ProjectTracker):
     """Samples become a table a step, distributions histograms, adapters artifacts."""
 
     class Settings(ProjectConfig):
@@ -58,11 +58,8 @@ class Trackio(Tracker):
         self.run.log(shown, step=step)
 
     def adapter(self, step: int, directory: Path) -> None:
-        if self.settings.adapters:
-            name = f"adapter-{self.run.name}"
-            self.run.log_artifact(
-                directory, name=name, type="adapter", aliases=[f"step-{step:06d}"]
-            )
+        name = f"adapter-{self.run.name}"
+        self.run.log_artifact(directory, name=name, type="adapter", aliases=[f"step-{step:06d}"])
 
     def close(self, failed: bool) -> None:
         with contextlib.redirect_stdout(io.StringIO()):

@@ -23,12 +23,12 @@ from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.jsonl import read_jsonl
 from lora_moe_rl.files.run_dir import METRICS
 from lora_moe_rl.telemetry.details import Details
-from lora_moe_rl.telemetry.trackers.base import ProjectConfig, Tracker
+from lora_moe_rl.telemetry.trackers.base import ProjectConfig, ProjectTracker
 
 STEP = "step"
 
 
-class Wandb(Tracker):
+class Wandb(ProjectTracker):
     """Samples become a table a step, distributions histograms, adapters artifacts with the version
     and an alias for each checkpoint."""
 
@@ -53,7 +53,12 @@ class Wandb(Tracker):
                 mode=settings.mode,
                 dir=run_dir,
                 config=config.model_dump(mode="json"),
-                settings=wandb.Settings(console="off", silent=True),
+                settings=wandb.Settings(
+                    console="off",
+                    silent=True,
+                    finish_timeout=settings.end_timeout_s,
+                    finish_timeout_raises=True,
+                ),
             )
         except WandbError as error:
             raise ConfigError(
@@ -85,13 +90,13 @@ class Wandb(Tracker):
         self.run.log({STEP: step, **shown})
 
     def adapter(self, step: int, directory: Path) -> None:
-        if not self.settings.adapters:
-            return
         artifact = self.wandb.Artifact(
             f"adapter-{self.run.id}", type="adapter", metadata={"step": step}
         )
         artifact.add_dir(str(directory))
-        self.run.log_artifact(artifact, aliases=["latest", f"step-{step:06d}"])
+        logged = self.run.log_artifact(artifact, aliases=["latest", f"step-{step:06d}"])
+        if self.settings.mode == "online":
+            logged.wait()  # which raises what went wrong; wandb's own process tells nobody
 
     def close(self, failed: bool) -> None:
         self.run.finish(exit_code=int(failed))

@@ -20,7 +20,7 @@ from lora_moe_rl.config.recipes import load_config, resolve
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.telemetry.details import Details
-from lora_moe_rl.telemetry.metrics import MetricsWriter, read_metrics
+from lora_moe_rl.telemetry.metrics import FOLDER, MetricsWriter, read_metrics
 
 SAMPLE = {"step": 1, "row": 0, "prompt": "2 + 2", "response": "4", "reward": 1.0, "advantage": 0.5}
 DETAILS = Details([SAMPLE, SAMPLE | {"response": "5", "reward": 0.0}], {
@@ -151,7 +151,10 @@ def test_wandb_has_samples_histograms_config_and_adapters(tmp_path):
     config = {i.key: json.loads(i.value_json) for i in run.run.config.update}
     assert config["trainer"]["lr"] == RunConfig().trainer.lr
     artifacts = [one.artifact for one in by_kind["artifact"] if one.artifact.type == "adapter"]
-    assert [file.path for file in artifacts[0].manifest.contents] == ["adapter_config.json"]
+    (file,) = artifacts[0].manifest.contents
+    assert file.path == "adapter_config.json"
+    # What `wandb sync` sends is still there, though the run's own copy on its way here is not.
+    assert Path(file.local_path).read_text() == '{"r": 2}' and not (run_dir.path / FOLDER).exists()
     assert set(artifacts[0].aliases) == {"latest", "step-000002"} and len(artifacts) == 1
 
 
@@ -229,6 +232,8 @@ def test_trackio_reads_metrics_config_and_adapters_of_one_run(tmp_path):
     saved = SQLiteStorage.get_run_config("mine", name)
     assert saved["trainer"]["lr"] == RunConfig().trainer.lr
     assert SQLiteStorage.get_artifacts("mine")
+    files = [path for path in (tmp_path / "trackio").rglob("*") if path.is_file()]
+    assert b'{"r": 3}' in [path.read_bytes() for path in files]  # as it was at its step
 
 
 class Broken:
