@@ -62,7 +62,7 @@ class SharingRank:
         assert shared is not None
         theirs = {t.untyped_storage().data_ptr() for t in shared.store._tensors.values()}
         return {
-            name.removesuffix(".weight").rpartition(".")[2].rstrip("0123456789")
+            name.removesuffix(".weight").removesuffix(".base").rpartition(".")[2]
             for chunk in self.worker.engine.chunks
             for name, value in chunk.named_parameters()
             if not value.requires_grad and value.untyped_storage().data_ptr() not in theirs

@@ -27,12 +27,12 @@ pytestmark = pytest.mark.slow
 LOGPROBS, GRADIENTS = 5e-6, 1e-5
 TIMEOUT_S = 400
 SMALL = {"router", "input_layernorm", "pre_mlp_layernorm", "final_layernorm"}
-SMALL |= {"q_layernorm", "kv_layernorm", "k_layernorm"}
 MLA = {"linear_q_up_proj", "linear_kv_up_proj", "linear_proj", "word_embeddings", "output_layer"}
+MLP = {"linear_fc1", "linear_fc2"}  # of dense MLPs and shared experts
 # Of each family a layout of the trainer, and what of it a rank has for itself.
 LAYOUTS = {
-    "qwen3_moe": ({"tp": 2, "ep": 2}, SMALL),
-    "deepseek_v3": ({"ep": 2}, SMALL | MLA | {"linear_fc"}),
+    "qwen3_moe": ({"tp": 2, "ep": 2}, SMALL | {"q_layernorm", "k_layernorm"}),
+    "deepseek_v3": ({"ep": 2}, SMALL | MLA | {"q_layernorm", "kv_layernorm", *MLP}),
 }
 
 
