@@ -309,6 +309,13 @@ class Group:
             return np.arange(len(self.samples))
         return np.flatnonzero(np.append(self.conversations[1:] != self.conversations[:-1], True))
 
+    @property
+    def conversation_of(self) -> np.ndarray:
+        """int64 [n], the place of each sample's conversation among those of the group."""
+        if self.conversations is None:
+            return np.arange(len(self.samples))
+        return np.unique(self.conversations, return_inverse=True)[1]
+
 
 @dataclass(frozen=True)
 class TokenValues:

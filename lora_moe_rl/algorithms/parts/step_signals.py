@@ -80,7 +80,7 @@ def _spread(algorithm: Algorithm, group: Group, signal: Signal) -> Signal:
     that is not one number."""
     if len(signal.weights) == len(group.samples):
         return signal
-    places, last = _conversation_of(group), set(group.ends.tolist())
+    places, last = group.conversation_of, set(group.ends.tolist())
     advantages, weights = [], []
     for i, (sample, place) in enumerate(zip(group.samples, places, strict=True)):
         advantage, weight = signal.advantages[place], signal.weights[place]
@@ -101,18 +101,13 @@ def _spread(algorithm: Algorithm, group: Group, signal: Signal) -> Signal:
     return Signal(advantages, weights, signal.rewards)
 
 
-def _conversation_of(group: Group) -> np.ndarray:
-    """int [n], the place of each sample's conversation among those of its group."""
-    if group.conversations is None:
-        return np.arange(len(group.samples))
-    return np.unique(group.conversations, return_inverse=True)[1]
-
-
 def _left_out(algorithm: Algorithm, group: Group) -> np.ndarray:
-    """bool [n], True for samples that are not in the loss."""
+    """bool [n], True for samples that are not in the loss. A conversation whose end was cut off
+    leaves with all its samples, as one that is a single sample does."""
     left_out = np.isnan(group.rewards)
     if algorithm.settings.mask_truncated:
-        left_out = left_out | np.array([sample.truncated for sample in group.samples])
+        cut_off = np.array([sample.truncated for sample in group.samples])
+        left_out = left_out | cut_off | cut_off[group.ends][group.conversation_of]
     return left_out
 
 
@@ -131,7 +126,7 @@ def _drawn(
 
 def _standing(group: Group, signal: Signal, copies: np.ndarray) -> Signal:
     """The signal of samples that stand in the loss as often as their conversation was drawn."""
-    copies = copies[_conversation_of(group)]
+    copies = copies[group.conversation_of]
     pairs = zip(signal.weights, copies, strict=True)
     weights = [weight if times else np.zeros_like(weight) for weight, times in pairs]
     return replace(signal, weights=weights, copies=copies)

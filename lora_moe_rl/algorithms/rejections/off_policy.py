@@ -1,5 +1,7 @@
 """Samples with a negative advantage that the trainer has become too unlikely to write
-(DeepSeek-V3.2's off-policy sequence masking, arXiv:2512.02556; TRL's off_policy_mask_threshold)."""
+(DeepSeek-V3.2's off-policy sequence masking, arXiv:2512.02556; TRL's off_policy_mask_threshold).
+Where the tokens of a sample have advantages of their own, their sum says which it is: whole samples
+leave, whatever the advantage."""
 
 from __future__ import annotations
 
@@ -27,4 +29,4 @@ class OffPolicy(Rejection):
 
     def keep(self, log_ratio: Tensor, tokens: Tokens) -> Tensor:
         far = by_sample.mean(-log_ratio, tokens) > self.settings.rejection_max
-        return ~(far & (tokens.advantages < 0))
+        return ~(far & (by_sample.total(tokens.advantages, tokens) < 0))

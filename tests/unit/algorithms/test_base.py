@@ -1,5 +1,7 @@
 """What an algorithm says of its groups before the trainer sees them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -59,6 +61,21 @@ def test_truncated_samples_are_left_out_when_that_is_asked():
     (left_out,) = signals_of(made(mask_truncated=True), [group])
     assert all(weight.all() for weight in kept.weights)
     assert not any(weight.any() for weight in left_out.weights)
+
+
+def test_a_conversation_whose_end_was_cut_off_leaves_with_all_its_samples():
+    """One that was cut off and gone on from leaves alone: the end that is rewarded was not."""
+    group = forked([0.0, 0.0, 0.0, 1.0, 1.0, 0.5], [0, 0, 0, 1, 1, 2])
+    for cut_off in (2, 3):
+        group.samples[cut_off] = replace(group.samples[cut_off], finish_reason="length")
+    (signal,) = signals_of(made(name="rloo", mask_truncated=True), [group])
+    assert [bool(w.any()) for w in signal.weights] == [False] * 4 + [True] * 2
+    (drawn,) = signals_of(
+        made(mask_truncated=True, reweight="pow"), [group], np.random.default_rng(0)
+    )
+    assert drawn.copies is not None and drawn.copies[:3].tolist() == [0] * 3
+    (kept,) = signals_of(made(name="rloo"), [group])
+    assert all(weight.any() for weight in kept.weights)
 
 
 def test_a_signal_of_another_shape_is_refused():

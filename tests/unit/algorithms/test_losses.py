@@ -167,6 +167,19 @@ def test_several_rejections_keep_what_all_of_them_keep():
     assert made(*settings, *narrow).keep(tokens).tolist() == [True, False, False, True]
 
 
+def test_a_far_sample_leaves_as_a_whole_or_stays_whatever_its_tokens_advantages_are():
+    """Four samples: far with a negative sum, far with a positive one, near with a negative one, far
+    and nothing but negative, of one token that does not count."""
+    advantages = torch.tensor([1.0, -3.0, 1.0, -1.0, 3.0, -1.0, 1.0, -3.0, -1.0, 5.0])
+    far = torch.tensor([True] * 6 + [False] * 2 + [True] * 2)
+    samples = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2, 3, 3])
+    mask = torch.tensor([True] * 9 + [False])
+    old = torch.full((10,), -2.0)
+    tokens = tokens_of(old, old, advantages, mask, old + 0.5 * far, samples=samples)
+    kept = made("algorithm.rejection=off_policy", "algorithm.rejection_max=0.1").keep(tokens)
+    assert kept.tolist() == [False] * 4 + [True] * 2 + [True] * 2 + [False] + [False]
+
+
 def test_a_preset_may_have_several_rejections_with_bounds_of_its_own():
     class Twice(PolicyGradient):
         defaults: ClassVar = {
