@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lora_moe_rl.algorithms.parts.critic import CriticSettings
+    from lora_moe_rl.algorithms.parts.kl_control import KLControl
     from lora_moe_rl.config.teacher import TeacherSettings
 
 Pass = Literal["old", "reference", "values"]
@@ -73,7 +74,7 @@ class Known:
     NaN for none. groups: int [n], the number of each sample's group. Of each sample [R]: masks,
     bool, True for tokens that the policy wrote; old and reference, float64 logprobs, as in
     `Tokens`; values, float64, what the critic expects before each token. None for a forward that is
-    not among `passes`."""
+    not among `passes`. kl_coef: as in `Tokens`."""
 
     rewards: np.ndarray
     groups: np.ndarray
@@ -81,6 +82,7 @@ class Known:
     old: Sequence[np.ndarray] | None = None
     reference: Sequence[np.ndarray] | None = None
     values: Sequence[np.ndarray] | None = None
+    kl_coef: float | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class Tokens:
     rewards: float32, that of the token's sample, with an algorithm that revises its advantages;
     None with others. entropy: float32, in nats, of the distribution that the token is sampled from,
     with gradient; None unless the algorithm `trains_entropy`, and in what is asked before the
-    update.
+    update. kl_coef: the weight of the KL in this step, of an algorithm with a `kl_control`.
     """
 
     mask: Tensor
@@ -112,6 +114,7 @@ class Tokens:
     step_mean: float | None = None
     rewards: Tensor | None = None
     entropy: Tensor | None = None
+    kl_coef: float | None = None
 
 
 @dataclass(frozen=True)
@@ -183,6 +186,12 @@ class Algorithm(Plugin):
         """Whether there is nothing to learn without a reward function. False only with a teacher,
         which then gives the samples their rewards."""
         return True
+
+    @property
+    def kl_control(self) -> KLControl | None:
+        """What lets the weight of the KL follow `loss/kl` from step to step, at its start; None
+        where it stays."""
+        return None
 
     def returns(self, step: Known) -> list[np.ndarray]:
         """What the critic's values should have been, [R] of each sample. Asked as `revised` is,

@@ -51,7 +51,8 @@ class TrainBatch:
     rewards: float64 `[n]`, NaN for none, for an algorithm that revises its advantages; None for
     others. splits: by the number of a sample that is cut into parts, where (`Sample.splits`).
     alike: int64 `[n]`, the first sample that begins as each does, whose prompt is fed once for all
-    of them in a micro-batch (`alike.py`); None: each feeds its own.
+    of them in a micro-batch (`alike.py`); None: each feeds its own. kl_coef: the weight of the KL
+    in this step, where it is not the same in all (`algorithm.kl_target`).
 
     A share of it, for the rank that trains some of the samples, has the streams of these alone;
     what is known of every sample is as in the whole. It is pickled with one array a stream.
@@ -71,6 +72,7 @@ class TrainBatch:
     rewards: np.ndarray | None = None
     splits: dict[int, tuple[int, ...]] = field(default_factory=dict)
     alike: np.ndarray | None = None
+    kl_coef: float | None = None
     of_all: OfAll | None = None  # of a share
 
     @classmethod

@@ -31,6 +31,7 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     # The loss. Means over the tokens in the loss, whatever algorithm.aggregation.
     ("loss/policy", "", "", "the policy's loss; with one update a rollout its value says nothing", "actor/pg_loss", "loss"),
     ("loss/kl", "nats", "", "KL to the base, adapters off, or to the start (algorithm.reference, algorithm.kl_estimator): of the policy in the loss, or of the policy before the update with algorithm.kl_in=reward", "actor/kl_loss", "kl"),
+    ("loss/kl_coef", "", "", "with algorithm.kl_target: the weight that the KL had in the step", "actor/reward_kl_penalty_coeff", ""),
     ("loss/ratio", "", "", "mean probability ratio to the policy before the update", "", ""),
     ("loss/clipped_low", "share of tokens", "", "tokens whose ratio was clipped from below", "actor/pg_clipfrac (with loss/clipped_high)", "clip_ratio/low_mean"),
     ("loss/clipped_high", "share of tokens", "", "tokens whose ratio was clipped from above", "actor/pg_clipfrac (with loss/clipped_low)", "clip_ratio/high_mean"),

@@ -29,6 +29,7 @@ WORST_ROLLOUT, WORST_TRAINER = "mismatch/worst_rollout_logprob", "mismatch/worst
 COVERAGE, DISAGREEMENT = "replay/coverage", "replay/disagreement"
 BUSIEST, LOAD_ENTROPY, IDLE_EXPERTS = "experts/busiest", "experts/entropy", "experts/idle"
 AUDITED = "replay/audited"
+KL, KL_COEF = "loss/kl", "loss/kl_coef"
 GRAD_NORM, SKIPPED = "optim/grad_norm", "optim/skipped"
 VERSION = "adapter/version"
 REFIT_SECONDS = "refit/seconds"

@@ -32,6 +32,7 @@ from lora_moe_rl.algorithms.parts.composing import (
 )
 from lora_moe_rl.algorithms.parts.correction_presets import CORRECTION_PRESETS
 from lora_moe_rl.algorithms.parts.kl import estimate
+from lora_moe_rl.algorithms.parts.kl_control import KLControl
 from lora_moe_rl.algorithms.parts.overlong import soft_punishment
 from lora_moe_rl.algorithms.parts.settings import PolicyGradientConfig, rejection_names
 from lora_moe_rl.config import AlgorithmConfig
@@ -125,6 +126,18 @@ class PolicyGradient(Algorithm):
         return self.settings.kl_coef > 0 and self.settings.kl_in == "reward"
 
     @property
+    def kl_control(self) -> KLControl | None:
+        settings = self.settings
+        if settings.kl_target is None:
+            return None
+        samples = settings.prompts_per_step * settings.group_size
+        return KLControl(settings.kl_coef, settings.kl_target, settings.kl_horizon, samples)
+
+    def _kl_coef(self, known: Known | Tokens) -> float:
+        """That of the step; outside steps, and where it stays as it is, that of the settings."""
+        return self.settings.kl_coef if known.kl_coef is None else known.kl_coef
+
+    @property
     def revises(self) -> bool:
         return self._kl_in_reward
 
@@ -182,7 +195,7 @@ class PolicyGradient(Algorithm):
                 "algorithm.kl_in=reward, but the logprobs before the update are missing"
             )
         return [
-            self.settings.kl_coef
+            self._kl_coef(step)
             * estimate(
                 self.settings.kl_estimate, torch.from_numpy(old), torch.from_numpy(reference)
             ).numpy()
@@ -230,7 +243,7 @@ class PolicyGradient(Algorithm):
         if kl is not None:
             shown = kl.detach()
             if settings.kl_in == "loss":
-                values = policy + settings.kl_coef * kl
+                values = policy + self._kl_coef(tokens) * kl
         if settings.entropy_coef:
             if tokens.entropy is None:
                 raise ValueError("algorithm.entropy_coef wants the tokens' entropy; it is missing")
