@@ -41,7 +41,8 @@ class Signal:
     """What a group says to its tokens: one float32 array [R] a sample for each.
 
     A weight of 0 leaves a token out of the loss and out of the count that the loss is divided by.
-    rewards: float64 [n], of an algorithm that revises its advantages; None of others. copies: int
+    rewards: float64 [n], of an algorithm that revises its advantages; None of others. earlier:
+    float64 [R] a sample, what of its reward was earned before its end; None: nothing. copies: int
     [n], how many times each sample stands in the loss; None: once.
     """
 
@@ -49,6 +50,7 @@ class Signal:
     weights: list[np.ndarray]
     rewards: np.ndarray | None = None
     copies: np.ndarray | None = None
+    earlier: list[np.ndarray] | None = None
 
     @classmethod
     def of_samples(cls, group: Group, advantages: np.ndarray) -> Signal:
@@ -74,7 +76,8 @@ class Known:
     NaN for none. groups: int [n], the number of each sample's group. Of each sample [R]: masks,
     bool, True for tokens that the policy wrote; old and reference, float64 logprobs, as in
     `Tokens`; values, float64, what the critic expects before each token. None for a forward that is
-    not among `passes`. kl_coef: as in `Tokens`."""
+    not among `passes`. kl_coef: as in `Tokens`. earlier: float64 [R], what of each sample's reward
+    was earned before its end; None: nothing."""
 
     rewards: np.ndarray
     groups: np.ndarray
@@ -83,6 +86,7 @@ class Known:
     reference: Sequence[np.ndarray] | None = None
     values: Sequence[np.ndarray] | None = None
     kl_coef: float | None = None
+    earlier: Sequence[np.ndarray] | None = None
 
 
 @dataclass(frozen=True)

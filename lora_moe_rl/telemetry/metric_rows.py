@@ -17,6 +17,7 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("reward/none", "samples", "", "samples that have no reward and have not failed", "", ""),
     ("reward/solved_all", "share of groups", "", "groups whose samples all have one same reward above 0: such a group tells nothing", "", ""),
     ("reward/solved_none", "share of groups", "down", "groups whose samples all have one same reward of 0 or less: such a group tells nothing", "", "frac_reward_zero_std (with reward/solved_all)"),
+    ("reward/by_turn", "share of samples", "", "samples of whose reward it is told which turn has earned what (`log_turn_rewards`)", "", ""),
     ("reward/<name>/mean", "reward", "up", "of one of several reward functions before its weight, or of one of several data sets", "", "rewards/<name>/mean"),
     ("reward/<name>/std", "reward", "", "of one of several reward functions, before its weight", "", "rewards/<name>/std"),
     ("reward/<name>/none", "samples", "", "of one of several reward functions: samples to which it does not apply", "", ""),

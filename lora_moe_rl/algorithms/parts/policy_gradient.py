@@ -35,6 +35,7 @@ from lora_moe_rl.algorithms.parts.kl import estimate
 from lora_moe_rl.algorithms.parts.kl_control import KLControl
 from lora_moe_rl.algorithms.parts.overlong import soft_punishment
 from lora_moe_rl.algorithms.parts.settings import PolicyGradientConfig, rejection_names
+from lora_moe_rl.algorithms.parts.turns import earned_before_the_end, of_all
 from lora_moe_rl.config import AlgorithmConfig
 from lora_moe_rl.config.plugins import PARTS, choices
 from lora_moe_rl.config.teacher import TeacherSettings
@@ -158,6 +159,7 @@ class PolicyGradient(Algorithm):
             weights=[weight for weight, _ in by_function.values()],
             teacher=None if self.teacher is None else of_teacher(groups),
             logprobs=[sample.logprobs for sample in samples],
+            earlier=of_all(groups),
         )
         advantages = iter(self._advantage.of_step(step))
         signals = [
@@ -165,7 +167,10 @@ class PolicyGradient(Algorithm):
         ]
         if not self.revises:
             return signals
-        return [replace(one, rewards=own) for one, own in zip(signals, rewards, strict=True)]
+        return [
+            replace(one, rewards=own, earlier=earned_before_the_end(group))
+            for one, own, group in zip(signals, rewards, groups, strict=True)
+        ]
 
     def has_signal(self, group: Group) -> bool:
         if not self._advantage.separates_rewards:
@@ -183,7 +188,8 @@ class PolicyGradient(Algorithm):
 
     def _rewarded(self, step: Known) -> Rewarded:
         penalties = self._penalties(step) if self._kl_in_reward else None
-        return Rewarded(step.rewards, step.groups, step.masks, step.values, penalties)
+        parts = (step.rewards, step.groups, step.masks, step.values, penalties)
+        return Rewarded(*parts, earlier=step.earlier)
 
     def _penalties(self, step: Known) -> list[np.ndarray]:
         """The KL to the base of each token, weighed with kl_coef: before the update, as in verl
