@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lora_moe_rl.algorithms.parts.critic import CriticSettings
+    from lora_moe_rl.algorithms.parts.kl_control import KLControl
     from lora_moe_rl.config.teacher import TeacherSettings
 
 Pass = Literal["old", "reference", "values"]
@@ -40,7 +41,8 @@ class Signal:
     """What a group says to its tokens: one float32 array [R] a sample for each.
 
     A weight of 0 leaves a token out of the loss and out of the count that the loss is divided by.
-    rewards: float64 [n], of an algorithm that revises its advantages; None of others. copies: int
+    rewards: float64 [n], of an algorithm that revises its advantages; None of others. earlier:
+    float64 [R] a sample, what of its reward was earned before its end; None: nothing. copies: int
     [n], how many times each sample stands in the loss; None: once.
     """
 
@@ -48,6 +50,7 @@ class Signal:
     weights: list[np.ndarray]
     rewards: np.ndarray | None = None
     copies: np.ndarray | None = None
+    earlier: list[np.ndarray] | None = None
 
     @classmethod
     def of_samples(cls, group: Group, advantages: np.ndarray) -> Signal:
@@ -73,7 +76,8 @@ class Known:
     NaN for none. groups: int [n], the number of each sample's group. Of each sample [R]: masks,
     bool, True for tokens that the policy wrote; old and reference, float64 logprobs, as in
     `Tokens`; values, float64, what the critic expects before each token. None for a forward that is
-    not among `passes`."""
+    not among `passes`. kl_coef: as in `Tokens`. earlier: float64 [R], what of each sample's reward
+    was earned before its end; None: nothing."""
 
     rewards: np.ndarray
     groups: np.ndarray
@@ -81,6 +85,8 @@ class Known:
     old: Sequence[np.ndarray] | None = None
     reference: Sequence[np.ndarray] | None = None
     values: Sequence[np.ndarray] | None = None
+    kl_coef: float | None = None
+    earlier: Sequence[np.ndarray] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ class Tokens:
     rewards: float32, that of the token's sample, with an algorithm that revises its advantages;
     None with others. entropy: float32, in nats, of the distribution that the token is sampled from,
     with gradient; None unless the algorithm `trains_entropy`, and in what is asked before the
-    update.
+    update. kl_coef: the weight of the KL in this step, of an algorithm with a `kl_control`.
     """
 
     mask: Tensor
@@ -112,6 +118,7 @@ class Tokens:
     step_mean: float | None = None
     rewards: Tensor | None = None
     entropy: Tensor | None = None
+    kl_coef: float | None = None
 
 
 @dataclass(frozen=True)
@@ -183,6 +190,12 @@ class Algorithm(Plugin):
         """Whether there is nothing to learn without a reward function. False only with a teacher,
         which then gives the samples their rewards."""
         return True
+
+    @property
+    def kl_control(self) -> KLControl | None:
+        """What lets the weight of the KL follow `loss/kl` from step to step, at its start; None
+        where it stays."""
+        return None
 
     def returns(self, step: Known) -> list[np.ndarray]:
         """What the critic's values should have been, [R] of each sample. Asked as `revised` is,

@@ -92,6 +92,8 @@ ALIASES = (
     Alias(("use_rslora",), "adapter.rslora"),
     Alias(("init_lora_weights",), "adapter.init"),
     Alias(("lora_adapter_path",), "adapter.init_from"),
+    Alias(("target_kl", "kl_ctrl.type"), "algorithm.kl_target", "null for verl's type fixed"),
+    Alias(("kl_ctrl.horizon",), "algorithm.kl_horizon"),
     Alias(("ref_adapter_name",), "algorithm.reference=start", "against adapter.init_from"),
     Alias(("router_replay.mode", "enable_rollout_routing_replay"), "replay.mode"),
     Alias(("megatron.tensor_model_parallel_size",), "trainer.tp"),

@@ -14,7 +14,7 @@ from lora_moe_rl.config.eval_rules import check_evaluation
 from lora_moe_rl.config.keys import value_of, value_text
 from lora_moe_rl.config.offline import check_offline
 from lora_moe_rl.config.plugins import ALGORITHMS
-from lora_moe_rl.config.reference import ReferenceSettings
+from lora_moe_rl.config.reference import against_start
 from lora_moe_rl.config.reward_rules import check_rewards
 from lora_moe_rl.config.section import is_set
 from lora_moe_rl.errors import ConfigError
@@ -226,10 +226,7 @@ def _check_overlong(config: RunConfig) -> None:
 
 def _check_reference(config: RunConfig) -> None:
     """A start to measure against: a fresh adapter does nothing."""
-    settings = config.algorithm
-    if not isinstance(settings, ReferenceSettings) or settings.reference == "base":
-        return
-    if config.adapter.init_from is None:
+    if against_start(config) and config.adapter.init_from is None:
         raise ConfigError(
             "algorithm.reference=start measures the policy against the adapter that the run starts "
             "from, and without adapter.init_from it starts as the base: set adapter.init_from, or "

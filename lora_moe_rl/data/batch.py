@@ -51,7 +51,9 @@ class TrainBatch:
     rewards: float64 `[n]`, NaN for none, for an algorithm that revises its advantages; None for
     others. splits: by the number of a sample that is cut into parts, where (`Sample.splits`).
     alike: int64 `[n]`, the first sample that begins as each does, whose prompt is fed once for all
-    of them in a micro-batch (`alike.py`); None: each feeds its own.
+    of them in a micro-batch (`alike.py`); None: each feeds its own. kl_coef: the weight of the KL
+    in this step, where it is not the same in all (`algorithm.kl_target`). earlier: float64 `[R_i]`
+    of every sample, what of its reward was earned before its end; None: nothing.
 
     A share of it, for the rank that trains some of the samples, has the streams of these alone;
     what is known of every sample is as in the whole. It is pickled with one array a stream.
@@ -71,6 +73,8 @@ class TrainBatch:
     rewards: np.ndarray | None = None
     splits: dict[int, tuple[int, ...]] = field(default_factory=dict)
     alike: np.ndarray | None = None
+    kl_coef: float | None = None
+    earlier: list[np.ndarray] | None = None
     of_all: OfAll | None = None  # of a share
 
     @classmethod
@@ -129,6 +133,7 @@ class TrainBatch:
             step,
         )
         batch.rewards = np.concatenate(rewards) if rewards else None
+        batch.earlier = _earlier(signals)
         copies = [signal.copies for signal in signals if signal.copies is not None]
         batch.copies = np.concatenate(copies) if copies else batch.copies
         batch.alike = alike([group.samples for group in groups]) if share_prompts else None
@@ -233,6 +238,17 @@ class TrainBatch:
         for sample, splits in self.splits.items():
             lengths[sample] += sum(stop - 1 for stop in splits)
         return np.concatenate([[0], np.cumsum(lengths)])
+
+
+def _earlier(signals: Sequence[Signal]) -> list[np.ndarray] | None:
+    """What signals say was earned before the ends of samples; None when none says anything."""
+    if all(signal.earlier is None for signal in signals):
+        return None
+    return [
+        one
+        for signal in signals
+        for one in signal.earlier or [np.zeros(len(w)) for w in signal.weights]
+    ]
 
 
 STREAMS = ("token_ids", "logprobs", "versions", "advantages", "weights", "masks")

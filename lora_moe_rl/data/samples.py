@@ -186,6 +186,20 @@ class Sample:
         return int((self.versions != NOT_SAMPLED).sum())
 
     @property
+    def turn_ends(self) -> np.ndarray:
+        """int64 [turns], where in [R] the last token of each of the policy's turns stands. Segments
+        that follow each other are one turn, which another version went on with."""
+        ends: list[int] = []
+        stops = np.cumsum([len(one.token_ids) for one in self.segments[1:]])
+        for place, (one, stop) in enumerate(zip(self.segments[1:], stops.tolist(), strict=True)):
+            if one.author != "policy":
+                continue
+            if ends and self.segments[place].author == "policy":
+                ends.pop()
+            ends.append(stop - 1)
+        return np.array(ends, dtype=np.int64)
+
+    @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
 
@@ -231,12 +245,14 @@ class Details:
     """What is known of a group's rewards beside the rewards. by_function: of several functions,
     by name. reasons: why a sample's reward failed, by the sample's place. extra: more columns of
     samples.jsonl, a value a sample. metrics: numbers that a reward function has logged, by the name
-    of the metric."""
+    of the metric. by_turn: of a sample's reward what was earned at the end of each turn, by the
+    sample's place, where a reward function tells it."""
 
     by_function: dict[str, FunctionRewards] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     extra: dict[str, list[Any]] = field(default_factory=dict)
     metrics: dict[str, list[float]] = field(default_factory=dict)
+    by_turn: dict[int, list[float]] = field(default_factory=dict)
 
     def at(self, places: np.ndarray) -> Details:
         """Of other samples, each of which has what the one at its place here has. places: int
@@ -251,7 +267,9 @@ class Details:
             column: [None if at < 0 else values[at] for at in chosen.values()]
             for column, values in self.extra.items()
         }
-        return replace(self, by_function=functions, reasons=reasons, extra=extra)
+        by_turn = {i: self.by_turn[at] for i, at in chosen.items() if at in self.by_turn}
+        found = {"by_function": functions, "reasons": reasons, "extra": extra, "by_turn": by_turn}
+        return replace(self, **found)
 
 
 class Scores(NamedTuple):

@@ -42,6 +42,7 @@ class _OfRun(_OfAdapter):
     data: dict[str, Any]
     done: list[int] = []
     reference: str | None = None
+    kl_coef: float | None = None
 
 
 def check_adapter(path: Path, metadata: dict[str, Any]) -> None:

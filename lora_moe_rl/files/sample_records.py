@@ -88,6 +88,7 @@ def _reward_details(details: Details, index: int) -> dict[str, Any]:
         "rewards": {name: float(one.rewards[index]) for name, one in details.by_function.items()},
         "extra": {column: values[index] for column, values in details.extra.items()},
         "failure": details.reasons.get(index),
+        "turn_rewards": details.by_turn.get(index),
     }
     return {key: value for key, value in found.items() if value}
 

@@ -11,6 +11,7 @@ import yaml
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.files import to_yaml
 from lora_moe_rl.config.keys import is_section
+from lora_moe_rl.config.reference import against_start
 from lora_moe_rl.errors import RunDirError
 
 # What a checkpoint's tensors depend on: a resumed run cannot change them.
@@ -27,7 +28,8 @@ RESIZABLE = {
 
 def check_unchanged(saved: dict[str, Any], config: RunConfig, path: Path) -> None:
     """Raises RunDirError when a key of FIXED differs between the saved config and `config`, unless
-    adapter.resize allows it."""
+    adapter.resize allows it. Where the start is measured against it is told by its fingerprint
+    (`run/frozen_start.py`), and may have moved."""
     before, now = flat(saved), flat(yaml.safe_load(to_yaml(config)))
     changed = [
         key
@@ -36,6 +38,7 @@ def check_unchanged(saved: dict[str, Any], config: RunConfig, path: Path) -> Non
         if key.startswith(FIXED)
         and key != "adapter.resize"
         and not (config.adapter.resize and key in RESIZABLE)
+        and not (key == "adapter.init_from" and against_start(config))
         and json.dumps(before.get(key)) != json.dumps(now[key])
     ]
     if not changed:

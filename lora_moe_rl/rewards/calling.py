@@ -25,7 +25,7 @@ Outcome = list[float | str | None]  # a reward, None: not applicable, or why the
 
 SAMPLES = (
     "prompts", "completions", "completion_ids", "environments", "trainer_state", "log_extra",
-    "log_metric",
+    "log_metric", "log_turn_rewards",
 )  # fmt: skip
 # What a run itself puts under reward/: a function may not log another number by such a name.
 TAKEN = ("mean", "std", "none", "failed", "solved_all", "solved_none", "groups")
@@ -45,11 +45,13 @@ class TrainerState:
 
 @dataclass
 class Logged:
-    """What one call logs: TRL's `log_extra` and `log_metric` are methods of it."""
+    """What one call logs: TRL's `log_extra` and `log_metric` are methods of it, and
+    `log_turn_rewards`, which TRL has not."""
 
     num_samples: int
     columns: dict[str, list[Any]] = field(default_factory=dict)
     metrics: dict[str, list[float]] = field(default_factory=dict)
+    turns: list[list[float] | None] = field(default_factory=list)
 
     def extra(self, column: str, values: list[Any]) -> None:
         """A column of samples.jsonl, a value a sample. What JSON does not know is written as its
@@ -67,6 +69,25 @@ class Logged:
         if str(name).rpartition("/")[2] in TAKEN:
             raise ValueError(f"log_metric({name!r}): the run has a metric of that name already")
         self.metrics.setdefault(str(name), []).append(float(value))
+
+    def turn_rewards(self, values: list[Any]) -> None:
+        """Of each sample a list of what each of its turns has earned, which together are its
+        reward, or None. Raises ValueError for another number of samples, and for what is no finite
+        number."""
+        values = list(values)
+        if len(values) != self.num_samples:
+            raise ValueError(
+                f"log_turn_rewards got {len(values)} values for {self.num_samples} samples"
+            )
+        self.turns = [None if one is None else _of_turns(one, i) for i, one in enumerate(values)]
+
+
+def _of_turns(turns: Any, index: int) -> list[float]:
+    numbers = [_check_value(one) for one in turns]
+    for one in numbers:
+        if not isinstance(one, float):
+            raise ValueError(f"log_turn_rewards: a turn of sample {index} {one or 'has None'}")
+    return [one for one in numbers if isinstance(one, float)]
 
 
 @dataclass(frozen=True)
@@ -159,6 +180,7 @@ def expand(
     values["completion_ids"] = arguments["completion_ids"]
     values["trainer_state"] = TrainerState(**arguments["trainer_state"])
     values["log_extra"], values["log_metric"] = logged.extra, logged.metric
+    values["log_turn_rewards"] = logged.turn_rewards
     return {key: value for key, value in values.items() if keywords is None or key in keywords}
 
 

@@ -34,10 +34,27 @@ def combine(functions: Sequence[RewardFunction], scores: Sequence[Scores]) -> Sc
         given |= applies
         for index, reason in reasons.items():
             details.reasons.setdefault(index, reason)
+    details.by_turn.update(_by_turn(functions, scores))
     failed = np.isin(np.arange(len(total)), list(details.reasons))
     rewards = np.where(given & ~failed, total, np.nan).astype(np.float32)
     failures = [details.reasons[index] for index in sorted(details.reasons)]
     return Scores(rewards, failures, details)
+
+
+def _by_turn(
+    functions: Sequence[RewardFunction], scores: Sequence[Scores]
+) -> dict[int, list[float]]:
+    """The weighted sums of what functions tell of turns; what tells nothing of them has given its
+    reward at the end."""
+    found: dict[int, np.ndarray] = {}
+    for function, one in zip(functions, scores, strict=True):
+        for index, turns in one.details.by_turn.items() if function.weight else ():
+            found[index] = found.get(index, 0) + function.weight * np.array(turns)
+    for function, one in zip(functions, scores, strict=True):
+        for index, total in found.items():
+            if index not in one.details.by_turn and not np.isnan(one.rewards[index]):
+                total[-1] += function.weight * float(one.rewards[index])
+    return {index: total.tolist() for index, total in found.items()}
 
 
 def _named[T](function: RewardFunction, values: dict[str, T]) -> dict[str, T]:

@@ -89,10 +89,11 @@ class Judge:
         trainer_state: Any,
         log_extra: Callable,
         log_metric: Callable,
+        log_turn_rewards: Callable | None = None,
         **columns,
     ) -> list[float | BaseException]:
         """The rewards of one prompt's samples; an error in the place of one that has none."""
-        del completion_ids, trainer_state, log_metric  # columns is what is left
+        del completion_ids, trainer_state, log_metric, log_turn_rewards  # columns is what is left
         questions = [
             self._question(prompt, completion, {key: values[i] for key, values in columns.items()})
             for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))

@@ -15,6 +15,8 @@ from lora_moe_rl.data.samples import Details, Played, Prompt, Sample, Scores
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.rewards.calling import Outcome
 
+SAME_SUM = 1e-6
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -23,6 +25,7 @@ class Answer:
     outcome: Outcome
     extra: dict[str, list[Any]] = field(default_factory=dict)
     metrics: dict[str, list[float]] = field(default_factory=dict)
+    turns: list[list[float] | None] = field(default_factory=list)
 
 
 class RewardRunner:
@@ -62,12 +65,17 @@ class RewardRunner:
             answer = Answer([str(error)] * len(samples))
         rewards = np.full(len(samples), np.nan, dtype=np.float32)
         reasons: dict[int, str] = {}
+        told = dict(enumerate(answer.turns))
         for index, value in enumerate(answer.outcome):
+            if isinstance(value, float) and (turns := told.get(index)) is not None:
+                value = _as_turns_say(value, turns, samples[index])
             if isinstance(value, str):
                 reasons[index] = f"prompt {prompt.row}: {self.function} {value}"
             elif value is not None:
                 rewards[index] = value
-        details = Details(reasons=reasons, extra=answer.extra, metrics=answer.metrics)
+        given = {i: one for i, one in told.items() if one is not None}
+        by_turn = {i: one for i, one in given.items() if not np.isnan(rewards[i])}
+        details = Details({}, reasons, answer.extra, answer.metrics, by_turn)
         return Scores(rewards, list(reasons.values()), details)
 
     def close(self) -> None:
@@ -102,3 +110,18 @@ class RewardRunner:
                 "max_steps": self.max_steps,
             },
         }
+
+
+def _as_turns_say(reward: float, turns: list[float], sample: Sample) -> float | str:
+    """The reward, or why what was told of the sample's turns cannot be."""
+    if len(turns) != (number := len(sample.turn_ends)):
+        return (
+            f"told of {len(turns)} turns (log_turn_rewards), and the policy has had {number} in "
+            "this sample"
+        )
+    if abs(sum(turns) - reward) > SAME_SUM * max(1.0, abs(reward)):
+        return (
+            f"gave its turns {sum(turns):g} together (log_turn_rewards), and returned {reward:g}: "
+            "the reward of a sample is the sum of its turns'"
+        )
+    return reward

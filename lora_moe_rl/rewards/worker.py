@@ -73,7 +73,12 @@ async def _serve(reward: Reward, jobs: queue.SimpleQueue, connection: Connection
 
 
 def _answer(connection: Connection, number: int, outcome: Outcome, logged: Logged) -> None:
-    told = {"outcome": outcome, "extra": logged.columns, "metrics": logged.metrics}
+    told = {
+        "outcome": outcome,
+        "extra": logged.columns,
+        "metrics": logged.metrics,
+        "turns": logged.turns,
+    }
     send(connection, {"number": number, "outcome": told})
 
 

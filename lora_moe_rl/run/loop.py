@@ -26,10 +26,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from lora_moe_rl.algorithms.base import Algorithm, Signal
+from lora_moe_rl.algorithms.parts.kl_control import KLControl
 from lora_moe_rl.algorithms.parts.step_signals import revised, signals_of
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
-from lora_moe_rl.data.samples import Group, Sample
+from lora_moe_rl.data.samples import Group, Sample, UpdateResult
 from lora_moe_rl.environments.base import Environment
 from lora_moe_rl.errors import EngineDied, LoraMoeRlError, RewardError
 from lora_moe_rl.ports import (
@@ -47,6 +48,7 @@ from lora_moe_rl.run.evaluations import Evaluations
 from lora_moe_rl.run.records import Records, StepFacts
 from lora_moe_rl.run.schedule import seed_of
 from lora_moe_rl.run.tickets import Ticket, TicketBook
+from lora_moe_rl.telemetry import names
 from lora_moe_rl.telemetry.clock import Clock
 from lora_moe_rl.telemetry.timeline import (
     CHECKPOINT,
@@ -78,6 +80,7 @@ class Ports:
     timeline: Timeline
     evaluations: Evaluations
     teacher: Teacher | None = None
+    kl: KLControl | None = None
 
 
 async def run(ports: Ports, book: TicketBook, first_step: int) -> None:
@@ -164,6 +167,7 @@ async def learn(ports: Ports, book: TicketBook, first_step: int, tasks: asyncio.
             routes = [group.routes for group in groups]
             result, parts = await ports.trainer.update(batch, routes)
         signals = revised(signals, result.advantages)
+        _follow_kl(ports, result)
         records.check_update(step, groups, signals, result)
         clock.lap("train")
         version = ports.publisher.version
@@ -244,13 +248,26 @@ def _to_train(ports: Ports, step: int, groups: Sequence[Group]) -> tuple[list[Si
     draws = np.random.default_rng([config.seed, step, 1])  # the same after a resume
     signals = signals_of(ports.algorithm, groups, draws)
     share, mini_batches = config.trainer.shares_prompts, config.algorithm.mini_batches
-    return signals, TrainBatch.from_groups(groups, signals, mini_batches, step, share)
+    batch = TrainBatch.from_groups(groups, signals, mini_batches, step, share)
+    batch.kl_coef = None if ports.kl is None else ports.kl.coef
+    return signals, batch
+
+
+def _follow_kl(ports: Ports, result: UpdateResult) -> None:
+    """The weight of the KL in the steps to come, by that of a step in which the policy was trained;
+    the one that it had is recorded."""
+    if ports.kl is None:
+        return
+    result.metrics[names.KL_COEF] = ports.kl.coef
+    if result.version > ports.publisher.version:
+        ports.kl.follow(result.metrics[names.KL])
 
 
 async def _checkpoint(ports: Ports, book: TicketBook, step: int, tasks: asyncio.TaskGroup) -> None:
     """With schedule.lag engines go on meanwhile; without it they and the trainer take turns."""
     await ports.evaluations.ended()
     state = book.state_dict(ports.source.state_dict())
+    state |= {} if ports.kl is None else ports.kl.state_dict()
     turns = nullcontext() if ports.config.schedule.lag else book.held("a checkpoint")
     with turns, ports.timeline.span(TRAINER, CHECKPOINT, step):
         await ports.records.checkpoint(step, state, tasks)

@@ -30,6 +30,7 @@ def reward_metrics(groups: Sequence[Group], config: RunConfig) -> dict[str, floa
         **set_metrics(groups, config.data.sets),
         **function_metrics(groups, config.reward.functions),
         **logged_metrics(groups),
+        **turn_metrics(groups),
         **teacher_metrics(groups),
     }
 
@@ -64,6 +65,14 @@ def function_metrics(groups: Sequence[Group], functions: Iterable[str]) -> dict[
             names.of_function(name, "failed"): failed,
         }
     return found
+
+
+def turn_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """The share of samples of whose reward it is told which turn has earned what; nothing where
+    that is told of none."""
+    told = sum(end in group.details.by_turn for group in groups for end in group.ends.tolist())
+    total = sum(len(group.ends) for group in groups)
+    return {names.BY_TURN: told / total} if told else {}
 
 
 def logged_metrics(groups: Sequence[Group]) -> dict[str, float]:

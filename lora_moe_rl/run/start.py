@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lora_moe_rl import algorithms, ports
 from lora_moe_rl.algorithms.base import Algorithm
+from lora_moe_rl.algorithms.parts.kl_control import KLControl
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.files import eval_files, versions_file
 from lora_moe_rl.files.checkpoint_writing import adopt
@@ -213,6 +214,7 @@ def _go(run: Prepared, actors: Actors, records: Records, metrics: MetricsWriter)
         timeline,
         evaluations,
         _teacher(run, made),
+        _kl_control(run, made),
     )
     asked, algorithm = config.schedule, config.algorithm
     schedule = Schedule(
@@ -255,6 +257,18 @@ async def _watched(
 
     stall = Stall(patience(run.config), lambda: book.progress, under_way, lambda: book.waits, dump)
     await stall.watched(steps)
+
+
+def _kl_control(run: Prepared, algorithm: Algorithm) -> KLControl | None:
+    """What the weight of the KL goes on from, if it follows the KL."""
+    control = algorithm.kl_control
+    if control is None or run.found is None:
+        return control
+    begun = control.coef
+    control.load_state_dict(run.found.metadata)
+    note = f"kl_coef goes on at {control.coef:.4g}: algorithm.kl_coef={begun:g} is a run's first"
+    console.say_notes([note])
+    return control
 
 
 def _teacher(run: Prepared, algorithm: Algorithm) -> ports.Teacher | None:

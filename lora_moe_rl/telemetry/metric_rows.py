@@ -17,6 +17,7 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("reward/none", "samples", "", "samples that have no reward and have not failed", "", ""),
     ("reward/solved_all", "share of groups", "", "groups whose samples all have one same reward above 0: such a group tells nothing", "", ""),
     ("reward/solved_none", "share of groups", "down", "groups whose samples all have one same reward of 0 or less: such a group tells nothing", "", "frac_reward_zero_std (with reward/solved_all)"),
+    ("reward/by_turn", "share of samples", "", "samples of whose reward it is told which turn has earned what (`log_turn_rewards`)", "", ""),
     ("reward/<name>/mean", "reward", "up", "of one of several reward functions before its weight, or of one of several data sets", "", "rewards/<name>/mean"),
     ("reward/<name>/std", "reward", "", "of one of several reward functions, before its weight", "", "rewards/<name>/std"),
     ("reward/<name>/none", "samples", "", "of one of several reward functions: samples to which it does not apply", "", ""),
@@ -31,6 +32,7 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     # The loss. Means over the tokens in the loss, whatever algorithm.aggregation.
     ("loss/policy", "", "", "the policy's loss; with one update a rollout its value says nothing", "actor/pg_loss", "loss"),
     ("loss/kl", "nats", "", "KL to the base, adapters off, or to the start (algorithm.reference, algorithm.kl_estimator): of the policy in the loss, or of the policy before the update with algorithm.kl_in=reward", "actor/kl_loss", "kl"),
+    ("loss/kl_coef", "", "", "with algorithm.kl_target: the weight that the KL had in the step", "actor/reward_kl_penalty_coeff", ""),
     ("loss/ratio", "", "", "mean probability ratio to the policy before the update", "", ""),
     ("loss/clipped_low", "share of tokens", "", "tokens whose ratio was clipped from below", "actor/pg_clipfrac (with loss/clipped_high)", "clip_ratio/low_mean"),
     ("loss/clipped_high", "share of tokens", "", "tokens whose ratio was clipped from above", "actor/pg_clipfrac (with loss/clipped_low)", "clip_ratio/high_mean"),

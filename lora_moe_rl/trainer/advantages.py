@@ -33,7 +33,8 @@ def revise(
     if batch.rewards is None:
         raise ValueError("the algorithm revises its advantages, but its signals had no rewards")
     made = {name: everywhere(name, batch, works, meter) for name in sorted(algorithm.passes)}
-    known = Known(batch.rewards, batch.groups, batch.masks, **made)
+    told = {"kl_coef": batch.kl_coef, "earlier": batch.earlier}
+    known = Known(batch.rewards, batch.groups, batch.masks, **made, **told)
     advantages = [one.astype(np.float32) for one in algorithm.revised(known)]
     meter.of_step = algorithm.revised_metrics(known)
     rewards = [

@@ -100,6 +100,7 @@ def tokens_of(work: Work, logprobs: torch.Tensor, entropy: torch.Tensor | None =
         step_mean=work.step_mean,
         rewards=None if rewards is None else inside(on_device(rewards, device)),
         entropy=None if entropy is None else inside(entropy),
+        kl_coef=data.batch.kl_coef,
     )
 
 

@@ -28,7 +28,10 @@ CONFIG = RunConfig(
 
 
 class Trainer(PlainTrainer):
-    """Each update makes a version. Keeps the batches; `events` is what happened in turn."""
+    """Each update makes a version, but for the steps `skipped`. Keeps the batches; `events` is
+    what happened in turn."""
+
+    skipped: tuple[int, ...] = ()
 
     def __init__(self, events: list[str]):
         super().__init__()
@@ -39,8 +42,9 @@ class Trainer(PlainTrainer):
         for _ in range(20):  # others have time
             await asyncio.sleep(0)
         self.batches.append(batch)
-        self.version += 1
-        return UpdateResult(self.version, {}, 0, 0, 1.0), await self.send()
+        self.version += batch.step not in self.skipped
+        metrics = {"loss/kl": 0.01 * batch.step}
+        return UpdateResult(self.version, metrics, 0, 0, 1.0), await self.send()
 
 
 class Engines(FaultyEngines):
@@ -214,6 +218,8 @@ def run(
     failed=0,
     unevaluated=-1,
     due=(2,),
+    kl=None,
+    skipped=(),
 ) -> SimpleNamespace:
     """Ends as the run does; what it was made of can be looked at in any case."""
     events: list[str] = []
@@ -228,6 +234,7 @@ def run(
         error=None,
     )
     made.records.events = events
+    made.trainer.skipped = skipped
     source = Source()
     publisher = Publisher(config, made.trainer, engines, NoChannel(), source, "float32")
     book = TicketBook(Schedule(2, lag, stale=stale))
@@ -245,6 +252,7 @@ def run(
         Timeline(1, made.timeline.append),
         Evaluations(config, Evaluator(events, unevaluated), engines, recorded),
         teacher,
+        kl,
     )
     try:
         asyncio.run(loop.run(ports, book, 1))

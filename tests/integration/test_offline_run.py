@@ -16,6 +16,7 @@ from cli_run import RECIPE, ROOT, CliRun
 from safetensors.numpy import load_file
 
 from lora_moe_rl.cli import main
+from lora_moe_rl.config.recipes import load_config
 from lora_moe_rl.files.jsonl import read_jsonl
 from lora_moe_rl.models.directory import resolve_model
 
@@ -154,6 +155,27 @@ def test_reinforcement_learning_goes_on_from_it(warm, tmp_path):
     first = rl.records[0]
     assert first["reward/mean"] > 0.45 and first["mismatch/kl"] < 1e-6, first
     assert first["replay/coverage"] == 1 and rl.records[1]["adapter/version"] == 1
+
+
+@pytest.mark.slow
+def test_a_weight_that_follows_the_kl_is_the_same_after_a_resume(warm, tmp_path):
+    """A KL to the start that is 0 in the first step, below the target, then above it."""
+    given = ("algorithm.kl_coef=0.1", "algorithm.kl_target=1e-7", "algorithm.kl_horizon=1024")
+    steps = ("trainer.steps=4", "checkpoint.every=2", f"adapter.init_from={warm.folder}")
+    folder, config = tmp_path / "run", load_config(str(RECIPE))
+    whole = run_to_end(folder, RECIPE, *given, *steps, "algorithm.reference=start")
+    coefs = [record["loss/kl_coef"] for record in whole.records]
+    step = config.algorithm.prompts_per_step * config.algorithm.group_size / 1024
+    assert coefs[:2] == [0.1, pytest.approx(0.1 * (1 - 0.2 * step), rel=1e-12)]
+    assert coefs[1] < coefs[2] < coefs[3]
+    again = tmp_path / "again"
+    shutil.copytree(folder, again)
+    shutil.rmtree(again / "checkpoints/step-000004")
+    resumed = run_to_end(again, again / "config.yaml", "--resume")
+    assert f"kl_coef goes on at {coefs[2]:.4g}: algorithm.kl_coef=0.1" in resumed.output
+    assert [record["loss/kl_coef"] for record in resumed.records] == coefs
+    kls = [[record["loss/kl"] for record in one.records] for one in (whole, resumed)]
+    assert kls[0] == kls[1]
 
 
 @pytest.mark.slow

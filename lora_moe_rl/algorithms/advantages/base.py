@@ -22,6 +22,7 @@ class Rewarded:
     float32 [R] a sample, a critic's before the update; None where there is no critic. penalties:
     float64 [R] a sample, what the reward loses at each token; None for nothing. by_function:
     float64 [n] of each of several reward functions, NaN for none; weights: of each of them.
+    earlier: float64 [R] a sample, what of its reward was earned before its end; None: nothing.
     teacher, logprobs: float32 [R] a sample, a teacher's logprobs and those it was sampled with;
     None where there is no teacher."""
 
@@ -34,17 +35,21 @@ class Rewarded:
     weights: Sequence[float] = ()
     teacher: Sequence[np.ndarray] | None = None
     logprobs: Sequence[np.ndarray] | None = None
+    earlier: Sequence[np.ndarray] | None = None
 
     def of_tokens(self) -> list[np.ndarray]:
         """float64 [R] of each sample: minus the penalty of each token that the policy wrote, plus
-        the sample's reward at the last of them. 0 for other tokens, and for all of a sample
-        without a reward."""
+        the sample's reward at the last of them, but for what was earned before. 0 for other tokens,
+        and for all of a sample without a reward."""
         found = [np.zeros(len(mask)) for mask in self.masks]
         for i, (each, mask, reward) in enumerate(zip(found, self.masks, self.rewards, strict=True)):
             if np.isnan(reward):
                 continue
             if self.penalties is not None:
                 each[mask] -= self.penalties[i][mask]
+            if self.earlier is not None:
+                each += self.earlier[i]
+                reward = reward - self.earlier[i].sum()
             each[np.flatnonzero(mask)[-1:]] += reward
         return found
 

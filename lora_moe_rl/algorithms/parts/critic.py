@@ -16,6 +16,7 @@ from lora_moe_rl.algorithms.advantages.base import ValueAdvantage
 from lora_moe_rl.algorithms.base import Known, Pass, Signal
 from lora_moe_rl.algorithms.parts.policy_gradient import PolicyGradient
 from lora_moe_rl.algorithms.parts.settings import PolicyGradientConfig
+from lora_moe_rl.algorithms.parts.turns import earned_before_the_end
 from lora_moe_rl.config import AlgorithmConfig
 from lora_moe_rl.config.plugins import PARTS
 from lora_moe_rl.data.samples import Group
@@ -74,7 +75,8 @@ class ActorCritic(PolicyGradient):
         found = []
         for group in groups:
             zeros = Signal.of_samples(group, np.zeros(len(group.samples)))
-            found.append(Signal(zeros.advantages, zeros.weights, self.rewards(group)))
+            rewards, earlier = self.rewards(group), earned_before_the_end(group)
+            found.append(Signal(zeros.advantages, zeros.weights, rewards, earlier=earlier))
         return found
 
     def returns(self, step: Known) -> list[np.ndarray]:

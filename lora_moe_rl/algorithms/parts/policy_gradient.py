@@ -32,8 +32,10 @@ from lora_moe_rl.algorithms.parts.composing import (
 )
 from lora_moe_rl.algorithms.parts.correction_presets import CORRECTION_PRESETS
 from lora_moe_rl.algorithms.parts.kl import estimate
+from lora_moe_rl.algorithms.parts.kl_control import KLControl
 from lora_moe_rl.algorithms.parts.overlong import soft_punishment
 from lora_moe_rl.algorithms.parts.settings import PolicyGradientConfig, rejection_names
+from lora_moe_rl.algorithms.parts.turns import earned_before_the_end, of_all
 from lora_moe_rl.config import AlgorithmConfig
 from lora_moe_rl.config.plugins import PARTS, choices
 from lora_moe_rl.config.teacher import TeacherSettings
@@ -125,6 +127,18 @@ class PolicyGradient(Algorithm):
         return self.settings.kl_coef > 0 and self.settings.kl_in == "reward"
 
     @property
+    def kl_control(self) -> KLControl | None:
+        settings = self.settings
+        if settings.kl_target is None:
+            return None
+        samples = settings.prompts_per_step * settings.group_size
+        return KLControl(settings.kl_coef, settings.kl_target, settings.kl_horizon, samples)
+
+    def _kl_coef(self, known: Known | Tokens) -> float:
+        """That of the step; outside steps, and where it stays as it is, that of the settings."""
+        return self.settings.kl_coef if known.kl_coef is None else known.kl_coef
+
+    @property
     def revises(self) -> bool:
         return self._kl_in_reward
 
@@ -145,6 +159,7 @@ class PolicyGradient(Algorithm):
             weights=[weight for weight, _ in by_function.values()],
             teacher=None if self.teacher is None else of_teacher(groups),
             logprobs=[sample.logprobs for sample in samples],
+            earlier=of_all(groups),
         )
         advantages = iter(self._advantage.of_step(step))
         signals = [
@@ -152,7 +167,10 @@ class PolicyGradient(Algorithm):
         ]
         if not self.revises:
             return signals
-        return [replace(one, rewards=own) for one, own in zip(signals, rewards, strict=True)]
+        return [
+            replace(one, rewards=own, earlier=earned_before_the_end(group))
+            for one, own, group in zip(signals, rewards, groups, strict=True)
+        ]
 
     def has_signal(self, group: Group) -> bool:
         if not self._advantage.separates_rewards:
@@ -170,7 +188,8 @@ class PolicyGradient(Algorithm):
 
     def _rewarded(self, step: Known) -> Rewarded:
         penalties = self._penalties(step) if self._kl_in_reward else None
-        return Rewarded(step.rewards, step.groups, step.masks, step.values, penalties)
+        parts = (step.rewards, step.groups, step.masks, step.values, penalties)
+        return Rewarded(*parts, earlier=step.earlier)
 
     def _penalties(self, step: Known) -> list[np.ndarray]:
         """The KL to the base of each token, weighed with kl_coef: before the update, as in verl
@@ -182,7 +201,7 @@ class PolicyGradient(Algorithm):
                 "algorithm.kl_in=reward, but the logprobs before the update are missing"
             )
         return [
-            self.settings.kl_coef
+            self._kl_coef(step)
             * estimate(
                 self.settings.kl_estimate, torch.from_numpy(old), torch.from_numpy(reference)
             ).numpy()
@@ -230,7 +249,7 @@ class PolicyGradient(Algorithm):
         if kl is not None:
             shown = kl.detach()
             if settings.kl_in == "loss":
-                values = policy + settings.kl_coef * kl
+                values = policy + self._kl_coef(tokens) * kl
         if settings.entropy_coef:
             if tokens.entropy is None:
                 raise ValueError("algorithm.entropy_coef wants the tokens' entropy; it is missing")

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from lora_moe_rl.algorithms.corrections.base import WeightSettings
+from lora_moe_rl.algorithms.parts.kl_control import LARGEST_ERROR
 from lora_moe_rl.config import AlgorithmConfig
 from lora_moe_rl.config.plugins import PARTS
 from lora_moe_rl.config.reference import ReferenceSettings
@@ -45,6 +46,17 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
         description="How that KL is estimated (k3+: the value of k3 with k2's gradient); null: k3 "
         "in the loss, k1 in the reward.",
     )
+    kl_target: float | None = Field(
+        None,
+        gt=0,
+        description="Let kl_coef follow the KL from step to step, so that this comes near the "
+        "target, in nats a token (adaptive KL); null: it stays as it is.",
+    )
+    kl_horizon: float = Field(
+        10000,  # verl's value
+        gt=0,
+        description="With kl_target: over about how many samples kl_coef follows; more is slower.",
+    )
     entropy_coef: float = Field(
         0.0,
         ge=0,
@@ -74,6 +86,7 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
         self._check_teacher()
         self._check_kl()
         self._check_unused()
+        self._check_horizon()
         return self
 
     def _check_samples(self) -> None:
@@ -229,18 +242,31 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
                 "algorithm.kl_in=reward makes them so; take kl_in=loss"
             )
 
+    def _check_horizon(self) -> None:
+        """A weight that falls by more than itself in one step would turn the KL round."""
+        samples = self.prompts_per_step * self.group_size
+        least = LARGEST_ERROR * samples
+        if self.kl_target is not None and self.kl_horizon <= least:
+            raise ValueError(
+                f"algorithm.kl_horizon={self.kl_horizon:g} is too short for steps of {samples} "
+                f"samples: kl_coef may change by {LARGEST_ERROR:g} x {samples} / kl_horizon of "
+                f"itself in one, and would fall to 0 or below; set it above {least:g}"
+            )
+
     def _check_unused(self) -> None:
         for option, decider in (
             ("kl_in", "kl_coef"),
             ("kl_estimator", "kl_coef"),
             ("reference", "kl_coef"),
+            ("kl_target", "kl_coef"),
+            ("kl_horizon", "kl_target"),
             ("overlong_penalty", "overlong_buffer"),
         ):
             default = type(self).model_fields[option].default
             if getattr(self, option) != default and not getattr(self, decider):
                 raise ValueError(
                     f"algorithm.{option}={getattr(self, option)} has no effect with "
-                    f"algorithm.{decider}=0"
+                    f"algorithm.{decider}={'0' if decider != 'kl_target' else 'null'}"
                 )
 
 

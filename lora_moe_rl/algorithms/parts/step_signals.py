@@ -143,7 +143,7 @@ def _without_left_out(algorithm: Algorithm, group: Group, signal: Signal) -> Sig
         np.where(mask, advantage, 0).astype(np.float32)
         for advantage, mask in zip(signal.advantages, masks, strict=True)
     ]
-    return Signal(advantages, weights, signal.rewards)
+    return replace(signal, advantages=advantages, weights=weights)
 
 
 def _check_shapes(algorithm: Algorithm, group: Group, signal: Signal) -> None:

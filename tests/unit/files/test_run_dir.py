@@ -110,6 +110,16 @@ def test_resizing_does_not_change_modules_or_layouts(tmp_path):
         assert "adapter.resize=true" not in str(e.value)
 
 
+def test_the_adapter_that_a_run_is_measured_against_may_have_moved(tmp_path):
+    """Its fingerprint tells whether it is the same one."""
+    start = ("algorithm.reference=start", "algorithm.kl_coef=0.1")
+    run_steps(config_in(tmp_path / "run", *start, "adapter.init_from=here"), [1])
+    there = config_in(tmp_path / "run", *start, "adapter.init_from=there")
+    run_steps(there, [2], resume=True)
+    with pytest.raises(RunDirError, match="adapter.init_from was .*there and is now .*here"):
+        run_steps(config_in(tmp_path / "run", "adapter.init_from=here"), [3], resume=True)
+
+
 @pytest.mark.parametrize("now", ["{}", '{"*.up":4,"experts.*":8}'])
 def test_resume_with_other_patterns_is_refused(tmp_path, now):
     before = 'adapter.rank_pattern={"experts.*":8,"*.up":4}'  # the last that matches counts

@@ -54,3 +54,12 @@ def test_a_function_of_weight_0_is_on_record_and_changes_nothing():
     found = combine([function("right", 1.0), function("seen", 0.0)], [right, seen])
     np.testing.assert_array_equal(found.rewards, np.float32([1.0, 0.0, NAN]))
     assert found.failures == [] and found.details.by_function["seen"].num_failed == 1
+
+
+def test_turns_have_the_weighted_sum_and_what_tells_nothing_of_them_is_earned_at_the_end():
+    some = scores([1.0, 1.0, 1.0], by_turn={0: [0.75, 0.25], 2: [0.5, 0.5]})
+    whole, none = scores([0.5, 0.5, NAN]), scores([9.0, 9.0, 9.0], by_turn={1: [9.0]})
+    functions = [function("some", 2.0), function("whole", -1.0), function("none", 0.0)]
+    found = combine(functions, [some, whole, none])
+    assert found.rewards.tolist() == [1.5, 1.5, 2.0]
+    assert found.details.by_turn == {0: [1.5, 0.0], 2: [1.0, 1.0]}

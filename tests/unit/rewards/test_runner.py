@@ -2,6 +2,7 @@
 
 import asyncio
 import multiprocessing
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from lora_moe_rl.calls import pool
-from lora_moe_rl.data.samples import Prompt
+from lora_moe_rl.data.samples import Prompt, Sample, Segment
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.rewards import exact_match, math_verify, number_match
 from tests.helpers.reward_calls import runner_of, sample_of
@@ -23,9 +24,14 @@ import asyncio, os, time
 
 def seen(prompts, completions, completion_ids, answer, **kwargs):
     assert prompts == ["a"] * 2 and completion_ids == [[1], [1, 1]], (prompts, completion_ids)
-    logs = [kwargs.pop(name) for name in ("trainer_state", "log_extra", "log_metric")]
+    logs = [kwargs.pop(name) for name in ("trainer_state", "log_extra", "log_metric",
+                                             "log_turn_rewards")]
     assert kwargs == {"level": [3, 3]} and all(logs), kwargs
     return [float(c == a) for c, a in zip(completions, answer)]
+
+def by_turn(completions, turns, log_turn_rewards):
+    log_turn_rewards(turns[0])
+    return [1.0] * len(completions)
 
 def only_completions(completions):
     return [len(c) for c in completions]
@@ -128,6 +134,33 @@ def test_the_turns_of_a_conversation_are_its_completion(functions):
         assert rewards.tolist() == [1.0] and not failures
         sample = replace(sample, messages=tuple(told), text="y")
         assert score(runner, [(prompt, [sample])])[0].tolist() == [1.0]  # the last message
+
+
+TURNS = {
+    "right": ([[0.5, 0.25, 0.25], None], ["", ""]),
+    "few turns": ([[0.5, 0.5], None], ["told of 2 turns .* the policy has had 3 in this", ""]),
+    "another sum": ([[0.5, 0.5, 0.5], [1.0]], ["gave its turns 1.5 together .* returned 1", ""]),
+    "no number": ([[0.5, "x", 0.5], [1.0]], ["a turn of sample 0 returned 'x'"] * 2),
+    "no turn": ([[0.5, None, 0.5], [1.0]], ["a turn of sample 0 has None"] * 2),
+    "few samples": ([[1.0]], ["log_turn_rewards got 1 values for 2 samples"] * 2),
+}
+
+
+@pytest.mark.parametrize("what", TURNS)
+def test_what_turns_have_earned_is_told_beside_the_reward_and_has_to_be_that(functions, what):
+    """Of a sample of three turns and one of one, whose rewards are 1."""
+    given, reasons = TURNS[what]
+    parts = [Segment.sampled([1], np.zeros(1), 0), Segment.given("tool", [2])]
+    talk = Sample((Segment.given("user", [1]), *parts, *parts, parts[0]), "stop", "x")
+    prompt = Prompt(3, "a", [1], {"turns": given})
+    with runner_of(f"{functions}:by_turn", timeout_s=10) as runner:
+        scores = asyncio.run(runner.score(prompt, [talk, sample_of(2, "y")]))
+    for reward, index, reason in zip(scores.rewards, range(2), reasons, strict=True):
+        assert np.isnan(reward) == bool(reason)
+        if reason:
+            assert re.search(reason, scores.details.reasons[index])
+    told = {i: one for i, one in enumerate(given) if one and not reasons[i]}
+    assert scores.details.by_turn == told
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from loop_run import CONFIG, Teacher, of_steps, run
 
+from lora_moe_rl.algorithms.parts.kl_control import KLControl
 from lora_moe_rl.algorithms.parts.reweight import draw
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.errors import RewardError
 from lora_moe_rl.run.schedule import seed_of
 
@@ -26,6 +28,23 @@ def test_a_teacher_scores_each_group_before_its_advantages_are_made():
     assert made.error is None and len(made.trainer.batches) == 2
     for batch in made.trainer.batches:
         assert [one.tolist() for one in batch.advantages] == [[-0.5, -2.0]] * 4
+
+
+def test_the_weight_of_the_kl_follows_the_kl_of_each_step_that_trained_the_policy():
+    """Of 0.01, 0.02, …; the target is 0.02. A step has 4 samples, the horizon is 8."""
+    config = with_settings(CONFIG, {"trainer": {"steps": 4}})
+    control = KLControl(0.1, target=0.02, horizon=8, samples=4)
+    made = run(config=config, kl=control, skipped=(2,), due=(3, 4))
+    assert made.error is None
+    first = 0.1 * (1 - 0.2 / 2)  # half of the target: 0.2 below at most
+    wanted = [0.1, first, first, first * (1 + 0.2 / 2)]
+    assert [batch.kl_coef for batch in made.trainer.batches] == pytest.approx(wanted, rel=1e-12)
+    shown = [facts.result.metrics["loss/kl_coef"] for facts in made.records.steps]
+    assert shown == [batch.kl_coef for batch in made.trainer.batches]
+    # A checkpoint after a step has what the next one begins with.
+    assert made.records.books[0]["kl_coef"] == made.trainer.batches[3].kl_coef
+    assert made.records.books[1]["kl_coef"] == control.coef
+    assert run().trainer.batches[0].kl_coef is None and "kl_coef" not in run().records.books[0]
 
 
 def test_each_ticket_is_sampled_with_a_seed_of_its_own_and_the_newest_version():
