@@ -51,7 +51,8 @@ class TrainBatch:
     rewards: float64 `[n]`, NaN for none, for an algorithm that revises its advantages; None for
     others. splits: by the number of a sample that is cut into parts, where (`Sample.splits`).
     alike: int64 `[n]`, the first sample that begins as each does, whose prompt is fed once for all
-    of them in a micro-batch (`alike.py`); None: each feeds its own.
+    of them in a micro-batch (`alike.py`); None: each feeds its own. conversations: int64 `[n]`, the
+    number of the conversation that the sample is of; None: each is one of its own.
 
     A share of it, for the rank that trains some of the samples, has the streams of these alone;
     what is known of every sample is as in the whole. It is pickled with one array a stream.
@@ -71,6 +72,7 @@ class TrainBatch:
     rewards: np.ndarray | None = None
     splits: dict[int, tuple[int, ...]] = field(default_factory=dict)
     alike: np.ndarray | None = None
+    conversations: np.ndarray | None = None
     of_all: OfAll | None = None  # of a share
 
     @classmethod
@@ -131,6 +133,7 @@ class TrainBatch:
         batch.rewards = np.concatenate(rewards) if rewards else None
         copies = [signal.copies for signal in signals if signal.copies is not None]
         batch.copies = np.concatenate(copies) if copies else batch.copies
+        batch.conversations = _conversations(groups)
         batch.alike = alike([group.samples for group in groups]) if share_prompts else None
         return batch
 
@@ -233,6 +236,15 @@ class TrainBatch:
         for sample, splits in self.splits.items():
             lengths[sample] += sum(stop - 1 for stop in splits)
         return np.concatenate([[0], np.cumsum(lengths)])
+
+
+def _conversations(groups: Sequence[Group]) -> np.ndarray | None:
+    """The number of each sample's conversation in the step; None where each is one of its own."""
+    if all(group.conversations is None for group in groups):
+        return None
+    firsts = np.cumsum([0, *(len(group.ends) for group in groups)])
+    pairs = zip(groups, firsts[:-1], strict=True)
+    return np.concatenate([first + group.conversation_of for group, first in pairs])
 
 
 STREAMS = ("token_ids", "logprobs", "versions", "advantages", "weights", "masks")
