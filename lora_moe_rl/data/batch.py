@@ -53,7 +53,8 @@ class TrainBatch:
     alike: int64 `[n]`, the first sample that begins as each does, whose prompt is fed once for all
     of them in a micro-batch (`alike.py`); None: each feeds its own. kl_coef: the weight of the KL
     in this step, where it is not the same in all (`algorithm.kl_target`). earlier: float64 `[R_i]`
-    of every sample, what of its reward was earned before its end; None: nothing.
+    of every sample, what of its reward was earned before its end; None: nothing. conversations:
+    int64 `[n]`, the number of the conversation that the sample is of; None: each is one of its own.
 
     A share of it, for the rank that trains some of the samples, has the streams of these alone;
     what is known of every sample is as in the whole. It is pickled with one array a stream.
@@ -75,6 +76,7 @@ class TrainBatch:
     alike: np.ndarray | None = None
     kl_coef: float | None = None
     earlier: list[np.ndarray] | None = None
+    conversations: np.ndarray | None = None
     of_all: OfAll | None = None  # of a share
 
     @classmethod
@@ -136,6 +138,7 @@ class TrainBatch:
         batch.earlier = _earlier(signals)
         copies = [signal.copies for signal in signals if signal.copies is not None]
         batch.copies = np.concatenate(copies) if copies else batch.copies
+        batch.conversations = _conversations(groups)
         batch.alike = alike([group.samples for group in groups]) if share_prompts else None
         return batch
 
@@ -249,6 +252,15 @@ def _earlier(signals: Sequence[Signal]) -> list[np.ndarray] | None:
         for signal in signals
         for one in signal.earlier or [np.zeros(len(w)) for w in signal.weights]
     ]
+
+
+def _conversations(groups: Sequence[Group]) -> np.ndarray | None:
+    """The number of each sample's conversation in the step; None where each is one of its own."""
+    if all(group.conversations is None for group in groups):
+        return None
+    firsts = np.cumsum([0, *(len(group.ends) for group in groups)])
+    pairs = zip(groups, firsts[:-1], strict=True)
+    return np.concatenate([first + group.conversation_of for group, first in pairs])
 
 
 STREAMS = ("token_ids", "logprobs", "versions", "advantages", "weights", "masks")

@@ -39,19 +39,23 @@ class Pusher:
     """A context manager; on leaving it waits for what is under way, as long as that may take,
     unless the run is ended at once.
 
-    `run_dir`: of the run. `again`: whether the run has been here before. `say` gets warnings.
-    Without checkpoint.push_to it does nothing.
+    `run_dir`: of the run. `goes_on`: the step that it goes on from; None when it has not been here
+    before. `say` gets warnings. Without checkpoint.push_to it does nothing.
     """
 
     def __init__(
-        self, config: CheckpointConfig, run_dir: Path, again: bool, say: Callable[[str], None]
+        self,
+        config: CheckpointConfig,
+        run_dir: Path,
+        goes_on: int | None,
+        say: Callable[[str], None],
     ):
-        self.config, self.run_dir, self.again, self.say = config, run_dir, again, say
+        self.config, self.run_dir, self.goes_on, self.say = config, run_dir, goes_on, say
         self.pushed: int | None = None  # the newest step of which all is there
         self._folder = run_dir / "pushing"
         self._changed = threading.Condition()
         self._waiting: Path | None = None
-        self._closing = False
+        self._begun = self._closing = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="pusher")
 
     def __enter__(self) -> Pusher:
@@ -59,15 +63,28 @@ class Pusher:
             return self
         shutil.rmtree(self._folder, ignore_errors=True)
         try:
-            words = ["begin", str(self.run_dir / "config.yaml"), self.config.push_to]
-            self._try([*words, *["again"] * self.again], self._deadline())
+            self._begin(self._try(self._first_words(), self._deadline()))
         except Failed as error:
             told = f"checkpoint.push_to={self.config.push_to} cannot be written: {error}"
-            if not self.again:
+            if self.goes_on is None:
                 raise ConfigError(told) from error
             self.say(f"{told}; the run goes on, and every checkpoint is tried")
         self._thread.start()
         return self
+
+    def _first_words(self) -> list[str]:
+        words = ["begin", str(self.run_dir / "config.yaml"), str(self.config.push_to)]
+        return words if self.goes_on is None else [*words, str(self.goes_on)]
+
+    def _begin(self, said: str) -> None:
+        """The place is ready; `said`: steps of a course that the run has left."""
+        self._begun = True
+        if said:
+            self.say(
+                f"the run goes on from step {self.goes_on}: at {self.config.push_to} the copies of "
+                f"later steps are of a course that it has left ({said}), and their last files are "
+                "named left.json now"
+            )
 
     def push(self, path: Path, adapter: Path | None) -> None:
         """Takes note of a checkpoint and, if there is one, of the adapter's PEFT directory. Takes
@@ -116,13 +133,16 @@ class Pusher:
     def _copy(self, taken: Path) -> None:
         """Raises Failed with the last reason once all tries or the time are used up."""
         deadline = self._deadline()
+        if not self._begun:
+            self._begin(self._with_retries(self._first_words(), deadline))
         for folder in (CHECKPOINTS, ADAPTERS):
             if (taken / folder).is_dir():
                 target = f"{self.config.push_to}/{folder}/{taken.name}"
                 self._with_retries(["upload", str(taken / folder), target], deadline)
 
-    def _with_retries(self, words: list[str], deadline: float) -> None:
-        for attempt in range(self.config.push_retries + 1):
+    def _with_retries(self, words: list[str], deadline: float) -> str:
+        attempt = 0
+        while True:
             try:
                 return self._try(words, deadline)
             except Failed as error:
@@ -131,19 +151,22 @@ class Pusher:
                 if error.final or late or attempt == self.config.push_retries:
                     raise
                 time.sleep(pause)
+                attempt += 1
 
-    def _try(self, words: list[str], deadline: float) -> None:
-        """One process. Its input is held open: where it ends, the run has, and so does it. Ctrl-C
-        does not reach it, which ends the run after its step and not this."""
+    def _try(self, words: list[str], deadline: float) -> str:
+        """One process; returns what it prints. Its input is held open: where it ends, the run has,
+        and so does it. Ctrl-C does not reach it, which ends the run after its step and not this.
+        """
         process = subprocess.Popen(
             [sys.executable, "-m", "lora_moe_rl.files.storage", *words],
             stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
         held, process.stdin = process.stdin, None  # which `communicate` would close
         try:
-            _, said = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+            printed, said = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             raise Failed(f"no end within push_timeout_s={self.config.push_timeout_s:g}") from None
         finally:
@@ -155,6 +178,7 @@ class Pusher:
             lines = said.decode(errors="replace").strip().splitlines()
             reason = lines[-1] if lines else f"exit code {process.returncode}"
             raise Failed(reason, final=process.returncode == ConfigError.exit_code)
+        return printed.decode().strip()
 
     def _deadline(self) -> float:
         return time.monotonic() + self.config.push_timeout_s

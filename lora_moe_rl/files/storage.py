@@ -5,8 +5,11 @@ makes them.
     TARGET/checkpoints/step-000010/   as in the run directory; manifest.json is written last
     TARGET/adapters/step-000010/      the PEFT directory; adapter_config.json is written last
 
-A copy is whole when its last file is there. `python -m lora_moe_rl.files.storage` is run by
-`pusher.py`, which can end it: a request to storage may hang for ever.
+A copy is whole when its last file is there. A run that goes on from an older step leaves the course
+of the later ones: their last file becomes left.json, and nothing is removed.
+
+`python -m lora_moe_rl.files.storage` is run by `pusher.py`, which can end it: a request to storage
+may hang for ever.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from lora_moe_rl.files import checkpoint
 
 CHECKPOINTS, ADAPTERS = "checkpoints", "adapters"
 LAST = (checkpoint.MANIFEST, "adapter_config.json")
+LEFT = "left.json"
 
 
 def reach(url: str) -> tuple[Any, str]:
@@ -35,16 +39,24 @@ def reach(url: str) -> tuple[Any, str]:
         raise ConfigError(f"{url} cannot be reached: {error}") from error
 
 
-def begin(config_file: Path, target: str, again: bool) -> None:
-    """Puts the run's config into `target`. Raises ConfigError when another run's copies are there:
-    `again` says that they are this run's own."""
+def begin(config_file: Path, target: str, goes_on: int | None) -> list[int]:
+    """Puts the run's config into `target`. goes_on: the step that a run goes on from whose own
+    copies are there; None for a new run, which raises ConfigError where there are any. Returns the
+    later steps, whose copies were whole and are none any more."""
     fs, root = reach(target)
-    if not again and fs.exists(f"{root}/{CHECKPOINTS}") and fs.ls(f"{root}/{CHECKPOINTS}"):
+    if goes_on is None and fs.exists(f"{root}/{CHECKPOINTS}") and fs.ls(f"{root}/{CHECKPOINTS}"):
         raise ConfigError(
             f"checkpoint.push_to={target} holds copies of a run already; name another place"
         )
     fs.makedirs(root, exist_ok=True)
+    left = set[int]()
+    for folder, last in zip((CHECKPOINTS, ADAPTERS), LAST, strict=True):
+        whole = _whole(fs, f"{root}/{folder}", last) if fs.exists(f"{root}/{folder}") else {}
+        for path in (path for step, path in whole.items() if step > (goes_on or 0)):
+            fs.mv(f"{path}/{last}", f"{path}/{LEFT}")
+        left |= {step for step in whole if step > (goes_on or 0)}
     fs.put_file(str(config_file), f"{root}/config.yaml")
+    return sorted(left)
 
 
 def upload(source: Path, target: str) -> None:
@@ -59,6 +71,8 @@ def upload(source: Path, target: str) -> None:
         if fs.cat_file(f"{root}/{last}") == (source / last).read_bytes():
             return
         fs.rm_file(f"{root}/{last}")  # until it is whole again it is none
+    if fs.exists(f"{root}/{LEFT}"):  # of another course, whose files are written over now
+        fs.rm_file(f"{root}/{LEFT}")
     for name in names:
         folder = f"{root}/{name}".rpartition("/")[0]
         fs.makedirs(folder, exist_ok=True)
@@ -70,16 +84,20 @@ def steps(url: str) -> list[int]:
     look into."""
     fs, root = reach(url)
     try:
-        found = fs.ls(f"{root}/{CHECKPOINTS}", detail=False)
+        return sorted(_whole(fs, f"{root}/{CHECKPOINTS}", checkpoint.MANIFEST))
     except (OSError, ValueError) as error:
         raise FileError(f"{url} has no {CHECKPOINTS} that can be listed: {error}") from error
-    names = [path.rstrip("/").rpartition("/")[2] for path in found]
-    return sorted(
-        int(digits)
-        for name in names
-        if (digits := name.removeprefix("step-")).isdigit()
-        and fs.exists(f"{root}/{CHECKPOINTS}/{name}/{checkpoint.MANIFEST}")
-    )
+
+
+def _whole(fs: Any, folder: str, last: str) -> dict[int, str]:
+    """The path of each step in `folder` that has its last file."""
+    found = [path.rstrip("/") for path in fs.ls(folder, detail=False)]
+    names = {path: path.rpartition("/")[2].removeprefix("step-") for path in found}
+    return {
+        int(digits): path
+        for path, digits in names.items()
+        if digits.isdigit() and fs.exists(f"{path}/{last}")
+    }
 
 
 def download(url: str, step: int, into: Path) -> None:
@@ -99,13 +117,14 @@ def download(url: str, step: int, into: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """`begin FILE TARGET AGAIN` or `upload DIR TARGET`. Says on its last line why it failed; with
-    exit code 2 another try would too. Ends with the process that holds its standard input."""
+    """`begin FILE TARGET [STEP]` or `upload DIR TARGET`. Says on its last line why it failed; with
+    exit code 2 another try would too. `begin` prints the steps whose copies are none any more. Ends
+    with the process that holds its standard input."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     what, source, target, *more = arguments
     try:
         if what == "begin":
-            begin(Path(source), target, more == ["again"])
+            print(*begin(Path(source), target, int(more[0]) if more else None))
         else:
             upload(Path(source), target)
     except LoraMoeRlError as error:

@@ -87,7 +87,7 @@ class Records:
         self._skipped_in_a_row = 0
         self._unrewarded_in_a_row = 0
         self._untrained_in_a_row = 0
-        self._drawn_again = 0
+        self._drawn_again = self._stayed = 0  # groups since the last record
         self._bar: console.Bar | None = None
         self.performance: Performance | None = None  # start.py gives it
 
@@ -103,20 +103,25 @@ class Records:
         self._bar = None
 
     def rolled(self, num_samples: int) -> None:
+        """Takes note of a group that stays."""
+        self._stayed += 1
         if self._bar is not None:
             self._bar(num_samples)
 
     def drawn_again(self, group: Group) -> None:
         """Counts a group that is replaced by another prompt's. Raises RewardError when a step finds
-        too few that have a signal."""
+        too few that have a signal. With lag several steps are filled between two records, each of
+        which may replace so many."""
         self._drawn_again += 1
         algorithm = self.config.algorithm
-        limit = algorithm.draw_again * algorithm.prompts_per_step
+        filled = self._stayed // algorithm.prompts_per_step
+        limit = algorithm.draw_again * algorithm.prompts_per_step * (filled + 1)
         if self._drawn_again > limit:
             rewards = group.rewards[~np.isnan(group.rewards)]
             last = f"all {rewards[0]:g}" if rewards.size else "none at all"
+            of = f"{filled + 1} steps" if filled else "one step"
             raise RewardError(
-                f"{self._drawn_again} prompts of one step had samples with equal rewards (the "
+                f"{self._drawn_again} prompts of {of} had samples with equal rewards (the "
                 f"last: {last}), more than algorithm.draw_again={algorithm.draw_again} times "
                 f"prompts_per_step={algorithm.prompts_per_step} allow; the prompts are too easy or "
                 "too hard, or the reward does not tell samples apart: raise algorithm.draw_again, "
@@ -236,7 +241,7 @@ class Records:
         record |= {names.RESTARTS: facts.restarts, "rollout/drawn_again": self._drawn_again}
         if self.config.schedule.lag:
             record[names.STALE] = facts.stale
-        self._drawn_again = 0
+        self._drawn_again = self._stayed = 0
         return record
 
     def keep_unrewarded(self, step: int, groups: Sequence[Group]) -> None:

@@ -151,7 +151,8 @@ def _run(run: Prepared, own_ray: OwnRay) -> None:
 def _pusher(run: Prepared) -> Iterator[Pusher]:
     """What has not been copied before a stop is copied now."""
     settings, path = run.config.checkpoint, run.run_dir.path
-    with Pusher(settings, path, again=run.resumed, say=console.warn) as pusher:
+    goes_on_from = run.step if run.resumed else None
+    with Pusher(settings, path, goes_on_from, say=console.warn) as pusher:
         if run.resumed and run.found is not None and run.found.path is not None:
             pusher.push(run.found.path, None)
         yield pusher

@@ -133,7 +133,7 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("rollout/spans_mean", "versions", "", "versions that sampled one sample, mean", "", ""),
     ("rollout/spans_max", "versions", "", "versions that sampled one sample, most", "", ""),
     ("rollout/fed_again", "share of tokens", "down", "tokens that are fed once more for parts of their own (schedule.continued=split)", "", ""),
-    ("rollout/drawn_again", "prompts", "down", "prompts replaced because their rewards were all equal (algorithm.draw_again)", "", ""),
+    ("rollout/drawn_again", "prompts", "down", "prompts replaced because their rewards were all equal (algorithm.draw_again), since the step before was on record", "", ""),
     ("rollout/stale", "groups", "down", "with schedule.lag: groups that were too old since the run began or went on", "", ""),
     ("rollout/engines", "engines", "", "that serve the version that was published (rollout.least_engines)", "", ""),
     ("rollout/restarts", "engines", "down", "engines started anew since the run began or went on", "", ""),

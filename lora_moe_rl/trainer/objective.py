@@ -3,7 +3,8 @@
 data.weights > 0  and  routes are there, if replay.missing=mask  and  algorithm.keep
                        ──> the mask of each micro-batch, and how many tokens of each sample stay
 algorithm.averaged     ──> a mean over the step, before algorithm.keep, or after (averages_kept)
-those counts, over all ranks  ──aggregation──> a scale a sample, and one divisor
+those counts, over all ranks  ──aggregation──> a scale a sample, and one divisor; the samples of
+                       a conversation that forked count as one
 
 A sample that stands in the loss several times counts so often wherever there is a sum or a mean.
 """
@@ -73,7 +74,7 @@ def scales_of(
     mine[samples] = kept[samples]
     config = engine.config
     how, longest = config.algorithm.aggregation, config.max_response_tokens
-    return aggregate(how, mine, batch.groups, batch.copies, longest)
+    return aggregate(how, mine, batch.groups, batch.copies, longest, batch.conversations)
 
 
 def tokens_of(work: Work, logprobs: torch.Tensor, entropy: torch.Tensor | None = None) -> Tokens:

@@ -9,8 +9,10 @@ in the loss, over the whole optimizer step: micro-batches and data-parallel rank
     seq-mean-token-sum-norm  the same, divided by the longest response (Dr. GRPO)
     prompt-mean              each prompt weighs the same (ScaleRL)
 
-A sample, or a prompt, of which no token stays counts nowhere; one that stands in the loss several
-times counts as so many samples. The names are verl's.
+A conversation that became several samples (forks) is one sample here, with all their tokens: an
+agent that begins anew more often weighs no more by it. A sample, or a prompt, of which no token
+stays counts nowhere; one that stands in the loss several times counts as so many samples. The names
+are verl's.
 """
 
 from __future__ import annotations
@@ -36,12 +38,17 @@ def aggregate(
     groups: np.ndarray,
     copies: np.ndarray,
     max_response_tokens: int,
+    conversations: np.ndarray | None = None,
 ) -> Scales:
     """kept: int [n], tokens of each sample that stay in the loss; 0 for samples of other optimizer
     steps. groups: int [n], the number of each sample's group. copies: int [n], how many times each
-    sample stands in the loss."""
+    sample stands in the loss. conversations: int [n], the number of each sample's conversation,
+    whose samples stand equally often; None where each is one of its own."""
+    of = np.arange(len(kept)) if conversations is None else conversations
     times, tokens = copies.astype(np.float32), kept * copies
-    samples = float(copies[kept > 0].sum())
+    of_conversation, stands = np.bincount(of, weights=kept), np.zeros(len(kept), np.int64)
+    stands[of[kept > 0]] = copies[kept > 0]
+    samples = float(stands.sum())
     if how == "token-mean":
         return Scales(times, float(tokens.sum()))
     if how == "seq-mean-token-sum":
@@ -49,7 +56,7 @@ def aggregate(
     if how == "seq-mean-token-sum-norm":
         return Scales(times, samples * max_response_tokens)
     if how == "seq-mean-token-mean":
-        return Scales(times * _inverse(kept), samples)
+        return Scales(times * _inverse(of_conversation)[of], samples)
     of_group = np.bincount(groups, weights=tokens)
     return Scales(times * _inverse(of_group)[groups], float(np.count_nonzero(of_group)))
 

@@ -173,6 +173,18 @@ def test_a_conversation_of_several_samples_counts_once_and_all_get_its_advantage
     assert [a[1] for a in signal.advantages] == [0] * 5
 
 
+def test_the_trainer_is_told_which_samples_are_of_one_conversation():
+    groups = [forked([1.0, 1.0, 0.0], [0, 0, 1]), group_of([1.0, 0.0]), forked([1.0, 0.0], [0, 1])]
+    signals = signals_of(made(name="dr_grpo"), groups)
+    batch = TrainBatch.from_groups(groups, signals, mini_batches=1, step=1)
+    assert batch.conversations is not None
+    assert batch.conversations.tolist() == [0, 0, 1, 2, 3, 4, 5]
+    share = batch.share([0, 3], batch.known())
+    assert share.conversations is not None and len(share.conversations) == 7
+    alone = TrainBatch.from_groups(groups[1:2], signals[1:2], mini_batches=1, step=1)
+    assert alone.conversations is None
+
+
 def test_what_each_function_gave_a_conversation_of_several_samples_counts_once():
     """Else GDPO would normalize over samples, and not find the rewards to be the sums."""
     rewards, once = [1.0, 1.0, 1.0, 0.0, 0.5], [1.0, 0.0, 0.5]

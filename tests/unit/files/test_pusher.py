@@ -44,14 +44,14 @@ def write(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:06d}"
 
 
-def pushing(run: Path, target, said: list[str] | None = None, again=False, **settings) -> Pusher:
+def pushing(run: Path, target, said: list[str] | None = None, goes_on=None, **settings) -> Pusher:
     config = CheckpointConfig(push_to=str(target), **settings)
 
     def say(text: str) -> None:
         if said is not None and not text.startswith("waiting until"):  # on a busy machine
             said.append(text)
 
-    return Pusher(config, run, again, say)
+    return Pusher(config, run, goes_on, say)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -100,7 +100,7 @@ def test_copies_of_another_run_are_not_written_over(run, tmp_path):
     with pytest.raises(ConfigError, match="holds copies of a run already"):
         pushing(run, tmp_path / "copies").__enter__()
     assert files(tmp_path / "copies") == before
-    with pushing(run, tmp_path / "copies", again=True):
+    with pushing(run, tmp_path / "copies", goes_on=1):
         pass
 
 
@@ -115,7 +115,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_starts(
     with pytest.raises(ConfigError, match=f"checkpoint.push_to=.*({why})"):
         pushing(run, target, push_retries=0).__enter__()
     said: list[str] = []
-    with pushing(run, target, said, again=True, push_retries=0):
+    with pushing(run, target, said, goes_on=1, push_retries=0):
         pass  # a run that goes on at night does not end for it
     assert "the run goes on" in said[0]
 
@@ -181,7 +181,7 @@ def test_a_run_is_fetched_and_the_newest_whole_checkpoint_with_it(run, tmp_path)
     copies = tmp_path / "copies"
     with pushing(run, copies) as push:
         push.push(write(run, 1), None)
-    with pushing(run, copies, again=True) as push:
+    with pushing(run, copies, goes_on=1) as push:
         push.push(write(run, 2), run / "adapter")
     shutil.copytree(copies / "checkpoints/step-000002", copies / "checkpoints/step-000003")
     (copies / "checkpoints/step-000003" / MANIFEST).unlink()  # a copy that was cut off
@@ -192,6 +192,46 @@ def test_a_run_is_fetched_and_the_newest_whole_checkpoint_with_it(run, tmp_path)
     assert fetch(str(copies), tmp_path / "first", 1).name == "step-000001"
     with pytest.raises(FileError, match="has no checkpoint of step 7; it has .1, 2."):
         fetch(str(copies), tmp_path / "none", 7)
+
+
+def test_copies_of_a_course_that_the_run_has_left_are_not_fetched_and_not_lost(run, tmp_path):
+    copies, said = tmp_path / "copies", list[str]()
+    with pushing(run, copies) as push:
+        push.push(write(run, 8), None)
+        while push.pushed != 8:
+            time.sleep(0.05)
+        push.push(write(run, 10), run / "adapter")
+    there = files(copies)
+    (run / "config.yaml").write_text("name: of another rate\n")
+    with pushing(run, copies, said, goes_on=8):
+        assert storage.steps(str(copies)) == [8]  # before anything new is there
+    assert len(said) == 1 and "goes on from step 8" in said[0] and "(10)" in said[0]
+    assert fetch(str(copies), tmp_path / "out").name == "step-000008"
+    last = {
+        f"checkpoints/step-000010/{MANIFEST}": "checkpoints/step-000010/left.json",
+        "adapters/step-000010/adapter_config.json": "adapters/step-000010/left.json",
+    }
+    expected = {last.get(name, name): data for name, data in there.items()}
+    assert files(copies) == expected | {"config.yaml": b"name: of another rate\n"}
+    with pushing(run, copies, said, goes_on=8) as push:
+        push.push(write(run, 10), None)  # the new course comes to that step
+    assert storage.steps(str(copies)) == [8, 10] and len(said) == 1
+    assert not (copies / "checkpoints/step-000010/left.json").exists()
+
+
+def test_a_place_that_was_away_at_the_start_is_told_before_the_first_copy(run, tmp_path):
+    copies, said = tmp_path / "copies", list[str]()
+    with pushing(run, copies) as push:
+        push.push(write(run, 5), None)
+    copies.rename(tmp_path / "away")
+    copies.write_text("no directory")
+    with pushing(run, copies, said, goes_on=3, push_retries=0) as push:
+        assert "the run goes on" in said[0]
+        copies.unlink()
+        (tmp_path / "away").rename(copies)
+        push.push(write(run, 4), None)
+    assert storage.steps(str(copies)) == [4]
+    assert "goes on from step 3" in said[1] and "(5)" in said[1]
 
 
 def test_a_damaged_copy_is_passed_over_and_nothing_is_written_elsewhere(run, tmp_path):
@@ -270,11 +310,14 @@ def memory():
 def test_storage_of_fsspec_is_a_place_too(place, request, run, tmp_path):
     place = request.getfixturevalue(place)
     write(run, 4)
-    storage.begin(run / "config.yaml", place, again=False)
+    storage.begin(run / "config.yaml", place, goes_on=None)
     source = run / "checkpoints/step-000004"
     for _ in range(2):  # what is there already is not copied again
         storage.upload(source, f"{place}/checkpoints/step-000004")
     with pytest.raises(ConfigError, match="holds copies"):
-        storage.begin(run / "config.yaml", place, again=False)
+        storage.begin(run / "config.yaml", place, goes_on=None)
     assert storage.steps(place) == [4]
+    assert storage.begin(run / "config.yaml", place, goes_on=4) == []
     assert files(fetch(place, tmp_path / "out")) == files(source)
+    assert storage.begin(run / "config.yaml", place, goes_on=3) == [4]
+    assert storage.steps(place) == []

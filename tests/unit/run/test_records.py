@@ -99,6 +99,24 @@ def test_a_run_that_ends_before_its_time_wants_a_checkpoint_of_what_was_trained(
     assert "--resume goes on after step 4" in capsys.readouterr().err
 
 
+def test_each_step_that_is_filled_ahead_may_replace_as_many_prompts(tmp_path):
+    """Steps of three groups: 5 replaced and 3 that stayed, twice; 18 are allowed for three."""
+    (tmp_path / "config.json").write_text("{}")
+    config = RunConfig(algorithm={"draw_again": 2, "prompts_per_step": 3})
+    records = Records(config, None, tmp_path, None, None, None, done=0, dtype="float32")
+    easy = a_group()
+    easy.rewards[:] = 1.0
+    for _ in range(2):
+        for _ in range(5):
+            records.drawn_again(easy)
+        for _ in range(3):
+            records.rolled(8)
+    for _ in range(8):
+        records.drawn_again(easy)
+    with pytest.raises(RewardError, match="19 prompts of 3 steps had .* equal rewards"):
+        records.drawn_again(easy)
+
+
 def test_steps_without_any_reward_stop_the_run_and_one_reward_begins_anew(tmp_path):
     records = records_in(tmp_path, max_skipped_steps=2)
     none, some = a_group(), a_group()

@@ -148,6 +148,9 @@ def test_a_sample_that_stands_in_the_loss_several_times_counts_so_often_everywhe
     assert work.stands.tolist() == [0, 2, 0, 0, 0, 3, 0, 0]
     scales = scales_of(engine, batch, kept, np.array([0, 1]))
     assert scales.divisor == 5
+    settings.aggregation = "seq-mean-token-sum"
+    batch.copies, batch.conversations = np.array([2, 2]), np.array([0, 0])
+    assert scales_of(engine, batch, kept, np.array([0, 1])).divisor == 2
     values = torch.arange(8.0)
     total = total_of(Loss(values), work, tokens_of(work, torch.zeros(8)), scales)
     assert total.item() == 2 * 1 + 3 * 5
