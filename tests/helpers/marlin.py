@@ -1,5 +1,5 @@
-"""Routed experts as vLLM lays them out for its Marlin kernels, by vLLM's own functions: its CPU build
-lacks one of them, the repacking in CUDA, for which vLLM's reference in torch stands."""
+"""Routed experts as vLLM lays them out for its Marlin kernels, by vLLM's own functions: its CPU
+build lacks one of them, the repacking in CUDA, for which vLLM's reference in torch stands."""
 
 from __future__ import annotations
 

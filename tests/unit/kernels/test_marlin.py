@@ -1,5 +1,5 @@
-"""Experts in Marlin's layout, bit for bit: what vLLM's own processing makes of a checkpoint's packed
-values, dequantised, is what the checkpoint dequantises to."""
+"""Experts in Marlin's layout, bit for bit: what vLLM's own processing makes of a checkpoint's
+packed values, dequantised, is what the checkpoint dequantises to."""
 
 import importlib
 import importlib.util
