@@ -7,9 +7,11 @@ from pathlib import Path
 
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.base.dense import dense
-from lora_moe_rl.base.layout import SMALL, Tensor, rule
+from lora_moe_rl.base.layout import SMALL, Tensor, kind, rule
+from lora_moe_rl.base.parts import engine_part
 from lora_moe_rl.base.room import check_room, expandable_segments
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.sharing import gpus_together
 from lora_moe_rl.errors import ConfigError, HeldBaseError, LoraMoeRlError
 from lora_moe_rl.models import quantised
 from lora_moe_rl.models.quantised_names import form_of
@@ -44,20 +46,32 @@ def decide(config: RunConfig, shape: ModelShape, model_dir: Path) -> str:
 
 def held_share(config: RunConfig, shape: ModelShape, form: str | None = None) -> float:
     """The part of the base's parameters that is held once."""
-    every = rule(shape, config.trainer, config.rollout, form)
+    every = _rule(config, shape, form)
     held = sum(tensor.elements for tensor in every if not tensor.reason)
     return held / sum(tensor.elements for tensor in every)
 
 
 def private(config: RunConfig, shape: ModelShape, form: str | None = None) -> dict[str, str]:
     """`{tensor: why each side has its own}` of what is not too small to tell."""
-    every = rule(shape, config.trainer, config.rollout, form)
+    every = _rule(config, shape, form)
     return {one.name: one.reason for one in every if one.reason not in ("", SMALL)}
 
 
 def held_bytes(config: RunConfig, shape: ModelShape, form: str | None = None) -> int:
-    """Of the file, or on a GPU. `form`: of a quantised base."""
+    """Of the file. `form`: of a quantised base."""
     return expert_bytes(config, shape, form) + dense_bytes(config, shape, form)
+
+
+def gpu_bytes(config: RunConfig, shape: ModelShape, form: str | None = None) -> int:
+    """What is held once on the GPU of an engine's first rank, which others have as much of."""
+    rollout, reasons = config.rollout, {t.name: t.reason for t in _rule(config, shape, form)}
+    parts = (
+        engine_part(one, rollout.tp, rollout.ep, 0).size
+        for one in dense(shape, rollout.tp)
+        if not reasons[kind(one)]
+    )
+    experts_here = expert_bytes(config, shape, form) // rollout.tp
+    return experts_here + int(sum(parts) * _bits(config) / 8)
 
 
 def expert_bytes(config: RunConfig, shape: ModelShape, form: str | None = None) -> int:
@@ -66,7 +80,7 @@ def expert_bytes(config: RunConfig, shape: ModelShape, form: str | None = None) 
 
 
 def dense_bytes(config: RunConfig, shape: ModelShape, form: str | None = None) -> int:
-    """Of linears, embedding and head that are held."""
+    """Of linears, embedding and head that engines hold so."""
     found = dense(shape, config.rollout.tp)
     kept = (one.elements for one in found if form != "fp8" or not one.modules)
     return int(sum(kept) * _bits(config) / 8)
@@ -80,7 +94,11 @@ def _bits(config: RunConfig, form: str | None = None) -> float:
 
 
 def experts(config: RunConfig, shape: ModelShape) -> list[Tensor]:
-    return [one for one in rule(shape, config.trainer, config.rollout) if ".experts." in one.name]
+    return [one for one in _rule(config, shape) if ".experts." in one.name]
+
+
+def _rule(config: RunConfig, shape: ModelShape, form: str | None = None) -> list[Tensor]:
+    return rule(shape, config.trainer, config.rollout, form, on_gpu())
 
 
 def _setting(config: RunConfig, shape: ModelShape) -> str:
@@ -117,17 +135,18 @@ def on_gpu() -> bool:
 
 
 def _gpu(config: RunConfig) -> str:
-    """What sharing the memory of a GPU cannot do."""
-    ranks, engines = config.trainer.world_size, config.num_engines
+    """What sharing the memory of GPUs cannot do."""
     if config.trainer.device == "cpu":
         return "trainer.device=cpu, and the engines are on GPUs"
     if not config.placement.colocated:
-        return "placement.mode is not colocated, and a base is held once on one GPU alone"
-    if (ranks, engines, config.rollout.tp) != (1, 1, 1):
         return (
-            f"{ranks} trainer ranks and {engines} engines with rollout.tp={config.rollout.tp} are "
-            "on several GPUs, and a base is held once on one alone, by one rank and one engine"
+            "placement.mode is not colocated, and a base is held once by a trainer rank and an "
+            "engine's rank that are on the same GPU"
         )
+    try:
+        gpus_together(config)
+    except ConfigError as error:
+        return str(error)
     if name := expandable_segments():
         return f"{name} has expandable_segments:True, whose memory cannot be shared: take it out"
     if installed("transformer-engine") is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from lora_moe_rl.adapters.families import ModelShape
+from lora_moe_rl.adapters.sharding import Box
 from lora_moe_rl.base.contents import Contents, Element, Kept
 from lora_moe_rl.base.dense import Dense, dense
 from lora_moe_rl.base.ipc import Port
 from lora_moe_rl.base.ipc_store import Mapped, Owned, map_store, share_store
 from lora_moe_rl.base.layout import ExpertCut, Stack, stacks
+from lora_moe_rl.base.parts import engine_part, whole
 from lora_moe_rl.base.same import check_same, put, state_of_files
 from lora_moe_rl.base.store import Fill, Store, open_store
 from lora_moe_rl.config import RolloutConfig, RunConfig
@@ -36,7 +38,8 @@ ELEMENTS: dict[str, Element] = {"int4": "int32", "fp8": "float8_e4m3fn", "mxfp4"
 @dataclass(frozen=True)
 class Held:
     """One side's view of the base held in `folder`: that of `model_dir`, in `dtype`, as engines
-    of `rollout` cut it; `lora`: whether these serve adapters; `gpu`: in the memory of a GPU."""
+    of `rollout` cut it; `lora`: whether these serve adapters; `gpu`: in the memory of GPUs, each
+    of which has the part of the engine's rank on it."""
 
     folder: str
     model_dir: str
@@ -135,29 +138,35 @@ class Held:
         finally:
             base.weights.close()
 
-    def share(self, port: Port) -> Owned:
-        """Of an engine on a GPU: fills memory that stays its own. Raises HeldBaseError."""
+    def share(self, port: Port, rank: int) -> Owned:
+        """Of rank `rank` of an engine, on its GPU: fills memory that stays its own with its part.
+        Raises HeldBaseError."""
         base = Base(self.model_dir)
         try:
-            return share_store(self.folder, self.contents(base), self.filler(base), port)
+            everything = [*self.stacks(), *self.dense(base).values()]
+            parts = {one.name: engine_part(one, self.tp, self.ep, rank) for one in everything}
+            fill = self.filler(base, parts)
+            return share_store(self.folder, self.contents(base), parts, fill, port)
         finally:
             base.weights.close()
 
     def map(self, port: Port) -> Mapped:
-        """Of a trainer on the same GPU: what an engine has shared. Raises HeldBaseError."""
+        """Of a trainer rank: what the engine's rank on its GPU has shared. Raises HeldBaseError."""
         base = Base(self.model_dir)
         base.weights.close()
         return map_store(self.folder, self.contents(base), port)
 
-    def filler(self, base: Base) -> Fill:
-        """What writes a tensor of the store, by its name."""
+    def filler(self, base: Base, parts: Mapping[str, Box] | None = None) -> Fill:
+        """What writes a tensor of the store, by its name; of it a part, None: all."""
         experts, others = {one.name: one for one in self.stacks()}, self.dense(base)
 
         def write(name: str, out: torch.Tensor) -> None:
-            if name in experts:
-                fill(base, experts[name], out, self.form)
+            one = experts.get(name) or others[name]
+            box = whole(one.shape) if parts is None else parts[name]
+            if isinstance(one, Stack):
+                fill(base, one, out, box, self.form)
             else:
-                fill_dense(base, others[name], out, self.tp)
+                fill_dense(base, one, out, box, self.tp)
 
         return write
 
@@ -175,38 +184,48 @@ def weights_of(one: Dense, base: Base) -> list[str]:
     return [f"{base.name(one.layer, module)}.weight" for module in one.modules] or [one.name]
 
 
-def fill_dense(base: Base, one: Dense, out: torch.Tensor, tp: int) -> None:
-    """Writes a tensor `[rows, columns]` from the checkpoint, and compares it."""
-    lay_out(one, out, ((name, base.weights.read(name)) for name in weights_of(one, base)), tp)
+def fill_dense(base: Base, one: Dense, out: torch.Tensor, box: Box, tp: int) -> None:
+    """Writes a part of a tensor `[rows, columns]` from the checkpoint, and compares it."""
+    read = ((name, base.weights.read(name)) for name in weights_of(one, base))
+    lay_out(one, out, box, read, tp)
 
 
 def lay_out(
-    one: Dense, out: torch.Tensor, parts: Iterable[tuple[str, torch.Tensor]], tp: int
+    one: Dense, out: torch.Tensor, box: Box, parts: Iterable[tuple[str, torch.Tensor]], tp: int
 ) -> None:
-    """Writes the checkpoint's tensors of these names as engines of `tp` ranks hold them: rows of
-    one rank after the other. Compares what it has written."""
-    by_rank = out.unflatten(0, (tp if one.fused_rows else 1, -1))
-    first = 0
+    """Writes a part of the checkpoint's tensors of these names as engines of `tp` ranks hold them:
+    rows of one rank after the other. Compares what it has written."""
+    rows, columns = (slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))
+    ways = tp if one.fused_rows else 1
+    first = 0  # of a rank's rows, those of this tensor
     for name, read in parts:
-        part = read.unflatten(0, (len(by_rank), -1))
-        put(name, by_rank[:, first : first + part.shape[1]], part)
-        first += part.shape[1]
-    by_rank[:, first:].zero_()  # of a vocabulary that is padded
+        each = len(read) // ways
+        cut = read[:, columns] if one.kind == "row" else read
+        for way in range(ways):
+            place = way * (one.shape[0] // ways) + first
+            low, high = max(place, rows.start), min(place + each, rows.stop)
+            if low < high:
+                here = way * each - place
+                put(name, out[low - rows.start : high - rows.start], cut[low + here : high + here])
+        first += each
+    if ways == 1:
+        out[max(0, first - rows.start) :].zero_()  # of a vocabulary that is padded
 
 
-def fill(base: Base, stack: Stack, out: torch.Tensor, form: Form | None = None) -> None:
-    """Writes a stack `[pieces, experts, rows, columns]` from the checkpoint, one expert at a
-    time, and compares it."""
-    pieces = out.shape[0]
-    for expert in range(out.shape[1]):
-        to_rows = out[:, expert].unflatten(1, (len(stack.modules), -1))
-        for i, module in enumerate(stack.modules):
+def fill(base: Base, stack: Stack, out: torch.Tensor, box: Box, form: Form | None = None) -> None:
+    """Writes a part of a stack `[pieces, experts, rows, columns]` from the checkpoint, one expert
+    at a time, and compares it."""
+    pieces, experts, *_ = (range(a, a + n) for a, n in zip(box.start, box.shape, strict=True))
+    for i, expert in enumerate(experts):
+        to_rows = out[:, i].unflatten(1, (len(stack.modules), -1))
+        for j, module in enumerate(stack.modules):
             weight = _stored(base, stack, module, expert, form)
             if stack.cut_rows:
-                parts = weight.unflatten(0, (pieces, -1))
+                parts = weight.unflatten(0, (stack.shape[0], -1))
             else:
-                parts = weight.unflatten(1, (pieces, -1)).movedim(1, 0)
-            put(base.name(stack.layer, module, expert), to_rows[:, i], parts)
+                parts = weight.unflatten(1, (stack.shape[0], -1)).movedim(1, 0)
+            mine = parts[pieces.start : pieces.stop]
+            put(base.name(stack.layer, module, expert), to_rows[:, j], mine)
 
 
 def _stored(base: Base, stack: Stack, module: str, expert: int, form: Form | None) -> torch.Tensor:

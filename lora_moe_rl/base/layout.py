@@ -10,18 +10,20 @@
 A stack of experts is stored as [pieces, experts, rows, columns], so that each rank's part is one
 piece of a range of experts, and a view: how many ranks share the experts out may differ between
 the two. Of quantised experts it is the packed values, as the checkpoint has them, and
-the scales of groups in the dtype of the engine. Pure: no torch.
+the scales of groups in the dtype of the engine. On GPUs a trainer rank has to find what it takes
+with the engine's rank on its own (`base/parts.py`). Pure: no torch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from lora_moe_rl.adapters.families import ModelShape
-from lora_moe_rl.base.dense import Dense, apart, dense, repeated
+from lora_moe_rl.base.dense import EMBEDDING, HEAD, Dense, apart, dense, repeated
+from lora_moe_rl.base.parts import missing_on_gpu
 from lora_moe_rl.config import RolloutConfig, TrainerConfig
 
 Relation = Literal["identical", "view", "permuted", "not shareable"]
@@ -62,6 +64,10 @@ class Stack:
     scales: bool = False
 
     @property
+    def kind(self) -> Literal["experts"]:
+        return "experts"
+
+    @property
     def elements(self) -> int:
         return math.prod(self.shape)
 
@@ -99,19 +105,34 @@ def stacks(shape: ModelShape, pieces: int, form: str | None = None) -> list[Stac
 
 
 def rule(
-    shape: ModelShape, trainer: TrainerConfig, rollout: RolloutConfig, form: str | None = None
+    shape: ModelShape,
+    trainer: TrainerConfig,
+    rollout: RolloutConfig,
+    form: str | None = None,
+    on_gpus: bool = False,
 ) -> list[Tensor]:
     """Every tensor of the base: routed experts one by one, then the rest by kind. `form`: of a
-    quantised base; of linears outside routed experts FP8 alone is."""
+    quantised base; of linears outside routed experts FP8 alone is. `on_gpus`: whether each GPU
+    holds what an engine's rank there has, for the trainer rank there, and not all for all."""
     ours, theirs = ExpertCut.of_trainer(trainer), ExpertCut.of_engine(rollout)
     relation: Relation = "identical" if ours == theirs else "view"
     reason = _unlike(shape, ours, theirs)
+    if on_gpus and not reason and shape.moe_layers:
+        reason = _experts_missing(shape, trainer, rollout)
     if reason:
         relation = "not shareable"
     experts = [
         Tensor(one.name, one.megatron, relation, one.elements, reason) for one in stacks(shape, 1)
     ]
-    return [*experts, *_rest(shape, trainer.tp, rollout.tp, form)]
+    return [*experts, *_rest(shape, trainer, rollout, form, on_gpus)]
+
+
+def _experts_missing(shape: ModelShape, trainer: TrainerConfig, rollout: RolloutConfig) -> str:
+    """Why a GPU has not the same experts of both; '' where it has."""
+    (first, *_) = stacks(shape, ExpertCut.of_engine(rollout).pieces)
+    cut = rollout.tp, rollout.ep
+    where = missing_on_gpu(first, shape.moe_layers, shape, trainer, *cut)
+    return where and f"{where}: set trainer.ep={rollout.tp}, as rollout.tp with rollout.ep"
 
 
 def _unlike(shape: ModelShape, trainer: ExpertCut, engine: ExpertCut) -> str:
@@ -130,23 +151,43 @@ def _unlike(shape: ModelShape, trainer: ExpertCut, engine: ExpertCut) -> str:
     return ""
 
 
-def _rest(shape: ModelShape, trainer_tp: int, tp: int, form: str | None) -> Iterator[Tensor]:
+def _rest(
+    shape: ModelShape,
+    trainer: TrainerConfig,
+    rollout: RolloutConfig,
+    form: str | None,
+    on_gpus: bool,
+) -> Iterator[Tensor]:
     """One entry a kind of tensor."""
-    found: dict[str, Tensor] = {}
+    tp = rollout.tp
+    kinds: dict[str, list[Dense]] = {}
     for one in dense(shape, 1):
-        kind = one.name.replace(f"layers.{one.layer}.", "layers.*.")
-        elements = one.elements if one.modules else shape.vocab_size * shape.hidden_size
-        reason = repeated(shape, list(one.modules), tp) or apart(one, shape, trainer_tp, tp)
+        kinds.setdefault(kind(one), []).append(one)
+    for name, (one, *others) in kinds.items():
+        reason = repeated(shape, list(one.modules), tp) or apart(one, shape, trainer.tp, tp)
+        if on_gpus and not reason:
+            layers = _layers([one, *others], shape)
+            reason = missing_on_gpu(one, layers, shape, trainer, tp, rollout.ep)
         if form == "fp8" and one.modules:
             reason = QUANTISED
-        relation = "not shareable" if reason else _relation(one, trainer_tp, tp)
-        before = found[kind].elements if kind in found else 0
-        megatron = _MEGATRON[kind.split(".")[-2]]
-        found[kind] = Tensor(kind, megatron, relation, before + elements, reason)
-    yield from found.values()
+        relation = "not shareable" if reason else _relation(one, trainer.tp, tp)
+        each = one.elements if one.modules else shape.vocab_size * shape.hidden_size
+        elements = each * (1 + len(others))
+        yield Tensor(name, _MEGATRON[name.split(".")[-2]], relation, elements, reason)
     routers = len(shape.moe_layers) * shape.num_experts * shape.hidden_size
     norms = (2 * shape.num_layers + 1) * shape.hidden_size
     yield Tensor("norms and routers", "norms and routers", "identical", routers + norms, SMALL)
+
+
+def kind(one: Dense) -> str:
+    """What the rule calls it, and all that are like it."""
+    return one.name.replace(f"layers.{one.layer}.", "layers.*.")
+
+
+def _layers(like: Iterable[Dense], shape: ModelShape) -> set[int]:
+    """The layers with which tensors of one kind stand."""
+    ends = {EMBEDDING: 0, HEAD: shape.num_layers - 1}
+    return {ends.get(one.name, one.layer) for one in like}
 
 
 _MEGATRON = {

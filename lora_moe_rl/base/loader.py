@@ -35,10 +35,12 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.model_executor.utils import weights_already_processed
 
+from lora_moe_rl.adapters.sharding import Box
 from lora_moe_rl.base.dense import Dense
 from lora_moe_rl.base.held import Held
 from lora_moe_rl.base.ipc import Cuda
 from lora_moe_rl.base.ipc_store import Owned
+from lora_moe_rl.base.parts import engine_part
 from lora_moe_rl.base.store import Store
 from lora_moe_rl.errors import HeldBaseError
 from lora_moe_rl.files.untrusted import SafeWeights
@@ -127,13 +129,13 @@ def held_by(folder: str, config: VllmConfig) -> Held:
 
 
 def outside_pools(held: Held) -> Owned:
-    """Shares the base in memory that is in none of the pools that vLLM puts to sleep: they are in
-    use by the thread that loads, and by no other."""
-    index = torch.cuda.current_device()
+    """Shares this worker's part of the base in memory that is in none of the pools that vLLM puts
+    to sleep: they are in use by the thread that loads, and by no other."""
+    index, rank = torch.cuda.current_device(), get_tensor_model_parallel_rank()
 
     def share() -> Owned:
         torch.cuda.set_device(index)
-        return held.share(Cuda())
+        return held.share(Cuda(), rank)
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(share).result()
@@ -159,7 +161,8 @@ def take_experts(
             f"them {min(differing)}"
         )
     for name, layer in wanted.items():
-        _point(name, getattr(layer, name.rpartition(".")[2]), _mine(layer, store[name]))
+        mine = _mine(layer, store.contents.tensors[name].shape)
+        _point(name, getattr(layer, name.rpartition(".")[2]), store.part(name, mine)[0])
     for layer in found.values():
         method = layer.quant_method
         method.process_weights_after_loading = _as_they_are(method.process_weights_after_loading)
@@ -178,15 +181,10 @@ def take_dense(
             raise HeldBaseError(
                 f"{name}: vLLM has it otherwise ({type(method).__name__}); set model.held_once=off"
             )
-        _point(name, layer.weight, rank_part(one, store[name], tp, rank))
+        # Of all but experts it makes no difference whether ranks share these out.
+        part = store.part(name, engine_part(one, tp, False, rank))
+        _point(name, layer.weight, part)
         method.process_weights_after_loading = multiply_as_it_is
-
-
-def rank_part(one: Dense, whole: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
-    """What a worker has of a tensor as it is held."""
-    if one.kind == "replicated":
-        return whole
-    return whole.chunk(tp, dim=0 if one.kind == "column" else 1)[rank]
 
 
 def multiply_as_it_is(layer: torch.nn.Module) -> None:
@@ -206,17 +204,17 @@ def _stacks(name: str, layer: RoutedExperts, kept: Kept) -> tuple[str, ...]:
     return stacks
 
 
-def _mine(layer: RoutedExperts, whole: torch.Tensor) -> torch.Tensor:
-    """This worker's part `[experts, rows, columns]` of a stack."""
+def _mine(layer: RoutedExperts, shape: tuple[int, ...]) -> Box:
+    """Which part `[1, experts, rows, columns]` of a stack of `shape` vLLM gives this worker."""
     parallel = layer.moe_config.moe_parallel_config
-    part = whole[0 if parallel.use_ep else parallel.tp_rank]
     local = layer._map_global_expert_id_to_local_expert_id
-    mine = [expert for expert in range(len(part)) if local(expert) != -1]
+    mine = [expert for expert in range(shape[1]) if local(expert) != -1]
     if [local(expert) for expert in mine] != list(range(len(mine))) or (
         mine != list(range(mine[0], mine[0] + len(mine)))
     ):
         raise HeldBaseError(f"vLLM holds the experts {mine[:8]}…, which are no range in order")
-    return part.narrow(0, mine[0], len(mine))
+    piece = 0 if parallel.use_ep else parallel.tp_rank
+    return Box((piece, mine[0], 0, 0), (1, len(mine), *shape[2:]))
 
 
 def _point(name: str, parameter: torch.nn.Parameter, shared: torch.Tensor) -> None:

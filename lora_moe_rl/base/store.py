@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import torch
 
+from lora_moe_rl.adapters.sharding import Box, window
 from lora_moe_rl.base.contents import Contents, Kept, differing
 from lora_moe_rl.base.room import check_room, no_room
 from lora_moe_rl.base.same import checksum
@@ -71,6 +72,10 @@ class Store:
                 )
             del self._unverified[name]
         return _view(self._memory, kept, place)
+
+    def part(self, name: str, box: Box) -> torch.Tensor:
+        """A view."""
+        return self[name][window(box.start, box.shape)]
 
 
 def open_store(folder: Path | str, contents: Contents, fill: Fill, source: str = "") -> Store:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lora_moe_rl.adapters.sharding import window
 from lora_moe_rl.base.dense import EMBEDDING
 from lora_moe_rl.refit.merged_base import Base
 from lora_moe_rl.refit.receiver import Receiver
@@ -31,7 +32,8 @@ class CountingReceiver(Receiver):
         float64."""
         from vllm.distributed import get_tensor_model_parallel_rank
 
-        from lora_moe_rl.base.loader import held_by, multiply_as_it_is, rank_part
+        from lora_moe_rl.base.loader import held_by, multiply_as_it_is
+        from lora_moe_rl.base.parts import engine_part
 
         held, rank = held_by("", self.vllm_config), get_tensor_model_parallel_rank()
         base = Base(held.model_dir)
@@ -42,7 +44,8 @@ class CountingReceiver(Receiver):
             layer = getattr(layer, "base_layer", layer)  # which adapters may be around
             whole = torch.empty(one.shape, dtype=getattr(torch, contents[name].dtype))
             fill(name, whole)
-            weight = rank_part(one, whole, held.tp, rank).clone()
+            part = engine_part(one, held.tp, False, rank)
+            weight = whole[window(part.start, part.shape)].clone()
             packed = layer.cpu_linear
             multiply_as_it_is(layer)
             if name != EMBEDDING:

@@ -7,7 +7,8 @@ fastest, then the rest of a stage, pp slowest; bundles are taken node by node in
 expert-parallel ranks share nodes as far as they can and pipeline stages are what crosses them.
 
 With placement.mode=colocated on GPUs a bundle is the larger of the two, and holds both. Ray gives
-its GPUs to the ranks; engines are told which they are.
+its GPUs to the ranks, and ranks and engines are told which they see: rank r of engine e is on the
+GPU of trainer rank e * (ranks of an engine) + r.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class Placement:
     def trainer(self, rank: int) -> dict[str, Any]:
         """Ray options of a trainer rank."""
         bundle = self.trainer_bundles[rank // self.ranks]
-        return self._options(self.trainer_gpus, bundle)
+        options = self._options(self.trainer_gpus, bundle)
+        return options | (self._seen(bundle, rank % self.shared, 1) if self.shared else {})
 
     def engine(self, index: int, node: int = 0) -> dict[str, Any]:
         """Ray options of an engine, on one of its nodes. One that is started anew gets the same
@@ -82,10 +84,7 @@ class Placement:
         if self.shared:
             bundle, place = divmod(index * self.config.rollout.ranks, self.shared)
             bundle = self.trainer_bundles[bundle]
-            devices = self.devices[bundle][place : place + self.config.rollout.ranks]
-            # Ray hides all GPUs from an actor to which it gives none, unless it is told not to.
-            seen = {NO_HIDING: "1", "CUDA_VISIBLE_DEVICES": ",".join(devices)}
-            return self._options(0, bundle) | {"runtime_env": {"env_vars": seen}}
+            return self._options(0, bundle) | self._seen(bundle, place, self.config.rollout.ranks)
         if index >= self.firm:
             return self._options(self.engine_gpus, node, self._place_of_its_own(index))
         bundle = len(self.trainer_bundles) + index * self.config.rollout.nodes + node
@@ -97,8 +96,14 @@ class Placement:
             self._own[index] = placement_group([self._bundle_of_engine] * self.config.rollout.nodes)
         return self._own[index]
 
+    def _seen(self, bundle: int, first: int, count: int) -> dict[str, Any]:
+        """Which of a bundle's GPUs an actor sees. Ray would hide all from one to which it gives
+        none, and show a rank any one of them."""
+        devices = ",".join(self.devices[bundle][first : first + count])
+        return {"runtime_env": {"env_vars": {NO_HIDING: "1", "CUDA_VISIBLE_DEVICES": devices}}}
+
     def _devices(self, bundle: int) -> list[str]:
-        """The GPUs of a bundle, of which Ray will give one to each rank in it."""
+        """The GPUs of a bundle, all of which Ray will give to the ranks in it."""
         look = ray.remote(_gpus).options(**self._options(self.shared, bundle))
         return sorted(ray.get(look.remote()))
 

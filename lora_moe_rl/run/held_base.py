@@ -27,12 +27,14 @@ def held_base(run: Prepared) -> Iterator[str | None]:
 
     form = quantised.form_in(run.model_dir)
     with owned(model.held_dir) as folder:
-        size = choose.held_bytes(run.config, shape, form) / MIB
         share = choose.held_share(run.config, shape, form)
-        console.say(
-            f"trainer and engines hold their base once: {size:,.1f} MiB, {share:.0%} of it, in "
-            f"{folder}"
-        )
+        if choose.on_gpu():
+            size = choose.gpu_bytes(run.config, shape, form) / MIB
+            held = f"{size:,.1f} MiB on each GPU, {share:.0%} of the base"
+        else:
+            size = choose.held_bytes(run.config, shape, form) / MIB
+            held = f"{size:,.1f} MiB, {share:.0%} of it, in {folder}"
+        console.say(f"trainer and engines hold their base once: {held}")
         for name, why in choose.private(run.config, shape, form).items():
             console.say(f"{name} is not shared: {why}")
         yield folder

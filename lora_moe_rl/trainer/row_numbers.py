@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from lora_moe_rl.adapters.sharding import Box, window
 from lora_moe_rl.base.dense import Dense
 from lora_moe_rl.base.held import lay_out, weights_of
+from lora_moe_rl.base.parts import whole
 from lora_moe_rl.errors import HeldBaseError
 from lora_moe_rl.refit.merged_base import Base
 
@@ -63,9 +65,14 @@ class RowNumbers:
         self.of_weights |= parts
         shape = (1, one.shape[1]) if one.kind == "row" else (one.shape[0],)
         out = torch.empty(shape, dtype=torch.float64)
-        lay_out(one, out, parts.items(), self.engine_tp)
+        lay_out(one, out, whole(one.shape), parts.items(), self.engine_tp)
         self.of_held[one.name] = out
         return out
+
+    def part(self, one: Dense, box: Box) -> torch.Tensor:
+        """Of what is `held`, the numbers of a part of the tensor."""
+        rows, columns = window(box.start, box.shape)
+        return self.held(one)[:, columns] if one.kind == "row" else self.held(one)[rows]
 
     def take(
         self, name: str, linear: torch.nn.Module, as_built: torch.nn.Module, numbers: torch.Tensor

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
-from megatron.core import parallel_state as ps
 from megatron.core import tensor_parallel as mtp
 
 from lora_moe_rl.adapters.sharding import FUSED
@@ -65,11 +64,9 @@ class SharedDense:
     def _take_vocabulary(self, model: torch.nn.Module) -> None:
         for name, module in _vocabulary(model):
             if one := self.shared.dense.get(name):
-                rows = len(module.weight)
-                first = ps.get_tensor_model_parallel_rank() * rows
-                adopt(name, module, self.shared.store[name][first : first + rows])
-                numbers = self.numbers.held(one)[first : first + rows]
-                self.numbers.take(name, module, module, numbers)
+                box = self.shared.box(one)
+                adopt(name, module, self.shared.store.part(name, box))
+                self.numbers.take(name, module, module, self.numbers.part(one, box))
 
     def _take_linears(self, model: torch.nn.Module) -> None:
         by_module = {(o.layer, m): o for o in self.shared.dense.values() for m in o.modules}
@@ -83,14 +80,15 @@ class SharedDense:
                     f"{one.name}: Megatron has it otherwise ({type(built).__name__}); set "
                     "model.held_once=off"
                 )
-            part = _part(self.shared.store[one.name], one, modules, self.base)
-            numbers = _part(self.numbers.held(one), one, modules, self.base)
-            order = _order(one, self.base, self.shared.held.tp)
-            if one.kind == "replicated" and _ways() > 1:
+            box = self.shared.box(one, modules)
+            part, numbers = self.shared.store.part(one.name, box), self.numbers.part(one, box)
+            rank, ways = self.shared.at.tp
+            order = _order(one, self.base, self.shared.held.tp, ways)
+            if one.kind == "replicated" and ways > 1:
                 # Megatron cuts it into rows; whole, it is another module.
                 linear = ReplicatedLinear(part)
                 layer.set_submodule(path, linear)
-                numbers = numbers.chunk(_ways())[ps.get_tensor_model_parallel_rank()]
+                numbers = numbers.chunk(ways)[rank]
             else:
                 adopt(one.name, linear, part, order)
             if order is not None:
@@ -117,24 +115,11 @@ def _linears(
                 yield layer, layer.layer_number - 1, path, modules
 
 
-def _ways() -> int:
-    return ps.get_tensor_model_parallel_world_size()
-
-
-def _part(whole: torch.Tensor, one: Dense, modules: Sequence[str], base: Base) -> torch.Tensor:
-    """This rank's rows or columns of `modules`, which are all of `one` or some of its rows."""
-    if one.kind == "replicated":
-        rows = [base.shape.modules(one.layer)[module][1] for module in one.modules]
-        return whole.split(rows)[one.modules.index(modules[0])]
-    rank = ps.get_tensor_model_parallel_rank()
-    return whole.chunk(_ways(), dim=0 if one.kind == "column" else 1)[rank]
-
-
-def _order(one: Dense, base: Base, engine_tp: int) -> Order | None:
-    """What puts a rank's output into Megatron's order; None where it is in it."""
+def _order(one: Dense, base: Base, engine_tp: int, ways: int) -> Order | None:
+    """What puts the output of one of `ways` ranks into Megatron's order; None where it is in it."""
     if not one.fused_rows:
         return None
-    pieces = engine_tp // _ways()
+    pieces = engine_tp // ways
     dims = base.shape.modules(one.layer)
     sizes = [dims[module][1] // engine_tp for module in one.modules]
     if "k_proj" in one.modules:

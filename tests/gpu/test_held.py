@@ -33,7 +33,7 @@ def values(name: str) -> torch.Tensor:
 
 
 def own(folder: str, shared, end) -> None:
-    store = share_store(folder, CONTENTS, lambda name, out: out.copy_(values(name)), Cuda())
+    store = share_store(folder, CONTENTS, WHOLE, lambda name, out: out.copy_(values(name)), Cuda())
     shared.set()
     end.wait(300)
     store.close()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from mapped_files import Files
 
+from lora_moe_rl.adapters.sharding import Box
 from lora_moe_rl.base import ipc
 from lora_moe_rl.base.contents import Contents, Kept
 from lora_moe_rl.base.ipc_store import DESCRIPTION, WATCHED, map_store, share_store, sums
@@ -21,6 +22,7 @@ from lora_moe_rl.errors import HeldBaseError, NotShared
 FORK = multiprocessing.get_context("fork")
 NAMES = ("one", "two", "three", "four", "five")
 CONTENTS = Contents({"model": "a"}, {name: Kept("bfloat16", (3, 5)) for name in NAMES})
+WHOLE = dict.fromkeys(NAMES, Box((0, 0), (3, 5)))
 
 
 def fill(name: str, out: torch.Tensor) -> None:
@@ -35,7 +37,7 @@ def port(tmp_path):
 
 @pytest.fixture
 def owned(port, tmp_path):
-    store = share_store(tmp_path, CONTENTS, fill, port)
+    store = share_store(tmp_path, CONTENTS, WHOLE, fill, port)
     yield store
     if store._tensors:
         store.close()
@@ -50,7 +52,7 @@ def test_what_an_engine_shares_a_trainer_maps(owned, port, tmp_path):
 
 
 def test_nothing_is_pickled(owned, tmp_path):
-    told = json.loads((tmp_path / DESCRIPTION).read_text())
+    told = json.loads((tmp_path / "GPU-1" / DESCRIPTION).read_text())
     assert set(told["memory"]) == set(NAMES) and told["key"] == {"model": "a"}
 
 
@@ -58,7 +60,7 @@ def test_nothing_is_pickled(owned, tmp_path):
     ("other", "gpu", "message"),
     [
         (replace(CONTENTS, key={"model": "b"}), "GPU-1", "model is a there and b here"),
-        (CONTENTS, "GPU-2", "it is on GPU-1 there and on GPU-2 here"),
+        (CONTENTS, "GPU-2", "GPU-2: no engine holds the base there, .* does: GPU-1"),
         (
             replace(CONTENTS, tensors=CONTENTS.tensors | {"two": Kept("bfloat16", (5, 3))}),
             "GPU-1",
@@ -72,35 +74,35 @@ def test_what_is_of_something_else_is_refused_by_name(owned, port, tmp_path, oth
 
 
 def test_another_format_is_refused(owned, port, tmp_path):
-    told = json.loads((tmp_path / DESCRIPTION).read_text())
-    (tmp_path / DESCRIPTION).write_text(json.dumps(told | {"format": 2}))
+    told = json.loads((tmp_path / "GPU-1" / DESCRIPTION).read_text())
+    (tmp_path / "GPU-1" / DESCRIPTION).write_text(json.dumps(told | {"format": 2}))
     with pytest.raises(HeldBaseError, match="format is 2 there and 3 here"):
         map_store(tmp_path, CONTENTS, port)
 
 
-@pytest.mark.parametrize("lost", ["key", "device", "memory", "sums", "generation"])
+@pytest.mark.parametrize("lost", ["key", "device", "parts", "memory", "sums", "generation"])
 def test_a_damaged_description_is_refused(owned, port, tmp_path, lost):
-    told = json.loads((tmp_path / DESCRIPTION).read_text())
+    told = json.loads((tmp_path / "GPU-1" / DESCRIPTION).read_text())
     del told[lost]
-    (tmp_path / DESCRIPTION).write_text(json.dumps(told))
+    (tmp_path / "GPU-1" / DESCRIPTION).write_text(json.dumps(told))
     with pytest.raises(HeldBaseError, match="is damaged"):
         map_store(tmp_path, CONTENTS, port)
-    (tmp_path / DESCRIPTION).write_text("[1")
+    (tmp_path / "GPU-1" / DESCRIPTION).write_text("[1")
     with pytest.raises(HeldBaseError, match="is damaged"):
         map_store(tmp_path, CONTENTS, port)
 
 
 def test_memory_of_another_size_is_refused(owned, port, tmp_path):
-    told = json.loads((tmp_path / DESCRIPTION).read_text())
+    told = json.loads((tmp_path / "GPU-1" / DESCRIPTION).read_text())
     told["memory"]["two"]["nbytes"] -= 2
-    (tmp_path / DESCRIPTION).write_text(json.dumps(told))
+    (tmp_path / "GPU-1" / DESCRIPTION).write_text(json.dumps(told))
     with pytest.raises(HeldBaseError, match="28 bytes of memory for a tensor of 30"):
         map_store(tmp_path, CONTENTS, port)
 
 
 def test_there_is_one_owner(owned, port, tmp_path):
     with pytest.raises(HeldBaseError, match="another engine holds the base on this GPU already"):
-        share_store(tmp_path, CONTENTS, fill, port)
+        share_store(tmp_path, CONTENTS, WHOLE, fill, port)
     map_store(tmp_path, CONTENTS, port).check()
 
 
@@ -110,14 +112,14 @@ def test_nothing_is_there_before_it_is_filled(port, tmp_path):
 
     for _ in range(2):
         with pytest.raises(HeldBaseError, match="no such tensor"):
-            share_store(tmp_path, CONTENTS, fail, port)
+            share_store(tmp_path, CONTENTS, WHOLE, fail, port)
         with pytest.raises(HeldBaseError, match="no engine holds the base there"):
             map_store(tmp_path, CONTENTS, port)
 
 
 def test_an_owner_that_is_killed_is_seen_and_another_may_follow(port, tmp_path):
     def own():
-        share_store(tmp_path, CONTENTS, fill, port)
+        share_store(tmp_path, CONTENTS, WHOLE, fill, port)
         ready.set()
         signal.pause()
 
@@ -133,7 +135,7 @@ def test_an_owner_that_is_killed_is_seen_and_another_may_follow(port, tmp_path):
         mapped.check()
     with pytest.raises(HeldBaseError, match="no engine holds the base there"):
         map_store(tmp_path, CONTENTS, port)
-    again = share_store(tmp_path, CONTENTS, fill, port)
+    again = share_store(tmp_path, CONTENTS, WHOLE, fill, port)
     with pytest.raises(HeldBaseError, match="the engine that holds the base has ended"):
         mapped.check()  # an engine lives there, and it is another
     map_store(tmp_path, CONTENTS, port).check()

@@ -13,14 +13,17 @@ from plain_checkpoint import HIDDEN, KEYS, QUERIES, VOCABULARY, save_plain
 from safetensors.torch import load_file
 
 from lora_moe_rl.adapters.layers import merge_qkv
+from lora_moe_rl.adapters.sharding import Box, RankLayout, window
 from lora_moe_rl.base.dense import EMBEDDING
 from lora_moe_rl.base.held import Held
+from lora_moe_rl.base.shared import Shared
 from lora_moe_rl.errors import HeldBaseError
 from lora_moe_rl.refit.merged_base import Base
 from lora_moe_rl.trainer import shared_dense
 from lora_moe_rl.trainer.shared_dense import SharedDense, by_group, by_module
 
 HEADS, GROUPS, SIZE = 8, 4, 3
+ALONE = RankLayout()
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 4])
@@ -46,19 +49,31 @@ class Linear(torch.nn.Linear):
         return super().forward(x), None
 
 
-def plain(tmp_path, engine_tp: int = 1) -> SharedDense:
+class InMemory(dict):
+    """A store of whole tensors."""
+
+    def part(self, name: str, box: Box) -> torch.Tensor:
+        return self[name][window(box.start, box.shape)]
+
+
+def plain(tmp_path, engine_tp: int = 1, at: RankLayout = ALONE) -> SharedDense:
     """What a rank shares of a small model."""
     folder = str(save_plain(tmp_path / "model"))
     held = Held(str(tmp_path), folder, "float32", engine_tp, False, True)
     base = Base(folder)
     contents = held.contents(base)
-    store = {name: torch.empty(one.shape) for name, one in contents.tensors.items()}
+    store = InMemory((n, torch.empty(one.shape)) for n, one in contents.tensors.items())
     for name, out in store.items():
         held.filler(base)(name, out)
-    return SharedDense(SimpleNamespace(held=held, store=store, dense=held.dense(base)))
+    return SharedDense(shared_of(held, store, at))
 
 
-def test_memory_of_another_process_is_taken_as_a_file_is(tmp_path, alone):
+def shared_of(held: Held, store, at: RankLayout = ALONE) -> Shared:
+    base = Base(held.model_dir)
+    return Shared(held, store, at, {}, held.dense(base), base.shape)
+
+
+def test_memory_of_another_process_is_taken_as_a_file_is(tmp_path):
     """As on one GPU, with the memory of mapped files."""
     folder = str(save_plain(tmp_path / "model"))
     (tmp_path / "memory").mkdir()
@@ -66,8 +81,8 @@ def test_memory_of_another_process_is_taken_as_a_file_is(tmp_path, alone):
         Held(str(tmp_path), folder, "float32", 1, False, True, True),
         Files(tmp_path / "memory"),
     )
-    owner, mapped = held.share(port), held.map(port)
-    shared = SimpleNamespace(held=held, store=mapped, dense=held.dense(Base(folder)))
+    owner, mapped = held.share(port, 0), held.map(port)
+    shared = shared_of(held, mapped)
     linear, x = linear_of(megatrons(tmp_path).clone()), torch.randn(3, HIDDEN)
     before = linear(x)[0]
     SharedDense(shared).take([model_of(linear)])
@@ -101,12 +116,6 @@ def model_of(linear: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-@pytest.fixture
-def alone(monkeypatch):
-    monkeypatch.setattr(shared_dense.ps, "get_tensor_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr(shared_dense.ps, "get_tensor_model_parallel_world_size", lambda: 1)
-
-
 def megatrons(tmp_path) -> torch.Tensor:
     """q, k and v `[rows, columns]` of the second layer, by what adapters' outputs go through."""
     tensors = load_file(tmp_path / "model" / "model.safetensors")
@@ -116,7 +125,7 @@ def megatrons(tmp_path) -> torch.Tensor:
 
 @pytest.mark.parametrize("engine_tp", [1, 2])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_linear_computes_the_same_on_what_is_held(bias, engine_tp, tmp_path, alone):
+def test_a_linear_computes_the_same_on_what_is_held(bias, engine_tp, tmp_path):
     shared, x = plain(tmp_path, engine_tp), torch.randn(3, HIDDEN)
     linear = linear_of(megatrons(tmp_path).clone(), bias)
     before = linear(x)[0]
@@ -129,9 +138,8 @@ def test_a_linear_computes_the_same_on_what_is_held(bias, engine_tp, tmp_path, a
     assert linear.weight.data_ptr() == held.data_ptr()
 
 
-def test_a_rank_has_its_rows_of_the_vocabulary_and_no_copy(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_dense.ps, "get_tensor_model_parallel_rank", lambda: 1)
-    shared = plain(tmp_path)
+def test_a_rank_has_its_rows_of_the_vocabulary_and_no_copy(tmp_path):
+    shared = plain(tmp_path, at=RankLayout(tp=(1, 2)))
     embedding = torch.nn.Embedding(VOCABULARY // 2, HIDDEN)
     model = SimpleNamespace(embedding=SimpleNamespace(word_embeddings=embedding))
     shared._take_vocabulary(model)
@@ -141,12 +149,12 @@ def test_a_rank_has_its_rows_of_the_vocabulary_and_no_copy(tmp_path, monkeypatch
     assert taken.numbers.tolist() == list(range(VOCABULARY // 2 + 1, VOCABULARY + 1))
 
 
-def test_a_linear_of_another_shape_is_refused(tmp_path, alone):
+def test_a_linear_of_another_shape_is_refused(tmp_path):
     with pytest.raises(HeldBaseError, match=r"qkv_proj.weight: Megatron wants \(3, 8\)"):
         plain(tmp_path).take([model_of(linear_of(torch.randn(3, HIDDEN)))])
 
 
-def test_a_linear_of_another_kind_is_refused(tmp_path, alone):
+def test_a_linear_of_another_kind_is_refused(tmp_path):
     with pytest.raises(HeldBaseError, match=r"Megatron has it otherwise \(Linear\)"):
         plain(tmp_path).take([model_of(torch.nn.Linear(8, 3))])
 
@@ -167,14 +175,14 @@ def mapped_by_bridge(shared: SharedDense) -> None:
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("engine_tp", [1, 2])
-def test_what_is_taken_is_laid_out_as_megatron_bridge_does(engine_tp, tmp_path, alone):
+def test_what_is_taken_is_laid_out_as_megatron_bridge_does(engine_tp, tmp_path):
     shared = plain(tmp_path, engine_tp)
     mapped_by_bridge(shared)
     shared.finish()
 
 
 @pytest.mark.seconds
-def test_rows_in_the_engines_order_are_refused(tmp_path, alone, monkeypatch):
+def test_rows_in_the_engines_order_are_refused(tmp_path, monkeypatch):
     """Of the 128 queries a group has 64, and then its keys."""
     monkeypatch.setattr(shared_dense, "by_group", lambda y, sizes, pieces, groups: y)
     shared = plain(tmp_path)
@@ -185,7 +193,7 @@ def test_rows_in_the_engines_order_are_refused(tmp_path, alone, monkeypatch):
 
 
 @pytest.mark.seconds
-def test_rows_of_another_layer_are_refused(tmp_path, alone, monkeypatch):
+def test_rows_of_another_layer_are_refused(tmp_path, monkeypatch):
     shared = plain(tmp_path)
     monkeypatch.setattr(
         shared.numbers, "held", lambda one, of=shared.numbers.held: _of_both(shared, of)
