@@ -29,15 +29,14 @@ int4_marlin, mxfp4_marlin   the same values and scales in another order, `[..., 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-Form = Literal["int4", "fp8", "mxfp4"]
-MarlinForm = Literal["int4_marlin", "mxfp4_marlin"]
-FORMS: tuple[Form, ...] = get_args(Form)
-MARLIN: dict[Form, MarlinForm] = {"int4": "int4_marlin", "mxfp4": "mxfp4_marlin"}
+Form = Literal["int4", "fp8", "mxfp4", "int4_marlin", "mxfp4_marlin"]
+FORMS: tuple[Form, ...] = ("int4", "fp8", "mxfp4")  # of checkpoints
+MARLIN: dict[Form, Form] = {"int4": "int4_marlin", "mxfp4": "mxfp4_marlin"}
 
 FP8_BLOCK = 128
 INT4_GROUP, INT4_IN_WORD = 32, 8
@@ -49,14 +48,14 @@ MXFP4_NAN = 255  # the exponent that stands for no number
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 # {form: (multiple of out, multiple of in that a cut or a stack keeps whole)}
-MULTIPLES: dict[Form | MarlinForm, tuple[int, int]] = {
+MULTIPLES: dict[Form, tuple[int, int]] = {
     "int4": (1, INT4_GROUP),
     "fp8": (FP8_BLOCK, FP8_BLOCK),
     "mxfp4": (1, MXFP4_GROUP),
     "int4_marlin": (MARLIN_OUT, INT4_GROUP),
     "mxfp4_marlin": (MARLIN_OUT, MXFP4_GROUP),
 }
-DATA_DTYPES: dict[Form | MarlinForm, torch.dtype] = {
+DATA_DTYPES: dict[Form, torch.dtype] = {
     "int4": torch.int32,
     "fp8": torch.float8_e4m3fn,
     "mxfp4": torch.uint8,
@@ -70,7 +69,7 @@ class Packed:
     """A quantised weight: what its checkpoint has, and nothing else. `data` and `scales` may be
     views of larger tensors, with whole rows."""
 
-    form: Form | MarlinForm
+    form: Form
     data: Tensor
     scales: Tensor
 
@@ -109,9 +108,7 @@ class Packed:
         return Packed(self.form, self.data[experts], self.scales[experts])
 
 
-def packed_shapes(
-    form: Form | MarlinForm, shape: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def packed_shapes(form: Form, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(of the data, of the scales) of a weight of `shape`. Raises ValueError for a weight whose
     rows are not whole groups, or that is not whole tiles."""
     *stack, out, in_features = shape

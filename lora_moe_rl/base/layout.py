@@ -10,8 +10,10 @@
 A stack of experts is stored as [pieces, experts, rows, columns], so that each rank's part is one
 piece of a range of experts, and a view: how many ranks share the experts out may differ between
 the two. Of quantised experts it is the packed values, as the checkpoint has them, and
-the scales of groups in the dtype of the engine. On GPUs a trainer rank has to find what it takes
-with the engine's rank on its own (`base/parts.py`). Pure: no torch.
+the scales of groups in the dtype of the engine; on GPUs both as vLLM lays out INT4 and MXFP4 for
+its Marlin kernels, each piece of each expert apart (`kernels/dequant/formats.py`). On GPUs a
+trainer rank has to find what it takes with the engine's rank on its own (`base/parts.py`). Pure:
+no torch.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ SMALL = "norms and routers are too small to be worth it"
 QUANTISED = "the trainer keeps quantised linears packed, and vLLM's CPU build as numbers"
 # Of experts that are packed in groups of a row: values in an element, values that have one scale.
 GROUPED = {"int4": (8, 32), "mxfp4": (2, 32)}
+# As vLLM lays them out: what it calls the packed values of w13 and w2 then.
+MARLIN = {"int4_marlin": "_packed", "mxfp4_marlin": ""}
+MARLIN_WIDTH = 64  # of experts, to a multiple of which vLLM pads them
 
 
 @dataclass(frozen=True)
@@ -84,24 +89,37 @@ class Tensor:
 
 
 def stacks(shape: ModelShape, pieces: int, form: str | None = None) -> list[Stack]:
-    """All stacks of routed experts, by layer, each expert in `pieces` pieces. `form`: of a
-    quantised base. Scales of FP8 blocks, a four-thousandth, are not among them."""
+    """All stacks of routed experts, by layer, each expert in `pieces` pieces. `form`: as a
+    quantised base is held. Scales of FP8 blocks, a four-thousandth, are not among them."""
     hidden, width = shape.hidden_size, shape.dims["moe_intermediate"] // pieces
-    in_element, group = GROUPED.get(str(form), (1, 1))
-    kinds = [("_packed", "", in_element), ("_scale", ".scales", group)]
     found = []
     for layer in shape.moe_layers:
         ours = f"model.layers.{layer}.{shape.family.moe_block}.experts.routed_experts"
         theirs = f"decoder.layers.{layer}.mlp.experts"
-        for end, behind, of in kinds if form in GROUPED else [("", "", 1)]:
-            names = f"{ours}.w13_weight{end}", f"{theirs}.linear_fc1{behind}"
-            size = pieces, shape.num_experts, 2 * width, hidden // of
+        for end, scales in _kinds(form):
+            names = f"{ours}.w13_weight{end}", f"{theirs}.linear_fc1{'.scales' * scales}"
+            size = pieces, shape.num_experts, *_stored(form, scales, 2 * width, hidden)
             modules = "experts.gate", "experts.up"
-            found.append(Stack(*names, layer, modules, True, size, bool(behind)))
-            names = f"{ours}.w2_weight{end}", f"{theirs}.linear_fc2{behind}"
-            size = pieces, shape.num_experts, hidden, width // of
-            found.append(Stack(*names, layer, ("experts.down",), False, size, bool(behind)))
+            found.append(Stack(*names, layer, modules, True, size, scales))
+            names = f"{ours}.w2_weight{end}", f"{theirs}.linear_fc2{'.scales' * scales}"
+            size = pieces, shape.num_experts, *_stored(form, scales, hidden, width)
+            found.append(Stack(*names, layer, ("experts.down",), False, size, scales))
     return found
+
+
+def _kinds(form: str | None) -> list[tuple[str, bool]]:
+    """(what ends vLLM's name, whether it is scales) of each kind of stack."""
+    if form in MARLIN:
+        return [(MARLIN[form], False), ("_scale", True)]
+    return [("_packed", False), ("_scale", True)] if form in GROUPED else [("", False)]
+
+
+def _stored(form: str | None, scales: bool, out: int, in_features: int) -> tuple[int, int]:
+    """Rows and columns of what is stored of a linear `[out, in]`, or of its scales."""
+    if form in MARLIN:
+        return (in_features // 32, out) if scales else (in_features // 16, 2 * out)
+    in_element, group = GROUPED.get(str(form), (1, 1))
+    return out, in_features // (group if scales else in_element)
 
 
 def rule(

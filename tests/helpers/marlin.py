@@ -18,8 +18,14 @@ from vllm.model_executor.layers.quantization.utils.marlin_utils_test import (
 )
 from vllm.model_executor.layers.quantization.utils.quant_utils import unpack_cols
 
+from lora_moe_rl.base.held import Held
+from lora_moe_rl.base.parts import engine_part
+from lora_moe_rl.base.store import Fill
 from lora_moe_rl.kernels.dequant import Packed
 from lora_moe_rl.kernels.dequant.formats import MARLIN
+from lora_moe_rl.models.quantised_weights import read_linear
+from lora_moe_rl.refit.merged_base import Base
+from lora_moe_rl.trainer.packed_experts import part_of
 
 PERMUTATION = get_weight_perm(4)
 
@@ -78,3 +84,38 @@ def _mxfp4(w13: Packed, w2: Packed, dtype: torch.dtype):
     marlin_utils_fp4.prepare_moe_fp4_layer_for_marlin(layer)
     names = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
     return tuple(getattr(layer, name).data for name in names)
+
+
+def engine_rank(held: Held, rank: int) -> Fill:
+    """What writes routed experts as rank `rank` of an engine lays them out, for `Held.share`."""
+    found = {one.name: one for one in held.stacks()}
+    base, dtype = Base(held.model_dir), getattr(torch, held.dtype)
+
+    def write(name: str, out: torch.Tensor) -> None:
+        stack = found[name]
+        (piece, first, *_), (_, count, *_) = (
+            getattr(engine_part(stack, held.tp, held.ep, rank), one) for one in ("start", "shape")
+        )
+        experts = [_expert(base, held, stack.layer, first + e, piece) for e in range(count)]
+        pair = (_stacked([expert[i] for expert in experts]) for i in (0, 1))
+        of = laid_out(*pair, dtype)[name.rpartition(".")[2].startswith("w2")]
+        out[0].copy_(of.scales if stack.scales else of.data)
+
+    return write
+
+
+def _expert(base: Base, held: Held, layer: int, expert: int, piece: int) -> tuple[Packed, Packed]:
+    """(gate and up, down) of a piece of an expert, as the checkpoint has them."""
+    form, pieces = held.form, held.cut.pieces
+    assert form is not None
+    paths = [base.name(layer, f"experts.{one}", expert) for one in ("gate", "up", "down")]
+    gate, up, down = (read_linear(base.weights, path, form) for path in paths)
+    both = [part_of(one, 0, piece, pieces) for one in (gate, up)]
+    w13 = Packed(form, *(torch.cat([getattr(o, n) for o in both]) for n in ("data", "scales")))
+    return w13, part_of(down, 1, piece, pieces)
+
+
+def _stacked(parts: list[Packed]) -> Packed:
+    return Packed(
+        parts[0].form, *(torch.stack([getattr(p, n) for p in parts]) for n in ("data", "scales"))
+    )
