@@ -20,11 +20,16 @@ class Files:
 
     def empty(self, nbytes: int) -> torch.Tensor:
         self.count += 1
-        path = self.directory / f"{os.getpid()}-{self.count}"
-        return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
+        return torch.from_file(
+            str(self.directory / self._name), shared=True, size=nbytes, dtype=torch.uint8
+        )
 
     def share(self, memory: torch.Tensor) -> dict[str, Any]:
-        return {"file": f"{os.getpid()}-{self.count}", "nbytes": memory.nbytes}
+        return {"file": self._name, "nbytes": memory.nbytes}
+
+    @property
+    def _name(self) -> str:
+        return f"{self.gpu}-{os.getpid()}-{self.count}"
 
     def open(self, told: dict[str, Any]) -> torch.Tensor:
         path = self.directory / told["file"]
