@@ -5,13 +5,13 @@
     lora-moe-rl plan recipes/kimi_k2_thinking.py adapter.rank=8      # more room for the KV cache
 
 GPUs: 8, on each a rank of the trainer (TP 8, EP 8) and a rank of one engine (TP 8, EP 8), which
-take turns and hold the INT4 experts once. By the plan a trainer rank holds 36 GiB of 140, beside
-an engine rank of 105, with room for 24 sequences of 16,384 tokens. Every linear has an adapter of
-rank 16, each expert its own.
+take turns and hold all but norms and routers once. By the plan a trainer rank holds 32 GiB of 140,
+beside an engine rank of 105, with room for 24 sequences of 16,384 tokens. Every linear has an
+adapter of rank 16, each expert its own.
 
-This is planned ahead: experts held once (`model.held_once`) are for the CPU yet; a run says so and
-ends before it starts. Watch `mismatch/kl`, which INT4 leaves as small as a base of bfloat16 does,
-and `replay/coverage`.
+This is planned ahead: a quantised base that is held once (`model.held_once`) is for the CPU yet; a
+run says so and ends before it starts. Watch `mismatch/kl`, which INT4 leaves as small as a base of
+bfloat16 does, and `replay/coverage`.
 """
 
 import lora_moe_rl.recipe

@@ -45,7 +45,7 @@ class Shared:
         base = Base(held.model_dir)
         base.weights.close()
         engine = RolloutConfig(tp=held.tp, ep=held.ep)
-        found = rule(base.shape, config, engine, held.form, held.gpu)
+        found = rule(base.shape, config, engine, on_gpus=held.gpu)
         reasons = {one.name: one.reason for one in found}
         stacks = {stack.megatron: stack for stack in held.stacks()}
         if why := next((one.reason for one in found if one.reason and ".experts." in one.name), ""):

@@ -14,7 +14,7 @@ from lora_moe_rl.bench.report import Result, cores, goal, temporary
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import positive, result_parser
 from lora_moe_rl.planner.facts import Facts, find
-from lora_moe_rl.planner.held import held_parts, shared_bytes
+from lora_moe_rl.planner.held import shared_bytes
 from lora_moe_rl.planner.plan import build_spec
 from lora_moe_rl.planner.rollout import kv_token_bytes, slot_bytes, weight_bytes
 from lora_moe_rl.planner.trainer import TrainerMemory
@@ -153,7 +153,7 @@ def plan_of_trainer(facts: Facts, config: RunConfig, held: bool) -> dict[str, in
     """By what is measured. What is offloaded is in the host's memory, which on the CPU is the
     rank's own. The base's file is a part of the base."""
     (rank,) = TrainerMemory(facts, build_spec(facts, config), "float32").classes(config)
-    shared = shared_bytes(held_parts(facts, config, True), "float32") if held else 0
+    shared = shared_bytes(facts, config, 0, "float32", 1) if held else 0
     memory = rank.memory
     moving = ("activations", "one layer's work", "communication", "logits", "Adam's step")
     kept = ("adapter", "gradients", "optimizer")

@@ -83,7 +83,7 @@ class ModelConfig(Section):
     held_once: HeldOnce = Field(
         "off",
         description="The frozen base in one copy for trainer and engines, on one machine's CPU or "
-        "one GPU: never (off), where it can be (auto), or else the run does not start (on).",
+        "its GPUs: never (off), where it can be (auto), or else the run does not start (on).",
     )
     held_dir: str = Field(
         "/dev/shm",

@@ -87,9 +87,14 @@ def make(facts: Facts, config: RunConfig, assumed: Assumed) -> RunPlan:
     spec = build_spec(facts, config)
     gpu = assumed.hardware.spec
     classes = TrainerMemory(facts, spec, assumed.weights).classes(config)
-    held = [] if config.model.held_once == "off" else held_parts(facts, config, gpus_of(config)[2])
-    if config.trainer.device == "cuda":
-        classes = [_without(rank, shared_bytes(held, assumed.weights)) for rank in classes]
+    held, node = [], assumed.hardware.gpus_per_node
+    if config.model.held_once != "off":
+        held = held_parts(facts, config, assumed.weights, node)
+        if config.trainer.device == "cuda":
+            classes = [
+                _without(one, shared_bytes(facts, config, one.stages[0], assumed.weights, node))
+                for one in classes
+            ]
     roofline = Roofline(facts, spec, assumed.lengths, assumed.weights)
     heaviest = max(classes, key=lambda c: c.total)
     engine, moved, decisions, refit = None, [], None, 0.0
@@ -100,7 +105,7 @@ def make(facts: Facts, config: RunConfig, assumed: Assumed) -> RunPlan:
         algorithm = config.algorithm
         samples = algorithm.prompts_per_step * algorithm.group_size
         decisions = routes(facts.shape, samples * assumed.lengths.sample)
-    hardware = (gpu, assumed.hardware.gpus_per_node, assumed.efficiency)
+    hardware = (gpu, node, assumed.efficiency)
     return RunPlan(
         facts,
         spec,

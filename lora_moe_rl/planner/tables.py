@@ -9,8 +9,8 @@ from rich.text import Text
 
 from lora_moe_rl.config import RolloutConfig
 from lora_moe_rl.planner.changes import Change
+from lora_moe_rl.planner.facts import PACKED
 from lora_moe_rl.planner.hardware import GIB
-from lora_moe_rl.planner.held import on_several_gpus
 from lora_moe_rl.planner.plan import Assumed, RunPlan
 from lora_moe_rl.planner.refused import Refused
 from lora_moe_rl.planner.request import Request
@@ -129,11 +129,18 @@ def _held(plan: RunPlan) -> Table:
 
 def _why_twice(plan: RunPlan) -> list[str]:
     """What is held once, and why the rest is not."""
-    once = [part.part for part in plan.held if not part.why]
+    weights = plan.assumed.weights
+    once = [
+        f"{part.part} in part" if part.why else part.part
+        for part in plan.held
+        if part.shared[weights]
+    ]
     lines = [f"held once: {', '.join(once) or 'nothing'}"]
     lines += [f"  {part.part}: {part.why}" for part in plan.held if part.why]
-    if on_several_gpus(plan.config):
-        lines.append("planned ahead: on several GPUs a run with model.held_once=on is refused yet")
+    if weights in PACKED and plan.config.trainer.device == "cuda":
+        lines.append(
+            f"planned ahead: a run on GPUs refuses model.held_once=on of a base in {weights}"
+        )
     return [*lines, ""]
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from lora_moe_rl.config.overrides import override
 from lora_moe_rl.errors import ConfigError, HeldBaseError
 from lora_moe_rl.files.untrusted import SafeWeights
 from lora_moe_rl.refit.merged_base import Base
+from lora_moe_rl.run.held_base import held_base
 
 
 @pytest.fixture
@@ -244,6 +246,7 @@ def test_a_run_that_cannot_says_why(model, settings, message, monkeypatch):
     assert re.search(message, choose.decide(auto, shape, model))
 
 
+VOCABULARIES = {"model.embed_tokens.weight", "lm_head.weight"}
 ON_ONE = ["placement.mode=colocated", "trainer.device=cuda"]
 
 
@@ -278,6 +281,62 @@ def test_on_one_gpu_the_same_is_held_as_on_a_cpu(model, monkeypatch):
             assert why(model, *ON_ONE).startswith(f"{name} has expandable_segments:True")
     monkeypatch.setattr(choose, "installed", lambda name: "2" if "transformer" in name else None)
     assert "Transformer Engine is installed" in why(model, *ON_ONE)
+
+
+TWO = [*ON_ONE, "trainer.world_size=2", "trainer.ep=2", "rollout.tp=2", "rollout.ep=true"]
+
+
+def test_on_two_gpus_each_holds_what_both_ranks_on_it_have(model, monkeypatch, capsys):
+    """Experts alone of a trainer that cuts no linears. Ranks that cut both share all but the
+    vocabulary, which vLLM pads from 70 to 128 rows."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(choose, "installed", lambda name: None)
+    shape = ModelShape.from_hf_config(json.loads((model / "config.json").read_text()))
+    experts = LAYERS * EXPERTS * 3 * WIDTH * HIDDEN
+    linears = LAYERS * (2 * QUERIES + 2 * KEYS) * HIDDEN
+    path = "model.layers.*.self_attn"
+    for settings, each, own in (
+        (TWO, experts, {f"{path}.qkv_proj.weight", f"{path}.o_proj.weight", *VOCABULARIES}),
+        ([*TWO, "trainer.tp=2"], experts + linears, VOCABULARIES),
+    ):
+        assert why(model, *settings) == ""
+        config = override(RunConfig(), ["model.held_once=on", *settings])
+        assert choose.gpu_bytes(config, shape) == 2 * each // 2
+        private = choose.private(config, shape)
+        assert private.keys() == own
+        assert all("the engine on its GPU has" in reason for reason in private.values())
+        every = experts + linears + 2 * VOCABULARY * HIDDEN
+        small = LAYERS * EXPERTS * HIDDEN + (2 * LAYERS + 1) * HIDDEN
+        assert choose.held_share(config, shape) == each / (every + small)
+        run = SimpleNamespace(
+            config=config, spec=SimpleNamespace(shape=shape), private="", model_dir=model
+        )
+        with held_base(run) as folder:
+            assert Path(folder).is_dir()
+        said = f"{each / 2**20:,.1f} MiB on each GPU, {each / (every + small):.0%} of the base"
+        assert f"hold their base once: {said}" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ([*TWO, "trainer.ep=1"], "w13_weight.*cannot be shared: .* set trainer.ep=2"),
+        ([*TWO, "rollout.ep=false"], "the engine cuts each expert into 2"),
+        ([*TWO, "rollout.engines=2"], "world_size=2 is not rollout.engines=2"),
+    ],
+)
+def test_on_two_gpus_what_they_lack_is_an_error_before_anything_starts(
+    model, settings, message, monkeypatch
+):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(choose, "installed", lambda name: None)
+    shape = ModelShape.from_hf_config(json.loads((model / "config.json").read_text()))
+    config = override(RunConfig(), ["model.held_once=on", *settings])
+    with pytest.raises(ConfigError, match=f"model.held_once=on: .*{message}"):
+        choose.decide(config, shape, model)
+    assert re.search(
+        message, choose.decide(override(config, ["model.held_once=auto"]), shape, model)
+    )
 
 
 def test_a_quantised_base_is_not_held_on_a_gpu(tmp_path, monkeypatch):
