@@ -31,11 +31,13 @@ from lora_moe_rl.config import RolloutConfig, TrainerConfig
 Relation = Literal["identical", "view", "permuted", "not shareable"]
 SMALL = "norms and routers are too small to be worth it"
 QUANTISED = "the trainer keeps quantised linears packed, and vLLM's CPU build as numbers"
+QUANTISED_ON_GPUS = "vLLM lays quantised linears out for its kernels"
 # Of experts that are packed in groups of a row: values in an element, values that have one scale.
 GROUPED = {"int4": (8, 32), "mxfp4": (2, 32)}
 # As vLLM lays them out: what it calls the packed values of w13 and w2 then.
 MARLIN = {"int4_marlin": "_packed", "mxfp4_marlin": ""}
-MARLIN_WIDTH = 64  # of experts, to a multiple of which vLLM pads them
+# Its kernels take experts whose width, of a piece, and hidden size are multiples of these.
+MARLIN_WIDTH, MARLIN_HIDDEN = 64, 128
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,8 @@ def rule(
     ours, theirs = ExpertCut.of_trainer(trainer), ExpertCut.of_engine(rollout)
     relation: Relation = "identical" if ours == theirs else "view"
     reason = _unlike(shape, ours, theirs)
+    if on_gpus and form in GROUPED:
+        reason = reason or _not_for_marlin(shape, theirs)
     if on_gpus and not reason and shape.moe_layers:
         reason = _experts_missing(shape, trainer, rollout)
     if reason:
@@ -169,6 +173,19 @@ def _unlike(shape: ModelShape, trainer: ExpertCut, engine: ExpertCut) -> str:
     return ""
 
 
+def _not_for_marlin(shape: ModelShape, engine: ExpertCut) -> str:
+    """Why vLLM lays experts out as none that is held."""
+    width = shape.dims["moe_intermediate"] // engine.pieces
+    if width % MARLIN_WIDTH == 0 and shape.hidden_size % MARLIN_HIDDEN == 0:
+        return ""
+    return (
+        f"vLLM's Marlin kernels take experts of a width of a multiple of {MARLIN_WIDTH}, to which "
+        f"it pads others, and a hidden size of one of {MARLIN_HIDDEN}, and an engine's rank has "
+        f"{width} and {shape.hidden_size}: use rollout.ep=true, which leaves experts whole, or a "
+        "smaller rollout.tp"
+    )
+
+
 def _rest(
     shape: ModelShape,
     trainer: TrainerConfig,
@@ -187,7 +204,7 @@ def _rest(
             layers = _layers([one, *others], shape)
             reason = missing_on_gpu(one, layers, shape, trainer, tp, rollout.ep)
         if form == "fp8" and one.modules:
-            reason = QUANTISED
+            reason = QUANTISED_ON_GPUS if on_gpus else QUANTISED
         relation = "not shareable" if reason else _relation(one, trainer.tp, tp)
         each = one.elements if one.modules else shape.vocab_size * shape.hidden_size
         elements = each * (1 + len(others))
