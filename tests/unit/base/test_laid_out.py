@@ -25,13 +25,15 @@ def engine(folder, model, form, tp):
     """What each worker of an engine has found."""
     answers, end, port = SPAWN.Queue(), SPAWN.Event(), free_port()
     workers = [
-        SPAWN.Process(target=load, args=(folder, str(model), form, rank, tp, port, answers, end))
+        SPAWN.Process(
+            target=load, args=(folder, str(model), form, rank, tp, port, answers, end, False)
+        )
         for rank in range(tp)
     ]
     for one in workers:
         one.start()
     try:
-        return dict(answers.get(timeout=240) for _ in workers)
+        return dict(answers.get(timeout=900) for _ in workers)
     finally:
         end.set()
         for one in workers:
