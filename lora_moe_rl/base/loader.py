@@ -78,7 +78,7 @@ def engine_args(folder: str) -> dict[str, Any]:
 def install() -> None:
     """Makes vLLM know the format. Raises ConfigError when vLLM is not the version we know."""
     require_version("vllm", WHO)
-    require_attributes(DefaultModelLoader, ("load_weights", "get_all_weights"), WHO)
+    require_attributes(DefaultModelLoader, ("create_model", "load_weights", "get_all_weights"), WHO)
     require_parameters(
         UnquantizedFusedMoEMethod.process_weights_after_loading, ("self", "layer"), WHO
     )
