@@ -1,17 +1,17 @@
 """Kimi-K2-Thinking (1.03T, INT4 experts) learns mathematics on one node of 8 GPUs of 140 GB.
 
     lora-moe-rl plan recipes/kimi_k2_thinking.py
-    python recipes/kimi_k2_thinking.py                               # refused yet, see below
+    python recipes/kimi_k2_thinking.py
     lora-moe-rl plan recipes/kimi_k2_thinking.py adapter.rank=8      # more room for the KV cache
 
 GPUs: 8, on each a rank of the trainer (TP 8, EP 8) and a rank of one engine (TP 8, EP 8), which
-take turns and hold all but norms and routers once. By the plan a trainer rank holds 32 GiB of 140,
-beside an engine rank of 105, with room for 24 sequences of 16,384 tokens. Every linear has an
-adapter of rank 16, each expert its own.
+take turns and hold all but norms and routers once, the experts as vLLM lays them out for its Marlin
+kernels. By the plan a trainer rank holds 32 GiB of 140, beside an engine rank of 105, with room for
+24 sequences of 16,384 tokens. Every linear has an adapter of rank 16, each expert its own.
 
-This is planned ahead: a quantised base that is held once (`model.held_once`) is for the CPU yet; a
-run says so and ends before it starts. Watch `mismatch/kl`, which INT4 leaves as small as a base of
-bfloat16 does, and `replay/coverage`.
+No GPU has run this, nor a base that is held once on any (docs/held_once.md says what was tested
+without). Watch `mismatch/kl`, which INT4 leaves as small as a base of bfloat16 does, and
+`replay/coverage`.
 """
 
 import lora_moe_rl.recipe

@@ -1,5 +1,5 @@
-"""Three quantised forms of a weight `[out, in]`, or of stacked experts `[E, out, in]`, as
-checkpoints have them.
+"""Quantised forms of a weight `[out, in]`, or of stacked experts `[E, out, in]`: three as
+checkpoints have them, and two of those as vLLM lays them out for its Marlin kernels.
 
 int4    compressed-tensors' "pack-quantized", symmetric (Kimi-K2-Thinking's `weight_packed` and
         `weight_scale`): eight values in one int32, `[..., out, in / 8]`, the first in the lowest
@@ -12,23 +12,37 @@ mxfp4   OCP's MXFP4 in gpt-oss's layout (`…_blocks` and `…_scales`): uint8
         `[..., out, in / 32, 16]`, two values of E2M1 in a byte, the first in the lower half; one
         exponent for 32 values, uint8 `[..., out, in / 32]`. The value is e2m1 * 2^(exponent - 127).
         compressed-tensors has the same bytes, as `[..., out, in / 2]`.
+
+int4_marlin, mxfp4_marlin   the same values and scales in another order, `[..., in / 16, out * 2]`
+        int32 and `[..., in / 32, out]`. A row of words has tiles of 16 inputs by 64 outputs, 128
+        words each. Of a weight's place (i, o) in its tile, by bits from the lowest:
+
+            word        o4 o5   i1 i2   o0 o1 o2
+            in a word   i3   o3   i0
+
+        Of 64 scales of a group that of o stands at `o3 o4 o5  o0 o1 o2`, in mxfp4_marlin at
+        `o4 o3 o5  o0 o1 o2`. From vLLM 0.31: `gptq_marlin_repack`, whose order in torch is
+        `get_weight_perm` of `quantization/utils/marlin_utils_test.py`, `marlin_permute_scales`
+        of `marlin_utils.py` and `mxfp4_marlin_process_scales` of `marlin_utils_fp4.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-Form = Literal["int4", "fp8", "mxfp4"]
-FORMS: tuple[Form, ...] = get_args(Form)
+Form = Literal["int4", "fp8", "mxfp4", "int4_marlin", "mxfp4_marlin"]
+FORMS: tuple[Form, ...] = ("int4", "fp8", "mxfp4")  # of checkpoints
+MARLIN: dict[Form, Form] = {"int4": "int4_marlin", "mxfp4": "mxfp4_marlin"}
 
 FP8_BLOCK = 128
 INT4_GROUP, INT4_IN_WORD = 32, 8
 MXFP4_GROUP = 32
 MXFP4_BIAS = 127
+MARLIN_IN, MARLIN_OUT = 16, 64  # a tile
 MXFP4_NAN = 255  # the exponent that stands for no number
 # E2M1: a sign, two bits of exponent, one of mantissa.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -38,11 +52,15 @@ MULTIPLES: dict[Form, tuple[int, int]] = {
     "int4": (1, INT4_GROUP),
     "fp8": (FP8_BLOCK, FP8_BLOCK),
     "mxfp4": (1, MXFP4_GROUP),
+    "int4_marlin": (MARLIN_OUT, INT4_GROUP),
+    "mxfp4_marlin": (MARLIN_OUT, MXFP4_GROUP),
 }
 DATA_DTYPES: dict[Form, torch.dtype] = {
     "int4": torch.int32,
     "fp8": torch.float8_e4m3fn,
     "mxfp4": torch.uint8,
+    "int4_marlin": torch.int32,
+    "mxfp4_marlin": torch.int32,
 }
 
 
@@ -56,8 +74,10 @@ class Packed:
     scales: Tensor
 
     def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise ValueError(f"{self.form!r} is no form of a weight; there are {', '.join(FORMS)}")
+        if self.form not in DATA_DTYPES:
+            raise ValueError(
+                f"{self.form!r} is no form of a weight; there are {', '.join(DATA_DTYPES)}"
+            )
         if self.data.dtype != DATA_DTYPES[self.form]:
             raise ValueError(
                 f"an {self.form} weight is {DATA_DTYPES[self.form]}, not {self.data.dtype}"
@@ -73,6 +93,9 @@ class Packed:
     def shape(self) -> tuple[int, ...]:
         """Of the weight that it stands for."""
         shape = tuple(self.data.shape)
+        if self.form in MARLIN.values():
+            *stack, tiles, words = shape
+            return (*stack, words * INT4_IN_WORD // MARLIN_IN, tiles * MARLIN_IN)
         if self.form == "int4":
             return (*shape[:-1], shape[-1] * INT4_IN_WORD)
         return shape if self.form == "fp8" else (*shape[:-2], shape[-2] * MXFP4_GROUP)
@@ -87,9 +110,9 @@ class Packed:
 
 def packed_shapes(form: Form, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(of the data, of the scales) of a weight of `shape`. Raises ValueError for a weight whose
-    rows are not whole groups."""
+    rows are not whole groups, or that is not whole tiles."""
     *stack, out, in_features = shape
-    multiple = MULTIPLES[form][1]
+    rows, multiple = MULTIPLES[form]
     if form == "fp8":
         return shape, (*stack, -(-out // FP8_BLOCK), -(-in_features // FP8_BLOCK))
     if in_features % multiple:
@@ -98,6 +121,13 @@ def packed_shapes(form: Form, shape: tuple[int, ...]) -> tuple[tuple[int, ...], 
             f"{multiple}"
         )
     groups = in_features // multiple
+    if form in MARLIN.values():
+        if out % rows:
+            raise ValueError(
+                f"an {form} weight has {out} rows, which are not whole tiles of {rows}"
+            )
+        words = out * MARLIN_IN // INT4_IN_WORD
+        return (*stack, in_features // MARLIN_IN, words), (*stack, groups, out)
     if form == "int4":
         return (*stack, out, in_features // INT4_IN_WORD), (*stack, out, groups)
     return (*stack, out, groups, MXFP4_GROUP // 2), (*stack, out, groups)

@@ -78,21 +78,96 @@ def mxfp4(
     pairs = tl.load(blocks + e * stride_pe + o * (in_features // 2) + b, mask=mask, other=0)
     codes = (pairs.to(tl.int32)[:, :, None] >> (4 * tl.arange(0, 2))[None, None, :]) & 15
     codes = tl.reshape(codes, (BLOCK_O, BLOCK_I // MXFP4_GROUP, MXFP4_GROUP))
-    # E2M1 by arithmetic: below 1 it is half the mantissa bit, above (1 + m / 2) * 2^(e - 1).
-    size = codes & 7
-    exponent, mantissa = size >> 1, (size & 1).to(tl.float32)
-    large = (1.0 + 0.5 * mantissa) * (1 << tl.maximum(exponent - 1, 0)).to(tl.float32)
-    value = tl.where(exponent > 0, large, 0.5 * mantissa)
-    value = tl.where(codes > 7, -value, value)
+    value = _e2m1(codes)
 
     g = i0 // MXFP4_GROUP + tl.arange(0, BLOCK_I // MXFP4_GROUP)[None, :]
     s_mask = (o < out_features) & (g < in_features // MXFP4_GROUP)
     s_ptrs = scales + e * stride_se + o * (in_features // MXFP4_GROUP) + g
-    bits = tl.load(s_ptrs, mask=s_mask, other=127).to(tl.int32)
-    bits = tl.where(bits > 0, bits << 23, 1 << 22)  # of 2^-127, which has no exponent of its own
-    power = bits.to(tl.float32, bitcast=True)
+    power = _power_of_two(tl.load(s_ptrs, mask=s_mask, other=127))
     value = tl.reshape(value * power[:, :, None], (BLOCK_O, BLOCK_I))
     i = i0 + tl.arange(0, BLOCK_I)[None, :]
     out_mask = (o < out_features) & (i < in_features)
     out_ptrs = out + (e * out_features + o) * in_features + i
     tl.store(out_ptrs, value.to(out.dtype.element_ty), mask=out_mask)
+
+
+@triton.jit
+def int4_marlin(
+    words, scales, out, out_features, in_features, stride_pe, stride_se,
+    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    """words int32 `[E, in / 16, out * 2]`, scales `[E, in / 32, out]`, out `[E, out, in]`; BLOCK_O
+    is 64, BLOCK_I a multiple of 32. Grid: (blocks of out and in, E)."""
+    blocks_i = tl.cdiv(in_features, BLOCK_I)
+    e = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0) // blocks_i
+    i0 = (tl.program_id(0) % blocks_i) * BLOCK_I
+    codes = _of_tiles(words + e * stride_pe, tile, i0, out_features, in_features, BLOCK_I)
+    o = tile * BLOCK_O + tl.arange(0, BLOCK_O)[:, None]
+
+    g = i0 // INT4_GROUP + tl.arange(0, BLOCK_I // INT4_GROUP)[None, :]
+    place = tile * BLOCK_O + (o % 8) * 8 + (o // 8) % 8
+    s_ptrs = scales + e * stride_se + g * out_features + place
+    scale = tl.load(s_ptrs, mask=g < in_features // INT4_GROUP, other=0.0)
+    scale = scale.to(out.dtype.element_ty).to(tl.float32)
+    value = tl.reshape(codes - 8, (BLOCK_O, BLOCK_I // INT4_GROUP, INT4_GROUP)).to(tl.float32)
+    value = tl.reshape(value * scale[:, :, None], (BLOCK_O, BLOCK_I))
+    i = i0 + tl.arange(0, BLOCK_I)[None, :]
+    out_ptrs = out + (e * out_features + o) * in_features + i
+    tl.store(out_ptrs, value.to(out.dtype.element_ty), mask=i < in_features)
+
+
+@triton.jit
+def mxfp4_marlin(
+    words, scales, out, out_features, in_features, stride_pe, stride_se,
+    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    """As `int4_marlin`, with scales uint8."""
+    blocks_i = tl.cdiv(in_features, BLOCK_I)
+    e = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0) // blocks_i
+    i0 = (tl.program_id(0) % blocks_i) * BLOCK_I
+    codes = _of_tiles(words + e * stride_pe, tile, i0, out_features, in_features, BLOCK_I)
+    o = tile * BLOCK_O + tl.arange(0, BLOCK_O)[:, None]
+
+    g = i0 // MXFP4_GROUP + tl.arange(0, BLOCK_I // MXFP4_GROUP)[None, :]
+    place = tile * BLOCK_O + (o % 8) * 8 + (o // 32) % 2 * 4 + (o // 8) % 2 * 2 + (o // 16) % 2
+    s_ptrs = scales + e * stride_se + g * out_features + place
+    power = _power_of_two(tl.load(s_ptrs, mask=g < in_features // MXFP4_GROUP, other=127))
+    value = _e2m1(tl.reshape(codes, (BLOCK_O, BLOCK_I // MXFP4_GROUP, MXFP4_GROUP)))
+    value = tl.reshape(value * power[:, :, None], (BLOCK_O, BLOCK_I))
+    i = i0 + tl.arange(0, BLOCK_I)[None, :]
+    out_ptrs = out + (e * out_features + o) * in_features + i
+    tl.store(out_ptrs, value.to(out.dtype.element_ty), mask=i < in_features)
+
+
+@triton.jit
+def _of_tiles(words, tile, i0, out_features, in_features, BLOCK_I: tl.constexpr):
+    """Codes int32 `[64, BLOCK_I]` of Marlin's tiles, of an expert's outputs from 64 * tile and
+    inputs from i0: each word is read once, in the order that it stands in."""
+    row = i0 // 16 + tl.arange(0, BLOCK_I // 16)[:, None]
+    column = tile * 128 + tl.arange(0, 128)[None, :]
+    found = tl.load(
+        words + row * (2 * out_features) + column, mask=row < in_features // 16, other=0
+    )
+    codes = (found[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
+    # [tiles, o0-2, i1-2, o4-5, i0, o3, i3] to [o4-5, o3, o0-2, tiles, i3, i1-2, i0]
+    codes = tl.reshape(codes, (BLOCK_I // 16, 8, 4, 4, 2, 2, 2))
+    return tl.reshape(tl.permute(codes, (3, 5, 1, 0, 6, 2, 4)), (64, BLOCK_I))
+
+
+@triton.jit
+def _e2m1(codes):
+    """By arithmetic: below 1 it is half the mantissa bit, above (1 + m / 2) * 2^(e - 1)."""
+    size = codes & 7
+    exponent, mantissa = size >> 1, (size & 1).to(tl.float32)
+    large = (1.0 + 0.5 * mantissa) * (1 << tl.maximum(exponent - 1, 0)).to(tl.float32)
+    value = tl.where(exponent > 0, large, 0.5 * mantissa)
+    return tl.where(codes > 7, -value, value)
+
+
+@triton.jit
+def _power_of_two(biased):
+    bits = biased.to(tl.int32)
+    bits = tl.where(bits > 0, bits << 23, 1 << 22)  # of 2^-127, which has no exponent of its own
+    return bits.to(tl.float32, bitcast=True)

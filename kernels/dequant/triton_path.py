@@ -7,9 +7,11 @@ import triton
 from torch import Tensor
 
 from lora_moe_rl.kernels.dequant import triton_kernels as kernels
+from lora_moe_rl.kernels.dequant.formats import MARLIN_OUT
 
 _TILE = (16, 256)
 _FP8_TILE = (32, 128)  # within a block that shares its scale
+_MARLIN_TILE = (MARLIN_OUT, 128)
 
 
 def int4(packed: Tensor, scales: Tensor, out: Tensor) -> None:
@@ -22,6 +24,14 @@ def fp8(weight: Tensor, scale_inv: Tensor, out: Tensor) -> None:
 
 def mxfp4(blocks: Tensor, scales: Tensor, out: Tensor) -> None:
     _launch(kernels.mxfp4, blocks, scales, out, _TILE)
+
+
+def int4_marlin(words: Tensor, scales: Tensor, out: Tensor) -> None:
+    _launch(kernels.int4_marlin, words, scales, out, _MARLIN_TILE)
+
+
+def mxfp4_marlin(words: Tensor, scales: Tensor, out: Tensor) -> None:
+    _launch(kernels.mxfp4_marlin, words, scales, out, _MARLIN_TILE)
 
 
 def _launch(kernel, data: Tensor, scales: Tensor, out: Tensor, tile: tuple[int, int]) -> None:

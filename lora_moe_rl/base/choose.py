@@ -26,8 +26,7 @@ def why_private(config: RunConfig, shape: ModelShape, model_dir: Path) -> str:
     form = quantised.form_in(model_dir)
     return (
         _setting(config, shape)
-        or _quantised_on_gpu(form)
-        or _layout(experts(config, shape))
+        or _layout(experts(config, shape, form))
         or _weights(shape, model_dir)
         or ("" if on_gpu() else _room(config, shape, form))
     )
@@ -75,7 +74,7 @@ def gpu_bytes(config: RunConfig, shape: ModelShape, form: str | None = None) -> 
 
 
 def expert_bytes(config: RunConfig, shape: ModelShape, form: str | None = None) -> int:
-    elements = sum(tensor.elements for tensor in experts(config, shape))
+    elements = sum(tensor.elements for tensor in experts(config, shape, form))
     return int(elements * _bits(config, form) / 8)
 
 
@@ -93,8 +92,8 @@ def _bits(config: RunConfig, form: str | None = None) -> float:
     return {"fp8": 8, "int4": 4 + number / 32, "mxfp4": 4 + 8 / 32}.get(str(form), number)
 
 
-def experts(config: RunConfig, shape: ModelShape) -> list[Tensor]:
-    return [one for one in _rule(config, shape) if ".experts." in one.name]
+def experts(config: RunConfig, shape: ModelShape, form: str | None = None) -> list[Tensor]:
+    return [one for one in _rule(config, shape, form) if ".experts." in one.name]
 
 
 def _rule(config: RunConfig, shape: ModelShape, form: str | None = None) -> list[Tensor]:
@@ -120,12 +119,6 @@ def _setting(config: RunConfig, shape: ModelShape) -> str:
         return "vLLM is its CPU build here, and a base is then held once on the CPU alone"
     if "RAY_ADDRESS" in os.environ:
         return "a base is held once on one machine alone, and RAY_ADDRESS names a cluster"
-    return ""
-
-
-def _quantised_on_gpu(form: str | None) -> str:
-    if form and on_gpu():
-        return f"the base is {form}, and on GPUs vLLM lays quantised experts out for its kernels"
     return ""
 
 

@@ -23,6 +23,7 @@ from lora_moe_rl.config import RolloutConfig, RunConfig
 from lora_moe_rl.errors import HeldBaseError
 from lora_moe_rl.files.untrusted import inside, read_json
 from lora_moe_rl.kernels.dequant import Form
+from lora_moe_rl.kernels.dequant.formats import MARLIN
 from lora_moe_rl.models import quantised
 from lora_moe_rl.models.fingerprint import fingerprint
 from lora_moe_rl.models.quantised_names import TENSORS, form_of
@@ -33,6 +34,7 @@ from lora_moe_rl.upstream.versions import VLLM_BUILDS, installed
 
 PACKAGES = ("torch", "megatron-core")
 ELEMENTS: dict[str, Element] = {"int4": "int32", "fp8": "float8_e4m3fn", "mxfp4": "uint8"}
+ELEMENTS |= {"int4_marlin": "int32", "mxfp4_marlin": "int32"}
 
 
 @dataclass(frozen=True)
@@ -72,11 +74,18 @@ class Held:
         return quantised.form(self._config)
 
     @property
+    def layout(self) -> Form | None:
+        """How routed experts are held of a quantised base: on GPUs INT4 and MXFP4 as vLLM lays them
+        out there."""
+        form = self.form
+        return MARLIN.get(form, form) if form and self.gpu else form
+
+    @property
     def _shape(self) -> ModelShape:
         return ModelShape.from_hf_config(self._config)
 
     def stacks(self) -> list[Stack]:
-        return stacks(self._shape, self.cut.pieces, self.form)
+        return stacks(self._shape, self.cut.pieces, self.layout)
 
     def dense(self, base: Base) -> dict[str, Dense]:
         """By name; of a quantised base what is numbers in the checkpoint."""
@@ -96,9 +105,9 @@ class Held:
         return Contents(self._key(), tensors)
 
     def _element(self, stack: Stack) -> Element:
-        if self.form is None or (stack.scales and self.form == "int4"):
+        if self.layout is None or (stack.scales and self.form == "int4"):
             return self.dtype
-        return ELEMENTS[self.form]
+        return "uint8" if stack.scales else ELEMENTS[self.layout]
 
     def _key(self) -> dict[str, str]:
         found = {name: str(installed(name)) for name in PACKAGES}
@@ -107,6 +116,7 @@ class Held:
             "vllm": ", ".join(builds),
             "model": fingerprint(Path(self.model_dir)),
             "dtype": self.dtype,
+            "experts": self.layout or "as numbers",
             "device": "cuda" if self.gpu else "cpu",
             "LoRA": str(self.lora).lower(),
             "rollout.tp": str(self.tp),
@@ -138,14 +148,18 @@ class Held:
         finally:
             base.weights.close()
 
-    def share(self, port: Port, rank: int) -> Owned:
-        """Of rank `rank` of an engine, on its GPU: fills memory that stays its own with its part.
-        Raises HeldBaseError."""
+    def share(self, port: Port, rank: int, laid_out: Fill | None = None) -> Owned:
+        """Of rank `rank` of an engine, on its GPU: fills memory that stays its own with its part;
+        `laid_out` writes routed experts that vLLM lays out. Raises HeldBaseError."""
         base = Base(self.model_dir)
         try:
             everything = [*self.stacks(), *self.dense(base).values()]
             parts = {one.name: engine_part(one, self.tp, self.ep, rank) for one in everything}
-            fill = self.filler(base, parts)
+            read, experts = self.filler(base, parts), {one.name for one in self.stacks()}
+
+            def fill(name: str, out: torch.Tensor) -> None:
+                (laid_out if laid_out and name in experts else read)(name, out)
+
             return share_store(self.folder, self.contents(base), parts, fill, port)
         finally:
             base.weights.close()

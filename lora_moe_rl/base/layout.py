@@ -10,8 +10,10 @@
 A stack of experts is stored as [pieces, experts, rows, columns], so that each rank's part is one
 piece of a range of experts, and a view: how many ranks share the experts out may differ between
 the two. Of quantised experts it is the packed values, as the checkpoint has them, and
-the scales of groups in the dtype of the engine. On GPUs a trainer rank has to find what it takes
-with the engine's rank on its own (`base/parts.py`). Pure: no torch.
+the scales of groups in the dtype of the engine; on GPUs both as vLLM lays out INT4 and MXFP4 for
+its Marlin kernels, each piece of each expert apart (`kernels/dequant/formats.py`). On GPUs a
+trainer rank has to find what it takes with the engine's rank on its own (`base/parts.py`). Pure:
+no torch.
 """
 
 from __future__ import annotations
@@ -29,8 +31,13 @@ from lora_moe_rl.config import RolloutConfig, TrainerConfig
 Relation = Literal["identical", "view", "permuted", "not shareable"]
 SMALL = "norms and routers are too small to be worth it"
 QUANTISED = "the trainer keeps quantised linears packed, and vLLM's CPU build as numbers"
+QUANTISED_ON_GPUS = "vLLM lays quantised linears out for its kernels"
 # Of experts that are packed in groups of a row: values in an element, values that have one scale.
 GROUPED = {"int4": (8, 32), "mxfp4": (2, 32)}
+# As vLLM lays them out: what it calls the packed values of w13 and w2 then.
+MARLIN = {"int4_marlin": "_packed", "mxfp4_marlin": ""}
+# Its kernels take experts whose width, of a piece, and hidden size are multiples of these.
+MARLIN_WIDTH, MARLIN_HIDDEN = 64, 128
 
 
 @dataclass(frozen=True)
@@ -84,24 +91,37 @@ class Tensor:
 
 
 def stacks(shape: ModelShape, pieces: int, form: str | None = None) -> list[Stack]:
-    """All stacks of routed experts, by layer, each expert in `pieces` pieces. `form`: of a
-    quantised base. Scales of FP8 blocks, a four-thousandth, are not among them."""
+    """All stacks of routed experts, by layer, each expert in `pieces` pieces. `form`: as a
+    quantised base is held. Scales of FP8 blocks, a four-thousandth, are not among them."""
     hidden, width = shape.hidden_size, shape.dims["moe_intermediate"] // pieces
-    in_element, group = GROUPED.get(str(form), (1, 1))
-    kinds = [("_packed", "", in_element), ("_scale", ".scales", group)]
     found = []
     for layer in shape.moe_layers:
         ours = f"model.layers.{layer}.{shape.family.moe_block}.experts.routed_experts"
         theirs = f"decoder.layers.{layer}.mlp.experts"
-        for end, behind, of in kinds if form in GROUPED else [("", "", 1)]:
-            names = f"{ours}.w13_weight{end}", f"{theirs}.linear_fc1{behind}"
-            size = pieces, shape.num_experts, 2 * width, hidden // of
+        for end, scales in _kinds(form):
+            names = f"{ours}.w13_weight{end}", f"{theirs}.linear_fc1{'.scales' * scales}"
+            size = pieces, shape.num_experts, *_stored(form, scales, 2 * width, hidden)
             modules = "experts.gate", "experts.up"
-            found.append(Stack(*names, layer, modules, True, size, bool(behind)))
-            names = f"{ours}.w2_weight{end}", f"{theirs}.linear_fc2{behind}"
-            size = pieces, shape.num_experts, hidden, width // of
-            found.append(Stack(*names, layer, ("experts.down",), False, size, bool(behind)))
+            found.append(Stack(*names, layer, modules, True, size, scales))
+            names = f"{ours}.w2_weight{end}", f"{theirs}.linear_fc2{'.scales' * scales}"
+            size = pieces, shape.num_experts, *_stored(form, scales, hidden, width)
+            found.append(Stack(*names, layer, ("experts.down",), False, size, scales))
     return found
+
+
+def _kinds(form: str | None) -> list[tuple[str, bool]]:
+    """(what ends vLLM's name, whether it is scales) of each kind of stack."""
+    if form in MARLIN:
+        return [(MARLIN[form], False), ("_scale", True)]
+    return [("_packed", False), ("_scale", True)] if form in GROUPED else [("", False)]
+
+
+def _stored(form: str | None, scales: bool, out: int, in_features: int) -> tuple[int, int]:
+    """Rows and columns of what is stored of a linear `[out, in]`, or of its scales."""
+    if form in MARLIN:
+        return (in_features // 32, out) if scales else (in_features // 16, 2 * out)
+    in_element, group = GROUPED.get(str(form), (1, 1))
+    return out, in_features // (group if scales else in_element)
 
 
 def rule(
@@ -117,6 +137,8 @@ def rule(
     ours, theirs = ExpertCut.of_trainer(trainer), ExpertCut.of_engine(rollout)
     relation: Relation = "identical" if ours == theirs else "view"
     reason = _unlike(shape, ours, theirs)
+    if on_gpus and form in GROUPED:
+        reason = reason or _not_for_marlin(shape, theirs)
     if on_gpus and not reason and shape.moe_layers:
         reason = _experts_missing(shape, trainer, rollout)
     if reason:
@@ -151,6 +173,19 @@ def _unlike(shape: ModelShape, trainer: ExpertCut, engine: ExpertCut) -> str:
     return ""
 
 
+def _not_for_marlin(shape: ModelShape, engine: ExpertCut) -> str:
+    """Why vLLM lays experts out as none that is held."""
+    width = shape.dims["moe_intermediate"] // engine.pieces
+    if width % MARLIN_WIDTH == 0 and shape.hidden_size % MARLIN_HIDDEN == 0:
+        return ""
+    return (
+        f"vLLM's Marlin kernels take experts of a width of a multiple of {MARLIN_WIDTH}, to which "
+        f"it pads others, and a hidden size of one of {MARLIN_HIDDEN}, and an engine's rank has "
+        f"{width} and {shape.hidden_size}: use rollout.ep=true, which leaves experts whole, or a "
+        "smaller rollout.tp"
+    )
+
+
 def _rest(
     shape: ModelShape,
     trainer: TrainerConfig,
@@ -169,7 +204,7 @@ def _rest(
             layers = _layers([one, *others], shape)
             reason = missing_on_gpu(one, layers, shape, trainer, tp, rollout.ep)
         if form == "fp8" and one.modules:
-            reason = QUANTISED
+            reason = QUANTISED_ON_GPUS if on_gpus else QUANTISED
         relation = "not shareable" if reason else _relation(one, trainer.tp, tp)
         each = one.elements if one.modules else shape.vocab_size * shape.hidden_size
         elements = each * (1 + len(others))

@@ -7,11 +7,13 @@ After loading, vLLM copies each stack of experts onto itself, which a read-only 
 survive: these methods alone are told that their weights are processed. Those for INT4 and MXFP4 do
 not ask, and copy nothing. Of a linear vLLM makes a packed copy for kernels of its own, and drops
 the rows (`dispatch_cpu_unquantized_gemm` of `vllm/model_executor/layers/utils.py`); those that are
-held are multiplied by torch as they are, as vLLM does where it has no such kernel.
+held are multiplied by torch as they are, as vLLM does where it has no such kernel. On GPUs INT4
+and MXFP4 experts are held as vLLM processes them (`base/laid_out.py`).
 """
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -40,10 +42,12 @@ from lora_moe_rl.base.dense import Dense
 from lora_moe_rl.base.held import Held
 from lora_moe_rl.base.ipc import Cuda
 from lora_moe_rl.base.ipc_store import Owned
+from lora_moe_rl.base.laid_out import LaidOut, allocate, unallocated
 from lora_moe_rl.base.parts import engine_part
 from lora_moe_rl.base.store import Store
 from lora_moe_rl.errors import HeldBaseError
 from lora_moe_rl.files.untrusted import SafeWeights
+from lora_moe_rl.kernels.dequant.formats import MARLIN
 from lora_moe_rl.refit.merged_base import Base
 from lora_moe_rl.rollout.cpu_experts import TorchLoRAExperts
 from lora_moe_rl.rollout.cpu_fp8 import DequantisedExperts, Fp8LoRAExperts
@@ -74,7 +78,7 @@ def engine_args(folder: str) -> dict[str, Any]:
 def install() -> None:
     """Makes vLLM know the format. Raises ConfigError when vLLM is not the version we know."""
     require_version("vllm", WHO)
-    require_attributes(DefaultModelLoader, ("load_weights", "get_all_weights"), WHO)
+    require_attributes(DefaultModelLoader, ("create_model", "load_weights", "get_all_weights"), WHO)
     require_parameters(
         UnquantizedFusedMoEMethod.process_weights_after_loading, ("self", "layer"), WHO
     )
@@ -87,15 +91,28 @@ class HeldLoader(DefaultModelLoader):
         plain = {"load_format": "auto", "model_loader_extra_config": {}}
         super().__init__(dataclasses.replace(load_config, **plain))
 
+    def create_model(self, vllm_config: VllmConfig, *args, **kwargs) -> torch.nn.Module:
+        if not held_by(self.folder, vllm_config).gpu:
+            return super().create_model(vllm_config, *args, **kwargs)
+        with unallocated(kept_on_gpus()):
+            return super().create_model(vllm_config, *args, **kwargs)
+
     def load_weights(self, model: torch.nn.Module, model_config) -> None:
         held = held_by(self.folder, get_current_vllm_config())
         base = Base(held.model_dir)
-        self.store = outside_pools(held) if held.gpu else held.open()
         others = held.dense(base)
         self.model_dir, self.not_read = held.model_dir, set(held.not_read(base))
         base.weights.close()
-        kept = kept_on_gpus() if held.gpu else KEPT
-        take_experts(model, self.store, set(others), kept)
+        experts = routed_experts(model, held, kept_on_gpus() if held.gpu else KEPT)
+        if held.layout in MARLIN.values():
+            laid_out = LaidOut(model, held, experts, mine_of(held, experts))
+            self.store = outside_pools(held, laid_out)
+            laid_out.check()
+        else:
+            self.store = outside_pools(held) if held.gpu else held.open()
+            take_experts(experts, self.store)
+        for layer in experts.values():
+            allocate(layer)  # what is not held
         take_dense(model, self.store, others, held.tp)
         super().load_weights(model, model_config)
 
@@ -128,44 +145,73 @@ def held_by(folder: str, config: VllmConfig) -> Held:
     )
 
 
-def outside_pools(held: Held) -> Owned:
+def outside_pools(held: Held, laid_out: LaidOut | None = None) -> Owned:
     """Shares this worker's part of the base in memory that is in none of the pools that vLLM puts
     to sleep: they are in use by the thread that loads, and by no other."""
     index, rank = torch.cuda.current_device(), get_tensor_model_parallel_rank()
 
     def share() -> Owned:
         torch.cuda.set_device(index)
-        return held.share(Cuda(), rank)
+        return held.share(Cuda(), rank, laid_out)
 
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(share).result()
+        return thread.submit(contextvars.copy_context().run, share).result()
 
 
 def kept_on_gpus() -> Kept:
-    """Triton's experts multiply what the checkpoint has; others lay it out anew."""
+    """Triton's experts multiply what the checkpoint has, numbers and FP8; Marlin's what vLLM lays
+    out of INT4 and MXFP4. Other experts multiply something else, which the trainer cannot read."""
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w4a4_mxfp4 as mxfp4,
+    )
+    from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 
-    return {UnquantizedFusedMoEMethod: (TritonExperts, ("w13_weight", "w2_weight"))}
+    weights, scales = ("w13_weight", "w2_weight"), ("w13_weight_scale", "w2_weight_scale")
+    return {
+        UnquantizedFusedMoEMethod: (TritonExperts, weights),
+        Fp8MoEMethod: (TritonExperts, weights),
+        wna16.CompressedTensorsWNA16MoEMethod: (MarlinExperts, GROUPED),
+        mxfp4.CompressedTensorsW4A4Mxfp4MoEMethod: (MarlinExperts, (*weights, *scales)),
+    }
 
 
-def take_experts(
-    model: torch.nn.Module, store: Store | Owned, others: set[str], kept: Kept
-) -> None:
-    """Points every routed expert of `model` at the store. `others`: names of what else it holds.
-    Raises HeldBaseError for one that vLLM would lay out anew."""
+def routed_experts(model: torch.nn.Module, held: Held, kept: Kept) -> dict[str, RoutedExperts]:
+    """vLLM's layers of routed experts, by the name of each tensor of them that is held. Raises
+    HeldBaseError for one that vLLM would lay out as none that is held."""
     found = {name: m for name, m in model.named_modules() if isinstance(m, RoutedExperts)}
     wanted = {f"{name}.{stack}": m for name, m in found.items() for stack in _stacks(name, m, kept)}
-    if differing := set(wanted) ^ (set(store.contents.tensors) - others):
+    if differing := set(wanted) ^ {one.name for one in held.stacks()}:
         raise HeldBaseError(
             f"vLLM's model and the base that is held differ in {len(differing)} tensors, among "
             f"them {min(differing)}"
         )
-    for name, layer in wanted.items():
+    return wanted
+
+
+def take_experts(experts: Mapping[str, RoutedExperts], store: Store | Owned) -> None:
+    """Points routed experts at the store."""
+    for name, layer in experts.items():
         mine = _mine(layer, store.contents.tensors[name].shape)
         _point(name, getattr(layer, name.rpartition(".")[2]), store.part(name, mine)[0])
-    for layer in found.values():
+    for layer in {id(layer): layer for layer in experts.values()}.values():
         method = layer.quant_method
         method.process_weights_after_loading = _as_they_are(method.process_weights_after_loading)
+
+
+def mine_of(held: Held, experts: Mapping[str, RoutedExperts]) -> Box:
+    """Which pieces and experts of each stack are this worker's. Raises HeldBaseError when vLLM
+    cuts otherwise than is planned."""
+    rank = get_tensor_model_parallel_rank()
+    found = set()
+    for stack in held.stacks():
+        part = engine_part(stack, held.tp, held.ep, rank)
+        if (mine := _mine(experts[stack.name], stack.shape)) != part:
+            raise HeldBaseError(f"{stack.name}: vLLM gives this worker {mine}, planned was {part}")
+        found.add(Box(part.start[:2], part.shape[:2]))
+    (same,) = found
+    return same
 
 
 def take_dense(
@@ -200,6 +246,11 @@ def _stacks(name: str, layer: RoutedExperts, kept: Kept) -> tuple[str, ...]:
         raise HeldBaseError(
             f"{name}: vLLM would lay its experts out anew ({type(method).__name__}, {chosen}); set "
             "model.held_once=off"
+        )
+    if getattr(method, "is_marlin", False) and method.input_dtype is not None:
+        raise HeldBaseError(
+            f"{name}: vLLM lays its experts out for activations in {method.input_dtype} "
+            "(VLLM_MARLIN_INPUT_DTYPE), which trainers cannot read; unset it"
         )
     return stacks
 

@@ -9,7 +9,6 @@ from rich.text import Text
 
 from lora_moe_rl.config import RolloutConfig
 from lora_moe_rl.planner.changes import Change
-from lora_moe_rl.planner.facts import PACKED
 from lora_moe_rl.planner.hardware import GIB
 from lora_moe_rl.planner.plan import Assumed, RunPlan
 from lora_moe_rl.planner.refused import Refused
@@ -137,10 +136,6 @@ def _why_twice(plan: RunPlan) -> list[str]:
     ]
     lines = [f"held once: {', '.join(once) or 'nothing'}"]
     lines += [f"  {part.part}: {part.why}" for part in plan.held if part.why]
-    if weights in PACKED and plan.config.trainer.device == "cuda":
-        lines.append(
-            f"planned ahead: a run on GPUs refuses model.held_once=on of a base in {weights}"
-        )
     return [*lines, ""]
 
 

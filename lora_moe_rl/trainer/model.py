@@ -102,7 +102,7 @@ def build_model(
         source = auto_bridge.from_hf_pretrained(str(model_dir), dtype=device.dtype)
         provider = make_provider(source, config, num_layers, device)
         if packed is not None:
-            packed.place(provider)
+            packed.place(provider, later=shared is not None)
         elif shared is not None:
             shared_experts.place(provider, source.hf_pretrained.config)
         if dense is not None:

@@ -1,4 +1,5 @@
-"""Routed experts of a quantised base, trained on as the checkpoint has them.
+"""Routed experts of a quantised base, trained on as the checkpoint has them, or as vLLM has laid
+them out on the GPU where engines hold them too.
 
     checkpoint's packed tensors -> stacked, this rank's experts -> packed_linear (forward, backward)
 
@@ -18,11 +19,12 @@ import torch
 from megatron.core import parallel_state as ps
 
 from lora_moe_rl.adapters.families import ModelShape, hf_path
+from lora_moe_rl.base.same import check_same
 from lora_moe_rl.base.shared import Shared
 from lora_moe_rl.errors import ModelError
 from lora_moe_rl.files.untrusted import DTYPES, SafeWeights, read_json
-from lora_moe_rl.kernels.dequant import Form, Packed
-from lora_moe_rl.kernels.dequant.formats import DATA_DTYPES, MULTIPLES, packed_shapes
+from lora_moe_rl.kernels.dequant import Form, Packed, dequantise
+from lora_moe_rl.kernels.dequant.formats import DATA_DTYPES, MARLIN, MULTIPLES, packed_shapes
 from lora_moe_rl.kernels.packed_linear import SCRATCH, packed_linear
 from lora_moe_rl.models.quantised_names import TENSORS, form_of
 from lora_moe_rl.models.quantised_weights import read_linear, read_scales
@@ -44,20 +46,23 @@ class Stored:
 
 class PackedGroupedLinear(ExpertLinears):
     """Linears of this rank's experts, without parameters: `packed` holds the weights, and is theirs
-    from `load` on."""
+    from `load` on; `later`: no memory is taken before."""
 
-    def __init__(self, num_gemms, input_size, output_size, *, config, stored: Stored, **kwargs):
+    def __init__(
+        self, num_gemms, input_size, output_size, *, config, stored: Stored, later: bool, **kwargs
+    ):
         super().__init__(num_gemms, input_size, output_size, config=config, **kwargs)
         on_cpu = config.use_cpu_initialization
         self.device = torch.device("cpu" if on_cpu else f"cuda:{torch.cuda.current_device()}")
-        self.scale_dtype = stored.scale_dtype  # the checkpoint's
+        self.dtype = config.params_dtype
         self.held: tuple[str, ...] = ()  # what of `packed` engines hold too
         shape = (num_gemms, self.out_features, self.in_features)
         data, scales = packed_shapes(stored.form, shape)
+        device = torch.device("meta") if later else self.device
         self.packed = Packed(
             stored.form,
-            torch.empty(data, dtype=DATA_DTYPES[stored.form], device=self.device),
-            torch.empty(scales, dtype=stored.scale_dtype, device=self.device),
+            torch.empty(data, dtype=DATA_DTYPES[stored.form], device=device),
+            torch.empty(scales, dtype=stored.scale_dtype, device=device),
         )
 
     def forward(self, x, m_splits):
@@ -101,9 +106,10 @@ class PackedExperts:
     shape: ModelShape
     stored: Stored
 
-    def place(self, provider) -> None:
-        """The models that Bridge's provider builds get packed experts. Raises ModelError for
-        experts that cannot be cut as the provider's options say."""
+    def place(self, provider, later: bool = False) -> None:
+        """The models that Bridge's provider builds get packed experts; `later`: which take no
+        memory before they are loaded. Raises ModelError for experts that cannot be cut as the
+        provider's options say."""
         etp, whole = provider.expert_tensor_parallel_size, max(MULTIPLES[self.stored.form])
         if (width := self.shape.dims["moe_intermediate"]) % (etp * whole):
             raise ModelError(
@@ -111,30 +117,52 @@ class PackedExperts:
                 f"{whole} when trainer.etp={etp} cuts them; use a smaller trainer.etp, and "
                 "trainer.ep for the rest"
             )
-        leaves = (partial(one, stored=self.stored) for one in (ColumnPackedLinear, RowPackedLinear))
-        place_experts(provider, *leaves)
+        kinds = ColumnPackedLinear, RowPackedLinear
+        place_experts(provider, *(partial(k, stored=self.stored, later=later) for k in kinds))
 
     def load(self, chunks: Sequence[torch.nn.Module], shared: Shared | None = None) -> None:
-        """Fills this rank's, but for what is `shared` with engines. Raises ModelError for tensors
-        that are not those of the model, and for scales that are no scales; HeldBaseError for
-        shared bytes that are not those that were written."""
+        """Fills this rank's, but for what is `shared` with engines: of that what vLLM has laid out
+        is compared with the checkpoint, every expert of it. Raises ModelError for tensors that are
+        not those of the model, and for scales that are no scales; HeldBaseError for shared bytes
+        that are not those that were written, or other weights than the checkpoint's."""
         first = ps.get_expert_model_parallel_rank()
         cut = ps.get_expert_tensor_parallel_rank(), ps.get_expert_tensor_parallel_world_size()
         for layer, modules, side, linear in _linears(chunks):
             if shared is not None:
                 name = f"decoder.layers.{layer}.mlp.experts.{MEGATRON[linear.parallel_mode]}"
                 _hold(linear, name, shared)
-            if linear.held == ("data", "scales"):
+            laid_out = linear.packed.form in MARLIN.values()
+            if linear.held == ("data", "scales") and not laid_out:
                 continue
             rows = linear.out_features // len(modules)
             for local_expert in range(linear.num_gemms):
                 expert = first * linear.num_gemms + local_expert
-                for part, module in enumerate(modules):
-                    path = f"model.layers.{layer}.{hf_path(self.shape, module)}".format(expert)
+                paths = [f"model.layers.{layer}.{hf_path(self.shape, m)}" for m in modules]
+                paths = [path.format(expert) for path in paths]
+                if laid_out:
+                    self._compare(linear, local_expert, paths, side, cut)
+                    continue
+                for part, path in enumerate(paths):
                     read = _read(self.weights, path, linear)
                     parts = {n: one.chunk(cut[1], dim=side)[cut[0]] for n, one in read.items()}
                     _put(linear, local_expert, part * rows, rows, parts, path)
         self.weights.close()
+
+    def _compare(
+        self,
+        linear: PackedGroupedLinear,
+        expert: int,
+        paths: Sequence[str],
+        side: int,
+        cut: tuple[int, int],
+    ) -> None:
+        """What is multiplied of an expert, by the kernel that training takes, with what torch makes
+        of the checkpoint, bit for bit."""
+        held = dequantise(linear.packed.of(expert), linear.dtype).chunk(len(paths))
+        for path, mine in zip(paths, held, strict=True):
+            part = part_of(read_linear(self.weights, path, self.stored.form), side, *cut)
+            part = Packed(part.form, part.data.to(linear.device), part.scales.to(linear.device))
+            check_same(path, mine, dequantise(part, linear.dtype, "torch"))
 
 
 def _linears(
@@ -150,13 +178,24 @@ def _linears(
 
 def _hold(linear: PackedGroupedLinear, name: str, shared: Shared) -> None:
     """Points a linear at what engines hold too: packed values, and scales of groups, which are of
-    the dtype that is computed in."""
-    data, scales = linear.packed.data, linear.packed.scales
-    data = shared.part(name, data.flatten(2)).view_as(data)
+    the dtype that is computed in. Makes room for the scales that they do not."""
+    form = shared.held.layout
+    assert form is not None
+    data, scales = (
+        torch.empty(shape, dtype=dtype, device="meta")
+        for shape, dtype in zip(
+            packed_shapes(form, linear.packed.shape),
+            (DATA_DTYPES[form], linear.packed.scales.dtype),
+            strict=True,
+        )
+    )
+    data = shared.part(name, data.flatten(2)).view(data.shape)
     linear.held = ("data",)
     if (name := f"{name}.scales") in shared.stacks:
         scales, linear.held = shared.part(name, scales), ("data", "scales")
-    linear.packed = Packed(linear.packed.form, data, scales)
+    else:
+        scales = torch.empty_like(scales, device=linear.device)
+    linear.packed = Packed(form, data, scales)
 
 
 def part_of(packed: Packed, side: int, rank: int, ways: int) -> Packed:

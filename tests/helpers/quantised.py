@@ -25,9 +25,9 @@ FP8_SIZES = {
 }  # fmt: skip
 
 
-def save_model(name: str, folder: Path, form: Form) -> None:
+def save_model(name: str, folder: Path, form: Form, **sizes: int) -> None:
     """A tiny model with random weights, of sizes that `form` can quantise."""
-    sizes = FP8_SIZES[name] if form == "fp8" else {}
+    sizes = (FP8_SIZES[name] if form == "fp8" else {}) | sizes
     config = AutoConfig.for_model(name, **shapes.SHAPES[name] | sizes)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).float().eval()
@@ -39,11 +39,11 @@ def save_model(name: str, folder: Path, form: Form) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | shapes.EXTRA_CONFIG[name]))
 
 
-def make_pair(name: str, folder: Path, form: Form = "int4") -> tuple[Path, Path]:
+def make_pair(name: str, folder: Path, form: Form = "int4", **sizes: int) -> tuple[Path, Path]:
     """(quantised, dequantised) directories of a tiny model. The second is made by
     compressed-tensors and by transformers."""
     base, packed, plain = folder / "base", folder / "packed", folder / "plain"
-    save_model(name, base, form)
+    save_model(name, base, form, **sizes)
     quantise(base, packed, form)
     shutil.copytree(base, plain)
     save_file(dequantised(load_file(packed / "model.safetensors")), plain / "model.safetensors")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from quantised import make_pair
 from ranks import FileJob, random_batch, spec_of
 from stand_in_gpus import SharingEngine
 
@@ -32,6 +33,8 @@ MLP = {"linear_fc1", "linear_fc2"}  # of dense MLPs and shared experts
 # Of each family a layout of the trainer, and what of it a rank has for itself.
 LAYOUTS = {
     "qwen3_moe": ({"tp": 2, "ep": 2}, SMALL | {"q_layernorm", "k_layernorm"}),
+    # Experts as vLLM lays them out for Marlin's kernels, whose sizes these are.
+    "qwen3_moe-int4": ({"tp": 2, "ep": 2}, SMALL | {"q_layernorm", "k_layernorm"}),
     "deepseek_v3": ({"ep": 2}, SMALL | MLA | {"q_layernorm", "kv_layernorm", *MLP}),
 }
 
@@ -39,6 +42,10 @@ LAYOUTS = {
 @pytest.fixture(params=LAYOUTS)
 def model(request, tmp_path) -> Path:
     folder = tmp_path / request.param
+    if request.param.endswith("-int4"):
+        sizes = {"hidden_size": 128, "moe_intermediate_size": 64}
+        packed, _ = make_pair("qwen3_moe", tmp_path / "pair", "int4", **sizes)
+        return packed.rename(folder)
     folder.mkdir()
     save_random(folder, lambda: build_model(request.param), EXTRA_CONFIG[request.param])
     make_tokenizer().save_pretrained(folder)

@@ -339,11 +339,26 @@ def test_on_two_gpus_what_they_lack_is_an_error_before_anything_starts(
     )
 
 
-def test_a_quantised_base_is_not_held_on_a_gpu(tmp_path, monkeypatch):
+@pytest.mark.parametrize("form", ["int4", "mxfp4", "fp8"])
+def test_a_quantised_base_is_held_on_a_gpu_where_vllms_kernels_take_its_sizes(
+    form, tmp_path, monkeypatch
+):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(choose, "installed", lambda name: None)
-    packed, _ = make_pair("qwen3_moe", tmp_path, "int4")
-    assert "the base is int4, and on GPUs vLLM lays quantised experts out" in why(packed, *ON_ONE)
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128}
+    packed, _ = make_pair("qwen3_moe", tmp_path / "whole", form, **sizes)
+    assert why(packed, *ON_ONE) == ""
+    shape = ModelShape.from_hf_config(json.loads((packed / "config.json").read_text()))
+    config = override(RunConfig(), ["model.held_once=on", *ON_ONE])
+    values = len(shape.moe_layers) * shape.num_experts * 3 * 128 * 128
+    bits = {"int4": 4 + 16 / 32, "mxfp4": 4 + 8 / 32, "fp8": 8}[form]
+    assert choose.expert_bytes(config, shape, form) == values * bits / 8
+    if form != "fp8":
+        other = {"hidden_size": 128, "moe_intermediate_size": 96}
+        packed, _ = make_pair("qwen3_moe", tmp_path / "padded", form, **other)
+        said = why(packed, *ON_ONE)
+        assert "routed_experts.w13_weight" in said
+        assert "an engine's rank has 96 and 128: use rollout.ep=true" in said
 
 
 def test_memory_that_an_engine_shares_has_the_checkpoints_weights(model, tmp_path):

@@ -28,6 +28,7 @@ POINTERS = {
     "partial": "fp32",
     "scale_inv": "fp32",
     "packed": "i32",
+    "words": "i32",
 }
 LORA, CODEC = "grouped_lora", "route_codec"
 MATMUL = {"HAS_RANKS": True, "UPCAST": False}
@@ -58,6 +59,9 @@ CASES = [
     ("dequant", "int4", {"scales": "bf16", "out": "fp32"}, DEQUANT),
     ("dequant", "fp8", {"weight": "fp8e4nv", "scales": "fp32", "out": "bf16"}, FP8),
     ("dequant", "mxfp4", {"blocks": "u8", "scales": "u8", "out": "bf16"}, DEQUANT),
+    ("dequant", "int4_marlin", {"scales": "bf16", "out": "bf16"}, TILE),
+    ("dequant", "int4_marlin", {"scales": "bf16", "out": "fp32"}, TILE),
+    ("dequant", "mxfp4_marlin", {"scales": "u8", "out": "bf16"}, TILE),
     (CODEC, "pack", {"ids": "i16", "packed": "u8"}, ROW | {"SPAN": 2, "BLOCK": 1024}),
     (CODEC, "unpack", {"ids": "i16", "packed": "u8"}, ROW | {"BLOCK": 1024}),
     (CODEC, "routing_map", MAP, MAP_TILE),

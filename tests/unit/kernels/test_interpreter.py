@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-FILES = ("dequant", "grouped_lora", "merge", "route_codec")
+FILES = ("dequant", "marlin", "grouped_lora", "merge", "route_codec")
 
 
 @pytest.mark.seconds

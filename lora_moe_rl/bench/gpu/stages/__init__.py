@@ -38,10 +38,10 @@ STAGES = {
     ),
     "held": Stage(
         "tests",
-        120,
+        300,
         "memory of one process that another maps: the base, held once, and a version of an adapter",
         ("pytest",),
-        ("test_held.py", "test_channels.py"),
+        ("test_held.py", "test_marlin.py", "test_channels.py"),
     ),
     "slices": Stage(
         "slices",
