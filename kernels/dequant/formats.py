@@ -66,8 +66,8 @@ DATA_DTYPES: dict[Form, torch.dtype] = {
 
 @dataclass(frozen=True)
 class Packed:
-    """A quantised weight: what its checkpoint has, and nothing else. `data` and `scales` may be
-    views of larger tensors, with whole rows."""
+    """A quantised weight: what its checkpoint has, and nothing else, in the order that `form` says.
+    `data` and `scales` may be views of larger tensors, with whole rows."""
 
     form: Form
     data: Tensor
