@@ -32,6 +32,8 @@ KL, MOVED = "reference/kl", "reference/moved"
 SAME: dict[Dtype, float] = {"float32": 1e-7, "bfloat16": 1e-3}
 # Relative size of a change that shows in some logprob even where weights are cast to bfloat16.
 SHOWS = 0.01
+# A policy that is surer of its tokens than this may have no logprob left that could change.
+SURE = 1e-3
 
 
 class FrozenAdapter:
@@ -43,7 +45,7 @@ class FrozenAdapter:
         with self.on():
             adapters.load(tensors)
         self._sum = self._summed()
-        if not self._sum.isfinite():
+        if not all(one.isfinite().all() for one in self.values):
             raise FrozenStartError(
                 "the adapter that the run starts from is not finite, or does not fill this rank's "
                 "part, and cannot be measured against; algorithm.reference=base measures against "
@@ -63,25 +65,24 @@ class FrozenAdapter:
     def moved(self) -> list[float]:
         """Sums of squares, of each element on one rank alone: of what the policy is away from it,
         and of itself. Raises FrozenStartError when it is no longer as it was loaded."""
-        if not torch.equal(self._summed(), self._sum):
+        if self._summed() != self._sum:
             raise FrozenStartError(
                 "the frozen adapter of algorithm.reference=start has been written to since it was "
                 "loaded; --resume loads it anew"
             )
-        away, size = torch.zeros_like(self._sum), torch.zeros_like(self._sum)
-        parameters = self.adapters.parameters()
+        parameters, sums = self.adapters.parameters(), []
         frozen = {id(one): value for one, value in zip(parameters, self.values, strict=True)}
         for s in self.adapters.slices():
             if s.exported:
                 value = frozen[id(s.tensor)][s.index]
-                away += (s.tensor.detach()[s.index] - value).square().sum(dtype=torch.float64)
-                size += value.square().sum(dtype=torch.float64)
-        return torch.stack([away, size]).tolist()
+                both = (s.tensor.detach()[s.index] - value, value)
+                sums.append(torch.stack([one.square().sum(dtype=torch.float64) for one in both]))
+        return torch.stack(sums).sum(0).tolist() if sums else [0.0, 0.0]
 
-    def _summed(self) -> torch.Tensor:
-        """float64, of all values: the same on the same device as long as none changes."""
-        every = [one.sum(dtype=torch.float64) for one in self.values]
-        return torch.stack(every).sum() if every else torch.zeros((), dtype=torch.float64)
+    def _summed(self) -> list[int]:
+        """The sum of the bits of each tensor, which does not depend on their order."""
+        bits = [one.view(torch.int32).sum(dtype=torch.int64) for one in self.values]
+        return torch.stack(bits).tolist() if bits else []
 
 
 def measure(work: Work, before: torch.Tensor, meter: Meter) -> None:
@@ -89,21 +90,23 @@ def measure(work: Work, before: torch.Tensor, meter: Meter) -> None:
     before the update."""
     stands = on_device(torch.from_numpy(work.stands), before.device)
     ours, theirs = (one.detach().to(torch.float64) for one in (before, work.known["reference"]))
-    meter.add("reference kl", (k3(ours, theirs).where(stands > 0, 0) * stands).sum())
+    for name, values in (("kl", k3(ours, theirs)), ("nll", -ours)):
+        meter.add(f"reference {name}", (values.where(stands > 0, 0) * stands).sum())
 
 
 def metrics(meter: Meter, moved: list[float], version: int, dtype: Dtype) -> dict[str, float]:
     """`moved`: what `FrozenAdapter.moved` gave before the update of `version`. Raises
     FrozenStartError when the two policies are not as far apart as the two adapters say."""
     away, size = meter.all_reduce(moved)
-    kl, tokens = meter.summed(["reference kl", "tokens"])
+    kl, nll, tokens = meter.summed(["reference kl", "reference nll", "tokens"])
     found = {KL: kl / max(tokens, 1.0), MOVED: (away / size) ** 0.5 if size else 0.0}
-    check(found, version, dtype, tokens)
+    check(found, version, dtype, nll / max(tokens, 1.0))
     return found
 
 
-def check(found: dict[str, float], version: int, dtype: Dtype, tokens: float) -> None:
-    """Raises FrozenStartError: see `metrics`. NaN is told of elsewhere."""
+def check(found: dict[str, float], version: int, dtype: Dtype, nll: float) -> None:
+    """`nll`: minus the policy's logprob, mean over tokens. Raises FrozenStartError: see `metrics`.
+    NaN is told of elsewhere."""
     kl, moved = found[KL], found[MOVED]
     if version == 0 and moved:
         raise FrozenStartError(
@@ -116,7 +119,7 @@ def check(found: dict[str, float], version: int, dtype: Dtype, tokens: float) ->
             f"run starts from, and their KL should be 0, and is {kl:.3g} nats a token "
             f"({SAME[dtype]:g} is let pass in {dtype})"
         )
-    if moved > SHOWS and kl == 0 and tokens:
+    if moved > SHOWS and kl == 0 and nll > SURE:
         raise FrozenStartError(
             f"algorithm.reference=start: the policy of version {version} has moved away from the "
             f"adapter that the run starts from by {moved:.3g} of its size, and yet every logprob "

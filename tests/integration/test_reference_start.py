@@ -12,11 +12,12 @@ import pytest
 import tiny_families
 import torch
 import torch.nn.functional as F
+from quantised import make_pair
 from ranks import random_adapter, random_batch, run_ranks, spec_of
 from test_offline import BETA, batch_of, losses_of
 
 from lora_moe_rl.adapters.shards import assemble
-from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config import AdapterConfig, RunConfig
 from lora_moe_rl.errors import FrozenStartError
 
 RELATIVE = 1e-5
@@ -194,6 +195,16 @@ def test_the_kl_to_the_start_is_0_in_the_first_step_and_not_in_the_second(tiny):
     for first, second in run_ranks(config, folder, first_steps):
         assert first == [0, 0, 0]
         assert all(value > 1e-6 for value in second), second
+
+
+@pytest.mark.parametrize("form", ["int4", "fp8"])
+def test_so_it_is_on_a_quantised_base(tmp_path, form):
+    """In bfloat16, on the CPU too to the last bit."""
+    folder, _ = make_pair("qwen3_moe", tmp_path, form)
+    config = make_config(folder, KL, dtype="bfloat16")
+    config = config.model_copy(update={"adapter": AdapterConfig(rank=4)})
+    ((first, second),) = run_ranks(config, folder, first_steps)
+    assert first == [0, 0, 0] and all(value > 0 for value in second), (first, second)
 
 
 def what_is_noticed(worker, spec):

@@ -17,6 +17,8 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.samples import Details, Group, Prompt, Sample, Segment
+from lora_moe_rl.files.sample_records import sample_record
+from lora_moe_rl.run.reward_metrics import turn_metrics
 
 
 def policy(tokens: int, version: int = 0) -> Segment:
@@ -133,3 +135,12 @@ def test_a_batch_without_them_knows_none():
     algorithm = algorithms.make(override(RunConfig(), ["algorithm=ppo"]))
     groups = [group([TALK, SHORT], [1, 0], {})]
     assert TrainBatch.from_groups(groups, signals_of(algorithm, groups), 1, step=1).earlier is None
+
+
+def test_the_share_of_samples_of_which_it_is_told_is_recorded_where_it_is():
+    groups = [group([TALK, SHORT], [1, 0], {0: [1, 0, 0]}), group([SHORT, SHORT], [1, 0], {})]
+    assert turn_metrics(groups) == {"reward/by_turn": 0.25}
+    assert turn_metrics(groups[1:]) == {}
+    record = sample_record(1, groups[0], None, 0)
+    assert record["turn_rewards"] == [1, 0, 0]
+    assert "turn_rewards" not in sample_record(1, groups[0], None, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -86,3 +87,17 @@ def test_a_batch_without_rewards_is_refused():
     batch.rewards = None
     with pytest.raises(ValueError, match="its signals had no rewards"):
         revised_on(0, batch, kl_coef=0.1)
+
+
+def test_the_kl_weighs_as_the_step_says_and_turns_have_what_they_earned():
+    """A batch of a step with a weight of its own, and of a reward of 1 that the first token earned
+    by 3/4."""
+    weighed = replace(make_batch(), kl_coef=0.1)
+    first = revised_on(0, weighed, kl_coef=0.5, kl_target=0.01)
+    np.testing.assert_allclose(first.advantages, [0, 0.65, 0.65, 0.65], rtol=1e-6)
+    none = {"name": "reinforce_pp", "kl_coef": 1e-9, "kl_in": "reward"}
+    earlier = [np.array([0.75, 0.0, 0.0]), np.zeros(2)]
+    found = revised_on(0, replace(make_batch(), earlier=earlier), **none).advantages
+    to_come = np.array([1, 0.25, 0, 0])  # of the tokens that the policy wrote, of both samples
+    scale = np.sqrt(to_come.var(ddof=1))
+    np.testing.assert_allclose(found[[1, 3]], (to_come[:2] - to_come.mean()) / scale, rtol=1e-5)

@@ -154,3 +154,12 @@ def test_a_sample_that_stands_in_the_loss_several_times_counts_so_often_everywhe
     values = torch.arange(8.0)
     total = total_of(Loss(values), work, tokens_of(work, torch.zeros(8)), scales)
     assert total.item() == 2 * 1 + 3 * 5
+
+
+def test_a_loss_is_told_the_weight_of_the_kl_of_its_step():
+    from lora_moe_rl.trainer.objective import tokens_of
+
+    work = work_of([0, 1])
+    assert tokens_of(work, torch.zeros(8)).kl_coef is None
+    work.data.batch.kl_coef = 0.25
+    assert tokens_of(work, torch.zeros(8)).kl_coef == 0.25
