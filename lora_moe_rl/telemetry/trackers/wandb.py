@@ -43,7 +43,7 @@ class Wandb(ProjectTracker):
             from wandb.errors import Error as WandbError
         except ImportError as error:
             raise self.missing(error) from error
-        self.wandb, self.settings = wandb, settings
+        self.wandb, self.settings, self.online = wandb, settings, settings.mode == "online"
         try:
             self.run = wandb.init(
                 project=settings.project,
@@ -95,7 +95,7 @@ class Wandb(ProjectTracker):
         )
         artifact.add_dir(str(directory))
         logged = self.run.log_artifact(artifact, aliases=["latest", f"step-{step:06d}"])
-        if self.settings.mode == "online":
+        if self.online:
             logged.wait()  # which raises what went wrong; wandb's own process tells nobody
 
     def close(self, failed: bool) -> None:
