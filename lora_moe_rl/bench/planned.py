@@ -13,8 +13,10 @@ from lora_moe_rl.bench.model import save_with_experts
 from lora_moe_rl.bench.report import Result, cores, goal, temporary
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import positive, result_parser
+from lora_moe_rl.planner.compute import Lengths
 from lora_moe_rl.planner.facts import Facts, find
 from lora_moe_rl.planner.held import shared_bytes
+from lora_moe_rl.planner.host import samples_bytes
 from lora_moe_rl.planner.plan import build_spec
 from lora_moe_rl.planner.rollout import kv_token_bytes, slot_bytes, weight_bytes
 from lora_moe_rl.planner.trainer import TrainerMemory
@@ -26,7 +28,8 @@ Real trainer ranks and engines on the CPU, in float32, of a model with random we
 anonymous memory that a process has over the bare one, with its imports done, by what it is for:
 measured, and beside it what the plan says of the same layout. With `held once` the routed experts
 lie in a file, of which the share that the rank is charged is measured. What a step adds is planned
-for the modules of the CPU, which keep more than the fused ones of GPUs.
+for the modules of the CPU, which keep more than the fused ones of GPUs. Of the run's own process it
+is what the samples of a step add.
 """
 WIDTHS = {
     "hidden_size": 1024,
@@ -46,6 +49,11 @@ TRAINERS: dict[str, dict[str, Any]] = {
 ENGINES: dict[str, dict[str, Any]] = {
     "engine": {},
     "engine, dp 2 ep": {"dp": 2, "ep": True},
+}
+# Of the run's own process: prompts of a step, samples of each, tokens of a prompt and a response.
+SAMPLES: dict[str, tuple[int, int, int, int]] = {
+    "the run, long samples": (32, 8, 512, 4096),
+    "the run, short samples": (512, 8, 64, 256),
 }
 HELD = "trainer, held once"
 STEP = "a step, at most"
@@ -74,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     parser = result_parser("bench planned", ABOUT)
     parser.add_argument("--model", choices=SHAPES, default="qwen3_moe", help="(qwen3_moe)")
     parser.add_argument("--experts", type=positive, default=32, help="of each layer (32)")
-    places = [*TRAINERS, *ENGINES]
+    places = [*TRAINERS, *ENGINES, *SAMPLES]
     parser.add_argument("--only", choices=places, action="append", help="of the places measured")
     parser.add_argument("--dir", default="/dev/shm", help="where a base held once lies (/dev/shm)")
     options = parser.parse_args(argv)
@@ -121,6 +129,8 @@ def config_of(folder: Path, **sections: dict[str, Any]) -> RunConfig:
 
 
 def measure(place: str, folder: Path, directory: str) -> list[Row]:
+    if place in SAMPLES:
+        return of_samples(place, folder)
     facts = find(str(folder))
     if place in ENGINES:
         return of_engine(place, facts, config_of(folder, rollout=ENGINES[place]))
@@ -184,6 +194,20 @@ def of_engine(place: str, facts: Facts, config: RunConfig) -> list[Row]:
         by_kind = planned | {"KV cache": token * tokens}
         rows += [Row(place, rank, what, by_kind[what], nbytes) for what, nbytes in one.items()]
     return rows
+
+
+def of_samples(place: str, folder: Path) -> list[Row]:
+    from lora_moe_rl.bench.planned_jobs import hold_samples
+    from lora_moe_rl.verify.processes import apart
+
+    prompts, group_size, prompt, response = SAMPLES[place]
+    algorithm = {"prompts_per_step": prompts, "group_size": group_size}
+    config = config_of(folder).model_copy(
+        update={"algorithm": RunConfig(algorithm=algorithm).algorithm}
+    )
+    lengths = Lengths(prompt, response)
+    held = apart("samples", hold_samples, config, lengths, timeout_s=TIMEOUT_S)
+    return [Row(place, 0, "samples of a step", samples_bytes(config, lengths), held)]
 
 
 def parts(result: Result) -> Iterable[Any]:

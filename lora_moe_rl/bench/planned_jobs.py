@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import pickle
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from lora_moe_rl.base.store import BIN
 from lora_moe_rl.bench.loading import Peak
@@ -14,6 +17,8 @@ from lora_moe_rl.bench.planned import SAMPLE, STEP, TOKENS
 from lora_moe_rl.bench.process import mapped_bytes, status_bytes
 from lora_moe_rl.bench.report import cores
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
+from lora_moe_rl.planner.compute import Lengths
 from lora_moe_rl.rollout.engine import RolloutEngine
 
 M_MMAP_THRESHOLD = -3  # glibc's malloc.h
@@ -82,6 +87,46 @@ def train(
         mapped = mapped_bytes(os.getpid(), Path(held) / BIN)
         found |= {"base": found["base"] + mapped, "base, of the file": mapped}
     return found
+
+
+def hold_samples(config: RunConfig, lengths: Lengths) -> int:
+    """Bytes of a step's samples in the process that makes a batch of them: as they come from an
+    engine, scored, with the algorithm's signals. A job of `apart`."""
+    from lora_moe_rl import algorithms
+    from lora_moe_rl.algorithms.parts.step_signals import signals_of
+    from lora_moe_rl.data.batch import TrainBatch
+
+    give_back_what_is_freed()
+    rng, algorithm = np.random.default_rng(0), config.algorithm
+    made = algorithms.make(config)
+
+    def group(row: int) -> Group:
+        prompt = Prompt(row, "", rng.integers(0, 1000, lengths.prompt).tolist())
+        samples = [_sample(rng, prompt, lengths.response) for _ in range(algorithm.group_size)]
+        rewards = np.arange(algorithm.group_size, dtype=np.float32)
+        return Group(prompt, pickle.loads(pickle.dumps(samples)), None, rewards)
+
+    def step(prompts: int) -> tuple[Any, ...]:
+        groups = [group(row) for row in range(prompts)]
+        signals = signals_of(made, groups)
+        return groups, signals, TrainBatch.from_groups(groups, signals, algorithm.mini_batches, 1)
+
+    step(algorithm.mini_batches)  # imports what it needs
+    bare = settled()
+    held = step(algorithm.prompts_per_step)
+    found = settled() - bare
+    del held
+    return found
+
+
+def _sample(rng: np.random.Generator, prompt: Prompt, response: int) -> Sample:
+    """Of one turn, with four letters a token."""
+    logprobs = rng.standard_normal(response)
+    segments = (
+        Segment.given("user", prompt.token_ids),
+        Segment.sampled(rng.integers(0, 1000, response), logprobs, 3),
+    )
+    return Sample(segments, "stop", "".join(rng.choice([*"abcdefgh"], 4 * response)))
 
 
 class HeldEngine(RolloutEngine):

@@ -54,7 +54,9 @@ def as_json(plan: RunPlan, proposals: list[Proposal], whys: list[str]) -> dict[s
         "seconds": asdict(plan.seconds) | {"step": plan.seconds.step},
         "held": [asdict(part) for part in plan.held],
         "turns": [asdict(turn) | {"total": turn.total} for turn in plan.turns],
+        "hosts": [asdict(node) | {"total": node.total, "name": node.name} for node in plan.hosts],
         "problems": plan.problems,
+        "warnings": plan.warnings,
         "proposals": [
             {
                 "settings": p.settings,

@@ -36,18 +36,27 @@ GPUS = {
     )
 }
 DEFAULT_GPU = "h100"
+HOST_GIB = 128  # of a node's host for each of its GPUs, where nobody says: less than most have
 
 
 @dataclass(frozen=True)
 class Hardware:
     """What a recipe is for. `gpu_memory` GiB and `bandwidth` GB/s between nodes, where they are not
-    those of `gpu`."""
+    those of `gpu`; `host_memory` GiB of a node, where it is not HOST_GIB for each of its GPUs."""
 
     gpus: int
     gpu: str = DEFAULT_GPU
     gpu_memory: float | None = None
     bandwidth: float | None = None
     gpus_per_node: int = 8
+    host_memory: float | None = None
+
+    @property
+    def node_memory(self) -> float:
+        """GiB of the host's memory of a node."""
+        if self.host_memory is not None:
+            return self.host_memory
+        return float(HOST_GIB * self.gpus_per_node)
 
     @property
     def spec(self) -> Gpu:

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field, replace
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.models.fit import check_blocks, check_layout
+from lora_moe_rl.planner import host
 from lora_moe_rl.planner.base import num_parameters
 from lora_moe_rl.planner.compute import Flops, Lengths, Roofline, Seconds
 from lora_moe_rl.planner.facts import Facts, Format
 from lora_moe_rl.planner.hardware import GIB, Efficiency, Hardware
 from lora_moe_rl.planner.held import HeldPart, held_parts, shared_bytes
+from lora_moe_rl.planner.host import HostMemory, NodeHost
 from lora_moe_rl.planner.rollout import EngineRank, engine_rank
 from lora_moe_rl.planner.traffic import Refit, Routes, Way, refits, routes
 from lora_moe_rl.planner.trainer import RankClass, TrainerMemory
@@ -34,7 +36,8 @@ class Assumed:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """`problems`: why the run would not fit; empty when it does. Of a run that samples nothing
+    """`problems`: why the run would not fit; empty when it does. `hosts`: nodes, by what their
+    hosts' memory holds. Of a run that samples nothing
     there are no engine, refits and routes. `held`: what of the base trainer and engines hold once;
     empty with model.held_once=off."""
 
@@ -50,6 +53,7 @@ class RunPlan:
     seconds: Seconds
     problems: list[str]
     held: list[HeldPart]
+    hosts: list[NodeHost]
 
     @property
     def heaviest(self) -> RankClass:
@@ -71,6 +75,11 @@ class RunPlan:
         if self.engine is None or not self.config.placement.colocated:
             return []
         return turns(self.config, self.classes, self.engine)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What may not fit: of a host's memory a part is allowances."""
+        return [*host.warnings(self.hosts, self.assumed.hardware)]
 
     @property
     def gpus(self) -> tuple[int, int, bool]:
@@ -119,6 +128,17 @@ def make(facts: Facts, config: RunConfig, assumed: Assumed) -> RunPlan:
         roofline.seconds(config, heaviest, engine, refit, hardware),
         [*problems(config, classes, engine, assumed.hardware), *_not_held(config, held)],
         held,
+        HostMemory(
+            config,
+            classes,
+            engine,
+            decisions,
+            assumed.lengths,
+            assumed.served,
+            spec.num_parameters,
+            held,
+            assumed.weights,
+        ).nodes(gpus_of(config), assumed.hardware.gpus_per_node),
     )
 
 

@@ -85,6 +85,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--gpus-per-node", type=int, help="which a tensor-parallel group cannot exceed (8)"
     )
+    about = "of a node's host (128 for each of its GPUs)"
+    made.add_argument("--host-memory", type=float, metavar="GIB", help=about)
     made.add_argument("--rank", type=int, help="short for adapter.rank")
     formats = ("bf16", *PACKED)
     about = "the trainer's frozen base, as if held in this format (bf16 is what there is)"
@@ -147,9 +149,10 @@ def _hardware(options: argparse.Namespace, named: Hardware | None) -> Hardware |
         "gpu_memory": options.gpu_memory,
         "bandwidth": options.bandwidth,
         "gpus_per_node": options.gpus_per_node,
+        "host_memory": options.host_memory,
     }
     given = {key: value for key, value in given.items() if value is not None}
-    for key in ("gpus", "gpu_memory", "bandwidth", "gpus_per_node"):
+    for key in ("gpus", "gpu_memory", "bandwidth", "gpus_per_node", "host_memory"):
         if given.get(key, 1) <= 0:
             raise ConfigError(f"--{key.replace('_', '-')} {given[key]} is not above 0")
     if named is not None:

@@ -47,8 +47,11 @@ def show(plan: RunPlan, chosen: bool) -> None:
         if plan.turns:
             out.print(_turns(plan))
         out.print(_refits(plan))
+    out.print(_hosts(plan))
     for line in (*_routes(plan), *_flops(plan), *_seconds(plan)):
         out.print(Text(line))
+    for warning in plan.warnings:
+        out.print(Text(f"may not fit: {warning}", style="yellow"))
     for problem in plan.problems:
         out.print(Text(f"does not fit: {problem}", style="red"))
     if not plan.problems:
@@ -158,6 +161,17 @@ def _turns(plan: RunPlan) -> Table:
     for turn in plan.turns:
         sizes = turn.trainer, turn.engine, turn.total, turn.host
         made.add_row(turn.name, *(_gib(size) for size in sizes))
+    return made
+
+
+def _hosts(plan: RunPlan) -> Table:
+    """A row for each kind of node."""
+    kinds = [*plan.hosts[0].memory]
+    title = f"the memory of a node's host, GiB of {plan.assumed.hardware.node_memory:,.0f}"
+    made = table(["a node of", "nodes", *kinds, "total"], title)
+    for node in plan.hosts:
+        sizes = (*node.memory.values(), node.total)
+        made.add_row(node.name, str(node.nodes), *map(_gib, sizes))
     return made
 
 

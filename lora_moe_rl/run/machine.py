@@ -67,8 +67,12 @@ def _memory(
     if not gpus:
         plan = _plan(config, model_dir, Hardware(1), "float32")
         return _on_the_cpu(config, plan, _saved(config, plan) if held_once else 0)
-    plan = _plan(config, model_dir, Hardware(len(gpus), gpu_memory=min(gpus)), "bf16")
-    return f"{len(gpus)} GPUs of {min(gpus):.0f} GiB", plan.problems
+    host = psutil.virtual_memory().total / GIB
+    hardware = Hardware(
+        len(gpus), gpu_memory=min(gpus), gpus_per_node=max(8, len(gpus)), host_memory=host
+    )
+    plan = _plan(config, model_dir, hardware, "bf16")
+    return f"{len(gpus)} GPUs of {min(gpus):.0f} GiB", [*plan.problems, *plan.warnings]
 
 
 def gpu_memory() -> list[float]:

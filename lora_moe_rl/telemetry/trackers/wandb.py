@@ -43,8 +43,7 @@ class Wandb(ProjectTracker):
             from wandb.errors import Error as WandbError
         except ImportError as error:
             raise self.missing(error) from error
-        self.wandb, self.settings = wandb, settings
-        self.online = settings.mode == "online"
+        self.wandb, self.settings, self.online = wandb, settings, settings.mode == "online"
         try:
             self.run = wandb.init(
                 project=settings.project,

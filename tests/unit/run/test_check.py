@@ -2,11 +2,13 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lora_moe_rl import cli
+from lora_moe_rl.run import machine
 from lora_moe_rl.tiny import shapes
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 from tests.helpers.teacher_server import MODEL, teacher_server
@@ -201,6 +203,16 @@ def test_what_the_machine_lacks_is_a_warning(check, monkeypatch):
     many = ("checkpoint.keep=1000000000", "checkpoint.every=1", "trainer.steps=1000000000")
     state, text = check(*many)[1]["machine"]
     assert state == "warning" and "the disk may be full before the run is done" in text
+
+
+def test_a_host_with_too_little_memory_beside_its_gpus_is_a_warning(check, monkeypatch):
+    monkeypatch.setattr(machine, "gpu_memory", lambda: [80.0, 80.0])
+    state, text = check("trainer.device=cuda")[1]["machine"]
+    assert "in its host's memory" not in text
+    little = SimpleNamespace(total=2 * 2**30)
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: little)
+    state, text = check("trainer.device=cuda")[1]["machine"]
+    assert state == "warning" and "in its host's memory of 2: most of it is its processes" in text
 
 
 def test_prompts_that_are_left_out_are_counted(check):
