@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lora_moe_rl.calls.wire import Nonsense, Wire, framed
-from lora_moe_rl.cluster.watchdog import kill_marked
+from lora_moe_rl.cluster.watchdog import KILL_S, kill_marked
 from lora_moe_rl.errors import ConfigError
 
 START_TIMEOUT_S = 120.0  # of a worker: it imports what the user's file imports
@@ -87,7 +87,8 @@ class Worker:
                 return
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            with suppress(subprocess.TimeoutExpired):  # then it is named by what follows
+                self.process.wait(KILL_S)
             kill_marked(MARK, self.mark)
             self.wire.close()
             self.ended = True

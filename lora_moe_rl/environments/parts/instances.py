@@ -26,7 +26,7 @@ import psutil
 
 from lora_moe_rl.calls.pool import MARK, START_TIMEOUT_S
 from lora_moe_rl.calls.wire import Nonsense, Wire, framed
-from lora_moe_rl.cluster.watchdog import kill_marked
+from lora_moe_rl.cluster.watchdog import KILL_S, kill_marked
 from lora_moe_rl.environments.parts.endings import Failed
 from lora_moe_rl.errors import ConfigError
 
@@ -138,14 +138,13 @@ class Instances:
             self._room.release()
             raise
 
-    def give_back(self, instance: Instance, usable: bool) -> None:
+    async def give_back(self, instance: Instance, usable: bool) -> None:
         """One that is not usable is ended."""
         self._room.release()
         if usable:
             self._idle[instance.factory].append(instance)
         else:
-            self._live.discard(instance)
-            instance.end()
+            await self._end(instance)
 
     def close(self) -> None:
         """Ends them all, and what they have started."""
@@ -155,16 +154,21 @@ class Instances:
         self._to_fork.close()
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        with suppress(subprocess.TimeoutExpired):  # then it is named by what follows
+            self._process.wait(KILL_S)
         kill_marked(OF_RUN, self._mark)
 
     async def _describe(self, factory: str) -> Described:
         instance = await self._made(factory)
         # transformers is imported there, which takes its time.
         described = Described(**await instance.ask("describe", START_TIMEOUT_S))
-        self._live.discard(instance)
-        instance.end()
+        await self._end(instance)
         return described
+
+    async def _end(self, instance: Instance) -> None:
+        """In a thread: the kernel may take its time."""
+        self._live.discard(instance)
+        await asyncio.to_thread(instance.end)
 
     async def _made(self, factory: str) -> Instance:
         instance = Instance(factory, self._fork(), self._timeout_s)
@@ -172,8 +176,7 @@ class Instances:
         try:
             await instance.make()
         except BaseException:
-            self._live.discard(instance)
-            instance.end()
+            await self._end(instance)
             raise
         return instance
 
