@@ -26,15 +26,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from lora_moe_rl.calls.ending import MARK, end_marked
 from lora_moe_rl.calls.wire import Nonsense, Wire, framed
-from lora_moe_rl.cluster.watchdog import KILL_S, kill_marked
+from lora_moe_rl.cluster.watchdog import KILL_S
 from lora_moe_rl.errors import ConfigError
 
 START_TIMEOUT_S = 120.0  # of a worker: it imports what the user's file imports
 # An async function ends a late call itself; only when it blocks its loop is it ended from here.
 ASYNC_GRACE_S = 5.0
-# In the environment of a worker, and so of all that it starts: by it they are found again.
-MARK = "LORA_MOE_RL_CALL_WORKER"
 
 
 class WorkerLost(Exception):
@@ -89,7 +88,7 @@ class Worker:
                 os.killpg(self.process.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):  # then it is named by what follows
                 self.process.wait(KILL_S)
-            kill_marked(MARK, self.mark)
+            end_marked(self.mark)
             self.wire.close()
             self.ended = True
 

@@ -31,7 +31,7 @@ from typing import IO, Any, NamedTuple
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from lora_moe_rl.calls.pool import MARK
+from lora_moe_rl.calls.ending import MARK
 from lora_moe_rl.cluster.watchdog import kill_marked
 from lora_moe_rl.endpoint.app import Endpoint, body_of, key_of, unless_gone
 from lora_moe_rl.endpoint.bodies import POLICY

@@ -24,7 +24,8 @@ from typing import Any
 
 import psutil
 
-from lora_moe_rl.calls.pool import MARK, START_TIMEOUT_S
+from lora_moe_rl.calls.ending import end_marked
+from lora_moe_rl.calls.pool import START_TIMEOUT_S
 from lora_moe_rl.calls.wire import Nonsense, Wire, framed
 from lora_moe_rl.cluster.watchdog import KILL_S, kill_marked
 from lora_moe_rl.environments.parts.endings import Failed
@@ -100,7 +101,7 @@ class Instance:
                 os.killpg(self._process.pid, signal.SIGKILL)
         self.leave()
         if self._mark:
-            kill_marked(MARK, self._mark)
+            end_marked(self._mark)
 
 
 class Instances:

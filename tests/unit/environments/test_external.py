@@ -13,7 +13,7 @@ import psutil
 import pytest
 from spoken_source import Speaker
 
-from lora_moe_rl.calls.pool import MARK
+from lora_moe_rl.calls.ending import MARK
 from lora_moe_rl.cluster.watchdog import marked
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Details, Prompt, Scores
