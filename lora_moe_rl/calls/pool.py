@@ -1,5 +1,9 @@
 """Processes that call a user's functions, and what becomes of the calls when one is lost.
 
+    call ──> waiting ──one at a time (a plain function), all at once (an async one)──> a worker
+      ^                                                                                  │
+      └───────────────────────────────────answer─────────────────────────────────────────┘
+
 A worker that hangs, ends or answers nonsense is ended with all that it has started, and another is
 started in its place; the call that it was doing has failed, and no other.
 """
@@ -8,27 +12,28 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import uuid
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Any
 
-from lora_moe_rl.cluster.watchdog import kill_marked
+from lora_moe_rl.calls.ending import MARK, end_marked
+from lora_moe_rl.calls.wire import Nonsense, Wire, framed
+from lora_moe_rl.cluster.watchdog import KILL_S
 from lora_moe_rl.errors import ConfigError
 
 START_TIMEOUT_S = 120.0  # of a worker: it imports what the user's file imports
 # An async function ends a late call itself; only when it blocks its loop is it ended from here.
 ASYNC_GRACE_S = 5.0
-# In the environment of a worker, and so of all that it starts: by it they are found again.
-MARK = "LORA_MOE_RL_CALL_WORKER"
 
 
 class WorkerLost(Exception):
@@ -36,46 +41,56 @@ class WorkerLost(Exception):
 
 
 class NoWorker(WorkerLost):
-    """Raised when the call was not made, since no worker is left and none can be started."""
+    """Raised when the call was not made, since a worker was lost and none can be started."""
 
 
 @dataclass(eq=False)
 class Job:
-    """One call."""
+    """One call, as it is sent."""
 
     number: int
-    arguments: dict[str, Any]
+    frame: bytes
     outcome: asyncio.Future[Any]
+    alarm: asyncio.TimerHandle | None = None
 
-    def fail(self, error: WorkerLost) -> None:
+    def fail(self, error: BaseException) -> None:
         if not self.outcome.done():
             self.outcome.set_exception(error)
 
 
 @dataclass(eq=False)
 class Worker:
-    """One process, and the jobs it has been given and has not answered, oldest first. A plain
-    function does one after the other, an async one all at the same time."""
+    """One process, the jobs that it was given and has not answered, and the tasks that send them
+    and hear its answers."""
 
     process: subprocess.Popen
-    connection: Connection
+    wire: Wire
     mark: str
     is_async: bool = False
     pending: dict[int, Job] = field(default_factory=dict)
-    alarms: dict[int, asyncio.TimerHandle] = field(default_factory=dict)
+    sending: asyncio.Task[None] | None = None
+    hearing: asyncio.Task[None] | None = None
+    ended: bool = False
+    _one_ends_it: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def free(self) -> bool:
+        """Whether it is to be given another job now."""
+        return self.is_async or not self.pending
 
     def end(self) -> None:
         """End the process and whatever it started, also what is in a session of its own or has
         outlived its parent. Harmless the second time."""
-        if self.connection.closed:
-            return
-        for alarm in self.alarms.values():
-            alarm.cancel()
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        kill_marked(MARK, self.mark)
-        self.connection.close()
+        with self._one_ends_it:
+            if self.ended:
+                return
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):  # then it is named by what follows
+                self.process.wait(KILL_S)
+            end_marked(self.mark)
+            self.wire.close()
+            self.ended = True
 
 
 class Pool:
@@ -102,9 +117,12 @@ class Pool:
         self.late = f"took longer than {setting}={timeout_s:g}"
         self.command = (module, tuple(words), quiet)
         self._numbers = itertools.count()
-        self._starting: asyncio.Task[None] | None = None
-        self._giving: set[asyncio.Task[None]] = set()  # of jobs whose worker was lost
-        self.workers = _start(self.command, size)
+        self._waiting: deque[Job] = deque()
+        self._starting = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ending: set[Worker] = set()
+        with ThreadPoolExecutor(1) as thread:  # a loop may be running here
+            self.workers = thread.submit(_start, self.command, size).result()
         if self.workers[0].is_async:
             self.size = 1
         while len(self.workers) > self.size:
@@ -112,99 +130,143 @@ class Pool:
 
     async def call(self, arguments: dict[str, Any]) -> Any:
         """What a worker answers. Raises WorkerLost when it is lost over it, or late."""
-        outcome = asyncio.get_running_loop().create_future()
-        job = Job(next(self._numbers), arguments, outcome)
-        await self._give([job])
+        number, outcome = next(self._numbers), asyncio.get_running_loop().create_future()
+        frame = framed((number, arguments, self.timeout_s))
+        self._waiting.append(Job(number, frame, outcome))
+        self._give()
         return await outcome
 
     def close(self) -> None:
-        for worker in self.workers:
+        ended, self.workers = {*self.workers, *self._ending}, []
+        for task in list(self._tasks):
+            task.cancel()
+        for worker in ended:
             worker.end()
-        self.workers = []
 
-    async def _give(self, jobs: Sequence[Job]) -> None:
-        """Gives jobs to the workers that have least to do; missing workers are started first."""
-        try:
-            await self._start_missing()
-        except (WorkerLost, ConfigError) as error:
-            for job in jobs:
-                job.fail(NoWorker(f"could not be started again: {error}"))
-            return
+    def _give(self) -> None:
+        """Sees to it that jobs that wait are sent: to each worker of a plain function one, the next
+        when that is answered; to that of an async one all. Missing workers are started."""
+        for worker in list(self.workers):
+            if not worker.pending and worker.process.poll() is not None:  # with nothing to do
+                self._lose(worker, None)
+        if self._waiting and len(self.workers) < self.size and not self._starting:
+            self._starting = True
+            self._run(self._start_missing())
+        for worker in self.workers:
+            if self._waiting and worker.free and worker.sending is None:
+                worker.sending = self._run(self._send(worker))
+
+    def _run(self, step: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(step)
+        self._tasks.add(task)  # the event loop itself holds tasks weakly
+        task.add_done_callback(self._over)
+        return task
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        """A fault of ours is raised by all calls: nobody waits for ever."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            given = [job for worker in self.workers for job in worker.pending.values()]
+            for job in (*self._waiting, *given):
+                job.fail(error)
+
+    async def _send(self, worker: Worker) -> None:
+        patience = self.timeout_s + (ASYNC_GRACE_S if worker.is_async else 0.0)
         loop = asyncio.get_running_loop()
-        for job in jobs:
-            worker = min(self.workers, key=lambda worker: len(worker.pending))
-            worker.pending[job.number] = job
-            loop.add_reader(worker.connection.fileno(), self._read, worker)
-            with suppress(OSError):  # a dead worker is seen when its answers are read
-                worker.connection.send((job.number, job.arguments, self.timeout_s))
-            self._set_alarms(worker)
+        try:
+            while self._waiting and worker.free and worker in self.workers:
+                job = self._waiting.popleft()
+                if job.outcome.done():  # nobody waits for it any more
+                    continue
+                worker.pending[job.number] = job
+                job.alarm = loop.call_later(patience, self._lose, worker, self.late)
+                if worker.hearing is None:
+                    worker.hearing = self._run(self._hear(worker))
+                with suppress(OSError):  # a dead worker is seen when its answers are read
+                    await worker.wire.send(job.frame)
+        except asyncio.CancelledError:
+            self._give_up(worker)
+            raise
+        finally:
+            worker.sending = None
+
+    async def _hear(self, worker: Worker) -> None:
+        try:
+            while worker.pending:
+                answer = await worker.wire.receive()
+                job = worker.pending.pop(answer.get("number", -1), None)
+                if job is None or "outcome" not in answer:
+                    raise Nonsense("sent an answer to nothing")
+                if job.alarm is not None:
+                    job.alarm.cancel()
+                if not job.outcome.done():
+                    job.outcome.set_result(answer["outcome"])
+                self._give()
+        except OSError:
+            self._lose(worker, None)
+        except Nonsense as error:
+            self._lose(worker, str(error))
+        except asyncio.CancelledError:
+            self._give_up(worker)
+            raise
+        finally:
+            worker.hearing = None
+
+    def _give_up(self, worker: Worker) -> None:
+        """The event loop ends in the middle of what is sent or answered."""
+        if worker in self.workers:
+            self.workers.remove(worker)
+            worker.end()
+
+    def _lose(self, worker: Worker, reason: str | None) -> None:
+        """Ends a worker, the first time. What it was doing has failed, since it `reason`; None: it
+        has ended by itself."""
+        if worker in self.workers:
+            self.workers.remove(worker)
+            self._ending.add(worker)
+            self._run(self._end(worker, reason))
+
+    async def _end(self, worker: Worker, reason: str | None) -> None:
+        tasks = [task for task in (worker.sending, worker.hearing) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if reason is None:
+            how = await asyncio.to_thread(_how_it_ended, worker.process)
+            reason = f"ended its process ({how})"
+        await asyncio.to_thread(worker.end)
+        self._ending.discard(worker)
+        for job in worker.pending.values():
+            if job.alarm is not None:
+                job.alarm.cancel()
+            job.fail(WorkerLost(reason))
+        self._give()
 
     async def _start_missing(self) -> None:
-        """Starts the workers that could not be replaced before. All that wait for them share one
-        start."""
-        while len(self.workers) < self.size:
-            if self._starting is None:
-                self._starting = asyncio.create_task(self._start_in_thread())
-            starting = self._starting
-            try:
-                await asyncio.shield(starting)
-            finally:
-                if self._starting is starting:
-                    self._starting = None
-
-    async def _start_in_thread(self) -> None:
+        """Starts workers in the place of those that were lost."""
         missing = self.size - len(self.workers)
-        self.workers += await asyncio.to_thread(_start, self.command, missing)
-
-    def _set_alarms(self, worker: Worker) -> None:
-        """Sets a timer for each job that a worker is doing now: all that it has been given if its
-        function is async, else the first."""
-        patience = self.timeout_s + (ASYNC_GRACE_S if worker.is_async else 0.0)
-        doing = list(worker.pending) if worker.is_async else list(worker.pending)[:1]
-        for number in doing:
-            if number not in worker.alarms:
-                loop = asyncio.get_running_loop()
-                worker.alarms[number] = loop.call_later(patience, self._lost, worker, self.late)
-
-    def _read(self, worker: Worker) -> None:
-        """Called by the event loop when a worker has answered, or has ended."""
         try:
-            message = json.loads(worker.connection.recv_bytes())
-        except (EOFError, OSError, ValueError):
-            self._lost(worker, f"ended its process ({_how_it_ended(worker.process)})")
-            return
-        job = worker.pending.pop(message["number"], None)
-        if alarm := worker.alarms.pop(message["number"], None):
-            alarm.cancel()
-        self._set_alarms(worker)
-        if job is not None and not job.outcome.done():
-            job.outcome.set_result(message["outcome"])
-
-    def _lost(self, worker: Worker, reason: str) -> None:
-        """Ends a worker. What it was doing has failed; others get what it had yet to do."""
-        asyncio.get_running_loop().remove_reader(worker.connection.fileno())
-        worker.end()
-        self.workers.remove(worker)
-        jobs = list(worker.pending.values())
-        # Of an async function any of those that run may be to blame.
-        count = len(jobs) if worker.is_async else 1
-        for job in jobs[:count]:
-            job.fail(WorkerLost(reason))
-        if rest := jobs[count:]:
-            task = asyncio.create_task(self._give(rest))
-            self._giving.add(task)
-            task.add_done_callback(self._giving.discard)
+            started = await asyncio.to_thread(_start, self.command, missing)
+            self.workers.extend(started)
+        except (WorkerLost, ConfigError, OSError) as error:
+            for job in self._waiting:
+                job.fail(NoWorker(f"could not be started again: {error}"))
+            self._waiting.clear()
+        finally:
+            self._starting = False
+        self._give()
 
 
 def _start(command: tuple[str, tuple[str, ...], bool], count: int) -> list[Worker]:
     """Workers that are ready. They are started together, then awaited."""
     started = [_launch(*command) for _ in range(count)]
     try:
-        return [_await_ready(worker) for worker in started]
+        asyncio.run(_all_ready(started))
     except (WorkerLost, ConfigError):
         for worker in started:
             worker.end()
         raise
+    return started
 
 
 def _launch(module: str, words: Sequence[str], quiet: bool) -> Worker:
@@ -223,22 +285,27 @@ def _launch(module: str, words: Sequence[str], quiet: bool) -> Worker:
         start_new_session=True,  # Ctrl-C is ours to handle; and killpg reaches its children
     )
     theirs.close()
-    return Worker(process, Connection(ours.detach()), mark)
+    return Worker(process, Wire(ours), mark)
 
 
-def _await_ready(worker: Worker) -> Worker:
-    """Raises ConfigError when the function cannot be imported, WorkerLost when the process ends or
+async def _all_ready(workers: Sequence[Worker]) -> None:
+    """Raises ConfigError when the function cannot be imported, WorkerLost when a process ends or
     is silent."""
-    try:
-        if not worker.connection.poll(START_TIMEOUT_S):
-            raise WorkerLost(f"its process was not ready within {START_TIMEOUT_S:g} s")
-        message = json.loads(worker.connection.recv_bytes())
-    except (EOFError, OSError) as error:
-        raise WorkerLost(f"its process ended at start ({_how_it_ended(worker.process)})") from error
-    if "error" in message:
-        raise ConfigError(message["error"])
-    worker.is_async = message["async"]
-    return worker
+    for worker in workers:
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                told = await worker.wire.receive()
+        except TimeoutError as error:
+            late = f"its process was not ready within {START_TIMEOUT_S:g} s"
+            raise WorkerLost(late) from error
+        except Nonsense as error:
+            raise WorkerLost(f"its process {error}") from error
+        except OSError as error:
+            how = _how_it_ended(worker.process)
+            raise WorkerLost(f"its process ended at start ({how})") from error
+        if "error" in told:
+            raise ConfigError(told["error"])
+        worker.is_async = told["async"]
 
 
 def _how_it_ended(process: subprocess.Popen) -> str:

@@ -9,9 +9,11 @@ told of its children (`tell`), once Ray has started.
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
+import time
 import uuid
 from contextlib import suppress
 from typing import Any
@@ -20,6 +22,8 @@ import psutil
 
 MARK = "LORA_MOE_RL_RUN"
 GRACE_S = 5.0  # in which Ray's processes end by themselves
+KILL_S = 10.0  # in which the kernel ends what is killed
+log = logging.getLogger(__name__)
 _pipes: list[Any] = []  # open as long as this process lives
 
 
@@ -35,8 +39,14 @@ def marked(variable: str, mark: str) -> list[psutil.Process]:
 
 
 def kill_marked(variable: str, mark: str) -> None:
-    """Kills them until there is none: one may have started another meanwhile."""
+    """Kills them until there is none: one may have started another meanwhile. What the kernel does
+    not end within KILL_S, since it waits for a device or a server, is named in a warning."""
+    deadline = time.monotonic() + KILL_S
     while found := marked(variable, mark):
+        if time.monotonic() > deadline:
+            pids = ", ".join(str(process.pid) for process in found)
+            log.warning("killed %.0f s ago, and not gone: process %s", KILL_S, pids)
+            return
         for process in found:
             with suppress(psutil.Error):
                 process.kill()

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import signal
 import tempfile
@@ -28,16 +27,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from lora_moe_rl.calls.pool import MARK
+from lora_moe_rl.calls.ending import MARK
 from lora_moe_rl.cluster.watchdog import kill_marked
 from lora_moe_rl.endpoint.app import Endpoint, body_of, key_of, unless_gone
 from lora_moe_rl.endpoint.bodies import POLICY
 from lora_moe_rl.endpoint.refusal import Refused, bad_request
 from lora_moe_rl.endpoint.sessions import Session, Sessions
 
+LARGEST = float(np.finfo(np.float32).max)  # of a reward
 LAST_WORDS = 300  # bytes of what an agent has complained of
 
 
@@ -281,12 +282,16 @@ class Trajectories:
 
 
 def _reward_in(content: bytes) -> float:
-    """Raises Refused for what is no finite number."""
+    """Raises Refused for what is no finite number in float32, as rewards are kept."""
     try:
         body = json.loads(content)
         value = body["reward"] if isinstance(body, dict) and len(body) == 1 else None
     except (ValueError, KeyError, RecursionError):
         value = None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise bad_request('send {"reward": NUMBER}, a finite number and nothing else')
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not abs(value) <= LARGEST:  # nor is NaN
+        raise bad_request(
+            'send {"reward": NUMBER} and nothing else, a finite number in float32: of up to '
+            f"{LARGEST:.2g}"
+        )
     return float(value)

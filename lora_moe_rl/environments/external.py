@@ -32,6 +32,7 @@ from lora_moe_rl.environments.parts.conversation import Conversation, finish, to
 from lora_moe_rl.environments.parts.tool_calls import HOW
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.importing import absolute_spec
+from lora_moe_rl.files.jsonl import finite
 from lora_moe_rl.ports import Policy, Rewards
 from lora_moe_rl.rewards.by_set import NoRewards
 
@@ -132,7 +133,8 @@ class External(Environment):
         from lora_moe_rl.endpoint.bodies import POLICY
         from lora_moe_rl.endpoint.run_source import RunSource
 
-        task = json.loads(json.dumps({"prompt": prompt.text, "row": prompt.columns}, default=str))
+        row = finite(prompt.columns)  # a table has NaN where it has no number
+        task = json.loads(json.dumps({"prompt": prompt.text, "row": row}, default=str))
         left = self.settings.retries
         while True:
             source = RunSource(self.config, self.settings.overrule, policy, self.tokenizer)

@@ -204,7 +204,7 @@ class Trl(Environment):
             usable = True
             return end
         finally:
-            self.instances.give_back(instance, usable)
+            await self.instances.give_back(instance, usable)
 
     async def _reset(self, prompt: Prompt, name: str, one: Conversation, instance: Instance) -> Any:
         """Begins the conversation with the prompt and what the environment has to add, which is

@@ -16,14 +16,15 @@ from lora_moe_rl.files.replacing import replace_file
 
 def to_json(record: dict[str, Any]) -> str:
     """One line of JSON. NaN and infinities become null: JSON has no word for them."""
-    return json.dumps(_finite(record), ensure_ascii=False, allow_nan=False)
+    return json.dumps(finite(record), ensure_ascii=False, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The value with None for NaN and infinities, in maps and lists of it too."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):

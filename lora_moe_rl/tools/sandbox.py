@@ -21,17 +21,22 @@ import sys
 import tempfile
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lora_moe_rl.calls.pool import MARK
-from lora_moe_rl.cluster.watchdog import kill_marked
+from lora_moe_rl.calls.ending import MARK, folder_prefix
+from lora_moe_rl.cluster.watchdog import KILL_S, kill_marked
 from lora_moe_rl.errors import ConfigError
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
-KEPT = ("PATH", "LANG", "LC_ALL", MARK)  # of the environment of the run
+OF_ONE = "LORA_MOE_RL_SANDBOX"  # beside the mark of who has called: what one call has started
+KEPT = ("PATH", "LANG", "LC_ALL", MARK, OF_ONE)  # of the environment of the run
+STOP_S = 60.0  # in which an engine has to have stopped a container
+# Runs its arguments when its input ends, however that comes about.
+AT_THE_END = 'read -r _; exec "$@" >/dev/null 2>&1 </dev/null'
 HOLDS = ("network", "processes", "files", "user")
 Engine = Literal["docker", "podman"]
 
@@ -103,13 +108,14 @@ class Sandbox:
 
     def run(self, code: str) -> Ran:
         """Runs Python code until it ends, or a limit ends it."""
-        with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as folder:
+        prefix = folder_prefix("sandbox")
+        with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
             if self.container is not None:
                 name = f"lora-moe-rl-{uuid.uuid4().hex}"
                 command = container_command(self.container, self.image, name, self.limits)
-                stop = [self.container, "kill", name]
-                return _watched(command, code, self.limits, folder, stop=stop)
-            limits = asdict(self.limits) | {"keep": KEPT}
+                with _stopping([self.container, "kill", name]):
+                    return _watched(command, code, self.limits, folder, contained=True)
+            limits = asdict(self.limits) | {"keep": KEPT, "parent": os.getpid()}
             command = [sys.executable, "-I", "-S", str(CHILD), "FD", json.dumps(limits)]
             return _watched(command, code, self.limits, folder)
 
@@ -146,16 +152,37 @@ def _require_container(engine: str, image: str) -> None:
             raise ConfigError(f"{told} ({last})")
 
 
+@contextmanager
+def _stopping(command: list[str]) -> Iterator[None]:
+    """Runs the command at the end, also when that is this process's: a container is the engine's
+    child, and would go on."""
+    env = {name: value for name, value in os.environ.items() if name != MARK}
+    watching = subprocess.Popen(
+        ["/bin/sh", "-c", AT_THE_END, "sh", *command], env=env,
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    assert watching.stdin is not None
+    try:
+        yield
+    finally:
+        watching.stdin.close()
+        try:
+            watching.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            watching.kill()
+            raise
+
+
 def _watched(
-    command: list[str], code: str, limits: Limits, folder: str, stop: list[str] | None = None
+    command: list[str], code: str, limits: Limits, folder: str, contained: bool = False
 ) -> Ran:
-    """Runs a command on `code`, and ends it with all that it has started. `stop`: a command that
-    ends it too."""
+    """Runs a command on `code`, and ends it with all that it has started."""
     read_told, write_told = os.pipe()
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
         [str(write_told) if word == "FD" else word for word in command],
-        cwd=folder, pass_fds=(write_told,), env={**os.environ, MARK: mark},
+        cwd=folder, pass_fds=(write_told,), env={**os.environ, OF_ONE: mark},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         start_new_session=True,
     )  # fmt: skip
@@ -165,15 +192,14 @@ def _watched(
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        if stop is not None:
-            subprocess.run(stop, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
-        process.wait()
-        kill_marked(MARK, mark)
+        with suppress(subprocess.TimeoutExpired):  # then it is named by what follows
+            process.wait(KILL_S)
+        kill_marked(OF_ONE, mark)
         told = _told(read_told)
-    if stop is None:
-        code_of, held = told.get("code"), tuple(told.get("held", ()))
-    else:
+    if contained:
         code_of, held = process.returncode, HOLDS
+    else:
+        code_of, held = told.get("code"), tuple(told.get("held", ()))
     return Ran(output, ended or _how(code_of, told.get("cpu_s", 0.0), limits), held)
 
 

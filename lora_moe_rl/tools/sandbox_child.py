@@ -14,6 +14,7 @@ import ctypes
 import json
 import os
 import resource
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ SPACES = os.CLONE_NEWNET | os.CLONE_NEWPID | os.CLONE_NEWIPC | os.CLONE_NEWNS
 MS_BIND, MS_REC_PRIVATE = 0x1000, 0x4000 | 0x40000
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1
 SET_SECUREBITS, NO_ROOT, SET_NO_NEW_PRIVILEGES = 28, 3, 38
+SET_PDEATHSIG = 1
 NOBODY, FIRST_OWN = 65534, 200_000  # user numbers; from the second on each process gets its own
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -30,12 +32,16 @@ def main(argv: list[str]) -> None:
     told, limits = int(argv[0]), json.loads(argv[1])
     code = sys.stdin.buffer.read()
     held, python = isolate(limits)
+    end_with_parent()
+    if os.getppid() != limits["parent"]:
+        os._exit(1)  # it has ended already
     os.write(told, json.dumps({"held": held}).encode() + b"\n")
     with open("main.py", "wb") as file:
         file.write(code)
     first = os.fork()
     if first:
         os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) & 0xFF)
+    end_with_parent()
     child = os.fork()
     if not child:
         os.close(told)
@@ -44,6 +50,12 @@ def main(argv: list[str]) -> None:
     ended = {"code": os.waitstatus_to_exitcode(status), "cpu_s": usage.ru_utime + usage.ru_stime}
     os.write(told, json.dumps(ended).encode() + b"\n")
     os._exit(0)
+
+
+def end_with_parent() -> None:
+    """The kernel ends this process when its parent ends, however that comes about. Whoever becomes
+    another user, or forks, has to ask for it anew."""
+    LIBC.prctl(SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def isolate(limits: dict[str, Any]) -> tuple[list[str], str]:
@@ -161,6 +173,7 @@ def begin(limits: dict[str, Any], python: str) -> None:
         resource.setrlimit(what, (bound, bound))
     LIBC.prctl(SET_SECUREBITS, NO_ROOT, 0, 0, 0)  # whoever is root in a namespace has no rights
     LIBC.prctl(SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    end_with_parent()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(1, 2)
     environment = {name: os.environ[name] for name in limits["keep"] if name in os.environ}

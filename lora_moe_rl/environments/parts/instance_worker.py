@@ -26,7 +26,7 @@ from typing import Any
 from pydantic import validate_call
 
 from lora_moe_rl.calls.child import end_me_first, read_ahead, send, short
-from lora_moe_rl.calls.pool import MARK
+from lora_moe_rl.calls.ending import MARK
 from lora_moe_rl.environments.parts.tool_worker import answer
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.importing import load_function

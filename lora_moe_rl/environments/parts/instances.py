@@ -10,10 +10,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import pickle
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import uuid
@@ -26,8 +24,10 @@ from typing import Any
 
 import psutil
 
-from lora_moe_rl.calls.pool import MARK, START_TIMEOUT_S
-from lora_moe_rl.cluster.watchdog import kill_marked
+from lora_moe_rl.calls.ending import end_marked
+from lora_moe_rl.calls.pool import START_TIMEOUT_S
+from lora_moe_rl.calls.wire import Nonsense, Wire, framed
+from lora_moe_rl.cluster.watchdog import KILL_S, kill_marked
 from lora_moe_rl.environments.parts.endings import Failed
 from lora_moe_rl.errors import ConfigError
 
@@ -35,8 +35,6 @@ MODULE = "lora_moe_rl.environments.parts.instance_worker"
 # In the environment of them all, and of what they start: by it they are found at the end.
 OF_RUN = "LORA_MOE_RL_ENVIRONMENTS"
 TIMEOUT = "environment.tool_timeout_s"
-LONGEST = 1 << 26  # bytes of what a process may send at once
-LENGTH = struct.Struct("!i")  # in front of what is sent, as multiprocessing's connections have it
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,7 @@ class Instance:
     """One environment that lives in a process of its own. `factory` is how it was named."""
 
     def __init__(self, factory: str, connection: socket.socket, timeout_s: float):
-        self.factory, self.timeout_s, self._connection = factory, timeout_s, connection
-        self._connection.setblocking(False)
+        self.factory, self.timeout_s, self._wire = factory, timeout_s, Wire(connection)
         self._process: psutil.Process | None = None
         self._mark = ""
 
@@ -68,44 +65,34 @@ class Instance:
     async def ask(self, do: str, timeout_s: float | None = None, **asked: Any) -> dict[str, Any]:
         """Raises Failed for what raises or returns nonsense, and when the process ends or is
         late."""
-        frame = pickle.dumps({"do": do, **asked})
+        frame = framed({"do": do, **asked})
         told = await self._within(do, timeout_s or self.timeout_s, frame)
         if "error" in told:
             raise Failed("environment_error", f"{self.factory}: {do} {told['error']}")
         return told
 
     async def _within(self, what: str, timeout_s: float, frame: bytes | None) -> dict[str, Any]:
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout_s):
                 if frame is not None:
-                    await loop.sock_sendall(self._connection, LENGTH.pack(len(frame)) + frame)
-                (length,) = LENGTH.unpack(await self._read(LENGTH.size))
-                if not 0 < length <= LONGEST:
-                    raise OSError(f"it sent {length:,} bytes")
-                return json.loads(await self._read(length))
+                    await self._wire.send(frame)
+                return await self._wire.receive()
         except TimeoutError:
             bound = (
                 f"{TIMEOUT}={timeout_s:g}" if timeout_s == self.timeout_s else f"{timeout_s:g} s"
             )
             late = f"{self.factory}: {what} took longer than {bound}"
             raise Failed("timeout", late) from None
-        except (OSError, ValueError) as error:
+        except Nonsense as error:
+            told = f"{self.factory}: the process {error}, in {what}"
+            raise Failed("environment_error", told) from error
+        except OSError as error:
             ended = f"{self.factory}: the process ended in {what}"
             raise Failed("environment_error", ended) from error
 
-    async def _read(self, length: int) -> bytes:
-        loop, found = asyncio.get_running_loop(), bytearray()
-        while len(found) < length:
-            part = await loop.sock_recv(self._connection, min(length - len(found), 1 << 20))
-            if not part:
-                raise ConnectionError("closed")
-            found += part
-        return bytes(found)
-
     def leave(self) -> None:
         """Closes the connection, at which the process ends by itself if it can."""
-        self._connection.close()
+        self._wire.close()
 
     def end(self) -> None:
         """Ends the process and what it has started."""
@@ -114,7 +101,7 @@ class Instance:
                 os.killpg(self._process.pid, signal.SIGKILL)
         self.leave()
         if self._mark:
-            kill_marked(MARK, self._mark)
+            end_marked(self._mark)
 
 
 class Instances:
@@ -152,14 +139,13 @@ class Instances:
             self._room.release()
             raise
 
-    def give_back(self, instance: Instance, usable: bool) -> None:
+    async def give_back(self, instance: Instance, usable: bool) -> None:
         """One that is not usable is ended."""
         self._room.release()
         if usable:
             self._idle[instance.factory].append(instance)
         else:
-            self._live.discard(instance)
-            instance.end()
+            await self._end(instance)
 
     def close(self) -> None:
         """Ends them all, and what they have started."""
@@ -169,16 +155,21 @@ class Instances:
         self._to_fork.close()
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        with suppress(subprocess.TimeoutExpired):  # then it is named by what follows
+            self._process.wait(KILL_S)
         kill_marked(OF_RUN, self._mark)
 
     async def _describe(self, factory: str) -> Described:
         instance = await self._made(factory)
         # transformers is imported there, which takes its time.
         described = Described(**await instance.ask("describe", START_TIMEOUT_S))
-        self._live.discard(instance)
-        instance.end()
+        await self._end(instance)
         return described
+
+    async def _end(self, instance: Instance) -> None:
+        """In a thread: the kernel may take its time."""
+        self._live.discard(instance)
+        await asyncio.to_thread(instance.end)
 
     async def _made(self, factory: str) -> Instance:
         instance = Instance(factory, self._fork(), self._timeout_s)
@@ -186,8 +177,7 @@ class Instances:
         try:
             await instance.make()
         except BaseException:
-            self._live.discard(instance)
-            instance.end()
+            await self._end(instance)
             raise
         return instance
 

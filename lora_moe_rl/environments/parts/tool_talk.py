@@ -39,7 +39,8 @@ class ToolSettings(EnvironmentConfig):
     max_turn_tokens: int | None = Field(
         None, ge=1, description="Longest turn; null: as long as the response may still be."
     )
-    tool_timeout_s: float = Field(10, gt=0, description="Longest call of a tool.")
+    # More than a sandbox has for its code, so that the model is told what that had printed.
+    tool_timeout_s: float = Field(15, gt=0, description="Longest call of a tool.")
     max_output_chars: int = Field(
         2000, ge=1, description="Characters of a tool's answer that the model is told."
     )

@@ -1,10 +1,13 @@
 """What a process has started ends with it, however it ends."""
 
+import os
 import subprocess
 import sys
 
 import psutil
 import pytest
+
+from lora_moe_rl.cluster import watchdog
 
 DRIVER = """
 import subprocess, sys
@@ -54,3 +57,16 @@ def test_what_a_killed_process_has_started_ends_with_it(source, count):
     driver.wait()
     _, alive = psutil.wait_procs([*started, dog], timeout=30)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_what_the_kernel_does_not_end_is_named_and_not_waited_for(monkeypatch, caplog):
+    """As a process is that waits for a server of files which does not answer."""
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, "TEST_MARK": "of this"}) as stuck:
+        monkeypatch.setattr(watchdog, "KILL_S", 1.0)
+        with monkeypatch.context() as meanwhile:
+            meanwhile.setattr(psutil.Process, "kill", lambda process: None)
+            watchdog.kill_marked("TEST_MARK", "of this")
+        assert f"not gone: process {stuck.pid}" in caplog.text
+        caplog.clear()
+        watchdog.kill_marked("TEST_MARK", "of this")
+        assert not caplog.text and not psutil.pid_exists(stuck.pid)

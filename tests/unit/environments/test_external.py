@@ -13,7 +13,7 @@ import psutil
 import pytest
 from spoken_source import Speaker
 
-from lora_moe_rl.calls.pool import MARK
+from lora_moe_rl.calls.ending import MARK
 from lora_moe_rl.cluster.watchdog import marked
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Details, Prompt, Scores
@@ -141,15 +141,25 @@ async def test_agents_that_come_by_themselves_claim_trajectories_with_the_owners
                 refused = (await ask(key, "/chat/completions", chat | wrong)).json()["error"]
                 assert "environment.overrule" in refused["message"]
             assert (await ask(key, "/chat/completions", chat | {"temperature": 0.5})).is_success
-            for wrong in ({"reward": float("1e999")}, {"reward": "1"}, {"reward": True}, {}):
+            for reward in (float("1e999"), float("nan"), 1e39, 10**400, "1", True):
+                wrong = {"reward": reward}
                 content = str(wrong).replace("'", '"').replace("inf", "Infinity")
+                content = content.replace("nan", "NaN").replace("True", "true")
                 header = {"Authorization": f"Bearer {key}"}
                 answer = await http.post("/reward", content=content, headers=header)
-                assert answer.status_code == 400
+                assert answer.status_code == 400 and "in float32" in answer.text
+            assert (await ask(key, "/reward")).status_code == 400
             assert (await ask(key, "/reward", {"reward": 0.5})).is_success
             assert (await ask(key, "/chat/completions", chat)).status_code == 410
     group = await rolling
     assert group.rewards.tolist() == [0.5, 0.5] and counted(group) == {"done": 2, "turns": 2}
+
+
+async def test_a_row_with_no_number_is_told_as_null(make):
+    """As a table has it; JSON has no word for NaN."""
+    row = {"answer": "5", "level": float("nan"), "more": [np.float32("inf"), {"of": float("nan")}]}
+    group = await make("ask", rewards=Rewards()).rollout(Prompt(0, "?", [1], row), Speaker("5"))
+    assert not group.failures and group.rewards.tolist() == [1, 1]
 
 
 async def test_what_differs_from_how_the_policy_is_trained_is_overruled_where_that_is_wanted(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from lora_moe_rl.environments.parts.tool_calls import Call
+from lora_moe_rl.environments.parts.tool_talk import ToolSettings
+from lora_moe_rl.environments.parts.toolbox import Toolbox
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.tools import Sandbox
 from lora_moe_rl.tools.sandbox import HOLDS, Limits, container_command
@@ -86,6 +91,95 @@ def test_what_it_has_started_ends_with_it(sandbox):
     assert sandbox.run(code).text == "begun"
     left = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "617"]]
     assert not left
+
+
+HANGS = Call("python", ["print('so far', flush=True); import time; time.sleep(123456)"])
+
+
+def called(monkeypatch, folder: Path, timeout_s: float, spec="lora_moe_rl.tools:python"):
+    """What a call of the hanging code in a tool's worker came to, the processes that the worker had
+    started for it, and the worker. `folder`: where they make temporary folders."""
+    folder.chmod(0o755)
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    toolbox = Toolbox([spec], 1, timeout_s, 1000)
+    worker = psutil.Process(toolbox.pool.workers[0].process.pid)
+
+    async def meanwhile():
+        calling = asyncio.create_task(toolbox.call(HANGS))
+        started: list[psutil.Process] = []
+        while not any(process.name().startswith("python") and "main.py" in process.cmdline()
+                      for process in started):  # fmt: skip
+            await asyncio.sleep(0.01)
+            started = worker.children(recursive=True)
+        assert len(list(folder.iterdir())) == 1
+        if timeout_s > 100:
+            worker.kill()
+            psutil.wait_procs(started, timeout=30)
+            left = [process for process in started if lives(process)]
+            return await calling, left
+        return await calling, started
+
+    try:
+        told, started = asyncio.run(meanwhile())
+    finally:
+        toolbox.close()
+    return told, [process for process in started if lives(process)]
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_nothing_is_left_of_it_when_the_worker_that_has_called_it_is_late(tmp_path, monkeypatch):
+    told, left = called(monkeypatch, tmp_path, 3)
+    assert told == (False, "python took longer than environment.tool_timeout_s=3")
+    assert not left and not list(tmp_path.iterdir())
+
+
+def test_it_ends_with_who_has_called_it_even_where_nobody_looks_for_it(tmp_path, monkeypatch):
+    told, left = called(monkeypatch, tmp_path, 600)
+    assert told == (False, "python ended its process (signal SIGKILL)")
+    assert not left and not list(tmp_path.iterdir())
+
+
+def test_its_own_limit_comes_before_that_of_the_tool():
+    """So that the model is told what its code has printed."""
+    assert Limits().wall_s + 5 <= ToolSettings(name="tools").tool_timeout_s
+
+
+CONTAINED = """
+from lora_moe_rl.tools import Sandbox
+
+def python(code: str) -> str:
+    '''
+    Runs code.
+
+    Args:
+        code: The code.
+    '''
+    return Sandbox(container="podman", image="here", wall_s=600).run(code).text
+"""
+
+
+def test_a_container_is_killed_when_the_worker_that_has_started_it_is_ended(tmp_path, monkeypatch):
+    program = engine(tmp_path, monkeypatch, ENGINE)
+    (tmp_path / "mine.py").write_text(CONTAINED)
+    toolbox = Toolbox([f"{tmp_path}/mine.py:python"], 1, 5, 1000)
+    try:
+        done, text = asyncio.run(toolbox.call(HANGS))
+    finally:
+        toolbox.close()
+    assert not done and "took longer than" in text
+    deadline, log = time.monotonic() + 60, Path(f"{program}.log")
+    while not (asked := log.read_text().splitlines())[-1].startswith("kill "):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    started = next(line for line in asked if line.startswith("run "))
+    assert f"--name {asked[-1].removeprefix('kill ')} " in started
 
 
 def test_it_has_no_network(sandbox, held):
