@@ -24,7 +24,7 @@ from lora_moe_rl.algorithms.parts.value_loss import explained_variance, moments,
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.kernels.backend import on_device
 from lora_moe_rl.trainer.meter import Meter
-from lora_moe_rl.trainer.optimizer import AdapterOptimizer, StepResult
+from lora_moe_rl.trainer.optimizer import EMPTY, AdapterOptimizer, StepResult, norm_and_rate
 
 if TYPE_CHECKING:
     from lora_moe_rl.trainer.engine import TrainingEngine, Work
@@ -109,21 +109,22 @@ class Critic:
     def step(self, works: list[Work], tokens: int, meter: Meter) -> StepResult:
         """One optimizer step."""
         self.backward(works, tokens, meter)
-        return self.optimizer.step() if tokens else StepResult(False, 0.0, 0.0)
+        return self.optimizer.step() if tokens else EMPTY
 
     def metrics(self, results: Sequence[StepResult], meter: Meter) -> dict[str, float]:
         """Means over the tokens of all its steps; values are those of before the update."""
         tokens, *sums = meter.summed([f"critic/{name}" for name in ("tokens", *_SUMS)])
         every = (one / max(tokens, 1.0) for one in sums)
         means: dict[str, float] = dict(zip(_SUMS, every, strict=True))
+        norm, rate = norm_and_rate(results)
         return {
             "critic/loss": means["loss"],
             "critic/clip_fraction": means["clipped"],
             "critic/value": means["value"],
             "critic/return": means["return"],
             "critic/explained_variance": explained_variance(means, tokens),
-            "critic/grad_norm": float(np.mean([r.grad_norm for r in results])),
-            "critic/lr": results[-1].lr,
+            "critic/grad_norm": norm,
+            "critic/lr": rate,
             "critic/skipped": float(sum(not r.applied for r in results)),
         }
 

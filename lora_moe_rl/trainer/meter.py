@@ -19,7 +19,7 @@ from lora_moe_rl.data.packing import MicroBatch
 from lora_moe_rl.router_replay.replay import Replay
 from lora_moe_rl.telemetry import names
 from lora_moe_rl.trainer.device import Device
-from lora_moe_rl.trainer.optimizer import StepResult
+from lora_moe_rl.trainer.optimizer import StepResult, norm_and_rate
 
 WITH, WITHOUT = "mismatch", "mismatch/without_replay"
 _MISMATCH_MEANS = tuple(name for name in kl.MISMATCH if not name.startswith("max"))
@@ -169,12 +169,13 @@ class Meter:
             if how in ("token_mean", "sum")
         }
         metrics |= self._extremes()
+        norm, rate = norm_and_rate(results)
         metrics |= self.algorithm.summary(metrics) | {
             "loss/tokens": s["tokens"],
             "loss/rejected_tokens": s["rejected"],
             "policy/entropy": s["entropy"] / responses,
-            "optim/grad_norm": float(np.mean([r.grad_norm for r in results])),
-            "optim/lr": results[-1].lr,
+            "optim/grad_norm": norm,
+            "optim/lr": rate,
             **self.of_step,
         }
         if any(streamed := [r.streamed for r in results]):

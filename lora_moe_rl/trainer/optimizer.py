@@ -7,10 +7,11 @@ so that neither their gradients nor Adam's moments need to be sharded further.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from lora_moe_rl.adapters.attach import Adapters
@@ -28,6 +29,16 @@ class StepResult:
     grad_norm: float
     lr: float
     streamed: float = 0.0
+
+
+EMPTY = StepResult(False, 0.0, 0.0)  # there was no token in the loss
+
+
+def norm_and_rate(results: Sequence[StepResult]) -> tuple[float, float]:
+    """Of the optimizer steps that had tokens: the mean norm, and the last one's learning rate; 0
+    where none had any."""
+    made = [result for result in results if result is not EMPTY] or [EMPTY]
+    return float(np.mean([result.grad_norm for result in made])), made[-1].lr
 
 
 def learning_rate(config: TrainerConfig, done: int, total: int) -> float:

@@ -37,7 +37,7 @@ from lora_moe_rl.trainer.critic import tokens_in
 from lora_moe_rl.trainer.engine import TrainingEngine, Work
 from lora_moe_rl.trainer.meter import WITH, WITHOUT, Meter
 from lora_moe_rl.trainer.objective import choose_tokens, scales_of, tokens_of, total_of
-from lora_moe_rl.trainer.optimizer import StepResult
+from lora_moe_rl.trainer.optimizer import EMPTY, StepResult
 from lora_moe_rl.trainer.token_values import Kept
 
 
@@ -202,7 +202,7 @@ def _optimizer_step(
     _backward(engine, works, meter, scales, looked_at)
     engine.audit.check()
     if scales.divisor == 0:
-        return StepResult(False, 0.0, 0.0)
+        return EMPTY
     if engine.critic is not None and engine.critic.learns_alone(step):
         return StepResult(True, engine.optimizer.norm(), 0.0)  # measured, nothing more
     result = engine.optimizer.step()

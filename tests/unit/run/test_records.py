@@ -38,8 +38,11 @@ def test_updates_that_are_not_finite_in_a_row_stop_the_run_and_one_that_is_begin
     for step, nonfinite in enumerate((1, 0, 1)):
         result = UpdateResult(0, metrics, nonfinite, nonfinite, 1.0)
         records.check_update(step, [], [], result)
-    with pytest.raises(NonFiniteError, match="2 steps in a row .trainer.max_skipped_steps=2."):
-        records.check_update(4, [], [], UpdateResult(0, metrics, 1, 1, 1.0))
+    with pytest.raises(
+        NonFiniteError,
+        match="2 steps in a row .trainer.max_skipped_steps=2.: 3 optimizer steps of the last one",
+    ):
+        records.check_update(4, [], [], UpdateResult(0, metrics, 1, 3, 1.0))
 
 
 def test_steps_without_a_token_in_the_loss_stop_the_run_and_one_with_some_begins_anew(tmp_path):

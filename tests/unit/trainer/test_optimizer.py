@@ -14,7 +14,13 @@ from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.trainer import host_moments
-from lora_moe_rl.trainer.optimizer import AdapterOptimizer, learning_rate
+from lora_moe_rl.trainer.optimizer import (
+    EMPTY,
+    AdapterOptimizer,
+    StepResult,
+    learning_rate,
+    norm_and_rate,
+)
 
 pytestmark = pytest.mark.seconds  # imports Megatron
 
@@ -22,6 +28,13 @@ pytestmark = pytest.mark.seconds  # imports Megatron
 def rates(total=10, **config):
     settings = TrainerConfig(lr=8.0, **config)
     return [learning_rate(settings, done, total) for done in range(total)]
+
+
+def test_optimizer_steps_without_tokens_are_in_no_norm_and_have_no_rate():
+    first, second = StepResult(True, 2.0, 0.1), StepResult(False, 4.0, 0.2)
+    assert norm_and_rate([first, EMPTY, second, EMPTY]) == (3.0, 0.2)
+    assert norm_and_rate([EMPTY]) == (0.0, 0.0)
+    assert norm_and_rate([StepResult(True, 2.0, 0.0), EMPTY]) == (2.0, 0.0)  # a critic alone
 
 
 def test_a_constant_rate_after_a_warm_up():
