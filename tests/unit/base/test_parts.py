@@ -133,7 +133,7 @@ def test_parts_are_numpys_and_together_everything(drawn):
                 assert np.array_equal(ids(one)[window(box.start, box.shape)], wanted), one.name
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(layouts())
 def test_what_is_shared_on_gpus_is_what_every_gpu_has_of_both(drawn):
     """By the sets of elements of each pair of ranks, and what is not shared on a CPU either is
