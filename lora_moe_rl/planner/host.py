@@ -74,15 +74,30 @@ class HostMemory:
     def nodes(self, gpus: tuple[int, int, bool], per_node: int) -> list[NodeHost]:
         """`gpus`: of trainer, of engines, and whether they share them, as `plan.gpus_of`."""
         mine, theirs, shared = gpus
-        trainer = _spread(self.config.trainer.world_size, mine, 0, per_node)
-        ranks = self.config.num_engines * self.config.rollout.ranks
-        engines = _spread(ranks, theirs, 0 if shared else mine, per_node)
-        count = math.ceil((mine if shared else mine + theirs) / per_node)
+        trainer = _spread(self.config.trainer.world_size, mine, per_node)
+        if shared:
+            ranks = self.config.num_engines * self.config.rollout.ranks
+            engines = _spread(ranks, theirs, per_node)
+        else:
+            engines = self._engines_behind(mine, per_node)
+        count = 1 + max((*trainer, *engines))
         kinds = Counter((node == 0, trainer[node], engines[node]) for node in range(count))
         return [
             NodeHost(nodes, t, e, head, self._node(head, t, e))
             for (head, t, e), nodes in kinds.items()
         ]
+
+    def _engines_behind(self, gpu: int, per_node: int) -> Counter[int]:
+        """Ranks by node, of engines from a GPU on. What an engine has on one node stands together:
+        where the rest of a node is too small for it, on the next."""
+        rollout, found = self.config.rollout, Counter[int]()
+        together = rollout.ranks // rollout.nodes
+        for _ in range(self.config.num_engines * rollout.nodes):
+            if gpu % per_node + together > per_node:
+                gpu += -gpu % per_node
+            found[gpu // per_node] += together
+            gpu += together
+        return found
 
     def _node(self, head: bool, trainer: int, engines: int) -> dict[str, int]:
         kept = {
@@ -94,8 +109,8 @@ class HostMemory:
             "samples": 0,
         }
         if head:
-            workers = sum(len(some) for some in self.config.rewards().values())
-            workers *= self.config.reward.workers
+            functions = 0 if self.config.offline else sum(map(len, self.config.rewards().values()))
+            workers = functions * self.config.reward.workers
             kept["processes"] += PROCESS_BYTES + workers * WORKER_BYTES
             kept["samples"] = samples_bytes(self.config, self.lengths)
         return kept
@@ -196,6 +211,6 @@ WAYS_OUT = {
 }
 
 
-def _spread(ranks: int, gpus: int, first: int, per_node: int) -> Counter[int]:
-    """Ranks by node, where they stand evenly on `gpus` from the GPU `first` on."""
-    return Counter((first + rank * gpus // ranks) // per_node for rank in range(ranks))
+def _spread(ranks: int, gpus: int, per_node: int) -> Counter[int]:
+    """Ranks by node, where they stand evenly on the first `gpus`."""
+    return Counter(rank * gpus // ranks // per_node for rank in range(ranks))

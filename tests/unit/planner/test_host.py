@@ -61,6 +61,16 @@ def test_nodes_that_are_alike_are_one_row():
     assert found == {"run, 8 trainer ranks": 1, "8 engine ranks": 3}
 
 
+def test_what_an_engine_has_on_a_node_stands_together():
+    """Four GPUs are left beside the trainer, and each engine has eight, or four."""
+    for tp, last in ((8, "8 engine ranks"), (4, "4 engine ranks")):
+        trainer = {"world_size": 4, "tp": 2, "pp": 2, "ep": 2}
+        rollout = {"engines": 2, "tp": tp}
+        found = [node.name for node in plan(config_of(trainer=trainer, rollout=rollout), 24).hosts]
+        first = "run, 4 trainer ranks" if tp == 8 else "run, 4 trainer, 4 engine ranks"
+        assert found == [first, last]
+
+
 def test_samples_routes_and_the_batch_by_hand():
     """40 samples of 100 and 300 tokens; with lag 1 twice as many are under way."""
     lag = {"schedule": {"lag": 1}, "refit": {"slots": 3}}
