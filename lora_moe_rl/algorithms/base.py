@@ -226,6 +226,13 @@ class Algorithm(Plugin):
         """Whether `revised` is to be asked: `passes` has the forwards that it goes by."""
         return type(self).revised is not Algorithm.revised
 
+    @property
+    def takes_forks(self) -> bool:
+        """Whether a conversation that became several samples (a fork) can be trained on: its tokens
+        have one advantage, which all its samples are given. One whose `signals` give tokens of a
+        sample advantages of their own says False."""
+        return not self.revises and self.teacher is None
+
     def revised(self, step: Known) -> list[np.ndarray]:
         """Advantages [R] of each sample, which take the place of those of the signals. Asked once a
         step, on every rank with the same arguments, before `averaged` and `keep`. Pure."""

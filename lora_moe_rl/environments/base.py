@@ -6,10 +6,22 @@ import copy
 from typing import Any, ClassVar, Self
 
 from lora_moe_rl.config import EnvironmentConfig, RunConfig
-from lora_moe_rl.config.plugins import Plugin
+from lora_moe_rl.config.plugins import ALGORITHMS, Plugin
 from lora_moe_rl.data.samples import Group, Prompt
 from lora_moe_rl.environments.parts.conversation import Conversation
 from lora_moe_rl.ports import Policy, Rewards
+
+
+def why_no_forks(config: RunConfig) -> str | None:
+    """Why conversations that became several samples cannot be trained on; None where they can."""
+    algorithm = ALGORITHMS.find(config.algorithm.name)
+    if algorithm(config.algorithm, config.max_response_tokens).takes_forks:
+        return None
+    return (
+        f"algorithm={config.algorithm.name}, as it is set, has no one advantage for all samples of "
+        "a conversation (a critic, a teacher, algorithm.kl_in=reward or a discount give each token "
+        "its own); use one that has, as grpo"
+    )
 
 
 class Environment(Plugin):
@@ -23,11 +35,15 @@ class Environment(Plugin):
     shows_itself: ClassVar[bool] = False
     # Whether the samples of an eval set may be longer or shorter than those of training.
     bounds_sets: ClassVar[bool] = True
+    # Whether what talks to the policy may change what was said before, so that a conversation
+    # becomes several samples (a fork).
+    forks: ClassVar[bool] = False
 
     def __init__(self, config: RunConfig, rewards: Rewards, tokenizer: Any):
         self.config, self.rewards, self.tokenizer = config, rewards, tokenizer
         self.settings, self.group_size = config.environment, config.algorithm.group_size
         self.max_response_tokens = config.rollout.max_response_tokens
+        self.no_forks = why_no_forks(config)
 
     async def rollout(self, prompt: Prompt, policy: Policy) -> Group:
         """All samples of a prompt, scored. Called for many prompts at the same time.
@@ -43,6 +59,7 @@ class Environment(Plugin):
         started, which this one ends."""
         other = copy.copy(self)
         other.group_size = group_size
+        other.no_forks = None  # nothing is trained on
         if max_response_tokens is not None:
             other.max_response_tokens = max_response_tokens
         return other
@@ -50,7 +67,9 @@ class Environment(Plugin):
     def conversation(self, prompt: Prompt, policy: Policy, place: int) -> Conversation:
         """A new conversation with the policy, the one at `place` of the group."""
         lengths = self.config.model.max_length, self.max_response_tokens
-        return Conversation(policy, place, prompt.token_ids, *lengths)
+        made = Conversation(policy, place, prompt.token_ids, *lengths)
+        made.no_forks = self.no_forks
+        return made
 
     @property
     def prompt_tokenizer(self) -> Any:

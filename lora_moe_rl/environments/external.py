@@ -90,6 +90,7 @@ class External(Environment):
 
     rewards_itself = True
     bounds_sets = False  # agents ask one server, of the run
+    forks = True
     settings: Settings
 
     def __init__(self, config: RunConfig, rewards: Rewards, tokenizer: Any):
@@ -151,7 +152,7 @@ class External(Environment):
         if one is None:
             one = self.conversation(prompt, policy, place)
             await one.ask(1)  # stands for it in the group; it has no reward, and is in no loss
-        one.failure, given[one] = failure, outcome.reward
+        one.failure, one.no_forks, given[one] = failure, self.no_forks, outcome.reward
         counts["turns"] += one.turns
         return one
 

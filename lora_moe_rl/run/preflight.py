@@ -343,6 +343,11 @@ class Preflight:
             name: self._held_out(name, source, wanted)
             for name, source in config.eval.sources().items()
         }
+        if self.environment.forks and self.environment.no_forks is not None:
+            self.warnings.append(
+                "a trajectory whose agent changes what was said before, or asks the same again, "
+                f"will have failed (reward.max_failed): {self.environment.no_forks}"
+            )
         if model.chat_template is not None:
             examples = self.source.examples(len(self.sources))
             examples += [prompts[0] for prompts in self.held_out.values()]

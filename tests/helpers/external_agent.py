@@ -1,5 +1,6 @@
 """An agent that knows OpenAI's protocol and the standard library alone. Its argument says what it
-does: ask; ask and set a reward, for as many trajectories as there are; fail; hang; or nothing."""
+does: ask; ask and set a reward, for as many trajectories as there are; ask twice the same (forks);
+fail; hang; or nothing."""
 
 from __future__ import annotations
 
@@ -32,6 +33,8 @@ def main(what: str) -> None:
     if what == "nothing":
         return
     said = ask(key)
+    if what == "forks":
+        ask(key)
     if what == "fail":
         raise SystemExit("the browser has crashed")
     if what == "hang":

@@ -78,6 +78,11 @@ class Advantage(Part):
     separates_rewards: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
 
+    @property
+    def by_token(self) -> bool:
+        """Whether tokens of one sample may have different advantages."""
+        return False
+
     def of_group(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Advantages [k] of the k samples of one group that have a reward, which are at least two
         and further apart than algorithm.equal_within. rewards: float64 [k]. lengths: int [k],

@@ -20,6 +20,10 @@ class Whitened(Advantage):
 
     settings: Settings
 
+    @property
+    def by_token(self) -> bool:
+        return self.settings.gamma < 1
+
     def of_step(self, step: Rewarded) -> list[np.ndarray]:
         """Tokens of others than the policy are no time steps."""
         nothing = [np.zeros(len(mask)) for mask in step.masks]

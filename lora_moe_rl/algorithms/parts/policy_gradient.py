@@ -143,6 +143,10 @@ class PolicyGradient(Algorithm):
         return self._kl_in_reward
 
     @property
+    def takes_forks(self) -> bool:
+        return super().takes_forks and not self._advantage.by_token
+
+    @property
     def rejects(self) -> bool:
         return any(rejection.rejects for rejection in self._rejections)
 

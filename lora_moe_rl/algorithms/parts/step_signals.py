@@ -91,7 +91,8 @@ def _spread(algorithm: Algorithm, group: Group, signal: Signal) -> Signal:
                 raise ConfigError(
                     f"prompt {group.prompt.row}: a conversation became several samples (a fork), "
                     f"and algorithm={algorithm.settings.name} gives its tokens advantages of their "
-                    "own: use one that gives a sample one advantage (grpo, rloo, …)"
+                    "own: use one that gives a sample one advantage (grpo, dapo, …), or say in "
+                    "it takes_forks = False"
                 )
             ((one, factor),) = pairs
             advantage = np.full(len(sample.mask), one, np.float32)

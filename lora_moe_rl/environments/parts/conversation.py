@@ -64,7 +64,8 @@ class Conversation:
         self.max_length, self.max_response = max_length, max_response
         self.turns = 0
         self.messages: list[dict[str, Any]] = []  # all that was said after the prompt
-        self.failure: str | None = None  # why it has no reward, whatever was said
+        self._failure: str | None = None
+        self.no_forks: str | None = None  # why more than one sample of it cannot be trained on
         self.own_reward: float | None = None  # what its environment gave it by itself
         self.played: Played | None = None  # what reward functions are shown of its environment
         self.prompt_ids = prompt_ids
@@ -87,6 +88,18 @@ class Conversation:
         length = len(now.token_ids)
         response = length - len(now.segments[0].token_ids)
         return min(self.max_length - length, self.max_response - response)
+
+    @property
+    def failure(self) -> str | None:
+        """Why it has no reward, whatever was said."""
+        made = sum(one.last is not None for one in self._samples)
+        if self._failure is None and made > 1 and self.no_forks is not None:
+            return f"it became {made} samples (a fork), and {self.no_forks}"
+        return self._failure
+
+    @failure.setter
+    def failure(self, why: str | None) -> None:
+        self._failure = why
 
     @property
     def forks(self) -> int:
@@ -189,6 +202,8 @@ class Conversation:
                 )
             )
             routes.append(one.routes)
+        if self.no_forks is not None:  # then it has failed, and its last sample stands for it
+            return found[-1:], routes[-1:]
         return found, routes
 
 

@@ -13,6 +13,8 @@ import psutil
 import pytest
 from spoken_source import Speaker
 
+from lora_moe_rl import algorithms
+from lora_moe_rl.algorithms.parts.step_signals import signals_of
 from lora_moe_rl.calls.ending import MARK
 from lora_moe_rl.cluster.watchdog import marked
 from lora_moe_rl.config import RunConfig
@@ -20,6 +22,7 @@ from lora_moe_rl.data.samples import Details, Prompt, Scores
 from lora_moe_rl.endpoint.bodies import Asked, Sampling
 from lora_moe_rl.endpoint.refusal import Refused
 from lora_moe_rl.endpoint.run_source import RunSource
+from lora_moe_rl.environments.base import why_no_forks
 from lora_moe_rl.environments.external import External
 from lora_moe_rl.errors import EngineDied, NotServed
 from lora_moe_rl.ports import Manner
@@ -43,13 +46,13 @@ class Rewards:
 def make():
     made = []
 
-    def make(what: str | None, group=2, rewards=None, **settings) -> External:
+    def make(what: str | None, group=2, rewards=None, algorithm=None, **settings) -> External:
         if what is not None:
             settings["command"] = f"{sys.executable} {AGENT} {what}"
         config = RunConfig(
             model={"max_length": 256},
             rollout={"max_response_tokens": 200, "temperature": 0.5},
-            algorithm={"name": "reinforce_pp", "group_size": group},
+            algorithm={"name": "reinforce_pp", "group_size": group} | (algorithm or {}),
             environment={"name": "external"} | settings,
         )
         made.append(External(config, rewards or NoRewards(), TOKENIZER))
@@ -98,6 +101,39 @@ async def test_an_agent_that_fails_is_tried_again_and_then_has_no_reward(make):
     )
     assert group.failures == ["prompt 0: the agent asked the policy nothing"]
     assert len(group.samples) == 1 and group.samples[0].num_sampled == 1
+
+
+FORKS = [
+    ({}, True),
+    ({"name": "grpo"}, True),
+    ({"name": "ppo"}, False),
+    ({"name": "vapo"}, False),
+    ({"name": "opd"}, False),
+    ({"kl_coef": 0.1}, False),
+    ({"gamma": 0.9}, False),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "taken"), FORKS, ids=[str(one) for one, _ in FORKS])
+def test_which_algorithms_take_a_trajectory_that_became_several_samples(algorithm, taken):
+    chosen = {"name": "reinforce_pp", "group_size": 2} | algorithm
+    config = RunConfig(algorithm=chosen, rollout={"temperature": 1})
+    assert (why_no_forks(config) is None) == taken
+
+
+async def test_a_fork_that_the_algorithm_cannot_take_has_failed_and_ends_no_run(make):
+    """And the step is made of what is left."""
+    environment = make("forks", algorithm={"gamma": 0.9}, rewards=Rewards())
+    group = await environment.rollout(PROMPT, Speaker("5"))
+    assert np.isnan(group.rewards).all() and len(group.samples) == 2
+    assert len(group.failures) == 2 and counted(group) == {"done": 2, "turns": 4, "forks": 2}
+    assert "it became 2 samples (a fork), and algorithm=reinforce_pp, as it is" in group.failures[0]
+    (signal,) = signals_of(algorithms.make(environment.config), [group])
+    assert not any(weight.any() for weight in signal.weights)
+    group = await make("forks", rewards=Rewards()).rollout(PROMPT, Speaker("5"))
+    assert group.rewards.tolist() == [1] * 4 and not group.failures
+    held_out = environment.held_out(2, None)  # of which nothing is trained
+    assert not (await held_out.rollout(PROMPT, Speaker("5"))).failures
 
 
 async def test_an_agent_that_hangs_is_ended_with_its_process(make):

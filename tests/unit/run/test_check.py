@@ -314,3 +314,13 @@ def test_a_base_that_is_held_once_is_counted_once(check):
     experts, attention, vocabulary = 8 * 3 * 96 * 192, 3 * 96 * 128, 2 * 256 * 96
     base = (4 * (experts + attention) + vocabulary) * 4 / 2**30
     assert gib() - gib("model.held_once=on") == pytest.approx(300 * base, abs=0.11)
+
+
+def test_forks_that_will_have_failed_are_a_warning_where_there_may_be_any(check):
+    agent = ["environment=external", "environment.command=true"]
+    code, found, _ = check(*agent, "algorithm=ppo")
+    state, told = found["prompts"]
+    assert code == 0 and state == "warning"
+    assert "will have failed (reward.max_failed): algorithm=ppo, as it is set, has no one" in told
+    assert check(*agent, "algorithm=grpo")[1]["prompts"][0] == "ok"
+    assert check("algorithm=ppo")[1]["prompts"][0] == "ok"

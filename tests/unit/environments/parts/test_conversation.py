@@ -125,6 +125,32 @@ def test_a_prompt_that_begins_with_all_tokens_so_far_goes_on_and_another_forks()
     assert_same_routes(group.routes.table(), expected)
 
 
+def test_one_that_forks_where_that_cannot_be_trained_on_has_failed_and_is_one_sample():
+    policy, rewards = WrittenPolicy([[7, END], [8, 8, END], [6, END]]), Rewards()
+
+    async def together():
+        one = Conversation(policy, 0, [1, 2], 50, 40)
+        one.no_forks = "there is a critic"
+        await one.ask(5)
+        one.go_on("user", [*one.token_ids, 3], "more")
+        assert one.failure is None
+        await one.ask(5)
+        one.go_on("user", [1, 2, 7, 3], "shortened")
+        assert one.failure is None  # nothing was sampled yet
+        await one.ask(5)
+        other = await talk(policy, 1, [1, 2], [])
+        other.no_forks = one.no_forks
+        return await finish(Prompt(0, "?", [1, 2]), policy, [one, other], rewards, {})
+
+    group = asyncio.run(together())
+    told = [s.token_ids.tolist() for s in group.samples]
+    assert told == [[1, 2, 7, 3, 6, END], [1, 2, 7, END]]
+    assert group.ends.tolist() == [0, 1]
+    assert np.isnan(group.rewards).tolist() == [True, False]
+    assert group.failures == ["prompt 0: it became 2 samples (a fork), and there is a critic"]
+    assert_same_routes(group.routes.table(), table_of(told))
+
+
 def test_a_conversation_that_failed_has_no_reward_and_says_why():
     policy, rewards = WrittenPolicy(), Rewards()
 
