@@ -280,6 +280,15 @@ def test_a_ratio_against_the_engine():
         ),
         (["algorithm=gspo", "algorithm.rejection=tokens"], "takes single tokens out of it"),
         (["algorithm.loss=gmpo", "algorithm.rejection=tokens"], "takes single tokens out of it"),
+        *(
+            ([f"algorithm={name}", "algorithm.equal_within=0.1"], f"equal_within=0.1 {said}")
+            for name, said in (
+                ("ppo", "has no effect with algorithm.advantage=gae"),
+                ("vapo", "has no effect with algorithm.advantage=length_adaptive_gae"),
+                ("reinforce_pp", "has no effect with algorithm.advantage=reinforce_pp"),
+                ("opd", "has no effect with algorithm.advantage=teacher and reward_weight=0"),
+            )
+        ),
         (["algorithm.correction=mis", "algorithm.rejection=tokens"], "weighs whole samples and"),
         (["algorithm.anchor=rollout", "algorithm.correction=tis"], "with the same ratio once more"),
         (["algorithm.anchor=rollout", "algorithm.loss=reinforce"], "anchor=rollout has no effect"),
