@@ -52,6 +52,19 @@ def test_the_deviation_of_the_whole_step_by_hand():
     assert not advantages_of([1, 1, 1, 1], [0, 0, 1, 1], normalize_std="step").any()
 
 
+def test_a_kl_is_divided_by_the_steps_deviation_where_rewards_differ_in_the_step():
+    """Rewards less the KL are 0.9, 0.7, -0.2 and 0, of mean 0.35: squared distances of 0.85. Where
+    all rewards are 1 the deviation would be of the KL alone."""
+    algorithm = algorithms.make(RunConfig(algorithm={"normalize_std": "step"}))
+    penalties = [np.array([kl]) for kl in (0.1, 0.3, 0.2, 0.0)]
+    parts = np.array([0, 0, 1, 1]), [np.ones(1, bool)] * 4
+    for rewards, deviation in (([1.0, 1, 0, 0], math.sqrt(0.85 / 3)), ([1.0] * 4, 1.0)):
+        step = Rewarded(np.array(rewards), *parts, penalties=penalties)
+        found = np.concatenate(algorithm._advantage.of_step(step))
+        expected = np.array([0.1, -0.1, -0.1, 0.1]) / deviation
+        np.testing.assert_allclose(found, expected, rtol=3e-6)
+
+
 @pytest.mark.parametrize(("old", "new"), [(True, "group"), (False, "none")])
 def test_what_normalize_std_was_before_means_the_same(old, new):
     settings = [algorithms.make(RunConfig(algorithm={"normalize_std": one})) for one in (old, new)]
