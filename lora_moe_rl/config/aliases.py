@@ -169,8 +169,8 @@ MISSING = (
             "engines sample with the adapter as it is, and a trainer that drops some of it would "
             "update another policy than the one that sampled"),
     Missing(("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"),
-            "the KL is to the base with the adapters off, which stays as it is; to measure against "
-            "what was trained, merge it first (lora-moe-rl export --to merged) and train that"),
+            "what a KL is measured against stays as it is in a run; to measure against what was "
+            "trained, merge it first (lora-moe-rl export --to merged) and train that"),
     Missing(("top_entropy_quantile",),
             "all tokens that the policy wrote are in the loss, whatever their entropy; "
             "algorithm.entropy_coef keeps it up"),

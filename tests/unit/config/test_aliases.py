@@ -86,7 +86,7 @@ def test_settings_that_change_the_distribution_are_refused_with_the_reason(name)
     ("name", "why"),
     [
         ("lora_dropout", "another policy than the one that sampled"),
-        ("sync_ref_model", "the base with the adapters off"),
+        ("sync_ref_model", "stays as it is in a run"),
         ("top_entropy_quantile", "whatever their entropy"),
         ("megatron.context_parallel_size", "no context parallelism"),
     ],
