@@ -7,4 +7,4 @@ from lora_moe_rl.algorithms.parts.policy_gradient import PolicyGradient
 
 
 class DrGRPO(PolicyGradient):
-    defaults = {"normalize_std": False, "aggregation": "seq-mean-token-sum-norm"}
+    defaults = {"normalize_std": "none", "aggregation": "seq-mean-token-sum-norm"}

@@ -8,6 +8,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
+class Missing(NamedTuple):
+    """`names`: what others say. `why`: why there is none of it here."""
+
+    names: tuple[str, ...]
+    why: str
+
+
 class Alias(NamedTuple):
     """`names`: what others say. `ours`: the keys, or the setting, as it is written here. `note`:
     what differs, or ''."""
@@ -39,11 +46,17 @@ ALIASES = (
     Alias(("custom_chat_template",), "model.chat_template", "the text itself"),
     Alias(("chat_template_path",), "model.chat_template_file"),
     Alias(("overlong_filter", "filter_overlong_prompts"), "data.too_long=drop"),
+    Alias(("truncation",), "data.too_long", "error or drop: no prompt is cut"),
+    Alias(("max_assistant_turns", "max_tool_calling_iterations"), "environment.max_turns",
+          "turns of the policy, with the one that calls nothing"),
     Alias(("shuffle",), "data.order", "shuffle, sequential or by:COLUMN"),
     Alias(("max_steps", "total_training_steps"), "trainer.steps"),
     Alias(("num_train_epochs", "total_epochs"), "trainer.steps", "a run has steps, not epochs"),
     Alias(("learning_rate", "optim.lr"), "trainer.lr"),
+    Alias(("critic.optim.lr", "critic_learning_rate"), "algorithm.critic_lr"),
     Alias(("warmup_steps", "lr_warmup_steps"), "trainer.warmup_steps"),
+    Alias(("warmup_ratio", "lr_warmup_steps_ratio"), "trainer.warmup_steps",
+          "a number of steps, not a share of them"),
     Alias(("lr_scheduler_type", "lr_scheduler"), "trainer.lr_schedule"),
     Alias(("min_lr_ratio",), "trainer.min_lr", "a learning rate, not a ratio"),
     Alias(("loraplus_lr_ratio",), "trainer.lr_ratio_B"),
@@ -59,7 +72,19 @@ ALIASES = (
     Alias(("epsilon", "clip_ratio", "cliprange"), "algorithm.clip_low and algorithm.clip_high"),
     Alias(("epsilon_low", "clip_ratio_low"), "algorithm.clip_low"),
     Alias(("epsilon_high", "clip_ratio_high"), "algorithm.clip_high"),
-    Alias(("scale_rewards", "norm_adv_by_std_in_grpo"), "algorithm.normalize_std"),
+    Alias(("delta", "clip_ratio_c"), "algorithm.dual_clip"),
+    Alias(("cliprange_value",), "algorithm.value_clip"),
+    Alias(("lam",), "algorithm.lambda_policy and algorithm.lambda_value",
+          "of the policy's advantages and of the critic's returns"),
+    Alias(("scale_rewards", "norm_adv_by_std_in_grpo"), "algorithm.normalize_std",
+          "group, step (TRL's batch) or none"),
+    Alias(("filter_groups", "filter_groups.enable", "dynamic_sampling"),
+          "algorithm.draw_again", "at most so many times prompts_per_step"),
+    Alias(("loss_agg_mode",), "algorithm.aggregation"),
+    Alias(("loss_mode",), "algorithm.loss", "vanilla is ppo_clip, geo_mean is gmpo"),
+    Alias(("staleness_threshold", "max_off_policy_steps"), "schedule.lag",
+          "in steps, not a share of samples"),
+    Alias(("partial_rollout",), "schedule.in_flight=continue", "with schedule.lag above 0"),
     Alias(("num_iterations", "ppo_epochs"), "algorithm.epochs"),
     Alias(("ppo_mini_batch_size", "steps_per_generation"), "algorithm.mini_batches",
           "the number of optimizer steps of a pass, not their size"),
@@ -99,10 +124,13 @@ ALIASES = (
     Alias(("megatron.tensor_model_parallel_size",), "trainer.tp"),
     Alias(("pipeline_model_parallel_size",), "trainer.pp"),
     Alias(("virtual_pipeline_model_parallel_size",), "trainer.vpp"),
-    Alias(("expert_model_parallel_size",), "trainer.ep"),
+    Alias(("expert_model_parallel_size", "expert_parallel_size"), "trainer.ep"),
+    Alias(("rollout.expert_parallel_size",), "rollout.ep",
+          "true: an engine's ranks share its experts"),
     Alias(("expert_tensor_parallel_size",), "trainer.etp"),
     Alias(("n_gpus_per_node", "nnodes", "num_processes"), "trainer.world_size and rollout.engines",
           "trainer ranks and engines have GPUs of their own, unless they share some"),
+    Alias(("vllm_mode",), "placement.mode", "colocated for TRL's colocate, split for its server"),
     Alias(("vllm_tensor_parallel_size", "rollout.tensor_model_parallel_size"), "rollout.tp"),
     Alias(("vllm_gpu_memory_utilization", "gpu_memory_utilization"),
           "rollout.gpu_memory_utilization"),
@@ -134,29 +162,34 @@ ALIASES = (
     Alias(("run_name", "experiment_name"), "name"),
 )  # fmt: skip
 
-# What vLLM could sample with, and is refused here.
-NOT_SAMPLED_WITH = (
-    "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "logit_bias", "bad_words",
+MISSING = (
+    Missing(("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+             "frequency_penalty", "logit_bias", "bad_words"),
+            "tokens are sampled from the whole softmax, since the trainer's logprobs are over all "
+            "tokens, and which of them an engine would have kept is not recorded: the loss would "
+            "be of another distribution; rollout.temperature is what both sides apply"),
+    Missing(("lora_dropout",),
+            "engines sample with the adapter as it is, and a trainer that drops some of it would "
+            "update another policy than the one that sampled"),
+    Missing(("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"),
+            "what a KL is measured against stays as it is in a run; to measure against what was "
+            "trained, merge it first (lora-moe-rl export --to merged) and train that"),
+    Missing(("top_entropy_quantile",),
+            "all tokens that the policy wrote are in the loss, whatever their entropy; "
+            "algorithm.entropy_coef keeps it up"),
+    Missing(("context_parallel_size", "ulysses_sequence_parallel_size"),
+            "the trainer has no context parallelism; trainer.tp, trainer.recompute and "
+            "trainer.offload make room for long sequences"),
 )  # fmt: skip
-WHY_NOT_SAMPLED_WITH = (
-    "there is none: tokens are sampled from the whole softmax, since the trainer's logprobs are "
-    "over all tokens, and which of them an engine would have kept is not recorded: the loss would "
-    "be of another distribution; rollout.temperature is what both sides apply"
-)
 
-_BY_NAME = {name: alias for alias in ALIASES for name in alias.names}
+_BY_NAME = {name: one for one in (*ALIASES, *MISSING) for name in one.names}
 
 
-def find(name: str) -> Alias | None:
-    """The alias of a key that nobody here knows: of its longest end that is in the table."""
+def find(name: str) -> Alias | Missing | None:
+    """What is known of a key that nobody here knows: of its longest end that is in the tables."""
     parts = name.replace("-", "_").split(".")
     ends = (".".join(parts[start:]) for start in range(len(parts)))
     return next((_BY_NAME[end] for end in ends if end in _BY_NAME), None)
-
-
-def is_not_sampled_with(name: str) -> bool:
-    return name.replace("-", "_").rpartition(".")[2] in NOT_SAMPLED_WITH
 
 
 def as_table() -> str:
@@ -164,4 +197,11 @@ def as_table() -> str:
     return "\n".join(
         f"| {', '.join(f'`{name}`' for name in names)} | `{ours}` | {note} |"
         for names, ours, note in ALIASES
+    )
+
+
+def missing_as_table() -> str:
+    """The rows of what there is not, there too."""
+    return "\n".join(
+        f"| {', '.join(f'`{name}`' for name in names)} | {why} |" for names, why in MISSING
     )

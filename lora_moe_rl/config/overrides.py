@@ -187,11 +187,12 @@ def _known(name: str) -> bool:
 
 
 def _unknown(name: str) -> ConfigError:
-    if (alias := aliases.find(name)) is not None:
-        note = f" ({alias.note})" if alias.note else ""
-        return ConfigError(f"unknown config key {name!r}; here it is {alias.ours}{note}")
-    if aliases.is_not_sampled_with(name):
-        return ConfigError(f"unknown config key {name!r}; {aliases.WHY_NOT_SAMPLED_WITH}")
+    found = aliases.find(name)
+    if isinstance(found, aliases.Missing):
+        return ConfigError(f"unknown config key {name!r}; there is none: {found.why}")
+    if found is not None:
+        note = f" ({found.note})" if found.note else ""
+        return ConfigError(f"unknown config key {name!r}; here it is {found.ours}{note}")
     if find_key(name) is not None:  # of a plug-in that is not chosen
         section, _, key = name.partition(".")
         owners = [one for one, own in choices(section).items() if key in own.model_fields]

@@ -168,8 +168,8 @@ class Records:
         if self._skipped_in_a_row >= limit:
             raise NonFiniteError(
                 f"loss or gradients were NaN or infinite in {limit} steps in a row "
-                f"(trainer.max_skipped_steps={limit}): {result.nonfinite} optimizer steps of the "
-                "last one, a critic's counted, were left out, and changed nothing"
+                f"(trainer.max_skipped_steps={limit}): {result.nonfinite} of the last one's "
+                "optimizer steps, a critic's counted, were left out, and changed nothing"
             )
         self._check_trained(result)
         if not self.config.offline:

@@ -54,6 +54,13 @@ PARTS = {
         "aggregation": "seq-mean-token-mean",
     },
     "entropy_of_ppo": {"name": "ppo", "entropy_coef": 0.3, "correction": "tis"},
+    "geometric_mean": {
+        "loss": "gmpo",
+        "log_clip_low": 0.05,
+        "log_clip_high": 0.05,
+        "anchor": "rollout",
+        "aggregation": "seq-mean-token-mean",
+    },
     "reinforce": {"correction": "bypass_pg_is", "aggregation": "seq-mean-token-sum"},
 }
 CONFIG = with_settings(

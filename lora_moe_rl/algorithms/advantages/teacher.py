@@ -31,10 +31,10 @@ class FromTeacher(GroupNormalized):
 
         @model_validator(mode="after")
         def _reward_is_read(self):
-            if not (self.normalize_std or self.reward_weight):
+            if self.normalize_std != "group" and not self.reward_weight:
                 raise ValueError(
-                    "algorithm.normalize_std=false has no effect with algorithm.reward_weight=0: "
-                    "no reward is compared"
+                    f"algorithm.normalize_std={self.normalize_std} has no effect with algorithm."
+                    "reward_weight=0: no reward is compared"
                 )
             return self
 

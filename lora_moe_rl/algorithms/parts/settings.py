@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from lora_moe_rl.algorithms.advantages.base import Advantage
 from lora_moe_rl.algorithms.corrections.base import WeightSettings
 from lora_moe_rl.algorithms.parts.kl_control import LARGEST_ERROR
 from lora_moe_rl.config import AlgorithmConfig
@@ -254,6 +255,16 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
             )
 
     def _check_unused(self) -> None:
+        advantage, within = PARTS["advantage"].find(self.advantage), self.equal_within
+        alone = advantage.needs_teacher and not getattr(self, "reward_weight")  # noqa: B009
+        compares = advantage.of_group is not Advantage.of_group and not alone
+        read = compares or self.draw_again
+        if not read and within != type(self).model_fields["equal_within"].default:
+            raise ValueError(
+                f"algorithm.equal_within={within:g} has no effect with algorithm.advantage="
+                f"{self.advantage}{' and reward_weight=0' if alone else ''}, which compares no "
+                "rewards of a prompt, and algorithm.draw_again=0; leave it out"
+            )
         for option, decider in (
             ("kl_in", "kl_coef"),
             ("kl_estimator", "kl_coef"),

@@ -1,5 +1,7 @@
 """Advantages of a group against values worked out by hand; see test_oracles.py too."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from lora_moe_rl.algorithms.advantages.base import Rewarded
 from lora_moe_rl.algorithms.base import Known
 from lora_moe_rl.algorithms.parts.step_signals import signals_of
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.overrides import override
 from lora_moe_rl.config.plugins import PARTS
 from lora_moe_rl.data.samples import FunctionRewards, Group, Prompt, Sample, Segment
 
@@ -35,6 +38,39 @@ def test_group_normalized_by_hand():
 def test_without_the_deviation_the_spread_counts():
     found = advantages_of([1, 0, 0, 0, 10, 0], [0, 0, 0, 0, 1, 1], normalize_std=False)
     np.testing.assert_allclose(found, [0.75, -0.25, -0.25, -0.25, 5, -5])
+
+
+def test_the_deviation_of_the_whole_step_by_hand():
+    """TRL's scale_rewards=batch: 7 rewards 1, 0, 0, 0, 10, 0, 3 of mean 2 have squared distances of
+    1 + 4 * 4 + 64 + 1 = 82, so that the deviation is sqrt(82 / 6); one alone has none to compare
+    with, and counts in it."""
+    deviation = math.sqrt(82 / 6)
+    given = ([1, 0, 0, 0, 10, 0, 3, NAN], [0, 0, 0, 0, 1, 1, 2, 2])
+    found = advantages_of(*given, normalize_std="step")
+    expected = np.array([0.75, -0.25, -0.25, -0.25, 5, -5, 0, 0]) / deviation
+    np.testing.assert_allclose(found, expected, atol=3e-6)
+    assert not advantages_of([1, 1, 1, 1], [0, 0, 1, 1], normalize_std="step").any()
+
+
+def test_a_kl_is_divided_by_the_steps_deviation_where_rewards_differ_in_the_step():
+    """Rewards less the KL are 0.9, 0.7, -0.2 and 0, of mean 0.35: squared distances of 0.85. Where
+    all rewards are 1 the deviation would be of the KL alone."""
+    algorithm = algorithms.make(RunConfig(algorithm={"normalize_std": "step"}))
+    penalties = [np.array([kl]) for kl in (0.1, 0.3, 0.2, 0.0)]
+    parts = np.array([0, 0, 1, 1]), [np.ones(1, bool)] * 4
+    for rewards, deviation in (([1.0, 1, 0, 0], math.sqrt(0.85 / 3)), ([1.0] * 4, 1.0)):
+        step = Rewarded(np.array(rewards), *parts, penalties=penalties)
+        found = np.concatenate(algorithm._advantage.of_step(step))
+        expected = np.array([0.1, -0.1, -0.1, 0.1]) / deviation
+        np.testing.assert_allclose(found, expected, rtol=3e-6)
+
+
+@pytest.mark.parametrize(("old", "new"), [(True, "group"), (False, "none")])
+def test_what_normalize_std_was_before_means_the_same(old, new):
+    settings = [algorithms.make(RunConfig(algorithm={"normalize_std": one})) for one in (old, new)]
+    assert settings[0].settings == settings[1].settings
+    by_words = override(RunConfig(), [f"algorithm.normalize_std={str(old).lower()}"])
+    assert by_words == override(RunConfig(), [f"algorithm.normalize_std={new}"])
 
 
 def test_leave_one_out_by_hand():

@@ -7,10 +7,11 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from packed_tokens import tokens_of
+from packed_tokens import mean_over, tokens_of
 from torch.testing import assert_close
 
 from lora_moe_rl import algorithms
+from lora_moe_rl.algorithms.parts.aggregation import aggregate
 from lora_moe_rl.algorithms.parts.policy_gradient import PolicyGradient
 from lora_moe_rl.bench.algorithms import presets
 from lora_moe_rl.config import RunConfig
@@ -101,6 +102,40 @@ def test_a_preset_returns_the_metrics_that_it_declares_and_is_finite(name, corre
     found.values.sum().backward()
     assert torch.isfinite(logprobs.grad).all() and logprobs.grad[2] == 0
     assert (logprobs.grad[:2].sign() == torch.tensor([-1.0, 1.0])).all()
+
+
+def test_the_geometric_mean_of_clipped_ratios_by_hand():
+    """verl's geo_mean is -A exp(mean of clipped log ratios), the mean over samples. Bounds of 0.3:
+    of A = 2 and log ratios 0.5 and -0.5 the first is 0.3 (too far up), which makes exp(-0.1); of
+    A = -1 and log ratios 0.5, -0.5 and 0.1 the second is -0.3, which makes exp(0.1)."""
+    log_ratio = torch.tensor([0.5, -0.5, 0.5, -0.5, 0.1, 7.0], dtype=torch.float64)
+    advantages = torch.tensor([2.0, 2.0, -1.0, -1.0, -1.0, 9.0], dtype=torch.float64)
+    samples, mask = torch.tensor([0, 0, 1, 1, 1, 1]), torch.tensor([True] * 5 + [False])
+    old = torch.full((6,), -1.0, dtype=torch.float64)
+    logprobs = (old + log_ratio).requires_grad_()
+    tokens = tokens_of(logprobs, old, advantages, mask, samples=samples)
+    found = made(
+        "algorithm.loss=gmpo", "algorithm.log_clip_low=0.3", "algorithm.log_clip_high=0.3"
+    ).loss(tokens)
+    scales = aggregate(
+        "seq-mean-token-mean", np.array([2, 3]), np.array([0, 0]), np.array([1, 1]), 10
+    )
+    loss = mean_over(found.values, tokens, scales)
+    first, second = -2 * math.exp(-0.1), math.exp(0.1)
+    assert loss.item() == pytest.approx((first + second) / 2, rel=1e-7)
+    loss.backward()
+    # A token's share of its sample's loss, but for those that were clipped.
+    expected = [0, first / 2, second / 3, 0, second / 3, 0]
+    assert logprobs.grad is not None
+    assert_close(logprobs.grad, torch.tensor(expected, dtype=torch.float64) / 2)
+    assert found.metrics["clipped_high"].tolist() == [1, 0, 0, 0, 0, 0]
+    assert found.metrics["clipped_low"].tolist() == [0, 0, 0, 1, 0, 0]
+    plain = replace(tokens, logprobs=logprobs.detach().where(mask, 0.0))
+    assert made("algorithm.loss=gmpo").settings.log_clip_high == 0.4
+    wide = made(
+        "algorithm.loss=gmpo", "algorithm.log_clip_low=9", "algorithm.log_clip_high=9"
+    ).loss(plain)
+    assert_close(wide.values[:2], -2 * torch.ones(2, dtype=torch.float64))
 
 
 def test_published_vectors():
@@ -244,6 +279,16 @@ def test_a_ratio_against_the_engine():
             "no setting of algorithm.loss=ppo_clip: it is one of loss=sa",
         ),
         (["algorithm=gspo", "algorithm.rejection=tokens"], "takes single tokens out of it"),
+        (["algorithm.loss=gmpo", "algorithm.rejection=tokens"], "takes single tokens out of it"),
+        *(
+            ([f"algorithm={name}", "algorithm.equal_within=0.1"], f"equal_within=0.1 {said}")
+            for name, said in (
+                ("ppo", "has no effect with algorithm.advantage=gae"),
+                ("vapo", "has no effect with algorithm.advantage=length_adaptive_gae"),
+                ("reinforce_pp", "has no effect with algorithm.advantage=reinforce_pp"),
+                ("opd", "has no effect with algorithm.advantage=teacher and reward_weight=0"),
+            )
+        ),
         (["algorithm.correction=mis", "algorithm.rejection=tokens"], "weighs whole samples and"),
         (["algorithm.anchor=rollout", "algorithm.correction=tis"], "with the same ratio once more"),
         (["algorithm.anchor=rollout", "algorithm.loss=reinforce"], "anchor=rollout has no effect"),

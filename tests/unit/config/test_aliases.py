@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config.aliases import ALIASES, NOT_SAMPLED_WITH, as_table
+from lora_moe_rl.config.aliases import ALIASES, MISSING, as_table, missing_as_table
 from lora_moe_rl.config.keys import all_keys
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.errors import ConfigError
@@ -37,6 +37,27 @@ PAGE = Path(__file__).parents[3] / "docs/from_verl.md"
         ("actor_rollout_ref.rollout.gpu_memory_utilization", "rollout.gpu_memory_utilization"),
         ("vllm_importance_sampling_correction", "algorithm.correction=tis"),
         ("per_device_train_batch_size", "trainer.micro_batch_tokens (tokens packed"),
+        ("critic.optim.lr", "algorithm.critic_lr"),
+        ("critic_learning_rate", "algorithm.critic_lr"),
+        ("warmup_ratio", "trainer.warmup_steps (a number of steps"),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio", "trainer.warmup_steps (a number"),
+        ("vllm_mode", "placement.mode (colocated for TRL's colocate"),
+        ("async_training.partial_rollout", "schedule.in_flight=continue"),
+        ("async_training.staleness_threshold", "schedule.lag (in steps"),
+        ("algorithm.filter_groups", "algorithm.draw_again (at most"),
+        ("filter_groups.enable", "algorithm.draw_again (at most"),
+        ("delta", "algorithm.dual_clip"),
+        ("actor_rollout_ref.actor.clip_ratio_c", "algorithm.dual_clip"),
+        ("actor_rollout_ref.actor.loss_agg_mode", "algorithm.aggregation"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.loss (vanilla is ppo_clip"),
+        ("algorithm.lam", "algorithm.lambda_policy and algorithm.lambda_value"),
+        ("critic.cliprange_value", "algorithm.value_clip"),
+        ("actor_rollout_ref.rollout.multi_turn.max_assistant_turns", "environment.max_turns"),
+        ("max_tool_calling_iterations", "environment.max_turns (turns of the policy"),
+        ("expert_parallel_size", "trainer.ep"),
+        ("actor_rollout_ref.rollout.expert_parallel_size", "rollout.ep (true"),
+        ("data.truncation", "data.too_long (error or drop"),
+        ("scale_rewards", "algorithm.normalize_std (group, step (TRL's batch) or none)"),
     ],
 )
 def test_a_name_from_elsewhere_leads_to_ours(theirs, ours):
@@ -47,11 +68,11 @@ def test_a_name_from_elsewhere_leads_to_ours(theirs, ours):
 
 def test_what_they_lead_to_is_there_and_what_they_are_is_not():
     keys = all_keys()
-    for alias in ALIASES:
-        for key in re.findall(r"(?<![\w-])[a-z]+\.[A-Za-z_0-9]+", f"{alias.ours} {alias.note}"):
+    for one in (*ALIASES, *MISSING):
+        for key in re.findall(r"(?<![\w-])[a-z]+\.[A-Za-z_0-9]+", " ".join(one[1:])):
             assert key in keys or key == "file.py", key
-        assert not set(alias.names) & set(keys)
-    names = [name for alias in ALIASES for name in alias.names]
+        assert not set(one.names) & set(keys)
+    names = [name for one in (*ALIASES, *MISSING) for name in one.names]
     assert len(names) == len(set(names))
 
 
@@ -61,10 +82,20 @@ def test_settings_that_change_the_distribution_are_refused_with_the_reason(name)
         override(RunConfig(), [f"{name}=0.9"])
 
 
-def test_the_page_names_what_is_not_sampled_with():
-    text = PAGE.read_text()
-    assert all(f"`{name}`" in text for name in NOT_SAMPLED_WITH)
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("lora_dropout", "another policy than the one that sampled"),
+        ("sync_ref_model", "stays as it is in a run"),
+        ("top_entropy_quantile", "whatever their entropy"),
+        ("megatron.context_parallel_size", "no context parallelism"),
+    ],
+)
+def test_what_there_is_not_is_said_with_the_reason(name, why):
+    with pytest.raises(ConfigError, match=f"unknown config key '{name}'; there is none: .*{why}"):
+        override(RunConfig(), [f"{name}=1"])
 
 
-def test_the_page_has_the_table_as_it_is():
+def test_the_page_has_the_tables_as_they_are():
     assert f"\n|---|---|---|\n{as_table()}\n\n" in PAGE.read_text()
+    assert f"\n|---|---|\n{missing_as_table()}\n\n" in PAGE.read_text()

@@ -40,7 +40,7 @@ def test_updates_that_are_not_finite_in_a_row_stop_the_run_and_one_that_is_begin
         records.check_update(step, [], [], result)
     with pytest.raises(
         NonFiniteError,
-        match="2 steps in a row .trainer.max_skipped_steps=2.: 3 optimizer steps of the last one",
+        match="2 steps in a row .trainer.max_skipped_steps=2.: 3 of the last one.s optimizer steps",
     ):
         records.check_update(4, [], [], UpdateResult(0, metrics, 1, 3, 1.0))
 
