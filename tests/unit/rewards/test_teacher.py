@@ -109,7 +109,7 @@ def test_tries_are_bounded_in_number_and_time(server):
 
 
 def test_a_teacher_that_cannot_be_reached_stops_the_run(tmp_path):
-    """What is kept then, and that it goes on: test_records.py, test_loop_ends.py in run/."""
+    """What is kept then, and that it goes on: test_records.py, test_loop_ends.py in `run`."""
     url = "http://127.0.0.1:1/v1"
     group = scored(teacher_of(url), a_group())
     (tmp_path / "config.json").write_text("{}")
