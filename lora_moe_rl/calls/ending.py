@@ -18,8 +18,9 @@ def folder_prefix(name: str) -> str:
     return f"{name}-{os.environ.get(MARK, 'none')}-"
 
 
-def end_marked(mark: str) -> None:
-    """Ends what has the mark, and removes the temporary folders that it had made."""
-    kill_marked(MARK, mark)
-    for folder in Path(tempfile.gettempdir()).glob(f"*-{mark}-*"):
-        shutil.rmtree(folder, ignore_errors=True)
+def end_marked(*marks: str) -> None:
+    """Ends what has one of the marks, and removes the temporary folders that it had made."""
+    kill_marked(MARK, *marks)
+    for mark in marks:
+        for folder in Path(tempfile.gettempdir()).glob(f"*-{mark}-*"):
+            shutil.rmtree(folder, ignore_errors=True)

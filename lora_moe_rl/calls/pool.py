@@ -118,7 +118,7 @@ class Pool:
         self.command = (module, tuple(words), quiet)
         self._numbers = itertools.count()
         self._waiting: deque[Job] = deque()
-        self._starting = False
+        self._starting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending: set[Worker] = set()
         with ThreadPoolExecutor(1) as thread:  # a loop may be running here
@@ -147,22 +147,22 @@ class Pool:
         """Sees to it that jobs that wait are sent: to each worker of a plain function one, the next
         when that is answered; to that of an async one all. Missing workers are started."""
         for worker in list(self.workers):
-            if not worker.pending and worker.process.poll() is not None:  # with nothing to do
+            # It has ended with nothing to do; or an event loop has, with its work half done.
+            if _over(worker.hearing) and (worker.pending or worker.process.poll() is not None):
                 self._lose(worker, None)
-        if self._waiting and len(self.workers) < self.size and not self._starting:
-            self._starting = True
-            self._run(self._start_missing())
+        if self._waiting and len(self.workers) < self.size and _over(self._starting):
+            self._starting = self._run(self._start_missing())
         for worker in self.workers:
-            if self._waiting and worker.free and worker.sending is None:
+            if self._waiting and worker.free and _over(worker.sending):
                 worker.sending = self._run(self._send(worker))
 
     def _run(self, step: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(step)
         self._tasks.add(task)  # the event loop itself holds tasks weakly
-        task.add_done_callback(self._over)
+        task.add_done_callback(self._ended)
         return task
 
-    def _over(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[None]) -> None:
         """A fault of ours is raised by all calls: nobody waits for ever."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -180,28 +180,27 @@ class Pool:
                     continue
                 worker.pending[job.number] = job
                 job.alarm = loop.call_later(patience, self._lose, worker, self.late)
-                if worker.hearing is None:
+                if _over(worker.hearing):
                     worker.hearing = self._run(self._hear(worker))
                 with suppress(OSError):  # a dead worker is seen when its answers are read
                     await worker.wire.send(job.frame)
         except asyncio.CancelledError:
             self._give_up(worker)
             raise
-        finally:
-            worker.sending = None
 
     async def _hear(self, worker: Worker) -> None:
         try:
             while worker.pending:
                 answer = await worker.wire.receive()
-                job = worker.pending.pop(answer.get("number", -1), None)
-                if job is None or "outcome" not in answer:
+                number = answer.get("number")
+                if number not in list(worker.pending) or "outcome" not in answer:
                     raise Nonsense("sent an answer to nothing")
+                job = worker.pending.pop(number)
                 if job.alarm is not None:
                     job.alarm.cancel()
                 if not job.outcome.done():
                     job.outcome.set_result(answer["outcome"])
-                self._give()
+            self._give()
         except OSError:
             self._lose(worker, None)
         except Nonsense as error:
@@ -209,8 +208,6 @@ class Pool:
         except asyncio.CancelledError:
             self._give_up(worker)
             raise
-        finally:
-            worker.hearing = None
 
     def _give_up(self, worker: Worker) -> None:
         """The event loop ends in the middle of what is sent or answered."""
@@ -253,16 +250,22 @@ class Pool:
                 job.fail(NoWorker(f"could not be started again: {error}"))
             self._waiting.clear()
         finally:
-            self._starting = False
+            self._starting = None
         self._give()
+
+
+def _over(task: asyncio.Task[None] | None) -> bool:
+    return task is None or task.done()
 
 
 def _start(command: tuple[str, tuple[str, ...], bool], count: int) -> list[Worker]:
     """Workers that are ready. They are started together, then awaited."""
-    started = [_launch(*command) for _ in range(count)]
+    started: list[Worker] = []
     try:
+        for _ in range(count):
+            started.append(_launch(*command))
         asyncio.run(_all_ready(started))
-    except (WorkerLost, ConfigError):
+    except BaseException:
         for worker in started:
             worker.end()
         raise

@@ -27,22 +27,22 @@ log = logging.getLogger(__name__)
 _pipes: list[Any] = []  # open as long as this process lives
 
 
-def marked(variable: str, mark: str) -> list[psutil.Process]:
-    """Processes whose environment has `variable` set to `mark`, and that still run."""
+def marked(variable: str, *marks: str) -> list[psutil.Process]:
+    """Processes whose environment has `variable` set to one of `marks`, and that still run."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it has ended, or is another user's
-            ours = process.environ().get(variable) == mark
+            ours = process.environ().get(variable) in marks
             if ours and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 
 
-def kill_marked(variable: str, mark: str) -> None:
+def kill_marked(variable: str, *marks: str) -> None:
     """Kills them until there is none: one may have started another meanwhile. What the kernel does
     not end within KILL_S, since it waits for a device or a server, is named in a warning."""
     deadline = time.monotonic() + KILL_S
-    while found := marked(variable, mark):
+    while found := marked(variable, *marks):
         if time.monotonic() > deadline:
             pids = ", ".join(str(process.pid) for process in found)
             log.warning("killed %.0f s ago, and not gone: process %s", KILL_S, pids)

@@ -19,19 +19,18 @@ import asyncio
 import json
 import os
 import signal
-import tempfile
 import uuid
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from lora_moe_rl.calls.ending import MARK
+from lora_moe_rl.calls.ending import MARK, end_marked
 from lora_moe_rl.cluster.watchdog import kill_marked
 from lora_moe_rl.endpoint.app import Endpoint, body_of, key_of, unless_gone
 from lora_moe_rl.endpoint.bodies import POLICY
@@ -40,6 +39,10 @@ from lora_moe_rl.endpoint.sessions import Session, Sessions
 
 LARGEST = float(np.finfo(np.float32).max)  # of a reward
 LAST_WORDS = 300  # bytes of what an agent has complained of
+MOST_HEARD = 16  # times that so much is read of it which a pipe holds
+# In the environment of all agents of a run; each has a mark of its own beside it (MARK).
+OF_RUN = "LORA_MOE_RL_AGENTS"
+SWEEP_S = 2.0  # between two looks for what agents have left behind: each looks at all processes
 
 
 class Outcome(NamedTuple):
@@ -66,8 +69,10 @@ class Agent:
     """A process of the agent's program, and the trajectory that it is at."""
 
     process: asyncio.subprocess.Process
-    words: IO[bytes]
+    stderr: int  # a pipe that is read, without waiting
+    mark: str
     at: Trajectory | None
+    words: bytes = b""  # the last that it has written there
     keys: list[str] = field(default_factory=list)
     idle: asyncio.TimerHandle | None = None  # ends it when it neither ends nor asks for the next
 
@@ -80,12 +85,29 @@ class Agent:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
+    def hear(self) -> bool:
+        """Takes what it has written to its stderr, of which the last is kept. Returns whether there
+        was any."""
+        try:
+            part = os.read(self.stderr, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not part:  # nobody writes there any more
+            asyncio.get_running_loop().remove_reader(self.stderr)
+        self.words = (self.words + part)[-LAST_WORDS:]
+        return bool(part)
+
     def last_words(self) -> str:
         """The last line that it has written to its stderr."""
-        self.words.seek(0, os.SEEK_END)
-        self.words.seek(max(0, self.words.tell() - LAST_WORDS))
-        lines = self.words.read().decode(errors="replace").strip().splitlines()
+        for _ in range(MOST_HEARD):  # of what it has left behind, somebody may write for ever
+            if not self.hear():
+                break
+        lines = self.words.decode(errors="replace").strip().splitlines()
         return f": {lines[-1]}" if lines else ""
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self.stderr)
+        os.close(self.stderr)
 
 
 class Trajectories:
@@ -110,6 +132,8 @@ class Trajectories:
         self._agents: dict[str, Agent] = {}  # by the keys that each was given
         self._alive: set[asyncio.Task[None]] = set()
         self._any_started = False
+        self._left: set[str] = set()  # marks of agents that have ended
+        self._sweeping: asyncio.Task[None] | None = None
 
     async def outcome(self, session: Session, task: dict[str, Any]) -> Outcome:
         """Of a new trajectory, once an agent has ended it. Nothing is sampled for it any more."""
@@ -154,7 +178,7 @@ class Trajectories:
     def close(self) -> None:
         """Ends all processes, and what they have started."""
         if self._any_started:
-            kill_marked(MARK, self.mark)
+            kill_marked(OF_RUN, self.mark)
 
     def at(self, session: Session) -> Trajectory:
         """Raises Refused."""
@@ -205,27 +229,17 @@ class Trajectories:
 
     async def _live(self, command: Sequence[str], first: Trajectory) -> None:
         """One process of the agent's program, from its start to its end."""
-        given = {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": first.session.key, MARK: self.mark}
         agent = None
         try:
-            with tempfile.TemporaryFile() as words:
-                process = await asyncio.create_subprocess_exec(
-                    *command,
-                    env={**os.environ, **given},
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.DEVNULL,
-                    stderr=words,
-                    start_new_session=True,  # Ctrl-C is ours to handle; killpg reaches its children
-                )
-                agent = Agent(process, words, None)
-                if first.settled:  # it was given up meanwhile
-                    return
-                self._given(first, agent)
-                code = await process.wait()
-                if agent.at is not None:
-                    failure = f"the agent ended with {code}{agent.last_words()}" if code else None
-                    end = "agent_error" if code else "done"
-                    self.settle(agent.at, Outcome(end, failure=failure))
+            agent = await self._started(command, first.session.key)
+            if first.settled:  # it was given up meanwhile
+                return
+            self._given(first, agent)
+            code = await agent.process.wait()
+            if agent.at is not None:
+                failure = f"the agent ended with {code}{agent.last_words()}" if code else None
+                end = "agent_error" if code else "done"
+                self.settle(agent.at, Outcome(end, failure=failure))
         except OSError as error:
             failure = f"the agent could not be started: {error}"
             self.settle(first, Outcome("agent_error", failure=failure))
@@ -235,9 +249,45 @@ class Trajectories:
             raise
         finally:
             if agent is not None:
-                agent.kill()  # with what it has left behind
+                agent.kill()
+                agent.close()
                 for key in agent.keys:
                     del self._agents[key]
+                self._left.add(agent.mark)
+                if self._sweeping is None or self._sweeping.done():
+                    self._sweeping = asyncio.create_task(self._sweep())
+
+    async def _started(self, command: Sequence[str], key: str) -> Agent:
+        """A process of the agent's program. Raises OSError."""
+        mark = uuid.uuid4().hex
+        given = {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": key}
+        ours, theirs = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                env={**os.environ, **given, OF_RUN: self.mark, MARK: mark},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=theirs,
+                start_new_session=True,  # Ctrl-C is ours to handle; killpg reaches its children
+            )
+        except BaseException:
+            os.close(ours)
+            raise
+        finally:
+            os.close(theirs)
+        os.set_blocking(ours, False)
+        agent = Agent(process, ours, mark, None)
+        asyncio.get_running_loop().add_reader(ours, agent.hear)
+        return agent
+
+    async def _sweep(self) -> None:
+        """Ends what agents that have ended have left behind, in sessions of its own too. Of many
+        that end together all at once."""
+        while self._left:
+            marks, self._left = self._left, set()
+            await asyncio.to_thread(end_marked, *marks)
+            await asyncio.sleep(SWEEP_S)
 
     def _ended(self, life: asyncio.Task[None]) -> None:
         self._alive.discard(life)
@@ -288,8 +338,11 @@ def _reward_in(content: bytes) -> float:
         value = body["reward"] if isinstance(body, dict) and len(body) == 1 else None
     except (ValueError, KeyError, RecursionError):
         value = None
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not abs(value) <= LARGEST:  # nor is NaN
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not abs(value) <= LARGEST  # nor is NaN
+    ):
         raise bad_request(
             'send {"reward": NUMBER} and nothing else, a finite number in float32: of up to '
             f"{LARGEST:.2g}"

@@ -1,11 +1,12 @@
 """An agent that knows OpenAI's protocol and the standard library alone. Its argument says what it
 does: ask; ask and set a reward, for as many trajectories as there are; ask twice the same (forks);
-fail; hang; or nothing."""
+fail; complain a lot and wait; leave a process behind; hang; or nothing."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 import urllib.request
@@ -35,7 +36,13 @@ def main(what: str) -> None:
     said = ask(key)
     if what == "forks":
         ask(key)
+    if what == "complains":
+        sys.stderr.write("x" * (1 << 26))
+        call("/next", key, {})
+    if what == "leaves":
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
     if what == "fail":
+        sys.stderr.write("x" * (1 << 20) + "\n")
         raise SystemExit("the browser has crashed")
     if what == "hang":
         time.sleep(600)

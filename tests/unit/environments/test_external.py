@@ -15,13 +15,13 @@ from spoken_source import Speaker
 
 from lora_moe_rl import algorithms
 from lora_moe_rl.algorithms.parts.step_signals import signals_of
-from lora_moe_rl.calls.ending import MARK
 from lora_moe_rl.cluster.watchdog import marked
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Details, Prompt, Scores
 from lora_moe_rl.endpoint.bodies import Asked, Sampling
 from lora_moe_rl.endpoint.refusal import Refused
 from lora_moe_rl.endpoint.run_source import RunSource
+from lora_moe_rl.endpoint.trajectories import OF_RUN
 from lora_moe_rl.environments.base import why_no_forks
 from lora_moe_rl.environments.external import External
 from lora_moe_rl.errors import EngineDied, NotServed
@@ -61,7 +61,7 @@ def make():
     yield make
     for one in made:
         one.close()
-        assert not marked(MARK, one.gate.trajectories.mark)
+        assert not marked(OF_RUN, one.gate.trajectories.mark)
 
 
 def counted(group) -> dict[str, float]:
@@ -78,7 +78,7 @@ async def test_a_process_sets_rewards_and_goes_on_with_the_next_trajectory(make)
     }  # fmt: skip
     second = await environment.rollout(PROMPT, Speaker("5"))
     assert second.rewards.tolist() == [0.25] * 3
-    assert len(marked(MARK, environment.gate.trajectories.mark)) == 1  # one process for all six
+    assert len(marked(OF_RUN, environment.gate.trajectories.mark)) == 1  # one process for all six
     table = first.routes.table()
     assert table.valid.all() and first.conversations.tolist() == [0, 1, 2]
 
@@ -140,9 +140,27 @@ async def test_an_agent_that_hangs_is_ended_with_its_process(make):
     environment = make("hang", group=1, rewards=Rewards(), retries=0, timeout_s=20)
     group = await environment.rollout(PROMPT, Speaker("5"))
     assert counted(group) == {"timeout": 1, "turns": 1} and "timeout_s=20" in group.failures[0]
-    while found := marked(MARK, environment.gate.trajectories.mark):
+    while found := marked(OF_RUN, environment.gate.trajectories.mark):
         psutil.wait_procs(found, timeout=0.1)
         await asyncio.sleep(0.05)
+
+
+async def test_what_an_agent_complains_of_is_not_kept_but_for_the_last_of_it(make):
+    """Nor does it wait for somebody to read it: 64 MB are more than a pipe holds."""
+    environment = make("complains", group=1, rewards=Rewards(), retries=0)
+    assert not (await environment.rollout(PROMPT, Speaker("5"))).failures
+    tables = [f"/proc/{os.getpid()}/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    deleted = [Path(one) for one in tables if "(deleted)" in os.path.realpath(one)]
+    assert not [one for one in deleted if one.stat().st_size > 1 << 20]
+
+
+async def test_what_an_agent_leaves_behind_in_a_session_of_its_own_ends_with_it(make):
+    environment = make("leaves", group=2, processes=1, rewards=Rewards())
+    group = await environment.rollout(PROMPT, Speaker("5"))
+    assert counted(group) == {"done": 2, "turns": 2}
+    async with asyncio.timeout(60):  # while the run goes on
+        while marked(OF_RUN, environment.gate.trajectories.mark):
+            await asyncio.sleep(0.05)
 
 
 async def test_an_engine_that_dies_gives_the_ticket_back_and_ends_its_agents(make):
