@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,37 +29,18 @@ from lora_moe_rl.algorithms.parts.kl_control import KLControl
 from lora_moe_rl.algorithms.parts.step_signals import revised, signals_of
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
-from lora_moe_rl.data.samples import Group, Sample, UpdateResult
+from lora_moe_rl.data.samples import Group, UpdateResult
 from lora_moe_rl.environments.base import Environment
 from lora_moe_rl.errors import EngineDied, LoraMoeRlError, RewardError
-from lora_moe_rl.ports import (
-    Answers,
-    Manner,
-    Prompts,
-    Publisher,
-    Ref,
-    Sampler,
-    Teacher,
-    Trainer,
-    Turn,
-)
+from lora_moe_rl.ports import Prompts, Publisher, Sampler, Teacher, Trainer
 from lora_moe_rl.run.evaluations import Evaluations
 from lora_moe_rl.run.records import Records, StepFacts
 from lora_moe_rl.run.schedule import seed_of
-from lora_moe_rl.run.tickets import Ticket, TicketBook
+from lora_moe_rl.run.tickets import TicketBook
+from lora_moe_rl.run.timed_policy import TimedPolicy
 from lora_moe_rl.telemetry import names
 from lora_moe_rl.telemetry.clock import Clock
-from lora_moe_rl.telemetry.timeline import (
-    CHECKPOINT,
-    PUBLISH,
-    REWARD,
-    REWARDS,
-    SAMPLE,
-    TRAINER,
-    UPDATE,
-    Timeline,
-)
-from lora_moe_rl.telemetry.timeline import engine as engine_name
+from lora_moe_rl.telemetry.timeline import CHECKPOINT, PUBLISH, TRAINER, UPDATE, Timeline
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +100,7 @@ async def roll(ports: Ports, book: TicketBook) -> None:
     config = ports.config
     while ticket := await book.claim(lambda: ports.publisher.version):
         seed = seed_of(config.seed, ticket.number, config.algorithm.prompts_per_step)
-        policy = _Timed(ports, ticket, seed)
+        policy = TimedPolicy(ports.engines, ports.timeline, ticket, seed)
         try:
             group = await ports.environment.rollout(ticket.prompt, policy)
             if ports.teacher is not None:
@@ -287,37 +267,6 @@ async def _ends_early(ports: Ports, book: TicketBook, step: int, tasks: asyncio.
     if records.end_early(ended, step):
         await _checkpoint(ports, book, step, tasks)
     return True
-
-
-class _Timed:
-    """A ticket's policy, which notes who is at work on it, and when its last sample came."""
-
-    def __init__(self, ports: Ports, ticket: Ticket, seed: int):
-        self.ticket, self.timeline = ticket, ports.timeline
-        self.policy = ports.engines.policy(ticket.version, seed, self._asked)
-        self._answered = self.timeline.clock()
-
-    def _asked(self, index: int) -> AbstractContextManager[None]:
-        return self.timeline.span(engine_name(index), SAMPLE, self.ticket.number)
-
-    async def sample(
-        self, token_ids: Sequence[int], n: int, turn: Turn | None = None
-    ) -> tuple[list[Sample], Ref]:
-        answer = await self.policy.sample(token_ids, n, turn)
-        self.ticket.sampled_at = time.perf_counter()
-        self._answered = self.timeline.clock()
-        return answer
-
-    def join(self, samples: Sequence[Sequence[Ref]]) -> Ref:
-        return self.policy.join(samples)
-
-    def beside(self, version: int | None, manner: Manner) -> Answers:
-        return self.policy.beside(version, manner)
-
-    def scored(self) -> None:
-        """Called once the rewards of all that was sampled are there, if anything was."""
-        if self.ticket.sampled_at:
-            self.timeline.ended(REWARDS, REWARD, self.ticket.number, self._answered)
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:
