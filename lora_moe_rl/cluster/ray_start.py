@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import ray
 from ray._private.node import Node
 
@@ -23,7 +25,10 @@ from lora_moe_rl.cluster.watchdog import tell, watch
 from lora_moe_rl.errors import ClusterError, ConfigError
 from lora_moe_rl.upstream.checks import require_attributes
 
-LOCAL_OBJECT_STORE = 2 * 2**30
+# Of Ray's store on one machine: bytes at least, and shares of the machine's memory, as Ray takes by
+# itself, and of what is free in /dev/shm, where versions on their way and a held base stand too.
+LEAST_STORE, OF_MEMORY, OF_SHM = 2 * 2**30, 0.3, 0.5
+SHM = "/dev/shm"
 RAY_STARTS = 3
 # By what starts them: the autoscaler's monitor, the dashboard's server (which Ray starts without a
 # dashboard too) and what copies logs to a driver. Each takes seconds of a core; nobody asks them.
@@ -44,6 +49,14 @@ def prepare_ray() -> None:
     watch()
 
 
+def store_bytes() -> int:
+    """How much of a step's routes, batch and copies Ray may hold before it writes them to the disk.
+    Memory is taken as the store is filled."""
+    room = shutil.disk_usage(SHM).free if os.path.isdir(SHM) else 0
+    most = min(OF_MEMORY * psutil.virtual_memory().total, OF_SHM * room)
+    return max(LEAST_STORE, int(most))
+
+
 def start_ray(num_actors: int) -> None:
     """Joins the cluster of RAY_ADDRESS, or starts Ray in this process. May run in a thread.
 
@@ -61,7 +74,7 @@ def start_ray(num_actors: int) -> None:
             init_ray(
                 address="local",
                 num_cpus=max(num_actors, os.cpu_count() or 1),
-                object_store_memory=LOCAL_OBJECT_STORE,
+                object_store_memory=store_bytes(),
                 include_dashboard=False,
                 **quiet,
             )
