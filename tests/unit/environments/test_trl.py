@@ -14,7 +14,7 @@ from written_policy import table_of
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Prompt
 from lora_moe_rl.environments.trl import Trl
-from lora_moe_rl.errors import ConfigError, DataError
+from lora_moe_rl.errors import DataError
 from lora_moe_rl.rewards.by_set import NoRewards, RewardsBySet
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 
@@ -261,10 +261,11 @@ def test_a_prompt_that_leaves_no_room_has_failed(make):
         ({"factory": "NoReset", "reward": "asked"}, "NoReset has no method reset"),
         ({"factory": "EchoToolEnv"}, "EchoToolEnv has no method get_reward, and reward.function"),
         ({"factory": "Gone"}, "has no 'Gone'"),
+        ({"factory": "IncrementEnv", "tool_workers": 3}, "tool_workers=3 has no effect without"),
     ],
 )
 def test_what_cannot_be_is_refused_at_the_start(make, settings, told):
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ValueError, match=told):  # ConfigError is one, and so is pydantic's
         make(**settings)
 
 
