@@ -36,6 +36,8 @@ from lora_moe_rl.config.keys import (
 from lora_moe_rl.config.plugins import choices
 from lora_moe_rl.errors import ConfigError
 
+BARE_LIST = re.compile(r"\[[^][(){}\"']*\]")  # [file.py:function, module:function]
+
 
 def override(config: RunConfig, arguments: Sequence[str]) -> RunConfig:
     """`config` with `arguments` laid over it, validated as a whole. Raises ConfigError."""
@@ -92,6 +94,8 @@ def parse_value(key: Key, text: str) -> Any:
         return None
     if key.is_tuple:
         value = parse_loosely(text) if text[:1] in ("[", "(") else _split(text)
+        if value == text and BARE_LIST.fullmatch(text):
+            value = _split(text[1:-1])
         return tuple(value) if isinstance(value, list) else value
     if key.accepts_text:
         return parse_loosely(text) if text[:1] == '"' else text

@@ -25,11 +25,15 @@ def check_rewards(config: RunConfig) -> None:
             f"reward.args={value_text(reward.args)} has no effect with reward.function=null: they "
             "are its arguments; those of one of several stand in reward.functions.NAME.args"
         )
-    if is_set(reward, "workers") and not _any_function(config):
-        raise ConfigError(
-            f"reward.workers={reward.workers} has no effect without a reward function: they are "
-            "the processes that call it; leave it out"
-        )
+    for name, what in (
+        ("workers", "they are the processes that call it"),
+        ("timeout_s", "it bounds its calls"),
+    ):
+        if is_set(reward, name) and not _any_function(config):
+            raise ConfigError(
+                f"reward.{name}={getattr(reward, name):g} has no effect without a reward function: "
+                f"{what}; leave it out"
+            )
     if both := several.keys() & config.data.sets.keys():
         raise ConfigError(
             f"{' and '.join(sorted(both))} is a name in data.sets and in reward.functions, and "

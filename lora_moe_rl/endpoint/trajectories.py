@@ -254,8 +254,6 @@ class Trajectories:
                 for key in agent.keys:
                     del self._agents[key]
                 self._left.add(agent.mark)
-                if self._sweeping is None or self._sweeping.done():
-                    self._sweeping = asyncio.create_task(self._sweep())
 
     async def _started(self, command: Sequence[str], key: str) -> Agent:
         """A process of the agent's program. Raises OSError."""
@@ -292,6 +290,8 @@ class Trajectories:
     def _ended(self, life: asyncio.Task[None]) -> None:
         self._alive.discard(life)
         if not life.cancelled():
+            if self._sweeping is None or self._sweeping.done():
+                self._sweeping = asyncio.create_task(self._sweep())
             life.result()
             self._start_missing()
 

@@ -26,6 +26,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from lora_moe_rl.config import EnvironmentConfig, RunConfig
+from lora_moe_rl.config.section import is_set
 from lora_moe_rl.data.samples import Details, Group, Played, Prompt, Sample, Scores
 from lora_moe_rl.environments.base import Environment
 from lora_moe_rl.environments.parts.conversation import Conversation, finish, together
@@ -83,6 +84,12 @@ class External(Environment):
                 )
             if self.command is not None and self.key_env is not None:
                 raise ValueError("environment.key_env has no effect with environment.command")
+            if self.command is None and is_set(self, "processes"):
+                raise ValueError(
+                    f"environment.processes={self.processes} has no effect without "
+                    "environment.command: agents that come by themselves ask for as many "
+                    "trajectories as they like; leave it out"
+                )
             return self
 
         def absolute(self) -> dict[str, Any]:

@@ -18,12 +18,13 @@ from collections import Counter
 from typing import Any, ClassVar
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lora_moe_rl.calls.pool import NoWorker
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.eval_rules import prompt_room
 from lora_moe_rl.config.plugins import PARTS
+from lora_moe_rl.config.section import is_set
 from lora_moe_rl.data.maker import PromptMaker
 from lora_moe_rl.data.samples import Group, Played, Prompt
 from lora_moe_rl.environments.base import Environment
@@ -54,6 +55,16 @@ class Trl(Environment):
         max_environments: int = Field(
             256, ge=1, description="Most environments at the same time, each of which is a process."
         )
+
+        @model_validator(mode="after")
+        def _tools_have_workers(self) -> Trl.Settings:
+            if is_set(self, "tool_workers") and not self.tools:
+                raise ValueError(
+                    f"environment.tool_workers={self.tool_workers} has no effect without "
+                    "environment.tools: an environment's own methods are called in its process; "
+                    "leave it out"
+                )
+            return self
 
         def absolute(self) -> dict[str, Any]:
             found = super().absolute()

@@ -156,7 +156,8 @@ def _require_container(engine: str, image: str) -> None:
 def _stopping(command: list[str]) -> Iterator[None]:
     """Runs the command at the end, also when that is this process's: a container is the engine's
     child, and would go on."""
-    env = {name: value for name, value in os.environ.items() if name != MARK}
+    # Without the marks by which all else is found and killed at that time.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("LORA_MOE_RL_")}
     watching = subprocess.Popen(
         ["/bin/sh", "-c", AT_THE_END, "sh", *command], env=env,
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,

@@ -114,6 +114,7 @@ class Instances:
     def __init__(self, factories: Sequence[str], most: int, timeout_s: float, max_chars: int):
         self._words = [str(max_chars), *dict.fromkeys(factories)]
         self._timeout_s, self._room = timeout_s, asyncio.Semaphore(most)
+        self._most, self._in_use = most, 0
         self._idle: defaultdict[str, list[Instance]] = defaultdict(list)
         self._live: set[Instance] = set()
         self._mark = uuid.uuid4().hex
@@ -129,23 +130,33 @@ class Instances:
             raise ConfigError(f"environment.factory={error}") from error
 
     async def begin(self, factory: str) -> Instance:
-        """Waits while there are as many as there may be. Raises Failed."""
+        """Waits while there are as many as there may be; an idle one of another factory makes room.
+        Raises Failed."""
         await self._room.acquire()
+        self._in_use += 1
         if self._idle[factory]:
             return self._idle[factory].pop()
         try:
+            idle = [one for several in self._idle.values() for one in several]
+            if self._in_use + len(idle) > self._most:
+                self._idle[idle[0].factory].remove(idle[0])
+                await self._end(idle[0])
             return await self._made(factory)
         except BaseException:
-            self._room.release()
+            self._leave()
             raise
 
     async def give_back(self, instance: Instance, usable: bool) -> None:
         """One that is not usable is ended."""
-        self._room.release()
+        self._leave()
         if usable:
             self._idle[instance.factory].append(instance)
         else:
             await self._end(instance)
+
+    def _leave(self) -> None:
+        self._in_use -= 1
+        self._room.release()
 
     def close(self) -> None:
         """Ends them all, and what they have started."""

@@ -304,6 +304,7 @@ def test_where_adapters_are_merged_there_is_no_base():
         ({}, "environment.command"),
         ({"key_env": "AGENTS_KEY"}, "environment.port"),
         ({"command": "python x.py", "key_env": "AGENTS_KEY"}, "no effect"),
+        ({"key_env": "NOT_THERE", "port": 9, "processes": 32}, "processes=32 has no effect"),
         ({"command": "no_such_program"}, "no program 'no_such_program'"),
         ({"command": 'python "'}, "environment.command"),
         ({"key_env": "NOT_THERE", "port": 9}, "NOT_THERE"),

@@ -14,7 +14,7 @@ from written_policy import table_of
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Prompt
 from lora_moe_rl.environments.trl import Trl
-from lora_moe_rl.errors import ConfigError, DataError
+from lora_moe_rl.errors import DataError
 from lora_moe_rl.rewards.by_set import NoRewards, RewardsBySet
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 
@@ -215,6 +215,30 @@ def test_no_more_are_there_at_once_than_may_be_and_they_are_used_again(make):
     assert 1 <= len(environment.instances._live) <= 2
 
 
+def test_idle_ones_of_other_factories_make_room(make):
+    factories = {"count": f"{FILE}:TargetEnv", "game": f"{FILE}:GameEnv"}
+    environment = make(factories=factories, group=3, max_environments=3, response=400)
+    instances = environment.instances
+
+    async def in_turns():
+        most = []
+        for name in ("count", "game", "count"):
+            prompt = row(environment=name, target=1)
+            group = await environment.rollout(prompt, Speaker("x"))
+            assert counted(group)["done"] == 3
+            most.append(len(psutil.Process(instances._process.pid).children()))
+        one = await instances.begin(factories["game"])
+        two = await instances.begin(factories["count"])
+        assert len(instances._live) == 3 and instances._in_use == 2
+        await instances.give_back(one, usable=True)
+        await instances.give_back(two, usable=False)
+        assert len(instances._live) == 2 and instances._in_use == 0
+        return most
+
+    most = asyncio.run(in_turns())
+    assert max(most) <= 3
+
+
 def test_the_process_that_forks_is_started_again(make):
     environment = make("IncrementEnv", group=3)
     environment.instances._process.kill()
@@ -237,10 +261,11 @@ def test_a_prompt_that_leaves_no_room_has_failed(make):
         ({"factory": "NoReset", "reward": "asked"}, "NoReset has no method reset"),
         ({"factory": "EchoToolEnv"}, "EchoToolEnv has no method get_reward, and reward.function"),
         ({"factory": "Gone"}, "has no 'Gone'"),
+        ({"factory": "IncrementEnv", "tool_workers": 3}, "tool_workers=3 has no effect without"),
     ],
 )
 def test_what_cannot_be_is_refused_at_the_start(make, settings, told):
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ValueError, match=told):  # ConfigError is one, and so is pydantic's
         make(**settings)
 
 
