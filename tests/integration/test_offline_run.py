@@ -49,6 +49,15 @@ class Finished:
         return [line for line in self.lines if "eval/step" in line]
 
 
+def exit_code(output: Path, *arguments: object) -> int:
+    """Of a process of its own: a run ends the Ray of its process, which other tests have too."""
+    run = CliRun(*arguments, output=output)
+    try:
+        return run.finish()
+    finally:
+        run.end()
+
+
 def run_to_end(folder: Path, *arguments: object) -> Finished:
     run = CliRun(
         "train", *arguments, f"logging.run_dir={folder}", output=folder.with_suffix(".out")
@@ -101,7 +110,7 @@ def test_held_out_rows_are_judged_before_during_and_after(warm, tmp_path):
     # The checkpoint of step 12 is judged by what was known when it was written.
     assert kept == {"step-000012": f"best: eval/sums/nll {losses[2]:.6g}"}
     outside = f"logging.run_dir={tmp_path}/outside"
-    assert main(["eval", str(warm.folder), outside]) == 0
+    assert exit_code(tmp_path / "eval.out", "eval", warm.folder, outside) == 0
     (again,) = read_jsonl(tmp_path / "outside/metrics.jsonl")
     assert again["eval/sums/nll"] == losses[-1] and again["eval/step"] == STEPS
 
@@ -238,9 +247,9 @@ def test_pairs_are_measured_against_the_start_also_when_ranks_die_and_the_run_go
     start.rename(moved)
     shutil.rmtree(tmp_path / "healed/checkpoints/step-000004")
     again = ("train", str(tmp_path / "healed/config.yaml"), "--resume")
-    assert main([*again]) == 2  # it is missing
+    assert exit_code(tmp_path / "missing.out", *again) == 2
     shutil.copytree(tmp_path / "whole/adapter", start)
-    assert main([*again]) == 2  # it is another one
+    assert exit_code(tmp_path / "another.out", *again) == 2
     resumed = run_to_end(tmp_path / "healed", *again[1:], f"adapter.init_from={moved}")
     for ours, theirs in zip(resumed.records, whole.records, strict=True):
         for name in ("loss/dpo", "reference/kl", "reference/moved", "rewards/margins"):
