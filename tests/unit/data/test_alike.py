@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_moe_rl.config import TrainerConfig
-from lora_moe_rl.data import micro_batches
 from lora_moe_rl.data.alike import alike
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.micro_batches import plan_for, plan_micro_batches
@@ -97,31 +96,6 @@ def test_every_sample_goes_somewhere_once_and_micro_batches_hold_what_is_fed(mad
         )
     ]
     assert busiest[0] <= busiest[1] * 1.05 + max(batch.lengths())
-
-
-@settings(deadline=None)
-@given(
-    together=st.lists(st.integers(0, 4), min_size=1, max_size=20),
-    chosen=st.sets(st.integers(0, 19)),
-    most=st.integers(1, 30),
-    size=st.integers(1, 6),
-    data=st.data(),
-)
-def test_all_that_begin_alike_are_a_unit_as_when_one_after_the_other_is_taken(
-    together, chosen, most, size, data
-):
-    """Of some samples of the step too, and of groups whose samples lie between each other."""
-    answers = data.draw(st.lists(st.integers(1, 9), min_size=len(together), max_size=len(together)))
-    batch = batch_of(answers, [1, 2, 3, 4, 5], together)
-    numbers = np.array(sorted(i for i in chosen if i < len(together)), np.int64)
-    every = [each[numbers] for each in (batch.lengths(), batch.prompt_lengths, batch.alike)]
-    by_turns = micro_batches._first_that_takes_it(numbers, *every, most, size)
-    at_once = micro_batches._all_alike(numbers, *every, most, size)
-    groups = len({together[i] for i in numbers})
-    assert (at_once is None) == (len(by_turns.samples) > groups)
-    if at_once is not None:
-        assert at_once.samples == by_turns.samples
-        assert at_once.tokens.tolist() == by_turns.tokens.tolist()
 
 
 def test_a_group_is_spread_over_ranks_that_would_have_nothing():
