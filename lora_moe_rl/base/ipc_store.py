@@ -18,6 +18,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +38,18 @@ DESCRIPTION, OWNER = "ipc.json", "owner"
 WATCHED = 2  # tensors that a check sums up
 
 
+@dataclass(eq=False)
 class OnGpu:
     """Parts of tensors, by name, in the memory of a GPU. `boxes`: which part of each."""
 
-    def __init__(
-        self,
-        contents: Contents,
-        boxes: Mapping[str, Box],
-        tensors: dict[str, torch.Tensor],
-        gpu: str,
-    ):
-        self.contents, self.boxes, self.gpu = contents, boxes, gpu
-        self._tensors = tensors
+    contents: Contents
+    boxes: Mapping[str, Box]
+    tensors: dict[str, torch.Tensor]
+    gpu: str
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """All that is there of it."""
-        return self._tensors[name]
+        return self.tensors[name]
 
     def part(self, name: str, box: Box) -> torch.Tensor:
         """A view. Raises HeldBaseError when not all of it is there."""
@@ -66,27 +63,19 @@ class OnGpu:
                 "trainer.ep and trainer.etp as rollout.tp with rollout.ep), or set "
                 "model.held_once=off"
             )
-        return self._tensors[name][box.within(held)]
+        return self.tensors[name][box.within(held)]
 
 
+@dataclass(eq=False)
 class Owned(OnGpu):
     """In memory that this process has and others map."""
 
-    def __init__(
-        self,
-        contents: Contents,
-        boxes: Mapping[str, Box],
-        tensors: dict[str, torch.Tensor],
-        gpu: str,
-        lock: int,
-    ):
-        super().__init__(contents, boxes, tensors, gpu)
-        self._lock = lock
+    lock: int
 
     def close(self) -> None:
         """Others are refused from here on."""
-        self._tensors.clear()
-        os.close(self._lock)
+        self.tensors.clear()
+        os.close(self.lock)
 
 
 class Mapped(OnGpu):
@@ -121,7 +110,7 @@ class Mapped(OnGpu):
         self._turn = (self._turn + WATCHED) % len(names)
 
     def _verify(self, name: str) -> None:
-        if sums(self._tensors[name]) != self._sums[name]:
+        if sums(self.tensors[name]) != self._sums[name]:
             raise HeldBaseError(
                 f"{name} is not what the engine has put there: somebody has written to the base, "
                 "which is frozen; start the run anew, and with model.held_once=off if it happens "

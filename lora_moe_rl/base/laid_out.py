@@ -63,11 +63,18 @@ class LaidOut:
     """Writes what vLLM makes of routed experts, a tensor at a time, and points vLLM at it."""
 
     def __init__(
-        self, model: torch.nn.Module, held: Held, layers: Mapping[str, RoutedExperts], mine: Box
+        self,
+        model: torch.nn.Module,
+        held: Held,
+        base: Base,
+        layers: Mapping[str, RoutedExperts],
+        mine: Box,
     ):
-        """`layers`: by the name of each tensor that is held. `mine`: which pieces and experts of
-        each this worker has."""
-        self.model, self.held, self.layers = model, held, layers
+        """`base`: the checkpoint, open until all is written. `layers`: by the name of each tensor
+        that is held. `mine`: which pieces and experts of each this worker has."""
+        assert held.form is not None
+        self.model, self.base, self.layers = model, base, layers
+        self.parts = TENSORS[held.form][:2]  # of a linear in the checkpoint: data and scales
         self.stacks = {one.name: one for one in held.stacks()}
         self.experts = range(mine.start[1], mine.start[1] + mine.shape[1])
         self._processed: set[int] = set()
@@ -98,17 +105,11 @@ class LaidOut:
 
     def _read(self, layer: int) -> Iterator[tuple[str, torch.Tensor]]:
         """This worker's experts of a layer of the checkpoint."""
-        assert self.held.form is not None
-        data, scales, _ = TENSORS[self.held.form]
-        base = Base(self.held.model_dir)
-        try:
-            for module in ("experts.gate", "experts.up", "experts.down"):
-                for expert in self.experts:
-                    path = base.name(layer, module, expert)
-                    for name in (f"{path}.{data}", f"{path}.{scales}"):
-                        yield name, base.weights.read(name)
-        finally:
-            base.weights.close()
+        for module in ("experts.gate", "experts.up", "experts.down"):
+            for expert in self.experts:
+                path = self.base.name(layer, module, expert)
+                for name in (f"{path}.{part}" for part in self.parts):
+                    yield name, self.base.weights.read(name)
 
     def check(self) -> None:
         """Raises HeldBaseError unless vLLM multiplies by what is held, and keeps nothing else."""

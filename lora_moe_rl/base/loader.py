@@ -100,12 +100,18 @@ class HeldLoader(DefaultModelLoader):
     def load_weights(self, model: torch.nn.Module, model_config) -> None:
         held = held_by(self.folder, get_current_vllm_config())
         base = Base(held.model_dir)
-        others = held.dense(base)
+        try:
+            self._take(model, held, base)
+        finally:
+            base.weights.close()
+        super().load_weights(model, model_config)
+
+    def _take(self, model: torch.nn.Module, held: Held, base: Base) -> None:
+        """Points the model at the store, which on a GPU is filled for it."""
         self.model_dir, self.not_read = held.model_dir, set(held.not_read(base))
-        base.weights.close()
         experts = routed_experts(model, held, kept_on_gpus() if held.gpu else KEPT)
         if held.layout in MARLIN.values():
-            laid_out = LaidOut(model, held, experts, mine_of(held, experts))
+            laid_out = LaidOut(model, held, base, experts, mine_of(held, experts))
             self.store = outside_pools(held, laid_out)
             laid_out.check()
         else:
@@ -113,8 +119,7 @@ class HeldLoader(DefaultModelLoader):
             take_experts(experts, self.store)
         for layer in experts.values():
             allocate(layer)  # what is not held
-        take_dense(model, self.store, others, held.tp)
-        super().load_weights(model, model_config)
+        take_dense(model, self.store, held.dense(base), held.tp)
 
     def get_all_weights(self, model_config, model) -> Generator[tuple[str, torch.Tensor]]:
         """What the store lacks. Upstream's iterators read a tensor before they can be told that

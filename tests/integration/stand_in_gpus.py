@@ -60,7 +60,7 @@ class SharingRank:
         """Frozen parameters that lie in no memory of an engine, by the last of their names."""
         shared = self.worker.engine.shared
         assert shared is not None
-        theirs = {t.untyped_storage().data_ptr() for t in shared.store._tensors.values()}
+        theirs = {t.untyped_storage().data_ptr() for t in shared.store.tensors.values()}
         return {
             name.removesuffix(".weight").removesuffix(".base").rpartition(".")[2]
             for chunk in self.worker.engine.chunks

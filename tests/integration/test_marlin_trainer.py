@@ -81,7 +81,7 @@ def on_what_an_engine_holds(worker, spec, folder: str, change: str = ""):
     worker.engine.shared.check()
     linears = [one for *_, one in packed_experts._linears(worker.engine.chunks)]
     mapped = {
-        one.untyped_storage().data_ptr() for one in worker.engine.shared.store._tensors.values()
+        one.untyped_storage().data_ptr() for one in worker.engine.shared.store.tensors.values()
     }
     mine = {
         t.untyped_storage().data_ptr() for o in linears for t in (o.packed.data, o.packed.scales)

@@ -39,7 +39,7 @@ def port(tmp_path):
 def owned(port, tmp_path):
     store = share_store(tmp_path, CONTENTS, WHOLE, fill, port)
     yield store
-    if store._tensors:
+    if store.tensors:
         store.close()
 
 
