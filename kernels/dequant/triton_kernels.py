@@ -98,15 +98,10 @@ def int4_marlin(
 ):  # fmt: skip
     """words int32 `[E, in / 16, out * 2]`, scales `[E, in / 32, out]`, out `[E, out, in]`; BLOCK_O
     is 64, BLOCK_I a multiple of 32. Grid: (blocks of out and in, E)."""
-    blocks_i = tl.cdiv(in_features, BLOCK_I)
-    e = tl.program_id(1).to(tl.int64)
-    tile = tl.program_id(0) // blocks_i
-    i0 = (tl.program_id(0) % blocks_i) * BLOCK_I
-    codes = _of_tiles(words + e * stride_pe, tile, i0, out_features, in_features, BLOCK_I)
-    o = tile * BLOCK_O + tl.arange(0, BLOCK_O)[:, None]
-
+    e, o0, i0, codes = _of_tiles(words, stride_pe, out_features, in_features, BLOCK_O, BLOCK_I)
+    o = o0 + tl.arange(0, BLOCK_O)[:, None]
     g = i0 // INT4_GROUP + tl.arange(0, BLOCK_I // INT4_GROUP)[None, :]
-    place = tile * BLOCK_O + (o % 8) * 8 + (o // 8) % 8
+    place = o0 + (o % 8) * 8 + (o // 8) % 8
     s_ptrs = scales + e * stride_se + g * out_features + place
     scale = tl.load(s_ptrs, mask=g < in_features // INT4_GROUP, other=0.0)
     scale = scale.to(out.dtype.element_ty).to(tl.float32)
@@ -123,15 +118,10 @@ def mxfp4_marlin(
     BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     """As `int4_marlin`, with scales uint8."""
-    blocks_i = tl.cdiv(in_features, BLOCK_I)
-    e = tl.program_id(1).to(tl.int64)
-    tile = tl.program_id(0) // blocks_i
-    i0 = (tl.program_id(0) % blocks_i) * BLOCK_I
-    codes = _of_tiles(words + e * stride_pe, tile, i0, out_features, in_features, BLOCK_I)
-    o = tile * BLOCK_O + tl.arange(0, BLOCK_O)[:, None]
-
+    e, o0, i0, codes = _of_tiles(words, stride_pe, out_features, in_features, BLOCK_O, BLOCK_I)
+    o = o0 + tl.arange(0, BLOCK_O)[:, None]
     g = i0 // MXFP4_GROUP + tl.arange(0, BLOCK_I // MXFP4_GROUP)[None, :]
-    place = tile * BLOCK_O + (o % 8) * 8 + (o // 32) % 2 * 4 + (o // 8) % 2 * 2 + (o // 16) % 2
+    place = o0 + (o % 8) * 8 + (o // 32) % 2 * 4 + (o // 8) % 2 * 2 + (o // 16) % 2
     s_ptrs = scales + e * stride_se + g * out_features + place
     power = _power_of_two(tl.load(s_ptrs, mask=g < in_features // MXFP4_GROUP, other=127))
     value = _e2m1(tl.reshape(codes, (BLOCK_O, BLOCK_I // MXFP4_GROUP, MXFP4_GROUP)))
@@ -142,18 +132,24 @@ def mxfp4_marlin(
 
 
 @triton.jit
-def _of_tiles(words, tile, i0, out_features, in_features, BLOCK_I: tl.constexpr):
-    """Codes int32 `[64, BLOCK_I]` of Marlin's tiles, of an expert's outputs from 64 * tile and
-    inputs from i0: each word is read once, in the order that it stands in."""
+def _of_tiles(
+    words, stride_pe, out_features, in_features, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr
+):
+    """Which expert, outputs from where and inputs from where are this program's, and their codes
+    int32 `[BLOCK_O, BLOCK_I]` of Marlin's tiles: each word is read once, in the order that it
+    stands in."""
+    blocks_i = tl.cdiv(in_features, BLOCK_I)
+    e = tl.program_id(1).to(tl.int64)
+    o0 = (tl.program_id(0) // blocks_i) * BLOCK_O
+    i0 = (tl.program_id(0) % blocks_i) * BLOCK_I
     row = i0 // 16 + tl.arange(0, BLOCK_I // 16)[:, None]
-    column = tile * 128 + tl.arange(0, 128)[None, :]
-    found = tl.load(
-        words + row * (2 * out_features) + column, mask=row < in_features // 16, other=0
-    )
+    w_ptrs = words + e * stride_pe + row * (2 * out_features) + 2 * o0
+    column = tl.arange(0, 2 * BLOCK_O)[None, :]
+    found = tl.load(w_ptrs + column, mask=row < in_features // 16, other=0)
     codes = (found[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
     # [tiles, o0-2, i1-2, o4-5, i0, o3, i3] to [o4-5, o3, o0-2, tiles, i3, i1-2, i0]
     codes = tl.reshape(codes, (BLOCK_I // 16, 8, 4, 4, 2, 2, 2))
-    return tl.reshape(tl.permute(codes, (3, 5, 1, 0, 6, 2, 4)), (64, BLOCK_I))
+    return e, o0, i0, tl.reshape(tl.permute(codes, (3, 5, 1, 0, 6, 2, 4)), (BLOCK_O, BLOCK_I))
 
 
 @triton.jit

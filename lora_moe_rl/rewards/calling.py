@@ -83,11 +83,13 @@ class Logged:
 
 
 def _of_turns(turns: Any, index: int) -> list[float]:
-    numbers = [_check_value(one) for one in turns]
-    for one in numbers:
-        if not isinstance(one, float):
-            raise ValueError(f"log_turn_rewards: a turn of sample {index} {one or 'has None'}")
-    return [one for one in numbers if isinstance(one, float)]
+    numbers = []
+    for turn in turns:
+        number = _check_value(turn)
+        if not isinstance(number, float):
+            raise ValueError(f"log_turn_rewards: a turn of sample {index} {number or 'has None'}")
+        numbers.append(number)
+    return numbers
 
 
 @dataclass(frozen=True)
