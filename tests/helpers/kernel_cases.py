@@ -3,9 +3,13 @@ share."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import pytest
 import torch
 
 from lora_moe_rl.kernels.grouped_lora import grouped_lora, naive
@@ -128,3 +132,21 @@ def poison_empty(monkeypatch) -> None:
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+
+
+def break_dequantisation(monkeypatch, path: str, before: str, after: str, folder: Path) -> None:
+    """Puts `after` for `before` in the source of `path`. Skips a path that does not run here."""
+    if (path == "triton_kernels") != INTERPRETER:
+        pytest.skip("of the other path")
+    name = f"lora_moe_rl.kernels.dequant.{path}"
+    source = Path(importlib.import_module(name).__file__).read_text()
+    assert before in source
+    broken = folder / f"{path}.py"
+    broken.write_text(source.replace(before, after))
+    spec = importlib.util.spec_from_file_location(name, broken)
+    changed = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(changed)
+    caller, its = ("op", path) if path == "torch_path" else ("triton_path", "kernels")
+    monkeypatch.setattr(
+        importlib.import_module(f"lora_moe_rl.kernels.dequant.{caller}"), its, changed
+    )

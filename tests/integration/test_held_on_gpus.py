@@ -7,8 +7,8 @@ import contextlib
 import functools
 from pathlib import Path
 
-import numpy as np
 import pytest
+from held_bases import assert_close, scores_of
 from quantised import make_pair
 from ranks import FileJob, random_batch, spec_of
 from stand_in_gpus import SharingEngine
@@ -68,17 +68,6 @@ def ranks_of(model: Path, config: RunConfig, held: str | None, gpus: list[int]) 
     make = FileJob(str(Path(__file__).with_name("stand_in_gpus.py")), "SharingRank")
     parts = free_address(), config, model, held, gpus
     return Processes(names, make, *parts, start="forkserver", as_raised=False)
-
-
-def scores_of(engine: EngineProcess, sequences) -> list[np.ndarray]:
-    engine.start()
-    return engine.ask("score", sequences, None)[0]
-
-
-def assert_close(ours, theirs, tolerance, relative=False) -> None:
-    for a, b in zip(ours, theirs, strict=True):
-        largest = np.abs(b).max() if relative else 1.0
-        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(largest, 1e-30))
 
 
 def test_two_gpus_hold_their_base_once_and_compute_what_copies_do(model, tmp_path):

@@ -6,10 +6,10 @@ import functools
 import os
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 import torch
+from held_bases import assert_close, scores_of
 from quantised import make_pair
 from ranks import FileJob, random_adapter, random_batch, spec_of
 
@@ -92,17 +92,6 @@ def computed_and_held(worker, spec):
 def engine_of(model: Path, config: RunConfig, log: Path, held: str | None) -> EngineProcess:
     made = functools.partial(CountingEngine, held=held)
     return EngineProcess(config, spec_of(model, config), model, log, made)
-
-
-def scores_of(engine: EngineProcess, sequences) -> list[np.ndarray]:
-    engine.start()
-    return engine.ask("score", sequences, None)[0]
-
-
-def assert_close(ours, theirs, tolerance, relative=False) -> None:
-    for a, b in zip(ours, theirs, strict=True):
-        largest = np.abs(b).max() if relative else 1.0
-        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(largest, 1e-30))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

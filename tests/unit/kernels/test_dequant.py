@@ -3,11 +3,10 @@ the readable reference."""
 
 import importlib
 import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import INTERPRETER, KERNEL
+from kernel_cases import INTERPRETER, KERNEL, break_dequantisation
 from packed_cases import draw
 
 from lora_moe_rl.kernels.dequant import FORMS, Packed, dequantise, dequantise_, naive
@@ -134,22 +133,7 @@ def test_bad_scales():
     ],
 )
 def test_a_broken_kernel_is_seen(path, form, before, after, tmp_path, monkeypatch):
-    if (path == "triton_kernels") != INTERPRETER:
-        pytest.skip("of the other path")
-    name = f"lora_moe_rl.kernels.dequant.{path}"
-    module = importlib.import_module(name)
-    source = Path(module.__file__).read_text()
-    assert before in source
-    broken = tmp_path / f"{path}.py"
-    broken.write_text(source.replace(before, after))
-    spec = importlib.util.spec_from_file_location(name, broken)
-    changed = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(changed)
-    if path == "torch_path":
-        monkeypatch.setattr("lora_moe_rl.kernels.dequant.op.torch_path", changed)
-    else:
-        launches = importlib.import_module("lora_moe_rl.kernels.dequant.triton_path")
-        monkeypatch.setattr(launches, "kernels", changed)
+    break_dequantisation(monkeypatch, path, before, after, tmp_path)
     packed = draw(form, (1, 40, 288))
     got = dequantise(packed, torch.float32, KERNEL)
     assert not torch.equal(got, reference(packed, torch.float32))

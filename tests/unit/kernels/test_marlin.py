@@ -1,13 +1,9 @@
 """Experts in Marlin's layout, bit for bit: what vLLM's own processing makes of a checkpoint's
 packed values, dequantised, is what the checkpoint dequantises to."""
 
-import importlib
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
-from kernel_cases import INTERPRETER, KERNEL
+from kernel_cases import INTERPRETER, KERNEL, break_dequantisation
 from packed_cases import draw
 
 from lora_moe_rl.kernels.dequant import Packed, dequantise, dequantise_, naive
@@ -104,21 +100,7 @@ def test_what_does_not_fit_is_named(form):
     ],
 )
 def test_a_broken_kernel_is_seen(path, form, before, after, tmp_path, monkeypatch):
-    if (path == "triton_kernels") != INTERPRETER:
-        pytest.skip("of the other path")
-    name = f"lora_moe_rl.kernels.dequant.{path}"
-    source = Path(importlib.import_module(name).__file__).read_text()
-    assert before in source
-    broken = tmp_path / f"{path}.py"
-    broken.write_text(source.replace(before, after))
-    spec = importlib.util.spec_from_file_location(name, broken)
-    changed = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(changed)
-    if path == "torch_path":
-        monkeypatch.setattr("lora_moe_rl.kernels.dequant.op.torch_path", changed)
-    else:
-        launches = importlib.import_module("lora_moe_rl.kernels.dequant.triton_path")
-        monkeypatch.setattr(launches, "kernels", changed)
+    break_dequantisation(monkeypatch, path, before, after, tmp_path)
     (plain, _), (theirs, _) = drawn(form, SIZES["tiny"])
     got = dequantise(theirs, torch.float32, KERNEL)
     monkeypatch.undo()
