@@ -25,7 +25,7 @@ RANKS = 2
 EFFECT = {"float32": 100, "bfloat16": 4}
 ROOM = {"float32": 10, "bfloat16": 1.5}  # what is asked of the inputs beyond that, for rounding
 SHOWN = 4  # faults of a row
-_ALLOWED = ("tolerance", "least_effect", "merged")
+_ALLOWED = ("tolerance", "least_effect", "merged")  # of a row: what it is judged by
 
 
 @dataclass
@@ -157,7 +157,8 @@ class Report(report.Report):
         )  # fmt: skip
         limit = f"{self.tolerance:.0e}"
         ranks = f"{RANKS * self.tolerance:.0e}"
-        limits = [limit, ranks, ranks, limit, "", "", "", "", "0"]
+        effect = f"≥ {EFFECT[self.dtype] * self.tolerance:.0e}"
+        limits = [limit, ranks, ranks, limit, effect, "", "", "", "0"]
         table.add_row("tolerance", "", "", *limits, style="dim", end_section=True)
         for row in self.rows:
             table.add_row(*_cells(row))
@@ -166,11 +167,7 @@ class Report(report.Report):
     def figures(self) -> dict[str, Any]:
         """All that the table says and every slot that is wrong."""
         rows = [
-            {
-                key: value
-                for key, value in vars(row).items()
-                if key not in ("tolerance", "least_effect", "merged")
-            }
+            {key: value for key, value in vars(row).items() if key not in _ALLOWED}
             | {"passed": row.passed, "faults": row.differences()}
             for row in self.rows
         ]
