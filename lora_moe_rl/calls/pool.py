@@ -20,7 +20,7 @@ import sys
 import threading
 import uuid
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -61,17 +61,21 @@ class Job:
 @dataclass(eq=False)
 class Worker:
     """One process, the jobs that it was given and has not answered, and the tasks that send them
-    and hear its answers."""
+    and hear its answers. `told`: what it said of its function at its start."""
 
     process: subprocess.Popen
     wire: Wire
     mark: str
-    is_async: bool = False
+    told: Mapping[str, Any] = field(default_factory=dict)
     pending: dict[int, Job] = field(default_factory=dict)
     sending: asyncio.Task[None] | None = None
     hearing: asyncio.Task[None] | None = None
     ended: bool = False
     _one_ends_it: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def is_async(self) -> bool:
+        return self.told.get("async", False)
 
     @property
     def free(self) -> bool:
@@ -308,7 +312,7 @@ async def _all_ready(workers: Sequence[Worker]) -> None:
             raise WorkerLost(f"its process ended at start ({how})") from error
         if "error" in told:
             raise ConfigError(told["error"])
-        worker.is_async = told["async"]
+        worker.told = told
 
 
 def _how_it_ended(process: subprocess.Popen) -> str:

@@ -95,12 +95,14 @@ def _of_turns(turns: Any, index: int) -> list[float]:
 @dataclass(frozen=True)
 class Reward:
     """A reward function. keywords: the names of its parameters, None if it takes any. fixed: those
-    that its arguments set, which no column of the data changes."""
+    that its arguments set, which no column of the data changes. by_sample: whether samples of a
+    prompt are scored each by itself."""
 
     function: Callable
     keywords: frozenset[str] | None
     fixed: frozenset[str]
     is_async: bool
+    by_sample: bool
 
     @classmethod
     def load(cls, spec: str, args: dict[str, Any]) -> Reward:
@@ -114,10 +116,12 @@ class Reward:
         if not callable(function):
             raise ConfigError(f"{spec!r} makes a {type(function).__name__}, which has no __call__")
         is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+        by_sample = getattr(found, "by_sample", False)
         if verl_style.is_verl_style(function):
+            by_sample = True
             by_prompt = verl_style.by_prompt_async if is_async else verl_style.by_prompt
             function = by_prompt(function)
-        return cls(function, accepted_keywords(function), fixed, is_async)
+        return cls(function, accepted_keywords(function), fixed, is_async, by_sample)
 
     def call(self, arguments: dict[str, Any], logged: Logged) -> Any:
         """What the function returns for one prompt; a coroutine if it is async."""

@@ -2,8 +2,8 @@
 one?
 
 It computes with what a model wrote (`9^{9^{9^9}}`), and may never come back. Its own timeouts are
-signals; they are off here, since rewards have processes of their own, which are ended after
-reward.timeout_s (`rewards/runner.py`).
+signals, which do not interrupt the arithmetic of large numbers; they are off here, since rewards
+have processes of their own, which are ended after reward.timeout_s (`rewards/runner.py`).
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ def math_verify(completions: list, answer: list, **_) -> list[float | None]:
         found = _parse(completion_text(completion))
         rewards.append(float(verify(known[text], found, timeout_seconds=0)))
     return rewards
+
+
+math_verify.by_sample = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def parse_answer(text: str) -> list[Any]:

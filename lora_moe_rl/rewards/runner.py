@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from lora_moe_rl.calls.pool import Pool, WorkerLost
+from lora_moe_rl.calls.pool import NoWorker, Pool, WorkerLost
 from lora_moe_rl.config import RewardFunction
 from lora_moe_rl.data.samples import Details, Played, Prompt, Sample, Scores
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.rewards.calling import Outcome
 
 SAME_SUM = 1e-6
+EACH = ("completions", "completion_ids", "played")  # of a call's arguments: one for each sample
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,9 @@ class RewardRunner:
 
     A prompt's samples are scored by one call. A call that raises, takes longer than `timeout_s`,
     ends the process or returns anything but one finite number (or None) for each sample has failed:
-    its samples get NaN, never 0, and a line in the failures.
+    its samples get NaN, never 0, and a line in the failures. Where a plain function scores each
+    sample by itself, and so says, samples whose call was ended are scored again one by one, so
+    that only those fail that are to blame.
 
     `max_steps`: optimizer steps of the run, which functions are told. `workers`: processes of a
     plain function. Raises ConfigError when the function cannot be imported, or does not take its
@@ -50,7 +54,9 @@ class RewardRunner:
             self.pool = Pool(module, words, workers, timeout_s, setting)
         except (WorkerLost, ConfigError) as error:
             raise ConfigError(f"{reward.key}={self.function}: {error}") from error
-        self.is_async = self.pool.workers[0].is_async  # all calls at the same time, in one process
+        told = self.pool.workers[0].told
+        self.is_async = told["async"]  # all calls at the same time, in one process
+        self.by_sample = told["by_sample"] and not self.is_async
 
     async def score(
         self, prompt: Prompt, samples: Sequence[Sample], played: Sequence[Played] = ()
@@ -59,10 +65,7 @@ class RewardRunner:
 
         NaN stands for a failure and for None ("does not apply"), which is no failure.
         """
-        try:
-            answer = Answer(**await self.pool.call(self._arguments(prompt, samples, played)))
-        except WorkerLost as error:
-            answer = Answer([str(error)] * len(samples))
+        answer = await self._answer(self._arguments(prompt, samples, played))
         rewards = np.full(len(samples), np.nan, dtype=np.float32)
         reasons: dict[int, str] = {}
         told = dict(enumerate(answer.turns))
@@ -77,6 +80,19 @@ class RewardRunner:
         by_turn = {i: one for i, one in given.items() if not np.isnan(rewards[i])}
         details = Details({}, reasons, answer.extra, answer.metrics, by_turn)
         return Scores(rewards, list(reasons.values()), details)
+
+    async def _answer(self, arguments: dict[str, Any]) -> Answer:
+        """What the worker says of a prompt's samples, or why it is lost."""
+        number = len(arguments["completions"])
+        try:
+            return Answer(**await self.pool.call(arguments))
+        except WorkerLost as error:
+            if number == 1 or not self.by_sample or isinstance(error, NoWorker):
+                return Answer([str(error)] * number)
+        alone = [
+            arguments | {name: arguments[name][i : i + 1] for name in EACH} for i in range(number)
+        ]
+        return _together(await asyncio.gather(*map(self._answer, alone)))
 
     def close(self) -> None:
         self.pool.close()
@@ -110,6 +126,18 @@ class RewardRunner:
                 "max_steps": self.max_steps,
             },
         }
+
+
+def _together(answers: Sequence[Answer]) -> Answer:
+    """Answers for a sample each as one for all of them."""
+    columns = dict.fromkeys(name for one in answers for name in one.extra)
+    names = dict.fromkeys(name for one in answers for name in one.metrics)
+    return Answer(
+        [one.outcome[0] for one in answers],
+        {name: [one.extra.get(name, [None])[0] for one in answers] for name in columns},
+        {name: [n for one in answers for n in one.metrics.get(name, [])] for name in names},
+        [one.turns[0] if one.turns else None for one in answers],
+    )
 
 
 def _as_turns_say(reward: float, turns: list[float], sample: Sample) -> float | str:

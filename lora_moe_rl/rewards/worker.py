@@ -26,7 +26,7 @@ def main(argv: list[str]) -> None:
     except ConfigError as error:
         send(connection, {"error": str(error)})
         return
-    send(connection, {"async": reward.is_async})
+    send(connection, {"async": reward.is_async, "by_sample": reward.by_sample})
     jobs = read_ahead(connection)
     if reward.is_async:
         asyncio.run(_serve(reward, jobs, connection))

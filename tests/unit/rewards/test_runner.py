@@ -357,13 +357,54 @@ def test_math_verify(answer, completion, reward):
 
 
 def test_a_completion_that_math_verify_never_comes_back_from():
-    """It computes what a model wrote; the process is ended, and the sample has no reward."""
+    """It computes what a model wrote; the process is ended, and the sample has no reward, but the
+    others of its prompt have theirs."""
     (a, _), (b, _) = step(["a", "b"], 1, {"answer": "7"})
-    groups = [(a, [sample_of(1, "\\boxed{9^{9^9}}")]), (b, [sample_of(1, "\\boxed{7}")])]
+    written = ["\\boxed{6}", "\\boxed{9^{9^9}}", "\\boxed{7}"]
+    groups = [(a, [sample_of(1, text) for text in written]), (b, [sample_of(1, "\\boxed{7}")])]
     with runner_of("lora_moe_rl.rewards:math_verify", timeout_s=4) as runner:
-        rewards, failures = score(runner, groups)
-    assert np.isnan(rewards[0]) and "took longer than reward.timeout_s=4" in failures[0]
-    assert rewards[1] == 1.0
+        rewards, (failure,) = score(runner, groups)
+    assert "took longer than reward.timeout_s=4" in failure
+    np.testing.assert_array_equal(rewards, [0.0, np.nan, 1.0, 1.0])
+
+
+@pytest.mark.parametrize("style", ["verl", "TRL", "TRL, and says so"])
+def test_who_is_scored_by_itself_fails_by_itself(style, tmp_path):
+    """What functions of the whole prompt may compare is never scored one by one."""
+    file = tmp_path / "ends.py"
+    file.write_text(
+        """
+import os
+
+def verls(solution_str, ground_truth, **kwargs):
+    if solution_str == "end":
+        os._exit(3)
+    return {"score": float(solution_str), "length": len(solution_str)}
+
+def whole(completions, log_extra, log_metric, **kwargs):
+    if "end" in completions:
+        os._exit(3)
+    log_extra("length", [len(text) for text in completions])
+    log_metric("calls", len(completions))
+    return [float(text) for text in completions]
+
+def each(completions, log_extra, log_metric, **kwargs):
+    return whole(completions, log_extra, log_metric)
+
+each.by_sample = True
+"""
+    )
+    name = {"verl": "verls", "TRL": "whole", "TRL, and says so": "each"}[style]
+    samples = [sample_of(1, text) for text in ("0.5", "end", "1")]
+    prompt = Prompt(3, "p", [1], {"answer": "7"})
+    with runner_of(f"{file}:{name}", timeout_s=30) as runner:
+        scores = asyncio.run(runner.score(prompt, samples))
+    alone = style != "TRL"
+    assert len(scores.failures) == (1 if alone else 3)
+    assert all("exit code 3" in one for one in scores.failures)
+    np.testing.assert_array_equal(scores.rewards, [0.5, np.nan, 1.0] if alone else [np.nan] * 3)
+    assert scores.details.extra == ({"length": [3, None, 1]} if alone else {})
+    assert scores.details.metrics == ({"calls": [1.0, 1.0]} if name == "each" else {})
 
 
 def test_a_worker_whose_parent_is_gone_ends_without_a_word():
