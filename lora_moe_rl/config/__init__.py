@@ -9,18 +9,18 @@ from lora_moe_rl.config.data import DataConfig, SetConfig, SourceConfig
 from lora_moe_rl.config.engines import MismatchConfig, RefitConfig, ReplayConfig, RolloutConfig
 from lora_moe_rl.config.evaluation import EvalConfig, EvalSetConfig
 from lora_moe_rl.config.faults import FaultsConfig
+from lora_moe_rl.config.model import ModelConfig
 from lora_moe_rl.config.placement import PlacementConfig
 from lora_moe_rl.config.reward import RewardConfig, RewardFunction, WeightedFunctionConfig
+from lora_moe_rl.config.schedule import ScheduleConfig
 from lora_moe_rl.config.schema import (
     Aggregation,
     AlgorithmConfig,
     EnvironmentConfig,
     LearnsFrom,
     LoggingConfig,
-    ModelConfig,
     Reweight,
     RunConfig,
-    ScheduleConfig,
     TrackerConfig,
 )
 from lora_moe_rl.config.section import Section

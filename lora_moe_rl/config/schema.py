@@ -1,6 +1,6 @@
 """What a run is: one typed, frozen config. Importing this file imports no torch.
 
-Every default stands here and nowhere else. An unknown key is an error; an option that does not
+Every default stands in this folder and nowhere else. An unknown key is an error; an option that does not
 apply to the chosen mode is an error that names both.
 """
 
@@ -22,6 +22,7 @@ from lora_moe_rl.config.data import DataConfig, SourceConfig
 from lora_moe_rl.config.engines import MismatchConfig, RefitConfig, ReplayConfig, RolloutConfig
 from lora_moe_rl.config.evaluation import EVAL, EvalConfig
 from lora_moe_rl.config.faults import FaultsConfig
+from lora_moe_rl.config.model import ModelConfig
 from lora_moe_rl.config.placement import PlacementConfig
 from lora_moe_rl.config.plugins import (
     ALGORITHMS,
@@ -33,6 +34,7 @@ from lora_moe_rl.config.plugins import (
 )
 from lora_moe_rl.config.records import LoggingConfig
 from lora_moe_rl.config.reward import RewardConfig, RewardFunction
+from lora_moe_rl.config.schedule import ScheduleConfig
 from lora_moe_rl.config.section import Section
 from lora_moe_rl.config.trainer import TrainerConfig
 
@@ -51,54 +53,6 @@ Reweight = Literal["pow", "max_min", "max_random"]
 # What an algorithm learns from: samples that engines make and rewards score, or what the rows
 # themselves hold, one wanted answer each, or a chosen and a rejected one.
 LearnsFrom = Literal["rollouts", "answers", "pairs"]
-
-# What becomes of a group that is older than schedule.lag allows (run/schedule.py).
-Stale = Literal["wait", "train", "drop", "redraw"]
-
-# Whether trainer and engines hold the frozen base in one copy (base/).
-HeldOnce = Literal["off", "auto", "on"]
-
-
-class ModelConfig(Section):
-    path: str = Field(
-        "qwen3_moe",
-        description="Hugging Face directory or hub name, or the tiny qwen3_moe or deepseek_v3.",
-    )
-    revision: str | None = Field(
-        None, description="Branch, tag or commit of a hub model; null: its main branch."
-    )
-    trust_remote_code: bool = Field(
-        False,
-        description="Let a tokenizer run code that comes with the model (Kimi-K2, Moonlight).",
-    )
-    chat_template: str | None = Field(
-        None, description="A chat template (Jinja) in the place of the tokenizer's; null: its own."
-    )
-    chat_template_file: str | None = Field(
-        None,
-        description="A text file (UTF-8) to read chat_template from, once: the saved config holds "
-        "the text.",
-    )
-    max_length: int = Field(512, ge=2, description="Longest prompt plus response, in tokens.")
-    held_once: HeldOnce = Field(
-        "off",
-        description="The frozen base in one copy for trainer and engines, on one machine's CPU or "
-        "its GPUs: never (off), where it can be (auto), or else the run does not start (on).",
-    )
-    held_dir: str = Field(
-        "/dev/shm",
-        description="Where that copy is held, as a file that all map: in memory, or on a disk.",
-    )
-
-    @field_validator("held_dir")
-    @classmethod
-    def _from_the_root(cls, value: str) -> str:
-        if not Path(value).is_absolute():
-            raise ValueError(
-                f"model.held_dir={value} is relative, and trainer and engines may run in different "
-                "places; give it from the root"
-            )
-        return value
 
 
 class AlgorithmConfig(Section):
@@ -157,44 +111,6 @@ class AlgorithmConfig(Section):
     def on_policy(self) -> bool:
         """True when each step makes one update: the ratio is 1 and needs no old-logprob pass."""
         return self.updates_per_step == 1
-
-
-class ScheduleConfig(Section):
-    lag: int = Field(
-        0,
-        ge=0,
-        description="Steps that rollouts may be ahead of training: 0 takes turns, 1 samples the "
-        "next step while this one is trained. A token is at most so many steps old.",
-    )
-    stale: Stale = Field(
-        "wait",
-        description="A group that would become older than lag: the trainer waits for it (wait), or "
-        "does not, and then it is trained all the same (train), replaced by another prompt (drop) "
-        "or sampled once more (redraw).",
-    )
-    in_flight: Literal["finish", "continue"] = Field(
-        "finish",
-        description="A request in flight when a version is published: it ends on the version that "
-        "it began with (finish), or goes on under the new one from the tokens it has (continue).",
-    )
-    continued: Literal["join", "split"] = Field(
-        "join",
-        description="How a continued sample is trained: in one forward, each token on the routes "
-        "of its own version (join), or in one for each version, with all tokens before its own on "
-        "the routes that this version took for them (split): exact, and they are fed once more.",
-    )
-
-    @property
-    def slots(self) -> int:
-        """Versions that engines hold at once: the next, and all that requests may be under way at.
-        Of continued ones that is the newest alone."""
-        return 2 if self.in_flight == "continue" else self.lag + 2
-
-    @property
-    def max_age(self) -> int:
-        """Steps that a token may be old at most. One that is not waited for is there after lag + 1
-        steps; of what was drawn before that, lag steps are left then, of which its own is one."""
-        return 2 * self.lag if self.stale == "train" else self.lag
 
 
 class EnvironmentConfig(Section):

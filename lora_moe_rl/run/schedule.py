@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol, TypeVar
 
-from lora_moe_rl.config.schema import Stale
+from lora_moe_rl.config.schedule import Stale
 
 
 class Aged(Protocol):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_moe_rl.config.schema import ScheduleConfig
+from lora_moe_rl.config import ScheduleConfig
 from lora_moe_rl.data.samples import Group, Prompt
 from lora_moe_rl.run.schedule import Schedule
 from lora_moe_rl.run.tickets import State, Ticket, TicketBook
