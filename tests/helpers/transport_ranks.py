@@ -16,7 +16,7 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import AdapterConfig, RefitConfig, TrainerConfig
 from lora_moe_rl.refit.parts import SentPart
 from lora_moe_rl.refit.plan import EngineLayout
-from lora_moe_rl.refit.transports import Channel, channel
+from lora_moe_rl.refit.transports import Channel, channel, from_json
 
 TWO = TrainerConfig(world_size=2, pp=2)
 ENGINE = EngineLayout(slot_rank=8, tp=2)
@@ -57,3 +57,8 @@ def offer_and_wait(pipe) -> None:
     all_ = all_sent(make_channel("distributed"))
     pipe.send((all_.layouts, all_.sent))
     time.sleep(60)
+
+
+def make(kind: str, tmp_path) -> Channel:
+    """Told to another process and back, as in a run."""
+    return from_json(make_channel(kind, tmp_path / "refit").to_json())
