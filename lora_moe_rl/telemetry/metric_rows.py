@@ -36,6 +36,7 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("loss/ratio", "", "", "mean probability ratio to the policy before the update", "", ""),
     ("loss/clipped_low", "share of tokens", "", "tokens whose ratio was clipped from below", "actor/pg_clipfrac (with loss/clipped_high)", "clip_ratio/low_mean"),
     ("loss/clipped_high", "share of tokens", "", "tokens whose ratio was clipped from above", "actor/pg_clipfrac (with loss/clipped_low)", "clip_ratio/high_mean"),
+    ("loss/clipped_dual", "share of tokens", "", "with algorithm.dual_clip: tokens of a negative advantage whose loss it bounds, which have no gradient", "actor/pg_clipfrac_lower", ""),
     ("loss/gate", "", "", "mean gate of algorithm.loss=sapo", "", ""),
     ("loss/masked_far", "share of tokens", "", "tokens that algorithm.loss=dppo leaves out", "", ""),
     ("loss/nll", "nats", "down", "negative logprob of the wanted tokens (sft), of the tokens of right samples (vapo)", "", "loss (SFTTrainer)"),
