@@ -51,7 +51,7 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("loss/weight_bounded", "share of tokens", "down", "tokens whose correction weight was bounded", "", ""),
     ("loss/weight_norm", "", "", "what algorithm.correction_normalize divides the weights by", "rollout_corr/rollout_is_batch_norm_factor", ""),
     ("loss/rejected_tokens", "tokens", "down", "tokens that algorithm.rejection took out of the loss", "rollout_corr/rollout_rs_masked_fraction (a share)", ""),
-    ("loss/tokens", "tokens", "", "tokens in the loss", "", ""),
+    ("loss/tokens", "tokens", "", "tokens in the loss, each once whatever algorithm.epochs", "", ""),
     ("reweight/kept", "share of samples", "", "with algorithm.reweight: samples that stand in the loss", "", ""),
     ("reweight/most", "", "", "with algorithm.reweight: the most times that one sample stands in the loss", "", ""),
     ("reweight/reward_mean", "reward", "", "with algorithm.reweight: mean reward of all that stands in the loss", "", ""),
