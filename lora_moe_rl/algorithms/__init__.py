@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 def make(config: RunConfig) -> Algorithm:
     """The algorithm that `algorithm.name` names. Raises ConfigError when there is none, for a
-    critic that has nothing to learn, leaves its policy no step or wants routes that are not there,
-    and for a teacher that would score another distribution than the one that is sampled from."""
+    critic that has nothing to learn, leaves its policy no step, wants routes that are not there or
+    has a learning rate that its schedule would raise, and for a teacher that would score another
+    distribution than the one that is sampled from."""
     found = ALGORITHMS.find(config.algorithm.name)
     algorithm = found(config.algorithm, config.max_response_tokens)
     if algorithm.critic is not None:
@@ -63,6 +64,13 @@ def _check_critic(config: RunConfig, critic: CriticSettings) -> None:
         raise ConfigError(
             f"algorithm.critic_warmup={critic.critic_warmup} leaves the policy none of "
             f"trainer.steps={steps}; lower it, or raise trainer.steps"
+        )
+    least = config.trainer.min_lr
+    if critic.critic_lr is not None and critic.critic_lr < least:
+        raise ConfigError(
+            f"algorithm.critic_lr={critic.critic_lr:g} is below trainer.min_lr={least:g}, to which "
+            f"trainer.lr_schedule={config.trainer.lr_schedule} would raise it; lower trainer.min_lr"
+            ", or raise critic_lr"
         )
 
 

@@ -80,15 +80,15 @@ def sample_lines(name: str, settings: EvalSetConfig, groups: Sequence[Group]) ->
     lines: list[dict[str, Any]] = []
     for group in groups:
         for number, end in enumerate(group.ends):
-            sample, reward = group.samples[end], float(group.rewards[end])
+            sample = group.samples[end]
             line = {
                 "set": name,
                 "row": group.prompt.row,
                 "sample": number,
                 "prompt": group.prompt.text,
                 "response": sample.text,
-                "reward": reward,
-                "right": reward >= settings.right_at,
+                "reward": float(group.rewards[end]),
+                "right": bool(_right(settings, group.rewards[end])),
                 "finish_reason": sample.finish_reason,
                 "tokens": len(sample.response_ids),
                 "token_ids": sample.response_ids.tolist(),
@@ -144,11 +144,17 @@ def _mean(rewards: np.ndarray) -> float:
     return float(given.mean()) if len(given) else math.nan
 
 
+def _right(settings: EvalSetConfig, rewards: np.ndarray | np.float32) -> np.ndarray:
+    """bool, shaped as `rewards`, float32: the bound too is taken in float32, in which a reward of
+    0.9 is no less than 0.9."""
+    return np.asarray(rewards >= np.float32(settings.right_at))
+
+
 def _pass(settings: EvalSetConfig, group: Group, k: int) -> float:
     """Of the samples that have a reward."""
     given = _rewards(group)
     given = given[~np.isnan(given)]
-    return pass_at_k(len(given), int((given >= settings.right_at).sum()), k)
+    return pass_at_k(len(given), int(_right(settings, given).sum()), k)
 
 
 def _majority(settings: EvalSetConfig, how: str, group: Group) -> float:
@@ -157,4 +163,4 @@ def _majority(settings: EvalSetConfig, how: str, group: Group) -> float:
     if not ends:
         return math.nan
     answers = [answer_of(how, group.samples[end].text) for end in ends]
-    return majority(answers, [float(group.rewards[end]) >= settings.right_at for end in ends])
+    return majority(answers, _right(settings, group.rewards[ends]).tolist())

@@ -37,7 +37,8 @@ class Meter:
     """`reports`: whether this rank's sums count. Under tensor parallelism every rank of a group
     computes the same logprobs, and only the last stage has any. `declared`: the metrics of the
     algorithm, and how each is put together. `lag`: how many steps a token may be old; a step is
-    `versions_per_step` versions, and `version` the one before the update."""
+    `versions_per_step` versions, and `version` the one before the update. `epochs`: how often each
+    token of the step is told of."""
 
     def __init__(
         self,
@@ -47,9 +48,10 @@ class Meter:
         lag: int = 0,
         version: int = 0,
         versions_per_step: int = 1,
+        epochs: int = 1,
     ):
         self.device, self.algorithm, self.declared = device, algorithm, algorithm.metrics
-        self.version, self.versions_per_step = version, versions_per_step
+        self.version, self.versions_per_step, self.epochs = version, versions_per_step, epochs
         self.ages = range(lag + 1) if lag else range(0)
         # Whether an engine has sampled the tokens, which can be compared with it then.
         self.sampled = algorithm.learns_from == "rollouts"
@@ -171,7 +173,7 @@ class Meter:
         metrics |= self._extremes()
         norm, rate = norm_and_rate(results)
         metrics |= self.algorithm.summary(metrics) | {
-            "loss/tokens": s["tokens"],
+            "loss/tokens": s["tokens"] / self.epochs,
             "loss/rejected_tokens": s["rejected"],
             "policy/entropy": s["entropy"] / responses,
             "optim/grad_norm": norm,

@@ -160,11 +160,9 @@ def critic_gradients(
 
 def _meter(engine: TrainingEngine) -> Meter:
     config = engine.config
-    per_step = config.algorithm.updates_per_step
-    oldest = config.schedule.max_age
-    return Meter(
-        engine.device, engine.is_last_stage, engine.algorithm, oldest, engine.version, per_step
-    )
+    of_device = engine.device, engine.is_last_stage, engine.algorithm
+    versions = config.schedule.max_age, engine.version, config.algorithm.updates_per_step
+    return Meter(*of_device, *versions, config.algorithm.epochs)
 
 
 def _dp() -> tuple[int, int]:

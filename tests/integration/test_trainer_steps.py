@@ -113,6 +113,8 @@ def test_off_policy_updates_make_one_version_each_and_a_ratio_that_moves(results
     assert versions == [1, 2, 3, 4, 6, 8]
     assert results["r3"].metrics["loss/ratio"] == pytest.approx(1, abs=1e-6)
     assert abs(results["epochs"].metrics["loss/ratio"] - 1) > 1e-5
+    counted = {results[k].metrics["loss/tokens"] for k in ("r3", "mini_batches", "epochs")}
+    assert len(counted) == 1  # each token once, however many passes
 
 
 def test_missing_routes(results):

@@ -7,7 +7,7 @@ DAPO's clip-higher (arXiv:2503.14476). With `dual_clip` a loss of a negative adv
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -36,13 +36,19 @@ class PPOClip(PolicyLoss):
     settings: Settings
     metrics = {"ratio": "token_mean", "clipped_low": "token_mean", "clipped_high": "token_mean"}
 
+    def __init__(self, settings: Any):
+        super().__init__(settings)
+        if settings.dual_clip is not None:
+            self.metrics = {**self.metrics, "clipped_dual": "token_mean"}
+
     def values(self, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         values, metrics = clipped(ratio_of(tokens), tokens.advantages, self.settings)
         bound = self.settings.dual_clip
-        if bound is not None:
-            at_most = -tokens.advantages * bound
-            values = values.minimum(at_most).where(tokens.advantages < 0, values)
-        return values, metrics
+        if bound is None:
+            return values, metrics
+        at_most = -tokens.advantages * bound
+        beyond = (values > at_most) & (tokens.advantages < 0)
+        return at_most.where(beyond, values), {**metrics, "clipped_dual": beyond.float()}
 
 
 def clipped(

@@ -43,6 +43,15 @@ def made(*settings: str):
             ["algorithm=ppo", "algorithm.critic_routes=rollout", "replay.mode=r2"],
             "critic_routes=rollout wants the rollout's routes.*replay.mode=r2",
         ),
+        (
+            [
+                "algorithm=ppo",
+                "algorithm.critic_lr=1e-6",
+                "trainer.lr_schedule=cosine",
+                "trainer.min_lr=1e-5",
+            ],
+            "critic_lr=1e-06 is below trainer.min_lr=1e-05, to which trainer.lr_schedule=cosine",
+        ),
     ],
 )
 def test_what_has_no_meaning_is_refused(settings, message):

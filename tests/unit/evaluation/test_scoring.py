@@ -64,6 +64,16 @@ def test_what_counts_as_right_can_be_less_than_1():
     assert found["eval/sums/pass@1"] == 0.5 and "eval/sums/pass@2" not in found
 
 
+def test_a_reward_as_large_as_the_bound_is_right_whatever_float32_makes_of_it():
+    """0.7 and 0.9 are less in float32 than the numbers that are written so."""
+    for bound in (0.7, 0.9):
+        settings = EvalSetConfig(samples=2, right_at=bound, answer="text")
+        groups = [a_group(0, ["1", "1"], [bound, bound])]
+        found = set_metrics("sums", settings, groups)
+        assert found["eval/sums/pass@1"] == found["eval/sums/maj@2"] == 1.0
+        assert all(line["right"] is True for line in sample_lines("sums", settings, groups))
+
+
 def test_metrics_by_a_column_are_those_of_its_prompts_alone():
     settings = EvalSetConfig(samples=4, group_by="level")
     found = set_metrics("sums", settings, GROUPS)
