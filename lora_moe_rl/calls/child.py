@@ -7,12 +7,18 @@ import json
 import os
 import queue
 import signal
+import sysconfig
 import threading
+import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 SHOWN = 200
+PACKAGE = str(Path(__file__).parent.parent)
+# Frames of these are not of the user's code.
+OTHERS = (PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 
 
 def end_me_first() -> None:
@@ -59,3 +65,15 @@ def short(value: Any) -> str:
     except Exception:
         text = f"<{type(value).__name__}>"
     return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+
+
+def raised(error: BaseException) -> str:
+    """What a user's function has raised, and where: the innermost line of a file of the user's own
+    (`raised KeyError('x') in /home/me/mine.py, line 7`)."""
+    told = f"raised {short(error)}"
+    if isinstance(error, OSError) and error.filename is not None:  # which its repr leaves out
+        told = f"raised {short(error)[:-1]}, {short(error.filename)})"
+    not_own = ("<", *(f"{folder}{os.sep}" for folder in OTHERS))
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(not_own)]
+    return f"{told} in {own[-1].filename}, line {own[-1].lineno}" if own else told

@@ -287,7 +287,7 @@ def _launch(module: str, words: Sequence[str], quiet: bool) -> Worker:
         pass_fds=(theirs.fileno(),),
         env={**os.environ, "PYTHONPATH": path, MARK: mark},
         stdin=subprocess.DEVNULL,
-        stdout=nowhere,
+        stdout=nowhere or 2,  # what `train --json` prints on stdout is the run's alone
         stderr=nowhere,
         start_new_session=True,  # Ctrl-C is ours to handle; and killpg reaches its children
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 from lora_moe_rl.config import SourceConfig
@@ -11,6 +12,8 @@ from lora_moe_rl.errors import DataError
 
 PROMPT_COLUMNS = ("prompt", "messages", "question")
 ANSWER_COLUMNS = ("answer", "solution", "label", "ground_truth", "reward_model.ground_truth")
+# As JSON or Python print a list whose first object is a message.
+SPELLED = re.compile(r"""\s*\[\s*\{\s*(["'])(role|content)\1\s*:""")
 
 Row = tuple[str, dict[str, Any]]  # where it stands ("data.jsonl, line 3"), and its values
 
@@ -34,7 +37,25 @@ def read_row(row: Row, config: SourceConfig) -> tuple[Any, dict[str, Any]]:
     if not text:
         raise DataError(f"{place}: the prompt (column {key}) is empty")
     check_unicode(text, place, key)
+    _check_unanswered(text, place, key)
     return text, _columns(values, key, config, place)
+
+
+def _check_unanswered(prompt: str | list[dict], place: str, key: str) -> None:
+    """Raises DataError for a conversation that ends with an answer, which the policy would read,
+    and for one that is written as a text, which would be the prompt letter by letter."""
+    if isinstance(prompt, str):
+        if SPELLED.match(prompt):
+            raise DataError(
+                f"{place}: the prompt (column {key}) is a text that spells a list of messages, "
+                f"{short(prompt)}; write the list itself, in JSONL or parquet (CSV has only texts)"
+            )
+    elif prompt[-1]["role"] == "assistant":
+        raise DataError(
+            f"{place}: the last message of the prompt (column {key}) is the assistant's, "
+            f"{short(prompt[-1]['content'])}: the policy would be given it, and begin another turn "
+            "behind it; leave it out of the messages (algorithm=sft learns from it)"
+        )
 
 
 def _columns(values: dict, prompt_key: str, config: SourceConfig, place: str) -> dict[str, Any]:
@@ -97,6 +118,8 @@ def number_in(columns: dict[str, Any], name: str, setting: str, place: str) -> f
 
 
 def checked_messages(messages: Any, place: str, key: str) -> list[dict]:
+    """Messages whose contents are texts: those in parts, as OpenAI's API writes them, are put
+    together. Raises DataError for what is no list of messages, and for parts that are no text."""
     is_list = isinstance(messages, list) and all(
         isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages
     )
@@ -105,7 +128,22 @@ def checked_messages(messages: Any, place: str, key: str) -> list[dict]:
             f"{place}: the prompt (column {key}) must be a string or a list of objects with role "
             f"and content; this is {short(messages)}"
         )
-    return messages
+    return [_with_text(message, place, key) for message in messages]
+
+
+def _with_text(message: dict, place: str, key: str) -> dict:
+    """A template of a text model drops a list of parts, or prints it as a list."""
+    content = message["content"]
+    if content is None or isinstance(content, str):
+        return message
+    for part in content if isinstance(content, list) else [content]:
+        is_text = isinstance(part, dict) and part.get("type") == "text"
+        if not (is_text and isinstance(part.get("text"), str)):
+            raise DataError(
+                f"{place}: a message of column {key} has the content {short(part)}; it must be a "
+                'text, or a list of {"type": "text", "text": ...}: nothing else is trained on'
+            )
+    return message | {"content": "".join(part["text"] for part in content)}
 
 
 def check_unicode(text: Any, place: str, key: str) -> None:

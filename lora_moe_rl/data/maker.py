@@ -238,10 +238,30 @@ class PromptMaker:
             raise DataError(f"{place}: {TEMPLATE_COLUMN} must be an object, this is {short(own)}")
         more = self._config.chat_template_kwargs | own
         try:
-            return self._tokenizer.apply_chat_template(
+            rendered = self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=not answered, **more
             )
         except Exception as error:  # of Jinja, and what a template raises itself
             raise DataError(
                 f"{place}: the model's chat template refuses the prompt: {error}"
             ) from error
+        check_shown(messages, rendered, place)
+        return rendered
+
+
+def check_shown(messages: list[dict], rendered: str, place: str) -> None:
+    """Raises DataError for a message that the chat template leaves out: many pass over roles that
+    they do not know. Turns of the assistant and of tools may be written otherwise."""
+    closed = None
+    for message in messages:
+        said = message["content"]
+        if not said or message["role"] in ("assistant", "tool") or said.strip() in rendered:
+            continue
+        closed = closed or "".join(rendered.split())
+        if "".join(said.split()) not in closed:
+            raise DataError(
+                f"{place}: the model's chat template leaves out what {message['role']!r} says, "
+                f"{short(said)}: its role is none that the template knows (system, user, "
+                "assistant, as a rule), or the template has no place for it; mend the row, or give "
+                "a template that shows it (model.chat_template_file)"
+            )

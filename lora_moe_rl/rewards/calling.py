@@ -13,7 +13,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from lora_moe_rl.calls.child import short
+from lora_moe_rl.calls.child import raised, short
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.importing import load_function
 from lora_moe_rl.rewards import verl_style
@@ -234,7 +234,7 @@ def _check_value(value: Any) -> float | str | None:
     if value is None:
         return None
     if isinstance(value, BaseException):
-        return f"raised {short(value)}"
+        return raised(value)
     several = getattr(value, "ndim", 0)  # an array of one number is no number
     try:
         number = math.nan if several or isinstance(value, str | bytes) else float(value)

@@ -13,7 +13,7 @@ import queue
 import sys
 from multiprocessing.connection import Connection
 
-from lora_moe_rl.calls.child import end_me_first, read_ahead, send, short
+from lora_moe_rl.calls.child import end_me_first, raised, read_ahead, send
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.rewards.calling import Logged, Outcome, Reward, check
 
@@ -43,7 +43,7 @@ def _score(reward: Reward, number: int, arguments: dict, connection: Connection)
         outcome = check(reward.call(arguments, logged), num_samples)
     # Not only Exception: math-verify's timeout is a BaseException, and sys.exit() may be called.
     except BaseException as error:
-        outcome = [f"raised {short(error)}"] * num_samples
+        outcome = [raised(error)] * num_samples
     _answer(connection, number, outcome, logged)
 
 
@@ -59,7 +59,7 @@ async def _serve(reward: Reward, jobs: queue.SimpleQueue, connection: Connection
                 returned = await reward.call(arguments, logged)
             outcome = check(returned, num_samples)
         except BaseException as error:
-            reason = f"raised {short(error)}"
+            reason = raised(error)
             if isinstance(error, TimeoutError) and limit.expired():
                 reason = f"took longer than reward.timeout_s={timeout_s:g}"
             outcome = [reason] * num_samples

@@ -25,7 +25,7 @@ from typing import Any
 
 from pydantic import validate_call
 
-from lora_moe_rl.calls.child import end_me_first, read_ahead, send, short
+from lora_moe_rl.calls.child import end_me_first, raised, read_ahead, send, short
 from lora_moe_rl.calls.ending import MARK
 from lora_moe_rl.environments.parts.tool_worker import answer
 from lora_moe_rl.errors import ConfigError
@@ -68,7 +68,7 @@ def _be_one(connection: Connection, factories: dict[str, Callable], most: int) -
         try:
             told = getattr(held, asked.pop("do"))(**asked)
         except BaseException as error:  # sys.exit() among them
-            told = {"error": f"raised {short(error)}"}
+            told = {"error": raised(error)}
         send(connection, told)
 
 

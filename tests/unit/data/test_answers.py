@@ -24,7 +24,9 @@ ENDING = (
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 # Puts something before an answer that it does not put behind a prompt.
-OTHERWISE = ENDING.replace("{{ message['content'] }}", "{{ messages|length }}")
+OTHERWISE = ENDING.replace(
+    "{{ message['content'] }}", "{{ messages|length }}{{ message['content'] }}"
+)
 
 
 def made(row, kind="answers", template=None, max_tokens=64, ends=(EOS,), **config):

@@ -156,14 +156,13 @@ def test_a_system_prompt_comes_before_a_prompt_that_has_none(write):
 
 def test_the_chat_template_is_given_what_config_and_row_say(write):
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = (
-        "{{ level }}{{ style }}{% if bad %}{{ raise_exception('no') }}{% endif %}"
-    )
+    said = "{{ level }}{{ style }}{{ messages[0].content }}"
+    tokenizer.chat_template = said + "{% if bad %}{{ raise_exception('no') }}{% endif %}"
     rows = [{"prompt": "a"}, {"prompt": "a", "chat_template_kwargs": {"level": 2}}]
     config = {"chat_template": True, "chat_template_kwargs": {"level": 1, "style": "x"}}
     config |= {"order": "sequential"}
     made = PromptSource(DataConfig(path=write(*rows), **config), tokenizer, 0, MAX_TOKENS)
-    assert [tokenizer.decode(prompt.token_ids) for prompt in made.next(2)] == ["1x", "2x"]
+    assert [tokenizer.decode(prompt.token_ids) for prompt in made.next(2)] == ["1xa", "2xa"]
     for bad, reason in [({"bad": 1}, "chat template refuses the prompt: no"), (3, "an object")]:
         path = write({"prompt": "a", "chat_template_kwargs": bad})
         with pytest.raises(DataError, match=reason):
