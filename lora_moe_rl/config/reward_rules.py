@@ -6,7 +6,7 @@ import difflib
 
 from lora_moe_rl.config import RewardFunction, RunConfig
 from lora_moe_rl.config.keys import value_of, value_text
-from lora_moe_rl.config.plugins import PARTS
+from lora_moe_rl.config.plugins import ENVIRONMENTS, PARTS
 from lora_moe_rl.config.reward import BASE, ENGINES
 from lora_moe_rl.config.section import is_set
 from lora_moe_rl.errors import ConfigError
@@ -57,6 +57,7 @@ def check_rewards(config: RunConfig) -> None:
                 _check_asks_engines(config, one)
     for functions in config.rewards().values():
         _check_separate(config, functions)
+    _check_turns(config)
 
 
 def _any_function(config: RunConfig) -> bool:
@@ -123,4 +124,17 @@ def _check_separate(config: RunConfig, functions: list[RewardFunction]) -> None:
             f"algorithm.advantage={advantage} normalizes each of several reward functions by "
             f"itself, and {functions[0].key} is alone with a weight; set more of them in "
             "reward.functions, or take advantage=grpo"
+        )
+
+
+def _check_turns(config: RunConfig) -> None:
+    """An advantage that compares turns: that there may be several."""
+    advantage, environment = value_of(config, "algorithm.advantage"), config.environment.name
+    if advantage is None or not PARTS["advantage"].find(advantage).compares_turns:
+        return
+    if ENVIRONMENTS.find(environment).one_turn:
+        raise ConfigError(
+            f"algorithm.advantage={advantage} compares the turns of conversations, and with "
+            f"environment={environment} every sample is one turn; take advantage=grpo, or an "
+            "environment of several turns (tools, trl, external)"
         )

@@ -200,6 +200,12 @@ class Sample:
         return np.array(ends, dtype=np.int64)
 
     @property
+    def turn_of(self) -> np.ndarray:
+        """int64 [R], the number of the policy's turn that each of its tokens is of, from 0. What it
+        says of tokens of others does not count."""
+        return np.searchsorted(self.turn_ends, np.arange(len(self.mask)))
+
+    @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
 
@@ -246,7 +252,7 @@ class Details:
     by name. reasons: why a sample's reward failed, by the sample's place. extra: more columns of
     samples.jsonl, a value a sample. metrics: numbers that a reward function has logged, by the name
     of the metric. by_turn: of a sample's reward what was earned at the end of each turn, by the
-    sample's place, where a reward function tells it."""
+    sample's place, where a reward function or the environment tells it."""
 
     by_function: dict[str, FunctionRewards] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)

@@ -7,7 +7,8 @@
 What an agent has beside OpenAI's protocol, with its key:
 
     GET  /v1/task      {"prompt", "row"}: what the trajectory is about
-    POST /v1/reward    {"reward": 0.5}: sets the reward, and ends the trajectory
+    POST /v1/reward    {"reward": 0.5}: sets the reward, and ends the trajectory; with
+                       "turns": [0.5, 0.0] beside it, of the reward what each turn has earned
     POST /v1/next      the next trajectory, when there is one: {"api_key", "task"}
 
 A process that ends has ended its trajectory; one that asks for the next goes on with that.
@@ -36,6 +37,7 @@ from lora_moe_rl.endpoint.app import Endpoint, body_of, key_of, unless_gone
 from lora_moe_rl.endpoint.bodies import POLICY
 from lora_moe_rl.endpoint.refusal import Refused, bad_request
 from lora_moe_rl.endpoint.sessions import Session, Sessions
+from lora_moe_rl.rewards.turns import fault_of
 
 LARGEST = float(np.finfo(np.float32).max)  # of a reward
 LAST_WORDS = 300  # bytes of what an agent has complained of
@@ -47,11 +49,13 @@ SWEEP_S = 2.0  # between two looks for what agents have left behind: each looks 
 
 class Outcome(NamedTuple):
     """How a trajectory has ended. `reward` is the agent's, if it has set one; `end` is counted;
-    `failure` says why there can be no reward, if so."""
+    `failure` says why there can be no reward, if so; `turns` are what of it each turn has earned,
+    where the agent tells."""
 
     end: str
     reward: float | None = None
     failure: str | None = None
+    turns: list[float] | None = None
 
 
 @dataclass(eq=False)
@@ -318,12 +322,15 @@ class Trajectories:
 
     async def _reward(self, endpoint: Endpoint, request: Request) -> Response:
         session = endpoint.session_of(request)
-        value = _reward_in(await body_of(request))
+        value, turns = _reward_in(await body_of(request))
         async with session.lock:  # after what is being answered
             one = self.at(session)
             if POLICY not in session.conversations:
                 raise Refused(409, "nothing_sampled", "the policy was asked nothing yet")
-            self.settle(one, Outcome("done", value))
+            number = session.conversations[POLICY].num_turns
+            if turns is not None and (fault := fault_of(turns, number, value)):
+                raise bad_request(f"the agent {fault}")
+            self.settle(one, Outcome("done", value, turns=turns))
         return JSONResponse({"reward": value})
 
     async def _next(self, endpoint: Endpoint, request: Request) -> Response:
@@ -331,20 +338,25 @@ class Trajectories:
         return JSONResponse({"api_key": one.session.key, "task": one.task})
 
 
-def _reward_in(content: bytes) -> float:
-    """Raises Refused for what is no finite number in float32, as rewards are kept."""
+def _reward_in(content: bytes) -> tuple[float, list[float] | None]:
+    """The reward, and those of turns if they are told. Raises Refused for what is no finite number
+    in float32, as rewards are kept."""
     try:
         body = json.loads(content)
-        value = body["reward"] if isinstance(body, dict) and len(body) == 1 else None
-    except (ValueError, KeyError, RecursionError):
-        value = None
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not abs(value) <= LARGEST  # nor is NaN
-    ):
-        raise bad_request(
-            'send {"reward": NUMBER} and nothing else, a finite number in float32: of up to '
-            f"{LARGEST:.2g}"
-        )
-    return float(value)
+    except (ValueError, RecursionError):
+        body = None
+    if isinstance(body, dict) and body.keys() in ({"reward"}, {"reward", "turns"}):
+        value, turns = body["reward"], body.get("turns")
+        if _is_reward(value) and (
+            "turns" not in body or (isinstance(turns, list) and all(map(_is_reward, turns)))
+        ):
+            return float(value), None if turns is None else [float(one) for one in turns]
+    raise bad_request(
+        'send {"reward": NUMBER} and nothing else but "turns": [NUMBER, ...], finite numbers in '
+        f"float32: of up to {LARGEST:.2g}"
+    )
+
+
+def _is_reward(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and abs(value) <= LARGEST  # NaN is not

@@ -19,8 +19,8 @@ def why_no_forks(config: RunConfig) -> str | None:
         return None
     return (
         f"algorithm={config.algorithm.name}, as it is set, has no one advantage for all samples of "
-        "a conversation (a critic, a teacher, algorithm.kl_in=reward or a discount give each token "
-        "its own); use one that has, as grpo"
+        "a conversation (a critic, a teacher, algorithm.kl_in=reward, a discount or "
+        "algorithm.advantage=turns give tokens their own); use one that has, as grpo"
     )
 
 
@@ -38,6 +38,8 @@ class Environment(Plugin):
     # Whether what talks to the policy may change what was said before, so that a conversation
     # becomes several samples (a fork).
     forks: ClassVar[bool] = False
+    # Whether every sample is one turn of the policy.
+    one_turn: ClassVar[bool] = False
 
     def __init__(self, config: RunConfig, rewards: Rewards, tokenizer: Any):
         self.config, self.rewards, self.tokenizer = config, rewards, tokenizer

@@ -122,7 +122,7 @@ class External(Environment):
     async def rollout(self, prompt: Prompt, policy: Policy) -> Group:
         counts: Counter[str] = Counter()
         counts.update(dict.fromkeys((*ENDS, "turns", "retried", "overruled", "base_requests"), 0))
-        given: dict[Conversation, float | None] = {}
+        given: dict[Conversation, Outcome] = {}
         talks = [
             self._talk(prompt, policy, place, counts, given) for place in range(self.group_size)
         ]
@@ -136,7 +136,7 @@ class External(Environment):
         policy: Policy,
         place: int,
         counts: Counter[str],
-        given: dict[Conversation, float | None],
+        given: dict[Conversation, Outcome],
     ) -> Conversation:
         from lora_moe_rl.endpoint.bodies import POLICY
         from lora_moe_rl.endpoint.run_source import RunSource
@@ -159,7 +159,7 @@ class External(Environment):
         if one is None:
             one = self.conversation(prompt, policy, place)
             await one.ask(1)  # stands for it in the group; it has no reward, and is in no loss
-        one.failure, one.no_forks, given[one] = failure, self.no_forks, outcome.reward
+        one.failure, one.no_forks, given[one] = failure, self.no_forks, outcome
         counts["turns"] += one.turns
         return one
 
@@ -214,22 +214,24 @@ class Gate:
 
 
 class _Given:
-    """Rewards that agents have set, and of conversations without one (None) those of the run."""
+    """Rewards that agents have set, and of conversations without one those of the run."""
 
-    def __init__(self, rewards: Rewards, given: Sequence[float | None]):
+    def __init__(self, rewards: Rewards, given: Sequence[Outcome]):
         self._rewards, self._given = rewards, given
 
     async def score(
         self, prompt: Prompt, samples: Sequence[Sample], played: Sequence[Played] = ()
     ) -> Scores:
-        asked = np.array([value is None for value in self._given], bool)
+        asked = np.array([one.reward is None for one in self._given], bool)
         scores = Scores(np.zeros(0, np.float32), [], Details())
         if asked.any():
             chosen = [sample for sample, wanted in zip(samples, asked, strict=True) if wanted]
             scores = await self._rewards.score(prompt, chosen)
         found = scores.at(np.where(asked, np.cumsum(asked) - 1, -1))
-        set_by_agents = [np.nan if value is None else value for value in self._given]
+        set_by_agents = [np.nan if one.reward is None else one.reward for one in self._given]
         rewards = np.where(asked, found.rewards, np.array(set_by_agents, np.float32))
+        told = {i: one.turns for i, one in enumerate(self._given) if one.turns is not None}
+        found.details.by_turn.update(told)
         return found._replace(rewards=rewards)
 
 

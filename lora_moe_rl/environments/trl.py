@@ -3,7 +3,9 @@
 
     reset(**row)   a text or None: the text stands at the end of the prompt
     method(...)    a tool of the policy; what it raises is told to it
-    get_reward()   of the conversation that has ended; a reward function's is added
+    get_turn_reward()  of the turn whose calls it has answered; TRL has no such method
+    get_reward()   of the conversation that has ended; those of turns and a reward function's are
+                   added
 
 Each conversation has an environment of its own, in a process of its own (parts/instances.py). What
 it draws at random follows from the prompt: all conversations of a group are set the same task, and
@@ -33,7 +35,7 @@ from lora_moe_rl.environments.parts.endings import Failed, no_counts, tried
 from lora_moe_rl.environments.parts.instances import Instance, Instances
 from lora_moe_rl.environments.parts.templates import Introduced
 from lora_moe_rl.environments.parts.tool_calls import Call
-from lora_moe_rl.environments.parts.tool_talk import Answering, ToolSettings, ToolTalk
+from lora_moe_rl.environments.parts.tool_talk import Answering, Rewarding, ToolSettings, ToolTalk
 from lora_moe_rl.environments.parts.toolbox import Toolbox
 from lora_moe_rl.errors import ConfigError, DataError
 from lora_moe_rl.files.importing import absolute_spec
@@ -113,25 +115,25 @@ class Trl(Environment):
     def _check_rewards(self) -> None:
         described = self.instances.described.values()
         for one in described:
-            if not self.rewarded and not one.rewards:
+            if not (self.rewarded or one.gives_rewards):
                 raise ConfigError(
-                    f"{one.kind} has no method get_reward, and reward.function is not set: one of "
-                    "them has to give rewards"
+                    f"{one.kind} has no method get_reward or get_turn_reward, and reward.function "
+                    "is not set: one of them has to give rewards"
                 )
         advantage = getattr(self.config.algorithm, "advantage", None)
         if not isinstance(advantage, str):
             return
         kind = PARTS["advantage"].find(advantage)
-        if kind.separates_rewards and any(one.rewards for one in described):
+        if kind.separates_rewards and any(one.gives_rewards for one in described):
             raise ConfigError(
                 f"algorithm.advantage={advantage} looks at each reward function by itself, and "
-                "does not know get_reward: return it from a reward function, which is given "
-                "`environments`"
+                "does not know get_reward and get_turn_reward: return it from a reward function, "
+                "which is given `environments`"
             )
         if kind.needs_teacher and not self.rewarded:
             raise ConfigError(
                 f"algorithm.advantage={advantage} without reward.function learns from its teacher "
-                "alone, and what get_reward returns would be lost: set reward.function"
+                "alone, and what the environment gives would be lost: set reward.function"
             )
 
     def _introduced(self, name: str) -> Introduced:
@@ -181,7 +183,7 @@ class Trl(Environment):
         ]
         done = await together(talks)
         group = await finish(prompt, policy, done, self.rewards, counts)
-        if own := [one.own_reward for one in done if one.own_reward is not None]:
+        if own := [one.own_rewards for one in done if one.own_rewards is not None]:
             kind = self.instances.described[self.factories[name]].kind
             group.details.metrics[kind] = own
         return group
@@ -206,10 +208,14 @@ class Trl(Environment):
             shown = await self._reset(prompt, name, one, instance)
             answering = self._answering(instance)
             introduced = self.introduced[name]
-            end = await self.talk.until_the_end(prompt, one, introduced, answering, counts)
-            rewarded = self.instances.described[instance.factory].rewards
+            described = self.instances.described[instance.factory]
+            rewarding = self._rewarding(instance) if described.rewards_turns else None
+            end = await self.talk.until_the_end(
+                prompt, one, introduced, answering, counts, rewarding
+            )
+            rewarded = described.rewards
             told = await instance.ask("end", rewarded=rewarded, shown=self.rewarded)
-            one.own_reward = _checked(told["reward"], instance.factory)
+            one.own_reward = _checked(told["reward"], instance.factory, "get_reward")
             if self.rewarded:
                 one.played = Played(instance.factory, told["state"], shown)
             usable = True
@@ -259,6 +265,13 @@ class Trl(Environment):
 
         return call
 
+    def _rewarding(self, instance: Instance) -> Rewarding:
+        async def rewarding() -> float | None:
+            told = await instance.ask("turn_reward")
+            return _checked(told["reward"], instance.factory, "get_turn_reward")
+
+        return rewarding
+
 
 def with_observation(text: Any, observation: str | None) -> Any:
     """The prompt with what `reset` returned at its end, as TRL puts it: at the end of its last
@@ -270,10 +283,8 @@ def with_observation(text: Any, observation: str | None) -> Any:
     return [*text[:-1], {**text[-1], "content": text[-1]["content"] + observation}]
 
 
-def _checked(reward: float | None, factory: str) -> float | None:
+def _checked(reward: float | None, factory: str, method: str) -> float | None:
     """Raises Failed for a reward that is no finite number in float32."""
     if reward is None or abs(reward) <= np.finfo(np.float32).max:
         return reward
-    raise Failed(
-        "environment_error", f"{factory}: get_reward returned {reward}, not a finite number"
-    )
+    raise Failed("environment_error", f"{factory}: {method} returned {reward}, not a finite number")

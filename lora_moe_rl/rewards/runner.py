@@ -15,8 +15,8 @@ from lora_moe_rl.config import RewardFunction
 from lora_moe_rl.data.samples import Details, Played, Prompt, Sample, Scores
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.rewards.calling import Outcome
+from lora_moe_rl.rewards.turns import fault_of
 
-SAME_SUM = 1e-6
 EACH = ("completions", "completion_ids", "played")  # of a call's arguments: one for each sample
 
 
@@ -71,7 +71,8 @@ class RewardRunner:
         told = dict(enumerate(answer.turns))
         for index, value in enumerate(answer.outcome):
             if isinstance(value, float) and (turns := told.get(index)) is not None:
-                value = _as_turns_say(value, turns, samples[index])
+                fault = fault_of(turns, len(samples[index].turn_ends), value)
+                value = f"{fault} (log_turn_rewards)" if fault else value
             if isinstance(value, str):
                 reasons[index] = f"prompt {prompt.row}: {self.function} {value}"
             elif value is not None:
@@ -138,18 +139,3 @@ def _together(answers: Sequence[Answer]) -> Answer:
         {name: [n for one in answers for n in one.metrics.get(name, [])] for name in names},
         [one.turns[0] if one.turns else None for one in answers],
     )
-
-
-def _as_turns_say(reward: float, turns: list[float], sample: Sample) -> float | str:
-    """The reward, or why what was told of the sample's turns cannot be."""
-    if len(turns) != (number := len(sample.turn_ends)):
-        return (
-            f"told of {len(turns)} turns (log_turn_rewards), and the policy has had {number} in "
-            "this sample"
-        )
-    if abs(sum(turns) - reward) > SAME_SUM * max(1.0, abs(reward)):
-        return (
-            f"gave its turns {sum(turns):g} together (log_turn_rewards), and returned {reward:g}: "
-            "the reward of a sample is the sum of its turns'"
-        )
-    return reward

@@ -11,6 +11,8 @@ import numpy as np
 
 from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.keys import value_of
+from lora_moe_rl.config.plugins import PARTS
 from lora_moe_rl.data.samples import Group
 from lora_moe_rl.run.health import group_metrics
 from lora_moe_rl.telemetry import names
@@ -31,6 +33,7 @@ def reward_metrics(groups: Sequence[Group], config: RunConfig) -> dict[str, floa
         **function_metrics(groups, config.reward.functions),
         **logged_metrics(groups),
         **turn_metrics(groups),
+        **alone_metrics(groups, config),
         **teacher_metrics(groups),
     }
 
@@ -68,11 +71,35 @@ def function_metrics(groups: Sequence[Group], functions: Iterable[str]) -> dict[
 
 
 def turn_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """The share of samples of whose reward it is told which turn has earned what; nothing where
-    that is told of none."""
-    told = sum(end in group.details.by_turn for group in groups for end in group.ends.tolist())
-    total = sum(len(group.ends) for group in groups)
-    return {names.BY_TURN: told / total} if told else {}
+    """The share of samples of whose reward it is told which turn has earned what, and what of their
+    rewards was earned before the last turn, the mean; nothing where that is told of none."""
+    told = [
+        group.details.by_turn[end]
+        for group in groups
+        for end in group.ends.tolist()
+        if end in group.details.by_turn
+    ]
+    if not told:
+        return {}
+    return {
+        names.BY_TURN: len(told) / sum(len(group.ends) for group in groups),
+        names.BEFORE_LAST_TURN: float(np.mean([sum(turns[:-1]) for turns in told])),
+    }
+
+
+def alone_metrics(groups: Sequence[Group], config: RunConfig) -> dict[str, float]:
+    """With an advantage that compares turns, the share of them that no other sample of their group
+    has had, of those with a reward; NaN without any. Nothing with other advantages."""
+    advantage = value_of(config, "algorithm.advantage")
+    if advantage is None or not PARTS["advantage"].find(advantage).compares_turns:
+        return {}
+    alone = total = 0
+    for group in groups:
+        given = [i for i in group.ends.tolist() if not np.isnan(group.rewards[i])]
+        turns = sorted(len(group.samples[i].turn_ends) for i in given)
+        total += sum(turns)
+        alone += turns[-1] - (turns[-2] if len(turns) > 1 else 0) if turns else 0
+    return {names.TURNS_ALONE: alone / total if total else math.nan}
 
 
 def logged_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """An agent that knows OpenAI's protocol and the standard library alone. Its argument says what it
-does: ask; ask and set a reward, for as many trajectories as there are; ask twice the same (forks);
-fail; complain a lot and wait; leave a process behind; hang; or nothing."""
+does: ask; ask and set a reward, for as many trajectories as there are, or once those of two turns;
+ask twice the same (forks); fail; complain a lot and wait; leave a process behind; hang; nothing."""
 
 from __future__ import annotations
 
@@ -29,6 +29,24 @@ def ask(key: str) -> str:
     return call("/chat/completions", key, body)["choices"][0]["message"]["content"]
 
 
+def by_turn(key: str) -> None:
+    """A second turn, and rewards of turns: some that cannot be, then those that are."""
+    messages = [{"role": "user", "content": call("/task", key)["prompt"]}]
+    messages.append({"role": "assistant", "content": "5"})
+    messages.append({"role": "user", "content": "Sure?"})
+    call("/chat/completions", key, {"model": "policy", "messages": messages})
+    for reward, turns in (
+        (1, [1]), (1, [0.5, 0.25]), (1, [0.5, "0.5"]), (1, None), (1, [1, float("nan")]),
+    ):  # fmt: skip
+        try:
+            call("/reward", key, {"reward": reward, "turns": turns})
+        except urllib.error.HTTPError as error:
+            assert error.code == 400, error
+        else:
+            raise AssertionError(turns)
+    call("/reward", key, {"reward": 1, "turns": [0.25, 0.75]})
+
+
 def main(what: str) -> None:
     key = os.environ["OPENAI_API_KEY"]
     if what == "nothing":
@@ -46,6 +64,9 @@ def main(what: str) -> None:
         raise SystemExit("the browser has crashed")
     if what == "hang":
         time.sleep(600)
+    if what == "turns":
+        by_turn(key)
+        return
     while what == "rewards":
         call("/reward", key, {"reward": len(said) / 4})
         key = call("/next", key, {})["api_key"]

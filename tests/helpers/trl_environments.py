@@ -41,6 +41,25 @@ class TargetEnv(IncrementEnv):
         self.counter, self.target = 0, target
 
 
+class StepsEnv(IncrementEnv):
+    """Each turn is worth what it has incremented by, but for 3, of which nothing is said, and 4,
+    which is worth what no reward can be; the whole is worth 10."""
+
+    def reset(self, **kwargs) -> None:
+        self.counter = self.before = 0
+
+    def get_reward(self) -> float:
+        return 10.0
+
+    def get_turn_reward(self) -> float | None:
+        self.before, step = self.counter, self.counter - self.before
+        return {3: None, 4: float("inf")}.get(step, step)
+
+
+class OnlySteps(StepsEnv):
+    get_reward = None
+
+
 class EchoClient:
     """In the place of OpenEnv's client."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -14,15 +16,21 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SAMPLES = 16
 
 
-def test_a_run_with_an_environment_of_trl_gets_its_rewards_and_leaves_no_process(tmp_path):
+def started(tmp_path: Path, *more: str) -> Path:
+    """The folder of a run that has ended well, and has left no process."""
     folder, recipe = tmp_path / "run", Path(__file__).with_name("trl_recipe.py")
     settings = f"logging.samples_per_step={SAMPLES}", f"logging.run_dir={folder}"
-    run = CliRun("train", recipe, *settings, output=tmp_path / "out")
+    run = CliRun("train", recipe, *settings, *more, output=tmp_path / "out")
     try:
         assert run.finish(800) == 0, run.output
         assert not run.leftovers()  # the environments' processes among them
     finally:
         run.end()
+    return folder
+
+
+def test_a_run_with_an_environment_of_trl_gets_its_rewards_and_leaves_no_process(tmp_path):
+    folder = started(tmp_path)
     for step, record in enumerate(read_jsonl(folder / "metrics.jsonl"), start=1):
         assert record["mismatch/kl"] <= 1e-6 and record["replay/coverage"] == 1
         assert record["environment/conversations"] == SAMPLES and record["reward/failed"] == 0
@@ -30,3 +38,49 @@ def test_a_run_with_an_environment_of_trl_gets_its_rewards_and_leaves_no_process
         assert record["reward/SevenMore"] == pytest.approx(record["reward/mean"])
         samples = [one for one in read_jsonl(folder / "samples.jsonl") if one["step"] == step]
         assert {one["reward"] for one in samples} <= {0, 0.5, 1}
+
+
+def test_rewards_of_turns_become_advantages_of_turns_in_a_real_run(tmp_path):
+    """What the samples on record say was earned, turn by turn, worked out anew; and the trainer had
+    just those advantages."""
+    factory = Path(__file__).with_name("trl_recipe.py")
+    folder = started(
+        tmp_path,
+        f"environment.factory={factory}:ByTurn",
+        "algorithm.advantage=turns",
+        "algorithm.turn_gamma=0.5",
+        "logging.tokens=true",
+    )
+    samples, tokens = (read_jsonl(folder / f"{name}.jsonl") for name in ("samples", "tokens"))
+    groups: dict[tuple[int, int], list] = defaultdict(list)
+    for sample, known in zip(samples, tokens, strict=True):
+        groups[sample["step"], sample["row"]].append((sample, known))
+    compared = 0
+    for group in groups.values():
+        assert len(group) == 4
+        earned = [sample["turn_rewards"] for sample, _ in group]
+        for (sample, _), turns in zip(group, earned, strict=True):
+            assert {*turns} <= {0, 0.5} and sum(turns) == sample["reward"]
+        ahead = [[sum(r * 0.5**i for i, r in enumerate(turns[k:])) for k in range(len(turns))]
+                 for turns in earned]  # fmt: skip
+        for (sample, known), own in zip(group, ahead, strict=True):
+            wanted, turn = [], 0
+            whole = {"author": "policy", "tokens": sample["tokens"]}
+            for part in sample.get("segments", [whole]):
+                if part["author"] != "policy":
+                    wanted += [0.0] * part["tokens"]
+                    continue
+                others = [one[turn] for one in ahead if len(one) > turn]
+                spread = statistics.stdev(others) if len(others) > 1 else 0.0
+                here = (own[turn] - statistics.mean(others)) / (spread + 1e-6) if spread else 0.0
+                compared += here != 0
+                wanted += [here] * part["tokens"]
+                turn += 1
+            left_out = [weight == 0 for weight in known["weights"]]
+            wanted = [0.0 if out else one for one, out in zip(wanted, left_out, strict=True)]
+            assert known["advantages"] == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    assert compared > 8
+    for record in read_jsonl(folder / "metrics.jsonl"):
+        assert record["mismatch/kl"] <= 1e-6 and record["replay/coverage"] == 1
+        assert record["reward/by_turn"] == 1 and 0 <= record["reward/turns_alone"] < 0.5
+        assert record["loss/policy"] != 0

@@ -42,6 +42,20 @@ class SevenMore:
         return f"{number}+7="
 
 
+class ByTurn(SevenMore):
+    """Each right number is worth a half, at its turn."""
+
+    get_reward = None
+
+    def reset(self, answer, **kwargs) -> str:
+        self.before = 0
+        return super().reset(answer, **kwargs)
+
+    def get_turn_reward(self) -> float:
+        before, self.before = self.before, self.right
+        return (self.right - before) / 2
+
+
 def number(text: str) -> list[Call]:
     """Write a whole number."""
     if not text.isdecimal():

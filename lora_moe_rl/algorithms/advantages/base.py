@@ -23,6 +23,7 @@ class Rewarded:
     float64 [R] a sample, what the reward loses at each token; None for nothing. by_function:
     float64 [n] of each of several reward functions, NaN for none; weights: of each of them.
     earlier: float64 [R] a sample, what of its reward was earned before its end; None: nothing.
+    turns: int [R] a sample, the number of the policy's turn that its token is of, from 0.
     teacher, logprobs: float32 [R] a sample, a teacher's logprobs and those it was sampled with;
     None where there is no teacher."""
 
@@ -36,6 +37,7 @@ class Rewarded:
     teacher: Sequence[np.ndarray] | None = None
     logprobs: Sequence[np.ndarray] | None = None
     earlier: Sequence[np.ndarray] | None = None
+    turns: Sequence[np.ndarray] | None = None
 
     def of_tokens(self) -> list[np.ndarray]:
         """float64 [R] of each sample: minus the penalty of each token that the policy wrote, plus
@@ -68,6 +70,7 @@ class Advantage(Part):
     `compares_group`: whether one sample a prompt is too few. `takes_negative`: whether a reward may
     be below 0. `needs_values`: whether it wants a critic's value of each token.
     `separates_rewards`: whether it looks at each of several reward functions by itself.
+    `compares_turns`: whether it compares the turns of a group's samples, one by one.
     `needs_teacher`: whether it wants a teacher's logprob of each token; its settings are then
     `TeacherSettings` too, and have a `reward_weight`.
     """
@@ -76,6 +79,7 @@ class Advantage(Part):
     takes_negative: ClassVar[bool] = True
     needs_values: ClassVar[bool] = False
     separates_rewards: ClassVar[bool] = False
+    compares_turns: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
 
     @property

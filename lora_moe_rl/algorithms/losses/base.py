@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 
 class PolicyLoss(Part):
     """Base of all losses. `level`: of what its ratio is, a token or a whole sample. `has_ratio`:
-    False for a loss that compares the policy with no older one."""
+    False for a loss that compares the policy with no older one. `averages_advantages`: whether all
+    tokens of a sample have the mean of its advantages."""
 
     level: ClassVar[Literal["token", "sequence"]] = "token"
     has_ratio: ClassVar[bool] = True
+    averages_advantages: ClassVar[bool] = False
 
     def values(self, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss [T] of each token, to be made small, and the part's metrics [T]. The ratio is

@@ -34,6 +34,7 @@ class GMPO(PolicyLoss):
 
     settings: Settings
     level = "sequence"
+    averages_advantages = True
     metrics = {"ratio": "token_mean", "clipped_low": "token_mean", "clipped_high": "token_mean"}
 
     def values(self, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:

@@ -164,6 +164,7 @@ class PolicyGradient(Algorithm):
             teacher=None if self.teacher is None else of_teacher(groups),
             logprobs=[sample.logprobs for sample in samples],
             earlier=of_all(groups),
+            turns=[one.turn_of for one in samples] if self._advantage.compares_turns else None,
         )
         advantages = iter(self._advantage.of_step(step))
         signals = [
@@ -177,6 +178,8 @@ class PolicyGradient(Algorithm):
         ]
 
     def has_signal(self, group: Group) -> bool:
+        if self._advantage.compares_turns:
+            return any(one.any() for one in self.signals([group])[0].advantages)
         if not self._advantage.separates_rewards:
             return super().has_signal(group)
         failed = np.isnan(group.rewards)

@@ -170,6 +170,8 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
                 f"and algorithm.overlong_buffer={self.overlong_buffer} takes from their sum; make "
                 "the punishment one of reward.functions, or take mask_truncated=true"
             )
+        if advantage.compares_turns:
+            self._check_turns()
         if self.group_size > 1:
             return
         if advantage.compares_group:
@@ -181,6 +183,20 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
             raise ValueError(
                 f"algorithm.draw_again={self.draw_again} replaces prompts whose samples all have "
                 f"one reward, which is every prompt with algorithm.group_size={self.group_size}"
+            )
+
+    def _check_turns(self) -> None:
+        """What gives all turns of a sample one and the same, and what is known too late."""
+        if PARTS["loss"].find(self.loss).averages_advantages:
+            raise ValueError(
+                f"algorithm.advantage={self.advantage} gives each turn an advantage of its own, "
+                f"and algorithm.loss={self.loss} takes their mean over the sample; take another "
+                "loss, as ppo_clip or gspo"
+            )
+        if self.kl_in == "reward" and self.kl_coef:
+            raise ValueError(
+                f"algorithm.advantage={self.advantage} is made when the samples are scored, before "
+                "the KL of algorithm.kl_in=reward is known; take kl_in=loss"
             )
 
     def _check_teacher(self) -> None:

@@ -1,5 +1,5 @@
 """What of a sample's reward was earned before its end: at the ends of turns, where a reward
-function tells it (`log_turn_rewards`)."""
+function (`log_turn_rewards`) or the environment tells it."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ could; the last token of a turn was not fed by the request that sampled it:
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -42,10 +43,16 @@ class _Open:
     splits: tuple[int, ...] = ()
     prompt_routes: bytes = b""
     last: Sample | None = None  # the policy's newest turn
+    earned: dict[int, float] = field(default_factory=dict)  # by the number of the turn
 
     @property
     def token_ids(self) -> np.ndarray:
         return np.concatenate([segment.token_ids for segment in self.segments])
+
+    @property
+    def num_turns(self) -> int:
+        """The policy's turns, as `Sample.turn_ends` counts them."""
+        return len(Sample(tuple(self.segments), "stop", "").turn_ends)
 
 
 class Conversation:
@@ -66,7 +73,7 @@ class Conversation:
         self.messages: list[dict[str, Any]] = []  # all that was said after the prompt
         self._failure: str | None = None
         self.no_forks: str | None = None  # why more than one sample of it cannot be trained on
-        self.own_reward: float | None = None  # what its environment gave it by itself
+        self.own_reward: float | None = None  # what its environment gave it at its end
         self.played: Played | None = None  # what reward functions are shown of its environment
         self.prompt_ids = prompt_ids
         self.begin(prompt_ids)
@@ -105,6 +112,27 @@ class Conversation:
     def forks(self) -> int:
         return len(self._samples) - 1
 
+    @property
+    def own_rewards(self) -> float | None:
+        """All that its environment gave it by itself, at its end and for turns; None: nothing."""
+        earned = [reward for one in self._samples for reward in one.earned.values()]
+        if not earned:
+            return self.own_reward
+        return sum(earned) + (self.own_reward or 0.0)
+
+    @property
+    def num_turns(self) -> int:
+        """The policy's turns of all its samples, as rewards are told of them."""
+        return sum(one.num_turns for one in self._samples)
+
+    @property
+    def earned(self) -> list[float] | None:
+        """What each turn has earned by itself, where it is told of any; None, too, of a
+        conversation that became several samples."""
+        if self.forks or not (now := self._samples[-1]).earned:
+            return None
+        return [now.earned.get(turn, 0.0) for turn in range(now.num_turns)]
+
     async def ask(self, max_tokens: int) -> Sample:
         """The policy's next turn, of up to `max_tokens` tokens. Raises NoRoom when they do not
         fit."""
@@ -124,6 +152,16 @@ class Conversation:
         self.turns += 1
         self.messages.append({"role": "assistant", "content": answer.text})
         return answer
+
+    def earn(self, reward: float) -> None:
+        """The policy's newest turn has earned this, beside what is given for the whole. Raises
+        ValueError for what is no finite number."""
+        if not math.isfinite(reward):
+            raise ValueError(f"turn {self.turns} has earned {reward}, which is no finite number")
+        now = self._samples[-1]
+        turn = now.num_turns - 1
+        assert turn >= 0, "nothing was asked yet"
+        now.earned[turn] = now.earned.get(turn, 0.0) + reward
 
     def tell(self, author: Author, token_ids: Sequence[int], content: str) -> None:
         """Tokens that `author` wrote, and the text that they stand for."""
@@ -227,13 +265,14 @@ async def finish(
 ) -> Group:
     """The group of conversations that have ended. Each has one reward, of its last sample, which
     all its samples get; one with a `failure` has none, and a line that says why. What the
-    environment gave by itself is added to what the reward functions gave."""
+    environment gave by itself is added to what the reward functions gave, turn by turn. Of several
+    samples of a conversation no turn is told of: what functions say is of the last."""
     made = [one.samples() for one in conversations]
     whole = [i for i, one in enumerate(conversations) if one.failure is None]
     played = [one for i in whole if (one := conversations[i].played) is not None]
     shown = (played,) if played else ()
     scores = await rewards.score(prompt, [made[i][0][-1] for i in whole], *shown)
-    scores = _with_own(scores, [conversations[i].own_reward for i in whole])
+    scores = _with_own(scores, [conversations[i] for i in whole])
     failed = {
         i: f"prompt {prompt.row}: {one.failure}"
         for i, one in enumerate(conversations)
@@ -250,14 +289,28 @@ async def finish(
     )
 
 
-def _with_own(scores: Scores, own: Sequence[float | None]) -> Scores:
+def _with_own(scores: Scores, conversations: Sequence[Conversation]) -> Scores:
     """With the rewards of the environment, where there are any. A reward function that does not
     apply adds nothing to them; where one has failed there is still no reward."""
-    rewards = scores.rewards.copy()
-    for i, reward in enumerate(own):
-        if reward is not None and i not in scores.details.reasons:
-            rewards[i] = reward + (0.0 if np.isnan(rewards[i]) else rewards[i])
-    return scores._replace(rewards=rewards)
+    rewards, by_turn = scores.rewards.copy(), dict(scores.details.by_turn)
+    for i, one in enumerate(conversations):
+        told = by_turn.pop(i, None)
+        if i in scores.details.reasons:
+            continue
+        given = 0.0 if np.isnan(rewards[i]) else float(rewards[i])
+        if one.own_rewards is not None:
+            rewards[i] = one.own_rewards + given
+        if one.forks or (told is None and one.earned is None):
+            continue
+        turns = np.zeros(len(told or one.earned or ()))
+        turns += 0.0 if one.earned is None else one.earned
+        turns[-1] += one.own_reward or 0.0
+        if told is None:
+            turns[-1] += given
+        else:
+            turns += told
+        by_turn[i] = turns.tolist()
+    return scores._replace(rewards=rewards, details=replace(scores.details, by_turn=by_turn))
 
 
 def _with_failed(scores: Scores, failed: Mapping[int, str], count: int) -> Scores:

@@ -31,7 +31,7 @@ from lora_moe_rl.environments.parts.tool_worker import answer
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.importing import load_function
 
-RESERVED = ("reset", "get_reward")  # methods that are no tools
+RESERVED = ("reset", "get_reward", "get_turn_reward")  # methods that are no tools
 MOST_OF_STATE = 1_000_000  # characters of an attribute that is sent, as JSON
 
 
@@ -104,8 +104,12 @@ class Held:
                     "needs a type for each argument, and a docstring with an Args section in "
                     "Google's style; a name with _ in front is no tool"
                 }
-        rewards = inspect.ismethod(getattr(self._instance, "get_reward", None))
-        return {"kind": type(self._instance).__name__, "rewards": rewards, "schemas": schemas}
+        return {
+            "kind": type(self._instance).__name__,
+            "rewards": inspect.ismethod(getattr(self._instance, "get_reward", None)),
+            "rewards_turns": inspect.ismethod(getattr(self._instance, "get_turn_reward", None)),
+            "schemas": schemas,
+        }
 
     def reset(self, row: dict[str, Any], seed: int) -> dict[str, Any]:
         """What a user's random numbers come from is the same for the same `seed`."""
@@ -130,7 +134,11 @@ class Held:
         """Its reward if it gives one, and its attributes where reward functions are shown them."""
         reward = self._waited(self._instance.get_reward()) if rewarded else None
         state = state_of(self._instance) if shown else {}
-        return {"reward": None if reward is None else float(reward), "state": state}
+        return {"reward": _number(reward), "state": state}
+
+    def turn_reward(self) -> dict[str, Any]:
+        """What the turn has earned whose calls were answered last; None: nothing is said of it."""
+        return {"reward": _number(self._waited(self._instance.get_turn_reward()))}
 
     def _waited(self, value: Any) -> Any:
         return self._loop.run_until_complete(value) if inspect.iscoroutine(value) else value
@@ -153,6 +161,10 @@ def state_of(instance: Any) -> dict[str, Any]:
         if len(text) <= MOST_OF_STATE:
             found[name] = json.loads(text)
     return found
+
+
+def _number(reward: Any) -> float | None:
+    return None if reward is None else float(reward)
 
 
 def _as_trl(value: Any) -> str:

@@ -39,11 +39,17 @@ TIMEOUT = "environment.tool_timeout_s"
 
 @dataclass(frozen=True)
 class Described:
-    """What an environment is: the name of its class, whether it gives rewards, its tools."""
+    """What an environment is: the name of its class, whether it gives rewards, at its end and of
+    turns, and its tools."""
 
     kind: str
     rewards: bool
+    rewards_turns: bool
     schemas: list[dict[str, Any]]
+
+    @property
+    def gives_rewards(self) -> bool:
+        return self.rewards or self.rewards_turns
 
 
 class Instance:

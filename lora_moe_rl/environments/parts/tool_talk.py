@@ -23,6 +23,7 @@ from lora_moe_rl.environments.parts.tool_calls import HOW, Call, Form, ParseErro
 from lora_moe_rl.files.importing import absolute_spec
 
 Answering = Callable[[Call], Awaitable[tuple[bool, str]]]
+Rewarding = Callable[[], Awaitable[float | None]]
 
 
 class ToolSettings(EnvironmentConfig):
@@ -82,28 +83,16 @@ class ToolTalk:
         introduced: Introduced,
         answering: Answering,
         counts: Counter[str],
+        rewarding: Rewarding | None = None,
     ) -> str:
         """Asks, and has calls answered, until one of the trusted ends, which is returned.
-        `introduced` is what has told the model of its tools."""
+        `introduced` is what has told the model of its tools. `rewarding` is asked after each turn,
+        when its calls are answered: what it has earned by itself."""
         calls_left = self.settings.max_calls
         while True:
             turn = await one.ask(min(one.room, self.settings.max_turn_tokens or one.room))
-            if turn.truncated:
-                return "max_tokens"
-            try:
-                calls = self.form.read(turn.text)
-            except ParseError as error:
-                counts["parse_error"] += 1
-                if self.settings.mask_parse_errors:
-                    one.leave_out_turn()
-                calls, answers = [], [f"error: {error}"]
-            else:
-                if not calls:
-                    return "done"
-                answers = []
-            if one.turns == self.settings.max_turns:
-                return "max_turns"
-            for call in calls:
+            end, calls, answers = self._read(turn, one, counts)
+            for call in calls if not end else ():
                 if not calls_left:
                     answers.append(f"error: no calls are left (of {self.settings.max_calls})")
                     break
@@ -112,11 +101,36 @@ class ToolTalk:
                 done, text = await answering(call)
                 counts["tool_error"] += not done
                 answers.append(text if done else f"error: {text}")
+            if rewarding is not None and (earned := await rewarding()) is not None:
+                one.earn(earned)
+            if end:
+                return end
             token_ids = self._tokens_between(prompt, turn, introduced, answers)
             if len(token_ids) >= one.room:
                 one.overflow()
                 return "context_overflow"
             one.tell("tool", token_ids, "\n".join(answers))
+
+    def _read(
+        self, turn: Sample, one: Conversation, counts: Counter[str]
+    ) -> tuple[str, list[Call], list[str]]:
+        """The end that the turn is, '' for none; its calls; and what it is told beside their
+        answers."""
+        if turn.truncated:
+            return "max_tokens", [], []
+        answers: list[str] = []
+        try:
+            calls = self.form.read(turn.text)
+        except ParseError as error:
+            counts["parse_error"] += 1
+            if self.settings.mask_parse_errors:
+                one.leave_out_turn()
+            calls, answers = [], [f"error: {error}"]
+        else:
+            if not calls:
+                return "done", [], []
+        end = "max_turns" if one.turns == self.settings.max_turns else ""
+        return end, calls, answers
 
     def _tokens_between(
         self, prompt: Prompt, turn: Sample, introduced: Introduced, answers: list[str]

@@ -14,11 +14,13 @@ from lora_moe_rl.algorithms.base import Known
 from lora_moe_rl.algorithms.parts.step_signals import signals_of
 from lora_moe_rl.algorithms.parts.turns import earned_before_the_end, of_all
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.applicable import check_applicable
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.samples import Details, Group, Prompt, Sample, Segment
+from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.sample_records import sample_record
-from lora_moe_rl.run.reward_metrics import turn_metrics
+from lora_moe_rl.run.reward_metrics import reward_metrics, turn_metrics
 
 
 def policy(tokens: int, version: int = 0) -> Segment:
@@ -138,9 +140,106 @@ def test_a_batch_without_them_knows_none():
 
 
 def test_the_share_of_samples_of_which_it_is_told_is_recorded_where_it_is():
-    groups = [group([TALK, SHORT], [1, 0], {0: [1, 0, 0]}), group([SHORT, SHORT], [1, 0], {})]
-    assert turn_metrics(groups) == {"reward/by_turn": 0.25}
+    groups = [group([TALK, SHORT], [1, 0], {0: [1, 0.5, -0.5]}), group([SHORT, SHORT], [1, 0], {})]
+    assert turn_metrics(groups) == {"reward/by_turn": 0.25, "reward/before_last_turn": 1.5}
     assert turn_metrics(groups[1:]) == {}
     record = sample_record(1, groups[0], None, 0)
-    assert record["turn_rewards"] == [1, 0, 0]
+    assert record["turn_rewards"] == [1, 0.5, -0.5]
     assert "turn_rewards" not in sample_record(1, groups[0], None, 1)
+
+
+PAIR = sample(policy(1), TOOL, policy(2))  # two turns
+BY_TURN = ("algorithm.advantage=turns", "environment=tools")
+
+
+def compared(samples, rewards, by_turn, *settings: str) -> list[list[float]]:
+    """The advantage of each turn of the samples of one group; all its tokens have it."""
+    algorithm = algorithms.make(override(RunConfig(), [*BY_TURN, *settings]))
+    (found,) = signals_of(algorithm, [group(samples, rewards, by_turn)])
+    turns = []
+    for one, advantages in zip(samples, found.advantages, strict=True):
+        assert not advantages[~one.mask].any()
+        each = [{*advantages[one.mask & (one.turn_of == turn)].tolist()}
+                for turn in range(len(one.turn_ends))]  # fmt: skip
+        assert all(len(values) <= 1 for values in each)
+        turns.append([values.pop() if values else None for values in each])
+    return turns
+
+
+def test_a_token_knows_its_turn():
+    assert TALK.turn_of[TALK.mask].tolist() == [0, 0, 1, 1, 1, 2]
+    assert SHORT.turn_of.tolist() == [0, 0, 0]
+
+
+def test_each_turn_is_compared_with_the_same_turn_of_the_others():
+    """Returns with a discount of 1/2 a turn: of 1, 0 and 4, 1 + (0 + 4/2)/2 = 2, 2 and 4; of 0
+    and 2, 1 and 2; of 0 alone 0. First turns: mean 1, deviation 1; second turns: of 2 and 2, all
+    the same; a third turn only one has."""
+    given = [TALK, PAIR, SHORT], [5, 2, 0], {0: [1, 0, 4], 1: [0, 2]}
+    found = compared(*given, "algorithm.turn_gamma=0.5")
+    np.testing.assert_allclose(found[0], [1, 0, 0], atol=2e-6)
+    np.testing.assert_allclose(found[1], [0, 0], atol=2e-6)
+    np.testing.assert_allclose(found[2], [-1], atol=2e-6)
+    # Without a discount: 5, 4, 4; 2, 2; 0. Means 7/3 and 3.
+    found = compared(*given, "algorithm.normalize_std=none")
+    np.testing.assert_allclose(found[0], [8 / 3, 1, 0], rtol=1e-6)
+    np.testing.assert_allclose(found[1], [-1 / 3, -1], rtol=1e-6)
+    np.testing.assert_allclose(found[2], [-7 / 3], rtol=1e-6)
+
+
+def test_of_which_nothing_is_told_a_sample_has_earned_its_reward_at_the_end():
+    """With no discount each turn then has what the whole sample has, among those that have it."""
+    found = compared([TALK, PAIR, SHORT], [1, 0, 0], {}, "algorithm.normalize_std=none")
+    np.testing.assert_allclose(found[0], [2 / 3, 1 / 2, 0], rtol=1e-6)
+    np.testing.assert_allclose(found[1], [-1 / 3, -1 / 2], rtol=1e-6)
+
+
+def test_a_sample_without_a_reward_and_a_turn_out_of_the_loss_are_compared_with_nothing():
+    left_out = replace(TOOL, author="policy")
+    talk = sample(policy(1), TOOL, left_out, TOOL, policy(1))
+    by_turn = {0: [0, 1, 1], 1: [0, 0, 0], 2: [5, 5, 5], 3: [2, 0, 0]}
+    found = compared([TALK, TALK, TALK, talk], [2, 0, np.nan, 2], by_turn,
+                     "algorithm.normalize_std=none")  # fmt: skip
+    np.testing.assert_allclose(found[0], [2 / 3, 1, 2 / 3], rtol=1e-6)
+    np.testing.assert_allclose(found[1], [-4 / 3, -1, -1 / 3], rtol=1e-6)
+    assert found[2] == [0, 0, 0] and found[3][1] is None
+    np.testing.assert_allclose([found[3][0], found[3][2]], [2 / 3, -1 / 3], rtol=1e-6)
+
+
+def test_groups_are_compared_by_themselves_and_one_whose_turns_differ_has_a_signal():
+    algorithm = algorithms.make(override(RunConfig(), [*BY_TURN]))
+    even = group([TALK, TALK], [1, 1], {0: [1, 0, 0], 1: [0, 0, 1]})
+    other = group([TALK, TALK], [1, 1], {0: [0, 1, 0], 1: [0, 1, 0]})
+    assert algorithm.has_signal(even) and not algorithm.has_signal(other)
+    none = group([TALK, TALK], [np.nan, np.nan], {})
+    assert not algorithm.has_signal(none)
+    one, two, _ = signals_of(algorithm, [even, other, none])
+    half = 1 / np.sqrt(2)
+    first = [advantages[mask][0] for advantages, mask in
+             zip(one.advantages, [TALK.mask] * 2, strict=True)]  # fmt: skip
+    np.testing.assert_allclose(first, [0, 0], atol=2e-6)  # from the first turn on both have 1
+    assert one.advantages[0][4] == pytest.approx(-half, rel=1e-5)
+    assert not np.concatenate(two.advantages).any()
+
+
+def test_turns_that_none_is_compared_with_are_counted():
+    config = override(RunConfig(), [*BY_TURN])
+    groups = [group([TALK, PAIR, SHORT], [1, 0, 0], {}), group([TALK, SHORT], [1, np.nan], {})]
+    assert reward_metrics(groups, config)["reward/turns_alone"] == pytest.approx(4 / 9)
+    assert "reward/turns_alone" not in reward_metrics(groups, RunConfig())
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["environment=single_turn"], "environment=single_turn every sample is one turn"),
+        (["algorithm.loss=gmpo"], "loss=gmpo takes their mean over the sample; .* ppo_clip or"),
+        (["algorithm.kl_coef=0.1", "algorithm.kl_in=reward"], "is known; take kl_in=loss"),
+        (["algorithm.normalize_std=step"], "turns compares turns; take group or none"),
+        (["algorithm.group_size=1"], "group_size=1 leaves none to compare with"),
+        (["algorithm=ppo"], "advantage=turns does not read its values"),
+    ],
+)
+def test_what_makes_no_sense_with_turns_is_refused_by_name(settings, told):
+    with pytest.raises(ConfigError, match=told):
+        check_applicable(override(RunConfig(), [*BY_TURN, *settings]))

@@ -83,6 +83,13 @@ async def test_a_process_sets_rewards_and_goes_on_with_the_next_trajectory(make)
     assert table.valid.all() and first.conversations.tolist() == [0, 1, 2]
 
 
+async def test_an_agent_tells_which_turn_has_earned_what(make):
+    group = await make("turns").rollout(PROMPT, Speaker("5"))
+    assert not group.failures and group.rewards.tolist() == [1, 1]
+    assert group.details.by_turn == {0: [0.25, 0.75], 1: [0.25, 0.75]}
+    assert counted(group) == {"done": 2, "turns": 4}
+
+
 async def test_without_a_reward_of_its_agent_a_trajectory_has_that_of_the_function(make):
     group = await make("ask", rewards=Rewards()).rollout(PROMPT, Speaker("5"))
     assert group.rewards.tolist() == [1, 1] and counted(group) == {"done": 2, "turns": 2}

@@ -125,6 +125,23 @@ def test_its_own_reward_is_added_to_a_reward_functions_which_sees_the_prompt_tha
     assert roll(environment, Speaker("x"), row(0)).rewards.tolist() == [1]
 
 
+def test_what_its_turns_earn_counts_at_their_ends(make):
+    """After each turn it is asked what that has earned, once its calls are answered: after the one
+    that cannot be read, and the last, too."""
+    said = Speaker("[increment(1),increment(1)]", "[increment(3)]", "[increment(a)]", "x")
+    group = roll(make("StepsEnv", response=400), said, row())
+    assert group.details.by_turn == {0: [2, 0, 0, 10]} and group.rewards.tolist() == [12]
+    assert group.details.metrics == {"StepsEnv": [12]} and counted(group)["parse_error"] == 1
+    assert "get_turn_reward" not in asked(group.samples[0])  # it is no tool
+    said = Speaker("[increment(1)]", "[increment(2)]", "[increment(1)...")
+    group = roll(make("OnlySteps"), said, row())
+    assert group.details.by_turn == {0: [1, 2, 0]} and group.rewards.tolist() == [3]
+    assert counted(group)["max_tokens"] == 1
+    group = roll(make("OnlySteps", retries=0), Speaker("[increment(4)]", "x"), row())
+    assert np.isnan(group.rewards).all() and not group.details.by_turn
+    assert "OnlySteps: get_turn_reward returned inf, not a finite number" in group.failures[0]
+
+
 def test_of_several_a_row_names_its_own_and_only_that_ones_tools_are_told_of(make):
     factories = {"count": f"{FILE}:TargetEnv", "game": f"{FILE}:GameEnv"}
     tools = [f"{HELPERS}/tools_of_tests.py:add"]
@@ -259,7 +276,7 @@ def test_a_prompt_that_leaves_no_room_has_failed(make):
         ({}, "needs environment.factory=file.py:Class, or several"),
         ({"factory": "Untyped"}, "no JSON schema can be made of Untyped.act: .*missing a type"),
         ({"factory": "NoReset", "reward": "asked"}, "NoReset has no method reset"),
-        ({"factory": "EchoToolEnv"}, "EchoToolEnv has no method get_reward, and reward.function"),
+        ({"factory": "EchoToolEnv"}, "EchoToolEnv has no method get_reward or get_turn_reward"),
         ({"factory": "Gone"}, "has no 'Gone'"),
         ({"factory": "IncrementEnv", "tool_workers": 3}, "tool_workers=3 has no effect without"),
     ],

@@ -191,6 +191,77 @@ def test_what_is_known_of_rewards_is_told_of_every_sample_of_the_conversation_th
     assert group.details.metrics == {"tokens": [3.0]}
 
 
+class OfTurns(Rewards):
+    """1 for every sample; with `turns` it is told which turn of the first has earned it. That at
+    `fails` fails, that at `none` gets no reward."""
+
+    def __init__(self, turns=None, fails=None, none=None):
+        super().__init__(fails)
+        self.turns, self.none = turns, none
+
+    async def score(self, prompt, samples):
+        rewards = np.ones(len(samples), np.float32)
+        for place in {self.fails, self.none} - {None}:
+            rewards[place] = np.nan
+        reasons = {} if self.fails is None else {self.fails: "boom"}
+        by_turn = {} if self.turns is None else {0: self.turns}
+        return Scores(rewards, list(reasons.values()), Details(reasons=reasons, by_turn=by_turn))
+
+
+def earning(rewards, *, forks=False, at_the_end=None, failure=None):
+    """Groups of two conversations of three turns of which the first earns 0.5 in the first turn and
+    -0.25, in two parts, in the last; nothing is told between its second and third."""
+
+    async def together():
+        one, other = (Conversation(WrittenPolicy(), place, [1], 500, 400) for place in range(2))
+        for said in (one, other):
+            await said.ask(5)
+            if said is one:
+                one.earn(0.5)
+            said.tell("tool", [2, 2], "said")
+            await said.ask(5)
+            said.tell("tool", [], "")
+            if forks and said is one:
+                one.go_on("user", [3], "anew")
+            await said.ask(5)
+        one.earn(-0.5)
+        one.earn(0.25)
+        one.own_reward, one.failure = at_the_end, failure
+        return await finish(Prompt(0, "?", [1]), WrittenPolicy(), [one, other], rewards, {})
+
+    return asyncio.run(together())
+
+
+def test_what_turns_have_earned_by_themselves_counts_at_their_ends():
+    group = earning(OfTurns())
+    assert group.rewards.tolist() == [1.25, 1]
+    # The function has given its 1 for the whole, which is earned at the end.
+    assert group.details.by_turn == {0: [0.5, 0, 0.75]}
+    assert len(group.samples[0].turn_ends) == 3
+    assert earning(OfTurns(), at_the_end=2.0).details.by_turn == {0: [0.5, 0, 2.75]}
+    assert earning(OfTurns(none=0)).details.by_turn == {0: [0.5, 0, -0.25]}
+
+
+def test_it_is_added_to_what_a_reward_function_tells_of_turns():
+    group = earning(OfTurns([0.25, 0.5, 0.25]), at_the_end=2.0)
+    assert group.rewards.tolist() == [3.25, 1]
+    assert group.details.by_turn == {0: [0.75, 0.5, 2.0]}
+
+
+def test_where_there_is_no_reward_or_no_one_sample_no_turn_has_earned_anything():
+    for group in (earning(OfTurns(fails=0)), earning(OfTurns(), failure="gone")):
+        assert np.isnan(group.rewards).tolist() == [True, False] and not group.details.by_turn
+    for rewards in (OfTurns(), OfTurns([1.0])):  # of the last sample, as a function is shown it
+        group = earning(rewards, forks=True)
+        assert group.rewards.tolist() == [1.25, 1.25, 1] and not group.details.by_turn
+
+
+def test_a_turn_earns_finite_numbers():
+    one = asyncio.run(talk(WrittenPolicy(), 0, [1], []))
+    with pytest.raises(ValueError, match="turn 1 has earned nan, which is no finite number"):
+        one.earn(float("nan"))
+
+
 def test_a_turn_that_does_not_fit_is_refused():
     one = Conversation(WrittenPolicy(), 0, [1, 2, 3], 10, 5)
     assert one.room == 5
