@@ -1,7 +1,7 @@
 """What a run is: one typed, frozen config. Importing this file imports no torch.
 
-Every default stands in this folder and nowhere else. An unknown key is an error; an option that does not
-apply to the chosen mode is an error that names both.
+Every default stands in this folder and nowhere else. An unknown key is an error; an option that
+does not apply to the chosen mode is an error that names both.
 """
 
 from __future__ import annotations
