@@ -93,6 +93,15 @@ def test_the_gradient_of_a_weighted_kl_is_that_of_the_kl():
         (["loss=vespo", "rejection=tokens"], "loss=vespo has one ratio a sample"),
         (["correction=tis", "correction_min=1.5"], "correction_min=1.5 is above 1"),
         (["advantage=grpo_passk", "group_size=1"], "leaves none to compare with"),
+        (
+            ["rejection=sequence_mean", "rejection_divergence=k3"],
+            "rejection_divergence=k3 wants a rejection_max of its own: the default, 1.001, is one",
+        ),
+        (["rejection=veto", "rejection_divergence=k2"], "the default, 10000, is one of the ratio"),
+        (
+            ["rejection=sequence_mean,veto", "rejection_divergence=k1,k3"],
+            "the default, 10000, is one of the ratio.*of algorithm.rejection=veto",
+        ),
     ],
 )
 def test_what_has_no_meaning_is_refused(settings, words):
