@@ -41,6 +41,7 @@ from lora_moe_rl.config.trainer import TrainerConfig
 # What weighs the same in a step's loss (algorithms/parts/aggregation.py), by verl's names.
 Aggregation = Literal[
     "token-mean",
+    "token-sum",
     "seq-mean-token-mean",
     "seq-mean-token-sum",
     "seq-mean-token-sum-norm",

@@ -40,6 +40,8 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("loss/clipped_high", "share of tokens", "", "tokens whose ratio was clipped from above", "actor/pg_clipfrac (with loss/clipped_low)", "clip_ratio/high_mean"),
     ("loss/clipped_dual", "share of tokens", "", "with algorithm.dual_clip: tokens of a negative advantage whose loss it bounds, which have no gradient", "actor/pg_clipfrac_lower", ""),
     ("loss/gate", "", "", "mean gate of algorithm.loss=sapo", "", ""),
+    ("loss/phi", "", "", "mean weight that algorithm.loss=vespo gives samples by their ratio", "", "vespo/phi_seq_mean"),
+    ("loss/log_ratio_squared", "nats squared", "", "mean of what algorithm.loss=dro penalises", "", ""),
     ("loss/masked_far", "share of tokens", "", "tokens that algorithm.loss=dppo leaves out", "", ""),
     ("loss/nll", "nats", "down", "negative logprob of the wanted tokens (sft), of the tokens of right samples (vapo)", "", "loss (SFTTrainer)"),
     ("loss/perplexity", "", "down", "exp(loss/nll)", "", ""),

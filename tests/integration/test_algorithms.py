@@ -62,6 +62,9 @@ PARTS = {
         "aggregation": "seq-mean-token-mean",
     },
     "reinforce": {"correction": "bypass_pg_is", "aggregation": "seq-mean-token-sum"},
+    "weighted_kl": {"kl_coef": 0.3, "kl_weighted": True, "anchor": "rollout"},
+    "penalised": {"loss": "dro", "anchor": "rollout", "aggregation": "token-sum"},
+    "of_whole_samples": {"loss": "vespo", "anchor": "rollout", "rejection": "sequence_sum"},
 }
 CONFIG = with_settings(
     RunConfig(), {**BASE, "model": {"path": MODEL}, "trainer": {**BASE["trainer"], "device": "cpu"}}

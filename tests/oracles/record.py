@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from verl.trainer.ppo.metric_utils import compute_data_metrics
 from verl.trainer.ppo.rollout_corr_helper import (
     compute_rollout_correction_and_rejection_mask as correct,
 )
-from verl.workers.config import ActorConfig
+from verl.workers.config import ActorConfig, PolicyLossConfig
 
 BATCHES = 3
 SIZES = (4, 3, 4, 1, 2)  # samples of each group
@@ -46,6 +47,7 @@ ADVANTAGES = {
         core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage,
         {},
     ),
+    "gpg": (core_algos.compute_gpg_outcome_advantage, {}),
 }
 REWEIGHTS = ("pow", "max_min", "max_random")
 POWER = 1.5
@@ -61,6 +63,27 @@ LOSSES = {
     "sapo": ("sapo", {"tau_pos": 1.0, "tau_neg": 1.05}),
     "dppo_tv": ("dppo_tv", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1, "clip_ratio_c": 20.0}),
     "dppo_kl": ("dppo_kl", {"clip_ratio_low": 0.05, "clip_ratio_high": 0.05, "clip_ratio_c": 20.0}),
+    "gmpo": ("geo_mean", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}),
+    "dro": ("dro", {"policy_loss": PolicyLossConfig(dro_beta=0.3)}),
+}
+ONE_AGGREGATION = ("sapo", "gmpo")  # verl's take no other than seq-mean-token-mean
+# Of TRL's: what its trainer is told, what its config says, and where weights are cut off, if any.
+SEQUENCE = {"importance_sampling_level": "sequence"}
+TRL_LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any], float | None]] = {
+    "grpo": ({"loss_type": "grpo"}, {"epsilon_high": 0.28}, None),
+    "dapo": ({"loss_type": "dapo"}, {"epsilon_high": 0.28}, None),
+    "dr_grpo": ({"loss_type": "dr_grpo"}, {}, None),
+    "delta": ({"loss_type": "dapo"}, {"delta": 1.3}, None),
+    "cispo": ({"loss_type": "cispo"}, {"epsilon_high": 1.4}, None),
+    "sapo": ({"loss_type": "sapo"}, {}, None),
+    "gspo": ({"loss_type": "grpo"} | SEQUENCE, {"epsilon": 0.02, "epsilon_high": 0.05}, None),
+    "luspo": ({"loss_type": "luspo"} | SEQUENCE, {"epsilon": 0.02, "epsilon_high": 0.05}, None),
+    "vespo": ({"loss_type": "vespo"}, {}, None),
+    "vespo_engine": ({"loss_type": "vespo"}, {}, 1e9),
+    "tis": ({"loss_type": "dapo"}, {}, 1.3),
+    "kl": ({"loss_type": "dapo"}, {"beta": 0.3, "use_bias_correction_kl": False}, None),
+    "kl_weighted": ({"loss_type": "dapo"}, {"beta": 0.3, "use_bias_correction_kl": True}, None),
+    "kl_weighted_tis": ({"loss_type": "dapo"}, {"beta": 0.3}, 1.3),
 }
 AGGREGATIONS = (
     "token-mean",
@@ -164,6 +187,18 @@ def advantages_of(b: dict[str, Any]) -> dict[str, Any]:
             options = {"index": groups, **options}
         found[name] = function(rewards, mask, **options)[0].tolist()
     found["gdpo"] = gdpo_of(b, alone.numpy())
+    several = ~alone
+    for name, by_deviation in {"grpo_passk": True, "grpo_passk_without_std": False}.items():
+        # verl raises for a sample that is alone.
+        of_others, _ = core_algos.compute_grpo_passk_outcome_advantage(
+            at_last(b)[several],
+            mask[several],
+            index=groups[several.numpy()],
+            config={"norm_adv_by_std_in_grpo": by_deviation},
+        )
+        every = torch.zeros_like(mask)
+        every[several] = of_others
+        found[name] = every.tolist()
     return found
 
 
@@ -236,13 +271,13 @@ def losses_of(b: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (loss, options) in LOSSES.items():
         for how in AGGREGATIONS:
-            if loss == "sapo" and how != "seq-mean-token-mean":
-                continue  # verl's takes no other
+            if name in ONE_AGGREGATION and how != "seq-mean-token-mean":
+                continue
             config = ActorConfig(
                 strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **options
             )
             new = tensor(b["new"]).requires_grad_()
-            value, _ = core_algos.get_policy_loss_fn(loss)(
+            value, metrics = core_algos.get_policy_loss_fn(loss)(
                 old_log_prob=tensor(b["old"]),
                 log_prob=new,
                 advantages=tensor(b["advantages"]),
@@ -252,7 +287,71 @@ def losses_of(b: dict[str, Any]) -> dict[str, Any]:
             )
             value.backward()
             found[f"{name} {how}"] = {"loss": value.item(), "gradient": new.grad.tolist()}
+            if name == "dual_clip":
+                shares = ("pg_clipfrac", "pg_clipfrac_lower")
+                found[f"{name} {how}"] |= {share: metrics[f"actor/{share}"] for share in shares}
     return found
+
+
+def trl_losses_of(b: dict[str, Any]) -> dict[str, Any]:
+    """Of TRL's GRPOTrainer, whose loss is asked without a model: of one micro-batch, with one
+    advantage a sample. The first token's ratio is not an extreme one: TRL bounds none."""
+    mask, advantages = tensor(b["mask"]), tensor(b["advantages"])[:, 0]
+    new, old, rollout = (tensor(b[name]) for name in ("new", "old", "rollout"))
+    new[0, 0] = old[0, 0] + 0.5
+    ones = torch.ones(len(mask), 1, dtype=torch.long)
+    inputs = {
+        "prompt_ids": ones, "prompt_mask": ones, "completion_ids": mask.long(),
+        "completion_mask": mask, "advantages": advantages, "old_per_token_logps": old,
+        "ref_per_token_logps": tensor(b["reference"]), "num_items_in_batch": mask.sum(),
+    }  # fmt: skip
+    of_engine = ((old - rollout) * mask).exp()
+    found: dict[str, Any] = {}
+    for name, (ours, args, cap) in TRL_LOSSES.items():
+        weights = {} if cap is None else {"importance_sampling_ratio": of_engine.clamp(max=cap)}
+        logprobs = new.clone().requires_grad_()
+        trainer = trl_trainer(ours, args, logprobs, corrects=cap is not None)
+        loss = GRPOTrainer._compute_loss(trainer, None, inputs | weights)
+        loss.backward()
+        found[name] = {"loss": loss.item(), "gradient": logprobs.grad.tolist()}
+    return found
+
+
+def trl_trainer(
+    ours: dict[str, Any], args: dict[str, Any], logprobs: torch.Tensor, corrects: bool
+) -> Any:
+    """What the loss reads of the trainer."""
+    defaults = trl.GRPOConfig.__dataclass_fields__
+    args = {name: field.default for name, field in defaults.items()} | args
+    args["steps_per_generation"] = 1
+    own = {
+        "epsilon_low": args["epsilon"], "importance_sampling_level": "token",
+        "vllm_importance_sampling_correction": corrects,
+    } | ours  # fmt: skip
+    return SimpleNamespace(
+        **own,
+        epsilon_high=args["epsilon_high"] or args["epsilon"],
+        beta=args["beta"],
+        args=SimpleNamespace(**args),
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        use_vllm=True,
+        model=SimpleNamespace(training=True),
+        current_gradient_accumulation_steps=1,
+        max_completion_length=LONGEST,
+        accelerator=SimpleNamespace(
+            num_processes=1, gather=lambda one: one, reduce=lambda one, reduction: one
+        ),
+        get_gamma_weights=GRPOTrainer.get_gamma_weights,
+        _entropy_bonus_enabled=False,
+        _metrics={"train": defaultdict(list)},
+        _get_per_token_logps_and_entropies=lambda *_, **__: (
+            logprobs,
+            torch.zeros_like(logprobs),
+            None,
+        ),
+    )
 
 
 def corrections_of(b: dict[str, Any]) -> dict[str, Any]:
@@ -339,6 +438,7 @@ def main(out: Path) -> None:
         b |= {
             "advantages_of": advantages_of(b),
             "losses": losses_of(b),
+            "trl_losses": trl_losses_of(b),
             "corrections": corrections_of(b),
             "kl": kl_of(b),
             "critic": critic_of(b),

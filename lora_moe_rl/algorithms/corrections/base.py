@@ -31,13 +31,16 @@ class WeightSettings(Section):
 
 
 class BoundSettings(WeightSettings):
-    """What a correction has that bounds its weights from above."""
+    """What a correction has that bounds its weights."""
 
+    correction_min: float | None = Field(
+        None, gt=0, description="Smallest weight, an absolute ratio; null: none."
+    )
     correction_max: float = Field(2.0, gt=0, description="Largest weight, an absolute ratio.")
 
     @model_validator(mode="after")
     def _bounds(self):
-        check_bounds("correction", None, self.correction_max)
+        check_bounds("correction", self.correction_min, self.correction_max)
         return self
 
 
@@ -116,3 +119,10 @@ class OfSamples(Correction):
 
     def ratio(self, log_ratio: Tensor, tokens: Tokens) -> Tensor:
         return by_sample.total(log_ratio, tokens).clamp(-LOG_BOUND, LOG_BOUND).exp()
+
+
+def masked(ratio: Tensor, settings: BoundSettings) -> Tensor:
+    """`ratio` where it is within the bounds, 0 elsewhere."""
+    return ratio.where(
+        (ratio >= (settings.correction_min or 0)) & (ratio <= settings.correction_max), 0.0
+    )

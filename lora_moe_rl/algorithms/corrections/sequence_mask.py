@@ -1,5 +1,5 @@
 """Masked importance sampling by sample (MIS, richardli.xyz/rl-collapse; TRL's sequence_mask): the
-product of a sample's weights, or 0 where it is above the bound."""
+product of a sample's weights, or 0 where it is out of bounds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from lora_moe_rl.algorithms.corrections.base import BoundSettings, OfSamples
+from lora_moe_rl.algorithms.corrections.base import BoundSettings, OfSamples, masked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,9 +15,12 @@ if TYPE_CHECKING:
 
 class SequenceMask(OfSamples):
     class Settings(BoundSettings):
+        correction_min: float | None = Field(
+            None, gt=0, description="Smallest weight that is not 0; null: none."
+        )
         correction_max: float = Field(3.0, gt=0, description="Largest weight that is not 0.")
 
     settings: Settings
 
     def bounded(self, ratio: Tensor) -> Tensor:
-        return ratio.where(ratio <= self.settings.correction_max, 0.0)
+        return masked(ratio, self.settings)

@@ -1,4 +1,5 @@
-"""Truncated importance sampling by token (TIS, fengyao.notion.site/off-policy-rl): min(w, max)."""
+"""Truncated importance sampling by token (TIS, fengyao.notion.site/off-policy-rl): min(w, max),
+and at least correction_min where one is set."""
 
 from __future__ import annotations
 
@@ -15,4 +16,4 @@ class TokenTruncate(OfTokens):
     settings: BoundSettings
 
     def bounded(self, ratio: Tensor) -> Tensor:
-        return ratio.clamp(max=self.settings.correction_max)
+        return ratio.clamp(self.settings.correction_min, self.settings.correction_max)

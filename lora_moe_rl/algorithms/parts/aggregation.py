@@ -4,6 +4,7 @@ loss = sum over tokens of scale[sample] * value / divisor, where all counts are 
 in the loss, over the whole optimizer step: micro-batches and data-parallel ranks change nothing.
 
     token-mean               each token weighs the same (DAPO, verl's default)
+    token-sum                the same, divided by nothing: more tokens make a larger step
     seq-mean-token-mean      each sample weighs the same (GRPO as published, GSPO)
     seq-mean-token-sum       a sample weighs as many times as it has tokens
     seq-mean-token-sum-norm  the same, divided by the longest response (Dr. GRPO)
@@ -51,6 +52,8 @@ def aggregate(
     samples = float(stands.sum())
     if how == "token-mean":
         return Scales(times, float(tokens.sum()))
+    if how == "token-sum":
+        return Scales(times, float(tokens.any()))
     if how == "seq-mean-token-sum":
         return Scales(times, samples)
     if how == "seq-mean-token-sum-norm":

@@ -110,9 +110,11 @@ def settings_of_each(settings: PolicyGradientConfig) -> list[PolicyGradientConfi
     for place, name in enumerate(names):
         part = PARTS["rejection"].find(name).Settings
         own = {}
-        for key in part.model_fields:
+        for key, field in part.model_fields.items():
             owners, given = owners_of(key, names), getattr(settings, key)
-            own[key] = given if len(owners) == 1 else given[owners.index(place)]
+            value = given if len(owners) == 1 else given[owners.index(place)]
+            if key in settings.model_fields_set or value != field.default:
+                own[key] = value
         found.append(settings.model_copy(update={"rejection": name, **_checked(part, own, name)}))
         if found[-1] in found[:-1]:
             raise ValueError(f"algorithm.rejection={settings.rejection} has {name} twice, alike")

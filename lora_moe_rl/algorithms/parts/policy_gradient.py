@@ -25,6 +25,7 @@ from lora_moe_rl.algorithms.base import (
     Tokens,
     apart,
 )
+from lora_moe_rl.algorithms.losses.base import ratio_of
 from lora_moe_rl.algorithms.parts.composing import (
     settings_class,
     settings_of_each,
@@ -252,6 +253,8 @@ class PolicyGradient(Algorithm):
             weights, of_weights = self._correction.weights(trainer - tokens.rollout, tokens)
             policy, metrics = policy * weights, metrics | of_weights
         kl = self._kl(tokens)
+        if kl is not None and settings.kl_weighted:
+            kl = kl * ratio_of(anchored)
         values, shown = policy, policy.detach().new_zeros(policy.shape)
         if kl is not None:
             shown = kl.detach()

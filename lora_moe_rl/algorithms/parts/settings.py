@@ -47,6 +47,11 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
         description="How that KL is estimated (k3+: the value of k3 with k2's gradient); null: k3 "
         "in the loss, k1 in the reward.",
     )
+    kl_weighted: bool = Field(
+        False,
+        description="Weigh that KL of a token, in the loss, with its ratio, through which the "
+        "gradient goes too: that of k1 and k3 is then the KL's own (DeepSeek-V3.2).",
+    )
     kl_target: float | None = Field(
         None,
         gt=0,
@@ -233,10 +238,21 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
 
     def _check_kl(self) -> None:
         """Where a KL is, and how it is estimated."""
-        if self.kl_in == "loss" and self.kl_estimator == "k1":
+        if self.kl_in == "loss" and self.kl_estimator == "k1" and not self.kl_weighted:
             raise ValueError(
                 "algorithm.kl_estimator=k1 has a gradient of 0 in the mean, and with "
-                "algorithm.kl_in=loss would do nothing; take k2, k3 or k3+, or kl_in=reward"
+                "algorithm.kl_in=loss would do nothing; take k2, k3 or k3+, kl_weighted=true, or "
+                "kl_in=reward"
+            )
+        if self.kl_weighted and self.kl_in == "reward":
+            raise ValueError(
+                "algorithm.kl_weighted=true weighs a KL in the loss, and algorithm.kl_in=reward "
+                "takes it from the reward; set one of them"
+            )
+        if self.kl_weighted and self.kl_estimate in ("k2", "k3+"):
+            raise ValueError(
+                f"algorithm.kl_estimator={self.kl_estimate} has the gradient of the KL without a "
+                "weight, and with algorithm.kl_weighted=true would have another; take k1 or k3"
             )
         if self.kl_in == "reward" and self.kl_estimator == "k3+":
             raise ValueError(
@@ -284,6 +300,7 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
         for option, decider in (
             ("kl_in", "kl_coef"),
             ("kl_estimator", "kl_coef"),
+            ("kl_weighted", "kl_coef"),
             ("reference", "kl_coef"),
             ("kl_target", "kl_coef"),
             ("kl_horizon", "kl_target"),

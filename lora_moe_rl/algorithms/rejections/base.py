@@ -57,6 +57,12 @@ class BandSettings(Section):
                 f"{self.rejection_divergence}, which is 0 when the policies are equal and has an "
                 "upper bound alone"
             )
+        elif "rejection_max" not in self.model_fields_set:
+            raise ValueError(
+                f"algorithm.rejection_divergence={self.rejection_divergence} wants a rejection_max "
+                f"of its own: the default, {high:g}, is one of the ratio, and would reject hardly "
+                "anything; verl's for the mean of k3 is 0.01"
+            )
         return self
 
 

@@ -36,6 +36,24 @@ def test_group_normalized_by_hand():
     np.testing.assert_allclose(found, expected, atol=3e-6)
 
 
+def test_the_best_of_a_group_alone_by_hand():
+    """Of 1, 3, 2, of deviation 1, it has 1 more than the next; two that are best have nothing, and
+    what has no reward is not compared."""
+    given = ([1, 3, 2, 4, 4, 0, 5, NAN, 7], [0, 0, 0, 1, 1, 1, 2, 2, 3])
+    found = advantages_of(*given, advantage="grpo_passk")
+    np.testing.assert_allclose(found, [0, 1, 0, 0, 0, 0, 0, 0, 0], atol=3e-6)
+    found = advantages_of([0, 6, 2], advantage="grpo_passk", normalize_std=False)
+    assert found.tolist() == [0, 4, 0]
+
+
+def test_groups_of_equal_rewards_do_not_dilute_gpg():
+    """Two of seven samples with a reward are of a group that tells them apart."""
+    given = ([1, 0, 1, 1, 0, 0, 1, NAN], [0, 0, 1, 1, 2, 2, 3, 3])
+    found = advantages_of(*given, advantage="gpg")
+    np.testing.assert_allclose(found, [1.75, -1.75, 0, 0, 0, 0, 0, 0])
+    assert not advantages_of([1, 1, 0, 0], [0, 0, 1, 1], advantage="gpg").any()
+
+
 def test_without_the_deviation_the_spread_counts():
     found = advantages_of([1, 0, 0, 0, 10, 0], [0, 0, 0, 0, 1, 1], normalize_std=False)
     np.testing.assert_allclose(found, [0.75, -0.25, -0.25, -0.25, 5, -5])

@@ -1,4 +1,4 @@
-"""What weighs the same, by hand; verl's four ways are compared in test_oracles.py."""
+"""What weighs the same, by hand; verl's ways are compared in test_oracles.py."""
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ VALUES = [np.array([2.0]), np.array([1.0, 1.0, 4.0]), np.full(4, 3.0), np.zeros(
     ("how", "expected"),
     [
         ("token-mean", (2 + 6 + 12) / 8),
+        ("token-sum", 2 + 6 + 12),
         ("seq-mean-token-mean", (2 + 2 + 3) / 3),
         ("seq-mean-token-sum", (2 + 6 + 12) / 3),
         ("seq-mean-token-sum-norm", (2 + 6 + 12) / 3 / 10),
@@ -32,6 +33,7 @@ def test_the_loss_of_a_step_by_hand(how, expected):
     ("how", "expected"),
     [
         ("token-mean", (2 * 6 + 12) / (2 * 3 + 4)),
+        ("token-sum", 2 * 6 + 12),
         ("seq-mean-token-mean", (2 * 2 + 3) / 3),
         ("seq-mean-token-sum", (2 * 6 + 12) / 3),
         ("seq-mean-token-sum-norm", (2 * 6 + 12) / 3 / 10),
@@ -56,6 +58,7 @@ def test_a_sample_that_stands_twice_counts_as_two_and_one_that_does_not_as_none(
     "how",
     [
         "token-mean",
+        "token-sum",
         "seq-mean-token-mean",
         "seq-mean-token-sum",
         "seq-mean-token-sum-norm",
@@ -86,7 +89,7 @@ def test_forks_change_no_weight():
         assert summed / scales.divisor == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("how", ["token-mean", "seq-mean-token-mean", "prompt-mean"])
+@pytest.mark.parametrize("how", ["token-mean", "token-sum", "seq-mean-token-mean", "prompt-mean"])
 def test_a_step_without_tokens_has_no_divisor(how):
     scales = aggregate(how, np.zeros(4, int), GROUPS, ONCE, 10)
     assert scales.divisor == 0 and np.isfinite(scales.of_sample).all()

@@ -64,6 +64,8 @@ def assert_close(found, expected, mask=None) -> None:
         ("opo", {"advantage": "opo"}),
         ("reinforce_pp", {"advantage": "reinforce_pp", "gamma": 0.9}),
         ("reinforce_pp_baseline", {"advantage": "reinforce_pp_baseline"}),
+        ("grpo_passk", {"advantage": "grpo_passk"}),
+        ("grpo_passk_without_std", {"advantage": "grpo_passk", "normalize_std": False}),
     ],
 )
 def test_advantages_are_verls(batch, name, settings):
@@ -75,6 +77,20 @@ def test_advantages_are_verls(batch, name, settings):
     found = np.array(made(**settings)._advantage.of_step(step))
     compared = masks if name.startswith("reinforce") else masks & ~alone[:, None]
     assert_close(found, batch["advantages_of"][name], compared)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_advantages_of_gpg_are_verls_but_for_the_share_that_they_are_divided_by(batch):
+    """Of the samples whose groups tell them apart, as the paper and its authors' code have it; verl
+    takes the share of the samples whose reward is not 0."""
+    masks, groups = np.array(batch["mask"]), np.array(batch["groups"])
+    rewards = np.array(batch["rewards"])
+    found = np.array(made(advantage="gpg")._advantage.of_step(Rewarded(rewards, groups, masks)))
+    tells = np.array([np.ptp(rewards[groups == group]) > 0 for group in groups])
+    assert 0 < tells.mean() < 1 and 0 < np.mean(rewards != 0) < 1
+    expected = np.array(batch["advantages_of"]["gpg"]) * np.mean(rewards != 0)
+    alone = np.bincount(groups)[groups] == 1
+    assert_close(found * tells.mean(), expected, masks & ~alone[:, None])
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -131,6 +147,8 @@ SETTINGS = {
     "sapo": {"loss": "sapo"},
     "dppo_tv": {"loss": "dppo", "divergence_max": 0.1},
     "dppo_kl": {"loss": "dppo", "divergence": "kl", "divergence_max": 0.05},
+    "gmpo": {"loss": "gmpo", "log_clip_low": 0.1, "log_clip_high": 0.15},
+    "dro": {"loss": "dro", "dro_beta": 0.3},
 }
 
 
@@ -142,11 +160,61 @@ def test_losses_and_their_gradients_are_verls(batch, case):
     tokens = packed(batch, logprobs=logprobs)
     kept = np.array(batch["mask"]).sum(axis=1)
     scales = aggregate(how, kept, np.array(batch["groups"]), np.ones_like(kept), LONGEST)
-    found = mean_over(made(**SETTINGS[name]).loss(tokens).values, tokens, scales)
+    of_tokens = made(**SETTINGS[name]).loss(tokens)
+    found = mean_over(of_tokens.values, tokens, scales)
     found.backward()
     expected = batch["losses"][case]
     assert_close(found.item(), expected["loss"])
     assert_close(logprobs.grad, expected["gradient"])
+    if name == "dual_clip":
+        shares = {n: values[tokens.mask].mean() for n, values in of_tokens.metrics.items()}
+        assert_close(shares["clipped_low"] + shares["clipped_high"], expected["pg_clipfrac"])
+        assert_close(shares["clipped_dual"], expected["pg_clipfrac_lower"])
+
+
+NARROW = {"clip_low": 0.02, "clip_high": 0.05}
+TIS = {"correction": "tis", "correction_max": 1.3}
+KL = {"kl_coef": 0.3}
+SAMPLES, SUMS = {"aggregation": "seq-mean-token-mean"}, {"aggregation": "seq-mean-token-sum"}
+OF_TRL = {
+    "grpo": {"clip_high": 0.28} | SAMPLES,
+    "dapo": {"clip_high": 0.28},
+    "dr_grpo": {"name": "dr_grpo"},
+    "delta": {"dual_clip": 1.3},
+    "cispo": {"loss": "cispo", "ratio_max": 1.4},
+    "sapo": {"name": "sapo"},
+    "gspo": {"name": "gspo"} | NARROW,
+    "luspo": {"loss": "gspo"} | NARROW | SUMS,
+    "vespo": {"loss": "vespo"},
+    "vespo_engine": {"loss": "vespo", "anchor": "rollout"},
+    "tis": TIS,
+    "kl": KL,
+    "kl_weighted": KL | {"kl_weighted": True},
+    "kl_weighted_tis": KL | TIS | {"kl_weighted": True},
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("case", list(BATCHES[0]["trl_losses"]))
+def test_losses_and_their_gradients_are_trls(batch, case):
+    """With one advantage a sample, as TRL has it; the first token's ratio is not an extreme one."""
+    algorithm = made(**OF_TRL[case])
+    new = torch.tensor(batch["new"], dtype=torch.float64)
+    new[0, 0] = batch["old"][0][0] + 0.5
+    logprobs = new.reshape(-1).requires_grad_()
+    first = torch.tensor(batch["advantages"], dtype=torch.float64)[:, :1]
+    more = {"reference": flat(batch, "reference")} if algorithm.settings.kl_coef else {}
+    tokens = packed(
+        batch, logprobs=logprobs, advantages=first.expand(-1, LONGEST).reshape(-1), **more
+    )
+    kept = np.array(batch["mask"]).sum(axis=1)
+    how = algorithm.settings.aggregation
+    scales = aggregate(how, kept, np.array(batch["groups"]), np.ones_like(kept), LONGEST)
+    found = mean_over(algorithm.loss(tokens).values, tokens, scales)
+    found.backward()
+    expected = batch["trl_losses"][case]
+    assert_close(logprobs.grad, expected["gradient"])
+    assert_close(found.item(), expected["loss"])
 
 
 @pytest.mark.parametrize("batch", BATCHES)
