@@ -11,7 +11,7 @@ from engine_group import asked, fate
 
 from lora_moe_rl.cluster import replicas as group
 from lora_moe_rl.config.engines import RefitConfig
-from lora_moe_rl.errors import ActorFailed, EngineDied, NotServed, RefitError
+from lora_moe_rl.errors import ActorFailed, EngineDied, EngineLost, NotServed, RefitError
 from lora_moe_rl.ports import Manner, Turn, Written
 
 pytestmark = pytest.mark.seconds  # Ray is started for them
@@ -219,6 +219,27 @@ def test_beyond_the_bound_the_run_stops(start, tmp_path):
     assert info.value.actor == "engine-0" and "--resume" in str(info.value)
     assert "tail of engine-0" in str(info.value)
     assert asked(tmp_path, 0).count("start") == 1
+
+
+@pytest.mark.timeout(60)
+def test_who_waits_for_a_version_of_a_lost_engine_is_told_so(start, tmp_path):
+    """It came back during an update, with no version, and is lost over the next one."""
+    engines = start(engines=1, max_restarts=1)
+    fate(tmp_path, 0, "sample", "exit")
+    fate(tmp_path, 0, "publish", "exit")
+
+    async def lost():
+        engines.overwrite()
+        with pytest.raises(EngineDied):
+            await engines.policy(3, seed=0).sample([0], n=2)
+        await engines.all_back()
+        late = asyncio.create_task(engines.policy(3, seed=0).sample([0], n=2))
+        with pytest.raises(EngineLost):
+            await engines.publish(4, [])
+        with pytest.raises(EngineLost, match="rollout.max_restarts=1 allows no more"):
+            await asyncio.wait_for(late, 20)
+
+    asyncio.run(lost())
 
 
 @pytest.mark.timeout(60)
