@@ -144,7 +144,8 @@ class Replicas:
 
     def prepare_refit(self, layouts: list[PartLayout], channel: Channel) -> None:
         actors = list(self.actors.values())
-        get(actors, [actor.remote("prepare_refit", layouts, channel) for actor in actors])
+        asked = [actor.remote("prepare_refit", layouts, channel) for actor in actors]
+        get(actors, asked, self._refit_timeout)
         self.prepared = layouts, channel
 
     async def all_back(self) -> None:
@@ -275,7 +276,8 @@ class Replicas:
         )
 
     async def _answer_of(self, index: int, method: str, *args: Any) -> Any:
-        return await answer(self.actors[index], self.actors[index].remote(method, *args))
+        actor = self.actors[index]
+        return await self._refitted(actor, actor.remote(method, *args))
 
     def _let_return(self, index: int, actor: Actor, error: LoraMoeRlError) -> None:
         """An engine has died over a request; others may have noticed. Raises `error` if it is no
@@ -343,9 +345,9 @@ class Replicas:
         self.pulses[index] = Pulse(self.config.rollout.silent_s)
         await answer(actor, actor.start(), self.config.rollout.start_timeout_s)
         if self.prepared is not None:
-            await answer(actor, actor.remote("prepare_refit", *self.prepared))
+            await self._refitted(actor, actor.remote("prepare_refit", *self.prepared))
         if self.pinned is not None:
-            await answer(actor, actor.remote("pin", self.pinned))
+            await self._refitted(actor, actor.remote("pin", self.pinned))
 
     async def _start_anew(self, index: int) -> None:
         self.actors[index].end()  # may live on around a vLLM that has died, or is silent
