@@ -152,6 +152,10 @@ class ActorSilent(ActorFailed):
     """Actors gave no answer in time: `actor` names all that were silent."""
 
 
+class EngineLost(ActorFailed):
+    """A rollout engine died, or was silent, more often than the run allows."""
+
+
 class StallError(LoraMoeRlError):
     """Nothing happens in a run, and nothing is under way."""
 

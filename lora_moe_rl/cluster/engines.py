@@ -43,9 +43,10 @@ class RolloutEngines(TakingTurns):
         await asyncio.gather(*(self._pin(self.actors[index]) for index in self.present))
 
     async def _pin(self, actor: Actor) -> None:
-        """Tells one engine. That it has died is for those to find who wait for its answers."""
+        """Tells one engine. That it has died, or is silent, is for those to find who wait for its
+        answers."""
         try:
-            await answer(actor, actor.remote("pin", self.pinned))
+            await self._refitted(actor, actor.remote("pin", self.pinned))
         except LoraMoeRlError as error:
             if not is_death(error):
                 raise

@@ -33,6 +33,7 @@ from lora_moe_rl.errors import (
     ActorFailed,
     ActorSilent,
     EngineDied,
+    EngineLost,
     EngineSilent,
     LoraMoeRlError,
 )
@@ -77,6 +78,7 @@ class Replicas:
         self.renew: Callable[[], Awaitable[bool]] | None = None
         self.restarts = 0
         self.silences = 0  # of these restarts, those of engines that were silent
+        self.given_up: EngineLost | None = None  # which one is not started anew any more
         self.prepared: tuple[list[PartLayout], Channel] | None = None
         self.pinned: int | None = None  # the version that keeps its slot, by all
         self.published: tuple[int, Sequence[Ref]] | None = None  # by all: a version, its parts
@@ -142,7 +144,8 @@ class Replicas:
 
     def prepare_refit(self, layouts: list[PartLayout], channel: Channel) -> None:
         actors = list(self.actors.values())
-        get(actors, [actor.remote("prepare_refit", layouts, channel) for actor in actors])
+        asked = [actor.remote("prepare_refit", layouts, channel) for actor in actors]
+        get(actors, asked, self._refit_timeout)
         self.prepared = layouts, channel
 
     async def all_back(self) -> None:
@@ -169,6 +172,8 @@ class Replicas:
             if self.returning and not alive:
                 await asyncio.wait(self.returning.values(), return_when=asyncio.FIRST_COMPLETED)
                 continue
+            if self.given_up is not None and not alive:
+                raise self.given_up  # there will be no further version
             await asyncio.sleep(PUBLISH_POLL_S)
             if alive:  # the ticket comes again, with the version that is served by then
                 raise EngineDied(f"no engine serves version {version} any more")
@@ -184,7 +189,7 @@ class Replicas:
         """References to what an engine returns, once it has; an engine that dies or is silent is
         started anew and asked again. It is waited for by `ask`; None: as for a request.
 
-        Raises what the engine raises, ActorFailed when it dies or is silent more often than is
+        Raises what the engine raises, EngineLost when it dies or is silent more often than is
         allowed, and EngineLeft when it leaves the run over that.
         """
         while True:
@@ -271,7 +276,8 @@ class Replicas:
         )
 
     async def _answer_of(self, index: int, method: str, *args: Any) -> Any:
-        return await answer(self.actors[index], self.actors[index].remote(method, *args))
+        actor = self.actors[index]
+        return await self._refitted(actor, actor.remote(method, *args))
 
     def _let_return(self, index: int, actor: Actor, error: LoraMoeRlError) -> None:
         """An engine has died over a request; others may have noticed. Raises `error` if it is no
@@ -289,7 +295,7 @@ class Replicas:
 
     def _count(self, index: int, error: LoraMoeRlError) -> bool:
         """Counts a death: True when the engine is to be started anew, False when it has left the
-        run. Raises `error` when it is no death, ActorFailed beyond the bound."""
+        run. Raises `error` when it is no death, EngineLost beyond the bound."""
         if not is_death(error):
             raise error
         actor, rollout = self.actors[index], self.config.rollout
@@ -306,7 +312,8 @@ class Replicas:
                 f"; {done} restarts so far, and {key}={limit} allows no more. The run can go on "
                 "with --resume"
             )
-            raise ActorFailed(actor.name, reason, self.run_dir.tail(actor.name)) from error
+            self.given_up = EngineLost(actor.name, reason, self.run_dir.tail(actor.name))
+            raise self.given_up from error
         self.restarts += 1
         self.silences += silent
         log.warning(
@@ -338,9 +345,9 @@ class Replicas:
         self.pulses[index] = Pulse(self.config.rollout.silent_s)
         await answer(actor, actor.start(), self.config.rollout.start_timeout_s)
         if self.prepared is not None:
-            await answer(actor, actor.remote("prepare_refit", *self.prepared))
+            await self._refitted(actor, actor.remote("prepare_refit", *self.prepared))
         if self.pinned is not None:
-            await answer(actor, actor.remote("pin", self.pinned))
+            await self._refitted(actor, actor.remote("pin", self.pinned))
 
     async def _start_anew(self, index: int) -> None:
         self.actors[index].end()  # may live on around a vLLM that has died, or is silent

@@ -15,7 +15,7 @@ from collections.abc import Container
 from typing import Protocol
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import EngineDied, RewardError
+from lora_moe_rl.errors import EngineDied, LoraMoeRlError
 from lora_moe_rl.ports import Sampler
 from lora_moe_rl.run.tickets import TicketBook
 
@@ -38,7 +38,7 @@ class Evaluations:
         self.recorded = recorded
         self._beside: asyncio.Task[None] | None = None
         self._taken = -1  # the newest step whose evaluation was begun
-        self._failed: RewardError | None = None  # what one beside training has ended with
+        self._failed: LoraMoeRlError | None = None  # what one beside training has ended with
 
     def is_due(self, step: int, last: bool = False) -> bool:
         if step in self.recorded or step == self._taken:
@@ -55,8 +55,9 @@ class Evaluations:
     ) -> None:
         """Evaluates `version`, the newest one, which `step` has made, if that is due: returns when
         it is done, or with schedule.lag at once. `book` and `tasks` are those of the run. `last`:
-        the run ends with this step, whatever trainer.steps. Raises RewardError when too many of its
-        rewards have failed, or of one that went on beside training."""
+        the run ends with this step, whatever trainer.steps. Raises what it fails with, as
+        RewardError when too many of its rewards have failed, and what one that went on beside
+        training has failed with."""
         self.check()
         if not self.is_due(step, last):
             return
@@ -71,13 +72,13 @@ class Evaluations:
         self._beside = tasks.create_task(self._pinned(step, version))
 
     def check(self) -> None:
-        """Raises RewardError when too many rewards of an evaluation beside training have failed."""
+        """Raises what an evaluation beside training has ended with, if that ends the run: too many
+        rewards that have failed, an engine that is lost."""
         if self._failed is not None:
             raise self._failed
 
     async def ended(self) -> None:
-        """Waits until none is under way. What it raises is raised by the tasks of the run, but for
-        what `check` does."""
+        """Waits until none is under way. What it has failed with is for `check` to raise."""
         if self._beside is not None:
             await asyncio.wait([self._beside])
 
@@ -89,6 +90,6 @@ class Evaluations:
                 "step %d has no evaluation: %s; the engines that came back have newer versions",
                 *(step, error),
             )
-        except RewardError as error:  # the run ends with a checkpoint, which is no task's to write
+        except LoraMoeRlError as error:  # the run ends with a checkpoint, no task's to write
             self._failed = error
         await self.engines.pin(None)

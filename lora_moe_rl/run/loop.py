@@ -31,8 +31,8 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.samples import Group, UpdateResult
 from lora_moe_rl.environments.base import Environment
-from lora_moe_rl.errors import EngineDied, LoraMoeRlError, RewardError
-from lora_moe_rl.ports import Prompts, Publisher, Sampler, Teacher, Trainer
+from lora_moe_rl.errors import EngineDied, EngineLost, LoraMoeRlError, RewardError
+from lora_moe_rl.ports import Prompts, Publisher, Ref, Sampler, Teacher, Trainer
 from lora_moe_rl.run.evaluations import Evaluations
 from lora_moe_rl.run.records import Records, StepFacts
 from lora_moe_rl.run.schedule import seed_of
@@ -141,8 +141,8 @@ async def learn(ports: Ports, book: TicketBook, first_step: int, tasks: asyncio.
             records.check_ages(step, groups, ports.publisher.version)
             signals, batch = _to_train(ports, step, groups)
             await ports.engines.all_back()
-        ports.engines.overwrite()
-        await ports.engines.give_way()
+            ports.engines.overwrite()
+            await ports.engines.give_way()
         with ports.timeline.span(TRAINER, UPDATE, step):
             routes = [group.routes for group in groups]
             result, parts = await ports.trainer.update(batch, routes)
@@ -151,9 +151,7 @@ async def learn(ports: Ports, book: TicketBook, first_step: int, tasks: asyncio.
         records.check_update(step, groups, signals, result)
         clock.lap("train")
         version = ports.publisher.version
-        samples = [sample for group in groups for sample in group.samples]
-        with ports.timeline.span(PUBLISH, PUBLISH, result.version):
-            published = await ports.publisher.publish(result.version, parts, samples)
+        published, lost = await _published(ports, groups, result, parts)
         clock.lap("refit")
         book.trained(tickets)
         records.step(
@@ -169,8 +167,24 @@ async def learn(ports: Ports, book: TicketBook, first_step: int, tasks: asyncio.
             ),
             clock,
         )
+        if lost is not None:
+            async with _kept(ports, book, step, tasks):
+                raise lost
         if await _ends_with(ports, book, step, tasks):
             return
+
+
+async def _published(
+    ports: Ports, groups: Sequence[Group], result: UpdateResult, parts: Sequence[Ref]
+) -> tuple[dict[str, float], EngineLost | None]:
+    """Metrics of the update's version, which is served now. When an engine is lost over it: what
+    there is to raise once the step is kept, since it was trained all the same."""
+    samples = [sample for group in groups for sample in group.samples]
+    with ports.timeline.span(PUBLISH, PUBLISH, result.version):
+        try:
+            return await ports.publisher.publish(result.version, parts, samples), None
+        except EngineLost as error:
+            return {}, error
 
 
 @asynccontextmanager

@@ -11,7 +11,14 @@ from engine_group import asked, fate
 
 from lora_moe_rl.cluster import replicas as group
 from lora_moe_rl.config.engines import RefitConfig
-from lora_moe_rl.errors import ActorFailed, EngineDied, NotServed, RefitError
+from lora_moe_rl.errors import (
+    ActorFailed,
+    EngineDied,
+    EngineLost,
+    EngineSilent,
+    NotServed,
+    RefitError,
+)
 from lora_moe_rl.ports import Manner, Turn, Written
 
 pytestmark = pytest.mark.seconds  # Ray is started for them
@@ -222,6 +229,27 @@ def test_beyond_the_bound_the_run_stops(start, tmp_path):
 
 
 @pytest.mark.timeout(60)
+def test_who_waits_for_a_version_of_a_lost_engine_is_told_so(start, tmp_path):
+    """It came back during an update, with no version, and is lost over the next one."""
+    engines = start(engines=1, max_restarts=1)
+    fate(tmp_path, 0, "sample", "exit")
+    fate(tmp_path, 0, "publish", "exit")
+
+    async def lost():
+        engines.overwrite()
+        with pytest.raises(EngineDied):
+            await engines.policy(3, seed=0).sample([0], n=2)
+        await engines.all_back()
+        late = asyncio.create_task(engines.policy(3, seed=0).sample([0], n=2))
+        with pytest.raises(EngineLost):
+            await engines.publish(4, [])
+        with pytest.raises(EngineLost, match="rollout.max_restarts=1 allows no more"):
+            await asyncio.wait_for(late, 20)
+
+    asyncio.run(lost())
+
+
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("method", ["sample", "say"])
 def test_what_nobody_waits_for_any_more_the_engine_gives_up(start, tmp_path, method):
     engines = start(engines=1)
@@ -361,6 +389,31 @@ def test_an_engine_that_is_silent_in_a_refit_is_started_anew_and_asked_again(
     proven = ["publish"] if method == "differing" else []  # version 3, which it had served
     assert told == [method, "start", "prepare_refit", *proven, method]
     assert impatient.silences == impatient.restarts == 1
+
+
+@pytest.mark.timeout(60)
+def test_an_engine_that_is_silent_as_it_comes_back_is_started_once_more(impatient, tmp_path):
+    fate(tmp_path, 0, "differing", "exit")
+    fate(tmp_path, 0, "prepare_refit", "sleep")
+    asyncio.run(impatient.differing(3, []))
+    assert [line.split()[0] for line in asked(tmp_path, 0)] == [
+        "differing", *["start", "prepare_refit"] * 2, "publish", "differing",
+    ]  # fmt: skip
+    assert (impatient.silences, impatient.restarts) == (1, 2)
+
+
+@pytest.mark.timeout(60)
+def test_an_engine_that_is_silent_when_it_is_told_what_is_pinned_stops_nobody(impatient, tmp_path):
+    fate(tmp_path, 0, "pin", "sleep")
+    asyncio.run(asyncio.wait_for(impatient.pin(3), 30))
+    assert impatient.restarts == 0
+
+
+@pytest.mark.timeout(60)
+def test_a_version_is_taken_back_from_an_engine_that_is_silent_in_time(impatient, tmp_path):
+    fate(tmp_path, 0, "differing", "sleep")
+    with pytest.raises(EngineSilent, match="no answer within 1 s"):
+        asyncio.run(impatient.roll_back(3, []))
 
 
 def test_an_engine_that_is_silent_in_each_refit_is_given_up(impatient, tmp_path):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import DiskError, EngineDied, RewardError
+from lora_moe_rl.errors import DiskError, EngineDied, EngineLost, RewardError
 from lora_moe_rl.run.evaluations import Evaluations
 from lora_moe_rl.run.schedule import Schedule
 from lora_moe_rl.run.tickets import TicketBook
@@ -119,27 +119,31 @@ async def test_a_version_that_no_engine_serves_any_more_ends_its_evaluation_alon
     assert made.events[-1] == "pin None"
 
 
-async def test_failed_rewards_beside_training_are_told_when_the_run_asks_and_free_the_slot():
-    """So that whoever writes checkpoints can write one first."""
-    made = make(lag=1, raises=RewardError("the judge is gone"))
+@pytest.mark.parametrize(
+    "error", [RewardError("gone"), EngineLost("engine-0", "gone"), DiskError("gone")]
+)
+async def test_what_fails_beside_training_is_told_when_the_run_asks_and_frees_the_slot(error):
+    """So that the update that is under way is not broken off, and whoever writes checkpoints can
+    write one first."""
+    made = make(lag=1, raises=error)
     made.go.set()
     async with asyncio.TaskGroup() as tasks:
         await made.evaluations.take(2, 7, made.book, tasks)
         made.evaluations.check()  # nothing is known yet
         await made.evaluations.ended()
         for step in (3, 4):  # whether one is due or not
-            with pytest.raises(RewardError, match="the judge is gone"):
+            with pytest.raises(type(error), match="gone"):
                 await made.evaluations.take(step, 8, made.book, tasks)
-        with pytest.raises(RewardError):
+        with pytest.raises(type(error)):
             made.evaluations.check()
     assert made.events == ["pin 7", "begin 2 at 7", "pin None"]
 
 
-async def test_what_else_is_wrong_with_an_evaluation_beside_training_ends_the_run():
-    made = make(lag=1, raises=DiskError("no room"))
+async def test_a_fault_of_ours_in_an_evaluation_beside_training_ends_the_run_at_once():
+    made = make(lag=1, raises=ZeroDivisionError("ours"))
     with pytest.raises(BaseExceptionGroup) as caught:
         async with asyncio.TaskGroup() as tasks:
             await made.evaluations.take(2, 7, made.book, tasks)
             made.go.set()
             await asyncio.Event().wait()
-    assert isinstance(caught.value.exceptions[0], DiskError)
+    assert isinstance(caught.value.exceptions[0], ZeroDivisionError)

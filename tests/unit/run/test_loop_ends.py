@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from faulty_ports import OTHER
+from faulty_ports import OTHER, FaultyEngines
 from loop_run import (
     CONFIG,
     Engines,
@@ -18,7 +18,7 @@ from loop_run import (
 )
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import ActorFailed, MismatchError, RefitError, RewardError
+from lora_moe_rl.errors import ActorFailed, EngineLost, MismatchError, RefitError, RewardError
 
 
 def test_groups_with_failed_rewards_are_not_drawn_again_and_stop_the_run_as_always():
@@ -166,6 +166,52 @@ def test_an_engine_that_does_not_come_back_before_an_update_leaves_a_checkpoint_
     made = run(due=())
     assert isinstance(made.error, ActorFailed)
     assert made.events[-3:] == ["checkpoint 1", "written 1", "finish"]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_an_engine_that_is_lost_over_a_version_leaves_a_checkpoint_of_the_step_that_made_it(
+    monkeypatch, lag
+):
+    """The step was trained; a run that goes on serves its version."""
+
+    async def publish(self, version, parts):
+        if version == 2:
+            raise EngineLost("engine-0", "it has ended; 2 restarts so far")
+        return await FaultyEngines.publish(self, version, parts)
+
+    monkeypatch.setattr(Engines, "publish", publish)
+    made = run(lag=lag, config=of_steps(4), due=())
+    assert isinstance(made.error, EngineLost)
+    assert [facts.step for facts in made.records.steps] == [1, 2]
+    assert made.records.steps[1].published.keys() == {"idle/trainer", "idle/engines"}
+    assert made.events[-3:] == ["checkpoint 2", "written 2", "finish"]
+
+
+def test_an_engine_that_is_lost_as_it_gives_way_leaves_a_checkpoint_too(monkeypatch):
+    async def give_way(self):
+        if self.events.count("update") == 1:
+            raise EngineLost("engine-0", "it has ended")
+
+    monkeypatch.setattr(Engines, "give_way", give_way)
+    made = run(due=())
+    assert isinstance(made.error, EngineLost)
+    assert made.events[-3:] == ["checkpoint 1", "written 1", "finish"]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_an_engine_that_is_lost_over_an_evaluation_breaks_no_update_off(monkeypatch, lag):
+    async def evaluate(self, step, version):
+        await asyncio.sleep(0)
+        if step == 1:
+            raise EngineLost("engine-0", "it has ended; 2 restarts so far")
+
+    monkeypatch.setattr(Evaluator, "evaluate", evaluate)
+    config = evaluating(lag)
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": 3})})
+    made = run(lag=lag, config=config, due=())
+    trained = 1 + lag  # with a lag another step is trained meanwhile
+    assert isinstance(made.error, EngineLost) and len(made.records.steps) == trained
+    assert made.events[-3:] == [f"checkpoint {trained}", f"written {trained}", "finish"]
 
 
 def test_when_no_checkpoint_can_be_written_the_first_error_is_told(monkeypatch, caplog):
