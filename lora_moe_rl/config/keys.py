@@ -115,10 +115,10 @@ def generic(name: str) -> str:
 def nearest(name: str) -> list[str]:
     """The keys that may have been meant by `name`: `adapter.rnk`, `lr`, `tp` or `adapter-rank`."""
     if (inside := generic(name)) != name:
-        return difflib.get_close_matches(inside, list(member_keys()), n=1, cutoff=0.5)
+        return difflib.get_close_matches(inside, list(member_keys()), n=1, cutoff=0.6)
     names = list(all_keys())
     same_end = [key for key in names if key.rpartition(".")[2] == name.rpartition(".")[2]]
-    close = difflib.get_close_matches(name.replace("-", "_"), same_end or names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name.replace("-", "_"), same_end or names, n=1, cutoff=0.6)
     return close or same_end
 
 

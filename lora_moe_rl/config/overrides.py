@@ -62,7 +62,7 @@ def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
 
 def parse_arguments(arguments: Sequence[str]) -> list[dict[str, Any]]:
     """One nested dict of settings for each argument, in order."""
-    layers = []
+    layers, unknown = [], []
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
@@ -73,18 +73,19 @@ def parse_arguments(arguments: Sequence[str]) -> list[dict[str, Any]]:
         if not equals:
             if not argument.startswith("--"):
                 raise ConfigError(f"{argument!r} is not a setting: write key=value or --key value")
-            if _known(name) and (not rest or rest[0].startswith("--")):
+            valued = bool(rest) and not rest[0].startswith("--")
+            if _known(name) and not valued:
                 raise ConfigError(f"--{name} needs a value: --{name} VALUE")
-            text = rest.pop(0) if rest else ""
-        layers.append(_setting(name, text))
+            text = rest.pop(0) if valued else ""
+        if not _known(name):
+            unknown.append(name)
+            continue
+        key = find_key(name)
+        value = parse_value(key, text) if key else parse_loosely(text)
+        layers.append(checked_keys({name: value}))
+    if unknown:
+        raise _unknown(*unknown)
     return layers
-
-
-def _setting(name: str, text: str) -> dict[str, Any]:
-    if not _known(name):
-        raise _unknown(name)
-    key = find_key(name)
-    return checked_keys({name: parse_value(key, text) if key else parse_loosely(text)})
 
 
 def parse_value(key: Key, text: str) -> Any:
@@ -125,10 +126,10 @@ def checked_keys(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any
     Dotted keys (`adapter.rank: 8`) are accepted in files too.
     """
     result: dict[str, Any] = {}
+    if unknown := _unknown_in(settings, prefix):
+        raise _unknown(*unknown)
     for part, value in settings.items():
         name = f"{prefix}{part}"
-        if not _known(name):
-            raise _unknown(name)
         if is_section(name):
             value = _section_value(name, value)
         within = str(part)
@@ -190,26 +191,47 @@ def _known(name: str) -> bool:
     return chosen or known or (name != "" and is_section(name))
 
 
-def _unknown(name: str) -> ConfigError:
+def _unknown_in(settings: Mapping[str, Any], prefix: str) -> list[str]:
+    found = []
+    for part, value in settings.items():
+        name = f"{prefix}{part}"
+        if not _known(name):
+            found += _ends(name, value)
+        elif is_section(name) and isinstance(value, Mapping):
+            found += _unknown_in(value, f"{name}.")
+    return found
+
+
+def _ends(name: str, value: Any) -> list[str]:
+    """The dotted names of all that stands within a value: `kl_ctrl.type` of `kl_ctrl`."""
+    if not isinstance(value, Mapping) or not value:
+        return [name]
+    return [end for part, inner in value.items() for end in _ends(f"{name}.{part}", inner)]
+
+
+def _unknown(*names: str) -> ConfigError:
+    """Of all at once: who comes with another tool's command line has dozens."""
+    return ConfigError("\n".join(_one_unknown(name) for name in names))
+
+
+def _one_unknown(name: str) -> str:
     found = aliases.find(name)
     if isinstance(found, aliases.Missing):
-        return ConfigError(f"unknown config key {name!r}; there is none: {found.why}")
+        return f"unknown config key {name!r}; there is none: {found.why}"
     if found is not None:
         note = f" ({found.note})" if found.note else ""
-        return ConfigError(f"unknown config key {name!r}; here it is {found.ours}{note}")
+        return f"unknown config key {name!r}; here it is {found.ours}{note}"
     if find_key(name) is not None:  # of a plug-in that is not chosen
         section, _, key = name.partition(".")
         owners = [one for one, own in choices(section).items() if key in own.model_fields]
-        return ConfigError(
-            f"{name} is no setting of the chosen {section}: it is one of {', '.join(owners)}"
-        )
+        return f"{name} is no setting of the chosen {section}: it is one of {', '.join(owners)}"
     close = nearest(name)
     hint = (
         f"did you mean {' or '.join(close)}?"
         if close
         else "see `lora-moe-rl train --help` for all keys"
     )
-    return ConfigError(f"unknown config key {name!r}; {hint}")
+    return f"unknown config key {name!r}; {hint}"
 
 
 def readable(error: ValidationError) -> ConfigError:
@@ -242,7 +264,7 @@ _FAULTS = {
 def _line(fault: Mapping[str, Any]) -> str:
     name = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
-        return str(_unknown(name))
+        return str(_unknown(*_ends(name, fault["input"])))
     if fault["type"] == "value_error":
         return str(fault["ctx"]["error"])
     text = _FAULTS.get(fault["type"])

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config.aliases import ALIASES, MISSING, as_table, missing_as_table
+from lora_moe_rl.config.alias_table import ALIASES, MISSING
+from lora_moe_rl.config.aliases import as_table, missing_as_table
 from lora_moe_rl.config.keys import all_keys
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.errors import ConfigError
@@ -57,6 +58,19 @@ PAGE = Path(__file__).parents[3] / "docs/from_verl.md"
         ("expert_parallel_size", "trainer.ep"),
         ("actor_rollout_ref.rollout.expert_parallel_size", "rollout.ep (true"),
         ("data.truncation", "data.too_long (error or drop"),
+        ("algorithm.kl_ctrl.horizon", "algorithm.kl_horizon"),
+        ("algorithm.rollout_correction.rollout_is", "algorithm.correction=tis (or another"),
+        ("data.apply_chat_template_kwargs.enable_thinking", "data.chat_template_kwargs"),
+        ("custom_reward_function.reward_kwargs.scale", "reward.args"),
+        ("reward_model.overlong_buffer.len", "algorithm.overlong_buffer"),
+        ("grpo.num_generations_per_prompt", "algorithm.group_size"),
+        ("loss_fn.reference_policy_kl_penalty", "algorithm.kl_coef"),
+        ("policy.generation.vllm_cfg.tensor_parallel_size", "rollout.tp"),
+        ("policy.megatron_cfg.tensor_model_parallel_size", "trainer.tp"),
+        ("rollout-batch-size", "algorithm.prompts_per_step (counts prompts"),
+        ("n-samples-per-prompt", "algorithm.group_size"),
+        ("generator.inference_engine_tensor_parallel_size", "rollout.tp"),
+        ("orchestrator.rollouts_per_example", "algorithm.group_size"),
         ("scale_rewards", "algorithm.normalize_std (group, step (TRL's batch) or none)"),
     ],
 )
@@ -89,11 +103,41 @@ def test_settings_that_change_the_distribution_are_refused_with_the_reason(name)
         ("sync_ref_model", "stays as it is in a run"),
         ("top_entropy_quantile", "whatever their entropy"),
         ("megatron.context_parallel_size", "no context parallelism"),
+        ("actor_rollout_ref.actor.use_dynamic_bsz", "always packed without padding"),
+        ("actor_rollout_ref.rollout.name", "vLLM samples with them"),
+        ("load_in_4bit", "name such a model with model.path"),
     ],
 )
 def test_what_there_is_not_is_said_with_the_reason(name, why):
     with pytest.raises(ConfigError, match=f"unknown config key '{name}'; there is none: .*{why}"):
         override(RunConfig(), [f"{name}=1"])
+
+
+def test_all_unknown_keys_are_told_of_at_once():
+    line = ["trainer.lr=1", "rollout.n=8", "--colocate", "--use-tis"]
+    with pytest.raises(ConfigError) as error:
+        override(RunConfig(), line)
+    assert [text.split("'")[1] for text in str(error.value).splitlines()] == [
+        "rollout.n", "colocate", "use-tis",
+    ]  # fmt: skip
+
+
+def test_of_a_file_the_innermost_keys_are_told_of(tmp_path):
+    """verl's own YAML, as it is."""
+    file = tmp_path / "verl.yaml"
+    file.write_text(
+        "actor_rollout_ref:\n  actor: {optim: {lr: 1.0e-6}, use_kl_loss: true}\n  rollout: {n: 8}\n"
+        "data: {train_files: x.parquet}\nnothing: {}\n"
+    )
+    with pytest.raises(ConfigError) as error:
+        override(RunConfig(), [f"@{file}"])
+    found = [text.split("'")[1] for text in str(error.value).splitlines()]
+    ours = [text.partition("; ")[2] for text in str(error.value).splitlines()]
+    assert found == [
+        "actor_rollout_ref.actor.optim.lr", "actor_rollout_ref.actor.use_kl_loss",
+        "actor_rollout_ref.rollout.n", "data.train_files", "nothing",
+    ]  # fmt: skip
+    assert ours[0] == "here it is trainer.lr" and ours[2] == "here it is algorithm.group_size"
 
 
 def test_the_page_has_the_tables_as_they_are():
