@@ -2,19 +2,26 @@
 made likelier against the reference than the rejected one: against the base, or the start.
 
     margin = beta * ((log pi - log ref)(chosen) - (log pi - log ref)(rejected)), sums over tokens
-    loss   = -(1 - s) log sigmoid(margin) - s log sigmoid(-margin), s: label_smoothing
 
-the mean over pairs: TRL's loss_type=sigmoid. The margin takes tokens of two samples, which may
-stand in two micro-batches and on two ranks. So what each token's logprob is worth to the loss is
-made of the forwards before the update, and the trainer's loss is a sum of products that has the
-gradient of the above at that point, which is where a step's one update is made.
+    pair_loss       of a pair, the mean over pairs; s: label_smoothing
+    sigmoid         -(1 - s) log sigmoid(margin) - s log sigmoid(-margin)
+    robust          (-(1 - s) log sigmoid(margin) + s log sigmoid(-margin)) / (1 - 2 s)
+    hinge           max(0, 1 - margin)
+    sigmoid_norm    -log sigmoid(margin), and the margin is of means over tokens
+    ipo             ((margin - 1/2) / beta)^2, of means over tokens too
+
+They are TRL's loss_types of these names, whose sigmoid has no s (this is cDPO's). The margin takes
+tokens of two samples, which may stand in two micro-batches and on two ranks. So what each token's
+logprob is worth to the loss is made of the forwards before the update, and the trainer's loss is a
+sum of products that has the gradient of the above at that point, which is where a step's one update
+is made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -26,11 +33,19 @@ from lora_moe_rl.data.samples import Group
 
 REWARDS = ("chosen", "rejected", "margins", "accuracies")
 SUMS: Aggregation = "seq-mean-token-sum"
+PairLoss = Literal["sigmoid", "robust", "hinge", "sigmoid_norm", "ipo"]
+OF_MEANS = ("sigmoid_norm", "ipo")
+SMOOTHED = ("sigmoid", "robust")
 
 
 class DPOConfig(AlgorithmConfig, ReferenceSettings):
     group_size: int = Field(2, ge=2, le=2, description="Answers of each prompt.")
     aggregation: Aggregation = Field(SUMS, description="What weighs the same: pairs.")
+    pair_loss: PairLoss = Field(
+        "sigmoid",
+        description="What is made small for a pair: DPO's (sigmoid; robust, which takes out what "
+        "label_smoothing brings in), a hinge, DPO's of means over tokens, or IPO's.",
+    )
     beta: float = Field(
         0.1, gt=0, description="How much a change against the reference counts: TRL's default."
     )
@@ -53,6 +68,11 @@ class DPOConfig(AlgorithmConfig, ReferenceSettings):
                 f"algorithm.epochs={self.epochs} and algorithm.mini_batches={self.mini_batches} "
                 "make several updates a step, and algorithm=dpo weighs pairs once, before the "
                 "first; set both to 1, and algorithm.prompts_per_step to the pairs of an update"
+            )
+        if self.label_smoothing and self.pair_loss not in SMOOTHED:
+            raise ValueError(
+                f"algorithm.label_smoothing={self.label_smoothing:g} has no effect with algorithm."
+                f"pair_loss={self.pair_loss}: it applies only to {' and '.join(SMOOTHED)}"
             )
         return self
 
@@ -77,23 +97,47 @@ class DPO(Algorithm):
     def revised(self, step: Known) -> list[np.ndarray]:
         """Minus the derivative of the step's loss by each token's logprob, times the number of
         samples, by which the trainer divides."""
-        pairs = _pairs(step)
-        gains = self.settings.beta * _gains(step)
-        margins = gains[pairs[:, 0]] - gains[pairs[:, 1]]
-        smoothed = self.settings.label_smoothing
-        slopes = (1 - smoothed) * _sigmoid(-margins) - smoothed * _sigmoid(margins)
+        pairs, lengths = _pairs(step), self._lengths(step)
+        _, slopes = self._of_margins(self._margins(step, pairs))
         worths = np.zeros(len(step.masks))
         worths[pairs[:, 0]] = 2 * self.settings.beta * slopes  # two samples a pair
         worths[pairs[:, 1]] = -worths[pairs[:, 0]]
-        return [worth * mask for worth, mask in zip(worths, step.masks, strict=True)]
+        each = zip(worths / lengths, step.masks, strict=True)
+        return [worth * mask for worth, mask in each]
+
+    def _lengths(self, step: Known) -> np.ndarray:
+        """float64 [n]: what the log ratio of a sample is divided by."""
+        if self.settings.pair_loss not in OF_MEANS:
+            return np.ones(len(step.masks))
+        return np.array([max(mask.sum(), 1) for mask in step.masks], np.float64)
+
+    def _margins(self, step: Known, pairs: np.ndarray) -> np.ndarray:
+        gains = self.settings.beta * _gains(step) / self._lengths(step)
+        return gains[pairs[:, 0]] - gains[pairs[:, 1]]
+
+    def _of_margins(self, margins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """float64 [pairs] each: the loss, and minus its derivative by the margin."""
+        settings = self.settings
+        if settings.pair_loss == "hinge":
+            return np.maximum(1 - margins, 0.0), (margins < 1).astype(np.float64)
+        if settings.pair_loss == "ipo":
+            off = (margins - 0.5) / settings.beta
+            return off**2, -2 * off / settings.beta
+        smoothed = settings.label_smoothing
+        right, wrong = np.logaddexp(0, -margins), np.logaddexp(0, margins)
+        up, down = (1 - smoothed) * _sigmoid(-margins), smoothed * _sigmoid(margins)
+        if settings.pair_loss == "robust":
+            clean = 1 - 2 * smoothed
+            return ((1 - smoothed) * right - smoothed * wrong) / clean, (up + down) / clean
+        return (1 - smoothed) * right + smoothed * wrong, up - down
 
     def revised_metrics(self, step: Known) -> dict[str, float]:
         """Of the policy before the update, by TRL's names; the mean over pairs."""
-        pairs, smoothed = _pairs(step), self.settings.label_smoothing
+        pairs = _pairs(step)
         gains = self.settings.beta * _gains(step)
         chosen, rejected = gains[pairs[:, 0]], gains[pairs[:, 1]]
         margins = chosen - rejected
-        losses = (1 - smoothed) * np.logaddexp(0, -margins) + smoothed * np.logaddexp(0, margins)
+        losses, _ = self._of_margins(self._margins(step, pairs))
         own = _sums(step, "old")
         return {
             "loss/dpo": float(losses.mean()),

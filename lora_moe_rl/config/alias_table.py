@@ -117,8 +117,9 @@ ALIASES = (
           "the number of optimizer steps of a pass, not their size"),
     Alias(("adv_estimator", "advantage_estimator"), "algorithm.name", "or algorithm.advantage: "
           "gpg, grpo_passk, opo; remax and the optimal token baselines are not there"),
-    Alias(("loss_type",), "algorithm.name", "or algorithm.loss: vespo; luspo is loss=gspo with "
-          "aggregation=seq-mean-token-sum, bnpo is token-mean over each micro-batch alone"),
+    Alias(("loss_type",), "algorithm.name", "or algorithm.loss: vespo; of DPO algorithm.pair_loss; "
+          "luspo is loss=gspo with aggregation=seq-mean-token-sum, bnpo is token-mean over each "
+          "micro-batch alone"),
     Alias(("importance_sampling_level", "sequence_level_importance_ratios"), "algorithm.loss",
           "gspo for ratios of whole sequences"),
     Alias(("vllm_importance_sampling_correction", "vllm_importance_sampling_mode",

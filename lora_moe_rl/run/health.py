@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lora_moe_rl.algorithms.base import Signal
+from lora_moe_rl.algorithms.base import Signal, apart
 from lora_moe_rl.data.samples import Group
 from lora_moe_rl.telemetry import names
 
@@ -15,10 +15,12 @@ MOST_TRUNCATED = 0.5
 REPEAT_STEPS = 20  # from one warning to the next of its kind
 
 
-def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Shares of the step's groups whose samples all have one same reward, which tells them from
-    nothing: above 0 (`solved_all`), or 0 and less (`solved_none`)."""
-    one = [values[0] for group in groups if len(values := np.unique(_given(group))) == 1]
+def group_metrics(groups: Sequence[Group], within: float = 0.0) -> dict[str, float]:
+    """Shares of the step's groups whose samples all have one same reward, or rewards no further
+    apart than `within`, which tells them from nothing: above 0 (`solved_all`), or 0 and less
+    (`solved_none`)."""
+    given = [values for group in groups if len(values := _given(group))]
+    one = [values.min() for values in given if not apart(values, within)]
     solved = sum(value > 0 for value in one)
     return {
         names.SOLVED_ALL: solved / len(groups),
@@ -27,10 +29,10 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 class Health:
-    """Looks at a run's steps, one after the other."""
+    """Looks at a run's steps, one after the other. `within`: see `group_metrics`."""
 
-    def __init__(self):
-        self._same = 0
+    def __init__(self, within: float = 0.0):
+        self._within, self._same = within, 0
         self._said: dict[str, int] = {}  # the step of the last warning, by kind
         self._silent: set[tuple[str, bool]] = set()  # reward functions, and whether they failed
 
@@ -53,7 +55,7 @@ class Health:
     def _no_signal(self, groups: Sequence[Group], signals: Sequence[Signal]) -> str:
         if any(_has_signal(signal) for signal in signals):
             return ""
-        shares = group_metrics(groups)
+        shares = group_metrics(groups, self._within)
         return (
             f"no group has an advantage, nothing is learned: of {len(groups)} groups "
             f"{shares[names.SOLVED_ALL]:.0%} have one same reward above 0 for all their samples, "

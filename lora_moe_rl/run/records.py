@@ -83,7 +83,8 @@ class Records:
         self.stop_requested = False
         self.plateau: Plateau | None = None  # what ended the run before its last step
         self.done = done
-        self._lines, self._health = console.StepLines(config), Health()
+        self._lines = console.StepLines(config)
+        self._health = Health(config.algorithm.equal_within)
         self._skipped_in_a_row = 0
         self._unrewarded_in_a_row = 0
         self._untrained_in_a_row = 0

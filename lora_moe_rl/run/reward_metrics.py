@@ -28,8 +28,8 @@ def reward_metrics(groups: Sequence[Group], config: RunConfig) -> dict[str, floa
     """All of them. What functions have logged stands under names that none of the others has
     (`rewards/calling.py`)."""
     return {
-        **metrics_of(groups),
-        **set_metrics(groups, config.data.sets),
+        **metrics_of(groups, config.algorithm.equal_within),
+        **set_metrics(groups, config.data.sets, config.algorithm.equal_within),
         **function_metrics(groups, config.reward.functions),
         **logged_metrics(groups),
         **turn_metrics(groups),
@@ -38,13 +38,15 @@ def reward_metrics(groups: Sequence[Group], config: RunConfig) -> dict[str, floa
     }
 
 
-def set_metrics(groups: Sequence[Group], data_sets: Iterable[str]) -> dict[str, float]:
+def set_metrics(
+    groups: Sequence[Group], data_sets: Iterable[str], within: float = 0.0
+) -> dict[str, float]:
     """Of each of several data sets: its groups in the step, and over them what `metrics_of`
     says of all; NaN for a set that has none in the step."""
     found: dict[str, float] = {}
     for name in data_sets:
         own = [group for group in groups if group.prompt.data_set == name]
-        every = metrics_of(own) if own else {}
+        every = metrics_of(own, within) if own else {}
         found[names.of_set(name, "groups")] = len(own)
         for what, metric in SET_METRICS.items():
             found[names.of_set(name, what)] = every.get(metric, math.nan)
@@ -154,8 +156,9 @@ def teacher_metrics(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
-def metrics_of(groups: Sequence[Group]) -> dict[str, float]:
-    """Over the samples that have a reward; NaN when none has."""
+def metrics_of(groups: Sequence[Group], within: float = 0.0) -> dict[str, float]:
+    """Over the samples that have a reward; NaN when none has. Rewards of a group that are no
+    further apart than `within` are one."""
     rewards = np.concatenate([group.rewards[group.ends] for group in groups])
     given = rewards[~np.isnan(rewards)]
     failed = sum(len(group.failures) for group in groups)
@@ -164,5 +167,5 @@ def metrics_of(groups: Sequence[Group]) -> dict[str, float]:
         names.REWARD_STD: float(given.std()) if len(given) else math.nan,
         names.REWARDS_NONE: len(rewards) - len(given) - failed,
         names.REWARDS_FAILED: failed,
-        **group_metrics(groups),
+        **group_metrics(groups, within),
     }

@@ -41,9 +41,9 @@ def of_step(
     rewards = [group.rewards[group.ends] for group in groups]
     lengths = [[len(sample.response_ids) for sample in group.samples] for group in groups]
     advantages = [
-        advantage[sample.mask]
-        for group, signal in zip(groups, signals, strict=True)
-        for sample, advantage in zip(group.samples, signal.advantages, strict=True)
+        advantage[weight > 0]
+        for signal in signals
+        for weight, advantage in zip(signal.weights, signal.advantages, strict=True)
     ]
     every: dict[str, Sequence[Any]] = {names.LENGTH_HISTOGRAM: lengths}
     if sampled:

@@ -27,6 +27,7 @@ PARTS = {
     "kl_to_start": {"kl_coef": 0.3, "reference": "start"},
     "kl_to_start_in_reward": {"name": "rloo", "kl_coef": 0.1, "reference": "start"},
     "pairs_against_start": {"name": "dpo", "reference": "start"},
+    "pairs_of_means": {"name": "dpo", "pair_loss": "ipo"},
     "tis": {"correction": "tis"},
     "normalized": {"correction": "decoupled_seq_is", "correction_normalize": True},
     "mis": {"correction": "mis", "correction_max": 30.0},

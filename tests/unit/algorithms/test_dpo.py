@@ -36,24 +36,48 @@ def known(seed: int = 0, size: float = 3.0, **changes) -> Known:
     return Known(REWARDS, GROUPS, masks, **parts)
 
 
-def as_trl(old, reference, beta: float, smoothing: float):
-    """DPOTrainer's loss_type=sigmoid on summed logprobs: (loss, chosen and rejected rewards)."""
+def as_trl(old, reference, beta: float, smoothing: float, kind: str = "sigmoid"):
+    """DPOTrainer's loss_type on summed logprobs: (loss, chosen and rejected rewards). Its sigmoid
+    takes no smoothing, which is cDPO's."""
     sums = torch.stack([one.sum() for one in old])
     base = torch.stack([one.sum() for one in reference])
     chosen, rejected = sums[CHOSEN] - base[CHOSEN], sums[REJECTED] - base[REJECTED]
     delta = chosen - rejected
-    losses = -F.logsigmoid(beta * delta) * (1 - smoothing) - F.logsigmoid(-beta * delta) * smoothing
+    clean, flipped = -F.logsigmoid(beta * delta), -F.logsigmoid(-beta * delta)
+    tokens = torch.tensor(LENGTHS, dtype=torch.float64)
+    of_means = chosen / tokens[CHOSEN] - rejected / tokens[REJECTED]
+    losses = {
+        "sigmoid": clean * (1 - smoothing) + flipped * smoothing,
+        "robust": (clean * (1 - smoothing) - flipped * smoothing) / (1 - 2 * smoothing),
+        "hinge": torch.relu(1 - beta * delta),
+        "ipo": (of_means - 1 / (2 * beta)) ** 2,
+        "sigmoid_norm": -F.logsigmoid(beta * of_means),
+    }[kind]
     return losses.mean(), beta * chosen.detach(), beta * rejected.detach()
 
 
 @pytest.mark.parametrize("size", [0.5, 3.0, 400.0])  # margins to 100, where sigmoid is 0 or 1
-@pytest.mark.parametrize(("beta", "smoothing"), [(0.1, 0.0), (0.5, 0.2)])
-def test_loss_metrics_and_gradient_are_those_of_the_formula(beta, smoothing, size):
-    algorithm = dpo(f"algorithm.beta={beta}", f"algorithm.label_smoothing={smoothing}")
+@pytest.mark.parametrize(
+    ("beta", "smoothing", "kind"),
+    [
+        (0.1, 0.0, "sigmoid"),
+        (0.5, 0.2, "sigmoid"),
+        (0.5, 0.2, "robust"),
+        (0.3, 0.0, "hinge"),
+        (0.1, 0.0, "ipo"),
+        (0.7, 0.0, "sigmoid_norm"),
+    ],
+)
+def test_loss_metrics_and_gradient_are_those_of_the_formula(beta, smoothing, kind, size):
+    algorithm = dpo(
+        f"algorithm.beta={beta}",
+        f"algorithm.label_smoothing={smoothing}",
+        f"algorithm.pair_loss={kind}",
+    )
     step = known(size=size)
     old = [torch.from_numpy(one).requires_grad_() for one in step.old]
     reference = [torch.from_numpy(one) for one in step.reference]
-    loss, chosen, rejected = as_trl(old, reference, beta, smoothing)
+    loss, chosen, rejected = as_trl(old, reference, beta, smoothing, kind)
     wanted = torch.cat(torch.autograd.grad(loss, old)).numpy()
 
     found = algorithm.revised_metrics(step)
@@ -116,11 +140,15 @@ def test_a_forward_that_was_not_made_is_an_error():
         ("algorithm.aggregation=token-mean", "algorithm.aggregation=token-mean has no meaning"),
         ("algorithm.beta=0", "algorithm.beta=0 must be greater than 0"),
         ("algorithm.group_size=4", "algorithm.group_size=4 must be at most 2"),
+        (
+            "algorithm.pair_loss=ipo algorithm.label_smoothing=0.1",
+            "label_smoothing=0.1 has no effect with algorithm.pair_loss=ipo: it applies only to",
+        ),
     ],
 )
 def test_what_would_not_be_dpo_is_refused(setting, message):
     with pytest.raises(ConfigError, match=message):
-        dpo(setting)
+        dpo(*setting.split())
 
 
 def test_it_asks_for_the_policy_and_the_base_before_the_update():

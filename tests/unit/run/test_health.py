@@ -30,6 +30,17 @@ def test_groups_of_one_reward_are_counted():
     assert group_metrics([group(-1, -1)]) == {"reward/solved_all": 0, "reward/solved_none": 1}
 
 
+def test_rewards_that_an_advantage_takes_for_equal_are_one_reward():
+    """A judge's, which come with rounding: 0.7 and 0.7000005; and around 0."""
+    groups = [group(0.7, 0.7000005), group(0, 5e-7), group(0.7, 0.71)]
+    told = {"reward/solved_all": 1 / 3, "reward/solved_none": 1 / 3}
+    assert group_metrics(groups, 1e-6) == told
+    assert group_metrics(groups) == {"reward/solved_all": 0, "reward/solved_none": 0}
+    equal = [Signal.of_samples(one, np.zeros(2)) for one in groups[:2]]
+    (said,) = Health(1e-6).look(1, groups[:2], equal)
+    assert "of 2 groups 50% have one same reward above 0" in said
+
+
 def test_a_step_without_any_signal_is_told_of():
     health = Health()
     assert look(health, 1, group(0, 1), group(0, 0)) == []
