@@ -79,6 +79,7 @@ async def run(ports: Ports, book: TicketBook, first_step: int) -> None:
             book.close()
             for task in rolling:
                 task.cancel()
+            await ports.evaluations.ended()  # which judges the last checkpoint
             await ports.records.finish()
         ports.evaluations.check()
     except BaseExceptionGroup as group:

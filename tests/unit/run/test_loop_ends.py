@@ -103,6 +103,14 @@ def test_the_last_evaluations_rewards_may_end_the_run_too(lag):
 
 
 @pytest.mark.parametrize("lag", [0, 1])
+def test_the_last_evaluation_is_on_record_before_the_last_checkpoint_is_judged(lag):
+    made = run(lag=lag, config=evaluating(lag))
+    assert made.error is None
+    ends = [event for event in made.events if event in ("written 2", "evaluated 2", "finish")]
+    assert ends == ["written 2", "evaluated 2", "finish"]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
 def test_a_metric_that_gets_no_better_ends_the_run_after_an_evaluation_and_a_checkpoint(lag):
     config = evaluating(lag)
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 0})})
