@@ -39,7 +39,13 @@ log = logging.getLogger(__name__)
 
 def prepare_ray() -> None:
     """Once, before `start_ray`: says who may talk to Ray, and from now on what this process starts
-    ends with it. Raises ConfigError for a cluster without a token."""
+    ends with it. Raises ConfigError for a cluster without a token, and where Ray is there already,
+    which a run would end with its own."""
+    if ray.is_initialized():
+        raise ConfigError(
+            "Ray runs in this process already, and a run starts one of its own, and ends it: call "
+            "ray.shutdown() before, or start the run in a process of its own (lora-moe-rl train)"
+        )
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if "RAY_ADDRESS" in os.environ:
         require_token()

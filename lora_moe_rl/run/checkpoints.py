@@ -220,6 +220,13 @@ class Checkpoints:
         self._ends_at = time.monotonic() + LAST_ROOM_S
         await self._exported()
 
+    async def judge(self, step: int) -> None:
+        """Which checkpoints stay, by a metric of evaluations: that of the newest, of `step`, comes
+        after it."""
+        settings = self.config.checkpoint
+        if settings.keep_best and settings.best_of_evaluations:
+            await self._prune(step)
+
     async def _in_thread(self, name: str, call: Callable[[], T]) -> T:
         def alone() -> T:
             with self._busy:

@@ -15,7 +15,7 @@ from collections.abc import Container
 from typing import Protocol
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import EngineDied, LoraMoeRlError
+from lora_moe_rl.errors import EngineDied
 from lora_moe_rl.ports import Sampler
 from lora_moe_rl.run.tickets import TicketBook
 
@@ -38,7 +38,7 @@ class Evaluations:
         self.recorded = recorded
         self._beside: asyncio.Task[None] | None = None
         self._taken = -1  # the newest step whose evaluation was begun
-        self._failed: LoraMoeRlError | None = None  # what one beside training has ended with
+        self._failed: Exception | None = None  # what one beside training has ended with
 
     def is_due(self, step: int, last: bool = False) -> bool:
         if step in self.recorded or step == self._taken:
@@ -90,6 +90,6 @@ class Evaluations:
                 "step %d has no evaluation: %s; the engines that came back have newer versions",
                 *(step, error),
             )
-        except LoraMoeRlError as error:  # the run ends with a checkpoint, no task's to write
+        except Exception as error:  # the run ends with a checkpoint, no task's to write
             self._failed = error
         await self.engines.pin(None)

@@ -79,6 +79,7 @@ async def run(ports: Ports, book: TicketBook, first_step: int) -> None:
             book.close()
             for task in rolling:
                 task.cancel()
+            await ports.evaluations.ended()  # which judges the last checkpoint
             await ports.records.finish()
         ports.evaluations.check()
     except BaseExceptionGroup as group:
@@ -90,13 +91,13 @@ async def feed(ports: Ports, book: TicketBook) -> None:
         drawn_at = ports.source.state_dict()
         try:
             book.admit(ports.source.next(1)[0], drawn_at)
-        except LoraMoeRlError as error:
+        except Exception as error:
             book.fail(error)
 
 
 async def roll(ports: Ports, book: TicketBook) -> None:
-    """What fails for good, as an engine that dies too often, ends the run after the update that is
-    under way."""
+    """What fails for good, as an engine that dies too often or an environment of the user's that
+    raises, ends the run after the update that is under way."""
     config = ports.config
     while ticket := await book.claim(lambda: ports.publisher.version):
         seed = seed_of(config.seed, ticket.number, config.algorithm.prompts_per_step)
@@ -109,7 +110,7 @@ async def roll(ports: Ports, book: TicketBook) -> None:
         except EngineDied:
             book.give_back(ticket)
             continue
-        except LoraMoeRlError as error:
+        except Exception as error:
             book.fail(error)
             return
         # Failures count in their step, and may be why the rest has no signal.
@@ -195,7 +196,7 @@ async def _kept(
     ends the run once that is in a checkpoint."""
     try:
         yield
-    except LoraMoeRlError:
+    except Exception:
         try:
             await _keep(ports, book, step, tasks)
             book.close()

@@ -270,8 +270,11 @@ class Records:
         await self.checkpoints.write(step, book, lambda: self._is_last(step), tasks)
 
     async def finish(self) -> None:
-        """The run ends: returns when all that it keeps is written."""
+        """The run ends, and its last evaluation is on record: returns when all that it keeps is
+        written."""
         await self.checkpoints.finish()
+        if self.checkpoints.newest == self.done:
+            await self.checkpoints.judge(self.done)
 
     def _adapter_written(self, step: int, directory: Path) -> None:
         self.metrics.adapter(step, directory)

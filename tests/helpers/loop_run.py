@@ -256,7 +256,7 @@ def run(
     )
     try:
         asyncio.run(loop.run(ports, book, 1))
-    except LoraMoeRlError as error:
+    except (LoraMoeRlError, LookupError) as error:  # of us, and of a user's code
         made.error = error
     return made
 

@@ -96,6 +96,11 @@ class Instance:
             ended = f"{self.factory}: the process ended in {what}"
             raise Failed("environment_error", ended) from error
 
+    @property
+    def alive(self) -> bool:
+        """Whether its process is there, which nobody may have noticed while it was idle."""
+        return self._process is not None and self._process.is_running()
+
     def leave(self) -> None:
         """Closes the connection, at which the process ends by itself if it can."""
         self._wire.close()
@@ -140,9 +145,11 @@ class Instances:
         Raises Failed."""
         await self._room.acquire()
         self._in_use += 1
-        if self._idle[factory]:
-            return self._idle[factory].pop()
         try:
+            while self._idle[factory]:
+                if (found := self._idle[factory].pop()).alive:
+                    return found
+                await self._end(found)  # the kernel has ended it, for want of memory perhaps
             idle = [one for several in self._idle.values() for one in several]
             if self._in_use + len(idle) > self._most:
                 self._idle[idle[0].factory].remove(idle[0])

@@ -13,8 +13,9 @@ from ray._private.serialization import SerializationContext
 from lora_moe_rl.cluster.actors import Actor, answers, get
 from lora_moe_rl.cluster.ray_start import RAY_STARTS, init_ray
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import ActorFailed, ClusterError, RefitError
+from lora_moe_rl.errors import ActorFailed, ClusterError, ConfigError, RefitError
 from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.run.own_ray import OwnRay
 
 # Whether the kernel tells how a process ended to others than its parent.
 TELLS = tuple(map(int, platform.release().split("-")[0].split(".")[:2])) >= (6, 15)
@@ -84,6 +85,18 @@ def test_the_dead_one_is_named_even_when_its_peer_complains_first(actors):
     with pytest.raises(ActorFailed, match="actor trainer-1 failed: .*died") as caught:
         act(actors, ("raise",), ("die", 0.5))
     assert caught.value.log_tail == "last words of trainer-1"
+
+
+def test_a_run_leaves_the_ray_alone_that_somebody_else_has_started(monkeypatch):
+    """In a notebook, or in these tests: it neither takes it over nor ends it."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for begin in (OwnRay.begin, OwnRay.wait):
+        with (
+            pytest.raises(ConfigError, match="Ray runs in this process already"),
+            OwnRay(RunConfig()) as own_ray,
+        ):
+            begin(own_ray)
+    assert ray.is_initialized() and ray.get(ray.put(7)) == 7
 
 
 @pytest.mark.parametrize(("deed", "end"), [("die", "exit code 1"), ("be killed", "signal SIGKILL")])

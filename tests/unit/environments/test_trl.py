@@ -256,6 +256,19 @@ def test_idle_ones_of_other_factories_make_room(make):
     assert max(most) <= 3
 
 
+def test_idle_ones_that_were_ended_meanwhile_are_not_asked(make):
+    """As the kernel does when memory runs out: that costs no conversation one of its tries."""
+    environment = make("TargetEnv", group=2, retries=0)
+    roll(environment, Speaker("x"), row(target=1))
+    children = psutil.Process(environment.instances._process.pid).children()
+    for process in children:
+        process.kill()
+    psutil.wait_procs(children, timeout=10)
+    group = roll(environment, Speaker("x"), row(target=1))
+    assert counted(group)["done"] == 2 and not group.failures
+    assert len(environment.instances._live) == 2
+
+
 def test_the_process_that_forks_is_started_again(make):
     environment = make("IncrementEnv", group=3)
     environment.instances._process.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from pathlib import Path
@@ -18,7 +19,8 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import AdapterError, CheckpointError, DiskError
 from lora_moe_rl.files import checkpoint_writing
-from lora_moe_rl.files.checkpoint import newest_step, newest_valid, read_manifest
+from lora_moe_rl.files.checkpoint import newest_step, newest_valid, read_manifest, step_of
+from lora_moe_rl.files.checkpoint_writing import KEPT
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.files.saving import save_safetensors
 from lora_moe_rl.files.trainer_state import Saved, file_name, key
@@ -327,6 +329,29 @@ def test_a_newer_checkpoint_takes_the_place_of_an_adapter_that_was_refused(tmp_p
 
     run.do(two)
     assert refusing.asked == 2 and run.told == [4] and run.weights == {4.0}
+
+
+def test_the_last_checkpoint_is_judged_by_the_evaluation_that_comes_after_it(tmp_path):
+    """Until then the one before the last was the best, and stayed though it is too old."""
+    best = {"keep": 2, "keep_best": 1, "best_metric": "eval/sums/avg"}
+    run = Run(tmp_path, Disk(), **best)
+    values = {2: 0.5, 4: 0.25, 6: 0.75}
+
+    async def steps(checkpoints, tasks):
+        for step, value in values.items():
+            await checkpoints.write(step, {"data": {}}, no, tasks)
+            run.run_dir.append(run.run_dir.metrics_file, [{"step": step, "eval/sums/avg": value}])
+        await checkpoints.finish()
+        assert left() == [2, 4, 6]
+        await checkpoints.judge(6)
+
+    def left() -> list[int]:
+        return sorted(step_of(path) for path in run.run_dir.checkpoints.glob("step-*"))
+
+    run.do(steps)
+    assert left() == [4, 6]
+    kept = json.loads((run.run_dir.checkpoints / KEPT).read_text())
+    assert kept == {"step-000006": "best: eval/sums/avg 0.75"}
 
 
 def test_a_list_of_kept_checkpoints_that_is_refused_costs_no_checkpoint(tmp_path, monkeypatch):

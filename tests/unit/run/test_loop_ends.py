@@ -12,6 +12,7 @@ from loop_run import (
     Environment,
     Evaluator,
     Records,
+    Source,
     evaluating,
     of_steps,
     run,
@@ -103,6 +104,14 @@ def test_the_last_evaluations_rewards_may_end_the_run_too(lag):
 
 
 @pytest.mark.parametrize("lag", [0, 1])
+def test_the_last_evaluation_is_on_record_before_the_last_checkpoint_is_judged(lag):
+    made = run(lag=lag, config=evaluating(lag))
+    assert made.error is None
+    ends = [event for event in made.events if event in ("written 2", "evaluated 2", "finish")]
+    assert ends == ["written 2", "evaluated 2", "finish"]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
 def test_a_metric_that_gets_no_better_ends_the_run_after_an_evaluation_and_a_checkpoint(lag):
     config = evaluating(lag)
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 0})})
@@ -154,6 +163,31 @@ def test_an_engine_that_dies_too_often_ends_the_run_after_the_update_and_a_check
     monkeypatch.setattr(Environment, "rollout", dies)
     made = run(lag=lag, config=of_steps(4), due=())
     assert isinstance(made.error, ActorFailed) and len(made.records.steps) == trained
+    assert made.events[-3:] == [f"checkpoint {trained}", f"written {trained}", "finish"]
+
+
+@pytest.mark.parametrize("whose", ["environment", "generator"])
+@pytest.mark.parametrize(("lag", "trained"), [(0, 1), (1, 2)])
+def test_what_a_users_code_raises_breaks_no_update_off_and_leaves_a_checkpoint(
+    monkeypatch, lag, trained, whose
+):
+    """Over the third step's prompts or the second's; with lag 1 while another step is trained."""
+    rollout, draw, first = Environment.rollout, Source.next, 2 * trained
+
+    async def plays(self, prompt, policy):
+        if whose == "environment" and prompt.row >= first:
+            raise KeyError("score")
+        return await rollout(self, prompt, policy)
+
+    def next_rows(self, count):
+        if whose == "generator" and self.drawn >= first:
+            raise KeyError("score")
+        return draw(self, count)
+
+    monkeypatch.setattr(Environment, "rollout", plays)
+    monkeypatch.setattr(Source, "next", next_rows)
+    made = run(lag=lag, config=of_steps(4), due=())
+    assert isinstance(made.error, KeyError) and len(made.records.steps) == trained
     assert made.events[-3:] == [f"checkpoint {trained}", f"written {trained}", "finish"]
 
 

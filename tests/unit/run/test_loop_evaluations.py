@@ -23,7 +23,7 @@ def test_with_lag_training_goes_on_and_the_run_ends_after_its_evaluations():
     assert made.events.index("pin 0") < begun
     assert {"roll 0", "roll 1", "update"} & set(made.events[begun:ended])
     assert made.events.index("evaluated 1") < made.events.index("evaluate 2 at 2")
-    assert made.events[-2:] == ["evaluated 2", "pin None"]
+    assert made.events[-3:] == ["evaluated 2", "pin None", "finish"]
 
 
 @pytest.mark.parametrize("lag", [0, 1])
