@@ -64,16 +64,16 @@ def resolve(config: RunConfig) -> RunConfig:
         name = getattr(config, section).name
         if ":" in name:
             ones = name.split(",") if KINDS[section].several else [name]
-            specs = [absolute_spec(one.strip()) if ":" in one else one for one in ones]
+            specs = [_spec(f"{section}.name", one) if ":" in one else one for one in ones]
             settings[section] = {"name": ",".join(specs)}
     settings["environment"] = settings.get("environment", {}) | config.environment.absolute()
     settings["checkpoint"] = config.checkpoint.absolute()
     settings["adapter"] = config.adapter.absolute()
     if config.reward.function is not None:
-        settings["reward"]["function"] = absolute_spec(config.reward.function)
+        settings["reward"]["function"] = _spec("reward.function", config.reward.function)
     if config.reward.functions:
         settings["reward"]["functions"] = {
-            name: {"function": absolute_spec(one.function)}
+            name: {"function": _spec(f"reward.functions.{name}.function", one.function)}
             for name, one in config.reward.functions.items()
             if one.function is not None
         }
@@ -98,13 +98,22 @@ def _resolved(source: SourceConfig) -> dict[str, Any]:
         text = _text_of(source.key("system_prompt_file"), source.system_prompt_file)
         found = {"system_prompt": text, "system_prompt_file": None}
     if source.generator is not None:
-        found["generator"] = absolute_spec(source.generator)
+        found["generator"] = _spec(source.key("generator"), source.generator)
     if source.path is not None and Path(source.path).expanduser().exists():
         found["path"] = os.path.abspath(Path(source.path).expanduser())
     own = isinstance(source, SetConfig | EvalSetConfig)
     if own and source.reward is not None and ":" in source.reward:
-        found["reward"] = absolute_spec(source.reward)
+        found["reward"] = _spec(source.key("reward"), source.reward)
     return found
+
+
+def _spec(key: str, spec: str) -> str:
+    """A function or class by its name, good in any directory. Raises ConfigError that names the
+    key."""
+    try:
+        return absolute_spec(spec.strip())
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def _text_of(key: str, file: str) -> str:

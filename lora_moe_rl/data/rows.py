@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ from lora_moe_rl.config import SourceConfig
 from lora_moe_rl.errors import DataError
 
 SUFFIXES = (".jsonl", ".parquet", ".csv")
+OTHERS = (".json", ".txt", ".tsv", ".arrow", ".gz", ".zst", ".zip")  # files too, none that is read
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 SAVED = "state.json"  # what datasets' save_to_disk writes
 
 
 def is_hub(path: str) -> bool:
-    """True when data.path names a data set of the hub: it looks like no path, whether or not such a
-    file is there."""
-    return not (path.startswith(("/", ".", "~")) or path.endswith(SUFFIXES))
+    """True when data.path can name a data set of the hub (owner/name, or a name alone): it looks
+    like no path, whether or not such a file is there."""
+    return HUB_NAME.fullmatch(path) is not None and not path.endswith(SUFFIXES + OTHERS)
 
 
 def read_rows(config: SourceConfig) -> list[tuple[str, dict[str, Any]]]:
@@ -42,8 +45,10 @@ def read_rows(config: SourceConfig) -> list[tuple[str, dict[str, Any]]]:
             f"{named} is not a {' or '.join(SUFFIXES)} file, and not a directory "
             f"of one split that datasets' save_to_disk wrote (it has no {SAVED})"
         )
-    elif path.suffix in SUFFIXES or path.is_absolute() or config.path.startswith("."):
-        raise DataError(f"{named}: there is no such file")
+    elif not is_hub(config.path):
+        several = "; several files are several sets, data.sets.NAME.path=FILE each"
+        hint = several if "," in config.path else ""
+        raise DataError(f"{named}: there is no such file{hint}")
     else:
         rows = list(islice(_hub(config), config.limit))
     if not rows:

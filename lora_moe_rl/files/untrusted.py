@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # safetensors' own limit of a header
 MAX_HEADER = 100_000_000
+LFS = b"version https://git-lfs"  # what a clone without Git LFS has in the place of a file
 LARGE = 1 << 26  # bytes of a tensor, above which the machine is asked for room
 MAX_JSON = MAX_HEADER  # the index of a model of a trillion weights has some 30 MB
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -81,7 +82,12 @@ class SafeFile:
         """Reads the header alone. Raises FileError for what is malformed."""
         with _open(path) as file:
             size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
+            begin = file.read(8)
+            if begin == LFS[:8] and file.read(len(LFS) - 8) == LFS[8:]:
+                raise FileError(
+                    f"{path} is a pointer of Git LFS, not the file itself; fetch it (git lfs pull)"
+                )
+            length = int.from_bytes(begin, "little")
             if size < 8 or length > size - 8:
                 raise FileError(
                     f"{path} is truncated: it has {size:,} bytes, and its header claims "

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lora_moe_rl.adapters.families import FAMILIES
 from lora_moe_rl.errors import ModelError
+from lora_moe_rl.files.untrusted import SafeFile
 from lora_moe_rl.models import quantised
 from lora_moe_rl.tiny.make import NAMES, find_tiny, make_tiny
 
@@ -63,7 +64,8 @@ def check_model_dir(path: Path | str) -> dict:
     """Checks that a Hugging Face directory can be loaded and trained, and returns its config.json.
 
     Raises ModelError for a missing config, missing shards, weights that are not safetensors
-    (nothing is unpickled) and architectures that are not supported.
+    (nothing is unpickled) and architectures that are not supported; FileError for shards that are
+    not whole.
     """
     path = Path(path)
     config_file = path / "config.json"
@@ -85,11 +87,13 @@ def check_model_dir(path: Path | str) -> dict:
         )
     for reason in quantised.refused(config):
         raise ModelError(f"{config_file}: {reason}")
-    _check_weights(path)
+    for shard in _shards(path):
+        SafeFile.open(path / shard)
     return config
 
 
-def _check_weights(path: Path) -> None:
+def _shards(path: Path) -> list[str]:
+    """The names of the files of weights. Raises ModelError where one is not there."""
     index_file = path / "model.safetensors.index.json"
     if index_file.is_file():
         try:
@@ -102,13 +106,15 @@ def _check_weights(path: Path) -> None:
                 f"{path} lacks {len(missing)} of {len(shards)} weight shards ({missing[0]}, ...); "
                 "fetch the model again"
             )
-    elif not (path / "model.safetensors").is_file():
+        return shards
+    if not (path / "model.safetensors").is_file():
         pickled = sorted(file.name for file in [*path.glob("*.bin"), *path.glob("*.pt")])
         found = f"only {pickled[0]}, which would have to be unpickled" if pickled else "none"
         raise ModelError(
             f"{path} has no safetensors weights (found: {found}); convert or fetch them as "
             "model.safetensors"
         )
+    return ["model.safetensors"]
 
 
 def _cached(name: str, revision: str | None) -> Path | None:
@@ -120,7 +126,7 @@ def _cached(name: str, revision: str | None) -> Path | None:
         return None
     directory = Path(config).parent
     try:
-        _check_weights(directory)
+        _shards(directory)
     except ModelError:
         return None
     return directory

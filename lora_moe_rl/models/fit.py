@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from lora_moe_rl.adapters.sharding import dense_kind
 from lora_moe_rl.adapters.spec import ModelShape
 from lora_moe_rl.config import RolloutConfig, RunConfig
 from lora_moe_rl.config.keys import value_text
-from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.errors import ConfigError, ModelError
 from lora_moe_rl.models.quantised import WHOLE
 
 
@@ -57,9 +59,15 @@ def check_layout(shape: ModelShape, config: RunConfig, form: str | None = None) 
         )
 
 
-def check_stops(shape: ModelShape, config: RunConfig) -> None:
-    """Raises ConfigError for a token that is to end responses and that no model can sample."""
+def check_stops(shape: ModelShape, config: RunConfig, own: Collection[int] = ()) -> None:
+    """Raises ConfigError for a token that is to end responses and that no model can sample, and
+    ModelError where it is one that the model's files name (`own`)."""
     size = shape.vocab_size
+    if strange := [token for token in own if token >= size]:
+        raise ModelError(
+            f"the model's generation_config.json or config.json has the eos_token_id "
+            f"{', '.join(map(str, strange))}, and its token ids are 0 to {size - 1}; mend it there"
+        )
     if strange := [token for token in config.rollout.stop_token_ids if not 0 <= token < size]:
         raise ConfigError(
             f"rollout.stop_token_ids has {', '.join(map(str, strange))}, which would end no "

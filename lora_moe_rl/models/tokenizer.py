@@ -97,13 +97,22 @@ def load_tokenizer(
 
 
 def stop_ids(model_dir: Path | str) -> set[int]:
-    """The end-of-sequence ids that the model's files name."""
+    """The end-of-sequence ids that the model's files name. Raises ModelError for what is no id."""
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         path = Path(model_dir) / name
-        value = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-        if value is not None:
-            found |= set(value) if isinstance(value, list) else {value}
+        try:
+            value = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        except (ValueError, AttributeError) as error:
+            raise ModelError(f"{path} is no JSON object: {error}; fetch it again") from error
+        ids = value if isinstance(value, list) else [value]
+        for one in ids if value is not None else []:
+            if isinstance(one, bool) or not isinstance(one, int) or one < 0:
+                raise ModelError(
+                    f"eos_token_id of {path} is {value!r}; it must be the id of a token, or a list "
+                    "of such"
+                )
+            found.add(one)
     return found
 
 

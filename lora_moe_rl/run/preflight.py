@@ -285,7 +285,7 @@ class Preflight:
         check_layout(shape, config, self.form)
         check_blocks(shape, config, self.form)
         check_replay(shape, config)
-        check_stops(shape, config)
+        check_stops(shape, config, stop_ids(self.model_dir))
         spec = AdapterSpec.build(shape, config.adapter, servable=config.serves_adapters)
         check_engine(config, spec)
         check_quantised(config, self.form)

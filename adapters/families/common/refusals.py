@@ -39,11 +39,18 @@ def usual(
         yield "attention_bias=true is not supported for this family: Megatron-Bridge has no place"
     if c.get("use_sliding_window"):
         yield "use_sliding_window=true is not supported: the trainer attends to all tokens"
-    yield from _rope(c.get("rope_parameters") or c.get("rope_scaling") or {}, ropes)
+    one, other = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
+    if one and other and _kind(one) != _kind(other):
+        yield f"rope_parameters has the rope type {_kind(one)!r}, rope_scaling {_kind(other)!r}"
+    yield from _rope(one or other, ropes)
+
+
+def _kind(rope: Config) -> str:
+    return rope.get("rope_type") or rope.get("type") or "default"
 
 
 def _rope(rope: Config, allowed: tuple[str, ...]) -> Iterator[str]:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = _kind(rope)
     if kind not in allowed:
         yield f"rope type {kind!r} is not supported for this family; supported: {allowed}"
     if unknown := sorted(set(rope) - _ROPE_KEYS):

@@ -17,6 +17,11 @@ REFUSED = [
     (QWEN3, {"tie_word_embeddings": True}, "tie_word_embeddings"),
     (QWEN3, {"attention_bias": True}, "attention_bias"),
     (QWEN3, {"rope_scaling": YARN}, "rope type 'yarn'"),
+    (
+        QWEN3,
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN},
+        "rope_parameters has the rope type 'default', rope_scaling 'yarn'",
+    ),
     (DENSE, {"tie_word_embeddings": True}, "Qwen3-8B and the larger ones"),
     (DENSE, {"attention_bias": True}, "attention_bias"),
     (QWEN2, {"use_sliding_window": True, "sliding_window": 32768}, "use_sliding_window"),

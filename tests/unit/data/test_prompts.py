@@ -5,6 +5,7 @@ from prompt_sources import MAX_TOKENS, TOKENIZER, source, texts
 
 from lora_moe_rl.config import DataConfig
 from lora_moe_rl.data.prompts import PromptSource
+from lora_moe_rl.data.rows import is_hub
 from lora_moe_rl.errors import ConfigError, DataError
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 
@@ -267,6 +268,22 @@ def test_bad_files(tmp_path):
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}\n'.encode("latin-1"))
     with pytest.raises(DataError, match="line 1: not a line of JSON"):
         source(path=str(tmp_path / "latin.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "path", ["[a.jsonl,b.jsonl]", "a.jsonl,b.jsonl", "rows/train.json", "a/b/c", "my rows", "a.gz"]
+)
+def test_what_is_no_file_and_can_be_no_name_of_the_hub_is_not_asked_for_there(path):
+    assert not is_hub(path)
+    with pytest.raises(DataError) as error:
+        source(path=path)
+    told = str(error.value)
+    assert "there is no such file" in told and ("data.sets.NAME.path" in told) == ("," in path)
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "openai/gsm8k", "BytedTsinghua-SIA/DAPO-Math-17k"])
+def test_names_of_the_hub(name):
+    assert is_hub(name)
 
 
 def test_data_must_come_from_one_place(write):

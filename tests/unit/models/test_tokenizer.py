@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from lora_moe_rl.errors import ConfigError, ModelError
-from lora_moe_rl.models.tokenizer import check_tokenizer, load_tokenizer
+from lora_moe_rl.models.tokenizer import check_tokenizer, load_tokenizer, stop_ids
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 from tests.helpers import remote_tokenizer
 from tests.helpers.remote_tokenizer import FIRST_SPECIAL, SPECIAL
@@ -101,3 +101,31 @@ def test_code_that_fails_is_one_line(directory, tmp_path_factory):
     (folder / "tokenization_bytes.py").write_text("1 / 0\n")
     with pytest.raises(ModelError, match="cannot be loaded: ZeroDivisionError: division by zero"):
         load_tokenizer(folder, trust_remote_code=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [('{"eos_token_id": 2}', {2}), ('{"eos_token_id": [2, 3]}', {2, 3}), ("{}", set())],
+)
+def test_ends_are_those_that_the_models_files_name(tmp_path, text, found):
+    (tmp_path / "generation_config.json").write_text(text)
+    assert stop_ids(tmp_path) == found
+    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
+    assert stop_ids(tmp_path) == found | {5}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"eos_token_id": "</s>"}', "eos_token_id of .*generation_config.json is '</s>'; it must"),
+        ('{"eos_token_id": [2, "3"]}', r"is \[2, '3'\]; it must be the id of a token"),
+        ('{"eos_token_id": [-1]}', r"is \[-1\]; it must be the id of a token"),
+        ('{"eos_token_id": true}', "is True; it must be the id of a token"),
+        ("{no", "generation_config.json is no JSON object"),
+        ("[]", "generation_config.json is no JSON object"),
+    ],
+)
+def test_an_end_that_is_no_token_is_an_error(tmp_path, text, reason):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ModelError, match=reason):
+        stop_ids(tmp_path)

@@ -10,13 +10,15 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lora_moe_rl.adapters.families import FAMILIES
-from lora_moe_rl.errors import ModelError
+from lora_moe_rl.errors import FileError, ModelError
 from lora_moe_rl.models.directory import check_model_dir, resolve_model
 from lora_moe_rl.tiny import build, pretrain, shapes
 from lora_moe_rl.tiny.arithmetic import MAX_ANSWER_TOKENS, MAX_PROMPT_TOKENS, problems
 from lora_moe_rl.tiny.make import TINY_NAMES, make_tiny
 from lora_moe_rl.tiny.muon import orthogonalize
 from lora_moe_rl.tiny.tokenizer import make_tokenizer, token_id
+
+EMPTY = b"\2" + bytes(7) + b"{}"  # a safetensors file without a tensor
 
 
 @pytest.fixture(scope="module", params=TINY_NAMES)
@@ -153,7 +155,7 @@ def test_muon_orthogonalises_every_matrix_of_a_stack():
 def model_dir(tmp_path):
     config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "model.safetensors").write_bytes(EMPTY)
     return tmp_path
 
 
@@ -183,11 +185,25 @@ def test_an_unsupported_architecture_lists_the_supported(model_dir):
 
 def test_missing_shards(model_dir):
     (model_dir / "model.safetensors").unlink()
-    (model_dir / "model-1.safetensors").touch()
+    (model_dir / "model-1.safetensors").write_bytes(EMPTY)
     weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
     index = model_dir / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ModelError, match=r"lacks 1 of 2 weight shards \(model-2.safetensors"):
+        check_model_dir(model_dir)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "is truncated: it has 0 bytes"),
+        (EMPTY[:-1], "is truncated: it has 9 bytes, and its header claims 2"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a pointer of Git LFS"),
+    ],
+)
+def test_shards_must_be_whole(model_dir, data, reason):
+    (model_dir / "model.safetensors").write_bytes(data)
+    with pytest.raises(FileError, match=f"{model_dir}/model.safetensors {reason}"):
         check_model_dir(model_dir)
 
 

@@ -90,7 +90,7 @@ def test_only_settings_that_are_read_are_taken():
 )
 def test_the_command_refuses_before_anything_starts(tmp_path, capsys, arguments, message):
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
-    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
     assert cli.main(["verify", "layout", "--model", str(tmp_path), *arguments]) == 2
     assert message in capsys.readouterr().err
 

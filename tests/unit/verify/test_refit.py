@@ -220,7 +220,7 @@ def test_nan_is_not_a_small_difference():
 def test_the_command_refuses_before_anything_starts(tmp_path, capsys):
     config = small(QWEN3_30B_A3B)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
     for arguments, says in [
         (["--transports", "pigeon"], "'pigeon' is not a transport"),
         (["--engines", "tp2ep,tp7"], "rollout.tp=7 does not divide"),
