@@ -24,7 +24,7 @@ class Loop(asyncio.SelectorEventLoop):
     """For `asyncio.run(..., loop_factory=Loop)`."""
 
     def __init__(self) -> None:
-        self._one_looks, self._seen, self._lost = threading.Lock(), time.monotonic(), 0.0
+        self._one_looks, self._seen, self._lost = threading.RLock(), time.monotonic(), 0.0
         self._over = threading.Event()
         super().__init__()
         self._looking = threading.Thread(target=self._look, name="clock", daemon=True)
