@@ -203,7 +203,15 @@ class Gate:
 
         if self._serving is None:
             self._serving = asyncio.create_task(self.listening.serve(self.endpoint.app()))
-        await self.listening.started()
+        started = asyncio.create_task(self.listening.started())
+        try:
+            both = {self._serving, started}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            started.cancel()
+        if self._serving.done():  # no agent can ask any more: nobody waits for one
+            self._serving.result()
+            raise RuntimeError(f"the endpoint at {self.url} has ended while the run went on")
         session = Session(source, place)
         source.on_failure = lambda error: self.trajectories.broke(session, error)
         return await self.trajectories.outcome(session, task), session

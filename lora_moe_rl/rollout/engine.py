@@ -37,7 +37,7 @@ from lora_moe_rl.refit.parts import PartLayout, SentPart, check_sent, to_json, v
 from lora_moe_rl.refit.transports import Channel, place
 from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
 from lora_moe_rl.rollout import device as engine_device
-from lora_moe_rl.rollout import dp_ranks, outputs, passed_on, stop_strings
+from lora_moe_rl.rollout import dp_ranks, outputs, passed_on, stop_strings, unnamed
 from lora_moe_rl.rollout.in_flight import Piece, Question
 from lora_moe_rl.rollout.spread import Meeting, meeting_at, spread_args
 from lora_moe_rl.rollout.vllm_engine import VllmEngine
@@ -73,6 +73,7 @@ class RolloutEngine(VllmEngine):
         self.finished_samples = 0
         self.publishing = asyncio.Lock()
         self.packing = ThreadPoolExecutor(PACKING_THREADS, "routes")
+        self.of_run = log_path is not None  # it will be killed, and never shut down
         if log_path is not None:
             redirect(log_path)
 
@@ -103,6 +104,8 @@ class RolloutEngine(VllmEngine):
             args |= spread_args(self.config.rollout, meeting, 0)
         with passed_on.told_of(self.config):
             self.llm = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**args))
+        if self.of_run:
+            unnamed.forget_names()
         if self.config.rollout.stop:
             stop_strings.give_tokenizer(self.llm, self.tokenizer)
         ended = time.perf_counter()

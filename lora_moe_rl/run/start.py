@@ -33,6 +33,7 @@ from lora_moe_rl.run.room import room
 from lora_moe_rl.run.schedule import Schedule
 from lora_moe_rl.run.signals import Stopped, handled, raise_what_was_lost
 from lora_moe_rl.run.stall import Stall, patience
+from lora_moe_rl.run.standing import Loop
 from lora_moe_rl.run.tickets import TicketBook
 from lora_moe_rl.telemetry import console, report
 from lora_moe_rl.telemetry.metrics import MetricsWriter, read_evaluations
@@ -169,7 +170,7 @@ def _evaluate(run: Prepared, actors: Actors, metrics: MetricsWriter) -> None:
         await publisher.start()
         await evaluator.evaluate(run.step, publisher.version)
 
-    asyncio.run(serve_and_ask())
+    asyncio.run(serve_and_ask(), loop_factory=Loop)
 
 
 def _evaluator(
@@ -233,7 +234,7 @@ def _go(run: Prepared, actors: Actors, records: Records, metrics: MetricsWriter)
         _connect(run, actors)
         await _watched(run, actors, book, timeline, loop.run(driven, book, run.step + 1))
 
-    asyncio.run(steps())
+    asyncio.run(steps(), loop_factory=Loop)
 
 
 async def _watched(

@@ -177,6 +177,23 @@ async def test_an_engine_that_dies_gives_the_ticket_back_and_ends_its_agents(mak
         await make("ask").rollout(PROMPT, speaker)
 
 
+async def test_an_endpoint_that_does_not_start_or_has_ended_is_told_and_not_waited_for(make):
+    broken = make("rewards", group=1)
+
+    async def serve(app):
+        raise OSError("no more descriptors")
+
+    broken.gate.listening.serve = serve
+    with pytest.raises(OSError, match="no more descriptors"):
+        await asyncio.wait_for(broken.rollout(PROMPT, Speaker("5")), 20)
+    ended = make("rewards", group=1)
+    await ended.rollout(PROMPT, Speaker("5"))
+    ended.gate.listening.stop()
+    await asyncio.wait([ended.gate._serving])
+    with pytest.raises(RuntimeError, match="has ended while the run went on"):
+        await asyncio.wait_for(ended.rollout(PROMPT, Speaker("5")), 20)
+
+
 async def test_agents_that_come_by_themselves_claim_trajectories_with_the_owners_key(
     make, monkeypatch
 ):

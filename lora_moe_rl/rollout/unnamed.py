@@ -1,0 +1,42 @@
+"""Shared memory of an engine's processes, without names.
+
+vLLM's processes of one engine speak through files in /dev/shm where a model is cut over several of
+them (`vllm/distributed/device_communicators/shm_broadcast.py`, `cpu_communicator.py`), and remove
+these when they are shut down. The actors of a run are killed, at its end too, and every such engine
+would leave its files behind: 8 MiB a run with rollout.tp=2 on a CPU. Ranks on an engine's further
+nodes still do.
+
+    a name, while others come to open it ──> all have it open ──> no name: it goes with the last
+                                                                  process that has it open
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+PLACE = Path("/dev/shm")
+# What Python's multiprocessing and vLLM's C code call them. Others have files there as well.
+PREFIXES = ("psm_", "vllm_dist_")
+
+
+def forget_names() -> list[str]:
+    """Removes the names of what this process and those below it have open: called when all of an
+    engine's processes have started. Returns the names."""
+    me = psutil.Process()
+    found = {path for one in (me, *me.children(recursive=True)) for path in _mapped(one.pid)}
+    for path in found:
+        path.unlink(missing_ok=True)
+    return sorted(path.name for path in found)
+
+
+def _mapped(pid: int) -> Iterator[Path]:
+    """Files of PLACE that a process has in its memory and that still have a name."""
+    with suppress(OSError):  # it has ended
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            _, slash, name = line.partition(f" {PLACE}/")
+            if slash and name.startswith(PREFIXES) and not name.endswith(" (deleted)"):
+                yield PLACE / name
