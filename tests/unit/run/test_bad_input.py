@@ -206,7 +206,10 @@ def train(model, *arguments) -> int:
             ["returned 1.0 for 3 samples, not one reward for each", "return a list of 3"],
         ),
         ("model=nobody/nothing reward.function=raises.py:reward", ["fails on made-up"]),
-        ("reward.function=broken.py", ["reward.function: 'broken.py' is not of the form module:function"]),
+        (
+            "reward.function=broken.py",
+            ["reward.function: 'broken.py' is not of the form module:function"],
+        ),
         ("logging.run_dir=used", ["used holds a run already; go on with it by --resume"]),
         ("--resume-from step-000001", ["step-000001 is no checkpoint", "by its directory"]),
         ("--resume-from used --resume", ["--resume and --resume-from are both given"]),
