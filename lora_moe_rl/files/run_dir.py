@@ -131,14 +131,12 @@ class RunDir:
             self._check_earlier_run()
             for folder in (self.checkpoints, self.logs):
                 folder.mkdir(exist_ok=True)
-            replace_file(self.config_file, to_yaml(self.config).encode())
+            if not self.resume:  # else once it does go on: these settings may be refused
+                self.write_config()
         except BaseException as error:
             self._lock.release()
             if isinstance(error, OSError):
-                raise RunDirError(
-                    f"cannot write into {self.path}: {error.strerror or error}; choose another "
-                    "directory with logging.run_dir=DIR"
-                ) from error
+                raise self._refused(error) from error
             raise
         return self
 
@@ -211,6 +209,19 @@ class RunDir:
     def tail(self, actor: str, num_lines: int = LOG_TAIL_LINES) -> str:
         """The last lines of an actor's log; '' when it wrote none."""
         return tail(self.log_path(actor), num_lines)
+
+    def write_config(self) -> None:
+        """What the run has, or goes on with. Raises RunDirError when the disk refuses."""
+        try:
+            replace_file(self.config_file, to_yaml(self.config).encode())
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def _refused(self, error: OSError) -> RunDirError:
+        return RunDirError(
+            f"cannot write into {self.path}: {error.strerror or error}; choose another directory "
+            "with logging.run_dir=DIR"
+        )
 
     def rewind(self, step: int) -> None:
         """Cuts what is written each step back to `step`, from which the run goes on. What is cut

@@ -24,6 +24,7 @@ class MetricsTable:
         self.steps: list[int] = []
         self._rows: dict[int, int] = {}
         self._columns: dict[str, list[float | None]] = {}
+        self._lines = 0
         self._changed: list[int] = []  # of each row, the count of lines that last changed it
 
     def names(self) -> list[str]:
@@ -55,7 +56,6 @@ class MetricsTable:
     def _refresh(self) -> None:
         if self._file.refresh():
             self._clear()
-            self._lines = 0
         for _, line in self._file.read():
             self._lines += 1
             record = parse(line)

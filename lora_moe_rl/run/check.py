@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich.console import Console
 from rich.text import Text
 
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import LoraMoeRlError
 from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.run import adapter_start
 from lora_moe_rl.run.preflight import Finding, Preflight
 
 PROMPTS_SHOWN = 3
@@ -19,13 +23,33 @@ def check(config: RunConfig) -> int:
     console = Console(highlight=False, soft_wrap=True)
     states = []
     with Preflight(config, fetch=False) as preflight:
-        for finding in [*preflight.findings(), *_run_dir(config)]:
+        for finding in _findings(config, preflight):
             states.append(finding.state)
             state = Text(finding.state.ljust(8), style=STYLES[finding.state])
             console.print(state, Text(f"{finding.step:<8}{finding.text}"), sep="")
         if "prompts" not in preflight.missing:
             _show_prompts(console, preflight)
     return 2 if "error" in states else 0
+
+
+def _findings(config: RunConfig, preflight: Preflight) -> Iterator[Finding]:
+    """One after the other, so that each is seen while the next is looked for."""
+    yield from preflight.findings()
+    yield from _adapter(config, preflight)
+    yield from _run_dir(config)
+
+
+def _adapter(config: RunConfig, preflight: Preflight) -> list[Finding]:
+    """Whether the adapter that a new run starts from can be had and fits; one that goes on has its
+    own."""
+    missing = {"model", "layout"} & preflight.missing
+    if config.adapter.init_from is None or missing or RunDir(config, resume=False).has_steps:
+        return []
+    try:
+        start = adapter_start.init_from(config, preflight.spec, preflight.model_dir)
+    except LoraMoeRlError as error:
+        return [Finding("adapter", "error", str(error))]
+    return [Finding("adapter", "ok", "; ".join(start.notes))]
 
 
 def _run_dir(config: RunConfig) -> list[Finding]:

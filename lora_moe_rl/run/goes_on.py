@@ -53,18 +53,21 @@ def ended_early(config: RunConfig) -> Plateau | None:
 
 
 def newest(run_dir: RunDir, ready: Preflight) -> Found | None:
-    """The checkpoint to go on from, which fits base and adapter; None when there is none yet."""
+    """The checkpoint to go on from, which fits base, adapter and data, and the data where they
+    stood; None when there is none yet."""
     found = checkpoint.newest_valid(run_dir.checkpoints)
     console.say_resume(found)
     if found.path is None:
         return None
     if lost := adapter_start.lost_critic(found, ready.config):
         console.warn(lost)
-    return _fitting(found, ready)
+    fitting = _fitting(found, ready)
+    ready.source.load_state_dict(found.metadata["data"])
+    return fitting
 
 
 def restore(run: Prepared, trainer: LastingTrainer) -> int:
-    """Adapter, moments and data as the run goes on from them. Returns the adapter's version."""
+    """Adapter and moments as the run goes on from them. Returns the adapter's version."""
     if run.frozen is not None:
         trainer.set_reference(run.frozen.read)
     if run.found is None:
@@ -82,7 +85,6 @@ def restore(run: Prepared, trainer: LastingTrainer) -> int:
         with resized as (directory, notes):
             trainer.load(directory, meta["trainer"])
         console.say_notes(notes)
-    run.source.load_state_dict(meta["data"])
     return meta["trainer"]["version"]
 
 

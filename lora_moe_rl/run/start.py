@@ -121,6 +121,8 @@ def _evaluated(run_dir: RunDir) -> set[int]:
 
 
 def _run(run: Prepared, own_ray: OwnRay) -> None:
+    if run.resumed:
+        run.run_dir.write_config()  # of a run that is not refused
     run.run_dir.rewind(run.step)  # before the files are opened to go on in them
     eval_files.rewind(run.run_dir.path, run.step)
     versions_file.note(run.run_dir.path, run.step, versions_file.here())

@@ -27,6 +27,8 @@ def config_in(folder, *arguments: str) -> RunConfig:
 
 def run_steps(config: RunConfig, steps, resume=False) -> RunDir:
     with RunDir(config, resume) as run_dir, MetricsWriter(run_dir, config) as metrics:
+        if resume:
+            run_dir.write_config()
         for step in steps:
             metrics.write({"step": step, "reward/mean": step / 10})
     return run_dir
@@ -44,6 +46,16 @@ def groups_of(step: int) -> tuple[list[Group], list[Signal]]:
         rewards = np.arange(4 * i, 4 * i + 4, dtype=np.float32)
         groups.append(Group(prompt, samples, None, rewards))
     return groups, [Signal.of_samples(group, group.rewards) for group in groups]
+
+
+def test_the_settings_of_a_run_that_goes_on_are_saved_when_it_does(tmp_path):
+    """Not before: they may be refused, and then those of before are still those to go on with."""
+    before = config_in(tmp_path / "run")
+    run_dir = run_steps(before, [1])
+    with RunDir(config_in(tmp_path / "run", "seed=3"), resume=True) as again:
+        assert load_config(str(run_dir.config_file)) == before
+        again.write_config()
+    assert load_config(str(run_dir.config_file)).seed == 3
 
 
 def test_the_saved_config_runs_again(tmp_path):

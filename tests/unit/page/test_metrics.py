@@ -42,3 +42,14 @@ def test_a_run_that_went_back_is_read_anew(tmp_path):
         again.rewind(2)
     after = table.columns(["reward/mean"], before["lines"], before["generation"])
     assert after["whole"] and after["steps"] == [1, 2]
+
+
+def test_a_run_that_has_written_nothing_yet_has_no_row(tmp_path):
+    """It has failed before its first step, or is in it."""
+    path = tmp_path / "metrics.jsonl"
+    table = MetricsTable(path)
+    found = table.columns(["a"])
+    assert found["steps"] == [] and found["columns"] == {"a": []} and table.names() == []
+    path.write_text('{"step": 1, "a": 1.0}\n')
+    more = table.columns(["a"], found["lines"], found["generation"])
+    assert more["steps"] == [1] and more["columns"] == {"a": [1.0]}

@@ -240,9 +240,13 @@ def test_a_run_without_any_valid_checkpoint_does_not_start(model, folder, capsys
     assert (folder / "used/metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
+# Where the source of good.jsonl stands after its one row.
+DATA = {"epoch": 0, "position": 1, "drawn": 1, "rows": 1, "seed": 0}
+
+
 def save(checkpoints, step, model, critic=False):
     metadata = {"step": step, "base": base_record(str(model), model)}
-    metadata |= {"adapter": RunConfig().adapter.model_dump(mode="json"), "data": {}, "done": []}
+    metadata |= {"adapter": RunConfig().adapter.model_dump(mode="json"), "data": DATA, "done": []}
     metadata |= {"trainer": {"version": step, "optimizer_steps": step}}
     state = {"adapter|layers.0.q_proj.A|0,0": np.zeros((4, 8), np.float32)}
     with write_checkpoint(checkpoints, step, 9, metadata) as directory:
@@ -280,6 +284,15 @@ def test_a_newer_checkpoint_that_is_damaged_is_not_the_end(model, folder, capsys
     (save(folder / "used/checkpoints", 3, model) / "trainer_00000.safetensors").write_bytes(b"")
     resumed = ["logging.run_dir=used", "--resume", "reward.function=raises.py:reward"]
     assert train(model, *resumed, "trainer.steps=3") == 2
+
+
+def test_a_run_that_may_not_go_on_is_left_as_it_was(model, folder, capsys):
+    """With settings that it cannot have; and without them it goes on."""
+    save(folder / "used/checkpoints", 2, model)
+    before = (folder / "used/config.yaml").read_bytes()
+    assert train(model, "logging.run_dir=used", "--resume", "seed=3") == 2
+    assert "seed was 0 when the checkpoint was written and is now 3" in capsys.readouterr().err
+    assert (folder / "used/config.yaml").read_bytes() == before
 
 
 def test_a_run_goes_on_from_an_older_checkpoint_in_a_directory_of_its_own(

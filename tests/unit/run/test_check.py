@@ -8,9 +8,15 @@ import pytest
 import torch
 
 from lora_moe_rl import cli
+from lora_moe_rl.adapters import peft
+from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.overrides import with_settings
+from lora_moe_rl.files.untrusted import read_json
 from lora_moe_rl.run import machine
 from lora_moe_rl.tiny import shapes
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
+from lora_moe_rl.verify.inputs import random_adapter
 from tests.helpers.teacher_server import MODEL, teacher_server
 
 pytestmark = pytest.mark.seconds
@@ -247,9 +253,30 @@ def test_a_warm_up_that_goes_on_after_the_run_is_a_warning(check):
     assert "trainer.warmup_steps=3 of the run's 2 optimizer steps" in found["layout"][1]
 
 
-def test_a_kl_to_the_base_beside_an_adapter_to_start_from_is_a_warning(check):
+def write_adapter(folder, model, **settings):
+    """A PEFT directory, as another run exports it."""
+    config = with_settings(RunConfig(), {"model": str(model), "adapter": settings})
+    shape = ModelShape.from_hf_config(read_json(model / "config.json"))
+    spec = AdapterSpec.build(shape, config.adapter)
+    peft.write(folder, spec, random_adapter(spec, 0), config)
+
+
+def test_an_adapter_to_start_from_has_to_be_there_and_to_fit(check, model, tmp_path):
+    code, found, _ = check("adapter.init_from=sft")
+    assert code == 2 and found["adapter"][0] == "error" and "sft is no run" in found["adapter"][1]
+    write_adapter(tmp_path / "sft", model)
+    code, found, _ = check("adapter.init_from=sft")
+    assert code == 0 and found["adapter"] == ("ok", f"starting from {tmp_path}/sft: 28 sites")
+    code, found, _ = check("adapter.init_from=sft", "adapter.rank=8")
+    assert code == 2 and "q_proj 16 -> 8" in found["adapter"][1]
+    assert check("adapter.init_from=sft", "adapter.rank=8", "adapter.resize=true")[0] == 0
+    assert "adapter" not in check()[1]
+
+
+def test_a_kl_to_the_base_beside_an_adapter_to_start_from_is_a_warning(check, model, tmp_path):
     """It pulls away from what the adapter has learned."""
     start = "adapter.init_from=sft"
+    write_adapter(tmp_path / "sft", model)
     code, found, _ = check(start, "algorithm.kl_coef=0.1")
     assert code == 0 and found["layout"][0] == "warning"
     assert "algorithm=grpo measures the policy against the bare base" in found["layout"][1]
