@@ -51,6 +51,14 @@ def shared_size(config: RunConfig, gpus: bool) -> int:
     return gpus_together(config)
 
 
+def same_gpus(config: RunConfig, gpus: bool) -> bool:
+    """Whether ranks and engines may stand on the same GPUs: they take turns there, or each has a
+    fraction of one."""
+    if shared_size(config, gpus):
+        return True
+    return 0 < gpus_of_rank(config, gpus) < 1 and 0 < gpus_of_engine(config, gpus) < 1
+
+
 def gpus_of_rank(config: RunConfig, gpus: bool) -> float:
     return config.trainer.gpus_per_rank if _trains_on_gpu(config, gpus) else 0
 

@@ -104,7 +104,7 @@ def _start_all(
         engines = RolloutEngines(config, run.spec, *where, held)
         starting.watch(lambda: states(trainer.starting | engines.starting))
         engines.start_async()
-        if placement.shared:  # vLLM counts what is free on its GPUs while it starts
+        if placement.same_gpus:  # vLLM takes what others allocate while it starts for its own
             engines.wait_started()
         trainer.start_async()
         started = (trainer.wait_started(), engines.wait_started())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lora_moe_rl.cluster.bundles import check_capacity, wanted
+from lora_moe_rl.cluster.bundles import check_capacity, same_gpus, wanted
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError
 
@@ -45,6 +45,23 @@ def test_one_that_does_not_is_named(nodes):
     for name, found in nodes.items():
         assert f"{name}: {found['CPU']:g} CPUs, {found.get('GPU', 0):g} GPUs" in message
     assert "trainer.tp" in message
+
+
+@pytest.mark.parametrize(
+    ("trainer", "rollout", "placement", "together"),
+    [
+        ({}, {}, {}, False),
+        ({"gpus_per_rank": 0.5}, {"gpus_per_engine": 0.5}, {}, True),
+        ({"gpus_per_rank": 0.5}, {}, {}, False),
+        ({}, {"gpus_per_engine": 0.5}, {}, False),
+        ({}, {}, {"mode": "colocated"}, True),
+        ({"device": "cpu"}, {"gpus_per_engine": 0.5}, {}, False),
+    ],
+)
+def test_ranks_and_engines_may_stand_on_the_same_gpus(trainer, rollout, placement, together):
+    config = RunConfig(model={"path": "x"}, trainer=trainer, rollout=rollout, placement=placement)
+    assert same_gpus(config, gpus=True) is together
+    assert not same_gpus(config, gpus=False)
 
 
 def test_what_a_run_wants_follows_its_layout():
