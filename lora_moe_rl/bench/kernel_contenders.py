@@ -278,3 +278,4 @@ CONTENDERS: dict[str, Callable[[Layer], Step]] = {
     "PEFT, with the base": peft,
     "base layer": base,
 }
+OWN = ("ours", "base layer")  # without which there is nothing to compare

@@ -121,16 +121,15 @@ def measure_layer(
     peaks: dict[str, int] = {}
     for name, make in contenders.CONTENDERS.items():
         try:
-            step = make(layer)
+            times[name], peak = _measured(make, layer, device)
         except Unavailable as reason:
             absent[name] = str(reason)
-            continue
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-        times[name] = seconds(step, device)
-        if device == "cuda":
-            peaks[name] = torch.cuda.max_memory_allocated() - before
+        except Exception as error:
+            if name in contenders.OWN:
+                raise
+            absent[name] = f"{type(error).__name__}: {error}"[:500]
+        else:
+            peaks |= {} if peak is None else {name: peak}
     gb_s = layer.adapter_bytes() / times["ours"] / 1e9
     tflop_s = layer.adapter_flops() / times["ours"] / 1e12
     return {
@@ -141,6 +140,17 @@ def measure_layer(
         "gb_s": gb_s, "share_of_copy": gb_s / ceilings["copy_gb_s"],
         "tflop_s": tflop_s, "share_of_matmul": tflop_s / ceilings["matmul_tflop_s"],
     }  # fmt: skip
+
+
+def _measured(make, layer: Layer, device: str) -> tuple[float, int | None]:
+    """Seconds of a step, and on a GPU the bytes that it allocates at the most."""
+    step = make(layer)
+    if device != "cuda":
+        return seconds(step, device), None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    taken = seconds(step, device)
+    return taken, torch.cuda.max_memory_allocated() - before
 
 
 def measure_merges(shape: Shape, device: str, ceilings: dict[str, float]) -> list[Row]:

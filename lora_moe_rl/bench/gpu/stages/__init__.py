@@ -52,7 +52,7 @@ STAGES = {
     ),
     "kernel_bench": Stage("benches", 200, "`bench kernels`", ("triton",), ("kernels",)),
     "engine": Stage("engine", 240, "vLLM without graphs: versions, logprobs, speed", ENGINE),
-    "graphs": Stage("engine", 300, "the same with CUDA graphs", ENGINE, ("graphs",)),
+    "graphs": Stage("engine", 420, "the same with CUDA graphs", ENGINE, ("graphs",)),
     "slots": Stage("slots", 90, "ways of writing a version into slots", ENGINE),
     "refit": Stage("benches", 200, "`bench refit`", (*ENGINE, "ray"), ("refit",)),
     "demo": Stage(
