@@ -138,6 +138,7 @@ def test_settings_depend_on_each_other_only_when_all_are_there():
     [
         ("adapter.rnk=8", "unknown config key 'adapter.rnk'; did you mean adapter.rank?"),
         ("adaptor.rank=8", "did you mean adapter.rank?"),
+        ("seed=4294967296", "seed=4294967296 must be less than 4294967296"),
         ("lr=1", "here it is trainer.lr"),
         ("tp=2", "did you mean trainer.tp or rollout.tp?"),
         ("traner.tp=2", "did you mean trainer.tp?"),
