@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,7 @@ from lora_moe_rl.config.keys import (
     named_sections,
     nearest,
 )
-from lora_moe_rl.config.plugins import choices
+from lora_moe_rl.config.plugins import KINDS, choices
 from lora_moe_rl.errors import ConfigError
 
 BARE_LIST = re.compile(r"\[[^][(){}\"']*\]")  # [file.py:function, module:function]
@@ -236,7 +237,19 @@ def _one_unknown(name: str) -> str:
 
 def readable(error: ValidationError) -> ConfigError:
     """pydantic's error as ours: one line a fault, with key, value and what is allowed."""
-    return ConfigError("\n".join(_line(fault) for fault in error.errors(include_url=False)))
+    section = _SECTIONS.get(error.title)  # of a section that a recipe builds by itself
+    within = [] if section is None else [section]
+    faults = error.errors(include_url=False)
+    lines = [_line(fault | {"loc": (*within, *fault["loc"])}) for fault in faults]
+    if section in KINDS and any(fault["type"] == "extra_forbidden" for fault in faults):
+        lines.append(
+            f"{error.title} has the keys that all have; with others it is a map: "
+            f'{section}={{"name": ..., ...}}'
+        )
+    return ConfigError("\n".join(lines))
+
+
+_SECTIONS = {type(one.default).__name__: name for name, one in RunConfig.model_fields.items()}
 
 
 # What pydantic calls a fault -> how it reads behind `key=value`.
@@ -257,6 +270,7 @@ _FAULTS = {
     "greater_than_equal": "must be at least {ge}",
     "less_than": "must be less than {lt}",
     "less_than_equal": "must be at most {le}",
+    "frozen_instance": "cannot be set on a config that is made; give it to RunConfig(...) itself",
     "string_pattern_mismatch": "may hold only what matches {pattern}",
 }
 
@@ -267,6 +281,11 @@ def _line(fault: Mapping[str, Any]) -> str:
         return str(_unknown(*_ends(name, fault["input"])))
     if fault["type"] == "value_error":
         return str(fault["ctx"]["error"])
+    if inspect.isfunction(given := fault["input"]):
+        return (
+            f"{name} is the function {given.__name__} itself; name it, as file.py:{given.__name__} "
+            f'(f"{{__file__}}:{given.__name__}" in its own file)'
+        )
     text = _FAULTS.get(fault["type"])
     if text is None:
         return f"{name}={fault['input']!r}: {fault['msg'][:1].lower()}{fault['msg'][1:]}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 from pydantic import ValidationError
@@ -34,7 +35,8 @@ def load_config(target: str | None) -> RunConfig:
     except ConfigError as error:
         # A recipe whose own RunConfig(...) is wrong: say what is wrong, not how it was found.
         if isinstance(error.__cause__, ValidationError):
-            raise ConfigError(f"{target}: {readable(error.__cause__)}") from error
+            place = f"{target}{_line_in(path, error.__cause__)}"
+            raise ConfigError(f"{place}: {readable(error.__cause__)}") from error
         raise
     config = vars(module).get("config")
     if not isinstance(config, RunConfig):
@@ -42,6 +44,13 @@ def load_config(target: str | None) -> RunConfig:
             f"the recipe {target} defines no `config`: it needs `config = RunConfig(...)`"
         )
     return config
+
+
+def _line_in(path: Path, error: BaseException) -> str:
+    """The line of a file at which an error was raised, or came through."""
+    file = str(path.expanduser().absolute())
+    lines = [one.lineno for one in extract_tb(error.__traceback__) if one.filename == file]
+    return f", line {lines[-1]}" if lines else ""
 
 
 def resolved(target: str | None, arguments: Sequence[str]) -> RunConfig:

@@ -181,7 +181,8 @@ class RunConfig(Section):
     """One run. Recipes build it, the command line overrides it, the run directory keeps it."""
 
     name: str = Field("run", description="Name of the run.", pattern=r"^[A-Za-z0-9._-]+$")
-    seed: int = Field(0, ge=0, description="Seed of adapters, data order and sampling.")
+    # numpy's and vLLM's are of 32 bits.
+    seed: int = Field(0, ge=0, lt=1 << 32, description="Seed of adapters, data order and sampling.")
     model: ModelConfig = Field(ModelConfig(), description="The frozen base model.")
     adapter: AdapterConfig = Field(AdapterConfig(), description="What is trained.")
     trainer: TrainerConfig = Field(TrainerConfig(), description="Megatron-core.")
@@ -328,4 +329,4 @@ class RunConfig(Section):
     @property
     def run_dir(self) -> Path:
         model = Path(self.model.path).name
-        return Path(self.logging.run_dir or f"runs/{self.name}-{model}")
+        return Path(self.logging.run_dir or f"runs/{self.name}-{model}").expanduser()

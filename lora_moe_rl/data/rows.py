@@ -43,7 +43,7 @@ def read_rows(config: SourceConfig) -> list[tuple[str, dict[str, Any]]]:
     elif path.exists():
         raise DataError(
             f"{named} is not a {' or '.join(SUFFIXES)} file, and not a directory "
-            f"of one split that datasets' save_to_disk wrote (it has no {SAVED})"
+            f"of one split that datasets' save_to_disk wrote (it has no {SAVED}){_shards_in(path)}"
         )
     elif not is_hub(config.path):
         several = "; several files are several sets, data.sets.NAME.path=FILE each"
@@ -54,6 +54,18 @@ def read_rows(config: SourceConfig) -> list[tuple[str, dict[str, Any]]]:
     if not rows:
         raise DataError(f"{named} has no rows")
     return rows
+
+
+def _shards_in(path: Path) -> str:
+    """The way out for a directory of shards: which of its files are of the split nobody knows."""
+    found = sorted(one.name for one in path.glob("*") if one.suffix in SUFFIXES)
+    if not found:
+        return ""
+    more = ", ..." if len(found) > 1 else ""
+    return (
+        f"; it holds {found[0]}{more}: name one file, or make one data set of several: "
+        f"datasets.load_dataset({str(path)!r}, split='train').save_to_disk(DIR)"
+    )
 
 
 def _jsonl(path: Path):

@@ -182,6 +182,13 @@ class RunDir:
             return False
         return any((_size(self.metrics_file), *self.checkpoints.glob("step-*")))
 
+    def check_usable(self) -> None:
+        """Raises RunDirError for a directory that a run refuses; nothing is made or locked."""
+        if self.path.is_dir():
+            self._check_earlier_run()
+        elif self.path.exists():
+            raise RunDirError(f"{self.path} is a file; choose a directory with logging.run_dir=DIR")
+
     def _check_earlier_run(self) -> None:
         has_config = self.config_file.exists()
         if self.has_steps and not self.resume:

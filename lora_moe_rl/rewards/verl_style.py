@@ -1,6 +1,7 @@
 """verl's reward functions, `compute_score(data_source, solution_str, ground_truth, extra_info)`,
 called as they are: once a sample, with keywords. They return a number, or a dict with `score`,
-whose other values become columns of samples.jsonl.
+whose other values become columns of samples.jsonl. Those of its batch manager, with
+the plural of each parameter, are called once a prompt, with lists.
 """
 
 from __future__ import annotations
@@ -13,15 +14,28 @@ from typing import Any
 from lora_moe_rl.rewards.builtin import completion_text
 
 MARKS = {"solution_str", "ground_truth"}  # a function that has both parameters is verl's
+BATCH_MARKS = {f"{name}s" for name in MARKS}
 
 
 def is_verl_style(function: Callable) -> bool:
-    return inspect.signature(function).parameters.keys() >= MARKS
+    names = inspect.signature(function).parameters.keys()
+    return names >= MARKS or names >= BATCH_MARKS
+
+
+def _is_of_batches(function: Callable) -> bool:
+    return inspect.signature(function).parameters.keys() >= BATCH_MARKS
 
 
 def by_prompt(function: Callable) -> Callable:
     """A plain function of verl as one that is called once a prompt, as TRL does it. A sample whose
     call raises has the error in the place of its reward. Raises ValueError without an answer."""
+
+    if _is_of_batches(function):
+
+        def of_batch(completions: list, log_extra: Callable, **columns) -> Any:
+            return _scores(function(**_lists(completions, columns)), log_extra)
+
+        return of_batch
 
     def reward(completions: list, log_extra: Callable, **columns) -> list[Any]:
         returned = []
@@ -37,6 +51,13 @@ def by_prompt(function: Callable) -> Callable:
 
 def by_prompt_async(function: Callable) -> Callable:
     """The same of an async function, whose samples are scored together."""
+
+    if _is_of_batches(function):
+
+        async def of_batch(completions: list, log_extra: Callable, **columns) -> Any:
+            return _scores(await function(**_lists(completions, columns)), log_extra)
+
+        return of_batch
 
     async def reward(completions: list, log_extra: Callable, **columns) -> list[Any]:
         calls = [function(**keywords) for keywords in _keywords(completions, columns)]
@@ -65,8 +86,17 @@ def _keywords(completions: list, columns: dict[str, list]) -> list[dict[str, Any
     ]
 
 
-def _scores(returned: list[Any], log_extra: Callable) -> list[Any]:
-    """The scores; what else the dicts among `returned` hold is logged, None for who has it not."""
+def _lists(completions: list, columns: dict[str, list]) -> dict[str, list]:
+    """The keywords of one call for all samples."""
+    ones = _keywords(completions, columns)
+    return {f"{name}s": [one[name] for one in ones] for name in ones[0]}
+
+
+def _scores(returned: Any, log_extra: Callable) -> Any:
+    """The scores; what else the dicts among `returned` hold is logged, None for who has it not.
+    What is no list is left for the check of what a function returned."""
+    if not isinstance(returned, list):
+        return returned
     dicts = [one if isinstance(one, dict) else {} for one in returned]
     for name in dict.fromkeys(key for one in dicts for key in one if key != "score"):
         log_extra(name, [one.get(name) for one in dicts])

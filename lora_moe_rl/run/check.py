@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import LoraMoeRlError
+from lora_moe_rl.errors import LoraMoeRlError, RunDirError
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.run import adapter_start
 from lora_moe_rl.run.preflight import Finding, Preflight
@@ -55,6 +55,10 @@ def _adapter(config: RunConfig, preflight: Preflight) -> list[Finding]:
 def _run_dir(config: RunConfig) -> list[Finding]:
     run_dir = RunDir(config, resume=False)
     if not run_dir.has_steps:
+        try:
+            run_dir.check_usable()
+        except RunDirError as error:
+            return [Finding("run dir", "error", str(error))]
         return [Finding("run dir", "ok", str(run_dir.path))]
     told = f"{run_dir.path} holds a run: go on with it by --resume, or set logging.run_dir"
     return [Finding("run dir", "warning", told)]

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from lora_moe_rl.config.files import read_config_file
-from lora_moe_rl.config.keys import value_text
+from lora_moe_rl.config.keys import generic, member_keys, value_text
 from lora_moe_rl.errors import ConfigError, RunDirError
 from lora_moe_rl.files.jsonl import to_json
 from lora_moe_rl.files.run_dir import CONFIG, METRICS
@@ -119,12 +119,16 @@ def chosen(runs: Sequence[Run], wanted: Sequence[str]) -> list[str]:
 
 
 def differing(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Of settings that are not the same in all runs, the text of each; - where a run has none."""
+    """Of settings that are not the same in all runs, the text of each; - where a run has none. Of a
+    section that the user named, as a data set, and that some run has not, only what was set."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     found = {}
     for key in keys:
         texts = [value_text(run.settings[key]) if key in run.settings else "-" for run in runs]
-        if len(set(texts)) > 1 and not key.startswith(NOT_COMPARED):
+        if len(set(texts)) == 1 or key.startswith(NOT_COMPARED):
+            continue
+        of_members = member_keys().get(generic(key))
+        if of_members is None or {*texts} != {"-", value_text(of_members.default)}:
             found[key] = texts
     return found
 

@@ -127,7 +127,7 @@ def test_names_of_models_stay_names(recipe_file, capsys, model):
         (["missing.py"], "no such file"),
         (["recipe_sums"], "neither a recipe (.py) nor a config file"),
         (["empty.py"], "defines no `config`: it needs `config = RunConfig(...)`"),
-        (["wrong.py"], "wrong.py: unknown config key 'adapter.rnk'; did you mean adapter.rank?"),
+        (["wrong.py"], "wrong.py, line 5: unknown config key 'adapter.rnk'; did you mean"),
         (["reward.function=gone.py:f"], "there is no file"),
         (["--resum"], "unknown config key 'resum'"),
     ],

@@ -8,6 +8,7 @@ from lora_moe_rl.config.files import to_yaml
 from lora_moe_rl.config.help import config_help
 from lora_moe_rl.config.keys import all_keys
 from lora_moe_rl.config.overrides import override, readable
+from lora_moe_rl.config.recipes import load_config
 from lora_moe_rl.errors import ConfigError
 
 
@@ -138,6 +139,7 @@ def test_settings_depend_on_each_other_only_when_all_are_there():
     [
         ("adapter.rnk=8", "unknown config key 'adapter.rnk'; did you mean adapter.rank?"),
         ("adaptor.rank=8", "did you mean adapter.rank?"),
+        ("seed=4294967296", "seed=4294967296 must be less than 4294967296"),
         ("lr=1", "here it is trainer.lr"),
         ("tp=2", "did you mean trainer.tp or rollout.tp?"),
         ("traner.tp=2", "did you mean trainer.tp?"),
@@ -266,6 +268,39 @@ def test_errors_of_a_config_built_in_python_read_the_same():
         "unknown config key 'adapter.rnk'; did you mean adapter.rank?",
         "trainer.lr=-1 must be greater than 0.0",
     ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("DataConfig(pth='x')", "unknown config key 'data.pth'; did you mean data.path?"),
+        ("TrainerConfig(steps=0)", "trainer.steps=0 must be at least 1"),
+        (
+            "RewardConfig(function=reward)",
+            "reward.function is the function reward itself; name it,",
+        ),
+        ("RunConfig(reward=reward)", "reward is the function reward itself; name it, as file.py:"),
+        (
+            "AlgorithmConfig(name='grpo', clip_low=0.1)",
+            'has the keys that all have; with others it is a map: algorithm={"name": ..., ...}',
+        ),
+    ],
+)
+def test_a_section_that_is_built_by_itself_is_named_with_the_line(tmp_path, line, message):
+    file = tmp_path / "mine.py"
+    file.write_text(f"from lora_moe_rl.config import *\n\ndef reward(): ...\n\n{line}\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(str(file))
+    assert str(error.value).startswith(f"{file}, line 5: ") and message in str(error.value)
+
+
+def test_a_config_that_is_made_is_not_changed(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from lora_moe_rl.config import RunConfig\nconfig = RunConfig()\nconfig.seed = 3\n"
+    )
+    with pytest.raises(ConfigError, match=r"mine.py, line 3: seed=3 cannot be set on a"):
+        load_config(str(file))
 
 
 @pytest.mark.parametrize(

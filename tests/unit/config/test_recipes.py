@@ -163,6 +163,13 @@ def test_what_a_data_set_names_is_found_from_any_directory(tmp_path, monkeypatch
         recipes.resolve(override(RunConfig(), ["data.sets.a.reward=gone.py:f"]))
 
 
+def test_a_run_directory_below_home_is_there(tmp_path, monkeypatch):
+    """A shell leaves `key=~/x` as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = recipes.resolve(override(RunConfig(), ["logging.run_dir=~/runs/a"]))
+    assert config.run_dir == tmp_path / "runs/a"
+
+
 def test_a_system_prompt_is_read_from_a_file_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "system.txt").write_bytes("Gib \u00fc aus.\nNur das.\r\n\n".encode())

@@ -262,6 +262,13 @@ def test_bad_files(tmp_path):
         (tmp_path / "data.txt").write_text("prompt\na\n")
         with pytest.raises(DataError, match=reason):
             source(path=str(tmp_path / name))
+    (tmp_path / "shards").mkdir()
+    with pytest.raises(DataError, match=r"\(it has no state.json\)$"):
+        source(path=str(tmp_path / "shards"))
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / "shards" / name).write_text('{"prompt": "a"}\n')
+    with pytest.raises(DataError, match=r"holds a.jsonl, ...: name one file.*save_to_disk\(DIR\)"):
+        source(path=str(tmp_path / "shards"))
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(DataError, match="cannot be read as parquet"):
         source(path=str(tmp_path / "broken.parquet"))

@@ -28,6 +28,17 @@ async def in_its_own_time(solution_str, ground_truth, data_source, extra_info, b
     if solution_str == "raise":
         raise RuntimeError("no such luck")
     return float(solution_str == ground_truth) + bonus
+
+def batch(data_sources, solution_strs, ground_truths, extra_infos, bonus=0.0):
+    assert data_sources == ["gsm8k"] * 3 and extra_infos == [{"index": 3}] * 3
+    right = [a == b for a, b in zip(solution_strs, ground_truths)]
+    return [{"score": one + bonus, "acc": one} if i else one + bonus for i, one in enumerate(right)]
+
+async def batch_in_its_own_time(data_sources, solution_strs, ground_truths, extra_infos):
+    return [float(a == b) for a, b in zip(solution_strs, ground_truths)]
+
+def one_of_a_batch(data_sources, solution_strs, ground_truths, extra_infos):
+    return 1.0
 """
 
 
@@ -98,3 +109,18 @@ def test_a_row_without_an_answer_is_an_error(file):
     reward = Reward.load(f"{file}:compute_score", {})
     with pytest.raises(ValueError, match="ground_truth is the answer, and the row has none"):
         reward.call(arguments(["7"]), Logged(1))
+
+
+def test_a_function_of_verls_batch_manager_is_called_once_a_prompt(file):
+    row = {"answer": "7", "data_source": "gsm8k", "extra_info": {"index": 3}}
+    logged = Logged(3)
+    reward = Reward.load(f"{file}:batch", {"bonus": 0.25})
+    called = reward.call(arguments(["7", "8", "7"], **row), logged)
+    assert check(called, 3) == [1.25, 0.25, 1.25]
+    assert logged.columns == {"acc": [None, False, True]}
+    reward = Reward.load(f"{file}:batch_in_its_own_time", {})
+    assert reward.is_async
+    assert asyncio.run(reward.call(arguments(["7", "8"], **row), Logged(2))) == [1.0, 0.0]
+    called = Reward.load(f"{file}:one_of_a_batch", {}).call(arguments(["7"], **row), Logged(1))
+    (told,) = check(called, 1)
+    assert told.startswith("returned 1.0 for 1 samples, not one reward for each")

@@ -351,3 +351,14 @@ def test_forks_that_will_have_failed_are_a_warning_where_there_may_be_any(check)
     assert "will have failed (reward.max_failed): algorithm=ppo, as it is set, has no one" in told
     assert check(*agent, "algorithm=grpo")[1]["prompts"][0] == "ok"
     assert check("algorithm=ppo")[1]["prompts"][0] == "ok"
+
+
+def test_a_run_directory_that_a_run_refuses_is_an_error(check, tmp_path):
+    code, found, _ = check("logging.run_dir=rows.jsonl")
+    assert code == 2 and "rows.jsonl is a file; choose a directory" in found["run dir"][1]
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/notes.txt").touch()
+    code, found, _ = check("logging.run_dir=full")
+    assert code == 2 and "full is not empty and holds no run" in found["run dir"][1]
+    (tmp_path / "bare").mkdir()
+    assert check("logging.run_dir=bare")[1]["run dir"] == ("ok", f"{tmp_path}/bare")

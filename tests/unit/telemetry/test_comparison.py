@@ -67,6 +67,17 @@ def test_the_settings_that_differ_are_told_and_no_others(two, capsys):
     }
 
 
+def test_of_a_data_set_that_one_run_has_what_was_set_is_told(tmp_path, capsys):
+    records = steps([0.1], [1e-3])
+    held_out = ["eval.sets.sums.path=/sums.jsonl", "eval.sets.sums.samples=4"]
+    runs = run_in(tmp_path / "one", records, *held_out), run_in(tmp_path / "two", records)
+    assert cli.main(["compare", *map(str, runs), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"] == {
+        "eval.sets.sums.path": {"one": "/sums.jsonl", "two": "-"},
+        "eval.sets.sums.samples": {"one": "4", "two": "-"},
+    }
+
+
 def test_the_table_marks_the_better_final_value_where_one_is_better(two):
     runs = comparison.read_runs(two)
     assert comparison._marked([0.5, math.nan, 0.3], "up") == ["[bold]0.5[/bold]", "-", "0.3"]
