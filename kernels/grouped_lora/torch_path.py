@@ -62,6 +62,8 @@ def grouped(x: torch.Tensor, w: torch.Tensor, counts: torch.Tensor) -> torch.Ten
     """`x[t] w[e(t)]`: x `[T, K]`, w `[E, K, N]` or `[K, N]` for all. Returns `[T, N]`."""
     if w.dim() == 2:
         return x @ w
+    if not len(x):  # a rank whose experts nobody has chosen
+        return x.new_empty(0, w.shape[-1])
     if _aligned(x) and _aligned(w) and _whole(w.shape[-1], x):
         return torch._grouped_mm(x, w, offs=_offsets(counts))
     if x.is_cuda and x.dtype == torch.bfloat16:
@@ -76,6 +78,8 @@ def outer(u: torch.Tensor, v: torch.Tensor, counts: torch.Tensor, shared: bool) 
     """`sum_t u[t] v[t]^T` over each expert's tokens: `[E, M, N]`, or over all `[M, N]`."""
     if shared:
         return u.t() @ v
+    if not len(u):
+        return u.new_zeros(counts.shape[0], u.shape[1], v.shape[1])
     if u.is_cuda and u.dtype == torch.bfloat16:
         return _padded_outer(u, v, counts)
     if _aligned(u) and _aligned(v):

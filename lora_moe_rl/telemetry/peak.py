@@ -22,10 +22,10 @@ def begin() -> None:
 
 
 def gib() -> float:
-    """Since `begin` on a GPU, in the process's life on the CPU."""
-    if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated() / GIB
-    return _resident_peak() / GIB
+    """Since `begin` on a GPU, in the process's life on the CPU: beside a GPU, too, of which torch's
+    optimizers ask something at each step, and where such a process allocates nothing."""
+    allocated = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
+    return (allocated or _resident_peak()) / GIB
 
 
 def now() -> float:

@@ -117,7 +117,7 @@ def _underneath(one: Any) -> Any:
 
 # Operators that take tensors of both devices, as on a GPU.
 BOTH = {aten.copy_.default, aten._to_copy.default}
-# What is computed by other means than on the CPU.
+# Those that take indices of the host, too, but no values.
 INDEXING = {
     aten.index.Tensor, aten.index_put_.default, aten.index_put.default,
     aten._index_put_impl_.default, aten._unsafe_index.Tensor,

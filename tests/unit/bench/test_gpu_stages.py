@@ -13,7 +13,7 @@ import pytest
 
 from lora_moe_rl import cli
 from lora_moe_rl.bench.gpu import command
-from lora_moe_rl.bench.gpu.stages import STAGES
+from lora_moe_rl.bench.gpu.stages import STAGES, probe
 from lora_moe_rl.bench.gpu.stages.tests import read
 from lora_moe_rl.errors import BenchmarkError, ConfigError
 
@@ -49,6 +49,16 @@ def test_a_command_that_is_asked_to_end_takes_its_stage_with_it(tmp_path):
     assert process.wait() == cli.INTERRUPTED
     _, alive = psutil.wait_procs(stages, timeout=20)
     assert not alive
+
+
+@pytest.mark.seconds
+def test_attention_is_measured_by_what_torch_chooses_and_by_each_kernel():
+    found = probe.attention("cpu")
+    assert list(found) == [f"{n}{m}" for n in probe.ATTENTION for m in ("", ", masked")]
+    for taken in found.values():
+        for name in ("chosen", "math"):
+            assert min(taken[name].values()) > 0 and "other_shape" in taken[name]
+        assert "No viable backend" in taken["cudnn_attention"]
 
 
 def test_how_tests_ended_is_read_from_pytests_own_report(tmp_path):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from kernel_cases import INTERPRETER, Problem, check, differences, poison_empty
 
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.kernels.grouped_linear import grouped_linear
 from lora_moe_rl.kernels.grouped_lora import grouped_lora, torch_path
 
 ODD = [7, 0, 33, 1, 0]
@@ -242,3 +243,16 @@ def test_what_cannot_be_is_refused(change, message):
     }
     with pytest.raises((ValueError, ConfigError), match=message):
         grouped_lora(**(arguments | change))
+
+
+@plain_only
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_kernel_is_asked_for_the_linear_of_no_tokens(monkeypatch, dtype):
+    """Of a rank whose experts no token has chosen."""
+    monkeypatch.setattr(torch, "_grouped_mm", None)
+    x = torch.zeros(0, 64, dtype=dtype, requires_grad=True)
+    weight = torch.zeros(3, 32, 64, dtype=dtype, requires_grad=True)
+    y = grouped_linear(x, weight, [0, 0, 0])
+    assert y.shape == (0, 32)
+    dx, dw = torch.autograd.grad(y.sum(), (x, weight))
+    assert dx.shape == x.shape and dw.shape == weight.shape and not dw.any()

@@ -51,7 +51,7 @@ def test_vllm_wants_prefix_caching_where_it_records_routes():
     """The check above goes when this fails."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
-    text = (Path(spec.origin).parent / "config/vllm.py").read_text()
+    text = (Path(spec.origin).parent / "config" / "vllm.py").read_text()
     assert "AuxOutput Connector requires prefix caching." in text
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from lora_moe_rl.telemetry import peak
+
 CHILD = """
 from lora_moe_rl.telemetry import peak
 peak.begin()
@@ -23,3 +25,13 @@ def test_on_the_cpu_it_is_the_most_that_was_resident_and_does_not_fall():
     before, during, after = map(float, child.stdout.split())
     assert 0.01 < before < 4 and 0.25 < during - before < 0.6
     assert after > during - 0.01  # the kernel counts it in pages that it has not summed up yet
+
+
+def test_of_a_process_on_the_cpu_it_is_the_same_where_there_is_a_gpu(monkeypatch):
+    monkeypatch.setattr(peak.torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(peak.torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(peak.torch.cuda, "max_memory_allocated", lambda: 0)
+    peak.begin()
+    assert peak.gib() > 0.01
+    monkeypatch.setattr(peak.torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
+    assert peak.gib() == 3

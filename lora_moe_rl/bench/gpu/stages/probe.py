@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -19,6 +21,13 @@ ASKED = "name,memory.total,driver_version,power.limit,clocks.max.sm"
 TOOLS = ("gcc", "nvcc", "xz", "ncu", "nsys")
 # Rows, experts, width in and out of the grouped matmul: one layer's gate and up of Qwen3-30B-A3B.
 GROUPED = {"cuda": (65536, 128, 2048, 1536), "cpu": (256, 8, 64, 96)}
+# A micro-batch's attention: sequences, heads, those of keys, tokens, width of keys and of values.
+# On a GPU torch has several kernels for it, some of which are built anew for each shape.
+ATTENTION = {
+    "qwen3-30b": (8, 32, 4, 1000, 128, 128),
+    "deepseek-v3": (2, 128, 128, 1000, 192, 128),
+}
+ON_CPU = (2, 4, 2, 40, 16, 16)
 HOST_BYTES = {"cuda": GIB, "cpu": 2**22}
 
 
@@ -28,6 +37,7 @@ def run(parts: Parts, device: str) -> None:
     parts.part("ceilings", lambda: ceilings(device))
     parts.part("host_copies", lambda: host_copies(device))
     parts.part("grouped_mm", lambda: grouped_mm(device))
+    parts.part("attention", lambda: attention(device))
     parts.part("imports", lambda: imports(device))
 
 
@@ -95,6 +105,59 @@ def grouped_mm(device: str) -> dict[str, float]:
     }
     operations = 2 * rows * width * out
     return {name: operations / seconds(way, device) / 1e12 for name, way in ways.items()}
+
+
+def attention(device: str) -> dict[str, dict[str, Any]]:
+    """Of each kind of attention, causal and, as behind shared prompts, with a mask: seconds forward
+    and backward by what torch chooses, and by each of its kernels alone; or why one cannot."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    alone = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+    found: dict[str, dict[str, Any]] = {}
+    for name, shape in ATTENTION.items():
+        for masked in (False, True):
+            taken: dict[str, Any] = {}
+            call = functools.partial(_attend, ON_CPU if device == "cpu" else shape, masked, device)
+            taken["chosen"] = _firsts(call)
+            for one in alone:
+                with sdpa_kernel(getattr(SDPBackend, one)):
+                    taken[one.lower()] = _firsts(call)
+            found[f"{name}, masked" if masked else name] = taken
+    return found
+
+
+def _firsts(call: Callable[[int], float]) -> dict[str, float] | str:
+    """Seconds of a first call, of a second one, and of the first with a few tokens more."""
+    try:
+        return {"first": call(0), "again": call(0), "other_shape": call(8)}
+    except RuntimeError as error:  # none of the kernels that are allowed takes it
+        return str(error)[:200]
+
+
+def _attend(shape: tuple[int, ...], masked: bool, device: str, more: int) -> float:
+    """Seconds of a forward and a backward, with so many tokens more."""
+    import torch
+
+    from lora_moe_rl.bench.kernels import DTYPE
+
+    sequences, heads, of_keys, tokens, wide, of_values = shape
+    tokens += more
+
+    def draw(heads: int, width: int) -> torch.Tensor:
+        made = torch.randn(sequences, heads, tokens, width, device=device, dtype=DTYPE[device])
+        return made.requires_grad_()
+
+    q, k, v = draw(heads, wide), draw(of_keys, wide), draw(of_keys, of_values)
+    mask = q.new_zeros(sequences, 1, tokens, tokens).detach() if masked else None
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    wait()
+    started = time.perf_counter()
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=not masked, enable_gqa=heads != of_keys
+    )
+    out.sum().backward()
+    wait()
+    return time.perf_counter() - started
 
 
 def imports(device: str) -> dict[str, float]:
