@@ -118,7 +118,7 @@ class Reward:
         is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
         by_sample = getattr(found, "by_sample", False)
         if verl_style.is_verl_style(function):
-            by_sample = True
+            by_sample = not verl_style.is_of_batches(function)
             by_prompt = verl_style.by_prompt_async if is_async else verl_style.by_prompt
             function = by_prompt(function)
         return cls(function, accepted_keywords(function), fixed, is_async, by_sample)

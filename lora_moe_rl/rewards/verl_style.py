@@ -22,7 +22,7 @@ def is_verl_style(function: Callable) -> bool:
     return names >= MARKS or names >= BATCH_MARKS
 
 
-def _is_of_batches(function: Callable) -> bool:
+def is_of_batches(function: Callable) -> bool:
     return inspect.signature(function).parameters.keys() >= BATCH_MARKS
 
 
@@ -30,7 +30,7 @@ def by_prompt(function: Callable) -> Callable:
     """A plain function of verl as one that is called once a prompt, as TRL does it. A sample whose
     call raises has the error in the place of its reward. Raises ValueError without an answer."""
 
-    if _is_of_batches(function):
+    if is_of_batches(function):
 
         def of_batch(completions: list, log_extra: Callable, **columns) -> Any:
             return _scores(function(**_lists(completions, columns)), log_extra)
@@ -52,7 +52,7 @@ def by_prompt(function: Callable) -> Callable:
 def by_prompt_async(function: Callable) -> Callable:
     """The same of an async function, whose samples are scored together."""
 
-    if _is_of_batches(function):
+    if is_of_batches(function):
 
         async def of_batch(completions: list, log_extra: Callable, **columns) -> Any:
             return _scores(await function(**_lists(completions, columns)), log_extra)

@@ -368,7 +368,7 @@ def test_a_completion_that_math_verify_never_comes_back_from():
     np.testing.assert_array_equal(rewards, [0.0, np.nan, 1.0, 1.0])
 
 
-@pytest.mark.parametrize("style", ["verl", "TRL", "TRL, and says so"])
+@pytest.mark.parametrize("style", ["verl", "verl's batches", "TRL", "TRL, and says so"])
 def test_who_is_scored_by_itself_fails_by_itself(style, tmp_path):
     """What functions of the whole prompt may compare is never scored one by one."""
     file = tmp_path / "ends.py"
@@ -380,6 +380,9 @@ def verls(solution_str, ground_truth, **kwargs):
     if solution_str == "end":
         os._exit(3)
     return {"score": float(solution_str), "length": len(solution_str)}
+
+def batch(data_sources, solution_strs, ground_truths, extra_infos):
+    return [verls(one, "") for one in solution_strs]
 
 def whole(completions, log_extra, log_metric, **kwargs):
     if "end" in completions:
@@ -394,12 +397,13 @@ def each(completions, log_extra, log_metric, **kwargs):
 each.by_sample = True
 """
     )
-    name = {"verl": "verls", "TRL": "whole", "TRL, and says so": "each"}[style]
+    names = {"verl": "verls", "verl's batches": "batch", "TRL": "whole", "TRL, and says so": "each"}
+    name = names[style]
     samples = [sample_of(1, text) for text in ("0.5", "end", "1")]
     prompt = Prompt(3, "p", [1], {"answer": "7"})
     with runner_of(f"{file}:{name}", timeout_s=30) as runner:
         scores = asyncio.run(runner.score(prompt, samples))
-    alone = style != "TRL"
+    alone = name in ("verls", "each")
     assert len(scores.failures) == (1 if alone else 3)
     assert all("exit code 3" in one for one in scores.failures)
     np.testing.assert_array_equal(scores.rewards, [0.5, np.nan, 1.0] if alone else [np.nan] * 3)
