@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 from lora_moe_rl.algorithms.advantages.base import Rewarded
 from lora_moe_rl.algorithms.advantages.grpo import GroupNormalized
 from lora_moe_rl.algorithms.base import apart
+from lora_moe_rl.config import AlgorithmConfig
 
 
 class ByTurn(GroupNormalized):
@@ -46,20 +47,21 @@ class ByTurn(GroupNormalized):
         if step.turns is None:
             raise ValueError("algorithm.advantage=turns needs the tokens' turns; they are missing")
         found = [np.zeros(len(mask)) for mask in step.masks]
-        settings = cast(ByTurn.Settings, self.settings)
-        ahead = returns(step, settings.turn_gamma)
+        within = cast(AlgorithmConfig, self.settings).equal_within
+        ahead = returns(step, cast(ByTurn.Settings, self.settings).turn_gamma)
         for group in np.unique(step.groups):
             mine = np.flatnonzero((step.groups == group) & ~np.isnan(step.rewards))
             most = max((len(ahead[i]) for i in mine), default=0)
             for turn in range(most):
+                places = {i: step.masks[i] & (step.turns[i] == turn) for i in mine}
                 # In the loss: one that was left out is compared with none.
-                have = [i for i in mine if np.any(step.masks[i] & (step.turns[i] == turn))]
+                have = [i for i in mine if places[i].any()]
                 earned = np.array([ahead[i][turn] for i in have])
-                if not apart(earned, getattr(self.settings, "equal_within")):  # noqa: B009
+                if not apart(earned, within):
                     continue
-                lengths = np.array([(step.masks[i] & (step.turns[i] == turn)).sum() for i in have])
+                lengths = np.array([places[i].sum() for i in have])
                 for i, one in zip(have, self.of_group(earned, lengths), strict=True):
-                    found[i][step.masks[i] & (step.turns[i] == turn)] = one
+                    found[i][places[i]] = one
         return found
 
 

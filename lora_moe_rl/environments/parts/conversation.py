@@ -298,12 +298,13 @@ def _with_own(scores: Scores, conversations: Sequence[Conversation]) -> Scores:
         if i in scores.details.reasons:
             continue
         given = 0.0 if np.isnan(rewards[i]) else float(rewards[i])
-        if one.own_rewards is not None:
-            rewards[i] = one.own_rewards + given
-        if one.forks or (told is None and one.earned is None):
+        own, earned = one.own_rewards, one.earned
+        if own is not None:
+            rewards[i] = own + given
+        if one.forks or (told is None and earned is None):
             continue
-        turns = np.zeros(len(told or one.earned or ()))
-        turns += 0.0 if one.earned is None else one.earned
+        turns = np.zeros(len(told or earned or ()))
+        turns += 0.0 if earned is None else earned
         turns[-1] += one.own_reward or 0.0
         if told is None:
             turns[-1] += given
