@@ -25,6 +25,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unfl
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from triton.runtime.interpreter import InterpretedFunction
 
+from lora_moe_rl.trainer import megatron_on_cpu
+
 aten = torch.ops.aten
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 UNDERNEATH = torch.device("privateuseone", 0)  # what torch knows its device as, in C++
@@ -218,35 +220,8 @@ def launch(kernel, *args, grid, warmup, **kwargs):
 _launch = InterpretedFunction.run
 
 
-class _Event:
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def record(self, *args):
-        pass
-
-    wait = synchronize = record
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other) -> float:
-        return 1.0
-
-
-class _Stream:
+class _Stream(megatron_on_cpu._Stream):
     device, cuda_stream = GPU, 0
-
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def wait_stream(self, *args):
-        pass
-
-    wait_event = synchronize = wait_stream
-
-    def record_event(self, *args):
-        return _Event()
 
     def __enter__(self):
         return self
@@ -290,7 +265,7 @@ def _answers() -> dict[str, Any]:
         "current_stream": lambda *_: stream,
         "stream": lambda *_: contextlib.nullcontext(),
         "Stream": _Stream,
-        "Event": _Event,
+        "Event": megatron_on_cpu._Event,
         "manual_seed": generator.manual_seed,
         "get_rng_state": lambda *_, **__: generator.get_state(),
         "set_rng_state": lambda state, *_, **__: generator.set_state(state),
