@@ -225,6 +225,17 @@ def _spread(num_tokens: int, layout: RowLayout) -> np.ndarray:
 
 
 def sequence_shard(length: int) -> slice:
-    """Under sequence parallelism a router sees one of tp equal slices of the tokens."""
+    """Which of so many tokens a router of this rank sees: under sequence parallelism one of tp
+    equal slices of those that the context-parallel rank has."""
+    mine = context_shard(length)
     tp, rank = ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_rank()
-    return slice(rank * length // tp, (rank + 1) * length // tp)
+    return _part(mine.stop - mine.start, rank, tp, mine.start)
+
+
+def context_shard(length: int) -> slice:
+    """Which of so many tokens this rank is fed: one of cp equal slices."""
+    return _part(length, ps.get_context_parallel_rank(), ps.get_context_parallel_world_size())
+
+
+def _part(length: int, rank: int, ranks: int, first: int = 0) -> slice:
+    return slice(first + rank * length // ranks, first + (rank + 1) * length // ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from importlib.machinery import PathFinder
 from typing import Annotated, Literal
 
@@ -20,13 +21,23 @@ def has_transformer_engine() -> bool:
 
 class TrainerConfig(Section):
     steps: int = Field(40, ge=1, description="Rollout-and-update steps of the run.")
-    world_size: int = Field(1, ge=1, description="Megatron ranks: tp * pp * (data parallel size).")
+    world_size: int = Field(
+        1, ge=1, description="Megatron ranks: tp * cp * pp * (data parallel size)."
+    )
     tp: int = Field(1, ge=1, description="Tensor-parallel size.")
     pp: int = Field(1, ge=1, description="Pipeline-parallel size.")
     vpp: int = Field(
         1, ge=1, description="Virtual pipeline: pieces of the model that each pipeline rank holds."
     )
-    ep: int = Field(1, ge=1, description="Expert-parallel size; divides tp * (data parallel size).")
+    cp: int = Field(
+        1,
+        ge=1,
+        description="Context-parallel size: ranks that share a micro-batch's tokens, and in "
+        "attention its heads (Ulysses).",
+    )
+    ep: int = Field(
+        1, ge=1, description="Expert-parallel size; divides tp * cp * (data parallel size)."
+    )
     etp: int = Field(
         1, ge=1, description="Expert-tensor-parallel size: ranks that share an expert; divides tp."
     )
@@ -70,7 +81,9 @@ class TrainerConfig(Section):
         1.0, ge=0, description="Clip the global gradient norm to this; 0: never."
     )
     micro_batch_tokens: int = Field(
-        4096, ge=1, description="Most tokens packed into one micro-batch of one rank."
+        4096,
+        ge=1,
+        description="Most tokens packed into one micro-batch, which ranks of tp and cp share.",
     )
     share_prompts: Literal["auto", "on", "off"] = Field(
         "auto",
@@ -119,19 +132,21 @@ class TrainerConfig(Section):
                 f"trainer.min_lr={self.min_lr:g} is above trainer.lr={self.lr:g}, from which the "
                 "learning rate falls to it"
             )
-        model_parallel = self.tp * self.pp
-        if self.world_size % model_parallel:
+        together = {"tp": self.tp} | ({"cp": self.cp} if self.cp > 1 else {}) | {"pp": self.pp}
+        if self.world_size % math.prod(together.values()):
             raise ValueError(
                 f"trainer.world_size={self.world_size} does not match the layout: it must be a "
-                f"multiple of tp * pp = {self.tp} * {self.pp} = {model_parallel}"
+                f"multiple of {' * '.join(together)} = {' * '.join(map(str, together.values()))} = "
+                f"{math.prod(together.values())}"
             )
-        if (self.tp * self.dp) % (self.ep * self.etp):
+        if self.stage_ranks % (self.ep * self.etp):
             experts = f"trainer.ep={self.ep}"
             if self.etp > 1:
                 experts += f" * trainer.etp={self.etp}"
+            cp = f"cp={self.cp} * " if self.cp > 1 else ""
             raise ValueError(
-                f"{experts} does not divide the {self.tp * self.dp} ranks of a pipeline "
-                f"stage (tp={self.tp} * dp={self.dp} with world_size={self.world_size}); raise "
+                f"{experts} does not divide the {self.stage_ranks} ranks of a pipeline "
+                f"stage (tp={self.tp} * {cp}dp={self.dp} with world_size={self.world_size}); raise "
                 f"trainer.world_size or lower trainer.ep"
             )
         if self.tp % self.etp:
@@ -167,4 +182,14 @@ class TrainerConfig(Section):
     @property
     def dp(self) -> int:
         """Data-parallel size: ranks that see different samples."""
-        return self.world_size // (self.tp * self.pp)
+        return self.world_size // (self.tp * self.cp * self.pp)
+
+    @property
+    def dense_dp(self) -> int:
+        """Ranks that hold the same part of a dense weight: each sees other samples, or other tokens
+        of a sample."""
+        return self.dp * self.cp
+
+    @property
+    def stage_ranks(self) -> int:
+        return self.world_size // self.pp

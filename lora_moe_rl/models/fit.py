@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from lora_moe_rl.adapters.sharding import dense_kind
 from lora_moe_rl.adapters.spec import ModelShape
-from lora_moe_rl.config import RolloutConfig, RunConfig
+from lora_moe_rl.config import RolloutConfig, RunConfig, TrainerConfig
 from lora_moe_rl.config.keys import value_text
 from lora_moe_rl.errors import ConfigError, ModelError
 from lora_moe_rl.models.quantised import WHOLE
@@ -34,6 +34,7 @@ def check_layout(shape: ModelShape, config: RunConfig, form: str | None = None) 
                     f"{key}={size} does not divide the model's {number} {what}; use a divisor of "
                     f"{number}"
                 )
+    _check_context_heads(trainer, heads)
     if form in WHOLE and dims["moe_intermediate"] % (trainer.etp * WHOLE[form]):
         raise ConfigError(
             f"trainer.etp={trainer.etp} cuts experts of the width {dims['moe_intermediate']}, "
@@ -128,6 +129,20 @@ def _check_dense(shape: ModelShape, config: RunConfig) -> None:
             raise ConfigError(
                 f"{option}={value_text(value)} has no effect: this {shape.architecture} is dense, "
                 f"it has no experts; set {option}={value_text(other)}"
+            )
+
+
+def _check_context_heads(trainer: TrainerConfig, heads: Mapping[str, int]) -> None:
+    """In attention context-parallel ranks share the heads; fewer key/value heads are repeated."""
+    cp = trainer.cp
+    for what, number in heads.items():
+        here = number // trainer.tp
+        if here % cp and (what == "attention heads" or cp % here):
+            among = f", which trainer.tp={trainer.tp} leaves a rank" if trainer.tp > 1 else ""
+            multiple = "" if what == "attention heads" else f" or a multiple of {here}"
+            raise ConfigError(
+                f"trainer.cp={cp} cannot share the model's {here} {what}{among}: in attention each "
+                f"of its ranks has some of them; use a divisor of {here}{multiple}"
             )
 
 

@@ -32,7 +32,7 @@ from lora_moe_rl.data.packing import MicroBatch, pack, unpack
 from lora_moe_rl.errors import FrozenStartError
 from lora_moe_rl.router_replay.audit import Audit, due
 from lora_moe_rl.router_replay.replay import MicroRoutes, Replay
-from lora_moe_rl.router_replay.routes import Routes, Sent, sequence_shard
+from lora_moe_rl.router_replay.routes import Routes, Sent, context_shard, sequence_shard
 from lora_moe_rl.trainer.critic import Critic
 from lora_moe_rl.trainer.device import Device
 from lora_moe_rl.trainer.head import Head
@@ -162,7 +162,7 @@ class TrainingEngine:
         plan = plan_for(trainer, samples, batch, dp_size)[dp_rank]
         # The interleaved schedule wants micro-batches equally long.
         longest = max(map(batch.fed_together, plan)) if trainer.vpp > 1 else 0
-        data = [pack(batch, chunk, trainer.tp, longest) for chunk in plan]
+        data = [pack(batch, chunk, trainer.tp * trainer.cp, longest) for chunk in plan]
         if routes is None:
             return [Work(one, None) for one in data]
         routes.fetch(sample for one in data for sample in one.samples)
@@ -267,9 +267,10 @@ class TrainingEngine:
             self.replay.clear_routes(chunk)
         else:
             self.replay.install_recorded(chunk, work.recorded)
+        mine = data.fed[context_shard(len(data.fed))]
         output = model(
-            input_ids=as_tensor(data.input_ids[data.fed].astype(np.int64), device)[None],
-            position_ids=as_tensor(data.positions[data.fed], device)[None],
+            input_ids=as_tensor(data.input_ids[mine].astype(np.int64), device)[None],
+            position_ids=as_tensor(data.positions[mine], device)[None],
             attention_mask=None,
             packed_seq_params=packed_params(data, self.device),
             output_processor=head,
@@ -295,6 +296,7 @@ class TrainingEngine:
         if (
             not self.is_last_stage
             or ps.get_tensor_model_parallel_rank()
+            or ps.get_context_parallel_rank()
             or ps.get_data_parallel_rank()
         ):
             return None

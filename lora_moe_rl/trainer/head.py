@@ -24,6 +24,8 @@ from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from lora_moe_rl.kernels.backend import on_device
+from lora_moe_rl.router_replay.routes import context_shard
+from lora_moe_rl.trainer.context_parallel import put_together
 from lora_moe_rl.trainer.logits import rows_at_once
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ class Head:
         context: Work,
         **_: Any,
     ) -> torch.Tensor:
-        """hidden_states `[F / tp, 1, H]`; output_weight: of tied embeddings, if they are."""
+        """hidden_states `[F / (cp tp), 1, H]`; output_weight: of tied embeddings, if they are."""
         weight = output_layer.weight if output_weight is None else output_weight
         hidden = hidden_states
         if ps.get_tensor_model_parallel_world_size() > 1:
@@ -64,9 +66,13 @@ class Head:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         data, device = context.data, hidden.device
         labels = on_device(torch.from_numpy(data.labels.astype(np.int64)), device)
-        response = data.response.nonzero()[0]
+        # Of the response's tokens those that are predicted from what this rank was fed.
+        mine = context_shard(len(data.fed))
+        at = data.fed_at
+        response = (data.response & (at >= mine.start) & (at < mine.stop)).nonzero()[0]
         rows, fed_at = (
-            on_device(torch.from_numpy(one), device) for one in (response, data.fed_at[response])
+            on_device(torch.from_numpy(one), device)
+            for one in (response, at[response] - mine.start)
         )
         vocabulary = Vocabulary(
             weight.detach(),
@@ -77,9 +83,10 @@ class Head:
         trained = Trained.NOTHING
         if torch.is_grad_enabled():
             trained = Trained.ENTROPY_TOO if self.trains_entropy else Trained.LOGPROBS
-        logprobs, entropy = LogProbs.apply(
+        found = LogProbs.apply(
             hidden.squeeze(1), labels, rows, fed_at, vocabulary, self.temperature, trained
         )
+        logprobs, entropy = (put_together(one, ps.get_context_parallel_group()) for one in found)
         if trained:
             context.entropy = entropy
         return logprobs

@@ -3,7 +3,8 @@
 mcore's own local leaves cannot train these models: its attention refuses packed sequences and
 MLA's head sizes, its norm does not carry the sequence-parallel mark, and its experts are one module
 an expert. Specs are mcore's extension point for exactly this; nothing of mcore is patched but the
-packed rotary embedding, which loops over sequences in Python.
+rotary embedding: the packed one loops over sequences in Python, and knows another way of context
+parallelism.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as yarn_module
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     gather_from_tensor_model_parallel_region,
@@ -28,6 +30,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.kernels.grouped_linear import grouped_linear
+from lora_moe_rl.trainer.context_parallel import all_tokens, own_tokens
 from lora_moe_rl.trainer.packed_sequences import PaddedBatch
 from lora_moe_rl.upstream.checks import require_parameters, require_version
 
@@ -47,22 +50,32 @@ class PackedAttention(torch.nn.Module):
     """Causal attention of packed sequences on `scaled_dot_product_attention`; GQA and MLA.
 
     Tokens are laid out as right-padded batches (`packed_sequences.py`), so that a micro-batch is
-    one call or two: under a causal mask no real token sees the padding behind it.
+    one call or two: under a causal mask no real token sees the padding behind it. Of cp ranks each
+    attends to all tokens, with its share of the heads (`context_parallel.py`).
     """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, **kwargs):
         super().__init__()
         channels = kwargs.get("k_channels") or config.kv_channels
         self.scale = kwargs.get("softmax_scale") or channels**-0.5
+        self.cp = kwargs["pg_collection"].cp
 
     def forward(self, query, key, value, attention_mask, packed_seq_params=None, **_):
-        """query `[F, heads, d]`, key and value `[F, kv_heads, d]`; returns `[F, heads * d_v]`."""
+        """query `[F / cp, heads, d]`, key and value `[F / cp, kv_heads, d]`; returns
+        `[F / cp, heads * d_v]`."""
         if packed_seq_params is None:
             raise ValueError("PackedAttention takes packed sequences only (packed_seq_params)")
-        found = [self._attend(query, key, value, one) for one in packed_seq_params.batches]
-        if packed_seq_params.order is None:
+        if self.cp.size() == 1:
+            return self._of_all(query, key, value, packed_seq_params)
+        query, key, value = all_tokens(query, key, value, self.cp)
+        return own_tokens(self._of_all(query, key, value, packed_seq_params), self.cp)
+
+    def _of_all(self, query, key, value, params):
+        """query `[F, heads, d]`, key and value `[F, kv_heads, d]`; returns `[F, heads * d_v]`."""
+        found = [self._attend(query, key, value, one) for one in params.batches]
+        if params.order is None:
             return found[0]
-        return torch.cat(found).index_select(0, packed_seq_params.order)
+        return torch.cat(found).index_select(0, params.order)
 
     def _attend(self, query, key, value, batch: PaddedBatch):
         """Of the queries in `batch`, `[n, heads * d_v]`."""
@@ -263,8 +276,6 @@ def _rope_packed(
     more than the attention itself for many short sequences, and which knows no token whose prompt
     another sequence feeds. t `[F, heads, d]`; cu_seqlens: the tokens' positions, int64 `[F]`.
     """
-    if cp_group is not None and cp_group.size() > 1:
-        raise ValueError("the local modules know no context parallelism")
     if cu_seqlens.shape != t.shape[:1]:
         raise ValueError(f"{len(cu_seqlens)} positions of {len(t)} tokens (PackedParams)")
     return rope_utils._apply_rotary_pos_emb_bshd(
@@ -276,7 +287,15 @@ def _rope_packed(
     ).squeeze(1)
 
 
+def _rope_whole(pos_emb, seq_dim, cp_group):
+    """Stands for `get_pos_emb_on_this_cp_rank` in YaRN's module of megatron-core, which cuts what
+    is not packed for context parallelism: of local modules that is only the cache that it makes as
+    it is built, for fused kernels that are off, and it would want a GPU and whole chunks for it."""
+    return pos_emb
+
+
 _rope_upstream = rope_utils._apply_rotary_pos_emb_thd
+_cut_upstream = rope_utils.get_pos_emb_on_this_cp_rank
 
 
 def install() -> None:
@@ -297,4 +316,8 @@ def install() -> None:
                 f"{WHO} expects {attention.__name__} to use rope_utils.apply_rotary_pos_emb: the "
                 "upstream code has changed"
             )
+    require_parameters(_cut_upstream, tuple(inspect.signature(_rope_whole).parameters), WHO)
+    if yarn_module.get_pos_emb_on_this_cp_rank not in (_cut_upstream, _rope_whole):
+        raise ConfigError(f"{WHO} expects {yarn_module.__name__} to use {_cut_upstream.__name__}")
+    yarn_module.get_pos_emb_on_this_cp_rank = _rope_whole
     rope_utils._apply_rotary_pos_emb_thd = _rope_packed

@@ -34,8 +34,8 @@ _ALWAYS = ("tokens", "entropy", "masked", "rejected")
 
 
 class Meter:
-    """`reports`: whether this rank's sums count. Under tensor parallelism every rank of a group
-    computes the same logprobs, and only the last stage has any. `declared`: the metrics of the
+    """`reports`: whether this rank's sums count. Under tensor and context parallelism every rank of
+    a group has the same logprobs, and only the last stage has any. `declared`: the metrics of the
     algorithm, and how each is put together. `lag`: how many steps a token may be old; a step is
     `versions_per_step` versions, and `version` the one before the update. `epochs`: how often each
     token of the step is told of."""
@@ -62,7 +62,8 @@ class Meter:
         self.extremes: dict[str, float] = {}  # of the metrics that are a max or a min
         # By prefix, of the token that was furthest apart: see WORST.
         self.worst = {WITH: NO_TOKEN, WITHOUT: NO_TOKEN}
-        self.reports = is_last_stage and ps.get_tensor_model_parallel_rank() == 0
+        first = ps.get_tensor_model_parallel_rank() == ps.get_context_parallel_rank() == 0
+        self.reports = is_last_stage and first
 
     def add(self, name: str, value) -> None:
         """A number, or a tensor of one, which is read when a figure is asked for."""

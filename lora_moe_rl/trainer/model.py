@@ -66,6 +66,7 @@ def init_model_parallel(config: TrainerConfig, **options) -> None:
         tensor_model_parallel_size=config.tp,
         pipeline_model_parallel_size=config.pp,
         virtual_pipeline_model_parallel_size=config.vpp if config.vpp > 1 else None,
+        context_parallel_size=config.cp,
         expert_model_parallel_size=config.ep,
         expert_tensor_parallel_size=config.etp,
         **options,
@@ -155,6 +156,7 @@ def make_provider(source, config: TrainerConfig, num_layers: int, device: Device
     options |= {
         "tensor_model_parallel_size": config.tp,
         "pipeline_model_parallel_size": config.pp,
+        "context_parallel_size": config.cp,
         "expert_model_parallel_size": config.ep,
         "expert_tensor_parallel_size": config.etp,
         "virtual_pipeline_model_parallel_size": config.vpp if config.vpp > 1 else None,

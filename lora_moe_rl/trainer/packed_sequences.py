@@ -19,6 +19,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from lora_moe_rl.data.packing import MicroBatch
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.kernels.backend import on_device
+from lora_moe_rl.router_replay.routes import context_shard
 from lora_moe_rl.trainer.device import Device
 
 # Of a mask, which all layers share; where it would have more, queries are padded as keys are.
@@ -45,9 +46,10 @@ class PaddedBatch:
 
 @dataclass
 class PackedParams(PackedSeqParams):
-    """For the local modules. cu_seqlens_q and cu_seqlens_kv hold the positions of the tokens fed,
-    int64 `[F]`, which is all that the rotary embedding makes of them. `order`: int64 `[F]`, the
-    place of each token fed among those of all batches in turn; None for one batch."""
+    """For the local modules. cu_seqlens_q and cu_seqlens_kv hold the positions of the tokens that
+    this rank is fed, int64 `[F / cp]`, which is all that the rotary embedding makes of them. The
+    batches are of all F that are fed; `order`: int64 `[F]`, the place of each token among those
+    of all batches in turn; None for one batch."""
 
     batches: list[PaddedBatch] = field(default_factory=list)
     order: torch.Tensor | None = None
@@ -64,7 +66,7 @@ def packed_params(data: MicroBatch, device: Device) -> PackedSeqParams:
             )
         ends = as_tensor(data.cu_seqlens, on)
         return PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
-    positions = as_tensor(data.positions[data.fed], on)
+    positions = as_tensor(data.positions[data.fed][context_shard(len(data.fed))], on)
     params = PackedParams("thd", positions, positions, max_seqlen_q=longest, max_seqlen_kv=longest)
     sequence = np.repeat(np.arange(len(data.cu_seqlens) - 1), np.diff(data.cu_seqlens))
     if not data.shares:

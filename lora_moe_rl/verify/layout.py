@@ -85,7 +85,7 @@ class Verification:
         self.tolerances = TOLERANCES[trainer.device, trainer.dtype]
         if self.tolerance is not None:
             self.tolerances = tolerances(self.tolerance, self.tolerances["adapter"])
-        alone = {"world_size": 1} | dict.fromkeys(("tp", "pp", "ep", "etp", "vpp"), 1)
+        alone = {"world_size": 1} | dict.fromkeys(("tp", "cp", "pp", "ep", "etp", "vpp"), 1)
         self.alone = with_settings(self.layouts[0].config, {"trainer": alone})
 
     def run(self) -> Report:

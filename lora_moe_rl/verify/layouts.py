@@ -14,8 +14,8 @@ from lora_moe_rl.config.overrides import override, with_settings
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.models.fit import check_layout
 
-AXES = ("tp", "pp", "ep", "etp", "dp", "vpp")
-_PART = re.compile(r"(etp|vpp|tp|pp|ep|dp)(\d+)")
+AXES = ("tp", "cp", "pp", "ep", "etp", "dp", "vpp")
+_PART = re.compile(r"(etp|vpp|tp|cp|pp|ep|dp)(\d+)")
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Layout:
     def sizes(self) -> dict[str, int]:
         """Ranks along each axis of the sharding table."""
         t = self.config.trainer
-        expert_dp = t.tp * t.dp // (t.ep * t.etp)
-        return {"tp": t.tp, "dp": t.dp, "ep": t.ep, "etp": t.etp, "expert_dp": expert_dp}
+        expert_dp = t.stage_ranks // (t.ep * t.etp)
+        return {"tp": t.tp, "dp": t.dense_dp, "ep": t.ep, "etp": t.etp, "expert_dp": expert_dp}
 
 
 def read_config(
@@ -62,9 +62,9 @@ def parse_layout(name: str, config: RunConfig) -> Layout:
     if len(sizes) != len(parts) or 0 in sizes.values():
         raise ConfigError(f"--layouts: {name!r} gives a size twice, or a size of 0")
     stage = sizes.get("ep", 1) * sizes.get("etp", 1)
-    tp, dp = sizes.get("tp", 1), sizes.pop("dp", None)
-    dp = dp or math.lcm(tp, stage) // tp
-    world_size = tp * sizes.get("pp", 1) * dp
+    shared, dp = sizes.get("tp", 1) * sizes.get("cp", 1), sizes.pop("dp", None)
+    dp = dp or math.lcm(shared, stage) // shared
+    world_size = shared * sizes.get("pp", 1) * dp
     try:
         return Layout(name, with_settings(config, {"trainer": sizes | {"world_size": world_size}}))
     except ConfigError as error:

@@ -147,9 +147,10 @@ def tokens(worker, task: Replayed) -> list[np.ndarray]:
     if task.train:
         size, rank = ps.get_data_parallel_world_size(), ps.get_data_parallel_rank()
     works = engine.my_work(batch, range(len(batch)), None, size, rank)
-    tp = ps.get_tensor_model_parallel_world_size()
-    mine = ps.get_tensor_model_parallel_rank()  # sequence parallelism cuts the tokens in order
-    return [work.data.rows[work.data.fed].reshape(tp, -1)[mine] for work in works]
+    cuts = ps.get_context_parallel_world_size(), ps.get_tensor_model_parallel_world_size()
+    # Context parallelism cuts the tokens in order, and sequence parallelism each of the slices.
+    mine = ps.get_context_parallel_rank(), ps.get_tensor_model_parallel_rank()
+    return [work.data.rows[work.data.fed].reshape(*cuts, -1)[mine] for work in works]
 
 
 def compare(
