@@ -128,7 +128,7 @@ def _sum(links: Counter[tuple[int, int]], end: int) -> Counter[int]:
 
 
 def trainer_ranks(config: TrainerConfig, num_layers: int) -> list[TrainerRank]:
-    """Every rank in Megatron's order: tp fastest, then dp, pp slowest; of the experts' grid etp
+    """Every rank in Megatron's order: tp fastest, then cp, dp, pp slowest; of the experts' grid etp
     fastest, then ep, then expert_dp."""
     stage_size = config.world_size // config.pp
     chunks = pipeline_chunks(num_layers, config.pp * config.vpp)
@@ -148,10 +148,10 @@ def _place(config: TrainerConfig, n: int) -> RankLayout:
     experts = config.etp * config.ep
     return RankLayout(
         tp=(n % config.tp, config.tp),
-        dp=(n // config.tp, config.dp),
+        dp=(n // config.tp, config.dense_dp),
         etp=(n % config.etp, config.etp),
         ep=(n // config.etp % config.ep, config.ep),
-        expert_dp=(n // experts, config.tp * config.dp // experts),
+        expert_dp=(n // experts, config.stage_ranks // experts),
     )
 
 

@@ -7,7 +7,8 @@ adapters as in `adapters/layers.py`. The base is frozen: what only the gradient 
 need is kept where an adapter reads it. Experts are taken to be evenly loaded, and sequences to be
 equally long: LOCAL attention pads those of a micro-batch to the longest.
 
-Figures are bytes a token of the micro-batch on one rank, but for the head's. Letters: h hidden
+Figures are bytes of one of a rank's tokens of the micro-batch (of cp ranks each has its share),
+but for the head's. Letters: h hidden
 size, t tensor-parallel ranks (activations outside attention and MLPs are cut over them: sequence
 parallelism), n expert rows a token on one rank, b bytes an activation.
 """
@@ -86,7 +87,7 @@ def layer_work(shape: ModelShape, trainer: TrainerConfig, b: int) -> float:
     d, rows = shape.dims, shape.top_k / trainer.tp
     experts = rows * b * (2 * shape.hidden_size * trainer.etp + 3 * d["moe_intermediate"])
     dense = 3 * d["intermediate"] * b / trainer.tp
-    query, key = _widths(shape)
+    query, key = widths(shape)
     attention = 2 * (query + key) * b / trainer.tp
     inner = max(experts if shape.moe_layers else dense, attention)
     return inner + 2 * shape.hidden_size * b / trainer.tp
@@ -112,7 +113,7 @@ def head(shape: ModelShape, t: int, tokens: int, b: int, entropy: bool) -> int:
     return logits + (HEAD_ROWS + entropy) * tokens * shape.hidden_size * b
 
 
-def _widths(shape: ModelShape) -> tuple[int, int]:
+def widths(shape: ModelShape) -> tuple[int, int]:
     """All queries of a token and all its keys, which with MLA have as many heads. Values are as
     wide as keys where attention sees them: mcore pads those of MLA."""
     d = shape.dims
@@ -127,13 +128,14 @@ def _attention(
 ) -> float:
     if facts.shape.family.attention == "mla":
         adapted = f"layers.{layer}.kv_b_proj" in spec.by_name
-        return _mla(facts, adapted, trainer.tp, b, modules_of(trainer))
-    return _gqa(facts, trainer.tp, b, modules_of(trainer))
+        return _mla(facts, adapted, trainer, b)
+    return _gqa(facts, trainer, b)
 
 
-def _mla(facts: Facts, adapted: bool, t: int, b: int, modules: Modules) -> float:
+def _mla(facts: Facts, adapted: bool, trainer: TrainerConfig, b: int) -> float:
     """`adapted`: whether the projection of the compressed keys and values is."""
-    d, (query, _) = facts.shape.dims, _widths(facts.shape)
+    t, modules = trainer.tp, modules_of(trainer)
+    d, (query, _) = facts.shape.dims, widths(facts.shape)
     value = d["heads"] * d["v_dim"]
     # Queries, keys, values, which mcore pads to the width of keys, and so the output; cut back, it
     # is what the last linear reads.
@@ -145,9 +147,10 @@ def _mla(facts: Facts, adapted: bool, t: int, b: int, modules: Modules) -> float
     return (attended + low) * b / t + rotary * b + d["heads"] * STATISTIC / t
 
 
-def _gqa(facts: Facts, t: int, b: int, modules: Modules) -> float:
+def _gqa(facts: Facts, trainer: TrainerConfig, b: int) -> float:
+    t, modules = trainer.tp, modules_of(trainer)
     d, normed = facts.shape.dims, facts.shape.family.qk_norm(facts.config)
-    query, key = _widths(facts.shape)
+    query, key = widths(facts.shape)
     fused, statistics = modules is FUSED, d["heads"]
     attended = 2 * query + key  # rotated queries and keys, and the output
     if fused or normed:

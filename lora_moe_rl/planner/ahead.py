@@ -183,7 +183,7 @@ def every_way(measured: Measured) -> list[Way]:
     trainer, rollout = config.trainer, config.rollout
     each = rollout.ranks
     gpus = trainer.world_size + rollout.engines * each
-    unit = max(trainer.tp * trainer.pp, trainer.ep * trainer.etp * trainer.pp)
+    unit = max(trainer.tp * trainer.cp * trainer.pp, trainer.ep * trainer.etp * trainer.pp)
     splits = [
         (gpus - engines * each, engines)
         for engines in range(1, gpus // each + 1)

@@ -217,6 +217,9 @@ def _axes(request: Request) -> list[Axis]:
         Axis("smaller micro-batches: slower, the same training", [
             (f"trainer.micro_batch_tokens={n}",) for n in _halves(tokens, length)
         ]),
+        Axis("ranks share a micro-batch's tokens: the same training, on fewer samples at once", [
+            (f"trainer.cp={n}",) for n in (2, 4, 8) if n > config.trainer.cp
+        ]),
         Axis("fewer sequences decoded at once: slower", [
             (f"rollout.max_num_seqs={n}",)
             for n in _halves(config.rollout.max_num_seqs, LEAST_SEQUENCES)

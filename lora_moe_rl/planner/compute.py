@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.planner.activations import widths
 from lora_moe_rl.planner.base import base_tensors
 from lora_moe_rl.planner.facts import Facts, Format
 from lora_moe_rl.planner.formats import itemsize
@@ -171,7 +172,7 @@ class Roofline:
             one_way = passes * kept / (gpu.host_link * efficiency.links)
             trained = compute * uneven * algorithm.epochs * work.train / per_token
             copied = _not_hidden(one_way, trained)
-        summed = 4 * heaviest.trained_parameters * 2 if trainer.dp * trainer.tp > 1 else 0
+        summed = 4 * heaviest.trained_parameters * 2 if trainer.stage_ranks > 1 else 0
         return {
             "compute": compute * uneven,
             "pipeline bubble": bubble,
@@ -183,7 +184,7 @@ class Roofline:
     def _volume(self, config: RunConfig, layers: int, per_node: int) -> dict[str, float]:
         """Bytes of one micro-batch that a rank sends inside its node and beyond."""
         trainer, shape = config.trainer, self.facts.shape
-        tokens, hidden = micro_batch_tokens(config), shape.hidden_size
+        tokens, hidden = micro_batch_tokens(config) / trainer.cp, shape.hidden_size
         passes = 3 if trainer.recompute == "full" else 2  # forward, backward, and the forward again
         tp, ep = trainer.tp, trainer.ep * trainer.etp
         # A gather and a scatter before and behind attention, and again for the MLP.
@@ -191,12 +192,16 @@ class Roofline:
         # To the experts and back.
         exchanged = 2 * tokens / tp * shape.top_k * hidden * self.b * layers * passes
         exchanged *= (ep - 1) / ep
+        # Queries, keys and values to the ranks that have their heads, and what they give back.
+        query, key = widths(shape)
+        shared = 2 * tokens * (query + key) / tp * self.b * (trainer.cp - 1) / trainer.cp
+        shared *= layers * passes
         outside = max(0.0, 1 - per_node / ep)
         staged = 2 * tokens / tp * hidden * self.b if trainer.pp > 1 else 0
-        inside = tp <= per_node
+        inside, near = tp <= per_node, tp * trainer.cp <= per_node
         return {
-            "fast": exchanged * (1 - outside) + (gathered if inside else 0.0),
-            "slow": exchanged * outside + staged + (0.0 if inside else gathered),
+            "fast": exchanged * (1 - outside) + gathered * inside + shared * near,
+            "slow": exchanged * outside + staged + gathered * (not inside) + shared * (not near),
         }
 
     def rollout(

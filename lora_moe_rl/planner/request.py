@@ -181,6 +181,8 @@ def _configured(
         raise ConfigError(
             "plan --model needs --gpus, the number of GPUs, or a layout: trainer.world_size=..."
         )
+    if not asked and "cp" in trainer:  # as few ranks as there can be: the search takes others
+        settings = [f"trainer.world_size={trainer['cp']}", *settings]
     try:
         made = override(config, settings)
         plans.check_layout(facts.shape, made)

@@ -297,7 +297,7 @@ class Search:
         """A world size changes them only by how many micro-batches there are to be in flight."""
         config = self.config.model_copy(update={"trainer": trainer})
         flights = min(trainer.pp, micro_batches(config))
-        key = (trainer.tp, trainer.pp, trainer.ep, trainer.recompute, flights)
+        key = (trainer.tp, trainer.cp, trainer.pp, trainer.ep, trainer.recompute, flights)
         if key not in self._found:
             self._found[key] = self.memory.classes(config)
         return self._found[key]
@@ -306,12 +306,13 @@ class Search:
 def trainer_layouts(
     shape: ModelShape, trainer: TrainerConfig, world: int
 ) -> Iterator[TrainerConfig]:
-    """All that divide the model, with and without recomputation; etp and vpp stay 1."""
+    """All that divide the model, with and without recomputation; etp and vpp stay 1, and cp what
+    it is."""
     for tp in TPS:
-        if world % tp or not divides(shape, tp):
+        if world % tp or not divides(shape, tp, trainer.cp):
             continue
         for pp in range(1, min(MAX_PP, shape.num_layers) + 1):
-            if world % (tp * pp):
+            if world % (tp * trainer.cp * pp):
                 continue
             ranks = world // pp
             for ep in range(1, min(ranks, shape.num_experts or 1) + 1):
@@ -330,10 +331,13 @@ def together(config: RunConfig) -> bool:
         return False
 
 
-def divides(shape: ModelShape, tp: int) -> bool:
-    """Whether tp divides the heads, and the key/value heads where they are cut."""
-    heads = (shape.dims["heads"], shape.dims.get("kv_heads", tp))
-    return not any(number % tp for number in heads)
+def divides(shape: ModelShape, tp: int, cp: int = 1) -> bool:
+    """Whether tp divides the heads, and the key/value heads where they are cut; and cp ranks can
+    share those that are left."""
+    heads, kv_heads = shape.dims["heads"], shape.dims.get("kv_heads", tp * cp)
+    if heads % (tp * cp) or kv_heads % tp:
+        return False
+    return (kv_heads // tp) % cp == 0 or cp % (kv_heads // tp) == 0
 
 
 def divides_engine(shape: ModelShape, tp: int) -> bool:

@@ -69,7 +69,8 @@ def _head(plan: RunPlan, chosen: bool) -> list[str]:
     if plan.config.offline:
         name = plan.config.algorithm.name
         gpus, engines = f"{mine} trainer", f"no engines (algorithm={name} samples nothing)"
-    layout = f"tp {trainer.tp} pp {trainer.pp} ep {trainer.ep} dp {trainer.dp}"
+    cp = f" cp {trainer.cp}" if trainer.cp > 1 else ""
+    layout = f"tp {trainer.tp}{cp} pp {trainer.pp} ep {trainer.ep} dp {trainer.dp}"
     layout += f" vpp {trainer.vpp}" if trainer.vpp > 1 else ""
     layout += f" etp {trainer.etp}" if trainer.etp > 1 else ""
     size = plan.spec.num_parameters

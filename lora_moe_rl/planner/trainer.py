@@ -229,7 +229,7 @@ class TrainerMemory:
         """What lives within a step: activations of the micro-batches in flight, the work of one
         layer, buffers of collectives, logits; and what is on the host."""
         trainer, shape, b = config.trainer, self.facts.shape, itemsize(self.weights)
-        tokens = micro_batch_tokens(config)
+        tokens = math.ceil(micro_batch_tokens(config) / trainer.cp)
         kinds = Counter(self.kind[layer] for layer in layers)
         full = {k: sum(kept_by_layer(self.facts, self.spec, k, trainer, b).values()) for k in kinds}
         kept, work = full, layer_work(shape, trainer, b)
@@ -263,10 +263,10 @@ def _layout(trainer: TrainerConfig) -> RankLayout:
     experts = trainer.etp * trainer.ep
     return RankLayout(
         tp=(0, trainer.tp),
-        dp=(0, trainer.dp),
+        dp=(0, trainer.dense_dp),
         etp=(0, trainer.etp),
         ep=(0, trainer.ep),
-        expert_dp=(0, trainer.tp * trainer.dp // experts),
+        expert_dp=(0, trainer.stage_ranks // experts),
     )
 
 

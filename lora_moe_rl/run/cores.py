@@ -32,9 +32,10 @@ def used(config: RunConfig, cores: int) -> str:
 def _ranks(config: RunConfig, cores: int) -> list[str]:
     """The largest data-parallel size that has a core for every rank, if it is larger."""
     trainer = config.trainer
-    model_parallel, experts = trainer.tp * trainer.pp, trainer.ep * trainer.etp
+    shared, experts = trainer.tp * trainer.cp, trainer.ep * trainer.etp
+    model_parallel = shared * trainer.pp
     for dp in range(cores // model_parallel, trainer.dp, -1):
-        if trainer.tp * dp % experts == 0:
+        if shared * dp % experts == 0:
             return [f"trainer.world_size={dp * model_parallel}"]
     return []
 

@@ -21,7 +21,10 @@ def kept(worker, spec):
     [
         ("qwen3_moe", {}),
         ("qwen3_moe", {"world_size": 2, "tp": 2, "ep": 2}),
+        ("qwen3_moe", {"world_size": 2, "cp": 2}),
+        ("qwen3_moe", {"world_size": 4, "cp": 4, "ep": 2}),
         ("deepseek_v3", {}),
+        ("deepseek_v3", {"world_size": 4, "tp": 2, "cp": 2, "ep": 4}),
         ("deepseek_v3", {"world_size": 2, "tp": 2, "ep": 2}),
         ("glm4_moe", {}),
         ("qwen2_moe", {}),
