@@ -169,6 +169,8 @@ ALIASES = (
           "replay.mode", "off, r2 or r3"),
     Alias(("tensor_model_parallel_size",), "trainer.tp"),
     Alias(("pipeline_model_parallel_size",), "trainer.pp"),
+    Alias(("context_parallel_size", "ulysses_sequence_parallel_size"), "trainer.cp",
+          "Ulysses' way, with Megatron too"),
     Alias(("virtual_pipeline_model_parallel_size",), "trainer.vpp"),
     Alias(("expert_model_parallel_size", "expert_parallel_size"), "trainer.ep"),
     Alias(("rollout.expert_parallel_size",), "rollout.ep",
@@ -282,9 +284,6 @@ MISSING = (
     Missing(("use_adaptive_entropy", "entropy_target", "entropy_coef_delta", "entropy_coef_min",
              "entropy_coef_max"),
             "algorithm.entropy_coef stays as it is; TRL's may follow the entropy"),
-    Missing(("context_parallel_size", "ulysses_sequence_parallel_size"),
-            "the trainer has no context parallelism; trainer.tp, trainer.recompute and "
-            "trainer.offload make room for long sequences"),
     Missing(("use_dynamic_bsz", "use_dynamic_batch_size", "log_prob_use_dynamic_bsz",
              "use_remove_padding", "use_sample_packing", "balance_batch",
              "micro_batch_size"),

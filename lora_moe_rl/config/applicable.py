@@ -17,6 +17,7 @@ from lora_moe_rl.config.plugins import ALGORITHMS
 from lora_moe_rl.config.reference import against_start
 from lora_moe_rl.config.reward_rules import check_rewards
 from lora_moe_rl.config.section import is_set
+from lora_moe_rl.config.trainer import check_context, has_transformer_engine
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.tiny.make import NAMES
 
@@ -181,6 +182,8 @@ def check_applicable(config: RunConfig) -> None:
     _check_stop(config)
     _check_colocated(config)
     _check_cuda_ipc(config)
+    if config.trainer.device != "cpu":
+        check_context(config.trainer, has_transformer_engine())
     _check_joining(config)
     _check_data_parallel(config)
     _check_profile(config)

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from lora_moe_rl.config.section import Section
+from lora_moe_rl.errors import ConfigError
 
 OFFLOAD_BYTES = 64 * 2**20  # of parameters whose moments are on the device at once (offload)
 
@@ -17,6 +18,17 @@ def has_transformer_engine() -> bool:
     """Whether the package is installed. Looks at the path, past `sys.modules`: where it is not,
     the trainer's bridge has put a stub of that name there."""
     return PathFinder.find_spec("transformer_engine") is not None
+
+
+def check_context(trainer: TrainerConfig, transformer_engine: bool) -> None:
+    """Raises ConfigError where layers of Transformer Engine would attend to slices of tokens that
+    they take for others."""
+    if trainer.cp > 1 and transformer_engine:
+        raise ConfigError(
+            f"trainer.cp={trainer.cp}: Transformer Engine, which is installed here, cuts the "
+            "tokens of context parallelism in another way than the trainer; uninstall it (pip "
+            "uninstall transformer_engine), or set trainer.cp=1"
+        )
 
 
 class TrainerConfig(Section):

@@ -159,8 +159,11 @@ def _gqa(facts: Facts, trainer: TrainerConfig, b: int) -> float:
         # Queries of several groups lie apart in the projection: their norm reads a copy.
         attended += query if d["kv_heads"] > t else 0
         statistics += d["heads"] + d["kv_heads"]
-    if not fused:
-        attended += key + query  # padded values, and of the output what the last linear reads
+    # Fewer key/value heads than cp ranks are repeated.
+    attended += 2 * key * (max(1, trainer.cp * t / d["kv_heads"]) - 1)
+    if not fused or trainer.cp > 1:
+        # Padded or exchanged values, and of the output what the last linear reads.
+        attended += key + query
     rotated = d["head_dim"] * (facts.config.get("partial_rotary_factor") or 1)
     return (attended * b + statistics * STATISTIC) / t + modules.rotary * rotated * b
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from lora_moe_rl.config import TrainerConfig
-from lora_moe_rl.config.trainer import has_transformer_engine
+from lora_moe_rl.config.trainer import check_context, has_transformer_engine
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.rollout.facts import Dtype
 
@@ -27,7 +27,7 @@ class Device:
 
     @classmethod
     def choose(cls, config: TrainerConfig) -> Device:
-        """Raises ConfigError for device=cuda without one."""
+        """Raises ConfigError for device=cuda without one, and for layers that cannot have cp."""
         kind = config.device
         if kind == "auto":
             kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,7 +35,9 @@ class Device:
             raise ConfigError("trainer.device=cuda, but torch sees no GPU; use auto or cpu")
         names = {"auto": torch.bfloat16 if kind == "cuda" else torch.float32}
         names |= {"float32": torch.float32, "bfloat16": torch.bfloat16}
-        return cls(kind, names[config.dtype])
+        found = cls(kind, names[config.dtype])
+        check_context(config, found.transformer_engine)
+        return found
 
     @property
     def dtype_name(self) -> Dtype:

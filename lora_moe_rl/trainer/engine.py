@@ -267,12 +267,13 @@ class TrainingEngine:
             self.replay.clear_routes(chunk)
         else:
             self.replay.install_recorded(chunk, work.recorded)
-        mine = data.fed[context_shard(len(data.fed))]
+        mine = context_shard(len(data.fed))
+        fed = data.fed[mine]
         output = model(
-            input_ids=as_tensor(data.input_ids[mine].astype(np.int64), device)[None],
-            position_ids=as_tensor(data.positions[mine], device)[None],
+            input_ids=as_tensor(data.input_ids[fed].astype(np.int64), device)[None],
+            position_ids=as_tensor(data.positions[fed], device)[None],
             attention_mask=None,
-            packed_seq_params=packed_params(data, self.device),
+            packed_seq_params=packed_params(data, self.device, mine),
             output_processor=head,
             output_processor_context=work,
         )

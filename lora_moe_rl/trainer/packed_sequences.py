@@ -19,7 +19,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from lora_moe_rl.data.packing import MicroBatch
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.kernels.backend import on_device
-from lora_moe_rl.router_replay.routes import context_shard
 from lora_moe_rl.trainer.device import Device
 
 # Of a mask, which all layers share; where it would have more, queries are padded as keys are.
@@ -55,8 +54,9 @@ class PackedParams(PackedSeqParams):
     order: torch.Tensor | None = None
 
 
-def packed_params(data: MicroBatch, device: Device) -> PackedSeqParams:
-    """Raises ConfigError for prompts that are fed once where attention cannot have it."""
+def packed_params(data: MicroBatch, device: Device, mine: slice) -> PackedSeqParams:
+    """`mine`: which of the tokens fed this rank is fed (context parallelism). Raises ConfigError
+    for prompts that are fed once where attention cannot have it."""
     on, longest = device.torch_device, data.max_seqlen
     if device.transformer_engine:
         if data.shares:
@@ -66,7 +66,7 @@ def packed_params(data: MicroBatch, device: Device) -> PackedSeqParams:
             )
         ends = as_tensor(data.cu_seqlens, on)
         return PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
-    positions = as_tensor(data.positions[data.fed][context_shard(len(data.fed))], on)
+    positions = as_tensor(data.positions[data.fed][mine], on)
     params = PackedParams("thd", positions, positions, max_seqlen_q=longest, max_seqlen_kv=longest)
     sequence = np.repeat(np.arange(len(data.cu_seqlens) - 1), np.diff(data.cu_seqlens))
     if not data.shares:

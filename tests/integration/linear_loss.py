@@ -44,7 +44,7 @@ def megatron_logits(model, vocab_size: int) -> torch.Tensor:
         input_ids=torch.from_numpy(data.input_ids)[None],
         position_ids=torch.from_numpy(data.positions)[None],
         attention_mask=None,
-        packed_seq_params=packed_params(data, Device("cpu", torch.float32)),
+        packed_seq_params=packed_params(data, Device("cpu", torch.float32), slice(None)),
     )
     logits = gather_from_tensor_model_parallel_region(logits)
     return logits[0, : sum(LENGTHS), :vocab_size]

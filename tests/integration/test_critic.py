@@ -29,7 +29,7 @@ RELATIVE = 1e-5
 CLIP = 0.05
 LAYOUTS = {
     "qwen3_moe": {"world_size": 4, "tp": 2, "ep": 2},
-    "deepseek_v3": {"world_size": 2, "pp": 2},
+    "deepseek_v3": {"world_size": 4, "cp": 2, "pp": 2},
 }
 
 

@@ -20,6 +20,7 @@ LAYOUTS = {
     "one rank": {},
     "tp2": {"world_size": 2, "tp": 2},
     "dp2": {"world_size": 2},
+    "cp2": {"world_size": 2, "cp": 2},
 }
 
 

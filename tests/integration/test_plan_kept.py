@@ -40,7 +40,8 @@ def test_autograd_keeps_what_the_plan_says(tmp_path, family, layout):
     facts = find(str(tmp_path))
     spec = AdapterSpec.build(facts.shape, config.adapter, servable=False)
     (planned,) = TrainerMemory(facts, spec, "float32").classes(config)
-    behind = SEQUENCES * TOKENS * facts.shape.hidden_size * 4 * (1 / config.trainer.tp + 1)
+    tokens = SEQUENCES * TOKENS / config.trainer.cp
+    behind = tokens * facts.shape.hidden_size * 4 * (1 / config.trainer.tp + 1)
     wanted = planned.memory["activations"] + behind
     found = run_ranks(config, tmp_path, kept)
     assert sum(found) == pytest.approx(len(found) * wanted, rel=0.03)

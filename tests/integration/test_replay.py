@@ -80,8 +80,9 @@ def one_rank(model):
         {"recompute": "full", "world_size": 2, "pp": 2, "vpp": 2},
         {"world_size": 2, "tp": 2},
         {"world_size": 2, "ep": 2},
+        {"recompute": "full", "world_size": 2, "cp": 2},
     ],
-    ids=["recompute", "recompute-pp2", "recompute-vpp2", "tp2", "ep2"],
+    ids=["recompute", "recompute-pp2", "recompute-vpp2", "tp2", "ep2", "recompute-cp2"],
 )
 def test_every_route_is_used_in_every_layout(model, one_rank, layout):
     loss, norm, expected, *_ = one_rank

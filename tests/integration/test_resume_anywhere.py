@@ -25,6 +25,7 @@ LAYOUTS = {
     "tp2ep2": {"world_size": 2, "tp": 2, "ep": 2},
     "ep4": {"world_size": 4, "ep": 4},
     "pp2": {"world_size": 2, "pp": 2},
+    "cp2": {"world_size": 2, "cp": 2},
     "pp2vpp2": {"world_size": 2, "pp": 2, "vpp": 2},
     "etp2": {"world_size": 2, "tp": 2, "etp": 2},
 }

@@ -21,6 +21,7 @@ RELATIVE = 1e-5
 LAYOUTS = {
     "one": {},
     "tp2": {"world_size": 2, "tp": 2},
+    "cp2ep2": {"world_size": 2, "cp": 2, "ep": 2},
     "ep2": {"world_size": 2, "ep": 2, "recompute": "full"},
     "pp2vpp2": {"world_size": 2, "pp": 2, "vpp": 2},
 }

@@ -16,6 +16,7 @@ KEPT, TEMPERATURE = [0, 2, 5, 8], 0.7  # of eleven samples
 LAYOUTS = {
     "one": ({}, {}),
     "tp2ep2dp2": ({"world_size": 4, "tp": 2, "ep": 2}, {}),
+    "cp2": ({"world_size": 2, "cp": 2}, {}),
     "pp2vpp2": ({"world_size": 2, "pp": 2, "vpp": 2}, {}),
     # The logprobs are of a forward of their own, before the first of two optimizer steps.
     "dp2, several updates": ({"world_size": 2}, {"epochs": 2}),

@@ -16,6 +16,7 @@ from lora_moe_rl.config import RunConfig
 LAYOUTS = {
     "tp2ep2dp2": {"world_size": 4, "tp": 2, "ep": 2},
     "pp2vpp2": {"world_size": 2, "pp": 2, "vpp": 2},
+    "cp2tp2ep4": {"world_size": 4, "cp": 2, "tp": 2, "ep": 4},
 }
 
 

@@ -59,6 +59,12 @@ def test_awkward_layouts_pass(qwen, capsys):
     check_passes(capsys, qwen, "tp2,pp2,ep2,etp2tp2", "adapter.rank=5", ranks)
 
 
+def test_context_parallel_layouts_pass(qwen, deepseek, capsys):
+    """Four ranks share two key/value heads; MLA has as many as queries."""
+    check_passes(capsys, qwen, "cp4ep2", "adapter.rank=5")
+    check_passes(capsys, deepseek, "cp2,cp2tp2", "adapter.rank=5")
+
+
 @pytest.mark.parametrize("init", ["adapter.expert_layout=shared_outer", "adapter.init=olora"])
 def test_other_forms_of_the_adapter_pass(qwen, capsys, init):
     # OLoRA subtracts its start: what it rounds grows with alpha / rank.
@@ -157,7 +163,7 @@ def test_awkward_shapes_pass(name, tmp_path, capsys):
     """Five layers, that PP and VPP do not divide, and odd ranks."""
     tiny_families.save(name, tmp_path, num_hidden_layers=5)
     ranks = ("adapter.rank=5", "adapter.expert_rank=3")
-    check_passes(capsys, tmp_path, f"{DEFAULT_LAYOUTS},pp2vpp2,tp2dp2", *ranks)
+    check_passes(capsys, tmp_path, f"{DEFAULT_LAYOUTS},pp2vpp2,tp2dp2,cp2pp2vpp2,cp2ep4dp2", *ranks)
 
 
 @pytest.mark.parametrize(("name", "form"), [("deepseek_v3", "fp8"), ("qwen3_moe", "int4")])

@@ -20,7 +20,7 @@ CASES = {
     "deepseek_v3": (
         {"num_hidden_layers": 7},
         "roomy,tight",
-        "tp2,pp2+recompute",
+        "tp2,pp2+recompute,cp2tp2",
         {"prefix-cache hits": "caches no prefixes"},
     ),
 }

@@ -63,6 +63,11 @@ def test_layouts(layout, dp):
     [
         ({"world_size": 3, "tp": 2}, "must be a multiple of tp * pp = 2 * 1 = 2"),
         ({"world_size": 2, "tp": 2, "pp": 2}, "must be a multiple of tp * pp = 2 * 2 = 4"),
+        ({"world_size": 6, "tp": 2, "cp": 2}, "must be a multiple of tp * cp * pp = 2 * 2 * 1 = 4"),
+        (
+            {"world_size": 4, "cp": 4, "ep": 3},
+            "the 4 ranks of a pipeline stage (tp=1 * cp=4 * dp=1 with",
+        ),
         ({"world_size": 2, "pp": 2, "ep": 2}, "does not divide the 1 ranks of a pipeline stage"),
         ({"offload": "both", "recompute": "full"}, "keeps none but layers' inputs"),
     ],

@@ -22,6 +22,12 @@ QWEN, KIMI = ModelShape.from_hf_config(QWEN3_30B_A3B), ModelShape.from_hf_config
             "trainer.pp=8 with trainer.vpp=8 wants 64 pieces of a model of 48 layers",
         ),
         (QWEN, {"trainer": {"world_size": 8, "tp": 8}}, "trainer.tp=8.*4 key/value heads"),
+        (QWEN, {"trainer": {"world_size": 3, "cp": 3}}, "trainer.cp=3 .*32 attention heads:"),
+        (
+            QWEN,
+            {"trainer": {"world_size": 128, "tp": 2, "cp": 32}},
+            "trainer.cp=32 .*16 attention heads, which trainer.tp=2 leaves a rank",
+        ),
         (QWEN, {"rollout": {"tp": 3}}, "rollout.tp=3.*32 attention heads"),
         (QWEN, {"model": {"max_length": 50_000}}, "model.max_length=50000.*40960 positions"),
     ],
@@ -34,6 +40,9 @@ def test_refused(shape, sections, message):
 def test_layouts_that_fit():
     check_layout(QWEN, RunConfig(trainer={"world_size": 16, "tp": 4, "pp": 2, "ep": 8}))
     check_layout(KIMI, RunConfig(trainer={"world_size": 64, "tp": 8, "ep": 64}))
+    check_layout(KIMI, RunConfig(trainer={"world_size": 64, "tp": 8, "cp": 8, "ep": 64}))
+    for cp in (2, 4, 8, 32):  # four key/value heads, which several ranks may share
+        check_layout(QWEN, RunConfig(trainer={"world_size": cp, "cp": cp}))
     etp2 = RunConfig(trainer={"world_size": 16, "tp": 2, "pp": 8, "etp": 2})
     check_layout(KIMI, etp2)
     check_layout(KIMI, etp2, "fp8")

@@ -64,11 +64,11 @@ def spec_of(config: dict, **adapter) -> AdapterSpec:
 
 @st.composite
 def trainers(draw) -> TrainerConfig:
-    tp, dp = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 4]))
+    tp, cp, dp = (draw(st.sampled_from(sizes)) for sizes in ([1, 2], [1, 2], [1, 2, 4]))
     pp, vpp = draw(st.sampled_from([(1, 1), (2, 1), (3, 1)]))
     etp = draw(st.sampled_from([1, tp]))
-    ep = draw(st.sampled_from([n for n in (1, 2, 4, 8) if tp * dp % (n * etp) == 0]))
-    return TrainerConfig(world_size=tp * dp * pp, tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp)
+    ep = draw(st.sampled_from([n for n in (1, 2, 4, 8) if tp * cp * dp % (n * etp) == 0]))
+    return TrainerConfig(world_size=tp * cp * dp * pp, tp=tp, cp=cp, pp=pp, vpp=vpp, ep=ep, etp=etp)
 
 
 @st.composite

@@ -36,6 +36,7 @@ def test_it_names_settings_that_use_the_cores_that_are_idle(cores, settings, exp
     ("trainer.tp=2", "trainer.world_size=2"),
     ("trainer.ep=2", "trainer.world_size=2"),
     ("trainer.tp=2", "trainer.pp=2", "trainer.ep=4", "trainer.world_size=8"),
+    ("trainer.cp=2", "trainer.pp=2", "trainer.ep=4", "trainer.world_size=8"),
 ])  # fmt: skip
 def test_more_ranks_are_a_layout_that_the_run_takes(layout):
     text = said(9, *layout, "rollout.engines=6")

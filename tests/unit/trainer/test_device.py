@@ -1,7 +1,10 @@
 """Choosing the trainer's device."""
 
+import pytest
 import torch
 
+from lora_moe_rl.config import RunConfig, TrainerConfig, applicable
+from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.trainer import bridge, device
 
 
@@ -18,3 +21,18 @@ def test_the_stub_of_transformer_engine_is_not_taken_for_the_package(monkeypatch
     finally:
         for name in ("transformer_engine", "transformer_engine.pytorch"):
             sys.modules.pop(name, None)
+
+
+def test_context_parallelism_is_refused_where_transformer_engine_would_attend(monkeypatch):
+    for module in (device, applicable):
+        monkeypatch.setattr(module, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    two = TrainerConfig(world_size=2, cp=2)
+    with pytest.raises(ConfigError, match="trainer.cp=2: Transformer Engine"):
+        device.Device.choose(two)
+    with pytest.raises(ConfigError, match="trainer.cp=2: Transformer Engine"):
+        applicable.check_applicable(RunConfig(model="m", trainer=two))
+    on_cpu = TrainerConfig(world_size=2, cp=2, device="cpu")
+    assert device.Device.choose(on_cpu).kind == "cpu"
+    applicable.check_applicable(RunConfig(model="m", trainer=on_cpu))
+    assert device.Device.choose(TrainerConfig()).kind == "cuda"

@@ -62,10 +62,12 @@ def test_it_is_the_attention_of_each_sequence(monkeypatch, alike, most, batches)
 
     monkeypatch.setattr(packed_sequences, "MOST_MASKED", most)
     data = micro_batch(alike)
-    params = packed_sequences.packed_params(data, Device("cpu", torch.float32))
+    params = packed_sequences.packed_params(data, Device("cpu", torch.float32), slice(None))
     assert [batch.mask is not None for batch in params.batches] == batches
     assert params.cu_seqlens_q.tolist() == data.positions[data.fed].tolist()
-    attention = local_modules.PackedAttention(SimpleNamespace(kv_channels=D), 1, None, "self")
+    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
+    config = SimpleNamespace(kv_channels=D)
+    attention = local_modules.PackedAttention(config, 1, None, "self", pg_collection=groups)
     q, k, v = tensors(data)
     out = attention(q, k, v, None, packed_seq_params=params)
     wanted = by_sequence(data, q, k, v)
@@ -83,6 +85,8 @@ def test_prompts_are_not_shared_where_attention_cannot_have_it():
 
     device = SimpleNamespace(transformer_engine=True, torch_device=torch.device("cpu"))
     with pytest.raises(ConfigError, match="set trainer.share_prompts=off"):
-        packed_params(micro_batch([0, 0, 2, 0, 2, 0]), device)
+        packed_params(micro_batch([0, 0, 2, 0, 2, 0]), device, slice(None))
     plain = micro_batch(None)
-    assert packed_params(plain, device).cu_seqlens_q.tolist() == plain.cu_seqlens.tolist()
+    assert (
+        packed_params(plain, device, slice(None)).cu_seqlens_q.tolist() == plain.cu_seqlens.tolist()
+    )

@@ -48,6 +48,8 @@ SPEC = spec_of()
         ("pp2ep2", 4, {"ep": 2, "dp": 2}),
         ("tp2dp2", 4, {"tp": 2, "dp": 2, "expert_dp": 4}),
         ("pp2vpp1ep3dp3", 6, {"ep": 3, "dp": 3}),
+        ("cp2", 2, {"dp": 2, "expert_dp": 2}),
+        ("tp2cp2ep8", 8, {"tp": 2, "dp": 4, "ep": 8}),
     ],
 )
 def test_a_layout_has_as_few_ranks_as_fit(name, world_size, sizes):
@@ -56,7 +58,7 @@ def test_a_layout_has_as_few_ranks_as_fit(name, world_size, sizes):
     assert layout.world_size == world_size and layout.sizes() == ones | sizes
 
 
-@pytest.mark.parametrize("name", ["", "tp", "2tp", "tp2xp2", "cp2", "tp2tp2", "tp0", "ep2dp3"])
+@pytest.mark.parametrize("name", ["", "tp", "2tp", "tp2xp2", "cp", "tp2tp2", "tp0", "ep2dp3"])
 def test_what_is_no_layout_is_refused(name):
     with pytest.raises(ConfigError, match="--layouts"):
         parse_layout(name, make_config("x"))
