@@ -93,7 +93,7 @@ def verification(model, layouts: list[str]) -> Verification:
 
 
 @pytest.mark.parametrize(
-    "layouts", [["dp2"], ["cp2"], pytest.param(["tp2", "pp2"], marks=pytest.mark.slow)], ids=str
+    "layouts", [["dp2", "cp2ep2"], pytest.param(["tp2", "pp2"], marks=pytest.mark.slow)], ids=str
 )
 def test_the_layout_changes_no_algorithm(model, layouts):
     report = verification(model, layouts).run()
