@@ -127,6 +127,15 @@ def test_a_trainer_rank_that_hangs_is_given_up(trainer_process):
         distributed.Incoming(0, timeout_s=1).open(trainer_process.layout, trainer_process.sent)
 
 
+def test_so_is_one_that_hangs_when_it_was_asked_before(trainer_process):
+    """Its store's time-outs are its own, and it does not tell of them."""
+    worker = distributed.Incoming(0, timeout_s=3)
+    worker.open(trainer_process.layout, trainer_process.sent)
+    os.kill(trainer_process.process.pid, signal.SIGSTOP)
+    with pytest.raises(RefitError, match="took longer than refit.timeout_s=3 "):
+        worker.open(trainer_process.layout, trainer_process.sent)
+
+
 def test_a_worker_that_leaves_does_not_stop_the_others():
     all_ = all_sent(make_channel("distributed", timeout_s=1))
     layout, sent = all_.layouts[0], all_.sent[0]
