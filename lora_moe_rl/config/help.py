@@ -28,7 +28,8 @@ def config_help(config: RunConfig) -> str:
         lines += [f"{section}: {sentence}" if section else "The run itself.", ""]
         for key in all_keys().values():
             if key.name.rpartition(".")[0] == section:
-                lines += _about(key, value_of(config, key.name, key.default))
+                for one in (key, *key.others):
+                    lines += _about(one, value_of(config, one.name, one.default))
                 lines += [line for own in _own_keys(key.name) for line in _about(own, own.default)]
         lines.append("")
     return "\n".join(lines).rstrip()

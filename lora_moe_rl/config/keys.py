@@ -7,7 +7,7 @@ import json
 import operator
 import types
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -20,12 +20,14 @@ from lora_moe_rl.config.plugins import choices
 
 @dataclass(frozen=True)
 class Key:
-    """One option: `name` is dotted (`adapter.rank`), `annotation` its type."""
+    """One option: `name` is dotted (`adapter.rank`), `annotation` its type. `others`: the same
+    option of plug-ins that give it another default or meaning."""
 
     name: str
     annotation: Any
     default: Any
     sentence: str
+    others: tuple[Key, ...] = ()
 
     @property
     def accepts_text(self) -> bool:
@@ -181,19 +183,31 @@ def _walk(model: type[BaseModel], prefix: str) -> typing.Iterator[Key]:
 
 def _walk_choices(section: str, common: type[BaseModel]) -> typing.Iterator[Key]:
     """The keys that each plug-in of a section adds to those that all have."""
-    owners: dict[str, list[str]] = {}
-    fields: dict[str, FieldInfo] = {}
+    plain = {one for one in choices(section) if "=" not in one}
+    alike: dict[str, dict[str, tuple[FieldInfo, list[str]]]] = {}
     for plugin, settings in choices(section).items():
         for name, field in settings.model_fields.items():
             if name not in common.model_fields:
-                owners.setdefault(name, []).append(plugin)
-                fields.setdefault(name, field)
-    for name, field in fields.items():
-        whose = [one for one in owners[name] if "=" in one] or owners[name]
-        sentence = field.description or ""
-        if set(whose) != {one for one in choices(section) if "=" not in one}:
-            sentence = f"({', '.join(whose)}) {sentence}"
-        yield Key(f"{section}.{name}", field.annotation, field.default, sentence)
+                meant = repr((field.annotation, field.default, field.description))
+                _, owners = alike.setdefault(name, {}).setdefault(meant, (field, []))
+                owners.append(plugin)
+    for name, meanings in alike.items():
+        found = [
+            Key(
+                f"{section}.{name}",
+                field.annotation,
+                field.default,
+                _told(owners, plain, field.description or ""),
+            )
+            for field, owners in meanings.values()
+        ]
+        yield replace(found[0], others=tuple(found[1:]))
+
+
+def _told(owners: list[str], plain: set[str], sentence: str) -> str:
+    """A sentence behind the plug-ins whose key it is of, unless all have it."""
+    whose = [one for one in owners if "=" in one] or owners
+    return sentence if set(whose) == plain else f"({', '.join(whose)}) {sentence}"
 
 
 def _collect_sections(model: type[BaseModel], prefix: str, found: dict[str, str]) -> None:

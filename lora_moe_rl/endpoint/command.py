@@ -31,8 +31,8 @@ model). Models are `policy` (the newest version), `policy@12` (version 12) and `
 """
 EPILOG = """\
 examples:
-  lora-moe-rl serve runs/demo
-  lora-moe-rl serve runs/demo --versions 3 --port 9000 rollout.tp=2
+  lora-moe-rl serve RUN
+  lora-moe-rl serve RUN --versions 3 --port 9000 rollout.tp=2
   SERVE_KEY=… lora-moe-rl serve Qwen/Qwen3-30B-A3B --host 0.0.0.0 --key-env SERVE_KEY
 """
 IDLE_S = 3600.0

@@ -38,6 +38,8 @@ class Environment(Plugin):
     # Whether what talks to the policy may change what was said before, so that a conversation
     # becomes several samples (a fork).
     forks: ClassVar[bool] = False
+    # Whether it has chats of its own, which the chat template renders whatever the prompts are.
+    has_chats: ClassVar[bool] = False
     # Whether every sample is one turn of the policy.
     one_turn: ClassVar[bool] = False
 

@@ -98,6 +98,7 @@ class External(Environment):
     rewards_itself = True
     bounds_sets = False  # agents ask one server, of the run
     forks = True
+    has_chats = True
     settings: Settings
 
     def __init__(self, config: RunConfig, rewards: Rewards, tokenizer: Any):

@@ -22,11 +22,11 @@ SOURCE is a run directory (its newest valid checkpoint), a checkpoint, or a PEFT
 """
 EPILOG = """\
 examples:
-  lora-moe-rl export runs/demo --to peft --out adapter
-  lora-moe-rl export runs/demo --to peft --for vllm --out adapter
-  lora-moe-rl export runs/ppo --to peft --critic --out critic
-  lora-moe-rl export runs/demo --to peft --out adapter --push-to-hub me/demo-adapter
-  lora-moe-rl export runs/demo --to merged --base Qwen/Qwen3-30B-A3B --out merged
+  lora-moe-rl export RUN --to peft --out adapter
+  lora-moe-rl export RUN --to peft --for vllm --out adapter
+  lora-moe-rl export RUN --to peft --critic --out critic
+  lora-moe-rl export RUN --to peft --out adapter --push-to-hub me/demo-adapter
+  lora-moe-rl export RUN --to merged --base Qwen/Qwen3-30B-A3B --out merged
 """
 WORST_SHOWN = 10  # tensors
 # Of the change that rounding takes away (refit.warn_lost and refit.stop_lost of a merged refit).

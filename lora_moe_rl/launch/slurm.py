@@ -48,12 +48,18 @@ python -m lora_moe_rl.launch.wait_nodes {job.nodes}
 # it goes on from there.
 {job.train} &
 driver=$!
-trap 'kill -TERM $driver' TERM
+told=
+trap 'told=1; kill -TERM $driver' TERM
 code=0
 wait $driver || code=$?
 if [ "$code" -gt 128 ]; then # it was the signal that ended the wait
   code=0
   wait $driver || code=$?
+fi
+# At the end of a job's time Slurm queues none again by itself. A run that has come to its end, with
+# 0, is not begun once more.
+if [ -n "$told" ] && [ "$code" -ne 0 ]; then
+  scontrol requeue "$SLURM_JOB_ID" || true
 fi
 exit "$code"
 """

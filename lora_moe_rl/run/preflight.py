@@ -305,7 +305,9 @@ class Preflight:
 
     def _check_template_used(self, examples: Sequence[Prompt]) -> None:
         """Of prompts that are strings only those of data.chat_template are rendered by one. A judge
-        on the run's own engines reads its questions by it."""
+        on the run's own engines reads its questions by it, and an agent's chats are rendered."""
+        if ENVIRONMENTS.find(self.config.environment.name).has_chats:
+            return
         functions = self.config.rewards() | self.config.eval_rewards()
         if any(one.asks_engines for several in functions.values() for one in several):
             return

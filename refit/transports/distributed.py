@@ -25,7 +25,7 @@ import secrets
 import socket
 import threading
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
 
@@ -158,16 +158,21 @@ class _Link:
         self.asks += 1
         ask = f"{self.name}/{self.asks}"
         fields = {"ask": ask, "link": self.name, "left": left, "rank": rank, "version": version}
-        self.store.queue_push(self.secret, json.dumps(fields))
-        answer = self.store.get(ask).decode()
-        self.store.delete_key(ask)
+        answer = _within(self.timeout_s, lambda: self._answer(ask, json.dumps(fields)))
         if answer != READY:
             raise RefitError(f"the trainer rank at {self.place} was {answer}")
         left.clear()
         if self.group is None:
-            self.group = _group(self.store, self.name, RECEIVER, self.host, self.timeout_s)
+            parts = self.store, self.name, RECEIVER, self.host, self.timeout_s
+            self.group = _within(self.timeout_s, lambda: _group(*parts))
         for work in [self.group.recv([piece], SENDER, 0) for piece in pieces]:
             work.wait()
+
+    def _answer(self, ask: str, message: str) -> str:
+        self.store.queue_push(self.secret, message)
+        answer = self.store.get(ask).decode()
+        self.store.delete_key(ask)
+        return answer
 
 
 def runs(layout: PartLayout, rank: int) -> list[tuple[int, int]]:
@@ -195,23 +200,29 @@ def _read_ask(message: bytes) -> dict | None:
 
 
 def _connect(host: str, port: int, timeout_s: float) -> TCPStore:
-    """A store's client. Its constructor would wait for ever for a process that hangs."""
-    timeout, found = timedelta(seconds=timeout_s), queue.SimpleQueue()
+    timeout = timedelta(seconds=timeout_s)
+    return _within(timeout_s, lambda: TCPStore(host, port, None, False, timeout=timeout))
 
-    def connect() -> None:
+
+def _within[Found](timeout_s: float, call: Callable[[], Found]) -> Found:
+    """What `call` returns or raises. It asks a store, whose time-outs are its server's: a client
+    would wait for ever for a process that hangs. Raises TimeoutError."""
+    found: queue.SimpleQueue[tuple[Found | None, RuntimeError | None]] = queue.SimpleQueue()
+
+    def run() -> None:
         try:
-            found.put(TCPStore(host, port, None, False, timeout=timeout))
+            found.put((call(), None))
         except RuntimeError as error:
-            found.put(error)
+            found.put((None, error))
 
-    threading.Thread(target=connect, name="refit", daemon=True).start()
+    threading.Thread(target=run, name="refit", daemon=True).start()
     try:
-        store = found.get(timeout=timeout_s)
+        value, error = found.get(timeout=timeout_s)
     except queue.Empty:
         raise TimeoutError(f"no answer within {timeout_s:g} s") from None
-    if isinstance(store, RuntimeError):
-        raise store
-    return store
+    if error is not None:
+        raise error
+    return value  # pyright: ignore[reportReturnType]
 
 
 def _group(store: Store, link: str, rank: int, host: str, timeout_s: float) -> ProcessGroupGloo:

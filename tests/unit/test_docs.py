@@ -114,6 +114,18 @@ def test_the_settings_that_a_page_names_are_there(page):
     assert not unknown_keys(page.read_text())
 
 
+def test_every_room_of_the_package_stands_in_the_table_of_rooms():
+    there = {
+        f"lora_moe_rl/{path.name}/"
+        for path in PACKAGE.iterdir()
+        if (path / "__init__.py").is_file() and not path.is_symlink()
+    }
+    told = set(
+        re.findall(r"^\| `(lora_moe_rl/\w+/)`", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    )
+    assert there == told
+
+
 def test_pages_and_sources_are_looked_at():
     assert len(PAGES) > 20 and len(SOURCES) > 250
 

@@ -1,5 +1,7 @@
 """Settings of the command line onto a config, and the errors of those that cannot be."""
 
+import re
+
 import pytest
 from pydantic import ValidationError
 
@@ -259,6 +261,17 @@ def test_help_lists_every_key_with_its_sentence_in_100_columns():
     assert "adapter.expert_rank=null   (int or null)" in text
     assert 'adapter.targets=["*"]   (list of str)' in text
     assert "data.sets.NAME.ratio=1.0" in text and "data.sets.NAME.limit" not in text
+
+
+def test_help_has_the_default_of_each_part_where_they_differ():
+    found = re.findall(
+        r"algorithm\.correction_max=(\S+) .*\n +\((correction=\w+)", config_help(RunConfig())
+    )
+    assert dict(found) == {
+        "3.0": "correction=sequence_mask",
+        "2.0": "correction=sequence_truncate",
+        "5.0": "correction=token_mask",
+    }
 
 
 def test_errors_of_a_config_built_in_python_read_the_same():

@@ -62,6 +62,36 @@ def test_a_run_that_has_steps_is_gone_on_with(tmp_path):
     assert given() == f"train {folder}/config.yaml --resume"
 
 
+@pytest.mark.parametrize(
+    ("told", "code", "queued"),
+    [(True, 130, "requeue 7\n"), (True, 0, ""), (False, 2, "")],
+    ids=["has_steps_left", "came_to_its_end", "failed"],
+)
+def test_a_job_that_slurm_ends_is_queued_again_unless_its_run_is_done(tmp_path, told, code, queued):
+    """The end of the script, by bash, with a run that ends when it is told, and a Slurm that writes
+    down what it is asked."""
+    script = (launch(tmp_path, "slurm") / "run.sbatch").read_text()
+    end = script[script.index("lora-moe-rl train") :]
+    programs, asked = tmp_path / "bin", tmp_path / "asked"
+    programs.mkdir()
+    tell = 'kill -TERM "$PPID"; sleep 20 & wait' if told else ""
+    run = f"#!/bin/bash\ntrap 'exit {code}' TERM\n{tell}\nexit {code}\n"
+    for name, text in {
+        "lora-moe-rl": run,
+        "scontrol": f'#!/bin/sh\necho "$@" > {asked}\n',
+    }.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    asked.touch()
+    ended = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", end],
+        env={"PATH": f"{programs}:/usr/bin:/bin", "SLURM_JOB_ID": "7"},
+        timeout=30,
+    )
+    assert ended.returncode == code
+    assert asked.read_text() == queued
+
+
 def test_a_ray_job_asks_for_its_nodes_and_looks_at_each(tmp_path):
     folder = launch(tmp_path, "kuberay", "--image", "registry/image:1", "--gpus-per-node", "8")
     job = yaml.safe_load((folder / "rayjob.yaml").read_text())

@@ -22,7 +22,8 @@ from mapped_files import Files
 from transport_ranks import VERSION, all_sent, make, make_channel, offer_and_wait
 
 from lora_moe_rl.base import ipc
-from lora_moe_rl.config import RefitConfig
+from lora_moe_rl.config import RefitConfig, RunConfig
+from lora_moe_rl.config.recipes import resolve
 from lora_moe_rl.errors import ConfigError, RefitError
 from lora_moe_rl.refit import parts, transports
 from lora_moe_rl.refit.parts import SentPart
@@ -30,6 +31,7 @@ from lora_moe_rl.refit.transports import (
     choose,
     cuda_ipc,
     distributed,
+    from_json,
     place,
 )
 from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
@@ -47,7 +49,10 @@ def memory_of_gpus(tmp_path, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_worker_gets_its_boxes_bit_for_bit(kind, dtype, tmp_path):
-    channel = make(kind, tmp_path)
+    boxes_arrive(make(kind, tmp_path), dtype)
+
+
+def boxes_arrive(channel, dtype):
     all_ = all_sent(channel, dtype)
     for rank in (0, 1):
         end = channel.incoming(rank)
@@ -125,6 +130,15 @@ def test_a_trainer_rank_that_hangs_is_given_up(trainer_process):
     os.kill(trainer_process.process.pid, signal.SIGSTOP)
     with pytest.raises(RefitError, match="took longer than refit.timeout_s=1 "):
         distributed.Incoming(0, timeout_s=1).open(trainer_process.layout, trainer_process.sent)
+
+
+def test_so_is_one_that_hangs_when_it_was_asked_before(trainer_process):
+    """Its store's time-outs are its own, and it does not tell of them."""
+    worker = distributed.Incoming(0, timeout_s=3)
+    worker.open(trainer_process.layout, trainer_process.sent)
+    os.kill(trainer_process.process.pid, signal.SIGSTOP)
+    with pytest.raises(RefitError, match="took longer than refit.timeout_s=3 "):
+        worker.open(trainer_process.layout, trainer_process.sent)
 
 
 def test_a_worker_that_leaves_does_not_stop_the_others():
@@ -272,15 +286,14 @@ def test_a_transport_is_added_by_one_file(tmp_path, monkeypatch):
     (tmp_path / "copies.py").write_text(code)
     monkeypatch.setattr(transports, "__path__", [*transports.__path__, str(tmp_path)])
     assert transports.transport_names() == ("copies", "cuda_ipc", "directory", "distributed", "shm")
-    (tmp_path / "refit").mkdir()
-    channel = make("copies", tmp_path)
+    resolve(RunConfig(refit=RefitConfig(transport="copies")))  # as a run is asked for it
+    channel = from_json(make_channel("copies").to_json())
+    boxes_arrive(channel, "float32")
     all_ = all_sent(channel)
-    channel.keep([VERSION])
-    for layout, sender, sent in zip(all_.layouts, all_.senders, all_.sent, strict=True):
-        np.testing.assert_array_equal(channel.incoming(0).open(layout, sent), sender.buffer)
-    channel.keep([VERSION + 1])
     with pytest.raises(RefitError, match="cannot read an adapter from"):
-        channel.incoming(0).open(all_.layouts[0], all_.sent[0])
+        gone = dataclasses.replace(all_.sent[0], path=f"{all_.sent[0].path}-gone")
+        channel.incoming(0).open(all_.layouts[0], gone)
+    assert channel.unfit(["here", "there"])
 
 
 def test_the_names_of_transports_are_had_without_torch():

@@ -90,6 +90,9 @@ def test_a_chat_template_of_ones_own_renders_the_prompts(check):
     judge = ["reward.function=lora_moe_rl.rewards:Judge", "reward.args.url=engines"]
     code, found, prompts = check(mine, *judge, "reward.args.model=base")
     assert code == 0 and "<0+0=>" not in prompts  # its questions are rendered, no prompt is
+    agent = ["environment=external", "environment.command=true"]
+    code, found, prompts = check(mine, *agent)
+    assert code == 0 and "<0+0=>" not in prompts  # what an agent makes of it is
 
 
 def test_all_that_is_wrong_is_told_at_once(check):
