@@ -7,12 +7,11 @@ import json
 import operator
 import types
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.plugins import choices
@@ -20,12 +19,14 @@ from lora_moe_rl.config.plugins import choices
 
 @dataclass(frozen=True)
 class Key:
-    """One option: `name` is dotted (`adapter.rank`), `annotation` its type."""
+    """One option: `name` is dotted (`adapter.rank`), `annotation` its type. `owners`: the plug-ins
+    that have it so, empty for all."""
 
     name: str
     annotation: Any
     default: Any
     sentence: str
+    owners: tuple[str, ...] = ()
 
     @property
     def accepts_text(self) -> bool:
@@ -47,7 +48,20 @@ class Key:
 @cache
 def all_keys() -> dict[str, Key]:
     """Every key, by dotted name, in the order of RunConfig."""
-    return {key.name: key for key in _walk(RunConfig, "")}
+    found: dict[str, Key] = {}
+    for key in _walk(RunConfig, ""):
+        found.setdefault(key.name, key)
+    return found
+
+
+@cache
+def of_other_plugins() -> dict[str, list[Key]]:
+    """The keys that plug-ins have with other defaults or sentences than in `all_keys`, by name."""
+    found: dict[str, list[Key]] = {}
+    for key in _walk(RunConfig, ""):
+        if key != all_keys()[key.name]:
+            found.setdefault(key.name, []).append(key)
+    return found
 
 
 @cache
@@ -180,20 +194,35 @@ def _walk(model: type[BaseModel], prefix: str) -> typing.Iterator[Key]:
 
 
 def _walk_choices(section: str, common: type[BaseModel]) -> typing.Iterator[Key]:
-    """The keys that each plug-in of a section adds to those that all have."""
-    owners: dict[str, list[str]] = {}
-    fields: dict[str, FieldInfo] = {}
+    """The keys that the plug-ins of a section add to those that all have, or have otherwise: one
+    for each default and description."""
+    presets = {one for one in choices(section) if "=" not in one}
+    for name, kinds in _kinds(section).items():
+        of_all = common.model_fields.get(name)
+        parts = {one for kind in kinds for one in kind.owners if "=" in one}
+        for kind in kinds:
+            if of_all and (kind.default, kind.sentence) == (of_all.default, of_all.description):
+                continue
+            owners = tuple(one for one in kind.owners if one in parts or not parts)
+            if set(owners) == presets:
+                yield replace(kind, owners=())
+            elif owners:
+                sentence = f"({', '.join(owners)}) {kind.sentence}"
+                yield replace(kind, sentence=sentence, owners=owners)
+
+
+def _kinds(section: str) -> dict[str, list[Key]]:
+    """The settings of a section's plug-ins by name, each once for each default and description."""
+    found: dict[str, dict[tuple[str, str], Key]] = {}
     for plugin, settings in choices(section).items():
         for name, field in settings.model_fields.items():
-            if name not in common.model_fields:
-                owners.setdefault(name, []).append(plugin)
-                fields.setdefault(name, field)
-    for name, field in fields.items():
-        whose = [one for one in owners[name] if "=" in one] or owners[name]
-        sentence = field.description or ""
-        if set(whose) != {one for one in choices(section) if "=" not in one}:
-            sentence = f"({', '.join(whose)}) {sentence}"
-        yield Key(f"{section}.{name}", field.annotation, field.default, sentence)
+            sentence = field.description or ""
+            kinds = found.setdefault(name, {})
+            known = kinds.get((repr(field.default), sentence))
+            owners = (*(known.owners if known else ()), plugin)
+            key = Key(f"{section}.{name}", field.annotation, field.default, sentence, owners)
+            kinds[repr(field.default), sentence] = key
+    return {name: list(kinds.values()) for name, kinds in found.items()}
 
 
 def _collect_sections(model: type[BaseModel], prefix: str, found: dict[str, str]) -> None:
