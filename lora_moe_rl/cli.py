@@ -118,11 +118,10 @@ def train(arguments: Sequence[str], config: RunConfig | None = None, prog: str =
     config = _resolved(settings, config)
     if "--dry-run" in flags:
         print(to_yaml(config), end="", flush=True)
-        from lora_moe_rl.run.preflight import Preflight
+        from lora_moe_rl.run.check import require
         from lora_moe_rl.telemetry import console
 
-        with Preflight(config, fetch=False) as preflight:
-            preflight.require(console.warn)
+        require(config, "--resume" in flags, console.warn)
         return 0
     if "--supervise" in flags:
         from lora_moe_rl.run.supervisor import supervise
