@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from typing import Any
 
@@ -57,7 +58,10 @@ def _chosen(config: RunConfig, section: str) -> set[str]:
 
 
 def _about(key: Key, value: Any) -> list[str]:
-    setting = f"  {key.name}={value_text(value)}   ({type_text(key.annotation)})"
+    text = value_text(value)
+    if text != " ".join(text.split()):  # which a wrapped line would not show
+        text = json.dumps(value, ensure_ascii=False)
+    setting = f"  {key.name}={text}   ({type_text(key.annotation)})"
     indent = " " * INDENT
     return [
         *textwrap.wrap(

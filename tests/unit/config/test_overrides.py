@@ -258,6 +258,7 @@ def test_help_lists_every_key_with_its_sentence_in_100_columns():
     assert "replay.mode=r3   (off, r2 or r3)" in text
     assert "adapter.expert_rank=null   (int or null)" in text
     assert 'adapter.targets=["*"]   (list of str)' in text
+    assert r'environment.answer_in_text="\n{answer}\n"   (str)' in text
     assert "data.sets.NAME.ratio=1.0" in text and "data.sets.NAME.limit" not in text
 
 
