@@ -157,7 +157,8 @@ usage: lora-moe-rl check [RECIPE] [key=value | --key value | @FILE ...]
 
 Looks at all that a run needs, in seconds and without starting it: files of the model, whether
 settings fit it, rows, the reward on made-up completions, memory, GPUs and disk of this machine,
-prompts as the model will get them. Fetches nothing. Exit code 2 when a run would be refused.
+prompts as the model will get them. Fetches nothing. Exit code 2 when a run would be refused,
+but for a run directory that holds a run, which --resume goes on with: a warning.
 """
 
 
