@@ -15,6 +15,7 @@ from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.errors import AdapterError
 from lora_moe_rl.files.untrusted import read_json
 from lora_moe_rl.run import machine
+from lora_moe_rl.telemetry.trackers import base
 from lora_moe_rl.tiny import shapes
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 from lora_moe_rl.verify.inputs import random_adapter
@@ -294,6 +295,16 @@ def test_a_run_that_is_there_is_told_of(check, tmp_path):
         (tmp_path / "run" / name).write_text("name: run\n")
     code, found, _ = check("logging.run_dir=run")
     assert code == 0 and "holds a run: go on with it by --resume" in found["run dir"][1]
+
+
+def test_a_tracker_has_to_be_installed(check, monkeypatch):
+    assert check("tracker=tensorboard,wandb")[1]["tracker"] == ("ok", "tensorboard,wandb")
+    assert "tracker" not in check()[1]
+    there = base.find_spec
+    monkeypatch.setattr(base, "find_spec", lambda name: None if name == "wandb" else there(name))
+    code, found, _ = check("tracker=tensorboard,wandb")
+    assert code == 2 and found["tracker"][0] == "error"
+    assert "wandb is not installed: pip install 'wandb==" in found["tracker"][1]
 
 
 def test_a_dry_run_looks_at_the_adapter_and_the_run_directory_too(check, model, tmp_path, capsys):
