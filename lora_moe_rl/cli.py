@@ -118,11 +118,10 @@ def train(arguments: Sequence[str], config: RunConfig | None = None, prog: str =
     config = _resolved(settings, config)
     if "--dry-run" in flags:
         print(to_yaml(config), end="", flush=True)
-        from lora_moe_rl.run.preflight import Preflight
+        from lora_moe_rl.run.check import require
         from lora_moe_rl.telemetry import console
 
-        with Preflight(config, fetch=False) as preflight:
-            preflight.require(console.warn)
+        require(config, "--resume" in flags, console.warn)
         return 0
     if "--supervise" in flags:
         from lora_moe_rl.run.supervisor import supervise
@@ -158,7 +157,8 @@ usage: lora-moe-rl check [RECIPE] [key=value | --key value | @FILE ...]
 
 Looks at all that a run needs, in seconds and without starting it: files of the model, whether
 settings fit it, rows, the reward on made-up completions, memory, GPUs and disk of this machine,
-prompts as the model will get them. Fetches nothing. Exit code 2 when a run would be refused.
+prompts as the model will get them. Fetches nothing. Exit code 2 when a run would be refused,
+but for a run directory that holds a run, which --resume goes on with: a warning.
 """
 
 

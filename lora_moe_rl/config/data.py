@@ -72,7 +72,9 @@ class SourceConfig(Section):
         description="Of rows in an epoch: shuffle (anew in each, by seed), sequential, or "
         "by:COLUMN, the smallest number first (by:-COLUMN: the largest).",
     )
-    limit: int | None = Field(None, ge=1, description="Read only the first rows.")
+    limit: int | None = Field(
+        None, ge=1, description="Read only so many rows, the first; null: all."
+    )
 
     _place: str = PrivateAttr("data")
 

@@ -269,6 +269,6 @@ class MismatchConfig(Section):
     )  # fmt: skip
     stop_above_old: float = Field(
         0.5, gt=0,
-        description="With schedule.lag, stop when the mismatch/kl of tokens of any age is above "
-        "this: there the training of the steps between is part of it.",
+        description="With schedule.lag, stop when the mismatch/kl of the tokens of any age but 0 "
+        "is above this: there the training of the steps between is part of it.",
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from typing import Any
 
@@ -10,11 +11,13 @@ from lora_moe_rl.config.keys import (
     Key,
     all_keys,
     member_keys,
+    of_other_plugins,
     sections,
     type_text,
     value_of,
     value_text,
 )
+from lora_moe_rl.config.plugins import PARTS
 
 WIDTH = 100
 INDENT = 6
@@ -28,15 +31,37 @@ def config_help(config: RunConfig) -> str:
         lines += [f"{section}: {sentence}" if section else "The run itself.", ""]
         for key in all_keys().values():
             if key.name.rpartition(".")[0] == section:
-                for one in (key, *key.others):
-                    lines += _about(one, value_of(config, one.name, one.default))
+                lines += _of_each(key, config)
                 lines += [line for own in _own_keys(key.name) for line in _about(own, own.default)]
         lines.append("")
     return "\n".join(lines).rstrip()
 
 
+def _of_each(key: Key, config: RunConfig) -> list[str]:
+    """A key, once for each default and meaning that it has. The config's value stands where it is
+    of what the config has chosen, elsewhere the default."""
+    others = of_other_plugins().get(key.name, [])
+    chosen = _chosen(config, key.name.partition(".")[0]) if others else set()
+    theirs = {one.owners for one in (key, *others) if chosen & set(one.owners)}
+    lines = []
+    for one in (key, *others):
+        own = not others or one.owners in theirs or not (one.owners or theirs)
+        lines += _about(one, value_of(config, key.name, one.default) if own else one.default)
+    return lines
+
+
+def _chosen(config: RunConfig, section: str) -> set[str]:
+    """The plug-ins, and parts as `part=name`, that a section of a config names."""
+    settings = getattr(config, section)
+    names = [("", settings.name), *((f"{part}=", getattr(settings, part, "")) for part in PARTS)]
+    return {head + name.strip() for head, several in names for name in several.split(",")}
+
+
 def _about(key: Key, value: Any) -> list[str]:
-    setting = f"  {key.name}={value_text(value)}   ({type_text(key.annotation)})"
+    text = value_text(value)
+    if text != " ".join(text.split()):  # which a wrapped line would not show
+        text = json.dumps(value, ensure_ascii=False)
+    setting = f"  {key.name}={text}   ({type_text(key.annotation)})"
     indent = " " * INDENT
     return [
         *textwrap.wrap(

@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.plugins import choices
@@ -20,14 +19,14 @@ from lora_moe_rl.config.plugins import choices
 
 @dataclass(frozen=True)
 class Key:
-    """One option: `name` is dotted (`adapter.rank`), `annotation` its type. `others`: the same
-    option of plug-ins that give it another default or meaning."""
+    """One option: `name` is dotted (`adapter.rank`), `annotation` its type. `owners`: the plug-ins
+    that have it so, empty for all."""
 
     name: str
     annotation: Any
     default: Any
     sentence: str
-    others: tuple[Key, ...] = ()
+    owners: tuple[str, ...] = ()
 
     @property
     def accepts_text(self) -> bool:
@@ -49,7 +48,20 @@ class Key:
 @cache
 def all_keys() -> dict[str, Key]:
     """Every key, by dotted name, in the order of RunConfig."""
-    return {key.name: key for key in _walk(RunConfig, "")}
+    found: dict[str, Key] = {}
+    for key in _walk(RunConfig, ""):
+        found.setdefault(key.name, key)
+    return found
+
+
+@cache
+def of_other_plugins() -> dict[str, list[Key]]:
+    """The keys that plug-ins have with other defaults or sentences than in `all_keys`, by name."""
+    found: dict[str, list[Key]] = {}
+    for key in _walk(RunConfig, ""):
+        if key != all_keys()[key.name]:
+            found.setdefault(key.name, []).append(key)
+    return found
 
 
 @cache
@@ -182,32 +194,35 @@ def _walk(model: type[BaseModel], prefix: str) -> typing.Iterator[Key]:
 
 
 def _walk_choices(section: str, common: type[BaseModel]) -> typing.Iterator[Key]:
-    """The keys that each plug-in of a section adds to those that all have."""
-    plain = {one for one in choices(section) if "=" not in one}
-    alike: dict[str, dict[str, tuple[FieldInfo, list[str]]]] = {}
+    """The keys that the plug-ins of a section add to those that all have, or have otherwise: one
+    for each default and description."""
+    presets = {one for one in choices(section) if "=" not in one}
+    for name, kinds in _kinds(section).items():
+        of_all = common.model_fields.get(name)
+        parts = {one for kind in kinds for one in kind.owners if "=" in one}
+        for kind in kinds:
+            if of_all and (kind.default, kind.sentence) == (of_all.default, of_all.description):
+                continue
+            owners = tuple(one for one in kind.owners if one in parts or not parts)
+            if set(owners) == presets:
+                yield replace(kind, owners=())
+            elif owners:
+                sentence = f"({', '.join(owners)}) {kind.sentence}"
+                yield replace(kind, sentence=sentence, owners=owners)
+
+
+def _kinds(section: str) -> dict[str, list[Key]]:
+    """The settings of a section's plug-ins by name, each once for each default and description."""
+    found: dict[str, dict[tuple[str, str], Key]] = {}
     for plugin, settings in choices(section).items():
         for name, field in settings.model_fields.items():
-            if name not in common.model_fields:
-                meant = repr((field.annotation, field.default, field.description))
-                _, owners = alike.setdefault(name, {}).setdefault(meant, (field, []))
-                owners.append(plugin)
-    for name, meanings in alike.items():
-        found = [
-            Key(
-                f"{section}.{name}",
-                field.annotation,
-                field.default,
-                _told(owners, plain, field.description or ""),
-            )
-            for field, owners in meanings.values()
-        ]
-        yield replace(found[0], others=tuple(found[1:]))
-
-
-def _told(owners: list[str], plain: set[str], sentence: str) -> str:
-    """A sentence behind the plug-ins whose key it is of, unless all have it."""
-    whose = [one for one in owners if "=" in one] or owners
-    return sentence if set(whose) == plain else f"({', '.join(whose)}) {sentence}"
+            sentence = field.description or ""
+            kinds = found.setdefault(name, {})
+            known = kinds.get((repr(field.default), sentence))
+            owners = (*(known.owners if known else ()), plugin)
+            key = Key(f"{section}.{name}", field.annotation, field.default, sentence, owners)
+            kinds[repr(field.default), sentence] = key
+    return {name: list(kinds.values()) for name, kinds in found.items()}
 
 
 def _collect_sections(model: type[BaseModel], prefix: str, found: dict[str, str]) -> None:

@@ -16,7 +16,8 @@ HeldOnce = Literal["off", "auto", "on"]
 class ModelConfig(Section):
     path: str = Field(
         "qwen3_moe",
-        description="Hugging Face directory or hub name, or the tiny qwen3_moe or deepseek_v3.",
+        description="Hugging Face directory or hub name, or the name of a tiny model "
+        "(lora-moe-rl make-tiny --help has them).",
     )
     revision: str | None = Field(
         None, description="Branch, tag or commit of a hub model; null: its main branch."

@@ -17,7 +17,8 @@ class ScheduleConfig(Section):
         0,
         ge=0,
         description="Steps that rollouts may be ahead of training: 0 takes turns, 1 samples the "
-        "next step while this one is trained. A token is at most so many steps old.",
+        "next step while this one is trained. A token is at most so many steps old, with "
+        "stale=train twice as many.",
     )
     stale: Stale = Field(
         "wait",

@@ -60,7 +60,9 @@ class AlgorithmConfig(Section):
     """What all algorithms have; each adds settings of its own (`algorithms/`)."""
 
     name: str = Field(
-        "grpo", description="The algorithm: a file of algorithms/, or a class as file.py:Class."
+        "grpo",
+        description="The algorithm: a file of algorithms/, or a class as file.py:Class. Each may "
+        "have other defaults than those below (docs/presets.md).",
     )
     prompts_per_step: int = Field(16, ge=1, description="Prompts of one step.")
     group_size: int = Field(8, ge=1, description="Samples of each prompt.")

@@ -9,8 +9,10 @@ from typing import Any
 
 from lora_moe_rl.files.jsonl import to_json
 from lora_moe_rl.files.replacing import replace_file
+from lora_moe_rl.files.trouble import Trouble
 
 FOLDER = "eval"
+WHAT = "samples of an evaluation"
 
 
 def path_of(run: Path, step: int) -> Path:
@@ -29,3 +31,38 @@ def rewind(run: Path, step: int) -> None:
     for path in (run / FOLDER).glob("step-*.jsonl"):
         if int(path.stem.removeprefix("step-")) > step:
             path.replace(path.with_name(path.name + ".bak"))
+
+
+class EvalFiles:
+    """Those of a run, as they are made. The newest that the disk refuses waits in memory for the
+    next evaluation, or the run's end; one that waits when a newer is refused too is lost, which is
+    said."""
+
+    def __init__(self, run: Path, trouble: Trouble):
+        self.run, self.trouble = run, trouble
+        self._waiting: tuple[int, Sequence[dict[str, Any]]] | None = None
+        self._lost: list[int] = []  # steps
+
+    def write(self, step: int, records: Sequence[dict[str, Any]]) -> None:
+        """Never raises for what the disk refuses."""
+        self.flush()
+        if self._waiting is not None:
+            self._lost.append(self._waiting[0])
+        self._waiting = step, records
+        self.flush()
+
+    def flush(self) -> None:
+        """Tries once more what waits."""
+        if self._waiting is None:
+            return
+        try:
+            write(self.run, *self._waiting)
+        except OSError as error:
+            lost = f", and those of {len(self._lost)} before it are lost" if self._lost else ""
+            step = self._waiting[0]
+            self.trouble.failed(
+                WHAT, f"{error.strerror or error}; those after step {step} wait in memory{lost}"
+            )
+        else:
+            self._waiting = None
+            self.trouble.mended(WHAT)

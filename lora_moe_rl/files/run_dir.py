@@ -33,6 +33,7 @@ from lora_moe_rl.config.files import read_config_file, to_yaml
 from lora_moe_rl.data.kept import spread
 from lora_moe_rl.data.samples import NOT_SAMPLED, Group, TokenValues
 from lora_moe_rl.errors import RunDirError
+from lora_moe_rl.files.eval_files import EvalFiles
 from lora_moe_rl.files.jsonl import cut_after, tail, to_json
 from lora_moe_rl.files.replacing import replace_file, sync
 from lora_moe_rl.files.sample_records import routes_record, sample_record, token_record
@@ -65,6 +66,7 @@ class RunDir:
         self._mark: tuple[int, int] | None = None  # of the lock, once it is held
         self._lines: dict[Path, Lines] = {}
         self.path = config.run_dir.absolute()
+        self.evaluations = EvalFiles(self.path, self.trouble)
         self._lock_file = self.path / ".lock"
         self._lock = FileLock(self._lock_file)
 
@@ -144,6 +146,7 @@ class RunDir:
         if not self.gone():
             for lines in self._lines.values():
                 lines.flush()
+            self.evaluations.flush()
         self._lock.release()
 
     def gone(self) -> bool:

@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--host-memory", type=float, metavar="GIB", help=about)
     made.add_argument("--rank", type=int, help="short for adapter.rank")
     formats = ("bf16", *PACKED)
-    about = "the trainer's frozen base, as if held in this format (bf16 is what there is)"
+    about = "the trainer's frozen base, as if held in this format (as it is trained)"
     made.add_argument("--base", choices=formats, help=about)
     about = "the engines' weights (as the checkpoint has them)"
     made.add_argument("--served", choices=formats, help=about)

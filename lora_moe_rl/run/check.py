@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.text import Text
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import LoraMoeRlError, RunDirError
+from lora_moe_rl.errors import LoraMoeRlError
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.run import adapter_start
 from lora_moe_rl.run.preflight import Finding, Preflight
@@ -32,36 +32,48 @@ def check(config: RunConfig) -> int:
     return 2 if "error" in states else 0
 
 
+def require(config: RunConfig, resume: bool, say: Callable[[str], None]) -> None:
+    """Looks at the same for a dry run: `say` gets warnings; raises the first error. `resume`: the
+    run directory is to hold a run."""
+    with Preflight(config, fetch=False) as preflight:
+        preflight.require(say)
+        found = [_adapter(config, preflight), None if resume else _run_dir(config)]
+        for finding in found:
+            if finding is not None and finding.state == "warning":
+                say(f"{finding.step}: {finding.text}")
+
+
 def _findings(config: RunConfig, preflight: Preflight) -> Iterator[Finding]:
     """One after the other, so that each is seen while the next is looked for."""
     yield from preflight.findings()
-    yield from _adapter(config, preflight)
-    yield from _run_dir(config)
+    last = {"adapter": lambda: _adapter(config, preflight), "run dir": lambda: _run_dir(config)}
+    for name, look in last.items():
+        try:
+            finding = look()
+        except LoraMoeRlError as error:
+            finding = Finding(name, "error", str(error))
+        if finding is not None:
+            yield finding
 
 
-def _adapter(config: RunConfig, preflight: Preflight) -> list[Finding]:
-    """Whether the adapter that a new run starts from can be had and fits; one that goes on has its
-    own."""
+def _adapter(config: RunConfig, preflight: Preflight) -> Finding | None:
+    """Whether the adapter that a new run starts from can be had and fits, or raises why not; one
+    that goes on has its own."""
     missing = {"model", "layout"} & preflight.missing
     if config.adapter.init_from is None or missing or RunDir(config, resume=False).has_steps:
-        return []
-    try:
-        start = adapter_start.init_from(config, preflight.spec, preflight.model_dir)
-    except LoraMoeRlError as error:
-        return [Finding("adapter", "error", str(error))]
-    return [Finding("adapter", "ok", "; ".join(start.notes))]
+        return None
+    start = adapter_start.init_from(config, preflight.spec, preflight.model_dir)
+    return Finding("adapter", "ok", "; ".join(start.notes))
 
 
-def _run_dir(config: RunConfig) -> list[Finding]:
+def _run_dir(config: RunConfig) -> Finding:
+    """Raises RunDirError for one that no run can have."""
     run_dir = RunDir(config, resume=False)
     if not run_dir.has_steps:
-        try:
-            run_dir.check_usable()
-        except RunDirError as error:
-            return [Finding("run dir", "error", str(error))]
-        return [Finding("run dir", "ok", str(run_dir.path))]
+        run_dir.check_usable()
+        return Finding("run dir", "ok", str(run_dir.path))
     told = f"{run_dir.path} holds a run: go on with it by --resume, or set logging.run_dir"
-    return [Finding("run dir", "warning", told)]
+    return Finding("run dir", "warning", told)
 
 
 def _show_prompts(console: Console, preflight: Preflight) -> None:

@@ -68,7 +68,8 @@ class Evaluator:
         }
         sets = [(name.removeprefix(EVAL), self.sets[name], own) for name, own in groups.items()]
         lines = [line for one in sets for line in sample_lines(*one)]
-        eval_files.write(self.run_dir.path, step, lines)
+        self.run_dir.check_there()
+        self.run_dir.evaluations.write(step, lines)
         for name, own in groups.items():
             self._check_failed(name, own, step)
         for one in sets:

@@ -1,5 +1,6 @@
 """What is looked at before anything slow starts, what costs least first.
 
+    tracker  whether its package is installed, if one is chosen
     model    files of weights, config and tokenizer
     layout   whether settings and adapter fit the model
     data     rows
@@ -27,7 +28,7 @@ from lora_moe_rl.base import choose
 from lora_moe_rl.config import EvalSetConfig, RewardFunction, RunConfig, SourceConfig
 from lora_moe_rl.config.eval_rules import prompt_room
 from lora_moe_rl.config.evaluation import EVAL
-from lora_moe_rl.config.plugins import ENVIRONMENTS
+from lora_moe_rl.config.plugins import ENVIRONMENTS, TRACKERS
 from lora_moe_rl.data.columns import Row
 from lora_moe_rl.data.generators import open_generator
 from lora_moe_rl.data.held_out import held_out_prompts
@@ -128,6 +129,8 @@ class Preflight:
         except LoraMoeRlError:  # which the step raises again
             absent = False
         first = [*rows, *model] if absent and self.fetch else [*model, *rows]
+        if self.config.tracker.name != "none":
+            first.insert(0, "tracker")
         last = ["machine", "prompts", "teacher"]
         return [*first, *(last if self.algorithm.teacher else last[:-1])]
 
@@ -146,6 +149,11 @@ class Preflight:
         if self.warnings:
             return Finding(name, "warning", "; ".join(self.warnings))
         return Finding(name, "ok", text)
+
+    def _tracker(self) -> str:
+        for kind in TRACKERS.chosen(self.config.tracker.name):
+            kind.check_installed()
+        return self.config.tracker.name
 
     def _model(self) -> str:
         model = self.config.model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,11 +32,12 @@ class Tracker(Plugin):
 
     `config` is the run's, `settings` its section `tracker`, `run_dir` where the run writes. Raises
     ConfigError, before anything slow starts, for what a user can get wrong. `packages` is what pip
-    installs for it.
+    installs for it, `modules` what of these it imports.
     """
 
     Settings: ClassVar[type[TrackerConfig]] = TrackerConfig
     packages: ClassVar[tuple[str, ...]] = ()
+    modules: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, settings: TrackerConfig, config: RunConfig, run_dir: Path):
         raise NotImplementedError
@@ -63,6 +65,13 @@ class Tracker(Plugin):
     def close(self, failed: bool) -> None:
         """Told when the run is over; `failed` is True when an error ended it. The run waits for it,
         tracker.end_timeout_s at most."""
+
+    @classmethod
+    def check_installed(cls) -> None:
+        """Raises ConfigError for a package that is not there; imports none."""
+        for module in cls.modules:
+            if find_spec(module) is None:
+                raise cls.missing(ImportError(name=module))
 
     @classmethod
     def missing(cls, error: ImportError) -> ConfigError:

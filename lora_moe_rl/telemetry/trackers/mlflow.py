@@ -37,6 +37,7 @@ class MLflow(ProjectTracker):
         )
 
     packages = ("mlflow-skinny==3.17.2", "sqlalchemy==2.1.9", "alembic==1.20.1")
+    modules = ("mlflow", "sqlalchemy")
 
     def __init__(self, settings: Settings, config: RunConfig, run_dir: Path):
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")

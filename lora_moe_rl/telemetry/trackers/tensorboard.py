@@ -19,6 +19,7 @@ class TensorBoard(Tracker):
     """Samples and the config become text, distributions histograms."""
 
     packages = ("tensorboard==2.21.0",)
+    modules = ("tensorboard",)
 
     def __init__(self, settings: TrackerConfig, config: RunConfig, run_dir: Path):
         try:

@@ -23,6 +23,7 @@ class Trackio(ProjectTracker):
         pass
 
     packages = ("trackio==0.43.0",)
+    modules = ("trackio",)
 
     def __init__(self, settings: Settings, config: RunConfig, run_dir: Path):
         try:

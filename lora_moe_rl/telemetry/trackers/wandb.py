@@ -36,6 +36,7 @@ class Wandb(ProjectTracker):
         mode: Literal["online", "offline"] = Field("online", description="wandb mode.")
 
     packages = ("wandb==0.29.0",)
+    modules = ("wandb",)
 
     def __init__(self, settings: Settings, config: RunConfig, run_dir: Path):
         try:

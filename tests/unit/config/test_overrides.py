@@ -1,6 +1,5 @@
 """Settings of the command line onto a config, and the errors of those that cannot be."""
 
-import re
 
 import pytest
 from pydantic import ValidationError
@@ -260,18 +259,29 @@ def test_help_lists_every_key_with_its_sentence_in_100_columns():
     assert "replay.mode=r3   (off, r2 or r3)" in text
     assert "adapter.expert_rank=null   (int or null)" in text
     assert 'adapter.targets=["*"]   (list of str)' in text
+    assert r'environment.answer_in_text="\n{answer}\n"   (str)' in text
     assert "data.sets.NAME.ratio=1.0" in text and "data.sets.NAME.limit" not in text
 
 
-def test_help_has_the_default_of_each_part_where_they_differ():
-    found = re.findall(
-        r"algorithm\.correction_max=(\S+) .*\n +\((correction=\w+)", config_help(RunConfig())
-    )
-    assert dict(found) == {
-        "3.0": "correction=sequence_mask",
-        "2.0": "correction=sequence_truncate",
-        "5.0": "correction=token_mask",
-    }
+def test_help_says_of_each_plug_in_what_a_key_is_for_it():
+    text = " ".join(config_help(RunConfig()).split())
+    for said in (
+        "algorithm.correction_max=2.0 (float) (correction=sequence_truncate, "
+        "correction=token_truncate) Largest weight, an absolute ratio.",
+        "algorithm.correction_max=5.0 (float) (correction=token_mask) Largest weight",
+        "algorithm.rejection_max=0.0001 (float) (rejection=off_policy) Largest mean",
+        "algorithm.rejection_max=1.001 (float) (rejection=sequence_mean) Largest geometric",
+        "algorithm.group_size=8 (int) Samples of each prompt. algorithm.group_size=2 (int) (dpo)",
+        "environment.retries=1 (int) (external) More tries",
+        "environment.retries=2 (int) (tools, trl) How often",
+    ):
+        assert said in text
+    line = ["algorithm.correction=token_truncate", "algorithm.correction_max=2.5"]
+    text = config_help(override(RunConfig(), [*line, "algorithm.group_size=4"]))
+    for shown in ("correction_max=3.0", "correction_max=2.5", "correction_max=5.0"):
+        assert f"algorithm.{shown} " in text
+    assert "correction_max=2.0 " not in text
+    assert "group_size=4 " in text and "group_size=8 " not in text and "group_size=2 " in text
 
 
 def test_errors_of_a_config_built_in_python_read_the_same():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lora_moe_rl.files import eval_files
 from lora_moe_rl.files.jsonl import read_jsonl
+from lora_moe_rl.files.trouble import Trouble
 
 
 def test_an_evaluation_that_is_made_again_replaces_what_was_left(tmp_path):
@@ -19,3 +20,30 @@ def test_a_run_that_goes_on_sets_later_evaluations_aside(tmp_path):
     eval_files.rewind(tmp_path, 2)
     names = sorted(path.name for path in (tmp_path / "eval").iterdir())
     assert names == ["step-000000.jsonl", "step-000002.jsonl", "step-000004.jsonl.bak"]
+
+
+def test_samples_that_the_disk_refuses_wait_for_the_next_evaluation(tmp_path):
+    said: list[str] = []
+    files = eval_files.EvalFiles(tmp_path, Trouble(said.append))
+    (tmp_path / "eval").write_text("")  # where the directory would be
+    files.write(2, [{"row": 2}])
+    assert len(said) == 1 and "cannot write samples of an evaluation: " in said[0]
+    assert said[0].endswith("those after step 2 wait in memory")
+    (tmp_path / "eval").unlink()
+    files.write(4, [{"row": 4}])
+    for step in (2, 4):
+        assert list(read_jsonl(eval_files.path_of(tmp_path, step))) == [{"row": step}]
+    assert said[1:] == ["samples of an evaluation can be written again"]
+
+
+def test_of_samples_that_the_disk_refuses_the_newest_wait(tmp_path):
+    said: list[str] = []
+    ticks = iter(range(0, 10_000, 100))  # a minute is over each time
+    files = eval_files.EvalFiles(tmp_path, Trouble(said.append, clock=lambda: next(ticks)))
+    (tmp_path / "eval").write_text("")
+    for step in (2, 4, 6):
+        files.write(step, [{"row": step}])
+    assert said[-1].endswith("those after step 6 wait in memory, and those of 2 before it are lost")
+    (tmp_path / "eval").unlink()
+    files.flush()
+    assert [path.name for path in (tmp_path / "eval").iterdir()] == ["step-000006.jsonl"]

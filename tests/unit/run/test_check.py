@@ -12,8 +12,10 @@ from lora_moe_rl.adapters import peft
 from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import with_settings
+from lora_moe_rl.errors import AdapterError
 from lora_moe_rl.files.untrusted import read_json
 from lora_moe_rl.run import machine
+from lora_moe_rl.telemetry.trackers import base
 from lora_moe_rl.tiny import shapes
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 from lora_moe_rl.verify.inputs import random_adapter
@@ -296,6 +298,33 @@ def test_a_run_that_is_there_is_told_of(check, tmp_path):
         (tmp_path / "run" / name).write_text("name: run\n")
     code, found, _ = check("logging.run_dir=run")
     assert code == 0 and "holds a run: go on with it by --resume" in found["run dir"][1]
+
+
+def test_a_tracker_has_to_be_installed(check, monkeypatch):
+    assert check("tracker=tensorboard,wandb")[1]["tracker"] == ("ok", "tensorboard,wandb")
+    assert "tracker" not in check()[1]
+    there = base.find_spec
+    monkeypatch.setattr(base, "find_spec", lambda name: None if name == "wandb" else there(name))
+    code, found, _ = check("tracker=tensorboard,wandb")
+    assert code == 2 and found["tracker"][0] == "error"
+    assert "wandb is not installed: pip install 'wandb==" in found["tracker"][1]
+
+
+def test_a_dry_run_looks_at_the_adapter_and_the_run_directory_too(check, model, tmp_path, capsys):
+    check()  # writes rows and rewards
+    right = [f"model={model}", "data.path=rows.jsonl", "reward.function=rewards.py:right"]
+    dry = ["train", *right, "logging.run_dir=run", "--dry-run"]
+    assert cli.main(dry) == 0 and not capsys.readouterr().err
+    assert cli.main([*dry, "adapter.init_from=sft"]) == AdapterError.exit_code
+    assert "sft is no run" in capsys.readouterr().err
+    (tmp_path / "run").write_text("")
+    assert cli.main(dry) == 2 and "run is a file" in capsys.readouterr().err
+    (tmp_path / "run").unlink()
+    (tmp_path / "run").mkdir()
+    for name in ("config.yaml", "metrics.jsonl"):
+        (tmp_path / "run" / name).write_text("name: run\n")
+    assert cli.main(dry) == 0 and "run dir: " in capsys.readouterr().err
+    assert cli.main([*dry, "--resume"]) == 0 and not capsys.readouterr().err
 
 
 def test_distillation_needs_a_teacher_and_no_reward(check):
