@@ -135,6 +135,10 @@ class Prompts(Protocol):
         """Some prompts to be looked at, `n` or one of each data set; none is drawn."""
         ...
 
+    def repeated(self, per_step: int) -> list[str]:
+        """A sentence for each data set that has fewer prompts than a step takes of it."""
+        ...
+
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
