@@ -174,6 +174,11 @@ class Policy(Answers, Protocol):
         more."""
         ...
 
+    def held_up(self) -> float:
+        """Seconds so far in which requests waited for engines that were started anew, gave way to
+        an update or took a version: of no time-out of whoever asks."""
+        ...
+
 
 class Sampler(Protocol):
     """Who samples, as the loop sees it."""
