@@ -32,7 +32,7 @@ def exit_code_of(command: Callable[[], int], arguments: Sequence[str]) -> int:
     try:
         return command()
     except LoraMoeRlError as error:
-        if "--traceback" in arguments or os.environ.get(TRACEBACK_VARIABLE) == "1":
+        if wants_traceback(arguments):
             raise
         _complain(f"{error}")
         return error.exit_code
@@ -45,6 +45,10 @@ def exit_code_of(command: Callable[[], int], arguments: Sequence[str]) -> int:
         # `... --help | head`: nobody reads on. Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def wants_traceback(arguments: Sequence[str]) -> bool:
+    return "--traceback" in arguments or os.environ.get(TRACEBACK_VARIABLE) == "1"
 
 
 def _complain(message: str) -> None:

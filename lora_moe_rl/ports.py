@@ -135,6 +135,10 @@ class Prompts(Protocol):
         """Some prompts to be looked at, `n` or one of each data set; none is drawn."""
         ...
 
+    def repeated(self, per_step: int) -> list[str]:
+        """A sentence for each data set that has fewer prompts than a step takes of it."""
+        ...
+
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -168,6 +172,11 @@ class Policy(Answers, Protocol):
         """Adapter `version`, or the bare base (None), on the same engines: for turns that are in no
         sample, and have no routes. Asking it raises NotServed for a version that no slot holds any
         more."""
+        ...
+
+    def held_up(self) -> float:
+        """Seconds so far in which requests waited for engines that were started anew, gave way to
+        an update or took a version: of no time-out of whoever asks."""
         ...
 
 

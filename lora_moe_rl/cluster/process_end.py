@@ -11,6 +11,7 @@ import os
 import signal
 import struct
 import time
+import weakref
 from contextlib import suppress
 
 import psutil
@@ -24,10 +25,14 @@ PATIENCE_S = 1.0  # until its parent has taken note
 
 
 class Watched:
-    """The process `pid`, which must be alive. Raises OSError or psutil.Error when it is not."""
+    """The process `pid`, which must be alive. Raises OSError or psutil.Error when it is not.
+
+    Its descriptor is closed when nothing refers to this any more: whoever waited for an actor that
+    was ended may still ask how."""
 
     def __init__(self, pid: int):
         self._descriptor = os.pidfd_open(pid)
+        weakref.finalize(self, os.close, self._descriptor)
         self._kills = oom_killer.kills()
         self._process = psutil.Process(pid)
 
@@ -63,6 +68,3 @@ class Watched:
                     child.kill()
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
-
-    def close(self) -> None:
-        os.close(self._descriptor)

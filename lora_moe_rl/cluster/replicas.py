@@ -24,6 +24,7 @@ from ray.exceptions import RayActorError
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.cluster import stacks
 from lora_moe_rl.cluster.actors import Actor, answer, get
+from lora_moe_rl.cluster.held_up import HeldUp
 from lora_moe_rl.cluster.placement import Placement
 from lora_moe_rl.cluster.pulse import UNHEARD, Pulse
 from lora_moe_rl.cluster.spread_actor import SpreadActor
@@ -89,6 +90,7 @@ class Replicas:
         self.returning: dict[int, asyncio.Task[None]] = {}  # engines that are being started anew
         self.absent = set(range(config.rollout.firm_engines, config.rollout.engines))
         self.empty: set[int] = set()  # engines that serve no version until the next is published
+        self.held_up = HeldUp()  # requests for samples
         self.oldest = [-1] * most  # the oldest version that each can serve
         self.newest = -1  # the version under which requests go on, if they are continued
 

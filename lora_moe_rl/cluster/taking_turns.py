@@ -41,12 +41,13 @@ class TakingTurns(Joining):
     async def _free_engine(self, version: int | None) -> int:
         """As the base class says, once requests begin: whoever gets an engine asks it before
         anything else happens."""
-        while True:
-            await self.requests_begin.wait()
-            index = await super()._free_engine(version)
-            if self.requests_begin.is_set():
-                self.take(Act.SAMPLE)
-                return index
+        with self.held_up:
+            while True:
+                await self.requests_begin.wait()
+                index = await super()._free_engine(version)
+                if self.requests_begin.is_set():
+                    self.take(Act.SAMPLE)
+                    return index
 
     async def give_way(self) -> None:
         if self.phase is None:

@@ -37,6 +37,9 @@ class TicketPolicy:
     def beside(self, version: int | None, manner: Manner) -> BesidePolicy:
         return BesidePolicy(self.engines, version, self.seed, self.watch, manner)
 
+    def held_up(self) -> float:
+        return self.engines.held_up.seconds()
+
 
 @dataclass(frozen=True)
 class BesidePolicy:

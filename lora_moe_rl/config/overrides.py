@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic import BaseModel, ValidationError
 
@@ -35,6 +35,7 @@ from lora_moe_rl.config.keys import (
     nearest,
 )
 from lora_moe_rl.config.plugins import KINDS, choices
+from lora_moe_rl.config.section import Section
 from lora_moe_rl.errors import ConfigError
 
 BARE_LIST = re.compile(r"\[[^][(){}\"']*\]")  # [file.py:function, module:function]
@@ -247,6 +248,15 @@ def readable(error: ValidationError) -> ConfigError:
             f'{section}={{"name": ..., ...}}'
         )
     return ConfigError("\n".join(lines))
+
+
+def is_of_config(error: BaseException) -> TypeGuard[ValidationError]:
+    """Whether it is pydantic's error of a config or one of its sections."""
+    return isinstance(error, ValidationError) and error.title in _names_below(Section)
+
+
+def _names_below(kind: type) -> set[str]:
+    return {kind.__name__}.union(*(_names_below(one) for one in kind.__subclasses__()))
 
 
 _SECTIONS = {type(one.default).__name__: name for name, one in RunConfig.model_fields.items()}

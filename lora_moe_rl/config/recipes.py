@@ -35,8 +35,7 @@ def load_config(target: str | None) -> RunConfig:
     except ConfigError as error:
         # A recipe whose own RunConfig(...) is wrong: say what is wrong, not how it was found.
         if isinstance(error.__cause__, ValidationError):
-            place = f"{target}{_line_in(path, error.__cause__)}"
-            raise ConfigError(f"{place}: {readable(error.__cause__)}") from error
+            raise wrong_in(target, error.__cause__) from error
         raise
     config = vars(module).get("config")
     if not isinstance(config, RunConfig):
@@ -44,6 +43,11 @@ def load_config(target: str | None) -> RunConfig:
             f"the recipe {target} defines no `config`: it needs `config = RunConfig(...)`"
         )
     return config
+
+
+def wrong_in(recipe: str, error: ValidationError) -> ConfigError:
+    """What is wrong with a config that the file `recipe` makes, and in which of its lines."""
+    return ConfigError(f"{recipe}{_line_in(Path(recipe), error)}: {readable(error)}")
 
 
 def _line_in(path: Path, error: BaseException) -> str:

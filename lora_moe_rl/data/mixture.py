@@ -70,6 +70,15 @@ class Mixture:
         """The next prompt of each set, however many: rare sets are to be looked at too."""
         return [replace(source.peek(1)[0], data_set=name) for name, source in self._sources.items()]
 
+    def repeated(self, per_step: int) -> list[str]:
+        """A sentence for each set that has fewer prompts than its share of a step."""
+        whole = sum(self._ratios.values())
+        return [
+            told
+            for name, source in self._sources.items()
+            for told in source.repeated(int(per_step * self._ratios[name] / whole))
+        ]
+
     def state_dict(self) -> dict[str, Any]:
         """Where each set stands, and the ratios."""
         return {

@@ -96,6 +96,23 @@ class PromptSource:
         """The next `n` prompts, to be looked at."""
         return self.peek(n)
 
+    def repeated(self, per_step: int) -> list[str]:
+        """A sentence when there are fewer prompts than a step takes, so that each step has some of
+        them more than once. Of a generator that ends all its rows count."""
+        config = self._config
+        if config.path is not None:
+            named, found = f"{config.key('path')}={config.path}", len(self._rows)
+        else:
+            named = f"{config.key('generator')}={config.generator}"
+            found = sum(1 for _ in islice(self._open_stream(), per_step))
+        if found >= per_step:
+            return []
+        limit = f" ({config.key('limit')}={config.limit})" if config.limit is not None else ""
+        return [
+            f"{named} has {found:,} prompts{limit}, and a step takes {per_step:,}: each step has "
+            "some of them more than once, each time as a group of its own"
+        ]
+
     def state_dict(self) -> dict[str, Any]:
         """Where the source stands, in a form that JSON can hold, and what must be the same when a
         run goes on from there: how many rows, what is in them (of a generator, in the first), the

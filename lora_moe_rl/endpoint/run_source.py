@@ -35,6 +35,9 @@ class RunSource:
     def failed(self, error: LoraMoeRlError) -> None:
         self.on_failure(error)
 
+    def held_up(self) -> float:
+        return self._policy.held_up()
+
     def policy(self, asked: Asked) -> tuple[str, Answers]:
         version = version_in(asked.model)
         if self.has_base and (asked.model == BASE or version is not None):

@@ -22,7 +22,7 @@ import os
 import signal
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -63,6 +63,7 @@ class Trajectory:
     session: Session
     task: dict[str, Any]
     outcome: asyncio.Future[Outcome]
+    held_up: Callable[[], float]
     agent: Agent | None = None  # the process it was given to
     timer: asyncio.TimerHandle | None = None
     settled: bool = False
@@ -117,7 +118,8 @@ class Agent:
 class Trajectories:
     """Gives trajectories to agents. `command`: the agent's program, of which up to `most` processes
     run; None when agents come by themselves, with the owner's key. `url`: their OPENAI_BASE_URL.
-    `timeout_s`: longest time of one trajectory with its agent."""
+    `timeout_s`: longest time of one trajectory with its agent, without that in which engines were
+    started anew or took a version."""
 
     def __init__(
         self,
@@ -139,9 +141,12 @@ class Trajectories:
         self._left: set[str] = set()  # marks of agents that have ended
         self._sweeping: asyncio.Task[None] | None = None
 
-    async def outcome(self, session: Session, task: dict[str, Any]) -> Outcome:
-        """Of a new trajectory, once an agent has ended it. Nothing is sampled for it any more."""
-        made = Trajectory(session, task, asyncio.get_running_loop().create_future())
+    async def outcome(
+        self, session: Session, task: dict[str, Any], held_up: Callable[[], float]
+    ) -> Outcome:
+        """Of a new trajectory, once an agent has ended it. Nothing is sampled for it any more.
+        `held_up`: seconds so far in which engines kept requests waiting (`Policy.held_up`)."""
+        made = Trajectory(session, task, asyncio.get_running_loop().create_future(), held_up)
         self.sessions.add(session)
         self._by_key[session.key] = made
         self._offer(made)
@@ -305,10 +310,21 @@ class Trajectories:
             agent.at = one
             agent.keys.append(one.session.key)
             self._agents[one.session.key] = agent
-        why = f"took longer than environment.timeout_s={self.timeout_s:g}"
-        late = Outcome("timeout", failure=why)
-        one.timer = asyncio.get_running_loop().call_later(self.timeout_s, self.settle, one, late)
+        self._settle_later(one, self.timeout_s, one.held_up())
         return one
+
+    def _settle_later(self, one: Trajectory, seconds: float, held_up: float) -> None:
+        """Ends a trajectory after `seconds`, and as many more as engines keep requests waiting
+        meanwhile; they did so for `held_up` by now."""
+
+        def late() -> None:
+            if (more := one.held_up() - held_up) > 0:
+                self._settle_later(one, more, held_up + more)
+                return
+            why = f"took longer than environment.timeout_s={self.timeout_s:g}"
+            self.settle(one, Outcome("timeout", failure=why))
+
+        one.timer = asyncio.get_running_loop().call_later(seconds, late)
 
     def routes(self) -> tuple:
         return (

@@ -54,7 +54,12 @@ class External(Environment):
             "for as many as it asks for. null: agents come by themselves, to environment.port.",
         )
         processes: int = Field(8, ge=1, description="Most processes of the agent at a time.")
-        timeout_s: float = Field(600, gt=0, description="Longest trajectory with its agent.")
+        timeout_s: float = Field(
+            600,
+            gt=0,
+            description="Longest trajectory with its agent, less its waits for engines that start "
+            "anew, give way or take a version.",
+        )
         retries: int = Field(1, ge=0, description="More tries of a trajectory that failed.")
         overrule: bool = Field(
             False,
@@ -215,7 +220,7 @@ class Gate:
             raise RuntimeError(f"the endpoint at {self.url} has ended while the run went on")
         session = Session(source, place)
         source.on_failure = lambda error: self.trajectories.broke(session, error)
-        return await self.trajectories.outcome(session, task), session
+        return await self.trajectories.outcome(session, task, source.held_up), session
 
     def close(self) -> None:
         self.trajectories.close()

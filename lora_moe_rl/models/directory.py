@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from lora_moe_rl.adapters.families import FAMILIES
+from lora_moe_rl.adapters.families import FAMILIES, ModelShape
 from lora_moe_rl.errors import ModelError
 from lora_moe_rl.files.untrusted import SafeFile
 from lora_moe_rl.models import quantised
+from lora_moe_rl.models.tensor_shapes import check_shapes
 from lora_moe_rl.tiny.make import NAMES, find_tiny, make_tiny
 
 NOT_FETCHED = ["*.bin", "*.pt", "*.pth", "*.gguf"]
@@ -64,8 +65,8 @@ def check_model_dir(path: Path | str) -> dict:
     """Checks that a Hugging Face directory can be loaded and trained, and returns its config.json.
 
     Raises ModelError for a missing config, missing shards, weights that are not safetensors
-    (nothing is unpickled) and architectures that are not supported; FileError for shards that are
-    not whole.
+    (nothing is unpickled), architectures that are not supported and tensors of other shapes than
+    the config says; FileError for shards that are not whole.
     """
     path = Path(path)
     config_file = path / "config.json"
@@ -87,8 +88,8 @@ def check_model_dir(path: Path | str) -> dict:
         )
     for reason in quantised.refused(config):
         raise ModelError(f"{config_file}: {reason}")
-    for shard in _shards(path):
-        SafeFile.open(path / shard)
+    files = [SafeFile.open(path / shard) for shard in _shards(path)]
+    check_shapes(files, ModelShape.from_hf_config(config))
     return config
 
 

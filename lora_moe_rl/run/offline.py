@@ -41,6 +41,9 @@ class NoPolicy:
     def beside(self, version: int | None, manner: Manner) -> Answers:
         raise AssertionError("nothing is sampled where the rows' answers are learned from")
 
+    def held_up(self) -> float:
+        return 0.0
+
 
 class NoEngines:
     """Nobody samples."""

@@ -369,6 +369,11 @@ class Preflight:
                 f"{self.source.dropped:,} prompts{what} of more than {most} tokens are left out "
                 "(too_long=drop)"
             )
+        per_step = config.algorithm.prompts_per_step
+        self.warnings += [
+            f"{told}; lower algorithm.prompts_per_step, or give more rows"
+            for told in self.source.repeated(per_step)
+        ]
         outside = self.source.filtered
         told = f", {outside:,} rows are left out by the filter" if outside else ""
         about = f"; {self.environment.about}" if self.environment.about else ""

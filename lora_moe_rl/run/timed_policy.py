@@ -38,6 +38,9 @@ class TimedPolicy:
     def beside(self, version: int | None, manner: Manner) -> Answers:
         return self.policy.beside(version, manner)
 
+    def held_up(self) -> float:
+        return self.policy.held_up()
+
     def scored(self) -> None:
         """Called once the rewards of all that was sampled are there, if anything was."""
         if self.ticket.sampled_at:

@@ -59,6 +59,9 @@ class WrittenPolicy:
     def join(self, samples):
         return join(samples)
 
+    def held_up(self):
+        return 0.0
+
     def _draw(self, turn) -> list[int]:
         draw = np.random.default_rng([turn.conversation, turn.number])
         length = int(draw.integers(1, turn.max_tokens + 1))

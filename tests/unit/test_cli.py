@@ -92,6 +92,39 @@ def test_the_errors_of_a_script_are_those_of_the_command(recipe_file):
     assert script.stderr == "error: unknown config key 'adapter.rnk'; did you mean adapter.rank?\n"
 
 
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        ("RunConfig(naame='a')", "unknown config key 'naame'; did you mean name?"),
+        ("RunConfig(algorithm='grpoo')", "algorithm.name='grpoo' is none of "),
+        ("RunConfig(trainer={'steps': 0})", "trainer.steps=0 must be at least 1"),
+        ("AdapterConfig(rnk=2)", "unknown config key 'adapter.rnk'; did you mean adapter.rank?"),
+    ],
+)
+def test_a_config_that_a_recipe_makes_wrong_is_one_line_of_a_script_too(tmp_path, made, told):
+    """As of the command; whatever else is raised, and with --traceback that too, has a trace."""
+    file = tmp_path / "mine.py"
+    heading = "import lora_moe_rl.recipe\nfrom lora_moe_rl.config import *\n"
+    file.write_text(f"{heading}config = {made}\n")
+    script = run(sys.executable, file)
+    assert script.returncode == 2 and script.stdout == ""
+    assert script.stderr.startswith(f"error: {file}, line 3: {told}")
+    assert script.stderr.count("\n") == 1
+    assert script.stderr == run(sys.executable, "-m", "lora_moe_rl", "train", file).stderr
+    whole = run(sys.executable, file, "--traceback")
+    assert whole.returncode == 1 and whole.stderr.startswith("Traceback")
+
+
+def test_what_a_recipe_raises_by_itself_has_pythons_traceback(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import lora_moe_rl.recipe\nimport pydantic\nclass Own(pydantic.BaseModel):\n    a: int\n"
+        "Own(a='x')\n"
+    )
+    script = run(sys.executable, tmp_path / "mine.py")
+    assert script.returncode == 1 and "Own(a='x')" in script.stderr
+    assert script.stderr.startswith("Traceback")
+
+
 def test_what_the_dry_run_prints_runs_again(recipe_file, tmp_path, capsys):
     cli.main(["train", str(recipe_file), "replay.mode=r2", "--dry-run"])
     text = capsys.readouterr().out

@@ -9,7 +9,7 @@ import pytest
 
 from lora_moe_rl.cluster.process_end import Watched
 
-pytestmark = pytest.mark.skipif(
+KERNEL_TELLS = pytest.mark.skipif(
     tuple(map(int, platform.release().split("-")[0].split(".")[:2])) < (6, 15),
     reason="Linux tells it from 6.15 on",
 )
@@ -22,6 +22,7 @@ subprocess.run([sys.executable, "-c",
 """
 
 
+@KERNEL_TELLS
 @pytest.mark.parametrize(
     ("deed", "end"),
     [("os._exit(3)", "exit code 3"), ("os.kill(os.getpid(), signal.SIGKILL)", "signal SIGKILL")],
@@ -33,10 +34,18 @@ def test_the_end_of_anothers_child(deed, end):
     watched = Watched(int(parent.stdout.readline()))
     parent.communicate(deed + "\n", timeout=60)
     assert watched.how_it_ended() == end
-    watched.close()
 
 
+@KERNEL_TELLS
 def test_one_that_lives_has_not_ended():
     watched = Watched(os.getpid())
     assert watched.how_it_ended() is None
-    watched.close()
+
+
+def test_nothing_stays_open_of_one_that_nobody_asks_about_any_more():
+    before = os.listdir("/proc/self/fd")
+    for _ in range(3):
+        watched = Watched(os.getpid())
+        assert len(os.listdir("/proc/self/fd")) == len(before) + 1
+        del watched
+    assert os.listdir("/proc/self/fd") == before

@@ -4,11 +4,13 @@ becomes of one that dies over it."""
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from engine_group import asked, fate
 
 from lora_moe_rl.cluster.turns import OutOfTurn, Phase
+from lora_moe_rl.errors import EngineDied
 
 pytestmark = pytest.mark.seconds  # Ray is started for them
 
@@ -99,6 +101,46 @@ def test_requests_end_before_and_begin_after(proven, tmp_path):
     told = asked(tmp_path, 0)
     assert told[:4] == ["sample [0] 3 0", "give_way", "publish 4", "wake kv_cache"]
     assert sorted(told[4:]) == ["sample [1] 3 1", "write [5]"]
+
+
+def test_what_requests_wait_for_is_measured_and_nothing_else(proven, tmp_path):
+    engines = proven(engines=1)
+
+    async def meanwhile():
+        policy = engines.policy(3, seed=0)
+        await policy.sample([0], n=1)
+        answered = policy.held_up()
+        await engines.give_way()
+        await asyncio.sleep(0.3)  # the update; nobody asks
+        assert policy.held_up() == answered
+        waiting = [asyncio.create_task(policy.sample([i], n=1)) for i in range(2)]
+        await asyncio.sleep(0.5)
+        before = policy.held_up()  # the wait that goes on counts, and of two that of one
+        await engines.publish(4, [])
+        await engines.come_back()
+        engines.go_on()
+        await asyncio.gather(*waiting)
+        return answered, before, policy.held_up()
+
+    answered, before, after = asyncio.run(meanwhile())
+    assert answered < 0.2 and 0.45 < before - answered < 0.9 and after >= before
+
+
+def test_an_engine_that_is_started_anew_keeps_requests_waiting(proven, tmp_path):
+    """The ticket begins again, and waits: of no time-out of an agent's."""
+    engines = proven("split", engines=1)
+    fate(tmp_path, 0, "sample", "exit")
+
+    async def meanwhile():
+        policy = engines.policy(3, seed=0)
+        with pytest.raises(EngineDied):
+            await policy.sample([0], n=1)
+        died, begun = policy.held_up(), time.monotonic()
+        await policy.sample([0], n=1)
+        return policy.held_up() - died, time.monotonic() - begun
+
+    held_up, waited = asyncio.run(meanwhile())
+    assert engines.restarts == 1 and 0.5 * waited < held_up <= waited
 
 
 @pytest.mark.parametrize("method", ["give_way", "publish", "wake"])

@@ -137,3 +137,13 @@ def test_numbers_of_tasks_follow_from_the_seed_and_stay_below_their_count():
     assert {row["task"] for row in drawn} == set(range(5))
     (message,) = drawn[0]["prompt"]
     assert message == {"role": "user", "content": f"task {drawn[0]['task']}"}
+
+
+def test_a_generator_that_ends_within_a_step_is_told_of(generators):
+    three = source(generator=f"{generators}:three")
+    assert three.repeated(3) == []
+    (told,) = three.repeated(4)
+    assert told.startswith(f"data.generator={generators}:three has 3 prompts, and a step takes 4")
+    assert texts(three.next(2)) == ["a", "b"]  # none was drawn by looking
+    assert source(generator=f"{generators}:counting").repeated(1000) == []
+    assert source(generator=f"{generators}:counting", limit=9).repeated(10) != []

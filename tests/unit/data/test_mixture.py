@@ -68,6 +68,14 @@ def test_the_rows_of_a_set_come_as_if_it_were_the_only_one(sets):
         assert len(own) >= 10
 
 
+def test_a_set_with_fewer_rows_than_its_share_of_a_step_is_told_of(sets):
+    assert mixture(**sets).repeated(14) == []  # 7 of math's 7 rows, 2.3 of code's 5
+    (told,) = mixture(**sets).repeated(16)
+    assert told.startswith("data.sets.math.path=") and "7 prompts, and a step takes 8" in told
+    both = mixture(**sets).repeated(36)
+    assert ["data.sets.math" in told for told in both] == [True, False] and len(both) == 2
+
+
 def test_the_order_in_which_sets_are_named_does_not_matter(sets):
     other_way = dict(reversed(sets.items()))
     assert mixture(**sets).next(30) == mixture(**other_way).next(30)

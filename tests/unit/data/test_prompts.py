@@ -38,6 +38,17 @@ def test_without_shuffle_and_with_a_limit(write):
     ]
 
 
+def test_fewer_rows_than_a_step_takes_are_told_of(write):
+    path = write(*({"prompt": str(i), "level": i} for i in range(8)))
+    assert source(path=path).repeated(8) == []
+    (told,) = source(path=path).repeated(9)
+    assert f"data.path={path} has 8 prompts, and a step takes 9" in told
+    (told,) = source(path=path, limit=5).repeated(8)
+    assert "has 5 prompts (data.limit=5), and a step takes 8" in told
+    (told,) = source(path=path, filter={"level": [2, None]}).repeated(8)
+    assert "has 6 prompts" in told
+
+
 def test_parquet(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

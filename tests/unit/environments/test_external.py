@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import httpx
@@ -15,6 +17,7 @@ from spoken_source import Speaker
 
 from lora_moe_rl import algorithms
 from lora_moe_rl.algorithms.parts.step_signals import signals_of
+from lora_moe_rl.cluster.held_up import HeldUp
 from lora_moe_rl.cluster.watchdog import marked
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Details, Prompt, Scores
@@ -255,6 +258,61 @@ async def test_what_differs_from_how_the_policy_is_trained_is_overruled_where_th
         assert (await http.post("/completions", json=asked, headers=header)).is_success
         await http.post("/reward", json={"reward": 1}, headers=header)
     assert counted(await rolling) == {"done": 1, "turns": 1, "overruled": 1}
+
+
+class Pausing(Speaker):
+    """Waits before each answer, which is told of or not."""
+
+    def __init__(self, pause_s: float, told: bool):
+        super().__init__("5")
+        self.pause_s, self.told, self.waits = pause_s, told, HeldUp()
+
+    async def sample(self, token_ids, n, turn=None):
+        with self.waits if self.told else nullcontext():
+            await asyncio.sleep(self.pause_s)
+        return await super().sample(token_ids, n, turn)
+
+    def held_up(self):
+        return self.waits.seconds()
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_what_engines_keep_waiting_is_no_time_of_a_trajectory(make, monkeypatch, told):
+    """Otherwise one that does nothing wrong fails when they are started anew."""
+    monkeypatch.setenv("AGENTS_KEY", "secret")
+    environment = make(
+        None, group=1, retries=0, key_env="AGENTS_KEY", port=free_port(), timeout_s=3
+    )
+    rolling = asyncio.create_task(environment.rollout(PROMPT, Pausing(5.0, told)))
+    async with httpx.AsyncClient(base_url=environment.gate.url, timeout=60) as http:
+        await environment.gate.listening.started()
+        key = (await http.post("/next", headers={"Authorization": "Bearer secret"})).json()
+        http.headers["Authorization"] = f"Bearer {key['api_key']}"
+        answered = await http.post("/completions", json={"model": "policy", "prompt": "2+3="})
+        assert answered.is_success is told
+        if told:
+            await http.post("/reward", json={"reward": 1})
+            assert counted(await rolling) == {"done": 1, "turns": 1}
+            return
+    rolling.cancel()  # which would have the stand-in of a failed one sampled, after a pause
+
+
+async def test_a_trajectory_that_is_late_by_itself_is_late_after_a_pause_too(make, monkeypatch):
+    monkeypatch.setenv("AGENTS_KEY", "secret")
+    environment = make(
+        None, group=1, retries=0, key_env="AGENTS_KEY", port=free_port(), timeout_s=2
+    )
+    rolling = asyncio.create_task(environment.rollout(PROMPT, Pausing(1.0, told=True)))
+    async with httpx.AsyncClient(base_url=environment.gate.url, timeout=60) as http:
+        await environment.gate.listening.started()
+        key = (await http.post("/next", headers={"Authorization": "Bearer secret"})).json()
+        http.headers["Authorization"] = f"Bearer {key['api_key']}"
+        asked = {"model": "policy", "prompt": "2+3="}
+        begun = time.monotonic()
+        assert (await http.post("/completions", json=asked)).is_success
+        group = await asyncio.wait_for(rolling, 60)  # nobody ends it
+    assert counted(group) == {"timeout": 1, "turns": 1}
+    assert time.monotonic() - begun > 2.9
 
 
 class WithOthers(Speaker):

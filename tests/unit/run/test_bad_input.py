@@ -116,7 +116,7 @@ def test_the_dry_run_looks_at_the_same(model, folder, capsys, arguments, part):
 def train(model, *arguments) -> int:
     """Later arguments lie over these, which are right."""
     right = [f"model={model}", "data.path=good.jsonl", "logging.run_dir=run"]
-    right += ["reward.function=lora_moe_rl.rewards:exact_match"]
+    right += ["reward.function=lora_moe_rl.rewards:exact_match", "algorithm.prompts_per_step=1"]
     return cli.main(["train", *right, *arguments])
 
 

@@ -58,6 +58,7 @@ def check(model, tmp_path, monkeypatch, capsys):
 
     def check(*settings):
         right = [f"model={model}", "data.path=rows.jsonl", "reward.function=rewards.py:right"]
+        right.append("algorithm.prompts_per_step=1")
         code = cli.main(["check", *right, "data.order=sequential", *settings])
         output = capsys.readouterr().out
         lines = output.partition("\n\n")[0].splitlines()
@@ -232,6 +233,16 @@ def test_prompts_that_are_left_out_are_counted(check):
     assert found["prompts"] == ("ok", "4 to 4 tokens of 4 that fit")
     code, found, _ = check(*settings, "rollout.max_response_tokens=7")
     assert code == 2 and "3 have prompts of more than 3 tokens" in found["prompts"][1]
+
+
+def test_fewer_prompts_than_a_step_takes_are_a_warning(check, tmp_path):
+    few = ("data.limit=3", "algorithm.prompts_per_step=4")
+    code, found, _ = check(*few)
+    state, told = found["prompts"]
+    assert code == 0 and state == "warning"
+    assert "rows.jsonl has 3 prompts (data.limit=3), and a step takes 4: each step has" in told
+    assert "lower algorithm.prompts_per_step, or give more rows" in told
+    assert check("algorithm.prompts_per_step=4")[1]["prompts"][0] == "ok"  # there are 4 rows
 
 
 def test_rows_that_are_filtered_are_counted(check, tmp_path):

@@ -1,0 +1,95 @@
+"""Whether the tensors of a checkpoint have the shapes that its config.json gives them.
+
+Only headers are looked at, of which those of a trillion weights take seconds. Megatron-Bridge and
+vLLM say it too, once the model is built: with a shape cut for one rank, and no file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from lora_moe_rl.adapters.families import ModelShape, hf_path
+from lora_moe_rl.errors import ModelError
+from lora_moe_rl.files.untrusted import Entry, SafeFile
+
+Shape = tuple[int, ...]
+PACKED = {"I32": 8, "U8": 2}  # numbers in an element of `weight_packed`, by its dtype
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_SHOWN = 3
+
+
+def check_shapes(files: Iterable[SafeFile], shape: ModelShape) -> None:
+    """Raises ModelError for the tensors that have another shape. What config.json gives no shape,
+    as scales of a quantised model, is passed over."""
+    outside, by_layer = _outside(shape), [_of_layer(shape, i) for i in range(shape.num_layers)]
+    wrong = []
+    for file in files:
+        for entry in file.entries.values():
+            wanted = _wanted(entry, outside, by_layer)
+            if wanted is not None and entry.shape != wanted:
+                wrong.append(
+                    f"{file.path}: {entry.name} is {list(entry.shape)}, and config.json makes it "
+                    f"{list(wanted)}"
+                )
+    if wrong:
+        more = f"; and {len(wrong) - _SHOWN:,} more" if len(wrong) > _SHOWN else ""
+        raise ModelError(
+            f"{'; '.join(wrong[:_SHOWN])}{more}: weights and config.json are of two models; fetch "
+            "the model again, or put the config.json beside the weights that was saved with them"
+        )
+
+
+def _wanted(
+    entry: Entry, outside: dict[str, Shape], by_layer: list[dict[str, Shape]]
+) -> Shape | None:
+    match = _LAYER.fullmatch(entry.name)
+    if match is None:
+        return outside.get(entry.name)
+    if (layer := int(match[1])) >= len(by_layer):  # that of DeepSeek's prediction
+        return None
+    name = _EXPERT.sub(".experts.{}.", match[2])
+    if not name.endswith(".weight_packed"):
+        return by_layer[layer].get(name)
+    whole = by_layer[layer].get(name.removesuffix("_packed"))
+    if whole is None or entry.dtype not in PACKED:
+        return None
+    return *whole[:-1], whole[-1] // PACKED[entry.dtype]
+
+
+def _outside(shape: ModelShape) -> dict[str, Shape]:
+    """Of the tensors that are of no layer."""
+    table = shape.vocab_size, shape.hidden_size
+    return {
+        "model.embed_tokens.weight": table,
+        "lm_head.weight": table,
+        "model.norm.weight": (shape.hidden_size,),
+    }
+
+
+def _of_layer(shape: ModelShape, layer: int) -> dict[str, Shape]:
+    """By the names behind `model.layers.N.`; `{}` stands for an expert."""
+    hidden, experts = shape.hidden_size, shape.num_experts
+    found: dict[str, Shape] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    modules = shape.modules(layer)
+    for module, (inputs, outputs, _) in modules.items():
+        path = hf_path(shape, module)
+        found[f"{path}.weight"], found[f"{path}.bias"] = (outputs, inputs), (outputs,)
+    for norm, linear in (("q_a_layernorm", "q_b_proj"), ("kv_a_layernorm", "kv_b_proj")):
+        if linear in modules:
+            found[f"self_attn.{norm}.weight"] = (modules[linear][0],)
+    if "head_dim" in shape.dims:
+        for norm in ("q_norm", "k_norm"):
+            found[f"self_attn.{norm}.weight"] = (shape.dims["head_dim"],)
+    if layer in shape.moe_layers:
+        block, width = shape.family.moe_block, shape.dims["moe_intermediate"]
+        found[f"{block}.gate.weight"] = (experts, hidden)
+        found[f"{block}.gate.e_score_correction_bias"] = (experts,)
+        # All experts of a layer in one, as transformers 5 keeps them.
+        found[f"{block}.experts.gate_up_proj"] = (experts, 2 * width, hidden)
+        found[f"{block}.experts.down_proj"] = (experts, hidden, width)
+    return found
