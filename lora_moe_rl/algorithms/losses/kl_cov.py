@@ -31,7 +31,7 @@ class KLCov(PolicyLoss):
             description="Share of an optimizer step's tokens that are penalised.",
         )
         ppo_kl_coef: float = Field(
-            0.1,  # verl's value; the paper has 1
+            0.1,  # of verl's config; null is 1 there
             gt=0,
             description="Weight of their |log ratio|.",
         )
