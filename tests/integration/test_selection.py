@@ -150,4 +150,4 @@ def test_what_is_told_is_the_mean_over_optimizer_steps_that_select_by_themselves
         for name in each[0][1]:
             mean = np.mean([told[name] for _, told in each])
             assert metrics[f"loss/{name}"] == pytest.approx(mean, rel=RELATIVE)
-    assert abs(np.diff([*(told[name] for _, told in each)])[0]) > 0.01
+        assert abs(np.diff([told[name] for _, told in each])[0]) > 0.01
