@@ -83,11 +83,11 @@ def optimizer_steps(config: RunConfig) -> int:
 
 def passes(config: RunConfig) -> frozenset[Pass]:
     """The forwards that are made before the update: what the algorithm wants; and `old` whenever
-    tokens may be rejected, a mean over the step is wanted, or, of rollouts, the ratio is not 1 by
-    construction or routes are to be recorded (replay.mode=r2)."""
+    tokens may be rejected or are selected, a mean over the step is wanted, or, of rollouts, the
+    ratio is not 1 by construction or routes are to be recorded (replay.mode=r2)."""
     algorithm = make(config)
     wanted = set(algorithm.passes)
-    asked = algorithm.rejects or algorithm.averages
+    asked = algorithm.rejects or algorithm.selects or algorithm.averages
     if not config.offline:
         asked = asked or not config.algorithm.on_policy or config.replay.mode == "r2"
     if asked:

@@ -3,6 +3,7 @@
     groups of a step ──signals──> advantages and weights of every token    host, numpy
     forwards         ──revised──> other advantages, if it wants      host, numpy, once
     packed tokens    ──keep─────> which of them stay in the loss           device, torch, once
+    those that stay  ──select───> which of them are treated otherwise     host, numpy, once
     packed tokens    ──loss─────> the loss of every token, and metrics     device, torch
 
 The trainer, the meter and the planner know no algorithm: they read what it declares. Importing this
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from lora_moe_rl.algorithms.parts.critic import CriticSettings
     from lora_moe_rl.algorithms.parts.kl_control import KLControl
+    from lora_moe_rl.algorithms.parts.selection import Selection, StepTokens
     from lora_moe_rl.config.teacher import TeacherSettings
 
 Pass = Literal["old", "reference", "values"]
@@ -104,6 +106,9 @@ class Tokens:
     None with others. entropy: float32, in nats, of the distribution that the token is sampled from,
     with gradient; None unless the algorithm `trains_entropy`, and in what is asked before the
     update. kl_coef: the weight of the KL in this step, of an algorithm with a `kl_control`.
+
+    selected: float32, 1 for tokens that `select` has chosen and 0 for others, or the share of its
+    copies, of one that stands in the loss several times; None unless the algorithm `selects`.
     """
 
     mask: Tensor
@@ -119,6 +124,7 @@ class Tokens:
     rewards: Tensor | None = None
     entropy: Tensor | None = None
     kl_coef: float | None = None
+    selected: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -251,6 +257,22 @@ class Algorithm(Plugin):
     def keep(self, tokens: Tokens) -> Tensor:
         """bool [T]: tokens that stay in the loss. Asked once for the samples of a step, before its
         first update, with `logprobs` the old ones. Pure."""
+        raise NotImplementedError
+
+    @property
+    def selects(self) -> bool:
+        """Whether `select` is to be asked, for which the pass `old` is made."""
+        return type(self).select is not Algorithm.select
+
+    @property
+    def selects_by_entropy(self) -> bool:
+        """Whether `select` is told entropies, which the pass `old` then forms."""
+        return False
+
+    def select(self, tokens: StepTokens) -> Selection:
+        """Which tokens of an optimizer step are `tokens.selected` in its losses. Asked for each
+        optimizer step that has tokens, before the first update, of what `keep` has left, on every
+        rank with the same arguments; what it says stands for all epochs. Pure."""
         raise NotImplementedError
 
     @property

@@ -105,6 +105,13 @@ ALIASES = (
     Alias(("loss_agg_mode",), "algorithm.aggregation"),
     Alias(("loss_scale_factor",), "rollout.max_response_tokens",
           "what seq-mean-token-sum-norm divides by"),
+    Alias(("top_entropy_quantile",), "algorithm.top_entropy_quantile",
+          "of an optimizer step, where TRL takes it of a micro-batch of all ranks"),
+    Alias(("clip_cov_ratio",), "algorithm.clip_cov_ratio", "with loss=clip_cov"),
+    Alias(("clip_cov_lb",), "algorithm.clip_cov_lb", "with loss=clip_cov"),
+    Alias(("clip_cov_ub",), "algorithm.clip_cov_ub", "with loss=clip_cov"),
+    Alias(("kl_cov_ratio",), "algorithm.kl_cov_ratio", "with loss=kl_cov"),
+    Alias(("ppo_kl_coef",), "algorithm.ppo_kl_coef", "with loss=kl_cov"),
     Alias(("loss_mode",), "algorithm.loss", "vanilla is ppo_clip, geo_mean is gmpo, gpg is "
           "reinforce, dppo_tv and dppo_kl are dppo"),
     Alias(("staleness_threshold", "max_off_policy_steps", "max_trajectory_age_steps",
@@ -274,13 +281,6 @@ MISSING = (
     Missing(("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"),
             "what a KL is measured against stays as it is in a run; to measure against what was "
             "trained, merge it first (lora-moe-rl export --to merged) and train that"),
-    Missing(("top_entropy_quantile",),
-            "all tokens that the policy wrote are in the loss, whatever their entropy; "
-            "algorithm.entropy_coef keeps it up"),
-    Missing(("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef"),
-            "clip_cov and kl_cov treat some tokens of a batch otherwise, by how advantage and "
-            "logprob go together over all of it; no loss here depends on the other tokens of a "
-            "micro-batch"),
     Missing(("use_adaptive_entropy", "entropy_target", "entropy_coef_delta", "entropy_coef_min",
              "entropy_coef_max"),
             "algorithm.entropy_coef stays as it is; TRL's may follow the entropy"),

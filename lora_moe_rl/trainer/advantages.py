@@ -7,7 +7,7 @@ samples of all: what is known is put together on every rank, which all compute t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -57,9 +57,17 @@ def everywhere(
 ) -> list[np.ndarray]:
     """What a forward gave the response tokens of every sample of the step, float64 [R], on every
     rank."""
+    return of_every_sample(lambda work: work.known[name].cpu().numpy(), batch, works, meter)
+
+
+def of_every_sample(
+    stream: Callable[[Work], np.ndarray], batch: TrainBatch, works: Sequence[Work], meter: Meter
+) -> list[np.ndarray]:
+    """A stream, [T] of each micro-batch, as it is for the response tokens of every sample of the
+    step, float64 [R], on every rank. Asked of the ranks that report."""
     found = [np.zeros(size) for size in batch.response_sizes().tolist()]
     for work in works if meter.reports else ():
-        for sample, values in unpack(work.data, work.known[name].cpu().numpy()).items():
+        for sample, values in unpack(work.data, stream(work)).items():
             found[sample][:] = values
     ends = np.cumsum([len(one) for one in found])
     whole = np.array(meter.all_reduce(np.concatenate(found).tolist()))

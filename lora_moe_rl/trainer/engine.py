@@ -52,6 +52,8 @@ class Work:
     """One micro-batch on its way: arrays, routes, and the logprobs found so far `{name: [T]}`.
 
     `mask`: bool `[T]`, tokens in the loss; of the data, until it is chosen (`objective.py`).
+    Known too, where it is wanted: `entropy` of the forward before the update, `rewards`, `returns`,
+    and `selected` (`selection.py`).
     `step_mean`: of the whole step, where the algorithm asks for one. `entropy`: float32 `[T]`, of
     the last forward with gradients, with a gradient itself until the loss has been made of it.
 
@@ -181,19 +183,28 @@ class TrainingEngine:
 
     @torch.no_grad()
     def forward(
-        self, works: list[Work], name: str, temperature: float, record=False, replay=True
+        self,
+        works: list[Work],
+        name: str,
+        temperature: float,
+        record=False,
+        replay=True,
+        entropy=False,
     ) -> None:
         """Adds `known[name]`, logprobs of the response's tokens, to each work (on the last stage).
 
         `record`: also keep the routes the routers chose by themselves, for r2. `replay=False`: let
-        them choose whatever routes there are.
+        them choose whatever routes there are. `entropy`: add `known["entropy"]` too, in nats.
         """
 
         def keep(work: Work, logprobs: torch.Tensor):
             work.known[name] = logprobs.detach()
+            if entropy:
+                assert work.entropy is not None
+                work.known["entropy"], work.entropy = work.entropy, None
             return logprobs.sum(), torch.tensor(0, dtype=torch.int), {}
 
-        self.evaluate(works, keep, self.head(temperature), record, replay)
+        self.evaluate(works, keep, self.head(temperature, entropy), record, replay)
 
     @torch.no_grad()
     def evaluate(
@@ -204,9 +215,10 @@ class TrainingEngine:
             chunk.eval()
         self._schedule(works, keep, head, forward_only=True, record=record, replay=replay)
 
-    def head(self, temperature: float) -> Head:
-        """Logprobs in the place of logits, and of a forward with gradients the entropy."""
-        return Head(temperature, self.spec.shape.vocab_size, self.algorithm.trains_entropy)
+    def head(self, temperature: float, entropy: bool = False) -> Head:
+        """Logprobs in the place of logits, and the entropy of a forward with gradients, or of any
+        that is to tell it."""
+        return Head(temperature, self.spec.shape.vocab_size, self.algorithm.trains_entropy, entropy)
 
     def forward_backward(
         self,

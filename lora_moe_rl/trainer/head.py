@@ -39,15 +39,16 @@ class Head:
     """Gives logprobs, float32 [T], in the place of logits: an `output_processor` of megatron-core,
     whose context is the micro-batch. They are 0 for tokens that are not of its response.
 
-    With gradients the work gets `entropy` too, float32 [T], in nats; it has a gradient of its own
-    if `trains_entropy`. `temperature` is that of the rollout, for old, current and reference
-    logprobs alike; `vocab_size` is the model's: a vocabulary that is padded for tensor parallelism
-    has rows that no token owns.
+    With gradients, or if `tells_entropy`, the work gets `entropy` too, float32 [T], in nats; it has
+    a gradient of its own if `trains_entropy`. `temperature` is that of the rollout, for old,
+    current and reference logprobs alike; `vocab_size` is the model's: a vocabulary that is padded
+    for tensor parallelism has rows that no token owns.
     """
 
     temperature: float
     vocab_size: int
     trains_entropy: bool = False
+    tells_entropy: bool = False
 
     def __call__(
         self,
@@ -83,11 +84,14 @@ class Head:
         trained = Trained.NOTHING
         if torch.is_grad_enabled():
             trained = Trained.ENTROPY_TOO if self.trains_entropy else Trained.LOGPROBS
-        found = LogProbs.apply(
-            hidden.squeeze(1), labels, rows, fed_at, vocabulary, self.temperature, trained
+        told = self.tells_entropy or trained > Trained.NOTHING
+        logprobs, entropy = LogProbs.apply(
+            hidden.squeeze(1), labels, rows, fed_at, vocabulary, self.temperature, trained, told
         )
-        logprobs, entropy = (put_together(one, ps.get_context_parallel_group()) for one in found)
-        if trained:
+        cp = ps.get_context_parallel_group()
+        logprobs = put_together(logprobs, cp)
+        if told:
+            entropy = put_together(entropy, cp)
             context.entropy = entropy
         return logprobs
 
@@ -113,12 +117,20 @@ class Trained(IntEnum):
 class LogProbs(torch.autograd.Function):
     """hidden `[F, H]`, labels int64 `[T]`, rows int64 `[R]`, fed_at int64 `[R]` (which hidden state
     is each row's) -> logprobs and entropy, float32 `[T]`, 0 but in `rows`. Where nothing is
-    `trained` there is no entropy. The gradient with respect to hidden is this rank's part of a sum;
-    entropy has one if it is trained too."""
+    `trained` there is no entropy, unless it is to be `told`. The gradient with respect to hidden is
+    this rank's part of a sum; entropy has one if it is trained too."""
 
     @staticmethod
     def forward(
-        ctx, hidden, labels, rows, fed_at, vocabulary: Vocabulary, temperature, trained: Trained
+        ctx,
+        hidden,
+        labels,
+        rows,
+        fed_at,
+        vocabulary: Vocabulary,
+        temperature,
+        trained: Trained,
+        told: bool = False,
     ):
         logprobs = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
         entropy = torch.zeros_like(logprobs)
@@ -127,9 +139,9 @@ class LogProbs(torch.autograd.Function):
         for part in _parts(len(rows), len(vocabulary.weight)):
             some = rows[part]
             states = hidden[fed_at[part]]
-            found = _of_rows(states, labels[some], vocabulary, temperature, trained)
+            found = _of_rows(states, labels[some], vocabulary, temperature, trained, told)
             logprobs[some] = found.logprobs
-            if trained:
+            if found.entropy is not None:
                 entropy[some] = found.entropy
             for every, these in zip(slopes, found.slopes, strict=True):
                 every[part] = these
@@ -147,7 +159,7 @@ class LogProbs(torch.autograd.Function):
         # One hidden state, of a prompt's last token, may predict first tokens of several samples.
         for each, given in zip(slopes, of_outputs, strict=False):
             gradient.index_add_(0, fed_at, each * given[rows, None].to(each.dtype))
-        return gradient, None, None, None, None, None, None
+        return gradient, *[None] * 7
 
 
 class _Found(NamedTuple):
@@ -167,6 +179,7 @@ def _of_rows(
     vocabulary: Vocabulary,
     temperature: float,
     trained: Trained,
+    told: bool,
 ) -> _Found:
     """Of a few rows."""
     weight, first, size, group = vocabulary
@@ -180,7 +193,7 @@ def _of_rows(
     here = (places >= 0) & (places < len(weight))
     places = places.where(here, 0)
     of_label = logits.gather(1, places[:, None])[:, 0].where(here, 0)
-    if not trained:
+    if not (trained or told):
         sums = torch.stack([logits.exp_().sum(-1), of_label])
         _all_reduce(sums, dist.ReduceOp.SUM, group)
         return _Found(sums[1] - sums[0].log())
@@ -190,6 +203,8 @@ def _of_rows(
     _all_reduce(sums, dist.ReduceOp.SUM, group)
     total = sums[0].log()
     entropy = total - sums[2] / sums[0]
+    if not trained:
+        return _Found(sums[1] - total, entropy)
     shares.div_(sums[0][:, None])
     own = weight[places].where(here[:, None], 0)
     slopes = [(own - shares.to(weight.dtype) @ weight).div_(temperature)]

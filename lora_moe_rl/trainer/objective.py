@@ -88,6 +88,7 @@ def tokens_of(work: Work, logprobs: torch.Tensor, entropy: torch.Tensor | None =
         return values.where(mask, 0)
 
     reference, rewards = work.known.get("reference"), work.known.get("rewards")
+    selected = work.known.get("selected")
     return Tokens(
         mask=mask,
         logprobs=inside(logprobs),
@@ -102,6 +103,7 @@ def tokens_of(work: Work, logprobs: torch.Tensor, entropy: torch.Tensor | None =
         rewards=None if rewards is None else inside(on_device(rewards, device)),
         entropy=None if entropy is None else inside(entropy),
         kl_coef=data.batch.kl_coef,
+        selected=None if selected is None else inside(on_device(selected, device)),
     )
 
 

@@ -38,6 +38,7 @@ from lora_moe_rl.trainer.engine import TrainingEngine, Work
 from lora_moe_rl.trainer.meter import WITH, WITHOUT, Meter
 from lora_moe_rl.trainer.objective import choose_tokens, scales_of, tokens_of, total_of
 from lora_moe_rl.trainer.optimizer import EMPTY, StepResult
+from lora_moe_rl.trainer.selection import select_tokens
 from lora_moe_rl.trainer.token_values import Kept
 
 
@@ -66,6 +67,7 @@ def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> 
         _before_update(engine, everything)
         advantages = revise(engine, batch, everything, meter)
         kept = choose_tokens(engine, batch, everything, meter)
+        select_tokens(engine, batch, samples, everything, meter)
         scales = [scales_of(engine, batch, kept, mine) for mine in samples]
         results, of_critic = [], []
         for _ in range(config.algorithm.epochs):
@@ -115,6 +117,7 @@ def gradients(
         _before_update(engine, works)
         revise(engine, batch, works, meter)
         kept = choose_tokens(engine, batch, works, meter)
+        select_tokens(engine, batch, [everyone], works, meter)
         scales = scales_of(engine, batch, kept, everyone)
         _backward(engine, works, meter, scales)
     shards = engine.adapters.export(of=lambda parameter: parameter.grad)
@@ -181,7 +184,8 @@ def _before_update(engine: TrainingEngine, works: list[Work]) -> None:
     config = engine.config
     temperature, wanted = config.rollout.temperature, passes(config)
     if "old" in wanted:
-        engine.forward(works, "old", temperature, record=config.replay.mode == "r2")
+        record, entropy = config.replay.mode == "r2", engine.algorithm.selects_by_entropy
+        engine.forward(works, "old", temperature, record=record, entropy=entropy)
     if "reference" in wanted:
         with engine.as_reference():
             engine.forward(works, "reference", temperature)

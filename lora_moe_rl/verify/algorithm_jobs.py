@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,11 +20,16 @@ from lora_moe_rl.adapters.spec import VALUE_HEAD, AdapterSpec
 from lora_moe_rl.algorithms.base import Algorithm, Known, Loss, Tokens
 from lora_moe_rl.algorithms.parts.aggregation import aggregate
 from lora_moe_rl.algorithms.parts.reweight import draw
+from lora_moe_rl.algorithms.parts.selection import StepTokens, lots_of
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
+from lora_moe_rl.data.packing import unpack
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.verify.inputs import random_adapter
 from lora_moe_rl.verify.jobs import STRENGTH
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 OF_START = 3  # the seed of the adapter that algorithm.reference=start measures against
 Found = tuple[float, list[Shard]]  # the loss, and this rank's part of the gradient
@@ -84,13 +90,14 @@ def reference(worker, spec: AdapterSpec, inputs: Inputs) -> dict[str, Found]:
     assert own is not None, "one rank answers for itself"
     assert base is not None and start is not None
     worker.set_adapter(random_adapter(spec, strength=STRENGTH))
+    entropies = _entropies(worker, inputs)
     found = {}
     for name, case in inputs.cases.items():
         config = with_algorithm(worker.engine.config, case)
         batch = batch_of(inputs, config)
         values = _values(worker, spec, config, inputs)
         against = start if algorithms.make(config).from_start else base
-        loss, worths, of_entropy = plain(config, batch, own, against, values)
+        loss, worths, of_entropy = plain(config, batch, own, against, values, entropies)
         count = sum(len(worth) for worth in worths)
         linear = replace(
             batch,
@@ -115,11 +122,12 @@ def plain(
     own: Sequence[np.ndarray],
     reference: Sequence[np.ndarray],
     values: Sequence[np.ndarray] | None = None,
+    entropies: Sequence[np.ndarray] | None = None,
 ) -> tuple[float, list[np.ndarray], list[np.ndarray]]:
     """The loss of the step, were all entropies 0; d loss / d logprob and d loss / d entropy of
     each token, float64 [R] a sample. own, reference: logprobs [R] of the responses, of the policy
-    and of what it is measured against. values: [R], of a critic. A sample that stands in the loss
-    several times is there so often."""
+    and of what it is measured against. values: [R], of a critic. entropies: [R], by which tokens
+    may be selected. A sample that stands in the loss several times is there so often."""
     import torch
 
     algorithm = algorithms.make(config)
@@ -130,6 +138,7 @@ def plain(
     weights = np.concatenate([batch.weights[i] for i in standing])
     mask = weights > 0
     advantages, step_mean = _revised(algorithm, batch, own, reference, values), None
+    selected: Tensor | None = None
     leaf = torch.from_numpy(np.concatenate(own).astype(np.float64)).requires_grad_()
     logprobs = torch.cat([leaf.split(lengths)[i] for i in standing])
     no_entropy = torch.zeros_like(leaf).requires_grad_()
@@ -158,6 +167,7 @@ def plain(
             step_mean=step_mean,
             rewards=inside(rewards) if algorithm.revises else None,
             entropy=entropy.where(stays, 0) if algorithm.trains_entropy else None,
+            selected=selected,
         )
 
     for kept_alone in (False, True):
@@ -168,6 +178,8 @@ def plain(
             step_mean = (total.sum() / count.sum()).item()
         if algorithm.rejects and not kept_alone:
             mask = mask & algorithm.keep(tokens()).numpy()
+    if algorithm.selects:
+        selected = _selected(config, algorithm, batch, tokens(), entropies)
     losses = algorithm.loss(tokens()).values.where(torch.from_numpy(mask), 0)
     kept = np.bincount(sample_of[mask], minlength=len(sizes))
     longest = config.max_response_tokens
@@ -194,6 +206,31 @@ def _revised(
     old, reference = ([one.astype(np.float64) for one in each] for each in (own, base))
     known = Known(batch.rewards, batch.groups, batch.masks, old, reference, values)
     return algorithm.revised(known)
+
+
+def _selected(
+    config: RunConfig,
+    algorithm: Algorithm,
+    batch: TrainBatch,
+    tokens: Tokens,
+    entropies: Sequence[np.ndarray] | None,
+) -> Tensor:
+    """1.0 for tokens that are selected, else 0.0: [T] of all samples in turn, as often as each
+    stands in the loss."""
+    mask, sizes = tokens.mask, [len(weights) for weights in batch.weights]
+    numbers = enumerate(zip(batch.copies, sizes, strict=True))
+    lots = [lots_of(config.seed, batch.step, i, *one).ravel() for i, one in numbers]
+    entropy = None
+    if algorithm.selects_by_entropy:
+        assert entropies is not None
+        every = [np.tile(*one) for one in zip(entropies, batch.copies, strict=True)]
+        entropy = np.concatenate(every)[mask.numpy()]
+    streams = (tokens.old, tokens.old, tokens.rollout, tokens.advantages)
+    inside = [one[mask].numpy() for one in streams]
+    step = StepTokens(*inside, np.concatenate(lots)[mask.numpy()], entropy)
+    found = tokens.logprobs.new_zeros(len(mask))
+    found[mask] = found.new_tensor(algorithm.select(step).tokens)
+    return found
 
 
 class Linear(Algorithm):
@@ -246,6 +283,20 @@ def _gradients(worker, config: RunConfig, algorithm: Algorithm, inputs: Inputs) 
     worker.engine.config, worker.engine.algorithm = config, algorithm
     loss, _, shards = worker.gradients(batch_of(inputs, config), inputs.table)
     return loss, shards
+
+
+def _entropies(worker, inputs: Inputs) -> list[np.ndarray]:
+    """Of the adapter that is set: what each response token is sampled from, in nats, [R] of each
+    sample, with the routes that are replayed. On one rank."""
+    engine, batch, found = worker.engine, inputs.batch, {}
+    routes = engine.routes(batch, (inputs.table,))
+    with engine.watched_replay(batch, routes):
+        works = engine.my_work(batch, np.arange(len(batch)), routes, 1, 0)
+        temperature = engine.config.rollout.temperature
+        engine.forward(works, "own", temperature, entropy=True)
+    for work in works:
+        found |= unpack(work.data, work.known["entropy"].cpu().numpy())
+    return [found[i] for i in range(len(batch))]
 
 
 def _score(

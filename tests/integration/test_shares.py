@@ -31,16 +31,25 @@ def train(worker, spec, shared: bool):
     return results, worker.export()
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+CLIP_COV = {"loss": "clip_cov", "clip_cov_lb": 0.0, "clip_cov_ratio": 0.2}
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [{"name": "grpo"}, {"name": "ppo"}, {"name": "grpo", **CLIP_COV}],
+    ids=["grpo", "ppo", "clip_cov"],
+)
 def test_a_share_trains_as_the_whole(algorithm):
     config = RunConfig.model_validate({
         "model": MODEL,
         "trainer": {"lr": 1e-3, "micro_batch_tokens": 40, "world_size": 2, "ep": 2},
-        "algorithm": {"name": algorithm, "mini_batches": 2, "prompts_per_step": 4},
+        "algorithm": {**algorithm, "mini_batches": 2, "prompts_per_step": 4},
         "logging": {"tokens": True},
     })  # fmt: skip
     model = resolve_model(MODEL)
     both = [run_ranks(config, model, train, shared) for shared in (False, True)]
+    if "loss" in algorithm:
+        assert 0.1 < both[0][0][0][0].metrics["loss/selected"] <= 0.2
     for (whole, shards), (share, others) in zip(*both, strict=True):
         for one, other in zip(whole, share, strict=True):
             assert one.metrics == pytest.approx(other.metrics, rel=0, abs=0, nan_ok=True)

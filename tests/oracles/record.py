@@ -11,6 +11,7 @@ import json
 import math
 import sys
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,6 +85,25 @@ TRL_LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any], float | None]] = {
     "kl": ({"loss_type": "dapo"}, {"beta": 0.3, "use_bias_correction_kl": False}, None),
     "kl_weighted": ({"loss_type": "dapo"}, {"beta": 0.3, "use_bias_correction_kl": True}, None),
     "kl_weighted_tis": ({"loss_type": "dapo"}, {"beta": 0.3}, 1.3),
+    "high_entropy": ({"loss_type": "dapo", "top_entropy_quantile": 0.3}, {}, None),
+    "high_entropy_grpo": ({"loss_type": "grpo", "top_entropy_quantile": 0.3}, {}, None),
+    "high_entropy_dr_grpo": ({"loss_type": "dr_grpo", "top_entropy_quantile": 0.25}, {}, None),
+    "high_entropy_all": (
+        {
+            "loss_type": "dapo",
+            "top_entropy_quantile": 0.4,
+            "_entropy_bonus_enabled": True,
+            "entropy_coef": 0.2,
+        },
+        {"beta": 0.3, "use_bias_correction_kl": False},
+        1.3,
+    ),
+}
+# verl's losses that go by a covariance over the batch.
+CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
+COVARIANCE_LOSSES = {
+    "clip_cov": {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.1, "clip_cov_ub": 0.6},
+    "kl_cov": {"kl_cov_ratio": 0.15, "ppo_kl_coef": 0.3},
 }
 AGGREGATIONS = (
     "token-mean",
@@ -157,6 +177,7 @@ def batch(seed: int) -> dict[str, Any]:
         "second": second, "values": values, "new_values": new_values,
         "groups": groups, "mask": mask, "rewards": rewards, "old": old, "new": new,
         "rollout": rollout, "reference": reference, "advantages": advantages,
+        "entropy": rng.integers(0, 24, mask.shape) / 8,  # some are equal
     }  # fmt: skip
     return {name: value.tolist() for name, value in named.items()}
 
@@ -293,6 +314,36 @@ def losses_of(b: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def covariance_losses_of(b: dict[str, Any]) -> dict[str, Any]:
+    """With the last of the candidates drawn. The first token's ratio is not an extreme one: verl
+    bounds none here."""
+    found: dict[str, Any] = {}
+    original = torch.randperm
+    torch.randperm = lambda n: torch.arange(n).flip(0)
+    for name, options in COVARIANCE_LOSSES.items():
+        for how in AGGREGATIONS:
+            config = ActorConfig(
+                strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1,
+                policy_loss=PolicyLossConfig(**options), **CLIP,
+            )  # fmt: skip
+            new = tensor(b["new"])
+            new[0, 0] = b["old"][0][0] + 0.5
+            new.requires_grad_()
+            value, metrics = core_algos.get_policy_loss_fn(name)(
+                old_log_prob=tensor(b["old"]),
+                log_prob=new,
+                advantages=tensor(b["advantages"]),
+                response_mask=tensor(b["mask"]),
+                loss_agg_mode=how,
+                config=config,
+            )
+            value.backward()
+            metrics = {key.removeprefix("actor/"): one for key, one in metrics.items()}
+            found[f"{name} {how}"] = {"loss": value.item(), "gradient": new.grad.tolist()} | metrics
+    torch.randperm = original
+    return found
+
+
 def trl_losses_of(b: dict[str, Any]) -> dict[str, Any]:
     """Of TRL's GRPOTrainer, whose loss is asked without a model: of one micro-batch, with one
     advantage a sample. The first token's ratio is not an extreme one: TRL bounds none."""
@@ -309,16 +360,22 @@ def trl_losses_of(b: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (ours, args, cap) in TRL_LOSSES.items():
         weights = {} if cap is None else {"importance_sampling_ratio": of_engine.clamp(max=cap)}
-        logprobs = new.clone().requires_grad_()
-        trainer = trl_trainer(ours, args, logprobs, corrects=cap is not None)
+        logprobs, entropy = new.clone().requires_grad_(), tensor(b["entropy"]).requires_grad_()
+        trainer = trl_trainer(ours, args, logprobs, entropy, corrects=cap is not None)
         loss = GRPOTrainer._compute_loss(trainer, None, inputs | weights)
         loss.backward()
         found[name] = {"loss": loss.item(), "gradient": logprobs.grad.tolist()}
+        if entropy.grad is not None:
+            found[name]["entropy_gradient"] = entropy.grad.tolist()
     return found
 
 
 def trl_trainer(
-    ours: dict[str, Any], args: dict[str, Any], logprobs: torch.Tensor, corrects: bool
+    ours: dict[str, Any],
+    args: dict[str, Any],
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor,
+    corrects: bool,
 ) -> Any:
     """What the loss reads of the trainer."""
     defaults = trl.GRPOConfig.__dataclass_fields__
@@ -326,32 +383,33 @@ def trl_trainer(
     args["steps_per_generation"] = 1
     own = {
         "epsilon_low": args["epsilon"], "importance_sampling_level": "token",
-        "vllm_importance_sampling_correction": corrects,
+        "vllm_importance_sampling_correction": corrects, "top_entropy_quantile": 1.0,
+        "_entropy_bonus_enabled": False, "use_adaptive_entropy": False,
     } | ours  # fmt: skip
-    return SimpleNamespace(
+    trainer = SimpleNamespace(
         **own,
         epsilon_high=args["epsilon_high"] or args["epsilon"],
         beta=args["beta"],
         args=SimpleNamespace(**args),
         aux_loss_enabled=False,
-        top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
         use_vllm=True,
         model=SimpleNamespace(training=True),
         current_gradient_accumulation_steps=1,
         max_completion_length=LONGEST,
         accelerator=SimpleNamespace(
-            num_processes=1, gather=lambda one: one, reduce=lambda one, reduction: one
+            num_processes=1,
+            gather=lambda one: one,
+            reduce=lambda one, reduction: one,
+            pad_across_processes=lambda one, **_: one,
+            sync_gradients=False,
         ),
         get_gamma_weights=GRPOTrainer.get_gamma_weights,
-        _entropy_bonus_enabled=False,
         _metrics={"train": defaultdict(list)},
-        _get_per_token_logps_and_entropies=lambda *_, **__: (
-            logprobs,
-            torch.zeros_like(logprobs),
-            None,
-        ),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, entropy, None),
     )
+    trainer.get_high_entropy_mask = partial(GRPOTrainer.get_high_entropy_mask, trainer)
+    return trainer
 
 
 def corrections_of(b: dict[str, Any]) -> dict[str, Any]:
@@ -438,6 +496,7 @@ def main(out: Path) -> None:
         b |= {
             "advantages_of": advantages_of(b),
             "losses": losses_of(b),
+            "covariance_losses": covariance_losses_of(b),
             "trl_losses": trl_losses_of(b),
             "corrections": corrections_of(b),
             "kl": kl_of(b),

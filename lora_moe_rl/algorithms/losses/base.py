@@ -10,21 +10,37 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lora_moe_rl.algorithms.base import Tokens
+    from lora_moe_rl.algorithms.parts.selection import Selection, StepTokens
 
 
 class PolicyLoss(Part):
     """Base of all losses. `level`: of what its ratio is, a token or a whole sample. `has_ratio`:
     False for a loss that compares the policy with no older one. `averages_advantages`: whether all
-    tokens of a sample have the mean of its advantages."""
+    tokens of a sample have the mean of its advantages. `selects`: whether it goes by
+    `tokens.selected`, for which `select` is asked. `needs_moved`: whether what it is for does
+    nothing while no token has moved from `old`."""
 
     level: ClassVar[Literal["token", "sequence"]] = "token"
     has_ratio: ClassVar[bool] = True
     averages_advantages: ClassVar[bool] = False
+    selects: ClassVar[bool] = False
+    needs_moved: ClassVar[bool] = False
+
+    def select(self, tokens: StepTokens) -> Selection:
+        """See `Algorithm.select`; `old` is what the ratio is against, here as in `values`."""
+        raise NotImplementedError
 
     def values(self, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss [T] of each token, to be made small, and the part's metrics [T]. The ratio is
         of `logprobs` to `old`."""
         raise NotImplementedError
+
+
+def selected_of(tokens: Tokens) -> Tensor:
+    """`tokens.selected` [T]. Raises ValueError without."""
+    if tokens.selected is None:
+        raise ValueError("the loss wants to know the tokens that are selected; they are missing")
+    return tokens.selected
 
 
 def ratio_of(tokens: Tokens) -> Tensor:

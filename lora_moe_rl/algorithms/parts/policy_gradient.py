@@ -25,7 +25,7 @@ from lora_moe_rl.algorithms.base import (
     Tokens,
     apart,
 )
-from lora_moe_rl.algorithms.losses.base import ratio_of
+from lora_moe_rl.algorithms.losses.base import ratio_of, selected_of
 from lora_moe_rl.algorithms.parts.composing import (
     settings_class,
     settings_of_each,
@@ -35,6 +35,7 @@ from lora_moe_rl.algorithms.parts.correction_presets import CORRECTION_PRESETS
 from lora_moe_rl.algorithms.parts.kl import estimate
 from lora_moe_rl.algorithms.parts.kl_control import KLControl
 from lora_moe_rl.algorithms.parts.overlong import soft_punishment
+from lora_moe_rl.algorithms.parts.selection import Selection, StepTokens, of_high_entropy
 from lora_moe_rl.algorithms.parts.settings import PolicyGradientConfig, rejection_names
 from lora_moe_rl.algorithms.parts.turns import earned_before_the_end, of_all
 from lora_moe_rl.config import AlgorithmConfig
@@ -66,6 +67,8 @@ class PolicyGradient(Algorithm):
             PARTS["rejection"].find(own.rejection)(own) for own in settings_of_each(settings)
         ]
         own: dict[str, Reduce] = {"policy": "token_mean", "kl": "token_mean"}
+        if self.selects:
+            own["selected"] = "token_mean"
         self.metrics = {**own, **self._loss.metrics, **self._correction.metrics}
 
     @classmethod
@@ -237,6 +240,20 @@ class PolicyGradient(Algorithm):
         return stay
 
     @property
+    def selects(self) -> bool:
+        return self._loss.selects or self.selects_by_entropy
+
+    @property
+    def selects_by_entropy(self) -> bool:
+        return self.settings.top_entropy_quantile < 1
+
+    def select(self, tokens: StepTokens) -> Selection:
+        if self.selects_by_entropy:
+            return of_high_entropy(tokens, self.settings.top_entropy_quantile)
+        at_rollout = self.settings.anchor == "rollout"
+        return self._loss.select(replace(tokens, old=tokens.rollout) if at_rollout else tokens)
+
+    @property
     def averages(self) -> bool:
         return self._correction.normalizes
 
@@ -252,6 +269,10 @@ class PolicyGradient(Algorithm):
             trainer = tokens.logprobs.detach() if at_rollout else tokens.old
             weights, of_weights = self._correction.weights(trainer - tokens.rollout, tokens)
             policy, metrics = policy * weights, metrics | of_weights
+        if self.selects:
+            metrics = metrics | {"selected": selected_of(tokens)}
+        if self.selects_by_entropy:
+            policy = policy * selected_of(tokens)
         kl = self._kl(tokens)
         if kl is not None and settings.kl_weighted:
             kl = kl * ratio_of(anchored)
@@ -263,7 +284,8 @@ class PolicyGradient(Algorithm):
         if settings.entropy_coef:
             if tokens.entropy is None:
                 raise ValueError("algorithm.entropy_coef wants the tokens' entropy; it is missing")
-            values = values - settings.entropy_coef * tokens.entropy
+            bonus = settings.entropy_coef * tokens.entropy
+            values = values - (bonus * selected_of(tokens) if self.selects_by_entropy else bonus)
         return Loss(values, {"policy": policy.detach(), "kl": shown, **metrics})
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:

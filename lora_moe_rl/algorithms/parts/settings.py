@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from lora_moe_rl.algorithms.advantages.base import Advantage
 from lora_moe_rl.algorithms.corrections.base import WeightSettings
 from lora_moe_rl.algorithms.parts.kl_control import LARGEST_ERROR
+from lora_moe_rl.algorithms.parts.selection import check_selection
 from lora_moe_rl.config import AlgorithmConfig
 from lora_moe_rl.config.plugins import PARTS
 from lora_moe_rl.config.reference import ReferenceSettings
@@ -69,6 +70,13 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
         description="Weight of the entropy of what each token is sampled from, which is taken from "
         "its loss: it keeps the policy from narrowing; 0: none, and none is computed.",
     )
+    top_entropy_quantile: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Share of the tokens of each optimizer step, those of the highest entropy, "
+        "that the policy learns from; 1: from all.",
+    )
     overlong_buffer: int = Field(
         0, ge=0, description="Tokens before the longest response over which a reward sinks."
     )
@@ -88,6 +96,7 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
         self._check_samples()
         self._check_anchor()
         self._check_updates()
+        check_selection(self)
         self._check_advantage()
         self._check_teacher()
         self._check_kl()

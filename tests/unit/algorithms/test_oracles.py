@@ -21,6 +21,7 @@ from lora_moe_rl.algorithms.base import Known
 from lora_moe_rl.algorithms.parts.aggregation import aggregate
 from lora_moe_rl.algorithms.parts.kl import estimate, mismatch, mismatch_of_samples
 from lora_moe_rl.algorithms.parts.reweight import weights
+from lora_moe_rl.algorithms.parts.selection import StepTokens
 from lora_moe_rl.config import RunConfig
 
 BATCHES = json.loads((Path(__file__).parent / "oracles.json").read_text())["batches"]
@@ -172,6 +173,58 @@ def test_losses_and_their_gradients_are_verls(batch, case):
         assert_close(shares["clipped_dual"], expected["pg_clipfrac_lower"])
 
 
+def selected_in(algorithm, tokens):
+    """The tokens, and what is selected of them; where tokens are drawn it is the last ones. Of the
+    policy in the loss, and not of one before the update: theirs is made in the loss."""
+    mask = tokens.mask
+    names = ("logprobs", "old", "rollout", "advantages")
+    inside = {name: getattr(tokens, name)[mask].detach().numpy() for name in names}
+    lots = np.linspace(1, 0, int(mask.sum()))
+    entropy = None if tokens.entropy is None else tokens.entropy[mask].detach().numpy()
+    found = algorithm.select(StepTokens(**inside, lots=lots, entropy=entropy))
+    selected = torch.zeros_like(tokens.logprobs)
+    selected[mask] = selected.new_tensor(found.tokens)
+    return replace(tokens, selected=selected), found
+
+
+BY_COVARIANCE = {
+    "clip_cov": {
+        "loss": "clip_cov",
+        "clip_high": 0.28,
+        "clip_cov_ratio": 0.1,
+        "clip_cov_lb": 0.1,
+        "clip_cov_ub": 0.6,
+    },
+    "kl_cov": {"loss": "kl_cov", "kl_cov_ratio": 0.15, "ppo_kl_coef": 0.3, "epochs": 2},
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("case", list(BATCHES[0]["covariance_losses"]))
+def test_losses_by_a_covariance_over_all_tokens_are_verls(batch, case):
+    """The first token's ratio is not an extreme one: verl bounds none of them here."""
+    name, how = case.split()
+    algorithm = made(**BY_COVARIANCE[name])
+    new = torch.tensor(batch["new"], dtype=torch.float64)
+    new[0, 0] = batch["old"][0][0] + 0.5
+    logprobs = new.reshape(-1).requires_grad_()
+    tokens, selection = selected_in(algorithm, packed(batch, logprobs=logprobs))
+    kept = np.array(batch["mask"]).sum(axis=1)
+    scales = aggregate(how, kept, np.array(batch["groups"]), np.ones_like(kept), LONGEST)
+    of_tokens = algorithm.loss(tokens)
+    found = mean_over(of_tokens.values, tokens, scales)
+    found.backward()
+    expected = batch["covariance_losses"][case]
+    assert_close(logprobs.grad, expected["gradient"])
+    assert_close(found.item(), expected["loss"])
+    means = {n: values[tokens.mask].mean().item() for n, values in of_tokens.metrics.items()}
+    if name == "clip_cov":
+        assert_close(means["selected"], expected["pg_clipfrac"])
+        assert selection.metrics["covariance_within"] > means["selected"] > 0
+    else:
+        assert_close(means["log_ratio_size"], expected["ppo_kl"])
+
+
 NARROW = {"clip_low": 0.02, "clip_high": 0.05}
 TIS = {"correction": "tis", "correction_max": 1.3}
 KL = {"kl_coef": 0.3}
@@ -191,13 +244,19 @@ OF_TRL = {
     "kl": KL,
     "kl_weighted": KL | {"kl_weighted": True},
     "kl_weighted_tis": KL | TIS | {"kl_weighted": True},
+    "high_entropy": {"top_entropy_quantile": 0.3},
+    "high_entropy_grpo": {"top_entropy_quantile": 0.3} | SAMPLES,
+    "high_entropy_dr_grpo": {"name": "dr_grpo", "top_entropy_quantile": 0.25},
+    "high_entropy_all": KL | TIS | {"top_entropy_quantile": 0.4, "entropy_coef": 0.2},
 }
 
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("case", list(BATCHES[0]["trl_losses"]))
 def test_losses_and_their_gradients_are_trls(batch, case):
-    """With one advantage a sample, as TRL has it; the first token's ratio is not an extreme one."""
+    """With one advantage a sample, as TRL has it; the first token's ratio is not an extreme one.
+    TRL's entropy bonus is the mean over the tokens that are selected; here it is divided by what
+    the rest of the loss is."""
     algorithm = made(**OF_TRL[case])
     new = torch.tensor(batch["new"], dtype=torch.float64)
     new[0, 0] = batch["old"][0][0] + 0.5
@@ -207,6 +266,11 @@ def test_losses_and_their_gradients_are_trls(batch, case):
     tokens = packed(
         batch, logprobs=logprobs, advantages=first.expand(-1, LONGEST).reshape(-1), **more
     )
+    entropy = flat(batch, "entropy").requires_grad_()
+    if algorithm.selects:
+        tokens = replace(tokens, entropy=entropy.where(tokens.mask, 0))
+        tokens, _ = selected_in(algorithm, tokens)
+        assert 0 < tokens.selected.sum() < tokens.mask.sum() / 2
     kept = np.array(batch["mask"]).sum(axis=1)
     how = algorithm.settings.aggregation
     scales = aggregate(how, kept, np.array(batch["groups"]), np.ones_like(kept), LONGEST)
@@ -214,7 +278,13 @@ def test_losses_and_their_gradients_are_trls(batch, case):
     found.backward()
     expected = batch["trl_losses"][case]
     assert_close(logprobs.grad, expected["gradient"])
-    assert_close(found.item(), expected["loss"])
+    bonus = 0.0
+    if tokens.selected is not None and algorithm.settings.entropy_coef:
+        more = (tokens.mask.sum() / tokens.selected.sum()).item()
+        assert more > 2 and entropy.grad is not None
+        assert_close(entropy.grad * more, expected["entropy_gradient"])
+        bonus = (more - 1) * (entropy.grad * entropy.detach()).sum().item()
+    assert_close(found.item() + bonus, expected["loss"])
 
 
 @pytest.mark.parametrize("batch", BATCHES)

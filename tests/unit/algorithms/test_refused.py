@@ -46,6 +46,29 @@ from lora_moe_rl.errors import ConfigError
                 ["algorithm.anchor=rollout", "algorithm.rejection=veto"],
             )
         ),
+        (
+            ["algorithm.loss=clip_cov", "algorithm.top_entropy_quantile=0.2"],
+            "loss=clip_cov selects tokens of each optimizer step, and algorithm.top_entropy_quant",
+        ),
+        (
+            ["algorithm=gspo", "algorithm.top_entropy_quantile=0.2"],
+            "loss=gspo has one ratio a sample and algorithm.top_entropy_quantile=0.2 trains single",
+        ),
+        (
+            ["algorithm.loss=kl_cov"],
+            "algorithm.loss=kl_cov penalises how far tokens have moved since the policy before the "
+            "update, and algorithm.epochs=1 with mini_batches=1 is one update",
+        ),
+        (
+            ["algorithm.loss=clip_cov", "algorithm.clip_cov_lb=5"],
+            "clip_cov_lb=5 is not below clip_cov_ub=5, and no token is between them",
+        ),
+        (["algorithm.top_entropy_quantile=0"], "top_entropy_quantile=0 must be greater than 0"),
+        (
+            ["algorithm.clip_cov_ratio=0.1"],
+            "no setting of algorithm.loss=ppo_clip: it is one of lo",
+        ),
+        (["algorithm=sft", "algorithm.top_entropy_quantile=0.2"], "top_entropy_quantile"),
         (["algorithm.kl_estimator=k2"], "kl_estimator=k2 has no effect with algorithm.kl_coef=0"),
         (["algorithm.kl_in=reward"], "kl_in=reward has no effect with algorithm.kl_coef=0"),
         (

@@ -96,7 +96,7 @@ def test_settings_of_ones_own_algorithm_reach_other_processes_and_a_resumed_run(
     ("setting", "message"),
     [
         ("algorithm.kept=2", "'algorithm.kept'"),
-        ("algorithm.clip_low=0.1", "it is one of loss=gspo, loss=ppo_clip"),
+        ("algorithm.clip_low=0.1", "it is one of loss=clip_cov, loss=gspo, loss=ppo_clip"),
         ("algorithm.keep=0", "algorithm.keep=0 must be at least 1"),
     ],
 )

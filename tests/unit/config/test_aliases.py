@@ -101,7 +101,6 @@ def test_settings_that_change_the_distribution_are_refused_with_the_reason(name)
     [
         ("lora_dropout", "another policy than the one that sampled"),
         ("sync_ref_model", "stays as it is in a run"),
-        ("top_entropy_quantile", "whatever their entropy"),
         ("actor_rollout_ref.actor.use_dynamic_bsz", "always packed without padding"),
         ("actor_rollout_ref.rollout.name", "vLLM samples with them"),
         ("load_in_4bit", "name such a model with model.path"),

@@ -1,6 +1,5 @@
 """Settings of the command line onto a config, and the errors of those that cannot be."""
 
-
 import pytest
 from pydantic import ValidationError
 

@@ -119,6 +119,14 @@ def test_without_gradients_the_logprobs_are_the_same_and_nothing_is_kept():
     assert not entropy.any()
 
 
+def test_without_gradients_the_entropy_is_told_where_it_is_wanted():
+    hidden, weight, labels, rows = tensors()
+    with torch.no_grad():
+        arguments = (Vocabulary(weight, 0, SIZE, None), TEMPERATURE, Trained.NOTHING, True)
+        logprobs, entropy = LogProbs.apply(hidden, labels, rows, rows, *arguments)
+    check((logprobs[rows], entropy[rows]), rows, by_torch(hidden, weight, labels, rows)[:2])
+
+
 @pytest.mark.parametrize("trained", [Trained.LOGPROBS, Trained.ENTROPY_TOO])
 def test_what_is_kept_does_not_grow_with_the_vocabulary(trained):
     """A row of hidden states for the logprobs, and one more where the entropy is trained."""
@@ -165,6 +173,10 @@ def test_a_head_scores_the_response_and_tells_its_work_of_the_entropy(monkeypatc
     with torch.no_grad():
         give(**called, output_weight=weight, context=work)
     assert work.entropy is None
+    with torch.no_grad():
+        told = Head(TEMPERATURE, SIZE, tells_entropy=True)
+        told(**called, output_weight=weight, context=work)
+    assert work.entropy is not None and work.entropy[rows].all()
     logprobs = give(**called, output_weight=weight, context=work)
     expected, entropy, _ = by_torch(hidden, weight, labels, rows)
     check((logprobs[rows], work.entropy[rows]), rows, (expected, entropy))
