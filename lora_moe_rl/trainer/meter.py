@@ -62,8 +62,9 @@ class Meter:
         self.extremes: dict[str, float] = {}  # of the metrics that are a max or a min
         # By prefix, of the token that was furthest apart: see WORST.
         self.worst = {WITH: NO_TOKEN, WITHOUT: NO_TOKEN}
-        first = ps.get_tensor_model_parallel_rank() == ps.get_context_parallel_rank() == 0
-        self.reports = is_last_stage and first
+        self.reports = is_last_stage and (
+            ps.get_tensor_model_parallel_rank() == ps.get_context_parallel_rank() == 0
+        )
 
     def add(self, name: str, value) -> None:
         """A number, or a tensor of one, which is read when a figure is asked for."""

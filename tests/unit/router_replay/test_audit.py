@@ -33,8 +33,9 @@ def audited(monkeypatch):
 
     from lora_moe_rl.router_replay import audit, routes
 
-    monkeypatch.setattr(routes.ps, "get_tensor_model_parallel_world_size", lambda: 1)
-    monkeypatch.setattr(routes.ps, "get_tensor_model_parallel_rank", lambda: 0)
+    for cut in ("tensor_model", "context"):
+        monkeypatch.setattr(routes.ps, f"get_{cut}_parallel_world_size", lambda: 1)
+        monkeypatch.setattr(routes.ps, f"get_{cut}_parallel_rank", lambda: 0)
     batch = TrainBatch.from_sequences([np.arange(5), np.arange(10, 14)], step=1)
     draw = np.random.default_rng(0)
     ids = np.argsort(draw.random((7, len(LAYERS), EXPERTS)), axis=-1)[..., :TOP_K]

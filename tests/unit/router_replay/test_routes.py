@@ -76,8 +76,9 @@ def test_tokens_without_routes_and_padding_are_not_complete(received):
 def one_rank(monkeypatch):
     from lora_moe_rl.router_replay import routes
 
-    monkeypatch.setattr(routes.ps, "get_tensor_model_parallel_world_size", lambda: 1)
-    monkeypatch.setattr(routes.ps, "get_tensor_model_parallel_rank", lambda: 0)
+    for cut in ("tensor_model", "context"):
+        monkeypatch.setattr(routes.ps, f"get_{cut}_parallel_world_size", lambda: 1)
+        monkeypatch.setattr(routes.ps, f"get_{cut}_parallel_rank", lambda: 0)
     return routes
 
 

@@ -155,15 +155,21 @@ def test_a_vocabulary_cut_over_two_ranks_gives_the_same(trained):
 
 def test_a_head_scores_the_response_and_tells_its_work_of_the_entropy(monkeypatch):
     """As megatron-core calls it: hidden `[T, 1, H]`, the weights of tied embeddings apart."""
-    monkeypatch.setattr(head.ps, "get_tensor_model_parallel_world_size", lambda: 1)
-    monkeypatch.setattr(head.ps, "get_tensor_model_parallel_rank", lambda: 0)
+    for cut in ("tensor_model", "context"):
+        monkeypatch.setattr(head.ps, f"get_{cut}_parallel_world_size", lambda: 1)
+        monkeypatch.setattr(head.ps, f"get_{cut}_parallel_rank", lambda: 0)
     monkeypatch.setattr(head.ps, "get_tensor_model_parallel_group", lambda: None)
+    alone = SimpleNamespace(size=lambda: 1)
+    monkeypatch.setattr(head.ps, "get_context_parallel_group", lambda: alone)
     hidden, weight, labels, rows = tensors()
     response = torch.zeros(len(hidden), dtype=torch.bool)
     response[rows] = True
     work = SimpleNamespace(
         data=SimpleNamespace(
-            labels=labels.numpy(), response=response.numpy(), fed_at=np.arange(len(hidden))
+            labels=labels.numpy(),
+            response=response.numpy(),
+            fed=np.arange(len(hidden)),
+            fed_at=np.arange(len(hidden)),
         ),
         entropy=None,
     )
