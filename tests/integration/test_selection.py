@@ -27,6 +27,7 @@ LAYOUTS = {
     "tp2": {"world_size": 2, "tp": 2},
     "pp2": {"world_size": 2, "pp": 2},
     "ep2": {"world_size": 2, "ep": 2},
+    "cp2": {"world_size": 2, "cp": 2},
 }
 
 
