@@ -2,7 +2,8 @@
 80 GB.
 
     python recipes/long_context_30b.py
-    lora-moe-rl plan recipes/long_context_30b.py model.max_length=65536  # other lengths
+    lora-moe-rl plan recipes/long_context_30b.py model=Qwen/Qwen3-30B-A3B-Thinking-2507 \
+        model.max_length=131072 rollout.engines=1 rollout.tp=4 trainer.tp=2 trainer.cp=2
 
 GPUs: 4 for the trainer (TP 4, EP 4), 4 for two engines of TP 2. By the plan a trainer rank holds 28
 GiB of 80, an engine rank 72, with room for 24 sequences of 32,768 tokens. Not run yet.

@@ -61,7 +61,7 @@ def read(argv: Sequence[str]) -> Request:
     with the nearest layouts that divide and fit."""
     options = parser().parse_intermixed_args(argv)
     config, hardware = _base(options)
-    facts = find(options.model or config.model.path)
+    facts = find(_model(options, config))
     hardware = _hardware(options, hardware)
     config, asked = _configured(facts, config, _settings(options), options, hardware)
     if config.offline and (options.search or options.write or not asked):
@@ -141,6 +141,18 @@ def _settings(options: argparse.Namespace) -> list[str]:
     return settings + ([f"adapter.rank={options.rank}"] if options.rank else [])
 
 
+def _model(options: argparse.Namespace, config: RunConfig) -> str:
+    """The model that is planned. Raises ConfigError for two."""
+    path = options.model or config.model.path
+    for layer in parse_arguments(_settings(options)):
+        found = layer.get("model", {})
+        given = found.get("path", path) if isinstance(found, dict) else found
+        if options.model and given != path:
+            raise ConfigError(f"--model {path} and model.path={given} are two models: name one")
+        path = given
+    return path
+
+
 def _hardware(options: argparse.Namespace, named: Hardware | None) -> Hardware | None:
     """The recipe's, with what the command line says instead."""
     given = {
@@ -216,6 +228,7 @@ def _nearest(
     plain = config.trainer.model_copy(update=dict.fromkeys(LAYOUT_KEYS, 1))
     try:
         other = override(config.model_copy(update={"trainer": plain}), others)
+        plans.check_layout(facts.shape, other)
         hardware = hardware or Hardware(wanted["world_size"])
         assumed = _assumed(facts, other, hardware, options)
         found = Search(facts, other, assumed).nearest(wanted)

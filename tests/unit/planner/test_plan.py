@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -369,6 +370,11 @@ def test_the_tables_and_the_chart(tmp_path, capsys):
             "does not divide the model's 128 experts.*nearest layouts of 256 .*ep=128",
         ),
         (["--model", "qwen3-30b-a3b", "--gpus", "8", "trainer.tpp=2"], "tpp"),
+        (
+            ["--model", "qwen3-30b-a3b", "--gpus", "8", "model.max_length=65536"],
+            "model.max_length=65536 is more than the model's 40960 positions\n$",
+        ),
+        (["--model", "kimi-k2", "model.path=x", "--gpus", "8"], "are two models: name one"),
     ],
 )
 def test_bad_input(words, said, capsys):
@@ -431,3 +437,15 @@ def test_tiny_models_are_as_they_are_made(name):
     made = {k: v for k, v in (SHAPES[name] | EXTRA_CONFIG[name]).items() if k in facts.config}
     assert made == {key: facts.config[key] for key in made}
     assert facts.shape == ModelShape.from_hf_config(dict(facts.config) | SHAPES[name])
+
+
+def test_a_setting_names_the_model_that_is_planned(capsys):
+    """Another than the recipe's, whose 2507 form has more positions."""
+    recipe = str(Path(__file__).parents[3] / "recipes/long_context_30b.py")
+    thinking = "Qwen/Qwen3-30B-A3B-Thinking-2507"
+    for model, parameters in (("moonlight-16b-a3b", 15_960_111_936), (thinking, 30_532_122_624)):
+        length = "131072" if model == thinking else "8192"
+        words = [f"model={model}", f"model.max_length={length}", "rollout.max_response_tokens=4096"]
+        cli.main(["plan", recipe, *words, "trainer.tp=2", "trainer.cp=2", "--json"])
+        plan = json.loads(capsys.readouterr().out)
+        assert plan["model"]["parameters"] == parameters
