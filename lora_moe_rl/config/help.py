@@ -52,8 +52,8 @@ def _of_each(key: Key, config: RunConfig) -> list[str]:
 
 def _chosen(config: RunConfig, section: str) -> set[str]:
     """The plug-ins, and parts as `part=name`, that a section of a config names."""
-    settings = getattr(config, section)
-    names = [("", settings.name), *((f"{part}=", getattr(settings, part, "")) for part in PARTS)]
+    settings, parts = getattr(config, section), PARTS if section == "algorithm" else ()
+    names = [("", settings.name), *((f"{part}=", getattr(settings, part, "")) for part in parts)]
     return {head + name.strip() for head, several in names for name in several.split(",")}
 
 

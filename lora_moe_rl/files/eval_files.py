@@ -35,34 +35,33 @@ def rewind(run: Path, step: int) -> None:
 
 class EvalFiles:
     """Those of a run, as they are made. The newest that the disk refuses waits in memory for the
-    next evaluation, or the run's end; one that waits when a newer is refused too is lost, which is
-    said."""
+    next evaluation, or the run's end; what is lost is said."""
 
     def __init__(self, run: Path, trouble: Trouble):
         self.run, self.trouble = run, trouble
         self._waiting: tuple[int, Sequence[dict[str, Any]]] | None = None
-        self._lost: list[int] = []  # steps
 
     def write(self, step: int, records: Sequence[dict[str, Any]]) -> None:
         """Never raises for what the disk refuses."""
-        self.flush()
-        if self._waiting is not None:
-            self._lost.append(self._waiting[0])
+        self.close()
         self._waiting = step, records
-        self.flush()
+        self._flush()
 
-    def flush(self) -> None:
-        """Tries once more what waits."""
+    def close(self) -> None:
+        """Tries once more what waits, for the last time."""
+        self._flush()
+        if self._waiting is not None:
+            self.trouble.say(f"{WHAT}, that after step {self._waiting[0]}, are lost")
+            self._waiting = None
+
+    def _flush(self) -> None:
         if self._waiting is None:
             return
         try:
             write(self.run, *self._waiting)
         except OSError as error:
-            lost = f", and those of {len(self._lost)} before it are lost" if self._lost else ""
-            step = self._waiting[0]
-            self.trouble.failed(
-                WHAT, f"{error.strerror or error}; those after step {step} wait in memory{lost}"
-            )
+            waits = f"those after step {self._waiting[0]} wait in memory"
+            self.trouble.failed(WHAT, f"{error.strerror or error}; {waits}")
         else:
             self._waiting = None
             self.trouble.mended(WHAT)

@@ -146,7 +146,7 @@ class RunDir:
         if not self.gone():
             for lines in self._lines.values():
                 lines.flush()
-            self.evaluations.flush()
+            self.evaluations.close()
         self._lock.release()
 
     def gone(self) -> bool:

@@ -36,14 +36,26 @@ def test_samples_that_the_disk_refuses_wait_for_the_next_evaluation(tmp_path):
     assert said[1:] == ["samples of an evaluation can be written again"]
 
 
-def test_of_samples_that_the_disk_refuses_the_newest_wait(tmp_path):
+def test_of_samples_that_the_disk_refuses_the_newest_wait_and_a_loss_is_said(tmp_path):
     said: list[str] = []
-    ticks = iter(range(0, 10_000, 100))  # a minute is over each time
-    files = eval_files.EvalFiles(tmp_path, Trouble(said.append, clock=lambda: next(ticks)))
+    files = eval_files.EvalFiles(tmp_path, Trouble(said.append))  # within one minute
     (tmp_path / "eval").write_text("")
     for step in (2, 4, 6):
         files.write(step, [{"row": step}])
-    assert said[-1].endswith("those after step 6 wait in memory, and those of 2 before it are lost")
+    lost = "samples of an evaluation, that after step {}, are lost".format
+    assert said[1:] == [lost(2), lost(4)]
     (tmp_path / "eval").unlink()
-    files.flush()
+    files.close()
     assert [path.name for path in (tmp_path / "eval").iterdir()] == ["step-000006.jsonl"]
+    assert said[3:] == ["samples of an evaluation can be written again"]
+
+
+def test_what_the_disk_refuses_to_the_end_is_lost_and_said(tmp_path):
+    said: list[str] = []
+    files = eval_files.EvalFiles(tmp_path, Trouble(said.append))
+    files.close()
+    (tmp_path / "eval").write_text("")
+    files.write(2, [{"row": 2}])
+    files.close()
+    files.close()
+    assert said[1:] == ["samples of an evaluation, that after step 2, are lost"]

@@ -151,23 +151,16 @@ def test_a_version_that_is_lost_leaves_nothing_on_record(tmp_path):
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
-def test_an_evaluation_goes_on_where_the_disk_refuses_its_samples(tmp_path):
-    (tmp_path / "run").mkdir()
-    engines = Engines()
-
-    async def full(self, token_ids, n, turn=None):  # from its first request on
-        (tmp_path / "run/eval").touch()
+def test_an_evaluation_goes_on_where_the_disk_refuses_its_samples(tmp_path, monkeypatch):
+    async def full(self, token_ids, n, turn=None):
+        (tmp_path / "run/eval").touch()  # where the directory would be
         return await sample(self, token_ids, n, turn)
 
     sample = Policy.sample
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Policy, "sample", full)
-        run_dir = evaluated(tmp_path / "run", engines)
+    monkeypatch.setattr(Policy, "sample", full)
+    run_dir = evaluated(tmp_path / "run", Engines())
     (record,) = read_evaluations(run_dir.metrics_file)
     assert record["eval/sums/prompts"] == 10
-    (tmp_path / "run/eval").unlink()
-    run_dir.evaluations.flush()
-    assert len(samples_of(run_dir).splitlines()) == 44
 
 
 def test_some_failed_rewards_are_counted_and_too_many_end_the_run(tmp_path):
