@@ -10,6 +10,7 @@ Both are tokenised by themselves: no token reaches from one into the other, as i
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ from lora_moe_rl.errors import DataError
 log = logging.getLogger(__name__)
 
 TEMPLATE_COLUMN = "chat_template_kwargs"
+MARK = "0f5c9e1d7a"  # what no message says
+NOT_BY_CHANCE = 12  # characters; a shorter text may stand in a prompt that leaves it out
 
 
 @dataclass(frozen=True)
@@ -237,31 +240,43 @@ class PromptMaker:
         if not isinstance(own, dict):
             raise DataError(f"{place}: {TEMPLATE_COLUMN} must be an object, this is {short(own)}")
         more = self._config.chat_template_kwargs | own
-        try:
-            rendered = self._tokenizer.apply_chat_template(
+
+        def render(messages: list[dict]) -> str:
+            return self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=not answered, **more
             )
+
+        try:
+            rendered = render(messages)
         except Exception as error:  # of Jinja, and what a template raises itself
             raise DataError(
                 f"{place}: the model's chat template refuses the prompt: {error}"
             ) from error
-        check_shown(messages, rendered, place)
+        check_shown(messages, rendered, render, place)
         return rendered
 
 
-def check_shown(messages: list[dict], rendered: str, place: str) -> None:
+def check_shown(
+    messages: list[dict], rendered: str, render: Callable[[list[dict]], str], place: str
+) -> None:
     """Raises DataError for a message that the chat template leaves out: many pass over roles that
-    they do not know. Turns of the assistant and of tools may be written otherwise."""
-    closed = None
-    for message in messages:
-        said = message["content"]
-        if not said or message["role"] in ("assistant", "tool") or said.strip() in rendered:
+    they do not know. Turns of the assistant and of tools may be written otherwise, and any text may
+    be: it is left out when nothing changes with it."""
+    for i, message in enumerate(messages):
+        said = message["content"].strip()
+        if not said or message["role"] in ("assistant", "tool"):
             continue
-        closed = closed or "".join(rendered.split())
-        if "".join(said.split()) not in closed:
+        if len(said) >= NOT_BY_CHANCE and said in rendered:
+            continue
+        changed = {**message, "content": f"{MARK} {message['content']} {MARK}"}
+        try:
+            left_out = render([*messages[:i], changed, *messages[i + 1 :]]) == rendered
+        except Exception:  # of a template that looks into the text
+            left_out = False
+        if left_out:
             raise DataError(
                 f"{place}: the model's chat template leaves out what {message['role']!r} says, "
-                f"{short(said)}: its role is none that the template knows (system, user, "
-                "assistant, as a rule), or the template has no place for it; mend the row, or give "
-                "a template that shows it (model.chat_template_file)"
+                f"{short(message['content'])}: its role is none that the template knows (system, "
+                "user, assistant, as a rule), or the template has no place for it; mend the row, "
+                "or give a template that shows it (model.chat_template_file)"
             )

@@ -27,6 +27,7 @@ import psutil
 from lora_moe_rl.calls.ending import end_marked
 from lora_moe_rl.calls.pool import START_TIMEOUT_S
 from lora_moe_rl.calls.wire import Nonsense, Wire, framed
+from lora_moe_rl.cluster.in_thread import in_thread
 from lora_moe_rl.cluster.watchdog import KILL_S, kill_marked
 from lora_moe_rl.environments.parts.endings import Failed
 from lora_moe_rl.errors import ConfigError
@@ -129,7 +130,8 @@ class Instances:
         self._idle: defaultdict[str, list[Instance]] = defaultdict(list)
         self._live: set[Instance] = set()
         self._mark = uuid.uuid4().hex
-        self._start()
+        self._again: asyncio.Task[None] | None = None  # starts the process that forks again
+        self._to_fork, self._process = self._start()
         self.described: dict[str, Described] = {}
         try:
             for factory in dict.fromkeys(factories):
@@ -196,7 +198,7 @@ class Instances:
         await asyncio.to_thread(instance.end)
 
     async def _made(self, factory: str) -> Instance:
-        instance = Instance(factory, self._fork(), self._timeout_s)
+        instance = Instance(factory, await self._fork(), self._timeout_s)
         self._live.add(instance)
         try:
             await instance.make()
@@ -205,28 +207,47 @@ class Instances:
             raise
         return instance
 
-    def _fork(self) -> socket.socket:
+    async def _fork(self) -> socket.socket:
         """The connection to a new process. Where the process that forks was lost, it is started
         again. Raises Failed."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                socket.send_fds(self._to_fork, [b"1"], [theirs.fileno()])
-            except OSError:
-                try:
-                    self._start()
-                    socket.send_fds(self._to_fork, [b"1"], [theirs.fileno()])
-                except (ConfigError, OSError) as error:
-                    ours.close()
-                    why = f"no process could be started: {error}"
-                    raise Failed("environment_error", why) from error
+                await self._send(theirs.fileno())
+            except (ConfigError, OSError) as error:
+                ours.close()
+                why = f"no process could be started: {error}"
+                raise Failed("environment_error", why) from error
+            except BaseException:
+                ours.close()
+                raise
         return ours
 
-    def _start(self) -> None:
-        """Starts the process that imports the factories' files, and forks."""
-        self._to_fork, theirs = socket.socketpair()
+    async def _send(self, descriptor: int) -> None:
+        """Hands a new process its end of the connection. Raises OSError and what `_start` does."""
+        try:
+            socket.send_fds(self._to_fork, [b"1"], [descriptor])
+            return
+        except OSError:  # it was lost, which others may have found too
+            self._again = self._again or asyncio.create_task(self._start_again())
+        await asyncio.shield(self._again)
+        socket.send_fds(self._to_fork, [b"1"], [descriptor])
+
+    async def _start_again(self) -> None:
+        """In a thread: it imports the factories' files anew, while all else goes on."""
+        lost = self._to_fork
+        try:
+            self._to_fork, self._process = await in_thread("environments", self._start)
+            lost.close()
+        finally:
+            self._again = None
+
+    def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+        """Starts the process that imports the factories' files, and forks. Returns how it is asked,
+        once it is ready."""
+        to_fork, theirs = socket.socketpair()
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        self._process = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", MODULE, str(theirs.fileno()), *self._words],
             pass_fds=(theirs.fileno(),),
             env={**os.environ, "PYTHONPATH": path, OF_RUN: self._mark},
@@ -236,15 +257,16 @@ class Instances:
             start_new_session=True,  # Ctrl-C is ours to handle
         )
         theirs.close()
-        self._to_fork.settimeout(START_TIMEOUT_S)
+        to_fork.settimeout(START_TIMEOUT_S)
         named = f"environment.factory={', '.join(self._words[1:])}"
         try:
-            with self._to_fork.makefile("rb") as file:
+            with to_fork.makefile("rb") as file:
                 told = json.loads(file.readline() or b'{"error": "its process ended at start"}')
         except TimeoutError:
             told = {"error": f"its process was not ready within {START_TIMEOUT_S:g} s"}
         if "error" in told:
-            self._to_fork.close()
-            self._process.kill()
-            self._process.wait()
+            to_fork.close()
+            process.kill()
+            process.wait()
             raise ConfigError(f"{named}: {told['error']}")
+        return to_fork, process

@@ -91,3 +91,46 @@ def test_a_template_may_write_space_and_the_assistants_turns_otherwise(write):
     (prompt,) = passing_over(write({"messages": [*before, message("user", "twice")]})).next(1)
     said = "user:  1+2=\n\nassistant: 3\nuser: twice\nassistant: "
     assert TOKENIZER.decode(prompt.token_ids) == said
+
+
+def test_a_short_text_that_stands_there_by_chance_is_missed_all_the_same(write):
+    """As every digit does in a sum."""
+    path = write({"messages": [message("human", "1"), message("user", "1+2=")]})
+    with pytest.raises(DataError, match="leaves out what 'human' says, '1'"):
+        passing_over(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "written"),
+    [
+        ("message.content | upper", "HOW MANY LEGS HAVE TWO CATS?"),
+        ("message.content | replace(' ', '_')", "How_many_legs_have_two_cats?"),
+        ("message.content[:8]", "How many"),
+        ("'Q: ' + (message.content | trim | lower)", "Q: how many legs have two cats?"),
+    ],
+)
+def test_a_template_may_write_a_text_otherwise(write, content, written):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}{% if message.role in ('system', 'user') %}"
+        + "{{ "
+        + content
+        + " }}{% endif %}{% endfor %}"
+    )
+    path = write({"messages": [message("user", "How many legs have two cats?")]})
+    (prompt,) = PromptSource(DataConfig(path=path), tokenizer, 0, 512).next(1)
+    assert tokenizer.decode(prompt.token_ids) == written
+    path = write({"messages": [message("human", "How many legs have two cats?")]})
+    with pytest.raises(DataError, match="leaves out what 'human' says"):
+        PromptSource(DataConfig(path=path), tokenizer, 0, 512)
+
+
+def test_a_template_that_refuses_a_changed_text_has_looked_at_it(write):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}{% if message.content | length > 9 %}"
+        "{{ raise_exception('no sum') }}{% endif %}a sum{% endfor %}"
+    )
+    path = write({"messages": [message("user", "1+2=")]})
+    (prompt,) = PromptSource(DataConfig(path=path), tokenizer, 0, 512).next(1)
+    assert tokenizer.decode(prompt.token_ids) == "a sum"

@@ -14,7 +14,7 @@ from written_policy import table_of
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Prompt
 from lora_moe_rl.environments.trl import Trl
-from lora_moe_rl.errors import DataError
+from lora_moe_rl.errors import ConfigError, DataError
 from lora_moe_rl.rewards.by_set import NoRewards, RewardsBySet
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 
@@ -274,6 +274,54 @@ def test_the_process_that_forks_is_started_again(make):
     environment.instances._process.kill()
     environment.instances._process.wait()
     assert counted(roll(environment, Speaker("x"), row()))["done"] == 3
+
+
+def test_it_is_started_again_once_and_the_event_loop_goes_on_meanwhile(make):
+    """All conversations find it lost at the same time; others, and other agents, wait for none."""
+    environment = make("IncrementEnv", group=3, retries=0)
+    instances, start = environment.instances, environment.instances._start
+    ticks, during = [], []
+
+    async def tick():
+        while True:
+            ticks.append(None)
+            await asyncio.sleep(0.01)
+
+    def counting():
+        before = len(ticks)
+        found = start()
+        during.append(len(ticks) - before)
+        return found
+
+    async def rolled():
+        ticking = asyncio.create_task(tick())
+        try:
+            return await environment.rollout(row(), Speaker("x"))
+        finally:
+            ticking.cancel()
+
+    instances._start = counting
+    instances._process.kill()
+    instances._process.wait()
+    assert counted(asyncio.run(rolled()))["done"] == 3
+    assert len(during) == 1 and during[0] > 10
+
+
+def test_a_process_that_cannot_be_started_again_fails_a_conversation_and_not_the_next(make):
+    environment = make("TargetEnv", group=2, retries=0, max_environments=3)
+    instances, start = environment.instances, environment.instances._start
+
+    def refuse():
+        raise ConfigError("no memory")
+
+    instances._start = refuse
+    instances._process.kill()
+    instances._process.wait()
+    group = roll(environment, Speaker("x"), row(target=1))
+    assert len(group.failures) == 2
+    assert "no process could be started: no memory" in group.failures[0]
+    instances._start = start
+    assert counted(roll(environment, Speaker("x"), row(target=1)))["done"] == 2
 
 
 def test_a_prompt_that_leaves_no_room_has_failed(make):
