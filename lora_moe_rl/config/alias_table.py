@@ -106,7 +106,7 @@ ALIASES = (
     Alias(("loss_scale_factor",), "rollout.max_response_tokens",
           "what seq-mean-token-sum-norm divides by"),
     Alias(("top_entropy_quantile",), "algorithm.top_entropy_quantile",
-          "of an optimizer step, where TRL takes it of a micro-batch of all ranks"),
+          "of an optimizer step, where TRL takes it of the micro-batches of all ranks at a time"),
     Alias(("clip_cov_ratio",), "algorithm.clip_cov_ratio", "with loss=clip_cov"),
     Alias(("clip_cov_lb",), "algorithm.clip_cov_lb", "with loss=clip_cov"),
     Alias(("clip_cov_ub",), "algorithm.clip_cov_ub", "with loss=clip_cov"),
