@@ -1,7 +1,10 @@
 """Where the tokens of a micro-batch stand for attention, which takes right-padded batches.
 
+Sequences of about a length are a batch: where one is long and others are short, each kind is
+attended to in a call of its own, so that the short ones are not padded to the long one.
+
 Every sequence is fed whole, but for prompts that another one feeds (`data/alike.py`). Those whose
-prompt is their own are one causal batch. What follows a prompt of another one is a second batch:
+prompt is their own are causal batches. What follows a prompt of another one is in other batches:
 
     queries    b0 b1                of the tokens fed
     keys       p0 p1 p2 b0 b1       p0 to p2 of the sequence that feeds them
@@ -23,6 +26,9 @@ from lora_moe_rl.trainer.device import Device
 
 # Of a mask, which all layers share; where it would have more, queries are padded as keys are.
 MOST_MASKED = 2**26
+# What a further call costs, in pairs of a query and a key: by arithmetic, of some ten kernels on a
+# GPU and 32 heads of 128.
+CALL = 2**20
 
 
 @dataclass
@@ -69,26 +75,47 @@ def packed_params(data: MicroBatch, device: Device, mine: slice) -> PackedSeqPar
     positions = as_tensor(data.positions[data.fed][mine], on)
     params = PackedParams("thd", positions, positions, max_seqlen_q=longest, max_seqlen_kv=longest)
     sequence = np.repeat(np.arange(len(data.cu_seqlens) - 1), np.diff(data.cu_seqlens))
-    if not data.shares:
+    lengths, follows = np.diff(data.cu_seqlens), np.zeros(len(data.cu_seqlens) - 1, bool)
+    follows[sequence[np.setdiff1d(np.arange(len(sequence)), data.fed, assume_unique=True)]] = True
+    own = of_a_length(lengths, ~follows)
+    if len(own) == 1 and not data.shares:
         params.batches = [_whole(data, sequence, None, on)]
         return params
-    follows = np.zeros(len(data.cu_seqlens) - 1, bool)
-    follows[sequence[np.setdiff1d(np.arange(len(sequence)), data.fed, assume_unique=True)]] = True
-    later = _following(data, sequence, follows, device)
-    if later is None:
-        params.batches = [_whole(data, sequence, np.ones(len(follows), bool), on)]
-        return params
-    own = _whole(data, sequence, ~follows, on)
-    assert own.tokens is not None and later.tokens is not None
-    params.batches = [own, later]
-    params.order = torch.cat([own.tokens, later.tokens]).argsort()
+    params.batches = [_whole(data, sequence, which, on) for which in own]
+    for which in of_a_length(lengths, follows):
+        later = _following(data, sequence, which, device)
+        params.batches.append(_whole(data, sequence, which, on) if later is None else later)
+    tokens = [batch.tokens for batch in params.batches if batch.tokens is not None]
+    params.order = torch.cat(tokens).argsort()
     return params
+
+
+def of_a_length(lengths: np.ndarray, which: np.ndarray) -> list[np.ndarray]:
+    """The sequences of `which`, bool, in batches, longest first, that together cost least: each a
+    call, and as many pairs as its longest sequence has, for every sequence."""
+    if not which.any():
+        return []
+    sizes, counts = (x[::-1] for x in np.unique(lengths[which], return_counts=True))
+    if counts.sum() * sizes[0] ** 2.0 <= CALL:
+        return [which]
+    before = np.append(0, counts.cumsum())
+    cost, begin = np.zeros(len(sizes) + 1), np.zeros(len(sizes) + 1, np.int64)
+    for end in range(1, len(sizes) + 1):
+        whole = cost[:end] + CALL + (before[end] - before[:end]) * sizes[:end] ** 2.0
+        begin[end] = whole.argmin()
+        cost[end] = whole[begin[end]]
+    batches, end = [], len(sizes)
+    while end:
+        batches.append(which & (lengths <= sizes[begin[end]]) & (lengths >= sizes[end - 1]))
+        end = begin[end]
+    return batches[::-1]
 
 
 def _whole(
     data: MicroBatch, sequence: np.ndarray, which: np.ndarray | None, on: torch.device
 ) -> PaddedBatch:
-    """The sequences of `which`, bool; None: all, and each feeds all of its tokens. Queries stand at
+    """The sequences of `which`, bool; None: all, which are one batch, and each feeds all of its
+    tokens. Queries stand at
     their positions, and places of a prompt that another sequence feeds have none."""
     lengths = np.diff(data.cu_seqlens)
     if which is None:

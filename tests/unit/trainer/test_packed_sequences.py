@@ -3,11 +3,15 @@ against each sequence by itself in float64."""
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.packing import MicroBatch, pack
@@ -48,19 +52,23 @@ def by_sequence(data: MicroBatch, q, k, v) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("alike", "most", "batches"),
+    ("alike", "most", "call", "batches"),
     [
-        (None, 2**26, [False]),
-        ([0, 0, 2, 0, 2, 0], 2**26, [False, True]),
-        ([0, 0, 2, 0, 2, 0], 10, [False]),  # a mask would be too large
-        ([0, 1, 2, 0, 4, 5], 2**26, [False, True]),
+        (None, 2**26, 2**20, [False]),
+        (None, 2**26, 0, [False] * 6),  # of 3, 6, 7, 8, 10 and 12 tokens
+        (None, 2**26, 60, [False] * 2),
+        ([0, 0, 2, 0, 2, 0], 2**26, 2**20, [False, True]),
+        ([0, 0, 2, 0, 2, 0], 2**26, 0, [False] * 3 + [True] * 3),
+        ([0, 0, 2, 0, 2, 0], 10, 2**20, [False, False]),  # a mask would be too large
+        ([0, 1, 2, 0, 4, 5], 2**26, 2**20, [False, True]),
     ],
 )
-def test_it_is_the_attention_of_each_sequence(monkeypatch, alike, most, batches):
+def test_it_is_the_attention_of_each_sequence(monkeypatch, alike, most, call, batches):
     from lora_moe_rl.trainer import local_modules, packed_sequences
     from lora_moe_rl.trainer.device import Device
 
     monkeypatch.setattr(packed_sequences, "MOST_MASKED", most)
+    monkeypatch.setattr(packed_sequences, "CALL", call)
     data = micro_batch(alike)
     params = packed_sequences.packed_params(data, Device("cpu", torch.float32), slice(None))
     assert [batch.mask is not None for batch in params.batches] == batches
@@ -90,3 +98,40 @@ def test_prompts_are_not_shared_where_attention_cannot_have_it():
     assert (
         packed_params(plain, device, slice(None)).cu_seqlens_q.tolist() == plain.cu_seqlens.tolist()
     )
+
+
+def cost(batches: list[list[int]], call: int) -> int:
+    """Of the lengths of each batch."""
+    return sum(call + len(one) * max(one) ** 2 for one in batches)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.integers(0, 3000))
+def test_sequences_are_put_together_at_the_least_cost(lengths, call):
+    """Against all ways to cut them, longest first; sequences that are not asked for are in none."""
+    from lora_moe_rl.trainer import packed_sequences
+
+    lengths, which = np.array([*lengths, 41]), np.append(np.ones(len(lengths), bool), False)
+    with mock.patch.object(packed_sequences, "CALL", call):
+        found = packed_sequences.of_a_length(lengths, which)
+    assert (np.sum(found, axis=0) == which).all()
+    ordered = sorted(lengths[which].tolist(), reverse=True)
+    cuts = [
+        [0, *places, len(ordered)]
+        for n in range(len(ordered))
+        for places in itertools.combinations(range(1, len(ordered)), n)
+    ]
+    least = min(cost([ordered[a:b] for a, b in itertools.pairwise(cut)], call) for cut in cuts)
+    assert cost([lengths[one].tolist() for one in found], call) == least
+    longest = [lengths[one].max() for one in found]
+    assert longest == sorted(longest, reverse=True)
+
+
+def test_short_sequences_are_not_padded_to_a_long_one():
+    """31 of 1,000 tokens beside one of 100,000: as one batch they would be 3,200,000 places."""
+    from lora_moe_rl.trainer.packed_sequences import of_a_length
+
+    lengths = np.array([1000] * 20 + [100_000] + [900] * 11)
+    found = of_a_length(lengths, np.ones(32, bool))
+    assert [int(one.sum()) for one in found] == [1, 20, 11]
+    assert of_a_length(lengths, np.zeros(32, bool)) == []
