@@ -29,10 +29,20 @@ def config_help(config: RunConfig) -> str:
         for key in all_keys().values():
             if key.name.rpartition(".")[0] == section:
                 for one in (key, *key.others):
-                    lines += _about(one, value_of(config, one.name, one.default))
+                    lines += _about(one, _shown(config, one, several=bool(key.others)))
                 lines += [line for own in _own_keys(key.name) for line in _about(own, own.default)]
         lines.append("")
     return "\n".join(lines).rstrip()
+
+
+def _shown(config: RunConfig, key: Key, several: bool) -> Any:
+    """The value of `config`; where `several` plug-ins have such a key, with the config's alone."""
+    head, _, last = key.name.rpartition(".")
+    if several:
+        field = type(value_of(config, head)).model_fields.get(last)
+        if field is None or not key.sentence.endswith(field.description or ""):
+            return key.default
+    return value_of(config, key.name, key.default)
 
 
 def _about(key: Key, value: Any) -> list[str]:

@@ -272,6 +272,10 @@ def test_help_has_the_default_of_each_part_where_they_differ():
         "2.0": "correction=sequence_truncate",
         "5.0": "correction=token_mask",
     }
+    recipe = changed("algorithm.correction=token_truncate", "algorithm.correction_max=4")
+    text = config_help(recipe)
+    assert re.search(r"correction_max=4\.0 .*\n +\(correction=sequence_truncate", text)
+    assert re.search(r"correction_max=5\.0 .*\n +\(correction=token_mask", text)
 
 
 def test_errors_of_a_config_built_in_python_read_the_same():
