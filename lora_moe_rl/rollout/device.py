@@ -259,6 +259,8 @@ def _lora_args(config: RunConfig, spec: AdapterSpec) -> dict[str, Any]:
         "max_cpu_loras": config.refit.slots,
         "max_lora_rank": slot_rank(spec),
         "fully_sharded_loras": config.rollout.fully_sharded,
+        # A slot has what all experts share once, as the plan counts it, and not for each expert.
+        "enable_moe_shared_loras": any(site.shared for site in spec),
         "lora_dtype": "auto",  # the dtype of the base
         "lora_target_modules": sorted(modules),
         "worker_extension_cls": "lora_moe_rl.refit.receiver.Receiver",
