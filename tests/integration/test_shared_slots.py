@@ -1,4 +1,4 @@
-"""Engines whose slots have once what all experts of a layer share (adapter.expert_layout=shared_outer),
+"""Engines whose slots have once what all experts of a layer share (expert_layout=shared_outer),
 against Hugging Face's forward of the merged weights."""
 
 from __future__ import annotations
