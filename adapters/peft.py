@@ -138,7 +138,7 @@ def peft_shapes(spec: AdapterSpec, form: Form = "2d") -> dict[str, tuple[int, ..
             continue
         A, B = (site.rank, site.in_features), (site.out_features, site.rank)
         for expert in [None] if site.num_experts is None else range(site.num_experts):
-            found |= {_key(spec, site, "A", expert): A, _key(spec, site, "B", expert): B}
+            found |= {key(spec, site, "A", expert): A, key(spec, site, "B", expert): B}
     for layer, sites in stacked.items():
         gate, up, down = (sites[module] for module in EXPERTS)
         count, rank, out = down.num_experts or 1, gate.rank + up.rank, 2 * gate.out_features
@@ -177,13 +177,14 @@ def _of_layer(
             if matrix == "B" and site.scale != most:
                 whole = whole * _fold(site, most)
             for expert, values in _each(site, matrix, whole):
-                key = _key(spec, site, matrix, expert)
-                yield key, np.ascontiguousarray(values, dtype=np.float32)
+                name = key(spec, site, matrix, expert)
+                yield name, np.ascontiguousarray(values, dtype=np.float32)
     if form == "3d" and any(site.num_experts is not None for site in spec):
         yield from _stacked(spec, tensors, most)
 
 
-def _key(spec: AdapterSpec, site: Site, matrix: str, expert: int | None) -> str:
+def key(spec: AdapterSpec, site: Site, matrix: str, expert: int | None) -> str:
+    """The name of a tensor in the 2d form; of one of its experts if it is a routed one's."""
     path = hf_path(spec.shape, site.module).format(expert)
     return f"{PREFIX}.model.layers.{site.layer}.{path}.lora_{matrix}.weight"
 

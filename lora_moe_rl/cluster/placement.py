@@ -127,8 +127,9 @@ def check_shared(paths: Sequence[Path], nodes: Sequence[str]) -> None:
     for host, missing in ray.get(refs):
         if missing:
             raise ConfigError(
-                f"{host} does not see {', '.join(missing)}: with several nodes, model.path and "
-                "logging.run_dir must lie on a file system that all of them share, under one name"
+                f"{host} does not see {', '.join(missing)}: with several nodes, model.path, "
+                "logging.run_dir and the files of your own algorithm, environment and tracker "
+                "must lie on a file system that all of them share, under one name"
             )
 
 

@@ -14,13 +14,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import create_model
 from pydantic.fields import FieldInfo
 
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.importing import load_function
+
+if TYPE_CHECKING:
+    from lora_moe_rl.config import RunConfig
 
 
 class Plugin:
@@ -134,6 +138,15 @@ PARTS = {
 ENVIRONMENTS = Kind("lora_moe_rl.environments", ("base", "Environment"), "environment.name")
 TRACKERS = Kind("lora_moe_rl.telemetry.trackers", ("base", "Tracker"), "tracker.name", several=True)
 KINDS = {kind.key.removesuffix(".name"): kind for kind in (ALGORITHMS, ENVIRONMENTS, TRACKERS)}
+
+
+def own_files(config: RunConfig) -> list[Path]:
+    """The files of one's own plug-ins that a config names: whoever reads the config needs them."""
+    algorithm = config.algorithm.model_dump()
+    named = [config.tracker.name, config.environment.name, algorithm["name"]]
+    named += [algorithm[part] for part in PARTS if isinstance(algorithm.get(part), str)]
+    places = [one.strip().rpartition(":")[0] for several in named for one in several.split(",")]
+    return [Path(place) for place in dict.fromkeys(places) if place.endswith(".py")]
 
 
 def choices(section: str) -> dict[str, type[Any]]:

@@ -15,7 +15,7 @@ def files(job: Job) -> dict[str, str]:
 SCRIPT = """\
 #!/usr/bin/env bash
 #SBATCH --job-name={job.name}
-#SBATCH --nodes={job.nodes} --ntasks-per-node=1 --gpus-per-node={job.gpus} --exclusive
+#SBATCH --nodes={job.nodes} --ntasks-per-node=1 --gpus-per-node={job.gpus} --exclusive --mem=0
 #SBATCH --requeue --signal=B:TERM@{before}
 #SBATCH --output={job.folder}/%x-%j.out
 set -euo pipefail
@@ -31,12 +31,14 @@ export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={job.folder}/token-$SLURM_JOB_ID
 trap 'rm -f "$RAY_AUTH_TOKEN_PATH"' EXIT
 export RAY_worker_niceness=0 # Ray gives its workers a low priority by default
 
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-address=$(srun --nodes=1 --ntasks=1 -w "$head" hostname --ip-address | awk '{{print $1}}')
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head=${{hosts[0]}} # where this script runs
+address=$(python -m lora_moe_rl.launch.address ${{hosts[1]:-}}) # as the others see it
 srun --nodes=1 --ntasks=1 --overlap -w "$head" \\
   ray start --head --node-ip-address="$address" --port={port} --block &
+ray=$!
 export RAY_ADDRESS="$address:{port}"
-until ray status > /dev/null 2>&1; do sleep 2; done
+until ray status > /dev/null 2>&1; do kill -0 "$ray"; sleep 2; done # as long as it lives
 workers=$((SLURM_JOB_NUM_NODES - 1))
 if [ "$workers" -gt 0 ]; then
   srun --nodes=$workers --ntasks=$workers --overlap --exclude "$head" \\

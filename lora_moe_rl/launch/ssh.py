@@ -43,10 +43,12 @@ export RAY_worker_niceness=0 # Ray gives its workers a low priority by default
 started=()
 trap 'rm -f "$RAY_AUTH_TOKEN_PATH"; kill "${{started[@]}}" 2> /dev/null || true' EXIT
 
-ray start --head --node-ip-address={head} --port={port} --num-gpus={job.gpus} --block &
-started+=($!)
-export RAY_ADDRESS={head}:{port}
-until ray status > /dev/null 2>&1; do sleep 2; done
+address=$(python -m lora_moe_rl.launch.address ${{others[0]:-}}) # as the others see it
+ray start --head --node-ip-address="$address" --port={port} --num-gpus={job.gpus} --block &
+ray=$!
+started+=("$ray")
+export RAY_ADDRESS="$address:{port}"
+until ray status > /dev/null 2>&1; do kill -0 "$ray"; sleep 2; done # as long as it lives
 settings="RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$RAY_AUTH_TOKEN_PATH RAY_worker_niceness=0"
 for host in "${{others[@]}}"; do # -tt: a node's Ray ends with this connection
   ssh -tt -n "$host" "source {job.environment}/bin/activate && env $settings \\

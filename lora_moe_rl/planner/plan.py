@@ -20,6 +20,7 @@ from lora_moe_rl.planner.rollout import EngineRank, engine_rank
 from lora_moe_rl.planner.traffic import Refit, Routes, Way, refits, routes
 from lora_moe_rl.planner.trainer import RankClass, TrainerMemory
 from lora_moe_rl.planner.turns import Turn, turn_problems, turns
+from lora_moe_rl.rollout.facts import too_large_for_experts
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,11 @@ def make(facts: Facts, config: RunConfig, assumed: Assumed) -> RunPlan:
         decisions,
         roofline.of(config.trainer.recompute),
         roofline.seconds(config, heaviest, engine, refit, hardware),
-        [*problems(config, classes, engine, assumed.hardware), *_not_held(config, held)],
+        [
+            *problems(config, classes, engine, assumed.hardware),
+            *_not_held(config, held),
+            *_not_served(config, spec),
+        ],
         held,
         HostMemory(
             config,
@@ -258,6 +263,14 @@ def _of_engine(
             f"; {_engine_way_out(config, engine)}"
         )
     return found
+
+
+def _not_served(config: RunConfig, spec: AdapterSpec) -> list[str]:
+    """What vLLM's kernels on GPUs do not take."""
+    if config.offline or config.refit.mode == "merged":
+        return []
+    why = too_large_for_experts(spec, config.rollout)
+    return [why] if why else []
 
 
 def _way_out(config: RunConfig, largest: str) -> str:

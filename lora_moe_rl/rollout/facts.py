@@ -25,6 +25,10 @@ Matrix = Literal["A", "B"]
 # Slot ranks that vLLM allocates (`vllm/config/lora.py`, MaxLoRARanks).
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
+# Largest of slots with adapters of routed experts, on GPUs, unless they are cut along the rank
+# (`vllm/lora/ops/triton_ops/fused_moe_lora_op.py`, _run_fused_moe_lora_one_shot).
+LARGEST_OF_EXPERTS = 128
+
 # vLLM raises a temperature between 0 and this to this (`vllm/sampling_params.py`, _MAX_TEMP), and
 # takes 0 for the likeliest token: no distribution, whose logprobs are all 0.
 LOWEST_TEMPERATURE = 0.01
@@ -50,6 +54,22 @@ def slot_rank(spec: AdapterSpec) -> int:
     """The smallest slot rank that holds every site of an adapter."""
     largest = max(site.rank for site in spec.sites)
     return next(rank for rank in SLOT_RANKS if rank >= largest)
+
+
+def too_large_for_experts(spec: AdapterSpec, rollout: RolloutConfig) -> str:
+    """Why vLLM's kernels on GPUs do not take slots of this rank, and the way out; '' when they do.
+    A slot has one rank for all its modules."""
+    rank = slot_rank(spec)
+    experts = any(site.num_experts is not None for site in spec)
+    if rank <= LARGEST_OF_EXPERTS or not experts or rollout.fully_sharded:
+        return ""
+    largest = max(spec, key=lambda site: site.rank)
+    return (
+        f"adapters of rank {largest.rank} ({largest.name}) have slots of rank {rank}, and vLLM's "
+        f"kernels for adapters of routed experts take slots of up to {LARGEST_OF_EXPERTS}; lower "
+        "adapter.rank, leave experts out of adapter.targets, or set rollout.fully_sharded=true "
+        "(without rollout.ep)"
+    )
 
 
 # Our module name -> (vLLM's module below model.layers.N, part, number of parts). The names of the

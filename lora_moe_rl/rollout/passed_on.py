@@ -40,6 +40,7 @@ OURS = {
     "enable_prefix_caching": "rollout.prefix_caching",
     "enforce_eager": "rollout.enforce_eager",
     "fully_sharded_loras": "rollout.fully_sharded",
+    "enable_moe_shared_loras": "adapter.expert_layout",
     "max_loras": "refit.slots",
     "max_cpu_loras": "refit.slots",
     "max_lora_rank": "adapter.rank",

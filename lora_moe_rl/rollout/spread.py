@@ -15,6 +15,7 @@ import socket
 from typing import Any, NamedTuple
 
 from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.cluster.addresses import speak_towards
 from lora_moe_rl.cluster.log import redirect
 from lora_moe_rl.config import RolloutConfig, RunConfig
 from lora_moe_rl.refit.transports import place
@@ -70,6 +71,7 @@ class RanksOfEngine:
     async def start(self, meeting: Meeting) -> str:
         """Starts the processes, which load the model once they have met the front. Returns where
         they run, see `place`."""
+        speak_towards(meeting.host)
         with uncollected():
             cpu = engine_device.prepare(self.config)
             import vllm

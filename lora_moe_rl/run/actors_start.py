@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.plugins import own_files
 from lora_moe_rl.run.held_base import held_base
 from lora_moe_rl.run.own_ray import OwnRay
 from lora_moe_rl.run.prepared import Prepared
@@ -46,7 +47,8 @@ def started(run: Prepared, own_ray: OwnRay) -> Iterator[Actors]:
             own_ray.wait()
             from lora_moe_rl.cluster.placement import Placement
 
-            placement = Placement(config, [run.model_dir, run.run_dir.path])
+            seen = [run.model_dir, run.run_dir.path, *own_files(config)]
+            placement = Placement(config, seen)
         if config.offline:
             yield _start_trainer(run, placement, starting)
         else:

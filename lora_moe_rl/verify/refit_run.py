@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from lora_moe_rl.adapters import peft
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import with_settings
@@ -29,7 +28,7 @@ from lora_moe_rl.refit.parts import STORAGE, SentPart, part_layouts
 from lora_moe_rl.refit.plan import make_plan
 from lora_moe_rl.refit.transports import choose
 from lora_moe_rl.rollout.facts import served_module
-from lora_moe_rl.verify import refit_jobs
+from lora_moe_rl.verify import refit_jobs, vllm_files
 from lora_moe_rl.verify.comparisons import largest
 from lora_moe_rl.verify.engine import EngineProcess
 from lora_moe_rl.verify.inputs import random_adapter
@@ -107,7 +106,7 @@ class RefitVerification:
         self.report.tokens = sum(map(len, self.reference.sequences))
         self.report.noise = self.reference.noise
         if not self.merged:
-            peft.write(self.folder / "files", self.spec, self.tensors, self.config)
+            vllm_files.write(self.folder / "files", self.spec, self.tensors, self.config)
             self.names = {served_module(self.spec.shape, site)[:2]: site.name for site in self.spec}
 
     def _engine(self, engine: Engine) -> None:

@@ -213,10 +213,9 @@ def start_engine(
     }
     shape = ModelShape.from_hf_config(json.loads((folder / "config.json").read_text()))
     of_experts = {"expert_rank": 4, "expert_alpha": 4} if shape.moe_layers else {}
+    adapter = {"rank": 6, "alpha": 12} | of_experts | settings.pop("adapter", {})
     config = RunConfig(
-        model={"path": str(folder), "max_length": max_length},
-        adapter={"rank": 6, "alpha": 12} | of_experts,
-        **settings,
+        model={"path": str(folder), "max_length": max_length}, adapter=adapter, **settings
     )
     spec = AdapterSpec.build(shape, config.adapter)
     log = str(folder / "engine.log")

@@ -28,13 +28,42 @@ def test_a_slurm_script_is_whole_and_its_config_is_the_runs(tmp_path, capsys):
     subprocess.run(["bash", "-n", str(script)], check=True)
     text = script.read_text()
     assert "#SBATCH --job-name=k2-a\n" in text
-    assert "#SBATCH --nodes=4 --ntasks-per-node=1 --gpus-per-node=4" in text
+    assert "#SBATCH --nodes=4 --ntasks-per-node=1 --gpus-per-node=4 --exclusive --mem=0\n" in text
     assert f"lora-moe-rl train {folder}/config.yaml" in text and "{" + "job" not in text
     said = capsys.readouterr().out
     assert f"4 nodes of 4 GPUs; begin, and go on after any end, with: sbatch {script}" in said
     config = load_config(str(folder / "config.yaml"))
     assert config.rollout.temperature == 0.5 and config.trainer.world_size == 8
     assert config.run_dir == tmp_path / "runs/K2_a"
+
+
+PROGRAMS = {
+    "scontrol": "echo n1; echo n2",
+    "srun": 'echo srun "$@" >> {told}; [[ "$*" != *--head* ]]',
+    "ray": 'echo ray "$@" >> {told}; [[ "$*" != *--head* && $1 != status ]]',
+    "ssh": "true",
+    "python": '[[ $2 != *.address ]] || echo "10.0.0.1 for $3"',
+}
+
+
+@pytest.mark.parametrize("kind", ["slurm", "ssh"])
+def test_ray_is_started_where_the_other_nodes_see_it_or_the_job_ends(tmp_path, kind):
+    """The script, by bash, with programs that tell what they were given, and a Ray that does not
+    start: nothing waits for it."""
+    folder = launch(tmp_path, kind, "--hosts", "n1,n2", "--environment", str(tmp_path))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/activate").write_text("")
+    told = tmp_path / "told"
+    for name, code in PROGRAMS.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{code.format(told=told)}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    variables = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    variables |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
+    script = folder / {"slurm": "run.sbatch", "ssh": "run.sh"}[kind]
+    ended = subprocess.run(["bash", script], env=variables, timeout=60, capture_output=True)
+    assert ended.returncode == 1
+    (start,) = [line for line in told.read_text().splitlines() if "--head" in line]
+    assert "--node-ip-address=10.0.0.1 for n2 " in start
 
 
 def test_a_run_that_has_steps_is_gone_on_with(tmp_path):

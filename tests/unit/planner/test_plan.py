@@ -291,6 +291,18 @@ def test_what_does_not_fit_is_said_with_a_way_out():
     assert fits.problems == []
 
 
+def test_slots_that_vllms_kernels_do_not_take_do_not_fit(capsys):
+    words = ["--model", "qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200"]
+    words += ["trainer.world_size=4", "trainer.ep=4", "rollout.engines=2", "rollout.tp=2"]
+    words += ["rollout.ep=true", "adapter.expert_rank=8", "rollout.gpu_memory_utilization=0.9"]
+    words += ["trainer.recompute=full"]
+    assert cli.main(["plan", *words, "adapter.rank=128"]) == 0
+    capsys.readouterr()
+    assert cli.main(["plan", *words, "adapter.rank=129"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "adapters of rank 129 (layers.0.q_proj) have slots of rank 256" in said
+
+
 def test_a_shared_gpu_must_hold_both():
     share = {"trainer": {"gpus_per_rank": 0.5, "recompute": "full"}}
     rollout = {"gpus_per_engine": 0.5, "gpu_memory_utilization": 0.6}

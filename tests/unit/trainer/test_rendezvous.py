@@ -6,9 +6,15 @@ import ipaddress
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
+import ray
 
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.planner.facts import find
+from lora_moe_rl.trainer.worker import TrainerWorker
 from lora_moe_rl.verify.ranks import free_address
 
 RANK = """
@@ -34,6 +40,14 @@ print(json.dumps({"value": value.item(), "listening": listening, "by": by}), flu
 dist.barrier()
 dist.destroy_process_group()
 """
+
+
+def test_the_address_of_ranks_is_a_number_where_ray_was_started_with_a_name(monkeypatch):
+    """`ray start --node-ip-address=NAME` keeps the name."""
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "localhost")
+    spec = AdapterSpec.build(find("qwen3-30b-a3b").shape, RunConfig().adapter)
+    worker = TrainerWorker(RunConfig(), spec, Path("model"), 0)
+    assert worker.address().startswith("127.0.0.1:")
 
 
 def test_ranks_on_one_machine_listen_on_loopback_alone():

@@ -1,0 +1,47 @@
+"""Which of this machine's addresses others reach it under. Its own name may stand for another one,
+on Debian for 127.0.1.1."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+
+import psutil
+
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
+
+def numeric(host: str) -> str:
+    """The address, by number, that a name stands for on this machine. Raises OSError."""
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return socket.gethostbyname(host)
+
+
+def towards(host: str) -> str:
+    """This machine's address on the way to another one: what that one sees. Nothing is sent.
+    Raises OSError when there is no way to it."""
+    family, kind, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as one:
+        one.connect(address)
+        return one.getsockname()[0]
+
+
+def interface(address: str) -> str | None:
+    """The name of the network interface that has this address."""
+    found = psutil.net_if_addrs().items()
+    return next((name for name, all_ in found if any(a.address == address for a in all_)), None)
+
+
+def speak_towards(host: str) -> None:
+    """From here on gloo in this process, and in those that it starts, is reached on the interface
+    that `host` is reached by; on one machine NCCL too. Unless the environment says otherwise: by
+    themselves they would go by the machine's name, and take the first interface there is."""
+    mine = interface(towards(host))
+    if mine is None:
+        return
+    os.environ.setdefault(GLOO, mine)
+    if ipaddress.ip_address(numeric(host)).is_loopback:
+        os.environ.setdefault(NCCL, mine)
