@@ -28,6 +28,7 @@ def sample_record(step: int, group: Group, signal: Signal | None, index: int) ->
         **(
             {} if signal is None or signal.copies is None else {"copies": int(signal.copies[index])}
         ),
+        **({"turn_states": list(sample.states)} if sample.states else {}),
         "finish_reason": sample.finish_reason,
         "tokens": len(sample.response_ids),
         **(_turns(sample) if sample.messages else {}),

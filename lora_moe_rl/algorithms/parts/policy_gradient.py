@@ -159,6 +159,7 @@ class PolicyGradient(Algorithm):
         samples = [sample for group in groups for sample in group.samples]
         rewards = [self.rewards(group) for group in groups]
         by_function = each_function(groups) if self._advantage.separates_rewards else {}
+        by_turn = self._advantage.compares_turns
         step = Rewarded(
             np.concatenate(rewards),
             np.repeat(np.arange(len(groups)), sizes),
@@ -168,7 +169,8 @@ class PolicyGradient(Algorithm):
             teacher=None if self.teacher is None else of_teacher(groups),
             logprobs=[sample.logprobs for sample in samples],
             earlier=of_all(groups),
-            turns=[one.turn_of for one in samples] if self._advantage.compares_turns else None,
+            turns=[one.turn_of for one in samples] if by_turn else None,
+            turn_keys=[self._advantage.turn_keys(one) for one in samples] if by_turn else None,
         )
         advantages = iter(self._advantage.of_step(step))
         signals = [

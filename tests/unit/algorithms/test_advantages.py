@@ -25,7 +25,8 @@ def advantages_of(rewards, groups=None, lengths=None, **settings) -> np.ndarray:
     masks = [np.ones(n, bool) for n in lengths or [2] * len(rewards)]
     rewards = np.array(rewards, np.float64)
     step = Rewarded(rewards, groups, masks, by_function=[rewards], weights=[1.0],
-                    turns=[np.zeros(len(mask), int) for mask in masks])  # fmt: skip
+                    turns=[np.zeros(len(mask), int) for mask in masks],
+                    turn_keys=[[""]] * len(masks))  # fmt: skip
     return np.array([one[0] for one in algorithm._advantage.of_step(step)])
 
 
