@@ -123,7 +123,7 @@ ALIASES = (
            "global_batch_size", "policy_mini_batch_size"), "algorithm.mini_batches",
           "the number of optimizer steps of a pass, not their size"),
     Alias(("adv_estimator", "advantage_estimator"), "algorithm.name", "or algorithm.advantage: "
-          "gpg, grpo_passk, opo, verl-agent's gigpo (its gamma is algorithm.turn_gamma); remax and "
+          "gpg, grpo_passk, opo, verl-agent's gigpo (its gamma is algorithm.turn_gamma), remax; "
           "the optimal token baselines are not there"),
     Alias(("gigpo.step_advantage_w",), "algorithm.step_advantage_w", "with advantage=gigpo"),
     Alias(("gigpo.mode",), "algorithm.normalize_std",

@@ -13,7 +13,7 @@ from lora_moe_rl.config.data_rules import check_data
 from lora_moe_rl.config.eval_rules import check_evaluation
 from lora_moe_rl.config.keys import value_of, value_text
 from lora_moe_rl.config.offline import check_offline
-from lora_moe_rl.config.plugins import ALGORITHMS
+from lora_moe_rl.config.plugins import ALGORITHMS, PARTS
 from lora_moe_rl.config.reference import against_start
 from lora_moe_rl.config.reward_rules import check_rewards
 from lora_moe_rl.config.section import is_set
@@ -180,6 +180,7 @@ def check_applicable(config: RunConfig) -> None:
     _check_reference(config)
     _check_lag(config)
     _check_stop(config)
+    _check_greedy(config)
     _check_colocated(config)
     _check_cuda_ipc(config)
     if config.trainer.device != "cpu":
@@ -268,6 +269,19 @@ def _check_stop(config: RunConfig) -> None:
             f"rollout.stop={value_text(config.rollout.stop)} with schedule.in_flight=continue: a "
             "text that begins under one version and ends under the next would end nothing; use "
             "in_flight=finish, or rollout.stop_token_ids"
+        )
+
+
+def _check_greedy(config: RunConfig) -> None:
+    """A greedy sample stays on the version that its prompt began with, to its end."""
+    advantage = value_of(config, "algorithm.advantage")
+    if advantage is None or not PARTS["advantage"].find(advantage).greedy_baseline:
+        return
+    if config.schedule.in_flight == "continue":
+        raise ConfigError(
+            f"algorithm.advantage={advantage} compares samples with a greedy one of the version "
+            "that sampled them, and schedule.in_flight=continue goes on with them under newer "
+            "ones, while that version leaves its slot; use in_flight=finish"
         )
 
 

@@ -329,7 +329,8 @@ class Group:
     sample is, whose samples all have its reward; None when each is one of its own. counts: what an
     environment counted, for the records. teacher: float32 [R] of each sample, a teacher's logprobs,
     0 for tokens that no policy sampled and for all of a sample that it could not score; None: there
-    is no teacher.
+    is no teacher. baseline: what counts of the reward of a greedy sample of the prompt, which is
+    none of the samples; None: there is none, or none is wanted.
     """
 
     prompt: Prompt
@@ -341,6 +342,7 @@ class Group:
     conversations: np.ndarray | None = None
     counts: dict[str, float] = field(default_factory=dict)
     teacher: list[np.ndarray] | None = None
+    baseline: float | None = None
 
     def __post_init__(self):
         if np.shape(self.rewards) != (len(self.samples),):

@@ -23,6 +23,7 @@ def sample_record(step: int, group: Group, signal: Signal | None, index: int) ->
         "prompt": group.prompt.text,
         "response": sample.text,
         "reward": float(group.rewards[index]),
+        **({} if group.baseline is None else {"baseline": group.baseline}),
         **_reward_details(group.details, index),
         "advantage": _one_number(advantages),
         **(

@@ -35,6 +35,7 @@ def reward_metrics(groups: Sequence[Group], config: RunConfig) -> dict[str, floa
         **logged_metrics(groups),
         **turn_metrics(groups),
         **alike_metrics(groups, config),
+        **baseline_metrics(groups),
         **teacher_metrics(groups),
     }
 
@@ -106,6 +107,12 @@ def alike_metrics(groups: Sequence[Group], config: RunConfig) -> dict[str, float
         names.TURNS_ALONE: sizes.count(1) / total if total else math.nan,
         names.TURNS_ALIKE: total / len(sizes) if total else math.nan,
     }
+
+
+def baseline_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """The mean reward of the greedy samples of those groups that have one; nothing without any."""
+    given = [group.baseline for group in groups if group.baseline is not None]
+    return {names.BASELINE: float(np.mean(given))} if given else {}
 
 
 def logged_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -17,6 +17,7 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("reward/none", "samples", "", "samples that have no reward and have not failed", "", ""),
     ("reward/solved_all", "share of groups", "", "groups whose samples all have one same reward above 0: such a group tells nothing", "", ""),
     ("reward/solved_none", "share of groups", "down", "groups whose samples all have one same reward of 0 or less: such a group tells nothing", "", "frac_reward_zero_std (with reward/solved_all)"),
+    ("reward/baseline", "reward", "up", "with algorithm.advantage=remax: mean reward of a greedy sample of each prompt, which is in none of the other metrics", "", ""),
     ("reward/by_turn", "share of samples", "", "samples of whose reward it is told which turn has earned what (`log_turn_rewards`, or the environment)", "", ""),
     ("reward/before_last_turn", "reward", "", "mean, over the samples of reward/by_turn, of what was earned before the last turn", "", ""),
     ("reward/turns_alone", "share of turns", "down", "turns that are compared with no other: with algorithm.advantage=turns those that no other sample of the group has had, with gigpo those whose state no other turn of the group began in", "", ""),

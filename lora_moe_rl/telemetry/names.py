@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 REWARD, REWARD_STD = "reward/mean", "reward/std"
+BASELINE = "reward/baseline"
 REWARDS_NONE, REWARDS_FAILED = "reward/none", "reward/failed"
 SOLVED_ALL, SOLVED_NONE = "reward/solved_all", "reward/solved_none"
 TEACHER_KL, TEACHER_LOGPROB = "teacher/reverse_kl", "teacher/logprob"

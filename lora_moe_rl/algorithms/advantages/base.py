@@ -27,7 +27,8 @@ class Rewarded:
     turns: int [R] a sample, the number of the policy's turn that its token is of, from 0.
     turn_keys: of each turn of a sample what `Advantage.turn_keys` says; None where it has none.
     teacher, logprobs: float32 [R] a sample, a teacher's logprobs and those it was sampled with;
-    None where there is no teacher."""
+    None where there is no teacher. baselines: float64 [n], of each sample's prompt the reward of a
+    greedy sample, NaN for none; None where none is wanted."""
 
     rewards: np.ndarray
     groups: np.ndarray
@@ -41,6 +42,7 @@ class Rewarded:
     earlier: Sequence[np.ndarray] | None = None
     turns: Sequence[np.ndarray] | None = None
     turn_keys: Sequence[Sequence[Hashable]] | None = None
+    baselines: np.ndarray | None = None
 
     def of_tokens(self) -> list[np.ndarray]:
         """float64 [R] of each sample: minus the penalty of each token that the policy wrote, plus
@@ -76,6 +78,7 @@ class Advantage(Part):
     `compares_turns`: whether it compares turns of a group's samples: those of equal `turn_keys`.
     `needs_teacher`: whether it wants a teacher's logprob of each token; its settings are then
     `TeacherSettings` too, and have a `reward_weight`.
+    `greedy_baseline`: whether it wants the reward of a greedy sample of each prompt.
     """
 
     compares_group: ClassVar[bool] = True
@@ -84,6 +87,7 @@ class Advantage(Part):
     separates_rewards: ClassVar[bool] = False
     compares_turns: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
+    greedy_baseline: ClassVar[bool] = False
 
     @property
     def by_token(self) -> bool:

@@ -263,7 +263,7 @@ class Conversation:
         return found, routes
 
 
-async def together(talks: Iterable[Coroutine[Any, Any, Conversation]]) -> list[Conversation]:
+async def together[T](talks: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """All of a prompt's conversations at the same time; when one raises, the others are ended."""
     tasks = [asyncio.create_task(talk) for talk in talks]
     try:
