@@ -13,7 +13,7 @@ from lora_moe_rl.config.data_rules import check_data
 from lora_moe_rl.config.eval_rules import check_evaluation
 from lora_moe_rl.config.keys import value_of, value_text
 from lora_moe_rl.config.offline import check_offline
-from lora_moe_rl.config.plugins import ALGORITHMS, PARTS
+from lora_moe_rl.config.plugins import ALGORITHMS
 from lora_moe_rl.config.reference import against_start
 from lora_moe_rl.config.reward_rules import check_rewards
 from lora_moe_rl.config.section import is_set
@@ -274,14 +274,13 @@ def _check_stop(config: RunConfig) -> None:
 
 def _check_greedy(config: RunConfig) -> None:
     """A greedy sample stays on the version that its prompt began with, to its end."""
-    advantage = value_of(config, "algorithm.advantage")
-    if advantage is None or not PARTS["advantage"].find(advantage).greedy_baseline:
-        return
-    if config.schedule.in_flight == "continue":
+    algorithm = ALGORITHMS.find(config.algorithm.name)
+    made = algorithm(config.algorithm, config.max_response_tokens)
+    if made.greedy_baseline and config.schedule.in_flight == "continue":
         raise ConfigError(
-            f"algorithm.advantage={advantage} compares samples with a greedy one of the version "
-            "that sampled them, and schedule.in_flight=continue goes on with them under newer "
-            "ones, while that version leaves its slot; use in_flight=finish"
+            f"algorithm={config.algorithm.name}, as it is set, compares samples with a greedy one "
+            "of the version that sampled them, and schedule.in_flight=continue goes on with them "
+            "under newer ones, while that version leaves its slot; use in_flight=finish"
         )
 
 

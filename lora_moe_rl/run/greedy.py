@@ -27,7 +27,13 @@ async def beside(rolling: Rolling, greedy: Rolling, algorithm: Algorithm) -> Gro
 
 def with_baseline(group: Group, greedy: Group, algorithm: Algorithm) -> Group:
     """The group with what counts of the reward of `greedy`, a group of one. Where that has none no
-    sample of the group has a reward; where it has failed, those of the group have."""
+    sample of the group has a reward; where it has failed, those of the group have. Raises
+    ValueError for a greedy group of several."""
+    if len(greedy.ends) != 1:
+        raise ValueError(
+            f"prompt {group.prompt.row}: the environment was asked for one greedy sample, and made "
+            f"{len(greedy.ends)}: an environment makes as many as its group_size says"
+        )
     baseline = float(algorithm.rewards(greedy)[-1])
     if not np.isnan(baseline):
         return replace(group, baseline=baseline)

@@ -190,8 +190,8 @@ class PolicyGradient(Algorithm):
 
     def has_signal(self, group: Group) -> bool:
         if self.greedy_baseline:
-            apart_by = np.abs(self.rewards(group) - baselines_of([group]))  # NaN is no more than
-            return bool((apart_by > self.settings.equal_within).any())
+            differences = np.abs(self.rewards(group) - baselines_of([group]))  # NaN for none
+            return bool((differences > self.settings.equal_within).any())
         if self._advantage.compares_turns:
             return any(one.any() for one in self.signals([group])[0].advantages)
         if not self._advantage.separates_rewards:

@@ -66,7 +66,7 @@ def test_against_the_reward_of_a_greedy_sample_by_hand():
     [
         (["algorithm.kl_coef=0.1", "algorithm.kl_in=reward"], "no KL is known .*; take kl_in=loss"),
         (["schedule.in_flight=continue", "schedule.lag=1", "algorithm.correction=tis"],
-         "advantage=remax compares samples with a greedy one .*; use in_flight=finish"),
+         "algorithm=grpo, .* compares samples with a greedy one .*; use in_flight=finish"),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_with_a_greedy_sample_is_refused_by_name(settings, told):
