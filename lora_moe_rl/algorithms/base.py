@@ -192,6 +192,12 @@ class Algorithm(Plugin):
         return None
 
     @property
+    def greedy_baseline(self) -> bool:
+        """Whether it wants the reward of one more sample of each prompt, of the likeliest tokens,
+        that is not trained on (`Group.baseline`)."""
+        return False
+
+    @property
     def needs_reward(self) -> bool:
         """Whether there is nothing to learn without a reward function. False only with a teacher,
         which then gives the samples their rewards."""

@@ -123,7 +123,11 @@ ALIASES = (
            "global_batch_size", "policy_mini_batch_size"), "algorithm.mini_batches",
           "the number of optimizer steps of a pass, not their size"),
     Alias(("adv_estimator", "advantage_estimator"), "algorithm.name", "or algorithm.advantage: "
-          "gpg, grpo_passk, opo; remax and the optimal token baselines are not there"),
+          "gpg, grpo_passk, opo, verl-agent's gigpo (its gamma is algorithm.turn_gamma), remax; "
+          "the optimal token baselines are not there"),
+    Alias(("gigpo.step_advantage_w",), "algorithm.step_advantage_w", "with advantage=gigpo"),
+    Alias(("gigpo.mode",), "algorithm.normalize_std",
+          "group for mean_std_norm, none for mean_norm"),
     Alias(("loss_type",), "algorithm.name", "or algorithm.loss: vespo; of DPO algorithm.pair_loss; "
           "luspo is loss=gspo with aggregation=seq-mean-token-sum, bnpo is token-mean over each "
           "micro-batch alone"),
@@ -281,6 +285,9 @@ MISSING = (
     Missing(("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"),
             "what a KL is measured against stays as it is in a run; to measure against what was "
             "trained, merge it first (lora-moe-rl export --to merged) and train that"),
+    Missing(("gigpo.enable_similarity", "gigpo.similarity_thresh"),
+            "turns of algorithm.advantage=gigpo are compared in states that are equal; an "
+            "environment may tell what they are (get_turn_state)"),
     Missing(("use_adaptive_entropy", "entropy_target", "entropy_coef_delta", "entropy_coef_min",
              "entropy_coef_max"),
             "algorithm.entropy_coef stays as it is; TRL's may follow the entropy"),

@@ -180,6 +180,7 @@ def check_applicable(config: RunConfig) -> None:
     _check_reference(config)
     _check_lag(config)
     _check_stop(config)
+    _check_greedy(config)
     _check_colocated(config)
     _check_cuda_ipc(config)
     if config.trainer.device != "cpu":
@@ -268,6 +269,18 @@ def _check_stop(config: RunConfig) -> None:
             f"rollout.stop={value_text(config.rollout.stop)} with schedule.in_flight=continue: a "
             "text that begins under one version and ends under the next would end nothing; use "
             "in_flight=finish, or rollout.stop_token_ids"
+        )
+
+
+def _check_greedy(config: RunConfig) -> None:
+    """A greedy sample stays on the version that its prompt began with, to its end."""
+    algorithm = ALGORITHMS.find(config.algorithm.name)
+    made = algorithm(config.algorithm, config.max_response_tokens)
+    if made.greedy_baseline and config.schedule.in_flight == "continue":
+        raise ConfigError(
+            f"algorithm={config.algorithm.name}, as it is set, compares samples with a greedy one "
+            "of the version that sampled them, and schedule.in_flight=continue goes on with them "
+            "under newer ones, while that version leaves its slot; use in_flight=finish"
         )
 
 

@@ -136,7 +136,9 @@ class Sample:
     sample of several turns: all that was said after the prompt, as {"role", "content"}. `splits`,
     of a sample that is trained in parts: how many of its tokens each of them feeds or predicts, but
     for the last, which has all; ascending. `prompt_routes`: equal where the prompt's tokens were
-    recorded on equal routes; empty where none are recorded."""
+    recorded on equal routes; empty where none are recorded. `states`: of each of the policy's turns
+    the state of the environment that it began in, None where the environment does not tell; empty
+    where it tells of none."""
 
     segments: tuple[Segment, ...]
     finish_reason: Literal["stop", "length", "abort"]
@@ -144,6 +146,7 @@ class Sample:
     messages: tuple[dict[str, Any], ...] = ()
     splits: tuple[int, ...] = ()
     prompt_routes: bytes = b""
+    states: tuple[str | None, ...] = ()
 
     @property
     def prompt_ids(self) -> np.ndarray:
@@ -204,6 +207,27 @@ class Sample:
         """int64 [R], the number of the policy's turn that each of its tokens is of, from 0. What it
         says of tokens of others does not count."""
         return np.searchsorted(self.turn_ends, np.arange(len(self.mask)))
+
+    @property
+    def turn_states(self) -> list[str | bytes]:
+        """Of each of the policy's turns the state that it began in, equal for equal ones: what the
+        environment tells, or else the tokens that were shown since the turn before, before the
+        first the prompt's. Raises ValueError for `states` of another number of turns."""
+        found: list[str | bytes] = []
+        shown, author = b"", ""
+        for one in self.segments:
+            if one.author != "policy":
+                shown += np.asarray(one.token_ids, np.int32).tobytes()
+            elif author != "policy":
+                told = self.states[len(found)] if len(found) < len(self.states) else None
+                found.append(shown if told is None else told)
+                shown = b""
+            author = one.author
+        if self.states and len(self.states) != len(found):
+            raise ValueError(
+                f"states of {len(self.states)} turns, and the policy has had {len(found)}"
+            )
+        return found
 
     @property
     def truncated(self) -> bool:
@@ -305,7 +329,8 @@ class Group:
     sample is, whose samples all have its reward; None when each is one of its own. counts: what an
     environment counted, for the records. teacher: float32 [R] of each sample, a teacher's logprobs,
     0 for tokens that no policy sampled and for all of a sample that it could not score; None: there
-    is no teacher.
+    is no teacher. baseline: what counts of the reward of a greedy sample of the prompt, which is
+    none of the samples; None: there is none, or none is wanted.
     """
 
     prompt: Prompt
@@ -317,6 +342,7 @@ class Group:
     conversations: np.ndarray | None = None
     counts: dict[str, float] = field(default_factory=dict)
     teacher: list[np.ndarray] | None = None
+    baseline: float | None = None
 
     def __post_init__(self):
         if np.shape(self.rewards) != (len(self.samples),):

@@ -8,7 +8,8 @@ What an agent has beside OpenAI's protocol, with its key:
 
     GET  /v1/task      {"prompt", "row"}: what the trajectory is about
     POST /v1/reward    {"reward": 0.5}: sets the reward, and ends the trajectory; with
-                       "turns": [0.5, 0.0] beside it, of the reward what each turn has earned
+                       "turns": [0.5, 0.0] beside it, of the reward what each turn has earned,
+                       and "states": ["hall", "yard"], in which state each has begun
     POST /v1/next      the next trajectory, when there is one: {"api_key", "task"}
 
 A process that ends has ended its trajectory; one that asks for the next goes on with that.
@@ -338,14 +339,19 @@ class Trajectories:
 
     async def _reward(self, endpoint: Endpoint, request: Request) -> Response:
         session = endpoint.session_of(request)
-        value, turns = _reward_in(await body_of(request))
+        value, turns, states = _reward_in(await body_of(request))
         async with session.lock:  # after what is being answered
             one = self.at(session)
             if POLICY not in session.conversations:
                 raise Refused(409, "nothing_sampled", "the policy was asked nothing yet")
-            number = session.conversations[POLICY].num_turns
+            conversation = session.conversations[POLICY]
+            number = conversation.num_turns
             if turns is not None and (fault := fault_of(turns, number, value)):
                 raise bad_request(f"the agent {fault}")
+            if states is not None:
+                if len(states) != number:
+                    raise bad_request(f"states of {len(states)} turns, and there were {number}")
+                conversation.in_states(states)
             self.settle(one, Outcome("done", value, turns=turns))
         return JSONResponse({"reward": value})
 
@@ -354,22 +360,26 @@ class Trajectories:
         return JSONResponse({"api_key": one.session.key, "task": one.task})
 
 
-def _reward_in(content: bytes) -> tuple[float, list[float] | None]:
-    """The reward, and those of turns if they are told. Raises Refused for what is no finite number
-    in float32, as rewards are kept."""
+def _reward_in(content: bytes) -> tuple[float, list[float] | None, list[str | None] | None]:
+    """The reward, and those of turns and their states if they are told. Raises Refused for what is
+    no finite number in float32, as rewards are kept."""
     try:
         body = json.loads(content)
     except (ValueError, RecursionError):
         body = None
-    if isinstance(body, dict) and body.keys() in ({"reward"}, {"reward", "turns"}):
-        value, turns = body["reward"], body.get("turns")
-        if _is_reward(value) and (
-            "turns" not in body or (isinstance(turns, list) and all(map(_is_reward, turns)))
+    if isinstance(body, dict) and {"reward"} <= body.keys() <= {"reward", "turns", "states"}:
+        value, turns, states = body["reward"], body.get("turns", []), body.get("states", [])
+        if (
+            _is_reward(value)
+            and (isinstance(turns, list) and all(map(_is_reward, turns)))
+            and (isinstance(states, list) and all(isinstance(one, str | None) for one in states))
         ):
-            return float(value), None if turns is None else [float(one) for one in turns]
+            earned = [float(one) for one in turns] if "turns" in body else None
+            told = [one and one.encode("utf-8", "replace").decode() for one in states]
+            return float(value), earned, told if "states" in body else None
     raise bad_request(
-        'send {"reward": NUMBER} and nothing else but "turns": [NUMBER, ...], finite numbers in '
-        f"float32: of up to {LARGEST:.2g}"
+        'send {"reward": NUMBER} and nothing else but "turns": [NUMBER, ...] and "states": [TEXT, '
+        f"...], finite numbers in float32: of up to {LARGEST:.2g}"
     )
 
 

@@ -20,7 +20,7 @@ def why_no_forks(config: RunConfig) -> str | None:
     return (
         f"algorithm={config.algorithm.name}, as it is set, has no one advantage for all samples of "
         "a conversation (a critic, a teacher, algorithm.kl_in=reward, a discount or "
-        "algorithm.advantage=turns give tokens their own); use one that has, as grpo"
+        "algorithm.advantage=turns or gigpo give tokens their own); use one that has, as grpo"
     )
 
 

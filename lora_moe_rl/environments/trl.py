@@ -4,6 +4,7 @@
     reset(**row)   a text or None: the text stands at the end of the prompt
     method(...)    a tool of the policy; what it raises is told to it
     get_turn_reward()  of the turn whose calls it has answered; TRL has no such method
+    get_turn_state()   what the turn to come begins in, for advantage=gigpo; nor has it this
     get_reward()   of the conversation that has ended; those of turns and a reward function's are
                    added
 
@@ -35,7 +36,13 @@ from lora_moe_rl.environments.parts.endings import Failed, no_counts, tried
 from lora_moe_rl.environments.parts.instances import Instance, Instances
 from lora_moe_rl.environments.parts.templates import Introduced
 from lora_moe_rl.environments.parts.tool_calls import Call
-from lora_moe_rl.environments.parts.tool_talk import Answering, Rewarding, ToolSettings, ToolTalk
+from lora_moe_rl.environments.parts.tool_talk import (
+    Answering,
+    Rewarding,
+    Showing,
+    ToolSettings,
+    ToolTalk,
+)
 from lora_moe_rl.environments.parts.toolbox import Toolbox
 from lora_moe_rl.errors import ConfigError, DataError
 from lora_moe_rl.files.importing import absolute_spec
@@ -210,8 +217,9 @@ class Trl(Environment):
             introduced = self.introduced[name]
             described = self.instances.described[instance.factory]
             rewarding = self._rewarding(instance) if described.rewards_turns else None
+            showing = self._showing(instance) if described.tells_states else None
             end = await self.talk.until_the_end(
-                prompt, one, introduced, answering, counts, rewarding
+                prompt, one, introduced, answering, counts, rewarding, showing
             )
             rewarded = described.rewards
             told = await instance.ask("end", rewarded=rewarded, shown=self.rewarded)
@@ -271,6 +279,12 @@ class Trl(Environment):
             return _checked(told["reward"], instance.factory, "get_turn_reward")
 
         return rewarding
+
+    def _showing(self, instance: Instance) -> Showing:
+        async def showing() -> str | None:
+            return (await instance.ask("get_turn_state"))["state"]
+
+        return showing
 
 
 def with_observation(text: Any, observation: str | None) -> Any:

@@ -23,11 +23,13 @@ def sample_record(step: int, group: Group, signal: Signal | None, index: int) ->
         "prompt": group.prompt.text,
         "response": sample.text,
         "reward": float(group.rewards[index]),
+        **({} if group.baseline is None else {"baseline": group.baseline}),
         **_reward_details(group.details, index),
         "advantage": _one_number(advantages),
         **(
             {} if signal is None or signal.copies is None else {"copies": int(signal.copies[index])}
         ),
+        **({"turn_states": list(sample.states)} if sample.states else {}),
         "finish_reason": sample.finish_reason,
         "tokens": len(sample.response_ids),
         **(_turns(sample) if sample.messages else {}),

@@ -211,7 +211,7 @@ class Roofline:
         waves of as many sequences as fit."""
         rollout, algorithm = config.rollout, config.algorithm
         prompts = math.ceil(algorithm.prompts_per_step / (rollout.engines * rollout.dp))
-        samples = prompts * algorithm.group_size
+        samples = prompts * (algorithm.group_size + algorithms.make(config).greedy_baseline)
         context = self.lengths.prompt + self.lengths.response // 2
         fit = max(1, max(0, engine.kv_cache) // (engine.kv_token * context))
         batch = max(1, min(samples, rollout.max_num_seqs, fit))

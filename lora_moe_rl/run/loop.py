@@ -33,6 +33,7 @@ from lora_moe_rl.data.samples import Group, UpdateResult
 from lora_moe_rl.environments.base import Environment
 from lora_moe_rl.errors import EngineDied, EngineLost, LoraMoeRlError, RewardError
 from lora_moe_rl.ports import Prompts, Publisher, Ref, Sampler, Teacher, Trainer
+from lora_moe_rl.run import greedy
 from lora_moe_rl.run.evaluations import Evaluations
 from lora_moe_rl.run.records import Records, StepFacts
 from lora_moe_rl.run.schedule import seed_of
@@ -103,7 +104,13 @@ async def roll(ports: Ports, book: TicketBook) -> None:
         seed = seed_of(config.seed, ticket.number, config.algorithm.prompts_per_step)
         policy = TimedPolicy(ports.engines, ports.timeline, ticket, seed)
         try:
-            group = await ports.environment.rollout(ticket.prompt, policy)
+            rolling = ports.environment.rollout(ticket.prompt, policy)
+            if ports.algorithm.greedy_baseline:
+                alone = ports.environment.held_out(1, None)
+                likeliest = TimedPolicy(ports.engines, ports.timeline, ticket, seed, greedy.GREEDY)
+                other = alone.rollout(ticket.prompt, likeliest)
+                rolling = greedy.beside(rolling, other, ports.algorithm)
+            group = await rolling
             if ports.teacher is not None:
                 await ports.teacher.score(group)
             policy.scored()

@@ -5,6 +5,7 @@ once."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -33,7 +34,8 @@ def reward_metrics(groups: Sequence[Group], config: RunConfig) -> dict[str, floa
         **function_metrics(groups, config.reward.functions),
         **logged_metrics(groups),
         **turn_metrics(groups),
-        **alone_metrics(groups, config),
+        **alike_metrics(groups, config),
+        **baseline_metrics(groups),
         **teacher_metrics(groups),
     }
 
@@ -89,19 +91,28 @@ def turn_metrics(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
-def alone_metrics(groups: Sequence[Group], config: RunConfig) -> dict[str, float]:
-    """With an advantage that compares turns, the share of them that no other sample of their group
-    has had, of those with a reward; NaN without any. Nothing with other advantages."""
+def alike_metrics(groups: Sequence[Group], config: RunConfig) -> dict[str, float]:
+    """With an advantage that compares turns, of samples with a reward: the share of turns that are
+    compared with no other, and the mean number of those that are compared with each other; NaN
+    without any. Nothing with other advantages."""
     advantage = value_of(config, "algorithm.advantage")
-    if advantage is None or not PARTS["advantage"].find(advantage).compares_turns:
+    if advantage is None or not (kind := PARTS["advantage"].find(advantage)).compares_turns:
         return {}
-    alone = total = 0
+    sizes: list[int] = []
     for group in groups:
-        given = [i for i in group.ends.tolist() if not np.isnan(group.rewards[i])]
-        turns = sorted(len(group.samples[i].turn_ends) for i in given)
-        total += sum(turns)
-        alone += turns[-1] - (turns[-2] if len(turns) > 1 else 0) if turns else 0
-    return {names.TURNS_ALONE: alone / total if total else math.nan}
+        given = [group.samples[i] for i in group.ends.tolist() if not np.isnan(group.rewards[i])]
+        sizes += Counter(key for sample in given for key in kind.turn_keys(sample)).values()
+    total = sum(sizes)
+    return {
+        names.TURNS_ALONE: sizes.count(1) / total if total else math.nan,
+        names.TURNS_ALIKE: total / len(sizes) if total else math.nan,
+    }
+
+
+def baseline_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """The mean reward of the greedy samples of those groups that have one; nothing without any."""
+    given = [group.baseline for group in groups if group.baseline is not None]
+    return {names.BASELINE: float(np.mean(given))} if given else {}
 
 
 def logged_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -14,11 +14,19 @@ from lora_moe_rl.telemetry.timeline import engine as engine_name
 
 
 class TimedPolicy:
-    """A ticket's policy, which notes who is at work on it, and when its last sample came."""
+    """A ticket's policy, which notes who is at work on it, and when its last sample came. `manner`:
+    of what is not trained on."""
 
-    def __init__(self, engines: Sampler, timeline: Timeline, ticket: Ticket, seed: int):
+    def __init__(
+        self,
+        engines: Sampler,
+        timeline: Timeline,
+        ticket: Ticket,
+        seed: int,
+        manner: Manner | None = None,
+    ):
         self.ticket, self.timeline = ticket, timeline
-        self.policy = engines.policy(ticket.version, seed, self._asked)
+        self.policy = engines.policy(ticket.version, seed, self._asked, manner)
         self._answered = self.timeline.clock()
 
     def _asked(self, index: int) -> AbstractContextManager[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 REWARD, REWARD_STD = "reward/mean", "reward/std"
+BASELINE = "reward/baseline"
 REWARDS_NONE, REWARDS_FAILED = "reward/none", "reward/failed"
 SOLVED_ALL, SOLVED_NONE = "reward/solved_all", "reward/solved_none"
 TEACHER_KL, TEACHER_LOGPROB = "teacher/reverse_kl", "teacher/logprob"
@@ -31,7 +32,7 @@ BUSIEST, LOAD_ENTROPY, IDLE_EXPERTS = "experts/busiest", "experts/entropy", "exp
 AUDITED = "replay/audited"
 KL, KL_COEF = "loss/kl", "loss/kl_coef"
 BY_TURN, BEFORE_LAST_TURN = "reward/by_turn", "reward/before_last_turn"
-TURNS_ALONE = "reward/turns_alone"
+TURNS_ALONE, TURNS_ALIKE = "reward/turns_alone", "reward/turns_alike"
 GRAD_NORM, SKIPPED = "optim/grad_norm", "optim/skipped"
 VERSION = "adapter/version"
 REFIT_SECONDS = "refit/seconds"

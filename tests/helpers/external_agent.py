@@ -30,21 +30,23 @@ def ask(key: str) -> str:
 
 
 def by_turn(key: str) -> None:
-    """A second turn, and rewards of turns: some that cannot be, then those that are."""
+    """A second turn, and rewards and states of turns: some that cannot be, then those that are."""
     messages = [{"role": "user", "content": call("/task", key)["prompt"]}]
     messages.append({"role": "assistant", "content": "5"})
     messages.append({"role": "user", "content": "Sure?"})
     call("/chat/completions", key, {"model": "policy", "messages": messages})
-    for reward, turns in (
-        (1, [1]), (1, [0.5, 0.25]), (1, [0.5, "0.5"]), (1, None), (1, [1, float("nan")]),
+    for wrong in (
+        {"turns": [1]}, {"turns": [0.5, 0.25]}, {"turns": [0.5, "0.5"]}, {"turns": None},
+        {"turns": [1, float("nan")]}, {"states": ["a"]}, {"states": ["a", 1]}, {"states": None},
+        {"state": "a"},
     ):  # fmt: skip
         try:
-            call("/reward", key, {"reward": reward, "turns": turns})
+            call("/reward", key, {"reward": 1, **wrong})
         except urllib.error.HTTPError as error:
             assert error.code == 400, error
         else:
-            raise AssertionError(turns)
-    call("/reward", key, {"reward": 1, "turns": [0.25, 0.75]})
+            raise AssertionError(wrong)
+    call("/reward", key, {"reward": 1, "turns": [0.25, 0.75], "states": [None, "sure? \ud800"]})
 
 
 def main(what: str) -> None:

@@ -52,8 +52,9 @@ class Engines(FaultyEngines):
 
     restarts = 0
 
-    def policy(self, version, seed, watch):
+    def policy(self, version, seed, watch, manner=None):
         self.asked.append((version, seed))
+        return manner
 
     async def all_back(self) -> None:
         self.events.append("all back")
@@ -86,7 +87,8 @@ class Source(Prompts):
 class Environment:
     """The first sample of each group is right, the second wrong; but for the prompts `equal`, where
     both are right, and the first `failed`, where the second one's reward failed. A `slow`
-    prompt comes, the first time, when the trainer waits for it."""
+    prompt comes, the first time, when the trainer waits for it. One sample alone, which has to be
+    greedy, is half right, or has `failed` as well."""
 
     def __init__(
         self,
@@ -98,6 +100,17 @@ class Environment:
     ):
         self.events, self.book, self.equal, self.slow = events, book, equal, slow
         self.failed = failed
+
+    def held_out(self, group_size, max_response_tokens):
+        assert (group_size, max_response_tokens) == (1, None)
+        return SimpleNamespace(rollout=self._alone)
+
+    async def _alone(self, prompt, policy) -> Group:
+        assert policy.policy.temperature == 0 and policy.policy.max_tokens is None
+        group = await self.rollout(prompt, policy)
+        failures = group.failures
+        rewards = np.array([np.nan if failures else 0.5], np.float32)
+        return Group(prompt, group.samples[:1], None, rewards, failures)
 
     async def rollout(self, prompt, policy) -> Group:
         self.events.append(f"roll {prompt.row}")

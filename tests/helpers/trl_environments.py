@@ -60,6 +60,16 @@ class OnlySteps(StepsEnv):
     get_reward = None
 
 
+class StatesEnv(IncrementEnv):
+    """Its state is its counter; at 3 nothing is said of it, and at 4 what no state can be."""
+
+    def reset(self, **kwargs) -> None:
+        self.counter, self.target = 0, 2
+
+    async def get_turn_state(self):
+        return {3: None, 4: 4}.get(self.counter, f"at {self.counter}")
+
+
 class EchoClient:
     """In the place of OpenEnv's client."""
 

@@ -56,6 +56,27 @@ class ByTurn(SevenMore):
         return (self.right - before) / 2
 
 
+class ByState(ByTurn):
+    """It tells of the state after an even number, and leaves the others at what was shown."""
+
+    def reset(self, answer, **kwargs) -> str:
+        self.last = 1
+        return super().reset(answer, **kwargs)
+
+    def seven_more(self, number: int) -> str:
+        """
+        Asks for a number and seven.
+
+        Args:
+            number: A whole number.
+        """
+        self.last = number
+        return super().seven_more(number)
+
+    def get_turn_state(self) -> str | None:
+        return None if self.last % 2 else "even"
+
+
 def number(text: str) -> list[Call]:
     """Write a whole number."""
     if not text.isdecimal():

@@ -208,6 +208,8 @@ def advantages_of(b: dict[str, Any]) -> dict[str, Any]:
             options = {"index": groups, **options}
         found[name] = function(rewards, mask, **options)[0].tolist()
     found["gdpo"] = gdpo_of(b, alone.numpy())
+    of_greedy = core_algos.compute_remax_outcome_advantage(at_last(b), tensor(b["second"]), mask)
+    found["remax"] = of_greedy[0].tolist()
     several = ~alone
     for name, by_deviation in {"grpo_passk": True, "grpo_passk_without_std": False}.items():
         # verl raises for a sample that is alone.

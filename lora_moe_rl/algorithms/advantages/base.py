@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,6 +13,7 @@ from lora_moe_rl.algorithms.base import apart
 from lora_moe_rl.algorithms.parts import gae
 from lora_moe_rl.algorithms.parts.part import Part
 from lora_moe_rl.config.section import Section
+from lora_moe_rl.data.samples import Sample
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,10 @@ class Rewarded:
     float64 [n] of each of several reward functions, NaN for none; weights: of each of them.
     earlier: float64 [R] a sample, what of its reward was earned before its end; None: nothing.
     turns: int [R] a sample, the number of the policy's turn that its token is of, from 0.
+    turn_keys: of each turn of a sample what `Advantage.turn_keys` says; None where it has none.
     teacher, logprobs: float32 [R] a sample, a teacher's logprobs and those it was sampled with;
-    None where there is no teacher."""
+    None where there is no teacher. baselines: float64 [n], of each sample's prompt the reward of a
+    greedy sample, NaN for none; None where none is wanted."""
 
     rewards: np.ndarray
     groups: np.ndarray
@@ -38,6 +41,8 @@ class Rewarded:
     logprobs: Sequence[np.ndarray] | None = None
     earlier: Sequence[np.ndarray] | None = None
     turns: Sequence[np.ndarray] | None = None
+    turn_keys: Sequence[Sequence[Hashable]] | None = None
+    baselines: np.ndarray | None = None
 
     def of_tokens(self) -> list[np.ndarray]:
         """float64 [R] of each sample: minus the penalty of each token that the policy wrote, plus
@@ -70,9 +75,10 @@ class Advantage(Part):
     `compares_group`: whether one sample a prompt is too few. `takes_negative`: whether a reward may
     be below 0. `needs_values`: whether it wants a critic's value of each token.
     `separates_rewards`: whether it looks at each of several reward functions by itself.
-    `compares_turns`: whether it compares the turns of a group's samples, one by one.
+    `compares_turns`: whether it compares turns of a group's samples: those of equal `turn_keys`.
     `needs_teacher`: whether it wants a teacher's logprob of each token; its settings are then
     `TeacherSettings` too, and have a `reward_weight`.
+    `greedy_baseline`: whether it wants the reward of a greedy sample of each prompt.
     """
 
     compares_group: ClassVar[bool] = True
@@ -81,11 +87,18 @@ class Advantage(Part):
     separates_rewards: ClassVar[bool] = False
     compares_turns: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
+    greedy_baseline: ClassVar[bool] = False
 
     @property
     def by_token(self) -> bool:
         """Whether tokens of one sample may have different advantages."""
         return False
+
+    @classmethod
+    def turn_keys(cls, sample: Sample) -> Sequence[Hashable]:
+        """Of each of the policy's turns by what it is told which others of the group it is compared
+        with; of one that `compares_turns`."""
+        raise NotImplementedError
 
     def of_group(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Advantages [k] of the k samples of one group that have a reward, which are at least two

@@ -127,6 +127,10 @@ class PolicyGradient(Algorithm):
         return self.teacher is None or self._advantage.settings.reward_weight > 0
 
     @property
+    def greedy_baseline(self) -> bool:
+        return self._advantage.greedy_baseline
+
+    @property
     def _kl_in_reward(self) -> bool:
         return self.settings.kl_coef > 0 and self.settings.kl_in == "reward"
 
@@ -159,6 +163,7 @@ class PolicyGradient(Algorithm):
         samples = [sample for group in groups for sample in group.samples]
         rewards = [self.rewards(group) for group in groups]
         by_function = each_function(groups) if self._advantage.separates_rewards else {}
+        by_turn = self._advantage.compares_turns
         step = Rewarded(
             np.concatenate(rewards),
             np.repeat(np.arange(len(groups)), sizes),
@@ -168,7 +173,9 @@ class PolicyGradient(Algorithm):
             teacher=None if self.teacher is None else of_teacher(groups),
             logprobs=[sample.logprobs for sample in samples],
             earlier=of_all(groups),
-            turns=[one.turn_of for one in samples] if self._advantage.compares_turns else None,
+            turns=[one.turn_of for one in samples] if by_turn else None,
+            turn_keys=[self._advantage.turn_keys(one) for one in samples] if by_turn else None,
+            baselines=baselines_of(groups) if self.greedy_baseline else None,
         )
         advantages = iter(self._advantage.of_step(step))
         signals = [
@@ -182,6 +189,9 @@ class PolicyGradient(Algorithm):
         ]
 
     def has_signal(self, group: Group) -> bool:
+        if self.greedy_baseline:
+            differences = np.abs(self.rewards(group) - baselines_of([group]))  # NaN for none
+            return bool((differences > self.settings.equal_within).any())
         if self._advantage.compares_turns:
             return any(one.any() for one in self.signals([group])[0].advantages)
         if not self._advantage.separates_rewards:
@@ -311,6 +321,12 @@ class PolicyGradient(Algorithm):
             return None
         policy = tokens.logprobs if self.settings.kl_in == "loss" else tokens.old
         return estimate(self.settings.kl_estimate, policy, tokens.reference)
+
+
+def baselines_of(groups: Sequence[Group]) -> np.ndarray:
+    """float64 [n], each sample's, NaN for none."""
+    each = [np.nan if group.baseline is None else group.baseline for group in groups]
+    return np.repeat(np.array(each, np.float64), [len(group.samples) for group in groups])
 
 
 def each_function(groups: Sequence[Group]) -> dict[str, tuple[float, np.ndarray]]:

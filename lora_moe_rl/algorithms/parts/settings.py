@@ -186,6 +186,11 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
             )
         if advantage.compares_turns:
             self._check_turns()
+        if advantage.greedy_baseline and self.kl_in == "reward" and self.kl_coef:
+            raise ValueError(
+                f"algorithm.advantage={self.advantage} compares rewards with that of a greedy "
+                "sample, of which no KL is known to take from it; take kl_in=loss"
+            )
         if self.group_size > 1:
             return
         if advantage.compares_group:
@@ -193,7 +198,7 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
                 f"algorithm.advantage={self.advantage} compares the samples of a prompt, and "
                 f"algorithm.group_size={self.group_size} leaves none to compare with"
             )
-        if self.draw_again:
+        if self.draw_again and not advantage.greedy_baseline:
             raise ValueError(
                 f"algorithm.draw_again={self.draw_again} replaces prompts whose samples all have "
                 f"one reward, which is every prompt with algorithm.group_size={self.group_size}"

@@ -44,6 +44,7 @@ class _Open:
     prompt_routes: bytes = b""
     last: Sample | None = None  # the policy's newest turn
     earned: dict[int, float] = field(default_factory=dict)  # by the number of the turn
+    states: dict[int, str | None] = field(default_factory=dict)  # in which turns began, likewise
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -75,6 +76,7 @@ class Conversation:
         self.no_forks: str | None = None  # why more than one sample of it cannot be trained on
         self.own_reward: float | None = None  # what its environment gave it at its end
         self.played: Played | None = None  # what reward functions are shown of its environment
+        self._state: str | None = None  # in which the next turn begins
         self.prompt_ids = prompt_ids
         self.begin(prompt_ids)
 
@@ -149,6 +151,9 @@ class Conversation:
         now.splits += answer.splits
         if len(now.routes) == 1:
             now.prompt_routes = answer.prompt_routes
+        if self._state is not None:  # what is still the same turn keeps that in which it began
+            now.states.setdefault(now.num_turns - 1, self._state)
+            self._state = None
         self.turns += 1
         self.messages.append({"role": "assistant", "content": answer.text})
         return answer
@@ -162,6 +167,17 @@ class Conversation:
         turn = now.num_turns - 1
         assert turn >= 0, "nothing was asked yet"
         now.earned[turn] = now.earned.get(turn, 0.0) + reward
+
+    def in_state(self, state: str) -> None:
+        """The policy's next turn begins in this state of the environment. One of which nothing is
+        said begins in what was told before it."""
+        self._state = state
+
+    def in_states(self, states: Sequence[str | None]) -> None:
+        """The same of all turns so far, None where nothing is said; not of a conversation that
+        became several samples, of which no turn is told apart."""
+        if not self.forks:
+            self._samples[-1].states = dict(enumerate(states))
 
     def tell(self, author: Author, token_ids: Sequence[int], content: str) -> None:
         """Tokens that `author` wrote, and the text that they stand for."""
@@ -230,6 +246,7 @@ class Conversation:
                 segments.pop()
             last = one.last
             messages = tuple(self.messages) if self.turns > 1 else ()
+            states = [one.states.get(turn) for turn in range(one.num_turns if one.states else 0)]
             found.append(
                 replace(
                     last,
@@ -237,6 +254,7 @@ class Conversation:
                     messages=messages,
                     splits=one.splits,
                     prompt_routes=one.prompt_routes,
+                    states=tuple(states),
                 )
             )
             routes.append(one.routes)
@@ -245,7 +263,7 @@ class Conversation:
         return found, routes
 
 
-async def together(talks: Iterable[Coroutine[Any, Any, Conversation]]) -> list[Conversation]:
+async def together[T](talks: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """All of a prompt's conversations at the same time; when one raises, the others are ended."""
     tasks = [asyncio.create_task(talk) for talk in talks]
     try:

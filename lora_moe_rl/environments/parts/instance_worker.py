@@ -31,7 +31,7 @@ from lora_moe_rl.environments.parts.tool_worker import answer
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.importing import load_function
 
-RESERVED = ("reset", "get_reward", "get_turn_reward")  # methods that are no tools
+RESERVED = ("reset", "get_reward", "get_turn_reward", "get_turn_state")  # methods that are no tools
 MOST_OF_STATE = 1_000_000  # characters of an attribute that is sent, as JSON
 
 
@@ -87,8 +87,8 @@ class Held:
         return {}
 
     def describe(self) -> dict[str, Any]:
-        """Its class, whether it gives rewards, and its tools as chat templates want them, made by
-        transformers."""
+        """Its class, whether it gives rewards and tells of states, and its tools as chat templates
+        want them, made by transformers."""
         from transformers.utils.chat_template_utils import get_json_schema
 
         if not inspect.ismethod(getattr(self._instance, "reset", None)):
@@ -108,6 +108,7 @@ class Held:
             "kind": type(self._instance).__name__,
             "rewards": inspect.ismethod(getattr(self._instance, "get_reward", None)),
             "rewards_turns": inspect.ismethod(getattr(self._instance, "get_turn_reward", None)),
+            "tells_states": inspect.ismethod(getattr(self._instance, "get_turn_state", None)),
             "schemas": schemas,
         }
 
@@ -119,10 +120,7 @@ class Held:
         parameters = inspect.signature(self._instance.reset).parameters.values()
         if not any(one.kind is one.VAR_KEYWORD for one in parameters):
             row = {one.name: row[one.name] for one in parameters if one.name in row}
-        observation = self._waited(self._instance.reset(**row))
-        if not isinstance(observation, str | None):
-            return {"error": f"returned {short(observation)}, not a text or None"}
-        return {"observation": observation and observation.encode("utf-8", "replace").decode()}
+        return _text("observation", self._waited(self._instance.reset(**row)))
 
     def call(self, name: str, positional: list[Any], named: dict[str, Any]) -> dict[str, Any]:
         """What a method returns is told as `str` has it, as TRL does."""
@@ -139,6 +137,10 @@ class Held:
     def turn_reward(self) -> dict[str, Any]:
         """What the turn has earned whose calls were answered last; None: nothing is said of it."""
         return {"reward": _number(self._waited(self._instance.get_turn_reward()))}
+
+    def get_turn_state(self) -> dict[str, Any]:
+        """The state that the next turn begins in; None: nothing is said of it."""
+        return _text("state", self._waited(self._instance.get_turn_state()))
 
     def _waited(self, value: Any) -> Any:
         return self._loop.run_until_complete(value) if inspect.iscoroutine(value) else value
@@ -161,6 +163,12 @@ def state_of(instance: Any) -> dict[str, Any]:
         if len(text) <= MOST_OF_STATE:
             found[name] = json.loads(text)
     return found
+
+
+def _text(name: str, text: Any) -> dict[str, Any]:
+    if not isinstance(text, str | None):
+        return {"error": f"returned {short(text)}, not a text or None"}
+    return {name: text and text.encode("utf-8", "replace").decode()}
 
 
 def _number(reward: Any) -> float | None:

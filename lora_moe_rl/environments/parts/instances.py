@@ -41,11 +41,12 @@ TIMEOUT = "environment.tool_timeout_s"
 @dataclass(frozen=True)
 class Described:
     """What an environment is: the name of its class, whether it gives rewards, at its end and of
-    turns, and its tools."""
+    turns, whether it tells of the states that turns begin in, and its tools."""
 
     kind: str
     rewards: bool
     rewards_turns: bool
+    tells_states: bool
     schemas: list[dict[str, Any]]
 
     @property

@@ -24,6 +24,7 @@ from lora_moe_rl.files.importing import absolute_spec
 
 Answering = Callable[[Call], Awaitable[tuple[bool, str]]]
 Rewarding = Callable[[], Awaitable[float | None]]
+Showing = Callable[[], Awaitable[str | None]]
 
 
 class ToolSettings(EnvironmentConfig):
@@ -84,12 +85,16 @@ class ToolTalk:
         answering: Answering,
         counts: Counter[str],
         rewarding: Rewarding | None = None,
+        showing: Showing | None = None,
     ) -> str:
         """Asks, and has calls answered, until one of the trusted ends, which is returned.
         `introduced` is what has told the model of its tools. `rewarding` is asked after each turn,
-        when its calls are answered: what it has earned by itself."""
+        when its calls are answered: what it has earned by itself. `showing` is asked before each:
+        the state that it begins in."""
         calls_left = self.settings.max_calls
         while True:
+            if showing is not None and (state := await showing()) is not None:
+                one.in_state(state)
             turn = await one.ask(min(one.room, self.settings.max_turn_tokens or one.room))
             end, calls, answers = self._read(turn, one, counts)
             for call in calls if not end else ():

@@ -10,22 +10,26 @@ from lora_moe_rl.algorithms.advantages.base import Rewarded
 from lora_moe_rl.algorithms.base import Known
 from lora_moe_rl.algorithms.parts.step_signals import signals_of
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.applicable import check_applicable
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.config.plugins import PARTS
 from lora_moe_rl.data.samples import FunctionRewards, Group, Prompt, Sample, Segment
+from lora_moe_rl.errors import ConfigError
 
 NAN = float("nan")
 COMPARING = [n for n in PARTS["advantage"].names() if PARTS["advantage"].find(n).compares_group]
 
 
-def advantages_of(rewards, groups=None, lengths=None, **settings) -> np.ndarray:
+def advantages_of(rewards, groups=None, lengths=None, baselines=None, **settings) -> np.ndarray:
     """One advantage a sample: that of its first token."""
     algorithm = algorithms.make(RunConfig(algorithm=settings))
     groups = np.zeros(len(rewards), int) if groups is None else np.array(groups)
     masks = [np.ones(n, bool) for n in lengths or [2] * len(rewards)]
     rewards = np.array(rewards, np.float64)
     step = Rewarded(rewards, groups, masks, by_function=[rewards], weights=[1.0],
-                    turns=[np.zeros(len(mask), int) for mask in masks])  # fmt: skip
+                    turns=[np.zeros(len(mask), int) for mask in masks],
+                    turn_keys=[[""]] * len(masks),
+                    baselines=baselines and np.array(baselines))  # fmt: skip
     return np.array([one[0] for one in algorithm._advantage.of_step(step)])
 
 
@@ -44,6 +48,44 @@ def test_the_best_of_a_group_alone_by_hand():
     np.testing.assert_allclose(found, [0, 1, 0, 0, 0, 0, 0, 0, 0], atol=3e-6)
     found = advantages_of([0, 6, 2], advantage="grpo_passk", normalize_std=False)
     assert found.tolist() == [0, 4, 0]
+
+
+def test_against_the_reward_of_a_greedy_sample_by_hand():
+    given = [1, 0, 0.5, 3, 1, 1, NAN, NAN]
+    baselines = [0.25, 0.25, 0.25, 2, 2, 1, 0.5, NAN]
+    groups = [0, 0, 0, 1, 1, 2, 3, 4]
+    found = advantages_of(given, groups, baselines=baselines, advantage="remax")
+    assert found.tolist() == [0.75, -0.25, 0.25, 1, -1, 0, 0, 0]
+    for missing in (None, [0.25] * 5 + [NAN] * 3):
+        with pytest.raises(ValueError, match="remax needs the reward of a greedy sample"):
+            advantages_of(given, groups, baselines=missing, advantage="remax")
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["algorithm.kl_coef=0.1", "algorithm.kl_in=reward"], "no KL is known .*; take kl_in=loss"),
+        (["schedule.in_flight=continue", "schedule.lag=1", "algorithm.correction=tis"],
+         "algorithm=grpo, .* compares samples with a greedy one .*; use in_flight=finish"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_with_a_greedy_sample_is_refused_by_name(settings, told):
+    with pytest.raises(ConfigError, match=told):
+        check_applicable(override(RunConfig(), ["algorithm.advantage=remax", *settings]))
+
+
+def test_one_sample_of_a_prompt_has_a_signal_against_a_greedy_one():
+    config = override(RunConfig(), ["algorithm.advantage=remax", "algorithm.group_size=1",
+                                    "algorithm.draw_again=2", "algorithm.overlong_buffer=8",
+                                    "rollout.max_response_tokens=16"])  # fmt: skip
+    check_applicable(config)
+    algorithm = algorithms.make(config)
+    sample = Sample((Segment.given("user", [1]), Segment.sampled([7] * 12, np.zeros(12), 0)),
+                    "stop", "")  # fmt: skip
+    # Four tokens into the buffer of 8: half of the punishment of 1.
+    for baseline, told in ((0.5, False), (0.0, True), (1.0, True), (None, False)):
+        one = Group(Prompt(0, "", [1]), [sample], None, np.ones(1, np.float32), baseline=baseline)
+        assert algorithm.has_signal(one) == told
 
 
 def test_groups_of_equal_rewards_do_not_dilute_gpg():

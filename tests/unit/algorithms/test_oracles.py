@@ -81,6 +81,15 @@ def test_advantages_are_verls(batch, name, settings):
 
 
 @pytest.mark.parametrize("batch", BATCHES)
+def test_advantages_against_a_greedy_sample_are_verls(batch):
+    """Whose reward is any number: that of the batch's second function."""
+    masks, rewards = np.array(batch["mask"]), np.array(batch["rewards"])
+    step = Rewarded(rewards, np.array(batch["groups"]), masks, baselines=np.array(batch["second"]))
+    found = np.array(made(advantage="remax")._advantage.of_step(step))
+    assert_close(found, batch["advantages_of"]["remax"], masks)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
 def test_advantages_of_gpg_are_verls_but_for_the_share_that_they_are_divided_by(batch):
     """Of the samples whose groups tell them apart, as the paper and its authors' code have it; verl
     takes the share of the samples whose reward is not 0."""

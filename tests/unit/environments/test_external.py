@@ -91,6 +91,7 @@ async def test_an_agent_tells_which_turn_has_earned_what(make):
     assert not group.failures and group.rewards.tolist() == [1, 1]
     assert group.details.by_turn == {0: [0.25, 0.75], 1: [0.25, 0.75]}
     assert counted(group) == {"done": 2, "turns": 4}
+    assert [one.states for one in group.samples] == [(None, "sure? ?")] * 2
 
 
 async def test_without_a_reward_of_its_agent_a_trajectory_has_that_of_the_function(make):

@@ -142,6 +142,19 @@ def test_what_its_turns_earn_counts_at_their_ends(make):
     assert "OnlySteps: get_turn_reward returned inf, not a finite number" in group.failures[0]
 
 
+def test_it_tells_of_the_state_before_each_turn(make):
+    """The last turn, which calls nothing, too; a call that cannot be read leaves the state as it
+    is."""
+    said = Speaker("[increment(2)]", "[increment(a)]", "[increment(1)]", "x")
+    group = roll(make("StatesEnv", response=400), said, row())
+    (one,) = group.samples
+    assert one.states == ("at 0", "at 2", "at 2", None) and len(one.turn_ends) == 4
+    assert "get_turn_state" not in asked(one)  # it is no tool
+    assert roll(make("IncrementEnv"), Speaker("x"), row()).samples[0].states == ()
+    group = roll(make("StatesEnv", retries=0), Speaker("[increment(4)]", "x"), row())
+    assert "StatesEnv: get_turn_state returned 4, not a text or None" in group.failures[0]
+
+
 def test_of_several_a_row_names_its_own_and_only_that_ones_tools_are_told_of(make):
     factories = {"count": f"{FILE}:TargetEnv", "game": f"{FILE}:GameEnv"}
     tools = [f"{HELPERS}/tools_of_tests.py:add"]

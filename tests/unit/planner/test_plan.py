@@ -58,6 +58,19 @@ def test_ranks_hold_the_whole_model_once(name):
         assert found[tensor] == tensor.size * 8 // cut, tensor.name
 
 
+def test_a_greedy_sample_is_one_more_of_each_prompt_to_engines_and_none_to_trainers():
+    def seconds(size: int, advantage: str = "rloo"):
+        config = config_of(algorithm={"group_size": size, "advantage": advantage})
+        lengths = Lengths(512, 512)
+        return make(
+            find("qwen3-30b-a3b"), config, Assumed(Hardware(8), "bf16", "bf16", lengths)
+        ).seconds
+
+    greedy, same, more = seconds(7, "remax"), seconds(7), seconds(8)
+    assert greedy.rollout == more.rollout > same.rollout
+    assert greedy.train == same.train < more.train
+
+
 def test_classes_are_the_sums_of_their_tensors():
     facts = find("kimi-k2")
     config = config_of(

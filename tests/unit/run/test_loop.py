@@ -30,6 +30,34 @@ def test_a_teacher_scores_each_group_before_its_advantages_are_made():
         assert [one.tolist() for one in batch.advantages] == [[-0.5, -2.0]] * 4
 
 
+REMAX = with_settings(CONFIG, {"algorithm": {"advantage": "remax"}})
+
+
+def test_a_greedy_sample_of_each_prompt_is_the_baseline_and_in_no_batch():
+    """Of rewards 1 and 0 against its 0.5; it has the version and the seed of its ticket. Where all
+    are right it tells them from itself, and nothing is drawn again."""
+    made = run(config=REMAX, equal=[2])
+    assert made.error is None and len(made.trainer.batches) == 2
+    signs = [[one.tolist() for one in batch.advantages] for batch in made.trainer.batches]
+    assert signs == [[[0.5] * 2, [-0.5] * 2] * 2, [[0.5] * 2, [0.5] * 2, [0.5] * 2, [-0.5] * 2]]
+    assert len(made.engines.asked) == 8 and len({*made.engines.asked}) == 4
+    again = with_settings(REMAX, {"algorithm": {"draw_again": 2}})
+    made = run(config=again, equal=[2])
+    assert made.error is None and made.records.again == 0
+    assert run(config=with_settings(CONFIG, {"algorithm": {"draw_again": 2}}),
+               equal=[2]).records.again == 1  # fmt: skip
+
+
+def test_where_the_greedy_sample_has_failed_so_has_its_group():
+    made = run(config=REMAX, failed=1)
+    (first, second), *_ = (facts.groups for facts in made.records.steps)
+    assert np.isnan(first.rewards).all() and second.baseline == 0.5
+    assert first.failures == ["the judge is gone", "its greedy sample, the judge is gone"]
+    assert first.details.reasons == {0: "its greedy sample, the judge is gone"}
+    weights = [one.tolist() for one in made.trainer.batches[0].weights]
+    assert weights == [[0, 0], [0, 0], [1, 1], [1, 1]]
+
+
 def test_the_weight_of_the_kl_follows_the_kl_of_each_step_that_trained_the_policy():
     """Of 0.01, 0.02, …; the target is 0.02. A step has 4 samples, the horizon is 8."""
     config = with_settings(CONFIG, {"trainer": {"steps": 4}})

@@ -11,6 +11,7 @@ import pytest
 from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import FunctionRewards, Group, Prompt, Sample, Segment
+from lora_moe_rl.files.sample_records import sample_record
 from lora_moe_rl.run.reward_metrics import metrics_of, reward_metrics, reweight_metrics, set_metrics
 
 SAMPLES = 6
@@ -99,6 +100,15 @@ def test_a_teachers_metrics_are_of_the_tokens_that_it_scored():
     assert found["teacher/reverse_kl"] == 2 and found["teacher/logprob"] == -2
     one.rewards[:] = math.nan
     assert math.isnan(reward_metrics([one], RunConfig())["teacher/reverse_kl"])
+
+
+def test_rewards_of_greedy_samples_are_on_record_where_there_are_any():
+    one, other, none = a_group(), a_group(), a_group()
+    one.baseline, other.baseline = 0.5, 0.0
+    assert reward_metrics([one, other, none], RunConfig())["reward/baseline"] == 0.25
+    assert "reward/baseline" not in reward_metrics([none], RunConfig())
+    assert sample_record(1, other, None, 0)["baseline"] == 0
+    assert "baseline" not in sample_record(1, none, None, 0)
 
 
 def test_what_was_drawn_is_on_record_and_nothing_where_nothing_is_drawn():

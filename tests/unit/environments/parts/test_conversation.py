@@ -256,6 +256,43 @@ def test_where_there_is_no_reward_or_no_one_sample_no_turn_has_earned_anything()
         assert group.rewards.tolist() == [1.25, 1.25, 1] and not group.details.by_turn
 
 
+def test_a_turn_keeps_the_state_that_it_began_in():
+    """The second is asked twice, and goes on; of the third nothing is said."""
+
+    async def told(*after):
+        one = Conversation(WrittenPolicy(), 0, [1], 500, 400)
+        one.in_state("hall")
+        await one.ask(5)
+        one.in_state("yard")
+        one.tell("tool", [2], "out")
+        await one.ask(5)
+        one.in_state("street")
+        await one.ask(5)
+        one.tell("tool", [3], "on")
+        await one.ask(5)
+        if after:
+            one.in_states(after)
+        (made,), _ = one.samples()
+        return made
+
+    made = asyncio.run(told())
+    assert made.states == ("hall", "yard", None) and len(made.turn_ends) == 3
+    assert made.turn_states[:2] == ["hall", "yard"] and isinstance(made.turn_states[2], bytes)
+    assert asyncio.run(told(None, "a", "b")).states == (None, "a", "b")
+    assert asyncio.run(talk(WrittenPolicy(), 0, [1], [])).samples()[0][0].states == ()
+
+
+def test_of_several_samples_states_are_told_of_none():
+    async def forked():
+        one = await talk(WrittenPolicy(), 0, [1], [])
+        one.go_on("user", [3], "anew")
+        await one.ask(5)
+        one.in_states(["a", "b"])
+        return one.samples()[0]
+
+    assert [one.states for one in asyncio.run(forked())] == [(), ()]
+
+
 def test_a_turn_earns_finite_numbers():
     one = asyncio.run(talk(WrittenPolicy(), 0, [1], []))
     with pytest.raises(ValueError, match="turn 1 has earned nan, which is no finite number"):
