@@ -30,11 +30,14 @@ class Starting:
         self._begin(self._waves[0])
 
     def wait(self) -> list[dict]:
-        """What each returns. Raises what `actors.get` does; each wave may take `timeout_s`."""
+        """What each returns, asked once. Raises what `actors.get` does; each wave may take
+        `timeout_s`."""
         for wave in self._waves:
             self._begin(wave)
             get([self.actors[i] for i in wave], [self.calls[i] for i in wave], self.timeout_s)
-        return get(self.actors, self.calls, self.timeout_s)
+        found = get(self.actors, self.calls, self.timeout_s)
+        self.actors = ()  # nothing of one that is replaced later is kept open here
+        return found
 
     def _begin(self, wave: list[int]) -> None:
         for index in wave:

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from lora_moe_rl import cli
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig, TrainerConfig
