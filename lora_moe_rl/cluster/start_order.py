@@ -26,18 +26,19 @@ class Starting:
     def __init__(self, actors: Sequence[Actor], share: bool, timeout_s: float):
         self.actors, self.timeout_s = actors, timeout_s
         self.calls: list[Any | None] = [None] * len(actors)
+        self._found: list[dict] | None = None
         self._waves = waves(_gpus_of(actors)) if share else [list(range(len(actors)))]
         self._begin(self._waves[0])
 
     def wait(self) -> list[dict]:
-        """What each returns, asked once. Raises what `actors.get` does; each wave may take
-        `timeout_s`."""
-        for wave in self._waves:
-            self._begin(wave)
-            get([self.actors[i] for i in wave], [self.calls[i] for i in wave], self.timeout_s)
-        found = get(self.actors, self.calls, self.timeout_s)
-        self.actors = ()  # nothing of one that is replaced later is kept open here
-        return found
+        """What each returns. Raises what `actors.get` does; each wave may take `timeout_s`."""
+        if self._found is None:
+            for wave in self._waves:
+                self._begin(wave)
+                get([self.actors[i] for i in wave], [self.calls[i] for i in wave], self.timeout_s)
+            self._found = get(self.actors, self.calls, self.timeout_s)
+            self.actors = ()  # one that is replaced later stays open nowhere
+        return self._found
 
     def _begin(self, wave: list[int]) -> None:
         for index in wave:
