@@ -13,7 +13,8 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 def numeric(host: str) -> str:
-    """The address, by number, that a name stands for on this machine. Raises OSError."""
+    """The address, by number, that a name stands for on this machine: of IPv4, as gloo and Ray are
+    told it, where a name has both. Raises OSError."""
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:
@@ -23,7 +24,7 @@ def numeric(host: str) -> str:
 def towards(host: str) -> str:
     """This machine's address on the way to another one: what that one sees. Nothing is sent.
     Raises OSError when there is no way to it."""
-    family, kind, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    family, kind, *_, address = socket.getaddrinfo(numeric(host), 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as one:
         one.connect(address)
         return one.getsockname()[0]

@@ -132,7 +132,10 @@ PARTS = {
         "lora_moe_rl.algorithms.corrections", ("base", "Correction"), "algorithm.correction"
     ),
     "rejection": Kind(
-        "lora_moe_rl.algorithms.rejections", ("base", "Rejection"), "algorithm.rejection"
+        "lora_moe_rl.algorithms.rejections",
+        ("base", "Rejection"),
+        "algorithm.rejection",
+        several=True,
     ),
 }
 ENVIRONMENTS = Kind("lora_moe_rl.environments", ("base", "Environment"), "environment.name")

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from lora_moe_rl.config import EvalSetConfig, RunConfig, SetConfig, SourceConfig
 from lora_moe_rl.config.files import SUFFIXES, read_config_file
 from lora_moe_rl.config.overrides import override, readable, with_settings
-from lora_moe_rl.config.plugins import KINDS
+from lora_moe_rl.config.plugins import KINDS, PARTS, Kind
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.importing import absolute_spec, load_file
 
@@ -76,9 +76,10 @@ def resolve(config: RunConfig) -> RunConfig:
     for section in KINDS:
         name = getattr(config, section).name
         if ":" in name:
-            ones = name.split(",") if KINDS[section].several else [name]
-            specs = [_spec(f"{section}.name", one) if ":" in one else one for one in ones]
-            settings[section] = {"name": ",".join(specs)}
+            settings[section] = {"name": _specs(KINDS[section], name)}
+    for part, kind in PARTS.items():
+        if isinstance(name := getattr(config.algorithm, part, None), str) and ":" in name:
+            settings.setdefault("algorithm", {})[part] = _specs(kind, name)
     settings["environment"] = settings.get("environment", {}) | config.environment.absolute()
     settings["checkpoint"] = config.checkpoint.absolute()
     settings["adapter"] = config.adapter.absolute()
@@ -118,6 +119,12 @@ def _resolved(source: SourceConfig) -> dict[str, Any]:
     if own and source.reward is not None and ":" in source.reward:
         found["reward"] = _spec(source.key("reward"), source.reward)
     return found
+
+
+def _specs(kind: Kind, names: str) -> str:
+    """Names of plug-ins, of which those of one's own are good in any directory."""
+    ones = names.split(",") if kind.several else [names]
+    return ",".join(_spec(kind.key, one) if ":" in one else one for one in ones)
 
 
 def _spec(key: str, spec: str) -> str:

@@ -263,7 +263,7 @@ def check_shown(
     they do not know. Turns of the assistant and of tools may be written otherwise, and any text may
     be: it is left out when nothing changes with it."""
     for i, message in enumerate(messages):
-        said = message["content"].strip()
+        said = (message["content"] or "").strip()  # None of a turn that is calls of tools alone
         if not said or message["role"] in ("assistant", "tool"):
             continue
         if len(said) >= NOT_BY_CHANCE and said in rendered:

@@ -3,6 +3,7 @@ resumable."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -19,6 +20,7 @@ from lora_moe_rl.data.samples import Prompt
 from lora_moe_rl.errors import ConfigError, DataError
 
 MAX_LEFT_OUT = 10_000
+LOOK_S = 1.0  # of a generator's rows before a run, beside its first
 # Settings that make other prompts of the same rows; what chooses the rows shows in their content.
 SHAPING = (
     "args",
@@ -98,13 +100,18 @@ class PromptSource:
 
     def repeated(self, per_step: int) -> list[str]:
         """A sentence when there are fewer prompts than a step takes, so that each step has some of
-        them more than once. Of a generator that ends all its rows count."""
+        them more than once. Of a generator that ends all its rows count; one that is still at it
+        after LOOK_S is not waited for."""
         config = self._config
         if config.path is not None:
             named, found = f"{config.key('path')}={config.path}", len(self._rows)
         else:
             named = f"{config.key('generator')}={config.generator}"
-            found = sum(1 for _ in islice(self._open_stream(), per_step))
+            found, end = 0, time.monotonic() + LOOK_S
+            for _ in islice(self._open_stream(), per_step):
+                found += 1
+                if time.monotonic() > end:
+                    return []
         if found >= per_step:
             return []
         limit = f" ({config.key('limit')}={config.limit})" if config.limit is not None else ""

@@ -11,20 +11,25 @@ import ctypes
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Writes `path` whole or not at all."""
+    """Writes `path` whole or not at all: of what a full disk has not taken nothing stays there."""
     scratch = path.with_name(f".{path.name}.tmp")
-    with open(scratch, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, path)
+    try:
+        with open(scratch, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    except OSError:
+        with suppress(OSError):
+            scratch.unlink(missing_ok=True)
+        raise
     sync(path.parent)
 
 

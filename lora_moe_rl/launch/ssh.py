@@ -43,7 +43,9 @@ export RAY_worker_niceness=0 # Ray gives its workers a low priority by default
 started=()
 trap 'rm -f "$RAY_AUTH_TOKEN_PATH"; kill "${{started[@]}}" 2> /dev/null || true' EXIT
 
-address=$(python -m lora_moe_rl.launch.address ${{others[0]:-}}) # as the others see it
+other=() # by the name that ssh makes of it, without a user
+[ -z "${{others[0]:-}}" ] || other=("$(ssh -G "${{others[0]}}" | sed -n 's/^hostname //p')")
+address=$(python -m lora_moe_rl.launch.address "${{other[@]}}") # as the others see it
 ray start --head --node-ip-address="$address" --port={port} --num-gpus={job.gpus} --block &
 ray=$!
 started+=("$ray")

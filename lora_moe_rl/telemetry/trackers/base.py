@@ -68,9 +68,14 @@ class Tracker(Plugin):
 
     @classmethod
     def check_installed(cls) -> None:
-        """Raises ConfigError for a package that is not there; imports none."""
+        """Raises ConfigError for a package that is not there; imports none of `modules`, but what
+        they are in."""
         for module in cls.modules:
-            if find_spec(module) is None:
+            try:
+                found = find_spec(module)
+            except ModuleNotFoundError:  # of what it is in
+                found = None
+            if found is None:
                 raise cls.missing(ImportError(name=module))
 
     @classmethod

@@ -41,6 +41,20 @@ def test_what_another_machine_sees_is_not_loopback_whatever_the_name_stands_for(
     assert address.main(OUTSIDE) == 0 and capsys.readouterr().out == f"{found}\n"
 
 
+def test_of_a_name_with_addresses_of_both_kinds_it_is_that_of_ipv4(monkeypatch):
+    """Behind `$address:6379` nobody would find the port of the other."""
+    usual = socket.getaddrinfo
+
+    def resolve(host, *args, **more):
+        found = usual("127.0.0.1" if host == "both" else host, *args, **more)
+        six = socket.AF_INET6, socket.SOCK_DGRAM, 17, "", ("::1", 9, 0, 0)
+        return [six, *found] if host == "both" else found
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(socket, "gethostbyname", lambda host: "127.0.0.1")
+    assert addresses.towards("both") == "127.0.0.1"
+
+
 def test_a_node_whose_name_stands_for_this_machine_is_told(capsys):
     assert address.main("localhost") == 2
     assert "localhost stands for this machine itself (127.0.0.1)" in capsys.readouterr().err

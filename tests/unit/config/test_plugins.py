@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.plugins import own_files
+from lora_moe_rl.config.recipes import resolve
 
 MINE = """
 from lora_moe_rl.algorithms.grpo import GRPO
 from lora_moe_rl.algorithms.losses.base import PolicyLoss
+from lora_moe_rl.algorithms.rejections.base import Rejection
 from lora_moe_rl.environments.single_turn import SingleTurn
 
 class MyGRPO(GRPO):
@@ -16,6 +18,9 @@ class MyGRPO(GRPO):
 class MyLoss(PolicyLoss):
     def loss(self, tokens):
         raise NotImplementedError
+
+class MyRejection(Rejection):
+    pass
 
 class MyTurn(SingleTurn):
     pass
@@ -34,3 +39,24 @@ def test_files_that_every_process_needs_to_read_a_config_are_known(tmp_path):
     )
     assert sorted(own_files(config)) == sorted(files)
     assert own_files(RunConfig()) == []
+
+
+def test_a_resolved_config_names_them_in_any_directory(tmp_path, monkeypatch):
+    """Parts of an algorithm too, and those of several."""
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    config = RunConfig.model_validate(
+        {
+            "algorithm": {
+                "name": "mine.py:MyGRPO",
+                "loss": "mine.py:MyLoss",
+                "rejection": "mine.py:MyRejection, veto",
+            },
+            "environment": "mine.py:MyTurn",
+        }
+    )
+    found = resolve(config)
+    mine = tmp_path / "mine.py"
+    assert found.algorithm.loss == f"{mine}:MyLoss" and found.algorithm.name == f"{mine}:MyGRPO"
+    assert found.algorithm.rejection == f"{mine}:MyRejection, veto"
+    assert own_files(found) == [mine] and resolve(found) == found

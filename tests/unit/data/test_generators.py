@@ -7,9 +7,11 @@ import pytest
 from prompt_sources import TOKENIZER, source, texts
 
 from lora_moe_rl.config import DataConfig
+from lora_moe_rl.data import prompts
 from lora_moe_rl.data.generators import numbered
 from lora_moe_rl.data.prompts import PromptSource
 from lora_moe_rl.errors import ConfigError, DataError
+from lora_moe_rl.files.importing import load_file
 
 
 def test_generators(generators):
@@ -147,3 +149,25 @@ def test_a_generator_that_ends_within_a_step_is_told_of(generators):
     assert texts(three.next(2)) == ["a", "b"]  # none was drawn by looking
     assert source(generator=f"{generators}:counting").repeated(1000) == []
     assert source(generator=f"{generators}:counting", limit=9).repeated(10) != []
+
+
+def test_a_generator_that_takes_its_time_is_not_waited_for(tmp_path, monkeypatch):
+    """As one that asks a server for each row, of which a step takes hundreds."""
+    file = tmp_path / "slow.py"
+    file.write_text(
+        "import time\n"
+        "drawn = 0\n"
+        "def rows():\n"
+        "    global drawn\n"
+        "    for _ in range(40):\n"
+        "        time.sleep(0.02)\n"
+        "        drawn += 1\n"
+        '        yield {"prompt": str(drawn)}\n'
+    )
+    slow = source(generator=f"{file}:rows")
+    found = load_file(file)
+    found.drawn = 0
+    monkeypatch.setattr(prompts, "LOOK_S", 0.1)
+    assert slow.repeated(1000) == [] and found.drawn < 10
+    monkeypatch.setattr(prompts, "LOOK_S", 60)
+    assert "has 40 prompts" in slow.repeated(1000)[0]

@@ -93,6 +93,15 @@ def test_a_template_may_write_space_and_the_assistants_turns_otherwise(write):
     assert TOKENIZER.decode(prompt.token_ids) == said
 
 
+def test_a_turn_that_is_calls_of_tools_alone_says_nothing(write):
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    called = message("assistant", None) | {"tool_calls": [call]}
+    path = write({"messages": [message("user", "1+2="), called, message("user", "go on")]})
+    (prompt,) = passing_over(path).next(1)
+    said = "user: 1+2=\nassistant: \nuser: go on\nassistant: "
+    assert TOKENIZER.decode(prompt.token_ids) == said
+
+
 def test_a_short_text_that_stands_there_by_chance_is_missed_all_the_same(write):
     """As every digit does in a sum."""
     path = write({"messages": [message("human", "1"), message("user", "1+2=")]})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 from lora_moe_rl.files import eval_files
 from lora_moe_rl.files.jsonl import read_jsonl
 from lora_moe_rl.files.trouble import Trouble
@@ -34,6 +36,23 @@ def test_samples_that_the_disk_refuses_wait_for_the_next_evaluation(tmp_path):
     for step in (2, 4):
         assert list(read_jsonl(eval_files.path_of(tmp_path, step))) == [{"row": step}]
     assert said[1:] == ["samples of an evaluation can be written again"]
+
+
+def test_of_samples_that_fit_by_half_nothing_stays_on_a_full_disk(tmp_path):
+    """It would keep the room that checkpoints want."""
+    said: list[str] = []
+    files = eval_files.EvalFiles(tmp_path, Trouble(said.append))
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, usual[1]))
+    try:
+        files.write(2, [{"text": "x" * (1 << 13)}])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert "File too large; those after step 2 wait" in said[0]
+    assert [*(tmp_path / "eval").iterdir()] == []
+    files.close()
+    (record,) = read_jsonl(eval_files.path_of(tmp_path, 2))
+    assert len(record["text"]) == 1 << 13
 
 
 def test_of_samples_that_the_disk_refuses_the_newest_wait_and_a_loss_is_said(tmp_path):

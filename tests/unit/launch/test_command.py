@@ -41,7 +41,7 @@ PROGRAMS = {
     "scontrol": "echo n1; echo n2",
     "srun": 'echo srun "$@" >> {told}; [[ "$*" != *--head* ]]',
     "ray": 'echo ray "$@" >> {told}; [[ "$*" != *--head* && $1 != status ]]',
-    "ssh": "true",
+    "ssh": '[[ $1 != -G ]] || printf "user me\\nhostname %s\\nport 22\\n" "${{2#*@}}"',
     "python": '[[ $2 != *.address ]] || echo "10.0.0.1 for $3"',
 }
 
@@ -50,7 +50,7 @@ PROGRAMS = {
 def test_ray_is_started_where_the_other_nodes_see_it_or_the_job_ends(tmp_path, kind):
     """The script, by bash, with programs that tell what they were given, and a Ray that does not
     start: nothing waits for it."""
-    folder = launch(tmp_path, kind, "--hosts", "n1,n2", "--environment", str(tmp_path))
+    folder = launch(tmp_path, kind, "--hosts", "n1,me@n2", "--environment", str(tmp_path))
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/activate").write_text("")
     told = tmp_path / "told"

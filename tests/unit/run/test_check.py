@@ -311,7 +311,7 @@ def test_a_run_that_is_there_is_told_of(check, tmp_path):
     assert code == 0 and "holds a run: go on with it by --resume" in found["run dir"][1]
 
 
-def test_a_tracker_has_to_be_installed(check, monkeypatch):
+def test_a_tracker_has_to_be_installed(check, monkeypatch, tmp_path):
     assert check("tracker=tensorboard,wandb")[1]["tracker"] == ("ok", "tensorboard,wandb")
     assert "tracker" not in check()[1]
     there = base.find_spec
@@ -319,6 +319,13 @@ def test_a_tracker_has_to_be_installed(check, monkeypatch):
     code, found, _ = check("tracker=tensorboard,wandb")
     assert code == 2 and found["tracker"][0] == "error"
     assert "wandb is not installed: pip install 'wandb==" in found["tracker"][1]
+    (tmp_path / "own.py").write_text(
+        "from lora_moe_rl.telemetry.trackers.base import Tracker\n"
+        "class Own(Tracker):\n"
+        "    packages, modules = ('their-cloud',), ('their.cloud',)\n"
+    )
+    code, found, _ = check(f"tracker={tmp_path}/own.py:Own")
+    assert code == 2 and "their.cloud is not installed" in found["tracker"][1]
 
 
 def test_a_dry_run_looks_at_the_adapter_and_the_run_directory_too(check, model, tmp_path, capsys):
