@@ -92,11 +92,14 @@ def test_the_base_and_older_versions_answer_beside_the_policy_and_are_not_traine
     assert total == len(base) + len(versions) + refused
 
     model, tokenizer = hf.load(resolve_model("qwen3_moe")), make_tokenizer()
-    for line in base[::4]:
-        np.testing.assert_allclose(line["logprobs"], by_itself(model, tokenizer, line), atol=1e-5)
-    trained = [line for line in versions if line["model"] == "policy@2"]
-    apart = [np.abs(line["logprobs"] - by_itself(model, tokenizer, line)).max() for line in trained]
-    assert max(apart) > 1e-3
+
+    def apart(line: dict) -> float:
+        return np.abs(line["logprobs"] - by_itself(model, tokenizer, line)).max()
+
+    # Of one odd prompt rounding moves the answer by 5e-5: 1e-7 of its embeddings does by 3e-5.
+    far = [apart(line) for line in base]
+    assert np.quantile(far, 0.9) < 1e-5 and max(far) < 2e-4
+    assert max(apart(line) for line in versions if line["model"] == "policy@2") > 1e-3
 
     alone = asked_by(tmp_path / "alone", monkeypatch, None)
     assert {record["environment/base_requests"] for record in alone} == {0}
