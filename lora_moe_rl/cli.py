@@ -273,6 +273,7 @@ BENCH = {
     "planned": ("bench.planned", "the plan's memory against what ranks and engines hold"),
     "colocated": ("bench.colocated", "trainer and engine that take turns, against both at once"),
     "prompts": ("bench.prompts", "prompts computed once for all samples, against one each"),
+    "lengths": ("bench.lengths", "samples of unlike lengths, attended to in one batch or several"),
     "head": ("bench.head", "logprobs of long sequences: memory and time, against all logits"),
     "dequant": ("bench.dequant", "a quantised base in the trainer, against one of numbers"),
     "refit": ("bench.refit", "an adapter into vLLM, against vLLM's own ways and a plain copy"),

@@ -59,6 +59,11 @@ def same_gpus(config: RunConfig, gpus: bool) -> bool:
     return 0 < gpus_of_rank(config, gpus) < 1 and 0 < gpus_of_engine(config, gpus) < 1
 
 
+def engines_share(config: RunConfig, gpus: bool) -> bool:
+    """Whether several engines may stand on one GPU, of which each has a fraction."""
+    return config.num_engines > 1 and 0 < gpus_of_engine(config, gpus) < 1
+
+
 def gpus_of_rank(config: RunConfig, gpus: bool) -> float:
     return config.trainer.gpus_per_rank if _trains_on_gpu(config, gpus) else 0
 

@@ -47,6 +47,7 @@ class Placement:
         self.engine_gpus = bundles.gpus_of_engine(config, gpus)
         self.shared = bundles.shared_size(config, gpus)
         self.same_gpus = bundles.same_gpus(config, gpus)
+        self.engines_share = bundles.engines_share(config, gpus)
         self.firm = bundles.firm_engines(config)
         self._own: dict[int, PlacementGroup] = {}  # of engines that may join
         self._bundle_of_engine = bundles.of_engine(config, gpus)

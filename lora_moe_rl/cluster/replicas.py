@@ -15,6 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from lora_moe_rl.cluster.placement import Placement
 from lora_moe_rl.cluster.pulse import UNHEARD, Pulse
 from lora_moe_rl.cluster.spread_actor import SpreadActor
 from lora_moe_rl.cluster.stacks import Place
+from lora_moe_rl.cluster.start_order import Starting
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import (
     ActorFailed,
@@ -74,7 +76,8 @@ class Replicas:
         self.config, self.spec, self.model_dir, self.run_dir = config, spec, model_dir, run_dir
         self.placement, self.held = placement, held
         self.route_pieces = len(outputs.route_pieces(spec.shape, config.trainer))
-        self._starting: list[Any] = []
+        self._starting: Starting | None = None
+        self._one_starts = asyncio.Lock()  # where they share GPUs
         self.prove: Callable[[int, int], Awaitable[None]] | None = None
         self.renew: Callable[[], Awaitable[bool]] | None = None
         self.restarts = 0
@@ -125,7 +128,7 @@ class Replicas:
     @property
     def starting(self) -> dict[str, Any | None]:
         """By actor, the call that starts it."""
-        calls = self._starting or [None] * len(self.actors)
+        calls = self._starting.calls if self._starting else [None] * len(self.actors)
         return {actor.name: ref for actor, ref in zip(self.actors.values(), calls, strict=True)}
 
     @property
@@ -138,11 +141,12 @@ class Replicas:
         return [index for index in range(self.config.rollout.engines) if index not in self.absent]
 
     def start_async(self) -> None:
-        self._starting = [actor.start() for actor in self.actors.values()]
+        actors, timeout_s = list(self.actors.values()), self.config.rollout.start_timeout_s
+        self._starting = Starting(actors, self.placement.engines_share, timeout_s)
 
     def wait_started(self) -> list[dict]:
-        actors = list(self.actors.values())
-        return get(actors, self._starting, self.config.rollout.start_timeout_s)
+        assert self._starting is not None
+        return self._starting.wait()
 
     def prepare_refit(self, layouts: list[PartLayout], channel: Channel) -> None:
         actors = list(self.actors.values())
@@ -345,7 +349,8 @@ class Replicas:
         """Starts an engine that is asked for nothing yet."""
         actor = self.actors[index] = self._actor(index)
         self.pulses[index] = Pulse(self.config.rollout.silent_s)
-        await answer(actor, actor.start(), self.config.rollout.start_timeout_s)
+        async with self._one_starts if self.placement.engines_share else nullcontext():
+            await answer(actor, actor.start(), self.config.rollout.start_timeout_s)
         if self.prepared is not None:
             await self._refitted(actor, actor.remote("prepare_refit", *self.prepared))
         if self.pinned is not None:

@@ -32,7 +32,21 @@ class SpreadActor(Actor):
         for one in self.ranks:
             started = one.remote("start", meeting)
             started.future().add_done_callback(lambda found, one=one: self._started(one, found))
-        return self.remote("start", meeting)
+        begun = self.remote("start", meeting)
+        begun.future().add_done_callback(self._all_there)
+        return begun
+
+    def _all_there(self, begun: Future) -> None:
+        """The front has met all ranks: what those elsewhere share needs its names no more."""
+        if begun.exception() is not None:
+            return
+        for one in self.ranks:
+            told = one.remote("forget_names").future()
+            told.add_done_callback(lambda found, one=one: self._forgotten(one, found))
+
+    def _forgotten(self, one: Actor, found: Future) -> None:
+        if (error := found.exception()) is not None and not self._ending:
+            log.warning("%s may leave files in /dev/shm behind: %s", one.name, error)
 
     def _started(self, one: Actor, found: Future) -> None:
         try:

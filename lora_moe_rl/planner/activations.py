@@ -1,16 +1,16 @@
 """What autograd keeps of one layer and micro-batch between the forward and the backward.
 
-Counted operation by operation, for two sets of modules. FUSED are those of GPUs: Transformer
-Engine's attention, and one kernel for an activation and what it is multiplied by. LOCAL are those
-of the CPU (`trainer/local_modules.py`), which torch's own operations are made of. Both have
-adapters as in `adapters/layers.py`. The base is frozen: what only the gradient of a weight would
-need is kept where an adapter reads it. Experts are taken to be evenly loaded, and sequences to be
-equally long: LOCAL attention pads those of a micro-batch to the longest.
+Counted operation by operation, for two sets of modules. FUSED are those of a GPU that has
+Transformer Engine: its attention, and one kernel for an activation and what it is multiplied by.
+LOCAL are all others (`trainer/local_modules.py`), which torch's own operations are made of. Both
+have adapters as in `adapters/layers.py`. The base is frozen: what only the gradient of a weight
+would need is kept where an adapter reads it. Experts are taken to be evenly loaded, and sequences
+to be equally long: LOCAL attention pads those of about a length to the longest of them.
 
 Figures are bytes of one of a rank's tokens of the micro-batch (of cp ranks each has its share),
-but for the head's. Letters: h hidden
-size, t tensor-parallel ranks (activations outside attention and MLPs are cut over them: sequence
-parallelism), n expert rows a token on one rank, b bytes an activation.
+but for the head's. Letters: h hidden size, t tensor-parallel ranks (activations outside attention
+and MLPs are cut over them: sequence parallelism), n expert rows a token on one rank, b bytes an
+activation.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import NamedTuple
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import TrainerConfig
+from lora_moe_rl.config.trainer import has_transformer_engine
 from lora_moe_rl.planner.facts import Facts
 from lora_moe_rl.trainer.logits import LOGIT_BYTES, rows_at_once
 
@@ -50,17 +51,18 @@ HEAD_ROWS = 3
 
 
 def modules_of(trainer: TrainerConfig) -> Modules:
-    return LOCAL if trainer.device == "cpu" else FUSED
+    """Those that a rank builds, if it has the packages that are here."""
+    return FUSED if trainer.device != "cpu" and has_transformer_engine() else LOCAL
 
 
 def kept_by_layer(
-    facts: Facts, spec: AdapterSpec, layer: int, trainer: TrainerConfig, b: int
+    facts: Facts, spec: AdapterSpec, layer: int, trainer: TrainerConfig, b: int, modules: Modules
 ) -> dict[str, float]:
     """`{part: bytes a token}` of one layer without recomputation."""
-    shape, t, modules = facts.shape, trainer.tp, modules_of(trainer)
+    shape, t = facts.shape, trainer.tp
     kept = {
         "norms and linear inputs": 4 * shape.hidden_size * b / t,
-        "attention": _attention(facts, spec, layer, trainer, b),
+        "attention": _attention(facts, spec, layer, trainer, b, modules),
         "adapters": _adapters(spec, layer, trainer, b),
     }
     d = shape.dims
@@ -124,17 +126,16 @@ def widths(shape: ModelShape) -> tuple[int, int]:
 
 
 def _attention(
-    facts: Facts, spec: AdapterSpec, layer: int, trainer: TrainerConfig, b: int
+    facts: Facts, spec: AdapterSpec, layer: int, trainer: TrainerConfig, b: int, modules: Modules
 ) -> float:
     if facts.shape.family.attention == "mla":
         adapted = f"layers.{layer}.kv_b_proj" in spec.by_name
-        return _mla(facts, adapted, trainer, b)
-    return _gqa(facts, trainer, b)
+        return _mla(facts, adapted, trainer.tp, b, modules)
+    return _gqa(facts, trainer, b, modules)
 
 
-def _mla(facts: Facts, adapted: bool, trainer: TrainerConfig, b: int) -> float:
+def _mla(facts: Facts, adapted: bool, t: int, b: int, modules: Modules) -> float:
     """`adapted`: whether the projection of the compressed keys and values is."""
-    t, modules = trainer.tp, modules_of(trainer)
     d, (query, _) = facts.shape.dims, widths(facts.shape)
     value = d["heads"] * d["v_dim"]
     # Queries, keys, values, which mcore pads to the width of keys, and so the output; cut back, it
@@ -147,8 +148,8 @@ def _mla(facts: Facts, adapted: bool, trainer: TrainerConfig, b: int) -> float:
     return (attended + low) * b / t + rotary * b + d["heads"] * STATISTIC / t
 
 
-def _gqa(facts: Facts, trainer: TrainerConfig, b: int) -> float:
-    t, modules = trainer.tp, modules_of(trainer)
+def _gqa(facts: Facts, trainer: TrainerConfig, b: int, modules: Modules) -> float:
+    t = trainer.tp
     d, normed = facts.shape.dims, facts.shape.family.qk_norm(facts.config)
     query, key = widths(facts.shape)
     fused, statistics = modules is FUSED, d["heads"]

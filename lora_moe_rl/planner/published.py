@@ -13,6 +13,7 @@ from typing import Any
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import AdapterConfig, RunConfig
+from lora_moe_rl.planner.activations import FUSED
 from lora_moe_rl.planner.base import num_parameters, prediction_parameters
 from lora_moe_rl.planner.facts import Facts, config_of, find, known
 from lora_moe_rl.planner.hardware import GIB
@@ -172,7 +173,7 @@ def _config(facts: Facts, trainer: dict, adapter: AdapterConfig, tokens: int) ->
 
 def _heaviest(facts: Facts, config: RunConfig):
     spec = AdapterSpec.build(facts.shape, config.adapter)
-    classes = TrainerMemory(facts, spec, "bf16").classes(config)
+    classes = TrainerMemory(facts, spec, "bf16", FUSED).classes(config)
     return max(classes, key=lambda c: c.base_parameters)
 
 

@@ -19,11 +19,13 @@ from lora_moe_rl.algorithms.base import Algorithm
 from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.config.trainer import OFFLOAD_BYTES
 from lora_moe_rl.planner.activations import (
+    Modules,
     communication,
     head,
     kept_by_layer,
     kept_when_recomputed,
     layer_work,
+    modules_of,
 )
 from lora_moe_rl.planner.base import (
     PARTS,
@@ -105,8 +107,11 @@ class TrainerMemory:
     Layers of one kind (dense or MoE, with the same adapters) are counted once a layout.
     """
 
-    def __init__(self, facts: Facts, spec: AdapterSpec, weights: Format):
-        self.facts, self.spec = facts, spec
+    def __init__(
+        self, facts: Facts, spec: AdapterSpec, weights: Format, modules: Modules | None = None
+    ):
+        """`modules`: that ranks are built of; None: `modules_of` each trainer."""
+        self.facts, self.spec, self.modules = facts, spec, modules
         self.weights: Format = weights
         self.formats: list[Format] = sorted({*FORMATS, weights})
         sites: dict[int, list[Site]] = {}
@@ -231,7 +236,8 @@ class TrainerMemory:
         trainer, shape, b = config.trainer, self.facts.shape, itemsize(self.weights)
         tokens = math.ceil(micro_batch_tokens(config) / trainer.cp)
         kinds = Counter(self.kind[layer] for layer in layers)
-        full = {k: sum(kept_by_layer(self.facts, self.spec, k, trainer, b).values()) for k in kinds}
+        built_of = trainer, b, self.modules or modules_of(trainer)
+        full = {k: sum(kept_by_layer(self.facts, self.spec, k, *built_of).values()) for k in kinds}
         kept, work = full, layer_work(shape, trainer, b)
         if trainer.recompute == "full":
             kept = dict.fromkeys(full, kept_when_recomputed(shape, trainer.tp, b))

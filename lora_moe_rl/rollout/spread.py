@@ -20,6 +20,7 @@ from lora_moe_rl.cluster.log import redirect
 from lora_moe_rl.config import RolloutConfig, RunConfig
 from lora_moe_rl.refit.transports import place
 from lora_moe_rl.rollout import device as engine_device
+from lora_moe_rl.rollout import unnamed
 from lora_moe_rl.upstream.checks import require_parameters, require_version
 from lora_moe_rl.upstream.uncollected import uncollected
 
@@ -96,6 +97,10 @@ class RanksOfEngine:
             log_stats=False,
         )
         return place()
+
+    async def forget_names(self) -> list[str]:
+        """Called once the front has met them all: see `unnamed`."""
+        return unnamed.forget_names()
 
     async def ended(self) -> str:
         """Waits until one of the processes has ended; which, and how."""

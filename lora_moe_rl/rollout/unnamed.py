@@ -4,7 +4,7 @@ vLLM's processes of one engine speak through files in /dev/shm where a model is 
 them (`vllm/distributed/device_communicators/shm_broadcast.py`, `cpu_communicator.py`), and remove
 these when they are shut down. The actors of a run are killed, at its end too, and every such engine
 would leave its files behind: 8 MiB a run with rollout.tp=2 on a CPU. Ranks on an engine's further
-nodes still do.
+nodes are told when all have met (`cluster/spread_actor.py`).
 
     a name, while others come to open it ──> all have it open ──> no name: it goes with the last
                                                                   process that has it open

@@ -14,6 +14,7 @@ from lora_moe_rl.cluster import replicas as group
 from lora_moe_rl.cluster.engines import RolloutEngines
 from lora_moe_rl.cluster.ray_start import init_ray
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import EngineDied
 
 SPEC = SimpleNamespace(shape=SimpleNamespace(num_layers=2, moe_layers=(0, 1)))
 ray.cloudpickle.register_pickle_by_value(obedient_engine)  # the actors find no helpers of tests
@@ -41,7 +42,7 @@ def start(ray_session, tmp_path, monkeypatch):
         run_dir = SimpleNamespace(
             log_path=lambda name: tmp_path / f"{name}.log", tail=lambda name: f"tail of {name}"
         )
-        place = SimpleNamespace(engine=lambda index: {"num_cpus": 0})
+        place = SimpleNamespace(engine=lambda index: {"num_cpus": 0}, engines_share=False)
         made = RolloutEngines(config, SPEC, tmp_path, run_dir, place)
         made.proven = []
 
@@ -71,3 +72,27 @@ def asked(folder: Path, index: int) -> list[str]:
 
 def fate(folder: Path, index: int, method: str, *fates: str) -> None:
     (folder / f"fate-{index}-{method}").write_text("\n".join(fates))
+
+
+def sample(engines, tickets=4) -> tuple[list, int]:
+    """What the run gets for its tickets, each of them given out again when its engine dies; and how
+    often that was."""
+    given_back = []
+
+    async def roll(ticket):
+        while True:
+            try:
+                version, _ = engines.published
+                return await engines.policy(version, seed=ticket).sample([ticket], n=2)
+            except EngineDied:
+                given_back.append(ticket)
+
+    async def together():
+        found = await asyncio.gather(*(roll(ticket) for ticket in range(tickets)))
+        await engines.all_back()
+        return found
+
+    answers = asyncio.run(together())
+    answers = [(answer, sent.blocks[0].parts[0]) for answer, sent in answers]
+    assert [args[0] for (_, args), _ in answers] == [[ticket] for ticket in range(tickets)]
+    return answers, len(given_back)

@@ -57,7 +57,9 @@ def engines_of_a_run(folder: Path, monkeypatch):
     monkeypatch.setattr(replicas, "RolloutEngine", EndlessEngine)
     here = Path(__file__).parent
     folders = {"env_vars": {"PYTHONPATH": f"{here}:{here.parent / 'helpers'}:{here.parents[1]}"}}
-    place = SimpleNamespace(engine=lambda index: {"num_cpus": 1, "runtime_env": folders})
+    place = SimpleNamespace(
+        engine=lambda index: {"num_cpus": 1, "runtime_env": folders}, engines_share=False
+    )
     logs = SimpleNamespace(log_path=lambda name: folder / f"{name}.log", tail=lambda name: "")
     engines = RolloutEngines(config, spec, folder, logs, place)
     layouts = make_layouts(spec)

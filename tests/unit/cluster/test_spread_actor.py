@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
+import time
 
 import pytest
 import ray
@@ -13,6 +15,7 @@ from lora_moe_rl.cluster.actors import Actor
 from lora_moe_rl.cluster.spread_actor import SpreadActor
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.rollout import unnamed
 
 pytestmark = [pytest.mark.seconds, pytest.mark.usefixtures("ray_session")]
 
@@ -38,6 +41,15 @@ class Ranks:
         if self.fault == "start":
             raise RuntimeError("no model there")
         return f"ranks, {meeting}"
+
+    async def share(self, path: str) -> None:
+        """As vLLM's processes do among themselves, before they meet the front."""
+        with open(path, "wb+") as file:
+            file.truncate(4096)
+            self.shared = mmap.mmap(file.fileno(), 0)
+
+    async def forget_names(self) -> list[str]:
+        return unnamed.forget_names()
 
     async def ended(self) -> str:
         await self.over.wait()
@@ -74,6 +86,22 @@ def test_all_meet_at_the_front(spread):
     while not engine.places:
         ray.get(engine.remote("meeting"))
     assert engine.places == ["ranks, here"]
+
+
+def test_what_ranks_elsewhere_share_has_no_name_once_all_have_met(spread):
+    """They are killed at a run's end too, and would leave it behind."""
+    path = unnamed.PLACE / f"vllm_dist_of_a_test_{os.getpid()}"
+    engine = spread("none")
+    try:
+        ray.get(engine.ranks[0].remote("share", str(path)))
+        assert path.exists()
+        ray.get(engine.start())
+        deadline = time.monotonic() + 30
+        while path.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not path.exists()
+    finally:
+        path.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("fault", ["end", "die"])

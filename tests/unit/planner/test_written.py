@@ -79,7 +79,7 @@ def test_the_planner_knows_whose_tokenizer_is_code(path):
         (["mine.txt"], "not the name of a recipe"),
         (["my run.py"], "not the name of a recipe"),
         (["there.py"], "there is such a file"),
-        (["mine.py", "--base", "int4", "--gpu-memory", "55"], "holds no --base, --served"),
+        (["mine.py", "--base", "int4", "--gpu-memory", "50"], "holds no --base, --served"),
         (["mine.py", "trainer.world_size=4", "--gpus", "2"], "does not fit"),
     ],
 )
