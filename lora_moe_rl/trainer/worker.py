@@ -175,7 +175,6 @@ class TrainerWorker:
 
     def prepare_refit(self, layouts: list[PartLayout], channel: Channel) -> None:
         """What the ranks send to engines, and how: this one's part among them, if it has one."""
-
         from lora_moe_rl.refit.sender import Sender, held_by
 
         scales = {site.name: site.scale for site in self.spec}
