@@ -23,7 +23,7 @@ def numeric(host: str) -> str:
         return socket.gethostbyname(host)
 
 
-def own() -> str:
+def own_address() -> str:
     """This node's address, by number, as Ray has told it to the others. Raises ConfigError for a
     name that stands for this machine itself where there are others: they would wait for nobody."""
     import ray

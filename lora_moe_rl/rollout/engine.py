@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from lora_moe_rl.adapters.spec import AdapterSpec
-from lora_moe_rl.cluster.addresses import own, speak_towards
+from lora_moe_rl.cluster.addresses import own_address, speak_towards
 from lora_moe_rl.cluster.log import redirect
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Sample
@@ -80,7 +80,7 @@ class RolloutEngine(VllmEngine):
 
     async def meeting(self) -> Meeting:
         """Where ranks of this engine on other nodes find its front."""
-        return meeting_at(own())
+        return meeting_at(own_address())
 
     async def start(self, meeting: Meeting | None = None) -> dict[str, Any]:
         """Loads the model. `meeting`: where ranks on other nodes come to; None: there are none.

@@ -13,7 +13,7 @@ import numpy as np
 
 from lora_moe_rl.adapters.shards import Shard
 from lora_moe_rl.adapters.spec import AdapterSpec
-from lora_moe_rl.cluster.addresses import own
+from lora_moe_rl.cluster.addresses import own_address
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.files.trainer_state import CRITIC, POLICY, Saved, Whose, file_name
@@ -52,7 +52,7 @@ class TrainerWorker:
         """host:port for torch.distributed, asked of rank 0."""
         with socket.socket() as s:
             s.bind(("", 0))
-            return f"{own()}:{s.getsockname()[1]}"
+            return f"{own_address()}:{s.getsockname()[1]}"
 
     def start(self, address: str, threads: int) -> dict:
         """Builds the model and the adapters. Returns what `doctor`-like output shows."""
@@ -181,7 +181,7 @@ class TrainerWorker:
         held = held_by(self.engine.adapters.slices())
         for layout in layouts:
             if layout.source == self.rank:
-                outgoing = channel.outgoing(layout, own())
+                outgoing = channel.outgoing(layout, own_address())
                 self.sender = Sender(layout, held, scales, outgoing)
 
     def send(self) -> SentPart:

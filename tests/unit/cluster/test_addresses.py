@@ -63,12 +63,12 @@ def test_a_name_that_others_cannot_find_is_refused_where_there_are_others(monkey
     monkeypatch.setattr(socket, "gethostbyname", {"n1": "127.0.1.1", "n2": "10.0.0.2"}.get)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: told[0])
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    assert addresses.own() == "127.0.1.1"  # there are none
+    assert addresses.own_address() == "127.0.1.1"  # there are none
     nodes.append({"Alive": True})
     with pytest.raises(ConfigError, match="started on n1 under this name, .* for 127.0.1.1 there"):
-        addresses.own()
+        addresses.own_address()
     for told[0], found in (("n2", "10.0.0.2"), ("127.0.0.1", "127.0.0.1")):
-        assert addresses.own() == found
+        assert addresses.own_address() == found
 
 
 def test_a_node_whose_name_stands_for_this_machine_is_told(capsys):
