@@ -9,6 +9,8 @@ import socket
 
 import psutil
 
+from lora_moe_rl.errors import ConfigError
+
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
@@ -19,6 +21,22 @@ def numeric(host: str) -> str:
         return str(ipaddress.ip_address(host))
     except ValueError:
         return socket.gethostbyname(host)
+
+
+def own_address() -> str:
+    """This node's address, by number, as Ray has told it to the others. Raises ConfigError for a
+    name that stands for this machine itself where there are others: they would wait for nobody."""
+    import ray
+
+    host = ray.util.get_node_ip_address()
+    found = numeric(host)
+    for_itself = host not in (found, "localhost") and ipaddress.ip_address(found).is_loopback
+    if for_itself and sum(node["Alive"] for node in ray.nodes()) > 1:
+        raise ConfigError(
+            f"Ray was started on {host} under this name, which stands for {found} there, where no "
+            "other node finds it: start it with --node-ip-address=NUMBER, or mend /etc/hosts"
+        )
+    return found
 
 
 def towards(host: str) -> str:

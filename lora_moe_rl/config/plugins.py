@@ -88,12 +88,16 @@ class Kind:
         assert len(own) == 1, f"{module.__name__} must define one {base.__name__}, found {own}"
         return own[0]
 
+    def ones(self, value: str) -> list[str]:
+        """The names in a value of the key."""
+        return value.split(",") if self.several else [value]
+
     def chosen(self, value: str) -> list[type[Any]]:
         """The classes that a value of the key names. Raises ConfigError for one that is there
         twice, and for none beside others."""
         if not self.several:
             return [self.find(value)]
-        names = [name.strip() for name in value.split(",")]
+        names = [name.strip() for name in self.ones(value)]
         for name in names:
             if names.count(name) > 1 or (name == "none" and len(names) > 1):
                 raise ConfigError(
@@ -145,10 +149,10 @@ KINDS = {kind.key.removesuffix(".name"): kind for kind in (ALGORITHMS, ENVIRONME
 
 def own_files(config: RunConfig) -> list[Path]:
     """The files of one's own plug-ins that a config names: whoever reads the config needs them."""
-    algorithm = config.algorithm.model_dump()
-    named = [config.tracker.name, config.environment.name, algorithm["name"]]
-    named += [algorithm[part] for part in PARTS if isinstance(algorithm.get(part), str)]
-    places = [one.strip().rpartition(":")[0] for several in named for one in several.split(",")]
+    named = [(kind, getattr(config, section).name) for section, kind in KINDS.items()]
+    named += [(kind, getattr(config.algorithm, part, "")) for part, kind in PARTS.items()]
+    every = [one for kind, value in named if isinstance(value, str) for one in kind.ones(value)]
+    places = [one.strip().rpartition(":")[0] for one in every]
     return [Path(place) for place in dict.fromkeys(places) if place.endswith(".py")]
 
 

@@ -123,8 +123,7 @@ def _resolved(source: SourceConfig) -> dict[str, Any]:
 
 def _specs(kind: Kind, names: str) -> str:
     """Names of plug-ins, of which those of one's own are good in any directory."""
-    ones = names.split(",") if kind.several else [names]
-    return ",".join(_spec(kind.key, one) if ":" in one else one for one in ones)
+    return ",".join(_spec(kind.key, one) if ":" in one else one for one in kind.ones(names))
 
 
 def _spec(key: str, spec: str) -> str:

@@ -116,13 +116,8 @@ def slot_bytes(spec: AdapterSpec, config: RunConfig, b: int) -> int:
     kv_heads = spec.shape.dims.get("kv_heads", 0)
     total = 0
     for site in spec:
-        for matrix, shape in (("A", site.shape_A), ("B", site.shape_B)):
-            rank_dim = len(shape) - (2 if matrix == "A" else 1)
-            box = held(site, matrix, layout, 0, kv_heads)
-            room = rank
-            if box.shape[rank_dim] < shape[rank_dim]:  # cut along the rank
-                room //= layout.tp
-            total += box.size // box.shape[rank_dim] * room
+        whole = replace(site, rank=rank)
+        total += sum(held(whole, matrix, layout, 0, kv_heads).size for matrix in "AB")
     return total * b * config.refit.slots
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from lora_moe_rl.adapters.spec import AdapterSpec
-from lora_moe_rl.cluster.addresses import numeric, speak_towards
+from lora_moe_rl.cluster.addresses import own_address, speak_towards
 from lora_moe_rl.cluster.log import redirect
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Sample
@@ -80,9 +80,7 @@ class RolloutEngine(VllmEngine):
 
     async def meeting(self) -> Meeting:
         """Where ranks of this engine on other nodes find its front."""
-        import ray
-
-        return meeting_at(numeric(ray.util.get_node_ip_address()))
+        return meeting_at(own_address())
 
     async def start(self, meeting: Meeting | None = None) -> dict[str, Any]:
         """Loads the model. `meeting`: where ranks on other nodes come to; None: there are none.

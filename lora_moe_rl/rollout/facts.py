@@ -68,7 +68,7 @@ def too_large_for_experts(spec: AdapterSpec, rollout: RolloutConfig) -> str:
         f"adapters of rank {largest.rank} ({largest.name}) have slots of rank {rank}, and vLLM's "
         f"kernels for adapters of routed experts take slots of up to {LARGEST_OF_EXPERTS}; lower "
         "adapter.rank, leave experts out of adapter.targets, or set rollout.fully_sharded=true "
-        "(without rollout.ep)"
+        "(with rollout.tp above 1, and without rollout.ep)"
     )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.keys import value_of
 from lora_moe_rl.config.plugins import PARTS
-from lora_moe_rl.data.samples import Group
+from lora_moe_rl.data.samples import Group, Sample
 from lora_moe_rl.run.health import group_metrics
 from lora_moe_rl.telemetry import names
 
@@ -92,21 +92,28 @@ def turn_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def alike_metrics(groups: Sequence[Group], config: RunConfig) -> dict[str, float]:
-    """With an advantage that compares turns, of samples with a reward: the share of turns that are
-    compared with no other, and the mean number of those that are compared with each other; NaN
-    without any. Nothing with other advantages."""
+    """With an advantage that compares turns, of those in the loss of samples with a reward: the
+    share that are compared with no other, and the mean number of those that are compared with each
+    other; NaN without any. Nothing with other advantages."""
     advantage = value_of(config, "algorithm.advantage")
     if advantage is None or not (kind := PARTS["advantage"].find(advantage)).compares_turns:
         return {}
     sizes: list[int] = []
     for group in groups:
         given = [group.samples[i] for i in group.ends.tolist() if not np.isnan(group.rewards[i])]
-        sizes += Counter(key for sample in given for key in kind.turn_keys(sample)).values()
+        compared = (key for sample in given for key in _in_loss(sample, kind.turn_keys(sample)))
+        sizes += Counter(compared).values()
     total = sum(sizes)
     return {
         names.TURNS_ALONE: sizes.count(1) / total if total else math.nan,
         names.TURNS_ALIKE: total / len(sizes) if total else math.nan,
     }
+
+
+def _in_loss(sample: Sample, keys: Sequence[Hashable]) -> list[Hashable]:
+    """The keys of those turns of which any token may be in the loss."""
+    turns = set(sample.turn_of[sample.mask].tolist())
+    return [key for turn, key in enumerate(keys) if turn in turns]
 
 
 def baseline_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from lora_moe_rl.adapters.shards import Shard
 from lora_moe_rl.adapters.spec import AdapterSpec
-from lora_moe_rl.cluster.addresses import numeric
+from lora_moe_rl.cluster.addresses import own_address
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.files.trainer_state import CRITIC, POLICY, Saved, Whose, file_name
@@ -50,12 +50,9 @@ class TrainerWorker:
 
     def address(self) -> str:
         """host:port for torch.distributed, asked of rank 0."""
-        import ray
-
-        host = numeric(ray.util.get_node_ip_address())  # a name, if Ray was started with one
         with socket.socket() as s:
             s.bind(("", 0))
-            return f"{host}:{s.getsockname()[1]}"
+            return f"{own_address()}:{s.getsockname()[1]}"
 
     def start(self, address: str, threads: int) -> dict:
         """Builds the model and the adapters. Returns what `doctor`-like output shows."""
@@ -178,15 +175,13 @@ class TrainerWorker:
 
     def prepare_refit(self, layouts: list[PartLayout], channel: Channel) -> None:
         """What the ranks send to engines, and how: this one's part among them, if it has one."""
-        import ray
-
         from lora_moe_rl.refit.sender import Sender, held_by
 
         scales = {site.name: site.scale for site in self.spec}
         held = held_by(self.engine.adapters.slices())
         for layout in layouts:
             if layout.source == self.rank:
-                outgoing = channel.outgoing(layout, numeric(ray.util.get_node_ip_address()))
+                outgoing = channel.outgoing(layout, own_address())
                 self.sender = Sender(layout, held, scales, outgoing)
 
     def send(self) -> SentPart:

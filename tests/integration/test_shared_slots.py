@@ -28,7 +28,12 @@ class CountedEngine(EngineWithDisk):
 
 
 @pytest.fixture(
-    scope="module", params=[("qwen3_moe", {"tp": 2, "ep": True}), ("deepseek_v3", {"tp": 1})]
+    scope="module",
+    params=[
+        ("qwen3_moe", {"tp": 2, "ep": True}),
+        ("deepseek_v3", {"tp": 1}),
+        ("qwen3_moe", {"tp": 2, "fully_sharded": True}),
+    ],
 )
 def engine(request, ray_session, tmp_path_factory):
     family, cut = request.param
@@ -57,4 +62,8 @@ def test_they_serve_the_merged_weights_version_after_version(engine):
 def test_their_slots_are_as_large_as_the_plan_says(engine):
     engine.new_version(engine.random_adapter(seed=4))
     planned = slot_bytes(engine.spec, engine.config, 1)
-    assert ray.get(engine.actor.slots.remote()) == [planned] * engine.config.rollout.tp
+    first, *others = ray.get(engine.actor.slots.remote())
+    # With slots cut along the rank the last ones have parts that no row of a smaller adapter
+    # reaches: these are not counted.
+    assert first == planned and all(one <= planned for one in others)
+    assert engine.config.rollout.fully_sharded or {*others} <= {planned}

@@ -226,6 +226,9 @@ def test_turns_that_none_is_compared_with_are_counted():
     config = override(RunConfig(), [*BY_TURN])
     groups = [group([TALK, PAIR, SHORT], [1, 0, 0], {}), group([TALK, SHORT], [1, np.nan], {})]
     assert reward_metrics(groups, config)["reward/turns_alone"] == pytest.approx(4 / 9)
+    left_out = sample(policy(1), TOOL, replace(TOOL, author="policy"), TOOL, policy(1))
+    found = reward_metrics([group([TALK, left_out], [1, 0], {})], config)
+    assert (found["reward/turns_alone"], found["reward/turns_alike"]) == (1 / 5, 5 / 3)
     assert "reward/turns_alone" not in reward_metrics(groups, RunConfig())
 
 

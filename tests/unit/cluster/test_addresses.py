@@ -10,8 +10,10 @@ import sys
 
 import psutil
 import pytest
+import ray
 
 from lora_moe_rl.cluster import addresses
+from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.launch import address
 
 OUTSIDE = "192.0.2.1"  # of a network that there is only in documents
@@ -53,6 +55,20 @@ def test_of_a_name_with_addresses_of_both_kinds_it_is_that_of_ipv4(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     monkeypatch.setattr(socket, "gethostbyname", lambda host: "127.0.0.1")
     assert addresses.towards("both") == "127.0.0.1"
+
+
+def test_a_name_that_others_cannot_find_is_refused_where_there_are_others(monkeypatch):
+    """As Debian's own name, which stands for 127.0.1.1."""
+    told, nodes = ["n1"], [{"Alive": True}, {"Alive": False}]
+    monkeypatch.setattr(socket, "gethostbyname", {"n1": "127.0.1.1", "n2": "10.0.0.2"}.get)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: told[0])
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    assert addresses.own_address() == "127.0.1.1"  # there are none
+    nodes.append({"Alive": True})
+    with pytest.raises(ConfigError, match="started on n1 under this name, .* for 127.0.1.1 there"):
+        addresses.own_address()
+    for told[0], found in (("n2", "10.0.0.2"), ("127.0.0.1", "127.0.0.1")):
+        assert addresses.own_address() == found
 
 
 def test_a_node_whose_name_stands_for_this_machine_is_told(capsys):

@@ -28,6 +28,8 @@ class MyTurn(SingleTurn):
 
 
 def test_files_that_every_process_needs_to_read_a_config_are_known(tmp_path):
+    tmp_path = tmp_path / "first, second"  # a comma is between names where there can be several
+    tmp_path.mkdir()
     files = [tmp_path / f"{name}.py" for name in ("algorithm", "loss", "turn")]
     for path in files:
         path.write_text(MINE)

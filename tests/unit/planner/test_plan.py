@@ -364,3 +364,17 @@ def test_tiny_models_are_as_they_are_made(name):
     made = {k: v for k, v in (SHAPES[name] | EXTRA_CONFIG[name]).items() if k in facts.config}
     assert made == {key: facts.config[key] for key in made}
     assert facts.shape == ModelShape.from_hf_config(dict(facts.config) | SHAPES[name])
+
+
+@pytest.mark.parametrize("layout", ["per_expert", "shared_outer"])
+@pytest.mark.parametrize("cut", [{"tp": 4, "fully_sharded": True}, {"tp": 2, "ep": True}])
+def test_a_slot_has_room_for_the_largest_rank_at_every_site(layout, cut):
+    """Also where a smaller one fills no more than the first rank's part."""
+
+    def slots(**experts) -> int:
+        adapter = {"rank": 64, "expert_layout": layout, **experts}
+        config = RunConfig(adapter=adapter, rollout=cut)
+        spec = AdapterSpec.build(find("qwen3-30b-a3b").shape, config.adapter)
+        return slot_bytes(spec, config, 1)
+
+    assert slots(expert_rank=8) == slots(expert_rank=16) == slots(expert_rank=48) == slots()
