@@ -52,9 +52,10 @@ def reasons(search: Search) -> list[str]:
     trainer, rank = search.lightest()
     if rank.total > search.room:
         largest = max(rank.memory, key=lambda key: rank.memory[key])
+        cp = f" cp={trainer.cp}" if trainer.cp > 1 else ""
         found.append(
             f"a trainer rank needs at least {rank.total / GIB:.1f} GiB (trainer.world_size="
-            f"{trainer.world_size} tp={trainer.tp} pp={trainer.pp} ep={trainer.ep} recompute="
+            f"{trainer.world_size} tp={trainer.tp}{cp} pp={trainer.pp} ep={trainer.ep} recompute="
             f"{trainer.recompute}), most of it its {largest} ({rank.memory[largest] / GIB:.1f}); a "
             f"proposal uses {search.room / GIB:.1f} of {memory:g}, which leaves {MARGIN:.0%} for "
             "what the plan does not know"

@@ -282,7 +282,9 @@ def _way_out(config: RunConfig, largest: str) -> str:
         )
     if config.trainer.recompute == "none" and not config.trainer.offloads_activations:
         return "set trainer.recompute=full, or lower trainer.micro_batch_tokens"
-    return "lower trainer.micro_batch_tokens and model.max_length, or raise trainer.tp"
+    return (
+        "lower trainer.micro_batch_tokens and model.max_length, or raise trainer.tp or trainer.cp"
+    )
 
 
 def _engine_way_out(config: RunConfig, engine: EngineRank) -> str:

@@ -10,6 +10,7 @@ parallelism.
 from __future__ import annotations
 
 import inspect
+import math
 from functools import partial
 
 import torch
@@ -50,7 +51,7 @@ class PackedAttention(torch.nn.Module):
     """Causal attention of packed sequences on `scaled_dot_product_attention`; GQA and MLA.
 
     Tokens are laid out as right-padded batches (`packed_sequences.py`), so that a micro-batch is
-    one call or two: under a causal mask no real token sees the padding behind it. Of cp ranks each
+    a few calls: under a causal mask no real token sees the padding behind it. Of cp ranks each
     attends to all tokens, with its share of the heads (`context_parallel.py`).
     """
 
@@ -72,24 +73,22 @@ class PackedAttention(torch.nn.Module):
 
     def _of_all(self, query, key, value, params):
         """query `[F, heads, d]`, key and value `[F, kv_heads, d]`; returns `[F, heads * d_v]`."""
-        found = [self._attend(query, key, value, one) for one in params.batches]
-        if params.order is None:
-            return found[0]
-        return torch.cat(found).index_select(0, params.order)
+        queries = [math.prod(batch.queries) for batch in params.batches]
+        keys = [math.prod(batch.keys) for batch in params.batches]
+        q = _Placed.apply(query, params.places, sum(queries))
+        if params.keys is None:
+            k, v = (_Placed.apply(x, params.places, sum(keys)) for x in (key, value))
+        else:
+            k, v = (x.index_select(0, params.keys) for x in (key, value))
+        parts = _cut(q, queries), _cut(k, keys), _cut(v, keys)
+        found = [self._attend(*one) for one in zip(*parts, params.batches, strict=True)]
+        whole = found[0] if len(found) == 1 else torch.cat(found)
+        return whole.index_select(0, params.places).flatten(1)
 
     def _attend(self, query, key, value, batch: PaddedBatch):
-        """Of the queries in `batch`, `[n, heads * d_v]`."""
-        if batch.tokens is not None:
-            query = query.index_select(0, batch.tokens)
-        q = _padded(query, batch)
-        if batch.keys is None:
-            k, v = (_padded(x, batch) for x in (key, value))
-        else:
-            sequences = (batch.shape[0], -1)
-            k, v = (
-                x.index_select(0, batch.keys).unflatten(0, sequences).transpose(1, 2)
-                for x in (key, value)
-            )
+        """Of all places `[n, heads, d]` of a batch; returns `[n, heads, d_v]`."""
+        q = query.unflatten(0, batch.queries).transpose(1, 2)
+        k, v = (x.unflatten(0, batch.keys).transpose(1, 2) for x in (key, value))
         out = F.scaled_dot_product_attention(
             q,
             k,
@@ -99,17 +98,15 @@ class PackedAttention(torch.nn.Module):
             scale=self.scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        return out.transpose(1, 2).flatten(0, 1).index_select(0, batch.index).flatten(1)
+        return out.transpose(1, 2).flatten(0, 1)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         return {}
 
 
-def _padded(x: torch.Tensor, batch: PaddedBatch) -> torch.Tensor:
-    """`[n, heads, d]` of packed tokens -> `[sequences, heads, longest, d]`."""
-    sequences, longest = batch.shape
-    padded = _Placed.apply(x, batch.index, sequences * longest)
-    return padded.unflatten(0, batch.shape).transpose(1, 2)
+def _cut(x: torch.Tensor, sizes: list[int]) -> tuple[torch.Tensor, ...]:
+    """The rows of each batch. One cut of all: the gradient of a slice is as large as x."""
+    return (x,) if len(sizes) == 1 else x.split(sizes)
 
 
 class _Placed(torch.autograd.Function):

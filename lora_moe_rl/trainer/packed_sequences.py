@@ -24,7 +24,8 @@ from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.kernels.backend import on_device
 from lora_moe_rl.trainer.device import Device
 
-# Of a mask, which all layers share; where it would have more, queries are padded as keys are.
+# Of all masks of a micro-batch, which all layers share; queries of a batch that would have more are
+# padded as keys are.
 MOST_MASKED = 2**26
 # What a further call costs, in pairs of a query and a key: by arithmetic, of some ten kernels on a
 # GPU and 32 heads of 128.
@@ -35,29 +36,29 @@ CALL = 2**20
 class PaddedBatch:
     """Some sequences as attention sees them.
 
-    tokens: int64 `[n]`, the tokens fed whose queries are here; None: all of them. index: int64
-    `[n]`, where each stands in the batch of queries, whose shape is (sequences, longest). keys:
-    int64 `[sequences * longest of keys]`, the token fed whose key and value stand at each place;
-    None: those of the queries. mask: float `[sequences, 1, longest, longest of keys]`, added to the
-    scores; None: a query sees the keys up to its own place.
+    queries and keys: the places of each, (sequences, longest). mask: float `[sequences, 1, longest
+    of queries, longest of keys]`, added to the scores; None: a query sees the keys up to its own
+    place.
     """
 
-    tokens: torch.Tensor | None
-    index: torch.Tensor
-    shape: tuple[int, int]
-    keys: torch.Tensor | None = None
+    queries: tuple[int, int]
+    keys: tuple[int, int]
     mask: torch.Tensor | None = None
 
 
 @dataclass
 class PackedParams(PackedSeqParams):
     """For the local modules. cu_seqlens_q and cu_seqlens_kv hold the positions of the tokens that
-    this rank is fed, int64 `[F / cp]`, which is all that the rotary embedding makes of them. The
-    batches are of all F that are fed; `order`: int64 `[F]`, the place of each token among those
-    of all batches in turn; None for one batch."""
+    this rank is fed, int64 `[F / cp]`, which is all that the rotary embedding makes of them.
+
+    The batches are of all F that are fed, and stand one after the other. places: int64 `[F]`, where
+    each token's query is among theirs. keys: int64 `[places of keys]`, the token fed whose key and
+    value stand at each place; None: those of the queries.
+    """
 
     batches: list[PaddedBatch] = field(default_factory=list)
-    order: torch.Tensor | None = None
+    places: torch.Tensor | None = None
+    keys: torch.Tensor | None = None
 
 
 def packed_params(data: MicroBatch, device: Device, mine: slice) -> PackedSeqParams:
@@ -74,20 +75,44 @@ def packed_params(data: MicroBatch, device: Device, mine: slice) -> PackedSeqPar
         return PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
     positions = as_tensor(data.positions[data.fed][mine], on)
     params = PackedParams("thd", positions, positions, max_seqlen_q=longest, max_seqlen_kv=longest)
-    sequence = np.repeat(np.arange(len(data.cu_seqlens) - 1), np.diff(data.cu_seqlens))
-    lengths, follows = np.diff(data.cu_seqlens), np.zeros(len(data.cu_seqlens) - 1, bool)
-    follows[sequence[np.setdiff1d(np.arange(len(sequence)), data.fed, assume_unique=True)]] = True
-    own = of_a_length(lengths, ~follows)
-    if len(own) == 1 and not data.shares:
-        params.batches = [_whole(data, sequence, None, on)]
-        return params
-    params.batches = [_whole(data, sequence, which, on) for which in own]
-    for which in of_a_length(lengths, follows):
-        later = _following(data, sequence, which, device)
-        params.batches.append(_whole(data, sequence, which, on) if later is None else later)
-    tokens = [batch.tokens for batch in params.batches if batch.tokens is not None]
-    params.order = torch.cat(tokens).argsort()
+    _place(params, data, device)
     return params
+
+
+def _place(params: PackedParams, data: MicroBatch, device: Device) -> None:
+    """Fills in the batches, and where all that is theirs stands."""
+    on, lengths, positions = device.torch_device, np.diff(data.cu_seqlens), data.positions
+    sequence = np.repeat(np.arange(len(lengths)), lengths)
+    of_fed = sequence[data.fed]
+    fed = np.bincount(of_fed, minlength=len(lengths))
+    # Where queries stand: at their positions, or where the prompt is another's and there is a mask,
+    # one after the other.
+    at = positions[data.fed]
+    in_turn = np.arange(len(of_fed)) - (np.cumsum(fed) - fed)[of_fed]
+    first_query, first_key = np.zeros((2, len(lengths)), np.int64)
+    queries, keys, left = 0, 0, MOST_MASKED
+    follows = fed < lengths
+    for which in (*of_a_length(lengths, follows), *of_a_length(lengths, ~follows)):
+        count, longest = int(which.sum()), int(lengths[which].max())
+        most = int(fed[which].max())
+        masked = bool(follows[which].any()) and count * most * longest <= left
+        batch = PaddedBatch((count, most if masked else longest), (count, longest))
+        if masked:
+            left -= count * most * longest
+            mine = which[of_fed]
+            index = (np.cumsum(which) - 1)[of_fed[mine]] * most + in_turn[mine]
+            batch.mask = _mask(batch, index, at[mine], device)
+            at[mine] = in_turn[mine]
+        first_query[which] = queries + np.arange(count) * batch.queries[1]
+        first_key[which] = keys + np.arange(count) * longest
+        queries, keys = queries + count * batch.queries[1], keys + count * longest
+        params.batches.append(batch)
+    params.places = as_tensor(first_query[of_fed] + at, on)
+    if data.shares:
+        # Padding has the key of some token, and each another: their gradients are added, zeros all.
+        token = np.arange(keys) % len(of_fed)
+        token[first_key[sequence] + positions] = data.fed_at
+        params.keys = as_tensor(token, on)
 
 
 def of_a_length(lengths: np.ndarray, which: np.ndarray) -> list[np.ndarray]:
@@ -111,51 +136,16 @@ def of_a_length(lengths: np.ndarray, which: np.ndarray) -> list[np.ndarray]:
     return batches[::-1]
 
 
-def _whole(
-    data: MicroBatch, sequence: np.ndarray, which: np.ndarray | None, on: torch.device
-) -> PaddedBatch:
-    """The sequences of `which`, bool; None: all, which are one batch, and each feeds all of its
-    tokens. Queries stand at
-    their positions, and places of a prompt that another sequence feeds have none."""
-    lengths = np.diff(data.cu_seqlens)
-    if which is None:
-        longest = int(lengths.max())
-        index = sequence * longest + data.positions
-        return PaddedBatch(None, as_tensor(index, on), (len(lengths), longest))
-    longest, number = int(lengths[which].max()), np.cumsum(which) - 1
-    entries = np.flatnonzero(which[sequence])
-    index = number[sequence] * longest + data.positions
-    tokens = np.flatnonzero(which[sequence[data.fed]])
-    keys = np.zeros(int(which.sum()) * longest, np.int64)
-    keys[index[entries]] = data.fed_at[entries]
-    shape = (int(which.sum()), longest)
-    return PaddedBatch(
-        as_tensor(tokens, on), as_tensor(index[data.fed[tokens]], on), shape, as_tensor(keys, on)
-    )
-
-
-def _following(
-    data: MicroBatch, sequence: np.ndarray, which: np.ndarray, device: Device
-) -> PaddedBatch | None:
-    """The sequences of `which`, whose prompts others feed. None where the mask would be too
-    large."""
-    on, whole = device.torch_device, _whole(data, sequence, which, device.torch_device)
-    count, longest = whole.shape
-    tokens = np.flatnonzero(which[sequence[data.fed]])
-    mine = sequence[data.fed[tokens]]
-    fed = np.bincount(mine, minlength=len(which))
-    most = int(fed.max())
-    if count * most * longest > MOST_MASKED:
-        return None
-    starts = np.cumsum(fed) - fed
-    number = (np.cumsum(which) - 1)[mine]
-    index = number * most + np.arange(len(tokens)) - starts[mine]
+def _mask(
+    batch: PaddedBatch, index: np.ndarray, position: np.ndarray, device: Device
+) -> torch.Tensor:
+    """index: where the queries stand in the batch; position: of each in its sequence."""
+    on, (count, most), longest = device.torch_device, batch.queries, batch.keys[1]
     last = np.zeros(count * most, np.int64)  # the last key that each query sees
-    last[index] = data.positions[data.fed[tokens]]
+    last[index] = position
     seen = torch.arange(longest, device=on) <= as_tensor(last, on)[:, None]
     mask = torch.zeros(seen.shape, dtype=device.dtype, device=on)
-    mask = mask.masked_fill_(~seen, float("-inf")).view(count, 1, most, longest)
-    return PaddedBatch(as_tensor(tokens, on), as_tensor(index, on), (count, most), whole.keys, mask)
+    return mask.masked_fill_(~seen, float("-inf")).view(count, 1, most, longest)
 
 
 def as_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -258,7 +258,10 @@ def whole_and_in_parts(worker, spec):
     return found
 
 
-@pytest.mark.parametrize("layout", [{}, {"world_size": 2, "ep": 2}, {"world_size": 2, "tp": 2}])
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"world_size": 2, "ep": 2}, {"world_size": 2, "tp": 2}, {"world_size": 2, "cp": 2}],
+)
 @pytest.mark.parametrize("algorithm", ["grpo", "gspo"])
 def test_cut_into_parts_a_step_is_the_same(model, layout, algorithm):
     """Of one version all parts have the same routes: losses, counts and gradients do not change,

@@ -38,6 +38,7 @@ LAYOUTS = {
     "tp2ep2 each": (TP2EP2, {"tp": 2, "ep": True}),
     "ep2 beside tp2ep2": ({"world_size": 2, "ep": 2}, {"tp": 2, "ep": True}),
     "pp2 beside tp1": ({"world_size": 2, "pp": 2}, {}),
+    "cp2ep2 beside tp2ep2": ({"world_size": 2, "cp": 2, "ep": 2}, {"tp": 2, "ep": True}),
     "tp2etp2 beside tp2": ({"world_size": 2, "tp": 2, "etp": 2}, {"tp": 2}),
 }
 

@@ -30,7 +30,11 @@ ALGORITHMS = {
     "by sample": {"name": "sft", "aggregation": "seq-mean-token-mean"},
     "dpo": {"name": "dpo", "beta": BETA, "label_smoothing": SMOOTHING},
 }
-LAYOUTS = [{"world_size": 2, "ep": 2}, {"world_size": 4, "tp": 2, "pp": 2}]
+LAYOUTS = [
+    {"world_size": 2, "ep": 2},
+    {"world_size": 2, "cp": 2},
+    {"world_size": 4, "tp": 2, "pp": 2},
+]
 
 
 def make_config(folder, algorithm: str = "sft", **trainer) -> RunConfig:

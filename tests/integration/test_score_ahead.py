@@ -20,6 +20,7 @@ LAYOUTS = {
     "pp2": {"world_size": 2, "pp": 2},
     "tp2": {"world_size": 2, "tp": 2},
     "ep2": {"world_size": 2, "ep": 2},
+    "cp2": {"world_size": 2, "cp": 2},
 }
 
 

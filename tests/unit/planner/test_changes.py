@@ -95,6 +95,8 @@ def test_the_reason_names_what_is_too_large():
     assert "an engine rank of rollout.tp=8" in both[1] and "120.8 GiB of weights" in both[1]
     small = reasons(search_of(read(["--model", "kimi-k2", "--gpus", "64", "--gpu-memory", "30"])))
     assert any("an engine rank of rollout.dp=56" in one for one in small)
+    shared = reasons(search_of(read(["--model", "kimi-k2", "--gpus", "16", "trainer.cp=2"])))
+    assert re.search(r"trainer.world_size=\d+ tp=\d+ cp=2 pp=", shared[0])
 
 
 @pytest.mark.seconds

@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.packing import MicroBatch, pack
@@ -57,10 +59,10 @@ def by_sequence(data: MicroBatch, q, k, v) -> torch.Tensor:
         (None, 2**26, 2**20, [False]),
         (None, 2**26, 0, [False] * 6),  # of 3, 6, 7, 8, 10 and 12 tokens
         (None, 2**26, 60, [False] * 2),
-        ([0, 0, 2, 0, 2, 0], 2**26, 2**20, [False, True]),
-        ([0, 0, 2, 0, 2, 0], 2**26, 0, [False] * 3 + [True] * 3),
+        ([0, 0, 2, 0, 2, 0], 2**26, 2**20, [True, False]),
+        ([0, 0, 2, 0, 2, 0], 2**26, 0, [True] * 3 + [False] * 3),
         ([0, 0, 2, 0, 2, 0], 10, 2**20, [False, False]),  # a mask would be too large
-        ([0, 1, 2, 0, 4, 5], 2**26, 2**20, [False, True]),
+        ([0, 1, 2, 0, 4, 5], 2**26, 2**20, [True, False]),
     ],
 )
 def test_it_is_the_attention_of_each_sequence(monkeypatch, alike, most, call, batches):
@@ -85,6 +87,56 @@ def test_it_is_the_attention_of_each_sequence(monkeypatch, alike, most, call, ba
     expected = torch.autograd.grad((wanted * weights).sum(), (q, k, v))
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("most", "wanted"), [(0, []), (100, [84]), (140, [84, 50]), (999, [84, 50, 96])]
+)
+def test_all_masks_together_are_no_larger_than_one_may_be(monkeypatch, most, wanted):
+    """Longest sequences first; a batch whose mask has no room left is padded."""
+    from lora_moe_rl.trainer import packed_sequences
+    from lora_moe_rl.trainer.device import Device
+
+    monkeypatch.setattr(packed_sequences, "MOST_MASKED", most)
+    monkeypatch.setattr(packed_sequences, "CALL", 0)
+    data = micro_batch([0, 0, 2, 0, 2, 0])
+    batches = packed_sequences.packed_params(
+        data, Device("cpu", torch.float32), slice(None)
+    ).batches
+    assert [batch.mask.numel() for batch in batches if batch.mask is not None] == wanted
+
+
+class Written(TorchDispatchMode):
+    """Counts the elements that operations give."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        self.elements += sum(x.numel() for x in tree_leaves(found) if isinstance(x, torch.Tensor))
+        return found
+
+
+def test_what_is_written_does_not_grow_with_the_number_of_batches(monkeypatch):
+    """A slice's gradient is as large as what it is cut from: one for each batch would be more than
+    all padding is."""
+    from lora_moe_rl.trainer import local_modules, packed_sequences
+    from lora_moe_rl.trainer.device import Device
+
+    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
+    config = SimpleNamespace(kv_channels=D)
+    attention = local_modules.PackedAttention(config, 1, None, "self", pg_collection=groups)
+    ids = [np.zeros(n, np.int32) for n in range(60, 100)]
+    data = pack(TrainBatch.from_sequences(ids), range(len(ids)), 1)
+    q, k, v = tensors(data)
+    found = {}
+    for call in (2**62, 0):
+        monkeypatch.setattr(packed_sequences, "CALL", call)
+        params = packed_sequences.packed_params(data, Device("cpu", torch.float32), slice(None))
+        with Written() as written:
+            attention(q, k, v, None, packed_seq_params=params).sum().backward()
+        found[len(params.batches)] = written.elements
+    assert list(found) == [1, 40] and found[40] < 1.2 * found[1]
 
 
 def test_prompts_are_not_shared_where_attention_cannot_have_it():
