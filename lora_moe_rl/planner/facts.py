@@ -71,7 +71,8 @@ def find(name: str) -> Facts:
         if plain(name) in {plain(stem), plain(entry["name"]), *map(plain, entry["hub"])}:
             hub = next((h for h in entry["hub"] if plain(h) == plain(name)), entry["hub"][0])
             if (positions := entry.get("positions", {}).get(hub)) is not None:
-                entry = entry | {"config": entry["config"] | {"max_position_embeddings": positions}}
+                config = {**entry["config"], "max_position_embeddings": positions}
+                entry = {**entry, "config": config}
             return _of_entry(entry, hub)
     names = [entry["name"] for entry in known().values()]
     near = get_close_matches(plain(name), [plain(n) for n in names], n=3, cutoff=0.4)
