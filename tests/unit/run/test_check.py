@@ -331,6 +331,7 @@ def test_a_tracker_has_to_be_installed(check, monkeypatch, tmp_path):
 def test_a_dry_run_looks_at_the_adapter_and_the_run_directory_too(check, model, tmp_path, capsys):
     check()  # writes rows and rewards
     right = [f"model={model}", "data.path=rows.jsonl", "reward.function=rewards.py:right"]
+    right += ["algorithm.prompts_per_step=4"]  # as many as there are rows
     dry = ["train", *right, "logging.run_dir=run", "--dry-run"]
     assert cli.main(dry) == 0 and not capsys.readouterr().err
     assert cli.main([*dry, "adapter.init_from=sft"]) == AdapterError.exit_code
