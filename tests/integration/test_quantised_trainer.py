@@ -147,7 +147,10 @@ def test_dense_linears_stay_packed_where_rows_are_the_checkpoints(name, numbers_
         ({"weight_scale": lambda t: t * (t != t[1, 1])}, "not above zero"),
         (dict.fromkeys(("weight_packed", "weight_scale", "weight_shape")), "are int4, and all"),
         ({"weight_shape": lambda t: t + 32}, "has the shape"),
-        ({"weight_packed": lambda t: t[:, :4].contiguous()}, "has data"),
+        (
+            {"weight_packed": lambda t: t[:, :4].contiguous()},
+            r"is \[192, 4\], and config.json makes",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(change, named, tmp_path):
