@@ -132,14 +132,19 @@ def _check_dense(shape: ModelShape, config: RunConfig) -> None:
             )
 
 
+def can_share(heads: int, cp: int, repeated: bool) -> bool:
+    """Whether cp ranks can share a rank's heads in attention; fewer of them may be `repeated`."""
+    return heads % cp == 0 or (repeated and cp % heads == 0)
+
+
 def _check_context_heads(trainer: TrainerConfig, heads: Mapping[str, int]) -> None:
     """In attention context-parallel ranks share the heads; fewer key/value heads are repeated."""
     cp = trainer.cp
     for what, number in heads.items():
-        here = number // trainer.tp
-        if here % cp and (what == "attention heads" or cp % here):
+        here, repeated = number // trainer.tp, what == "key/value heads"
+        if not can_share(here, cp, repeated):
             among = f", which trainer.tp={trainer.tp} leaves a rank" if trainer.tp > 1 else ""
-            multiple = "" if what == "attention heads" else f" or a multiple of {here}"
+            multiple = f" or a multiple of {here}" if repeated else ""
             raise ConfigError(
                 f"trainer.cp={cp} cannot share the model's {here} {what}{among}: in attention each "
                 f"of its ranks has some of them; use a divisor of {here}{multiple}"

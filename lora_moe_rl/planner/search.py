@@ -11,7 +11,7 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RolloutConfig, RunConfig, TrainerConfig
 from lora_moe_rl.config.sharing import gpus_together
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.models.fit import cut_block
+from lora_moe_rl.models.fit import can_share, cut_block
 from lora_moe_rl.planner.compute import Roofline, Seconds
 from lora_moe_rl.planner.facts import Facts
 from lora_moe_rl.planner.hardware import GIB
@@ -331,13 +331,13 @@ def together(config: RunConfig) -> bool:
         return False
 
 
-def divides(shape: ModelShape, tp: int, cp: int = 1) -> bool:
+def divides(shape: ModelShape, tp: int, cp: int) -> bool:
     """Whether tp divides the heads, and the key/value heads where they are cut; and cp ranks can
     share those that are left."""
-    heads, kv_heads = shape.dims["heads"], shape.dims.get("kv_heads", tp * cp)
-    if heads % (tp * cp) or kv_heads % tp:
+    heads, kv_heads = shape.dims["heads"], shape.dims.get("kv_heads", tp)
+    if heads % tp or kv_heads % tp:
         return False
-    return (kv_heads // tp) % cp == 0 or cp % (kv_heads // tp) == 0
+    return can_share(heads // tp, cp, False) and can_share(kv_heads // tp, cp, True)
 
 
 def divides_engine(shape: ModelShape, tp: int) -> bool:
