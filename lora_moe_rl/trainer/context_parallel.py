@@ -49,7 +49,7 @@ def put_together(values: torch.Tensor, cp: dist.ProcessGroup) -> torch.Tensor:
     return reduce_from_tensor_model_parallel_region(values.clone(), group=cp)  # sums in place
 
 
-def everywhere(values: torch.Tensor, cp: dist.ProcessGroup) -> torch.Tensor:
+def gathered(values: torch.Tensor, cp: dist.ProcessGroup) -> torch.Tensor:
     """`[F / cp]` of each rank's tokens -> `[F]` on every rank; as `put_together` otherwise."""
     if cp.size() == 1:
         return values

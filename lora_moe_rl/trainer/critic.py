@@ -23,7 +23,7 @@ from lora_moe_rl.algorithms.parts.critic import CriticSettings
 from lora_moe_rl.algorithms.parts.value_loss import explained_variance, moments, value_loss
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.kernels.backend import on_device
-from lora_moe_rl.trainer.context_parallel import everywhere
+from lora_moe_rl.trainer.context_parallel import gathered
 from lora_moe_rl.trainer.meter import Meter
 from lora_moe_rl.trainer.optimizer import EMPTY, AdapterOptimizer, StepResult, norm_and_rate
 
@@ -138,4 +138,4 @@ def tokens_in(batch: TrainBatch, samples: np.ndarray) -> int:
 def _values(work: Work, output: torch.Tensor) -> torch.Tensor:
     """[T] of `[1, F / cp, 1]`."""
     fed_at = on_device(torch.from_numpy(work.data.fed_at), output.device)
-    return everywhere(output.flatten(), ps.get_context_parallel_group()).index_select(0, fed_at)
+    return gathered(output.flatten(), ps.get_context_parallel_group()).index_select(0, fed_at)
