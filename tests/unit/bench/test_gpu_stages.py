@@ -13,7 +13,7 @@ import pytest
 
 from lora_moe_rl import cli
 from lora_moe_rl.bench.gpu import command
-from lora_moe_rl.bench.gpu.stages import STAGES, probe
+from lora_moe_rl.bench.gpu.stages import STAGES, probe, slices
 from lora_moe_rl.bench.gpu.stages.tests import read
 from lora_moe_rl.errors import BenchmarkError, ConfigError
 
@@ -36,6 +36,23 @@ def test_a_stage_that_is_none_and_a_gpu_that_is_not_here_are_refused(tmp_path, c
     assert cli.main(["bench", "gpu", "--stages", "none"]) == 2
     assert not list(tmp_path.iterdir())
     assert "--stages: 'none' is not a stage" in capsys.readouterr().err
+
+
+def test_a_slice_has_as_many_layers_as_the_gpu_has_room_for(monkeypatch):
+    """docs/gpu.md, `large`: 3, 48 and 2 layers on 80 GB, and all that are asked for on 140 GiB."""
+
+    def layers(room_gib: float) -> list[int]:
+        monkeypatch.setattr(slices, "free_bytes", lambda device: room_gib * 2**30)
+        found = [one.split(":") for one in STAGES["large"].options]
+        return [slices.measure(n, int(asked), kind, "cuda")["layers"] for n, asked, kind in found]
+
+    def measured(one: slices.Slice):
+        return {"layers": one.spec.shape.num_layers}
+
+    monkeypatch.setattr(slices.Slice, "measure", measured)
+    assert (layers(78), layers(139)) == ([3, 48, 2], [5, 48, 4])
+    with pytest.raises(BenchmarkError, match="one layer of deepseek_v3 needs .* GiB by the plan"):
+        layers(20)
 
 
 @pytest.mark.seconds

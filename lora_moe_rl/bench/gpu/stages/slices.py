@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import tempfile
 import time
@@ -19,6 +20,7 @@ from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.bench.gpu.parts import Parts
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.planner import facts
 from lora_moe_rl.planner.compute import Flops, flops
 from lora_moe_rl.planner.trainer import RankClass, TrainerMemory
@@ -62,11 +64,27 @@ def hf_config(name: str, layers: int, device: str) -> dict[str, Any]:
 
 
 def measure(name: str, layers: int, recompute: str, device: str) -> dict[str, Any]:
-    """A process's job."""
-    config = hf_config(name, layers, device)
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        return Slice(Path(folder), config, recompute, device).measure()
+    """A process's job: with as many of `layers` as the device has room for by the plan."""
+    room = free_bytes(device)
+    for fewer in range(layers, 0, -1):
+        config = hf_config(name, fewer, device)
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(config))
+            one = Slice(Path(folder), config, recompute, device)
+            needed = one.planned().total
+            if needed <= room:
+                return {"layers_asked": layers} | one.measure()
+    raise BenchmarkError(
+        f"one layer of {name} needs {needed / 2**30:.1f} GiB by the plan, and "
+        f"{room / 2**30:.1f} GiB are free"
+    )
+
+
+def free_bytes(device: str) -> float:
+    """Of the GPU's memory. A CPU has no part in it: what is measured there is small."""
+    import torch
+
+    return torch.cuda.mem_get_info()[0] if device == "cuda" else math.inf
 
 
 class Slice:
@@ -158,16 +176,17 @@ class Slice:
     def _memory(self, held: dict[str, int], peak: dict[str, int]) -> dict[str, Any]:
         """Bytes: by the plan, held of it, and at the most. `held_of_plan` and `peak_of_plan`: the
         shares of what was planned."""
-        (planned,) = self._plan()
+        planned = self.planned()
         shares = {name: held[name] / planned.memory[name] for name in held}
         found = {"plan": planned.memory, "held": held, "held_of_plan": shares} | peak
         if peak:
             found["peak_of_plan"] = peak["peak_allocated"] / planned.tensors
         return found
 
-    def _plan(self) -> list[RankClass]:
+    def planned(self) -> RankClass:
         weights = "bf16" if self.cuda else "float32"
-        return TrainerMemory(self.facts, self.spec, weights).classes(self.config)
+        (rank,) = TrainerMemory(self.facts, self.spec, weights).classes(self.config)
+        return rank
 
     def _forget_peak(self) -> None:
         import torch
