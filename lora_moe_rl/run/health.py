@@ -29,10 +29,11 @@ def group_metrics(groups: Sequence[Group], within: float = 0.0) -> dict[str, flo
 
 
 class Health:
-    """Looks at a run's steps, one after the other. `within`: see `group_metrics`."""
+    """Looks at a run's steps, one after the other. `within`: see `group_metrics`. `greedy`: whether
+    advantages are against a greedy sample of each prompt, and not within a group."""
 
-    def __init__(self, within: float = 0.0):
-        self._within, self._same = within, 0
+    def __init__(self, within: float = 0.0, greedy: bool = False):
+        self._within, self._greedy, self._same = within, greedy, 0
         self._said: dict[str, int] = {}  # the step of the last warning, by kind
         self._silent: set[tuple[str, bool]] = set()  # reward functions, and whether they failed
 
@@ -55,6 +56,12 @@ class Health:
     def _no_signal(self, groups: Sequence[Group], signals: Sequence[Signal]) -> str:
         if any(_has_signal(signal) for signal in signals):
             return ""
+        if self._greedy:
+            return (
+                "no sample has an advantage, nothing is learned: each has the reward of its "
+                "prompt's greedy sample; use prompts that are sometimes solved, or a higher "
+                "rollout.temperature"
+            )
         shares = group_metrics(groups, self._within)
         return (
             f"no group has an advantage, nothing is learned: of {len(groups)} groups "

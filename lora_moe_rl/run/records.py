@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
@@ -84,7 +85,8 @@ class Records:
         self.plateau: Plateau | None = None  # what ended the run before its last step
         self.done = done
         self._lines = console.StepLines(config)
-        self._health = Health(config.algorithm.equal_within)
+        greedy = algorithms.make(config).greedy_baseline
+        self._health = Health(config.algorithm.equal_within, greedy)
         self._skipped_in_a_row = 0
         self._unrewarded_in_a_row = 0
         self._untrained_in_a_row = 0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lora_moe_rl.algorithms.parts.part import LOG_BOUND, Part
+from lora_moe_rl.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,15 +17,24 @@ if TYPE_CHECKING:
 class PolicyLoss(Part):
     """Base of all losses. `level`: of what its ratio is, a token or a whole sample. `has_ratio`:
     False for a loss that compares the policy with no older one. `averages_advantages`: whether all
-    tokens of a sample have the mean of its advantages. `selects`: whether it goes by
-    `tokens.selected`, for which `select` is asked. `needs_moved`: whether what it is for does
-    nothing while no token has moved from `old`."""
+    tokens of a sample have the mean of its advantages. `selects`: whether it has a `select`, which
+    says what `tokens.selected` is; it follows from that and is not declared. `needs_moved`: whether
+    what it is for does nothing while no token has moved from `old`."""
 
     level: ClassVar[Literal["token", "sequence"]] = "token"
     has_ratio: ClassVar[bool] = True
     averages_advantages: ClassVar[bool] = False
     selects: ClassVar[bool] = False
     needs_moved: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "selects" in vars(cls):
+            raise ConfigError(
+                f"{cls.__name__} declares selects: leave it out, a loss selects tokens when it has "
+                "the method select"
+            )
+        cls.selects = cls.select is not PolicyLoss.select
 
     def select(self, tokens: StepTokens) -> Selection:
         """See `Algorithm.select`; `old` is what the ratio is against, here as in `values`."""

@@ -47,7 +47,6 @@ class ClipCov(PolicyLoss):
             return self
 
     settings: Settings
-    selects = True
     metrics = {"ratio": "token_mean", "clipped_low": "token_mean", "clipped_high": "token_mean"}
 
     def select(self, tokens: StepTokens) -> Selection:

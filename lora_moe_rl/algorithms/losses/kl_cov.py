@@ -37,7 +37,6 @@ class KLCov(PolicyLoss):
         )
 
     settings: Settings
-    selects = True
     needs_moved = True
     metrics = {"ratio": "token_mean", "log_ratio_size": "token_mean"}
 

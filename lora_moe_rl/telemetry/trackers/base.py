@@ -75,7 +75,7 @@ class Tracker(Plugin):
                 found = find_spec(module)
             except ModuleNotFoundError:  # of what it is in
                 found = None
-            if found is None:
+            if found is None or found.origin is None:  # or a folder that happens to have its name
                 raise cls.missing(ImportError(name=module))
 
     @classmethod

@@ -14,6 +14,7 @@ from lora_moe_rl import algorithms
 from lora_moe_rl.algorithms.parts.selection import StepTokens, covariances, drawn, lots_of
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override
+from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.telemetry.metric_table import table
 
 CLIP = ["algorithm.loss=clip_cov", "algorithm.clip_cov_lb=0.4", "algorithm.clip_cov_ub=2.2"]
@@ -186,3 +187,17 @@ def test_what_is_told_of_a_step_is_in_the_table_of_metrics(settings):
     step = step_of(LOGPROBS, ADVANTAGES, entropy=np.ones(6))
     names = made(*settings).select(step).metrics
     assert names and [name for name in names if f"loss/{name}" not in table()] == []
+
+
+def test_a_loss_of_ones_own_selects_by_having_the_method_and_not_by_saying_so(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from lora_moe_rl.algorithms.losses.base import PolicyLoss\n\n\n"
+        "class Says(PolicyLoss):\n    selects = True\n"
+    )
+    (tmp_path / "other.py").write_text(
+        "from lora_moe_rl.algorithms.losses.kl_cov import KLCov\n\n\n"
+        "class Has(KLCov):\n    def select(self, tokens):\n        return super().select(tokens)\n"
+    )
+    with pytest.raises(ConfigError, match="Says declares selects: leave it out"):
+        made(f"algorithm.loss={tmp_path}/own.py:Says")
+    assert made(f"algorithm.loss={tmp_path}/other.py:Has", KL[1]).selects

@@ -326,6 +326,14 @@ def test_a_tracker_has_to_be_installed(check, monkeypatch, tmp_path):
     )
     code, found, _ = check(f"tracker={tmp_path}/own.py:Own")
     assert code == 2 and "their.cloud is not installed" in found["tracker"][1]
+    (tmp_path / "theirs").mkdir()  # a folder of a package's name holds no package
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own.py").write_text(
+        (tmp_path / "own.py").read_text().replace("their.cloud", "theirs").replace("Own", "Mine")
+    )
+    (tmp_path / "own.py").rename(tmp_path / "mine.py")
+    code, found, _ = check(f"tracker={tmp_path}/mine.py:Mine")
+    assert code == 2 and "theirs is not installed" in found["tracker"][1]
 
 
 def test_a_dry_run_looks_at_the_adapter_and_the_run_directory_too(check, model, tmp_path, capsys):

@@ -51,6 +51,12 @@ def test_a_step_without_any_signal_is_told_of():
     assert len(look(health, 2 + REPEAT_STEPS, group(0, 0), group(1, 1))) == 1
 
 
+def test_without_groups_the_advice_is_of_the_greedy_sample():
+    (told,) = look(Health(greedy=True), 1, group(1), group(0))
+    assert told.startswith("step 1: no sample has an advantage, nothing is learned: each has the")
+    assert "group" not in told and "rollout.temperature" in told
+
+
 def test_rewards_that_are_all_one_number_are_told_of():
     health = Health()
     told = [look(health, step, group(0.5, 0.5)) for step in range(1, SAME_STEPS + 1)]
