@@ -62,15 +62,15 @@ def finish(run_dir: RunDir) -> None:
 
 
 def table(records: list[dict[str, Any]]) -> Table:
-    """The first steps beside the last, each row summed up as its label says."""
-    first, last = spans(records)
+    """The first steps beside the last, where these are others, each row summed up as its label
+    says."""
     result = Table(title=f"{len(records)} steps", title_justify="left", title_style="bold")
+    parts = [f"steps {part}" for part in spans(records)] if len(records) > STEPS_COMPARED else []
     result.add_column("")
-    result.add_column(f"steps {first}", justify="right")
-    result.add_column(f"steps {last}", justify="right")
-    result.add_column("over all", justify="right")
-    for row in rows(records):
-        result.add_row(*row)
+    for title in (*parts, "over all"):
+        result.add_column(title, justify="right")
+    for label, *cells in rows(records):
+        result.add_row(label, *(cells if parts else cells[-1:]))
     return result
 
 

@@ -3,7 +3,7 @@
 from recorded_run import record
 
 from lora_moe_rl.page import link
-from lora_moe_rl.telemetry.report import finish
+from lora_moe_rl.telemetry.report import finish, table
 
 
 def test_a_run_ends_with_the_line_of_its_page_and_its_files_are_there(tmp_path, capsys):
@@ -18,3 +18,14 @@ def test_a_run_ends_with_the_line_of_its_page_and_its_files_are_there(tmp_path, 
 def test_a_run_without_a_step_has_nothing_to_show(tmp_path, capsys):
     finish(record(tmp_path / "mine", range(1, 1)))
     assert capsys.readouterr().out == ""
+
+
+def test_first_and_last_steps_are_shown_apart_where_they_are_others(tmp_path):
+    def titles(steps: int) -> list[str]:
+        columns = table(
+            [{"step": step, "reward/mean": 0.5} for step in range(1, steps + 1)]
+        ).columns
+        return [str(column.header) for column in columns]
+
+    assert titles(5) == ["", "over all"]
+    assert titles(6) == ["", "steps 1-5", "steps 2-6", "over all"]
