@@ -89,7 +89,7 @@ def layer_work(shape: ModelShape, trainer: TrainerConfig, b: int) -> float:
     d, rows = shape.dims, shape.top_k / trainer.tp
     experts = rows * b * (2 * shape.hidden_size * trainer.etp + 3 * d["moe_intermediate"])
     dense = 3 * d["intermediate"] * b / trainer.tp
-    query, key = widths(shape)
+    query, key = attended_widths(shape, trainer)
     attention = 2 * (query + key) * b / trainer.tp
     inner = max(experts if shape.moe_layers else dense, attention)
     return inner + 2 * shape.hidden_size * b / trainer.tp
@@ -123,6 +123,14 @@ def widths(shape: ModelShape) -> tuple[int, int]:
         query = d["heads"] * (d["nope_dim"] + d["rope_dim"])
         return query, query
     return d["heads"] * d["head_dim"], d["kv_heads"] * d["head_dim"]
+
+
+def attended_widths(shape: ModelShape, trainer: TrainerConfig) -> tuple[float, float]:
+    """As `widths`, where attention sees them: key/value heads that are fewer than cp ranks are
+    repeated before they are exchanged."""
+    query, key = widths(shape)
+    kv_heads = shape.dims.get("kv_heads", shape.dims["heads"])
+    return query, key * max(1, trainer.cp * trainer.tp / kv_heads)
 
 
 def _attention(
@@ -160,8 +168,7 @@ def _gqa(facts: Facts, trainer: TrainerConfig, b: int, modules: Modules) -> floa
         # Queries of several groups lie apart in the projection: their norm reads a copy.
         attended += query if d["kv_heads"] > t else 0
         statistics += d["heads"] + d["kv_heads"]
-    # Fewer key/value heads than cp ranks are repeated.
-    attended += 2 * key * (max(1, trainer.cp * t / d["kv_heads"]) - 1)
+    attended += 2 * (attended_widths(facts.shape, trainer)[1] - key)
     if not fused or trainer.cp > 1:
         # Padded or exchanged values, and of the output what the last linear reads.
         attended += key + query

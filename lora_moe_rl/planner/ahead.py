@@ -9,6 +9,7 @@ was in the run.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -183,7 +184,7 @@ def every_way(measured: Measured) -> list[Way]:
     trainer, rollout = config.trainer, config.rollout
     each = rollout.ranks
     gpus = trainer.world_size + rollout.engines * each
-    unit = max(trainer.tp * trainer.cp * trainer.pp, trainer.ep * trainer.etp * trainer.pp)
+    unit = math.lcm(trainer.tp * trainer.cp, trainer.ep * trainer.etp) * trainer.pp
     splits = [
         (gpus - engines * each, engines)
         for engines in range(1, gpus // each + 1)

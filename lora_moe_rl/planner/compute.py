@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.planner.activations import widths
+from lora_moe_rl.planner.activations import attended_widths
 from lora_moe_rl.planner.base import base_tensors
 from lora_moe_rl.planner.facts import Facts, Format
 from lora_moe_rl.planner.formats import itemsize
@@ -193,7 +193,7 @@ class Roofline:
         exchanged = 2 * tokens / tp * shape.top_k * hidden * self.b * layers * passes
         exchanged *= (ep - 1) / ep
         # Queries, keys and values to the ranks that have their heads, and what they give back.
-        query, key = widths(shape)
+        query, key = attended_widths(shape, trainer)
         shared = 2 * tokens * (query + key) / tp * self.b * (trainer.cp - 1) / trainer.cp
         shared *= layers * passes
         outside = max(0.0, 1 - per_node / ep)

@@ -25,6 +25,7 @@ LAYOUTS = {
     "tp1": {},
     "recompute": {"recompute": "full"},
     "ep2": {"world_size": 2, "ep": 2},
+    "cp2ep2": {"world_size": 2, "cp": 2, "ep": 2},
     "tp2ep2": {"world_size": 2, "tp": 2, "ep": 2},
     "etp2": {"world_size": 2, "tp": 2, "etp": 2},
     "pp2": {"world_size": 2, "pp": 2},
@@ -36,11 +37,13 @@ CASES = [
     ("fp8", "deepseek_v3", "tp1"),
     ("int4", "qwen3_moe", "pp2vpp2"),
     ("mxfp4", "qwen3_moe", "etp2"),
+    ("int4", "qwen3_moe", "cp2ep2"),
     *(
         pytest.param(*case.split(), marks=pytest.mark.slow)
         for case in (
             "int4 qwen3_moe tp2ep2", "int4 deepseek_v3 tp1", "int4 deepseek_v3 pp2",
             "fp8 qwen3_moe tp1", "fp8 qwen3_moe ep2", "fp8 deepseek_v3 tp2ep2",
+            "fp8 deepseek_v3 cp2ep2",
             "mxfp4 deepseek_v3 tp2ep2",
         )
     ),

@@ -25,6 +25,7 @@ LAYOUTS = {
     "tp2ep2": {"world_size": 2, "tp": 2, "ep": 2},
     "ep4": {"world_size": 4, "ep": 4},
     "pp2": {"world_size": 2, "pp": 2},
+    "tp2": {"world_size": 2, "tp": 2},
     "cp2": {"world_size": 2, "cp": 2},
     "pp2vpp2": {"world_size": 2, "pp": 2, "vpp": 2},
     "etp2": {"world_size": 2, "tp": 2, "etp": 2},
@@ -76,11 +77,18 @@ def same_function(got: dict, expected: dict) -> None:
     assert got["loss/kl"] == pytest.approx(expected["loss/kl"], rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("written_by", ["tp2ep2", "one"])
-def test_losses_go_on_under_every_topology(written_by, model, tmp_path):
+@pytest.mark.parametrize(
+    ("written_by", "others"),
+    [
+        ("tp2ep2", [name for name in LAYOUTS if name not in ("tp2ep2", "tp2")]),
+        ("one", ["tp2ep2"]),
+        ("cp2", ["tp2"]),
+        ("tp2", ["cp2"]),
+    ],
+)
+def test_losses_go_on_under_every_topology(written_by, others, model, tmp_path):
     saved = run_ranks(config_of(model, written_by), model, train_and_save, str(tmp_path))
     meta, expected = saved[0]
-    others = [name for name in LAYOUTS if name != written_by] if written_by != "one" else ["tp2ep2"]
     for name in others:
         got = run_ranks(config_of(model, name), model, resume, str(tmp_path), meta)
         same(got[0], expected, name)

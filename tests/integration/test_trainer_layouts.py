@@ -5,6 +5,7 @@ That the function, its gradients and its checkpoints do not is for `test_verify_
 
 from __future__ import annotations
 
+import linear_loss
 import numpy as np
 import pytest
 import tiny_families
@@ -12,6 +13,7 @@ from ranks import random_adapter, random_batch, run_ranks, spec_of
 
 from lora_moe_rl.adapters.shards import assemble
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.data.batch import TrainBatch
 
 LAYOUTS = {
     "tp2ep2dp2": {"world_size": 4, "tp": 2, "ep": 2},
@@ -44,6 +46,40 @@ def test_metrics_do_not_depend_on_the_layout(tmp_path):
         for got, one in zip(everyone[0], expected, strict=True):
             assert got == pytest.approx(one, rel=1e-4, abs=1e-5), name
             assert one["replay/coverage"] == 1 and one["loss/kl"] > 1e-4
+
+
+def of_few_tokens(worker, spec):
+    """(loss, this rank's part of the gradient): most samples have one token fed."""
+    worker.set_adapter(random_adapter(spec))
+    rng = np.random.default_rng(3)
+    ids = [rng.integers(0, spec.shape.vocab_size, n).astype(np.int32) for n in (2, 2, 9, 3, 2)]
+    batch = TrainBatch.from_sequences(ids, np.array([1, 1, 3, 1, 1]), step=1)
+    batch.advantages = [np.full(len(w), a, np.float32) for a, w in enumerate(batch.weights, 1)]
+    batch.logprobs = [rng.normal(-5, 1, len(w)).astype(np.float32) for w in batch.weights]
+    loss, _, shards = worker.gradients(batch)
+    return loss, shards
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen3_moe", {"world_size": 4, "cp": 4}),
+        ("deepseek_v3", {"world_size": 4, "cp": 2, "tp": 2}),
+    ],
+)
+def test_micro_batches_of_fewer_tokens_than_ranks_are_exact(family, layout, tmp_path):
+    """Of four ranks, where most micro-batches have one token or two: some have padding alone."""
+    tiny_families.save(family, tmp_path)
+    found = []
+    for trainer in ({}, layout):
+        config = make_config(tmp_path, micro_batch_tokens=2, **trainer)
+        ranks = run_ranks(config, tmp_path, of_few_tokens)
+        shards = [shard for _, of_rank in ranks for shard in of_rank]
+        found.append((ranks[0][0], assemble(spec_of(tmp_path, config).tensor_shapes, shards)))
+    (loss, one), (here, many) = found
+    assert here == pytest.approx(loss, rel=1e-5)
+    difference, name = linear_loss.worst(many, one)
+    assert difference < 1e-5, name
 
 
 RATES = {"lr_ratio_B": 4.0, "lr_pattern": {"experts.*": 0.5, "k_proj": 0.0}}

@@ -83,6 +83,8 @@ def test_other_splits_have_other_trainers(tmp_path):
 def test_ranks_come_in_the_trainers_layout(tmp_path):
     ways = ahead.every_way(ahead.measure(a_run(tmp_path, ep=2)))
     assert {(way.ranks, way.engines) for way in ways} == {(2, 2)}
+    ways = ahead.every_way(ahead.measure(a_run(tmp_path, world_size=6, cp=2, ep=3)))
+    assert {(way.ranks, way.engines) for way in ways} == {(6, 2)}  # three are no pairs
 
 
 @pytest.mark.parametrize(("in_flight", "slots"), [("finish", [2, 3, 6]), ("continue", [2, 2, 2])])
