@@ -10,7 +10,14 @@ import numpy as np
 import torch
 
 from lora_moe_rl.adapters.gradients import Gradients, current_layout
-from lora_moe_rl.adapters.layers import LoRALinear, Slice, Start, Switch, merge_qkv
+from lora_moe_rl.adapters.layers import (
+    LoRALinear,
+    Slice,
+    Start,
+    Switch,
+    merge_delta,
+    merge_qkv,
+)
 from lora_moe_rl.adapters.sharding import FUSED, window
 from lora_moe_rl.adapters.shards import Shard
 from lora_moe_rl.adapters.spec import AdapterSpec
@@ -84,16 +91,20 @@ class Adapters:
 
     def _widths(self, path: str, number: int) -> list[int]:
         """This rank's output columns of each module fused in the linear at `path`."""
-        whole = path.endswith(("linear_fc2", "linear_proj", "_down_proj"))
+        whole = path.endswith(("linear_fc2", "linear_proj", "out_proj", "_down_proj"))
         axis = "etp" if path.startswith("mlp.experts") else "tp"
         ways = 1 if whole else self.layout.place(axis)[1]
         dims = self.spec.shape.modules(number)
         return [dims[module][1] // ways for module in FUSED[path]]
 
     def _merge(self, path: str):
-        if not path.endswith("linear_qkv"):
-            return None
-        return merge_qkv(self.spec.shape.dims["kv_heads"] // self.layout.tp[1])
+        shape, tp = self.spec.shape, self.layout.tp[1]
+        if path.endswith("in_proj"):
+            return merge_delta(shape.dims, tp)
+        if path.endswith("linear_qkv"):
+            gated = shape.family.attention == "gated_gqa"
+            return merge_qkv(shape.dims["kv_heads"] // tp, shape.dims["head_dim"] if gated else 0)
+        return None
 
     def slices(self) -> Iterator[Slice]:
         for lora in self.layers:

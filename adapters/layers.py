@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -260,12 +260,34 @@ def _spans(sizes: Sequence[int]) -> list[slice]:
     return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
-def merge_qkv(groups: int) -> Merge:
+def merge_qkv(groups: int, gated: int = 0) -> Merge:
     """q, k, v outputs to mcore's fused layout: for each of `groups` local kv heads, its q heads,
-    then its k, then its v."""
+    then its k, then its v. `gated`: the size of heads where q has of each its query and the gate of
+    its output; mcore has the queries of a group, then their gates."""
 
     def merge(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         grouped = [part.unflatten(-1, (groups, -1)) for part in parts]
+        if gated:
+            grouped[0] = grouped[0].unflatten(-1, (-1, 2, gated)).transpose(-3, -2).flatten(-3)
         return torch.cat(grouped, dim=-1).flatten(-2)
+
+    return merge
+
+
+def merge_delta(dims: Mapping[str, int], tp: int) -> Merge:
+    """in_proj_qkvz and in_proj_ba outputs, by key head, to mcore's fused layout: all local queries,
+    keys, values, output gates, betas, decays."""
+    heads = dims["linear_key_heads"] // tp
+    of_each = dims["linear_value_heads"] // dims["linear_key_heads"]  # value heads of a key head
+    key, value = dims["linear_key_dim"], of_each * dims["linear_value_dim"]
+    sizes = ((key, key, value, value), (of_each, of_each))
+
+    def merge(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        by_kind = (
+            piece
+            for part, widths in zip(parts, sizes, strict=True)
+            for piece in part.unflatten(-1, (heads, -1)).split(widths, dim=-1)
+        )
+        return torch.cat([piece.flatten(-2) for piece in by_kind], dim=-1)
 
     return merge

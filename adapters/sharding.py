@@ -3,9 +3,10 @@
 Layers, gradient sums, checkpoints, refit and tests all read it. Pure: no torch.
 
     kind            modules                       A [r, in]                B [out, r]
-    column          q k v, q_b, kv_b, gate/up     whole                    rows over tp
+    column          q k v, q_b, kv_b, in_proj_*,  whole                    rows over tp
+                    gate/up
                     (dense, shared expert)
-    row             o, down (dense, shared e.)    columns over tp          whole
+    row             o, out_proj, down (d., s. e.) columns over tp          whole
     replicated      q_a, kv_a (MLA down proj.)    whole                    whole
     experts_column  experts.gate/up               E over ep                E over ep, rows over etp
     experts_row     experts.down                  E over ep, cols over etp E over ep
@@ -70,7 +71,10 @@ _DENSE_KINDS: dict[str, Kind] = {
     "v_proj": "column",
     "q_b_proj": "column",
     "kv_b_proj": "column",
+    "in_proj_qkvz": "column",
+    "in_proj_ba": "column",
     "o_proj": "row",
+    "out_proj": "row",
     "q_a_proj": "replicated",
     "kv_a_proj": "replicated",
     "gate": "column",
@@ -88,6 +92,8 @@ _ATTENTION = {
     "self_attention.linear_kv_down_proj": ("kv_a_proj",),
     "self_attention.linear_kv_up_proj": ("kv_b_proj",),
     "self_attention.linear_proj": ("o_proj",),
+    "self_attention.in_proj": ("in_proj_qkvz", "in_proj_ba"),
+    "self_attention.out_proj": ("out_proj",),
 }
 _MLPS = {"mlp": "mlp", "mlp.shared_experts": "shared_expert", "mlp.experts": "experts"}
 FUSED = _ATTENTION | {

@@ -24,13 +24,15 @@ _LARGEST = {"num_hidden_layers": 1 << 12} | dict.fromkeys(
     (
         "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok",
         "n_shared_experts", "num_attention_heads", "num_key_value_heads",
+        "linear_num_key_heads", "linear_num_value_heads",
     ),
     1 << 15,
 ) | dict.fromkeys(
     (
         "hidden_size", "vocab_size", "max_position_embeddings", "intermediate_size",
         "moe_intermediate_size", "shared_expert_intermediate_size", "head_dim", "q_lora_rank",
-        "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
+        "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim", "kv_lora_rank",
+        "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
     ),
     1 << 28,
 )  # fmt: skip
@@ -52,6 +54,7 @@ class ModelShape:
     top_k: int
     moe_layers: tuple[int, ...]  # global layer numbers, from 0
     dims: Mapping[str, int]
+    linear_layers: tuple[int, ...] = ()  # with gated DeltaNet in the place of attention
 
     @classmethod
     def from_hf_config(cls, config: Config) -> ModelShape:
@@ -80,10 +83,14 @@ class ModelShape:
     def family(self) -> Family:
         return FAMILIES[self.architecture]
 
+    def attention_of(self, layer: int) -> str:
+        """The kind of attention of a global layer, a key of `linears.ATTENTION`."""
+        return "gated_delta" if layer in self.linear_layers else self.family.attention
+
     def modules(self, layer: int) -> dict[str, Dims]:
         """`{module: (in_features, out_features, num_experts or None)}` of one global layer."""
         d, hidden = self.dims, self.hidden_size
-        attention = linears.ATTENTION[self.family.attention].linears(d, hidden)
+        attention = linears.ATTENTION[self.attention_of(layer)].linears(d, hidden)
         if layer not in self.moe_layers:
             return attention | linears.mlp("mlp", hidden, d["intermediate"], None)
         experts = linears.mlp("experts", hidden, d["moe_intermediate"], self.num_experts)
@@ -126,11 +133,16 @@ def hf_path(shape: ModelShape, module: str) -> str:
         return f"mlp.{family.shared_expert}.{part}_proj"
     if block == "mlp":
         return f"mlp.{part}_proj"
+    if module in ("in_proj_qkvz", "in_proj_ba", "out_proj"):
+        return f"linear_attn.{module}"
     return f"self_attn.{'kv_a_proj_with_mqa' if module == 'kv_a_proj' else module}"
 
 
 def _read(family: Family, c: Config) -> ModelShape:
     dims = linears.ATTENTION[family.attention].dims(c)
+    linear_layers = () if family.linear_layers is None else family.linear_layers(c)
+    if linear_layers:
+        dims |= linears.ATTENTION["gated_delta"].dims(c)
     dims |= {"intermediate": c["intermediate_size"], "moe_intermediate": 0}
     dims |= {"shared_intermediate": 0}
     experts, top_k, moe_layers = 0, 0, ()
@@ -154,6 +166,7 @@ def _read(family: Family, c: Config) -> ModelShape:
         top_k=top_k,
         moe_layers=moe_layers,
         dims=dims,
+        linear_layers=linear_layers,
     )
 
 

@@ -105,6 +105,8 @@ def _setting(config: RunConfig, shape: ModelShape) -> str:
         return f"algorithm={config.algorithm.name} has no engine to share with"
     if not shape.moe_layers:
         return f"this {shape.architecture} is dense, and only bases with routed experts are shared"
+    if shape.linear_layers:
+        return f"linear attention, which this {shape.architecture} has, is not shared"
     if config.refit.mode == "merged":
         return "refit.mode=merged writes adapters into the engine's own weights"
     if config.rollout.dp > 1:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from importlib.util import find_spec
 
 from lora_moe_rl.adapters.sharding import dense_kind
 from lora_moe_rl.adapters.spec import ModelShape
 from lora_moe_rl.config import RolloutConfig, RunConfig, TrainerConfig
 from lora_moe_rl.config.keys import value_text
+from lora_moe_rl.config.trainer import has_transformer_engine
 from lora_moe_rl.errors import ConfigError, ModelError
 from lora_moe_rl.models.quantised import WHOLE
 
@@ -17,6 +19,8 @@ def check_layout(shape: ModelShape, config: RunConfig, form: str | None = None) 
     layout of experts if it has none. `form`: of a base whose experts are packed."""
     if not shape.moe_layers:
         _check_dense(shape, config)
+    if shape.linear_layers:
+        _check_linear(shape, config, form)
     trainer, dims = config.trainer, shape.dims
     heads = {"attention heads": dims["heads"]}
     if "kv_heads" in dims:
@@ -129,6 +133,38 @@ def _check_dense(shape: ModelShape, config: RunConfig) -> None:
             raise ConfigError(
                 f"{option}={value_text(value)} has no effect: this {shape.architecture} is dense, "
                 f"it has no experts; set {option}={value_text(other)}"
+            )
+
+
+def _check_linear(shape: ModelShape, config: RunConfig, form: str | None) -> None:
+    """What is not supported, or not shown to be right, where layers have linear attention."""
+    what = f"this {shape.architecture} has layers with linear attention"
+    trainer = config.trainer
+    if trainer.cp > 1:
+        raise ConfigError(
+            f"trainer.cp={trainer.cp}: {what}, whose state goes through a whole sample, and "
+            "context-parallel ranks have parts of it; set trainer.cp=1"
+        )
+    if form in WHOLE:
+        raise ConfigError(
+            f"the base is {form}, and {what}, which is supported in float dtypes; take a base that "
+            "is not quantised"
+        )
+    if config.refit.mode == "merged":
+        raise ConfigError(
+            f"refit.mode=merged: {what}, whose weights are not merged in engines; use "
+            "refit.mode=adapter"
+        )
+    if trainer.device != "cpu" and has_transformer_engine() and find_spec("fla") is None:
+        raise ConfigError(
+            f"{what}, and Megatron-core computes it on GPUs with Transformer Engine by "
+            "flash-linear-attention, which is not installed here: install that"
+        )
+    for key, size in (("trainer.tp", trainer.tp), ("rollout.tp", config.rollout.tp)):
+        if (heads := shape.dims["linear_key_heads"]) % size:
+            raise ConfigError(
+                f"{key}={size} does not divide the model's {heads} key heads of linear attention; "
+                f"use a divisor of {heads}"
             )
 
 

@@ -48,6 +48,7 @@ FUSED = Modules(3, 3, 13, 13, 0)
 LOCAL = Modules(5, 6, 12, 16, 4)
 STATISTIC = 4  # float32 a head and token: the log-sum of its scores, a norm's scale
 HEAD_ROWS = 3
+CHUNK = 64  # tokens of a chunk of linear attention
 
 
 def modules_of(trainer: TrainerConfig) -> Modules:
@@ -139,7 +140,29 @@ def _attention(
     if facts.shape.family.attention == "mla":
         adapted = f"layers.{layer}.kv_b_proj" in spec.by_name
         return _mla(facts, adapted, trainer.tp, b, modules)
-    return _gqa(facts, trainer, b, modules)
+    if layer in facts.shape.linear_layers:
+        return _delta(facts.shape, trainer.tp, b, modules)
+    gated = facts.shape.family.attention == "gated_gqa"
+    # The gates as they are projected, in float32 and through the sigmoid, and the gated output.
+    gates = (2 * b + 2 * 4) * widths(facts.shape)[0] / trainer.tp if gated else 0
+    return _gqa(facts, trainer, b, modules) + gates
+
+
+def _delta(shape: ModelShape, t: int, b: int, modules: Modules) -> float:
+    """By arithmetic. LOCAL computes in float32, and inverts a matrix of every chunk of 64 tokens
+    and head, row after row: of each row that is there it keeps what it multiplies."""
+    d = shape.dims
+    heads = d["linear_value_heads"]
+    keys, values = d["linear_key_heads"] * d["linear_key_dim"], heads * d["linear_value_dim"]
+    repeated = heads * d["linear_key_dim"]
+    # The projection, what the convolution gives, queries and keys of unit length for every value
+    # head, values; the output, normed and gated.
+    attended = (2 * keys + 2 * values) + (2 * keys + values) + 2 * repeated + values + 3 * values
+    if modules is FUSED:
+        return (attended * b + 4 * repeated * d["linear_value_dim"] / CHUNK) / t
+    again = 4 * (4 * repeated + 4 * values)
+    rows = heads * 4 * CHUNK**2 / 3
+    return (attended * b + again + rows + 4 * repeated * d["linear_value_dim"] / CHUNK) / t
 
 
 def _mla(facts: Facts, adapted: bool, t: int, b: int, modules: Modules) -> float:
@@ -185,7 +208,7 @@ def _adapters(spec: AdapterSpec, layer: int, trainer: TrainerConfig, b: int) -> 
             continue
         if site.num_experts is not None:
             total += site.rank * b * spec.shape.top_k / trainer.tp * trainer.etp
-        elif module.rpartition(".")[2] in ("o_proj", "down", "q_a_proj", "kv_a_proj"):
+        elif module.rpartition(".")[2] in ("o_proj", "out_proj", "down", "q_a_proj", "kv_a_proj"):
             total += site.rank * b / trainer.tp
         else:
             total += site.rank * b

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.sharding import Axis, Box, RankLayout
 from lora_moe_rl.planner.facts import Facts
 from lora_moe_rl.refit.plan import TrainerRank
@@ -134,7 +135,11 @@ def _attention(facts: Facts, layer: int) -> Iterator[BaseTensor]:
         yield linear("linear_kv_up_proj", keys, d["kv_lora_rank"], ROWS)
         yield linear("linear_proj", hidden, d["heads"] * d["v_dim"], COLUMNS)
         return
-    rows = (d["heads"] + 2 * d["kv_heads"]) * d["head_dim"]
+    if layer in shape.linear_layers:
+        yield from _delta(shape, layer)
+        return
+    queries = d["heads"] * (2 if shape.family.attention == "gated_gqa" else 1)
+    rows = (queries + 2 * d["kv_heads"]) * d["head_dim"]
     yield linear("linear_qkv", rows, hidden, ROWS)
     if shape.family.qkv_bias(c):
         yield BaseTensor("self_attention.linear_qkv.bias", (rows,), ROWS, layer, "attention")
@@ -142,6 +147,26 @@ def _attention(facts: Facts, layer: int) -> Iterator[BaseTensor]:
         yield norm("self_attention.q_layernorm.weight", d["head_dim"])
         yield norm("self_attention.k_layernorm.weight", d["head_dim"])
     yield linear("linear_proj", hidden, d["heads"] * d["head_dim"], COLUMNS)
+
+
+def _delta(shape: ModelShape, layer: int) -> Iterator[BaseTensor]:
+    """The part of gated DeltaNet behind its norm."""
+    d, part = shape.dims, "attention"
+    keys, heads = d["linear_key_heads"] * d["linear_key_dim"], d["linear_value_heads"]
+    values = heads * d["linear_value_dim"]
+
+    def named(name: str, sizes: tuple[int, ...], split: Split, linear: bool = False) -> BaseTensor:
+        return BaseTensor(f"self_attention.{name}", sizes, split, layer, part, linear=linear)
+
+    fused = 2 * keys + 2 * values + 2 * heads
+    yield named("in_proj.weight", (fused, shape.hidden_size), ROWS, linear=True)
+    yield named("conv1d.weight", (2 * keys + values, 1, d["linear_kernel"]), ROWS)
+    yield named("A_log", (heads,), ROWS)
+    yield named("dt_bias", (heads,), ROWS)
+    yield BaseTensor(
+        "self_attention.out_norm.weight", (d["linear_value_dim"],), WHOLE, layer, "norms"
+    )
+    yield named("out_proj.weight", (shape.hidden_size, values), COLUMNS, linear=True)
 
 
 def _mlp(facts: Facts, layer: int) -> Iterator[BaseTensor]:

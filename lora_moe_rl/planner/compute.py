@@ -87,8 +87,9 @@ def flops(facts: Facts, spec: AdapterSpec, context: int, recompute: str) -> Flop
 
 
 def attention_of(facts: Facts) -> float:
-    """Operations a token and token of context: scores and weighted values."""
-    d, layers = facts.shape.dims, facts.shape.num_layers
+    """Operations a token and token of context: scores and weighted values. Linear attention, which
+    has some a token whatever its context, is left out."""
+    d, layers = facts.shape.dims, facts.shape.num_layers - len(facts.shape.linear_layers)
     if facts.shape.family.attention == "mla":
         return 2.0 * layers * d["heads"] * (d["nope_dim"] + d["rope_dim"] + d["v_dim"])
     return 4.0 * layers * d["heads"] * d["head_dim"]

@@ -56,6 +56,7 @@ def engine_rank(
     slots = 0 if config.refit.mode == "merged" else slot_bytes(spec, config, itemsize(weights))
     logits = LOGIT_BYTES * rollout.max_num_seqs * shape.vocab_size
     working = PROFILE_BYTES + logits + gathered_bytes(facts, rollout)
+    working += rollout.max_num_seqs * state_bytes(facts, rollout.tp, itemsize(weights))
     token = kv_token_bytes(facts, rollout.tp, itemsize(weights))
     made = EngineRank(base, slots, working, 0, token, 0, 0)
     return with_budget(made, budget, config.model.max_length)
@@ -102,7 +103,7 @@ def engine_shape(
     d = facts.shape.dims
     if "linear_qkv" in tensor.name:
         kv_heads = max(d["kv_heads"], tp)
-        shape[0] = (d["heads"] + 2 * kv_heads) * d["head_dim"]
+        shape[0] += 2 * (kv_heads - d["kv_heads"]) * d["head_dim"]
     dim = tensor.split[0][0]
     shape[dim] = math.ceil(shape[dim] / tp)
     return tuple(shape)
@@ -123,8 +124,20 @@ def slot_bytes(spec: AdapterSpec, config: RunConfig, b: int) -> int:
 
 def kv_token_bytes(facts: Facts, tp: int, b: int) -> int:
     """Bytes that one token takes in the KV cache of one rank, with `b` bytes a value. MLA's latent
-    is the same on every rank."""
-    d, layers = facts.shape.dims, facts.shape.num_layers
+    is the same on every rank; linear attention keeps none of tokens."""
+    d, layers = facts.shape.dims, facts.shape.num_layers - len(facts.shape.linear_layers)
     if facts.shape.family.attention == "mla":
         return layers * (d["kv_lora_rank"] + d["rope_dim"]) * b
     return layers * 2 * max(1, d["kv_heads"] // tp) * d["head_dim"] * b
+
+
+def state_bytes(facts: Facts, tp: int, b: int) -> int:
+    """Bytes that one sequence's states of linear attention take on one rank, however long it is:
+    of each value head a matrix, and what the convolution looks back on."""
+    d, layers = facts.shape.dims, len(facts.shape.linear_layers)
+    if not layers:
+        return 0
+    keys = d["linear_key_heads"] * d["linear_key_dim"]
+    values = d["linear_value_heads"] * d["linear_value_dim"]
+    past = (2 * keys + values) * (d["linear_kernel"] - 1)
+    return layers * (values * d["linear_key_dim"] + past) // tp * b

@@ -335,7 +335,7 @@ def divides(shape: ModelShape, tp: int, cp: int) -> bool:
     """Whether tp divides the heads, and the key/value heads where they are cut; and cp ranks can
     share those that are left."""
     heads, kv_heads = shape.dims["heads"], shape.dims.get("kv_heads", tp)
-    if heads % tp or kv_heads % tp:
+    if heads % tp or kv_heads % tp or shape.dims.get("linear_key_heads", tp) % tp:
         return False
     return can_share(heads // tp, cp, False) and can_share(kv_heads // tp, cp, True)
 
@@ -343,4 +343,6 @@ def divides(shape: ModelShape, tp: int, cp: int) -> bool:
 def divides_engine(shape: ModelShape, tp: int) -> bool:
     """Whether tp divides the heads. vLLM repeats key/value heads where ranks are more."""
     kv_heads = shape.dims.get("kv_heads", tp)
+    if shape.dims.get("linear_key_heads", tp) % tp:
+        return False
     return shape.dims["heads"] % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)

@@ -329,5 +329,7 @@ def _linear(module: str, spec: AdapterSpec) -> str:
     block, _, part = module.rpartition(".")
     if part in ("gate", "up"):
         return f"{block}.fc1"
-    fused = spec.shape.family.attention == "gqa" and part in ("q_proj", "k_proj", "v_proj")
-    return "qkv" if fused else module
+    gqa = spec.shape.family.attention in ("gqa", "gated_gqa")
+    if gqa and part in ("q_proj", "k_proj", "v_proj"):
+        return "qkv"
+    return "in_proj" if part.startswith("in_proj") else module

@@ -91,6 +91,11 @@ _GQA = {
     "k_proj": ("self_attn.qkv_proj", 1, 3),
     "v_proj": ("self_attn.qkv_proj", 2, 3),
 }
+_GATED_DELTA = {
+    "in_proj_qkvz": ("linear_attn.in_proj_qkvz", 0, 1),
+    "in_proj_ba": ("linear_attn.in_proj_ba", 0, 1),
+    "out_proj": ("linear_attn.out_proj", 0, 1),
+}
 _MLA = {
     "q_a_proj": ("self_attn.fused_qkv_a_proj", 0, 2),
     "kv_a_proj": ("self_attn.fused_qkv_a_proj", 1, 2),
@@ -123,7 +128,7 @@ def _module(shape: ModelShape, layer: int, module: str) -> tuple[str, int, int]:
     if family.attention == "mla":
         attention = _MLA if shape.dims["q_lora_rank"] else _MLA_FULL_Q
     else:
-        attention = _GQA
+        attention = _GQA | _GATED_DELTA
     suffix, part, parts = (_COMMON | attention)[module]
     suffix = suffix.format(moe_block=family.moe_block, shared_expert=family.shared_expert)
     return f"model.layers.{layer}.{suffix}", part, parts

@@ -3,9 +3,10 @@
 It does nothing unless the process belongs to one of our engines. There `gathered_outputs` and
 `gathered_requests` spare what streaming costs, and a message a request. Where an engine's experts
 are spread over data-parallel ranks, vLLM loses adapters: `dp_lora` mends that. Its GPU build needs
-no other mend; its CPU build lacks eight things, each mended in a file of its own:
+no other mend; its CPU build lacks nine things, each mended in a file of its own:
 
     cpu_lora     LoRA on linears, right in batches that mix adapters and the base
+    cpu_delta    gated DeltaNet in float32
     cpu_experts  LoRA on routed experts
     cpu_int4     LoRA on routed experts that are INT4
     cpu_mxfp4    LoRA on routed experts that are MXFP4
@@ -50,6 +51,7 @@ def register() -> None:
     from lora_moe_rl.base import loader
     from lora_moe_rl.rollout import (
         cpu_cache,
+        cpu_delta,
         cpu_dp,
         cpu_experts,
         cpu_fp8,
@@ -60,6 +62,7 @@ def register() -> None:
     )
 
     cpu_lora.install()
+    cpu_delta.install()
     cpu_experts.install()
     cpu_int4.install()
     cpu_mxfp4.install()

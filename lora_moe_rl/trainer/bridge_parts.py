@@ -131,6 +131,9 @@ class Complete(MegatronModelBridge):
         provider.rotary_percent = rope.get("partial_rotary_factor", 1.0)
         if provider.multi_latent_attention:
             provider.transformer_layer_spec = _without_query_norm(provider.transformer_layer_spec)
+        if shape.linear_layers:
+            kinds = [int(i in shape.linear_layers) for i in range(shape.num_layers)]
+            provider.linear_attention_freq = kinds
         if shape.num_experts:
             self._set_experts(provider, shape)
             self.route(provider, config)
@@ -215,4 +218,4 @@ def _trained(name: str, num_layers: int) -> bool:
     the last, nor to an old checkpoint's rotary frequencies."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     beyond = layer is not None and int(layer[1]) >= num_layers
-    return not (beyond or name.endswith("rotary_emb.inv_freq"))
+    return not (beyond or name.startswith("mtp.") or name.endswith("rotary_emb.inv_freq"))

@@ -38,9 +38,19 @@ from lora_moe_rl.upstream.checks import require_parameters, require_version
 WHO = "lora_moe_rl/trainer/local_modules.py"
 
 
+class ZeroCentred(torch.nn.RMSNorm):
+    """RMSNorm that scales by 1 + weight, in float32."""
+
+    def forward(self, x):
+        scale = 1 + self.weight.float()
+        return F.rms_norm(x.float(), self.normalized_shape, scale, self.eps).to(x.dtype)
+
+
 def local_norm(config, hidden_size: int, eps: float = 1e-5, **_) -> torch.nn.Module:
     """RMSNorm or LayerNorm whose parameters say whether they see a slice of the sequence."""
     kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+    if config.layernorm_zero_centered_gamma:
+        kind = ZeroCentred
     norm = kind(hidden_size, eps=eps)
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel
@@ -75,9 +85,9 @@ class PackedAttention(torch.nn.Module):
         """query `[F, heads, d]`, key and value `[F, kv_heads, d]`; returns `[F, heads * d_v]`."""
         queries = [math.prod(batch.queries) for batch in params.batches]
         keys = [math.prod(batch.keys) for batch in params.batches]
-        q = _Placed.apply(query, params.places, sum(queries))
+        q = placed(query, params.places, sum(queries))
         if params.keys is None:
-            k, v = (_Placed.apply(x, params.places, sum(keys)) for x in (key, value))
+            k, v = (placed(x, params.places, sum(keys)) for x in (key, value))
         else:
             k, v = (x.index_select(0, params.keys) for x in (key, value))
         parts = _cut(q, queries), _cut(k, keys), _cut(v, keys)
@@ -123,6 +133,11 @@ class _Placed(torch.autograd.Function):
     def backward(ctx, gradient):
         (places,) = ctx.saved_tensors
         return gradient.index_select(0, places), None, None
+
+
+def placed(x: torch.Tensor, places: torch.Tensor, rows: int) -> torch.Tensor:
+    """See `_Placed`."""
+    return _Placed.apply(x, places, rows)
 
 
 class ExpertLinears(torch.nn.Module):

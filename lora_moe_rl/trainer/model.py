@@ -26,6 +26,7 @@ _LOCAL = {
     "apply_rope_fusion": False,
     "cross_entropy_loss_fusion": False,
     "transformer_impl": "local",
+    "experimental_attention_variant": None,  # which local specs refuse: linear_attention.py
 }
 _ALWAYS = {
     "gradient_accumulation_fusion": False,  # frozen weights have no gradients
@@ -198,10 +199,12 @@ def _pipeline_layout(num_layers: int, config: TrainerConfig) -> list[list[str]] 
 def _local_spec(config, vp_stage=None):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
+    from lora_moe_rl.trainer.linear_attention import with_linear_attention
     from lora_moe_rl.trainer.local_modules import localize
     from lora_moe_rl.trainer.mla_query import without_query_norm
 
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
     )
-    return localize(without_query_norm(spec, config))
+    spec = localize(without_query_norm(spec, config))
+    return with_linear_attention(spec, config, vp_stage)

@@ -53,12 +53,14 @@ class PackedParams(PackedSeqParams):
 
     The batches are of all F that are fed, and stand one after the other. places: int64 `[F]`, where
     each token's query is among theirs. keys: int64 `[places of keys]`, the token fed whose key and
-    value stand at each place; None: those of the queries.
+    value stand at each place; None: those of the queries. whole: int64 `[F]`, where each token fed
+    is among the places of keys, which have every sequence whole.
     """
 
     batches: list[PaddedBatch] = field(default_factory=list)
     places: torch.Tensor | None = None
     keys: torch.Tensor | None = None
+    whole: torch.Tensor | None = None
 
 
 def packed_params(data: MicroBatch, device: Device, mine: slice) -> PackedSeqParams:
@@ -108,7 +110,10 @@ def _place(params: PackedParams, data: MicroBatch, device: Device) -> None:
         queries, keys = queries + count * batch.queries[1], keys + count * longest
         params.batches.append(batch)
     params.places = as_tensor(first_query[of_fed] + at, on)
+    params.whole = params.places
     if data.shares:
+        whole = (first_key[sequence] + positions)[data.fed]
+        params.whole = as_tensor(whole, on)
         # Padding has the key of some token, and each another: their gradients are added, zeros all.
         token = np.arange(keys) % len(of_fed)
         token[first_key[sequence] + positions] = data.fed_at

@@ -32,7 +32,7 @@ def load(model_dir: Path) -> torch.nn.Module:
     settings = model_class.config_class.from_dict(config | {"model_type": family.model_types[0]})
     model = model_class.from_pretrained(model_dir, config=settings, dtype=torch.float32)
     for layer in model.model.layers:
-        if hasattr(layer.self_attn, "kv_a_layernorm"):
+        if hasattr(getattr(layer, "self_attn", None), "kv_a_layernorm"):
             _mend_mla_norms(layer.self_attn, settings.rms_norm_eps)
         if family.mend_reference is not None:
             family.mend_reference(layer, settings)

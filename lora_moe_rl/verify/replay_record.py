@@ -25,7 +25,11 @@ from lora_moe_rl.verify.replay_engine import SteppedEngine, prepare_process, sam
 RESPONSE = 24
 SHORT, LONG = 20, 80  # tokens of a prompt
 CHUNK = 32  # tokens of a step, where prompts are prefilled in chunks
-BLOCKS = {"mla": 16, "gqa": 32}  # tokens of a block: the least that vLLM's CPU attention takes
+BLOCKS = {
+    "mla": 16,
+    "gqa": 32,
+    "gated_gqa": 32,
+}  # tokens of a block: the least that vLLM's CPU attention takes
 TIGHT = 256  # tokens of a KV cache that holds two samples of the longest kind
 
 

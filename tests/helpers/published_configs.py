@@ -11,6 +11,7 @@ DEEPSEEK_V3 = config_of("deepseek_v3")
 KIMI_K2 = config_of("kimi_k2")
 MOONLIGHT_16B_A3B = config_of("moonlight_16b_a3b")
 GLM_4_5_AIR = config_of("glm_4_5_air")
+QWEN3_NEXT_80B_A3B = config_of("qwen3_next_80b_a3b")
 
 PUBLISHED = {
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
@@ -22,6 +23,7 @@ PUBLISHED = {
     "Kimi-K2": KIMI_K2,
     "Moonlight-16B-A3B": MOONLIGHT_16B_A3B,
     "GLM-4.5-Air": GLM_4_5_AIR,
+    "Qwen3-Next-80B-A3B": QWEN3_NEXT_80B_A3B,
 }
 
 
@@ -34,6 +36,8 @@ def shrunk(config: dict) -> dict:
         "num_local_experts": 5, "n_routed_experts": 5, "num_experts_per_tok": 2,
         "q_lora_rank": 18, "kv_lora_rank": 20, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6,
         "v_head_dim": 7, "n_group": 1, "topk_group": 1,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 9,
+        "linear_value_head_dim": 12, "full_attention_interval": 2,
     }  # fmt: skip
     return config | {k: v for k, v in sizes.items() if config.get(k) is not None}
 

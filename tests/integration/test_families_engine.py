@@ -9,6 +9,7 @@ import tiny_families
 from engine_fixtures import reference, start_engine
 
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
+from lora_moe_rl.verify.hf import in_float64
 
 pytestmark = pytest.mark.slow
 EXACT = 5e-6  # logprobs, float32
@@ -16,18 +17,18 @@ EXACT = 5e-6  # logprobs, float32
 
 # Qwen3-MoE and DeepSeek-V3 have tests of their own (test_rollout.py); of the others, which take a
 # minute each, one of either attention, and the dense one.
-@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v2", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v2", "qwen3", "qwen3_next"])
 def test_engine_serves_the_merged_weights(name, ray_session, tmp_path):
     tiny_families.save(name, tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, tiny_families.VOCAB_SIZE, n).tolist() for n in (5, 17, 40, 200)]
-    # In float64, so that all there is of rounding is the engine's own; grouped kernels have none.
+    # In float64, so that all there is of rounding is the engine's own.
     model = hf.load(tmp_path).double()
     dense = name in tiny_families.DENSE
-    if not dense:
-        model.set_experts_implementation("eager")
     settings = {"replay": {"mode": "off"}} if dense else {}
+    if name == "qwen3_next":
+        settings["rollout"] = {"prefix_caching": False}
     with start_engine(model, tmp_path, **settings) as engine:
         tensors = engine.random_adapter(seed=1)
         version = engine.new_version(tensors)
@@ -35,7 +36,7 @@ def test_engine_serves_the_merged_weights(name, ray_session, tmp_path):
             # One at a time: which of them the engine takes together, and so the last bits, would
             # depend on when each arrives.
             found = [engine.score([ids], served) for ids in sequences]
-            with engine.merged(adapter) as model:
+            with engine.merged(adapter) as model, in_float64(model):
                 expected = [reference(model, engine.spec, ids) for ids in sequences]
             for ((ours,), table), (logprobs, routes) in zip(found, expected, strict=True):
                 np.testing.assert_allclose(ours, logprobs, atol=EXACT, rtol=0)

@@ -110,9 +110,12 @@ def far(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
     return max(np.abs(one[name] - other[name]).max() for name in other) / scale
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "qwen3_next"])
 def test_a_prompt_that_is_computed_once_is_as_one_of_each_sample(family, tmp_path):
-    tiny_families.save(family, tmp_path, num_hidden_layers=4)
+    changes = {"num_hidden_layers": 4}
+    if family == "qwen3_next":
+        changes["layer_types"] = ["linear_attention", "full_attention"] * 2
+    tiny_families.save(family, tmp_path, **changes)
     loss, norm, gradients, fed, metrics, logprobs = gathered(tmp_path, once=False)
     names = LAYOUTS if family == "qwen3_moe" else ("one", "tp2")
     for name in names:

@@ -81,6 +81,29 @@ FAMILIES = {
         },
         {},
     ),
+    # Two value heads to a key head, sizes that differ, a dense layer, attention in the middle.
+    "qwen3_next": (
+        "Qwen3Next",
+        GQA
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+            "linear_conv_kernel_dim": 4,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 80,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [2],
+            "initializer_range": 0.07,  # above, float32 of transformers is itself 1e-5 off
+            "rope_parameters": COMMON["rope_parameters"] | {"partial_rotary_factor": 0.25},
+        },
+        {},
+    ),
     "mixtral": (
         "Mixtral",
         GQA | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},

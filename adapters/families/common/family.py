@@ -20,6 +20,7 @@ class Family:
     """One architecture of Hugging Face. Functions of a `Config` take the model's `config.json`.
 
     refused      the reasons why a config is not supported, as texts; `refusals.py` has the usual
+    linear_layers  the global numbers of the layers with gated DeltaNet in the place of attention
     bridge       imports Megatron and returns the family's class for `trainer/bridge.py` to register
                  (`trainer/bridge_parts.py`)
     moe_layers   the global numbers of the layers with routed experts; None: the family is dense,
@@ -32,9 +33,10 @@ class Family:
     architecture: str
     title: str
     model_types: tuple[str, ...]  # the first is the one that transformers knows
-    attention: Literal["gqa", "mla"]
+    attention: Literal["gqa", "gated_gqa", "mla"]
     refused: Callable[[Config], Iterable[str]]
     bridge: Callable[[], type]
+    linear_layers: Callable[[Config], tuple[int, ...]] | None = None
     qkv_bias: Callable[[Config], bool] = never
     qk_norm: Callable[[Config], bool] = never  # norms on the queries and keys of GQA
 

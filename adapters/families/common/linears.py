@@ -53,6 +53,35 @@ def _gqa(d: Mapping[str, int], hidden: int) -> dict[str, Dims]:
     }
 
 
+def _gated_gqa(d: Mapping[str, int], hidden: int) -> dict[str, Dims]:
+    """q_proj has of each head its query, then the gate of its output."""
+    linears = _gqa(d, hidden)
+    inputs, outputs, _ = linears["q_proj"]
+    return linears | {"q_proj": (inputs, 2 * outputs, None)}
+
+
+def _delta_dims(c: Config) -> dict[str, int]:
+    return {
+        "linear_key_heads": c["linear_num_key_heads"],
+        "linear_value_heads": c["linear_num_value_heads"],
+        "linear_key_dim": c["linear_key_head_dim"],
+        "linear_value_dim": c["linear_value_head_dim"],
+        "linear_kernel": c["linear_conv_kernel_dim"],
+    }
+
+
+def _delta(d: Mapping[str, int], hidden: int) -> dict[str, Dims]:
+    """in_proj_qkvz has of each key head its query, its key, the values and the output gates of its
+    value heads; in_proj_ba their betas and decays."""
+    keys = d["linear_key_heads"] * d["linear_key_dim"]
+    values = d["linear_value_heads"] * d["linear_value_dim"]
+    return {
+        "in_proj_qkvz": (hidden, 2 * keys + 2 * values, None),
+        "in_proj_ba": (hidden, 2 * d["linear_value_heads"], None),
+        "out_proj": (values, hidden, None),
+    }
+
+
 def _mla(d: Mapping[str, int], hidden: int) -> dict[str, Dims]:
     q_out = d["heads"] * (d["nope_dim"] + d["rope_dim"])
     modules: dict[str, Dims]
@@ -70,4 +99,9 @@ def _mla(d: Mapping[str, int], hidden: int) -> dict[str, Dims]:
     }
 
 
-ATTENTION = {"gqa": Attention(_gqa_dims, _gqa), "mla": Attention(_mla_dims, _mla)}
+ATTENTION = {
+    "gqa": Attention(_gqa_dims, _gqa),
+    "gated_gqa": Attention(_gqa_dims, _gated_gqa),
+    "mla": Attention(_mla_dims, _mla),
+    "gated_delta": Attention(_delta_dims, _delta),
+}

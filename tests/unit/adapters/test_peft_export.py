@@ -18,7 +18,7 @@ from lora_moe_rl.adapters.families import ModelShape, hf_path
 from lora_moe_rl.adapters.peft_config import peft_config
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.verify.hf import merge
+from lora_moe_rl.verify.hf import in_float64, merge
 
 MIXED = {
     "rank": 4, "alpha": 8, "expert_alpha": 3,
@@ -71,12 +71,13 @@ def logprobs(model) -> torch.Tensor:
 def check_loaded_equals_merged(name: str, adapter: dict, directory, form: peft.Form):
     spec, tensors, config, model = make(name, adapter)
     peft.write(directory, spec, tensors, config, form)
-    base = logprobs(model)
-    loaded = PeftModel.from_pretrained(model, directory)
-    got = logprobs(loaded)
-    model = loaded.unload()
-    merge(model, spec, tensors)
-    torch.testing.assert_close(got, logprobs(model), rtol=0, atol=5e-6)
+    loaded = PeftModel.from_pretrained(model, directory).double()
+    with in_float64(model):
+        got = logprobs(loaded)
+        model = loaded.unload()
+        base = logprobs(model)
+        merge(model, spec, tensors)
+        torch.testing.assert_close(got, logprobs(model), rtol=0, atol=5e-6)
     assert (got - base).abs().mean() > 0.01
 
 

@@ -10,7 +10,13 @@ from lora_moe_rl.errors import ModelError
 YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
 QWEN3, QWEN2 = "Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM"
 V2, V3, GLM = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"
-MIXTRAL, DENSE = "MixtralForCausalLM", "Qwen3ForCausalLM"
+MIXTRAL, DENSE, NEXT = "MixtralForCausalLM", "Qwen3ForCausalLM", "Qwen3NextForCausalLM"
+SIZES = {
+    "num_hidden_layers": 2,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "shared_expert_intermediate_size": 8,
+}
 
 REFUSED = [
     (QWEN3, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
@@ -35,6 +41,13 @@ REFUSED = [
     (V3, {"norm_topk_prob": False}, "norm_topk_prob=false"),
     (V3, {"topk_method": "noaux_tc"}, "scoring_func=None"),
     (GLM, {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+    (NEXT, SIZES | {"rope_scaling": YARN}, "rope type 'yarn'"),
+    (NEXT, SIZES | {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+    (NEXT, SIZES | {"layer_types": ["sliding_attention"] * 2}, "layer_types has sliding_attention"),
+    (NEXT, SIZES | {"layer_types": ["full_attention"]}, "1 entries for 2 layers"),
+    (NEXT, SIZES | {"layer_scale": True}, "layer_scale=true"),
+    (NEXT, SIZES | {"linear_num_value_heads": 3}, "linear_num_value_heads=3 is no multiple"),
+    (NEXT, SIZES | {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0"),
 ]
 ALLOWED = [
     (QWEN3, {"norm_topk_prob": False, "rope_scaling": None}),
@@ -43,6 +56,7 @@ ALLOWED = [
     (MIXTRAL, {"sliding_window": None, "num_experts_per_tok": 2}),
     (V2, {"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),
     (V3, {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True}),
+    (NEXT, SIZES | {"layer_types": ["linear_attention", "full_attention"]}),
     (GLM, {"attention_bias": True, "partial_rotary_factor": 0.5}),
 ]
 

@@ -1,14 +1,17 @@
 """Layouts that do not fit a model are refused with both numbers."""
 
 import pytest
-from published_configs import KIMI_K2, QWEN3_30B_A3B
+from published_configs import KIMI_K2, QWEN3_30B_A3B, QWEN3_NEXT_80B_A3B
 
 from lora_moe_rl.adapters.spec import ModelShape
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.models import fit
 from lora_moe_rl.models.fit import check_blocks, check_layout
 
 QWEN, KIMI = ModelShape.from_hf_config(QWEN3_30B_A3B), ModelShape.from_hf_config(KIMI_K2)
+
+NEXT = ModelShape.from_hf_config(QWEN3_NEXT_80B_A3B | {"num_key_value_heads": 16})
 
 
 @pytest.mark.parametrize(
@@ -30,11 +33,26 @@ QWEN, KIMI = ModelShape.from_hf_config(QWEN3_30B_A3B), ModelShape.from_hf_config
         ),
         (QWEN, {"rollout": {"tp": 3}}, "rollout.tp=3.*32 attention heads"),
         (QWEN, {"model": {"max_length": 50_000}}, "model.max_length=50000.*40960 positions"),
+        (NEXT, {"trainer": {"world_size": 2, "cp": 2}}, "trainer.cp=2: .*linear attention"),
+        (NEXT, {"refit": {"mode": "merged"}}, "refit.mode=merged: .*linear attention"),
+        (NEXT, {"rollout": {"tp": 32}}, "rollout.tp=32 does not divide the model's 16"),
     ],
 )
 def test_refused(shape, sections, message):
     with pytest.raises(ConfigError, match=message):
         check_layout(shape, RunConfig.model_validate(sections))
+
+
+def test_linear_attention_is_not_of_quantised_bases():
+    with pytest.raises(ConfigError, match="the base is fp8, .*linear attention"):
+        check_layout(NEXT, RunConfig(), "fp8")
+
+
+def test_on_gpus_linear_attention_wants_its_kernels(monkeypatch):
+    monkeypatch.setattr(fit, "has_transformer_engine", lambda: True)
+    config = RunConfig.model_validate({"trainer": {"device": "cuda"}})
+    with pytest.raises(ConfigError, match="flash-linear-attention, which is not installed"):
+        check_layout(NEXT, config)
 
 
 def test_layouts_that_fit():
