@@ -7,7 +7,7 @@ vLLM say it too, once the model is built: with a shape cut for one rank, and no 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from lora_moe_rl.adapters.families import ModelShape, hf_path
 from lora_moe_rl.errors import ModelError
@@ -85,6 +85,8 @@ def _of_layer(shape: ModelShape, layer: int) -> dict[str, Shape]:
     if "head_dim" in shape.dims:
         for norm in ("q_norm", "k_norm"):
             found[f"self_attn.{norm}.weight"] = (shape.dims["head_dim"],)
+    if layer in shape.linear_layers:
+        found |= _of_linear_attention(shape.dims)
     if layer in shape.moe_layers:
         block, width = shape.family.moe_block, shape.dims["moe_intermediate"]
         found[f"{block}.gate.weight"] = (experts, hidden)
@@ -93,3 +95,16 @@ def _of_layer(shape: ModelShape, layer: int) -> dict[str, Shape]:
         found[f"{block}.experts.gate_up_proj"] = (experts, 2 * width, hidden)
         found[f"{block}.experts.down_proj"] = (experts, hidden, width)
     return found
+
+
+def _of_linear_attention(d: Mapping[str, int]) -> dict[str, Shape]:
+    """Beside the linears."""
+    heads = d["linear_value_heads"]
+    values = heads * d["linear_value_dim"]
+    channels = 2 * d["linear_key_heads"] * d["linear_key_dim"] + values
+    return {
+        "linear_attn.conv1d.weight": (channels, 1, d["linear_kernel"]),
+        "linear_attn.A_log": (heads,),
+        "linear_attn.dt_bias": (heads,),
+        "linear_attn.norm.weight": (d["linear_value_dim"],),
+    }
