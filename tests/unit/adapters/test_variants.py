@@ -11,6 +11,10 @@ YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4
 QWEN3, QWEN2 = "Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM"
 V2, V3, GLM = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"
 MIXTRAL, DENSE = "MixtralForCausalLM", "Qwen3ForCausalLM"
+OSS = "GptOssForCausalLM"
+OSS_ROPE = YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+OSS_PLAIN = {"num_hidden_layers": 3, "sliding_window": 128, "rope_scaling": OSS_ROPE}
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 REFUSED = [
     (QWEN3, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
@@ -35,6 +39,16 @@ REFUSED = [
     (V3, {"norm_topk_prob": False}, "norm_topk_prob=false"),
     (V3, {"topk_method": "noaux_tc"}, "scoring_func=None"),
     (GLM, {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+    (OSS, OSS_PLAIN | {"quantization_config": {"quant_method": "mxfp4"}}, "save it dequantised"),
+    (OSS, OSS_PLAIN | {"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
+    (OSS, OSS_PLAIN | {"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06"),
+    (OSS, OSS_PLAIN | {"attention_bias": False}, "attention_bias=false"),
+    (OSS, OSS_PLAIN | {"layer_types": [FULL, SLIDING, FULL]}, "in turn"),
+    (OSS, OSS_PLAIN | {"sliding_window": None}, "sliding_window is missing"),
+    (OSS, OSS_PLAIN | {"rope_scaling": None}, "rope type 'default'"),
+    (OSS, OSS_PLAIN | {"rope_scaling": YARN}, "lacks beta_fast, beta_slow"),
+    (OSS, OSS_PLAIN | {"rope_scaling": OSS_ROPE | {"mscale": 0.7}}, "mscale are not supported"),
+    (OSS, OSS_PLAIN | {"tie_word_embeddings": True}, "tie_word_embeddings"),
 ]
 ALLOWED = [
     (QWEN3, {"norm_topk_prob": False, "rope_scaling": None}),
@@ -44,6 +58,7 @@ ALLOWED = [
     (V2, {"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),
     (V3, {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True}),
     (GLM, {"attention_bias": True, "partial_rotary_factor": 0.5}),
+    (OSS, OSS_PLAIN | {"attention_bias": True, "layer_types": [SLIDING, FULL, SLIDING]}),
 ]
 
 

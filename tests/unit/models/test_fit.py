@@ -1,7 +1,7 @@
 """Layouts that do not fit a model are refused with both numbers."""
 
 import pytest
-from published_configs import KIMI_K2, QWEN3_30B_A3B
+from published_configs import GPT_OSS_20B, KIMI_K2, QWEN3_30B_A3B
 
 from lora_moe_rl.adapters.spec import ModelShape
 from lora_moe_rl.config import RunConfig
@@ -9,6 +9,7 @@ from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.models.fit import check_blocks, check_layout
 
 QWEN, KIMI = ModelShape.from_hf_config(QWEN3_30B_A3B), ModelShape.from_hf_config(KIMI_K2)
+OSS = ModelShape.from_hf_config(GPT_OSS_20B)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,16 @@ QWEN, KIMI = ModelShape.from_hf_config(QWEN3_30B_A3B), ModelShape.from_hf_config
         ),
         (QWEN, {"rollout": {"tp": 3}}, "rollout.tp=3.*32 attention heads"),
         (QWEN, {"model": {"max_length": 50_000}}, "model.max_length=50000.*40960 positions"),
+        (
+            OSS,
+            {"trainer": {"world_size": 2, "tp": 2, "etp": 2}},
+            "trainer.etp=2.*biases.*trainer.ep",
+        ),
+        (OSS, {"rollout": {"tp": 2, "fully_sharded": True}}, "rollout.fully_sharded=true"),
+        (OSS, {"rollout": {"dp": 2, "ep": True}}, "rollout.dp=2.*rollout.engines"),
+        (OSS, {"rollout": {"tp": 16}}, "rollout.tp=16.*8 key/value heads, as vLLM's"),
+        (OSS, {"refit": {"mode": "merged"}}, "refit.mode=merged.*refit.mode=adapter"),
+        (OSS, {"adapter": {"expert_layout": "shared_outer"}}, "expert_layout=shared_outer"),
     ],
 )
 def test_refused(shape, sections, message):
