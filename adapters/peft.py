@@ -7,7 +7,8 @@ Two forms of routed experts, the rest is the same:
     3d  stacked, as PEFT itself saves them: `mlp.experts.base_layer.lora_A.weight` of gate_up_proj,
         `mlp.experts.lora_A.weight` of down_proj. A is [E * r, in] with the expert slowest, B is
         [out, r * E] with the expert fastest. Gate and up of ranks g and u are one adapter of rank
-        g + u, A = [A_gate; A_up], B = diag(B_gate, B_up).
+        g + u, A = [A_gate; A_up], B = diag(B_gate, B_up), with the rows of gate and up in turn
+        where the base has its columns so. Those families have this form alone.
 
 A tensor that all experts share is written for each of them: PEFT has no shared form. A layer with
 adapters on some of gate, up and down gets zero ones on the others: both readers want all three.
@@ -27,7 +28,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from lora_moe_rl.adapters.families import hf_path
+from lora_moe_rl.adapters.families import ModelShape, hf_path
 from lora_moe_rl.adapters.peft_config import EXPERTS, Form, common, completed, peft_config
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
 from lora_moe_rl.config import RunConfig
@@ -49,10 +50,13 @@ def write(
     spec: AdapterSpec,
     tensors: Tensors,
     config: RunConfig,
-    form: Form = "2d",
+    form: Form | None = None,
     head: np.ndarray | None = None,
 ) -> None:
-    """`head`, float32 [1, hidden], is a critic's: it goes in as the layer `score` of transformers'
+    """`form`: by default the one that PEFT and vLLM both read of the family. Raises AdapterError
+    for one that neither does.
+
+    `head`, float32 [1, hidden], is a critic's: it goes in as the layer `score` of transformers'
     classes for the classification of sequences, whose one label is the value.
 
     `tensors` are asked for layer by layer, and those of one layer are in memory at a time, beside
@@ -61,6 +65,7 @@ def write(
     Replaces `directory` as a whole: whenever the process is killed or the machine stops, either
     the old adapter or the new one is there. What an interrupted write left is gone after the next.
     """
+    form = form_of(spec.shape, form)
     shapes, arrays = peft_shapes(spec, form), peft_tensors(spec, tensors, form)
     settings = peft_config(spec, config, form)
     if head is not None:
@@ -76,6 +81,19 @@ def write(
         (fresh / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
         path = fresh / "adapter_model.safetensors"
         stream_safetensors(path, shapes, _digested(arrays, digest), metadata)
+
+
+def form_of(shape: ModelShape, form: Form | None) -> Form:
+    """The form of an adapter's files, where `form` was asked for. Raises AdapterError for one that
+    nobody reads: experts that are one parameter in checkpoints have no names one by one."""
+    if not shape.family.interleaved_experts:
+        return form or "2d"
+    if form == "2d":
+        raise AdapterError(
+            f"experts of {shape.architecture} are one parameter of transformers and vLLM, and have "
+            "no names one by one: take the form 3d"
+        )
+    return "3d"
 
 
 def checksum(arrays: Tensors) -> str:
@@ -215,6 +233,9 @@ def _stacked(spec: AdapterSpec, tensors: Tensors, most: float) -> Iterator[tuple
     both_B = np.concatenate(
         [_pad(gate_B, -1, gate_B.shape[-1] + up_B.shape[-1]), _pad_front(up_B, gate_B.shape[-1])], 1
     )
+    if spec.shape.family.interleaved_experts:  # row 2 i is gate's, row 2 i + 1 up's
+        halves = both_B.reshape(len(both_B), 2, -1, both_B.shape[-1])
+        both_B = halves.swapaxes(1, 2).reshape(len(both_B), -1, both_B.shape[-1])
     gate_up = np.concatenate([gate_A, up_A], 1), both_B
     for name, (A, B) in ((f"{path}.base_layer", gate_up), (path, down)):
         flat_A = A.reshape(-1, A.shape[-1])

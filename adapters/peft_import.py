@@ -214,7 +214,10 @@ def _unstack(key: Key, A, B, shape: ModelShape, settings, origin: _Origin, found
     assert experts is not None
     sides = {"gate_up": (hidden, 2 * width), "down": (width, hidden)}
     where = f"model.layers.{key.layer}.mlp.experts"
-    kind, swapped = _which(key, where, A, B, sides, experts, origin)
+    interleaved = shape.family.interleaved_experts
+    kind, swapped = _which(key, where, A, B, sides, experts, origin, oriented=interleaved)
+    if interleaved and kind == "gate_up":
+        B = np.concatenate([B[..., ::2, :], B[..., 1::2, :]], axis=-2)
     if A.ndim == 2:
         order = expert_order(origin, B, experts, kind == "gate_up")
         A, B = A.reshape(experts, -1, A.shape[-1]), _columns(B, experts, order)
@@ -241,8 +244,11 @@ def _used(A: np.ndarray, B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return A[:, used], B[:, :, used]
 
 
-def _which(key, where, A, B, sides, experts: int, origin: _Origin) -> tuple[str, bool]:
-    """("gate_up" or "down", whether A is on the output side)."""
+def _which(
+    key, where, A, B, sides, experts: int, origin: _Origin, oriented: bool
+) -> tuple[str, bool]:
+    """("gate_up" or "down", whether A is on the output side). `oriented`: of experts stored
+    [in, out], whose A every PEFT has on their input side."""
     stacked = 3 if A.ndim == 3 else 2
     ranks = (A.shape[0], B.shape[-1]) if stacked == 2 else (A.shape[1], B.shape[-1])
     counts = {A.shape[0], B.shape[0]} if stacked == 3 else {experts}
@@ -261,6 +267,10 @@ def _which(key, where, A, B, sides, experts: int, origin: _Origin) -> tuple[str,
             f"{sides['gate_up']}, nor down_proj, with {sides['down']}"
         )
     ((kind, swapped),) = fits
+    if oriented:
+        if swapped:
+            raise AdapterError(f"{where}: A {A.shape} of {kind}_proj is not on its input side")
+        return kind, False
     if sides[kind][0] == sides[kind][1] and ORDER_KEY not in origin.metadata:
         # A square parameter: only the version tells on which side A is.
         if origin.version is None:

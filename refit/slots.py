@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from vllm.lora.layers import FusedMoEWithLoRA
+from vllm.lora.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LoRAModelManager, LRUCacheLoRAModelManager
 
+from lora_moe_rl.adapters.families import FAMILIES
 from lora_moe_rl.errors import RefitError
 from lora_moe_rl.rollout.facts import Matrix
 from lora_moe_rl.upstream.checks import require_attributes, require_parameters, require_version
@@ -24,6 +25,19 @@ from lora_moe_rl.upstream.checks import require_attributes, require_parameters, 
 WHO = "lora_moe_rl/refit/slots.py"
 
 GATE, DOWN, UP = range(3)  # slices of routed experts
+INTERLEAVED = tuple(name for name, family in FAMILIES.items() if family.interleaved_experts)
+
+
+def _interleaved(layer: FusedMoE3DWithLoRA, slice_: int, matrix: Matrix) -> torch.Tensor:
+    """Gate's or up's part of a slot that has both in one, of models whose rows are gate's and up's
+    in turn: the first half of the slot's rank is gate's, the other one up's. What is neither's
+    stays zero."""
+    if layer._base_model not in INTERLEAVED:
+        raise RefitError(f"{WHO} does not know in which order {layer._base_model} has gate and up")
+    first = 0 if slice_ == GATE else 1
+    if matrix == "A":
+        return layer.w13_lora_a_stacked[0].chunk(2, dim=2)[first]
+    return layer.w13_lora_b_stacked[0][:, :, first::2].chunk(2, dim=3)[first]
 
 
 def lora_id(version: int) -> int:
@@ -78,6 +92,8 @@ class Slots:
             kind = "a" if matrix == "A" else "b"
             if slice_ == DOWN:
                 return getattr(layer, f"w2_lora_{kind}_stacked")[0]
+            if isinstance(layer, FusedMoE3DWithLoRA):
+                return _interleaved(layer, slice_, matrix)
             return getattr(layer, f"w13_lora_{kind}_stacked")[0 if slice_ == GATE else 1]
         if not isinstance(layer, BaseLinearLayerWithLoRA):
             raise RefitError(

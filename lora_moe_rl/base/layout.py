@@ -159,6 +159,8 @@ def _experts_missing(shape: ModelShape, trainer: TrainerConfig, rollout: Rollout
 
 def _unlike(shape: ModelShape, trainer: ExpertCut, engine: ExpertCut) -> str:
     """Why two cuts of experts share nothing; '' when they do."""
+    if shape.family.interleaved_experts:
+        return "the engine has the rows of gate and up in turn, and the trainer one after the other"
     if trainer.pieces != engine.pieces:
         return (
             f"the engine cuts each expert into {engine.pieces} (rollout.tp without rollout.ep), "

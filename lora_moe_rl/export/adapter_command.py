@@ -77,7 +77,7 @@ def _add(what, name: str, run, sentence: str) -> argparse.ArgumentParser:
 
 def _add_out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new or empty")
-    parser.add_argument("--form", choices=("2d", "3d"), default="2d", help="of routed experts")
+    parser.add_argument("--form", choices=("2d", "3d"), help="of routed experts")
 
 
 def _load(path: Path, options: argparse.Namespace) -> Source:

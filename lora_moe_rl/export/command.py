@@ -153,11 +153,16 @@ def _export_peft(options: argparse.Namespace) -> int:
     whose = trainer_state.CRITIC if options.critic else trainer_state.POLICY
     found = source.load(options.source, _base(options), whose=whose)
     spec, tensors = found.spec, found.tensors
+    form = peft.form_of(spec.shape, options.form)
     if options.reader == "vllm":
+        if form == "3d":
+            raise ConfigError(
+                f"--for vllm writes experts one by one, which vLLM does not read for "
+                f"{spec.shape.architecture}: leave it out"
+            )
         spec, tensors = peft.for_vllm(spec, tensors)
     base = options.base or found.config.model.path
     config = found.config.model_copy(update={"model": ModelConfig(path=base)})
-    form = options.form or "2d"
     peft.write(options.out, spec, tensors, config, form, tensors.get(VALUE_HEAD))
     card.write(options.out, spec, base, options.source, found.path, bool(options.critic))
     ranks = ", ".join(str(rank) for rank in sorted({site.rank for site in spec}))

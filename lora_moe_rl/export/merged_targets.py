@@ -201,6 +201,12 @@ def _stack(base: SafeWeights, spec: AdapterSpec, site: Site) -> StoredWeight | N
             )
         if name not in base.file_of:
             continue
+        if spec.shape.family.interleaved_experts:
+            raise ExportError(
+                f"{base.directory} has {name} with gate and up in turn, which a merge does not "
+                "write: export the adapter (--to peft), and merge it with PEFT's merge_and_unload, "
+                "or leave experts out of adapter.targets"
+            )
         rows = site.out_features * (1 if down else 2)
         shape = (site.num_experts, rows, site.in_features)
         _require(base, base.entry(name), shape, FLOATS)

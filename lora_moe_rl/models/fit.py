@@ -39,6 +39,8 @@ def check_layout(shape: ModelShape, config: RunConfig, form: str | None = None) 
                     f"{number}"
                 )
     _check_context_heads(trainer, heads)
+    if shape.family.interleaved_experts:
+        _check_interleaved(shape, config)
     if form in WHOLE and dims["moe_intermediate"] % (trainer.etp * WHOLE[form]):
         raise ConfigError(
             f"trainer.etp={trainer.etp} cuts experts of the width {dims['moe_intermediate']}, "
@@ -165,6 +167,44 @@ def _check_linear(shape: ModelShape, config: RunConfig, form: str | None) -> Non
             raise ConfigError(
                 f"{key}={size} does not divide the model's {heads} key heads of linear attention; "
                 f"use a divisor of {heads}"
+            )
+
+
+def _check_interleaved(shape: ModelShape, config: RunConfig) -> None:
+    """What is not cut or written of experts whose gate and up are one, with biases, and how vLLM's
+    model cuts them (`vllm/model_executor/models/gpt_oss.py`)."""
+    trainer, rollout = config.trainer, config.rollout
+    what = f"experts of {shape.architecture}, which have gate and up in turn and biases"
+    if trainer.etp > 1:
+        raise ConfigError(
+            f"trainer.etp={trainer.etp} would cut {what}: set trainer.etp=1, and trainer.ep for "
+            "the rest"
+        )
+    if rollout.fully_sharded:
+        raise ConfigError(
+            f"rollout.fully_sharded=true would cut adapter slots of {what}: leave it out"
+        )
+    if config.refit.mode == "merged":
+        raise ConfigError(f"refit.mode=merged does not write {what}: use refit.mode=adapter")
+    if config.adapter.expert_layout != "per_expert":
+        raise ConfigError(
+            f"adapter.expert_layout={config.adapter.expert_layout} has no slots in vLLM for {what}"
+            ": use adapter.expert_layout=per_expert"
+        )
+    if rollout.dp > 1:
+        raise ConfigError(
+            f"rollout.dp={rollout.dp} spreads {what} over engines' ranks, which has not been "
+            "compared: set rollout.dp=1, and rollout.engines for more"
+        )
+    numbers = {"key/value heads": shape.dims["kv_heads"]}
+    numbers["experts" if rollout.ep else "columns of an expert"] = (
+        shape.num_experts if rollout.ep else shape.dims["moe_intermediate"]
+    )
+    for name, number in numbers.items():
+        if number % rollout.tp:
+            raise ConfigError(
+                f"rollout.tp={rollout.tp} does not divide the model's {number} {name}, as vLLM's "
+                f"{shape.architecture} wants; use a divisor of {number}"
             )
 
 

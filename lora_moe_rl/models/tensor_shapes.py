@@ -94,6 +94,8 @@ def _of_layer(shape: ModelShape, layer: int) -> dict[str, Shape]:
         # All experts of a layer in one, as transformers 5 keeps them.
         found[f"{block}.experts.gate_up_proj"] = (experts, 2 * width, hidden)
         found[f"{block}.experts.down_proj"] = (experts, hidden, width)
+    if shape.family.interleaved_experts:
+        found |= _interleaved(shape, hidden, experts, shape.dims["moe_intermediate"])
     return found
 
 
@@ -107,4 +109,18 @@ def _of_linear_attention(d: Mapping[str, int]) -> dict[str, Shape]:
         "linear_attn.A_log": (heads,),
         "linear_attn.dt_bias": (heads,),
         "linear_attn.norm.weight": (d["linear_value_dim"],),
+    }
+
+
+def _interleaved(shape: ModelShape, hidden: int, experts: int, width: int) -> dict[str, Shape]:
+    """What such a family has otherwise than the others, or alone."""
+    stack = f"{shape.family.moe_block}.experts"
+    return {
+        f"{stack}.gate_up_proj": (experts, hidden, 2 * width),
+        f"{stack}.gate_up_proj_bias": (experts, 2 * width),
+        f"{stack}.down_proj": (experts, width, hidden),
+        f"{stack}.down_proj_bias": (experts, hidden),
+        f"{shape.family.moe_block}.router.weight": (experts, hidden),
+        f"{shape.family.moe_block}.router.bias": (experts,),
+        "self_attn.sinks": (shape.dims["heads"],),
     }

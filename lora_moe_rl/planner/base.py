@@ -147,6 +147,11 @@ def _attention(facts: Facts, layer: int) -> Iterator[BaseTensor]:
         yield norm("self_attention.q_layernorm.weight", d["head_dim"])
         yield norm("self_attention.k_layernorm.weight", d["head_dim"])
     yield linear("linear_proj", hidden, d["heads"] * d["head_dim"], COLUMNS)
+    if shape.family.interleaved_experts:  # and with them biases of all linears, and sinks
+        name = "self_attention.linear_proj.bias"
+        yield BaseTensor(name, (hidden,), WHOLE, layer, "attention")
+        name = "self_attention.core_attention.softmax_offset"
+        yield BaseTensor(name, (d["heads"],), ROWS, layer, "attention")
 
 
 def _delta(shape: ModelShape, layer: int) -> Iterator[BaseTensor]:
@@ -187,6 +192,11 @@ def _mlp(facts: Facts, layer: int) -> Iterator[BaseTensor]:
         ("linear_fc2", (experts, hidden, width), EXPERT_COLUMNS),
     ):
         yield BaseTensor(f"mlp.experts.{name}.weight", sizes, split, layer, "experts", linear=True)
+        if shape.family.interleaved_experts:
+            cut: Split = tuple(one for one in split if one[0] < 2)
+            yield BaseTensor(f"mlp.experts.{name}.bias", sizes[:2], cut, layer, "experts")
+    if shape.family.interleaved_experts:
+        yield BaseTensor("mlp.router.bias", (experts,), WHOLE, layer, "router")
     if d["shared_intermediate"]:
         width = d["shared_intermediate"]
         yield from _pair("mlp.shared_experts", width, hidden, layer, "shared experts")

@@ -12,7 +12,7 @@ from lora_moe_rl.planner.facts import Facts, Format
 from lora_moe_rl.planner.formats import itemsize, tensor_bytes
 from lora_moe_rl.planner.hardware import GIB, Gpu
 from lora_moe_rl.refit.plan import EngineLayout, held
-from lora_moe_rl.rollout.facts import STEP_TOKENS, slot_rank, step_tokens
+from lora_moe_rl.rollout.facts import STEP_TOKENS, in_halves, slot_rank, step_tokens
 
 # What vLLM's profiling run and CUDA graphs take, beside the logits of the sequences in flight.
 PROFILE_BYTES = int(3 * GIB)
@@ -95,7 +95,8 @@ def engine_shape(
     fewer than ranks, experts are cut whole (ep, over tp * dp) or each along its width."""
     shape = list(tensor.shape)
     if tensor.part == "experts":
-        dim, ways = (0, tp * dp) if ep else (tensor.split[1][0], tp)
+        dim, axis = tensor.split[-1]
+        dim, ways = (0, tp * dp) if ep else (dim, tp if axis == "etp" else 1)
         shape[dim] = math.ceil(shape[dim] / ways)
         return tuple(shape)
     if not tensor.split:
@@ -117,8 +118,9 @@ def slot_bytes(spec: AdapterSpec, config: RunConfig, b: int) -> int:
     kv_heads = spec.shape.dims.get("kv_heads", 0)
     total = 0
     for site in spec:
-        whole = replace(site, rank=rank)
-        total += sum(held(whole, matrix, layout, 0, kv_heads).size for matrix in "AB")
+        for matrix in "AB":
+            own = rank // 2 if matrix == "A" and in_halves(site, spec.shape) else rank
+            total += held(replace(site, rank=own), matrix, layout, 0, kv_heads).size
     return total * b * config.refit.slots
 
 

@@ -47,6 +47,21 @@ class SlotRows(NamedTuple):
         return x[self.start : self.stop]
 
 
+def _swiglu(hidden: torch.Tensor) -> torch.Tensor:
+    """[N, I] from gate and up, one after the other."""
+    gate, up = hidden.chunk(2, dim=-1)
+    return silu(gate) * up
+
+
+def _clamped_swiglu(hidden: torch.Tensor) -> torch.Tensor:
+    """[N, I] from gate and up in turn; its numbers are in vLLM's code too (SwigluOAIAndMul)."""
+    gate, up = hidden[:, ::2].clamp(max=7.0), hidden[:, 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+ACTIVATIONS = {MoEActivation.SILU: _swiglu, MoEActivation.SWIGLUOAI: _clamped_swiglu}
+
+
 class TorchLoRAExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
     """Gated experts on sorted tokens. Weights stay as loaded: w1 [E, 2I, H], w2 [E, H, I]."""
 
@@ -73,7 +88,8 @@ class TorchLoRAExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
     ) -> None:
         """output [T, H] = sum over k of topk_weights[t, k] * expert(topk_ids[t, k])(x[t])."""
         gate_up, down = self.weights(w1, w2)
-        assert activation == MoEActivation.SILU, f"{WHO} knows silu, not {activation}"
+        activated = ACTIVATIONS.get(activation)
+        assert activated is not None, f"{WHO} does not know the activation {activation}"
         tokens, top_k = topk_ids.shape
         experts = topk_ids.reshape(-1).long()
         if expert_map is not None:
@@ -81,8 +97,12 @@ class TorchLoRAExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
         order, slots = sort_by_expert(experts, gate_up.shape[0], self._slot_groups(), top_k)
 
         lora = self._lora_context if any(rows.slot >= 0 for rows in slots) else None
-        inner = self._gate_up(hidden_states[order // top_k], gate_up, slots, lora)
-        result = self._down(inner, down, slots, lora).float()
+        hidden = self._gate_up(hidden_states[order // top_k], gate_up, slots, lora)
+        if self.w1_bias is not None:
+            hidden += self.w1_bias[experts[order]]
+        result = self._down(activated(hidden), down, slots, lora).float()
+        if self.w2_bias is not None:  # of one rank that shares an expert; the others' are zero
+            result += self.w2_bias[experts[order]]
         if not apply_router_weight_on_input:
             result *= topk_weights.reshape(-1)[order].unsqueeze(1).float()
         scattered = result.new_zeros(tokens * top_k, output.shape[-1])
@@ -100,16 +120,20 @@ class TorchLoRAExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
     def _gate_up(
         self, x: torch.Tensor, w1: Weights, slots: list[SlotRows], lora: MoELoRAContext | None
     ):
-        """silu(gate(x)) * up(x), [N, I], for sorted rows x [N, H]."""
-        width = w1.shape[1] // 2
+        """gate(x) and up(x), [N, 2I], as the rows of w1 have them, for sorted rows x [N, H]."""
         hidden = _matmul(self.activations(x), w1, slots)
-        for i in range(2 if lora is not None else 0):  # gate, up
-            low = _shrink(x, lora.w13_lora_a_stacked[i], slots)
+        if lora is None:
+            return hidden
+        start = 0  # gate and up one after the other, or both in one
+        pairs = zip(lora.w13_lora_a_stacked, lora.w13_lora_b_stacked, strict=True)
+        for lora_a, lora_b in pairs:
+            low = _shrink(x, lora_a, slots)
             if lora.fully_sharded:  # each worker has a part of the rank
                 low = tensor_model_parallel_all_gather(low)
-            target = hidden[:, i * width : (i + 1) * width]
-            _expand(target, low, lora.w13_lora_b_stacked[i], slots)
-        return silu(hidden[:, :width]) * hidden[:, width:]
+            width = lora_b.shape[2]
+            _expand(hidden[:, start : start + width], low, lora_b, slots)
+            start += width
+        return hidden
 
     def _down(
         self, inner: torch.Tensor, w2: Weights, slots: list[SlotRows], lora: MoELoRAContext | None

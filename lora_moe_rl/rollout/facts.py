@@ -52,8 +52,14 @@ def step_tokens(rollout: RolloutConfig) -> int:
 
 def slot_rank(spec: AdapterSpec) -> int:
     """The smallest slot rank that holds every site of an adapter."""
-    largest = max(site.rank for site in spec.sites)
+    largest = max(site.rank * (2 if in_halves(site, spec.shape) else 1) for site in spec.sites)
     return next(rank for rank in SLOT_RANKS if rank >= largest)
+
+
+def in_halves(site: Site, shape: ModelShape) -> bool:
+    """Whether a site has a half of its slot's rank: where experts have gate and up in turn, vLLM
+    has both in one slot (`vllm/lora/layers/fused_moe.py`, FusedMoE3DWithLoRA)."""
+    return shape.family.interleaved_experts and site.module in ("experts.gate", "experts.up")
 
 
 def too_large_for_experts(spec: AdapterSpec, rollout: RolloutConfig) -> str:
@@ -75,7 +81,7 @@ def too_large_for_experts(spec: AdapterSpec, rollout: RolloutConfig) -> str:
 # Our module name -> (vLLM's module below model.layers.N, part, number of parts). The names of the
 # blocks of experts are their family's.
 _COMMON = {
-    "o_proj": ("self_attn.o_proj", 0, 1),
+    "o_proj": ("{attention}.o_proj", 0, 1),
     "mlp.gate": ("mlp.gate_up_proj", 0, 2),
     "mlp.up": ("mlp.gate_up_proj", 1, 2),
     "mlp.down": ("mlp.down_proj", 0, 1),
@@ -87,9 +93,9 @@ _COMMON = {
     "shared_expert.down": ("{moe_block}.{shared_expert}.down_proj", 0, 1),
 }
 _GQA = {
-    "q_proj": ("self_attn.qkv_proj", 0, 3),
-    "k_proj": ("self_attn.qkv_proj", 1, 3),
-    "v_proj": ("self_attn.qkv_proj", 2, 3),
+    "q_proj": ("{attention}.qkv_proj", 0, 3),
+    "k_proj": ("{attention}.qkv_proj", 1, 3),
+    "v_proj": ("{attention}.qkv_proj", 2, 3),
 }
 _GATED_DELTA = {
     "in_proj_qkvz": ("linear_attn.in_proj_qkvz", 0, 1),
@@ -130,5 +136,9 @@ def _module(shape: ModelShape, layer: int, module: str) -> tuple[str, int, int]:
     else:
         attention = _GQA | _GATED_DELTA
     suffix, part, parts = (_COMMON | attention)[module]
-    suffix = suffix.format(moe_block=family.moe_block, shared_expert=family.shared_expert)
+    suffix = suffix.format(
+        attention=family.served_attention,
+        moe_block=family.moe_block,
+        shared_expert=family.shared_expert,
+    )
     return f"model.layers.{layer}.{suffix}", part, parts

@@ -28,9 +28,12 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.kernels.backend import on_device
 from lora_moe_rl.kernels.grouped_linear import grouped_linear
+from lora_moe_rl.trainer.attention_parts import attend
 from lora_moe_rl.trainer.context_parallel import all_tokens, own_tokens
 from lora_moe_rl.trainer.packed_sequences import PaddedBatch
 from lora_moe_rl.upstream.checks import require_parameters, require_version
@@ -58,7 +61,8 @@ def local_norm(config, hidden_size: int, eps: float = 1e-5, **_) -> torch.nn.Mod
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention of packed sequences on `scaled_dot_product_attention`; GQA and MLA.
+    """Causal attention of packed sequences on `scaled_dot_product_attention`; GQA and MLA, with
+    sinks and windows (`attention_parts.py`) where the model has them.
 
     Tokens are laid out as right-padded batches (`packed_sequences.py`), so that a micro-batch is
     a few calls: under a causal mask no real token sees the padding behind it. Of cp ranks each
@@ -69,7 +73,19 @@ class PackedAttention(torch.nn.Module):
         super().__init__()
         channels = kwargs.get("k_channels") or config.kv_channels
         self.scale = kwargs.get("softmax_scale") or channels**-0.5
-        self.cp = kwargs["pg_collection"].cp
+        groups = kwargs["pg_collection"]
+        self.cp = groups.cp
+        windows = config.window_size, config.window_attn_skip_freq
+        in_window = is_layer_window_attention(*windows, layer_number)
+        self.window = config.window_size[0] + 1 if in_window else None  # with the query's own
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":  # mcore's name of the sinks of a rank's heads
+            heads = config.num_attention_heads // groups.tp.size()
+            device = None if config.use_cpu_initialization else torch.cuda.current_device()
+            sinks = torch.empty(heads, dtype=config.params_dtype, device=device)
+            self.softmax_offset = torch.nn.Parameter(sinks, requires_grad=False)
+        elif config.softmax_type != "vanilla":
+            raise ConfigError(f"PackedAttention knows no softmax_type {config.softmax_type!r}")
 
     def forward(self, query, key, value, attention_mask, packed_seq_params=None, **_):
         """query `[F / cp, heads, d]`, key and value `[F / cp, kv_heads, d]`; returns
@@ -77,12 +93,15 @@ class PackedAttention(torch.nn.Module):
         if packed_seq_params is None:
             raise ValueError("PackedAttention takes packed sequences only (packed_seq_params)")
         if self.cp.size() == 1:
-            return self._of_all(query, key, value, packed_seq_params)
+            return self._of_all(query, key, value, packed_seq_params, self.softmax_offset)
         query, key, value = all_tokens(query, key, value, self.cp)
-        return own_tokens(self._of_all(query, key, value, packed_seq_params), self.cp)
+        sinks = self.softmax_offset
+        sinks = None if sinks is None else sinks.chunk(self.cp.size())[self.cp.rank()]
+        return own_tokens(self._of_all(query, key, value, packed_seq_params, sinks), self.cp)
 
-    def _of_all(self, query, key, value, params):
-        """query `[F, heads, d]`, key and value `[F, kv_heads, d]`; returns `[F, heads * d_v]`."""
+    def _of_all(self, query, key, value, params, sinks):
+        """query `[F, heads, d]`, key and value `[F, kv_heads, d]`; returns `[F, heads * d_v]`.
+        sinks: `[heads]` or None."""
         queries = [math.prod(batch.queries) for batch in params.batches]
         keys = [math.prod(batch.keys) for batch in params.batches]
         q = placed(query, params.places, sum(queries))
@@ -91,23 +110,15 @@ class PackedAttention(torch.nn.Module):
         else:
             k, v = (x.index_select(0, params.keys) for x in (key, value))
         parts = _cut(q, queries), _cut(k, keys), _cut(v, keys)
-        found = [self._attend(*one) for one in zip(*parts, params.batches, strict=True)]
+        found = [self._attend(*one, sinks) for one in zip(*parts, params.batches, strict=True)]
         whole = found[0] if len(found) == 1 else torch.cat(found)
         return whole.index_select(0, params.places).flatten(1)
 
-    def _attend(self, query, key, value, batch: PaddedBatch):
+    def _attend(self, query, key, value, batch: PaddedBatch, sinks):
         """Of all places `[n, heads, d]` of a batch; returns `[n, heads, d_v]`."""
         q = query.unflatten(0, batch.queries).transpose(1, 2)
         k, v = (x.unflatten(0, batch.keys).transpose(1, 2) for x in (key, value))
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=batch.mask,
-            is_causal=batch.mask is None,
-            scale=self.scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        out = attend(q, k, v, self.scale, batch.mask, self.window, sinks)
         return out.transpose(1, 2).flatten(0, 1)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
@@ -173,6 +184,22 @@ class _GroupedLinear(ExpertLinears):
             # As mcore's linears: on the CPU, or inside `torch.device("meta")` without values.
             device = None if config.use_cpu_initialization else torch.cuda.current_device()
             self.hold(torch.zeros(self.shape, dtype=self.dtype, device=device))
+        self.biases = None
+        if kwargs.get("bias"):
+            self._add_biases(config, later)
+
+    def _add_biases(self, config, later: bool) -> None:
+        """TE's `bias0..N`, `[out]` each, on one storage."""
+        if later or config.expert_tensor_parallel_size > 1:
+            raise ConfigError(
+                "experts with biases are neither held once with engines nor cut over "
+                "expert-tensor-parallel ranks: set trainer.etp=1, and trainer.ep for the rest"
+            )
+        self.biases = torch.zeros(self.shape[:2], dtype=self.dtype, device=self.stacked.device)
+        for i in range(self.num_gemms):
+            bias = torch.nn.Parameter(self.biases[i], requires_grad=False)
+            bias.allreduce = self.allreduce
+            self.register_parameter(f"bias{i}", bias)
 
     def hold(self, stacked: torch.Tensor) -> None:
         """Weights `[num_gemms, out, in]`, of which each expert's is a view."""
@@ -188,7 +215,15 @@ class _GroupedLinear(ExpertLinears):
     def forward(self, x, m_splits):
         if self.weight0.data_ptr() != self.stacked.data_ptr():
             raise RuntimeError("expert weights were moved off their common storage")
-        return grouped_linear(x, self.stacked, list(m_splits)), None
+        counts = list(m_splits)
+        y = grouped_linear(x, self.stacked, counts)
+        if self.biases is None:
+            return y, None
+        if self.bias0.data_ptr() != self.biases.data_ptr():
+            raise RuntimeError("expert biases were moved off their common storage")
+        if self.parallel_mode == "row":  # mcore weighs it by the token's probability, and adds it
+            return y, list(self.biases)
+        return y + self.biases.repeat_interleave(on_device(counts, y.device), dim=0), None
 
 
 class ColumnGroupedLinear(_GroupedLinear):

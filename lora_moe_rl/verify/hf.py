@@ -18,6 +18,12 @@ from lora_moe_rl.verify.hf_load import load
 
 __all__ = ["exact_logprobs", "in_float64", "load", "load_exact", "logprobs", "merge"]
 
+# Of stacks with gate and up in turn: the parameter, and a module's columns of it.
+_IN_TURN = {
+    "experts.gate": ("gate_up", slice(0, None, 2)),
+    "experts.up": ("gate_up", slice(1, None, 2)),
+    "experts.down": ("down", slice(None)),
+}
 BYTES_A_WEIGHT = 12  # as float32, and as float64 beside it
 
 
@@ -27,7 +33,7 @@ def merge(model: torch.nn.Module, spec: AdapterSpec, tensors: Mapping[str, np.nd
 
     transformers 5 stacks the routed experts of every family: `mlp.experts.gate_up_proj`
     `[E, 2I, H]` and `down_proj` `[E, H, I]`. A tensor that all experts share has no E: the product
-    broadcasts.
+    broadcasts. Interleaved ones are `[E, H, 2I]`, with gate in every even column, and `[E, I, H]`.
     """
     state = model.state_dict()
     for site in spec:
@@ -36,6 +42,9 @@ def merge(model: torch.nn.Module, spec: AdapterSpec, tensors: Mapping[str, np.nd
         layer = f"model.layers.{site.layer}"
         if site.num_experts is None:
             state[f"{layer}.{hf_path(spec.shape, site.module)}.weight"] += delta
+        elif spec.shape.family.interleaved_experts:
+            part, columns = _IN_TURN[site.module]
+            state[f"{layer}.mlp.experts.{part}_proj"][..., columns] += delta.mT
         elif site.module == "experts.down":
             state[f"{layer}.mlp.experts.down_proj"] += delta
         else:

@@ -12,6 +12,7 @@ KIMI_K2 = config_of("kimi_k2")
 MOONLIGHT_16B_A3B = config_of("moonlight_16b_a3b")
 GLM_4_5_AIR = config_of("glm_4_5_air")
 QWEN3_NEXT_80B_A3B = config_of("qwen3_next_80b_a3b")
+GPT_OSS_20B = config_of("gpt_oss_20b")
 
 PUBLISHED = {
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
@@ -24,6 +25,7 @@ PUBLISHED = {
     "Moonlight-16B-A3B": MOONLIGHT_16B_A3B,
     "GLM-4.5-Air": GLM_4_5_AIR,
     "Qwen3-Next-80B-A3B": QWEN3_NEXT_80B_A3B,
+    "GPT-OSS-20B": GPT_OSS_20B,
 }
 
 

@@ -209,6 +209,31 @@ FAMILIES = {
         },
         {},
     ),
+    # A window and a YaRN that the longest sequences go beyond; activations that reach the clamp.
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "intermediate_size": 48,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 16,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-5,  # which vLLM has in its code
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 50000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+            },
+        },
+        {},
+    ),
 }
 
 DENSE = ("qwen3",)
@@ -220,9 +245,13 @@ def save(name: str, folder: Path, **changes) -> torch.nn.Module:
     config = getattr(transformers, f"{kind}Config")(**COMMON | sizes | changes)
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
-    for value in model.state_dict().values():
-        if value.ndim == 1:  # norms, biases and router corrections
+    for key, value in model.state_dict().items():
+        if value.ndim == 1 or key.endswith("_bias"):  # norms, biases, sinks, router corrections
             value += 0.1 * torch.randn_like(value)
+        if kind == "GptOss" and key.endswith("gate_up_proj"):  # one in ten reaches the clamp
+            value *= 5
+        if kind == "GptOss" and key.endswith("down_proj"):
+            value /= 5
     model.save_pretrained(folder)
     path = folder / "config.json"
     written = json.loads(path.read_text())

@@ -44,11 +44,15 @@ class Family:
     moe_width: str = "moe_intermediate_size"
     moe_block: str = "mlp"
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    # Checkpoints, transformers and vLLM hold routed experts stacked, gate and up interleaved, each
+    # with a bias: `mlp.experts.gate_up_proj` [E, hidden, 2 * width] and `gate_up_proj_bias`.
+    interleaved_experts: bool = False
     sigmoid_router: bool = False  # sigmoid scores with a correction bias, else a softmax
     shared_expert: str | None = None
     shared_width: Callable[[Config], int] = lambda c: 0
     shared_gate: bool = False  # the shared expert's output is weighed by a sigmoid of its own
 
+    served_attention: str = "self_attn"  # vLLM's name of a layer's attention
     # Why vLLM cannot serve adapters of the family; '' if it can.
     not_served: str = ""
     # Whether PEFT 0.21.2 finds stacked experts under the names of their linears (adapters/peft.py).

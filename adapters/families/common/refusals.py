@@ -26,10 +26,13 @@ _ROPE_KEYS = {
 
 
 def usual(
-    c: Config, ropes: tuple[str, ...] = ("default",), attention_bias: bool = False
+    c: Config,
+    ropes: tuple[str, ...] = ("default",),
+    attention_bias: bool = False,
+    rope_keys: tuple[str, ...] = (),
 ) -> Iterator[str]:
-    """What every family refuses. `ropes`: the types of rotary embedding that it has;
-    `attention_bias`: whether it has members with one."""
+    """What every family refuses. `ropes`: the types of rotary embedding that it has; `rope_keys`:
+    parameters of it that it alone has; `attention_bias`: whether it has members with one."""
     if (act := c.get("hidden_act", "silu")) != "silu":
         yield f"hidden_act={act!r} is not supported; only 'silu' is"
     for key in ("tie_word_embeddings", "mlp_bias"):
@@ -42,18 +45,18 @@ def usual(
     one, other = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
     if one and other and _kind(one) != _kind(other):
         yield f"rope_parameters has the rope type {_kind(one)!r}, rope_scaling {_kind(other)!r}"
-    yield from _rope(one or other, ropes)
+    yield from _rope(one or other, ropes, rope_keys)
 
 
 def _kind(rope: Config) -> str:
     return rope.get("rope_type") or rope.get("type") or "default"
 
 
-def _rope(rope: Config, allowed: tuple[str, ...]) -> Iterator[str]:
+def _rope(rope: Config, allowed: tuple[str, ...], keys: tuple[str, ...]) -> Iterator[str]:
     kind = _kind(rope)
     if kind not in allowed:
         yield f"rope type {kind!r} is not supported for this family; supported: {allowed}"
-    if unknown := sorted(set(rope) - _ROPE_KEYS):
+    if unknown := sorted(set(rope) - _ROPE_KEYS - set(keys)):
         yield f"rope parameters {', '.join(unknown)} are not known to Megatron-Bridge"
     if kind == "yarn" and "original_max_position_embeddings" not in rope:
         yield "yarn rope needs original_max_position_embeddings, or Megatron-core assumes 4096"

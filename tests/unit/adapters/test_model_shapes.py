@@ -32,6 +32,7 @@ PARAMETERS = {
     "Moonlight-16B-A3B": 16.0,
     "GLM-4.5-Air": 107,
     "Qwen3-Next-80B-A3B": 79.7,
+    "GPT-OSS-20B": 20.9,
 }
 
 
@@ -63,10 +64,10 @@ def our_linears(shape: ModelShape) -> dict[str, tuple[int, ...]]:
         for module, (n_in, n_out, experts) in shape.modules(layer).items():
             if experts is None:
                 found[f"layers.{layer}.{hf_path(shape, module)}"] = (n_out, n_in)
-            elif module == "experts.down":
-                found[f"layers.{layer}.mlp.experts.down_proj"] = (experts, n_out, n_in)
-            else:
-                found[f"layers.{layer}.mlp.experts.gate_up_proj"] = (experts, 2 * n_out, n_in)
+                continue
+            part, rows = ("down", n_out) if module == "experts.down" else ("gate_up", 2 * n_out)
+            sizes = (n_in, rows) if shape.family.interleaved_experts else (rows, n_in)
+            found[f"layers.{layer}.mlp.experts.{part}_proj"] = (experts, *sizes)
     return found
 
 

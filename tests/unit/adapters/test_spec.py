@@ -4,13 +4,13 @@ import subprocess
 import sys
 
 import pytest
-from published_configs import DEEPSEEK_V2_LITE, KIMI_K2, QWEN3_30B_A3B
+from published_configs import DEEPSEEK_V2_LITE, GPT_OSS_20B, KIMI_K2, QWEN3_30B_A3B
 
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import AdapterConfig
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.rollout.facts import SLOT_RANKS, slot_rank
+from lora_moe_rl.rollout.facts import SLOT_RANKS, served_module, slot_rank
 
 
 def build(config, servable=True, **adapter) -> AdapterSpec:
@@ -159,6 +159,16 @@ def test_olora_doubles_the_rank_and_keeps_the_scale():
     assert (q.rank, q.frozen_rank, q.trained_rank, q.scale) == (24, 12, 12, 2.0)
     assert (up.rank, up.frozen_rank, up.scale, up.shape_A) == (6, 3, 8.0, (128, 6, 2048))
     assert slot_rank(spec) == 32
+
+
+def test_gate_and_up_share_a_slot_where_they_are_interleaved():
+    spec = build(GPT_OSS_20B, rank=12, expert_rank=8)
+    assert slot_rank(spec) == 16
+    assert slot_rank(build(GPT_OSS_20B, rank=12, expert_rank=12)) == 32
+    assert slot_rank(build(GPT_OSS_20B, rank=12, targets=("experts.down",))) == 16
+    for module, served in (("q_proj", "qkv_proj"), ("o_proj", "o_proj")):
+        site = spec.by_name[f"layers.0.{module}"]
+        assert served_module(spec.shape, site)[0] == f"model.layers.0.attn.{served}"
 
 
 def test_olora_cannot_have_more_rank_than_the_weight():

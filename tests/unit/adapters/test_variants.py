@@ -17,6 +17,10 @@ SIZES = {
     "linear_num_key_heads": 2,
     "shared_expert_intermediate_size": 8,
 }
+OSS = "GptOssForCausalLM"
+OSS_ROPE = YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+OSS_PLAIN = {"num_hidden_layers": 3, "sliding_window": 128, "rope_scaling": OSS_ROPE}
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 REFUSED = [
     (QWEN3, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
@@ -48,6 +52,16 @@ REFUSED = [
     (NEXT, SIZES | {"layer_scale": True}, "layer_scale=true"),
     (NEXT, SIZES | {"linear_num_value_heads": 3}, "linear_num_value_heads=3 is no multiple"),
     (NEXT, SIZES | {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0"),
+    (OSS, OSS_PLAIN | {"quantization_config": {"quant_method": "mxfp4"}}, "save it dequantised"),
+    (OSS, OSS_PLAIN | {"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
+    (OSS, OSS_PLAIN | {"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06"),
+    (OSS, OSS_PLAIN | {"attention_bias": False}, "attention_bias=false"),
+    (OSS, OSS_PLAIN | {"layer_types": [FULL, SLIDING, FULL]}, "in turn"),
+    (OSS, OSS_PLAIN | {"sliding_window": None}, "sliding_window is missing"),
+    (OSS, OSS_PLAIN | {"rope_scaling": None}, "rope type 'default'"),
+    (OSS, OSS_PLAIN | {"rope_scaling": YARN}, "lacks beta_fast, beta_slow"),
+    (OSS, OSS_PLAIN | {"rope_scaling": OSS_ROPE | {"mscale": 0.7}}, "mscale are not supported"),
+    (OSS, OSS_PLAIN | {"tie_word_embeddings": True}, "tie_word_embeddings"),
 ]
 ALLOWED = [
     (QWEN3, {"norm_topk_prob": False, "rope_scaling": None}),
@@ -58,6 +72,7 @@ ALLOWED = [
     (V3, {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True}),
     (NEXT, SIZES | {"layer_types": ["linear_attention", "full_attention"]}),
     (GLM, {"attention_bias": True, "partial_rotary_factor": 0.5}),
+    (OSS, OSS_PLAIN | {"attention_bias": True, "layer_types": [SLIDING, FULL, SLIDING]}),
 ]
 
 

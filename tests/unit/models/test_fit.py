@@ -1,7 +1,7 @@
 """Layouts that do not fit a model are refused with both numbers."""
 
 import pytest
-from published_configs import KIMI_K2, QWEN3_30B_A3B, QWEN3_NEXT_80B_A3B
+from published_configs import GPT_OSS_20B, KIMI_K2, QWEN3_30B_A3B, QWEN3_NEXT_80B_A3B
 
 from lora_moe_rl.adapters.spec import ModelShape
 from lora_moe_rl.config import RunConfig
@@ -10,6 +10,7 @@ from lora_moe_rl.models import fit
 from lora_moe_rl.models.fit import check_blocks, check_layout
 
 QWEN, KIMI = ModelShape.from_hf_config(QWEN3_30B_A3B), ModelShape.from_hf_config(KIMI_K2)
+OSS = ModelShape.from_hf_config(GPT_OSS_20B)
 
 NEXT = ModelShape.from_hf_config(QWEN3_NEXT_80B_A3B | {"num_key_value_heads": 16})
 
@@ -36,6 +37,16 @@ NEXT = ModelShape.from_hf_config(QWEN3_NEXT_80B_A3B | {"num_key_value_heads": 16
         (NEXT, {"trainer": {"world_size": 2, "cp": 2}}, "trainer.cp=2: .*linear attention"),
         (NEXT, {"refit": {"mode": "merged"}}, "refit.mode=merged: .*linear attention"),
         (NEXT, {"rollout": {"tp": 32}}, "rollout.tp=32 does not divide the model's 16"),
+        (
+            OSS,
+            {"trainer": {"world_size": 2, "tp": 2, "etp": 2}},
+            "trainer.etp=2.*biases.*trainer.ep",
+        ),
+        (OSS, {"rollout": {"tp": 2, "fully_sharded": True}}, "rollout.fully_sharded=true"),
+        (OSS, {"rollout": {"dp": 2, "ep": True}}, "rollout.dp=2.*rollout.engines"),
+        (OSS, {"rollout": {"tp": 16}}, "rollout.tp=16.*8 key/value heads, as vLLM's"),
+        (OSS, {"refit": {"mode": "merged"}}, "refit.mode=merged.*refit.mode=adapter"),
+        (OSS, {"adapter": {"expert_layout": "shared_outer"}}, "expert_layout=shared_outer"),
     ],
 )
 def test_refused(shape, sections, message):
