@@ -4,6 +4,7 @@ biases and a clamped SwiGLU; the router's scores are a softmax over the chosen."
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from lora_moe_rl.adapters.families.common import moe, refusals
 from lora_moe_rl.adapters.families.common.family import Config, Family
@@ -59,10 +60,7 @@ def bridge() -> type:
     class GptOss(parts.Complete, GPTOSSBridge):
         """Upstream's has the rotary embedding of the published models in its code."""
 
-        stack: tuple[str, object] = ("", None)
-
-        def added(self) -> list:
-            return []
+        stack: tuple[str, Any] = ("", None)
 
         def route(self, provider, config) -> None:
             if has_transformer_engine():
@@ -79,7 +77,7 @@ def bridge() -> type:
             provider.yarn_beta_slow = float(rope["beta_slow"])
             provider.yarn_correction_range_round_to_int = rope.get("truncate", True)
 
-        def maybe_modify_loaded_hf_weight(self, hf_param, hf_state_dict):
+        def maybe_modify_loaded_hf_weight(self, hf_param, hf_state_dict) -> Any:
             """A stack of experts is read once, not once an expert."""
             if not isinstance(hf_param, str) or ".mlp.experts." not in hf_param:
                 return super().maybe_modify_loaded_hf_weight(hf_param, hf_state_dict)

@@ -12,7 +12,7 @@ from lora_moe_rl.planner.facts import Facts, Format
 from lora_moe_rl.planner.formats import itemsize, tensor_bytes
 from lora_moe_rl.planner.hardware import GIB, Gpu
 from lora_moe_rl.refit.plan import EngineLayout, held
-from lora_moe_rl.rollout.facts import in_halves, STEP_TOKENS, slot_rank, step_tokens
+from lora_moe_rl.rollout.facts import STEP_TOKENS, in_halves, slot_rank, step_tokens
 
 # What vLLM's profiling run and CUDA graphs take, beside the logits of the sequences in flight.
 PROFILE_BYTES = int(3 * GIB)
