@@ -234,8 +234,7 @@ def _stacked(spec: AdapterSpec, tensors: Tensors, most: float) -> Iterator[tuple
         [_pad(gate_B, -1, gate_B.shape[-1] + up_B.shape[-1]), _pad_front(up_B, gate_B.shape[-1])], 1
     )
     if spec.shape.family.interleaved_experts:  # row 2 i is gate's, row 2 i + 1 up's
-        halves = both_B.reshape(len(both_B), 2, -1, both_B.shape[-1])
-        both_B = halves.swapaxes(1, 2).reshape(len(both_B), -1, both_B.shape[-1])
+        both_B = both_B[:, np.arange(both_B.shape[1]).reshape(2, -1).T.ravel()]
     gate_up = np.concatenate([gate_A, up_A], 1), both_B
     for name, (A, B) in ((f"{path}.base_layer", gate_up), (path, down)):
         flat_A = A.reshape(-1, A.shape[-1])

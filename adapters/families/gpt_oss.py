@@ -62,9 +62,6 @@ def bridge() -> type:
 
         stack: tuple[str, Any] = ("", None)
 
-        def added(self) -> list:
-            return []
-
         def route(self, provider, config) -> None:
             if has_transformer_engine():
                 raise ConfigError(
@@ -80,7 +77,7 @@ def bridge() -> type:
             provider.yarn_beta_slow = float(rope["beta_slow"])
             provider.yarn_correction_range_round_to_int = rope.get("truncate", True)
 
-        def maybe_modify_loaded_hf_weight(self, hf_param, hf_state_dict):
+        def maybe_modify_loaded_hf_weight(self, hf_param, hf_state_dict) -> Any:
             """A stack of experts is read once, not once an expert."""
             if not isinstance(hf_param, str) or ".mlp.experts." not in hf_param:
                 return super().maybe_modify_loaded_hf_weight(hf_param, hf_state_dict)

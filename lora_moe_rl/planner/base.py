@@ -193,7 +193,7 @@ def _mlp(facts: Facts, layer: int) -> Iterator[BaseTensor]:
     ):
         yield BaseTensor(f"mlp.experts.{name}.weight", sizes, split, layer, "experts", linear=True)
         if shape.family.interleaved_experts:
-            cut: Split = tuple(one for one in split if one[0] < 2)
+            cut = split if split is EXPERT_ROWS else split[:1]
             yield BaseTensor(f"mlp.experts.{name}.bias", sizes[:2], cut, layer, "experts")
     if shape.family.interleaved_experts:
         yield BaseTensor("mlp.router.bias", (experts,), WHOLE, layer, "router")

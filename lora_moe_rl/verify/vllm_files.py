@@ -17,6 +17,8 @@ from lora_moe_rl.adapters import peft
 from lora_moe_rl.adapters.peft_config import completed, peft_config
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import AdapterError
+from lora_moe_rl.rollout.facts import in_halves
 
 STACKED = {"experts.gate": "w1", "experts.down": "w2", "experts.up": "w3"}
 
@@ -24,7 +26,15 @@ STACKED = {"experts.gate": "w1", "experts.down": "w2", "experts.up": "w3"}
 def write(
     directory: Path, spec: AdapterSpec, tensors: dict[str, np.ndarray], config: RunConfig
 ) -> None:
-    """Replaces what is in `directory`."""
+    """Replaces what is in `directory`. Raises AdapterError where slots would differ though both are
+    right: of gate and up in one slot ours has each in a half, vLLM's loader one behind the other.
+    """
+    if any(in_halves(site, spec.shape) for site in spec):
+        raise AdapterError(
+            f"vLLM's own loader fills slots of experts of {spec.shape.architecture} in another "
+            "order than a refit does, and they are not compared: leave experts.gate and "
+            "experts.up out of adapter.targets"
+        )
     if not any(site.shared for site in spec):
         peft.write(directory, spec, tensors, config)
         return
