@@ -83,8 +83,9 @@ def _of_layer(shape: ModelShape, layer: int) -> dict[str, Shape]:
         if linear in modules:
             found[f"self_attn.{norm}.weight"] = (modules[linear][0],)
     if "head_dim" in shape.dims:
-        for norm in ("q_norm", "k_norm"):
-            found[f"self_attn.{norm}.weight"] = (shape.dims["head_dim"],)
+        for norm, heads in (("q_norm", "heads"), ("k_norm", "kv_heads")):
+            together = shape.dims[heads] if shape.family.norm_over_heads else 1
+            found[f"self_attn.{norm}.weight"] = (together * shape.dims["head_dim"],)
     if layer in shape.moe_layers:
         block, width = shape.family.moe_block, shape.dims["moe_intermediate"]
         found[f"{block}.gate.weight"] = (experts, hidden)

@@ -159,7 +159,9 @@ def _gqa(facts: Facts, trainer: TrainerConfig, b: int, modules: Modules) -> floa
     if normed:
         # Queries of several groups lie apart in the projection: their norm reads a copy.
         attended += query if d["kv_heads"] > t else 0
-        statistics += d["heads"] + d["kv_heads"]
+        # A scale for each head; for all together their norm and its scale, on every rank.
+        together = facts.shape.family.norm_over_heads
+        statistics += 4 * t if together else d["heads"] + d["kv_heads"]
     # Fewer key/value heads than cp ranks are repeated.
     attended += 2 * key * (max(1, trainer.cp * t / d["kv_heads"]) - 1)
     if not fused or trainer.cp > 1:

@@ -90,6 +90,7 @@ def _register_local_modules() -> None:
 
     AutoMapping.register_module_type("ColumnGroupedLinear", "column")
     AutoMapping.register_module_type("RowGroupedLinear", "row")
+    AutoMapping.register_module_type("NormOverHeads", "column")
 
 
 @cache

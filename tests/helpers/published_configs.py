@@ -11,6 +11,7 @@ DEEPSEEK_V3 = config_of("deepseek_v3")
 KIMI_K2 = config_of("kimi_k2")
 MOONLIGHT_16B_A3B = config_of("moonlight_16b_a3b")
 GLM_4_5_AIR = config_of("glm_4_5_air")
+OLMOE_1B_7B = config_of("olmoe_1b_7b")
 
 PUBLISHED = {
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
@@ -22,6 +23,7 @@ PUBLISHED = {
     "Kimi-K2": KIMI_K2,
     "Moonlight-16B-A3B": MOONLIGHT_16B_A3B,
     "GLM-4.5-Air": GLM_4_5_AIR,
+    "OLMoE-1B-7B": OLMOE_1B_7B,
 }
 
 

@@ -186,6 +186,20 @@ FAMILIES = {
         },
         {},
     ),
+    # Norms over all heads, whose weights differ from head to head.
+    "olmoe": (
+        "Olmoe",
+        {
+            "hidden_size": 128,
+            "num_key_value_heads": 2,
+            "intermediate_size": 48,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "rms_norm_eps": 1e-5,
+        },
+        {},
+    ),
 }
 
 DENSE = ("qwen3",)

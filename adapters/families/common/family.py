@@ -37,6 +37,9 @@ class Family:
     bridge: Callable[[], type]
     qkv_bias: Callable[[Config], bool] = never
     qk_norm: Callable[[Config], bool] = never  # norms on the queries and keys of GQA
+    norm_over_heads: bool = False  # each of these norms is over all heads together
+    # Whether vLLM serves it on more tensor-parallel ranks than it has key/value heads.
+    repeats_keys: bool = True
 
     moe_layers: Callable[[Config], tuple[int, ...]] | None = None
     moe_width: str = "moe_intermediate_size"

@@ -31,6 +31,7 @@ PARAMETERS = {
     "Kimi-K2": 1026,
     "Moonlight-16B-A3B": 16.0,
     "GLM-4.5-Air": 107,
+    "OLMoE-1B-7B": 6.92,
 }
 
 

@@ -11,6 +11,8 @@ YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4
 QWEN3, QWEN2 = "Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM"
 V2, V3, GLM = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"
 MIXTRAL, DENSE = "MixtralForCausalLM", "Qwen3ForCausalLM"
+OLMOE = "OlmoeForCausalLM"
+OF_HEADS = {"hidden_size": 2048, "num_attention_heads": 16}
 
 REFUSED = [
     (QWEN3, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
@@ -35,6 +37,11 @@ REFUSED = [
     (V3, {"norm_topk_prob": False}, "norm_topk_prob=false"),
     (V3, {"topk_method": "noaux_tc"}, "scoring_func=None"),
     (GLM, {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+    (OLMOE, {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+    (OLMOE, {"norm_topk_prob": True}, "norm_topk_prob=true"),
+    (OLMOE, {"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06"),
+    (OLMOE, OF_HEADS | {"head_dim": 64}, "head_dim=64"),
+    (OLMOE, {"attention_bias": True}, "attention_bias"),
 ]
 ALLOWED = [
     (QWEN3, {"norm_topk_prob": False, "rope_scaling": None}),
@@ -44,6 +51,7 @@ ALLOWED = [
     (V2, {"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),
     (V3, {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True}),
     (GLM, {"attention_bias": True, "partial_rotary_factor": 0.5}),
+    (OLMOE, OF_HEADS | {"clip_qkv": None, "rms_norm_eps": 1e-5, "num_key_value_heads": 4}),
 ]
 
 

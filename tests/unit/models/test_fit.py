@@ -1,13 +1,14 @@
 """Layouts that do not fit a model are refused with both numbers."""
 
 import pytest
-from published_configs import KIMI_K2, QWEN3_30B_A3B
+from published_configs import KIMI_K2, OLMOE_1B_7B, QWEN3_30B_A3B
 
 from lora_moe_rl.adapters.spec import ModelShape
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.models.fit import check_blocks, check_layout
 
+OLMOE = ModelShape.from_hf_config(OLMOE_1B_7B | {"num_key_value_heads": 4})
 QWEN, KIMI = ModelShape.from_hf_config(QWEN3_30B_A3B), ModelShape.from_hf_config(KIMI_K2)
 
 
@@ -29,6 +30,7 @@ QWEN, KIMI = ModelShape.from_hf_config(QWEN3_30B_A3B), ModelShape.from_hf_config
             "trainer.cp=32 .*16 attention heads, which trainer.tp=2 leaves a rank",
         ),
         (QWEN, {"rollout": {"tp": 3}}, "rollout.tp=3.*32 attention heads"),
+        (OLMOE, {"rollout": {"tp": 8}}, "rollout.tp=8 .* 4 key/value heads, which vLLM does not"),
         (QWEN, {"model": {"max_length": 50_000}}, "model.max_length=50000.*40960 positions"),
     ],
 )

@@ -44,6 +44,7 @@ MENDS = [
     ("megatron-core", "trainer/local_modules.py", lambda m: m.replicate_mla_down_projections(None)),
     ("megatron-core", "trainer/grouped_topk.py", lambda m: m.install(2)),
     ("megatron-core", "trainer/mla_query.py", lambda m: m.without_query_norm(None, UNCOMPRESSED)),
+    ("megatron-core", "trainer/norm_over_heads.py", lambda m: m.placed(None)),
     ("megatron-core", "router_replay/replay.py", lambda m: m.Replay([], ())),
     ("megatron-core", "router_replay/audit.py", lambda m: m.Audit(None)),
     ("megatron-bridge", "trainer/bridge.py", lambda m: m.load()),
