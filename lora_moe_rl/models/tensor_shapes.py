@@ -89,7 +89,8 @@ def _of_layer(shape: ModelShape, layer: int) -> dict[str, Shape]:
     if layer in shape.moe_layers:
         block, width = shape.family.moe_block, shape.dims["moe_intermediate"]
         found[f"{block}.gate.weight"] = (experts, hidden)
-        found[f"{block}.gate.e_score_correction_bias"] = (experts,)
+        for router in (f"{block}.gate", block):
+            found[f"{router}.e_score_correction_bias"] = (experts,)
         # All experts of a layer in one, as transformers 5 keeps them.
         found[f"{block}.experts.gate_up_proj"] = (experts, 2 * width, hidden)
         found[f"{block}.experts.down_proj"] = (experts, hidden, width)

@@ -3,7 +3,7 @@
 It does nothing unless the process belongs to one of our engines. There `gathered_outputs` and
 `gathered_requests` spare what streaming costs, and a message a request. Where an engine's experts
 are spread over data-parallel ranks, vLLM loses adapters: `dp_lora` mends that. Its GPU build needs
-no other mend; its CPU build lacks eight things, each mended in a file of its own:
+no other mend; its CPU build lacks nine things, each mended in a file of its own:
 
     cpu_lora     LoRA on linears, right in batches that mix adapters and the base
     cpu_experts  LoRA on routed experts
@@ -12,6 +12,7 @@ no other mend; its CPU build lacks eight things, each mended in a file of its ow
     cpu_fp8      FP8 bases, with LoRA
     cpu_routes   recording of router decisions
     cpu_cache    giving the cache of keys and values back
+    cpu_router   sigmoid scores without groups of experts
     cpu_dp       experts over data-parallel ranks
 
 There it also gets a load format, for a base that the trainer holds too (base/loader.py); on GPUs
@@ -56,6 +57,7 @@ def register() -> None:
         cpu_int4,
         cpu_lora,
         cpu_mxfp4,
+        cpu_router,
         cpu_routes,
     )
 
@@ -66,6 +68,7 @@ def register() -> None:
     cpu_fp8.install()
     cpu_routes.install()
     cpu_cache.install()
+    cpu_router.install()
     cpu_dp.install()
     loader.install()
 

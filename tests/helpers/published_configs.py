@@ -12,6 +12,7 @@ KIMI_K2 = config_of("kimi_k2")
 MOONLIGHT_16B_A3B = config_of("moonlight_16b_a3b")
 GLM_4_5_AIR = config_of("glm_4_5_air")
 OLMOE_1B_7B = config_of("olmoe_1b_7b")
+MINIMAX_M2 = config_of("minimax_m2")
 
 PUBLISHED = {
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
@@ -24,6 +25,7 @@ PUBLISHED = {
     "Moonlight-16B-A3B": MOONLIGHT_16B_A3B,
     "GLM-4.5-Air": GLM_4_5_AIR,
     "OLMoE-1B-7B": OLMOE_1B_7B,
+    "MiniMax-M2": MINIMAX_M2,
 }
 
 
@@ -35,7 +37,7 @@ def shrunk(config: dict) -> dict:
         "moe_intermediate_size": 14, "shared_expert_intermediate_size": 22, "num_experts": 5,
         "num_local_experts": 5, "n_routed_experts": 5, "num_experts_per_tok": 2,
         "q_lora_rank": 18, "kv_lora_rank": 20, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6,
-        "v_head_dim": 7, "n_group": 1, "topk_group": 1,
+        "v_head_dim": 7, "n_group": 1, "topk_group": 1, "rotary_dim": 4,
     }  # fmt: skip
     return config | {k: v for k, v in sizes.items() if config.get(k) is not None}
 

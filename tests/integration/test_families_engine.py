@@ -16,7 +16,7 @@ EXACT = 5e-6  # logprobs, float32
 
 # Qwen3-MoE and DeepSeek-V3 have tests of their own (test_rollout.py); of the others, which take a
 # minute each, one of either attention, and the dense one.
-@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v2", "qwen3", "olmoe"])
+@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v2", "qwen3", "olmoe", "minimax_m2"])
 def test_engine_serves_the_merged_weights(name, ray_session, tmp_path):
     tiny_families.save(name, tmp_path)
     make_tokenizer().save_pretrained(tmp_path)

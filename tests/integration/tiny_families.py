@@ -200,6 +200,25 @@ FAMILIES = {
         },
         {},
     ),
+    # The rotated part is said by rotary_dim alone, as in the published config.
+    "minimax_m2": (
+        "MiniMaxM2",
+        GQA
+        | {
+            "intermediate_size": 48,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "rope_parameters": COMMON["rope_parameters"] | {"partial_rotary_factor": 0.5},
+        },
+        {
+            "partial_rotary_factor": None,
+            "rotary_dim": 16,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+            "use_qk_norm": True,
+            "num_mtp_modules": 3,
+        },
+    ),
 }
 
 DENSE = ("qwen3",)

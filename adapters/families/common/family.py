@@ -54,6 +54,8 @@ class Family:
     not_served: str = ""
     # Whether PEFT 0.21.2 finds stacked experts under the names of their linears (adapters/peft.py).
     peft_finds_experts: bool = True
+    # What transformers' config is given beside config.json, to compute what was trained.
+    reference_keys: Callable[[Config], dict[str, Any]] = lambda c: {}
     # Mends a decoder layer of transformers' model in place, given that and the model's config, so
     # that it computes what was trained (verify/hf_load.py).
     mend_reference: Callable[[Any, Any], None] | None = None

@@ -32,6 +32,7 @@ PARAMETERS = {
     "Moonlight-16B-A3B": 16.0,
     "GLM-4.5-Air": 107,
     "OLMoE-1B-7B": 6.92,
+    "MiniMax-M2": 228.7,
 }
 
 

@@ -11,8 +11,14 @@ YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4
 QWEN3, QWEN2 = "Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM"
 V2, V3, GLM = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"
 MIXTRAL, DENSE = "MixtralForCausalLM", "Qwen3ForCausalLM"
-OLMOE = "OlmoeForCausalLM"
+OLMOE, MINIMAX = "OlmoeForCausalLM", "MiniMaxM2ForCausalLM"
 OF_HEADS = {"hidden_size": 2048, "num_attention_heads": 16}
+M2 = {
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "head_dim": 128,
+    "rotary_dim": 64,
+}  # fmt: skip
 
 REFUSED = [
     (QWEN3, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
@@ -42,6 +48,15 @@ REFUSED = [
     (OLMOE, {"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06"),
     (OLMOE, OF_HEADS | {"head_dim": 64}, "head_dim=64"),
     (OLMOE, {"attention_bias": True}, "attention_bias"),
+    (MINIMAX, M2 | {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+    (MINIMAX, {"scoring_func": "sigmoid"}, "use_routing_bias=None"),
+    (MINIMAX, M2 | {"use_qk_norm": False}, "use_qk_norm=False"),
+    (MINIMAX, M2 | {"qk_norm_type": "per_head"}, "qk_norm_type='per_head'"),
+    (MINIMAX, M2 | {"shared_intermediate_size": 1024}, "shared_intermediate_size=1024"),
+    (MINIMAX, M2 | {"sliding_window": 4096}, "sliding_window=4096"),
+    (MINIMAX, M2 | {"attn_type_list": [1, 0]}, "attn_type_list"),
+    (MINIMAX, M2 | {"partial_rotary_factor": 1.0}, "partial_rotary_factor=1.0"),
+    (MINIMAX, M2 | {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
 ]
 ALLOWED = [
     (QWEN3, {"norm_topk_prob": False, "rope_scaling": None}),
@@ -51,6 +66,7 @@ ALLOWED = [
     (V2, {"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),
     (V3, {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True}),
     (GLM, {"attention_bias": True, "partial_rotary_factor": 0.5}),
+    (MINIMAX, M2 | {"partial_rotary_factor": 0.5, "attn_type_list": [1, 1], "use_mtp": True}),
     (OLMOE, OF_HEADS | {"clip_qkv": None, "rms_norm_eps": 1e-5, "num_key_value_heads": 4}),
 ]
 

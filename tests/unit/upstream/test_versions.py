@@ -31,6 +31,7 @@ MENDS = [
     ("vllm", "rollout/cpu_mxfp4.py", lambda m: m.install()),
     ("vllm", "rollout/cpu_fp8.py", lambda m: m.install()),
     ("vllm", "rollout/cpu_cache.py", lambda m: m.install()),
+    ("vllm", "rollout/cpu_router.py", lambda m: m.install()),
     ("vllm", "rollout/cpu_routes.py", lambda m: m.install()),
     ("vllm", "rollout/forked.py", lambda m: m.install(1)),
     ("vllm", "rollout/cpu_dp.py", lambda m: m.install()),
