@@ -52,7 +52,7 @@ def check_layout(shape: ModelShape, config: RunConfig, form: str | None = None) 
             f"rollout.dp={config.rollout.dp} ranks are more than the model's {shape.num_experts} "
             "experts, which are spread over them; lower it"
         )
-    _check_engine_heads(dims.get("kv_heads", config.rollout.tp), config.rollout.tp)
+    _check_engine_heads(shape, config.rollout.tp)
     chunks = trainer.pp * trainer.vpp
     if chunks > shape.num_layers:
         raise ConfigError(
@@ -227,8 +227,14 @@ def _check_context_heads(trainer: TrainerConfig, heads: Mapping[str, int]) -> No
             )
 
 
-def _check_engine_heads(kv_heads: int, tp: int) -> None:
-    """vLLM repeats key/value heads where there are fewer than ranks."""
+def _check_engine_heads(shape: ModelShape, tp: int) -> None:
+    """vLLM repeats key/value heads where there are fewer than ranks, of most families."""
+    kv_heads = shape.dims.get("kv_heads", tp)
+    if kv_heads % tp and not shape.family.repeats_keys:
+        raise ConfigError(
+            f"rollout.tp={tp} does not divide the model's {kv_heads} key/value heads, which vLLM "
+            f"does not repeat for this family; use a divisor of {kv_heads}"
+        )
     if kv_heads % tp and tp % kv_heads:
         raise ConfigError(
             f"rollout.tp={tp} neither divides the model's {kv_heads} key/value heads nor is a "

@@ -83,14 +83,16 @@ def _of_layer(shape: ModelShape, layer: int) -> dict[str, Shape]:
         if linear in modules:
             found[f"self_attn.{norm}.weight"] = (modules[linear][0],)
     if "head_dim" in shape.dims:
-        for norm in ("q_norm", "k_norm"):
-            found[f"self_attn.{norm}.weight"] = (shape.dims["head_dim"],)
+        for norm, heads in (("q_norm", "heads"), ("k_norm", "kv_heads")):
+            together = shape.dims[heads] if shape.family.norm_over_heads else 1
+            found[f"self_attn.{norm}.weight"] = (together * shape.dims["head_dim"],)
     if layer in shape.linear_layers:
         found |= _of_linear_attention(shape.dims)
     if layer in shape.moe_layers:
         block, width = shape.family.moe_block, shape.dims["moe_intermediate"]
         found[f"{block}.gate.weight"] = (experts, hidden)
-        found[f"{block}.gate.e_score_correction_bias"] = (experts,)
+        for router in (f"{block}.gate", block):
+            found[f"{router}.e_score_correction_bias"] = (experts,)
         # All experts of a layer in one, as transformers 5 keeps them.
         found[f"{block}.experts.gate_up_proj"] = (experts, 2 * width, hidden)
         found[f"{block}.experts.down_proj"] = (experts, hidden, width)

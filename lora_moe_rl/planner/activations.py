@@ -190,12 +190,15 @@ def _gqa(facts: Facts, trainer: TrainerConfig, b: int, modules: Modules) -> floa
     if normed:
         # Queries of several groups lie apart in the projection: their norm reads a copy.
         attended += query if d["kv_heads"] > t else 0
-        statistics += d["heads"] + d["kv_heads"]
+        # A scale for each head; for all together their norm and its scale, on every rank.
+        together = facts.shape.family.norm_over_heads
+        statistics += 4 * t if together else d["heads"] + d["kv_heads"]
     attended += 2 * (attended_widths(facts.shape, trainer)[1] - key)
     if not fused or trainer.cp > 1:
         # Padded or exchanged values, and of the output what the last linear reads.
         attended += key + query
-    rotated = d["head_dim"] * (facts.config.get("partial_rotary_factor") or 1)
+    part = d["head_dim"] * (facts.config.get("partial_rotary_factor") or 1)
+    rotated = facts.config.get("rotary_dim") or part
     return (attended * b + statistics * STATISTIC) / t + modules.rotary * rotated * b
 
 

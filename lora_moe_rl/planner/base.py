@@ -144,8 +144,11 @@ def _attention(facts: Facts, layer: int) -> Iterator[BaseTensor]:
     if shape.family.qkv_bias(c):
         yield BaseTensor("self_attention.linear_qkv.bias", (rows,), ROWS, layer, "attention")
     if shape.family.qk_norm(c):
-        yield norm("self_attention.q_layernorm.weight", d["head_dim"])
-        yield norm("self_attention.k_layernorm.weight", d["head_dim"])
+        for name, heads in (("q_layernorm", d["heads"]), ("k_layernorm", d["kv_heads"])):
+            one = norm(f"self_attention.{name}.weight", d["head_dim"])
+            if shape.family.norm_over_heads:
+                one = replace(one, shape=(heads * d["head_dim"],), split=ROWS)
+            yield one
     yield linear("linear_proj", hidden, d["heads"] * d["head_dim"], COLUMNS)
     if shape.family.interleaved_experts:  # and with them biases of all linears, and sinks
         name = "self_attention.linear_proj.bias"

@@ -341,8 +341,10 @@ def divides(shape: ModelShape, tp: int, cp: int) -> bool:
 
 
 def divides_engine(shape: ModelShape, tp: int) -> bool:
-    """Whether tp divides the heads. vLLM repeats key/value heads where ranks are more."""
+    """Whether tp divides the heads. vLLM repeats key/value heads where ranks are more, of most
+    families."""
     kv_heads = shape.dims.get("kv_heads", tp)
     if shape.dims.get("linear_key_heads", tp) % tp:
         return False
-    return shape.dims["heads"] % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+    repeated = shape.family.repeats_keys and tp % kv_heads == 0
+    return shape.dims["heads"] % tp == 0 and (kv_heads % tp == 0 or repeated)

@@ -13,6 +13,7 @@ no other mend; its CPU build lacks nine things, each mended in a file of its own
     cpu_fp8      FP8 bases, with LoRA
     cpu_routes   recording of router decisions
     cpu_cache    giving the cache of keys and values back
+    cpu_router   sigmoid scores without groups of experts
     cpu_dp       experts over data-parallel ranks
 
 There it also gets a load format, for a base that the trainer holds too (base/loader.py); on GPUs
@@ -58,6 +59,7 @@ def register() -> None:
         cpu_int4,
         cpu_lora,
         cpu_mxfp4,
+        cpu_router,
         cpu_routes,
     )
 
@@ -69,6 +71,7 @@ def register() -> None:
     cpu_fp8.install()
     cpu_routes.install()
     cpu_cache.install()
+    cpu_router.install()
     cpu_dp.install()
     loader.install()
 

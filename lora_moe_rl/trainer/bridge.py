@@ -93,6 +93,7 @@ def _register_local_modules() -> None:
     AutoMapping.register_module_type("ZeroCentred", "replicated")
     AutoMapping.register_module_type("PackedGatedDeltaNet", "column")
     AutoMapping.register_module_type("PackedAttention", "column")  # its sinks
+    AutoMapping.register_module_type("NormOverHeads", "column")
 
 
 @cache

@@ -54,12 +54,16 @@ def _gated(megatron: str, hf: str, gate: str = "gate_proj", up: str = "up_proj")
 
 
 def experts(
-    block: str = "mlp", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    block: str = "mlp",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    bias: str | None = None,
 ) -> list:
     """Routers and routed experts, for an upstream bridge of a dense model, which has the norm
-    before an MLP. `names`: of gate, up and down."""
+    before an MLP. `names`: of gate, up and down; `bias`: of the router's correction, if it has
+    one."""
     gate, up, down = names
-    return [
+    correction = [_auto("mlp.router.expert_bias", f"{block}.{bias}")] if bias else []
+    return correction + [
         _auto("mlp.router.weight", f"{block}.gate.weight"),
         _gated("mlp.experts.linear_fc1.weight*", f"{block}.experts.*", gate, up),
         _auto("mlp.experts.linear_fc2.weight*", f"{block}.experts.*.{down}.weight"),

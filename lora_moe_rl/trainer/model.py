@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from lora_moe_rl.adapters.families import FAMILIES
 from lora_moe_rl.adapters.sharding import pipeline_chunks
 from lora_moe_rl.base.shared import Shared
 from lora_moe_rl.config import TrainerConfig
@@ -154,6 +155,11 @@ def make_provider(source, config: TrainerConfig, num_layers: int, device: Device
 
         local_modules.install()
         options |= _LOCAL | {"transformer_layer_spec": _local_spec}
+    if FAMILIES[source.hf_pretrained.config.architectures[0]].norm_over_heads:
+        from lora_moe_rl.trainer import norm_over_heads
+
+        spec = options.get("transformer_layer_spec", norm_over_heads.with_engine)
+        options["transformer_layer_spec"] = norm_over_heads.placed(spec)
     options |= {
         "tensor_model_parallel_size": config.tp,
         "pipeline_model_parallel_size": config.pp,

@@ -1,8 +1,9 @@
 """Hugging Face's model as the reference, where transformers 5.12.1 computes what was trained.
 
 Mended: the norms inside MLA have an epsilon of 1e-6 whatever config.json says, where Megatron-core
-and vLLM take `rms_norm_eps`; and what a family's file mends (`mend_reference`). Under a model_type
-that transformers does not know, kimi_k2, the experts of a checkpoint would not be found.
+and vLLM take `rms_norm_eps`; and what a family's file mends (`mend_reference`, `reference_keys`).
+Under a model_type that transformers does not know, kimi_k2, the experts of a checkpoint would not
+be found.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def load(model_dir: Path) -> torch.nn.Module:
     (architecture,) = config["architectures"]
     model_class = getattr(transformers, architecture)
     family = FAMILIES[architecture]
-    settings = model_class.config_class.from_dict(config | {"model_type": family.model_types[0]})
+    keys = family.reference_keys(config) | {"model_type": family.model_types[0]}
+    settings = model_class.config_class.from_dict(config | keys)
     model = model_class.from_pretrained(model_dir, config=settings, dtype=torch.float32)
     for layer in model.model.layers:
         if hasattr(getattr(layer, "self_attn", None), "kv_a_layernorm"):

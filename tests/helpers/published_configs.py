@@ -13,6 +13,8 @@ MOONLIGHT_16B_A3B = config_of("moonlight_16b_a3b")
 GLM_4_5_AIR = config_of("glm_4_5_air")
 QWEN3_NEXT_80B_A3B = config_of("qwen3_next_80b_a3b")
 GPT_OSS_20B = config_of("gpt_oss_20b")
+OLMOE_1B_7B = config_of("olmoe_1b_7b")
+MINIMAX_M2 = config_of("minimax_m2")
 
 PUBLISHED = {
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
@@ -26,6 +28,8 @@ PUBLISHED = {
     "GLM-4.5-Air": GLM_4_5_AIR,
     "Qwen3-Next-80B-A3B": QWEN3_NEXT_80B_A3B,
     "GPT-OSS-20B": GPT_OSS_20B,
+    "OLMoE-1B-7B": OLMOE_1B_7B,
+    "MiniMax-M2": MINIMAX_M2,
 }
 
 
@@ -37,7 +41,7 @@ def shrunk(config: dict) -> dict:
         "moe_intermediate_size": 14, "shared_expert_intermediate_size": 22, "num_experts": 5,
         "num_local_experts": 5, "n_routed_experts": 5, "num_experts_per_tok": 2,
         "q_lora_rank": 18, "kv_lora_rank": 20, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6,
-        "v_head_dim": 7, "n_group": 1, "topk_group": 1,
+        "v_head_dim": 7, "n_group": 1, "topk_group": 1, "rotary_dim": 4,
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 9,
         "linear_value_head_dim": 12, "full_attention_interval": 2,
     }  # fmt: skip

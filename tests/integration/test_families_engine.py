@@ -17,7 +17,10 @@ EXACT = 5e-6  # logprobs, float32
 
 # Qwen3-MoE and DeepSeek-V3 have tests of their own (test_rollout.py); of the others, which take a
 # minute each, one of either attention, and the dense one.
-@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v2", "qwen3", "qwen3_next", "gpt_oss"])
+ENGINES = ["qwen2_moe", "deepseek_v2", "qwen3", "qwen3_next", "gpt_oss", "olmoe", "minimax_m2"]
+
+
+@pytest.mark.parametrize("name", ENGINES)
 def test_engine_serves_the_merged_weights(name, ray_session, tmp_path):
     tiny_families.save(name, tmp_path)
     make_tokenizer().save_pretrained(tmp_path)

@@ -28,6 +28,7 @@ def kept(worker, spec):
         ("deepseek_v3", {"world_size": 2, "tp": 2, "ep": 2}),
         ("glm4_moe", {}),
         ("qwen2_moe", {}),
+        ("olmoe", {"world_size": 2, "tp": 2, "ep": 2}),
     ],
 )
 def test_autograd_keeps_what_the_plan_says(tmp_path, family, layout):

@@ -234,6 +234,39 @@ FAMILIES = {
         },
         {},
     ),
+    # Norms over all heads, whose weights differ from head to head.
+    "olmoe": (
+        "Olmoe",
+        {
+            "hidden_size": 128,
+            "num_key_value_heads": 2,
+            "intermediate_size": 48,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "rms_norm_eps": 1e-5,
+        },
+        {},
+    ),
+    # The rotated part is said by rotary_dim alone, as in the published config.
+    "minimax_m2": (
+        "MiniMaxM2",
+        GQA
+        | {
+            "intermediate_size": 48,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "rope_parameters": COMMON["rope_parameters"] | {"partial_rotary_factor": 0.5},
+        },
+        {
+            "partial_rotary_factor": None,
+            "rotary_dim": 16,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+            "use_qk_norm": True,
+            "num_mtp_modules": 3,
+        },
+    ),
 }
 
 DENSE = ("qwen3",)

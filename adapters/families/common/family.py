@@ -39,6 +39,9 @@ class Family:
     linear_layers: Callable[[Config], tuple[int, ...]] | None = None
     qkv_bias: Callable[[Config], bool] = never
     qk_norm: Callable[[Config], bool] = never  # norms on the queries and keys of GQA
+    norm_over_heads: bool = False  # each of these norms is over all heads together
+    # Whether vLLM serves it on more tensor-parallel ranks than it has key/value heads.
+    repeats_keys: bool = True
 
     moe_layers: Callable[[Config], tuple[int, ...]] | None = None
     moe_width: str = "moe_intermediate_size"
@@ -57,6 +60,8 @@ class Family:
     not_served: str = ""
     # Whether PEFT 0.21.2 finds stacked experts under the names of their linears (adapters/peft.py).
     peft_finds_experts: bool = True
+    # What transformers' config is given beside config.json, to compute what was trained.
+    reference_keys: Callable[[Config], dict[str, Any]] = lambda c: {}
     # Mends a decoder layer of transformers' model in place, given that and the model's config, so
     # that it computes what was trained (verify/hf_load.py).
     mend_reference: Callable[[Any, Any], None] | None = None

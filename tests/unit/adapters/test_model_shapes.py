@@ -33,6 +33,8 @@ PARAMETERS = {
     "GLM-4.5-Air": 107,
     "Qwen3-Next-80B-A3B": 79.7,
     "GPT-OSS-20B": 20.9,
+    "OLMoE-1B-7B": 6.92,
+    "MiniMax-M2": 228.7,
 }
 
 

@@ -21,6 +21,14 @@ OSS = "GptOssForCausalLM"
 OSS_ROPE = YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 OSS_PLAIN = {"num_hidden_layers": 3, "sliding_window": 128, "rope_scaling": OSS_ROPE}
 SLIDING, FULL = "sliding_attention", "full_attention"
+OLMOE, MINIMAX = "OlmoeForCausalLM", "MiniMaxM2ForCausalLM"
+OF_HEADS = {"hidden_size": 2048, "num_attention_heads": 16}
+M2 = {
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "head_dim": 128,
+    "rotary_dim": 64,
+}  # fmt: skip
 
 REFUSED = [
     (QWEN3, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
@@ -62,6 +70,20 @@ REFUSED = [
     (OSS, OSS_PLAIN | {"rope_scaling": YARN}, "lacks beta_fast, beta_slow"),
     (OSS, OSS_PLAIN | {"rope_scaling": OSS_ROPE | {"mscale": 0.7}}, "mscale are not supported"),
     (OSS, OSS_PLAIN | {"tie_word_embeddings": True}, "tie_word_embeddings"),
+    (OLMOE, {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+    (OLMOE, {"norm_topk_prob": True}, "norm_topk_prob=true"),
+    (OLMOE, {"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06"),
+    (OLMOE, OF_HEADS | {"head_dim": 64}, "head_dim=64"),
+    (OLMOE, {"attention_bias": True}, "attention_bias"),
+    (MINIMAX, M2 | {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+    (MINIMAX, {"scoring_func": "sigmoid"}, "use_routing_bias=None"),
+    (MINIMAX, M2 | {"use_qk_norm": False}, "use_qk_norm=False"),
+    (MINIMAX, M2 | {"qk_norm_type": "per_head"}, "qk_norm_type='per_head'"),
+    (MINIMAX, M2 | {"shared_intermediate_size": 1024}, "shared_intermediate_size=1024"),
+    (MINIMAX, M2 | {"sliding_window": 4096}, "sliding_window=4096"),
+    (MINIMAX, M2 | {"attn_type_list": [1, 0]}, "attn_type_list"),
+    (MINIMAX, M2 | {"partial_rotary_factor": 1.0}, "partial_rotary_factor=1.0"),
+    (MINIMAX, M2 | {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
 ]
 ALLOWED = [
     (QWEN3, {"norm_topk_prob": False, "rope_scaling": None}),
@@ -73,6 +95,8 @@ ALLOWED = [
     (NEXT, SIZES | {"layer_types": ["linear_attention", "full_attention"]}),
     (GLM, {"attention_bias": True, "partial_rotary_factor": 0.5}),
     (OSS, OSS_PLAIN | {"attention_bias": True, "layer_types": [SLIDING, FULL, SLIDING]}),
+    (MINIMAX, M2 | {"partial_rotary_factor": 0.5, "attn_type_list": [1, 1], "use_mtp": True}),
+    (OLMOE, OF_HEADS | {"clip_qkv": None, "rms_norm_eps": 1e-5, "num_key_value_heads": 4}),
 ]
 
 

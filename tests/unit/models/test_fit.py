@@ -1,7 +1,13 @@
 """Layouts that do not fit a model are refused with both numbers."""
 
 import pytest
-from published_configs import GPT_OSS_20B, KIMI_K2, QWEN3_30B_A3B, QWEN3_NEXT_80B_A3B
+from published_configs import (
+    GPT_OSS_20B,
+    KIMI_K2,
+    OLMOE_1B_7B,
+    QWEN3_30B_A3B,
+    QWEN3_NEXT_80B_A3B,
+)
 
 from lora_moe_rl.adapters.spec import ModelShape
 from lora_moe_rl.config import RunConfig
@@ -9,6 +15,7 @@ from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.models import fit
 from lora_moe_rl.models.fit import check_blocks, check_layout
 
+OLMOE = ModelShape.from_hf_config(OLMOE_1B_7B | {"num_key_value_heads": 4})
 QWEN, KIMI = ModelShape.from_hf_config(QWEN3_30B_A3B), ModelShape.from_hf_config(KIMI_K2)
 OSS = ModelShape.from_hf_config(GPT_OSS_20B)
 
@@ -33,6 +40,7 @@ NEXT = ModelShape.from_hf_config(QWEN3_NEXT_80B_A3B | {"num_key_value_heads": 16
             "trainer.cp=32 .*16 attention heads, which trainer.tp=2 leaves a rank",
         ),
         (QWEN, {"rollout": {"tp": 3}}, "rollout.tp=3.*32 attention heads"),
+        (OLMOE, {"rollout": {"tp": 8}}, "rollout.tp=8 .* 4 key/value heads, which vLLM does not"),
         (QWEN, {"model": {"max_length": 50_000}}, "model.max_length=50000.*40960 positions"),
         (NEXT, {"trainer": {"world_size": 2, "cp": 2}}, "trainer.cp=2: .*linear attention"),
         (NEXT, {"refit": {"mode": "merged"}}, "refit.mode=merged: .*linear attention"),
