@@ -37,6 +37,7 @@ def layer(groups, rank: int) -> tuple[TorchLoRAExperts, SimpleNamespace]:
         punica_wrapper=wrapper,
     )
     experts = object.__new__(TorchLoRAExperts)
+    experts.quant_config = SimpleNamespace(w1_bias=None, w2_bias=None)
     experts._lora_context = context
     return experts, context
 

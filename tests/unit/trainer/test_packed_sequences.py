@@ -76,7 +76,9 @@ def test_it_is_the_attention_of_each_sequence(monkeypatch, alike, most, call, ba
     assert [batch.mask is not None for batch in params.batches] == batches
     assert params.cu_seqlens_q.tolist() == data.positions[data.fed].tolist()
     groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
-    config = SimpleNamespace(kv_channels=D)
+    config = SimpleNamespace(
+        kv_channels=D, window_size=None, window_attn_skip_freq=None, softmax_type="vanilla"
+    )
     attention = local_modules.PackedAttention(config, 1, None, "self", pg_collection=groups)
     q, k, v = tensors(data)
     out = attention(q, k, v, None, packed_seq_params=params)
@@ -124,7 +126,9 @@ def test_what_is_written_does_not_grow_with_the_number_of_batches(monkeypatch):
     from lora_moe_rl.trainer.device import Device
 
     groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
-    config = SimpleNamespace(kv_channels=D)
+    config = SimpleNamespace(
+        kv_channels=D, window_size=None, window_attn_skip_freq=None, softmax_type="vanilla"
+    )
     attention = local_modules.PackedAttention(config, 1, None, "self", pg_collection=groups)
     ids = [np.zeros(n, np.int32) for n in range(60, 100)]
     data = pack(TrainBatch.from_sequences(ids), range(len(ids)), 1)
