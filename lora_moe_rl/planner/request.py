@@ -33,10 +33,9 @@ does not divide the model.
 
 With --model and no trainer.* or rollout.* layout, the fastest that is found is planned.
 """
-# Of --model without a recipe: a reasoning run of moderate length.
+# Of --model without a recipe: a reasoning run of moderate length, or of all that the model has.
+LONGEST = 8192
 WHAT_IF = (
-    "model.max_length=8192",
-    "rollout.max_response_tokens=6144",
     "rollout.gpu_memory_utilization=0.9",
     "trainer.micro_batch_tokens=8192",
     "trainer.recompute=full",
@@ -123,7 +122,12 @@ def _base(options: argparse.Namespace) -> tuple[RunConfig, Hardware | None]:
             model.append("model.trust_remote_code=true")
         if not facts.shape.num_experts:
             model.append("replay.mode=off")
-        return override(RunConfig(), [*model, *WHAT_IF]), None
+        longest = min(LONGEST, facts.config.get("max_position_embeddings", LONGEST))
+        lengths = [
+            f"model.max_length={longest}",
+            f"rollout.max_response_tokens={longest * 3 // 4}",
+        ]
+        return override(RunConfig(), [*model, *lengths, *WHAT_IF]), None
     config = load_config(recipes[0])
     if not recipes[0].endswith(".py"):
         return config, None

@@ -3,6 +3,7 @@ own, the positions."""
 
 import pytest
 
+from lora_moe_rl import cli
 from lora_moe_rl.errors import ModelError
 from lora_moe_rl.planner.facts import find
 
@@ -33,3 +34,9 @@ def test_a_published_model_is_found_by_its_name(hub, name, positions):
 def test_one_that_is_not_known_is_told_the_nearest():
     with pytest.raises(ModelError, match=r"did you mean .*DeepSeek-V3.*It knows"):
         find("deepseek-ai/DeepSeek-V3.2")
+
+
+def test_without_a_recipe_samples_are_no_longer_than_the_model_knows(capsys):
+    assert cli.main(["plan", "--model", "olmoe-1b-7b", "--gpus", "4", "--json"]) == 0
+    assert cli.main(["plan", "--model", "olmoe-1b-7b", "--gpus", "4", "model.max_length=8192"]) == 2
+    assert "model.max_length=8192 is more than the model's 4096" in capsys.readouterr().err
