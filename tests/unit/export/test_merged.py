@@ -25,8 +25,17 @@ from lora_moe_rl.files.untrusted import SafeWeights
 from lora_moe_rl.verify import hf
 
 
+def test_experts_with_gate_and_up_in_turn_are_not_merged(tmp_path):
+    base = tmp_path / "base"
+    tiny_families.save("gpt_oss", base)
+    spec = spec_of(base)
+    with pytest.raises(ExportError, match="gate and up in turn, which a merge does not write"):
+        export_merged(spec, random_adapter(spec), base, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("layout", ["per expert", "stacked"])
-@pytest.mark.parametrize("family", tiny_families.FAMILIES)
+@pytest.mark.parametrize("family", [one for one in tiny_families.FAMILIES if one != "gpt_oss"])
 def test_merged_equals_weights_merged_by_hand(family, layout, tmp_path):
     if (family, layout) == ("qwen3", "stacked"):
         pytest.skip("a dense model has no experts to stack")

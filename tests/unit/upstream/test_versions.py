@@ -15,6 +15,7 @@ from lora_moe_rl.trainer import megatron_on_cpu
 from lora_moe_rl.upstream import versions
 
 PACKAGE = Path(__file__).parents[3] / "lora_moe_rl"
+LINEAR = None, SimpleNamespace(linear_attention_freq=[1])
 UNCOMPRESSED = SimpleNamespace(multi_latent_attention=True, q_lora_rank=None)
 # Where it is relied on: (package, file, a call that does).
 MENDS = [
@@ -26,6 +27,7 @@ MENDS = [
     ("vllm", "rollout/stop_strings.py", lambda m: m.give_tokenizer(None, None)),
     ("vllm", "rollout/late_inductor.py", lambda m: m.import_vllm()),
     ("vllm", "rollout/cpu_lora.py", lambda m: m.install()),
+    ("vllm", "rollout/cpu_delta.py", lambda m: m.install()),
     ("vllm", "rollout/cpu_experts.py", lambda m: m.install()),
     ("vllm", "rollout/cpu_int4.py", lambda m: m.install()),
     ("vllm", "rollout/cpu_mxfp4.py", lambda m: m.install()),
@@ -45,6 +47,11 @@ MENDS = [
     ("megatron-core", "trainer/local_modules.py", lambda m: m.replicate_mla_down_projections(None)),
     ("megatron-core", "trainer/grouped_topk.py", lambda m: m.install(2)),
     ("megatron-core", "trainer/mla_query.py", lambda m: m.without_query_norm(None, UNCOMPRESSED)),
+    (
+        "megatron-core",
+        "trainer/linear_attention.py",
+        lambda m: m.with_linear_attention(*LINEAR),
+    ),
     ("megatron-core", "trainer/norm_over_heads.py", lambda m: m.placed(None)),
     ("megatron-core", "router_replay/replay.py", lambda m: m.Replay([], ())),
     ("megatron-core", "router_replay/audit.py", lambda m: m.Audit(None)),
