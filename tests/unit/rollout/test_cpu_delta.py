@@ -7,9 +7,6 @@ from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
-from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
-    QwenGatedDeltaNetAttention as Layer,
-)
 
 from lora_moe_rl.rollout import cpu_delta
 
@@ -19,6 +16,11 @@ CHANNELS = 2 * KEY_HEADS * KEY + HEADS * VALUE
 
 def make_layer() -> SimpleNamespace:
     """With a cache that other requests have left full."""
+    # Here, so that nothing of vLLM's model code is imported when tests are collected.
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
+        QwenGatedDeltaNetAttention as Layer,
+    )
+
     torch.manual_seed(0)
     layer = SimpleNamespace(
         prefix="layer",
