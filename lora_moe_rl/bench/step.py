@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -31,7 +30,7 @@ from lora_moe_rl.config.options import positive, result_parser
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.telemetry import names
-from lora_moe_rl.upstream.versions import TESTED, VLLM_BUILDS, installed
+from lora_moe_rl.upstream.versions import TESTED, VLLM_BUILDS, importable, installed
 from lora_moe_rl.verify import report
 
 PROMPTS, GROUP, TOKENS, RANK, ALPHA, LR = 16, 8, 8, 16, 32, 1e-3
@@ -231,7 +230,7 @@ def measure_trl(
 ) -> dict[str, Any] | None:
     """Seconds of the same work in TRL, by what is adapted; None when there is no TRL."""
     if python is None:
-        if find_spec("trl") is None:
+        if not importable("trl"):
             return None
         python = sys.executable
     time.sleep(SETTLE_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from importlib.util import find_spec
 
 from lora_moe_rl.adapters.sharding import dense_kind
 from lora_moe_rl.adapters.spec import ModelShape
@@ -12,6 +11,7 @@ from lora_moe_rl.config.keys import value_text
 from lora_moe_rl.config.trainer import has_transformer_engine
 from lora_moe_rl.errors import ConfigError, ModelError
 from lora_moe_rl.models.quantised import WHOLE
+from lora_moe_rl.upstream.versions import importable
 
 
 def check_layout(shape: ModelShape, config: RunConfig, form: str | None = None) -> None:
@@ -157,7 +157,7 @@ def _check_linear(shape: ModelShape, config: RunConfig, form: str | None) -> Non
             f"refit.mode=merged: {what}, whose weights are not merged in engines; use "
             "refit.mode=adapter"
         )
-    if trainer.device != "cpu" and has_transformer_engine() and find_spec("fla") is None:
+    if trainer.device != "cpu" and has_transformer_engine() and not importable("fla"):
         raise ConfigError(
             f"{what}, and Megatron-core computes it on GPUs with Transformer Engine by "
             "flash-linear-attention, which is not installed here: install that"

@@ -19,6 +19,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
 
+from lora_moe_rl.kernels.unit_length import unit_length
 from lora_moe_rl.upstream.checks import require_parameters, require_version
 
 WHO = "lora_moe_rl/rollout/cpu_delta.py"
@@ -78,7 +79,7 @@ def _recur(mixed, beta, decay, state, layer) -> torch.Tensor:
     what it is after its last token."""
     query, key, value = (x[0].float() for x in layer.rearrange_mixed_qkv(mixed))
     of_each = value.shape[1] // key.shape[1]
-    query, key = (_unit(x).repeat_interleave(of_each, dim=1) for x in (query, key))
+    query, key = (unit_length(x).repeat_interleave(of_each, dim=1) for x in (query, key))
     query = query * query.shape[-1] ** -0.5
     kept, found = state.float(), []
     for q, k, v, strength, change in zip(query, key, value, beta, decay.exp(), strict=True):
@@ -88,10 +89,6 @@ def _recur(mixed, beta, decay, state, layer) -> torch.Tensor:
         found.append((kept @ q[:, :, None])[:, :, 0])
     state.copy_(kept)
     return torch.stack(found).to(mixed.dtype)
-
-
-def _unit(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def _unpacked(weight: torch.Tensor) -> torch.Tensor:

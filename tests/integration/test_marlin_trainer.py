@@ -22,9 +22,9 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import HeldBaseError
 from lora_moe_rl.kernels.dequant import Form
 
-# Of the largest of a tensor's gradient. On some CPUs the last bits of a bfloat16 product depend on
-# where in memory its factors lie: 2.5e-4 in one tensor of 56 was seen.
-ROUNDED = 1e-3
+# On a CPU without AMX one element of all gradients was seen to be rounded otherwise, in the last
+# layer; on others none. How far, of a tensor's largest, and how many of all elements may be.
+ROUNDED, FEW = 1e-3, 1e-5
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 128}
 LAYOUTS = {
     "tp1": ({}, {}),
@@ -134,7 +134,7 @@ def test_the_numbers_are_those_of_the_checkpoints_layout(form, name, layout, tmp
         pairs = list(zip(own[1], held[1], strict=True))
         for a, b in pairs:
             assert np.abs(a - b).max() <= ROUNDED * np.abs(a).max()
-        assert np.mean([np.array_equal(a, b) for a, b in pairs]) > 0.9
+        assert sum((a != b).sum() for a, b in pairs) <= FEW * sum(a.size for a, _ in pairs)
 
 
 @pytest.mark.parametrize(

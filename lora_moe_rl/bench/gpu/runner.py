@@ -17,7 +17,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import psutil
 
 from lora_moe_rl.bench.gpu.parts import write_json
 from lora_moe_rl.cluster.watchdog import marked
+from lora_moe_rl.upstream.versions import importable
 
 Outcome = dict[str, Any]
 RESULTS = "results.json"
@@ -69,7 +69,7 @@ def run_jobs(
 
 
 def _run(job: Job, out: Path, left_s: float, env: Mapping[str, str]) -> Outcome:
-    lacking = [name for name in job.needs if not _installed(name)]
+    lacking = [name for name in job.needs if not importable(name)]
     if lacking:
         return {"status": f"{LACKS} {', '.join(lacking)}", "seconds": 0.0}
     if left_s < min(LEAST_S, job.limit_s):
@@ -177,10 +177,3 @@ def _read(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def _installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # not even its parent
-        return False

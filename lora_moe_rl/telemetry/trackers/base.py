@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,6 +11,7 @@ from lora_moe_rl.config import RunConfig, TrackerConfig
 from lora_moe_rl.config.plugins import Plugin
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.telemetry.details import Details
+from lora_moe_rl.upstream.versions import importable
 
 
 class ProjectConfig(TrackerConfig):
@@ -71,11 +71,7 @@ class Tracker(Plugin):
         """Raises ConfigError for a package that is not there; imports none of `modules`, but what
         they are in."""
         for module in cls.modules:
-            try:
-                found = find_spec(module)
-            except ModuleNotFoundError:  # of what it is in
-                found = None
-            if found is None or found.origin is None:  # or a folder that happens to have its name
+            if not importable(module):
                 raise cls.missing(ImportError(name=module))
 
     @classmethod

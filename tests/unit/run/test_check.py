@@ -15,9 +15,9 @@ from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.errors import AdapterError
 from lora_moe_rl.files.untrusted import read_json
 from lora_moe_rl.run import machine
-from lora_moe_rl.telemetry.trackers import base
 from lora_moe_rl.tiny import shapes
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
+from lora_moe_rl.upstream import versions
 from lora_moe_rl.verify.inputs import random_adapter
 from tests.helpers.teacher_server import MODEL, teacher_server
 
@@ -314,8 +314,10 @@ def test_a_run_that_is_there_is_told_of(check, tmp_path):
 def test_a_tracker_has_to_be_installed(check, monkeypatch, tmp_path):
     assert check("tracker=tensorboard,wandb")[1]["tracker"] == ("ok", "tensorboard,wandb")
     assert "tracker" not in check()[1]
-    there = base.find_spec
-    monkeypatch.setattr(base, "find_spec", lambda name: None if name == "wandb" else there(name))
+    there = versions.find_spec
+    monkeypatch.setattr(
+        versions, "find_spec", lambda name: None if name == "wandb" else there(name)
+    )
     code, found, _ = check("tracker=tensorboard,wandb")
     assert code == 2 and found["tracker"][0] == "error"
     assert "wandb is not installed: pip install 'wandb==" in found["tracker"][1]
