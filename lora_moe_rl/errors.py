@@ -170,3 +170,7 @@ class HeldBaseError(LoraMoeRlError):
     """A base that trainer and engines are to share, and that cannot be: no room, or another one."""
 
     exit_code = 2
+
+
+class ServiceError(LoraMoeRlError, ValueError):
+    """What a client of the service asks for that cannot be done."""
