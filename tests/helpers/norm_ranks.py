@@ -1,5 +1,6 @@
 """A norm over all heads, of queries or keys that tensor-parallel ranks share. Ranks are forks of a
-process that has imported Megatron-core, which takes many seconds."""
+process that has imported Megatron-core, which takes many seconds, and has no threads, which a fork
+would lack while it waits for their locks."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x, weight, torch.randn(F, 1, HEADS, D)
 
 
-def of_rank(rank: int, ranks: int, file: str, answers) -> None:
-    """Leaves the result and the gradient of x of a rank's heads in `answers`."""
+def of_rank(rank: int, ranks: int, folder: str) -> None:
+    """Leaves the result and the gradient of x of a rank's heads in a file of the folder."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{file}", rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=ranks)
     ps.initialize_model_parallel(tensor_model_parallel_size=ranks)
     config = SimpleNamespace(num_query_groups=HEADS, tensor_model_parallel_size=ranks)
     norm = NormOverHeads(hidden_size=D, config=config, eps=EPS, heads="num_query_groups")
@@ -35,6 +36,6 @@ def of_rank(rank: int, ranks: int, file: str, answers) -> None:
     mine = x.chunk(ranks, dim=2)[rank].detach().requires_grad_()
     found = norm(mine)
     found.backward(gradient.chunk(ranks, dim=2)[rank])
-    answers[rank] = found.tolist(), mine.grad.tolist()
+    torch.save((found.detach(), mine.grad), f"{folder}/{rank}.pt")
     ps.destroy_model_parallel()
     dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from types import SimpleNamespace
 
 import pytest
@@ -25,13 +26,11 @@ def by_torch() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_norm_as_one_and_give_its_gradient(ranks, tmp_path):
     """A rank's own sum of squares, or gradient of it, would be off by tenths."""
-    with mp.Manager() as manager:
-        answers = manager.dict()
-        args = ranks, str(tmp_path / "meeting"), answers
-        mp.start_processes(of_rank, args, nprocs=ranks, start_method="fork")
-        found = [answers[rank] for rank in range(ranks)]
+    multiprocessing.set_forkserver_preload(["lora_moe_rl.verify.preload"])
+    mp.start_processes(of_rank, (ranks, str(tmp_path)), nprocs=ranks, start_method="forkserver")
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
     for parts, expected in zip(zip(*found, strict=True), by_torch(), strict=True):
-        whole = torch.cat([torch.tensor(part) for part in parts], dim=2)
+        whole = torch.cat(parts, dim=2)
         torch.testing.assert_close(whole.double(), expected, rtol=1e-5, atol=1e-6)
 
 
