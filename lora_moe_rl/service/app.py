@@ -1,13 +1,13 @@
 """The service: Tinker's protocol in front of a backend.
 
     create_session, heartbeat, finish, client/config    sessions (here)
-    create_model, forward_backward, optim_step, save…   what is asked of a model, in its turn (models)
-    create_sampling_session, asample                    what is asked of a sampler (samplers)
+    create_model, forward_backward, optim_step, save…   of a model, in its turn (models)
+    create_sampling_session, asample                    of a sampler (samplers)
     retrieve_future, cancel_future                      the replies (here)
     training_runs, checkpoints, weights_info            what lies in the folders (listing)
 
-A request that is wrong before it has a turn is refused with a status that the SDK raises at once; one
-that has a turn fails in its future, so that its number is not missing to those after it.
+A request that is wrong before it has a turn is refused with a status that the SDK raises at once;
+one that has a turn fails in its future, so that its number is not missing to those after it.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class Top:
-    """The likeliest tokens at each of n places: ids int32 [n, k], logprobs float32 [n, k], NaN where
-    there is none."""
+    """The likeliest tokens at each of n places: ids int32 [n, k], logprobs float32 [n, k], NaN
+    where there is none."""
 
     token_ids: np.ndarray
     logprobs: np.ndarray

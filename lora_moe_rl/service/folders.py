@@ -4,8 +4,8 @@
     ROOT/MODEL/KIND/NAME            tinker://MODEL/KIND/NAME, with .NAME.json about it beside
     ROOT/MODEL/.incoming/NAME       one that is being written
 
-KIND is weights (adapters and Adam's moments), sampler_weights (adapters) or external_weights (PEFT's
-files). All that is listed is read from here, so that it outlives the server.
+KIND is weights (adapters and Adam's moments), sampler_weights (adapters) or external_weights (files
+of PEFT). All that is listed is read from here, so that it outlives the server.
 """
 
 from __future__ import annotations

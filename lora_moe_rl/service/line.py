@@ -1,7 +1,7 @@
 """The requests of one model, one after the other by their sequence numbers.
 
-Clients send the parts of one forward_backward beside each other and the first one last, so a request
-waits for all numbers before its own.
+Clients send the parts of one forward_backward beside each other and the first one last, so a
+request waits for all numbers before its own.
 """
 
 from __future__ import annotations

@@ -136,13 +136,15 @@ async def _forward_backward(service: Service, request: Request) -> Response:
         data = await asyncio.to_thread(wire.data_of, call, max_length)
         loss = wire.loss_of(call)
     except ServiceError as error:
-        work = _failing(error)
+        work: Work = _failing(error)
     else:
 
-        async def work() -> Reply:
+        async def forward() -> Reply:
             service.folders.touch(model.id)
             found = await service.backend.forward(model.id, data, loss, call.backward)
             return in_protobuf(wire.passed(found))
+
+        work = forward
 
     kind = LEARNS if call.backward else "forward"
     return _future(model, model.line.submit(call.seq, kind, work, len(content)))
@@ -178,12 +180,14 @@ def _in_turn[B: Body](
     try:
         body = read(kind, content)
     except ServiceError as error:
-        run = _failing(error)
+        run: Work = _failing(error)
     else:
 
-        async def run() -> Reply:
+        async def done() -> Reply:
             service.folders.touch(model.id)
             return in_json({"type": name, **await work(service, model, body)})
+
+        run = done
 
     return _future(model, model.line.submit(numbered.seq_id, name, run))
 

@@ -1,10 +1,10 @@
 """What is asked and answered later: futures, and the order of what one model is asked.
 
-A client posts a request and gets its id, then waits for the reply under that id. The id follows from
-who is asked and the request's sequence number, so a request that is posted twice, as clients do when
-an answer is lost, is one request.
+A client posts a request and gets its id, then waits for the reply under that id. The id follows
+from who is asked and the request's sequence number, so a request that is posted twice, as clients
+do when an answer is lost, is one request.
 
-    posted ──> waits for those before it ──> runs ──> reply kept until it was fetched, and a while after
+    posted ──> waits for those before it ──> runs ──> reply kept until fetched, and a while after
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from lora_moe_rl.errors import LoraMoeRlError, ServiceError
 MOST_WAITING, MOST_BYTES = 16384, 2 * 2**30  # requests that are not answered, and what they hold
 KEPT_BYTES = 2**30  # of replies
 KEPT_S = 120.0  # after a reply was fetched: it may have been lost on the way
+UNFETCHED_S = 3600.0  # after a reply was there: clients wait for it all the time
 POLL_S = 30.0  # clients wait for 45
 GAP_S = 600.0  # clients give a request up after 300
 LARGE = 2**16  # bytes of a reply whose size is told first
@@ -65,8 +66,9 @@ class Request:
     owner: str
     size: int
     reply: asyncio.Future[Reply] = field(default_factory=asyncio.Future)
+    answered: float = 0.0
     fetched: float | None = None
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[Reply] | None = None
 
 
 class Requests:
@@ -121,6 +123,7 @@ class Requests:
         self.waiting -= 1
         self.waiting_bytes -= request.size
         self.kept_bytes += len(reply.content)
+        request.answered = self.clock()
         request.reply.set_result(reply)
         self._make_room()
 
@@ -158,10 +161,12 @@ class Requests:
                 self._drop(request)
 
     def sweep(self) -> None:
-        """Drops what was fetched a while ago."""
-        before = self.clock() - KEPT_S
-        for request in list(self.known.values()):
-            if request.fetched is not None and request.fetched < before:
+        """Drops what was fetched a while ago, and what nobody fetches."""
+        now = self.clock()
+        for request in [one for one in self.known.values() if one.reply.done()]:
+            fetched = request.fetched
+            until = request.answered + UNFETCHED_S if fetched is None else fetched + KEPT_S
+            if until < now:
                 self._drop(request)
 
     def _make_room(self) -> None:

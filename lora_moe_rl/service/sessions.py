@@ -38,8 +38,8 @@ class Model:
 
 @dataclass(eq=False)
 class Sampler:
-    """`path`: of the checkpoint that it samples from; `model`: the one whose state of some moment it
-    is, under no name. Neither: the bare base. `asks` are not answered."""
+    """`path`: of the checkpoint that it samples from; `model`: the one whose state of some moment
+    it is, under no name. Neither: the bare base. `asks` are not answered."""
 
     id: str
     path: str | None = None
