@@ -98,7 +98,13 @@ class Requests:
 
     def run(self, request: Request, work: Work) -> None:
         """Now, beside all others; `cancel` ends it."""
+
+        def ended(task: asyncio.Task[Reply]) -> None:
+            if task.cancelled():  # perhaps before it began
+                self.tell(request, failure("this request was given up", "user"))
+
         request.task = asyncio.create_task(self.answer(request, work))
+        request.task.add_done_callback(ended)
 
     async def answer(self, request: Request, work: Work) -> Reply:
         """Runs to its end; what is raised becomes a reply that tells of it."""
@@ -108,9 +114,6 @@ class Requests:
             reply = failure(str(error), "user")
         except LoraMoeRlError as error:
             reply = failure(str(error), "server")
-        except asyncio.CancelledError:
-            self.tell(request, failure("this request was given up", "user"))
-            raise
         except Exception:
             log.exception("%s %s failed", request.kind, request.id)
             reply = failure("this server has failed; see its log", "server")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,13 @@ class Served:
 
         return asyncio.run_coroutine_threadsafe(run(), self.loop).result(30)
 
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Waits for what happens in the background."""
+        end = time.monotonic() + 30
+        while not holds():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
     def post(self, path: str, body: Any, key: str = KEY, **headers: str) -> httpx.Response:
         given = {"X-API-Key": key, **headers}
         url = f"{self.url}/api/v1/{path}"
@@ -45,8 +53,14 @@ class Served:
 
 
 @contextmanager
-def serving(root: Path, backend: PretendedBackend | None = None, **kept: Any) -> Iterator[Served]:
-    """`kept`: attributes of the service's requests."""
+def serving(
+    root: Path,
+    backend: PretendedBackend | None = None,
+    around: Callable[[Any], Any] = lambda app: app,
+    **kept: Any,
+) -> Iterator[Served]:
+    """`around`: what stands between the client and the app; `kept`: attributes of the service's
+    requests."""
     ready: list[Served] = []
     there, over = threading.Event(), threading.Event()
 
@@ -55,7 +69,10 @@ def serving(root: Path, backend: PretendedBackend | None = None, **kept: Any) ->
         service = Service(made, root, KEY)
         vars(service.requests).update(kept)
         at = Listening("127.0.0.1", 0)
-        tasks = [asyncio.create_task(at.serve(service.app())), asyncio.create_task(service.watch())]
+        tasks = [
+            asyncio.create_task(at.serve(around(service.app()))),
+            asyncio.create_task(service.watch()),
+        ]
         await at.started()
         ready.append(Served(service, made, at.root))
         there.set()

@@ -239,6 +239,7 @@ def test_what_a_client_leaves_behind_is_forgotten(tmp_path):
             assert (told.training_run_ids, told.sampler_ids) == ([model.model_id], [sampler])
             assert told.user_metadata == {"who": "me"} and told.display_name == "mine"
             assert rest.list_sessions().result().sessions == [session]
+        served.until(lambda: bool(backend.named("forget")))
         assert backend.named("forget") == [(model.model_id,)]
         assert backend.named("forget_sampler") == [(sampler,)]
         gone = served.post("session_heartbeat", {"session_id": session})
