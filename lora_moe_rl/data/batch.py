@@ -179,7 +179,7 @@ class TrainBatch:
 
     def _streams(self) -> list[str]:
         """The names of those that there are."""
-        return [name for name in STREAMS if getattr(self, name) is not None]
+        return [*STREAMS] if self.targets is None else [*STREAMS, "targets"]
 
     def __len__(self) -> int:
         """Samples, those of other ranks too."""
@@ -271,4 +271,4 @@ def _conversations(groups: Sequence[Group]) -> np.ndarray | None:
     return np.concatenate([first + group.conversation_of for group, first in pairs])
 
 
-STREAMS = ("token_ids", "logprobs", "versions", "advantages", "weights", "masks", "targets")
+STREAMS = ("token_ids", "logprobs", "versions", "advantages", "weights", "masks")

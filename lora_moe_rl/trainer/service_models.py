@@ -12,7 +12,6 @@ left of A and B, which never have a gradient, and a scale of its own (`Switch.fa
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -229,8 +228,3 @@ def _total(
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
-
-
-def factor_of(rank: int, whole: int, rslora: bool) -> float:
-    """Of a model of `rank` in places of rank `whole`: what makes alpha / whole to alpha / rank."""
-    return math.sqrt(whole / rank) if rslora else whole / rank
