@@ -21,20 +21,18 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from lora_moe_rl.endpoint import replies
-from lora_moe_rl.endpoint.admission import Admission, Place
+from lora_moe_rl.endpoint.admission import Admission
 from lora_moe_rl.endpoint.bodies import ChatBody, TextBody, TokenBody, read
+from lora_moe_rl.endpoint.receiving import CLIENT_GONE, ClientGone, body_of
 from lora_moe_rl.endpoint.refusal import Refused
 from lora_moe_rl.endpoint.rendering import Chats
 from lora_moe_rl.endpoint.sessions import Answer, Session, Sessions
 from lora_moe_rl.errors import LoraMoeRlError
-
-LONGEST_BODY = 32 * 2**20
-CLIENT_GONE = 499  # nginx' number; nobody reads it
 
 log = logging.getLogger(__name__)
 
@@ -116,10 +114,6 @@ class Endpoint:
         return handle
 
 
-class ClientGone(Exception):
-    """Raised when a client has not waited for its answer."""
-
-
 async def unless_gone[Found](request: Request, work: Coroutine[Any, Any, Found]) -> Found:
     """What `work` returns; it is cancelled, and ClientGone raised, when the client goes."""
     working = asyncio.create_task(work)
@@ -140,23 +134,6 @@ async def unless_gone[Found](request: Request, work: Coroutine[Any, Any, Found])
 async def _until_gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def body_of(request: Request, place: Place | None = None) -> bytes:
-    """Raises Refused for a body that is too long, or for which `place` has no room, before it is
-    all here; and ClientGone."""
-    parts, length = [], 0
-    try:
-        async for part in request.stream():
-            length += len(part)
-            if length > LONGEST_BODY:
-                raise Refused(413, "too_large", f"a body has at most {LONGEST_BODY} bytes")
-            if place is not None:
-                place.hold(len(part))
-            parts.append(part)
-    except ClientDisconnect as error:
-        raise ClientGone from error
-    return b"".join(parts)
 
 
 def key_of(request: Request) -> str:

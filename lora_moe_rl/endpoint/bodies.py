@@ -185,10 +185,14 @@ def read[Body: BaseModel](kind: type[Body], content: bytes) -> Body:
     try:
         return kind.model_validate(json.loads(content))
     except ValidationError as error:
-        told = "; ".join(_told(one) for one in error.errors(include_url=False))
-        raise bad_request(told) from error
+        raise bad_request(told(error)) from error
     except (ValueError, RecursionError) as error:
         raise bad_request(f"the body is not JSON: {error}") from error
+
+
+def told(error: ValidationError) -> str:
+    """All that is wrong, and where."""
+    return "; ".join(_told(one) for one in error.errors(include_url=False))
 
 
 def _told(error: Any) -> str:

@@ -34,8 +34,9 @@ from starlette.responses import JSONResponse, Response
 
 from lora_moe_rl.calls.ending import MARK, end_marked
 from lora_moe_rl.cluster.watchdog import kill_marked
-from lora_moe_rl.endpoint.app import Endpoint, body_of, key_of, unless_gone
+from lora_moe_rl.endpoint.app import Endpoint, key_of, unless_gone
 from lora_moe_rl.endpoint.bodies import POLICY
+from lora_moe_rl.endpoint.receiving import body_of
 from lora_moe_rl.endpoint.refusal import Refused, bad_request
 from lora_moe_rl.endpoint.sessions import Session, Sessions
 from lora_moe_rl.rewards.turns import fault_of

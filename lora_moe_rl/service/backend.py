@@ -101,7 +101,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class Top:
-    """The likeliest tokens at each of n places: ids int32 [n, k], logprobs float32 [n, k]."""
+    """The likeliest tokens at each of n places: ids int32 [n, k], logprobs float32 [n, k], NaN
+    where there is none."""
 
     token_ids: np.ndarray
     logprobs: np.ndarray
@@ -147,6 +148,10 @@ class Backend(Protocol):
     ) -> Passed:
         """Logprobs and the loss; `backward`: and adds the gradient to what the next `step` takes.
         Routes that engines recorded of the same tokens are replayed."""
+        ...
+
+    async def forget_gradient(self, model: str) -> None:
+        """What `forward` has added since the last step is gone: a part of it has failed."""
         ...
 
     async def step(self, model: str, adam: Adam) -> dict[str, float]:

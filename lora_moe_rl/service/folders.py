@@ -1,0 +1,213 @@
+"""Checkpoints by name, in one directory.
+
+    ROOT/MODEL/run.json             the model: its base, its adapters, what its maker says about it
+    ROOT/MODEL/KIND/NAME            tinker://MODEL/KIND/NAME, with .NAME.json about it beside
+    ROOT/MODEL/.incoming/NAME       one that is being written
+
+KIND is weights (adapters and Adam's moments), sampler_weights (adapters) or external_weights (files
+of PEFT). All that is listed is read from here, so that it outlives the server.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from lora_moe_rl.errors import ServiceError
+from lora_moe_rl.files.replacing import put_in_place, replace_file
+from lora_moe_rl.service.backend import Lora
+
+WEIGHTS, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
+KINDS = (WEIGHTS, SAMPLER, EXTERNAL)
+SCHEME = "tinker://"
+# Clients put names into URLs as they are.
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:=+@-]{0,127}")
+
+
+def safe_name(name: str, what: str) -> str:
+    """`name`, which is one part of a path. Raises ServiceError for any other."""
+    if NAME.fullmatch(name) is None:
+        raise ServiceError(
+            f"{what} {name!r} is no name here: 1 to 128 letters, digits and . _ - : = + @, the "
+            "first a letter, a digit or _"
+        )
+    return name
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of a checkpoint. Raises ServiceError for parts that are no names."""
+
+    model: str
+    kind: str
+    name: str
+
+    def __post_init__(self) -> None:
+        safe_name(self.model, "the model")
+        safe_name(self.name, "the checkpoint")
+        if self.kind not in KINDS:
+            raise ServiceError(f"{self.kind!r} is no kind of checkpoint; {', '.join(KINDS)} are")
+
+    @property
+    def path(self) -> str:
+        return f"{SCHEME}{self.model}/{self.kind}/{self.name}"
+
+    @property
+    def id(self) -> str:
+        """Among those of its model."""
+        return f"{self.kind}/{self.name}"
+
+
+def place_of(path: str) -> Place:
+    """Raises ServiceError for what is no tinker://MODEL/KIND/NAME."""
+    parts = path.removeprefix(SCHEME).split("/")
+    if not path.startswith(SCHEME) or len(parts) != 3:
+        raise ServiceError(f"{path!r} is not of the form {SCHEME}MODEL/KIND/NAME")
+    return Place(*parts)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model, as it was made. `created` is in seconds since 1970."""
+
+    model: str
+    base_model: str
+    lora: Lora
+    created: float
+    user_metadata: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint. `created` and `expires` are in seconds since 1970; None: it stays."""
+
+    place: Place
+    base_model: str
+    lora: Lora
+    created: float
+    expires: float | None = None
+    size_bytes: int = 0
+    user_metadata: dict[str, str] = field(default_factory=dict)
+
+
+class Folders:
+    """`clock`: seconds since 1970."""
+
+    def __init__(self, root: Path, clock: Callable[[], float] = time.time):
+        self.root, self.clock = root, clock
+        root.mkdir(parents=True, exist_ok=True)
+
+    def add(self, run: Run) -> None:
+        folder = self.root / safe_name(run.model, "the model")
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / "run.json", asdict(run))
+
+    def touch(self, model: str) -> None:
+        """Something was asked of this model."""
+        now = self.clock()
+        os.utime(self.root / model / "run.json", (now, now))
+
+    def last_asked(self, model: str) -> float:
+        return (self.root / model / "run.json").stat().st_mtime
+
+    def runs(self) -> list[Run]:
+        """Newest first."""
+        found = [_run(path) for path in self.root.glob("*/run.json")]
+        return sorted(found, key=lambda run: run.created, reverse=True)
+
+    def run(self, model: str) -> Run:
+        """Raises ServiceError for a model that was never here."""
+        path = self.root / safe_name(model, "the model") / "run.json"
+        if not path.exists():
+            raise ServiceError(f"there is no training run {model} here")
+        return _run(path)
+
+    def directory(self, place: Place) -> Path:
+        return self.root / place.model / place.kind / place.name
+
+    def check_free(self, place: Place, overwrite: bool) -> None:
+        """Raises ServiceError when a checkpoint is there and is to stay."""
+        if not overwrite and self._saved(place) is not None:
+            way = "; overwrite=True replaces it" if place.kind == WEIGHTS else ""
+            raise ServiceError(f"{place.path} is there already: take another name{way}")
+
+    async def write(self, saved: Saved, fill: Callable[[Path], Awaitable[None]]) -> Saved:
+        """`fill` writes the directory it is given; what had the place before is there until it has.
+        Returns `saved` with its size."""
+        incoming = self.root / saved.place.model / ".incoming"
+        fresh, final = incoming / saved.place.name, self.directory(saved.place)
+        shutil.rmtree(incoming, ignore_errors=True)
+        incoming.mkdir(parents=True)
+        try:
+            await fill(fresh)
+            final.parent.mkdir(exist_ok=True)
+            put_in_place(fresh, final, incoming / f"{saved.place.name}.old")
+        finally:
+            shutil.rmtree(incoming, ignore_errors=True)
+        sizes = [path.stat().st_size for path in final.rglob("*") if path.is_file()]
+        saved = replace(saved, size_bytes=sum(sizes))
+        _write(self._about(saved.place), asdict(saved))
+        return saved
+
+    def find(self, place: Place) -> Saved:
+        """Raises ServiceError for a checkpoint that is not there, or no more."""
+        saved = self._saved(place)
+        if saved is None:
+            raise ServiceError(f"there is no checkpoint {place.path} here, or it has expired")
+        return saved
+
+    def of(self, model: str) -> list[Saved]:
+        """Checkpoints of a model, newest first."""
+        places = [
+            Place(model, kind, about.name[1 : -len(".json")])
+            for kind in KINDS
+            for about in (self.root / safe_name(model, "the model") / kind).glob(".*.json")
+        ]
+        found = [saved for place in places if (saved := self._saved(place)) is not None]
+        return sorted(found, key=lambda saved: saved.created, reverse=True)
+
+    def all(self) -> list[Saved]:
+        """Checkpoints of all models, newest first."""
+        found = [saved for run in self.runs() for saved in self.of(run.model)]
+        return sorted(found, key=lambda saved: saved.created, reverse=True)
+
+    def delete(self, place: Place) -> None:
+        self._about(place).unlink(missing_ok=True)
+        shutil.rmtree(self.directory(place), ignore_errors=True)
+
+    def keep_for(self, place: Place, ttl_seconds: int | None) -> None:
+        """From now on; None: for ever. Raises ServiceError for a checkpoint that is not there."""
+        expires = None if ttl_seconds is None else self.clock() + ttl_seconds
+        _write(self._about(place), asdict(replace(self.find(place), expires=expires)))
+
+    def _about(self, place: Place) -> Path:
+        return self.directory(place).with_name(f".{place.name}.json")
+
+    def _saved(self, place: Place) -> Saved | None:
+        """None where there is none; one that has expired is deleted."""
+        try:
+            told = json.loads(self._about(place).read_bytes())
+        except FileNotFoundError:
+            return None
+        told["place"], told["lora"] = Place(**told["place"]), Lora(**told["lora"])
+        saved = Saved(**told)
+        if saved.expires is not None and saved.expires <= self.clock():
+            self.delete(place)
+            return None
+        return saved
+
+
+def _run(path: Path) -> Run:
+    told = json.loads(path.read_bytes())
+    told["lora"] = Lora(**told["lora"])
+    return Run(**told)
+
+
+def _write(path: Path, content: dict[str, object]) -> None:
+    replace_file(path, json.dumps(content, indent=1).encode())
