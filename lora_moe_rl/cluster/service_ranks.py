@@ -36,6 +36,9 @@ class ServiceRanks:
     async def forget(self, model: str) -> None:
         await self._models("forget", model)
 
+    async def forget_gradient(self, model: str) -> None:
+        await self._models("forget_gradient", model)
+
     async def step(self, model: str, *how: Any) -> dict[str, float]:
         return (await self._models("step", model, *how))[0]
 

@@ -99,4 +99,8 @@ async def _serve(room: EngineRoom, listening: Listening, key: str | None, direct
     facts = room.facts
     print(f"TINKER_BASE_URL={listening.root} serves {facts.base_model}, ranks to {facts.rank}",
           flush=True)  # fmt: skip
-    await listening.serve(service.app())
+    watching = asyncio.create_task(service.watch())
+    try:
+        await listening.serve(service.app())
+    finally:
+        watching.cancel()

@@ -38,7 +38,7 @@ from lora_moe_rl.service.loras import Places
 from lora_moe_rl.service.routes import RouteStore
 from lora_moe_rl.service.sampling import Samplers
 
-KEPT = 16  # samplers whose weights wait on the ranks' hosts
+KEPT = 32  # samplers whose weights wait on the ranks' hosts
 AGAIN = 5  # times that one sample is asked for, when newer versions take its slot each time
 
 log = logging.getLogger(__name__)
@@ -98,6 +98,11 @@ class EngineRoom:
         if self.store is not None:
             found["replay_coverage:mean"] = covered
         return Passed(logprobs, found)
+
+    async def forget_gradient(self, model: str) -> None:
+        self._lora(model)
+        async with self._trainer:
+            await self.ranks.forget_gradient(model)
 
     async def step(self, model: str, adam: Adam) -> dict[str, float]:
         self._lora(model)

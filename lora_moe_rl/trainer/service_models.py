@@ -98,6 +98,9 @@ class Models:
         self.select(name)
         self.of[copy] = Model(self.of[name].factor, values=self._values())
 
+    def forget_gradient(self, name: str) -> None:
+        self.of[name].gradient = None
+
     def forget(self, name: str) -> None:
         """Nobody asks for it any more."""
         self.of.pop(name, None)
