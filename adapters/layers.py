@@ -37,10 +37,11 @@ class Start(Protocol):
 
 
 class Switch:
-    """Turns every adapter of a model on or off: off is the reference policy, without a copy."""
+    """Turns every adapter of a model on or off: off is the reference policy, without a copy.
+    `factor` is on top of each site's scale: of an adapter of a lower rank than its place."""
 
     def __init__(self):
-        self.on = True
+        self.on, self.factor = True, 1.0
 
 
 @dataclass(frozen=True)
@@ -128,11 +129,14 @@ class LoRALinear(torch.nn.Module):
     def _grouped(
         self, x: torch.Tensor, counts: Sequence[int], into: torch.Tensor | None = None
     ) -> torch.Tensor:
-        A, Bs, scales = self._whole_A(), self._whole_B(), [site.scale for site in self.sites]
+        A, Bs, scales = self._whole_A(), self._whole_B(), self._scales()
         return grouped_lora(x, A, Bs, counts, scales, self.kernel, into=into)
 
+    def _scales(self) -> list[float]:
+        return [site.scale * self.switch.factor for site in self.sites]
+
     def _delta(self, x: torch.Tensor, *args) -> torch.Tensor:
-        A, Bs, scales = self._whole_A(), self._whole_B(), [site.scale for site in self.sites]
+        A, Bs, scales = self._whole_A(), self._whole_B(), self._scales()
         if self.grouped:
             both = self._grouped(x, *args)
             outs = both.split([B.shape[-2] for B in Bs], dim=-1)
@@ -208,6 +212,17 @@ class LoRALinear(torch.nn.Module):
 
     def parameters_of(self, tensor: str) -> list[torch.nn.Parameter]:
         return [self.A] if tensor == "A" else list(self.B)
+
+    @torch.no_grad()
+    def begin(self, seed: int | str, ranks: Mapping[str, int]) -> None:
+        """Starts anew as `seed` starts an adapter of these ranks, by site. What is left of the rank
+        is zero in A and B, so that nothing of it ever has a gradient."""
+        starts = [self._start(site, seed, None)[0] for site in self.sites]
+        for site, A in zip(self.sites, starts, strict=True):
+            A[..., ranks[site.name] :, :] = 0
+        self.A.copy_(torch.cat(starts, dim=-2))
+        for B in self.B:
+            B.zero_()
 
     def slices(self) -> Iterator[Slice]:
         """This rank's parts of the canonical tensors."""

@@ -328,6 +328,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "export": (_module("export.command"), "write an adapter for PEFT and vLLM, or a merged model"),
     "adapter": (_module("export.adapter_command"), "inspect, import, resize, combine adapters"),
     "serve": (_module("endpoint.command"), "serve a run's adapters, or a model, to OpenAI clients"),
+    "tinker": (_module("service.command"), "train and sample for clients of Tinker's SDK"),
     "serve-check": (_module("verify.serve_check"), "serve an exported adapter and compare"),
     "chaos": (_module("chaos.command"), "train with planned faults, and see what becomes of each"),
     "doctor": (

@@ -36,8 +36,8 @@ def held_by(slices: Iterable[Slice]) -> Held:
 RUN_BYTES = 2**18  # of boxes that are written together: what a core's own cache holds
 DEVICE_RUN_BYTES = 2**26  # on a device, where each look at some has a price of its own
 
-# Where to, from where, times what, and where the product stands until it is cast.
-Piece = tuple[torch.Tensor, torch.Tensor, float, torch.Tensor | None]
+# Where to, from where, times what (None: as it is), and where the product stands until it is cast.
+Piece = tuple[torch.Tensor, torch.Tensor, float | None, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,9 @@ class Sender:
     def __init__(
         self, layout: PartLayout, held: Held, scales: Mapping[str, float], outgoing: Outgoing
     ):
-        """`scales`: of each site. `outgoing`: this rank's end of the transport. Raises RefitError
-        when this rank does not hold what the plan wants of it, or when there is no room."""
+        """`scales`: of each site; `factor`, which may be set later, is on top of each (`Switch`).
+        `outgoing`: this rank's end of the transport. Raises RefitError when this rank does not hold
+        what the plan wants of it, or when there is no room."""
         self.layout, self.outgoing = layout, outgoing
         self.buffer = outgoing.memory(layout.nbytes)
         on_host = isinstance(self.buffer, np.ndarray)
@@ -89,6 +90,7 @@ class Sender:
             room = torch.zeros(longest, dtype=torch.uint8, device=device)
             self.copies.lock(self.buffer)
             weakref.finalize(self, self.copies.unlock, self.buffer).atexit = False
+        self.factor = 1.0
         scratch: dict[tuple, torch.Tensor] = {}
         for entries in runs:
             span = _span(entries, layout)
@@ -117,7 +119,7 @@ class Sender:
         cache."""
         sums = []
         for run in self.runs:
-            _pack(run)
+            _pack(run, self.factor)
             sums += self._checked(run, version)
         return sums
 
@@ -127,7 +129,7 @@ class Sender:
         sums, before = [], None
         for run in self.runs:
             run.packed.zero_()  # what another run has left between the boxes
-            _pack(run)
+            _pack(run, self.factor)
             wait = self.copies.fetch(self.buffer[run.span], run.packed)
             if before is not None:
                 sums += self._arrived(*before, version)
@@ -150,7 +152,7 @@ class Sender:
 
         finite, dtype = [], getattr(torch, self.layout.dtype)
         for run in self.runs:
-            _pack(run)
+            _pack(run, self.factor)
             finite.append(on_device.all_finite(run.packed.view(dtype)))
         sums = on_device.checksums([block.data for run in self.runs for block in run.blocks])
         for run, good in zip(self.runs, torch.stack(finite).tolist(), strict=True):
@@ -166,7 +168,7 @@ class Sender:
         scales: Mapping[str, float],
         scratch: dict[tuple, torch.Tensor],
     ) -> list[Piece]:
-        scale = scales[entry.site] if entry.matrix == "B" else 1.0
+        scale = scales[entry.site] if entry.matrix == "B" else None
         pieces, found = [], 0
         for box, tensor in held.get(entry.tensor, ()):
             if common := box.common(entry.box):
@@ -215,18 +217,24 @@ def _length(span: slice) -> int:
     return span.stop - span.start
 
 
-def _pack(run: Run) -> None:
+def _pack(run: Run, factor: float) -> None:
     for block in run.blocks:
         for view, tensor, scale, scratch in block.pieces:
-            view.copy_(tensor if scratch is None else torch.mul(tensor, scale, out=scratch))
+            if scale is None:
+                view.copy_(tensor)
+            else:
+                view.copy_(torch.mul(tensor, scale * factor, out=scratch))
 
 
 def _piece(
-    view: torch.Tensor, tensor: torch.Tensor, scale: float, scratch: dict[tuple, torch.Tensor]
+    view: torch.Tensor,
+    tensor: torch.Tensor,
+    scale: float | None,
+    scratch: dict[tuple, torch.Tensor],
 ) -> Piece:
     """`scratch`: shared by all pieces of one shape."""
-    if scale == 1.0:
-        return view, tensor, scale, None
+    if scale is None:
+        return view, tensor, None, None
     key = (tensor.shape, tensor.dtype, tensor.device)
     if key not in scratch:
         scratch[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

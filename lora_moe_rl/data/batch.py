@@ -55,6 +55,8 @@ class TrainBatch:
     in this step, where it is not the same in all (`algorithm.kl_target`). earlier: float64 `[R_i]`
     of every sample, what of its reward was earned before its end; None: nothing. conversations:
     int64 `[n]`, the number of the conversation that the sample is of; None: each is one of its own.
+    targets: int32 `[R_i]` of each sample, the tokens whose logprobs are wanted, where they are not
+    those that follow; None: they are.
 
     A share of it, for the rank that trains some of the samples, has the streams of these alone;
     what is known of every sample is as in the whole. It is pickled with one array a stream.
@@ -77,6 +79,7 @@ class TrainBatch:
     kl_coef: float | None = None
     earlier: list[np.ndarray] | None = None
     conversations: np.ndarray | None = None
+    targets: Stream | None = None
     of_all: OfAll | None = None  # of a share
 
     @classmethod
@@ -168,10 +171,15 @@ class TrainBatch:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {name: Flat.of(getattr(self, name)) for name in STREAMS}
+        return self.__dict__ | {name: Flat.of(getattr(self, name)) for name in self._streams()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state | {name: state[name].stream() for name in STREAMS}
+        self.__dict__ |= state
+        self.__dict__ |= {name: state[name].stream() for name in self._streams()}
+
+    def _streams(self) -> list[str]:
+        """The names of those that there are."""
+        return [*STREAMS] if self.targets is None else [*STREAMS, "targets"]
 
     def __len__(self) -> int:
         """Samples, those of other ranks too."""
@@ -180,7 +188,7 @@ class TrainBatch:
     def share(self, samples: Iterable[int], of_all: OfAll, masks: bool = False) -> TrainBatch:
         """What a rank needs that trains these samples; `masks`: and of all samples their masks."""
         chosen = sorted(samples)
-        names = [name for name in STREAMS if name != "masks" or not masks]
+        names = [name for name in self._streams() if name != "masks" or not masks]
         streams = {name: some_of(getattr(self, name), chosen) for name in names}
         return replace(self, **streams, of_all=of_all)
 

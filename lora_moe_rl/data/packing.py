@@ -92,7 +92,9 @@ class MicroBatch:
 
     @property
     def labels(self) -> np.ndarray:
-        """int32 [T]."""
+        """int32 [T], the tokens whose logprobs are wanted."""
+        if self.batch.targets is not None:
+            return self.sequences.stream(self.batch.targets, len(self.response), 0, np.int32)
         return self.sequences.tokens(self.batch, len(self.response), 1)
 
     @property

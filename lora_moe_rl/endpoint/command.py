@@ -50,7 +50,7 @@ class Plan:
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_intermixed_args(argv)
-    key = _key(options.key_env)
+    key = key_of_variable(options.key_env)
     from lora_moe_rl.endpoint.listening import Listening
 
     listening = Listening(options.host, options.port, "--key-env" if key is None else None)
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _key(variable: str | None) -> str | None:
+def key_of_variable(variable: str | None) -> str | None:
     if variable is None:
         return None
     if not (key := os.environ.get(variable, "")).isascii() or not key:

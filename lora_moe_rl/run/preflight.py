@@ -102,11 +102,14 @@ class Preflight:
             self.own_engines.close()
 
     def require(
-        self, say: Callable[[str], None], begin: Callable[[str], None] = lambda step: None
+        self,
+        say: Callable[[str], None],
+        begin: Callable[[str], None] = lambda step: None,
+        steps: Sequence[str] | None = None,
     ) -> None:
-        """Goes through all steps; raises the error of the first that fails. `say` gets warnings,
-        `begin` the step that begins."""
-        for name in self._order():
+        """Goes through all steps, or those named; raises the error of the first that fails. `say`
+        gets warnings, `begin` the step that begins."""
+        for name in steps or self._order():
             begin(name)
             finding = self._take(name)
             if finding.state in ("warning", "skipped"):

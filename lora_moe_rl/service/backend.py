@@ -158,9 +158,8 @@ class Backend(Protocol):
         """One optimizer step on all gradients since the last one. Returns metrics."""
         ...
 
-    async def save(self, model: str, directory: Path, optimizer: bool) -> None:
-        """Writes a checkpoint into `directory`, which is there in full or not at all; `optimizer`:
-        with Adam's moments."""
+    async def save(self, model: str, directory: Path) -> None:
+        """Writes a checkpoint, with Adam's moments, into `directory`: in full or not at all."""
         ...
 
     async def load(self, model: str, directory: Path, optimizer: bool) -> Lora:

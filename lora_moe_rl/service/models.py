@@ -208,7 +208,7 @@ async def _save(service: Service, model: Model, body: SaveBody) -> dict[str, Any
     service.folders.check_free(place, body.overwrite)
 
     async def fill(directory: Path) -> None:
-        await service.backend.save(model.id, directory, optimizer=True)
+        await service.backend.save(model.id, directory)
 
     return await write(service, model, place, fill, body.ttl_seconds, body.user_metadata)
 

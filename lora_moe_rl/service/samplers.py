@@ -33,7 +33,7 @@ async def _save(service: Service, model: Model, body: SamplerBody) -> dict[str, 
         service.folders.check_free(place, overwrite=False)
 
         async def fill(directory: Path) -> None:
-            await service.backend.save(model.id, directory, optimizer=False)
+            await service.backend.save(model.id, directory)
 
         return await write(service, model, place, fill, body.ttl_seconds, body.user_metadata)
     id = f"{model.session.id}:sample:{body.sampling_session_seq_id}"

@@ -123,14 +123,18 @@ class AdapterOptimizer:
         self.on_host = HostMoments(self.adam) if config.offloads_moments else None
 
     def step(self) -> StepResult:
-        """Clips and steps on gradients that are summed over ranks, unless their norm is NaN or
-        infinite; the norm is the same on all ranks."""
-        norm = self.norm()
+        """As the run's settings and its learning rate have it: see `apply`."""
         lr = learning_rate(self.config, self.steps, self.total_steps)
+        return self.apply(lr, self.config.clip_grad)
+
+    def apply(self, lr: float, clip: float) -> StepResult:
+        """Clips to a norm of `clip`, if it is not 0, and steps on gradients that are summed over
+        ranks, unless their norm is NaN or infinite; the norm is the same on all ranks."""
+        norm = self.norm()
         if not math.isfinite(norm):
             return StepResult(False, norm, lr)
-        if self.config.clip_grad and norm > self.config.clip_grad:
-            self.adapters.gradients.scale(self.config.clip_grad / (norm + 1e-6))
+        if clip and norm > clip:
+            self.adapters.gradients.scale(clip / (norm + 1e-6))
         for group in self.adam.param_groups:
             group["lr"] = lr * group["ratio"]
         before = {parameter: parameter.detach().clone() for parameter in self.factors}

@@ -89,7 +89,7 @@ def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> 
         seconds, moved = engine.on_host.taken()
         metrics |= {"offload/seconds": seconds, "offload/moved": moved / 2**30}
     if not config.offline:
-        metrics |= disagreement | _replay_metrics(engine, batch, routes, meter)
+        metrics |= disagreement | replay_metrics(engine, batch, routes, meter)
     (peak_gib,) = meter.all_reduce([peak.gib()], dist.ReduceOp.MAX)
     return UpdateResult(
         version=engine.version,
@@ -247,7 +247,7 @@ def _backward(
     engine.forward_backward(works, loss, head, scales.divisor)
 
 
-def _replay_metrics(
+def replay_metrics(
     engine: TrainingEngine, batch: TrainBatch, routes: Routes | None, meter: Meter
 ) -> dict[str, float]:
     """Raises ReplayError when a step that was to be audited did not compare all it should."""

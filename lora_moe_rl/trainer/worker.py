@@ -7,7 +7,7 @@ import functools
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lora_moe_rl.router_replay.routes import Sent
     from lora_moe_rl.trainer.engine import TrainingEngine
     from lora_moe_rl.trainer.optimizer import AdapterOptimizer
+    from lora_moe_rl.trainer.service_models import Models
     from lora_moe_rl.trainer.state import Held
 
 
@@ -86,6 +87,7 @@ class TrainerWorker:
         from lora_moe_rl.trainer.ahead import Ahead
 
         self.engine, self.ahead = engine, Ahead(engine)
+        self.models: Models | None = None
 
     def memory(self) -> dict[str, int]:
         """Bytes this rank holds of the frozen base, adapters, their gradients and Adam's state;
@@ -187,7 +189,20 @@ class TrainerWorker:
     def send(self) -> SentPart:
         """Writes this rank's part of the current version and offers it to the engines. Only ranks
         that have one are asked."""
+        self.sender.factor = self.engine.adapters.switch.factor
         return self.sender.send(self.engine.version)
+
+    def of_models(self, method: str, *args: Any) -> Any:
+        """What `Models` does, for a training service."""
+        if self.models is None:
+            from lora_moe_rl.trainer.service_models import Models
+
+            self.models = Models(self.engine, self.ahead.forget)
+        return getattr(self.models, method)(*args)
+
+    def served_as(self, version: int) -> None:
+        """What is sent next is this version."""
+        self.engine.version = version
 
     def export(self) -> list[Shard]:
         """This rank's shards of the current version."""

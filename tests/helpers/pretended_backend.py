@@ -94,12 +94,11 @@ class PretendedBackend:
         self.weights[model] += adam.lr * self.moments[model]
         return {"grad_norm": abs(gradient)}
 
-    async def save(self, model: str, directory: Path, optimizer: bool) -> None:
-        self.calls.append(("save", model, optimizer))
+    async def save(self, model: str, directory: Path) -> None:
+        self.calls.append(("save", model))
         lora = self.loras[model]
         told = {"weight": self.weights[model], "rank": lora.rank, "seed": lora.seed}
-        if optimizer:
-            told["moment"] = self.moments[model]
+        told["moment"] = self.moments[model]
         directory.mkdir()
         (directory / "model.json").write_text(json.dumps(told))
 

@@ -1,0 +1,106 @@
+"""`lora-moe-rl tinker`: a training service for clients of Tinker's SDK."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from lora_moe_rl.endpoint.command import key_of_variable
+from lora_moe_rl.endpoint.listening import Listening
+from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.run.standing import Loop
+from lora_moe_rl.service import start
+from lora_moe_rl.service.engine_room import EngineRoom
+
+ABOUT = """\
+Serve Tinker's protocol from this machine's (or a Ray cluster's) trainer ranks and rollout engines:
+scripts of the tinker SDK and tinker-cookbook train and sample here, with router replay.
+
+TARGET is a recipe (.py), a config file, or a model (directory, hub name, tiny model). Clients set
+TINKER_BASE_URL to the address that is printed, and TINKER_API_KEY to the key, which begins with
+tml- (any such one where none is asked for).
+"""
+EPILOG = """\
+examples:
+  lora-moe-rl tinker qwen3_moe
+  lora-moe-rl tinker Qwen/Qwen3-30B-A3B adapter.rank=32 trainer.world_size=8 trainer.ep=8 \\
+    rollout.engines=4 rollout.tp=2 refit.slots=8
+  KEY=tml-… lora-moe-rl tinker recipe.py --host 0.0.0.0 --key-env KEY
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_intermixed_args(argv)
+    key = key_of_variable(options.key_env)
+    directory = Path(options.dir).expanduser().absolute()
+    config = start.config_of(options.target, options.settings, directory)
+    name = options.name or str(config.model.path)
+    listening = Listening(options.host, options.port, "--key-env" if key is None else None)
+    try:
+        with _locked(directory), start.backend(config, name) as room:
+            asyncio.run(_serve(room, listening, key, directory), loop_factory=Loop)
+    finally:
+        listening.close()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lora-moe-rl tinker",
+        description=ABOUT,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("target", metavar="TARGET")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="as adapter.rank=32")
+    parser.add_argument(
+        "--name", help="what clients call the base model (model.path, as it is given)"
+    )
+    parser.add_argument(
+        "--dir", default="runs/tinker", help="where checkpoints and logs are kept (runs/tinker)"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="the address it listens on (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8100, help="0: any that is free (8100)")
+    parser.add_argument(
+        "--key-env", metavar="NAME", help="the environment variable that holds the key that is "
+        "asked for; without one none is",
+    )  # fmt: skip
+    parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _locked(directory: Path) -> FileLock:
+    """Of one service alone. Raises ConfigError for a directory that another one uses."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(directory / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ConfigError(
+            f"--dir {directory} is in use by another service; choose another, or end that one"
+        ) from error
+    return lock
+
+
+async def _serve(room: EngineRoom, listening: Listening, key: str | None, directory: Path) -> None:
+    """Until a signal comes."""
+    from lora_moe_rl.service.app import Service
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, listening.stop)
+    await room.start()
+    service = Service(room, directory / start.MODELS, key)
+    facts = room.facts
+    print(f"TINKER_BASE_URL={listening.root} serves {facts.base_model}, ranks to {facts.rank}",
+          flush=True)  # fmt: skip
+    watching = asyncio.create_task(service.watch())
+    try:
+        await listening.serve(service.app())
+    finally:
+        watching.cancel()

@@ -1,0 +1,252 @@
+"""The service's backend: trainer ranks and rollout engines, by their models and samplers.
+
+    create, forward, step      of the ranks, one call at a time: they hold one model at a time
+    publish                    a copy of the model waits on the ranks' hosts as the sampler's, and
+                               engines take it as a version of their own (run/publisher.py proves
+                               that they serve it)
+    sample                     by the version of the sampler; one that has lost its slot to newer
+                               ones is published again
+
+Routes of what engines sampled are kept (`routes.py`), and replayed where a datum has the tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from lora_moe_rl.cluster.engines import RolloutEngines
+from lora_moe_rl.cluster.service_ranks import ServiceRanks
+from lora_moe_rl.errors import EngineDied, NotServed, ServiceError
+from lora_moe_rl.run.publisher import Publisher
+from lora_moe_rl.service import saved
+from lora_moe_rl.service.backend import (
+    Adam,
+    Ask,
+    Datum,
+    Facts,
+    Lora,
+    LossCall,
+    Passed,
+    Sampled,
+)
+from lora_moe_rl.service.batches import batch_of, check_data
+from lora_moe_rl.service.loras import Places
+from lora_moe_rl.service.routes import RouteStore
+from lora_moe_rl.service.sampling import Samplers
+
+KEPT = 32  # samplers whose weights wait on the ranks' hosts
+AGAIN = 5  # times that one sample is asked for, when newer versions take its slot each time
+
+log = logging.getLogger(__name__)
+
+
+class EngineRoom:
+    """`start` comes first. All calls in one event loop."""
+
+    def __init__(
+        self,
+        facts: Facts,
+        places: Places,
+        base: dict,
+        ranks: ServiceRanks,
+        engines: RolloutEngines,
+        publisher: Publisher,
+        samplers: Samplers,
+        store: RouteStore | None,
+    ):
+        """`base`: what a checkpoint says of the base. `store` None: nothing is replayed."""
+        self.facts, self.places, self.base = facts, places, base
+        self.ranks, self.engines, self.publisher = ranks, engines, publisher
+        self.samplers, self.store = samplers, store
+        self.loras: dict[str, Lora] = {}  # of models
+        self.kept: dict[str, Path | None] = {}  # samplers: where they are saved, if they are
+        self.waiting: list[str] = []  # samplers whose weights wait on hosts, oldest first
+        self.served: dict[str, int] = {}  # samplers that engines serve, and as which version
+        self.version = self.batches = 0
+        self._trainer = asyncio.Lock()
+
+    async def start(self) -> None:
+        await self.publisher.start()
+
+    def check(self, lora: Lora) -> None:
+        self.places.check(lora)
+
+    async def create(self, model: str, lora: Lora) -> None:
+        self.check(lora)
+        ranks, factor = self.places.ranks(lora), self.places.factor(lora)
+        async with self._trainer:
+            await self.ranks.create(model, lora.seed, ranks, factor)
+            self.loras[model] = lora
+
+    async def forward(
+        self, model: str, data: Sequence[Datum], loss: LossCall, backward: bool
+    ) -> Passed:
+        self._lora(model)
+        check_data(data, loss, self.facts, self.places.spec.shape.vocab_size)
+        routes, covered = self._routes(data)
+        async with self._trainer:
+            self._lora(model)
+            self.batches += 1
+            batch = batch_of(data, loss, self.batches)
+            asked = model, loss.name, loss.settings, backward, batch, routes
+            logprobs, metrics = await self.ranks.forward(*asked)
+        found = {"loss:sum": metrics["loss"]}
+        if self.store is not None:
+            found["replay_coverage:mean"] = covered
+        return Passed(logprobs, found)
+
+    async def forget_gradient(self, model: str) -> None:
+        self._lora(model)
+        async with self._trainer:
+            await self.ranks.forget_gradient(model)
+
+    async def step(self, model: str, adam: Adam) -> dict[str, float]:
+        self._lora(model)
+        how = adam.lr, (adam.beta1, adam.beta2), adam.eps, adam.weight_decay, adam.clip
+        async with self._trainer:
+            return await self.ranks.step(model, *how)
+
+    async def save(self, model: str, directory: Path) -> None:
+        lora = self._lora(model)
+        async with self._trainer:
+            await self.ranks.select(model)
+            parts = self.ranks, self.places, self.base
+            await asyncio.to_thread(saved.write, directory, lora, *parts)
+
+    async def load(self, model: str, directory: Path, optimizer: bool) -> Lora:
+        lora, path, meta = await asyncio.to_thread(saved.read, directory, self.places, self.base)
+        async with self._trainer:
+            asked = path, meta, model, self.places.factor(lora), optimizer
+            await asyncio.to_thread(self.ranks.load, *asked)
+            self.loras[model] = lora
+        return lora
+
+    async def export(self, model: str, directory: Path) -> None:
+        lora = self._lora(model)
+        async with self._trainer:
+            await self.ranks.select(model)
+            parts = self.ranks, self.places, self.base
+            await asyncio.to_thread(saved.export, directory, lora, *parts)
+
+    async def publish(self, model: str, sampler: str) -> None:
+        self._lora(model)
+        async with self._trainer:
+            await self._keep(model, sampler, None)
+            await self._serve(model, sampler)
+
+    async def publish_saved(self, directory: Path, sampler: str) -> None:
+        await asyncio.to_thread(saved.read, directory, self.places, self.base)
+        self.kept[sampler] = directory
+        async with self._trainer:
+            await self._serve_again(sampler)
+
+    async def sample(self, sampler: str | None, ask: Ask) -> Sampled:
+        self._check_length(ask)
+        if sampler is None:
+            return await self.samplers.sample(None, ask)
+        for _ in range(AGAIN):
+            version = await self._version_of(sampler)
+            with suppress(NotServed, EngineDied):
+                return await self.samplers.sample(version, ask)
+            if self.served.get(sampler) == version:
+                del self.served[sampler]
+        raise ServiceError(
+            f"newer versions have taken the slot of this sampler {AGAIN} times over: raise "
+            "refit.slots where the service is started, or ask fewer samplers at a time"
+        )
+
+    async def forget(self, model: str) -> None:
+        if self.loras.pop(model, None) is not None:
+            async with self._trainer:
+                await self.ranks.forget(model)
+
+    async def forget_sampler(self, sampler: str) -> None:
+        """Its version keeps its slot until a newer one takes it."""
+        self.kept.pop(sampler, None)
+        self.served.pop(sampler, None)
+        if sampler in self.waiting:
+            self.waiting.remove(sampler)
+            async with self._trainer:
+                await self.ranks.forget(sampler)
+
+    def _lora(self, model: str) -> Lora:
+        if model not in self.loras:
+            raise ServiceError(f"there is no model {model} here, or not any more")
+        return self.loras[model]
+
+    def _check_length(self, ask: Ask) -> None:
+        longest, prompt = self.facts.max_length, len(ask.prompt)
+        if not 0 < prompt < longest:
+            raise ServiceError(
+                f"the prompt has {prompt} tokens, and this service takes 1 to {longest - 1} "
+                f"(model.max_length={longest} with at least one that is sampled)"
+            )
+        if ask.max_tokens is not None and prompt + ask.max_tokens > longest:
+            raise ServiceError(
+                f"max_tokens={ask.max_tokens} after a prompt of {prompt} tokens is more than "
+                f"model.max_length={longest}; ask for {longest - prompt} at most"
+            )
+
+    def _routes(self, data: Sequence[Datum]) -> tuple[list, float]:
+        """Routes of each datum, and the share of their tokens whose routes were recorded."""
+        if self.store is None:
+            return [], 0.0
+        found = [self.store.find(one.tokens, one.inputs.get("logprobs")) for one in data]
+        tokens = sum(len(one.tokens) for one in data)
+        return [one.routes for one in found], sum(one.recorded for one in found) / tokens
+
+    async def _version_of(self, sampler: str) -> int:
+        """The version that engines serve it as; it is published again where none is."""
+        if sampler not in self.served:
+            async with self._trainer:
+                if sampler not in self.served:
+                    await self._serve_again(sampler)
+        return self.served[sampler]
+
+    async def _serve_again(self, sampler: str) -> None:
+        if sampler in self.waiting:
+            await self.ranks.select(sampler)
+            return await self._serve(sampler, sampler)
+        directory = self.kept.get(sampler)
+        if directory is None:
+            raise ServiceError(
+                f"the weights of sampler {sampler} are no longer here: {KEPT} newer ones took "
+                "their place; save what is to last by a name (save_weights_for_sampler)"
+            )
+        read = await asyncio.to_thread(saved.read, directory, self.places, self.base)
+        lora, path, meta = read
+        asked = path, meta, sampler, self.places.factor(lora), False
+        await asyncio.to_thread(self.ranks.load, *asked)
+        await self._note(sampler, directory)
+        await self._serve(sampler, sampler)
+
+    async def _keep(self, model: str, sampler: str, directory: Path | None) -> None:
+        """A copy of the model waits as the sampler's."""
+        await self.ranks.keep(model, sampler)
+        await self._note(sampler, directory)
+
+    async def _note(self, sampler: str, directory: Path | None) -> None:
+        self.kept[sampler] = directory
+        self.waiting.append(sampler)
+        while len(self.waiting) > KEPT:
+            oldest = self.waiting.pop(0)
+            await self.ranks.forget(oldest)
+            if self.kept.get(oldest) is None and oldest not in self.served:
+                self.kept.pop(oldest, None)
+
+    async def _serve(self, model: str, sampler: str) -> None:
+        """What the ranks hold, `model`, is served as the sampler. The oldest version leaves its
+        slot: from here on nobody asks for it."""
+        await self.ranks.select(model)
+        slots = self.places.config.refit.slots
+        while len(self.served) >= slots:
+            del self.served[min(self.served, key=self.served.__getitem__)]
+        self.version += 1
+        self.engines.overwrite()
+        parts = await self.ranks.send_as(self.version)
+        await self.publisher.publish(self.version, parts, ())
+        self.served[sampler] = self.version

@@ -1,0 +1,108 @@
+"""The ranks and engines of a training service, and the backend over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lora_moe_rl.config import AlgorithmConfig, RunConfig
+from lora_moe_rl.config.overrides import override
+from lora_moe_rl.config.recipes import load_config
+from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.models.fingerprint import base_record
+from lora_moe_rl.run.actors_start import Served, started
+from lora_moe_rl.run.own_ray import OwnRay
+from lora_moe_rl.run.preflight import Preflight
+from lora_moe_rl.run.prepared import Prepared
+from lora_moe_rl.run.publisher import Publisher
+from lora_moe_rl.service.backend import Facts
+from lora_moe_rl.service.loras import Places
+from lora_moe_rl.service.probe import Probe
+from lora_moe_rl.telemetry import console
+
+if TYPE_CHECKING:
+    from lora_moe_rl.cluster.trainer import TrainerRanks
+    from lora_moe_rl.service.engine_room import EngineRoom
+
+SUFFIXES = (".py", ".yaml", ".json", ".toml")
+MODELS = "models"  # of a service's directory: checkpoints, by model
+
+
+def config_of(target: str, settings: list[str], directory: Path) -> RunConfig:
+    """Of a recipe, a config file or a model, for a service that keeps its files in `directory`.
+    Raises ConfigError for settings that a service does not have."""
+    is_file = target.endswith(SUFFIXES)
+    config = override(load_config(target) if is_file else RunConfig(model=target), settings)
+    refused = {
+        "placement.mode=colocated": config.placement.colocated,
+        "refit.mode=merged": config.refit.mode == "merged",
+        "adapter.init=olora": config.adapter.init == "olora",
+        f"adapter.init_from={config.adapter.init_from}": config.adapter.init_from is not None,
+        f"trainer.offload={config.trainer.offload}": config.trainer.offloads_moments,
+        "replay.mode=r2": config.replay.mode == "r2",
+    }
+    if wrong := [name for name, set_ in refused.items() if set_]:
+        raise ConfigError(
+            f"{wrong[0]} is not there with a training service, whose clients come and go with "
+            "models of their own; leave it out"
+        )
+    # What a run does with groups of samples, clients do: all that is left of it is replay.
+    began = f"{datetime.now():%Y%m%d-%H%M%S}"
+    return config.model_copy(
+        update={
+            "algorithm": AlgorithmConfig(),
+            "replay": config.replay.model_copy(update={"missing": "route"}),
+            "logging": config.logging.model_copy(update={"run_dir": str(directory / began)}),
+        }
+    )
+
+
+@contextmanager
+def backend(config: RunConfig, name: str) -> Iterator[EngineRoom]:
+    """Everything that the service calls, as long as the context lasts; `name` is what clients call
+    the base. Raises a LoraMoeRlError for what cannot work, before anything slow starts."""
+    with Preflight(config, fetch=True) as ready, OwnRay(config) as own_ray:
+        ready.require(console.warn, steps=("model", "layout", "machine"))
+        places = Places(config, ready.spec)
+        own_ray.begin()
+        with RunDir(config, resume=False, say=console.warn) as run_dir:
+            console.log_to(run_dir.log_path("controller"))
+            shape = ready.spec.shape
+            probe = Probe(shape.vocab_size, config.model.max_length, config.seed)
+            run: Any = Prepared(
+                config=config,
+                spec=ready.spec,
+                model_dir=ready.model_dir,
+                source=probe,  # pyright: ignore[reportArgumentType] # as much of it as is asked
+                held_out={},
+                environment=None,  # pyright: ignore[reportArgumentType] # nobody asks it
+                run_dir=run_dir,
+                private=ready.private,
+            )
+            with started(run, own_ray) as actors:
+                assert actors.served is not None
+                yield _room(run, name, actors.trainer.ranks, actors.served, places)
+
+
+def _room(run: Prepared, name: str, trainer: Any, served: Served, places: Places) -> EngineRoom:
+    from lora_moe_rl.cluster.service_ranks import ServiceRanks
+    from lora_moe_rl.service.engine_room import EngineRoom
+    from lora_moe_rl.service.routes import RouteStore
+    from lora_moe_rl.service.sampling import Samplers
+
+    ranks: TrainerRanks = trainer
+    config, (engines, channel) = run.config, served
+    parts = config, ranks, engines, channel, run.source, ranks.dtype
+    publisher = Publisher(*parts)
+    engines.prove = publisher.prove_returned
+    replayed = config.replay.mode == "r3" and bool(run.spec.shape.moe_layers)
+    store = RouteStore(run.spec.shape, config.trainer) if replayed else None
+    samplers = Samplers(engines, config, store)
+    longest = config.model.max_length
+    facts = Facts(name, str(run.model_dir), longest, config.adapter.rank)
+    base = base_record(str(config.model.path), run.model_dir)
+    return EngineRoom(facts, places, base, ServiceRanks(ranks), engines, publisher, samplers, store)
