@@ -82,7 +82,7 @@ class Service:
             await asyncio.sleep(SWEEP_S)
             self.sessions.sweep()
             self.requests.sweep()
-            await asyncio.to_thread(self.folders.all)
+            await asyncio.to_thread(self.folders.sweep)
 
     async def content_of(self, request: Request, media_type: str, longest: int) -> bytes:
         """A body. Raises Refused for one of another kind, which a page in a browser could send

@@ -16,6 +16,7 @@ import re
 import shutil
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -111,7 +112,8 @@ class Folders:
     def touch(self, model: str) -> None:
         """Something was asked of this model."""
         now = self.clock()
-        os.utime(self.root / model / "run.json", (now, now))
+        with suppress(FileNotFoundError):  # somebody has tidied up
+            os.utime(self.root / model / "run.json", (now, now))
 
     def last_asked(self, model: str) -> float:
         return (self.root / model / "run.json").stat().st_mtime
@@ -176,6 +178,10 @@ class Folders:
         """Checkpoints of all models, newest first."""
         found = [saved for run in self.runs() for saved in self.of(run.model)]
         return sorted(found, key=lambda saved: saved.created, reverse=True)
+
+    def sweep(self) -> None:
+        """Deletes what has expired, which reading does."""
+        self.all()
 
     def delete(self, place: Place) -> None:
         self._about(place).unlink(missing_ok=True)

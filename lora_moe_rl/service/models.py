@@ -138,10 +138,12 @@ async def _forward_backward(service: Service, request: Request) -> Response:
     except ServiceError as error:
         work: Work = _failing(error)
     else:
+        # The message, which holds all of it once more, is not kept until then.
+        backward = call.backward
 
         async def forward() -> Reply:
             service.folders.touch(model.id)
-            found = await service.backend.forward(model.id, data, loss, call.backward)
+            found = await service.backend.forward(model.id, data, loss, backward)
             return in_protobuf(wire.passed(found))
 
         work = forward

@@ -27,7 +27,7 @@ from lora_moe_rl.service.backend import (
 
 BASE = "tiny/moe"
 LOSSES = ("cross_entropy", "importance_sampling")
-DEADLY = 666  # the token that no engine survives
+DEADLY = 666  # the token that no engine survives, and the seed
 
 
 def logprobs_of(tokens: Sequence[int], targets: Sequence[int], weight: float) -> np.ndarray:
@@ -60,6 +60,8 @@ class PretendedBackend:
 
     async def create(self, model: str, lora: Lora) -> None:
         self.calls.append(("create", model, lora))
+        if lora.seed == DEADLY:
+            raise EngineDied("the ranks have ended")
         self._put(model, lora, 0.0, 0.0)
 
     def _put(self, model: str, lora: Lora, weight: float, moment: float) -> None:

@@ -11,7 +11,7 @@ from served import KEY, Served, client, datum, serving
 from tinker import types
 
 from lora_moe_rl.endpoint.receiving import LONGEST_BODY
-from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.errors import ConfigError, EngineDied
 from lora_moe_rl.service.app import Service
 
 pytestmark = pytest.mark.seconds  # imports tinker, and waits for servers
@@ -82,6 +82,39 @@ MODELS = [
 def test_a_model_that_cannot_be(service, asked, told):
     with pytest.raises(tinker.BadRequestError, match=told):
         service.create_lora_training_client(**{"base_model": BASE, **asked}).result()
+
+
+def test_a_model_whose_making_fails_is_not_there(served: Served, service):
+    made = service.create_lora_training_client(BASE, rank=8, seed=DEADLY)
+    with pytest.raises(tinker.RequestFailedError, match="the ranks have ended") as failed:
+        made.result()
+    assert failed.value.category is types.RequestErrorCategory.Server
+    model, _, _ = failed.value.request_id.partition(":request:")
+    answer = served.post("get_info", {"model_id": model})
+    assert answer.status_code == 404 and f"there is no model {model}" in answer.json()["error"]
+    assert not (served.service.folders.root / model).exists()
+
+
+def test_a_sampler_that_cannot_be_served_can_be_asked_for_again(
+    served: Served, service, model, monkeypatch
+):
+    path = model.save_weights_for_sampler("served-late").result().path
+    publish = served.backend.publish_saved
+
+    async def dead(directory, sampler):
+        raise EngineDied("an engine has ended")
+
+    monkeypatch.setattr(served.backend, "publish_saved", dead)
+    asked = {"session_id": service.holder.get_session_id(), "sampling_session_seq_id": 900}
+    with pytest.raises(tinker.InternalServerError, match="an engine has ended"):
+        service.create_sampling_client(model_path=path).result()
+    failed = served.post("create_sampling_session", {**asked, "model_path": path})
+    assert failed.status_code == 500 and failed.headers["x-should-retry"] == "false"
+    monkeypatch.setattr(served.backend, "publish_saved", publish)
+    again = served.post("create_sampling_session", {**asked, "model_path": path})
+    assert again.json()["sampling_session_id"].endswith(":sample:900")
+    other = served.post("create_sampling_session", {**asked, "base_model": BASE})
+    assert other.status_code == 400 and "is there already, of something else" in other.text
 
 
 def spans() -> tinker.Datum:
