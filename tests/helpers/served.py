@@ -34,13 +34,6 @@ class Served:
 
         return asyncio.run_coroutine_threadsafe(run(), self.loop).result(30)
 
-    def until(self, holds: Callable[[], bool]) -> None:
-        """Waits for what happens in the background."""
-        end = time.monotonic() + 30
-        while not holds():
-            assert time.monotonic() < end
-            time.sleep(0.01)
-
     def post(self, path: str, body: Any, key: str = KEY, **headers: str) -> httpx.Response:
         given = {"X-API-Key": key, **headers}
         url = f"{self.url}/api/v1/{path}"
@@ -50,6 +43,14 @@ class Served:
 
     def get(self, path: str, **headers: str) -> httpx.Response:
         return httpx.get(f"{self.url}/api/v1/{path}", headers={"X-API-Key": KEY, **headers})
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Waits for what happens in the background."""
+    end = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tinker
 from pretended_backend import BASE, PretendedBackend
-from served import client, datum, serving
+from served import client, datum, serving, until
 
 from lora_moe_rl.service.sessions import SILENT_S, UNNAMED_KEPT
 
@@ -27,16 +27,17 @@ ONE = np.float32([1, 1])
 
 
 class Lossy:
-    """Of each path the first answer is lost: what the app has done stays done."""
+    """Counts how often each path is asked. Of each the first answer is lost, if `loses`: what the
+    app has done stays done."""
 
-    def __init__(self, app: Any):
-        self.app, self.asked = app, Counter()
+    def __init__(self, app: Any, loses: bool = True):
+        self.app, self.loses, self.asked = app, loses, Counter()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         self.asked[scope["path"]] += 1
-        lost = self.asked[scope["path"]] == 1
+        lost = self.loses and self.asked[scope["path"]] == 1
 
         async def passed_on(message: Any) -> None:
             if lost and message["type"] == "http.response.start":
@@ -47,12 +48,14 @@ class Lossy:
 
 
 @contextmanager
-def losing(root: Path) -> Iterator[tuple[tinker.ServiceClient, PretendedBackend, Counter]]:
+def losing(
+    root: Path, loses: bool = True
+) -> Iterator[tuple[tinker.ServiceClient, PretendedBackend, Counter]]:
     """And how often each path was asked."""
-    backend, lossy = PretendedBackend(), []
-    around = lambda app: lossy.append(Lossy(app)) or lossy[0]  # noqa: E731
+    backend, between = PretendedBackend(), []
+    around = lambda app: between.append(Lossy(app, loses)) or between[0]  # noqa: E731
     with serving(root, backend, around) as served, client(served) as service:
-        yield service, backend, lossy[0].asked
+        yield service, backend, between[0].asked
 
 
 def test_answers_that_are_lost_repeat_nothing(tmp_path):
@@ -152,7 +155,7 @@ def test_a_session_that_is_silent_ends(tmp_path):
         assert served.service.sessions.alive
         session.heard -= 10
         served.call(served.service.sessions.sweep)
-        served.until(lambda: bool(served.backend.named("forget")))
+        until(lambda: bool(served.backend.named("forget")))
         assert served.backend.named("forget") == [(model.model_id,)]
         with pytest.raises(tinker.APIStatusError, match="nothing was heard of it for 3600") as gone:
             model.optim_step(tinker.AdamParams()).result()
@@ -160,16 +163,16 @@ def test_a_session_that_is_silent_ends(tmp_path):
 
 
 def test_a_sample_that_nobody_waits_for_is_given_up(tmp_path):
-    with serving(tmp_path) as served, client(served) as service:
+    with losing(tmp_path, loses=False) as (service, backend, asked):
         sampler = service.create_sampling_client(base_model=BASE).result()
         endless = tinker.SamplingParams()
-        asked = sampler.sample(tinker.ModelInput.from_ints([1]), 1, endless)
-        served.until(lambda: bool(served.backend.named("sample")))
-        asked.future().cancel()
-        served.until(lambda: served.backend.given_up == 1)
+        sample = sampler.sample(tinker.ModelInput.from_ints([1]), 1, endless)
+        until(lambda: asked["/api/v1/retrieve_future"] > 0)  # the client knows whom to give up
+        sample.future().cancel()
+        until(lambda: backend.given_up == 1)
         sampler.sample(tinker.ModelInput.from_ints([1]), 1, endless)
-        served.until(lambda: len(served.backend.named("sample")) == 2)
-    assert served.backend.given_up == 2  # its session has ended
+        until(lambda: len(backend.named("sample")) == 2)
+    assert backend.given_up == 2  # its session has ended
 
 
 def test_of_states_without_a_name_the_one_that_is_not_asked_for_goes(tmp_path):
@@ -182,7 +185,7 @@ def test_of_states_without_a_name_the_one_that_is_not_asked_for_goes(tmp_path):
             made.append(model.save_weights_and_get_sampling_client().result())
             made[0].sample(prompt, 1, params).result()
         gone = [(one._sampling_session_id,) for one in made[1:3]]
-        served.until(lambda: len(served.backend.named("forget_sampler")) == 2)
+        until(lambda: len(served.backend.named("forget_sampler")) == 2)
         assert served.backend.named("forget_sampler") == gone
         for one in (base, made[0], *made[3:]):
             one.sample(prompt, 1, params).result()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tinker
 from pretended_backend import BASE, PretendedBackend, logprobs_of
-from served import Served, client, datum, serving
+from served import Served, client, datum, serving, until
 
 from lora_moe_rl.service.backend import Adam, Lora
 
@@ -239,7 +239,7 @@ def test_what_a_client_leaves_behind_is_forgotten(tmp_path):
             assert (told.training_run_ids, told.sampler_ids) == ([model.model_id], [sampler])
             assert told.user_metadata == {"who": "me"} and told.display_name == "mine"
             assert rest.list_sessions().result().sessions == [session]
-        served.until(lambda: bool(backend.named("forget")))
+        until(lambda: bool(backend.named("forget")))
         assert backend.named("forget") == [(model.model_id,)]
         assert backend.named("forget_sampler") == [(sampler,)]
         gone = served.post("session_heartbeat", {"session_id": session})

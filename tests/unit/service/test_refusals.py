@@ -41,10 +41,11 @@ def sampler(service) -> tinker.SamplingClient:
     return service.create_sampling_client(base_model=BASE).result()
 
 
-def test_another_key(served: Served):
+@pytest.mark.parametrize("key", ["tml-another", KEY[:-1] + "z", KEY + "s"])
+def test_another_key(served: Served, key):
     with (
         pytest.raises(tinker.AuthenticationError, match="this is not the key of this service"),
-        client(served, key="tml-another") as service,
+        client(served, key=key) as service,
     ):
         service.create_lora_training_client(BASE)
     bearer = {"Authorization": f"Bearer {KEY}"}
