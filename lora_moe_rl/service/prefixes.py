@@ -37,11 +37,8 @@ class Node:
 
 
 class Prefixes:
-    """`nodes`: how many there are, without the root."""
-
     def __init__(self) -> None:
         self.root = Node(None, np.zeros(0, np.int32))
-        self.nodes = 0
 
     def add(self, tokens: np.ndarray, number: int) -> Node:
         """The node that the sequence ends with; it goes on being that until it is removed."""
@@ -82,7 +79,6 @@ class Prefixes:
 
     def _child(self, parent: Node, tokens: np.ndarray) -> Node:
         child = parent.children[int(tokens[0])] = Node(parent, tokens)
-        self.nodes += 1
         return child
 
     def _split(self, node: Node, inside: int) -> Node:
@@ -99,7 +95,6 @@ class Prefixes:
         """From `node` upwards: no node without a sequence, and none that only leads to another."""
         while node.parent is not None and not node.ends and len(node.children) < 2:
             parent = node.parent
-            self.nodes -= 1
             if not node.children:
                 del parent.children[int(node.tokens[0])]
                 node = parent

@@ -13,7 +13,7 @@ Shape letters: L tokens of a sample, R of them sampled, N tokens of a datum.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -111,21 +111,29 @@ class RouteStore:
         of its targets when they were sampled, 0 for those that were not. Of several samples that
         have as many of its rows, that one which has most of its logprobs, and else the newest."""
         node, common = self._prefixes.match(tokens)
+        found = self.missing(len(tokens))
+        if common:
+            number = self._chosen(node, common, logprobs)
+            self._recorded.move_to_end(number)
+            common, found = self._begun_with(self._recorded[number].routes, common, len(tokens))
         self.counts["data"] += 1
         self.counts["rows"] += len(tokens)
-        if common == 0:
-            return Found(self.missing(len(tokens)), 0)
-        number = self._chosen(node, common, logprobs)
-        self._recorded.move_to_end(number)
-        routes = self._recorded[number].routes
-        if common < routes.num_rows and len(routes.incomplete):  # a cut may have none of these
-            common = min(common, int(routes.incomplete[0]))
-        self.counts["data_in_full" if common == len(tokens) else "data_in_part"] += 1
+        self.counts["data_in_full"] += common == len(tokens)
+        self.counts["data_in_part"] += 0 < common < len(tokens)
         self.counts["rows_found"] += common
-        found = travel.head(routes, common)
-        if common < len(tokens):
-            found = travel.join([[found, self.missing(len(tokens) - common)]])
         return Found(found, common)
+
+    def _begun_with(self, routes: SentRoutes, rows: int, num_rows: int) -> tuple[int, SentRoutes]:
+        """A datum of `num_rows` rows of which the first are those of a sample: how many, since a
+        sample's rows are cut where one lacks a layer; and all of them."""
+        if rows < routes.num_rows and len(routes.incomplete):
+            rows = min(rows, int(routes.incomplete[0]))
+        if rows == 0:
+            return 0, self.missing(num_rows)
+        first = travel.head(routes, rows)
+        if rows == num_rows:
+            return rows, first
+        return rows, travel.join([[first, self.missing(num_rows - rows)]])
 
     def missing(self, num_rows: int) -> SentRoutes:
         """Of a datum that nobody sampled."""
@@ -135,11 +143,12 @@ class RouteStore:
         """Which of the samples at or below a node, that all begin with as many of its tokens."""
         if logprobs is None or not logprobs[:common].any():  # nothing of it was sampled
             return node.newest
-        numbers: Iterable[int] = node.sequences()
-        return max(numbers, key=lambda number: (self._equal(number, logprobs, common), number))
+        given = np.asarray(logprobs, np.float32)
 
-    def _equal(self, number: int, logprobs: np.ndarray, common: int) -> int:
-        return self._recorded[number].equal_logprobs(logprobs, common)
+        def fitting(number: int) -> tuple[int, int]:
+            return self._recorded[number].equal_logprobs(given, common), number
+
+        return max(node.sequences(), key=fitting)
 
     def _forget_one(self) -> None:
         number, recorded = self._recorded.popitem(last=False)
