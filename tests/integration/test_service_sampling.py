@@ -134,7 +134,7 @@ def test_a_text_ends_a_sample_of_one_request_as_it_ends_those_of_a_run(served, s
 def test_a_prompts_logprobs_are_those_of_the_merged_weights(served, samplers):
     _, engine = served
     tensors = engine.random_adapter(2)
-    version, prompts = engine.new_version(tensors), random_prompts(2, [40, 2, 17, 1])
+    version, prompts = engine.new_version(tensors), random_prompts(2, [150, 2, 17, 1])
     asks = [Ask(ids, 1, 2, prompt_logprobs=True, top_prompt=5) for ids in prompts]
     for _ in range(2):  # the second time the cache has the prompt
         for of_version in (version, None):
@@ -154,7 +154,7 @@ def test_a_prompts_logprobs_are_those_of_the_merged_weights(served, samplers):
     (plain,) = asked(samplers, version, Ask(prompts[0], 1, 2))
     assert plain.prompt_logprobs is None and plain.top_prompt is None
     (only,) = asked(samplers, version, Ask(prompts[0], 1, 2, top_prompt=2))
-    assert only.prompt_logprobs is None and only.top_prompt.token_ids.shape == (40, 2)
+    assert only.prompt_logprobs is None and only.top_prompt.token_ids.shape == (150, 2)
 
 
 def test_requests_that_tell_more_of_each_token_than_others_run_beside_them(served, samplers):
@@ -166,7 +166,7 @@ def test_requests_that_tell_more_of_each_token_than_others_run_beside_them(serve
         Ask(prompts[0], 4, 60, seed=1),
         Ask(prompts[1], 2, 5, temperature=0.7, seed=2, top_sampled=4),
         Ask(prompts[2], 2, 30, temperature=1.3, seed=3, top_sampled=20),
-        Ask(prompts[3], 2, 12, seed=4, top_p=0.5, top_sampled=3),
+        Ask(prompts[3], 2, 12, seed=4, top_k=2, top_sampled=3),
     ]
     found = asked(samplers, version, *asks)
     assert [one.top for one in found[0].samples] == [None] * 4
@@ -175,24 +175,27 @@ def test_requests_that_tell_more_of_each_token_than_others_run_beside_them(serve
             for said in sampled.samples:
                 ids, first = whole(ask, said), len(ask.prompt) - 1
                 theirs = distributions(model, ids[:-1], ask.temperature)[first:]
-                if ask.top_p == 1:
+                if ask.top_k == -1:
                     wanted = theirs[range(len(said.token_ids)), said.token_ids]
                     np.testing.assert_allclose(said.logprobs, wanted, atol=EXACT, rtol=0)
-                if said.top is not None and ask.top_p == 1:
+                if ask.top_k > 0:
+                    likeliest = -np.sort(-theirs)[:, :2]
+                    theirs = likeliest - np.logaddexp(*likeliest.T)[:, None]
+                    own = said.top.logprobs[:, :2]
+                    np.testing.assert_allclose(own, theirs, atol=EXACT, rtol=0)
+                elif said.top is not None:
                     assert_likeliest(said.top, theirs)
             assert all(len(said.token_ids) <= ask.max_tokens for said in sampled.samples)
-    for said in found[3].samples:  # what was cut away can be told, and had no chance
-        at = np.argmax(said.top.token_ids == said.token_ids[:, None], axis=1)
-        here = said.top.token_ids[range(len(at)), at] == said.token_ids
-        own = said.top.logprobs[range(len(at)), at]
-        np.testing.assert_array_equal(own[here], said.logprobs[here])
-    with np.errstate(invalid="ignore"):
-        assert any(np.isneginf(said.top.logprobs).any() for said in found[3].samples)
+    for said in found[3].samples:  # of two tokens; no other could be sampled
+        assert np.isneginf(said.top.logprobs[:, 2]).all()
+        chosen = said.top.token_ids == said.token_ids[:, None]
+        assert chosen[:, :2].any(axis=1).all()
+        np.testing.assert_array_equal(said.top.logprobs[chosen], said.logprobs)
 
 
 def test_at_temperature_0_the_likeliest_token_is_said_with_its_logprob_at_1(served, samplers):
     _, engine = served
-    tensors = engine.random_adapter(4)
+    tensors = engine.random_adapter(14)
     version, prompts = engine.new_version(tensors), random_prompts(4, [9, 5, 30])
     greedy = [Ask(ids, 2, None, temperature=0.0, top_p=0.3, top_k=2) for ids in prompts]
     found = asked(samplers, version, *greedy, Ask(prompts[0], 4, 20, top_p=0.5))
@@ -232,7 +235,7 @@ def test_routes_are_found_by_tokens_as_the_engine_recorded_them(served, samplers
     which are all of the second request's."""
     _, engine = served
     tensors = engine.random_adapter(6)
-    version, (prompt, told) = engine.new_version(tensors), random_prompts(6, [40, 9])
+    version, (prompt, told) = engine.new_version(tensors), random_prompts(6, [130, 9])
     first = Ask(prompt, 4, LONGEST, seed=1)
     (turns,) = asked(samplers, version, first)
     begun = whole(first, turns.samples[0])
