@@ -83,10 +83,10 @@ class Adam:
 
 @dataclass(frozen=True)
 class Ask:
-    """One request for samples. prompt: int [P]. `max_tokens` None, or more than there is room for:
-    up to `Facts.max_length` with the prompt. `seed` None: one of the service's. `stop`: strings or
-    token ids that end a sample, besides the model's own. `prompt_logprobs`: also score the prompt;
-    `top_prompt`, `top_sampled`: how many of the likeliest tokens to tell at each place."""
+    """One request for samples. prompt: int [P]. `max_tokens` None: up to `Facts.max_length` with
+    the prompt. `seed` None: one of the service's. `stop`: strings or token ids that end a sample,
+    besides the model's own. `prompt_logprobs`: also score the prompt; `top_prompt`, `top_sampled`:
+    how many of the likeliest tokens to tell at each place."""
 
     prompt: Sequence[int]
     samples: int

@@ -29,11 +29,11 @@ class Node:
 
     def sequences(self) -> Iterator[int]:
         """All that end here or below."""
-        nodes = [self]
+        nodes: list[Node] = [self]
         while nodes:
             node = nodes.pop()
             yield from node.ends
-            nodes += node.children.values()
+            nodes.extend(node.children.values())
 
 
 class Prefixes:

@@ -13,13 +13,12 @@ Shape letters: L tokens of a sample, R of them sampled, N tokens of a datum.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 
 from lora_moe_rl.adapters.spec import ModelShape
+from lora_moe_rl.cluster.ray_start import store_bytes
 from lora_moe_rl.config import TrainerConfig
 from lora_moe_rl.kernels.route_codec import RowLayout
 from lora_moe_rl.rollout.outputs import route_pieces
@@ -56,29 +55,24 @@ class _Recorded:
 
 
 class RouteStore:
-    """Keeps routes up to `limit` bytes; those go first that were last used longest ago.
+    """Of a model with routers. Keeps routes up to `limit` bytes, None for half of what Ray's store
+    holds on this machine; those go first that were last used longest ago.
 
-    `pieces`: the MoE layers of each of the trainer's pipeline pieces. `bytes`: what is kept, as
-    rows of Ray's store on the hosts of the engines and as tokens here. `counts`: for metrics; data
-    that were asked for and those of which all or some rows were found, these rows, and samples that
-    went for others.
+    `bytes`: what is kept, as rows in Ray's store on the hosts of the engines and as tokens here.
+    `counts`: for metrics; data that were asked for and those of which all or some rows were found,
+    these rows, and samples that went for others.
     """
 
-    def __init__(self, pieces: Sequence[tuple[int, ...]], top_k: int, num_experts: int, limit: int):
-        self.pieces = tuple(tuple(piece) for piece in pieces if piece)
-        self.top_k, self.num_experts, self.limit = top_k, num_experts, limit
+    def __init__(self, shape: ModelShape, trainer: TrainerConfig, limit: int | None = None):
+        self.pieces = tuple(piece for piece in route_pieces(shape, trainer) if piece)
+        assert self.pieces, "a dense model has no routes"
+        self.top_k, self.num_experts = shape.top_k, shape.num_experts
+        self.limit = store_bytes() // 2 if limit is None else limit
         self.bytes = 0
         self.counts: Counter[str] = Counter()
         self._prefixes = Prefixes()
         self._recorded: OrderedDict[int, _Recorded] = OrderedDict()  # the last used one last
         self._next = 0
-
-    @classmethod
-    def of(cls, shape: ModelShape, trainer: TrainerConfig, limit: int) -> Self | None:
-        """Of a model; None for a dense one, which has no routes."""
-        if not shape.moe_layers:
-            return None
-        return cls(route_pieces(shape, trainer), shape.top_k, shape.num_experts, limit)
 
     def __len__(self) -> int:
         return len(self._recorded)

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from lora_moe_rl.adapters.families import ModelShape
+from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.told import Told, ToldPrompt
 from lora_moe_rl.errors import EngineDied, ServiceError
@@ -26,14 +26,15 @@ from lora_moe_rl.router_replay.travel import SentRoutes
 from lora_moe_rl.service.backend import Ask, Said, Sampled
 from lora_moe_rl.service.routes import RouteStore
 
-MOST_SAMPLES = 1024  # of one request
 MOST_LIKELIEST = 20  # tokens at a place, as vLLM has it without its max_logprobs
 LEAST_TEMPERATURE = 0.01  # below which vLLM would take this one
 SEEDS = 2**63
 
 
 class AskedEngines(Protocol):
-    """Of ports.Engines, what is asked here."""
+    """What is asked here of a run's engines (cluster/engines.py)."""
+
+    spec: AdapterSpec
 
     async def sample_each(
         self,
@@ -52,44 +53,39 @@ class AskedEngines(Protocol):
 
 
 class Samplers:
-    """`store`: None for a dense model."""
+    """`store` None: nothing is replayed."""
 
-    def __init__(
-        self, engines: AskedEngines, config: RunConfig, shape: ModelShape, store: RouteStore | None
-    ):
+    def __init__(self, engines: AskedEngines, config: RunConfig, store: RouteStore | None):
         self.engines, self.store = engines, store
-        self.max_length, self.vocab_size = config.model.max_length, shape.vocab_size
+        self.max_length = config.model.max_length
+        self.vocab_size = engines.spec.shape.vocab_size
         most = config.rollout.engine_args.get("max_logprobs", MOST_LIKELIEST)
-        self.most_likeliest = shape.vocab_size if most == -1 else most
+        self.most_likeliest = self.vocab_size if most == -1 else most
         self._seeds = np.random.default_rng(config.seed)
 
     async def sample(self, version: int | None, ask: Ask) -> Sampled:
         """By an adapter version, or by the bare base (None). Asked again when its engine dies.
-        Sample i has the request's seed + i, and depends on that alone.
+        Sample i has the request's seed + i, and depends on that alone. `max_tokens` None is as long
+        as model.max_length allows.
 
         Raises ServiceError for what cannot be asked, NotServed for a version that no engine has in
         a slot any more, and EngineDied when none will ever have it again.
         """
         self.check(ask)
-        scored = ask.prompt_logprobs or ask.top_prompt > 0
-        tasks = [asyncio.create_task(self._samples(version, ask))]
-        if scored:
-            score = self.engines.score_prompt
-            again = self._again(version, lambda: score(ask.prompt, version, ask.top_prompt))
-            tasks.append(asyncio.create_task(again))
+        samples = asyncio.create_task(self._samples(version, ask))
+        prompt = asyncio.create_task(self._prompt(version, ask))
         try:
-            found = await asyncio.gather(*tasks)
+            told, scored = await asyncio.gather(samples, prompt)
         finally:
-            for task in tasks:
-                task.cancel()
-        told: list[tuple[Told, SentRoutes]] = found[0]
-        if version is not None:
-            self._keep(told)
-        prompt: ToldPrompt | None = found[1] if scored else None
+            samples.cancel()
+            prompt.cancel()
+        if version is not None and self.store is not None:
+            for one, routes in told:
+                self.store.put(one.sample.token_ids, routes, one.sample.logprobs)
         return Sampled(
             [_said(one) for one, _ in told],
-            prompt.logprobs if prompt is not None and ask.prompt_logprobs else None,
-            prompt.top if prompt is not None else None,
+            scored.logprobs if scored is not None and ask.prompt_logprobs else None,
+            scored.top if scored is not None else None,
             min(one.cached for one, _ in told),
         )
 
@@ -98,6 +94,12 @@ class Samplers:
         seeds = [(seed + i) % SEEDS for i in range(ask.samples)]
         asked = ask.prompt, version, seeds, self._manner(ask), ask.top_sampled
         return await self._again(version, lambda: self.engines.sample_each(*asked))
+
+    async def _prompt(self, version: int | None, ask: Ask) -> ToldPrompt | None:
+        if not ask.prompt_logprobs and not ask.top_prompt:
+            return None
+        asked = ask.prompt, version, ask.top_prompt
+        return await self._again(version, lambda: self.engines.score_prompt(*asked))
 
     def _manner(self, ask: Ask) -> Manner:
         room = self.max_length - len(ask.prompt)
@@ -109,7 +111,7 @@ class Samplers:
             top_p=1.0 if greedy else ask.top_p,
             top_k=0 if greedy else max(ask.top_k, 0),
             stop_token_ids=ask.stop_token_ids,
-            max_tokens=room if ask.max_tokens is None else min(ask.max_tokens, room),
+            max_tokens=room if ask.max_tokens is None else ask.max_tokens,
             stop=ask.stop,
         )
 
@@ -124,18 +126,18 @@ class Samplers:
                 if version is not None and self.engines.lost(version):
                     raise
 
-    def _keep(self, told: Sequence[tuple[Told, SentRoutes]]) -> None:
-        if self.store is None:
-            return
-        for one, routes in told:
-            self.store.put(one.sample.token_ids, routes, one.sample.logprobs)
-
     def check(self, ask: Ask) -> None:
         """Raises ServiceError for what no engine here can be asked."""
         if not 1 <= len(ask.prompt) < self.max_length:
             raise ServiceError(
                 f"a prompt of {len(ask.prompt)} tokens leaves no room for a sample: it has from 1 "
                 f"to {self.max_length - 1}, since model.max_length={self.max_length}"
+            )
+        room = self.max_length - len(ask.prompt)
+        if ask.max_tokens is not None and ask.max_tokens > room:
+            raise ServiceError(
+                f"max_tokens={ask.max_tokens} after a prompt of {len(ask.prompt)} tokens is more "
+                f"than model.max_length={self.max_length}; ask for {room} at most, or leave it out"
             )
         for name, ids in (("the prompt", ask.prompt), ("stop", ask.stop_token_ids)):
             wrong = [token for token in ids if not 0 <= token < self.vocab_size]
@@ -155,7 +157,7 @@ class Samplers:
         most = self.most_likeliest
         likeliest = f"from 0 to {most}, the tokens that are told of a place"
         return [
-            ("samples", 1 <= ask.samples <= MOST_SAMPLES, f"from 1 to {MOST_SAMPLES}"),
+            ("samples", ask.samples >= 1, "at least 1"),
             ("max_tokens", ask.max_tokens is None or ask.max_tokens >= 1, "at least 1"),
             ("temperature", ask.temperature == 0 or warm, f"0, or at least {LEAST_TEMPERATURE}"),
             ("top_p", 0 < ask.top_p <= 1, "above 0 and at most 1"),

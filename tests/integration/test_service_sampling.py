@@ -66,8 +66,7 @@ def served(ray_session, tmp_path_factory):
 @pytest.fixture
 def samplers(served) -> Samplers:
     engines, engine = served
-    store = RouteStore.of(engine.spec.shape, engine.config.trainer, 1 << 30)
-    return Samplers(engines, engine.config, engine.spec.shape, store)
+    return Samplers(engines, engine.config, RouteStore(engine.spec.shape, engine.config.trainer))
 
 
 def asked(samplers: Samplers, version: int | None, *asks: Ask):
