@@ -91,9 +91,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Manner:
-    """How something is sampled that is not trained on. `seed` None: one that follows from who asks.
-    `max_tokens`: the longest response to a prompt, None: that of training; a turn has its own. The
-    model's own tokens end it too."""
+    """How something is sampled otherwise than a run's samples. `seed` None: one that follows from
+    who asks. `max_tokens`: the longest response to a prompt, None: that of training; a turn has its
+    own. `stop`: texts that end it with the token that completes one, as rollout.stop does. What
+    ends a sample of training ends it too."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -101,6 +102,7 @@ class Manner:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
 
 
 class Written(NamedTuple):

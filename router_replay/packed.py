@@ -87,6 +87,16 @@ class PackedRoutes:
         rows = cut_array(self.rows, self.layout, first, len(layers))
         return PackedRoutes._of(layers, layout, self.offsets, rows, valid)
 
+    def head(self, num_rows: int) -> PackedRoutes:
+        """The first rows of the first sample. Raises ReplayError when it has fewer, or is
+        corrupt."""
+        self.check(0, "routes that are cut")
+        if not 0 <= num_rows <= self.offsets[1]:
+            raise ReplayError(f"{num_rows} rows cannot be cut from routes of {self.offsets[1]}")
+        valid = None if self.valid is None else self.valid[:num_rows]
+        offsets = np.array([0, num_rows], dtype=np.int64)
+        return PackedRoutes._of(self.layers, self.layout, offsets, self.rows[:num_rows], valid)
+
     @property
     def num_samples(self) -> int:
         return len(self.offsets) - 1

@@ -15,6 +15,9 @@ new (`router_replay/table.py`). `join` puts them one after the other, by referen
 
     rows         0 1 2 3 │ 4 5 6 7 8 │ 9 10 11
     records         0    │     1     │    2       each from another request, another engine perhaps
+
+A record may be the first rows of what was recorded (`head`), or rows that nobody has recorded
+(`absent`). Both are made where parts are fetched: until then they are a few numbers.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import numpy as np
 
 from lora_moe_rl.errors import RoutesLost
 from lora_moe_rl.kernels.route_codec import RowLayout
+from lora_moe_rl.router_replay.made_parts import Absent, Head
 from lora_moe_rl.router_replay.packed import PackedRoutes
 from lora_moe_rl.router_replay.table import RouteTable
 
@@ -138,6 +142,46 @@ def join(samples: Sequence[Sequence[SentRoutes]]) -> SentRoutes:
     )
 
 
+def head(sent: SentRoutes, num_rows: int) -> SentRoutes:
+    """The first rows of one record, by reference. Raises ValueError for routes of several records,
+    for more rows than there are, and where some of these rows lack a layer: how often each layer is
+    missing among them is not known."""
+    if len(sent.offsets) != 2 or not 0 <= num_rows <= sent.num_rows:
+        raise ValueError(f"{num_rows} rows are not the first of records of {sent.offsets.tolist()}")
+    if num_rows == sent.num_rows:
+        return sent
+    if len(sent.incomplete) and sent.incomplete[0] < num_rows:
+        raise ValueError(
+            f"row {sent.incomplete[0]} lacks a layer, and is among the first {num_rows}"
+        )
+    whole = absent(sent.pieces, sent.top_k, sent.num_experts, num_rows)
+    cut = _with_parts(sent, lambda part: Head(part, num_rows))
+    none = np.zeros(0, np.int64)
+    return replace(
+        cut, offsets=whole.offsets, missing=0 * whole.missing, incomplete=none, first_missing=None
+    )
+
+
+def absent(
+    pieces: Sequence[tuple[int, ...]], top_k: int, num_experts: int, num_rows: int
+) -> SentRoutes:
+    """One record of which no row has routes. `pieces`: as for `send`."""
+    pieces = tuple(tuple(piece) for piece in pieces if piece)
+    layers = tuple(layer for piece in pieces for layer in piece)
+    parts = tuple(Absent(piece, top_k, num_experts, num_rows) for piece in pieces)
+    return SentRoutes(
+        layers,
+        top_k,
+        num_experts,
+        np.array([0, num_rows], dtype=np.int64),
+        pieces,
+        (Block(0, 1, parts),),
+        np.full(len(layers), num_rows, dtype=np.int64),
+        np.arange(num_rows, dtype=np.int64),
+        (0, layers[0]) if num_rows else None,
+    )
+
+
 def send(
     table: RouteTable,
     pieces: Sequence[tuple[int, ...]] | None = None,
@@ -207,22 +251,32 @@ def _with_parts(sent: SentRoutes, other: Callable[[Any], Any]) -> SentRoutes:
 
 
 def fetch(parts: Sequence[Any]) -> list[np.ndarray]:
-    """The bytes of parts: arrays, or Ray's references to arrays. Raises RoutesLost when they are
-    on a node that is gone."""
-    remote = [part for part in parts if not isinstance(part, np.ndarray)]
-    if not remote:
-        return list(parts)
+    """The bytes of parts: arrays, Ray's references to arrays, and what is made of these here.
+    Raises RoutesLost when they are on a node that is gone."""
+    wanted = [part.part if isinstance(part, Head) else part for part in parts]
+    remote = [part for part in wanted if not isinstance(part, np.ndarray | Absent)]
+    fetched = _from_ray(remote) if remote else {}
+    found = []
+    for part, array in zip(parts, wanted, strict=True):
+        if isinstance(array, Absent):
+            array = array.made()
+        elif not isinstance(array, np.ndarray):
+            array = fetched[array]
+        found.append(part.made(array) if isinstance(part, Head) else array)
+    return found
+
+
+def _from_ray(refs: Sequence[Any]) -> dict[Any, np.ndarray]:
     import ray
     from ray.exceptions import ObjectLostError
 
     try:
-        fetched = dict(zip(remote, ray.get(remote), strict=True))
+        return dict(zip(refs, ray.get(list(refs)), strict=True))
     except ObjectLostError as error:
         raise RoutesLost(
             f"routes of this step's rollout are lost with the node that they were on "
             f"({type(error).__name__}); go on from the newest checkpoint with --resume"
         ) from error
-    return [part if isinstance(part, np.ndarray) else fetched[part] for part in parts]
 
 
 def _spans(table: RouteTable, block_bytes: int) -> list[tuple[int, int]]:

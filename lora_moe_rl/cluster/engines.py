@@ -21,6 +21,7 @@ from lora_moe_rl.cluster.taking_turns import TakingTurns
 from lora_moe_rl.cluster.ticket_policy import TicketPolicy
 from lora_moe_rl.cluster.turns import Act
 from lora_moe_rl.data.samples import Sample
+from lora_moe_rl.data.told import Told, ToldPrompt
 from lora_moe_rl.errors import EngineDied, LoraMoeRlError, NotServed
 from lora_moe_rl.ports import Manner, Receipt, Ref, Scored, Turn, Watch, Written
 from lora_moe_rl.router_replay import travel
@@ -92,28 +93,72 @@ class RolloutEngines(TakingTurns):
     ) -> Sample:
         """One turn that is no sample of the run, under `version` or by the bare base (None): as
         `sample` does it. Raises NotServed for a version that no engine has any more."""
-        oldest = [self.oldest[index] for index in self.present]
-        if version is not None and all(one > version for one in oldest):
-            there = () if self.published is None else (self.published[0],)
-            raise NotServed(f"no engine serves adapter version {version} any more", there)
+        self._check_served(version)
         index = await self._free_engine(version)
         with self._rolls(index) as actor, watch(index):
             sent = actor.remote("say", token_ids, version, turn, seed, manner)
             with _given_up_together(sent):
                 return await self._heard(index, actor, sent)
 
+    async def sample_each(
+        self,
+        token_ids: Sequence[int],
+        version: int | None,
+        seeds: Sequence[int],
+        manner: Manner,
+        top: int = 0,
+    ) -> list[tuple[Told, travel.SentRoutes]]:
+        """A sample of each seed, all by one engine, whose cache has the prompt once: under
+        `version` to its end, or by the bare base (None). With each the `top` likeliest tokens at
+        its places, and its routes, which stand alone; a sample has at most `manner.max_tokens`
+        tokens. Raises NotServed for a version that no engine has any more, and EngineDied as
+        `sample` does."""
+        self._check_served(version)
+        index = await self._free_engine(version)
+        with self._rolls(index, len(seeds)) as actor:
+            each = self.route_pieces
+            places = each * len(seeds)
+            asked = places, token_ids, version, seeds, manner, top
+            refs = actor.remote("sample_each", *asked, num_returns=1 + places)
+            with _given_up_together(refs[0]):
+                found = await self._heard(index, actor, refs[0])
+            large = [refs[1 + i * each : 1 + (i + 1) * each] for i in range(len(seeds))]
+            return [
+                (told, travel.put_together(routes, own))
+                for (told, routes), own in zip(found, large, strict=True)
+            ]
+
+    async def score_prompt(
+        self, token_ids: Sequence[int], version: int | None, top: int = 0
+    ) -> ToldPrompt:
+        """Logprobs of a prompt's tokens at temperature 1, and the `top` likeliest at each place, by
+        the engine that has least to do. Raises as `sample_each` does."""
+        self._check_served(version)
+        index = await self._free_engine(version)
+        with self._rolls(index) as actor:
+            sent = actor.remote("score_prompt", token_ids, version, top)
+            with _given_up_together(sent):
+                return await self._heard(index, actor, sent)
+
+    def _check_served(self, version: int | None) -> None:
+        oldest = [self.oldest[index] for index in self.present]
+        if version is not None and all(one > version for one in oldest):
+            there = () if self.published is None else (self.published[0],)
+            raise NotServed(f"no engine serves adapter version {version} any more", there)
+
     @contextmanager
-    def _rolls(self, index: int) -> Iterator[Actor]:
-        """Around one request. Raises EngineDied when the engine dies over it."""
+    def _rolls(self, index: int, samples: int = 1) -> Iterator[Actor]:
+        """Around one request, of as much work as so many. Raises EngineDied when the engine dies
+        over it."""
         actor = self.actors[index]
-        self.rolling[index] += 1
+        self.rolling[index] += samples
         try:
             yield actor
         except LoraMoeRlError as error:
             self._let_return(index, actor, error)
             raise EngineDied(str(error)) from error
         finally:
-            self.rolling[index] -= 1
+            self.rolling[index] -= samples
 
     async def write(
         self, token_ids: list[int], max_tokens: int, temperature: float, seed: int

@@ -36,7 +36,7 @@ class ServingEngine(RolloutEngine):
         manner = asked.sampling.manner
         seed = secrets.randbits(32) if manner.seed is None else manner.seed
         salt = asked.cache_salt
-        piece = await self._said(token_ids, version, turn, seed, manner, cache_salt=salt)
+        piece, _ = await self._said(token_ids, version, turn, seed, manner, cache_salt=salt)
         shape = self.spec.shape
         found = outputs.samples_and_routes([[piece]], self.tokenizer, shape, turn.recorded)
         (sample,), table = found

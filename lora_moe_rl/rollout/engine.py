@@ -3,7 +3,8 @@
     sample     a prompt in; samples and their router decisions out, under one adapter version
     move_on    samples in flight go on under a newer one (rollout/in_flight.py)
     write      a text by the bare base, for a judge
-    say        a turn under any version or by the bare base, which is no sample of the run
+    say        a turn under any version or by the bare base, which is no sample of the run; other
+               requests with a manner of their own (rollout/asked.py)
     score      logprobs of given sequences, under a version or the bare base
     probe      the same, with what tells whether two engines took the same routes
     publish    parts of an adapter version in, from each trainer rank; a receipt out
@@ -20,8 +21,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -39,20 +39,18 @@ from lora_moe_rl.refit.transports import Channel, place
 from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
 from lora_moe_rl.rollout import device as engine_device
 from lora_moe_rl.rollout import dp_ranks, outputs, passed_on, stop_strings, unnamed
+from lora_moe_rl.rollout.asked import AskedEngine
 from lora_moe_rl.rollout.in_flight import Piece, Question
 from lora_moe_rl.rollout.spread import Meeting, meeting_at, spread_args
-from lora_moe_rl.rollout.vllm_engine import VllmEngine
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.router_replay.travel import SentRoutes, send, taken_apart
 from lora_moe_rl.telemetry.clock import Clock
 from lora_moe_rl.upstream.uncollected import uncollected
 
 SLOT_POLL_S = 0.005
-PACKING_THREADS = 2  # one packs while another hands over; more would take turns with the loop
-BASE_VERSION = -2  # of the base's tokens: no adapter version, and not NOT_SAMPLED
 
 
-class RolloutEngine(VllmEngine):
+class RolloutEngine(AskedEngine):
     """Owns one vLLM engine and the adapter versions in its slots. `start` comes first."""
 
     def __init__(
@@ -69,11 +67,9 @@ class RolloutEngine(VllmEngine):
         self.model_dir, self.spec, self.held = model_dir, spec, held
         self.receipts: dict[int, Receipt] = {}  # versions in slots, oldest first
         self.pinned: int | None = None  # the version whose slot no newer one takes
-        self.leaving: int | None = None  # the version whose slot a newer one waits for
         self.forgotten: list[int] = []  # versions that are served no more, and still in slots
         self.finished_samples = 0
         self.publishing = asyncio.Lock()
-        self.packing = ThreadPoolExecutor(PACKING_THREADS, "routes")
         self.of_run = log_path is not None  # it will be killed, and never shut down
         if log_path is not None:
             redirect(log_path)
@@ -106,8 +102,7 @@ class RolloutEngine(VllmEngine):
             self.llm = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**args))
         if self.of_run:
             unnamed.forget_names()
-        if self.config.rollout.stop:
-            stop_strings.give_tokenizer(self.llm, self.tokenizer)
+        stop_strings.give_tokenizer(self.llm, self.tokenizer)
         ended = time.perf_counter()
         return {
             "vllm": vllm.__version__,
@@ -170,9 +165,6 @@ class RolloutEngine(VllmEngine):
     ) -> tuple[list[Sample], SentRoutes]:
         """What vLLM answered, as samples and routes that are on their way. Not called in the event
         loop, which feeds vLLM meanwhile: long samples with many layers take most of a second."""
-        if self.config.rollout.stop:
-            for one in pieces:
-                stop_strings.check_ended(one[-1].output, self.tokenizer)
         shape, recorded = self.spec.shape, 0 if turn is None else turn.recorded
         samples, table = outputs.samples_and_routes(pieces, self.tokenizer, shape, recorded)
         return samples, send(table, outputs.route_pieces(shape, self.config.trainer))
@@ -202,35 +194,6 @@ class RolloutEngine(VllmEngine):
         (written,) = answer.outputs
         text = self.tokenizer.decode(written.token_ids, skip_special_tokens=True)
         return text, written.finish_reason, len(written.token_ids)
-
-    async def say(
-        self, token_ids: Sequence[int], version: int | None, turn: Turn, seed: int, manner: Manner
-    ) -> Sample:
-        """A turn of a conversation under `version`, or by the bare base (None). Its routes are
-        nobody's. Raises NotServed for a version that is in no slot, or is about to leave its."""
-        if version is not None and version == self.leaving:
-            raise self._not_served(version)
-        unrecorded = replace(turn, recorded=len(token_ids) - 1)
-        piece = await self._said(token_ids, version, unrecorded, seed, manner)
-        shape, recorded = self.spec.shape, unrecorded.recorded
-        (sample,), _ = outputs.samples_and_routes([[piece]], self.tokenizer, shape, recorded)
-        return sample
-
-    async def _said(
-        self,
-        token_ids: Sequence[int],
-        version: int | None,
-        turn: Turn,
-        seed: int,
-        manner: Manner,
-        **more: Any,
-    ) -> Piece:
-        served = BASE_VERSION if version is None else version
-        question = Question(token_ids, 1, seed, turn.max_tokens, served, turn.recorded, manner)
-        params = outputs.params_of(self.sampling, question)
-        request = None if version is None else self._lora_request(version)
-        answer = await self._request(token_ids, params, request, version, **more)
-        return Piece(token_ids, answer.outputs[0], served, turn.recorded)
 
     async def score(
         self, sequences: list[list[int]], version: int | None

@@ -91,8 +91,14 @@ def joined(parts: list[EngineCoreOutput]) -> EngineCoreOutput:
 
 
 def _logprobs(parts: Sequence[LogprobsLists | None]) -> LogprobsLists | None:
+    """Of each token its own logprob and then those of the likeliest, as far as every part has them:
+    in a step with requests that ask for more of these, all have as many."""
     there = [part[:3] for part in parts if part is not None]
-    return LogprobsLists(*map(np.concatenate, zip(*there))) if there else None
+    if not there:
+        return None
+    columns = min(ids.shape[1] for ids, _, _ in there)
+    cut = [(ids[:, :columns], values[:, :columns], ranks) for ids, values, ranks in there]
+    return LogprobsLists(*map(np.concatenate, zip(*cut)))
 
 
 def _update(self: Scheduler, *args: Any, **kwargs: Any) -> dict[int, Any]:

@@ -45,7 +45,8 @@ class Piece:
 class Question:
     """One request: `n` samples of up to `max_tokens` tokens that go on from `token_ids` under
     `version`, without the routes of the first `recorded` tokens. `manner` None is that of
-    training."""
+    training. `top`: of how many of the likeliest tokens logprobs are told beside the sampled
+    one's."""
 
     token_ids: Sequence[int]
     n: int
@@ -54,6 +55,7 @@ class Question:
     version: int
     recorded: int = 0
     manner: Manner | None = None
+    top: int = 0
 
     @property
     def stays(self) -> bool:

@@ -13,7 +13,9 @@ from lora_moe_rl.adapters.sharding import pipeline_chunks
 from lora_moe_rl.adapters.spec import ModelShape
 from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.data.samples import Sample, Segment
+from lora_moe_rl.data.told import ToldPrompt, Top
 from lora_moe_rl.errors import ReplayError, RolloutError
+from lora_moe_rl.rollout import stop_strings
 from lora_moe_rl.rollout.in_flight import Piece, Question
 from lora_moe_rl.router_replay import table
 from lora_moe_rl.router_replay.table import RouteTable
@@ -29,27 +31,31 @@ def sampling_params(config: RunConfig, stop_ids: set[int]) -> Any:
         stop_token_ids=sorted(stop_ids | set(config.rollout.stop_token_ids)),
         logprobs=0,  # of the sampled token only
         flat_logprobs=True,
-        **_stop_strings(config),
+        **_stop_strings(config.rollout.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
-def _stop_strings(config: RunConfig) -> dict[str, Any]:
+def _stop_strings(stop: Sequence[str]) -> dict[str, Any]:
     """Nothing is decoded for others. Special tokens are a part of the text that is looked at, which
     is used for nothing else."""
-    if not config.rollout.stop:
+    if not stop:
         return {"detokenize": False}
-    return {"detokenize": True, "stop": list(config.rollout.stop), "skip_special_tokens": False}
+    return {"detokenize": True, "stop": list(stop), "skip_special_tokens": False}
 
 
 def params_of(params: Any, question: Question) -> Any:
     """SamplingParams of one request. vLLM seeds its sample i with the question's seed + i."""
     params = params.clone()
     params.n, params.seed, params.max_tokens = question.n, question.seed, question.max_tokens
+    params.logprobs = question.top
     params.routed_experts_prompt_start = question.recorded
     if (own := question.manner) is not None:
         params.temperature, params.top_p, params.top_k = own.temperature, own.top_p, own.top_k
         params.stop_token_ids = sorted({*params.stop_token_ids, *own.stop_token_ids})
+        stop = dict.fromkeys([*params.stop, *own.stop])
+        for name, value in _stop_strings([*stop]).items():
+            setattr(params, name, value)
     return params
 
 
@@ -67,14 +73,15 @@ def writing_params(max_tokens: int, temperature: float, seed: int, stop_ids: set
     )
 
 
-def scoring_params() -> Any:
-    """SamplingParams that score a prompt; vLLM insists on sampling a token."""
+def scoring_params(top: int = 0) -> Any:
+    """SamplingParams that score a prompt, and tell the `top` likeliest tokens at each place; vLLM
+    insists on sampling a token."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
         temperature=0.0,
         max_tokens=1,
-        prompt_logprobs=0,  # of the prompt's own tokens only
+        prompt_logprobs=top,  # besides those of the prompt's own tokens
         flat_logprobs=True,
         detokenize=False,
         skip_reading_prefix_cache=True,  # a cached prefix would have no logprobs
@@ -89,7 +96,9 @@ def samples_and_routes(
     `recorded` tokens of each, which are there already: those that a piece has recorded anew are a
     part of their own (`Sample.splits`), after those of the parts before it. Raises ReplayError when
     vLLM answers with more rows than were asked for, and RolloutError for logprobs that are
-    not one a token."""
+    not one a token, or for a sample that went on after its stop string."""
+    for one in pieces:
+        stop_strings.check_ended(one[-1].output, tokenizer)
     texts = tokenizer.batch_decode(
         [one[-1].token_ids[len(one[0].before) :] for one in pieces], skip_special_tokens=True
     )
@@ -148,6 +157,27 @@ def scores_and_routes(
         # The last token was fed too, to sample the token that vLLM insists on.
         rows.append(None if routes is None else routes[: len(answer.prompt_token_ids) - 1])
     return scores, _table(rows, [len(score) for score in scores], shape)
+
+
+def prompt_scores(answer: Any, top: int) -> ToldPrompt:
+    """Of one prompt that was scored."""
+    flat = answer.prompt_logprobs
+    logprobs = np.full(len(flat), np.nan, np.float32)  # nothing comes before the first token
+    logprobs[1:] = [flat.logprobs[i] for i in flat.start_indices[1:]]
+    return ToldPrompt(logprobs, likeliest(flat, top))
+
+
+def likeliest(flat: Any, top: int) -> Top | None:
+    """Of vLLM's logprobs of some places the `top` likeliest tokens at each; None for none."""
+    if not top:
+        return None
+    ids = np.full((len(flat), top), -1, np.int32)
+    logprobs = np.full((len(flat), top), np.nan, np.float32)
+    for place, (start, end) in enumerate(zip(flat.start_indices, flat.end_indices, strict=True)):
+        if start < end:  # the token that stands there comes first
+            ids[place] = flat.token_ids[start + 1 : end]
+            logprobs[place] = flat.logprobs[start + 1 : end]
+    return Top(ids, logprobs)
 
 
 def routes_checksum(table: RouteTable) -> str:

@@ -1,6 +1,6 @@
 """Stop strings: vLLM's front looks for them in what it has decoded, with our tokenizer.
 
-    tokens   t0 "the" │ t1 " ans" │ t2 "wer." │ t3        rollout.stop=answer
+    tokens   t0 "the" │ t1 " ans" │ t2 "wer." │ t3        the stop string is answer
     sample   t0         t1          t2                    ends with the token that completes it
 
 A token is never cut: what was sampled is what is trained on, with the string and with whatever
@@ -37,6 +37,6 @@ def check_ended(output: Any, tokenizer: Any) -> None:
     before = tokenizer.decode(list(output.token_ids)[:-1], skip_special_tokens=False)
     if stop in before and not before.endswith(UNFINISHED):
         raise RolloutError(
-            f"vLLM ended a sample of {len(output.token_ids)} tokens by rollout.stop {stop!r}, "
+            f"vLLM ended a sample of {len(output.token_ids)} tokens by the stop string {stop!r}, "
             "which stands before its last token already: what came after would be trained on"
         )

@@ -16,6 +16,8 @@ from typing import Protocol
 
 import numpy as np
 
+from lora_moe_rl.data.told import Top
+
 
 @dataclass(frozen=True)
 class Lora:
@@ -81,9 +83,10 @@ class Adam:
 
 @dataclass(frozen=True)
 class Ask:
-    """One request for samples. prompt: int [P]. `seed` None: one of the service's. `stop`: strings
-    or token ids that end a sample, besides the model's own. `prompt_logprobs`: also score the
-    prompt; `top_prompt`, `top_sampled`: how many of the likeliest tokens to tell at each place."""
+    """One request for samples. prompt: int [P]. `max_tokens` None: up to `Facts.max_length` with
+    the prompt. `seed` None: one of the service's. `stop`: strings or token ids that end a sample,
+    besides the model's own. `prompt_logprobs`: also score the prompt; `top_prompt`, `top_sampled`:
+    how many of the likeliest tokens to tell at each place."""
 
     prompt: Sequence[int]
     samples: int
@@ -100,15 +103,6 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Top:
-    """The likeliest tokens at each of n places: ids int32 [n, k], logprobs float32 [n, k], NaN
-    where there is none."""
-
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-
-
-@dataclass(frozen=True)
 class Said:
     """One sample: int32 [R], float32 [R] (of the distribution that was sampled from), and whether
     something ended it (`stop`) or its length did (`length`)."""
@@ -122,7 +116,7 @@ class Said:
 @dataclass(frozen=True)
 class Sampled:
     """What one `Ask` got. prompt_logprobs: float32 [P], NaN where there is none, as at the first
-    token; None where they were not asked for. top_prompt: likewise."""
+    token; None where they were not asked for. top_prompt: of P places, likewise."""
 
     samples: list[Said]
     prompt_logprobs: np.ndarray | None = None

@@ -73,5 +73,6 @@ class VersionedEngine:
             token_ids=said,
             logprobs=SimpleNamespace(logprobs=logprobs, start_indices=range(len(said))),
             finish_reason=reason,
+            stop_reason=None,
             routed_experts=np.array(layers, np.int32) if rows else None,
         )

@@ -32,6 +32,12 @@ from lora_moe_rl.verify.engine import FilesEngine
 
 ONE_RANK = TrainerConfig()
 Tensors = dict[str, np.ndarray]
+HERE = Path(__file__).parent
+# Of an engine's actor, which finds what tests import.
+ACTOR = {
+    "num_cpus": 1,
+    "runtime_env": {"env_vars": {"PYTHONPATH": f"{HERE}:{HERE.parent / 'helpers'}"}},
+}
 
 
 def hf_name(shape: ModelShape, site: Site) -> str:
@@ -198,15 +204,10 @@ def engine(request, ray_session, tmp_path_factory) -> Iterator[EngineUnderTest]:
         yield running
 
 
-@contextlib.contextmanager
-def start_engine(
-    model: torch.nn.Module,
-    folder: Path,
-    engine_class: type[EngineWithDisk] = EngineWithDisk,
-    max_length: int = 256,
-    **settings: Any,
-) -> Iterator[EngineUnderTest]:
-    """An engine that serves `folder`, where `model` was saved. Ray must be running."""
+def of_folder(
+    folder: Path, max_length: int = 256, **settings: Any
+) -> tuple[RunConfig, AdapterSpec]:
+    """What an engine is started with."""
     settings = {
         "rollout": {"max_response_tokens": 24, "stop_token_ids": tuple(range(16))},
         **settings,
@@ -217,11 +218,21 @@ def start_engine(
     config = RunConfig(
         model={"path": str(folder), "max_length": max_length}, adapter=adapter, **settings
     )
-    spec = AdapterSpec.build(shape, config.adapter)
+    return config, AdapterSpec.build(shape, config.adapter)
+
+
+@contextlib.contextmanager
+def start_engine(
+    model: torch.nn.Module,
+    folder: Path,
+    engine_class: type[EngineWithDisk] = EngineWithDisk,
+    max_length: int = 256,
+    **settings: Any,
+) -> Iterator[EngineUnderTest]:
+    """An engine that serves `folder`, where `model` was saved. Ray must be running."""
+    config, spec = of_folder(folder, max_length, **settings)
     log = str(folder / "engine.log")
-    here = Path(__file__).parent
-    folders = {"env_vars": {"PYTHONPATH": f"{here}:{here.parent / 'helpers'}"}}
-    actor_class = ray.remote(num_cpus=1, runtime_env=folders)(engine_class)
+    actor_class = ray.remote(**ACTOR)(engine_class)
     actor = actor_class.remote(config, str(folder), spec, 0, log)
     try:
         ray.get(actor.start.remote(), timeout=240)

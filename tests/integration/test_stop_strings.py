@@ -3,23 +3,16 @@ is otherwise the sample that it would be without, on the same routes."""
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 import ray
 from engine_fixtures import EngineWithDisk, reference, save_random_model, start_engine
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from letters import STOPS, letters_in_pairs
 
 from lora_moe_rl.router_replay.table import RouteTable
 
 pytestmark = [pytest.mark.slow, pytest.mark.whole]
 EXACT = 1e-5  # logprobs, float32
-LETTERS = "abcdefghijklmnop"
-# Each in one token of two letters, or over two tokens, and then it ends inside the second; the last
-# is of a special token.
-STOPS = ("ab", "cd", "efgh", "ij", "kl", "mn", "op", "<one>")
 LONGEST = 24
 
 
@@ -32,23 +25,6 @@ class Freed(EngineWithDisk):
 
     def text_of(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
-
-
-def letters_in_pairs() -> PreTrainedTokenizerFast:
-    names = ["".join(pair) for pair in itertools.product(LETTERS, repeat=2)]
-    vocab = {name: number for number, name in enumerate(names[:250])}
-    vocab |= {"<one>": 250, "<two>": 251, "<pad>": 252, "<bos>": 253, "<eos>": 254, "<unk>": 255}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        additional_special_tokens=["<one>", "<two>"],
-        clean_up_tokenization_spaces=False,
-    )
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,11 @@ def test_a_sample_that_went_on_after_its_text_is_an_error(ids, reason, wrong):
 
 def test_an_answer_without_a_logprob_of_each_token_is_an_error():
     answer = SimpleNamespace(
-        token_ids=[7, 8], logprobs=flat([(7, -0.5)]), finish_reason="stop", routed_experts=None
+        token_ids=[7, 8],
+        logprobs=flat([(7, -0.5)]),
+        finish_reason="stop",
+        stop_reason=None,
+        routed_experts=None,
     )
     with pytest.raises(RolloutError, match="2 tokens and the logprobs of 1"):
         outputs.samples_and_routes([[Piece([4], answer, 6, 0)]], Texts(), SHAPE)
@@ -122,11 +126,12 @@ def test_a_sample_has_the_logprobs_and_routes_of_its_own_tokens():
         token_ids=[7, 8],
         logprobs=flat(*positions),
         finish_reason="stop",
+        stop_reason=None,
         routed_experts=routes_of(4),
     )
     second = SimpleNamespace(
         token_ids=[9], logprobs=flat([(9, -1.5)]), finish_reason="length",
-        routed_experts=routes_of(3, first=3),
+        stop_reason=None, routed_experts=routes_of(3, first=3),
     )  # fmt: skip
     pieces = [[Piece([1, 2, 3], output, 6, recorded=0)] for output in (first, second)]
     samples, table = outputs.samples_and_routes(pieces, Texts(), SHAPE)
@@ -149,7 +154,11 @@ def test_prompts_on_equal_routes_can_be_told():
     found = outputs._prompt_routes(pieces, table)
     assert found[0] == found[1] and found[3] == found[4] and len({*found}) == 3
     answer = SimpleNamespace(
-        token_ids=[7], logprobs=flat([(7, -0.5)]), finish_reason="stop", routed_experts=routes_of(1)
+        token_ids=[7],
+        logprobs=flat([(7, -0.5)]),
+        finish_reason="stop",
+        stop_reason=None,
+        routed_experts=routes_of(1),
     )
     (first,), _ = outputs.samples_and_routes([[Piece([4], answer, 6, 0)]], Texts(), SHAPE)
     turn = [[Piece([1, 2, 3], answer, 6, recorded=2)]]
@@ -177,6 +186,7 @@ def test_a_turn_is_asked_for_no_row_of_routes_that_an_earlier_one_has():
         token_ids=[7, 8],
         logprobs=flat([(7, -0.5)], [(8, -0.25)]),
         finish_reason="stop",
+        stop_reason=None,
         routed_experts=routes_of(2, first=2),
     )
     pieces = [[Piece([1, 2, 3], said, 6, recorded=2)]]
