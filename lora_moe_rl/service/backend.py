@@ -169,8 +169,9 @@ class Backend(Protocol):
         """The model as it is now becomes a sampler."""
         ...
 
-    async def publish_saved(self, directory: Path, sampler: str) -> None:
-        """A checkpoint becomes a sampler."""
+    async def publish_saved(self, directory: Path, model: str, sampler: str) -> None:
+        """A checkpoint becomes a sampler; `model`: the one that was saved, whose data get the
+        routes of what it samples."""
         ...
 
     async def sample(self, sampler: str | None, ask: Ask) -> Sampled:

@@ -66,6 +66,8 @@ class EngineRoom:
         self.kept: dict[str, Path | None] = {}  # samplers: where they are saved, if they are
         self.waiting: list[str] = []  # samplers whose weights wait on hosts, oldest first
         self.served: dict[str, int] = {}  # samplers that engines serve, and as which version
+        self.owners: dict[str, int] = {}  # of samplers, the numbers of their models
+        self.numbers: dict[str, int] = {}  # of models
         self.version = self.batches = 0
         self._trainer = asyncio.Lock()
 
@@ -87,7 +89,7 @@ class EngineRoom:
     ) -> Passed:
         self._lora(model)
         check_data(data, loss, self.facts, self.places.spec.shape.vocab_size)
-        routes, covered = self._routes(data)
+        routes, covered = self._routes(model, data)
         async with self._trainer:
             self._lora(model)
             self.batches += 1
@@ -135,12 +137,15 @@ class EngineRoom:
     async def publish(self, model: str, sampler: str) -> None:
         self._lora(model)
         async with self._trainer:
-            await self._keep(model, sampler, None)
+            await self.ranks.keep(model, sampler)
+            await self._note(sampler, None)
+            self.owners[sampler] = self._number(model)
             await self._serve(model, sampler)
 
-    async def publish_saved(self, directory: Path, sampler: str) -> None:
+    async def publish_saved(self, directory: Path, model: str, sampler: str) -> None:
         await asyncio.to_thread(saved.read, directory, self.places, self.base)
         self.kept[sampler] = directory
+        self.owners[sampler] = self._number(model)
         async with self._trainer:
             await self._serve_again(sampler)
 
@@ -151,7 +156,7 @@ class EngineRoom:
         for _ in range(AGAIN):
             version = await self._version_of(sampler)
             with suppress(NotServed, EngineDied):
-                return await self.samplers.sample(version, ask)
+                return await self.samplers.sample(version, ask, self.owners[sampler])
             if self.served.get(sampler) == version:
                 del self.served[sampler]
         raise ServiceError(
@@ -168,6 +173,7 @@ class EngineRoom:
         """Its version keeps its slot until a newer one takes it."""
         self.kept.pop(sampler, None)
         self.served.pop(sampler, None)
+        self.owners.pop(sampler, None)
         if sampler in self.waiting:
             self.waiting.remove(sampler)
             async with self._trainer:
@@ -177,6 +183,10 @@ class EngineRoom:
         if model not in self.loras:
             raise ServiceError(f"there is no model {model} here, or not any more")
         return self.loras[model]
+
+    def _number(self, model: str) -> int:
+        """Which keeps the routes of one model's samples apart from another's."""
+        return self.numbers.setdefault(model, len(self.numbers))
 
     def _check_length(self, ask: Ask) -> None:
         longest, prompt = self.facts.max_length, len(ask.prompt)
@@ -191,11 +201,12 @@ class EngineRoom:
                 f"model.max_length={longest}; ask for {longest - prompt} at most"
             )
 
-    def _routes(self, data: Sequence[Datum]) -> tuple[list, float]:
+    def _routes(self, model: str, data: Sequence[Datum]) -> tuple[list, float]:
         """Routes of each datum, and the share of their tokens whose routes were recorded."""
         if self.store is None:
             return [], 0.0
-        found = [self.store.find(one.tokens, one.inputs.get("logprobs")) for one in data]
+        own, store = self._number(model), self.store
+        found = [store.find(one.tokens, one.inputs.get("logprobs"), own) for one in data]
         tokens = sum(len(one.tokens) for one in data)
         return [one.routes for one in found], sum(one.recorded for one in found) / tokens
 
@@ -223,11 +234,6 @@ class EngineRoom:
         await asyncio.to_thread(self.ranks.load, *asked)
         await self._note(sampler, directory)
         await self._serve(sampler, sampler)
-
-    async def _keep(self, model: str, sampler: str, directory: Path | None) -> None:
-        """A copy of the model waits as the sampler's."""
-        await self.ranks.keep(model, sampler)
-        await self._note(sampler, directory)
 
     async def _note(self, sampler: str, directory: Path | None) -> None:
         self.kept[sampler] = directory

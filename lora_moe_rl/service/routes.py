@@ -77,9 +77,12 @@ class RouteStore:
     def __len__(self) -> int:
         return len(self._recorded)
 
-    def put(self, tokens: np.ndarray, routes: SentRoutes, logprobs: np.ndarray) -> None:
+    def put(
+        self, tokens: np.ndarray, routes: SentRoutes, logprobs: np.ndarray, owner: int = 0
+    ) -> None:
         """A sample: tokens int32 [L], its L - 1 rows, logprobs float32 [R] of what was sampled.
-        Raises ValueError for routes that are not of it, or cut for another trainer."""
+        `owner`: the number of whose it is; only data of the same one are given its routes. Raises
+        ValueError for routes that are not of it, or cut for another trainer."""
         sample = (len(tokens) - 1,), self.pieces, self.top_k, self.num_experts
         rows = tuple(np.diff(routes.offsets).tolist())
         if (rows, routes.pieces, routes.top_k, routes.num_experts) != sample:
@@ -92,7 +95,7 @@ class RouteStore:
                 f"{len(logprobs)} logprobs are not of a sample of {len(tokens)} tokens"
             )
         number, self._next = self._next, self._next + 1
-        node = self._prefixes.add(tokens[:-1], number)
+        node = self._prefixes.add(_owned(owner, tokens[:-1]), number)
         logprobs = np.array(logprobs, np.float32)
         size = self._row_bytes(routes) * routes.num_rows + TOKEN_BYTES * len(tokens)
         self._recorded[number] = _Recorded(routes, logprobs, size, node)
@@ -100,12 +103,12 @@ class RouteStore:
         while self.bytes > self.limit:
             self._forget_one()
 
-    def find(self, tokens: np.ndarray, logprobs: np.ndarray | None = None) -> Found:
+    def find(self, tokens: np.ndarray, logprobs: np.ndarray | None = None, owner: int = 0) -> Found:
         """Routes of a datum's N tokens, int32, all of which are fed. `logprobs`: float32 [N], those
         of its targets when they were sampled, 0 for those that were not. Of several samples that
         have as many of its rows, that one which has most of its logprobs, and else the newest."""
-        node, common = self._prefixes.match(tokens)
-        found = self.missing(len(tokens))
+        node, matched = self._prefixes.match(_owned(owner, tokens))
+        common, found = max(matched - 1, 0), self.missing(len(tokens))
         if common:
             number = self._chosen(node, common, logprobs)
             self._recorded.move_to_end(number)
@@ -158,3 +161,8 @@ class RouteStore:
             + bits * -(-len(piece) // 8)
             for piece in self.pieces
         )
+
+
+def _owned(owner: int, tokens: np.ndarray) -> np.ndarray:
+    """What a sample's tokens are kept under: an owner's begin with a number that is no token."""
+    return np.concatenate([[-1 - owner], tokens]).astype(np.int32)

@@ -74,12 +74,12 @@ def _made(service: Service, id: str, body: SamplingSessionBody) -> Sampler:
         told = f"{body.model_path} cannot be sampled from: take save_weights_for_sampler's"
         raise ServiceError(told)
     check_base(service, saved.base_model, f"{body.model_path} is of base model")
-    publishing = asyncio.create_task(_published(service, service.folders.directory(place), id))
+    publishing = asyncio.create_task(_published(service, place, id))
     return Sampler(id, path=body.model_path, publishing=publishing)
 
 
-async def _published(service: Service, directory: Path, id: str) -> None:
-    await service.backend.publish_saved(directory, id)
+async def _published(service: Service, place: Place, id: str) -> None:
+    await service.backend.publish_saved(service.folders.directory(place), place.model, id)
 
 
 async def _sample(service: Service, request: Request) -> Response:

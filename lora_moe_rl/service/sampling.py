@@ -63,10 +63,10 @@ class Samplers:
         self.most_likeliest = self.vocab_size if most == -1 else most
         self._seeds = np.random.default_rng(config.seed)
 
-    async def sample(self, version: int | None, ask: Ask) -> Sampled:
+    async def sample(self, version: int | None, ask: Ask, owner: int = 0) -> Sampled:
         """By an adapter version, or by the bare base (None). Asked again when its engine dies.
-        Sample i has the request's seed + i, and depends on that alone. `max_tokens` None is as long
-        as model.max_length allows.
+        `owner`: whose data get the routes (`RouteStore.put`). Sample i has the request's seed + i,
+        and depends on that alone. `max_tokens` None is as long as model.max_length allows.
 
         Raises ServiceError for what cannot be asked, NotServed for a version that no engine has in
         a slot any more, and EngineDied when none will ever have it again.
@@ -81,7 +81,7 @@ class Samplers:
             prompt.cancel()
         if version is not None and self.store is not None:
             for one, routes in told:
-                self.store.put(one.sample.token_ids, routes, one.sample.logprobs)
+                self.store.put(one.sample.token_ids, routes, one.sample.logprobs, owner)
         return Sampled(
             [_said(one) for one, _ in told],
             scored.logprobs if scored is not None and ask.prompt_logprobs else None,

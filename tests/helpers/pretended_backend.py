@@ -118,7 +118,7 @@ class PretendedBackend:
     async def publish(self, model: str, sampler: str) -> None:
         self.samplers[sampler] = self.weights[model]
 
-    async def publish_saved(self, directory: Path, sampler: str) -> None:
+    async def publish_saved(self, directory: Path, model: str, sampler: str) -> None:
         self.calls.append(("publish_saved", sampler))
         told = json.loads((directory / "model.json").read_text())
         self.samplers[sampler] = told["weight"]
