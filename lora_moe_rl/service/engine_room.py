@@ -96,7 +96,8 @@ class EngineRoom:
             batch = batch_of(data, loss, self.batches)
             asked = model, loss.name, loss.settings, backward, batch, routes
             logprobs, metrics = await self.ranks.forward(*asked)
-        found = {"loss:sum": metrics["loss"]}
+        names = {"loss": "loss:sum", "kl": "sampled_kl:mean", "apart": "sampled_logprob_diff:max"}
+        found = {name: metrics[key] for key, name in names.items() if key in metrics}
         if self.store is not None:
             found["replay_coverage:mean"] = covered
         return Passed(logprobs, found)

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_moe_rl.config import AlgorithmConfig, RunConfig
+from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.config.recipes import load_config
 from lora_moe_rl.errors import ConfigError
@@ -54,7 +54,7 @@ def config_of(target: str, settings: list[str], directory: Path) -> RunConfig:
     began = f"{datetime.now():%Y%m%d-%H%M%S}"
     return config.model_copy(
         update={
-            "algorithm": AlgorithmConfig(),
+            "algorithm": RunConfig().algorithm,
             "replay": config.replay.model_copy(update={"missing": "route"}),
             "logging": config.logging.model_copy(update={"run_dir": str(directory / began)}),
         }

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
 from lora_moe_rl.data.batch import TrainBatch
@@ -131,8 +132,7 @@ class Models:
                 self._add(model)
             else:
                 engine.evaluate(works, total, engine.head(1.0))
-        (found,) = meter.summed(["loss"])
-        metrics = {"loss": found} | replay_metrics(engine, batch, routes, meter)
+        metrics = _metrics(meter, works) | replay_metrics(engine, batch, routes, meter)
         logprobs: dict[int, np.ndarray] = {}
         if meter.reports:
             for work in works:
@@ -226,7 +226,27 @@ def _total(
     total = values.where(mask, 0).sum()
     work.known["score"] = logprobs.detach()
     meter.add("loss", total.detach())
+    if loss.compares:
+        work.known["apart"] = before - logprobs.detach()
     return total, mask.sum().to(torch.int), {}
+
+
+def _metrics(meter: Meter, works: Sequence[Work]) -> dict[str, float]:
+    """`loss`; of tokens that came with the logprob of their sampling, how far it is from what is
+    found now: `kl`, the mean of log(then / now), and `apart`, the largest difference."""
+    furthest = 0.0
+    for work in works if meter.reports else ():
+        apart = work.known.get("apart")
+        if apart is not None:
+            told = apart.cpu().numpy()[work.data.response & (work.data.rollout_logprobs != 0)]
+            meter.add("kl", told.sum())
+            meter.add("told", len(told))
+            furthest = max(furthest, float(np.abs(told).max(initial=0)))
+    loss, kl, told = meter.summed(["loss", "kl", "told"])
+    if not told:
+        return {"loss": loss}
+    (furthest,) = meter.all_reduce([furthest], dist.ReduceOp.MAX)
+    return {"loss": loss, "kl": kl / told, "apart": furthest}
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ def datum(prompt: list[int], sample: types.SampledSequence, advantage: float) ->
 
 def step(client: tinker.TrainingClient, rows, tokenizer) -> tuple[float, dict[str, float]]:
     """(Mean reward, metrics) of one step of GRPO on P prompts of G samples each."""
-    sampler = client.save_weights_and_get_sampling_client()
+    sampler = client.save_weights_and_get_sampling_client().result()
     how = types.SamplingParams(max_tokens=8, temperature=1.0)
     asked = []
     for text, answer in itertools.islice(rows, PROMPTS):
@@ -70,8 +70,9 @@ def main() -> None:
     parser.add_argument("--save", metavar="NAME", help="save the model under a name at the end")
     options = parser.parse_args()
     service = tinker.ServiceClient()
-    (model,) = service.get_server_capabilities().supported_models
-    client = service.create_lora_training_client(model.model_name, rank=options.rank, seed=0)
+    (model,) = tinker.RestClient().get_server_capabilities().result().supported_models
+    rank = options.rank
+    client = service.create_lora_training_client(model.model_name, rank=rank, seed=0).result()
     tokenizer, rows = client.get_tokenizer(), problems(0)
     for number in range(1, options.steps + 1):
         reward, metrics = step(client, rows, tokenizer)

@@ -102,7 +102,7 @@ def test_a_sampler_that_cannot_be_served_can_be_asked_for_again(
     path = model.save_weights_for_sampler("served-late").result().path
     publish = served.backend.publish_saved
 
-    async def dead(directory, sampler):
+    async def dead(directory, model, sampler):
         raise EngineDied("an engine has ended")
 
     monkeypatch.setattr(served.backend, "publish_saved", dead)
