@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 
 from lora_moe_rl.endpoint.command import key_of_variable
 from lora_moe_rl.endpoint.listening import Listening
-from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.errors import ConfigError, LoraMoeRlError
 from lora_moe_rl.run.standing import Loop
 from lora_moe_rl.service import start
 from lora_moe_rl.service.engine_room import EngineRoom
@@ -88,12 +88,19 @@ def _locked(directory: Path) -> FileLock:
 
 
 async def _serve(room: EngineRoom, listening: Listening, key: str | None, directory: Path) -> None:
-    """Until a signal comes."""
+    """Until a signal comes, or ranks fail, which is raised."""
     from lora_moe_rl.service.app import Service
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, listening.stop)
+    deaths: list[LoraMoeRlError] = []
+
+    def died(error: LoraMoeRlError) -> None:
+        deaths.append(error)
+        listening.stop()
+
+    room.on_death = died
     await room.start()
     service = Service(room, directory / start.MODELS, key)
     facts = room.facts
@@ -104,3 +111,5 @@ async def _serve(room: EngineRoom, listening: Listening, key: str | None, direct
         await listening.serve(service.app())
     finally:
         watching.cancel()
+    if deaths:
+        raise deaths[0]

@@ -14,13 +14,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from lora_moe_rl.cluster.engines import RolloutEngines
 from lora_moe_rl.cluster.service_ranks import ServiceRanks
-from lora_moe_rl.errors import EngineDied, NotServed, ServiceError
+from lora_moe_rl.errors import (
+    CheckpointError,
+    EngineDied,
+    LoraMoeRlError,
+    NotServed,
+    RefitError,
+    ServiceError,
+)
 from lora_moe_rl.run.publisher import Publisher
 from lora_moe_rl.service import saved
 from lora_moe_rl.service.backend import (
@@ -38,6 +45,7 @@ from lora_moe_rl.service.loras import Places
 from lora_moe_rl.service.routes import RouteStore
 from lora_moe_rl.service.sampling import Samplers
 
+FIRST, FIRST_SAMPLER = "first", "first sampler"
 KEPT = 32  # samplers whose weights wait on the ranks' hosts
 AGAIN = 5  # times that one sample is asked for, when newer versions take its slot each time
 
@@ -69,10 +77,17 @@ class EngineRoom:
         self.owners: dict[str, int] = {}  # of samplers, the numbers of their models
         self.numbers: dict[str, int] = {}  # of models
         self.version = self.batches = 0
+        self.newest = FIRST  # the sampler that was published last
         self._trainer = asyncio.Lock()
+        self.on_death: Callable[[LoraMoeRlError], None] = lambda error: None
 
     async def start(self) -> None:
-        await self.publisher.start()
+        """Serves a model that nobody asks for: what engines serve is proven against versions."""
+        self.engines.prove = self._prove_returned
+        await self.create(FIRST, Lora(self.facts.rank, self.places.config.seed))
+        async with self._alone():
+            await self.ranks.keep(FIRST, FIRST_SAMPLER)
+            await self.publisher.start()
 
     def check(self, lora: Lora) -> None:
         self.places.check(lora)
@@ -80,7 +95,7 @@ class EngineRoom:
     async def create(self, model: str, lora: Lora) -> None:
         self.check(lora)
         ranks, factor = self.places.ranks(lora), self.places.factor(lora)
-        async with self._trainer:
+        async with self._alone():
             await self.ranks.create(model, lora.seed, ranks, factor)
             self.loras[model] = lora
 
@@ -90,7 +105,7 @@ class EngineRoom:
         self._lora(model)
         check_data(data, loss, self.facts, self.places.spec.shape.vocab_size)
         routes, covered = self._routes(model, data)
-        async with self._trainer:
+        async with self._alone():
             self._lora(model)
             self.batches += 1
             batch = batch_of(data, loss, self.batches)
@@ -104,25 +119,25 @@ class EngineRoom:
 
     async def forget_gradient(self, model: str) -> None:
         self._lora(model)
-        async with self._trainer:
+        async with self._alone():
             await self.ranks.forget_gradient(model)
 
     async def step(self, model: str, adam: Adam) -> dict[str, float]:
         self._lora(model)
         how = adam.lr, (adam.beta1, adam.beta2), adam.eps, adam.weight_decay, adam.clip
-        async with self._trainer:
+        async with self._alone():
             return await self.ranks.step(model, *how)
 
     async def save(self, model: str, directory: Path) -> None:
         lora = self._lora(model)
-        async with self._trainer:
+        async with self._alone():
             await self.ranks.select(model)
             parts = self.ranks, self.places, self.base
             await asyncio.to_thread(saved.write, directory, lora, *parts)
 
     async def load(self, model: str, directory: Path, optimizer: bool) -> Lora:
         lora, path, meta = await asyncio.to_thread(saved.read, directory, self.places, self.base)
-        async with self._trainer:
+        async with self._alone():
             asked = path, meta, model, self.places.factor(lora), optimizer
             await asyncio.to_thread(self.ranks.load, *asked)
             self.loras[model] = lora
@@ -130,14 +145,14 @@ class EngineRoom:
 
     async def export(self, model: str, directory: Path) -> None:
         lora = self._lora(model)
-        async with self._trainer:
+        async with self._alone():
             await self.ranks.select(model)
             parts = self.ranks, self.places, self.base
             await asyncio.to_thread(saved.export, directory, lora, *parts)
 
     async def publish(self, model: str, sampler: str) -> None:
         self._lora(model)
-        async with self._trainer:
+        async with self._refitting():
             await self.ranks.keep(model, sampler)
             await self._note(sampler, None)
             self.owners[sampler] = self._number(model)
@@ -147,7 +162,7 @@ class EngineRoom:
         await asyncio.to_thread(saved.read, directory, self.places, self.base)
         self.kept[sampler] = directory
         self.owners[sampler] = self._number(model)
-        async with self._trainer:
+        async with self._refitting():
             await self._serve_again(sampler)
 
     async def sample(self, sampler: str | None, ask: Ask) -> Sampled:
@@ -167,7 +182,7 @@ class EngineRoom:
 
     async def forget(self, model: str) -> None:
         if self.loras.pop(model, None) is not None:
-            async with self._trainer:
+            async with self._alone():
                 await self.ranks.forget(model)
 
     async def forget_sampler(self, sampler: str) -> None:
@@ -175,10 +190,41 @@ class EngineRoom:
         self.kept.pop(sampler, None)
         self.served.pop(sampler, None)
         self.owners.pop(sampler, None)
-        if sampler in self.waiting:
+        # Engines that come back are proven against the newest, whoever still asks for it.
+        if sampler in self.waiting and sampler != self.newest:
             self.waiting.remove(sampler)
-            async with self._trainer:
+            async with self._alone():
                 await self.ranks.forget(sampler)
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """The ranks are asked by nobody else. What fails on some of them and not on others leaves
+        them waiting for each other: the service ends then, and `on_death` is told."""
+        async with self._trainer:
+            try:
+                yield
+            except (ServiceError, RefitError, CheckpointError):
+                raise
+            except LoraMoeRlError as error:
+                self.on_death(error)
+                raise
+
+    @asynccontextmanager
+    async def _refitting(self) -> AsyncIterator[None]:
+        """So too, and every engine serves: one that comes back is proven by the ranks, and what it
+        takes must not be written over meanwhile."""
+        while True:
+            await self.engines.all_back()
+            async with self._alone():
+                if not self.engines.returning:
+                    yield
+                    return
+
+    async def _prove_returned(self, index: int, version: int) -> None:
+        """An engine that was started anew has taken the newest version."""
+        async with self._alone():
+            await self.ranks.select(self.newest)
+            await self.publisher.prove_returned(index, version)
 
     def _lora(self, model: str) -> Lora:
         if model not in self.loras:
@@ -214,7 +260,7 @@ class EngineRoom:
     async def _version_of(self, sampler: str) -> int:
         """The version that engines serve it as; it is published again where none is."""
         if sampler not in self.served:
-            async with self._trainer:
+            async with self._refitting():
                 if sampler not in self.served:
                     await self._serve_again(sampler)
         return self.served[sampler]
@@ -256,4 +302,4 @@ class EngineRoom:
         self.engines.overwrite()
         parts = await self.ranks.send_as(self.version)
         await self.publisher.publish(self.version, parts, ())
-        self.served[sampler] = self.version
+        self.served[sampler], self.newest = self.version, sampler

@@ -98,7 +98,6 @@ def _room(run: Prepared, name: str, trainer: Any, served: Served, places: Places
     config, (engines, channel) = run.config, served
     parts = config, ranks, engines, channel, run.source, ranks.dtype
     publisher = Publisher(*parts)
-    engines.prove = publisher.prove_returned
     replayed = config.replay.mode == "r3" and bool(run.spec.shape.moe_layers)
     store = RouteStore(run.spec.shape, config.trainer) if replayed else None
     samplers = Samplers(engines, config, store)

@@ -36,6 +36,10 @@ class Server:
         self.url = re.search(r"TINKER_BASE_URL=(http://\S+)", self.run.output)[1]
         self.kept = folder / "kept" / "models"
 
+    def log(self, name: str) -> str:
+        (found,) = self.kept.parent.glob(f"*/logs/{name}.log")
+        return found.read_text()
+
     def client(self) -> tinker.ServiceClient:
         return tinker.ServiceClient(base_url=self.url, api_key="tml-any")
 
@@ -216,6 +220,19 @@ def test_a_loss_of_the_clients_own_is_learned_as_one_of_the_services(service):
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
 
+def test_an_engine_that_is_killed_comes_back_and_is_proven(service, server):
+    """It has the newest version alone; the older one is served again."""
+    client = service.create_lora_training_client("base", rank=8, seed=8).result()
+    older = client.save_weights_and_get_sampling_client().result()
+    learn(client, data_of(sampled(older)))
+    newer = client.save_weights_and_get_sampling_client().result()
+    said = [[one.tokens for _, one in sampled(one)] for one in (older, newer)]
+    learn(client, data_of(sampled(older)))  # the ranks hold something else than is served
+    server.run.actor("engine-0", "ray::").kill()
+    assert [[one.tokens for _, one in sampled(one)] for one in (older, newer)] == said
+    assert "engine-0 is back and serves version" in server.log("controller")
+
+
 def test_a_model_goes_on_from_what_was_saved_also_after_a_restart(service, server, base, folder):
     """Bit for bit, with Adam's moments; and not without them."""
     other, client = (
@@ -240,6 +257,11 @@ def test_a_model_goes_on_from_what_was_saved_also_after_a_restart(service, serve
         learn(later, data)
         output = later.forward(data, "importance_sampling").result()
         np.testing.assert_array_equal(np.concatenate(logprobs_of(output)), found[1])
-        again.ends()
+        again.run.actor("trainer-1", "ray::").kill()
+        with pytest.raises(tinker.TinkerError):
+            later.forward(data, "importance_sampling").result()
+        assert again.run.finish(120) != 0
+        assert "error: actor trainer-1 failed" in again.run.output
+        assert not again.run.leftovers()
     finally:
         again.run.end()
