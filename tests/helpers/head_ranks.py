@@ -48,7 +48,8 @@ def ours(hidden, labels, rows, vocabulary, trained=Trained.LOGPROBS):
     return logprobs[rows], entropy[rows], hidden.grad
 
 
-def of_rank(rank: int, file: str, trained: Trained, answers) -> None:
+def of_rank(rank: int, file: str, trained: Trained) -> tuple[torch.Tensor, ...]:
+    """Logprobs, entropy and the gradient of hidden, of the whole head."""
     dist.init_process_group("gloo", f"file://{file}", rank=rank, world_size=2)
     hidden, weight, labels, rows = tensors()
     half = PADDED // 2
@@ -56,5 +57,5 @@ def of_rank(rank: int, file: str, trained: Trained, answers) -> None:
     vocabulary = Vocabulary(mine, rank * half, SIZE, dist.group.WORLD)
     logprobs, entropy, gradient = ours(hidden, labels, rows, vocabulary, trained)
     dist.all_reduce(gradient)
-    answers[rank] = [x.detach().tolist() for x in (logprobs, entropy, gradient)]
     dist.destroy_process_group()
+    return logprobs.detach(), entropy.detach(), gradient
