@@ -59,7 +59,7 @@ soak: $(STAMP)
 
 # Two pytest processes by default; one runs a whole file, so that what its fixtures start is
 # started once, and tests that follow each other do.
-PYTEST = $(BIN)/pytest -n $(JOBS) --dist loadfile
+PYTEST = $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # Beside each other: pyright keeps one core busy, and some of the tests wait.
 check: $(STAMP)

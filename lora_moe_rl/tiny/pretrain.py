@@ -46,7 +46,7 @@ class Recipe:
     slip_lr: float = 1e-3  # Adam's, for everything
     # What must come out: the share of samples at temperature 1 that are right.
     accuracy: tuple[float, float] = (0.20, 0.60)
-    eval_every: int = 20
+    eval_every: int = 60
     eval_problems: int = 512
 
 

@@ -48,14 +48,14 @@ def ours(hidden, labels, rows, vocabulary, trained=Trained.LOGPROBS):
     return logprobs[rows], entropy[rows], hidden.grad
 
 
-def of_rank(rank: int, folder: str, trained: Trained) -> None:
-    dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=2)
+def of_rank(rank: int, file: str, trained: Trained) -> tuple[torch.Tensor, ...]:
+    """Logprobs, entropy and the gradient of hidden, of the whole head."""
+    dist.init_process_group("gloo", f"file://{file}", rank=rank, world_size=2)
     hidden, weight, labels, rows = tensors()
     half = PADDED // 2
     mine = weight[rank * half : (rank + 1) * half]
     vocabulary = Vocabulary(mine, rank * half, SIZE, dist.group.WORLD)
     logprobs, entropy, gradient = ours(hidden, labels, rows, vocabulary, trained)
     dist.all_reduce(gradient)
-    found = [x.detach() for x in (logprobs, entropy, gradient)]
-    torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
+    return logprobs.detach(), entropy.detach(), gradient

@@ -1,6 +1,5 @@
-"""A norm over all heads, of queries or keys that tensor-parallel ranks share. Ranks are forks of a
-process that has imported Megatron-core, which takes many seconds, and has no threads, which a fork
-would lack while it waits for their locks."""
+"""A norm over all heads, of queries or keys that tensor-parallel ranks share; by itself, so that
+ranks of their own find it."""
 
 from __future__ import annotations
 
@@ -24,10 +23,10 @@ def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x, weight, torch.randn(F, 1, HEADS, D)
 
 
-def of_rank(rank: int, ranks: int, folder: str) -> None:
-    """Leaves the result and the gradient of x of a rank's heads in a file of the folder."""
+def of_rank(rank: int, ranks: int, file: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result and the gradient of x, of a rank's heads."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", f"file://{file}", rank=rank, world_size=ranks)
     ps.initialize_model_parallel(tensor_model_parallel_size=ranks)
     config = SimpleNamespace(num_query_groups=HEADS, tensor_model_parallel_size=ranks)
     norm = NormOverHeads(hidden_size=D, config=config, eps=EPS, heads="num_query_groups")
@@ -36,6 +35,6 @@ def of_rank(rank: int, ranks: int, folder: str) -> None:
     mine = x.chunk(ranks, dim=2)[rank].detach().requires_grad_()
     found = norm(mine)
     found.backward(gradient.chunk(ranks, dim=2)[rank])
-    torch.save((found.detach(), mine.grad), f"{folder}/{rank}.pt")
     ps.destroy_model_parallel()
     dist.destroy_process_group()
+    return found.detach(), mine.grad

@@ -4,6 +4,7 @@ bounds of memory, and makes nothing happen."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
 import random
@@ -72,9 +73,18 @@ def adapter(config: RunConfig) -> tuple[AdapterSpec, dict[str, np.ndarray]]:
     return spec, {name: rng.standard_normal(size, dtype=np.float32) for name, size in shapes}
 
 
+@functools.cache
+def files_of(folder: Path) -> dict[Path, bytes]:
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder): path.read_bytes() for path in paths}
+
+
 def copied(original: Path, into: Path) -> Path:
-    shutil.rmtree(into, ignore_errors=True)
-    shutil.copytree(original, into)
+    """Over the files of the copy before: most of the time would be of folders made anew."""
+    if not into.is_dir():
+        shutil.copytree(original, into)
+    for name, data in files_of(original).items():
+        (into / name).write_bytes(data)
     return into
 
 

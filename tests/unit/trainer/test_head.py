@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 from head_ranks import PADDED, SIZE, TEMPERATURE, H, bonus, clipped, of_rank, ours, tensors
 
 from lora_moe_rl.trainer import head, logits
 from lora_moe_rl.trainer.head import Head, LogProbs, Trained, Vocabulary
+from lora_moe_rl.verify.processes import run_processes
 
 
 def by_torch(hidden, weight, labels, rows, trained=Trained.LOGPROBS):
@@ -142,9 +142,9 @@ def test_what_is_kept_does_not_grow_with_the_vocabulary(trained):
 @pytest.mark.parametrize("trained", [Trained.LOGPROBS, Trained.ENTROPY_TOO])
 def test_a_vocabulary_cut_over_two_ranks_gives_the_same(trained, tmp_path):
     """Each rank's gradient is its part of the sum."""
-    mp.spawn(of_rank, (str(tmp_path), trained), nprocs=2)
+    found = run_processes(2, of_rank, str(tmp_path / "meeting"), trained, timeout_s=240)
     hidden, weight, labels, rows = tensors()
-    for got in (torch.load(tmp_path / f"{rank}.pt") for rank in range(2)):
+    for got in found:
         check(got, rows, by_torch(hidden, weight, labels, rows, trained))
 
 

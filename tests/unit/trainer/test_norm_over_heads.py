@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from norm_ranks import EPS, HEADS, D, of_rank, tensors
 
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.trainer.norm_over_heads import NormOverHeads
+from lora_moe_rl.verify.processes import run_processes
 
 
 def by_torch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,9 +25,7 @@ def by_torch() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_norm_as_one_and_give_its_gradient(ranks, tmp_path):
     """A rank's own sum of squares, or gradient of it, would be off by tenths."""
-    multiprocessing.set_forkserver_preload(["lora_moe_rl.verify.preload"])
-    mp.start_processes(of_rank, (ranks, str(tmp_path)), nprocs=ranks, start_method="forkserver")
-    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
+    found = run_processes(ranks, of_rank, ranks, str(tmp_path / "meeting"), timeout_s=240)
     for parts, expected in zip(zip(*found, strict=True), by_torch(), strict=True):
         whole = torch.cat(parts, dim=2)
         torch.testing.assert_close(whole.double(), expected, rtol=1e-5, atol=1e-6)
