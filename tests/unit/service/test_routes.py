@@ -145,3 +145,15 @@ def test_what_is_not_of_a_sample_is_refused():
     with pytest.raises(ValueError, match="0 logprobs are not of a sample of 2 tokens"):
         store.put(ids([1, 2]), sent([1, 2]), one[:0])
     assert len(store) == store.bytes == 0
+
+
+def test_data_get_the_routes_of_their_own_models_samples():
+    """Two models may write the same, on routes of their own."""
+    store = RouteStore(SHAPE, PIPELINE)
+    tokens = [5, 6, 7, 8]
+    for owner in (0, 1):
+        given = sent(tokens, owner)
+        store.put(ids(tokens), given, np.array([-1.0], np.float32), owner)
+    for owner in (0, 1):
+        check(store.find(ids(tokens[:-1]), None, owner), tokens[:-1], 3, owner)
+    check(store.find(ids(tokens[:-1]), None, 2), tokens[:-1], 0)
