@@ -5,6 +5,7 @@
     create_sampling_session, asample                    of a sampler (samplers)
     retrieve_future, cancel_future                      the replies (here)
     training_runs, checkpoints, weights_info            what lies in the folders (listing)
+    external_weights_urls                               files of it (downloads)
 
 A request that is wrong before it has a turn is refused with a status that the SDK raises at once;
 one that has a turn fails in its future, so that its number is not missing to those after it.
@@ -16,6 +17,7 @@ import asyncio
 import hmac
 import json
 import logging
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from starlette.routing import Route
 from lora_moe_rl.endpoint.receiving import CLIENT_GONE, LONGEST_BODY, ClientGone, body_of
 from lora_moe_rl.endpoint.refusal import Refused
 from lora_moe_rl.errors import ConfigError, LoraMoeRlError, ServiceError
-from lora_moe_rl.service import listing, models, samplers
+from lora_moe_rl.service import downloads, listing, models, samplers
 from lora_moe_rl.service.backend import Backend
 from lora_moe_rl.service.bodies import FetchBody, FinishBody, SdkBody, SessionBody, SessionId, read
 from lora_moe_rl.service.folders import Folders
@@ -63,13 +65,14 @@ class Service:
     def __init__(self, backend: Backend, root: Path, key: str | None = None):
         if key is not None and not (key.startswith(KEY_STARTS) and key.isascii()):
             raise ConfigError(f"the key must begin with {KEY_STARTS[0]}: clients send no other")
-        self.backend, self.key = backend, key
+        self.backend, self.key, self.secret = backend, key, secrets.token_bytes(32)
         self.folders = Folders(root)
         self.requests = Requests()
         self.sessions = Sessions(backend, self.requests)
 
     def app(self) -> Starlette:
         ways = [*ROUTES, *models.ROUTES, *samplers.ROUTES, *listing.ROUTES]
+        ways += downloads.ROUTES
         routes = [
             Route(f"/api/v1/{path}", self._handled(handler), methods=[method])
             for method, path, handler in ways
@@ -113,7 +116,7 @@ class Service:
     def _handled(self, handler: Handler) -> Any:
         async def handle(request: Request) -> Response:
             try:
-                if handler is not _health:
+                if handler not in KEYLESS:
                     self._check_key(request)
                 return await handler(self, request)
             except Refused as error:
@@ -241,3 +244,4 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("POST", "retrieve_future", _retrieve),
     ("POST", "cancel_future", _cancel),
 ]
+KEYLESS = (_health, downloads.download)

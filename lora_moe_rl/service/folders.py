@@ -133,6 +133,12 @@ class Folders:
     def directory(self, place: Place) -> Path:
         return self.root / place.model / place.kind / place.name
 
+    def files(self, place: Place) -> list[str]:
+        """Paths within its directory."""
+        directory = self.directory(place)
+        found = (path for path in directory.rglob("*") if path.is_file())
+        return sorted(str(path.relative_to(directory)) for path in found)
+
     def check_free(self, place: Place, overwrite: bool) -> None:
         """Raises ServiceError when a checkpoint is there and is to stay."""
         if not overwrite and self._saved(place) is not None:
@@ -152,7 +158,7 @@ class Folders:
             put_in_place(fresh, final, incoming / f"{saved.place.name}.old")
         finally:
             shutil.rmtree(incoming, ignore_errors=True)
-        sizes = [path.stat().st_size for path in final.rglob("*") if path.is_file()]
+        sizes = [(final / file).stat().st_size for file in self.files(saved.place)]
         saved = replace(saved, size_bytes=sum(sizes))
         _write(self._about(saved.place), asdict(saved))
         return saved

@@ -12,12 +12,12 @@ from starlette.responses import JSONResponse, Response
 
 from lora_moe_rl.errors import ServiceError
 from lora_moe_rl.service.bodies import PathBody, TtlBody, read
+from lora_moe_rl.service.downloads import CHECKPOINT, of
 from lora_moe_rl.service.folders import (
     EXTERNAL,
     SAMPLER,
     WEIGHTS,
     Folders,
-    Place,
     Run,
     Saved,
     place_of,
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 OWNER = "lora-moe-rl"  # one key, one owner
 TYPES = {WEIGHTS: "training", SAMPLER: "sampler", EXTERNAL: "external"}
 LONGEST_PAGE = 1000
-CHECKPOINT = "training_runs/{model}/checkpoints/{kind}/{name}"
 
 
 def page_of[Item](request: Request, items: Sequence[Item]) -> tuple[list[Item], dict[str, int]]:
@@ -85,11 +84,6 @@ def _training_run(folders: Folders, run: Run) -> dict[str, Any]:
     }
 
 
-def _of(request: Request) -> Place:
-    parts = request.path_params
-    return Place(parts["model"], parts["kind"], parts["name"])
-
-
 async def _runs(service: Service, request: Request) -> Response:
     page, cursor = page_of(request, await asyncio.to_thread(service.folders.runs))
     told = [await asyncio.to_thread(_training_run, service.folders, run) for run in page]
@@ -112,7 +106,7 @@ async def _checkpoints(service: Service, request: Request) -> Response:
 
 
 async def _delete(service: Service, request: Request) -> Response:
-    place = _of(request)
+    place = of(request)
     service.folders.find(place)
     await asyncio.to_thread(service.folders.delete, place)
     return JSONResponse({})
@@ -120,7 +114,7 @@ async def _delete(service: Service, request: Request) -> Response:
 
 async def _ttl(service: Service, request: Request) -> Response:
     body = read(TtlBody, await service.json_of(request))
-    service.folders.keep_for(_of(request), body.ttl_seconds)
+    service.folders.keep_for(of(request), body.ttl_seconds)
     return JSONResponse({})
 
 
@@ -157,8 +151,8 @@ def _refusing(message: str) -> Handler:
 
 _PRIVATE = _refusing("one key opens all that is here: there is nobody to publish to")
 _IN_FILES = _refusing(
-    "checkpoints are files on the server's own disk: save_weights_external writes an adapter in "
-    "PEFT's format, and they can be copied from there"
+    "checkpoints are not sent as archives: save_weights_external writes files of PEFT, and "
+    "get_external_weights_urls tells where to get them"
 )
 
 ROUTES: list[tuple[str, str, Handler]] = [
@@ -171,7 +165,6 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("POST", f"{CHECKPOINT}/publish", _PRIVATE),
     ("DELETE", f"{CHECKPOINT}/publish", _PRIVATE),
     ("GET", f"{CHECKPOINT}/archive", _IN_FILES),
-    ("GET", f"{CHECKPOINT}/external_weights_urls", _IN_FILES),
     ("POST", "weights_info", _weights_info),
     ("GET", "samplers/{sampler}", _sampler),
     ("POST", "copy_weights", _refusing("there are no projects here to copy weights between")),

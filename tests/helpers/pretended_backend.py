@@ -114,6 +114,8 @@ class PretendedBackend:
     async def export(self, model: str, directory: Path) -> None:
         directory.mkdir()
         (directory / "adapter_model.json").write_text(json.dumps(self.weights[model]))
+        (directory / "more").mkdir()
+        (directory / "more/of it.txt").write_text("more")
 
     async def publish(self, model: str, sampler: str) -> None:
         self.samplers[sampler] = self.weights[model]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import tinker
@@ -144,6 +146,42 @@ def test_checkpoints_outlive_the_server(tmp_path):
         with pytest.raises(tinker.BadRequestError, match="there is no checkpoint"):
             rest.delete_checkpoint(model.model_id, "sampler_weights/n").result()
         assert len(rest.list_checkpoints(model.model_id).result().checkpoints) == 1
+
+
+def test_an_exported_adapter_is_downloaded(tmp_path):
+    """As tinker-cookbook does it: without the key."""
+    with serving(tmp_path) as served, client(served) as service:
+        model = service.create_lora_training_client(BASE, rank=8).result()
+        model.forward_backward([datum([1, 2], weights=ONE)], "cross_entropy").result()
+        model.optim_step(tinker.AdamParams(learning_rate=0.5)).result()
+        path = model.save_weights_external("peft").result().path
+        told = service.create_rest_client().get_external_weights_urls(path).result()
+        left = told.expires - datetime.now(UTC)
+        assert timedelta(minutes=55) < left <= timedelta(hours=1)
+        assert [*told.urls] == ["adapter_model.json", "more/of it.txt"]
+        assert [httpx.get(url).text for url in told.urls.values()] == ["1.0", "more"]
+        (url, other) = told.urls.values()
+        (until,) = re.findall(r"/downloads/(\d+)/", url)
+        later = url.replace(until, str(int(until) + 1))
+        for wrong in (
+            later,
+            url.replace("adapter_model", "other"),
+            url.replace("/peft/", "/p/"),
+            url.replace("adapter_model.json", "..%2F..%2Frun.json"),
+            url.replace(re.findall(r"/([0-9a-f]{64})/", url)[0], "0" * 64),
+        ):
+            assert httpx.get(wrong).status_code == 403, wrong
+        clock = served.service.folders.clock
+        served.service.folders.clock = lambda: clock() + 3601
+        assert "this URL has ended" in httpx.get(url).json()["error"]
+        served.service.folders.clock = clock
+        service.create_rest_client().delete_checkpoint_from_tinker_path(path).result()
+        assert "there is no checkpoint" in httpx.get(other).json()["error"]
+        state = model.save_state("state").result().path
+        answer = served.get(f"training_runs/{model.model_id}/checkpoints/weights/state/archive")
+        assert answer.status_code == 400 and "not sent as archives" in answer.json()["error"]
+        urls = f"training_runs/{model.model_id}/checkpoints/weights/state/external_weights_urls"
+        assert f"{state} is not of external_weights" in served.get(urls).json()["error"]
 
 
 def test_a_session_that_is_silent_ends(tmp_path):

@@ -294,7 +294,6 @@ def test_what_there_is_nobody_for(service, model):
     for call, told in (
         (lambda: rest.publish_checkpoint_from_tinker_path(path), "nobody to publish to"),
         (lambda: rest.unpublish_checkpoint_from_tinker_path(path), "nobody to publish to"),
-        (lambda: rest.get_external_weights_urls(path), "files on the server's own disk"),
         (lambda: rest.copy_weights(path, "other"), "there are no projects here"),
         (lambda: rest.assign_session_project("a", "b"), "there are no projects here"),
         (lambda: rest.list_training_runs(project_id="p"), "leave project_id out"),
