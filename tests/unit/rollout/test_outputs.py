@@ -141,6 +141,9 @@ def test_every_version_has_a_name_and_an_id_of_its_own():
 
 
 class Texts:
+    def decode(self, token_ids, skip_special_tokens):
+        return " ".join(map(str, token_ids))
+
     def batch_decode(self, token_ids, skip_special_tokens):
         return [" ".join(map(str, ids)) for ids in token_ids]
 
