@@ -151,8 +151,7 @@ def scores_and_routes(
     """Logprobs `[L - 1]` and routes of whole sequences."""
     scores, rows = [], []
     for answer in answers:
-        flat = answer.prompt_logprobs
-        scores.append(np.array([flat.logprobs[i] for i in flat.start_indices[1:]], np.float32))
+        scores.append(_after_the_first(answer.prompt_logprobs))
         routes = _moe_rows(answer.outputs[0].routed_experts, shape)
         # The last token was fed too, to sample the token that vLLM insists on.
         rows.append(None if routes is None else routes[: len(answer.prompt_token_ids) - 1])
@@ -162,9 +161,14 @@ def scores_and_routes(
 def prompt_scores(answer: Any, top: int) -> ToldPrompt:
     """Of one prompt that was scored."""
     flat = answer.prompt_logprobs
-    logprobs = np.full(len(flat), np.nan, np.float32)  # nothing comes before the first token
-    logprobs[1:] = [flat.logprobs[i] for i in flat.start_indices[1:]]
+    nothing = np.full(1, np.nan, np.float32)  # comes before the first token
+    logprobs = np.concatenate([nothing, _after_the_first(flat)])
     return ToldPrompt(logprobs, likeliest(flat, top))
+
+
+def _after_the_first(flat: Any) -> np.ndarray:
+    """Logprobs of a prompt's tokens, float32 [P - 1]."""
+    return np.array([flat.logprobs[i] for i in flat.start_indices[1:]], np.float32)
 
 
 def likeliest(flat: Any, top: int) -> Top | None:

@@ -88,7 +88,6 @@ class Prefixes:
         upper = self._child(parent, node.tokens[:inside])
         node.parent, node.tokens = upper, node.tokens[inside:].copy()
         upper.children[int(node.tokens[0])] = node
-        upper.newest = node.newest
         return upper
 
     def _tidy(self, node: Node) -> None:

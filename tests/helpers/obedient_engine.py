@@ -107,6 +107,17 @@ class Engine:
         await self._idle("say")
         return self._do("say", token_ids, version, seed)
 
+    async def sample_each(self, places, token_ids, version, seeds, manner, top):
+        await self._idle("sample_each")
+        self._do("sample_each", token_ids, version, seeds)
+        each = places // len(seeds)
+        told = [(f"told-{seed}", Sent((Block((f"table-{seed}",)),))) for seed in seeds]
+        return told, *[f"beside-{seed}" for seed in seeds for _ in range(each)]
+
+    async def score_prompt(self, token_ids, version, top):
+        await self._idle("score_prompt")
+        return self._do("score_prompt", token_ids, version, top)
+
     async def write(self, token_ids, max_tokens, temperature, seed):
         self._do("write", token_ids)
         return f"by engine-{self.index}", "stop", max_tokens

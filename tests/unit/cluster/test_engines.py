@@ -262,6 +262,39 @@ def test_other_models_are_asked_with_seeds_of_their_own(start, tmp_path):
     assert len({line[3] for line in told}) == 5 and told[-1][3] == "5"
 
 
+def test_the_samples_of_one_request_are_one_engines_and_weigh_as_many(start, tmp_path):
+    """Each has its own of the parts that stand beside."""
+    engines = start()
+
+    async def together():
+        many = asyncio.create_task(engines.sample_each([7], 3, [5, 6, 7], Manner(max_tokens=4)))
+        await asyncio.sleep(0)
+        rolling = list(engines.rolling)
+        prompts = (engines.score_prompt([8], version, 2) for version in (None, 3))
+        return await asyncio.gather(*prompts), await many, rolling
+
+    scored, told, rolling = asyncio.run(together())
+    assert rolling == [3, 0] and engines.rolling == [0, 0]
+    assert asked(tmp_path, 0) == ["sample_each [7] 3 [5, 6, 7]"]
+    wanted = [("score_prompt", ([8], version, 2)) for version in (None, 3)]
+    assert scored == wanted and len(asked(tmp_path, 1)) == 2
+    parts = [(one, sent.blocks[0].parts[0]) for one, sent in told]
+    assert parts == [(f"told-{seed}", f"table-{seed}") for seed in (5, 6, 7)]
+
+
+@pytest.mark.parametrize("method", ["sample_each", "score_prompt"])
+def test_a_version_that_no_engine_has_is_not_sampled_or_scored(start, tmp_path, method):
+    engines = start()
+    engines.oldest[:] = [3, 3]
+    more = ([5], Manner(max_tokens=4)) if method == "sample_each" else ()
+    with pytest.raises(NotServed, match="adapter version 2 any more"):
+        asyncio.run(getattr(engines, method)([7], 2, *more))
+    fate(tmp_path, 0, method, "dead")
+    with pytest.raises(EngineDied):
+        asyncio.run(getattr(engines, method)([7], None, *more))
+    assert engines.rolling == [0, 0] and engines.restarts == 1
+
+
 def test_a_version_that_no_engine_has_any_more_is_not_served(start, tmp_path):
     engines = start()
     engines.oldest[:] = [3, 3]

@@ -107,6 +107,10 @@ async def test_a_version_about_to_leave_its_slot_begins_no_turn_beside_the_sampl
         await asyncio.sleep(0)
     with pytest.raises(NotServed) as info:
         await engine.say([7], 1, Turn(0, 0, 0, 5), 0, Manner())
+    with pytest.raises(NotServed):
+        await engine.sample_each(1, [7], 1, [0], Manner(max_tokens=5), 0)
+    with pytest.raises(NotServed):
+        await engine.score_prompt([7], 1, 0)
     assert info.value.served == (2,)
     engine.running[1] = 0
     await publishing

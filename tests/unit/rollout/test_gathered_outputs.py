@@ -98,6 +98,24 @@ def test_the_front_makes_the_same_answers_of_what_is_gathered():
         assert ours[name].num_cached_tokens == stock[name].num_cached_tokens == 2
 
 
+def test_what_others_of_a_step_are_told_of_each_token_is_left_out():
+    """vLLM fills the rows of all to as many of the likeliest tokens as one of them wants."""
+    draw = np.random.default_rng(0)
+    widths = [4, 1, 2]  # the sampled token, and others
+    parts = [
+        LogprobsLists(
+            draw.integers(0, 100, (1, width)),
+            draw.normal(size=(1, width)).astype(np.float32),
+            draw.integers(1, 9, 1),
+        )
+        for width in widths
+    ]
+    one = joined([EngineCoreOutput("a", [1], new_logprobs=part) for part in parts])
+    for found, given in zip(one.new_logprobs[:2], zip(*(part[:2] for part in parts)), strict=True):
+        assert found.tolist() == [part[0, :1].tolist() for part in given]
+    assert one.new_logprobs.sampled_token_ranks.tolist() == [part[2][0] for part in parts]
+
+
 def test_all_are_handed_on_again_after_some_time(monkeypatch):
     """So that an engine that works is seen to (`RolloutEngine.pulse`)."""
     now = [100.0]

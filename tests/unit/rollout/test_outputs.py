@@ -54,6 +54,18 @@ def test_texts_that_end_a_sample_are_looked_for_in_all_that_is_written():
     assert not stops.skip_special_tokens and stops.stop_token_ids == [2]
 
 
+def test_texts_of_one_request_end_it_besides_those_of_the_run():
+    plain = outputs.sampling_params(RunConfig(), stop_ids={2})
+    run = outputs.sampling_params(RunConfig(rollout={"stop": ("a", "b")}), stop_ids={2})
+    question = Question([1], 1, 5, 3, version=0, manner=Manner(stop=("b", "c")))
+    for params, stop in ((plain, ["b", "c"]), (run, ["a", "b", "c"])):
+        own = outputs.params_of(params, question)
+        assert (own.detokenize, own.skip_special_tokens, own.stop) == (True, False, stop)
+    assert (plain.detokenize, plain.stop, run.stop) == (False, [], ["a", "b"])
+    without = outputs.params_of(plain, replace(question, manner=Manner()))
+    assert (without.detokenize, without.stop) == (False, [])
+
+
 @pytest.mark.parametrize(
     ("ids", "reason", "wrong"),
     [
@@ -82,6 +94,35 @@ def test_an_answer_without_a_logprob_of_each_token_is_an_error():
         outputs.samples_and_routes([[Piece([4], answer, 6, 0)]], Texts(), SHAPE)
 
 
+def test_a_sample_that_went_on_after_its_text_is_no_answer():
+    answer = SimpleNamespace(
+        token_ids=[7, 8, 9],
+        logprobs=flat([(7, -0.5)], [(8, -0.5)], [(9, -0.5)]),
+        finish_reason="stop",
+        stop_reason="7 8",
+        routed_experts=routes_of(3),
+    )
+    with pytest.raises(RolloutError, match="by the stop string '7 8'"):
+        outputs.samples_and_routes([[Piece([4], answer, 6, 0)]], Texts(), SHAPE)
+
+
+def test_the_likeliest_tokens_are_told_besides_the_one_that_stands_there():
+    from vllm.logprobs import FlatLogprobs
+
+    told = FlatLogprobs()
+    told.append(None)
+    for ids, values in (([7, 3, 7], [-0.5, -0.25, -0.5]), ([8, 1, 2], [-2.0, -0.125, -0.25])):
+        told.append_fast(ids, values, iter([2, 1, 2]), [None] * 3)
+    assert outputs.likeliest(told, 0) is None
+    found = outputs.prompt_scores(SimpleNamespace(prompt_logprobs=told), 2)
+    assert found.logprobs.dtype == found.top.logprobs.dtype == np.float32
+    np.testing.assert_array_equal(found.logprobs, [np.nan, -0.5, -2.0])
+    assert found.top.token_ids.dtype == np.int32
+    assert found.top.token_ids.tolist() == [[-1, -1], [3, 7], [1, 2]]
+    expected = [[np.nan, np.nan], [-0.25, -0.5], [-0.125, -0.25]]
+    np.testing.assert_array_equal(found.top.logprobs, expected)
+
+
 def test_prompts_are_scored_without_what_the_cache_knows():
     params = outputs.scoring_params()
     assert (params.prompt_logprobs, params.skip_reading_prefix_cache) == (0, True)
@@ -100,6 +141,9 @@ def test_every_version_has_a_name_and_an_id_of_its_own():
 
 
 class Texts:
+    def decode(self, token_ids, skip_special_tokens):
+        return " ".join(map(str, token_ids))
+
     def batch_decode(self, token_ids, skip_special_tokens):
         return [" ".join(map(str, ids)) for ids in token_ids]
 

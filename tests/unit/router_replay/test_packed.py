@@ -9,7 +9,7 @@ from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.kernels.route_codec import RowLayout, cut_array, naive, pack_array
 from lora_moe_rl.router_replay.packed import PackedRoutes
 from lora_moe_rl.router_replay.table import RouteTable
-from lora_moe_rl.router_replay.travel import join, send
+from lora_moe_rl.router_replay.travel import absent, head, join, send
 
 
 def make_table(num_rows, layers, experts, top_k, seed=0, missing=0.0) -> RouteTable:
@@ -157,3 +157,35 @@ def test_the_first_row_that_is_missing_is_found_in_joined_turns():
     np.testing.assert_array_equal(found.incomplete, [*(lacking + 3), *(lacking + 7)])
     np.testing.assert_array_equal(found.missing, 2 * (~holes.valid).sum(axis=0))
     np.testing.assert_array_equal(found.sample_offsets, [0, 7, 11])
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 4, 9])
+def test_the_first_rows_of_a_record_and_rows_that_nobody_recorded_make_one_sample(num_rows):
+    table = make_table([9], (1, 2, 5, 6), 12, 3, seed=1)
+    pieces = [(1, 2), (5, 6)]
+    whole = send(table, pieces)
+    joined = join([[head(whole, num_rows), absent(pieces, 3, 12, 2)]])
+    found = joined.of_sample(0)
+    assert joined.num_rows == len(found.ids) == num_rows + 2
+    np.testing.assert_array_equal(found.ids[:num_rows], table.ids[:num_rows])
+    assert found.valid[:num_rows].all() and not found.valid[num_rows:].any()
+    np.testing.assert_array_equal(joined.missing, (~found.valid).sum(axis=0))
+    assert joined.incomplete.tolist() == [num_rows, num_rows + 1]
+    assert joined.first_missing == (num_rows, 1)
+
+
+def test_what_cannot_be_cut_is_refused():
+    holes = make_table([4], (1, 2), 8, 2)
+    holes.valid[2, 1] = False
+    sent = send(holes)
+    assert head(sent, 4) is sent and len(head(sent, 2).incomplete) == 0
+    with pytest.raises(ValueError, match="row 2 lacks a layer"):
+        head(sent, 3)
+    with pytest.raises(ValueError, match="5 rows are not the first"):
+        head(sent, 5)
+    with pytest.raises(ValueError, match="are not the first of records"):
+        head(send(make_table([3, 2], (1, 2), 8, 2)), 2)
+    part = send(make_table([4], (1, 2), 8, 2)).blocks[0].parts[0].copy()
+    part[-1] ^= 1  # of the last row, which is cut away: a checksum is of all
+    with pytest.raises(ReplayError, match="corrupt"):
+        PackedRoutes.from_bytes(part).head(1)
