@@ -25,14 +25,14 @@ OPEN_S = 3600
 CHECKPOINT = "training_runs/{model}/checkpoints/{kind}/{name}"
 
 
-def of(request: Request) -> Place:
+def asked_place(request: Request) -> Place:
     """The checkpoint of a URL. Raises ServiceError for parts that are no names."""
     parts = request.path_params
     return Place(parts["model"], parts["kind"], parts["name"])
 
 
 async def _urls(service: Service, request: Request) -> Response:
-    place = of(request)
+    place = asked_place(request)
     if place.kind != EXTERNAL:
         told = f"{place.path} is not of external_weights: save_weights_external writes such ones"
         raise ServiceError(told)
@@ -53,7 +53,11 @@ def _signed(service: Service, until: int, place: Place, file: str) -> str:
 
 async def download(service: Service, request: Request) -> Response:
     """Of whoever has the URL."""
-    place, file, until = of(request), request.path_params["file"], request.path_params["until"]
+    place, file, until = (
+        asked_place(request),
+        request.path_params["file"],
+        request.path_params["until"],
+    )
     wanted = _signed(service, until, place, file)
     if not hmac.compare_digest(request.path_params["signature"].encode(), wanted.encode()):
         raise Refused(403, "no_url", "this is no URL of this service, or of an earlier start of it")

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from lora_moe_rl.errors import ServiceError
 from lora_moe_rl.service.bodies import PathBody, TtlBody, read
-from lora_moe_rl.service.downloads import CHECKPOINT, of
+from lora_moe_rl.service.downloads import CHECKPOINT, asked_place
 from lora_moe_rl.service.folders import (
     EXTERNAL,
     SAMPLER,
@@ -106,7 +106,7 @@ async def _checkpoints(service: Service, request: Request) -> Response:
 
 
 async def _delete(service: Service, request: Request) -> Response:
-    place = of(request)
+    place = asked_place(request)
     service.folders.find(place)
     await asyncio.to_thread(service.folders.delete, place)
     return JSONResponse({})
@@ -114,7 +114,7 @@ async def _delete(service: Service, request: Request) -> Response:
 
 async def _ttl(service: Service, request: Request) -> Response:
     body = read(TtlBody, await service.json_of(request))
-    service.folders.keep_for(of(request), body.ttl_seconds)
+    service.folders.keep_for(asked_place(request), body.ttl_seconds)
     return JSONResponse({})
 
 

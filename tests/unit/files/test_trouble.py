@@ -132,7 +132,7 @@ def test_a_directory_that_cannot_be_written_is_refused_by_name(tmp_path, monkeyp
 
 def test_no_deadline_is_of_a_clock_that_can_be_set():
     """Where the wall clock is read, and what for."""
-    for_show = {"telemetry/timeline.py", "files/retention.py"}
+    for_show = {"telemetry/timeline.py", "files/retention.py", "service/start.py"}
     for_show |= {"endpoint/replies.py", "telemetry/trackers/mlflow.py"}  # what protocols want
     root = Path(__file__).parents[3]
     found = set()
