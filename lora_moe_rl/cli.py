@@ -287,6 +287,7 @@ BENCH = {
     "overhead": ("bench.overhead", "what checks, copies and records take of a step"),
     "cost": ("bench.cost", "what a step takes with other algorithms, of the same work"),
     "agents": ("bench.agents", "agents of many turns by the endpoint, against vLLM's own server"),
+    "tinker": ("bench.tinker", "a loop of Tinker's SDK by the service, against a run"),
     "async": ("bench.asynchronous", "the same work with rollouts ahead of training, and without"),
     "corrections": ("bench.corrections", "what corrections buy when samples are some steps old"),
 }

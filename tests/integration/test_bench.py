@@ -66,3 +66,15 @@ def test_a_rank_holds_the_base_that_is_planned(tmp_path):
     assert base.planned > 4 * 4 * (8 * 3 * 1024 * 512 + 1024 * (2 * 1024 + 2 * 512))
     assert base.ratio == pytest.approx(1, abs=planned.OFF)
     assert rows["adapter, gradients, moments"].measured > 0 < rows[planned.STEP].measured
+
+
+@pytest.mark.slow
+def test_bench_tinker_learns_the_same_by_the_service_as_a_run():
+    command = [sys.executable, "-m", "lora_moe_rl", "bench", "tinker", "--steps", "3", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    result = json.loads(done.stdout)
+    assert done.returncode in (0, 1), done.stderr  # 1: this machine is busy, or slow
+    stages = {"sample", "learn", "publish", "step"}
+    assert result["seconds"].keys() == result["of_the_run"].keys() == stages
+    assert 0 < result["seconds"]["learn"] < result["seconds"]["step"]
+    assert [one["number"] for one in result["growth"]["data"]] == [128, 512, 2048]
