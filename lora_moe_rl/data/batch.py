@@ -56,7 +56,9 @@ class TrainBatch:
     of every sample, what of its reward was earned before its end; None: nothing. conversations:
     int64 `[n]`, the number of the conversation that the sample is of; None: each is one of its own.
     targets: int32 `[R_i]` of each sample, the tokens whose logprobs are wanted, where they are not
-    those that follow; None: they are.
+    those that follow; None: they are. `wide`: several are at a place, and they are `[R_i, K]`, as
+    advantages are. marks: bool `[R_i]`, tokens whose ratios make their sample's, for a loss that
+    has one of each.
 
     A share of it, for the rank that trains some of the samples, has the streams of these alone;
     what is known of every sample is as in the whole. It is pickled with one array a stream.
@@ -80,6 +82,8 @@ class TrainBatch:
     earlier: list[np.ndarray] | None = None
     conversations: np.ndarray | None = None
     targets: Stream | None = None
+    wide: bool = False
+    marks: Stream | None = None
     of_all: OfAll | None = None  # of a share
 
     @classmethod
@@ -179,7 +183,7 @@ class TrainBatch:
 
     def _streams(self) -> list[str]:
         """The names of those that there are."""
-        return [*STREAMS] if self.targets is None else [*STREAMS, "targets"]
+        return [*STREAMS, *(name for name in OPTIONAL if getattr(self, name) is not None)]
 
     def __len__(self) -> int:
         """Samples, those of other ranks too."""
@@ -272,3 +276,4 @@ def _conversations(groups: Sequence[Group]) -> np.ndarray | None:
 
 
 STREAMS = ("token_ids", "logprobs", "versions", "advantages", "weights", "masks")
+OPTIONAL = ("targets", "marks")

@@ -49,8 +49,10 @@ class Sequences(NamedTuple):
         return joined
 
     def stream(self, values: Stream, size: int, fill: float, dtype: type) -> np.ndarray:
-        """`[size]`: a per-token stream at the places that predict its tokens, `fill` elsewhere."""
-        joined = np.full(size, fill, dtype)
+        """`[size]`: a per-token stream at the places that predict its tokens, `fill` elsewhere; as
+        wide as its values are."""
+        width = values[self.pieces[0][0]].shape[1:] if self.pieces else ()
+        joined = np.full((size, *width), fill, dtype)
         for (sample, first, stop), own, end in zip(self.pieces, self.own, self.ends, strict=True):
             joined[own:end] = values[sample][first:stop]
         return joined
@@ -92,7 +94,7 @@ class MicroBatch:
 
     @property
     def labels(self) -> np.ndarray:
-        """int32 [T], the tokens whose logprobs are wanted."""
+        """int32 [T], the tokens whose logprobs are wanted; [T, K] where several are at a place."""
         if self.batch.targets is not None:
             return self.sequences.stream(self.batch.targets, len(self.response), 0, np.int32)
         return self.sequences.tokens(self.batch, len(self.response), 1)
@@ -104,8 +106,14 @@ class MicroBatch:
 
     @property
     def advantages(self) -> np.ndarray:
-        """float32 [T]."""
+        """float32 [T], or [T, K] as labels."""
         return self.sequences.stream(self.batch.advantages, len(self.response), 0, np.float32)
+
+    @property
+    def marks(self) -> np.ndarray:
+        """bool [T]."""
+        assert self.batch.marks is not None
+        return self.sequences.stream(self.batch.marks, len(self.response), 0, np.bool_)
 
     @property
     def mask(self) -> np.ndarray:

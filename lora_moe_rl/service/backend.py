@@ -4,7 +4,8 @@ A *model* is one adapter that is trained, named by its id; several share the fro
 trainer's ranks, which hold one of them at a time. A *sampler* is one state of a model that engines
 serve, named by its id too. Everything here is called in one event loop.
 
-Shape letters: N tokens of a datum, which are fed to the model; R sampled tokens; P of a prompt.
+Shape letters: N tokens of a datum, which are fed to the model; K targets at a place; R sampled
+tokens; P of a prompt.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Facts:
 @dataclass(frozen=True)
 class Datum:
     """One sequence to learn from. tokens: int32 [N], fed; targets: int32 [N], the token whose
-    logprob is wanted after each. inputs: float32 [N] each, those that the loss reads: weights, or
-    logprobs and advantages."""
+    logprob is wanted after each, or [N, K], the tokens. inputs: float32, as targets are, those that
+    the loss reads: weights, or logprobs and advantages."""
 
     tokens: np.ndarray
     targets: np.ndarray
@@ -62,8 +63,8 @@ class LossCall:
 
 @dataclass(frozen=True)
 class Passed:
-    """What a forward found: logprobs of the targets, float32 [N] of each datum, and metrics, whose
-    names end in how they are put together (`loss:sum`, `replay_coverage:mean`)."""
+    """What a forward found: logprobs of the targets, float32 as they are of each datum, and
+    metrics, whose names end in how they are put together (`loss:sum`, `replay_coverage:mean`)."""
 
     logprobs: list[np.ndarray]
     metrics: dict[str, float]

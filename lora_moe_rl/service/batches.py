@@ -15,6 +15,7 @@ from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.errors import ServiceError
 from lora_moe_rl.service.backend import Datum, Facts, LossCall
 from lora_moe_rl.trainer import service_losses
+from lora_moe_rl.trainer.service_losses import LOGPROBS, MARKS
 
 
 def check_data(data: Sequence[Datum], call: LossCall, facts: Facts, vocab_size: int) -> None:
@@ -31,11 +32,16 @@ def _wrong(
     datum: Datum, name: str, loss: service_losses.ServiceLoss, longest: int, vocab_size: int
 ) -> str:
     """What is wrong with it, '' if nothing is."""
-    length = len(datum.tokens)
+    length, shape = len(datum.tokens), datum.targets.shape
     if not 0 < length <= longest:
         return f"it has {length} tokens, and this service takes 1 to {longest} (model.max_length)"
-    if len(datum.targets) != length:
-        return f"it has {length} tokens and {len(datum.targets)} target_tokens"
+    if shape[0] != length:
+        return f"it has {length} tokens and {shape[0]} target_tokens"
+    if len(shape) > 1 and not loss.wide:
+        return (
+            f"it has {shape[1]} target_tokens at each place, and loss_fn={name} takes one: "
+            "cross_entropy takes several"
+        )
     for what, ids in (("token", datum.tokens), ("target token", datum.targets)):
         if (ids < 0).any() or (ids >= vocab_size).any():
             worst = ids[(ids < 0) | (ids >= vocab_size)][0]
@@ -45,10 +51,12 @@ def _wrong(
         there = ", ".join(["target_tokens", *sorted(datum.inputs)])
         return f"its loss_fn_inputs are {there}, and loss_fn={name} takes {wanted}"
     for key, values in datum.inputs.items():
-        if len(values) != length:
-            return f"it has {length} tokens and {len(values)} {key}"
+        if values.shape != shape:
+            return f"its target_tokens have shape {[*shape]}, and its {key} {[*values.shape]}"
         if not np.isfinite(values).all():
             return f"its {key} hold {values[~np.isfinite(values)][0]}"
+    if loss.marks and not datum.inputs[MARKS].any():
+        return f"its {MARKS} is 0 everywhere, and no ratio is left to be its"
     return ""
 
 
@@ -56,10 +64,39 @@ def batch_of(data: Sequence[Datum], call: LossCall, number: int) -> TrainBatch:
     """As one step's samples. `number`: of this batch among the service's, from 1, which says when
     replay is audited."""
     loss, _ = service_losses.find(call.name, call.settings)
-    sequences = [np.append(one.tokens, one.targets[-1]).astype(np.int32) for one in data]
+    wide = any(one.targets.ndim > 1 for one in data)
+    width = max(map(_width, data)) if wide else 0
+    # What follows the last token is not fed.
+    sequences = [np.append(one.tokens, one.targets.flat[-1]).astype(np.int32) for one in data]
     batch = TrainBatch.from_sequences(sequences, step=number)
-    batch.advantages = [one.inputs[loss.coefficient].astype(np.float32) for one in data]
+    batch.wide = wide
+    coefficients = [one.inputs[loss.coefficient] for one in data]
+    batch.advantages = [_as_wide(one.astype(np.float32), width) for one in coefficients]
+    batch.targets = [_as_wide(one.targets.astype(np.int32), width) for one in data]
     if loss.compares:
-        batch.logprobs = [one.inputs["logprobs"].astype(np.float32) for one in data]
-    batch.targets = [one.targets.astype(np.int32) for one in data]
+        batch.logprobs = [one.inputs[LOGPROBS].astype(np.float32) for one in data]
+    if loss.marks:
+        batch.marks = [one.inputs[MARKS] != 0 for one in data]
     return batch
+
+
+def _width(datum: Datum) -> int:
+    """Targets at each place."""
+    return datum.targets[0].size
+
+
+def _as_wide(values: np.ndarray, width: int) -> np.ndarray:
+    """[N, width], with zeros for what it has not; as it is where nothing is wide: a target without
+    a weight is not learned from."""
+    if not width:
+        return values
+    values = values.reshape(len(values), -1)
+    return np.pad(values, ((0, 0), (0, width - values.shape[1])))
+
+
+def logprobs_of(data: Sequence[Datum], found: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Of each datum's own targets, of what a pass of `batch_of` found."""
+    return [
+        one.reshape(len(one), -1)[:, : _width(datum)].reshape(datum.targets.shape)
+        for datum, one in zip(data, found, strict=True)
+    ]

@@ -40,7 +40,7 @@ from lora_moe_rl.service.backend import (
     Passed,
     Sampled,
 )
-from lora_moe_rl.service.batches import batch_of, check_data
+from lora_moe_rl.service.batches import batch_of, check_data, logprobs_of
 from lora_moe_rl.service.loras import Places
 from lora_moe_rl.service.routes import RouteStore
 from lora_moe_rl.service.sampling import Samplers
@@ -115,7 +115,7 @@ class EngineRoom:
         found = {name: metrics[key] for key, name in names.items() if key in metrics}
         if self.store is not None:
             found["replay_coverage:mean"] = covered
-        return Passed(logprobs, found)
+        return Passed(logprobs_of(data, logprobs), found)
 
     async def forget_gradient(self, model: str) -> None:
         self._lora(model)

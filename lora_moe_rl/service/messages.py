@@ -20,7 +20,8 @@ STOP, LENGTH = 0, 1  # StopReason
 _FIELDS = {
     "Tokens": "tokens 1 bytes",
     "Chunk": "encoded_text 1 Tokens, image 2 bytes, dmel 3 bytes",
-    "Tensor": "dense 1 bytes, sparse_csr 2 bytes, dtype 3 int32, shape 4 *int64",
+    "SparseCsr": "values 1 bytes, crow_indices 2 bytes, col_indices 3 bytes",
+    "Tensor": "dense 1 bytes, sparse_csr 2 SparseCsr, dtype 3 int32, shape 4 *int64",
     "NamedTensor": "key 1 string, value 2 Tensor",
     "Datum": "model_input 1 *Chunk, loss_fn_inputs 2 *NamedTensor, "
     "model_input_spans 3 *bytes, loss_fn_input_spans 4 *bytes",
@@ -29,7 +30,7 @@ _FIELDS = {
     "NamedValue": "key 1 string, value 2 Value",
     "ForwardBackwardRequest": "model_id 1 string, seq_id 2 int32, data 3 *Datum, loss_fn 4 string, "
     "loss_fn_config 5 *Number, forward_only 6 bool, loss_fn_config_v2 7 *NamedValue",
-    "BatchedTensor": "data 1 bytes, offsets 2 bytes, dtype 3 int32",
+    "BatchedTensor": "data 1 bytes, offsets 2 bytes, dtype 3 int32, trailing_shape 4 *int64",
     "NamedBatchedTensor": "key 1 string, value 2 BatchedTensor",
     "ArrayRecord": "type_tag 1 string, fields 2 *NamedBatchedTensor, num_datums 3 int64",
     "ForwardBackwardOutput": "loss_fn_output_type 1 string, loss_fn_outputs 2 *ArrayRecord, "

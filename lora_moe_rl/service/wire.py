@@ -1,6 +1,6 @@
 """Protobuf in and out: what a forward is asked of, and what forwards and samples have found.
 
-Shape letters as in `backend.py`; K: several targets at one place, which are not done here.
+Shape letters as in `backend.py`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,7 @@ def _datum(message: Any, where: str, max_length: int) -> Datum:
     if TARGETS not in tensors:
         raise ServiceError(f"{where}.loss_fn_inputs has no {TARGETS}")
     found = {
-        name: _vector(tensor, f"{where}.loss_fn_inputs[{name!r}]", len(tokens))
+        name: _values(tensor, f"{where}.loss_fn_inputs[{name!r}]", len(tokens))
         for name, tensor in tensors.items()
     }
     targets = _ids(found.pop(TARGETS), f"{where}.loss_fn_inputs[{TARGETS!r}]")
@@ -101,22 +102,39 @@ def _tokens(chunks: Sequence[Any], where: str) -> np.ndarray:
     return _ids(joined, f"{where}.model_input")
 
 
-def _vector(tensor: Any, where: str, length: int) -> np.ndarray:
-    """A tensor of one dimension, [N]."""
-    shape = list(tensor.shape)
-    if tensor.HasField("sparse_csr") or len(shape) > 1:
+def _values(tensor: Any, where: str, length: int) -> np.ndarray:
+    """A tensor of [N] or, with several targets at a place, [N, K]."""
+    shape = list(tensor.shape) or [length]
+    if len(shape) > 2 or shape[0] != length or min(shape) < 1:
         raise ServiceError(
-            f"{where} has shape {shape}; one value a token is read, [{length}]: several targets at "
-            "one place [N, K] are not done here, give a datum for each"
+            f"{where} has shape {shape}; one value for each of the {length} tokens of model_input "
+            f"is read, [{length}], or several of each, [{length}, K]"
         )
     if tensor.dtype not in _DTYPES:
         raise ServiceError(f"{where} has dtype {tensor.dtype}; float32, int64 and int32 are read")
-    values = _numbers(tensor.dense, _DTYPES[tensor.dtype], where)
-    if len(values) != length or shape not in ([], [length]):
-        raise ServiceError(
-            f"{where} has {len(values)} values in shape {shape}, and model_input {length} tokens"
-        )
-    return values
+    dtype = _DTYPES[tensor.dtype]
+    if tensor.HasField("sparse_csr"):
+        return _of_csr(tensor.sparse_csr, shape, dtype, where)
+    values = _numbers(tensor.dense, dtype, where)
+    if len(values) != math.prod(shape):
+        raise ServiceError(f"{where} has {len(values)} values in shape {shape}")
+    return values.reshape(shape)
+
+
+def _of_csr(csr: Any, shape: list[int], dtype: np.dtype, where: str) -> np.ndarray:
+    """With zeros where it has nothing."""
+    values = _numbers(csr.values, dtype, where)
+    starts, columns = (
+        _numbers(one, _DTYPES[INT64], where) for one in (csr.crow_indices, csr.col_indices)
+    )
+    counts = np.diff(starts)
+    whole = len(starts) == shape[0] + 1 and starts[0] == 0 and (counts >= 0).all()
+    whole = whole and starts[-1] == len(values) == len(columns)
+    if len(shape) != 2 or not whole or not ((columns >= 0) & (columns < shape[-1])).all():
+        raise ServiceError(f"{where} is no sparse tensor (CSR) of shape {shape}")
+    dense = np.zeros(shape, dtype)
+    dense[np.repeat(np.arange(shape[0]), counts), columns] = values
+    return dense
 
 
 def _numbers(content: bytes, dtype: np.dtype, where: str) -> np.ndarray:
@@ -149,21 +167,29 @@ def passed(found: Passed) -> bytes:
     """A ForwardBackwardOutput: logprobs of each datum, and metrics."""
     for name in found.metrics:
         assert name.count(":") == 1 and name.partition(":")[2] in REDUCTIONS, name
-    logprobs = [np.ascontiguousarray(one, "<f4") for one in found.logprobs]
+    output = made("ForwardBackwardOutput", loss_fn_output_type="ArrayRecord")
+    for width, some in groupby(found.logprobs, lambda one: one.shape[1:]):
+        output.loss_fn_outputs.append(
+            _record([np.ascontiguousarray(o, "<f4") for o in some], width)
+        )
+    for name, value in found.metrics.items():
+        output.metrics.add(key=name, value=value)
+    return output.SerializeToString()
+
+
+def _record(logprobs: list[np.ndarray], width: tuple[int, ...]) -> Any:
+    """An ArrayRecord of data whose targets are as many at each place."""
     ends = np.cumsum([0, *(one.nbytes for one in logprobs)]).astype("<i8")
     batched = made(
         "BatchedTensor",
         data=b"".join(one.tobytes() for one in logprobs),
         offsets=ends.tobytes(),
         dtype=FLOAT32,
+        trailing_shape=width,
     )
     record = made("ArrayRecord", type_tag="ArrayRecord", num_datums=len(logprobs))
     record.fields.add(key="logprobs", value=batched)
-    output = made("ForwardBackwardOutput", loss_fn_output_type="ArrayRecord")
-    output.loss_fn_outputs.append(record)
-    for name, value in found.metrics.items():
-        output.metrics.add(key=name, value=value)
-    return output.SerializeToString()
+    return record
 
 
 def sampled(found: Sampled) -> bytes:

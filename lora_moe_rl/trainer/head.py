@@ -60,8 +60,28 @@ class Head:
         **_: Any,
     ) -> torch.Tensor:
         """hidden_states `[F / (cp tp), 1, H]`; output_weight: of tied embeddings, if they are."""
+        asked = self.asked(hidden_states, output_layer, output_weight, context)
+        trained = Trained.NOTHING
+        if torch.is_grad_enabled():
+            trained = Trained.ENTROPY_TOO if self.trains_entropy else Trained.LOGPROBS
+        told = self.tells_entropy or trained > Trained.NOTHING
+        logprobs, entropy = LogProbs.apply(*asked, self.temperature, trained, told)
+        cp = ps.get_context_parallel_group()
+        logprobs = put_together(logprobs, cp)
+        if told:
+            entropy = put_together(entropy, cp)
+            context.entropy = entropy
+        return logprobs
+
+    def asked(
+        self,
+        hidden: torch.Tensor,
+        output_layer: torch.nn.Module,
+        output_weight: torch.Tensor | None,
+        context: Work,
+    ) -> Asked:
+        """What this rank computes of a micro-batch."""
         weight = output_layer.weight if output_weight is None else output_weight
-        hidden = hidden_states
         if ps.get_tensor_model_parallel_world_size() > 1:
             # A rank's gradient is of its part of the vocabulary: the backward sums them.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -81,19 +101,7 @@ class Head:
             self.vocab_size,
             ps.get_tensor_model_parallel_group(),
         )
-        trained = Trained.NOTHING
-        if torch.is_grad_enabled():
-            trained = Trained.ENTROPY_TOO if self.trains_entropy else Trained.LOGPROBS
-        told = self.tells_entropy or trained > Trained.NOTHING
-        logprobs, entropy = LogProbs.apply(
-            hidden.squeeze(1), labels, rows, fed_at, vocabulary, self.temperature, trained, told
-        )
-        cp = ps.get_context_parallel_group()
-        logprobs = put_together(logprobs, cp)
-        if told:
-            entropy = put_together(entropy, cp)
-            context.entropy = entropy
-        return logprobs
+        return Asked(hidden.squeeze(1), labels, rows, fed_at, vocabulary)
 
 
 class Vocabulary(NamedTuple):
@@ -105,6 +113,23 @@ class Vocabulary(NamedTuple):
     size: int
     group: dist.ProcessGroup | None
 
+    def places(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of tokens their rows in `weight`, 0 for those of other ranks; and which are here."""
+        places = labels - self.first
+        here = (places >= 0) & (places < len(self.weight))
+        return places.where(here, 0), here
+
+
+class Asked(NamedTuple):
+    """hidden `[F, H]`; labels int64 `[T]`, or `[T, K]` of several tokens at a place; rows int64
+    `[R]`, the places that are asked for, and fed_at int64 `[R]`, which hidden state is each's."""
+
+    hidden: torch.Tensor
+    labels: torch.Tensor
+    rows: torch.Tensor
+    fed_at: torch.Tensor
+    vocabulary: Vocabulary
+
 
 class Trained(IntEnum):
     """Of what a backward follows."""
@@ -115,8 +140,8 @@ class Trained(IntEnum):
 
 
 class LogProbs(torch.autograd.Function):
-    """hidden `[F, H]`, labels int64 `[T]`, rows int64 `[R]`, fed_at int64 `[R]` (which hidden state
-    is each row's) -> logprobs and entropy, float32 `[T]`, 0 but in `rows`. Where nothing is
+    """What is asked, with one label at a place -> logprobs and entropy, float32 `[T]`, 0 but in
+    `rows`. Where nothing is
     `trained` there is no entropy, unless it is to be `told`. The gradient with respect to hidden is
     this rank's part of a sum; entropy has one if it is trained too."""
 
@@ -136,7 +161,7 @@ class LogProbs(torch.autograd.Function):
         entropy = torch.zeros_like(logprobs)
         # [trained, R, H]: of the logprobs, then of the entropy.
         slopes = [hidden.new_empty(len(rows), hidden.shape[1]) for _ in range(trained)]
-        for part in _parts(len(rows), len(vocabulary.weight)):
+        for part in parts_of(len(rows), len(vocabulary.weight)):
             some = rows[part]
             states = hidden[fed_at[part]]
             found = _of_rows(states, labels[some], vocabulary, temperature, trained, told)
@@ -168,9 +193,23 @@ class _Found(NamedTuple):
     slopes: tuple[torch.Tensor, ...] = ()
 
 
-def _parts(rows: int, columns: int) -> Iterator[slice]:
+def parts_of(rows: int, columns: int) -> Iterator[slice]:
+    """Rows of `columns` logits each, as many at a time as there may be."""
     at_once = rows_at_once(columns)
     return (slice(start, start + at_once) for start in range(0, rows, at_once))
+
+
+def shifted_logits(
+    hidden: torch.Tensor, vocabulary: Vocabulary, temperature: float
+) -> torch.Tensor:
+    """float32 `[R, V / tp]` of a few rows, less the largest of each over all ranks."""
+    weight, first, size, group = vocabulary
+    logits = (hidden @ weight.t()).float().div_(temperature)
+    if first + len(weight) > size:
+        logits[:, max(0, size - first) :] = float("-inf")
+    top = logits.amax(dim=-1)
+    all_reduce(top, dist.ReduceOp.MAX, group)
+    return logits.sub_(top[:, None])
 
 
 def _of_rows(
@@ -182,25 +221,18 @@ def _of_rows(
     told: bool,
 ) -> _Found:
     """Of a few rows."""
-    weight, first, size, group = vocabulary
-    logits = (hidden @ weight.t()).float().div_(temperature)
-    if first + len(weight) > size:
-        logits[:, max(0, size - first) :] = float("-inf")
-    top = logits.amax(dim=-1)
-    _all_reduce(top, dist.ReduceOp.MAX, group)
-    logits.sub_(top[:, None])
-    places = labels - first
-    here = (places >= 0) & (places < len(weight))
-    places = places.where(here, 0)
+    weight, _, _, group = vocabulary
+    logits = shifted_logits(hidden, vocabulary, temperature)
+    places, here = vocabulary.places(labels)
     of_label = logits.gather(1, places[:, None])[:, 0].where(here, 0)
     if not (trained or told):
         sums = torch.stack([logits.exp_().sum(-1), of_label])
-        _all_reduce(sums, dist.ReduceOp.SUM, group)
+        all_reduce(sums, dist.ReduceOp.SUM, group)
         return _Found(sums[1] - sums[0].log())
     shares = logits.exp()
     weighted = logits.clamp_min_(LOWEST).mul_(shares)
     sums = torch.stack([shares.sum(-1), of_label, weighted.sum(-1)])
-    _all_reduce(sums, dist.ReduceOp.SUM, group)
+    all_reduce(sums, dist.ReduceOp.SUM, group)
     total = sums[0].log()
     entropy = total - sums[2] / sums[0]
     if not trained:
@@ -215,6 +247,7 @@ def _of_rows(
     return _Found(sums[1] - total, entropy, tuple(slopes))
 
 
-def _all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup | None) -> None:
+def all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup | None) -> None:
+    """In place."""
     if group is not None and dist.get_world_size(group) > 1:
         dist.all_reduce(tensor, op=op, group=group)

@@ -29,6 +29,7 @@ from lora_moe_rl.trainer import service_losses
 from lora_moe_rl.trainer.engine import TrainingEngine, Work
 from lora_moe_rl.trainer.meter import Meter
 from lora_moe_rl.trainer.update import replay_metrics
+from lora_moe_rl.trainer.wide_head import WideHead
 
 Moments = dict[str, torch.Tensor]
 
@@ -117,21 +118,27 @@ class Models:
         batch: TrainBatch,
         parts: Sequence[Sent],
     ) -> tuple[dict[int, np.ndarray], dict[str, float]]:
-        """(Logprobs of the targets of this rank's samples, float32 [R], from the ranks that have
-        them; metrics, the same on all). `parts`: the samples' routes in turn."""
+        """(Logprobs of the targets of this rank's samples, float32 [R] or [R, K], from the ranks
+        that have them; metrics, the same on all). `parts`: the samples' routes in turn."""
         self.select(name)
         engine, model = self.engine, self.of[name]
         meter = Meter(engine.device, engine.is_last_stage, engine.algorithm)
         routes = engine.routes(batch, parts)
-        total = functools.partial(_total, meter, *service_losses.find(loss, settings))
+        head, total = (
+            engine.head(1.0),
+            functools.partial(_total, meter, *service_losses.find(loss, settings)),
+        )
+        if batch.wide:
+            head = WideHead(1.0, engine.spec.shape.vocab_size)
+            total = functools.partial(_wide_total, meter)
         with engine.watched_replay(batch, routes):
             dp = ps.get_data_parallel_world_size(), ps.get_data_parallel_rank()
             works = engine.my_work(batch, np.arange(len(batch)), routes, *dp)
             if backward:
-                engine.forward_backward(works, total, engine.head(1.0), divisor=1.0)
+                engine.forward_backward(works, total, head, divisor=1.0)
                 self._add(model)
             else:
-                engine.evaluate(works, total, engine.head(1.0))
+                engine.evaluate(works, total, head)
         metrics = _metrics(meter, works) | replay_metrics(engine, batch, routes, meter)
         logprobs: dict[int, np.ndarray] = {}
         if meter.reports:
@@ -222,12 +229,25 @@ def _total(
     streams = data.rollout_logprobs, data.advantages
     before, coefficient = (on_device(torch.from_numpy(one), device) for one in streams)
     mask = on_device(torch.from_numpy(data.response), device)
-    values = loss.values(logprobs, before, coefficient, settings)
-    total = values.where(mask, 0).sum()
+    marked = ()
+    if loss.marks:
+        marked = (on_device(torch.from_numpy(one), device) for one in (data.marks, data.places))
+    tokens = service_losses.Tokens(logprobs, before, coefficient, *marked)
+    total = loss.values(tokens, settings).where(mask, 0).sum()
     work.known["score"] = logprobs.detach()
     meter.add("loss", total.detach())
     if loss.compares:
         work.known["apart"] = before - logprobs.detach()
+    return total, mask.sum().to(torch.int), {}
+
+
+def _wide_total(
+    meter: Meter, work: Work, weighted: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    """So too of several targets at a place, by cross-entropy: the head has weighted them."""
+    mask = on_device(torch.from_numpy(work.data.response), weighted.device)
+    total = -weighted.where(mask, 0).sum()
+    meter.add("loss", total.detach())
     return total, mask.sum().to(torch.int), {}
 
 

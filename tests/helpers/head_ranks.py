@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lora_moe_rl.trainer.head import LogProbs, Trained, Vocabulary
+from lora_moe_rl.trainer.wide_head import WideLogProbs
 
 T, H, SIZE, PADDED = 41, 16, 97, 100
 TEMPERATURE = 0.7
@@ -59,3 +60,37 @@ def of_rank(rank: int, file: str, trained: Trained) -> tuple[torch.Tensor, ...]:
     dist.all_reduce(gradient)
     dist.destroy_process_group()
     return logprobs.detach(), entropy.detach(), gradient
+
+
+def wide_tensors():
+    """Of several targets at a place: labels, of which some are there twice, and weights."""
+    torch.manual_seed(3)
+    labels = torch.randint(SIZE, (T, 5))
+    labels[::3, 1] = labels[::3, 0]
+    return labels, torch.randn(T, 5) * (torch.rand(T, 5) > 0.3)
+
+
+def wide_ours(vocabulary, fed_at=None):
+    """Weighted sums, logprobs and the gradient of hidden."""
+    hidden, _, _, rows = tensors()
+    labels, weights = wide_tensors()
+    at = rows if fed_at is None else fed_at
+    asked = hidden, labels, rows, at, vocabulary, weights, TEMPERATURE, True
+    sums, logprobs = WideLogProbs.apply(*asked)
+    (0.1 * sums).sin().sum().backward()
+    outside = torch.ones(len(labels), dtype=torch.bool)
+    outside[rows] = False
+    assert not sums[outside].any() and not logprobs[outside].any()
+    return sums[rows], logprobs[rows], hidden.grad
+
+
+def wide_of_rank(rank: int, file: str) -> tuple[torch.Tensor, ...]:
+    """So of the whole head."""
+    dist.init_process_group("gloo", f"file://{file}", rank=rank, world_size=2)
+    _, weight, *_ = tensors()
+    half = PADDED // 2
+    mine = weight[rank * half : (rank + 1) * half]
+    sums, logprobs, gradient = wide_ours(Vocabulary(mine, rank * half, SIZE, dist.group.WORLD))
+    dist.all_reduce(gradient)
+    dist.destroy_process_group()
+    return sums.detach(), logprobs.detach(), gradient

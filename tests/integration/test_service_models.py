@@ -15,7 +15,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ServiceError
 from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.service.backend import Datum, LossCall
-from lora_moe_rl.service.batches import batch_of
+from lora_moe_rl.service.batches import batch_of, logprobs_of
 
 RELATIVE = 1e-5
 CALLS = (
@@ -24,6 +24,7 @@ CALLS = (
     LossCall("ppo", {"clip_high_threshold": 1.05, "clip_low_threshold": 0.95}),
     LossCall("cispo", {"clip_low_threshold": 0.5, "clip_high_threshold": 1.1}),
     LossCall("dro", {"beta": 0.3}),
+    LossCall("gspo", {"clip_low_threshold": 0.98, "clip_high_threshold": 1.02}),
 )
 # lr, betas, eps, weight decay, clip: twice, as a client may ask.
 STEPS = ((0.002, (0.9, 0.95), 1e-8, 0.0, 0.0), (0.001, (0.8, 0.99), 1e-4, 0.1, 0.05))
@@ -42,7 +43,26 @@ def data_of(vocab_size: int, call: LossCall, before=None, seed: int = 5) -> list
                 "advantages": inputs["weights"],
                 "logprobs": noise + (-6 if before is None else before[number]),
             }
+        if call.name == "gspo":
+            marks = (np.arange(len(ids)) % 4 > 0).astype(np.float32)
+            marks[-1] = 0.5  # what is not 0 is marked
+            inputs["sequence_ratio_mask"] = marks
         found.append(Datum(ids.astype(np.int32), targets, inputs))
+    return found
+
+
+def widened(data: list[Datum], vocab_size: int) -> list[Datum]:
+    """With up to three targets at each place, of which one may be there twice; every third datum
+    has one, and no second dimension."""
+    rng, found = np.random.default_rng(9), []
+    for number, one in enumerate(data):
+        if number % 3:
+            shape = len(one.tokens), 1 + number % 3
+            targets = rng.integers(0, vocab_size, shape).astype(np.int32)
+            targets[:2] = one.targets[:2, None]
+            weights = rng.normal(0, 1, shape).astype(np.float32)
+            one = Datum(one.tokens, targets, {"weights": weights})
+        found.append(one)
     return found
 
 
@@ -87,6 +107,12 @@ def by_hand(call: LossCall, logprobs: torch.Tensor, datum: Datum) -> torch.Tenso
         return -torch.min(ratio * advantages, clipped * advantages).sum()
     if call.name == "cispo":
         return -(torch.clamp(ratio, low, high).detach() * logprobs * advantages).sum()
+    if call.name == "gspo":
+        marked = inputs["sequence_ratio_mask"] != 0
+        mean = (logprobs.detach() - inputs["logprobs"])[marked].mean()
+        ratio = torch.exp(mean + logprobs - logprobs.detach())
+        clipped = torch.clamp(ratio, low, high)
+        return -torch.min(ratio * advantages, clipped * advantages).sum()
     quadratic = (logprobs - inputs["logprobs"]) ** 2
     return -(logprobs * advantages - 0.5 * call.settings["beta"] * quadratic).sum()
 
@@ -96,7 +122,8 @@ def their_logprobs(model, data) -> list[torch.Tensor]:
     for datum in data:
         logits = model(torch.from_numpy(datum.tokens).long()[None]).logits[0].float()
         every = torch.log_softmax(logits, -1)
-        found.append(every.gather(1, torch.from_numpy(datum.targets).long()[:, None])[:, 0])
+        targets = torch.from_numpy(datum.targets).long()
+        found.append(every.gather(1, targets.view(len(targets), -1)).view(targets.shape))
     return found
 
 
@@ -121,13 +148,15 @@ def test_a_model_learns_as_pefts_does_under_torchs_adam(tmp_path):
     with torch.no_grad():
         before = [one.numpy() for one in their_logprobs(theirs, plain)]
     calls = [(call, data_of(vocab, call, before)) for call in CALLS]
+    calls.append((CALLS[0], widened(plain, vocab)))
 
     ((passes, after),) = run_ranks(config, tmp_path, life, calls, STEPS)
 
     for (call, data), (logprobs, metrics, gradient) in zip(calls, passes, strict=True):
         expected, loss, gradients = their_pass(theirs, spec, call, data)
-        for number, one in enumerate(expected):
-            np.testing.assert_allclose(logprobs[number], one, rtol=0, atol=2e-5)
+        ours = logprobs_of(data, [logprobs[number] for number in range(len(data))])
+        for one, other in zip(ours, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)
         assert metrics["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-5), call
         ours = assemble(spec.tensor_shapes, gradient)
         names = {name: value.numpy() for name, value in gradients.items()}
@@ -200,6 +229,7 @@ def of_two(config, turns=TURNS, names=("a", "b")):
     ranks = {"a": {site.name: site.rank for site in spec}, "b": half}
     factors = {"a": 1.0, "b": 2.0 if whole else 1.0}
     data = data_of(spec.shape.vocab_size, CALLS[0])
+    data[3:] = widened(data[3:], spec.shape.vocab_size)
     mine = [turn for turn in turns if turn in names]
     args = mine, data, {n: ranks[n] for n in names}, {n: factors[n] for n in names}
     by_rank = run_ranks(config, model_dir, two_models, *args)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.data.batch import STREAMS, TrainBatch
+from lora_moe_rl.data.batch import OPTIONAL, STREAMS, TrainBatch
 from lora_moe_rl.data.micro_batches import plan_for
 from lora_moe_rl.data.packing import MicroBatch, pack
 from lora_moe_rl.data.shares import shares
@@ -40,6 +40,8 @@ def batch_of() -> TrainBatch:
     batch.mini_batch = np.repeat([0, 1], N // 2)
     batch.groups = np.repeat(np.arange(GROUPS), N // GROUPS)
     batch.splits = {5: (int(prompts[5]) + 1,)}
+    batch.targets = [rng.integers(0, 99, (len(w), 3), np.int32) for w in batch.weights]
+    batch.marks = [rng.random(len(w)) > 0.5 for w in batch.weights]
     return batch
 
 
@@ -79,7 +81,7 @@ def test_another_ranks_sample_is_an_error_and_no_other_sample():
     first, second = sent(batch_of(), config_of(2))
     (sample, *_) = set(range(N)) - set(first.token_ids.found)
     assert second.token_ids[sample] is not None
-    for name in STREAMS:
+    for name in (*STREAMS, *OPTIONAL):
         with pytest.raises(ValueError, match=f"sample {sample} is trained by another rank"):
             getattr(first, name)[sample]
     with pytest.raises(ValueError, match="trained by another rank"):

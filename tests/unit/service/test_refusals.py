@@ -128,7 +128,7 @@ def targets(values: np.ndarray) -> tinker.Datum:
 
 
 def sparse() -> tinker.Datum:
-    rows = types.TensorData([4, 5, 6], "int64", [3, 9], [0, 1, 2, 3], [0, 1, 2])
+    rows = types.TensorData([4, 5, 6], "int64", [3, 9], [0, 1, 2, 3], [0, 1, 9])
     return tinker.Datum(TEXT, {"target_tokens": rows})
 
 
@@ -136,13 +136,14 @@ NAN = np.float32([1, np.nan, 1])
 DATA = [
     (tinker.Datum(TEXT.append(IMAGE), {"target_tokens": [1] * 5}), r"data\[0\].model_input has a "
      "chunk of kind image; only text is read"),
-    (targets(np.ones((3, 2), np.int64)), r"has shape \[3, 2\]; one value a token is read, \[3\]: "
-     r"several targets at one place \[N, K\] are not done here, give a datum for each"),
-    (sparse(), r"has shape \[3, 9\]; one value a token is read"),
+    (targets(np.ones((3, 2, 1), np.int64)), r"has shape \[3, 2, 1\]; one value for each of the 3 "
+     r"tokens of model_input is read, \[3\], or several of each, \[3, K\]"),
+    (targets(np.ones((3, 0), np.int64)), r"has shape \[3, 0\]; one value for each"),
+    (sparse(), r"is no sparse tensor \(CSR\) of shape \[3, 9\]"),
     (targets(np.ones(3, np.float32)), "holds float32; token ids are integers"),
     (targets(np.int64([1, -1, 2])), "holds -1, which is no token id"),
     (targets(np.int64([1, 2**31, 2])), "holds 2147483648, which is no token id"),
-    (targets(np.int64([1, 2])), r"has 2 values in shape \[2\], and model_input 3 tokens"),
+    (targets(np.int64([1, 2])), r"has shape \[2\]; one value for each of the 3 tokens"),
     (datum([1, 2, 3], weights=NAN), "holds nan: only finite numbers can be learned from"),
     (datum([1, 2, 3], weights=np.int64([1, 2, 2**24 + 1])), "holds an integer that float32 cannot"),
     (tinker.Datum(TEXT, {"weights": [1.0, 1, 1]}), "loss_fn_inputs has no target_tokens"),
