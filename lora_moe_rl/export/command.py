@@ -192,7 +192,7 @@ def _export_merged(options: argparse.Namespace) -> int:
     found = source.load(options.source, _base(options))
     base = resolve_model(options.base or found.config.model.path)
     found.check_base(base)
-    say = Console(highlight=False, soft_wrap=True, stderr=True).print
+    say = Console(highlight=False, emoji=False, soft_wrap=True, stderr=True).print
     stop = STOP_LOST if options.stop_lost is None else options.stop_lost
     report = export_merged(found.spec, found.tensors, base, options.out, _form(options), say, stop)
     print(

@@ -48,7 +48,7 @@ def print_report(source: Source, report: Norms) -> None:
     from rich.console import Console
     from rich.table import Column, Table
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, emoji=False, soft_wrap=True)
     spec = source.spec
     console.print(
         f"{source.path}: {len(spec.sites)} sites of {spec.shape.architecture}, "

@@ -148,7 +148,8 @@ class AdamBody(Body):
     learning_rate: Number = Field(1e-4, ge=0)
     beta1: Number = Field(0.9, ge=0, lt=1)
     beta2: Number = Field(0.95, ge=0, lt=1)
-    eps: Number = Field(1e-12, ge=0)
+    # In float32 not 0: a weight without a gradient would become 0 / 0.
+    eps: Number = Field(1e-12, ge=1e-38)
     weight_decay: Number = Field(0.0, ge=0)
     grad_clip_norm: Number = Field(0.0, ge=0)
 

@@ -70,8 +70,8 @@ SHOWN_OF_EVAL = ("avg", "avg_ci95", "response_length", "truncated", "failed")
 
 Way = Literal["lines", "quiet", "json"]
 _way: Way = "lines"
-_console = Console(highlight=False, soft_wrap=True)
-_errors = Console(highlight=False, soft_wrap=True, stderr=True)
+_console = Console(highlight=False, emoji=False, soft_wrap=True)
+_errors = Console(highlight=False, emoji=False, soft_wrap=True, stderr=True)
 
 
 def speak(way: Way) -> None:

@@ -156,9 +156,12 @@ def test_inspect_shows_ranks_and_norms(run, tmp_path, capsys):
 
     picture = imread(tmp_path / "h.png")
     assert len(np.unique(picture.reshape(-1, picture.shape[-1]), axis=0)) > 30
-    assert cli.main(["adapter", "inspect", folder]) == 0
+    of_service = tmp_path / "a:train:0"  # as a service's models are called
+    of_service.symlink_to(folder)
+    assert cli.main(["adapter", "inspect", str(of_service)]) == 0
     out = capsys.readouterr().out
     assert "experts.down" in out and "kv_a_proj" in out
+    assert f"{of_service}" in out
 
 
 def test_import_says_the_settings_that_train_it(run, base, tmp_path, capsys):
