@@ -65,6 +65,7 @@ class EngineRoom:
         self.waiting = Waiting()
         self.served: dict[str, int] = {}  # samplers that engines serve, and as which version
         self.owners: dict[str, int] = {}  # of samplers, the numbers of their models
+        self.digests: dict[str, str] = {}  # of samplers that were read, of their checkpoints
         self.numbers: dict[str, int] = {}  # of models
         self.version = self.batches = 0
         self.newest = FIRST  # the sampler that was published last
@@ -126,12 +127,12 @@ class EngineRoom:
             await asyncio.to_thread(saved.write, directory, lora, *parts)
 
     async def load(self, model: str, directory: Path, optimizer: bool) -> Lora:
-        lora, path, meta = await asyncio.to_thread(saved.read, directory, self.places, self.base)
+        read = await asyncio.to_thread(saved.read, directory, self.places, self.base)
         async with self.turn.alone():
-            asked = path, meta, model, self.places.factor(lora), optimizer
+            asked = read.path, read.meta, model, self.places.factor(read.lora), optimizer
             await asyncio.to_thread(self.ranks.load, *asked)
-            self.loras[model] = lora
-        return lora
+            self.loras[model] = read.lora
+        return read.lora
 
     async def export(self, model: str, directory: Path) -> None:
         lora = self._lora(model)
@@ -187,6 +188,7 @@ class EngineRoom:
         self.waiting.directories.pop(sampler, None)
         self.served.pop(sampler, None)
         self.owners.pop(sampler, None)
+        self.digests.pop(sampler, None)
         # Engines that come back are proven against the newest, whoever still asks for it.
         if sampler in self.waiting and sampler != self.newest:
             self.waiting.order.remove(sampler)
@@ -260,8 +262,12 @@ class EngineRoom:
                 "their place; save what is to last by a name (save_weights_for_sampler)"
             )
         read = await asyncio.to_thread(saved.read, directory, self.places, self.base)
-        lora, path, meta = read
-        asked = path, meta, sampler, self.places.factor(lora), False
+        if self.digests.setdefault(sampler, read.digest) != read.digest:
+            raise ServiceError(
+                f"{directory.name} was written over since sampler {sampler} was made of it, whose "
+                "weights are no longer here: make another"
+            )
+        asked = read.path, read.meta, sampler, self.places.factor(read.lora), False
         await asyncio.to_thread(self.ranks.load, *asked)
         await self._note(sampler, directory)
         await self._serve(sampler, sampler)

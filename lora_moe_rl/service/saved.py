@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lora_moe_rl.adapters import peft
 from lora_moe_rl.errors import CheckpointError, ServiceError
@@ -37,11 +37,17 @@ def write(
     return directory / checkpoint.directory_name(STEP)
 
 
-def read(
-    directory: Path, places: Places, base: dict[str, Any]
-) -> tuple[Lora, Path, dict[str, Any]]:
-    """(The client's LoRA, the checkpoint, what the trainer's ranks read it by), once its files are
-    verified. Raises ServiceError for one that this service cannot hold."""
+class Read(NamedTuple):
+    """The client's LoRA, the checkpoint, what the trainer's ranks read it by, and its SHA-256."""
+
+    lora: Lora
+    path: Path
+    meta: dict[str, Any]
+    digest: str
+
+
+def read(directory: Path, places: Places, base: dict[str, Any]) -> Read:
+    """Once its files are verified. Raises ServiceError for one that this service cannot hold."""
     path = directory / checkpoint.directory_name(STEP)
     try:
         metadata = checkpoint.read_manifest(path)
@@ -58,7 +64,8 @@ def read(
             f"{directory.name} was saved by a service whose section adapter is another: start this "
             "one with the same"
         )
-    return lora, path, metadata["trainer"]
+    digest = checkpoint.sha256_of(path / checkpoint.MANIFEST)  # which has those of its files
+    return Read(lora, path, metadata["trainer"], digest)
 
 
 def export(

@@ -37,8 +37,8 @@ def store_of(config, shape, data) -> RouteStore:
 
 
 def replayed(worker, spec, data):
-    """How much was found; what a forward alone gives, and one with a backward; what routers give that
-    choose for themselves; the gradient."""
+    """How much was found; what a forward alone gives, and one with a backward; what routers give
+    that choose for themselves; the gradient."""
     worker.of_models("create", "a", 3, {site.name: site.rank for site in spec}, 1.0)
     worker.set_adapter(random_adapter(spec))
     store = store_of(worker.config, spec.shape, data)

@@ -14,6 +14,7 @@ from lora_moe_rl.errors import EngineLost, NotServed, RefitError, ServiceError
 from lora_moe_rl.service import engine_room
 from lora_moe_rl.service.backend import Adam, Ask, Facts, Lora
 from lora_moe_rl.service.engine_room import EngineRoom
+from lora_moe_rl.service.saved import Read
 from lora_moe_rl.service.waiting import KEPT
 
 ASK = Ask([1, 2], 1, 3)
@@ -165,7 +166,8 @@ def room(monkeypatch):
     made.turn.on_death = made.deaths.append
 
     def read(directory: Path, places, base):
-        return Lora(8), directory, {"value": float((directory / "value").read_text())}
+        value = (directory / "value").read_text()
+        return Read(Lora(8), directory, {"value": float(value)}, value)
 
     monkeypatch.setattr(engine_room, "saved", SimpleNamespace(read=read))
     return made
@@ -291,6 +293,23 @@ def test_states_on_the_disk_leave_before_those_that_are_nowhere_else(room, tmp_p
         for number in (0, KEPT):
             assert await room.sample(f"n{number}", ASK) == number
         assert len(room.ranks.of) == KEPT + 3, "more wait than there may"
+
+    run(work())
+
+
+def test_a_state_that_was_written_over_is_not_served_as_what_it_was(room, tmp_path):
+    async def work():
+        await begun(room, 10)
+        directory = saved(tmp_path / "a", 7)
+        await room.publish_saved(directory, "10", "named")
+        (directory / "value").write_text("8.0")
+        assert await room.sample("named", ASK) == 7
+        for number in range(KEPT + 1):
+            await room.publish("10", f"s{number}")
+        with pytest.raises(ServiceError, match="a was written over since sampler named"):
+            await room.sample("named", ASK)
+        await room.publish_saved(directory, "10", "named again")
+        assert await room.sample("named again", ASK) == 8
 
     run(work())
 
