@@ -13,7 +13,7 @@ Routes of what engines sampled are kept (`routes.py`), and replayed where a datu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -70,7 +70,7 @@ class EngineRoom:
         self.version = self.batches = 0
         self.newest = FIRST  # the sampler that was published last
         self.turn = Turn(engines)
-        self._publishing: set[asyncio.Task[None]] = set()
+        self._publishing: set[asyncio.Task[int]] = set()
 
     async def start(self) -> None:
         """Serves a model that nobody asks for: what engines serve is proven against versions."""
@@ -229,24 +229,21 @@ class EngineRoom:
 
     async def _version_of(self, sampler: str) -> int:
         """The version that engines serve it as; it is published again where none is."""
-        if sampler not in self.served:
-            await self._to_its_end(self._publish_again(sampler))
-        return self.served[sampler]
+        if sampler in self.served:
+            return self.served[sampler]
+        # Who waits for it may give that up: what ranks and engines do is not left half done.
+        task = asyncio.create_task(self._publish_again(sampler))
+        self._publishing.add(task)
+        task.add_done_callback(self._ended)
+        return await asyncio.shield(task)
 
-    async def _publish_again(self, sampler: str) -> None:
+    async def _publish_again(self, sampler: str) -> int:
         async with self.turn.refitting():
             if sampler not in self.served:
                 await self._serve_again(sampler)
+            return self.served[sampler]
 
-    async def _to_its_end(self, work: Awaitable[None]) -> None:
-        """Who waits for it may give that up: what ranks and engines do then is not left half
-        done."""
-        task = asyncio.ensure_future(work)
-        self._publishing.add(task)
-        task.add_done_callback(self._ended)
-        await asyncio.shield(task)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[int]) -> None:
         self._publishing.discard(task)
         if not task.cancelled():
             task.exception()  # perhaps nobody waits for it any more
