@@ -85,7 +85,10 @@ class Service:
             await asyncio.sleep(SWEEP_S)
             self.sessions.sweep()
             self.requests.sweep()
-            await asyncio.to_thread(self.folders.sweep)
+            try:
+                await asyncio.to_thread(self.folders.sweep)
+            except Exception:  # a disk that is away for a while
+                log.exception("what has expired could not be looked for")
 
     async def content_of(self, request: Request, media_type: str, longest: int) -> bytes:
         """A body. Raises Refused for one of another kind, which a page in a browser could send
@@ -222,7 +225,7 @@ async def _sessions(service: Service, request: Request) -> Response:
 async def _retrieve(service: Service, request: Request) -> Response:
     asked = read(FetchBody, await service.json_of(request))
     reply = await service.requests.fetch(asked.request_id, asked.allow_metadata_only)
-    return Response(reply.content, media_type=reply.media_type)
+    return Response(reply.content, reply.status, media_type=reply.media_type)
 
 
 async def _cancel(service: Service, request: Request) -> Response:

@@ -19,6 +19,7 @@ import tinker
 from pretended_backend import BASE, PretendedBackend
 from served import client, datum, serving, until
 
+from lora_moe_rl.service import app
 from lora_moe_rl.service.sessions import SILENT_S, UNNAMED_KEPT
 
 pytestmark = [
@@ -93,7 +94,8 @@ def test_answers_about_samplers_and_checkpoints_that_are_lost_repeat_nothing(tmp
     assert all(asked[f"/api/v1/{path}"] > 1 for path in paths)
 
 
-def test_a_long_wait_is_several_short_ones(tmp_path):
+def test_a_long_wait_is_several_short_ones(tmp_path, caplog):
+    """Of which the client's user is told nothing."""
     with serving(tmp_path, poll_s=0.05) as served, client(served) as service:
         model = service.create_lora_training_client(BASE, rank=8).result()
         hold = served.backend.hold = asyncio.Event()
@@ -102,6 +104,7 @@ def test_a_long_wait_is_several_short_ones(tmp_path):
             passed.result(timeout=0.5)
         served.call(hold.set)
         assert len(passed.result().loss_fn_outputs) == 1
+    assert "try_again" not in caplog.text
 
 
 def test_checkpoints_outlive_the_server(tmp_path):
@@ -182,6 +185,18 @@ def test_an_exported_adapter_is_downloaded(tmp_path):
         assert answer.status_code == 400 and "not sent as archives" in answer.json()["error"]
         urls = f"training_runs/{model.model_id}/checkpoints/weights/state/external_weights_urls"
         assert f"{state} is not of external_weights" in served.get(urls).json()["error"]
+
+
+def test_a_disk_that_is_away_ends_no_watch(tmp_path, monkeypatch):
+    monkeypatch.setattr(app, "SWEEP_S", 0.01)
+    with serving(tmp_path) as served, client(served) as service:
+        broken = tmp_path / "other" / "run.json"
+        broken.mkdir(parents=True)
+        model = service.create_lora_training_client(BASE, rank=8).result()
+        (session,) = served.service.sessions.alive.values()
+        session.heard -= SILENT_S + 5
+        until(lambda: bool(served.backend.named("forget")))
+        assert served.backend.named("forget") == [(model.model_id,)]
 
 
 def test_a_session_that_is_silent_ends(tmp_path):
