@@ -79,7 +79,8 @@ def _made(service: Service, id: str, body: SamplingSessionBody) -> Sampler:
 
 
 async def _published(service: Service, place: Place, id: str) -> None:
-    await service.backend.publish_saved(service.folders.directory(place), place.model, id)
+    with service.folders.reading(place) as directory:
+        await service.backend.publish_saved(directory, place.model, id)
 
 
 async def _sample(service: Service, request: Request) -> Response:

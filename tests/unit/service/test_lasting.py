@@ -151,6 +151,38 @@ def test_checkpoints_outlive_the_server(tmp_path):
         assert len(rest.list_checkpoints(model.model_id).result().checkpoints) == 1
 
 
+def test_a_checkpoint_that_is_being_loaded_is_not_deleted(tmp_path, monkeypatch):
+    with serving(tmp_path) as served, client(served) as service:
+        model = service.create_lora_training_client(BASE, rank=8).result()
+        state = model.save_state("s").result().path
+        named = model.save_weights_for_sampler("n").result().path
+        rest, hold = service.create_rest_client(), asyncio.Event()
+        for method, path, make in (
+            ("load", state, lambda: service.create_training_client_from_state(state)),
+            ("load", state, lambda: model.load_state(state)),
+            ("publish_saved", named, lambda: service.create_sampling_client(model_path=named)),
+        ):
+            waiting, does = asyncio.Event(), getattr(served.backend, method)
+
+            async def late(*asked, waiting=waiting, does=does):
+                waiting.set()
+                await hold.wait()
+                return await does(*asked)
+
+            monkeypatch.setattr(served.backend, method, late)
+            made = make()
+            until(waiting.is_set)
+            with pytest.raises(tinker.BadRequestError, match="is being loaded: delete it when"):
+                rest.delete_checkpoint_from_tinker_path(path).result()
+            served.call(hold.set)
+            made.result()
+            served.call(hold.clear)
+            monkeypatch.setattr(served.backend, method, does)
+        for path in (state, named):
+            rest.delete_checkpoint_from_tinker_path(path).result()
+        assert not served.service.folders.all()
+
+
 def test_an_exported_adapter_is_downloaded(tmp_path):
     """As tinker-cookbook does it: without the key."""
     with serving(tmp_path) as served, client(served) as service:

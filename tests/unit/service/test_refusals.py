@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tinker
 from pretended_backend import BASE, DEADLY
-from served import KEY, Served, client, datum, serving
+from served import KEY, Served, client, datum, serving, until
 from tinker import types
 
 from lora_moe_rl.endpoint.receiving import LONGEST_BODY
@@ -94,6 +94,19 @@ def test_a_model_whose_making_fails_is_not_there(served: Served, service):
     answer = served.post("get_info", {"model_id": model})
     assert answer.status_code == 404 and f"there is no model {model}" in answer.json()["error"]
     assert not (served.service.folders.root / model).exists()
+
+
+def test_a_model_that_cannot_be_noted_is_forgotten(served: Served, service, monkeypatch):
+    """The disk is full: the ranks do not keep what nobody can ask for."""
+
+    def full(run):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(served.service.folders, "add", full)
+    before = set(served.backend.weights)
+    with pytest.raises(tinker.RequestFailedError, match="this server has failed; see its log"):
+        service.create_lora_training_client(BASE, rank=8).result()
+    until(lambda: set(served.backend.weights) == before)
 
 
 def test_a_sampler_that_cannot_be_served_can_be_asked_for_again(

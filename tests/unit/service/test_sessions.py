@@ -1,4 +1,4 @@
-"""Sessions end, and states of models are let go: nothing stays behind, and nothing goes too soon."""
+"""Sessions end, and states of models are let go: nothing stays behind, nothing goes too soon."""
 
 from __future__ import annotations
 
