@@ -9,6 +9,7 @@ import tinker
 from pretended_backend import BASE, DEADLY
 from served import KEY, Served, client, datum, serving, until
 from tinker import types
+from tinker.proto import tinker_public_pb2
 
 from lora_moe_rl.endpoint.receiving import LONGEST_BODY
 from lora_moe_rl.errors import ConfigError, EngineDied
@@ -356,3 +357,25 @@ def test_a_newer_sdk_that_asks_for_nothing_new_is_served(served: Served, model):
     answer = served.post("get_info", {**asked, "new": 5})
     assert "new=5 is not served here: it is not known; leave it out" in answer.json()["error"]
     assert served.post("client/config", {"sdk_version": "9", "os": "x"}).status_code == 200
+
+
+UNKNOWN = b"\x9a\x06\x01x"  # field 99, a text
+
+
+@pytest.mark.parametrize("where", ["ForwardBackwardRequest", "Datum", "Tensor"])
+def test_a_newer_sdk_that_asks_for_something_new_in_protobuf(served: Served, service, where):
+    model = service.create_lora_training_client(BASE, rank=8).result()
+    asked = tinker_public_pb2.ForwardBackwardRequest(
+        model_id=model.model_id, seq_id=1, loss_fn="cross_entropy"
+    )
+    one = asked.data.add()
+    one.model_input.add().encoded_text.tokens = np.int32([1, 2]).tobytes()
+    targets = one.loss_fn_inputs["target_tokens"]
+    targets.dense, targets.dtype = np.int64([2, 3]).tobytes(), tinker_public_pb2.DTYPE_INT64
+    message = {"ForwardBackwardRequest": asked, "Datum": one, "Tensor": targets}[where]
+    message.MergeFromString(UNKNOWN)
+    proto = {"Content-Type": "application/x-protobuf"}
+    told = served.post("forward_backward", asked.SerializeToString(), **proto).json()
+    reply = served.post("retrieve_future", {"request_id": told["request_id"]}).json()
+    assert reply["category"] == "user"
+    assert f"field 99 of {where} is not known here: leave out" in reply["error"]
