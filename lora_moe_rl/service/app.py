@@ -223,7 +223,12 @@ async def _sessions(service: Service, request: Request) -> Response:
 
 
 async def _retrieve(service: Service, request: Request) -> Response:
+    """Clients read of a 410 only that it is one, and ask anew. Where that helps nobody they are
+    told why."""
     asked = read(FetchBody, await service.json_of(request))
+    session, _, _ = asked.request_id.partition(":")
+    if asked.request_id not in service.requests.known and session not in service.sessions.alive:
+        raise Refused(404, "not_found", service.sessions.why_not(session))
     reply = await service.requests.fetch(asked.request_id, asked.allow_metadata_only)
     return Response(reply.content, reply.status, media_type=reply.media_type)
 

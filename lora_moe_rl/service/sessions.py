@@ -89,10 +89,16 @@ class Sessions:
         session = self.alive.get(id)
         if session is None:
             if id in self.ended:
-                raise Refused(410, "session_ended", f"session {id} has ended: {self.ended[id]}")
-            raise _unknown(f"session {id}")
+                raise Refused(410, "session_ended", self.why_not(id))
+            raise Refused(404, "not_found", self.why_not(id))
         session.heard = self.clock()
         return session
+
+    def why_not(self, id: str) -> str:
+        """Of a session that does not live."""
+        if id in self.ended:
+            return f"session {id} has ended: {self.ended[id]}"
+        return _not_there(f"session {id}")
 
     def model(self, id: str) -> Model:
         """Raises Refused for one that is not there."""
@@ -173,5 +179,9 @@ async def _tried(work: Awaitable[None]) -> None:
         log.exception("the backend could not forget something")
 
 
+def _not_there(what: str) -> str:
+    return f"there is no {what}; this server may have been started anew"
+
+
 def _unknown(what: str) -> Refused:
-    return Refused(404, "not_found", f"there is no {what}; this server may have been started anew")
+    return Refused(404, "not_found", _not_there(what))

@@ -219,6 +219,31 @@ def test_an_exported_adapter_is_downloaded(tmp_path):
         assert f"{state} is not of external_weights" in served.get(urls).json()["error"]
 
 
+@pytest.mark.parametrize(
+    ("ends", "told"),
+    [
+        (lambda it: it.sessions.alive.clear(), "this server may have been started anew"),
+        (
+            lambda it: [it.sessions.end(one, "it was") for one in [*it.sessions.alive.values()]],
+            "has ended: it was",
+        ),
+    ],
+    ids=["started anew", "ended"],
+)
+def test_whoever_waits_for_what_is_gone_is_told_why(tmp_path, ends, told):
+    with serving(tmp_path, poll_s=0.05) as served, client(served) as service:
+        model = service.create_lora_training_client(BASE, rank=8).result()
+        hold = served.backend.hold = asyncio.Event()
+        passed = model.forward([datum([1, 2])], "cross_entropy")
+        until(lambda: bool(served.backend.named("forward")))
+        sessions = dict(served.service.sessions.alive)
+        served.call(lambda: (served.service.requests.known.clear(), ends(served.service)))
+        with pytest.raises(ValueError, match=told):
+            passed.result(timeout=30)
+        served.call(hold.set)
+        served.call(served.service.sessions.alive.update, sessions)
+
+
 def test_a_disk_that_is_away_ends_no_watch(tmp_path, monkeypatch):
     monkeypatch.setattr(app, "SWEEP_S", 0.01)
     with serving(tmp_path) as served, client(served) as service:

@@ -347,7 +347,7 @@ def test_bodies_that_are_none(served: Served, model):
     ):  # fmt: skip
         answer = served.post(path, body)
         assert answer.status_code == 404 and told in answer.json()["error"]
-    asked = {"request_id": "a", "allow_metadata_only": True}
+    asked = {"request_id": f"{model.model_id}:request:99", "allow_metadata_only": True}
     assert served.post("retrieve_future", asked).status_code == 410
 
 
