@@ -26,9 +26,10 @@ from lora_moe_rl.service.bodies import (
     StepBody,
     read,
 )
-from lora_moe_rl.service.folders import EXTERNAL, WEIGHTS, Place, Run, Saved, place_of
+from lora_moe_rl.service.folders import Run, Saved
 from lora_moe_rl.service.handling import Handler
 from lora_moe_rl.service.line import LEARNS
+from lora_moe_rl.service.place import EXTERNAL, WEIGHTS, Place, place_of
 from lora_moe_rl.service.requests import Reply, Work, in_json, in_protobuf
 from lora_moe_rl.service.sessions import Model, Session
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 LONGEST_PASS = 256 * 2**20
 PROTOBUF = "application/x-protobuf"
+EXTERNALLY = "save_weights_external"
 
 
 def check_base(service: Service, name: str, what: str) -> None:
@@ -53,8 +55,7 @@ async def _create(service: Service, request: Request) -> Response:
     def prepared(model: Model) -> Callable[[], Awaitable[Lora]]:
         check_base(service, body.base_model, "base_model")
         lora = body.lora_config.lora(secrets.randbits(31))
-        if lora.rank > service.backend.facts.rank:
-            most = service.backend.facts.rank
+        if lora.rank > (most := service.backend.facts.rank):
             raise ServiceError(f"rank={lora.rank} is not served here: up to rank={most} is")
         service.backend.check(lora)
 
@@ -109,9 +110,8 @@ def _made(
     async def work() -> Reply:
         try:
             model.lora = await make()
-            base = service.backend.facts.base_model
-            now = service.folders.clock()
-            service.folders.add(Run(id, base, model.lora, now, user_metadata or {}))
+            about = service.backend.facts.base_model, model.lora, service.folders.clock()
+            service.folders.add(Run(id, *about, user_metadata or {}))
         except BaseException as error:
             session.models.pop(id, None)
             model.line.end(f"it could not be made: {error}")
@@ -295,9 +295,5 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("POST", "forward_backward", _forward_backward),
     ("POST", "optim_step", in_turn(StepBody, "optim_step", _step)),
     ("POST", "save_weights", in_turn(SaveBody, "save_weights", _save)),
-    (
-        "POST",
-        "save_weights_external",
-        in_turn(ExternalBody, "save_weights_external", _save_external),
-    ),
+    ("POST", EXTERNALLY, in_turn(ExternalBody, EXTERNALLY, _save_external)),
 ]

@@ -14,9 +14,9 @@ from lora_moe_rl.errors import ServiceError
 from lora_moe_rl.service import wire
 from lora_moe_rl.service.backend import Sampled
 from lora_moe_rl.service.bodies import SamplerBody, read
-from lora_moe_rl.service.folders import EXTERNAL, SAMPLER, Place, place_of
 from lora_moe_rl.service.handling import Handler
 from lora_moe_rl.service.models import check_base, in_turn, write
+from lora_moe_rl.service.place import EXTERNAL, SAMPLER, Place, place_of
 from lora_moe_rl.service.requests import Reply, in_protobuf
 from lora_moe_rl.service.requests import Request as Asked
 from lora_moe_rl.service.sample_bodies import SampleBody, SamplingSessionBody

@@ -9,7 +9,8 @@ import pytest
 
 from lora_moe_rl.errors import DiskError, ServiceError
 from lora_moe_rl.service.backend import Lora
-from lora_moe_rl.service.folders import Folders, Place, Run, Saved, place_of
+from lora_moe_rl.service.folders import Folders, Run, Saved
+from lora_moe_rl.service.place import Place, place_of
 
 MODEL = "0b5e-77:train:0"
 LORA = Lora(8, 5, mlp=False)

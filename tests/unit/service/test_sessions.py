@@ -15,7 +15,7 @@ from lora_moe_rl.service.sessions import UNNAMED_KEPT, Model, Sampler, Session, 
 class Backend(PretendedBackend):
     """Of which `dead` samplers and models cannot be forgotten."""
 
-    dead = ("none",)
+    dead: tuple[str, ...] = ()
 
     async def forget(self, model: str) -> None:
         self.calls.append(("forget", model))
