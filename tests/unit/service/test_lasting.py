@@ -19,7 +19,7 @@ import tinker
 from pretended_backend import BASE, PretendedBackend
 from served import client, datum, serving, until
 
-from lora_moe_rl.service import app
+from lora_moe_rl.service import app, samplers
 from lora_moe_rl.service.sessions import SILENT_S, UNNAMED_KEPT
 
 pytestmark = [
@@ -181,6 +181,32 @@ def test_a_checkpoint_that_is_being_loaded_is_not_deleted(tmp_path, monkeypatch)
         for path in (state, named):
             rest.delete_checkpoint_from_tinker_path(path).result()
         assert not served.service.folders.all()
+
+
+def test_a_sampler_that_takes_long_is_waited_for_by_what_is_asked_of_it(tmp_path, monkeypatch):
+    """Clients give up an answer after a minute, and the ranks may be busy for longer."""
+    monkeypatch.setattr(samplers, "READY_S", 0.05)
+    with serving(tmp_path) as served, client(served) as service:
+        named = trained_path(service)
+        hold, publish = asyncio.Event(), served.backend.publish_saved
+
+        async def late(*asked):
+            await hold.wait()
+            await publish(*asked)
+
+        monkeypatch.setattr(served.backend, "publish_saved", late)
+        sampler = service.create_sampling_client(model_path=named).result(10)
+        prompt, params = tinker.ModelInput.from_ints([5]), tinker.SamplingParams(max_tokens=1)
+        asked = sampler.sample(prompt, 1, params)
+        until(lambda: bool(served.service.requests.waiting))
+        assert not served.backend.named("sample")
+        served.call(hold.set)
+        assert asked.result().sequences[0].tokens == [6]
+
+
+def trained_path(service: tinker.ServiceClient) -> str:
+    model = service.create_lora_training_client(BASE, rank=8).result()
+    return model.save_weights_for_sampler("n").result().path
 
 
 def test_an_exported_adapter_is_downloaded(tmp_path):

@@ -125,11 +125,24 @@ def test_a_sampler_that_cannot_be_served_can_be_asked_for_again(
         service.create_sampling_client(model_path=path).result()
     failed = served.post("create_sampling_session", {**asked, "model_path": path})
     assert failed.status_code == 500 and failed.headers["x-should-retry"] == "false"
+    forgotten = (f"{asked['session_id']}:sample:900",)
+    until(lambda: forgotten in served.backend.named("forget_sampler"))
     monkeypatch.setattr(served.backend, "publish_saved", publish)
     again = served.post("create_sampling_session", {**asked, "model_path": path})
     assert again.json()["sampling_session_id"].endswith(":sample:900")
     other = served.post("create_sampling_session", {**asked, "base_model": BASE})
     assert other.status_code == 400 and "is there already, of something else" in other.text
+
+
+def test_a_state_that_cannot_be_served_is_forgotten(served: Served, model, monkeypatch):
+    async def dead(model, sampler):
+        raise EngineDied("an engine has ended")
+
+    monkeypatch.setattr(served.backend, "publish", dead)
+    before = len(served.backend.named("forget_sampler"))
+    with pytest.raises(tinker.RequestFailedError, match="an engine has ended"):
+        model.save_weights_and_get_sampling_client().result()
+    until(lambda: len(served.backend.named("forget_sampler")) == before + 1)
 
 
 def spans() -> tinker.Datum:
