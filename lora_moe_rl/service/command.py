@@ -100,7 +100,7 @@ async def _serve(room: EngineRoom, listening: Listening, key: str | None, direct
         deaths.append(error)
         listening.stop()
 
-    room.on_death = died
+    room.turn.on_death = died
     await room.start()
     service = Service(room, directory / start.MODELS, key)
     facts = room.facts

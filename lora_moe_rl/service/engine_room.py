@@ -13,21 +13,13 @@ Routes of what engines sampled are kept (`routes.py`), and replayed where a datu
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from lora_moe_rl.cluster.engines import RolloutEngines
 from lora_moe_rl.cluster.service_ranks import ServiceRanks
-from lora_moe_rl.errors import (
-    CheckpointError,
-    EngineDied,
-    LoraMoeRlError,
-    NotServed,
-    RefitError,
-    ServiceError,
-)
+from lora_moe_rl.errors import EngineDied, EngineLost, NotServed, RefitError, ServiceError
 from lora_moe_rl.run.publisher import Publisher
 from lora_moe_rl.service import saved
 from lora_moe_rl.service.backend import (
@@ -44,12 +36,11 @@ from lora_moe_rl.service.batches import batch_of, check_data, logprobs_of
 from lora_moe_rl.service.loras import Places
 from lora_moe_rl.service.routes import RouteStore
 from lora_moe_rl.service.sampling import Samplers
+from lora_moe_rl.service.turn import Turn
+from lora_moe_rl.service.waiting import KEPT, Waiting
 
 FIRST, FIRST_SAMPLER = "first", "first sampler"
-KEPT = 32  # samplers whose weights wait on the ranks' hosts
 AGAIN = 5  # times that one sample is asked for, when newer versions take its slot each time
-
-log = logging.getLogger(__name__)
 
 
 class EngineRoom:
@@ -71,21 +62,20 @@ class EngineRoom:
         self.ranks, self.engines, self.publisher = ranks, engines, publisher
         self.samplers, self.store = samplers, store
         self.loras: dict[str, Lora] = {}  # of models
-        self.kept: dict[str, Path | None] = {}  # samplers: where they are saved, if they are
-        self.waiting: list[str] = []  # samplers whose weights wait on hosts, oldest first
+        self.waiting = Waiting()
         self.served: dict[str, int] = {}  # samplers that engines serve, and as which version
         self.owners: dict[str, int] = {}  # of samplers, the numbers of their models
         self.numbers: dict[str, int] = {}  # of models
         self.version = self.batches = 0
         self.newest = FIRST  # the sampler that was published last
-        self._trainer = asyncio.Lock()
-        self.on_death: Callable[[LoraMoeRlError], None] = lambda error: None
+        self.turn = Turn(engines)
+        self._publishing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Serves a model that nobody asks for: what engines serve is proven against versions."""
         self.engines.prove = self._prove_returned
         await self.create(FIRST, Lora(self.facts.rank, self.places.config.seed))
-        async with self._alone():
+        async with self.turn.alone():
             await self.ranks.keep(FIRST, FIRST_SAMPLER)
             await self.publisher.start()
 
@@ -95,7 +85,7 @@ class EngineRoom:
     async def create(self, model: str, lora: Lora) -> None:
         self.check(lora)
         ranks, factor = self.places.ranks(lora), self.places.factor(lora)
-        async with self._alone():
+        async with self.turn.alone():
             await self.ranks.create(model, lora.seed, ranks, factor)
             self.loras[model] = lora
 
@@ -105,7 +95,7 @@ class EngineRoom:
         self._lora(model)
         check_data(data, loss, self.facts, self.places.spec.shape.vocab_size)
         routes, covered = self._routes(model, data)
-        async with self._alone():
+        async with self.turn.alone():
             self._lora(model)
             self.batches += 1
             batch = batch_of(data, loss, self.batches)
@@ -119,25 +109,25 @@ class EngineRoom:
 
     async def forget_gradient(self, model: str) -> None:
         self._lora(model)
-        async with self._alone():
+        async with self.turn.alone():
             await self.ranks.forget_gradient(model)
 
     async def step(self, model: str, adam: Adam) -> dict[str, float]:
         self._lora(model)
         how = adam.lr, (adam.beta1, adam.beta2), adam.eps, adam.weight_decay, adam.clip
-        async with self._alone():
+        async with self.turn.alone():
             return await self.ranks.step(model, *how)
 
     async def save(self, model: str, directory: Path) -> None:
         lora = self._lora(model)
-        async with self._alone():
+        async with self.turn.alone():
             await self.ranks.select(model)
             parts = self.ranks, self.places, self.base
             await asyncio.to_thread(saved.write, directory, lora, *parts)
 
     async def load(self, model: str, directory: Path, optimizer: bool) -> Lora:
         lora, path, meta = await asyncio.to_thread(saved.read, directory, self.places, self.base)
-        async with self._alone():
+        async with self.turn.alone():
             asked = path, meta, model, self.places.factor(lora), optimizer
             await asyncio.to_thread(self.ranks.load, *asked)
             self.loras[model] = lora
@@ -145,14 +135,14 @@ class EngineRoom:
 
     async def export(self, model: str, directory: Path) -> None:
         lora = self._lora(model)
-        async with self._alone():
+        async with self.turn.alone():
             await self.ranks.select(model)
             parts = self.ranks, self.places, self.base
             await asyncio.to_thread(saved.export, directory, lora, *parts)
 
     async def publish(self, model: str, sampler: str) -> None:
         self._lora(model)
-        async with self._refitting():
+        async with self.turn.refitting():
             await self.ranks.keep(model, sampler)
             await self._note(sampler, None)
             self.owners[sampler] = self._number(model)
@@ -160,19 +150,19 @@ class EngineRoom:
 
     async def publish_saved(self, directory: Path, model: str, sampler: str) -> None:
         await asyncio.to_thread(saved.read, directory, self.places, self.base)
-        self.kept[sampler] = directory
+        self.waiting.directories[sampler] = directory
         self.owners[sampler] = self._number(model)
-        async with self._refitting():
+        async with self.turn.refitting():
             await self._serve_again(sampler)
 
     async def sample(self, sampler: str | None, ask: Ask) -> Sampled:
-        self._check_length(ask)
+        self.samplers.check(ask)
         if sampler is None:
-            return await self.samplers.sample(None, ask)
+            return await self._sampled(None, ask)
         for _ in range(AGAIN):
             version = await self._version_of(sampler)
             with suppress(NotServed, EngineDied):
-                return await self.samplers.sample(version, ask, self.owners[sampler])
+                return await self._sampled(version, ask, self.owners[sampler])
             if self.served.get(sampler) == version:
                 del self.served[sampler]
         raise ServiceError(
@@ -180,51 +170,42 @@ class EngineRoom:
             "refit.slots where the service is started, or ask fewer samplers at a time"
         )
 
+    async def _sampled(self, version: int | None, ask: Ask, owner: int = 0) -> Sampled:
+        try:
+            return await self.samplers.sample(version, ask, owner)
+        except EngineLost as error:
+            self.turn.on_death(error)
+            raise
+
     async def forget(self, model: str) -> None:
         if self.loras.pop(model, None) is not None:
-            async with self._alone():
+            async with self.turn.alone():
                 await self.ranks.forget(model)
 
     async def forget_sampler(self, sampler: str) -> None:
         """Its version keeps its slot until a newer one takes it."""
-        self.kept.pop(sampler, None)
+        self.waiting.directories.pop(sampler, None)
         self.served.pop(sampler, None)
         self.owners.pop(sampler, None)
         # Engines that come back are proven against the newest, whoever still asks for it.
         if sampler in self.waiting and sampler != self.newest:
-            self.waiting.remove(sampler)
-            async with self._alone():
+            self.waiting.order.remove(sampler)
+            async with self.turn.alone():
                 await self.ranks.forget(sampler)
 
-    @asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
-        """The ranks are asked by nobody else. What fails on some of them and not on others leaves
-        them waiting for each other: the service ends then, and `on_death` is told."""
-        async with self._trainer:
-            try:
-                yield
-            except (ServiceError, RefitError, CheckpointError):
-                raise
-            except LoraMoeRlError as error:
-                self.on_death(error)
-                raise
-
-    @asynccontextmanager
-    async def _refitting(self) -> AsyncIterator[None]:
-        """So too, and every engine serves: one that comes back is proven by the ranks, and what it
-        takes must not be written over meanwhile."""
-        while True:
-            await self.engines.all_back()
-            async with self._alone():
-                if not self.engines.returning:
-                    yield
-                    return
-
     async def _prove_returned(self, index: int, version: int) -> None:
-        """An engine that was started anew has taken the newest version."""
-        async with self._alone():
-            await self.ranks.select(self.newest)
-            await self.publisher.prove_returned(index, version)
+        """An engine that was started anew has taken the newest version. One that died over the
+        proof of a version is proven by who publishes that."""
+        try:
+            if self.turn.is_mine:
+                return await self.publisher.prove_returned(index, version)
+            async with self.turn.alone():
+                await self.ranks.select(self.newest)
+                await self.publisher.prove_returned(index, version)
+        except RefitError as error:
+            self.engines.empty.add(index)  # nobody is to ask it
+            self.turn.on_death(error)
+            raise
 
     def _lora(self, model: str) -> Lora:
         if model not in self.loras:
@@ -234,19 +215,6 @@ class EngineRoom:
     def _number(self, model: str) -> int:
         """Which keeps the routes of one model's samples apart from another's."""
         return self.numbers.setdefault(model, len(self.numbers))
-
-    def _check_length(self, ask: Ask) -> None:
-        longest, prompt = self.facts.max_length, len(ask.prompt)
-        if not 0 < prompt < longest:
-            raise ServiceError(
-                f"the prompt has {prompt} tokens, and this service takes 1 to {longest - 1} "
-                f"(model.max_length={longest} with at least one that is sampled)"
-            )
-        if ask.max_tokens is not None and prompt + ask.max_tokens > longest:
-            raise ServiceError(
-                f"max_tokens={ask.max_tokens} after a prompt of {prompt} tokens is more than "
-                f"model.max_length={longest}; ask for {longest - prompt} at most"
-            )
 
     def _routes(self, model: str, data: Sequence[Datum]) -> tuple[list, float]:
         """Routes of each datum, and the share of their tokens whose routes were recorded."""
@@ -260,16 +228,32 @@ class EngineRoom:
     async def _version_of(self, sampler: str) -> int:
         """The version that engines serve it as; it is published again where none is."""
         if sampler not in self.served:
-            async with self._refitting():
-                if sampler not in self.served:
-                    await self._serve_again(sampler)
+            await self._to_its_end(self._publish_again(sampler))
         return self.served[sampler]
+
+    async def _publish_again(self, sampler: str) -> None:
+        async with self.turn.refitting():
+            if sampler not in self.served:
+                await self._serve_again(sampler)
+
+    async def _to_its_end(self, work: Awaitable[None]) -> None:
+        """Who waits for it may give that up: what ranks and engines do then is not left half
+        done."""
+        task = asyncio.ensure_future(work)
+        self._publishing.add(task)
+        task.add_done_callback(self._ended)
+        await asyncio.shield(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._publishing.discard(task)
+        if not task.cancelled():
+            task.exception()  # perhaps nobody waits for it any more
 
     async def _serve_again(self, sampler: str) -> None:
         if sampler in self.waiting:
-            await self.ranks.select(sampler)
+            self.waiting.again(sampler)
             return await self._serve(sampler, sampler)
-        directory = self.kept.get(sampler)
+        directory = self.waiting.directories.get(sampler)
         if directory is None:
             raise ServiceError(
                 f"the weights of sampler {sampler} are no longer here: {KEPT} newer ones took "
@@ -283,18 +267,17 @@ class EngineRoom:
         await self._serve(sampler, sampler)
 
     async def _note(self, sampler: str, directory: Path | None) -> None:
-        self.kept[sampler] = directory
-        self.waiting.append(sampler)
-        while len(self.waiting) > KEPT:
-            oldest = self.waiting.pop(0)
-            await self.ranks.forget(oldest)
-            if self.kept.get(oldest) is None and oldest not in self.served:
-                self.kept.pop(oldest, None)
+        self.waiting.add(sampler, directory)
+        while (gone := self.waiting.goes(self.newest)) is not None:
+            await self.ranks.forget(gone)
 
     async def _serve(self, model: str, sampler: str) -> None:
-        """What the ranks hold, `model`, is served as the sampler. The oldest version leaves its
+        """What is kept as the sampler, and `model` is, is served. The oldest version leaves its
         slot: from here on nobody asks for it."""
         await self.ranks.select(model)
+        while self.engines.returning:
+            await self.turn.wait_for_engines()
+            await self.ranks.select(sampler)  # others may have had the ranks
         slots = self.places.config.refit.slots
         while len(self.served) >= slots:
             del self.served[min(self.served, key=self.served.__getitem__)]

@@ -23,6 +23,7 @@ from lora_moe_rl.run.publisher import Publisher
 from lora_moe_rl.service.backend import Facts
 from lora_moe_rl.service.loras import Places
 from lora_moe_rl.service.probe import Probe
+from lora_moe_rl.service.settings import check_used, without_unused
 from lora_moe_rl.telemetry import console
 
 if TYPE_CHECKING:
@@ -37,7 +38,9 @@ def config_of(target: str, settings: list[str], directory: Path) -> RunConfig:
     """Of a recipe, a config file or a model, for a service that keeps its files in `directory`.
     Raises ConfigError for settings that a service does not have."""
     is_file = target.endswith(SUFFIXES)
-    config = override(load_config(target) if is_file else RunConfig(model=target), settings)
+    given, unused = without_unused(load_config(target) if is_file else RunConfig(model=target))
+    config = override(given, settings)
+    check_used(config)
     refused = {
         "placement.mode=colocated": config.placement.colocated,
         "refit.mode=merged": config.refit.mode == "merged",
@@ -51,11 +54,11 @@ def config_of(target: str, settings: list[str], directory: Path) -> RunConfig:
             f"{wrong[0]} is not there with a training service, whose clients come and go with "
             "models of their own; leave it out"
         )
-    # What a run does with groups of samples, clients do: all that is left of it is replay.
+    if unused:
+        console.warn(f"{target} sets {', '.join(unused)}, which clients of a service choose")
     began = f"{datetime.now():%Y%m%d-%H%M%S}"
     return config.model_copy(
         update={
-            "algorithm": RunConfig().algorithm,
             "replay": config.replay.model_copy(update={"missing": "route"}),
             "logging": config.logging.model_copy(update={"run_dir": str(directory / began)}),
         }
