@@ -68,7 +68,7 @@ class EngineRoom:
         self.numbers: dict[str, int] = {}  # of models
         self.version = self.batches = 0
         self.newest = FIRST  # the sampler that was published last
-        self.turn = Turn(engines)
+        self.turn = Turn(engines, self._come_back)
         self._publishing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -95,7 +95,7 @@ class EngineRoom:
         self._lora(model)
         check_data(data, loss, self.facts, self.places.spec.shape.vocab_size)
         routes, covered = self._routes(model, data)
-        async with self.turn.alone():
+        async with self.turn.computing():
             self._lora(model)
             self.batches += 1
             batch = batch_of(data, loss, self.batches)
@@ -157,6 +157,10 @@ class EngineRoom:
 
     async def sample(self, sampler: str | None, ask: Ask) -> Sampled:
         self.samplers.check(ask)
+        with self.turn.asking():
+            return await self._asked(sampler, ask)
+
+    async def _asked(self, sampler: str | None, ask: Ask) -> Sampled:
         if sampler is None:
             return await self._sampled(None, ask)
         for _ in range(AGAIN):
@@ -284,5 +288,15 @@ class EngineRoom:
         self.version += 1
         self.engines.overwrite()
         parts = await self.ranks.send_as(self.version)
-        await self.publisher.publish(self.version, parts, ())
+        try:
+            await self.publisher.publish(self.version, parts, ())
+        except RefitError as error:
+            if self.places.config.placement.colocated:  # engines are in the middle of a turn
+                self.turn.on_death(error)
+            raise
         self.served[sampler], self.newest = self.version, sampler
+
+    async def _come_back(self) -> None:
+        """Engines go on with what they serve; one that has died meanwhile takes the newest."""
+        await self.ranks.select(self.newest)
+        await self.publisher.publish(self.version, self.publisher.parts, ())

@@ -42,7 +42,6 @@ def config_of(target: str, settings: list[str], directory: Path) -> RunConfig:
     config = override(given, settings)
     check_used(config)
     refused = {
-        "placement.mode=colocated": config.placement.colocated,
         "refit.mode=merged": config.refit.mode == "merged",
         "adapter.init=olora": config.adapter.init == "olora",
         f"adapter.init_from={config.adapter.init_from}": config.adapter.init_from is not None,

@@ -201,7 +201,9 @@ class TrainerWorker:
             from lora_moe_rl.trainer.service_models import Models
 
             self.models = Models(self.engine, self.ahead.forget)
-        return getattr(self.models, method)(*args)
+        found = getattr(self.models, method)(*args)
+        self._give_back()
+        return found
 
     def served_as(self, version: int) -> None:
         """What is sent next is this version."""
