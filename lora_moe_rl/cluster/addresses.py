@@ -48,6 +48,17 @@ def towards(host: str) -> str:
         return one.getsockname()[0]
 
 
+def reserve(host: str) -> socket.socket:
+    """A socket that holds a port which is free at this address: as long as it lives the system
+    gives the port to nobody, and who says SO_REUSEADDR may listen on it (`refit/store.py`). One
+    that was only free a moment ago may be somebody's when it is wanted."""
+    family, kind, *_, (address, *_) = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    held = socket.socket(family, kind)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((address, 0))
+    return held
+
+
 def interface(address: str) -> str | None:
     """The name of the network interface that has this address."""
     found = psutil.net_if_addrs().items()

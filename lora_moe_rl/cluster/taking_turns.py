@@ -49,12 +49,21 @@ class TakingTurns(Joining):
                     self.take(Act.SAMPLE)
                     return index
 
+    def pause(self) -> None:
+        """No request begins any more; those that run are to end."""
+        self.requests_begin.clear()
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no request runs, and no engine is coming back."""
+        return not any(self.rolling) and not self.returning
+
     async def give_way(self) -> None:
         if self.phase is None:
             return
         clock = Clock()
-        self.requests_begin.clear()
-        while any(self.rolling) or self.returning:
+        self.pause()
+        while not self.quiet:
             await self.all_back()
             await asyncio.sleep(PUBLISH_POLL_S)
         self.take(Act.PAUSE)

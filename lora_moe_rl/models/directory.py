@@ -47,7 +47,7 @@ def find_local(path: str, revision: str | None = None) -> Path | None:
 def base_name(path: str) -> str:
     """A base by the name that other tools find it under: a tiny model, which only we know by name,
     by its directory; a directory by its absolute path; a name of the hub as it is."""
-    if Path(path).is_dir() or path in NAMES:
+    if Path(path).expanduser().is_dir() or path in NAMES:
         found = find_local(path)
         return path if found is None else str(found.absolute())
     return path

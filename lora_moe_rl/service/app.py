@@ -85,7 +85,10 @@ class Service:
             await asyncio.sleep(SWEEP_S)
             self.sessions.sweep()
             self.requests.sweep()
-            await asyncio.to_thread(self.folders.sweep)
+            try:
+                await asyncio.to_thread(self.folders.sweep)
+            except Exception:  # a disk that is away for a while
+                log.exception("what has expired could not be looked for")
 
     async def content_of(self, request: Request, media_type: str, longest: int) -> bytes:
         """A body. Raises Refused for one of another kind, which a page in a browser could send
@@ -220,9 +223,14 @@ async def _sessions(service: Service, request: Request) -> Response:
 
 
 async def _retrieve(service: Service, request: Request) -> Response:
+    """Clients read of a 410 only that it is one, and ask anew. Where that helps nobody they are
+    told why."""
     asked = read(FetchBody, await service.json_of(request))
+    session, _, _ = asked.request_id.partition(":")
+    if asked.request_id not in service.requests.known and session not in service.sessions.alive:
+        raise Refused(404, "not_found", service.sessions.why_not(session))
     reply = await service.requests.fetch(asked.request_id, asked.allow_metadata_only)
-    return Response(reply.content, media_type=reply.media_type)
+    return Response(reply.content, reply.status, media_type=reply.media_type)
 
 
 async def _cancel(service: Service, request: Request) -> Response:

@@ -15,8 +15,8 @@ from starlette.responses import FileResponse, JSONResponse, Response
 
 from lora_moe_rl.endpoint.refusal import Refused
 from lora_moe_rl.errors import ServiceError
-from lora_moe_rl.service.folders import EXTERNAL, Place
 from lora_moe_rl.service.handling import Handler
+from lora_moe_rl.service.place import EXTERNAL, Place
 
 if TYPE_CHECKING:
     from lora_moe_rl.service.app import Service

@@ -69,7 +69,7 @@ class EngineRoom:
         self.numbers: dict[str, int] = {}  # of models
         self.version = self.batches = 0
         self.newest = FIRST  # the sampler that was published last
-        self.turn = Turn(engines)
+        self.turn = Turn(engines, self._come_back)
         self._publishing: set[asyncio.Task[int]] = set()
 
     async def start(self) -> None:
@@ -96,7 +96,7 @@ class EngineRoom:
         self._lora(model)
         check_data(data, loss, self.facts, self.places.spec.shape.vocab_size)
         routes, covered = self._routes(model, data)
-        async with self.turn.alone():
+        async with self.turn.computing():
             self._lora(model)
             self.batches += 1
             batch = batch_of(data, loss, self.batches)
@@ -158,6 +158,10 @@ class EngineRoom:
 
     async def sample(self, sampler: str | None, ask: Ask) -> Sampled:
         self.samplers.check(ask)
+        with self.turn.asking():
+            return await self._asked(sampler, ask)
+
+    async def _asked(self, sampler: str | None, ask: Ask) -> Sampled:
         if sampler is None:
             return await self._sampled(None, ask)
         for _ in range(AGAIN):
@@ -234,7 +238,7 @@ class EngineRoom:
         # Who waits for it may give that up: what ranks and engines do is not left half done.
         task = asyncio.create_task(self._publish_again(sampler))
         self._publishing.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._publishing.discard)
         return await asyncio.shield(task)
 
     async def _publish_again(self, sampler: str) -> int:
@@ -242,11 +246,6 @@ class EngineRoom:
             if sampler not in self.served:
                 await self._serve_again(sampler)
             return self.served[sampler]
-
-    def _ended(self, task: asyncio.Task[int]) -> None:
-        self._publishing.discard(task)
-        if not task.cancelled():
-            task.exception()  # perhaps nobody waits for it any more
 
     async def _serve_again(self, sampler: str) -> None:
         if sampler in self.waiting:
@@ -261,8 +260,7 @@ class EngineRoom:
         read = await asyncio.to_thread(saved.read, directory, self.places, self.base)
         if self.digests.setdefault(sampler, read.digest) != read.digest:
             raise ServiceError(
-                f"{directory.name} was written over since sampler {sampler} was made of it, whose "
-                "weights are no longer here: make another"
+                f"{directory.name} was written over since sampler {sampler} was made of it"
             )
         asked = read.path, read.meta, sampler, self.places.factor(read.lora), False
         await asyncio.to_thread(self.ranks.load, *asked)
@@ -287,5 +285,15 @@ class EngineRoom:
         self.version += 1
         self.engines.overwrite()
         parts = await self.ranks.send_as(self.version)
-        await self.publisher.publish(self.version, parts, ())
+        try:
+            await self.publisher.publish(self.version, parts, ())
+        except RefitError as error:
+            if self.places.config.placement.colocated:  # engines are in the middle of a turn
+                self.turn.on_death(error)
+            raise
         self.served[sampler], self.newest = self.version, sampler
+
+    async def _come_back(self) -> None:
+        """Engines go on with what they serve; one that has died meanwhile takes the newest."""
+        await self.ranks.select(self.newest)
+        await self.publisher.publish(self.version, self.publisher.parts, ())

@@ -2,75 +2,32 @@
 
     ROOT/MODEL/run.json             the model: its base, its adapters, what its maker says about it
     ROOT/MODEL/KIND/NAME            tinker://MODEL/KIND/NAME, with .NAME.json about it beside
-    ROOT/MODEL/.incoming/NAME       one that is being written
+    ROOT/MODEL/.incoming            one that is being written
+    ROOT/MODEL/.gone-…              one that is being deleted
 
-KIND is weights (adapters and Adam's moments), sampler_weights (adapters) or external_weights (files
-of PEFT). All that is listed is read from here, so that it outlives the server.
+All that is listed is read from here, so that it outlives the server.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-import re
 import shutil
+import threading
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from lora_moe_rl.errors import ServiceError
 from lora_moe_rl.files.replacing import put_in_place, replace_file
 from lora_moe_rl.service.backend import Lora
+from lora_moe_rl.service.place import KINDS, WEIGHTS, Place, safe_name
 
-WEIGHTS, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
-KINDS = (WEIGHTS, SAMPLER, EXTERNAL)
-SCHEME = "tinker://"
-# Clients put names into URLs as they are.
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:=+@-]{0,127}")
-
-
-def safe_name(name: str, what: str) -> str:
-    """`name`, which is one part of a path. Raises ServiceError for any other."""
-    if NAME.fullmatch(name) is None:
-        raise ServiceError(
-            f"{what} {name!r} is no name here: 1 to 128 letters, digits and . _ - : = + @, the "
-            "first a letter, a digit or _"
-        )
-    return name
-
-
-@dataclass(frozen=True)
-class Place:
-    """Of a checkpoint. Raises ServiceError for parts that are no names."""
-
-    model: str
-    kind: str
-    name: str
-
-    def __post_init__(self) -> None:
-        safe_name(self.model, "the model")
-        safe_name(self.name, "the checkpoint")
-        if self.kind not in KINDS:
-            raise ServiceError(f"{self.kind!r} is no kind of checkpoint; {', '.join(KINDS)} are")
-
-    @property
-    def path(self) -> str:
-        return f"{SCHEME}{self.model}/{self.kind}/{self.name}"
-
-    @property
-    def id(self) -> str:
-        """Among those of its model."""
-        return f"{self.kind}/{self.name}"
-
-
-def place_of(path: str) -> Place:
-    """Raises ServiceError for what is no tinker://MODEL/KIND/NAME."""
-    parts = path.removeprefix(SCHEME).split("/")
-    if not path.startswith(SCHEME) or len(parts) != 3:
-        raise ServiceError(f"{path!r} is not of the form {SCHEME}MODEL/KIND/NAME")
-    return Place(*parts)
+INCOMING, FRESH, GONE = ".incoming", "fresh", ".gone-"
 
 
 @dataclass(frozen=True)
@@ -98,11 +55,15 @@ class Saved:
 
 
 class Folders:
-    """`clock`: seconds since 1970."""
+    """`clock`: seconds since 1970. Written by one process at a time; what one that was killed has
+    left half done is tidied up."""
 
     def __init__(self, root: Path, clock: Callable[[], float] = time.time):
         self.root, self.clock = root, clock
+        self._readers: dict[Place, set[asyncio.Event]] = {}
+        self._changing = threading.Lock()  # which checkpoints there are, and who reads them
         root.mkdir(parents=True, exist_ok=True)
+        self._tidy()
 
     def add(self, run: Run) -> None:
         folder = self.root / safe_name(run.model, "the model")
@@ -148,26 +109,53 @@ class Folders:
     async def write(self, saved: Saved, fill: Callable[[Path], Awaitable[None]]) -> Saved:
         """`fill` writes the directory it is given; what had the place before is there until it has.
         Returns `saved` with its size."""
-        incoming = self.root / saved.place.model / ".incoming"
-        fresh, final = incoming / saved.place.name, self.directory(saved.place)
-        shutil.rmtree(incoming, ignore_errors=True)
-        incoming.mkdir(parents=True)
+        incoming = self.root / saved.place.model / INCOMING
+        fresh, old = incoming / FRESH / saved.place.name, incoming / saved.place.id
+        await asyncio.to_thread(shutil.rmtree, incoming, ignore_errors=True)
+        fresh.parent.mkdir(parents=True)
+        old.parent.mkdir()
         try:
             await fill(fresh)
-            final.parent.mkdir(exist_ok=True)
-            put_in_place(fresh, final, incoming / f"{saved.place.name}.old")
+            while readers := self._readers.get(saved.place):
+                await next(iter(readers)).wait()
+            return self._put_in_place(saved, fresh, old)
         finally:
-            shutil.rmtree(incoming, ignore_errors=True)
-        sizes = [(final / file).stat().st_size for file in self.files(saved.place)]
-        saved = replace(saved, size_bytes=sum(sizes))
-        _write(self._about(saved.place), asdict(saved))
+            await asyncio.to_thread(shutil.rmtree, incoming, ignore_errors=True)
+
+    def _put_in_place(self, saved: Saved, fresh: Path, old: Path) -> Saved:
+        final = self.directory(saved.place)
+        with self._changing:
+            final.parent.mkdir(exist_ok=True)
+            put_in_place(fresh, final, old)
+            sizes = [(final / file).stat().st_size for file in self.files(saved.place)]
+            saved = replace(saved, size_bytes=sum(sizes))
+            _write(self._about(saved.place), asdict(saved))
         return saved
+
+    @contextmanager
+    def reading(self, place: Place) -> Iterator[Path]:
+        """Its directory, which neither goes nor changes meanwhile. Raises ServiceError for a
+        checkpoint that is not there."""
+        over = asyncio.Event()
+        self.find(place)
+        with self._changing:
+            if not self._about(place).exists():
+                raise _not_there(place)
+            readers = self._readers.setdefault(place, set())
+            readers.add(over)
+        try:
+            yield self.directory(place)
+        finally:
+            over.set()
+            readers.discard(over)
+            if not readers:
+                del self._readers[place]
 
     def find(self, place: Place) -> Saved:
         """Raises ServiceError for a checkpoint that is not there, or no more."""
         saved = self._saved(place)
         if saved is None:
-            raise ServiceError(f"there is no checkpoint {place.path} here, or it has expired")
+            raise _not_there(place)
         return saved
 
     def of(self, model: str) -> list[Saved]:
@@ -190,29 +178,70 @@ class Folders:
         self.all()
 
     def delete(self, place: Place) -> None:
+        """Raises ServiceError for one that is being read."""
+        with self._changing:
+            if place in self._readers:
+                raise ServiceError(f"{place.path} is being loaded: delete it when that is done")
+            gone = self._gone(place)
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def _gone(self, place: Place) -> Path:
+        """It is there no more, but for the files in the directory that is returned."""
+        gone = self.root / place.model / f"{GONE}{uuid.uuid4()}"
         self._about(place).unlink(missing_ok=True)
-        shutil.rmtree(self.directory(place), ignore_errors=True)
+        with suppress(FileNotFoundError):
+            self.directory(place).rename(gone)
+        return gone
 
     def keep_for(self, place: Place, ttl_seconds: int | None) -> None:
         """From now on; None: for ever. Raises ServiceError for a checkpoint that is not there."""
         expires = None if ttl_seconds is None else self.clock() + ttl_seconds
-        _write(self._about(place), asdict(replace(self.find(place), expires=expires)))
+        self.find(place)
+        with self._changing:
+            if (saved := self._told(place)) is None:
+                raise _not_there(place)
+            _write(self._about(place), asdict(replace(saved, expires=expires)))
+
+    def _tidy(self) -> None:
+        for kind in KINDS:  # what was to be replaced, where names cannot be exchanged
+            for old in self.root.glob(f"*/{INCOMING}/{kind}/*"):
+                final = old.parents[2] / kind / old.name
+                if not final.exists():
+                    old.rename(final)
+        for left in [*self.root.glob(f"*/{INCOMING}"), *self.root.glob(f"*/{GONE}*")]:
+            shutil.rmtree(left, ignore_errors=True)
 
     def _about(self, place: Place) -> Path:
         return self.directory(place).with_name(f".{place.name}.json")
 
     def _saved(self, place: Place) -> Saved | None:
-        """None where there is none; one that has expired is deleted."""
+        """None where there is none; one that has expired is deleted, once nobody reads it."""
+        if (saved := self._told(place)) is None or not self._expired(saved):
+            return saved
+        gone = None
+        with self._changing:  # it may just have been written anew
+            if (saved := self._told(place)) is not None and not self._expired(saved):
+                return saved
+            if place not in self._readers:
+                gone = self._gone(place)
+        if gone is not None:
+            shutil.rmtree(gone, ignore_errors=True)
+        return None
+
+    def _expired(self, saved: Saved) -> bool:
+        return saved.expires is not None and saved.expires <= self.clock()
+
+    def _told(self, place: Place) -> Saved | None:
         try:
             told = json.loads(self._about(place).read_bytes())
         except FileNotFoundError:
             return None
         told["place"], told["lora"] = Place(**told["place"]), Lora(**told["lora"])
-        saved = Saved(**told)
-        if saved.expires is not None and saved.expires <= self.clock():
-            self.delete(place)
-            return None
-        return saved
+        return Saved(**told)
+
+
+def _not_there(place: Place) -> ServiceError:
+    return ServiceError(f"there is no checkpoint {place.path} here, or it has expired")
 
 
 def _run(path: Path) -> Run:

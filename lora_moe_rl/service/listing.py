@@ -13,16 +13,9 @@ from starlette.responses import JSONResponse, Response
 from lora_moe_rl.errors import ServiceError
 from lora_moe_rl.service.bodies import PathBody, TtlBody, read
 from lora_moe_rl.service.downloads import CHECKPOINT, asked_place
-from lora_moe_rl.service.folders import (
-    EXTERNAL,
-    SAMPLER,
-    WEIGHTS,
-    Folders,
-    Run,
-    Saved,
-    place_of,
-)
+from lora_moe_rl.service.folders import Folders, Run, Saved
 from lora_moe_rl.service.handling import Handler
+from lora_moe_rl.service.place import EXTERNAL, SAMPLER, WEIGHTS, place_of
 
 if TYPE_CHECKING:
     from lora_moe_rl.service.app import Service

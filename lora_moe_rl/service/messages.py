@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from lora_moe_rl.errors import ServiceError
 
@@ -83,3 +84,17 @@ def parsed(name: str, content: bytes) -> Any:
     except DecodeError as error:
         raise ServiceError(f"the body is not a {name} of protobuf: {error}") from error
     return message
+
+
+def check_known(message: Any) -> None:
+    """Raises ServiceError for a message with a field, at any depth, that is not declared here: what
+    it asks for would not be done."""
+    for field in UnknownFieldSet(message):
+        raise ServiceError(
+            f"field {field.field_number} of {message.DESCRIPTOR.name} is not known here: leave out "
+            "what a newer SDK than 0.38 sends it for"
+        )
+    for declared, value in message.ListFields():
+        if declared.message_type is not None:
+            for one in [value] if isinstance(value, Message) else value:
+                check_known(one)

@@ -26,9 +26,10 @@ from lora_moe_rl.service.bodies import (
     StepBody,
     read,
 )
-from lora_moe_rl.service.folders import EXTERNAL, WEIGHTS, Place, Run, Saved, place_of
+from lora_moe_rl.service.folders import Run, Saved
 from lora_moe_rl.service.handling import Handler
 from lora_moe_rl.service.line import LEARNS
+from lora_moe_rl.service.place import EXTERNAL, WEIGHTS, Place, place_of
 from lora_moe_rl.service.requests import Reply, Work, in_json, in_protobuf
 from lora_moe_rl.service.sessions import Model, Session
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 LONGEST_PASS = 256 * 2**20
 PROTOBUF = "application/x-protobuf"
+EXTERNALLY = "save_weights_external"
 
 
 def check_base(service: Service, name: str, what: str) -> None:
@@ -53,8 +55,7 @@ async def _create(service: Service, request: Request) -> Response:
     def prepared(model: Model) -> Callable[[], Awaitable[Lora]]:
         check_base(service, body.base_model, "base_model")
         lora = body.lora_config.lora(secrets.randbits(31))
-        if lora.rank > service.backend.facts.rank:
-            most = service.backend.facts.rank
+        if lora.rank > (most := service.backend.facts.rank):
             raise ServiceError(f"rank={lora.rank} is not served here: up to rank={most} is")
         service.backend.check(lora)
 
@@ -76,8 +77,13 @@ async def _load(service: Service, request: Request) -> Response:
     assert body.session_id is not None and body.model_seq_id is not None
 
     def prepared(model: Model) -> Callable[[], Awaitable[Lora]]:
-        directory = _to_load(service, body)
-        return lambda: service.backend.load(model.id, directory, body.optimizer)
+        place = _to_load(service, body)
+
+        async def make() -> Lora:
+            with service.folders.reading(place) as directory:
+                return await service.backend.load(model.id, directory, body.optimizer)
+
+        return make
 
     session = service.sessions.find(body.session_id)
     return _made(service, session, body.model_seq_id, "load_weights", prepared, body.user_metadata)
@@ -94,8 +100,9 @@ def _made(
     """The future of a new model: it is the first that is asked of it. Raises ServiceError for what
     cannot be made, as `prepared` finds."""
     id = f"{session.id}:train:{number}"
-    if service.requests.earlier(f"{id}:request:0", kind) is not None:
-        return JSONResponse({"request_id": f"{id}:request:0", "model_id": id})
+    first = f"{id}:request:0"
+    if service.requests.earlier(first, kind) is not None:
+        return JSONResponse({"request_id": first, "model_id": id})
     if id in session.models:
         raise ServiceError(f"model {id} is there already")
     model = service.sessions.add_model(session, number)
@@ -103,12 +110,13 @@ def _made(
     async def work() -> Reply:
         try:
             model.lora = await make()
-            base = service.backend.facts.base_model
-            now = service.folders.clock()
-            service.folders.add(Run(id, base, model.lora, now, user_metadata or {}))
+            about = service.backend.facts.base_model, model.lora, service.folders.clock()
+            service.folders.add(Run(id, *about, user_metadata or {}))
         except BaseException as error:
             session.models.pop(id, None)
             model.line.end(f"it could not be made: {error}")
+            if model.lora is not None:
+                service.sessions.later(service.backend.forget(id))
             raise
         return in_json({"type": kind, "model_id": id})
 
@@ -244,14 +252,14 @@ async def write(
 
 
 async def _reload(service: Service, model: Model, body: LoadBody) -> dict[str, Any]:
-    directory = _to_load(service, body)
-    model.lora = await service.backend.load(model.id, directory, body.optimizer)
+    with service.folders.reading(_to_load(service, body)) as directory:
+        model.lora = await service.backend.load(model.id, directory, body.optimizer)
     model.line.lost = None  # a model that is loaded has no gradient
     service.folders.add(replace(service.folders.run(model.id), lora=model.lora))
     return {"path": body.path, "model_id": model.id}
 
 
-def _to_load(service: Service, body: LoadBody) -> Path:
+def _to_load(service: Service, body: LoadBody) -> Place:
     """Raises ServiceError for a checkpoint that is not there, or is of another base or kind."""
     place = place_of(body.path)
     saved = service.folders.find(place)
@@ -261,7 +269,7 @@ def _to_load(service: Service, body: LoadBody) -> Path:
     check_base(service, saved.base_model, f"{body.path} is of base model")
     if body.base_model is not None:
         check_base(service, body.base_model, "base_model")
-    return service.folders.directory(place)
+    return place
 
 
 async def _info(service: Service, request: Request) -> Response:
@@ -287,9 +295,5 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("POST", "forward_backward", _forward_backward),
     ("POST", "optim_step", in_turn(StepBody, "optim_step", _step)),
     ("POST", "save_weights", in_turn(SaveBody, "save_weights", _save)),
-    (
-        "POST",
-        "save_weights_external",
-        in_turn(ExternalBody, "save_weights_external", _save_external),
-    ),
+    ("POST", EXTERNALLY, in_turn(ExternalBody, EXTERNALLY, _save_external)),
 ]

@@ -14,7 +14,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lora_moe_rl.endpoint.refusal import Refused
@@ -26,6 +26,7 @@ KEPT_S = 120.0  # after a reply was fetched: it may have been lost on the way
 UNFETCHED_S = 3600.0  # after a reply was there: clients wait for it all the time
 POLL_S = 30.0  # clients wait for 45
 GAP_S = 600.0  # clients give a request up after 300
+AGAIN = 408  # on which clients ask again; on a 200 they warn their user each time
 LARGE = 2**16  # bytes of a reply whose size is told first
 
 log = logging.getLogger(__name__)
@@ -33,11 +34,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Reply:
-    """`failed`: an error is told, not a result."""
+    """`failed`: an error is told, not a result. `status`: of HTTP."""
 
     content: bytes
     media_type: str
     failed: bool = False
+    status: int = 200
 
 
 def in_json(content: dict[str, Any]) -> Reply:
@@ -55,6 +57,12 @@ def failure(message: str, category: str) -> Reply:
 
 
 Work = Callable[[], Awaitable[Reply]]
+
+
+def given_up() -> bool:
+    """Whether it is this task that is cancelled, and not one that it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 @dataclass(eq=False)
@@ -110,6 +118,13 @@ class Requests:
         """Runs to its end; what is raised becomes a reply that tells of it."""
         try:
             reply = await work()
+        except asyncio.CancelledError:
+            if given_up():
+                raise
+            log.exception(
+                "%s %s failed: something that it waited for was", request.kind, request.id
+            )
+            reply = failure("this server has failed; see its log", "server")
         except ServiceError as error:
             reply = failure(str(error), "user")
         except LoraMoeRlError as error:
@@ -128,7 +143,7 @@ class Requests:
         self.kept_bytes += len(reply.content)
         request.answered = self.clock()
         request.reply.set_result(reply)
-        self._make_room()
+        self._make_room(request)
 
     async def fetch(self, id: str, size_alone: bool) -> Reply:
         """The reply, its size if it is a large one and `size_alone`, or that it is not there yet.
@@ -138,7 +153,8 @@ class Requests:
             raise Refused(410, "gone", f"no request {id} is kept here; ask anew")
         done, _ = await asyncio.wait({request.reply}, timeout=self.poll_s)
         if not done:
-            return in_json({"type": "try_again", "request_id": id, "queue_state": "active"})
+            again = in_json({"type": "try_again", "request_id": id, "queue_state": "active"})
+            return replace(again, status=AGAIN)
         reply = request.reply.result()
         size = len(reply.content)
         if size_alone and size > LARGE:
@@ -172,11 +188,16 @@ class Requests:
             if until < now:
                 self._drop(request)
 
-    def _make_room(self) -> None:
-        """Drops replies beyond what is kept, oldest first, and first those that were fetched."""
-        while self.kept_bytes > KEPT_BYTES:
-            answered = [one for one in self.known.values() if one.reply.done()]
-            self._drop(next((one for one in answered if one.fetched is not None), answered[0]))
+    def _make_room(self, newest: Request) -> None:
+        """Drops replies beyond what is kept: first those that were fetched, then those of which
+        clients ask anew (samples), and each time the oldest. The newest stays."""
+        if self.kept_bytes <= KEPT_BYTES:
+            return
+        answered = [one for one in self.known.values() if one.reply.done() and one is not newest]
+        for request in sorted(answered, key=lambda one: (one.fetched is None, one.task is None)):
+            if self.kept_bytes <= KEPT_BYTES:
+                return
+            self._drop(request)
 
     def _drop(self, request: Request) -> None:
         self.kept_bytes -= len(request.reply.result().content)

@@ -14,9 +14,9 @@ from lora_moe_rl.errors import ServiceError
 from lora_moe_rl.service import wire
 from lora_moe_rl.service.backend import Sampled
 from lora_moe_rl.service.bodies import SamplerBody, read
-from lora_moe_rl.service.folders import EXTERNAL, SAMPLER, Place, place_of
 from lora_moe_rl.service.handling import Handler
 from lora_moe_rl.service.models import check_base, in_turn, write
+from lora_moe_rl.service.place import EXTERNAL, SAMPLER, Place, place_of
 from lora_moe_rl.service.requests import Reply, in_protobuf
 from lora_moe_rl.service.requests import Request as Asked
 from lora_moe_rl.service.sample_bodies import SampleBody, SamplingSessionBody
@@ -24,6 +24,8 @@ from lora_moe_rl.service.sessions import Model, Sampler
 
 if TYPE_CHECKING:
     from lora_moe_rl.service.app import Service
+
+READY_S = 30.0
 
 
 async def _save(service: Service, model: Model, body: SamplerBody) -> dict[str, Any]:
@@ -39,13 +41,18 @@ async def _save(service: Service, model: Model, body: SamplerBody) -> dict[str, 
     id = f"{model.session.id}:sample:{body.sampling_session_seq_id}"
     if id in model.session.samplers:
         raise ServiceError(f"sampler {id} is there already")
-    await service.backend.publish(model.id, id)
+    try:
+        await service.backend.publish(model.id, id)
+    except Exception:
+        service.sessions.later(service.backend.forget_sampler(id))
+        raise
     service.sessions.add_sampler(model.session, Sampler(id, model=model.id))
     return {"sampling_session_id": id}
 
 
 async def _create(service: Service, request: Request) -> Response:
-    """One that was asked for before is not made again: the client may have lost the answer."""
+    """One that was asked for before is not made again: the client may have lost the answer. It is
+    answered also when the sampler is not ready yet: clients give up an answer after 60 seconds."""
     body = read(SamplingSessionBody, await service.json_of(request))
     session = service.sessions.find(body.session_id)
     id = f"{session.id}:sample:{body.sampling_session_seq_id}"
@@ -56,9 +63,14 @@ async def _create(service: Service, request: Request) -> Response:
     if (sampler.path, sampler.model) != (body.model_path, None):
         raise ServiceError(f"sampler {id} is there already, of something else")
     try:
-        await sampler.ready()
+        async with asyncio.timeout(READY_S):
+            await sampler.ready()
+    except TimeoutError:
+        pass  # what is asked of it waits
     except Exception:
-        session.samplers.pop(id, None)
+        if session.samplers.get(id) is sampler:
+            del session.samplers[id]
+            service.sessions.later(service.backend.forget_sampler(id))
         raise
     return JSONResponse({"type": "create_sampling_session", "sampling_session_id": id})
 
@@ -79,7 +91,8 @@ def _made(service: Service, id: str, body: SamplingSessionBody) -> Sampler:
 
 
 async def _published(service: Service, place: Place, id: str) -> None:
-    await service.backend.publish_saved(service.folders.directory(place), place.model, id)
+    with service.folders.reading(place) as directory:
+        await service.backend.publish_saved(directory, place.model, id)
 
 
 async def _sample(service: Service, request: Request) -> Response:

@@ -89,10 +89,16 @@ class Sessions:
         session = self.alive.get(id)
         if session is None:
             if id in self.ended:
-                raise Refused(410, "session_ended", f"session {id} has ended: {self.ended[id]}")
-            raise _unknown(f"session {id}")
+                raise Refused(410, "session_ended", self.why_not(id))
+            raise Refused(404, "not_found", self.why_not(id))
         session.heard = self.clock()
         return session
+
+    def why_not(self, id: str) -> str:
+        """Of a session that does not live."""
+        if id in self.ended:
+            return f"session {id} has ended: {self.ended[id]}"
+        return _not_there(f"session {id}")
 
     def model(self, id: str) -> Model:
         """Raises Refused for one that is not there."""
@@ -118,16 +124,17 @@ class Sessions:
         return model
 
     def add_sampler(self, session: Session, sampler: Sampler) -> None:
-        """A further state of a model lets the one go that was not asked for longest."""
+        """A further state of a model lets those go that were not asked for longest. None goes of
+        which something is asked just now."""
+        others = [one for one in session.samplers.values() if one.model == sampler.model]
         sampler.used = self.clock()
         session.samplers[sampler.id] = sampler
-        of_model = [one for one in session.samplers.values() if one.model == sampler.model]
-        if sampler.model is None or len(of_model) <= UNNAMED_KEPT:
+        if sampler.model is None:
             return
-        idle = [one for one in of_model if not one.asks]
-        oldest = min(idle, key=lambda one: one.used)
-        del session.samplers[oldest.id]
-        self.later(self.backend.forget_sampler(oldest.id))
+        idle = sorted((one for one in others if not one.asks), key=lambda one: one.used)
+        for oldest in idle[: max(len(others) + 1 - UNNAMED_KEPT, 0)]:
+            del session.samplers[oldest.id]
+            self.later(self.backend.forget_sampler(oldest.id))
 
     def end(self, session: Session, why: str) -> None:
         """What runs is waited for, in the background, before its model is forgotten."""
@@ -148,27 +155,33 @@ class Sessions:
 
     def later(self, work: Awaitable[None]) -> None:
         """Runs in the background; what fails there is logged."""
-
-        async def run() -> None:
-            try:
-                await work
-            except Exception:
-                log.exception("the backend could not forget something")
-
-        task = asyncio.create_task(run())
+        task = asyncio.create_task(_tried(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _forget(self, session: Session) -> None:
-        for sampler in session.samplers.values():
+        """What runs may still make samplers: it is waited for first."""
+        models = list(session.models.values())
+        await asyncio.gather(*(model.line.task for model in models), return_exceptions=True)
+        for sampler in list(session.samplers.values()):
             if sampler.publishing is not None:
                 await asyncio.wait({sampler.publishing})
             if sampler.served is not None:
-                await self.backend.forget_sampler(sampler.id)
-        for model in session.models.values():
-            await model.line.task
-            await self.backend.forget(model.id)
+                await _tried(self.backend.forget_sampler(sampler.id))
+        for model in models:
+            await _tried(self.backend.forget(model.id))
+
+
+async def _tried(work: Awaitable[None]) -> None:
+    try:
+        await work
+    except Exception:
+        log.exception("the backend could not forget something")
+
+
+def _not_there(what: str) -> str:
+    return f"there is no {what}; this server may have been started anew"
 
 
 def _unknown(what: str) -> Refused:
-    return Refused(404, "not_found", f"there is no {what}; this server may have been started anew")
+    return Refused(404, "not_found", _not_there(what))

@@ -13,6 +13,7 @@ from lora_moe_rl.config.overrides import override
 from lora_moe_rl.config.recipes import load_config
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.models.directory import base_name
 from lora_moe_rl.models.fingerprint import base_record
 from lora_moe_rl.run.actors_start import Served, started
 from lora_moe_rl.run.own_ray import OwnRay
@@ -41,7 +42,6 @@ def config_of(target: str, settings: list[str], directory: Path) -> RunConfig:
     config = override(given, settings)
     check_used(config)
     refused = {
-        "placement.mode=colocated": config.placement.colocated,
         "refit.mode=merged": config.refit.mode == "merged",
         "adapter.init=olora": config.adapter.init == "olora",
         f"adapter.init_from={config.adapter.init_from}": config.adapter.init_from is not None,
@@ -104,7 +104,12 @@ def _room(run: Prepared, name: str, trainer: Any, served: Served, places: Places
     replayed = config.replay.mode == "r3" and bool(run.spec.shape.moe_layers)
     store = RouteStore(run.spec.shape, config.trainer) if replayed else None
     samplers = Samplers(engines, config, store)
-    longest = config.model.max_length
-    facts = Facts(name, str(run.model_dir), longest, config.adapter.rank)
     base = base_record(str(config.model.path), run.model_dir)
-    return EngineRoom(facts, places, base, ServiceRanks(ranks), engines, publisher, samplers, store)
+    parts = facts_of(config, name), places, base, ServiceRanks(ranks), engines
+    return EngineRoom(*parts, publisher, samplers, store)
+
+
+def facts_of(config: RunConfig, name: str) -> Facts:
+    """Clients on other machines fetch the tokenizer of a base of the hub by the hub's name."""
+    tokenizer = base_name(str(config.model.path))
+    return Facts(name, tokenizer, config.model.max_length, config.adapter.rank)

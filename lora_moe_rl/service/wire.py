@@ -15,7 +15,16 @@ import numpy as np
 
 from lora_moe_rl.errors import ServiceError
 from lora_moe_rl.service.backend import Datum, LossCall, Passed, Said, Sampled, Top
-from lora_moe_rl.service.messages import FLOAT32, INT32, INT64, LENGTH, STOP, made, parsed
+from lora_moe_rl.service.messages import (
+    FLOAT32,
+    INT32,
+    INT64,
+    LENGTH,
+    STOP,
+    check_known,
+    made,
+    parsed,
+)
 
 TARGETS = "target_tokens"
 REDUCTIONS = {"sum", "mean", "min", "max", "slack", "hash2", "unique"}  # that the SDK knows
@@ -62,7 +71,8 @@ def loss_of(call: PassCall) -> LossCall:
 
 def data_of(call: PassCall, max_length: int) -> list[Datum]:
     """The sequences of a forward. Raises ServiceError for what is not text, not of one length, or
-    longer than `max_length` tokens."""
+    longer than `max_length` tokens, and for what a newer SDK asks for."""
+    check_known(call.message)
     if not call.message.data:
         raise ServiceError("there are no data to pass forward")
     return [_datum(one, f"data[{i}]", max_length) for i, one in enumerate(call.message.data)]

@@ -13,7 +13,7 @@ import numpy as np
 
 from lora_moe_rl.adapters.shards import Shard
 from lora_moe_rl.adapters.spec import AdapterSpec
-from lora_moe_rl.cluster.addresses import own_address
+from lora_moe_rl.cluster.addresses import own_address, reserve
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.files.trainer_state import CRITIC, POLICY, Saved, Whose, file_name
@@ -48,12 +48,13 @@ class TrainerWorker:
         """`held`: see `TrainingEngine`."""
         self.config, self.spec, self.model_dir, self.rank = config, spec, model_dir, rank
         self.held = held
+        self._held_port: socket.socket | None = None
 
     def address(self) -> str:
-        """host:port for torch.distributed, asked of rank 0."""
-        with socket.socket() as s:
-            s.bind(("", 0))
-            return f"{own_address()}:{s.getsockname()[1]}"
+        """host:port for torch.distributed, asked of rank 0, which holds it until it listens."""
+        host = own_address()
+        self._held_port = reserve(host)
+        return f"{host}:{self._held_port.getsockname()[1]}"
 
     def start(self, address: str, threads: int) -> dict:
         """Builds the model and the adapters. Returns what `doctor`-like output shows."""
@@ -71,6 +72,8 @@ class TrainerWorker:
 
             bridge.load()
         init_process_groups(self.config.trainer, device, self.rank, address)
+        if self._held_port:
+            self._held_port.close()
         parts = self.config, self.spec, self.model_dir, device
         self.use(TrainingEngine(*parts, self.held))
         trainable = sum(p.numel() for p in self.engine.adapters.parameters())
@@ -198,7 +201,9 @@ class TrainerWorker:
             from lora_moe_rl.trainer.service_models import Models
 
             self.models = Models(self.engine, self.ahead.forget)
-        return getattr(self.models, method)(*args)
+        found = getattr(self.models, method)(*args)
+        self._give_back()
+        return found
 
     def served_as(self, version: int) -> None:
         """What is sent next is this version."""

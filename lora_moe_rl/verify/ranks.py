@@ -9,17 +9,20 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.cluster.addresses import reserve
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.models.directory import check_model_dir
 from lora_moe_rl.verify.processes import Processes
 
 Job = Callable[..., Any]
+_HELD: deque[socket.socket] = deque(maxlen=16)
 
 
 def spec_of(model_dir: Path, config: RunConfig, servable: bool = False) -> AdapterSpec:
@@ -78,10 +81,9 @@ class Ranks(Processes):
 
 
 def free_address() -> str:
-    """Where rank 0 can be met."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{s.getsockname()[1]}"
+    """Where rank 0 can be met: held for it, as are the last some before it."""
+    _HELD.append(reserve("127.0.0.1"))
+    return f"127.0.0.1:{_HELD[-1].getsockname()[1]}"
 
 
 def _gpu(rank: int) -> str:

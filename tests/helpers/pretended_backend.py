@@ -30,11 +30,13 @@ LOSSES = ("cross_entropy", "importance_sampling")
 DEADLY = 666  # the token that no engine survives, and the seed
 
 
-def logprobs_of(tokens: Sequence[int], targets: Sequence[int], weight: float) -> np.ndarray:
-    """float32 [N]."""
-    places = np.arange(len(tokens), dtype=np.float32)
-    state = np.float32(0.1) * np.asarray(tokens, np.float32) + np.float32(weight)
-    return -(state + np.asarray(targets, np.float32) / 7 + places / 11) / np.float32(3)
+def logprobs_of(tokens: Sequence[int], targets: Any, weight: float) -> np.ndarray:
+    """float32, [N] or [N, K] as targets are."""
+    targets = np.asarray(targets, np.float32)
+    along = (-1, *(1 for _ in targets.shape[1:]))
+    places = np.arange(len(tokens), dtype=np.float32).reshape(along)
+    state = np.float32(0.1) * np.asarray(tokens, np.float32).reshape(along) + np.float32(weight)
+    return -(state + targets / 7 + places / 11) / np.float32(3)
 
 
 class PretendedBackend:
@@ -79,7 +81,7 @@ class PretendedBackend:
         if any(DEADLY in datum.tokens for datum in data):
             raise EngineDied("the ranks have ended")
         found = [logprobs_of(d.tokens, d.targets, self.weights[model]) for d in data]
-        weights = [d.inputs.get("weights", np.ones(len(d.tokens), np.float32)) for d in data]
+        weights = [d.inputs.get("weights", np.ones(d.targets.shape, np.float32)) for d in data]
         total = -sum(float((one * w).sum()) for one, w in zip(found, weights, strict=True))
         if backward:
             self.gradients[model] += sum(float(w.sum()) for w in weights)

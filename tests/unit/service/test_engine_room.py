@@ -65,7 +65,9 @@ class Ranks:
 
 
 class Engines:
-    """One engine. `dies_over`: the version whose proof it dies over."""
+    """One engine, on devices of its own."""
+
+    phase = None
 
     def __init__(self):
         self.prove = None

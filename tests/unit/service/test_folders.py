@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from lora_moe_rl.errors import DiskError, ServiceError
 from lora_moe_rl.service.backend import Lora
-from lora_moe_rl.service.folders import Folders, Place, Run, Saved, place_of
+from lora_moe_rl.service.folders import Folders, Run, Saved
+from lora_moe_rl.service.place import Place, place_of
 
 MODEL = "0b5e-77:train:0"
 LORA = Lora(8, 5, mlp=False)
@@ -117,6 +119,63 @@ async def test_what_has_expired_is_deleted(tmp_path):
     made.check_free(place, overwrite=False)
     made.delete(kept.place)
     assert made.all() == [] and not made.directory(kept.place).exists()
+
+
+async def test_what_is_read_stays_as_it_is(tmp_path):
+    """Ranks open its files one after the other: they are all of one checkpoint."""
+    made, clock = folders(tmp_path)
+    place = (await saved(made, "a", text="old", ttl=10)).place
+    with made.reading(place) as directory, made.reading(place):
+        with pytest.raises(ServiceError, match="is being loaded: delete it when that is done"):
+            made.delete(place)
+        written = asyncio.create_task(saved(made, "a", text="newer", ttl=10))
+        await asyncio.sleep(0.05)
+        assert (directory / "model").read_text() == "old" and not written.done()
+    assert made.find((await written).place).size_bytes == 5
+    with made.reading(place) as directory:
+        clock.now += 11
+        made.sweep()
+        assert (directory / "model").read_text() == "newer"
+        with pytest.raises(ServiceError, match="or it has expired"), made.reading(place):
+            pass
+    made.sweep()
+    assert not made.directory(place).exists() and not made.all()
+    with pytest.raises(ServiceError, match="there is no checkpoint"), made.reading(place):
+        pass
+
+
+async def test_what_is_written_anew_as_it_expires_is_not_deleted(tmp_path, monkeypatch):
+    made, clock = folders(tmp_path)
+    place = (await saved(made, "a", text="old", ttl=10)).place
+    clock.now += 10
+    told, first = made._told, []
+
+    def old(place: Place) -> Saved | None:
+        """Whoever sweeps has read the old one, and then it is replaced."""
+        found = told(place)
+        if not first:
+            first.append(found)
+            asyncio.run(saved(made, "a", text="new"))
+        return found
+
+    monkeypatch.setattr(made, "_told", old)
+    await asyncio.to_thread(made.sweep)
+    assert made.find(place).expires is None
+    assert (made.directory(place) / "model").read_text() == "new"
+
+
+async def test_what_a_server_that_was_killed_has_left_is_tidied_up(tmp_path):
+    made, _ = folders(tmp_path)
+    kept = await saved(made, "a", text="old")
+    incoming, final = tmp_path / MODEL / ".incoming", made.directory(kept.place)
+    for half in (incoming / "fresh/b", tmp_path / MODEL / ".gone-1"):
+        half.mkdir(parents=True)
+        (half / "model").write_text("half")
+    (incoming / "weights").mkdir()
+    final.rename(incoming / "weights/a")  # killed between two renames
+    again = Folders(tmp_path)
+    assert again.find(kept.place) == kept and (final / "model").read_text() == "old"
+    assert sorted(path.name for path in (tmp_path / MODEL).iterdir()) == ["run.json", "weights"]
 
 
 def test_a_run_that_was_never_here(tmp_path):

@@ -19,6 +19,7 @@ import tinker
 from pretended_backend import BASE, PretendedBackend
 from served import client, datum, serving, until
 
+from lora_moe_rl.service import app, samplers
 from lora_moe_rl.service.sessions import SILENT_S, UNNAMED_KEPT
 
 pytestmark = [
@@ -93,7 +94,8 @@ def test_answers_about_samplers_and_checkpoints_that_are_lost_repeat_nothing(tmp
     assert all(asked[f"/api/v1/{path}"] > 1 for path in paths)
 
 
-def test_a_long_wait_is_several_short_ones(tmp_path):
+def test_a_long_wait_is_several_short_ones(tmp_path, caplog):
+    """Of which the client's user is told nothing."""
     with serving(tmp_path, poll_s=0.05) as served, client(served) as service:
         model = service.create_lora_training_client(BASE, rank=8).result()
         hold = served.backend.hold = asyncio.Event()
@@ -102,6 +104,7 @@ def test_a_long_wait_is_several_short_ones(tmp_path):
             passed.result(timeout=0.5)
         served.call(hold.set)
         assert len(passed.result().loss_fn_outputs) == 1
+    assert "try_again" not in caplog.text
 
 
 def test_checkpoints_outlive_the_server(tmp_path):
@@ -148,6 +151,64 @@ def test_checkpoints_outlive_the_server(tmp_path):
         assert len(rest.list_checkpoints(model.model_id).result().checkpoints) == 1
 
 
+def test_a_checkpoint_that_is_being_loaded_is_not_deleted(tmp_path, monkeypatch):
+    with serving(tmp_path) as served, client(served) as service:
+        model = service.create_lora_training_client(BASE, rank=8).result()
+        state = model.save_state("s").result().path
+        named = model.save_weights_for_sampler("n").result().path
+        rest, hold = service.create_rest_client(), asyncio.Event()
+        for method, path, make in (
+            ("load", state, lambda: service.create_training_client_from_state(state)),
+            ("load", state, lambda: model.load_state(state)),
+            ("publish_saved", named, lambda: service.create_sampling_client(model_path=named)),
+        ):
+            waiting, does = asyncio.Event(), getattr(served.backend, method)
+
+            async def late(*asked, waiting=waiting, does=does):
+                waiting.set()
+                await hold.wait()
+                return await does(*asked)
+
+            monkeypatch.setattr(served.backend, method, late)
+            made = make()
+            until(waiting.is_set)
+            with pytest.raises(tinker.BadRequestError, match="is being loaded: delete it when"):
+                rest.delete_checkpoint_from_tinker_path(path).result()
+            served.call(hold.set)
+            made.result()
+            served.call(hold.clear)
+            monkeypatch.setattr(served.backend, method, does)
+        for path in (state, named):
+            rest.delete_checkpoint_from_tinker_path(path).result()
+        assert not served.service.folders.all()
+
+
+def test_a_sampler_that_takes_long_is_waited_for_by_what_is_asked_of_it(tmp_path, monkeypatch):
+    """Clients give up an answer after a minute, and the ranks may be busy for longer."""
+    monkeypatch.setattr(samplers, "READY_S", 0.05)
+    with serving(tmp_path) as served, client(served) as service:
+        named = trained_path(service)
+        hold, publish = asyncio.Event(), served.backend.publish_saved
+
+        async def late(*asked):
+            await hold.wait()
+            await publish(*asked)
+
+        monkeypatch.setattr(served.backend, "publish_saved", late)
+        sampler = service.create_sampling_client(model_path=named).result(10)
+        prompt, params = tinker.ModelInput.from_ints([5]), tinker.SamplingParams(max_tokens=1)
+        asked = sampler.sample(prompt, 1, params)
+        until(lambda: bool(served.service.requests.waiting))
+        assert not served.backend.named("sample")
+        served.call(hold.set)
+        assert asked.result().sequences[0].tokens == [6]
+
+
+def trained_path(service: tinker.ServiceClient) -> str:
+    model = service.create_lora_training_client(BASE, rank=8).result()
+    return model.save_weights_for_sampler("n").result().path
+
+
 def test_an_exported_adapter_is_downloaded(tmp_path):
     """As tinker-cookbook does it: without the key."""
     with serving(tmp_path) as served, client(served) as service:
@@ -182,6 +243,43 @@ def test_an_exported_adapter_is_downloaded(tmp_path):
         assert answer.status_code == 400 and "not sent as archives" in answer.json()["error"]
         urls = f"training_runs/{model.model_id}/checkpoints/weights/state/external_weights_urls"
         assert f"{state} is not of external_weights" in served.get(urls).json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("ends", "told"),
+    [
+        (lambda it: it.sessions.alive.clear(), "this server may have been started anew"),
+        (
+            lambda it: [it.sessions.end(one, "it was") for one in [*it.sessions.alive.values()]],
+            "has ended: it was",
+        ),
+    ],
+    ids=["started anew", "ended"],
+)
+def test_whoever_waits_for_what_is_gone_is_told_why(tmp_path, ends, told):
+    with serving(tmp_path, poll_s=0.05) as served, client(served) as service:
+        model = service.create_lora_training_client(BASE, rank=8).result()
+        hold = served.backend.hold = asyncio.Event()
+        passed = model.forward([datum([1, 2])], "cross_entropy")
+        until(lambda: bool(served.backend.named("forward")))
+        sessions = dict(served.service.sessions.alive)
+        served.call(lambda: (served.service.requests.known.clear(), ends(served.service)))
+        with pytest.raises(ValueError, match=told):
+            passed.result(timeout=30)
+        served.call(hold.set)
+        served.call(served.service.sessions.alive.update, sessions)
+
+
+def test_a_disk_that_is_away_ends_no_watch(tmp_path, monkeypatch):
+    monkeypatch.setattr(app, "SWEEP_S", 0.01)
+    with serving(tmp_path) as served, client(served) as service:
+        broken = tmp_path / "other" / "run.json"
+        broken.mkdir(parents=True)
+        model = service.create_lora_training_client(BASE, rank=8).result()
+        (session,) = served.service.sessions.alive.values()
+        session.heard -= SILENT_S + 5
+        until(lambda: bool(served.backend.named("forget")))
+        assert served.backend.named("forget") == [(model.model_id,)]
 
 
 def test_a_session_that_is_silent_ends(tmp_path):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tinker
+import torch
 from pretended_backend import BASE, PretendedBackend, logprobs_of
 from served import Served, client, datum, serving, until
 
@@ -29,6 +30,10 @@ def service(served):
 def model_of(service: tinker.ServiceClient, **settings) -> tinker.TrainingClient:
     settings = {"base_model": BASE, "rank": 8, "seed": 5, **settings}
     return service.create_lora_training_client(**settings).result()
+
+
+def ints(tokens: list[int]) -> tinker.ModelInput:
+    return tinker.ModelInput.from_ints(tokens)
 
 
 def weights(rng: np.random.Generator, n: int) -> np.ndarray:
@@ -209,6 +214,44 @@ def test_a_loss_of_the_clients_own_runs_beside_it(served, service):
         np.testing.assert_allclose(one.inputs["weights"], wanted, rtol=1e-6)
     assert found.metrics["squares"] > 0
     model.optim_step(tinker.AdamParams(learning_rate=0.1)).result()
+
+
+def test_several_targets_at_a_place(served, service):
+    """Sent as the SDK sends tensors: with few entries sparse, else dense."""
+    model = model_of(service)
+    rng = np.random.default_rng(1)
+    few = torch.zeros(5, 9)
+    few[2:4, :3] = torch.randn(2, 3)
+    few_ids = torch.where(few != 0, torch.randint(1, 50, few.shape), 0)
+    many = rng.standard_normal((3, 2)).astype(np.float32)
+    plain = datum([1, 2], weights=weights(rng, 2))
+    ids = rng.integers(1, 50, (3, 2))
+    data = [
+        tinker.Datum(ints([1, 2, 3, 4, 5]), {"target_tokens": few_ids, "weights": few}),
+        tinker.Datum(ints([6, 7, 8]), {"target_tokens": ids, "weights": many}),
+        plain,
+        tinker.Datum(ints([9, 7, 8]), {"target_tokens": ids, "weights": many}),
+    ]
+    assert data[0].loss_fn_inputs["weights"].sparse_crow_indices is not None
+    found = model.forward_backward(data, "cross_entropy").result()
+    sent = served.backend.named("forward")[-1][1]
+    wanted = [(few_ids.numpy(), few.numpy()), (ids, many)]
+    for one, (targets, of_them) in zip(sent, wanted, strict=False):
+        np.testing.assert_array_equal(one.targets, targets)
+        assert one.inputs["weights"].tobytes() == of_them.tobytes()
+    for one, told in zip(sent, found.loss_fn_outputs, strict=True):
+        expected = logprobs_of(one.tokens, one.targets, 0.0)
+        assert told["logprobs"].shape == [*expected.shape]
+        assert told["logprobs"].to_numpy().tobytes() == expected.tobytes()
+
+    def distilled(data, logprobs):
+        assert [one.shape for one in logprobs] == [(5, 9), (3, 2), (2,), (3, 2)]
+        return sum((one**2).sum() for one in logprobs), {}
+
+    model.forward_backward_custom(data, distilled).result()
+    for one in served.backend.named("forward")[-1][1]:
+        expected = -2 * logprobs_of(one.tokens, one.targets, 0.0)
+        np.testing.assert_allclose(one.inputs["weights"], expected, rtol=1e-6)
 
 
 def test_a_sampling_client_goes_to_another_process(served, service):

@@ -131,7 +131,7 @@ async def test_a_client_asks_again_for_what_is_not_there_yet():
     work.let.clear()
     id = model.submit(0, LEARNS, work(0))
     again = {"type": "try_again", "request_id": id, "queue_state": "active"}
-    assert await told(kept, id) == again
+    assert await told(kept, id) == again and (await kept.fetch(id, False)).status == 408
     work.let.set()
     assert await told(kept, id) == {"name": 0}
 
@@ -169,6 +169,38 @@ async def test_replies_beyond_what_is_kept_go_the_fetched_ones_first(monkeypatch
         await kept.fetch(id, False)
     await told(kept, model.submit(3, LEARNS, work(3)))
     assert [*kept.known] == [ids[0], ids[2], f"{MODEL}:request:3"]
+
+
+async def test_samples_are_dropped_before_what_cannot_be_asked_anew(monkeypatch):
+    monkeypatch.setattr(requests, "KEPT_BYTES", 3 * len('{"name": 0}'))
+    kept, model, work = line()
+    model.submit(0, LEARNS, work(0))
+    for name in "123":
+        kept.run(kept.add(Request(name, "sample", "s", 5)), work(int(name)))
+    await asyncio.sleep(0.01)
+    assert [*kept.known] == [f"{MODEL}:request:0", "2", "3"]
+    kept.run(kept.add(Request("4", "sample", "s", 5)), work("longer than all that is kept" * 9))
+    await asyncio.sleep(0.01)
+    assert [*kept.known] == ["4"]
+    await kept.fetch("4", False)
+
+
+async def test_what_is_cancelled_elsewhere_ends_no_line():
+    kept, model, work = line()
+    other = asyncio.ensure_future(asyncio.Event().wait())
+    alone = kept.add(Request("a", "sample", "s", 5))
+
+    async def waiting() -> Reply:
+        await other
+        return in_json({})
+
+    first = model.submit(0, LEARNS, waiting)
+    kept.run(alone, waiting)
+    await asyncio.sleep(0.01)
+    other.cancel()
+    failed = {"error": "this server has failed; see its log", "category": "server"}
+    assert await told(kept, first) == await told(kept, "a") == failed
+    assert await told(kept, model.submit(1, LEARNS, work(1))) == {"name": 1}
 
 
 async def test_nobody_fetches():

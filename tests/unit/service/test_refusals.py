@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import tinker
 from pretended_backend import BASE, DEADLY
-from served import KEY, Served, client, datum, serving
+from served import KEY, Served, client, datum, serving, until
 from tinker import types
+from tinker.proto import tinker_public_pb2
 
 from lora_moe_rl.endpoint.receiving import LONGEST_BODY
 from lora_moe_rl.errors import ConfigError, EngineDied
@@ -96,6 +97,19 @@ def test_a_model_whose_making_fails_is_not_there(served: Served, service):
     assert not (served.service.folders.root / model).exists()
 
 
+def test_a_model_that_cannot_be_noted_is_forgotten(served: Served, service, monkeypatch):
+    """The disk is full: the ranks do not keep what nobody can ask for."""
+
+    def full(run):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(served.service.folders, "add", full)
+    before = set(served.backend.weights)
+    with pytest.raises(tinker.RequestFailedError, match="this server has failed; see its log"):
+        service.create_lora_training_client(BASE, rank=8).result()
+    until(lambda: set(served.backend.weights) == before)
+
+
 def test_a_sampler_that_cannot_be_served_can_be_asked_for_again(
     served: Served, service, model, monkeypatch
 ):
@@ -111,11 +125,24 @@ def test_a_sampler_that_cannot_be_served_can_be_asked_for_again(
         service.create_sampling_client(model_path=path).result()
     failed = served.post("create_sampling_session", {**asked, "model_path": path})
     assert failed.status_code == 500 and failed.headers["x-should-retry"] == "false"
+    forgotten = (f"{asked['session_id']}:sample:900",)
+    until(lambda: forgotten in served.backend.named("forget_sampler"))
     monkeypatch.setattr(served.backend, "publish_saved", publish)
     again = served.post("create_sampling_session", {**asked, "model_path": path})
     assert again.json()["sampling_session_id"].endswith(":sample:900")
     other = served.post("create_sampling_session", {**asked, "base_model": BASE})
     assert other.status_code == 400 and "is there already, of something else" in other.text
+
+
+def test_a_state_that_cannot_be_served_is_forgotten(served: Served, model, monkeypatch):
+    async def dead(model, sampler):
+        raise EngineDied("an engine has ended")
+
+    monkeypatch.setattr(served.backend, "publish", dead)
+    before = len(served.backend.named("forget_sampler"))
+    with pytest.raises(tinker.RequestFailedError, match="an engine has ended"):
+        model.save_weights_and_get_sampling_client().result()
+    until(lambda: len(served.backend.named("forget_sampler")) == before + 1)
 
 
 def spans() -> tinker.Datum:
@@ -337,7 +364,7 @@ def test_bodies_that_are_none(served: Served, model):
     ):  # fmt: skip
         answer = served.post(path, body)
         assert answer.status_code == 404 and told in answer.json()["error"]
-    asked = {"request_id": "a", "allow_metadata_only": True}
+    asked = {"request_id": f"{model.model_id}:request:99", "allow_metadata_only": True}
     assert served.post("retrieve_future", asked).status_code == 410
 
 
@@ -347,3 +374,25 @@ def test_a_newer_sdk_that_asks_for_nothing_new_is_served(served: Served, model):
     answer = served.post("get_info", {**asked, "new": 5})
     assert "new=5 is not served here: it is not known; leave it out" in answer.json()["error"]
     assert served.post("client/config", {"sdk_version": "9", "os": "x"}).status_code == 200
+
+
+UNKNOWN = b"\x9a\x06\x01x"  # field 99, a text
+
+
+@pytest.mark.parametrize("where", ["ForwardBackwardRequest", "Datum", "Tensor"])
+def test_a_newer_sdk_that_asks_for_something_new_in_protobuf(served: Served, service, where):
+    model = service.create_lora_training_client(BASE, rank=8).result()
+    asked = tinker_public_pb2.ForwardBackwardRequest(
+        model_id=model.model_id, seq_id=1, loss_fn="cross_entropy"
+    )
+    one = asked.data.add()
+    one.model_input.add().encoded_text.tokens = np.int32([1, 2]).tobytes()
+    targets = one.loss_fn_inputs["target_tokens"]
+    targets.dense, targets.dtype = np.int64([2, 3]).tobytes(), tinker_public_pb2.DTYPE_INT64
+    message = {"ForwardBackwardRequest": asked, "Datum": one, "Tensor": targets}[where]
+    message.MergeFromString(UNKNOWN)
+    proto = {"Content-Type": "application/x-protobuf"}
+    told = served.post("forward_backward", asked.SerializeToString(), **proto).json()
+    reply = served.post("retrieve_future", {"request_id": told["request_id"]}).json()
+    assert reply["category"] == "user"
+    assert f"field 99 of {where} is not known here: leave out" in reply["error"]

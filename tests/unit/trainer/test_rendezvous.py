@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
+import pytest
 import ray
+from torch.distributed import TCPStore
 
 from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.cluster.addresses import reserve
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.planner.facts import find
+from lora_moe_rl.refit.store import listen
 from lora_moe_rl.trainer.worker import TrainerWorker
 from lora_moe_rl.verify.ranks import free_address
 
@@ -47,7 +52,19 @@ def test_the_address_of_ranks_is_a_number_where_ray_was_started_with_a_name(monk
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "localhost")
     spec = AdapterSpec.build(find("qwen3-30b-a3b").shape, RunConfig().adapter)
     worker = TrainerWorker(RunConfig(), spec, Path("model"), 0)
-    assert worker.address().startswith("127.0.0.1:")
+    host, _, port = worker.address().partition(":")
+    assert host == "127.0.0.1"
+    with pytest.raises(OSError, match="in use"), socket.socket() as other:
+        other.bind((host, int(port)))  # until rank 0 listens there, the port is its own
+
+
+def test_a_port_that_is_held_is_listened_on():
+    held = reserve("127.0.0.1")
+    port = held.getsockname()[1]
+    store = listen("127.0.0.1", port)
+    held.close()
+    store.set("key", "value")
+    assert TCPStore("127.0.0.1", port, None, False).get("key") == b"value"
 
 
 def test_ranks_on_one_machine_listen_on_loopback_alone():
