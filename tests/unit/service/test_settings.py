@@ -32,7 +32,7 @@ def test_what_has_no_effect_is_refused(setting, tmp_path):
 @pytest.mark.parametrize(
     "setting",
     [
-        "placement.mode=colocated", "refit.mode=merged", "adapter.init=olora",
+        "refit.mode=merged", "adapter.init=olora",
         "adapter.init_from=there", "trainer.offload=optimizer", "replay.mode=r2",
     ],
 )  # fmt: skip
