@@ -13,8 +13,8 @@ Routes of what engines sampled are kept (`routes.py`), and replayed where a datu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from lora_moe_rl.cluster.engines import RolloutEngines
@@ -36,6 +36,7 @@ from lora_moe_rl.service.batches import batch_of, check_data, logprobs_of
 from lora_moe_rl.service.loras import Places
 from lora_moe_rl.service.routes import RouteStore
 from lora_moe_rl.service.sampling import Samplers
+from lora_moe_rl.service.slots import Slots
 from lora_moe_rl.service.turn import Turn
 from lora_moe_rl.service.waiting import KEPT, Waiting
 
@@ -63,14 +64,15 @@ class EngineRoom:
         self.samplers, self.store = samplers, store
         self.loras: dict[str, Lora] = {}  # of models
         self.waiting = Waiting()
-        self.served: dict[str, int] = {}  # samplers that engines serve, and as which version
+        self.slots = Slots(places.config.refit.slots)
         self.owners: dict[str, int] = {}  # of samplers, the numbers of their models
         self.digests: dict[str, str] = {}  # of samplers that were read, of their checkpoints
         self.numbers: dict[str, int] = {}  # of models
         self.version = self.batches = 0
         self.newest = FIRST  # the sampler that was published last
         self.turn = Turn(engines, self._come_back)
-        self._publishing: set[asyncio.Task[int]] = set()
+        self._again: set[asyncio.Task[int]] = set()
+        self._one_publishes = asyncio.Lock()
 
     async def start(self) -> None:
         """Serves a model that nobody asks for: what engines serve is proven against versions."""
@@ -143,7 +145,7 @@ class EngineRoom:
 
     async def publish(self, model: str, sampler: str) -> None:
         self._lora(model)
-        async with self.turn.refitting():
+        async with self._one_publishes, self._next_slot():
             await self.ranks.keep(model, sampler)
             await self._note(sampler, None)
             self.owners[sampler] = self._number(model)
@@ -153,7 +155,7 @@ class EngineRoom:
         await asyncio.to_thread(saved.read, directory, self.places, self.base)
         self.waiting.directories[sampler] = directory
         self.owners[sampler] = self._number(model)
-        async with self.turn.refitting():
+        async with self._one_publishes, self._next_slot():
             await self._serve_again(sampler)
 
     async def sample(self, sampler: str | None, ask: Ask) -> Sampled:
@@ -166,10 +168,10 @@ class EngineRoom:
             return await self._sampled(None, ask)
         for _ in range(AGAIN):
             version = await self._version_of(sampler)
-            with suppress(NotServed, EngineDied):
+            with suppress(NotServed, EngineDied), self.slots.reading(version):
                 return await self._sampled(version, ask, self.owners[sampler])
-            if self.served.get(sampler) == version:
-                del self.served[sampler]
+            if self.slots.served.get(sampler) == version:
+                del self.slots.served[sampler]
         raise ServiceError(
             f"newer versions have taken the slot of this sampler {AGAIN} times over: raise "
             "refit.slots where the service is started, or ask fewer samplers at a time"
@@ -190,7 +192,7 @@ class EngineRoom:
     async def forget_sampler(self, sampler: str) -> None:
         """Its version keeps its slot until a newer one takes it."""
         self.waiting.directories.pop(sampler, None)
-        self.served.pop(sampler, None)
+        self.slots.served.pop(sampler, None)
         self.owners.pop(sampler, None)
         self.digests.pop(sampler, None)
         # Engines that come back are proven against the newest, whoever still asks for it.
@@ -231,21 +233,29 @@ class EngineRoom:
         tokens = sum(len(one.tokens) for one in data)
         return [one.routes for one in found], sum(one.recorded for one in found) / tokens
 
+    @asynccontextmanager
+    async def _next_slot(self) -> AsyncIterator[None]:
+        """With the ranks, once there is a slot for the next version: others train meanwhile."""
+        await self.slots.free(self.version + 1)
+        async with self.turn.refitting():
+            yield
+
     async def _version_of(self, sampler: str) -> int:
         """The version that engines serve it as; it is published again where none is."""
-        if sampler in self.served:
-            return self.served[sampler]
+        if sampler in self.slots.served:
+            return self.slots.served[sampler]
         # Who waits for it may give that up: what ranks and engines do is not left half done.
         task = asyncio.create_task(self._publish_again(sampler))
-        self._publishing.add(task)
-        task.add_done_callback(self._publishing.discard)
+        self._again.add(task)
+        task.add_done_callback(self._again.discard)
         return await asyncio.shield(task)
 
     async def _publish_again(self, sampler: str) -> int:
-        async with self.turn.refitting():
-            if sampler not in self.served:
-                await self._serve_again(sampler)
-            return self.served[sampler]
+        async with self._one_publishes:
+            if sampler not in self.slots.served:
+                async with self._next_slot():
+                    await self._serve_again(sampler)
+            return self.slots.served[sampler]
 
     async def _serve_again(self, sampler: str) -> None:
         if sampler in self.waiting:
@@ -273,15 +283,11 @@ class EngineRoom:
             await self.ranks.forget(gone)
 
     async def _serve(self, model: str, sampler: str) -> None:
-        """What is kept as the sampler, and `model` is, is served. The oldest version leaves its
-        slot: from here on nobody asks for it."""
+        """What is kept as the sampler, and `model` is, is served."""
         await self.ranks.select(model)
         while self.engines.returning:
             await self.turn.wait_for_engines()
             await self.ranks.select(sampler)  # others may have had the ranks
-        slots = self.places.config.refit.slots
-        while len(self.served) >= slots:
-            del self.served[min(self.served, key=self.served.__getitem__)]
         self.version += 1
         self.engines.overwrite()
         parts = await self.ranks.send_as(self.version)
@@ -291,7 +297,7 @@ class EngineRoom:
             if self.places.config.placement.colocated:  # engines are in the middle of a turn
                 self.turn.on_death(error)
             raise
-        self.served[sampler], self.newest = self.version, sampler
+        self.slots.served[sampler], self.newest = self.version, sampler
 
     async def _come_back(self) -> None:
         """Engines go on with what they serve; one that has died meanwhile takes the newest."""

@@ -133,6 +133,7 @@ class Publisher:
 class Samplers:
     def __init__(self, engines: Engines):
         self.engines, self.fails = engines, None
+        self.hold: asyncio.Event | None = None
 
     def check(self, ask):
         pass
@@ -143,7 +144,9 @@ class Samplers:
             raise self.fails
         if version not in self.engines.slots:
             raise NotServed(f"no {version}", [])
-        return self.engines.slots[version]
+        if self.hold is not None:
+            await self.hold.wait()
+        return self.engines.slots[version]  # KeyError: another version is in its slot
 
 
 class Places:
@@ -348,5 +351,44 @@ def test_what_was_published_last_can_always_be_proven_again(room):
         with pytest.raises(RefitError, match="refuses"):
             await room.publish("10", "one more")
         assert room.newest == "s0" and "s0" in room.ranks.of
+
+    run(work())
+
+
+def test_while_all_slots_are_read_others_train_and_the_next_state_waits(room):
+    async def work():
+        await begun(room, 10, 20)
+        for sampler in ("a", "b"):
+            await room.publish("10", sampler)
+        room.samplers.hold = asyncio.Event()
+        asked = [asyncio.create_task(room.sample(one, ASK)) for one in ("a", "a", "b")]
+        await asyncio.sleep(0.01)
+        publishing = asyncio.create_task(room.publish("10", "c"))
+        await room.step("20", Adam(1))
+        assert room.ranks.of["20"] == 21 and not publishing.done()
+        asked[0].cancel()
+        await asyncio.sleep(0.01)
+        assert not publishing.done(), "a's slot is read once more"
+        room.samplers.hold.set()
+        assert await asked[1] == await asked[2] == 10
+        await publishing
+        assert [one for one in "abc" if one in room.slots.served] == ["b", "c"]
+        assert not room.deaths
+
+    run(work())
+
+
+def test_a_state_keeps_its_slot_as_long_as_an_engine_does(room):
+    """Whoever else is gone: it is not published once more, nor taken for served when it is not."""
+
+    async def work():
+        await begun(room, 10)
+        for sampler in ("a", "b"):
+            await room.publish("10", sampler)
+        await room.forget_sampler("b")
+        await room.publish("10", "c")
+        assert room.slots.served == {"c": 3} and set(room.engines.slots) == {2, 3}
+        assert await room.sample("a", ASK) == 10
+        assert room.slots.served == {"c": 3, "a": 4}
 
     run(work())
