@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from lora_moe_rl.adapters.families import FAMILIES
+from lora_moe_rl.adapters.families import FAMILIES, language_config
 from lora_moe_rl.models.quantised_weights import write_numbers
 
 
@@ -28,9 +28,11 @@ def load(model_dir: Path) -> torch.nn.Module:
             write_numbers(Path(model_dir), numbers := Path(folder) / "numbers")
             return load(numbers)
     (architecture,) = config["architectures"]
-    model_class = getattr(transformers, architecture)
-    family = FAMILIES[architecture]
-    keys = family.reference_keys(config) | {"model_type": family.model_types[0]}
+    family, inside = FAMILIES[architecture], FAMILIES[architecture].inside
+    config = dict(language_config(config))
+    model_class = getattr(transformers, architecture if inside is None else inside.architecture)
+    model_type = family.model_types[0] if inside is None else inside.model_type
+    keys = family.reference_keys(config) | {"model_type": model_type}
     settings = model_class.config_class.from_dict(config | keys)
     model = model_class.from_pretrained(model_dir, config=settings, dtype=torch.float32)
     for layer in model.model.layers:

@@ -27,6 +27,7 @@ SITES = [
     Site(0, "kv_a_proj", 8, 12, 2, 1.0),
     Site(0, "shared_expert.up", 8, 16, 2, 1.0),
     Site(0, "mlp.down", 16, 8, 2, 1.0),
+    Site(0, "in_proj_qkv", 8, 16, 2, 1.0, blocks=(4, 4, 8)),
     Site(0, "experts.gate", 8, 16, 2, 1.0, num_experts=8),
     Site(0, "experts.down", 16, 8, 2, 1.0, num_experts=8),
     Site(0, "experts.up", 8, 16, 2, 1.0, num_experts=8, shared="A"),
@@ -51,7 +52,7 @@ def ranks_of_a_stage(tp: int, dp: int, ep: int, etp: int) -> list[RankLayout]:
 
 def test_kinds():
     assert [kind_of(site) for site in SITES] == [
-        "column", "row", "replicated", "column", "row",
+        "column", "row", "replicated", "column", "row", "column",
         "experts_column", "experts_row", "shared_column", "shared_row",
     ]  # fmt: skip
 
@@ -72,7 +73,8 @@ def test_exported_parts_are_the_whole_once(tp, dp, ep, etp, site, tensor):
     seen = np.zeros(shape, int)
     for rank in ranks_of_a_stage(tp, dp, ep, etp):
         if rank.exports(kind, tensor):
-            seen[window(*rank.local_range(kind, tensor, shape))] += 1
+            for box in rank.boxes(site, tensor):
+                seen[window(box.start, box.shape)] += 1
     assert (seen == 1).all()
 
 

@@ -88,10 +88,10 @@ def test_qwen_sites_go_to_the_modules_of_vllm():
         "model.layers.1.mlp.experts",
     ]
     (layout,) = make_layouts(make_spec())
-    slices = {e.site.removeprefix("layers.1."): e.slice for e in layout.entries if ".1." in e.site}
+    slices = {e.site.removeprefix("layers.1."): e.slices for e in layout.entries if ".1." in e.site}
     assert slices == {
-        "q_proj": 0, "k_proj": 1, "v_proj": 2, "o_proj": 0,
-        "experts.gate": 0, "experts.down": 1, "experts.up": 2,
+        "q_proj": (0,), "k_proj": (1,), "v_proj": (2,), "o_proj": (0,),
+        "experts.gate": (0,), "experts.down": (1,), "experts.up": (2,),
     }  # fmt: skip
 
 

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from published_configs import KIMI_K2, QWEN3_30B_A3B
 
-from lora_moe_rl.adapters.sharding import kind_of
 from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
 from lora_moe_rl.config import AdapterConfig, TrainerConfig
 from lora_moe_rl.errors import RefitError
@@ -101,11 +100,14 @@ def test_every_element_arrives_exactly_once(trainer, engine, config, layout, ran
         name = f"{t.site.name}.{t.matrix}"
         source = ranks[t.source]
         assert t.site.layer in source.layers
-        box = Box(*source.layout.local_range(kind_of(t.site), t.matrix, tensors[name].shape))
+        box = _around(t.box, source.layout.boxes(t.site, t.matrix))
         local = tensors[name][box.within(_whole(tensors[name].shape))]
-        target = held(t.site, t.matrix, engine, t.target, kv_heads)
-        buffer = arrived.setdefault((t.target, name), np.full(target.shape, np.nan))
-        place = buffer[t.box.within(target)]
+        boxes = held(t.site, t.matrix, engine, t.target, kv_heads)
+        target = _around(t.box, boxes)
+        first = sum(one.shape[0] for one in boxes[: boxes.index(target)])
+        rows = sum(one.shape[0] for one in boxes)  # a rank's blocks stand one behind the other
+        buffer = arrived.setdefault((t.target, name), np.full((rows, *target.shape[1:]), np.nan))
+        place = buffer[first : first + target.shape[0]][t.box.within(target)]
         assert np.isnan(place).all(), f"{name} arrives twice"
         place[...] = local[t.box.within(box)]
     for rank_number in range(engine.ranks):
@@ -115,6 +117,11 @@ def test_every_element_arrives_exactly_once(trainer, engine, config, layout, ran
                 expected = sliced_by_vllm(site, matrix, tensors[name], engine, rank_number)
                 got = arrived.get((rank_number, name), np.zeros(expected.shape))
                 np.testing.assert_array_equal(got, expected, err_msg=name)
+
+
+def _around(box: Box, boxes: list[Box]) -> Box:
+    (one,) = (one for one in boxes if box.common(one) == box)
+    return one
 
 
 def _whole(shape) -> Box:
