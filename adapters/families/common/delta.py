@@ -23,6 +23,8 @@ def refused(c: Config) -> Iterator[str]:
         yield f"layer_types has {len(kinds)} entries for {c['num_hidden_layers']} layers"
     if c.get("layer_scale"):
         yield "layer_scale=true is not supported: transformers and Megatron-core have no such scale"
+    if c.get("attn_output_gate") is False:
+        yield "attn_output_gate=false is not supported: transformers has the gate always"
     if c["linear_num_value_heads"] % c["linear_num_key_heads"]:
         yield (
             f"linear_num_value_heads={c['linear_num_value_heads']} is no multiple of "
