@@ -1,5 +1,9 @@
 """What the published `config.json` of one real model of each family says, as far as we read it."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 from lora_moe_rl.adapters.families import language_config
 from lora_moe_rl.planner.facts import config_of
 
@@ -63,6 +67,23 @@ def hf_config(config: dict):
     kind = str({"kimi_k2": "deepseek_v3"}.get(config["model_type"], config["model_type"]))
     rest = {k: v for k, v in config.items() if k != "model_type"}
     return transformers.AutoConfig.for_model(kind, **rest)
+
+
+def hf_model(config: dict, changes: Mapping[str, Any] = MappingProxyType({}), **options):
+    """transformers' model as its checkpoint has it: around a language model inside a larger one is
+    a vision tower, of small sizes. `changes` are of the language model."""
+    import transformers
+
+    language = hf_config(config)
+    for key, value in changes.items():
+        setattr(language, key, value)
+    if "text_config" not in config:
+        return transformers.AutoModelForCausalLM.from_config(language, **options)
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 16}
+    kind = getattr(transformers, config["architectures"][0]).config_class
+    parts = language.to_dict(), vision | {"out_hidden_size": language.hidden_size}
+    whole = kind(text_config=parts[0], vision_config=parts[1])
+    return transformers.AutoModelForImageTextToText.from_config(whole, **options)
 
 
 # Of two layers, the first of them dense.
