@@ -87,7 +87,7 @@ def form_of(shape: ModelShape, form: Form | None) -> Form:
     """The form of an adapter's files, where `form` was asked for. Raises AdapterError for one that
     nobody reads: experts that are one parameter in checkpoints have no names one by one."""
     if not shape.family.interleaved_experts:
-        return form or "2d"
+        return form or ("3d" if shape.family.stacked_files else "2d")
     if form == "2d":
         raise AdapterError(
             f"experts of {shape.architecture} are one parameter of transformers and vLLM, and have "

@@ -13,6 +13,7 @@ FAMILY = replace(
     architecture="Qwen3_5MoeForConditionalGeneration",
     title="Qwen3.5-MoE (its text alone: no images)",
     model_types=("qwen3_5_moe",),
+    stacked_files=True,
     inside=Inside(
         architecture=qwen3_5_moe.FAMILY.architecture,
         model_type=qwen3_5_moe.FAMILY.model_types[0],

@@ -119,7 +119,9 @@ def _of_directory(path: Path) -> Facts:
     except ValueError as error:
         raise ModelError(f"{file} is not JSON: {error}") from error
     shape = ModelShape.from_hf_config(config)
-    return Facts(path.name, language_config(config), shape, _format(config, file), str(file), str(path))
+    return Facts(
+        path.name, language_config(config), shape, _format(config, file), str(file), str(path)
+    )
 
 
 def _format(config: Config, file: Path) -> Format:

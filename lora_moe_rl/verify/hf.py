@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from lora_moe_rl.adapters.families import hf_path, hf_prefix
 from lora_moe_rl.adapters.spec import AdapterSpec
-from lora_moe_rl.verify.hf_load import load
+from lora_moe_rl.verify.hf_load import load, load_whole
 
-__all__ = ["exact_logprobs", "in_float64", "load", "load_exact", "logprobs", "merge"]
+__all__ = ["exact_logprobs", "in_float64", "load", "load_exact", "load_whole", "logprobs", "merge"]
 
 # Of stacks with gate and up in turn: the parameter, and a module's columns of it.
 _IN_TURN = {

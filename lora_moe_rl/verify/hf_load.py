@@ -43,6 +43,15 @@ def load(model_dir: Path) -> torch.nn.Module:
     return model.eval()
 
 
+def load_whole(model_dir: Path) -> torch.nn.Module:
+    """As `load`; of a language model inside a larger one, that."""
+    (architecture,) = json.loads((Path(model_dir) / "config.json").read_text())["architectures"]
+    if FAMILIES[architecture].inside is None:
+        return load(model_dir)
+    model_class = getattr(transformers, architecture)
+    return model_class.from_pretrained(model_dir, dtype=torch.float32).eval()
+
+
 def _mend_mla_norms(attention: torch.nn.Module, eps: float) -> None:
     for name in ("q_a_layernorm", "kv_a_layernorm"):
         if (norm := getattr(attention, name, None)) is not None:

@@ -79,6 +79,8 @@ class Family:
     not_served: str = ""
     # Whether PEFT 0.21.2 finds stacked experts under the names of their linears (adapters/peft.py).
     peft_finds_experts: bool = True
+    # Whether PEFT finds them in files of the 3d form alone, and vLLM wants a flag for those of 2d.
+    stacked_files: bool = False
     # What transformers' config is given beside config.json, to compute what was trained.
     reference_keys: Callable[[Config], dict[str, Any]] = lambda c: {}
     # Mends a decoder layer of transformers' model in place, given that and the model's config, so
