@@ -1,6 +1,6 @@
 """Qwen3.5-MoE, its language model by itself. As Qwen3-Next, but that every layer has experts, and
-that gated DeltaNet has linears of its own for queries, keys and values, for gates, for betas and for
-decays.
+that gated DeltaNet has linears of its own for queries, keys and values, for gates, for betas and
+for decays.
 
 Rotary embeddings have three positions a token (`mrope_section`), of which those of text are equal:
 what is computed is one embedding.

@@ -14,6 +14,7 @@ from lora_moe_rl.planner.hardware import GIB, Gpu
 from lora_moe_rl.refit.plan import EngineLayout, held
 from lora_moe_rl.rollout.facts import (
     STEP_TOKENS,
+    Matrix,
     in_halves,
     served_slices,
     slot_rank,
@@ -124,7 +125,8 @@ def slot_bytes(spec: AdapterSpec, config: RunConfig, b: int) -> int:
     kv_heads = spec.shape.dims.get("kv_heads", 0)
     total = 0
     for site in spec:
-        for matrix in "AB":
+        matrices: tuple[Matrix, ...] = ("A", "B")
+        for matrix in matrices:
             own = rank // 2 if matrix == "A" and in_halves(site, spec.shape) else rank
             boxes = held(replace(site, rank=own), matrix, layout, 0, kv_heads)
             copies = len(served_slices(spec.shape, site, matrix, boxes[0])[1])

@@ -1,7 +1,8 @@
 """Mend for vLLM: the language model of a checkpoint that has other parts too.
 
-vLLM's class of the language model by itself takes its weights from such a checkpoint too, and fails
-at those that are no part of it, as a vision tower's. Here they are passed over before they are read.
+vLLM's class of the language model by itself takes its weights from such a checkpoint too, and
+fails at those that are no part of it, as a vision tower's. Here they are passed over before they
+are read.
 """
 
 from __future__ import annotations
