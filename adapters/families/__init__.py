@@ -80,7 +80,7 @@ class ModelShape:
                 f"architecture {architecture} is not supported; supported are {listing}"
             )
         try:
-            language = language_config(config)
+            language = _language(family, config)
             _check_sizes(architecture, language)
             check_variant(architecture, config)
             return _read(family, language)
@@ -135,7 +135,11 @@ def language_config(config: Config) -> Config:
     it is the config as it is."""
     named = config.get("architectures")
     family = FAMILIES.get(str(named[0])) if isinstance(named, list) and named else None
-    if family is None or (inside := family.inside) is None:
+    return config if family is None else _language(family, config)
+
+
+def _language(family: Family, config: Config) -> Config:
+    if (inside := family.inside) is None:
         return config
     tied = config.get("tie_word_embeddings", False)
     own = {"architectures": [inside.architecture], "model_type": inside.model_type}
@@ -145,7 +149,8 @@ def language_config(config: Config) -> Config:
 def check_variant(architecture: str, config: Config) -> None:
     """Raises ModelError, naming the key, its value and the reason, for what trainer and engine
     would not compute as it was trained."""
-    for reason in FAMILIES[architecture].refused(language_config(config)):
+    family = FAMILIES[architecture]
+    for reason in family.refused(_language(family, config)):
         raise ModelError(f"config.json of {architecture}: {reason}")
 
 
