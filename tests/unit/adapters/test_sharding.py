@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lora_moe_rl.adapters import sharding
 from lora_moe_rl.adapters.sharding import (
     RULES,
+    Box,
     RankLayout,
     fused_with,
     grid_of,
@@ -105,6 +106,18 @@ def test_sites_of_one_mcore_linear_are_trained_as_one():
     for site in SITES:
         kinds = {kind_of(replace(site, module=m)) for m in fused_with(site.module)}
         assert kinds == {kind_of(site)}
+
+
+def test_rows_of_several_outputs_are_cut_one_by_one():
+    """As Megatron-core cuts the base: a rank has queries, then keys, then values of its heads."""
+    (site,) = (site for site in SITES if site.blocks)
+    boxes = RankLayout(tp=(1, 2)).boxes(site, "B")
+    assert [(box.start, box.shape) for box in boxes] == [
+        ((2, 0), (2, 2)),
+        ((6, 0), (2, 2)),
+        ((12, 0), (4, 2)),
+    ]
+    assert RankLayout(tp=(1, 2)).boxes(site, "A") == [Box((0, 0), (2, 8))]
 
 
 def test_sizes_that_do_not_divide_are_an_error():
