@@ -155,7 +155,9 @@ def make_provider(source, config: TrainerConfig, num_layers: int, device: Device
 
         local_modules.install()
         options |= _LOCAL | {"transformer_layer_spec": _local_spec}
-    if FAMILIES[source.hf_pretrained.config.architectures[0]].norm_over_heads:
+    # Of a model without weights it is the config itself.
+    hf_config = getattr(source.hf_pretrained, "config", source.hf_pretrained)
+    if FAMILIES[hf_config.architectures[0]].norm_over_heads:
         from lora_moe_rl.trainer import norm_over_heads
 
         spec = options.get("transformer_layer_spec", norm_over_heads.with_engine)
