@@ -20,7 +20,6 @@ EXACT = 5e-6  # logprobs, float32
 # Qwen3-MoE and DeepSeek-V3 have tests of their own (test_rollout.py). Of the others, which take a
 # minute each, those that are the only ones with their attention, norms or experts, and the dense.
 ENGINES = [
-    "qwen3_5_moe",
     *("qwen2_moe", "deepseek_v2", "qwen3", "qwen3_next", "qwen3_5_moe_published"),
     *("gpt_oss", "olmoe", "minimax_m2"),
 ]
