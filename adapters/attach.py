@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from lora_moe_rl.adapters.families import Dims
 from lora_moe_rl.adapters.gradients import Gradients, current_layout
 from lora_moe_rl.adapters.layers import (
     LoRALinear,
@@ -65,7 +66,9 @@ class Adapters:
         self.gradients = Gradients(self.layers, self.layout)
 
     def _wrap_layer(self, layer: torch.nn.Module, number: int) -> None:
+        there = self.spec.shape.modules(number)
         for path, modules in FUSED.items():
+            modules = [m for m in modules if m in there]
             places = [self.spec.by_name.get(f"layers.{number}.{m}") for m in modules]
             if not any(place is not None for place in places):
                 continue
@@ -78,28 +81,27 @@ class Adapters:
             lora = LoRALinear(
                 base,
                 places,
-                self._widths(path, number),
+                self._widths(path, [there[module] for module in modules]),
                 self.layout,
                 self.switch,
                 self.seed,
                 self.start,
-                self._merge(path),
+                self._merge(path, modules),
                 self.kernel,
             )
             setattr(parent, name, lora)
             self.layers.append(lora)
 
-    def _widths(self, path: str, number: int) -> list[int]:
+    def _widths(self, path: str, dims: Sequence[Dims]) -> list[int]:
         """This rank's output columns of each module fused in the linear at `path`."""
         whole = path.endswith(("linear_fc2", "linear_proj", "out_proj", "_down_proj"))
         axis = "etp" if path.startswith("mlp.experts") else "tp"
         ways = 1 if whole else self.layout.place(axis)[1]
-        dims = self.spec.shape.modules(number)
-        return [dims[module][1] // ways for module in FUSED[path]]
+        return [outputs // ways for _, outputs, _ in dims]
 
-    def _merge(self, path: str):
+    def _merge(self, path: str, modules: Sequence[str]):
         shape, tp = self.spec.shape, self.layout.tp[1]
-        if path.endswith("in_proj"):
+        if "in_proj_qkvz" in modules:
             return merge_delta(shape.dims, tp)
         if path.endswith("linear_qkv"):
             gated = shape.family.attention == "gated_gqa"

@@ -185,18 +185,14 @@ class LoRALinear(torch.nn.Module):
             return mtp.reduce_scatter_to_sequence_parallel_region(xa)
         return xa
 
-    def _local(self, tensor: str, shape: tuple[int, ...]):
-        return self.layout.local_range(self.kind, tensor, shape)
-
     def _start(self, site: Site, seed: int | str, start: Start | None):
         """This rank's parts of the trained A and B at the start, float32."""
-        rank = site.rank - site.frozen_rank
-        shape_A = (*site.shape_A[:-2], rank, site.in_features)
-        shape_B = (*site.shape_B[:-1], rank)
-        (start_A, local_A), (start_B, local_B) = (
-            self._local("A", shape_A),
-            self._local("B", shape_B),
-        )
+        rank = site.trained_rank
+        (of_A,) = self.layout.boxes(site, "A", rank)
+        start_A, local_A = of_A.start, of_A.shape
+        of_B = self.layout.boxes(site, "B", rank)
+        rows = sum(box.shape[-2] for box in of_B)
+        local_B = (*of_B[0].shape[:-2], rows, rank)
         if _device(self.base).type == "meta":  # of a model that is planned, not trained
             return torch.empty(local_A, device="meta"), torch.empty(local_B, device="meta")
         if start is None:
@@ -205,10 +201,8 @@ class LoRALinear(torch.nn.Module):
         skip = 1 if self.grouped else 0  # the experts are picked already
         A, B = (torch.from_numpy(np.asarray(t)) for t in start.tensors(site, experts))
         everything = (slice(None),) * skip
-        return (
-            A[everything + window(start_A, local_A)[skip:]],
-            B[everything + window(start_B, local_B)[skip:]],
-        )
+        mine = [B[everything + window(box.start, box.shape)[skip:]] for box in of_B]
+        return A[everything + window(start_A, local_A)[skip:]], torch.cat(mine, dim=-2)
 
     def parameters_of(self, tensor: str) -> list[torch.nn.Parameter]:
         return [self.A] if tensor == "A" else list(self.B)
@@ -229,7 +223,7 @@ class LoRALinear(torch.nn.Module):
         rows = _spans(self.ranks)
         rows0 = _spans(self.frozen_ranks)
         for i, site in enumerate(self.sites):
-            start, _ = self._local("A", site.shape_A)
+            start = self.layout.boxes(site, "A")[0].start
             exported = self.layout.exports(self.kind, "A")
             index = (Ellipsis, rows[i], slice(None))
             yield Slice(f"{site.name}.A", self.A, index, start, exported)
@@ -237,13 +231,18 @@ class LoRALinear(torch.nn.Module):
                 start = (*start[:-2], self.ranks[i], start[-1])
                 index = (Ellipsis, rows0[i], slice(None))
                 yield Slice(f"{site.name}.A", self.A0, index, start, exported, trained=False)
-            start, _ = self._local("B", site.shape_B)
-            exported = self.layout.exports(self.kind, "B")
-            yield Slice(f"{site.name}.B", self.B[i], (Ellipsis,), start, exported)
+            yield from self._slices_of_B(i, site)
+
+    def _slices_of_B(self, i: int, site: Site) -> Iterator[Slice]:
+        exported, name = self.layout.exports(self.kind, "B"), f"{site.name}.B"
+        boxes = self.layout.boxes(site, "B")
+        for rows, box in zip(_spans([box.shape[-2] for box in boxes]), boxes, strict=True):
+            index = (Ellipsis, rows, slice(None)) if len(boxes) > 1 else (Ellipsis,)
+            yield Slice(name, self.B[i], index, box.start, exported)
             if site.frozen_rank:
-                start = (*start[:-1], self.ranks[i])
+                start = (*box.start[:-1], self.ranks[i])
                 B0 = getattr(self, f"B0_{i}")
-                yield Slice(f"{site.name}.B", B0, (Ellipsis,), start, exported, trained=False)
+                yield Slice(name, B0, index, start, exported, trained=False)
 
 
 def _kaiming(site: Site, rank: int, where: tuple[slice, ...], seed: int | str) -> torch.Tensor:

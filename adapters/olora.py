@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from lora_moe_rl.adapters.families import ModelShape, hf_path
+from lora_moe_rl.adapters.families import ModelShape, hf_layer, hf_path
 from lora_moe_rl.adapters.spec import Site
 from lora_moe_rl.errors import ModelError
 
@@ -64,7 +64,7 @@ class OLoRAStart:
         return (A0[0], B0[0]) if experts is None else (A0, B0)
 
     def _weights(self, site: Site, experts: range | None) -> Iterator[torch.Tensor]:
-        path = f"model.layers.{site.layer}.{hf_path(self.shape, site.module)}"
+        path = f"{hf_layer(self.shape, site.layer)}.{hf_path(self.shape, site.module)}"
         for expert in [None] if experts is None else experts:
             name = path.format(expert)
             weight = self.weights.read(name)

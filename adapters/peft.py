@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from lora_moe_rl.adapters.families import ModelShape, hf_path
+from lora_moe_rl.adapters.families import ModelShape, hf_layer, hf_path
 from lora_moe_rl.adapters.peft_config import EXPERTS, Form, common, completed, peft_config
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
 from lora_moe_rl.config import RunConfig
@@ -87,7 +87,7 @@ def form_of(shape: ModelShape, form: Form | None) -> Form:
     """The form of an adapter's files, where `form` was asked for. Raises AdapterError for one that
     nobody reads: experts that are one parameter in checkpoints have no names one by one."""
     if not shape.family.interleaved_experts:
-        return form or "2d"
+        return form or ("3d" if shape.family.stacked_files else "2d")
     if form == "2d":
         raise AdapterError(
             f"experts of {shape.architecture} are one parameter of transformers and vLLM, and have "
@@ -160,7 +160,7 @@ def peft_shapes(spec: AdapterSpec, form: Form = "2d") -> dict[str, tuple[int, ..
     for layer, sites in stacked.items():
         gate, up, down = (sites[module] for module in EXPERTS)
         count, rank, out = down.num_experts or 1, gate.rank + up.rank, 2 * gate.out_features
-        path = _stacked_path(layer)
+        path = _stacked_path(spec.shape, layer)
         found[f"{path}.base_layer.lora_A.weight"] = (count * rank, gate.in_features)
         found[f"{path}.base_layer.lora_B.weight"] = (out, rank * count)
         found[f"{path}.lora_A.weight"] = (count * down.rank, down.in_features)
@@ -204,7 +204,7 @@ def _of_layer(
 def key(spec: AdapterSpec, site: Site, matrix: str, expert: int | None) -> str:
     """The name of a tensor in the 2d form; of one of its experts if it is a routed one's."""
     path = hf_path(spec.shape, site.module).format(expert)
-    return f"{PREFIX}.model.layers.{site.layer}.{path}.lora_{matrix}.weight"
+    return f"{PREFIX}.{hf_layer(spec.shape, site.layer)}.{path}.lora_{matrix}.weight"
 
 
 def _each(site: Site, matrix: str, whole: np.ndarray) -> Iterable[tuple[int | None, np.ndarray]]:
@@ -215,14 +215,14 @@ def _each(site: Site, matrix: str, whole: np.ndarray) -> Iterable[tuple[int | No
     return enumerate(whole)
 
 
-def _stacked_path(layer: int) -> str:
-    return f"{PREFIX}.model.layers.{layer}.mlp.experts"
+def _stacked_path(shape: ModelShape, layer: int) -> str:
+    return f"{PREFIX}.{hf_layer(shape, layer)}.mlp.experts"
 
 
 def _stacked(spec: AdapterSpec, tensors: Tensors, most: float) -> Iterator[tuple[str, np.ndarray]]:
     """Of one layer."""
     layer, pairs = spec.sites[0].layer, []
-    path = _stacked_path(layer)
+    path = _stacked_path(spec.shape, layer)
     for module in EXPERTS:
         site = spec.by_name[f"layers.{layer}.{module}"]
         A, B = (

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lora_moe_rl.adapters.families import ModelShape, hf_path
+from lora_moe_rl.adapters.families import ModelShape, hf_layer, hf_path
 from lora_moe_rl.adapters.peft import CHECKSUM_KEY, ORDER_KEY, checksum
 from lora_moe_rl.adapters.peft_keys import Key, PeftSettings, parse_keys
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
@@ -71,7 +71,7 @@ def read(
         if key.stacked is not None:
             found |= _unstack(key, A, B, shape, settings, origin, found)
             continue
-        where = f"model.layers.{key.layer}.{hf_path(shape, key.module)}".format(key.expert)
+        where = f"{hf_layer(shape, key.layer)}.{hf_path(shape, key.module)}".format(key.expert)
         _check_shape(where, A, B, shape.modules(key.layer)[key.module][:2])
         of_site = found[key.layer, key.module]
         if isinstance(of_site, _Found):
@@ -213,7 +213,7 @@ def _unstack(key: Key, A, B, shape: ModelShape, settings, origin: _Origin, found
     hidden, width, experts = modules["experts.gate"]
     assert experts is not None
     sides = {"gate_up": (hidden, 2 * width), "down": (width, hidden)}
-    where = f"model.layers.{key.layer}.mlp.experts"
+    where = f"{hf_layer(shape, key.layer)}.mlp.experts"
     interleaved = shape.family.interleaved_experts
     kind, swapped = _which(key, where, A, B, sides, experts, origin, oriented=interleaved)
     if interleaved and kind == "gate_up":
@@ -295,8 +295,9 @@ def _assemble(shape: ModelShape, found) -> tuple[AdapterSpec, dict[str, np.ndarr
             if isinstance(one, dict):
                 one = one[None] if experts is None else _stack(layer, module, one, experts)
             site = Site(
-                layer, module, in_features, out_features, one.A.shape[-2], one.scale, experts
-            )
+                layer, module, in_features, out_features, one.A.shape[-2], one.scale, experts,
+                blocks=shape.blocks(module),
+            )  # fmt: skip
             sites.append(site)
             tensors[f"{site.name}.A"], tensors[f"{site.name}.B"] = one.A, one.B
     return AdapterSpec(shape, tuple(sites)), tensors

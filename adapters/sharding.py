@@ -3,8 +3,8 @@
 Layers, gradient sums, checkpoints, refit and tests all read it. Pure: no torch.
 
     kind            modules                       A [r, in]                B [out, r]
-    column          q k v, q_b, kv_b, in_proj_*,  whole                    rows over tp
-                    gate/up
+    column          q k v, q_b, kv_b, in_proj_*,  whole                    rows over tp, those of
+                    gate/up                                                each block by itself
                     (dense, shared expert)
     row             o, out_proj, down (d., s. e.) columns over tp          whole
     replicated      q_a, kv_a (MLA down proj.)    whole                    whole
@@ -73,6 +73,10 @@ _DENSE_KINDS: dict[str, Kind] = {
     "kv_b_proj": "column",
     "in_proj_qkvz": "column",
     "in_proj_ba": "column",
+    "in_proj_qkv": "column",
+    "in_proj_z": "column",
+    "in_proj_b": "column",
+    "in_proj_a": "column",
     "o_proj": "row",
     "out_proj": "row",
     "q_a_proj": "replicated",
@@ -83,7 +87,8 @@ _DENSE_KINDS: dict[str, Kind] = {
 }
 
 
-# mcore linear, as a path below its layer -> the canonical modules fused in it, in output order.
+# mcore linear, as a path below its layer -> the canonical modules fused in it, in output order. A
+# layer has those of its kind.
 _ATTENTION = {
     "self_attention.linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "self_attention.linear_q_proj": ("q_proj",),
@@ -92,7 +97,10 @@ _ATTENTION = {
     "self_attention.linear_kv_down_proj": ("kv_a_proj",),
     "self_attention.linear_kv_up_proj": ("kv_b_proj",),
     "self_attention.linear_proj": ("o_proj",),
-    "self_attention.in_proj": ("in_proj_qkvz", "in_proj_ba"),
+    "self_attention.in_proj": (
+        *("in_proj_qkvz", "in_proj_ba"),
+        *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    ),
     "self_attention.out_proj": ("out_proj",),
 }
 _MLPS = {"mlp": "mlp", "mlp.shared_experts": "shared_expert", "mlp.experts": "experts"}
@@ -107,7 +115,8 @@ FUSED = _ATTENTION | {
 
 
 def fused_with(module: str) -> tuple[str, ...]:
-    """The modules whose A is trained as one tensor with this one's, itself among them."""
+    """The modules whose A is trained as one tensor with this one's where a layer has them, itself
+    among them."""
     return next(modules for modules in FUSED.values() if module in modules)
 
 
@@ -208,6 +217,20 @@ class RankLayout:
             local[dim] = shape[dim] // size
             start[dim] = rank * local[dim]
         return tuple(start), tuple(local)
+
+    def boxes(self, site: Site, tensor: str, rank: int | None = None) -> list[Box]:
+        """This rank's parts of a canonical tensor of a site, in the order in which it holds them:
+        one, or of B one of each block. `rank`: of the tensor, where that is not the site's."""
+        kind, rank = kind_of(site), site.rank if rank is None else rank
+        if tensor == "A":
+            shape = (*site.shape_A[:-2], rank, site.in_features)
+            return [Box(*self.local_range(kind, tensor, shape))]
+        shape, found, first = (*site.shape_B[:-1], rank), [], 0
+        for rows in site.blocks or (site.out_features,):
+            start, local = self.local_range(kind, tensor, (*shape[:-2], rows, rank))
+            found.append(Box((*start[:-2], first + start[-2], start[-1]), local))
+            first += rows
+        return found
 
     def exports(self, kind: Kind, tensor: str) -> bool:
         """True on exactly one of the ranks that hold equal copies."""

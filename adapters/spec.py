@@ -41,6 +41,7 @@ class Site:
 
     `rank` is the whole rank, as served and exported. `shared` names the tensor that all experts of
     a routed site share. The last `frozen_rank` rows of A and columns of B are not trained.
+    `blocks`: of a linear that has several outputs side by side, the rows of B that are of each.
     """
 
     layer: int
@@ -52,6 +53,7 @@ class Site:
     num_experts: int | None = None
     shared: Literal["A", "B"] | None = None
     frozen_rank: int = 0
+    blocks: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -99,7 +101,7 @@ class AdapterSpec:
         ranks = Values("adapter.rank_pattern", config.rank_pattern)
         alphas = Values("adapter.alpha_pattern", config.alpha_pattern)
         sites = tuple(
-            _site(_Place(layer, name), dims, shape.top_k, config, ranks, alphas)
+            _site(_Place(layer, name), dims, shape, config, ranks, alphas)
             for layer, modules in enumerate(available)
             for name, dims in modules.items()
             if any(_selects(target, name) for target in config.targets)
@@ -159,7 +161,7 @@ class _Place:
 def _site(
     place: _Place,
     dims: Dims,
-    top_k: int,
+    shape: ModelShape,
     config: AdapterConfig,
     ranks: Values[int],
     alphas: Values[float],
@@ -167,7 +169,7 @@ def _site(
     in_features, out_features, experts = dims
     rank, alpha = config.rank, config.alpha
     if experts is not None:
-        rank = _over_top_k(config, top_k) if config.expert_rank_over_top_k else rank
+        rank = _over_top_k(config, shape.top_k) if config.expert_rank_over_top_k else rank
         rank = config.expert_rank or rank
         alpha = config.expert_alpha or alpha
     rank, alpha = ranks.of(place, rank), alphas.of(place, alpha)
@@ -178,7 +180,7 @@ def _site(
     frozen = rank if config.init == "olora" else 0
     site = Site(
         place.layer, place.module, in_features, out_features, rank + frozen, scale, experts,
-        shared, frozen,
+        shared, frozen, shape.blocks(place.module),
     )  # fmt: skip
     if frozen and rank > min(in_features, out_features):
         raise ConfigError(

@@ -22,7 +22,7 @@ import xxhash
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.errors import RefitError
 from lora_moe_rl.refit.plan import Box, EngineLayout, Plan, lacking, wanted
-from lora_moe_rl.rollout.facts import Dtype, Matrix, served_module
+from lora_moe_rl.rollout.facts import Dtype, Matrix, served_slices
 
 if TYPE_CHECKING:
     import torch
@@ -39,13 +39,13 @@ ALIGNMENT = 64  # bytes; a cache line, and more than any vector load asks for
 
 @dataclass(frozen=True)
 class Entry:
-    """One box of a part: of which tensor, for which slot of vLLM (its module and the part of it),
-    for which engine ranks, and at which byte of the buffer."""
+    """One box of a part: of which tensor, for which slot of vLLM (its module and the parts of it
+    that hold the box), for which engine ranks, and at which byte of the buffer."""
 
     site: str
     matrix: Matrix
     module: str
-    slice: int
+    slices: tuple[int, ...]
     box: Box
     targets: tuple[int, ...]
     offset: int
@@ -126,11 +126,11 @@ def _misplaced(
     faults = []
     for name, rank, whole in wanted(spec, engine):
         mine = boxes.get((name, rank), ())
-        outside = [box for box in mine if whole.common(box) != box]
+        outside = [box for box in mine if all(one.common(box) != box for one in whole)]
         twice = [a for a, b in combinations(mine, 2) if a.common(b)]
         faults += [
             f"{name}: engine rank {rank} gets {box.shape} from {box.start} on {how} what it holds, "
-            f"{whole.shape} from {whole.start} on"
+            + ", ".join(f"{one.shape} from {one.start} on" for one in whole)
             for how, wrong in (("beside", outside), ("twice of", twice))
             for box in wrong
         ]
@@ -140,8 +140,8 @@ def _misplaced(
 def _lay_out(source: int, boxes, spec: AdapterSpec, dtype: Dtype) -> PartLayout:
     entries, offset = [], 0
     for (name, matrix, box), targets in sorted(boxes.items(), key=lambda item: item[1]):
-        module, slice_, _ = served_module(spec.shape, spec.by_name[name])
-        entry = Entry(name, matrix, module, slice_, box, tuple(targets), offset)
+        module, slices = served_slices(spec.shape, spec.by_name[name], matrix, box)
+        entry = Entry(name, matrix, module, slices, box, tuple(targets), offset)
         entries.append(entry)
         offset += -(-entry.nbytes(dtype) // ALIGNMENT) * ALIGNMENT
     return PartLayout(source, dtype, offset, tuple(entries))
@@ -157,7 +157,8 @@ def from_json(text: str) -> list[PartLayout]:
         entries = []
         for item in fields.pop("entries"):
             box = Box(tuple(item["box"]["start"]), tuple(item["box"]["shape"]))
-            entries.append(Entry(**item | {"box": box, "targets": tuple(item["targets"])}))
+            given = {key: tuple(item[key]) for key in ("targets", "slices")}
+            entries.append(Entry(**item | given | {"box": box}))
         layouts.append(PartLayout(**fields, entries=tuple(entries)))
     return layouts
 

@@ -26,12 +26,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 
 from lora_moe_rl.adapters.sharding import (
     Box,
-    Kind,
     RankLayout,
     kind_of,
     pipeline_chunks,
@@ -179,7 +179,7 @@ def make_plan(
             key = (site.module, matrix, shape)
             if key not in known:
                 targets = [held(site, matrix, engine, t, kv_heads) for t in range(engine.ranks)]
-                known[key] = list(_pairs(kind_of(site), matrix, shape, stage, targets))
+                known[key] = list(_pairs(site, matrix, stage, targets))
             for holders, target, box in known[key]:
                 # Of ranks that hold equal copies, each has its turn: by engine rank and by layer.
                 source = stage[holders[(target + site.layer) % len(holders)]].rank
@@ -192,14 +192,15 @@ def max_layer(spec: AdapterSpec) -> int:
 
 
 def _pairs(
-    kind: Kind, matrix: str, shape: tuple[int, ...], stage: list[TrainerRank], targets: list[Box]
+    site: Site, matrix: str, stage: list[TrainerRank], targets: list[list[Box]]
 ) -> Iterator[tuple[list[int], int, Box]]:
     """(places in the stage that hold equal copies, engine rank, box)."""
     holders: dict[Box, list[int]] = {}
     for place, rank in enumerate(stage):
-        holders.setdefault(Box(*rank.layout.local_range(kind, matrix, shape)), []).append(place)
-    for target, box in enumerate(targets):
-        for source, places in holders.items():
+        for box in rank.layout.boxes(site, matrix):
+            holders.setdefault(box, []).append(place)
+    for target, boxes in enumerate(targets):
+        for box, (source, places) in product(boxes, holders.items()):
             if common := source.common(box):
                 yield places, target, common
 
@@ -210,13 +211,14 @@ def lacking(
     """What is wrong with the elements that engine ranks receive, `{(tensor, rank): number}`: each
     must get as many of each tensor as it holds."""
     faults = []
-    for name, rank, box in wanted(spec, engine):
-        if (found := received.get((name, rank), 0)) != box.size:
-            faults.append(f"{name}: engine rank {rank} gets {found} of {box.size}")
+    for name, rank, boxes in wanted(spec, engine):
+        size = sum(box.size for box in boxes)
+        if (found := received.get((name, rank), 0)) != size:
+            faults.append(f"{name}: engine rank {rank} gets {found} of {size}")
     return faults
 
 
-def wanted(spec: AdapterSpec, engine: EngineLayout) -> Iterator[tuple[str, int, Box]]:
+def wanted(spec: AdapterSpec, engine: EngineLayout) -> Iterator[tuple[str, int, list[Box]]]:
     """(tensor, engine rank, what the rank holds of it), of all tensors and ranks."""
     kv_heads = spec.shape.dims.get("kv_heads", 0)
     for site in spec:
@@ -233,9 +235,20 @@ def received(plan: Plan) -> Counter[tuple[str, int]]:
     return counts
 
 
-def held(site: Site, matrix: str, engine: EngineLayout, rank: int, kv_heads: int) -> Box:
-    """What engine rank `rank` holds of a canonical tensor of `site`. `kv_heads` of the model: with
-    fewer than tp, ranks share a head's k and v."""
+def held(site: Site, matrix: str, engine: EngineLayout, rank: int, kv_heads: int) -> list[Box]:
+    """What engine rank `rank` holds of a canonical tensor of `site`: one box, or of B one of each
+    block. `kv_heads` of the model: with fewer than tp, ranks share a head's k and v."""
+    if matrix == "A" or not site.blocks:
+        return [_held(site, matrix, engine, rank, kv_heads)]
+    found, first = [], 0
+    for rows in site.blocks:
+        one = _held(replace(site, out_features=rows), matrix, engine, rank, kv_heads)
+        found.append(Box((first + one.start[0], *one.start[1:]), one.shape))
+        first += rows
+    return found
+
+
+def _held(site: Site, matrix: str, engine: EngineLayout, rank: int, kv_heads: int) -> Box:
     shape = site.shape_A if matrix == "A" else site.shape_B
     if engine.merged:
         cut = engine.ep and len(shape) == 3

@@ -200,20 +200,20 @@ class Receiver(Worker):
 def _find_places(layouts: Sequence[PartLayout], rank: int, slots: Slots) -> dict[int, list[Place]]:
     """By trainer rank. Raises RefitError when vLLM has no slot for a tensor, or one of another
     shape or dtype, or when the boxes of a tensor do not make up what the slot holds of it."""
-    mine: dict[str, list[tuple[int, int, Entry]]] = defaultdict(list)
+    mine: dict[tuple[str, int], list[tuple[int, int, Entry]]] = defaultdict(list)
     for layout in layouts:
         if slots.dtype != getattr(torch, layout.dtype):
             raise RefitError(f"adapters are sent in {layout.dtype}, the slots are {slots.dtype}")
         for i, entry in enumerate(layout.entries):
-            if rank in entry.targets:
-                mine[entry.tensor].append((layout.source, i, entry))
+            for slice_ in entry.slices if rank in entry.targets else ():
+                mine[entry.tensor, slice_].append((layout.source, i, entry))
     places: dict[int, list[Place]] = {layout.source: [] for layout in layouts}
     dtypes = {layout.source: layout.dtype for layout in layouts}
-    for tensor, items in mine.items():
+    for (tensor, slice_), items in mine.items():
         entry = items[0][2]
         if entry.module not in slots.manager.modules:
             raise RefitError(f"vLLM serves no adapters on {entry.module}")
-        buffer = slots.buffer(entry.module, entry.slice, entry.matrix)
+        buffer = slots.buffer(entry.module, slice_, entry.matrix)
         outer = _outer_box(tensor, [entry.box for *_, entry in items])
         _check_shape(tensor, entry.matrix, outer.shape, tuple(buffer.shape[1:]))
         every_expert = (slice(None),) * (buffer.dim() - 1 - len(outer.shape))

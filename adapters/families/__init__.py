@@ -16,7 +16,18 @@ from lora_moe_rl.adapters.families.common import linears
 from lora_moe_rl.adapters.families.common.family import Config, Dims, Family
 from lora_moe_rl.errors import ModelError
 
-__all__ = ["FAMILIES", "Config", "Dims", "Family", "ModelShape", "check_variant", "hf_path"]
+__all__ = [
+    "FAMILIES",
+    "Config",
+    "Dims",
+    "Family",
+    "ModelShape",
+    "check_variant",
+    "hf_layer",
+    "hf_path",
+    "hf_prefix",
+    "language_config",
+]
 
 
 # What no model comes near: of each key of a config.json that says a size, the largest.
@@ -68,10 +79,11 @@ class ModelShape:
             raise ModelError(
                 f"architecture {architecture} is not supported; supported are {listing}"
             )
-        _check_sizes(architecture, config)
         try:
+            language = _language(family, config)
+            _check_sizes(architecture, language)
             check_variant(architecture, config)
-            return _read(family, config)
+            return _read(family, language)
         except KeyError as error:
             raise ModelError(f"config.json of {architecture} lacks the key {error}") from error
         except (TypeError, AttributeError, ArithmeticError) as error:
@@ -85,7 +97,9 @@ class ModelShape:
 
     def attention_of(self, layer: int) -> str:
         """The kind of attention of a global layer, a key of `linears.ATTENTION`."""
-        return "gated_delta" if layer in self.linear_layers else self.family.attention
+        return (
+            self.family.linear_attention if layer in self.linear_layers else self.family.attention
+        )
 
     def modules(self, layer: int) -> dict[str, Dims]:
         """`{module: (in_features, out_features, num_experts or None)}` of one global layer."""
@@ -98,6 +112,10 @@ class ModelShape:
         if d["shared_intermediate"]:
             modules |= linears.mlp("shared_expert", hidden, d["shared_intermediate"], None)
         return modules
+
+    def blocks(self, module: str) -> tuple[int, ...]:
+        """See `linears.blocks`."""
+        return linears.blocks(module, self.dims)
 
 
 def _check_sizes(architecture: str, config: Config) -> None:
@@ -112,15 +130,43 @@ def _check_sizes(architecture: str, config: Config) -> None:
             )
 
 
+def language_config(config: Config) -> Config:
+    """What a config.json says of the language model, as that of the model by itself would: of most
+    it is the config as it is."""
+    named = config.get("architectures")
+    family = FAMILIES.get(str(named[0])) if isinstance(named, list) and named else None
+    return config if family is None else _language(family, config)
+
+
+def _language(family: Family, config: Config) -> Config:
+    if (inside := family.inside) is None:
+        return config
+    tied = config.get("tie_word_embeddings", False)
+    own = {"architectures": [inside.architecture], "model_type": inside.model_type}
+    return config[inside.key] | own | {"tie_word_embeddings": tied}
+
+
 def check_variant(architecture: str, config: Config) -> None:
     """Raises ModelError, naming the key, its value and the reason, for what trainer and engine
     would not compute as it was trained."""
-    for reason in FAMILIES[architecture].refused(config):
+    family = FAMILIES[architecture]
+    for reason in family.refused(_language(family, config)):
         raise ModelError(f"config.json of {architecture}: {reason}")
 
 
+def hf_layer(shape: ModelShape, layer: int) -> str:
+    """The path of a global layer, as checkpoints and PEFT files have it."""
+    return f"{hf_prefix(shape)}layers.{layer}"
+
+
+def hf_prefix(shape: ModelShape) -> str:
+    """Of the names of the model's weights, but the head's."""
+    inside = shape.family.inside
+    return "model." if inside is None else inside.prefix
+
+
 def hf_path(shape: ModelShape, module: str) -> str:
-    """The path of a canonical module below `model.layers.N`, as checkpoints and PEFT files have it.
+    """The path of a canonical module below its layer, as checkpoints and PEFT files have it.
 
     `{}` stands for the expert: `mlp.experts.{}.gate_proj`.
     """
@@ -133,7 +179,7 @@ def hf_path(shape: ModelShape, module: str) -> str:
         return f"mlp.{family.shared_expert}.{part}_proj"
     if block == "mlp":
         return f"mlp.{part}_proj"
-    if module in ("in_proj_qkvz", "in_proj_ba", "out_proj"):
+    if module.startswith("in_proj_") or module == "out_proj":
         return f"linear_attn.{module}"
     return f"self_attn.{'kv_a_proj_with_mqa' if module == 'kv_a_proj' else module}"
 
@@ -142,9 +188,8 @@ def _read(family: Family, c: Config) -> ModelShape:
     dims = linears.ATTENTION[family.attention].dims(c)
     linear_layers = () if family.linear_layers is None else family.linear_layers(c)
     if linear_layers:
-        dims |= linears.ATTENTION["gated_delta"].dims(c)
-    dims |= {"intermediate": c["intermediate_size"], "moe_intermediate": 0}
-    dims |= {"shared_intermediate": 0}
+        dims |= linears.ATTENTION[family.linear_attention].dims(c)
+    dims |= {"moe_intermediate": 0, "shared_intermediate": 0}
     experts, top_k, moe_layers = 0, 0, ()
     if family.moe_layers is not None:
         # transformers 5 writes num_local_experts for Qwen3-MoE, whose published configs do not.
@@ -156,6 +201,9 @@ def _read(family: Family, c: Config) -> ModelShape:
         moe_layers = family.moe_layers(c) if experts > 0 else ()
         dims["moe_intermediate"] = c[family.moe_width]
         dims["shared_intermediate"] = family.shared_width(c)
+    # Where every layer has experts, some families have no such key.
+    every = len(moe_layers) == c["num_hidden_layers"]
+    dims["intermediate"] = c.get("intermediate_size", 0) if every else c["intermediate_size"]
     return ModelShape(
         architecture=family.architecture,
         num_layers=c["num_hidden_layers"],

@@ -150,7 +150,7 @@ def vllm_server(
     own = ["--max-model-len", str(LONGEST), "--enable-prefix-caching"]
     own += ["--max-num-seqs", str(SEQUENCES), "--kv-cache-memory-bytes", str(KV_BYTES)]
     own += ["--disable-uvicorn-access-log"]
-    with serving.start(model, adapter, slot_rank(spec), False, dtype, START_S, own) as server:
+    with serving.start(model, adapter, slot_rank(spec), spec.shape, dtype, START_S, own) as server:
         yield server
 
 

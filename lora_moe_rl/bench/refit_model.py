@@ -14,7 +14,7 @@ import torch
 
 from lora_moe_rl.adapters import peft
 from lora_moe_rl.adapters.peft_config import peft_config
-from lora_moe_rl.adapters.sharding import kind_of, window
+from lora_moe_rl.adapters.sharding import window
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.bench.model import save_random
 from lora_moe_rl.config import RunConfig
@@ -89,8 +89,8 @@ class SendingRank:
         held: dict[str, list[tuple[Box, torch.Tensor]]] = {}
         for layer in sorted(place.layers):
             for name, whole in random_tensors(self.spec, layer).items():
-                kind = kind_of(self.spec.by_name[name[:-2]])
-                box = place.layout.local_range(kind, name[-1], whole.shape)
-                part = np.ascontiguousarray(whole[window(*box)])
-                held[name] = [(Box(*box), torch.from_numpy(part).to(self.device))]
+                held[name] = []
+                for box in place.layout.boxes(self.spec.by_name[name[:-2]], name[-1]):
+                    part = np.ascontiguousarray(whole[window(box.start, box.shape)])
+                    held[name].append((box, torch.from_numpy(part).to(self.device)))
         return held

@@ -147,13 +147,16 @@ def _export_peft(options: argparse.Namespace) -> int:
     from lora_moe_rl.files import trainer_state
     from lora_moe_rl.files.out_directory import require_empty
     from lora_moe_rl.models.directory import base_name
-    from lora_moe_rl.rollout.serve_command import serve_command
+    from lora_moe_rl.rollout.serve_command import serve_command, serving_of
 
     require_empty(options.out)
     whose = trainer_state.CRITIC if options.critic else trainer_state.POLICY
     found = source.load(options.source, _base(options), whose=whose)
     spec, tensors = found.spec, found.tensors
-    form = peft.form_of(spec.shape, options.form)
+    asked = options.form
+    if options.reader == "vllm" and not spec.shape.family.interleaved_experts:
+        asked = "2d"
+    form = peft.form_of(spec.shape, asked)
     if options.reader == "vllm":
         if form == "3d":
             raise ConfigError(
@@ -177,8 +180,7 @@ def _export_peft(options: argparse.Namespace) -> int:
         )
     elif form == "2d" and max(site.rank for site in spec) <= SLOT_RANKS[-1]:
         named = options.out.name, str(options.out.absolute())
-        mla = spec.shape.family.attention == "mla"
-        print(serve_command(base_name(base), named, slot_rank(spec), mla))
+        print(serve_command(base_name(base), named, slot_rank(spec), *serving_of(spec.shape)))
     return 0
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lora_moe_rl.adapters.families import hf_path
+from lora_moe_rl.adapters.families import hf_layer, hf_path
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
 from lora_moe_rl.errors import ExportError
 from lora_moe_rl.files.untrusted import Entry, SafeWeights
@@ -85,8 +85,7 @@ def find(
 def _weights_of(
     base: SafeWeights, spec: AdapterSpec, site: Site, missing: list[str]
 ) -> Iterator[StoredWeight]:
-    layer = f"model.layers.{site.layer}"
-    path = f"{layer}.{hf_path(spec.shape, site.module)}"
+    path = f"{hf_layer(spec.shape, site.layer)}.{hf_path(spec.shape, site.module)}"
     shape = (site.out_features, site.in_features)
     if site.num_experts is None:
         yield from _one(base, path, shape, Part(0, shape[0], site, None), missing)
@@ -191,8 +190,9 @@ def _stack(base: SafeWeights, spec: AdapterSpec, site: Site) -> StoredWeight | N
     assert site.num_experts is not None
     down = site.module == "experts.down"
     blocks = dict.fromkeys((spec.shape.family.moe_block, "mlp"))
+    layer = hf_layer(spec.shape, site.layer)
     for block in blocks:
-        name = f"model.layers.{site.layer}.{block}.experts.{'down' if down else 'gate_up'}_proj"
+        name = f"{layer}.{block}.experts.{'down' if down else 'gate_up'}_proj"
         if f"{name}_blocks" in base.file_of:
             raise ExportError(
                 f"{base.directory} has {name}_blocks: experts in gpt-oss's stacks of MXFP4, which "

@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from lora_moe_rl.adapters.families import ModelShape, hf_path
+from lora_moe_rl.adapters.families import ModelShape, hf_path, hf_prefix
 from lora_moe_rl.errors import ModelError
 from lora_moe_rl.files.untrusted import Entry, SafeFile
 
 Shape = tuple[int, ...]
 PACKED = {"I32": 8, "U8": 2}  # numbers in an element of `weight_packed`, by its dtype
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _SHOWN = 3
 
@@ -23,11 +23,13 @@ _SHOWN = 3
 def check_shapes(files: Iterable[SafeFile], shape: ModelShape) -> None:
     """Raises ModelError for the tensors that have another shape. What config.json gives no shape,
     as scales of a quantised model, is passed over."""
-    outside, by_layer = _outside(shape), [_of_layer(shape, i) for i in range(shape.num_layers)]
+    prefix = hf_prefix(shape)
+    outside = _outside(shape, prefix)
+    by_layer = [_of_layer(shape, i) for i in range(shape.num_layers)]
     wrong = []
     for file in files:
         for entry in file.entries.values():
-            wanted = _wanted(entry, outside, by_layer)
+            wanted = _wanted(entry, prefix, outside, by_layer)
             if wanted is not None and entry.shape != wanted:
                 wrong.append(
                     f"{file.path}: {entry.name} is {list(entry.shape)}, and config.json makes it "
@@ -42,10 +44,10 @@ def check_shapes(files: Iterable[SafeFile], shape: ModelShape) -> None:
 
 
 def _wanted(
-    entry: Entry, outside: dict[str, Shape], by_layer: list[dict[str, Shape]]
+    entry: Entry, prefix: str, outside: dict[str, Shape], by_layer: list[dict[str, Shape]]
 ) -> Shape | None:
-    match = _LAYER.fullmatch(entry.name)
-    if match is None:
+    match = _LAYER.fullmatch(entry.name.removeprefix(prefix))
+    if match is None or not entry.name.startswith(prefix):
         return outside.get(entry.name)
     if (layer := int(match[1])) >= len(by_layer):  # that of DeepSeek's prediction
         return None
@@ -58,18 +60,18 @@ def _wanted(
     return *whole[:-1], whole[-1] // PACKED[entry.dtype]
 
 
-def _outside(shape: ModelShape) -> dict[str, Shape]:
+def _outside(shape: ModelShape, prefix: str) -> dict[str, Shape]:
     """Of the tensors that are of no layer."""
     table = shape.vocab_size, shape.hidden_size
     return {
-        "model.embed_tokens.weight": table,
+        f"{prefix}embed_tokens.weight": table,
         "lm_head.weight": table,
-        "model.norm.weight": (shape.hidden_size,),
+        f"{prefix}norm.weight": (shape.hidden_size,),
     }
 
 
 def _of_layer(shape: ModelShape, layer: int) -> dict[str, Shape]:
-    """By the names behind `model.layers.N.`; `{}` stands for an expert."""
+    """By the names behind `layers.N.`; `{}` stands for an expert."""
     hidden, experts = shape.hidden_size, shape.num_experts
     found: dict[str, Shape] = {
         "input_layernorm.weight": (hidden,),

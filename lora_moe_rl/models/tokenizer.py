@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lora_moe_rl.adapters.families import language_config
 from lora_moe_rl.errors import ConfigError, ModelError
 from lora_moe_rl.models.late_dynamo import late_dynamo
 from lora_moe_rl.upstream.transformers_import import import_transformers
@@ -102,7 +103,8 @@ def stop_ids(model_dir: Path | str) -> set[int]:
     for name in ("generation_config.json", "config.json"):
         path = Path(model_dir) / name
         try:
-            value = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+            said = json.loads(path.read_text()) if path.exists() else {}
+            value = language_config(said).get("eos_token_id")
         except (ValueError, AttributeError) as error:
             raise ModelError(f"{path} is no JSON object: {error}; fetch it again") from error
         ids = value if isinstance(value, list) else [value]

@@ -197,7 +197,8 @@ def _gqa(facts: Facts, trainer: TrainerConfig, b: int, modules: Modules) -> floa
     if not fused or trainer.cp > 1:
         # Padded or exchanged values, and of the output what the last linear reads.
         attended += key + query
-    part = d["head_dim"] * (facts.config.get("partial_rotary_factor") or 1)
+    rope = facts.config.get("rope_parameters") or facts.config
+    part = d["head_dim"] * (rope.get("partial_rotary_factor") or 1)
     rotated = facts.config.get("rotary_dim") or part
     return (attended * b + statistics * STATISTIC) / t + modules.rotary * rotated * b
 

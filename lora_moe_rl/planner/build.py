@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lora_moe_rl.adapters.sharding import Box, kind_of
+from lora_moe_rl.adapters.sharding import Box
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.errors import ActorFailed, ModelError
@@ -149,13 +149,13 @@ def chosen(trainer: TrainerConfig) -> list[int]:
     )
 
 
-def adapter_boxes(spec: AdapterSpec, rank: TrainerRank) -> dict[str, Box]:
-    """A rank's part of every canonical tensor of its layers, as `adapters/sharding.py` cuts it."""
+def adapter_boxes(spec: AdapterSpec, rank: TrainerRank) -> dict[str, list[Box]]:
+    """A rank's parts of every canonical tensor of its layers, as `adapters/sharding.py` cuts it."""
     return {
-        f"{site.name}.{matrix}": Box(*rank.layout.local_range(kind_of(site), matrix, shape))
+        f"{site.name}.{matrix}": rank.layout.boxes(site, matrix)
         for site in spec
         if site.layer in rank.layers
-        for matrix, shape in (("A", site.shape_A), ("B", site.shape_B))
+        for matrix in "AB"
     }
 
 
@@ -179,26 +179,26 @@ def compare_counts(rank: BuiltRank, planned: RankClass) -> Check:
     return Check(rank.rank, "counts", sum(built for _, built, _ in pairs), faults)
 
 
-def compare_adapter(rank: BuiltRank, expected: dict[str, Box]) -> Check:
+def compare_adapter(rank: BuiltRank, expected: dict[str, list[Box]]) -> Check:
     """Which elements of each canonical tensor. A part that is not trained (OLoRA) lies beside the
-    trained one; together they are the rank's box."""
+    trained one; together they are the rank's boxes."""
     parts: dict[str, list[Box]] = defaultdict(list)
     for name, box in rank.adapters:
         parts[name].append(box)
     faults = []
     for name in sorted(parts.keys() | expected.keys()):
-        boxes, box = parts.get(name, []), expected.get(name)
-        if box is None or not _make_up(boxes, box):
-            faults.append(f"{name}: built {boxes or None}, planned {box}")
+        boxes, planned = parts.get(name, []), expected.get(name)
+        if planned is None or not _make_up(boxes, planned):
+            faults.append(f"{name}: built {boxes or None}, planned {planned}")
     elements = _elements(box.shape for _, box in rank.adapters)
     return Check(rank.rank, "adapters", elements, faults)
 
 
-def _make_up(boxes: list[Box], whole: Box) -> bool:
-    """Whether the boxes are all of the whole, and nothing else."""
-    inside = all(box.common(whole) == box for box in boxes)
+def _make_up(boxes: list[Box], wholes: list[Box]) -> bool:
+    """Whether the boxes are all of the wholes, which are apart, and nothing else."""
+    inside = all(any(box.common(whole) == box for whole in wholes) for box in boxes)
     apart = not any(a.common(b) for i, a in enumerate(boxes) for b in boxes[:i])
-    return inside and apart and sum(box.size for box in boxes) == whole.size
+    return inside and apart and sum(box.size for box in boxes) == sum(one.size for one in wholes)
 
 
 def compare_refit(rank: BuiltRank, plan: Plan) -> Check:
@@ -236,7 +236,7 @@ def compare_experts(
         elements += math.prod(planned)
         if planned[0] != len(served[0]):
             faults.append(f"{tensor.name}: vLLM has {len(served[0])}, planned {planned[0]}")
-    for name, rank, box in wanted(spec, engine):
+    for name, rank, (box, *_) in wanted(spec, engine):
         if ".experts." not in name or len(box.shape) < 3:
             continue
         elements += box.size

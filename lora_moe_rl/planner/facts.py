@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lora_moe_rl.adapters.families import Config, ModelShape
+from lora_moe_rl.adapters.families import Config, ModelShape, language_config
 from lora_moe_rl.errors import ModelError
 from lora_moe_rl.tiny.make import NAMES, QUANTISED, form_of, shape_of
 
@@ -98,7 +98,7 @@ def _of_entry(entry: Mapping[str, Any], path: str) -> Facts:
     published = entry["published"]
     return Facts(
         entry["name"],
-        entry["config"],
+        language_config(entry["config"]),
         ModelShape.from_hf_config(entry["config"]),
         entry["checkpoint"],
         entry["source"],
@@ -119,7 +119,9 @@ def _of_directory(path: Path) -> Facts:
     except ValueError as error:
         raise ModelError(f"{file} is not JSON: {error}") from error
     shape = ModelShape.from_hf_config(config)
-    return Facts(path.name, config, shape, _format(config, file), str(file), str(path))
+    return Facts(
+        path.name, language_config(config), shape, _format(config, file), str(file), str(path)
+    )
 
 
 def _format(config: Config, file: Path) -> Format:

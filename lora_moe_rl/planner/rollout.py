@@ -12,7 +12,14 @@ from lora_moe_rl.planner.facts import Facts, Format
 from lora_moe_rl.planner.formats import itemsize, tensor_bytes
 from lora_moe_rl.planner.hardware import GIB, Gpu
 from lora_moe_rl.refit.plan import EngineLayout, held
-from lora_moe_rl.rollout.facts import STEP_TOKENS, in_halves, slot_rank, step_tokens
+from lora_moe_rl.rollout.facts import (
+    STEP_TOKENS,
+    Matrix,
+    in_halves,
+    served_slices,
+    slot_rank,
+    step_tokens,
+)
 
 # What vLLM's profiling run and CUDA graphs take, beside the logits of the sequences in flight.
 PROFILE_BYTES = int(3 * GIB)
@@ -118,9 +125,12 @@ def slot_bytes(spec: AdapterSpec, config: RunConfig, b: int) -> int:
     kv_heads = spec.shape.dims.get("kv_heads", 0)
     total = 0
     for site in spec:
-        for matrix in "AB":
+        matrices: tuple[Matrix, ...] = ("A", "B")
+        for matrix in matrices:
             own = rank // 2 if matrix == "A" and in_halves(site, spec.shape) else rank
-            total += held(replace(site, rank=own), matrix, layout, 0, kv_heads).size
+            boxes = held(replace(site, rank=own), matrix, layout, 0, kv_heads)
+            copies = len(served_slices(spec.shape, site, matrix, boxes[0])[1])
+            total += copies * sum(box.size for box in boxes)
     return total * b * config.refit.slots
 
 

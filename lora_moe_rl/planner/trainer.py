@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from lora_moe_rl import algorithms
-from lora_moe_rl.adapters.sharding import RankLayout, kind_of, pipeline_chunks
+from lora_moe_rl.adapters.sharding import RankLayout, pipeline_chunks
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
 from lora_moe_rl.algorithms.base import Algorithm
 from lora_moe_rl.config import RunConfig, TrainerConfig
@@ -316,9 +316,8 @@ def adapter_sizes(spec: AdapterSpec, layout: RankLayout, layer: int) -> tuple[in
     whole = trained = 0
     mine = [site for site in spec if site.layer == layer]
     for site in mine:
-        for matrix, shape in (("A", site.shape_A), ("B", site.shape_B)):
-            _, local = layout.local_range(kind_of(site), matrix, shape)
-            size = math.prod(local)
+        for matrix in "AB":
+            size = sum(box.size for box in layout.boxes(site, matrix))
             whole += size
             trained += size // site.rank * site.trained_rank
     linears = {_linear(site.module, spec) for site in mine}

@@ -21,7 +21,12 @@ from lora_moe_rl.rollout.facts import (
 )
 from lora_moe_rl.rollout.late_inductor import import_vllm
 from lora_moe_rl.rollout.passed_on import check_passed_on, with_passed_on
-from lora_moe_rl.rollout.vllm_plugin import ENGINE_VARIABLE, HELD_VARIABLE, RANKS_VARIABLE
+from lora_moe_rl.rollout.vllm_plugin import (
+    ENGINE_VARIABLE,
+    HELD_VARIABLE,
+    LEFT_OUT_VARIABLE,
+    RANKS_VARIABLE,
+)
 from lora_moe_rl.upstream.transformers_import import import_transformers
 from lora_moe_rl.upstream.versions import installed
 
@@ -217,6 +222,7 @@ def engine_args(
         "disable_log_stats": True,
         "additional_config": _additional(config, cpu),
     }
+    args |= _language_args(spec)
     if config.placement.colocated and not cpu:
         args["enable_sleep_mode"] = True  # what it gives back is allocated so that it can be
     if config.refit.mode == "merged":
@@ -235,6 +241,14 @@ def engine_args(
     if cpu:
         args |= _cpu_args(config, spec)
     return with_passed_on(args, config)
+
+
+def _language_args(spec: AdapterSpec) -> dict[str, Any]:
+    """Of a language model inside a larger one: vLLM's class of the language model by itself. Tells
+    the plug-in of vLLM's processes, which read it from the environment, what else is there."""
+    inside = spec.shape.family.inside
+    os.environ[LEFT_OUT_VARIABLE] = "" if inside is None else ",".join(inside.left_out)
+    return {} if inside is None else {"hf_overrides": {"architectures": [inside.architecture]}}
 
 
 def _additional(config: RunConfig, cpu: bool) -> dict[str, Any]:

@@ -12,10 +12,13 @@ Importing this file imports neither torch nor vLLM.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from lora_moe_rl.adapters.families import ModelShape
+    from lora_moe_rl.adapters.sharding import Box
     from lora_moe_rl.adapters.spec import AdapterSpec, Site
     from lora_moe_rl.config import RolloutConfig
 
@@ -100,6 +103,10 @@ _GQA = {
 _GATED_DELTA = {
     "in_proj_qkvz": ("linear_attn.in_proj_qkvz", 0, 1),
     "in_proj_ba": ("linear_attn.in_proj_ba", 0, 1),
+    "in_proj_qkv": ("linear_attn.in_proj_qkvz", 0, 4),  # and 1, 2: `served_slices`
+    "in_proj_z": ("linear_attn.in_proj_qkvz", 3, 4),
+    "in_proj_b": ("linear_attn.in_proj_ba", 0, 2),
+    "in_proj_a": ("linear_attn.in_proj_ba", 1, 2),
     "out_proj": ("linear_attn.out_proj", 0, 1),
 }
 _MLA = {
@@ -116,8 +123,27 @@ _MLA_FULL_Q = {
 
 
 def served_module(shape: ModelShape, site: Site) -> tuple[str, int, int]:
-    """(vLLM's module, part, number of parts) of a site."""
+    """(vLLM's module, part, number of parts) of a site; of one that has several parts, the first of
+    them."""
     return _module(shape, site.layer, site.module)
+
+
+def served_slices(
+    shape: ModelShape, site: Site, matrix: Matrix, box: Box
+) -> tuple[str, tuple[int, ...]]:
+    """(vLLM's module, the parts of it that hold a box of a site's A or B)."""
+    module, parts = served_parts(shape, site)
+    if matrix == "A" or len(parts) == 1:
+        return module, parts
+    ends = list(accumulate(site.blocks))
+    return module, (parts[bisect_right(ends, box.start[0])],)
+
+
+def served_parts(shape: ModelShape, site: Site) -> tuple[str, tuple[int, ...]]:
+    """(vLLM's module, the parts of it that are a site's). Each block of a linear is a part, with an
+    A of its own: all of them hold the site's."""
+    module, part, _ = served_module(shape, site)
+    return module, tuple(range(part, part + max(1, len(site.blocks))))
 
 
 def fused_parts(shape: ModelShape, layer: int) -> dict[str, list[str]]:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.rollout.device import environment
 from lora_moe_rl.upstream.versions import installed
@@ -49,6 +50,14 @@ def serve_command(
         if mla:  # vLLM 0.31's C++ CPU rotary op is wrong for MLA's 3-D input
             words += ["--compilation-config", '{"custom_ops": ["-rotary_embedding"]}']
     return ServeCommand(environment(RunConfig().rollout, cpu=True) if cpu else {}, words)
+
+
+def serving_of(shape: ModelShape) -> tuple[bool, list[str]]:
+    """(whether it has MLA, further arguments) of a model with an adapter of the 2d form."""
+    more = []
+    if shape.family.inside is not None:
+        more = ["--language-model-only", "--enable-mixed-moe-lora-format"]
+    return shape.family.attention == "mla", more
 
 
 def _program(model: str, cpu: bool) -> list[str]:

@@ -2,8 +2,9 @@
 
 It does nothing unless the process belongs to one of our engines. There `gathered_outputs` and
 `gathered_requests` spare what streaming costs, and a message a request. Where an engine's experts
-are spread over data-parallel ranks, vLLM loses adapters: `dp_lora` mends that. Its GPU build needs
-no other mend; its CPU build lacks ten things, each mended in a file of its own:
+are spread over data-parallel ranks, vLLM loses adapters: `dp_lora` mends that. `left_out` passes
+over weights of a checkpoint that are not the language model's. Its GPU build needs
+no other mend; its CPU build lacks eleven things, each mended in a file of its own:
 
     cpu_lora     LoRA on linears, right in batches that mix adapters and the base
     cpu_delta    gated DeltaNet in float32
@@ -15,6 +16,7 @@ no other mend; its CPU build lacks ten things, each mended in a file of its own:
     cpu_cache    giving the cache of keys and values back
     cpu_router   sigmoid scores without groups of experts
     cpu_dp       experts over data-parallel ranks
+    cpu_vision   models of text and images without torchvision
 
 There it also gets a load format, for a base that the trainer holds too (base/loader.py); on GPUs
 where it does.
@@ -26,6 +28,7 @@ import os
 
 ENGINE_VARIABLE = "LORA_MOE_RL_ENGINE"
 RANKS_VARIABLE = "LORA_MOE_RL_ENGINE_DP"  # data-parallel ranks of the engine
+LEFT_OUT_VARIABLE = "LORA_MOE_RL_ENGINE_LEFT_OUT"  # of names of weights, with commas between
 HELD_VARIABLE = "LORA_MOE_RL_ENGINE_HELD"  # whether the trainer holds its base too
 
 
@@ -43,6 +46,10 @@ def register() -> None:
         from lora_moe_rl.rollout import dp_lora
 
         dp_lora.install()
+    if prefixes := os.environ.get(LEFT_OUT_VARIABLE):
+        from lora_moe_rl.rollout import left_out
+
+        left_out.install(tuple(prefixes.split(",")))
     if not current_platform.is_cpu():
         if os.environ.get(HELD_VARIABLE) == "1":
             from lora_moe_rl.base import loader
@@ -61,6 +68,7 @@ def register() -> None:
         cpu_mxfp4,
         cpu_router,
         cpu_routes,
+        cpu_vision,
     )
 
     cpu_lora.install()
@@ -73,6 +81,7 @@ def register() -> None:
     cpu_cache.install()
     cpu_router.install()
     cpu_dp.install()
+    cpu_vision.install()
     loader.install()
 
 

@@ -169,7 +169,11 @@ class Preflight:
         check_tokenizer(found, model.trust_remote_code)
         self.shape = ModelShape.from_hf_config(hf_config)
         self.model_dir, self.form = found, quantised.form(hf_config)
-        return f"{found}: {self.shape.architecture}, {self.shape.num_layers} layers"
+        text = f"{found}: {self.shape.architecture}, {self.shape.num_layers} layers"
+        if (inside := self.shape.family.inside) is None:
+            return text
+        unused = ", ".join(f"{prefix}*" for prefix in inside.left_out)
+        return f"{text}; its language model alone, the weights {unused} are left out on purpose"
 
     def _data(self) -> str:
         """All sets that are here are looked at, whichever have to be fetched."""

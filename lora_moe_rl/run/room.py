@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_moe_rl import algorithms
-from lora_moe_rl.adapters.peft import peft_shapes
+from lora_moe_rl.adapters.peft import form_of, peft_shapes
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError
@@ -56,7 +56,8 @@ def room(config: RunConfig, spec: AdapterSpec) -> Room:
     state = spec.num_parameters
     if algorithms.make(config).critic is not None:
         state += spec.of_critic().num_parameters + spec.shape.hidden_size
-    exported = sum(math.prod(shape) for shape in peft_shapes(spec).values())
+    written = peft_shapes(spec, form_of(spec.shape, None))
+    exported = sum(math.prod(shape) for shape in written.values())
     return Room(
         state * STATE_BYTES,
         exported * PEFT_BYTES,

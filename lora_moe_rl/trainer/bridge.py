@@ -12,12 +12,17 @@ import sys
 import types
 from functools import cache
 from importlib.machinery import PathFinder
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from lora_moe_rl.adapters.families import FAMILIES
+from lora_moe_rl.adapters.families import FAMILIES, language_config
 from lora_moe_rl.config.trainer import has_transformer_engine
+from lora_moe_rl.files.untrusted import read_json
 from lora_moe_rl.upstream.checks import require_version
 from lora_moe_rl.upstream.transformers_import import import_transformers
+
+if TYPE_CHECKING:
+    import torch
 
 # Their `__init__.py` import every model's bridge and provider, a fifth of what a rank imports.
 # `megatron.bridge` wants that done; what we use of them stands in modules of their own.
@@ -42,6 +47,21 @@ def load():
     _register_local_modules()
     _register_families()
     return AutoBridge
+
+
+def source_of(model_dir: Path, dtype: torch.dtype) -> Any:
+    """An `AutoBridge` of a Hugging Face directory: of the language model in it alone."""
+    auto_bridge = load()
+    config = read_json(model_dir / "config.json")
+    if (inside := FAMILIES[config["architectures"][0]].inside) is None:
+        return auto_bridge.from_hf_pretrained(str(model_dir), dtype=dtype)
+    import transformers
+    from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
+
+    pretrained = PreTrainedCausalLM.from_pretrained(str(model_dir), dtype=dtype)
+    config_class = getattr(transformers, inside.architecture).config_class
+    pretrained.config = config_class.from_dict(dict(language_config(config)))
+    return auto_bridge(pretrained)
 
 
 class _WhenAsked:
@@ -105,6 +125,8 @@ def _register_families() -> None:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     for architecture, family in FAMILIES.items():
+        if family.inside is not None:  # the bridge is that of the model by itself
+            continue
         register = MegatronModelBridge.register_bridge(
             source=getattr(transformers, architecture),
             target=GPTModel,

@@ -29,7 +29,7 @@ from megatron.bridge.models.conversion.param_mapping import (
     ReplicatedMapping,
 )
 
-from lora_moe_rl.adapters.families import ModelShape
+from lora_moe_rl.adapters.families import ModelShape, hf_prefix
 from lora_moe_rl.errors import ModelError
 from lora_moe_rl.models import quantised_names, quantised_weights
 from lora_moe_rl.trainer import grouped_topk
@@ -127,9 +127,7 @@ class Complete(MegatronModelBridge):
         }
 
     def provider_bridge(self, hf_pretrained):
-        config = hf_pretrained.config
-        folder = Path(hf_pretrained.model_name_or_path)
-        shape = ModelShape.from_hf_config(json.loads((folder / "config.json").read_text()))
+        config, shape = hf_pretrained.config, _shape(hf_pretrained)
         provider = super().provider_bridge(hf_pretrained)
         rope = config.rope_parameters or {}
         provider.rotary_percent = rope.get("partial_rotary_factor", 1.0)
@@ -158,7 +156,7 @@ class Complete(MegatronModelBridge):
         self._check_parameters(megatron_model, tasks)
         if hasattr(hf_pretrained, "state"):
             self.names = frozenset(hf_pretrained.state.source.get_all_keys())
-            self._check_weights(tasks)
+            self._check_weights(tasks, _shape(hf_pretrained))
         numbered = getattr(self.hf_config, NUMBERED, None)
         return tasks if numbered is None else numbered.instead(tasks)
 
@@ -177,18 +175,17 @@ class Complete(MegatronModelBridge):
                     f"{type(self).__name__} does not know"
                 )
 
-    def _check_weights(self, tasks) -> None:
+    def _check_weights(self, tasks, shape: ModelShape) -> None:
         used: set[str] = set()
         for task in tasks:
             if task is not None:
                 names = task.mapping.hf_param
                 used.update([names] if isinstance(names, str) else names.values())
         used = {_any_expert(name) for name in used}  # other experts' are on other ranks
-        num_layers = self.hf_config.num_hidden_layers
         left = sorted(
             name
             for name in self.names
-            if _trained(name, num_layers)
+            if _trained(name, shape)
             and not self._loaded_elsewhere(name)
             and _any_expert(quantised_names.weight_of(name)) not in used
         )
@@ -206,6 +203,18 @@ class Complete(MegatronModelBridge):
         return quantised_names.of_expert(name, self.names)
 
 
+def _shape(hf_pretrained) -> ModelShape:
+    folder = Path(hf_pretrained.model_name_or_path)
+    return ModelShape.from_hf_config(json.loads((folder / "config.json").read_text()))
+
+
+def prefix_of(hf_pretrained) -> str:
+    """Of the language model's weights; where there are no files, that of a model by itself."""
+    if not hasattr(hf_pretrained, "state"):
+        return "model."
+    return hf_prefix(_shape(hf_pretrained))
+
+
 def _without_query_norm(block_spec):
     def spec(config, vp_stage=None):
         return without_query_norm(block_spec(config, vp_stage=vp_stage), config)
@@ -217,9 +226,11 @@ def _any_expert(name: str) -> str:
     return re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
 
 
-def _trained(name: str, num_layers: int) -> bool:
+def _trained(name: str, shape: ModelShape) -> bool:
     """Whether a weight belongs to the model: not to multi-token prediction, whose layers come after
-    the last, nor to an old checkpoint's rotary frequencies."""
+    the last, nor to an old checkpoint's rotary frequencies, nor to another part of a larger one."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
-    beyond = layer is not None and int(layer[1]) >= num_layers
+    beyond = layer is not None and int(layer[1]) >= shape.num_layers
+    if (inside := shape.family.inside) is not None and name.startswith(inside.left_out):
+        return False
     return not (beyond or name.startswith("mtp.") or name.endswith("rotary_emb.inv_freq"))

@@ -89,7 +89,7 @@ def build_model(
     from lora_moe_rl.trainer import bridge
 
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    auto_bridge = bridge.load()
+    bridge.load()
     from lora_moe_rl.trainer import (
         fp8_forward,
         packed_dense,
@@ -102,7 +102,7 @@ def build_model(
     dense = None if shared is None else shared_dense.SharedDense(shared)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        source = auto_bridge.from_hf_pretrained(str(model_dir), dtype=device.dtype)
+        source = bridge.source_of(model_dir, device.dtype)
         provider = make_provider(source, config, num_layers, device)
         if packed is not None:
             packed.place(provider, later=shared is not None)
@@ -155,7 +155,9 @@ def make_provider(source, config: TrainerConfig, num_layers: int, device: Device
 
         local_modules.install()
         options |= _LOCAL | {"transformer_layer_spec": _local_spec}
-    if FAMILIES[source.hf_pretrained.config.architectures[0]].norm_over_heads:
+    # Of a model without weights it is the config itself.
+    hf_config = getattr(source.hf_pretrained, "config", source.hf_pretrained)
+    if FAMILIES[hf_config.architectures[0]].norm_over_heads:
         from lora_moe_rl.trainer import norm_over_heads
 
         spec = options.get("transformer_layer_spec", norm_over_heads.with_engine)

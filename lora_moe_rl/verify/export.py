@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_moe_rl.config.options import names, verify_parser
+from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.rollout.facts import slot_rank
 from lora_moe_rl.verify.comparisons import Comparisons, largest, random_prompts
@@ -36,7 +37,8 @@ EFFECT = 100  # the adapter must change logprobs by this many tolerances
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_intermixed_args(argv)
-    forms = names(options.forms, "--forms", "a form", FORMS)
+    named = ",".join(FORMS) if options.forms is None else options.forms
+    forms = names(named, "--forms", "a form", FORMS)
     with progress(len(forms) + 2, options.json) as say, tempfile.TemporaryDirectory() as folder:
         rows = _Verification(options, Path(folder), say).run(forms)
     return Comparisons({"model": options.model}, rows).conclude(options.json)
@@ -44,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = verify_parser("export", ABOUT)
-    parser.add_argument("--forms", default=",".join(FORMS), help=f"some of {','.join(FORMS)}")
+    parser.add_argument("--forms", help=f"some of {','.join(FORMS)} (those that are read)")
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help=f"({TOLERANCE:g})")
     parser.add_argument("--timeout", type=float, default=600, help="for a server's start (600 s)")
     return parser
@@ -71,7 +73,13 @@ class _Verification:
         self.merged = folder / "merged"
 
     def run(self, forms: Sequence[str]) -> list[Check]:
-        limit = self.options.tolerance
+        limit, family = self.options.tolerance, self.spec.shape.family
+        if "peft-2d" in forms and family.stacked_files:
+            if self.options.forms is not None:
+                raise ConfigError(
+                    f"--forms has peft-2d: of {family.architecture} PEFT reads peft-3d alone"
+                )
+            forms = [form for form in forms if form != "peft-2d"]
         effect = largest(self.expected, self.without)
         rows = [Check("the adapter, against the base", effect, EFFECT * limit, at_least=True)]
         if {"merged", "vllm-merged"} & set(forms):
@@ -109,7 +117,7 @@ class _Verification:
 
         directory = self.folder / form
         peft.write(directory, self.spec, self.tensors, self.config, form)
-        return self._scored(PeftModel.from_pretrained(hf.load(self.base), directory).eval())
+        return self._scored(PeftModel.from_pretrained(hf.load_whole(self.base), directory).eval())
 
     def _scored(self, model: Any) -> float:
         from lora_moe_rl.verify import hf
@@ -121,7 +129,7 @@ class _Verification:
 
         directory = self.folder / "vllm"
         spec, tensors = peft.for_vllm(self.spec, self.tensors)
-        peft.write(directory, spec, tensors, self.config)
+        peft.write(directory, spec, tensors, self.config, "2d")
         return self._served(self.base, directory)
 
     def _vllm_merged(self) -> float:
@@ -131,9 +139,10 @@ class _Verification:
         from lora_moe_rl.verify import hf, serving
 
         name = str(model) if adapter is None else serving.ADAPTER
-        mla = self.spec.shape.family.attention == "mla"
-        timeout = self.options.timeout
-        with serving.start(model, adapter, slot_rank(self.spec), mla, "float32", timeout) as server:
+        timeout, shape = self.options.timeout, self.spec.shape
+        with serving.start(
+            model, adapter, slot_rank(self.spec), shape, "float32", timeout
+        ) as server:
             answers = [server.logprobs(name, ids, NEW_TOKENS) for ids in self.prompts]
         expected = [hf.logprobs(self.model, ids) for ids, _ in answers]
         return largest([values for _, values in answers], expected)

@@ -12,11 +12,11 @@ import torch
 from psutil import virtual_memory
 from torch.overrides import TorchFunctionMode
 
-from lora_moe_rl.adapters.families import hf_path
+from lora_moe_rl.adapters.families import hf_path, hf_prefix
 from lora_moe_rl.adapters.spec import AdapterSpec
-from lora_moe_rl.verify.hf_load import load
+from lora_moe_rl.verify.hf_load import load, load_whole
 
-__all__ = ["exact_logprobs", "in_float64", "load", "load_exact", "logprobs", "merge"]
+__all__ = ["exact_logprobs", "in_float64", "load", "load_exact", "load_whole", "logprobs", "merge"]
 
 # Of stacks with gate and up in turn: the parameter, and a module's columns of it.
 _IN_TURN = {
@@ -29,17 +29,19 @@ BYTES_A_WEIGHT = 12  # as float32, and as float64 beside it
 
 @torch.no_grad()
 def merge(model: torch.nn.Module, spec: AdapterSpec, tensors: Mapping[str, np.ndarray]) -> None:
-    """W += scale * B A, in place.
+    """W += scale * B A, in place; of a language model inside a larger one, by itself or not.
 
     transformers 5 stacks the routed experts of every family: `mlp.experts.gate_up_proj`
     `[E, 2I, H]` and `down_proj` `[E, H, I]`. A tensor that all experts share has no E: the product
     broadcasts. Interleaved ones are `[E, H, 2I]`, with gate in every even column, and `[E, I, H]`.
     """
     state = model.state_dict()
+    inside = f"{hf_prefix(spec.shape)}embed_tokens.weight" in state
+    prefix = hf_prefix(spec.shape) if inside else "model."
     for site in spec:
         A, B = (torch.from_numpy(tensors[f"{site.name}.{m}"]) for m in "AB")
         delta = site.scale * (B @ A)
-        layer = f"model.layers.{site.layer}"
+        layer = f"{prefix}layers.{site.layer}"
         if site.num_experts is None:
             state[f"{layer}.{hf_path(spec.shape, site.module)}.weight"] += delta
         elif spec.shape.family.interleaved_experts:

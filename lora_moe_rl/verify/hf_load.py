@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from lora_moe_rl.adapters.families import FAMILIES
+from lora_moe_rl.adapters.families import FAMILIES, language_config
 from lora_moe_rl.models.quantised_weights import write_numbers
 
 
@@ -28,9 +28,11 @@ def load(model_dir: Path) -> torch.nn.Module:
             write_numbers(Path(model_dir), numbers := Path(folder) / "numbers")
             return load(numbers)
     (architecture,) = config["architectures"]
-    model_class = getattr(transformers, architecture)
-    family = FAMILIES[architecture]
-    keys = family.reference_keys(config) | {"model_type": family.model_types[0]}
+    family, inside = FAMILIES[architecture], FAMILIES[architecture].inside
+    config = dict(language_config(config))
+    model_class = getattr(transformers, architecture if inside is None else inside.architecture)
+    model_type = family.model_types[0] if inside is None else inside.model_type
+    keys = family.reference_keys(config) | {"model_type": model_type}
     settings = model_class.config_class.from_dict(config | keys)
     model = model_class.from_pretrained(model_dir, config=settings, dtype=torch.float32)
     for layer in model.model.layers:
@@ -39,6 +41,15 @@ def load(model_dir: Path) -> torch.nn.Module:
         if family.mend_reference is not None:
             family.mend_reference(layer, settings)
     return model.eval()
+
+
+def load_whole(model_dir: Path) -> torch.nn.Module:
+    """As `load`; of a language model inside a larger one, that."""
+    (architecture,) = json.loads((Path(model_dir) / "config.json").read_text())["architectures"]
+    if FAMILIES[architecture].inside is None:
+        return load(model_dir)
+    model_class = getattr(transformers, architecture)
+    return model_class.from_pretrained(model_dir, dtype=torch.float32).eval()
 
 
 def _mend_mla_norms(attention: torch.nn.Module, eps: float) -> None:

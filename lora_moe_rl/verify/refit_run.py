@@ -27,7 +27,7 @@ from lora_moe_rl.errors import ActorFailed, LoraMoeRlError
 from lora_moe_rl.refit.parts import STORAGE, SentPart, part_layouts
 from lora_moe_rl.refit.plan import make_plan
 from lora_moe_rl.refit.transports import choose
-from lora_moe_rl.rollout.facts import served_module
+from lora_moe_rl.rollout.facts import served_parts
 from lora_moe_rl.verify import refit_jobs, vllm_files
 from lora_moe_rl.verify.comparisons import largest
 from lora_moe_rl.verify.engine import EngineProcess
@@ -107,7 +107,8 @@ class RefitVerification:
         self.report.noise = self.reference.noise
         if not self.merged:
             vllm_files.write(self.folder / "files", self.spec, self.tensors, self.config)
-            self.names = {served_module(self.spec.shape, site)[:2]: site.name for site in self.spec}
+            served = [(served_parts(self.spec.shape, site), site.name) for site in self.spec]
+            self.names = {(path, i): name for (path, parts), name in served for i in parts}
 
     def _engine(self, engine: Engine) -> None:
         """The rows of one engine; when it fails, the first row says so and there are no more."""

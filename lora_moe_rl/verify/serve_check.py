@@ -56,9 +56,8 @@ def check(options: argparse.Namespace) -> Comparisons:
     shape, say = found.spec.shape, lambda text: print(text, file=sys.stderr)
     prompts = random_prompts(shape.vocab_size)
     say("starting vllm serve")
-    mla = shape.family.attention == "mla"
     with serving.start(
-        base, options.adapter, slot_rank(found.spec), mla, dtype, options.timeout
+        base, options.adapter, slot_rank(found.spec), shape, dtype, options.timeout
     ) as server:
         served = [server.logprobs(serving.ADAPTER, ids, NEW_TOKENS) for ids in prompts]
         bare = [server.logprobs(str(base), ids, NEW_TOKENS) for ids in prompts]

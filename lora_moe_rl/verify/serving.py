@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import psutil
 
+from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.errors import ExportError
-from lora_moe_rl.rollout.serve_command import serve_command
+from lora_moe_rl.rollout.serve_command import serve_command, serving_of
 
 HOST = "127.0.0.1"
 ADAPTER = "adapter"  # the name under which an adapter is served
@@ -137,7 +138,7 @@ def start(
     model: Path,
     adapter: Path | None,
     rank: int,
-    mla: bool,
+    shape: ModelShape,
     dtype: str,
     timeout: float,
     own: Sequence[str] = OWN,
@@ -151,7 +152,8 @@ def start(
     more = ["--host", HOST, "--dtype", dtype, "--max-model-len", str(LONGEST)]
     more += ["--generation-config", "vllm", "--no-enable-prefix-caching"]
     served = None if adapter is None else (ADAPTER, str(adapter))
-    command = serve_command(str(model), served, rank, mla, more)
+    mla, of_family = serving_of(shape)
+    command = serve_command(str(model), served, rank, mla, [*of_family, *more])
     with tempfile.TemporaryDirectory(prefix="lora-moe-rl-serve-") as folder:
         log = Path(folder) / "log"
         with open(log, "wb") as output:

@@ -36,7 +36,8 @@ def write(
             "experts.up out of adapter.targets"
         )
     if not any(site.shared for site in spec):
-        peft.write(directory, spec, tensors, config)
+        form = None if spec.shape.family.interleaved_experts else "2d"  # as engines read it
+        peft.write(directory, spec, tensors, config, form)
         return
     whole = dict(peft.peft_tensors(spec, tensors))
     directory.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,10 @@
 """What the published `config.json` of one real model of each family says, as far as we read it."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from lora_moe_rl.adapters.families import language_config
 from lora_moe_rl.planner.facts import config_of
 
 QWEN3_30B_A3B = config_of("qwen3_30b_a3b")
@@ -12,6 +17,7 @@ KIMI_K2 = config_of("kimi_k2")
 MOONLIGHT_16B_A3B = config_of("moonlight_16b_a3b")
 GLM_4_5_AIR = config_of("glm_4_5_air")
 QWEN3_NEXT_80B_A3B = config_of("qwen3_next_80b_a3b")
+QWEN3_5_35B_A3B = config_of("qwen3_5_35b_a3b")
 GPT_OSS_20B = config_of("gpt_oss_20b")
 OLMOE_1B_7B = config_of("olmoe_1b_7b")
 MINIMAX_M2 = config_of("minimax_m2")
@@ -27,6 +33,8 @@ PUBLISHED = {
     "Moonlight-16B-A3B": MOONLIGHT_16B_A3B,
     "GLM-4.5-Air": GLM_4_5_AIR,
     "Qwen3-Next-80B-A3B": QWEN3_NEXT_80B_A3B,
+    "Qwen3.5-35B-A3B": QWEN3_5_35B_A3B,
+    "Qwen3.5-35B-A3B, by itself": dict(language_config(QWEN3_5_35B_A3B)),
     "GPT-OSS-20B": GPT_OSS_20B,
     "OLMoE-1B-7B": OLMOE_1B_7B,
     "MiniMax-M2": MINIMAX_M2,
@@ -45,17 +53,37 @@ def shrunk(config: dict) -> dict:
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 9,
         "linear_value_head_dim": 12, "full_attention_interval": 2,
     }  # fmt: skip
+    if "text_config" in config:
+        return config | {"text_config": shrunk(config["text_config"])}
     return config | {k: v for k, v in sizes.items() if config.get(k) is not None}
 
 
 def hf_config(config: dict):
-    """transformers' config object."""
+    """transformers' config object, of the language model."""
     import transformers
 
+    config = dict(language_config(config))
     # transformers has no class of type kimi_k2: it is DeepSeek-V3's.
     kind = str({"kimi_k2": "deepseek_v3"}.get(config["model_type"], config["model_type"]))
     rest = {k: v for k, v in config.items() if k != "model_type"}
     return transformers.AutoConfig.for_model(kind, **rest)
+
+
+def hf_model(config: dict, changes: Mapping[str, Any] = MappingProxyType({}), **options):
+    """transformers' model as its checkpoint has it: around a language model inside a larger one is
+    a vision tower, of small sizes. `changes` are of the language model."""
+    import transformers
+
+    language = hf_config(config)
+    for key, value in changes.items():
+        setattr(language, key, value)
+    if "text_config" not in config:
+        return transformers.AutoModelForCausalLM.from_config(language, **options)
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 16}
+    kind = getattr(transformers, config["architectures"][0]).config_class
+    parts = language.to_dict(), vision | {"out_hidden_size": language.hidden_size}
+    whole = kind(text_config=parts[0], vision_config=parts[1])
+    return transformers.AutoModelForImageTextToText.from_config(whole, **options)
 
 
 # Of two layers, the first of them dense.

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from lora_moe_rl.adapters.sharding import kind_of, window
+from lora_moe_rl.adapters.sharding import window
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import TrainerConfig
 from lora_moe_rl.refit.parts import STORAGE, PartLayout, part_layouts
-from lora_moe_rl.refit.plan import Box, EngineLayout, TrainerRank, make_plan, trainer_ranks
+from lora_moe_rl.refit.plan import EngineLayout, TrainerRank, make_plan, trainer_ranks
 from lora_moe_rl.refit.sender import Held, Sender
 from lora_moe_rl.refit.transports import Channel
 from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
@@ -27,9 +27,10 @@ def held_by(rank: TrainerRank, spec: AdapterSpec, tensors: Tensors, device: str 
             for matrix in "AB":
                 name = f"{site.name}.{matrix}"
                 whole = tensors[name]
-                place = rank.layout.local_range(kind_of(site), matrix, whole.shape)
-                part = np.ascontiguousarray(whole[window(*place)], dtype=np.float32)
-                held[name] = [(Box(*place), torch.from_numpy(part).to(device))]
+                held[name] = []
+                for box in rank.layout.boxes(site, matrix):
+                    part = np.ascontiguousarray(whole[window(box.start, box.shape)], np.float32)
+                    held[name].append((box, torch.from_numpy(part).to(device)))
     return held
 
 

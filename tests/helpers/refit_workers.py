@@ -29,7 +29,7 @@ def make_manager(layouts):
     from vllm.lora.model_manager import AdapterLRUCache, LRUCacheLoRAModelManager
 
     def buffers(entries, matrix: str, slice_: int, extra: tuple[int, ...]) -> torch.Tensor:
-        (shape,) = {e.box.shape for e in entries if (e.matrix, e.slice) == (matrix, slice_)}
+        (shape,) = {e.box.shape for e in entries if (e.matrix, *e.slices) == (matrix, slice_)}
         place = -2 if matrix == "A" else -1
         shape = tuple(SLOT_RANK if i == len(shape) + place else n for i, n in enumerate(shape))
         return torch.full((SLOTS, *extra, *shape), DIRT)
@@ -124,7 +124,7 @@ class Worker:
         """Of a slot, by canonical tensor."""
         slots = self.receiver._refit_slots
         return {
-            e.tensor: slots.buffer(e.module, e.slice, e.matrix)[slot]
+            e.tensor: slots.buffer(e.module, *e.slices, e.matrix)[slot]
             for e in self.layouts[0].entries
         }
 

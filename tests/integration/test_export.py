@@ -42,6 +42,16 @@ def test_verify_export_passes(model, capsys):
     assert all(found[form]["error"] <= 5e-6 for form in FORMS)
 
 
+def test_an_adapter_of_a_model_inside_a_larger_one_is_read_by_that(tmp_path, capsys):
+    tiny_families.save("qwen3_5_moe_published", tmp_path)
+    arguments = ["verify", "export", "--model", str(tmp_path), "--json", "--tolerance", "1e-5"]
+    settings = ["adapter.rank=6", "adapter.expert_rank=4"]
+    assert main([*arguments, "--forms", "peft-3d,merged", *settings]) == 0
+    assert len(rows(capsys)) == 3
+    assert main([*arguments, "--forms", "peft-2d", *settings]) == 2
+    assert "PEFT reads peft-3d alone" in capsys.readouterr().err
+
+
 def test_verify_export_notices_an_adapter_that_is_not_the_same(tmp_path, capsys, monkeypatch):
     tiny_families.save("qwen3_moe", tmp_path / "model")
     original = verify_export._Verification._merge

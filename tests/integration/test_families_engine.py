@@ -19,7 +19,11 @@ EXACT = 5e-6  # logprobs, float32
 
 # Qwen3-MoE and DeepSeek-V3 have tests of their own (test_rollout.py). Of the others, which take a
 # minute each, those that are the only ones with their attention, norms or experts, and the dense.
-ENGINES = ["qwen2_moe", "deepseek_v2", "qwen3", "qwen3_next", "gpt_oss", "olmoe", "minimax_m2"]
+ENGINES = [
+    *("qwen2_moe", "deepseek_v2", "qwen3", "qwen3_next", "qwen3_5_moe_published"),
+    *("gpt_oss", "olmoe", "minimax_m2"),
+]
+DELTA = ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_published")
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -34,7 +38,7 @@ def test_engine_serves_the_merged_weights(name, ray_session, tmp_path):
     if not dense:
         model.set_experts_implementation("eager")
     # The delta rule of transformers goes to float32 by itself.
-    exact = in_float64 if name == "qwen3_next" else nullcontext
+    exact = in_float64 if name in DELTA else nullcontext
     settings = {"replay": {"mode": "off"}} if dense else {}
     with start_engine(model, tmp_path, **settings) as engine:
         tensors = engine.random_adapter(seed=1)

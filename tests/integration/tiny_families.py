@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 VOCAB_SIZE = 131  # what two tensor-parallel ranks do not divide
 COMMON = {
@@ -49,6 +50,35 @@ YARN = {
     "mscale_all_dim": 0.707,
 }
 SIGMOID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+
+ABSENT = object()  # a key that the family has not
+# initializer_range: at 0.07 float32 of engines is itself 5e-6 off.
+QWEN3_5 = GQA | {
+    "intermediate_size": ABSENT,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 80,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "initializer_range": 0.05,
+    "rope_parameters": COMMON["rope_parameters"]
+    | {"partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+}
+# The vision tower of the published model, which is there and not used.
+VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": COMMON["hidden_size"],
+    "num_position_embeddings": 16,
+}
 
 # name: (transformers' class, its config, keys of published configs that the class does not write)
 FAMILIES = {
@@ -104,6 +134,9 @@ FAMILIES = {
         },
         {},
     ),
+    # The same with linears of their own for gates, betas and decays, and three positions a token.
+    "qwen3_5_moe": ("Qwen3_5Moe", QWEN3_5, {}),
+    "qwen3_5_moe_published": ("Qwen3_5Moe", QWEN3_5, {}),
     "mixtral": (
         "Mixtral",
         GQA | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
@@ -275,9 +308,13 @@ DENSE = ("qwen3",)
 def save(name: str, folder: Path, **changes) -> torch.nn.Module:
     """Writes the named model to `folder` and returns it, in float32; `changes`: other sizes."""
     kind, sizes, published = FAMILIES[name]
-    config = getattr(transformers, f"{kind}Config")(**COMMON | sizes | changes)
+    sizes = {key: value for key, value in (COMMON | sizes | changes).items() if value is not ABSENT}
+    model_class = getattr(transformers, f"{kind}ForCausalLM")
+    if name.endswith("_published"):
+        model_class = getattr(transformers, f"{kind}ForConditionalGeneration")
+        sizes = {"text_config": sizes, "vision_config": VISION}
     torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
+    model = model_class(model_class.config_class(**sizes)).float().eval()
     for key, value in model.state_dict().items():
         if value.ndim == 1 or key.endswith("_bias"):  # norms, biases, sinks, router corrections
             value += 0.1 * torch.randn_like(value)
@@ -288,8 +325,31 @@ def save(name: str, folder: Path, **changes) -> torch.nn.Module:
     model.save_pretrained(folder)
     path = folder / "config.json"
     written = json.loads(path.read_text())
-    path.write_text(json.dumps(_published_rope(written) | published, indent=2))
+    if kind != "Qwen3_5Moe":  # whose published configs have it as transformers 5 writes it
+        written = _published_rope(written)
+    elif "text_config" in written:
+        _as_published(folder / "model.safetensors")
+    path.write_text(json.dumps(written | published, indent=2))
     return model
+
+
+def _as_published(path: Path) -> None:
+    """Experts of a layer in one, and a prediction layer, which transformers does not write."""
+    tensors = load_file(path)
+    layers: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
+    for name in [name for name in tensors if ".experts." in name]:
+        block, _, rest = name.partition(".experts.")
+        number, part, _ = rest.split(".")
+        layers.setdefault(block, {})[int(number), part] = tensors.pop(name)
+    for block, parts in layers.items():
+        gate, up, down = (
+            torch.stack([parts[n, f"{part}_proj"] for n in range(len(parts) // 3)])
+            for part in ("gate", "up", "down")
+        )
+        tensors[f"{block}.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
+        tensors[f"{block}.experts.down_proj"] = down
+    tensors["mtp.fc.weight"] = torch.zeros(64, 128)
+    save_file(tensors, path, {"format": "pt"})
 
 
 def _published_rope(config: dict) -> dict:

@@ -16,11 +16,28 @@ def never(config: Config) -> bool:
 
 
 @dataclass(frozen=True)
+class Inside:
+    """Where a language model is in a larger one: under `key` of config.json, its weights under
+    `prefix`. By itself it is an `architecture` of its own, with a `model_type` of its own, whose
+    bridge it takes. Weights under `left_out` are another part's, which is neither trained nor
+    served."""
+
+    architecture: str
+    model_type: str
+    key: str
+    prefix: str
+    left_out: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Family:
-    """One architecture of Hugging Face. Functions of a `Config` take the model's `config.json`.
+    """One architecture of Hugging Face. Functions of a `Config` take the model's `config.json`, or
+    of a model inside a larger one `language_config` of that.
 
     refused      the reasons why a config is not supported, as texts; `refusals.py` has the usual
     linear_layers  the global numbers of the layers with gated DeltaNet in the place of attention
+    linear_attention  its kind, a key of `linears.ATTENTION`
+    inside       the family is of a language model inside a larger one
     bridge       imports Megatron and returns the family's class for `trainer/bridge.py` to register
                  (`trainer/bridge_parts.py`)
     moe_layers   the global numbers of the layers with routed experts; None: the family is dense,
@@ -37,6 +54,8 @@ class Family:
     refused: Callable[[Config], Iterable[str]]
     bridge: Callable[[], type]
     linear_layers: Callable[[Config], tuple[int, ...]] | None = None
+    linear_attention: Literal["gated_delta", "separate_delta"] = "gated_delta"
+    inside: Inside | None = None
     qkv_bias: Callable[[Config], bool] = never
     qk_norm: Callable[[Config], bool] = never  # norms on the queries and keys of GQA
     norm_over_heads: bool = False  # each of these norms is over all heads together
@@ -60,6 +79,8 @@ class Family:
     not_served: str = ""
     # Whether PEFT 0.21.2 finds stacked experts under the names of their linears (adapters/peft.py).
     peft_finds_experts: bool = True
+    # Whether PEFT finds them in files of the 3d form alone, and vLLM wants a flag for those of 2d.
+    stacked_files: bool = False
     # What transformers' config is given beside config.json, to compute what was trained.
     reference_keys: Callable[[Config], dict[str, Any]] = lambda c: {}
     # Mends a decoder layer of transformers' model in place, given that and the model's config, so

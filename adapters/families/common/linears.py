@@ -82,6 +82,29 @@ def _delta(d: Mapping[str, int], hidden: int) -> dict[str, Dims]:
     }
 
 
+def _separate_delta(d: Mapping[str, int], hidden: int) -> dict[str, Dims]:
+    """in_proj_qkv has the queries of all heads, then their keys, then all values; output gates,
+    betas and decays are linears of their own."""
+    queries, keys, values = blocks("in_proj_qkv", d)
+    heads = d["linear_value_heads"]
+    return {
+        "in_proj_qkv": (hidden, queries + keys + values, None),
+        "in_proj_z": (hidden, values, None),
+        "in_proj_b": (hidden, heads, None),
+        "in_proj_a": (hidden, heads, None),
+        "out_proj": (values, hidden, None),
+    }
+
+
+def blocks(module: str, d: Mapping[str, int]) -> tuple[int, ...]:
+    """The outputs of a linear that has several in one, side by side, of which each is cut over
+    ranks by itself; () of any other."""
+    if module != "in_proj_qkv":
+        return ()
+    keys = d["linear_key_heads"] * d["linear_key_dim"]
+    return keys, keys, d["linear_value_heads"] * d["linear_value_dim"]
+
+
 def _mla(d: Mapping[str, int], hidden: int) -> dict[str, Dims]:
     q_out = d["heads"] * (d["nope_dim"] + d["rope_dim"])
     modules: dict[str, Dims]
@@ -104,4 +127,5 @@ ATTENTION = {
     "gated_gqa": Attention(_gqa_dims, _gated_gqa),
     "mla": Attention(_mla_dims, _mla),
     "gated_delta": Attention(_delta_dims, _delta),
+    "separate_delta": Attention(_delta_dims, _separate_delta),
 }

@@ -15,7 +15,7 @@ from published_configs import (
 )
 from torch import nn
 
-from lora_moe_rl.adapters.families import FAMILIES, ModelShape, hf_path
+from lora_moe_rl.adapters.families import FAMILIES, ModelShape, hf_path, language_config
 from lora_moe_rl.errors import ModelError
 
 # Linears that are no sites: routers, the gate of Qwen2-MoE's shared expert, and the head.
@@ -32,6 +32,8 @@ PARAMETERS = {
     "Moonlight-16B-A3B": 16.0,
     "GLM-4.5-Air": 107,
     "Qwen3-Next-80B-A3B": 79.7,
+    "Qwen3.5-35B-A3B": 34.7,
+    "Qwen3.5-35B-A3B, by itself": 34.7,
     "GPT-OSS-20B": 20.9,
     "OLMoE-1B-7B": 6.92,
     "MiniMax-M2": 228.7,
@@ -41,7 +43,8 @@ PARAMETERS = {
 def hf_linears(config: dict) -> dict[str, tuple[int, ...]]:
     """`{path below model.: weight shape}` of transformers' own model, with stacked experts."""
     with torch.device("meta"):
-        model = getattr(transformers, config["architectures"][0])(hf_config(config))
+        (name,) = language_config(config)["architectures"]
+        model = getattr(transformers, name)(hf_config(config))
     found = {
         name: tuple(module.weight.shape)
         for name, module in model.named_modules()
@@ -73,10 +76,16 @@ def our_linears(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def of_layers(config: dict, layers: int) -> dict:
+    if "text_config" in config:
+        return config | {"text_config": of_layers(config["text_config"], layers)}
+    return config | {"num_hidden_layers": layers}
+
+
 @pytest.mark.parametrize("config", [*PUBLISHED.values()], ids=[*PUBLISHED])
 @pytest.mark.parametrize("size", ["published", "tiny"])
 def test_modules_are_those_of_transformers(config, size):
-    config = shrunk(config) if size == "tiny" else config | {"num_hidden_layers": 5}
+    config = shrunk(config) if size == "tiny" else of_layers(config, 5)
     shape = ModelShape.from_hf_config(config)
     assert our_linears(shape) == hf_linears(config)
 
@@ -113,7 +122,7 @@ def test_dense_layers_between_moe_layers(name, config, moe_layers):
 def test_a_config_that_transformers_wrote_is_read_the_same(name):
     config = shrunk(PUBLISHED[name])
     written = json.loads(hf_config(config).to_json_string())
-    assert ModelShape.from_hf_config(written) == ModelShape.from_hf_config(config)
+    assert ModelShape.from_hf_config(written) == ModelShape.from_hf_config(language_config(config))
 
 
 def test_experts_have_the_names_of_the_checkpoint():

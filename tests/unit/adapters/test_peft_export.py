@@ -8,9 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
-import transformers
 from peft import PeftModel
-from published_configs import PUBLISHED, hf_config, shrunk
+from published_configs import PUBLISHED, hf_model, shrunk
 from safetensors.numpy import load_file
 
 from lora_moe_rl.adapters import peft, peft_import
@@ -48,7 +47,7 @@ def make(name: str, adapter: dict):
     """(spec, random tensors, config, a tiny model with random weights)."""
     config = RunConfig(adapter=adapter)
     sizes = shrunk(PUBLISHED[name])
-    if "Qwen" in name:
+    if "Qwen" in name and "Qwen3.5" not in name:
         sizes["mlp_only_layers"] = [1]  # a dense layer, as the other families have
     shape = ModelShape.from_hf_config(sizes)
     spec = AdapterSpec.build(shape, config.adapter)
@@ -58,9 +57,8 @@ def make(name: str, adapter: dict):
         for key, size in spec.tensor_shapes.items()
     }
     torch.manual_seed(0)
-    hf = hf_config(sizes | {"initializer_range": 0.1})
     # The default kernel wants widths that are multiples of 16 bytes.
-    model = transformers.AutoModelForCausalLM.from_config(hf, experts_implementation="eager")
+    model = hf_model(sizes, {"initializer_range": 0.1}, experts_implementation="eager")
     return spec, tensors, config, model.float().eval()
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lora_moe_rl.adapters import sharding
 from lora_moe_rl.adapters.sharding import (
     RULES,
+    Box,
     RankLayout,
     fused_with,
     grid_of,
@@ -27,6 +28,7 @@ SITES = [
     Site(0, "kv_a_proj", 8, 12, 2, 1.0),
     Site(0, "shared_expert.up", 8, 16, 2, 1.0),
     Site(0, "mlp.down", 16, 8, 2, 1.0),
+    Site(0, "in_proj_qkv", 8, 16, 2, 1.0, blocks=(4, 4, 8)),
     Site(0, "experts.gate", 8, 16, 2, 1.0, num_experts=8),
     Site(0, "experts.down", 16, 8, 2, 1.0, num_experts=8),
     Site(0, "experts.up", 8, 16, 2, 1.0, num_experts=8, shared="A"),
@@ -51,7 +53,7 @@ def ranks_of_a_stage(tp: int, dp: int, ep: int, etp: int) -> list[RankLayout]:
 
 def test_kinds():
     assert [kind_of(site) for site in SITES] == [
-        "column", "row", "replicated", "column", "row",
+        "column", "row", "replicated", "column", "row", "column",
         "experts_column", "experts_row", "shared_column", "shared_row",
     ]  # fmt: skip
 
@@ -72,7 +74,8 @@ def test_exported_parts_are_the_whole_once(tp, dp, ep, etp, site, tensor):
     seen = np.zeros(shape, int)
     for rank in ranks_of_a_stage(tp, dp, ep, etp):
         if rank.exports(kind, tensor):
-            seen[window(*rank.local_range(kind, tensor, shape))] += 1
+            for box in rank.boxes(site, tensor):
+                seen[window(box.start, box.shape)] += 1
     assert (seen == 1).all()
 
 
@@ -103,6 +106,18 @@ def test_sites_of_one_mcore_linear_are_trained_as_one():
     for site in SITES:
         kinds = {kind_of(replace(site, module=m)) for m in fused_with(site.module)}
         assert kinds == {kind_of(site)}
+
+
+def test_rows_of_several_outputs_are_cut_one_by_one():
+    """As Megatron-core cuts the base: a rank has queries, then keys, then values of its heads."""
+    (site,) = (site for site in SITES if site.blocks)
+    boxes = RankLayout(tp=(1, 2)).boxes(site, "B")
+    assert [(box.start, box.shape) for box in boxes] == [
+        ((2, 0), (2, 2)),
+        ((6, 0), (2, 2)),
+        ((12, 0), (4, 2)),
+    ]
+    assert RankLayout(tp=(1, 2)).boxes(site, "A") == [Box((0, 0), (2, 8))]
 
 
 def test_sizes_that_do_not_divide_are_an_error():

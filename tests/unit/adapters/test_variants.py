@@ -17,6 +17,8 @@ SIZES = {
     "linear_num_key_heads": 2,
     "shared_expert_intermediate_size": 8,
 }
+QWEN3_5, WITH_IMAGES = "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"
+MROPE = {"rope_type": "default", "mrope_section": [11, 11, 10]}
 OSS = "GptOssForCausalLM"
 OSS_ROPE = YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 OSS_PLAIN = {"num_hidden_layers": 3, "sliding_window": 128, "rope_scaling": OSS_ROPE}
@@ -60,6 +62,24 @@ REFUSED = [
     (NEXT, SIZES | {"layer_scale": True}, "layer_scale=true"),
     (NEXT, SIZES | {"linear_num_value_heads": 3}, "linear_num_value_heads=3 is no multiple"),
     (NEXT, SIZES | {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0"),
+    (NEXT, SIZES | {"attn_output_gate": False}, "attn_output_gate=false"),
+    (QWEN3_5, SIZES | {"linear_num_value_heads": 3}, "linear_num_value_heads=3 is no multiple"),
+    (QWEN3_5, SIZES | {"rope_parameters": MROPE}, "mrope_interleaved=false"),
+    (QWEN3_5, SIZES | {"rope_parameters": YARN}, "rope type 'yarn'"),
+    (QWEN3_5, SIZES | {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+    (QWEN3_5, SIZES | {"norm_topk_prob": False}, "norm_topk_prob=false"),
+    (QWEN3_5, SIZES | {"mlp_only_layers": [1]}, "every layer of transformers' model has experts"),
+    (WITH_IMAGES, {"text_config": SIZES | {"layer_scale": True}}, "layer_scale=true"),
+    (
+        WITH_IMAGES,
+        {"text_config": SIZES, "tie_word_embeddings": True},
+        "tie_word_embeddings=true",
+    ),
+    (
+        WITH_IMAGES,
+        {"text_config": SIZES | {"quantization_config": {"quant_method": "fp8"}}},
+        "text_config has a quantization_config",
+    ),
     (OSS, OSS_PLAIN | {"quantization_config": {"quant_method": "mxfp4"}}, "save it dequantised"),
     (OSS, OSS_PLAIN | {"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
     (OSS, OSS_PLAIN | {"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06"),
@@ -93,6 +113,8 @@ ALLOWED = [
     (V2, {"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),
     (V3, {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True}),
     (NEXT, SIZES | {"layer_types": ["linear_attention", "full_attention"]}),
+    (QWEN3_5, SIZES | {"rope_parameters": MROPE | {"mrope_interleaved": True}}),
+    (WITH_IMAGES, {"text_config": SIZES | {"mtp_num_hidden_layers": 1}, "vision_config": {}}),
     (GLM, {"attention_bias": True, "partial_rotary_factor": 0.5}),
     (OSS, OSS_PLAIN | {"attention_bias": True, "layer_types": [SLIDING, FULL, SLIDING]}),
     (MINIMAX, M2 | {"partial_rotary_factor": 0.5, "attn_type_list": [1, 1], "use_mtp": True}),

@@ -5,6 +5,7 @@ from published_configs import (
     GPT_OSS_20B,
     KIMI_K2,
     OLMOE_1B_7B,
+    QWEN3_5_35B_A3B,
     QWEN3_30B_A3B,
     QWEN3_NEXT_80B_A3B,
 )
@@ -17,6 +18,7 @@ from lora_moe_rl.models.fit import check_blocks, check_layout
 
 OLMOE = ModelShape.from_hf_config(OLMOE_1B_7B | {"num_key_value_heads": 4})
 QWEN, KIMI = ModelShape.from_hf_config(QWEN3_30B_A3B), ModelShape.from_hf_config(KIMI_K2)
+SEPARATE = ModelShape.from_hf_config(QWEN3_5_35B_A3B)
 OSS = ModelShape.from_hf_config(GPT_OSS_20B)
 
 NEXT = ModelShape.from_hf_config(QWEN3_NEXT_80B_A3B | {"num_key_value_heads": 16})
@@ -43,6 +45,8 @@ NEXT = ModelShape.from_hf_config(QWEN3_NEXT_80B_A3B | {"num_key_value_heads": 16
         (OLMOE, {"rollout": {"tp": 8}}, "rollout.tp=8 .* 4 key/value heads, which vLLM does not"),
         (QWEN, {"model": {"max_length": 50_000}}, "model.max_length=50000.*40960 positions"),
         (NEXT, {"trainer": {"world_size": 2, "cp": 2}}, "trainer.cp=2: .*linear attention"),
+        (SEPARATE, {"trainer": {"world_size": 2, "cp": 2}}, "trainer.cp=2: .*linear attention"),
+        (SEPARATE, {"refit": {"mode": "merged"}}, "refit.mode=merged: .*linear attention"),
         (NEXT, {"refit": {"mode": "merged"}}, "refit.mode=merged: .*linear attention"),
         (NEXT, {"rollout": {"tp": 32}}, "rollout.tp=32 does not divide the model's 16"),
         (
@@ -63,8 +67,9 @@ def test_refused(shape, sections, message):
 
 
 def test_linear_attention_is_not_of_quantised_bases():
-    with pytest.raises(ConfigError, match="the base is fp8, .*linear attention"):
-        check_layout(NEXT, RunConfig(), "fp8")
+    for shape in (NEXT, SEPARATE):
+        with pytest.raises(ConfigError, match="the base is fp8, .*linear attention"):
+            check_layout(shape, RunConfig(), "fp8")
 
 
 def test_on_gpus_linear_attention_wants_its_kernels(monkeypatch):

@@ -4,9 +4,8 @@ import json
 
 import pytest
 import torch
-from published_configs import PUBLISHED, SMALL_DEEPSEEK_V3, hf_config, shrunk
+from published_configs import PUBLISHED, SMALL_DEEPSEEK_V3, hf_model, shrunk
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.errors import ModelError
@@ -22,7 +21,7 @@ def saved(tmp_path, request):
     """A directory that transformers wrote, of the config of `param`."""
     config = request.param
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(hf_config(config)).save_pretrained(tmp_path)
+    hf_model(config).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path
 
@@ -43,6 +42,8 @@ def test_what_transformers_writes_passes_and_any_other_shape_is_caught(saved):
     tensors = load_file(saved / "model.safetensors")
     passed = set()
     for name, right in tensors.items():
+        if ".visual." in name:  # a part that is left out
+            continue
         longer = torch.zeros(*right.shape[:-1], right.shape[-1] + 1)
         if not caught(saved, tensors | {name: longer}):
             passed.add(name.split(".", 3)[-1])

@@ -129,3 +129,9 @@ def test_an_end_that_is_no_token_is_an_error(tmp_path, text, reason):
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ModelError, match=reason):
         stop_ids(tmp_path)
+
+
+def test_a_model_inside_a_larger_one_names_its_own_end(tmp_path):
+    config = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "eos_token_id": 9}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": {"eos_token_id": 7}}))
+    assert stop_ids(tmp_path) == {7}

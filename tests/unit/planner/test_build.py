@@ -40,7 +40,8 @@ def as_planned(rank: int) -> BuiltRank:
         for _, axis in tensor.split:
             cut[tensor.name] *= ways[axis]
     base = {t.name: box.shape for t, box in tensors.items()}
-    return BuiltRank(rank, base, cut, list(build.adapter_boxes(SPEC, PLACES[rank]).items()))
+    boxes = build.adapter_boxes(SPEC, PLACES[rank]).items()
+    return BuiltRank(rank, base, cut, [(name, box) for name, mine in boxes for box in mine])
 
 
 def faults(rank: BuiltRank) -> list[str]:
@@ -85,9 +86,9 @@ def test_an_adapter_that_begins_elsewhere_is_named():
 def test_parts_make_up_a_whole_only_without_gaps_and_overlaps():
     whole = Box((4, 0), (4, 6))
     halves = [Box((4, 0), (2, 6)), Box((6, 0), (2, 6))]
-    assert build._make_up(halves, whole)
+    assert build._make_up(halves, [whole])
     for parts in (halves[:1], [halves[0]] * 2, [Box((3, 0), (2, 6)), halves[1]]):
-        assert not build._make_up(parts, whole)
+        assert not build._make_up(parts, [whole])
 
 
 def test_every_element_counts_once_over_all_ranks():

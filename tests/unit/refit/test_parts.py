@@ -14,6 +14,7 @@ from published_configs import (
     GLM_4_5_AIR,
     MIXTRAL_8X7B,
     QWEN1_5_MOE_A2_7B,
+    QWEN3_5_35B_A3B,
     QWEN3_30B_A3B,
     shrunk,
 )
@@ -88,11 +89,27 @@ def test_qwen_sites_go_to_the_modules_of_vllm():
         "model.layers.1.mlp.experts",
     ]
     (layout,) = make_layouts(make_spec())
-    slices = {e.site.removeprefix("layers.1."): e.slice for e in layout.entries if ".1." in e.site}
+    slices = {e.site.removeprefix("layers.1."): e.slices for e in layout.entries if ".1." in e.site}
     assert slices == {
-        "q_proj": 0, "k_proj": 1, "v_proj": 2, "o_proj": 0,
-        "experts.gate": 0, "experts.down": 1, "experts.up": 2,
+        "q_proj": (0,), "k_proj": (1,), "v_proj": (2,), "o_proj": (0,),
+        "experts.gate": (0,), "experts.down": (1,), "experts.up": (2,),
     }  # fmt: skip
+
+
+def test_rows_of_a_linear_with_several_outputs_go_to_a_slice_each():
+    """Queries, keys and values of in_proj_qkv, whose A is in each of the three."""
+    spec = make_spec(shrunk(QWEN3_5_35B_A3B), rank=3)
+    (layout,) = make_layouts(spec)
+    mine = [e for e in layout.entries if e.module == "model.layers.0.linear_attn.in_proj_qkvz"]
+    found = [(e.tensor.removeprefix("layers.0."), e.slices, e.box.start[0]) for e in mine]
+    assert sorted(found) == [
+        ("in_proj_qkv.A", (0, 1, 2), 0),
+        ("in_proj_qkv.B", (0,), 0),
+        ("in_proj_qkv.B", (1,), 18),
+        ("in_proj_qkv.B", (2,), 36),
+        ("in_proj_z.A", (3,), 0),
+        ("in_proj_z.B", (3,), 0),
+    ]
 
 
 def test_deepseek_sites_go_to_the_modules_of_vllm():

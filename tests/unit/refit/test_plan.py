@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from published_configs import KIMI_K2, QWEN3_30B_A3B
+from published_configs import KIMI_K2, QWEN3_5_35B_A3B, QWEN3_30B_A3B
 
-from lora_moe_rl.adapters.sharding import kind_of
 from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
 from lora_moe_rl.config import AdapterConfig, TrainerConfig
 from lora_moe_rl.errors import RefitError
@@ -39,6 +38,20 @@ QWEN = {
     "moe_intermediate_size": 16,
     "num_experts": 8,
     "num_experts_per_tok": 2,
+}
+SEPARATE = {  # gated DeltaNet with linears of its own
+    **QWEN3_5_35B_A3B,
+    "text_config": QWEN3_5_35B_A3B["text_config"]
+    | {key: value for key, value in QWEN.items() if key in QWEN3_5_35B_A3B["text_config"]}
+    | {
+        "model_type": "qwen3_5_moe_text",
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 3,
+        "linear_value_head_dim": 5,
+        "shared_expert_intermediate_size": 12,
+    },
 }
 DEEPSEEK = {
     **KIMI_K2,
@@ -84,7 +97,7 @@ def engines(draw) -> EngineLayout:
 @given(
     trainer=trainers(),
     engine=engines(),
-    config=st.sampled_from([QWEN, DEEPSEEK]),
+    config=st.sampled_from([QWEN, DEEPSEEK, SEPARATE]),
     layout=st.sampled_from(["per_expert", "shared_outer"]),
     rank=st.sampled_from([3, 8]),
 )
@@ -101,11 +114,14 @@ def test_every_element_arrives_exactly_once(trainer, engine, config, layout, ran
         name = f"{t.site.name}.{t.matrix}"
         source = ranks[t.source]
         assert t.site.layer in source.layers
-        box = Box(*source.layout.local_range(kind_of(t.site), t.matrix, tensors[name].shape))
+        box = _around(t.box, source.layout.boxes(t.site, t.matrix))
         local = tensors[name][box.within(_whole(tensors[name].shape))]
-        target = held(t.site, t.matrix, engine, t.target, kv_heads)
-        buffer = arrived.setdefault((t.target, name), np.full(target.shape, np.nan))
-        place = buffer[t.box.within(target)]
+        boxes = held(t.site, t.matrix, engine, t.target, kv_heads)
+        target = _around(t.box, boxes)
+        first = sum(one.shape[0] for one in boxes[: boxes.index(target)])
+        rows = sum(one.shape[0] for one in boxes)  # a rank's blocks stand one behind the other
+        buffer = arrived.setdefault((t.target, name), np.full((rows, *target.shape[1:]), np.nan))
+        place = buffer[first : first + target.shape[0]][t.box.within(target)]
         assert np.isnan(place).all(), f"{name} arrives twice"
         place[...] = local[t.box.within(box)]
     for rank_number in range(engine.ranks):
@@ -115,6 +131,11 @@ def test_every_element_arrives_exactly_once(trainer, engine, config, layout, ran
                 expected = sliced_by_vllm(site, matrix, tensors[name], engine, rank_number)
                 got = arrived.get((rank_number, name), np.zeros(expected.shape))
                 np.testing.assert_array_equal(got, expected, err_msg=name)
+
+
+def _around(box: Box, boxes: list[Box]) -> Box:
+    (one,) = (one for one in boxes if box.common(one) == box)
+    return one
 
 
 def _whole(shape) -> Box:
@@ -140,7 +161,7 @@ def sliced_by_vllm(site, matrix, tensor, engine, rank):
         return tensor[..., ranks, :] if engine.fully_sharded else tensor
     if site.module in ("q_a_proj", "kv_a_proj"):
         return tensor
-    if site.module.endswith(("o_proj", "down")):
+    if site.module.endswith(("o_proj", "out_proj", "down")):
         if matrix == "A":
             return part(tensor, 1)
         return part(tensor, 0) if engine.fully_sharded else tensor
@@ -148,6 +169,8 @@ def sliced_by_vllm(site, matrix, tensor, engine, rank):
         return tensor[ranks] if engine.fully_sharded else tensor
     if site.module in ("k_proj", "v_proj") and tp > 2:  # 2 key/value heads: replicated
         return np.split(tensor, 2)[rank // (tp // 2)]
+    if site.blocks:  # one of vLLM's slices each
+        return np.concatenate([part(x, 0) for x in np.split(tensor, np.cumsum(site.blocks)[:-1])])
     return part(tensor, 0)
 
 
