@@ -53,6 +53,10 @@ class TakingTurns(Joining):
         """No request begins any more; those that run are to end."""
         self.requests_begin.clear()
 
+    def resume(self) -> None:
+        """They begin all the same: nobody has given way."""
+        self.requests_begin.set()
+
     @property
     def quiet(self) -> bool:
         """Whether no request runs, and no engine is coming back."""

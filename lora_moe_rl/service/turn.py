@@ -101,14 +101,18 @@ class Turn:
 
     async def _devices(self) -> None:
         """Engines give memory back, once no request runs any more."""
-        while self.engines.phase is Phase.ROLLOUT:
-            self.engines.pause()
-            if not self.engines.quiet:
-                await self._without_ranks(self._a_moment())
-                continue
-            # One that dies from here on takes what is published next.
-            self.engines.overwrite()
-            await self.engines.give_way()
+        try:
+            while self.engines.phase is Phase.ROLLOUT:
+                self.engines.pause()
+                if not self.engines.quiet:
+                    await self._without_ranks(self._a_moment())
+                    continue
+                # One that dies from here on takes what is published next.
+                self.engines.overwrite()
+                await self.engines.give_way()
+        finally:
+            if self.engines.phase is Phase.ROLLOUT:  # who wanted them has given up
+                self.engines.resume()
 
     async def _a_moment(self) -> None:
         await self.engines.all_back()

@@ -134,6 +134,22 @@ def test_who_has_the_devices_keeps_them_until_others_ask():
     assert engines.asked == {"give_way": 2, "wake": 1} and engines.phase is Phase.TRAIN
 
 
+def test_who_gives_up_waiting_for_the_devices_stops_no_requests():
+    async def given_up():
+        service = Service()
+        sampling = asyncio.create_task(service.sample())
+        await asyncio.sleep(0)
+        computing = asyncio.create_task(service.forward())
+        await asyncio.sleep(0.0005)
+        assert not service.engines.requests_begin.is_set()
+        computing.cancel()
+        await asyncio.wait([computing])
+        await asyncio.wait_for(asyncio.gather(sampling, service.sample(), service.step()), 20)
+        return service
+
+    assert sorted(asyncio.run(given_up()).done) == ["sample", "sample", "step"]
+
+
 def test_apart_nobody_waits_for_devices():
     async def at_once():
         service = Service(phase=None)
