@@ -279,10 +279,13 @@ def test_a_model_of_a_lower_rank_is_that_of_a_service_of_that_rank(together):
         )
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"ep": 2}, {"pp": 2}], ids=["tp2", "dp2_ep2", "pp2"])
+LAYOUTS = {"tp2": {"tp": 2}, "dp2_ep2": {"ep": 2}, "pp2": {"pp": 2}, "cp2": {"cp": 2}}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_layouts_find_what_one_rank_does(together, layout):
     found, tensors = of_two(config_of(world_size=2, **layout))
     for name in ("a", "b"):
-        close(found[name], together[0][name], RELATIVE)
+        close(found[name], together[0][name], 2 * RELATIVE)  # after three steps of each
         difference, key = linear_loss.worst(tensors[name], together[1][name])
         assert difference < RELATIVE, key
