@@ -285,7 +285,7 @@ LAYOUTS = {"tp2": {"tp": 2}, "dp2_ep2": {"ep": 2}, "pp2": {"pp": 2}, "cp2": {"cp
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_layouts_find_what_one_rank_does(together, layout):
     found, tensors = of_two(config_of(world_size=2, **layout))
-    for name in ("a", "b"):
-        close(found[name], together[0][name], 2 * RELATIVE)  # after three steps of each
+    for name in ("a", "b"):  # after three steps of each
+        close(found[name], together[0][name], 2 * RELATIVE)
         difference, key = linear_loss.worst(tensors[name], together[1][name])
-        assert difference < RELATIVE, key
+        assert difference < 2 * RELATIVE, key
