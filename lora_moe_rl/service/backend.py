@@ -33,16 +33,6 @@ class Lora:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Of the service. `base_model`: the name that clients call the base by. `rank`: the largest."""
-
-    base_model: str
-    tokenizer: str
-    max_length: int
-    rank: int
-
-
-@dataclass(frozen=True)
 class Datum:
     """One sequence to learn from. tokens: int32 [N], fed; targets: int32 [N], the token whose
     logprob is wanted after each, or [N, K], the tokens. inputs: float32, as targets are, those that
@@ -101,6 +91,24 @@ class Ask:
     prompt_logprobs: bool = False
     top_prompt: int = 0
     top_sampled: int = 0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of the service. `base_model`: the name that clients call the base by. `rank`: the largest.
+    `scores_whole`: whether engines have room for one token more than `max_length`."""
+
+    base_model: str
+    tokenizer: str
+    max_length: int
+    rank: int
+    scores_whole: bool = True
+
+    def room(self, ask: Ask) -> int:
+        """The most tokens that a prompt and its samples have together. To score a sequence clients
+        ask for one token after it, which they do not read."""
+        only_scored = ask.prompt_logprobs and ask.max_tokens == 1
+        return self.max_length + (only_scored and self.scores_whole)
 
 
 @dataclass(frozen=True)

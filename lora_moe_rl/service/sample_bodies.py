@@ -80,11 +80,6 @@ class SampleBody(Body):
         """Raises ServiceError for a prompt that leaves no room."""
         params = self.sampling_params
         prompt = [token for chunk in self.prompt.chunks for token in chunk.tokens]
-        if not 1 <= len(prompt) < facts.max_length:
-            raise ServiceError(
-                f"the prompt has {len(prompt)} tokens; 1 to {facts.max_length - 1} are served, "
-                f"which leave one of {facts.max_length} for a sample"
-            )
         if self.prompt_logprobs_last_n is not None:
             if not self.prompt_logprobs:
                 raise ServiceError("prompt_logprobs_last_n is of prompt_logprobs: ask for them")
@@ -92,7 +87,7 @@ class SampleBody(Body):
                 told = f"prompt_logprobs_last_n={self.prompt_logprobs_last_n}"
                 raise ServiceError(f"{told} of a prompt of {len(prompt)} tokens: ask for fewer")
         stop = [params.stop] if isinstance(params.stop, str) else params.stop or []
-        return Ask(
+        ask = Ask(
             prompt=prompt,
             samples=self.num_samples,
             max_tokens=params.max_tokens,
@@ -106,3 +101,10 @@ class SampleBody(Body):
             top_prompt=self.topk_prompt_logprobs,
             top_sampled=self.topk_sample_logprobs,
         )
+        room = facts.room(ask)
+        if not 1 <= len(prompt) < room:
+            raise ServiceError(
+                f"the prompt has {len(prompt)} tokens; 1 to {room - 1} are served, which leave one "
+                f"of {room} for a sample"
+            )
+        return ask

@@ -23,7 +23,7 @@ from lora_moe_rl.data.told import Told, ToldPrompt
 from lora_moe_rl.errors import EngineDied, ServiceError
 from lora_moe_rl.ports import Manner
 from lora_moe_rl.router_replay.travel import SentRoutes
-from lora_moe_rl.service.backend import Ask, Said, Sampled
+from lora_moe_rl.service.backend import Ask, Facts, Said, Sampled
 from lora_moe_rl.service.routes import RouteStore
 
 MOST_LIKELIEST = 20  # tokens at a place, as vLLM has it without its max_logprobs
@@ -55,9 +55,10 @@ class AskedEngines(Protocol):
 class Samplers:
     """`store` None: nothing is replayed."""
 
-    def __init__(self, engines: AskedEngines, config: RunConfig, store: RouteStore | None):
-        self.engines, self.store = engines, store
-        self.max_length = config.model.max_length
+    def __init__(
+        self, engines: AskedEngines, config: RunConfig, store: RouteStore | None, facts: Facts
+    ):
+        self.engines, self.store, self.facts = engines, store, facts
         self.vocab_size = engines.spec.shape.vocab_size
         most = config.rollout.engine_args.get("max_logprobs", MOST_LIKELIEST)
         self.most_likeliest = self.vocab_size if most == -1 else most
@@ -102,7 +103,7 @@ class Samplers:
         return await self._again(version, lambda: self.engines.score_prompt(*asked))
 
     def _manner(self, ask: Ask) -> Manner:
-        room = self.max_length - len(ask.prompt)
+        room = self.facts.room(ask) - len(ask.prompt)
         # At temperature 0 nothing is drawn, and logprobs are those of temperature 1: of all tokens,
         # with whatever else is in vLLM's batch.
         greedy = ask.temperature == 0
@@ -128,16 +129,18 @@ class Samplers:
 
     def check(self, ask: Ask) -> None:
         """Raises ServiceError for what no engine here can be asked."""
-        if not 1 <= len(ask.prompt) < self.max_length:
+        longest = self.facts.room(ask)
+        if not 1 <= len(ask.prompt) < longest:
             raise ServiceError(
                 f"a prompt of {len(ask.prompt)} tokens leaves no room for a sample: it has from 1 "
-                f"to {self.max_length - 1}, since model.max_length={self.max_length}"
+                f"to {longest - 1}, since model.max_length={self.facts.max_length}"
             )
-        room = self.max_length - len(ask.prompt)
+        room = longest - len(ask.prompt)
         if ask.max_tokens is not None and ask.max_tokens > room:
             raise ServiceError(
                 f"max_tokens={ask.max_tokens} after a prompt of {len(ask.prompt)} tokens is more "
-                f"than model.max_length={self.max_length}; ask for {room} at most, or leave it out"
+                f"than model.max_length={self.facts.max_length}; ask for {room} at most, or leave "
+                "it out"
             )
         for name, ids in (("the prompt", ask.prompt), ("stop", ask.stop_token_ids)):
             wrong = [token for token in ids if not 0 <= token < self.vocab_size]

@@ -27,6 +27,7 @@ from lora_moe_rl.service.settings import check_used, without_unused
 from lora_moe_rl.telemetry import console
 
 if TYPE_CHECKING:
+    from lora_moe_rl.adapters.families import ModelShape
     from lora_moe_rl.cluster.trainer import TrainerRanks
     from lora_moe_rl.service.engine_room import EngineRoom
 
@@ -70,11 +71,13 @@ def backend(config: RunConfig, name: str) -> Iterator[EngineRoom]:
     the base. Raises a LoraMoeRlError for what cannot work, before anything slow starts."""
     with Preflight(config, fetch=True) as ready, OwnRay(config) as own_ray:
         ready.require(console.warn, steps=("model", "layout", "machine"))
+        shape = ready.spec.shape
+        facts = facts_of(config, name, shape)
+        config = roomy(config, facts)
         places = Places(config, ready.spec)
         own_ray.begin()
         with RunDir(config, resume=False, say=console.warn) as run_dir:
             console.log_to(run_dir.log_path("controller"))
-            shape = ready.spec.shape
             probe = Probe(shape.vocab_size, config.model.max_length, config.seed)
             run: Any = Prepared(
                 config=config,
@@ -88,10 +91,10 @@ def backend(config: RunConfig, name: str) -> Iterator[EngineRoom]:
             )
             with started(run, own_ray) as actors:
                 assert actors.served is not None
-                yield _room(run, name, actors.trainer.ranks, actors.served, places)
+                yield _room(run, facts, actors.trainer.ranks, actors.served, places)
 
 
-def _room(run: Prepared, name: str, trainer: Any, served: Served, places: Places) -> EngineRoom:
+def _room(run: Prepared, facts: Facts, trainer: Any, served: Served, places: Places) -> EngineRoom:
     from lora_moe_rl.cluster.service_ranks import ServiceRanks
     from lora_moe_rl.service.engine_room import EngineRoom
     from lora_moe_rl.service.routes import RouteStore
@@ -103,13 +106,19 @@ def _room(run: Prepared, name: str, trainer: Any, served: Served, places: Places
     publisher = Publisher(*parts)
     replayed = config.replay.mode == "r3" and bool(run.spec.shape.moe_layers)
     store = RouteStore(run.spec.shape, config.trainer) if replayed else None
-    samplers = Samplers(engines, config, store)
+    samplers = Samplers(engines, config, store, facts)
     base = base_record(str(config.model.path), run.model_dir)
-    parts = facts_of(config, name), places, base, ServiceRanks(ranks), engines
+    parts = facts, places, base, ServiceRanks(ranks), engines
     return EngineRoom(*parts, publisher, samplers, store)
 
 
-def facts_of(config: RunConfig, name: str) -> Facts:
+def facts_of(config: RunConfig, name: str, shape: ModelShape) -> Facts:
     """Clients on other machines fetch the tokenizer of a base of the hub by the hub's name."""
-    tokenizer = base_name(str(config.model.path))
-    return Facts(name, tokenizer, config.model.max_length, config.adapter.rank)
+    tokenizer, longest = base_name(str(config.model.path)), config.model.max_length
+    return Facts(name, tokenizer, longest, config.adapter.rank, longest < shape.max_positions)
+
+
+def roomy(config: RunConfig, facts: Facts) -> RunConfig:
+    """With engines that have room for a token after the longest sequence, if the model has."""
+    model = config.model.model_copy(update={"max_length": facts.max_length + facts.scores_whole})
+    return config.model_copy(update={"model": model})

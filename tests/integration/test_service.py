@@ -130,6 +130,8 @@ def test_a_prompts_logprobs_are_the_trainers(trained, service):
     bare = service.create_sampling_client(base_model="base").result()
     of_base = bare.compute_logprobs(types.ModelInput.from_ints(ids)).result()
     assert np.abs(np.array(of_base[1:]) - ours).max() > 0.01
+    whole = types.ModelInput.from_ints([*range(3, 67)])  # model.max_length
+    assert np.isfinite(sampler.compute_logprobs(whole).result()[1:]).all()
 
 
 def test_a_loss_of_the_clients_own_is_learned_as_one_of_the_services(service):

@@ -24,7 +24,7 @@ from letters import STOPS, letters_in_pairs
 from lora_moe_rl.cluster import replicas
 from lora_moe_rl.cluster.engines import RolloutEngines
 from lora_moe_rl.rollout import outputs
-from lora_moe_rl.service.backend import Ask
+from lora_moe_rl.service.backend import Ask, Facts
 from lora_moe_rl.service.routes import RouteStore
 from lora_moe_rl.service.sampling import Samplers
 
@@ -66,7 +66,9 @@ def served(ray_session, tmp_path_factory):
 @pytest.fixture
 def samplers(served) -> Samplers:
     engines, engine = served
-    return Samplers(engines, engine.config, RouteStore(engine.spec.shape, engine.config.trainer))
+    config = engine.config
+    facts = Facts("base", "there", config.model.max_length, config.adapter.rank, False)
+    return Samplers(engines, config, RouteStore(engine.spec.shape, config.trainer), facts)
 
 
 def asked(samplers: Samplers, version: int | None, *asks: Ask):

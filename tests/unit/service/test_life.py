@@ -166,6 +166,14 @@ def trained(model: tinker.TrainingClient) -> tinker.TrainingClient:
     return model
 
 
+def test_a_prompt_of_the_whole_length_is_scored(served, service):
+    whole = ints([1] * served.backend.facts.max_length)
+    sampler = model_of(service).save_weights_and_get_sampling_client().result()
+    assert len(sampler.compute_logprobs(whole).result()) == whole.length
+    with pytest.raises(tinker.TinkerError, match="1 to 63 are served"):
+        sampler.sample(whole, 1, tinker.SamplingParams(max_tokens=1)).result()
+
+
 def test_training_goes_on_from_a_state(served, service):
     model = trained(model_of(service))
     path = model.save_state("step-1", user_metadata={"loop": "1"}).result().path

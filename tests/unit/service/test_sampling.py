@@ -14,7 +14,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Sample, Segment
 from lora_moe_rl.data.told import Told, ToldPrompt
 from lora_moe_rl.errors import EngineDied, ServiceError
-from lora_moe_rl.service.backend import Ask
+from lora_moe_rl.service.backend import Ask, Facts
 from lora_moe_rl.service.sampling import Samplers
 
 ASK = Ask([1, 2], 2, 5)
@@ -47,9 +47,9 @@ class Engines:
         return ToldPrompt(np.zeros(len(token_ids), np.float32), None)
 
 
-def sampled(engines: Engines, ask: Ask, version: int | None = 4):
-    config = RunConfig(model={"path": "m", "max_length": 10})
-    return asyncio.run(Samplers(engines, config, None).sample(version, ask))
+def sampled(engines: Engines, ask: Ask, version: int | None = 4, scores_whole: bool = True):
+    facts = Facts("base", "there", 10, 8, scores_whole)
+    return asyncio.run(Samplers(engines, RunConfig(), None, facts).sample(version, ask))
 
 
 @pytest.mark.parametrize(
@@ -105,3 +105,14 @@ def test_a_request_has_its_own_seeds_and_manner():
     first, greedy, _ = asked(temperature=0.0, top_p=0.5, top_k=3, stop=("a",))
     assert (greedy.top_p, greedy.top_k, greedy.stop) == (1.0, 0, ("a",))
     assert first == asked()[0] and first[1] == first[0] + 1  # by the seed of the config
+
+
+def test_a_sequence_of_the_whole_length_is_scored_where_the_model_has_a_place_more():
+    """Clients ask for a token after it, as if to sample."""
+    whole = replace(ASK, prompt=[1] * 10, max_tokens=1, samples=1, prompt_logprobs=True)
+    assert len(sampled(Engines(), whole).prompt_logprobs) == 10
+    with pytest.raises(ServiceError, match="a prompt of 10 tokens leaves no room"):
+        sampled(Engines(), whole, scores_whole=False)
+    for other in ({"max_tokens": 2}, {"prompt_logprobs": False}, {"prompt": [1] * 11}):
+        with pytest.raises(ServiceError):
+            sampled(Engines(), replace(whole, **other))
