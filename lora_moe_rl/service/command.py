@@ -17,8 +17,8 @@ from lora_moe_rl.run.standing import Loop
 from lora_moe_rl.service import start
 from lora_moe_rl.service.engine_room import EngineRoom
 
-# How long requests are still answered once ranks have failed: Tinker's SDK asks for a result after it
-# was promised one, and a server that is gone for ever.
+# How long requests are still answered once ranks have failed: Tinker's SDK asks for a result after
+# it was promised one, and a server that is gone for ever.
 LAST_ANSWERS_S = 5.0
 ABOUT = """\
 Serve Tinker's protocol from this machine's (or a Ray cluster's) trainer ranks and rollout engines:
