@@ -126,6 +126,7 @@ def verification(model, layouts: list[str]) -> Verification:
     return Verification(CONFIG, spec, directory, found, cases, samples=12)
 
 
+@pytest.mark.minute
 @pytest.mark.parametrize(
     "layouts", [["dp2", "cp2ep2"], pytest.param(["tp2", "pp2"], marks=pytest.mark.slow)], ids=str
 )
