@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 # Seconds of a test, roughly, by its first marker of these.
-SECONDS = {"whole": 60, "slow": 20, "seconds": 3}
+SECONDS = {"minute": 60, "whole": 60, "slow": 20, "seconds": 3}
 OF_OTHERS = {"unit": 0.05, "integration": 2, "browser": 2}
 
 

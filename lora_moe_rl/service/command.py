@@ -17,6 +17,9 @@ from lora_moe_rl.run.standing import Loop
 from lora_moe_rl.service import start
 from lora_moe_rl.service.engine_room import EngineRoom
 
+# How long requests are still answered once ranks have failed: Tinker's SDK asks for a result after
+# it was promised one, and a server that is gone for ever.
+LAST_ANSWERS_S = 5.0
 ABOUT = """\
 Serve Tinker's protocol from this machine's (or a Ray cluster's) trainer ranks and rollout engines:
 scripts of the tinker SDK and tinker-cookbook train and sample here, with router replay.
@@ -98,7 +101,7 @@ async def _serve(room: EngineRoom, listening: Listening, key: str | None, direct
 
     def died(error: LoraMoeRlError) -> None:
         deaths.append(error)
-        listening.stop()
+        loop.call_later(LAST_ANSWERS_S, listening.stop)
 
     room.turn.on_death = died
     await room.start()

@@ -122,9 +122,11 @@ def verification(model, layouts: list[str]) -> Verification:
     cases = cases_of(CONFIG, ALGORITHMS.names())
     cases |= {name: case_of(part) for name, part in PARTS.items()}
     found = placed(parse_layouts(layouts, CONFIG, spec.shape)) if layouts else []
-    return Verification(CONFIG, spec, directory, found, cases)
+    # Twelve samples: several micro-batches on each of two data-parallel ranks.
+    return Verification(CONFIG, spec, directory, found, cases, samples=12)
 
 
+@pytest.mark.minute
 @pytest.mark.parametrize(
     "layouts", [["dp2", "cp2ep2"], pytest.param(["tp2", "pp2"], marks=pytest.mark.slow)], ids=str
 )

@@ -78,6 +78,7 @@ def warm(tmp_path_factory) -> Iterator[Finished]:
     yield run_to_end(folder, SFT, *steps, *HELD)
 
 
+@pytest.mark.minute
 def test_the_loss_falls_and_no_engine_has_started(warm):
     losses = [record["loss/nll"] for record in warm.records]
     first, last = mean(losses[:2]), mean(losses[-4:])  # a step's 64 rows alone are off by a fourth

@@ -107,6 +107,7 @@ def check_records(records: list[dict], num_steps: int) -> None:
         assert 0 < stages <= record["time/step"]
 
 
+@pytest.mark.minute
 def test_every_step_is_on_record(whole):
     check_records(whole.records, num_steps=4)
     assert whole.leftovers == []

@@ -166,6 +166,7 @@ def test_an_engine_that_is_killed_comes_back_and_is_proven(service, server):
     assert "engine-0 is back and serves version" in server.log("controller")
 
 
+@pytest.mark.minute
 def test_a_model_goes_on_from_what_was_saved_also_after_a_restart(service, server, base, folder):
     """Bit for bit, with Adam's moments; and not without them."""
     other, client = (

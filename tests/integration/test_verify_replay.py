@@ -44,6 +44,7 @@ def test_routes_of_two_data_parallel_ranks(tmp_path, capsys):
     assert report["replays"][0]["routes"] > sum(row["routes"] for row in report["records"])
 
 
+@pytest.mark.minute
 @pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_verify_replay(name, tmp_path, capsys):
     changes, engines, layouts, absent = CASES[name]

@@ -46,6 +46,7 @@ def test_the_folders_are_packages_of_ours_alone(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 def test_other_packages_import_from_the_repository_root():
     """There `kernels` is our folder, and transformers looks for a package of that name."""
     code = (

@@ -4,29 +4,19 @@ The memory is that of mapped files; on a GPU it is tests/gpu/test_held.py."""
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 from dataclasses import replace
 
 import pytest
 import torch
-from mapped_files import Files
+from mapped_files import CONTENTS, NAMES, WHOLE, Files, fill, own
+from store_users import SERVER
 
-from lora_moe_rl.adapters.sharding import Box
 from lora_moe_rl.base import ipc
-from lora_moe_rl.base.contents import Contents, Kept
+from lora_moe_rl.base.contents import Kept
 from lora_moe_rl.base.ipc_store import DESCRIPTION, WATCHED, map_store, share_store, sums
 from lora_moe_rl.errors import HeldBaseError, NotShared
-
-FORK = multiprocessing.get_context("fork")
-NAMES = ("one", "two", "three", "four", "five")
-CONTENTS = Contents({"model": "a"}, {name: Kept("bfloat16", (3, 5)) for name in NAMES})
-WHOLE = dict.fromkeys(NAMES, Box((0, 0), (3, 5)))
-
-
-def fill(name: str, out: torch.Tensor) -> None:
-    out.copy_(torch.arange(15).view(3, 5) + NAMES.index(name) * 0.5)
 
 
 @pytest.fixture
@@ -118,13 +108,8 @@ def test_nothing_is_there_before_it_is_filled(port, tmp_path):
 
 
 def test_an_owner_that_is_killed_is_seen_and_another_may_follow(port, tmp_path):
-    def own():
-        share_store(tmp_path, CONTENTS, WHOLE, fill, port)
-        ready.set()
-        signal.pause()
-
-    ready = FORK.Event()
-    process = FORK.Process(target=own)
+    ready = SERVER.Event()
+    process = SERVER.Process(target=own, args=(tmp_path, port, ready))
     process.start()
     assert ready.wait(60)
     mapped = map_store(tmp_path, CONTENTS, port)

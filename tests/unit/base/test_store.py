@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import signal
 import time
 from contextlib import suppress
@@ -12,36 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import store_users
 import torch
 import xxhash
+from store_users import CONTENTS, KEY, fill, no_fill, values, write
 
 from lora_moe_rl.base import owner, room
 from lora_moe_rl.base.contents import Contents, Kept
 from lora_moe_rl.base.store import BIN, DESCRIPTION, in_use, open_store
 from lora_moe_rl.errors import HeldBaseError
 
-KEY = {"model": "a", "vllm": "vllm 1"}
-CONTENTS = Contents(
-    KEY, {n: Kept("float32", s) for n, s in (("one", (3, 5)), ("two", (2, 2000)), ("three", (1,)))}
-)
-FORK = multiprocessing.get_context("fork")
-
 
 def replaced(name: str, kept: Kept) -> Contents:
     return replace(CONTENTS, tensors=CONTENTS.tensors | {name: kept})
-
-
-def values(name: str) -> torch.Tensor:
-    shape = CONTENTS.tensors[name].shape
-    return torch.arange(torch.Size(shape).numel()).view(shape) + len(name) * 0.5
-
-
-def fill(name: str, out: torch.Tensor) -> None:
-    out.copy_(values(name))
-
-
-def no_fill(name: str, out: torch.Tensor) -> None:
-    raise AssertionError("it is there already")
 
 
 @pytest.fixture
@@ -50,9 +31,9 @@ def folder(tmp_path):
         yield Path(made)
 
 
-def in_child(work) -> int:
+def in_child(work, *arguments) -> int:
     """The exit code of a process that does `work`, whatever it has started."""
-    process = FORK.Process(target=work)
+    process = store_users.SERVER.Process(target=work, args=arguments)
     process.start()
     until(lambda: process.exitcode is not None)
     return process.exitcode
@@ -78,41 +59,26 @@ def test_what_one_wrote_the_next_maps(folder):
 
 
 def test_one_element_cannot_be_written(folder):
-    store = open_store(folder, CONTENTS, fill)
-    assert in_child(lambda: store["two"][1, 7].item()) == 0
-    assert in_child(lambda: store["two"][1, 7].fill_(0.0)) == -signal.SIGSEGV
+    for _ in range(2):  # by who has written it, and by who maps it
+        assert in_child(store_users.overwrite, folder) == -signal.SIGSEGV
+    assert in_child(store_users.read, folder) == 0
+    store = open_store(folder, CONTENTS, no_fill)
     assert torch.equal(store["two"], values("two").float())
 
 
 def test_many_at_once_write_it_once(folder, tmp_path):
-    def write():
-        def slowly(name, out):
-            with open(tmp_path / "written", "a") as file:
-                file.write(name + "\n")
-            time.sleep(0.05)
-            fill(name, out)
-
-        store = open_store(folder, CONTENTS, slowly)
-        os._exit(int(not torch.equal(store["two"], values("two").float())))
-
-    processes = [FORK.Process(target=write) for _ in range(4)]
+    written = tmp_path / "written"
+    processes = [store_users.SERVER.Process(target=write, args=(folder, written)) for _ in range(4)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0] * 4
-    assert (tmp_path / "written").read_text().split() == list(CONTENTS.tensors)
+    assert written.read_text().split() == list(CONTENTS.tensors)
 
 
 def test_one_that_died_over_it_leaves_nothing_that_counts(folder):
-    def die():
-        def kill(name, out):
-            out.fill_(9.0)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        open_store(folder, CONTENTS, kill)
-
-    assert in_child(die) == -signal.SIGKILL
+    assert in_child(store_users.die, folder) == -signal.SIGKILL
     assert (folder / BIN).exists() and not (folder / DESCRIPTION).exists()
     assert torch.equal(open_store(folder, CONTENTS, fill)["one"], values("one").float())
 
@@ -250,22 +216,10 @@ def test_its_folder_goes_with_its_owner_and_its_memory_with_the_last_who_has_it(
 
 
 def test_what_a_killed_run_left_goes_once_nobody_has_it(tmp_path):
-    ready, release = FORK.Event(), FORK.Event()
-
-    def user(folder):
-        open_store(folder, CONTENTS, fill)
-        ready.set()
-        release.wait(60)
-
-    def killed():
-        with owner.owned(str(tmp_path)) as folder:
-            FORK.Process(target=user, args=(folder,)).start()
-            ready.wait(60)
-            os.kill(os.getpid(), signal.SIGKILL)
-
+    ready, release = store_users.SERVER.Event(), store_users.SERVER.Event()
     other = tmp_path / "another's"
     other.mkdir()
-    assert in_child(killed) == -signal.SIGKILL
+    assert in_child(store_users.own_and_die, tmp_path, ready, release) == -signal.SIGKILL
     (left,) = tmp_path.glob(f"{owner.PREFIX}*")
     assert owner.remove_left(tmp_path) == []  # its engine is still there
     release.set()

@@ -92,6 +92,7 @@ class Chatty:
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 def test_in_a_ray_actor(tmp_path):
     import ray
 

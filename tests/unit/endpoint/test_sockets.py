@@ -36,6 +36,7 @@ def descriptors():
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.timeout(300)
 async def test_of_ten_thousand_connections_each_is_answered_once(descriptors):
     source, listening = Echo(), Listening("127.0.0.1", 0)

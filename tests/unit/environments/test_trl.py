@@ -23,6 +23,10 @@ pytestmark = pytest.mark.seconds  # starts processes, imports transformers
 HELPERS = Path(__file__).parents[2] / "helpers"
 FILE = HELPERS / "trl_environments.py"
 TOKENIZER = make_tokenizer()
+# Of several tests, as each that is made starts a process, which imports what it needs. They are
+# tried once, and so show what fails at once.
+OF_INCREMENT = {"factory": "IncrementEnv", "group": 2, "retries": 0}
+OF_TARGET = {"factory": "TargetEnv", "group": 2, "retries": 0, "max_environments": 3}
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +84,7 @@ def target_of(environment, number: int) -> int:
 
 
 def test_trls_own_example_sets_its_task_is_called_and_gives_its_reward(make):
-    environment = make("IncrementEnv", group=2)
+    environment = make(**OF_INCREMENT)
     target = target_of(environment, 3)
     group = roll(
         environment, Speaker(f"[increment({target - 9})]", "[increment(step='9')]", "x"), row(3)
@@ -103,15 +107,15 @@ def test_trls_own_example_sets_its_task_is_called_and_gives_its_reward(make):
 
 
 def test_what_it_draws_follows_from_the_prompt_alone(make):
-    environment = make("IncrementEnv", group=2)
+    environment = make(**OF_INCREMENT)
     first = [target_of(environment, number) for number in range(8)]
     assert len(set(first)) > 1  # and each is the same in its whole group
     assert [target_of(environment, number) for number in range(8)] == first
 
 
 def test_a_rows_columns_reach_reset_and_a_reward_function_sees_what_became_of_it(make):
-    group = roll(make("TargetEnv"), Speaker("[increment(4)]", "4"), row(target=4))
-    assert group.rewards.tolist() == [1]
+    group = roll(make(**OF_TARGET), Speaker("[increment(4)]", "4"), row(target=4))
+    assert group.rewards.tolist() == [1, 1]
     echo = make("EchoToolEnv", group=2, reward="reward_func")
     group = roll(echo, Speaker("[echo('Hello World!')]", "yes"), row())
     np.testing.assert_allclose(group.rewards, [1.2, 1.2], rtol=1e-6)
@@ -135,7 +139,7 @@ def test_what_its_turns_earn_counts_at_their_ends(make):
     assert group.details.metrics == {"StepsEnv": [12]} and counted(group)["parse_error"] == 1
     assert "get_turn_reward" not in asked(group.samples[0])  # it is no tool
     said = Speaker("[increment(1)]", "[increment(2)]", "[increment(1)...")
-    group = roll(make("OnlySteps"), said, row())
+    group = roll(make("OnlySteps", retries=0), said, row())
     assert group.details.by_turn == {0: [1, 2, 0]} and group.rewards.tolist() == [3]
     assert counted(group)["max_tokens"] == 1
     group = roll(make("OnlySteps", retries=0), Speaker("[increment(4)]", "x"), row())
@@ -147,12 +151,12 @@ def test_it_tells_of_the_state_before_each_turn(make):
     """The last turn, which calls nothing, too; a call that cannot be read leaves the state as it
     is."""
     said = Speaker("[increment(2)]", "[increment(a)]", "[increment(1)]", "x")
-    group = roll(make("StatesEnv", response=400), said, row())
+    group = roll(make("StatesEnv", response=400, retries=0), said, row())
     (one,) = group.samples
     assert one.states == ("at 0", "at 2", "at 2", None) and len(one.turn_ends) == 4
     assert "get_turn_state" not in asked(one)  # it is no tool
-    assert roll(make("IncrementEnv"), Speaker("x"), row()).samples[0].states == ()
-    group = roll(make("StatesEnv", retries=0), Speaker("[increment(4)]", "x"), row())
+    assert roll(make(**OF_INCREMENT), Speaker("x"), row()).samples[0].states == ()
+    group = roll(make("StatesEnv", response=400, retries=0), Speaker("[increment(4)]", "x"), row())
     assert "StatesEnv: get_turn_state returned 4, not a text or None" in group.failures[0]
 
 
@@ -190,8 +194,9 @@ EVIL = [
 
 
 def evil_row(folder: Path, how: str, often: int) -> Prompt:
-    (folder / "left").write_text(str(often))
-    return row(how=how, left=f"{folder}/left")
+    left = folder / f"left-{often}"
+    left.write_text(str(often))
+    return row(how=how, left=str(left))
 
 
 @pytest.mark.parametrize(("how", "kind", "told"), EVIL, ids=[one[0] for one in EVIL])
@@ -199,10 +204,15 @@ def test_what_fails_is_begun_anew_and_then_left_out_and_counted(make, tmp_path, 
     # Patient where nothing hangs: a loaded machine is not to be taken for one.
     patience = 5 if "hangs" in how else 120
     environment = make("Evil", tool_timeout_s=patience, retries=1)
-    group = roll(environment, Speaker("[act()]", "x"), evil_row(tmp_path, how, 1))
-    assert group.rewards.tolist() == [1] and not group.failures
-    assert counted(group) == {"done": 1, "turns": 2, "tool_calls": 1, "retried": 1}
-    group = roll(environment, Speaker("[act()]", "x"), evil_row(tmp_path, how, 2))
+    rows = [evil_row(tmp_path, how, often) for often in (1, 2)]
+
+    async def both():  # at the same time: one that hangs takes its time
+        speakers = [Speaker("[act()]", "x") for _ in rows]
+        return await asyncio.gather(*map(environment.rollout, rows, speakers))
+
+    once, group = asyncio.run(both())
+    assert once.rewards.tolist() == [1] and not once.failures
+    assert counted(once) == {"done": 1, "turns": 2, "tool_calls": 1, "retried": 1}
     assert np.isnan(group.rewards).all() and len(group.samples) == 1
     (failure,) = group.failures
     assert failure.startswith("prompt 0: ") and told in failure
@@ -270,29 +280,39 @@ def test_idle_ones_of_other_factories_make_room(make):
     assert max(most) <= 3
 
 
-def test_idle_ones_that_were_ended_meanwhile_are_not_asked(make):
-    """As the kernel does when memory runs out: that costs no conversation one of its tries."""
-    environment = make("TargetEnv", group=2, retries=0)
-    roll(environment, Speaker("x"), row(target=1))
-    children = psutil.Process(environment.instances._process.pid).children()
+def lose_idle(instances) -> None:
+    children = psutil.Process(instances._process.pid).children()
     for process in children:
         process.kill()
     psutil.wait_procs(children, timeout=10)
+
+
+def lose(instances) -> None:
+    """The process that forks, and those that it has forked: new ones are needed."""
+    lose_idle(instances)
+    instances._process.kill()
+    instances._process.wait()
+
+
+def test_idle_ones_that_were_ended_meanwhile_are_not_asked(make):
+    """As the kernel does when memory runs out: that costs no conversation one of its tries."""
+    environment = make(**OF_TARGET)
+    roll(environment, Speaker("x"), row(target=1))
+    lose_idle(environment.instances)
     group = roll(environment, Speaker("x"), row(target=1))
     assert counted(group)["done"] == 2 and not group.failures
     assert len(environment.instances._live) == 2
 
 
 def test_the_process_that_forks_is_started_again(make):
-    environment = make("IncrementEnv", group=3)
-    environment.instances._process.kill()
-    environment.instances._process.wait()
-    assert counted(roll(environment, Speaker("x"), row()))["done"] == 3
+    environment = make(**OF_INCREMENT)
+    lose(environment.instances)
+    assert counted(roll(environment, Speaker("x"), row()))["done"] == 2
 
 
 def test_it_is_started_again_once_and_the_event_loop_goes_on_meanwhile(make):
     """All conversations find it lost at the same time; others, and other agents, wait for none."""
-    environment = make("IncrementEnv", group=3, retries=0)
+    environment = make(**OF_INCREMENT)
     instances, start = environment.instances, environment.instances._start
     ticked, during = threading.Event(), []
 
@@ -315,22 +335,21 @@ def test_it_is_started_again_once_and_the_event_loop_goes_on_meanwhile(make):
             ticking.cancel()
 
     instances._start = counting
-    instances._process.kill()
-    instances._process.wait()
-    assert counted(asyncio.run(rolled()))["done"] == 3
+    lose(instances)
+    assert counted(asyncio.run(rolled()))["done"] == 2
     assert during == [True]
+    instances._start = start
 
 
 def test_a_process_that_cannot_be_started_again_fails_a_conversation_and_not_the_next(make):
-    environment = make("TargetEnv", group=2, retries=0, max_environments=3)
+    environment = make(**OF_TARGET)
     instances, start = environment.instances, environment.instances._start
 
     def refuse():
         raise ConfigError("no memory")
 
     instances._start = refuse
-    instances._process.kill()
-    instances._process.wait()
+    lose(instances)
     group = roll(environment, Speaker("x"), row(target=1))
     assert len(group.failures) == 2
     assert "no process could be started: no memory" in group.failures[0]
@@ -339,7 +358,7 @@ def test_a_process_that_cannot_be_started_again_fails_a_conversation_and_not_the
 
 
 def test_a_prompt_that_leaves_no_room_has_failed(make):
-    environment = make("IncrementEnv")
+    environment = make("IncrementEnv", reward="asked")
     group = roll(environment, Speaker("x"), row(text="x" * 1024))
     assert np.isnan(group.rewards).all() and len(group.samples) == 1
     assert "which leave no room within model.max_length=1024" in group.failures[0]

@@ -14,6 +14,7 @@ FILES = ("dequant", "marlin", "grouped_lora", "merge", "route_codec")
 
 
 @pytest.mark.seconds
+@pytest.mark.minute
 def test_triton_kernels_in_the_interpreter():
     here = Path(__file__).parent
     files = [str(here / f"test_{name}.py") for name in FILES]

@@ -81,7 +81,9 @@ def meta(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, 16, 128])
 @pytest.mark.parametrize("tokens", [40, 8192, 524288])
-@pytest.mark.parametrize("linear", ["qwen3-30b", "deepseek-v3", "mixtral"])
+@pytest.mark.parametrize(
+    "linear", ["qwen3-30b", pytest.param("deepseek-v3", marks=pytest.mark.whole), "mixtral"]
+)
 def test_adapters_of_experts(launches, linear, tokens, rank):
     experts, width, outs = LINEARS[linear]
     for dtype in (BF16, FP32) if tokens == 8192 else (BF16,):
@@ -112,7 +114,9 @@ def test_adapters_that_experts_share(launches, shared):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, 16, 128])
-@pytest.mark.parametrize("linear", ["qwen3-30b", "kimi-k2 down, EP 32"])
+@pytest.mark.parametrize(
+    "linear", ["qwen3-30b", pytest.param("kimi-k2 down, EP 32", marks=pytest.mark.whole)]
+)
 def test_merges(launches, linear, rank):
     experts, width, outs = LINEARS[linear]
     out = sum(outs)

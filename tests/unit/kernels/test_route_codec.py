@@ -117,6 +117,7 @@ def test_routing_map_as_the_reference(monkeypatch, layout):
 
 
 @pytest.mark.slow  # it imports Megatron
+@pytest.mark.whole
 @pytest.mark.skipif(INTERPRETER, reason="a check of the reference")
 def test_the_map_is_what_megatron_builds():
     moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")

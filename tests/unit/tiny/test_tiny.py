@@ -2,12 +2,14 @@
 
 import json
 import math
+from dataclasses import replace
 from itertools import islice
 
 import pytest
 import torch
 from published_configs import KIMI_K2, QWEN3_30B_A3B
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lora_moe_rl.adapters.families import FAMILIES
@@ -15,7 +17,7 @@ from lora_moe_rl.errors import FileError, ModelError
 from lora_moe_rl.models.directory import check_model_dir, resolve_model
 from lora_moe_rl.tiny import build, pretrain, shapes
 from lora_moe_rl.tiny.arithmetic import MAX_ANSWER_TOKENS, MAX_PROMPT_TOKENS, problems
-from lora_moe_rl.tiny.make import TINY_NAMES, make_tiny
+from lora_moe_rl.tiny.make import TINY_NAMES, find_tiny, make_tiny
 from lora_moe_rl.tiny.muon import orthogonalize
 from lora_moe_rl.tiny.tokenizer import make_tokenizer, token_id
 
@@ -266,9 +268,31 @@ def sample_accuracy(path, num_problems=64, num_samples=8):
     return right / (num_problems * num_samples)
 
 
+@pytest.mark.seconds
+def test_one_of_turns_goes_on_from_the_model_of_its_shape(tmp_path, monkeypatch):
+    """Of no steps more it is that model, with the accuracy on several problems in a row."""
+    monkeypatch.setenv("LORA_MOE_RL_CACHE", str(tmp_path))
+    anything = {"slip_steps": 0, "accuracy": (0.0, 1.0), "eval_problems": 12}
+    for name, steps, turns in [("deepseek_v3", 2, 1), ("deepseek_v3-turns", 0, 3)]:
+        recipe = pretrain.Recipe(steps=steps, turns=turns, **anything)
+        monkeypatch.setitem(pretrain.RECIPES, name, recipe)
+    path = make_tiny("deepseek_v3-turns", progress=False)
+    record = json.loads((path / build.RECORD).read_text())
+    assert record["name"] == "deepseek_v3-turns" and record["recipe"]["turns"] == 3
+    found, known = (load_file(at / "model.safetensors") for at in (path, find_tiny("deepseek_v3")))
+    assert all(torch.equal(found[name], known[name]) for name in known | found)
+    monkeypatch.setitem(pretrain.RECIPES, "deepseek_v3-turns", replace(recipe, slip_steps=2))
+    make_tiny("deepseek_v3-turns", force=True, progress=False)
+    found = load_file(path / "model.safetensors")
+    assert not torch.equal(found["lm_head.weight"], known["lm_head.weight"])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", [*TINY_NAMES, "qwen3_moe-turns"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("qwen3_moe", marks=pytest.mark.whole), "deepseek_v3", "qwen3_moe-turns"],
+)
 def test_a_made_model_is_right_between_20_and_60_percent(name):
     path = make_tiny(name, progress=False)
     accuracy = sample_accuracy(path)
@@ -277,6 +301,7 @@ def test_a_made_model_is_right_between_20_and_60_percent(name):
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize("name", TINY_NAMES)
 def test_pre_training_is_deterministic(name):
     recipe = pretrain.Recipe(steps=4, slip_steps=2, accuracy=(0.0, 1.0))
