@@ -83,7 +83,9 @@ def check_loaded_equals_merged(name: str, adapter: dict, directory, form: peft.F
 FORMS = ("2d", "3d")
 # Kimi-K2 and Moonlight have DeepSeek-V3's architecture.
 OTHERS = [n for n in PUBLISHED if n not in ("Qwen3-30B-A3B", "Kimi-K2", "Moonlight-16B-A3B")]
-OF_OTHERS = [(n, form) for n in OTHERS for form in FORMS if (n, form) != ("GPT-OSS-20B", "2d")]
+# PEFT finds experts of these in one form alone, which is what they are exported in.
+ONE_FORM = ("GPT-OSS-20B", "Qwen3.5-35B-A3B")
+OF_OTHERS = [(n, form) for n in OTHERS for form in FORMS if n not in ONE_FORM or form == "3d"]
 
 
 @pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")  # patterns of stacked experts

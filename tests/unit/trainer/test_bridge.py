@@ -29,7 +29,9 @@ PROGRAM = textwrap.dedent(
     import megatron.bridge.diffusion.models
     import transformers
 
-    for architecture in FAMILIES:
+    for architecture, family in FAMILIES.items():
+        if family.inside is not None:  # the language model in it has the bridge
+            architecture = family.inside.architecture
         one = get_model_bridge(getattr(transformers, architecture))
         assert type(one).__module__.startswith("lora_moe_rl.adapters.families."), one
     assert Gemma2ModelProvider is own
