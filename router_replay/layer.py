@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from lora_moe_rl.errors import ReplayError
+from lora_moe_rl.router_replay.dispatch import Dispatch, LayerSizes
 
 
 class LayerReplay:
@@ -31,6 +32,7 @@ class LayerReplay:
         self.instance: RouterReplay = moe.router.router_replay
         self.upstream = self.instance.get_replay_topk
         self.instance.get_replay_topk = self.topk
+        self.dispatch = Dispatch(number, moe)
         self.recompute = moe.config.recompute_granularity == "full"
         if self.recompute:
             layer.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -40,11 +42,13 @@ class LayerReplay:
     def reset(self) -> None:
         self.instance.clear_indices()
         self.instance.clear_router_replay_action()
+        self.dispatch.reset()
         self.micro_batch: Any = None
         self.known: torch.Tensor | None = None
         self.clear_target()
         self.recorded: torch.Tensor | None = None
-        self.waiting: dict[int, tuple[torch.Tensor, Any]] = {}  # of a recomputation, by input
+        # Of a recomputation, by input: its routes, their sizes, and the micro-batch.
+        self.waiting: dict[int, tuple[torch.Tensor, LayerSizes | None, Any]] = {}
         self.input = 0
         self.calls = self.recomputations = 0
         self.differing: torch.Tensor | int = 0
@@ -56,14 +60,16 @@ class LayerReplay:
         target: Callable[[], torch.Tensor],
         counted: torch.Tensor | None = None,
         free: torch.Tensor | None = None,
+        sizes: LayerSizes | None = None,
     ) -> None:
         """target: gives int64 `[T, K]` in the router's forward, so that no more than one layer's
         ids are there at a time; counted: bool `[T]`, tokens with recorded routes (None: all);
-        free: bool `[T]`, those that the router routes itself (None: none)."""
-        self.target, self.counted, self.free = target, counted, free
+        free: bool `[T]`, those that the router routes itself (None: none); sizes: None where they
+        are not known beforehand, as with any that is free."""
+        self.target, self.counted, self.free, self.sizes = target, counted, free, sizes
 
     def clear_target(self) -> None:
-        self.target = self.counted = self.free = None
+        self.target = self.counted = self.free = self.sizes = None
 
     def _enter(self, layer, args, kwargs) -> None:
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
@@ -73,7 +79,7 @@ class LayerReplay:
         """As upstream: (values, indices) `[T, K]`."""
         saved = self.recompute and self.moe.training
         if saved and torch.is_grad_enabled():
-            chosen = self._chosen_before()
+            chosen, self.dispatch.sizes = self._chosen_before()
         else:
             self.calls += 1
             with torch.no_grad():
@@ -82,11 +88,11 @@ class LayerReplay:
                 )[1]
             chosen = self._choose(own)
             self._count(chosen)
-            self.recorded = own
+            self.recorded, self.dispatch.sizes = own, self.sizes
             if saved:
                 if self.input in self.waiting:
                     raise ReplayError(f"layer {self.number}: two micro-batches share one input")
-                self.waiting[self.input] = (chosen, self.micro_batch)
+                self.waiting[self.input] = chosen, self.sizes, self.micro_batch
         self.instance.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         self.instance.set_target_indices(chosen)
         self.instance.replay_backward_list.clear()  # recomputation is served by us
@@ -131,11 +137,11 @@ class LayerReplay:
         assert number is not None
         return number
 
-    def _chosen_before(self) -> torch.Tensor:
+    def _chosen_before(self) -> tuple[torch.Tensor, LayerSizes | None]:
         if self.input not in self.waiting:
             raise ReplayError(
                 f"layer {self.number}: backward recomputes a micro-batch that had no forward"
             )
         self.recomputations += 1
-        chosen, self.micro_batch = self.waiting.pop(self.input)
-        return chosen
+        chosen, sizes, self.micro_batch = self.waiting.pop(self.input)
+        return chosen, sizes

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core import parallel_state as ps
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
@@ -28,6 +29,7 @@ from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.kernels.backend import on_device
 from lora_moe_rl.kernels.route_codec import RowLayout
 from lora_moe_rl.kernels.route_codec.op import by_layer
+from lora_moe_rl.router_replay.dispatch import LayerSizes
 from lora_moe_rl.router_replay.layer import LayerReplay
 from lora_moe_rl.upstream.checks import require_parameters, require_version
 
@@ -56,7 +58,9 @@ class MicroRoutes:
 
     pieces: uint8 `[n, row_bytes]` each, packed rows, which together have one of each of the T
     tokens in turn; mostly views of what was fetched. known: bool `[T]`, False for padding. valid:
-    bool `[T, layers]`, or None when all known tokens are.
+    bool `[T, layers]`, or None when all known tokens are. sizes: int64 `[ranks, layers, experts]`,
+    tokens and padding that each rank that exchanges tokens sends to each expert; None where that is
+    not known beforehand.
     """
 
     layers: tuple[int, ...]
@@ -64,6 +68,7 @@ class MicroRoutes:
     pieces: tuple[np.ndarray, ...]
     known: np.ndarray
     valid: np.ndarray | None
+    sizes: np.ndarray | None = None
 
     def rows(self) -> np.ndarray:
         """uint8 `[T, row_bytes]`; a copy where there is more than one piece."""
@@ -123,6 +128,7 @@ class Replay:
         ids_of = by_layer(routes.rows(), routes.layout, device)
         known = on_device(torch.from_numpy(routes.known), device)
         all_known = routes.known.all()
+        sizes = _of_layers(routes.sizes, len(routes.layers), device)
         for column, number in enumerate(routes.layers):
             layer = self.chunks[chunk][number]
             layer.micro_batch = micro_batch
@@ -130,7 +136,7 @@ class Replay:
             if routes.valid is not None:
                 valid = on_device(torch.from_numpy(routes.valid[:, column]), device)
                 counted, free = known & valid, known & ~valid
-            layer.set_target(partial(ids_of, column), counted, free)
+            layer.set_target(partial(ids_of, column), counted, free, sizes[column])
 
     def install_recorded(self, chunk: int, recorded: dict[int, torch.Tensor]) -> None:
         """Routes that `take_recorded` returned for the same micro-batch."""
@@ -192,6 +198,17 @@ class Replay:
                         f"times after {again} forwards in training"
                     )
 
+    def check_sizes(self) -> None:
+        """Raises ReplayError where a forward since the step began sent tokens by other sizes than
+        those of the routes that it used."""
+        wrong = _read([layer.dispatch.wrong for layer in self.layers.values()])
+        for number, times in zip(self.layers, wrong, strict=True):
+            if times:
+                raise ReplayError(
+                    f"layer {number}: {times} times an expert was sent another number of tokens "
+                    "than the routes of its micro-batch say"
+                )
+
 
 def _routers(model: torch.nn.Module, moe_layers: tuple[int, ...]) -> dict[int, LayerReplay]:
     for name, value in _HARMLESS.items():
@@ -214,6 +231,17 @@ def _routers(model: torch.nn.Module, moe_layers: tuple[int, ...]) -> dict[int, L
                 raise ReplayError(f"layer {number}: its router bypasses replay")
             replays[number] = LayerReplay(number, layer, moe)
     return replays
+
+
+def _of_layers(
+    sizes: np.ndarray | None, layers: int, device: torch.device
+) -> Sequence[LayerSizes | None]:
+    """Of each layer, from `MicroRoutes.sizes`."""
+    if sizes is None:
+        return [None] * layers
+    rank = ps.get_expert_tensor_and_model_parallel_rank()
+    mine = on_device(torch.from_numpy(sizes[rank]), device)
+    return [LayerSizes(sizes[:, column], mine[column]) for column in range(sizes.shape[1])]
 
 
 def _read(counts: Sequence[torch.Tensor | int]) -> list[int]:

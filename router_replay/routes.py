@@ -186,6 +186,8 @@ class Routes:
         if any(of_one is not None for of_one in bits):
             every = zip(bits, map(len, pieces), strict=True)
             valid = np.concatenate([valid_rows(b, n, layout.num_layers) for b, n in every])
+            if valid.all():  # the bits are of all samples that came together
+                valid = None
         return MicroRoutes(
             layers,
             layout,

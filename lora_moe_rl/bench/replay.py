@@ -5,6 +5,8 @@ Sections, each on request:
     bytes    a token's routes at ceil(log2(experts)) bits an id, beside plain integers
     codec    packing and unpacking on one core, of int16 ids
     step     what replay adds to a step of the demo's size
+    exchange a forward and backward on two ranks with EP, that are told how many tokens go to each
+             expert, and that ask each other
     kimi     a trainer rank's share of 512 samples of 16k tokens of Kimi-K2's shape, at PP 8
     effect   mismatch with and without replay in bfloat16, on the same samples
 """
@@ -24,7 +26,7 @@ from lora_moe_rl.config.options import names, result_parser
 from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.kernels.route_codec import RowLayout, pack_array, unpack_array
 
-SECTIONS = ("bytes", "codec", "step", "kimi", "effect")
+SECTIONS = ("bytes", "codec", "step", "exchange", "kimi", "effect")
 # (MoE layers, experts a token, experts) as published.
 MODELS = {
     "Qwen3-30B-A3B": RowLayout(48, 8, 128),
@@ -114,6 +116,12 @@ def measure_step(folder: Path) -> Result:
     return found | {"added": added, "step": seconds, "share": added / seconds}
 
 
+def measure_exchange(folder: Path) -> list[dict[str, Any]]:
+    from lora_moe_rl.bench import replay_exchange
+
+    return replay_exchange.measure(folder)
+
+
 def measure_kimi(folder: Path) -> Result:
     from lora_moe_rl.bench import replay_cost
 
@@ -130,6 +138,7 @@ _MEASURES: dict[str, Callable[[Path], Any]] = {
     "bytes": measure_bytes,
     "codec": measure_codec,
     "step": measure_step,
+    "exchange": measure_exchange,
     "kimi": measure_kimi,
     "effect": measure_effect,
 }
@@ -144,6 +153,9 @@ def goals(result: Result) -> dict[str, Result]:
             found[f"{side}, GB/s of int16, slowest model"] = goal(slowest, 1.0, at_least=True)
     if "step" in result:
         found["share of a step"] = goal(result["step"]["share"], 0.02)
+    if "exchange" in result:
+        worst = max(row["ratio"] for row in result["exchange"])
+        found["forward and backward, told / asking"] = goal(worst, 1.0)
     if "kimi" in result:
         found["seconds a rank, Kimi-K2 at PP 8"] = goal(result["kimi"]["total"], 0.5)
     if "effect" in result:

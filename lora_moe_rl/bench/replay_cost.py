@@ -86,7 +86,7 @@ def measure_demo(model_dir: Path) -> dict[str, Any]:
 def demo_job(worker, spec) -> dict[str, Any]:
     from lora_moe_rl.router_replay.audit import Audit
 
-    batch, rows = _demo_samples(spec)
+    batch, rows = demo_samples(spec)
     lengths = [len(ids) - 1 for ids in batch.token_ids]
     shape = spec.shape
     every = worker.config.replay.audit
@@ -136,7 +136,8 @@ def _calls() -> tuple[tuple[str, Any, str], ...]:
     )
 
 
-def _demo_samples(spec) -> tuple[Any, list[np.ndarray]]:
+def demo_samples(spec) -> tuple[Any, list[np.ndarray]]:
+    """A batch of the demo's size, of random tokens, and random routes of each sample."""
     from lora_moe_rl.data.batch import TrainBatch
 
     rng = np.random.default_rng(0)

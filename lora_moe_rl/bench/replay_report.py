@@ -58,6 +58,15 @@ def _step(found: Result):
     return _table(f"a step of {found['tokens']:,} tokens, ms", ["", "ms"], rows)
 
 
+def _exchange(found: list[dict[str, Any]]):
+    rows = []
+    for row in found:
+        seconds = [f"{1e3 * row[way]:.1f}" for way in ("asking", "told")]
+        rows.append([str(row["layers"]), str(row["times"]), *seconds, f"{row['ratio']:.3f}"])
+    names = ["MoE layers", "questions", "asking, ms", "told, ms", "told / asking"]
+    return _table("forward and backward on two ranks with EP 2, medians", names, rows)
+
+
 def _kimi(found: Result):
     rows = [[name, f"{seconds:.3f}"] for name, seconds in found["seconds"].items()]
     rows.append(["all", f"{found['total']:.3f}"])
@@ -88,4 +97,11 @@ def _ratio(found: Result, name: str) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-_TABLES = {"bytes": _bytes, "codec": _codec, "step": _step, "kimi": _kimi, "effect": _effect}
+_TABLES = {
+    "bytes": _bytes,
+    "codec": _codec,
+    "step": _step,
+    "exchange": _exchange,
+    "kimi": _kimi,
+    "effect": _effect,
+}

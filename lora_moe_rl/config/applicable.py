@@ -17,7 +17,7 @@ from lora_moe_rl.config.plugins import ALGORITHMS
 from lora_moe_rl.config.reference import against_start
 from lora_moe_rl.config.reward_rules import check_rewards
 from lora_moe_rl.config.section import is_set
-from lora_moe_rl.config.trainer import check_context, has_transformer_engine
+from lora_moe_rl.config.trainer import check_context, check_gloo, has_transformer_engine
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.tiny.make import NAMES
 
@@ -183,7 +183,9 @@ def check_applicable(config: RunConfig) -> None:
     _check_greedy(config)
     _check_colocated(config)
     _check_cuda_ipc(config)
-    if config.trainer.device != "cpu":
+    if config.trainer.device == "cpu":
+        check_gloo(config.trainer)
+    else:
         check_context(config.trainer, has_transformer_engine())
     _check_joining(config)
     _check_data_parallel(config)

@@ -31,6 +31,16 @@ def check_context(trainer: TrainerConfig, transformer_engine: bool) -> None:
         )
 
 
+def check_gloo(trainer: TrainerConfig) -> None:
+    """Raises ConfigError where ranks on CPUs would gather unequal numbers of tokens."""
+    if trainer.ep > 1 and trainer.etp > 1:
+        raise ConfigError(
+            f"trainer.ep={trainer.ep} with trainer.etp={trainer.etp}: the ranks that share an "
+            "expert gather tokens of unequal numbers, which torch.distributed's gloo, the way of "
+            "ranks on CPUs, does not; set one of the two to 1, or train on GPUs"
+        )
+
+
 class TrainerConfig(Section):
     steps: int = Field(40, ge=1, description="Rollout-and-update steps of the run.")
     world_size: int = Field(

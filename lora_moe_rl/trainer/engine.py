@@ -33,6 +33,7 @@ from lora_moe_rl.errors import FrozenStartError
 from lora_moe_rl.router_replay.audit import Audit, due
 from lora_moe_rl.router_replay.replay import MicroRoutes, Replay
 from lora_moe_rl.router_replay.routes import Routes, Sent, context_shard, sequence_shard
+from lora_moe_rl.router_replay.sizes import Exchange
 from lora_moe_rl.trainer.critic import Critic
 from lora_moe_rl.trainer.device import Device
 from lora_moe_rl.trainer.head import Head
@@ -62,7 +63,7 @@ class Work:
     """
 
     data: MicroBatch
-    routes: list[MicroRoutes | None] | None
+    routes: Sequence[MicroRoutes | None] | None
     complete: np.ndarray | None = None
     recorded: dict[int, torch.Tensor] = field(default_factory=dict)
     known: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -103,6 +104,7 @@ class TrainingEngine:
         self.adapters = Adapters(inner, spec, config.seed, start, config.trainer.lora_kernel)
         self.replay = Replay(inner, spec.shape.moe_layers)
         self.audit = Audit(self.replay)
+        self.exchange = Exchange(device.torch_device)
         if config.trainer.recompute == "full":
             _train_through_embeddings(inner)
         self.on_host = None
@@ -168,7 +170,9 @@ class TrainingEngine:
         if routes is None:
             return [Work(one, None) for one in data]
         routes.fetch(sample for one in data for sample in one.samples)
-        return [Work(one, routes.micro(one), routes.complete(one)) for one in data]
+        told = self.exchange.tell([routes.micro(one) for one in data])
+        pairs = zip(data, told, strict=True)
+        return [Work(one, here, routes.complete(one)) for one, here in pairs]
 
     def routes(self, batch: TrainBatch, parts: Sequence[Sent]) -> Routes | None:
         """The routes of a step, None without parts and for a dense model. Raises ReplayError when
@@ -335,6 +339,7 @@ class TrainingEngine:
             finally:
                 self.audit.stop()
             self.replay.check_calls(self.forwards, self.trained)
+            self.replay.check_sizes()
 
 
 def _train_through_embeddings(chunks: Sequence[torch.nn.Module]) -> None:

@@ -15,6 +15,7 @@ from lora_moe_rl.adapters.shards import Shard
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.cluster.addresses import own_address, reserve
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.trainer import check_gloo
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.files.trainer_state import CRITIC, POLICY, Saved, Whose, file_name
 from lora_moe_rl.refit.parts import PartLayout, SentPart
@@ -62,6 +63,8 @@ class TrainerWorker:
             from lora_moe_rl.trainer.device import Device
 
             device = Device.choose(self.config.trainer)
+            if device.kind == "cpu":
+                check_gloo(self.config.trainer)
             without_trackers()
             device.prepare(threads)
             from megatron.core import parallel_state as ps

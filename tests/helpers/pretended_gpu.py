@@ -138,7 +138,7 @@ def run(func, args, kwargs):
     gpu = [one for one in tensors if isinstance(one, OnGpu)]
     if gpu and len(gpu) < len(tensors):
         _check(func, args, tensors)
-    if func.namespace == "c10d" and tensors and not gpu:
+    if func.namespace == "c10d" and tensors and not gpu and not _of_hosts(leaves):
         raise MixedDevices(f"{func}: NCCL takes no tensors of the host")
     asked = kwargs.get("device")
     there = bool(gpu) if asked is None else _is_gpu(asked)
@@ -150,6 +150,27 @@ def run(func, args, kwargs):
         kwargs["device"] = CPU
     out = func(*args, **kwargs)
     return _wrapped(func, out, gpu) if there else out
+
+
+_HOST_GROUPS: set[str] = set()  # by name
+
+
+def _of_hosts(leaves) -> bool:
+    """Whether a collective's group was made for the host's tensors."""
+    groups = [one for one in leaves if isinstance(one, torch.ScriptObject)]
+    boxed = [g for g in groups if "ProcessGroup" in str(g._type())]
+    names = {torch.distributed.ProcessGroup.unbox(group).group_name for group in boxed}
+    return bool(names & _HOST_GROUPS)
+
+
+def _new_group(make):
+    def new_group(ranks=None, *args, backend=None, **kwargs):
+        made = make(ranks, *args, backend=backend, **kwargs)
+        if backend == "gloo" and isinstance(made, torch.distributed.ProcessGroup):
+            _HOST_GROUPS.add(made.group_name)
+        return made
+
+    return new_group
 
 
 def _plain(one):
@@ -287,6 +308,7 @@ def install() -> None:
     join = torch.distributed.init_process_group
     torch.distributed.init_process_group = lambda backend, **given: join("gloo", **given)
     torch.distributed.get_backend = lambda *_: "nccl"
+    torch.distributed.new_group = _new_group(torch.distributed.new_group)
     for name in ("all_gather_object", "broadcast_object_list"):  # bytes, on NCCL's device
         setattr(torch.distributed, name, _without_modes(getattr(torch.distributed, name)))
     torch.Tensor.cuda = lambda self, *_, **__: self.to(GPU)

@@ -94,6 +94,16 @@ def test_layers_of_rows_that_cannot_be_written_to():
         assert np.array_equal(ids_of(layer).cpu().numpy(), ids[:, layer])
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_tokens_of_each_expert_are_counted(layout):
+    ids = random_ids(layout)
+    counts = op.expert_counts(naive.pack(ids, layout), layout, torch.device(DEVICE))
+    assert counts.dtype == torch.int64
+    for layer, found in enumerate(counts):
+        expected = np.bincount(ids[:, layer].ravel(), minlength=layout.num_experts)
+        assert np.array_equal(found.cpu().numpy(), expected)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS[:5], ids=str)
 def test_routing_map_as_the_reference(monkeypatch, layout):
     ids = random_ids(layout)

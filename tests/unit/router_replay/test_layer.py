@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from plain_dispatcher import dispatcher
 
 pytestmark = pytest.mark.seconds  # imports Megatron
 
@@ -22,10 +23,13 @@ def layer_of(recompute: str | None = None):
     from lora_moe_rl.router_replay.layer import LayerReplay
 
     config = SimpleNamespace(recompute_granularity=recompute, num_moe_experts=EXPERTS)
-    router = SimpleNamespace(router_replay=RouterReplay())
-    return LayerReplay(
-        0, torch.nn.Identity(), SimpleNamespace(router=router, config=config, training=True)
+    moe = SimpleNamespace(
+        router=SimpleNamespace(router_replay=RouterReplay()),
+        token_dispatcher=dispatcher(),
+        config=config,
+        training=True,
     )
+    return LayerReplay(0, torch.nn.Identity(), moe)
 
 
 def forward(layer) -> np.ndarray:

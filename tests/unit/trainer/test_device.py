@@ -36,3 +36,14 @@ def test_context_parallelism_is_refused_where_transformer_engine_would_attend(mo
     assert device.Device.choose(on_cpu).kind == "cpu"
     applicable.check_applicable(RunConfig(model="m", trainer=on_cpu))
     assert device.Device.choose(TrainerConfig()).kind == "cuda"
+
+
+def test_experts_cut_both_ways_are_refused_where_ranks_speak_over_gloo():
+    both = {"world_size": 4, "tp": 2, "ep": 2, "etp": 2}
+    with pytest.raises(ConfigError, match="trainer.ep=2 with trainer.etp=2: .*gloo"):
+        applicable.check_applicable(
+            RunConfig(model="m", trainer=TrainerConfig(**both, device="cpu"))
+        )
+    applicable.check_applicable(RunConfig(model="m", trainer=TrainerConfig(**both)))
+    one = TrainerConfig(world_size=4, tp=2, etp=2, device="cpu")
+    applicable.check_applicable(RunConfig(model="m", trainer=one))

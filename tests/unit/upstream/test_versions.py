@@ -57,6 +57,7 @@ MENDS = [
     ("megatron-core", "trainer/norm_over_heads.py", lambda m: m.placed(None)),
     ("megatron-core", "router_replay/replay.py", lambda m: m.Replay([], ())),
     ("megatron-core", "router_replay/audit.py", lambda m: m.Audit(None)),
+    ("megatron-core", "router_replay/dispatch.py", lambda m: m.Dispatch(0, None)),
     ("megatron-bridge", "trainer/bridge.py", lambda m: m.load()),
 ]
 
