@@ -48,12 +48,12 @@ class Exchange:
         their tokens. Every rank has to call this, with as many micro-batches."""
         if not self.asks or not works or not any(works[0]):
             return works
-        mine = np.stack([self._mine(chunks) for chunks in works])
-        every = self._gathered(mine)
+        mine = torch.stack([self._mine(chunks) for chunks in works])
+        every = self._gathered(mine.cpu())  # a device is waited for once
         return [_told(chunks, every[:, i]) for i, chunks in enumerate(works)]
 
-    def _mine(self, chunks: OfChunks) -> np.ndarray:
-        """int64 `[layers of all chunks, experts]`; UNKNOWN where a router chooses."""
+    def _mine(self, chunks: OfChunks) -> torch.Tensor:
+        """int64 `[layers of all chunks, experts]` on the device; UNKNOWN where a router chooses."""
         found = []
         for routes in chunks:
             if routes is None:
@@ -63,13 +63,14 @@ class Exchange:
             else:
                 shape = routes.layout.num_layers, routes.layout.num_experts
                 found.append(torch.full(shape, UNKNOWN, device=self.device))
-        return torch.cat(found).cpu().numpy()
+        return torch.cat(found)
 
-    def _gathered(self, mine: np.ndarray) -> np.ndarray:
+    def _gathered(self, mine: torch.Tensor) -> np.ndarray:
+        """int64 `[ranks, micro-batches, layers of all chunks, experts]`."""
         if self.group is None:
-            return mine[None]
+            return mine[None].numpy()
         found = torch.empty((self.size, *mine.shape), dtype=torch.int64)
-        dist.all_gather(list(found), torch.from_numpy(mine), group=self.group)
+        dist.all_gather(list(found), mine, group=self.group)
         return found.numpy()
 
 
