@@ -282,7 +282,7 @@ BENCH = {
     "loading": ("bench.loading", "what each trainer rank reads of a checkpoint, and its memory"),
     "kernels": ("bench.kernels", "expert adapters, merges and the route codec"),
     "gpu": ("bench.gpu.command", "all of these that want a GPU, and more, in stages"),
-    "scale": ("bench.scale", "what grows with samples, ranks and engines, and how fast"),
+    "scale": ("bench.scale", "what grows with samples, ranks, layers and experts, and how fast"),
     "algorithms": ("bench.algorithms", "every algorithm on the same recipe: reward and step time"),
     "overhead": ("bench.overhead", "what checks, copies and records take of a step"),
     "cost": ("bench.cost", "what a step takes with other algorithms, of the same work"),

@@ -12,7 +12,6 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import combinations
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -127,7 +126,7 @@ def _misplaced(
     for name, rank, whole in wanted(spec, engine):
         mine = boxes.get((name, rank), ())
         outside = [box for box in mine if all(one.common(box) != box for one in whole)]
-        twice = [a for a, b in combinations(mine, 2) if a.common(b)]
+        twice = _twice(mine)
         faults += [
             f"{name}: engine rank {rank} gets {box.shape} from {box.start} on {how} what it holds, "
             + ", ".join(f"{one.shape} from {one.start} on" for one in whole)
@@ -135,6 +134,20 @@ def _misplaced(
             for box in wrong
         ]
     return faults
+
+
+def _twice(boxes: Sequence[Box]) -> list[Box]:
+    """Those that have elements in common with another, which is looked for only among those that
+    begin before it ends: there are as many boxes of one tensor as trainer ranks that hold some."""
+    found, ordered = [], sorted(boxes, key=lambda box: box.start)
+    for place, box in enumerate(ordered):
+        end = box.start[0] + box.shape[0]
+        after = place + 1
+        while after < len(ordered) and ordered[after].start[0] < end:
+            if box.common(ordered[after]):
+                found.append(box)
+            after += 1
+    return found
 
 
 def _lay_out(source: int, boxes, spec: AdapterSpec, dtype: Dtype) -> PartLayout:

@@ -3,7 +3,8 @@
 No engine, no model and no forward: the run's own functions on made-up samples, one after the other.
 CPU seconds (the best of some rounds), the peak of the bytes that are allocated meanwhile, and the
 exponents of both against the samples of the step, its data-parallel ranks and the engines, each of
-which then sends its routes in one part; by least squares on logarithms. 1 is linear, 2 quadratic.
+which then sends its routes in one part, and against the model's layers and the experts of each; by
+least squares on logarithms. 1 is linear, 2 quadratic.
 
     schedule    every ticket drawn, rolled, scored and trained by the ticket book
     signals     the algorithm's advantages and weights, GRPO
@@ -14,6 +15,14 @@ which then sends its routes in one part; by least squares on logarithms. 1 is li
     routes      recorded routes checked, packed, and cut for 4 pipeline stages: by the engines
     replay      one rank's routes fetched, checked and cut
     records     the metrics and the health of a step
+
+of an adapter on up to 64 layers with 96 experts and 16 with 384, of tiny widths:
+
+    refit       the plan of a refit, the parts, and whether they are all of the adapter; of
+                256 experts on up to 256 ranks (ep), to an engine without ep
+    send        a version packed, checked and summed up, by one rank that holds it all
+    export      a PEFT directory, its experts one by one
+    import      such a directory, checked and read
 
 Exit code 1 when an exponent is above 1.1.
 """
@@ -38,7 +47,12 @@ NEGLIGIBLE_S = 2e-3  # what takes less at the largest size has no exponent to sp
 NEGLIGIBLE_BYTES = 1 << 16
 LARGEST, SMALLEST_PART, POINTS = 32_768, 16, 5
 ROUNDS = 3
-OTHERS = {"ranks": (1, 4, 16, 64, 256), "engines": (1, 4, 16, 64, 256)}
+OTHERS = {
+    "ranks": (1, 4, 16, 64, 256),
+    "engines": (1, 4, 16, 64, 256),
+    "layers": (4, 8, 16, 32, 64),
+    "experts": (24, 48, 96, 192, 384),
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -74,7 +88,7 @@ def measure(parts: Sequence[str], largest: Size, rounds: int) -> Result:
         ladder = _ladder(largest.samples // part.fewer)
         for axis in part.axes:
             steps = ladder if axis == "samples" else list(OTHERS[axis])
-            last = replace(largest, samples=ladder[-1])
+            last = replace(largest, samples=ladder[-1], **part.at)
             sizes = [replace(last, **{axis: value}) for value in steps]
             axes[axis] = growth(part.prepare, sizes, steps, rounds)
             for what, found in axes[axis]["exponent"].items():

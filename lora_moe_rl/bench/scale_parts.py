@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
 
@@ -21,18 +21,21 @@ from lora_moe_rl.data.shares import shares
 FEWER_ROUTES = 8  # routes take longest, and are measured on a step so many times smaller
 GROUP, PROMPT, RESPONSE = 8, 16, 112  # samples a group; tokens, RESPONSE as a mean
 SAMPLES_AT_ONCE = 16  # of a micro-batch
-LAYERS, TOP_K, EXPERTS, STAGES = 8, 2, 64, 4
+TOP_K, STAGES = 2, 4
 
 
 @dataclass(frozen=True)
 class Size:
     """Of a step: `samples` with responses of `tokens` (the mean), data-parallel `ranks`, and
-    `engines`, each of which sends its routes in one part; 0 for one part a group, as in a run."""
+    `engines`, each of which sends its routes in one part; 0 for one part a group, as in a run.
+    Of its model: `layers` with `experts` each."""
 
     samples: int
     tokens: int = RESPONSE
     ranks: int = 8
     engines: int = 0
+    layers: int = 8
+    experts: int = 64
 
     @property
     def micro_batch(self) -> int:
@@ -174,15 +177,15 @@ def _sent(made: TrainBatch, size: Size) -> list:
     from lora_moe_rl.router_replay.table import RouteTable
     from lora_moe_rl.router_replay.travel import send
 
-    layers = tuple(range(LAYERS))
-    pieces = [layers[k : k + LAYERS // STAGES] for k in range(0, LAYERS, LAYERS // STAGES)]
+    layers, each = tuple(range(size.layers)), size.layers // STAGES
+    pieces = [layers[k : k + each] for k in range(0, size.layers, each)]
     lengths = made.lengths().tolist()
-    recorded = _recorded(max(lengths))
+    recorded = _recorded(max(lengths), size.layers, size.experts)
     ends = np.linspace(0, size.samples, (size.engines or size.samples // GROUP) + 1).astype(int)
     sent = []
     for first, stop in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
         rows = [recorded[:length] for length in lengths[first:stop]]
-        table = RouteTable.build(rows, lengths[first:stop], layers, EXPERTS, TOP_K)
+        table = RouteTable.build(rows, lengths[first:stop], layers, size.experts, TOP_K)
         sent.append(send(table, pieces))
     return sent
 
@@ -193,10 +196,11 @@ def _sent_once(size: Size) -> list:
 
 
 @cache
-def _recorded(tokens: int) -> np.ndarray:
-    """uint8 [tokens, layers, top_k]."""
-    first = np.random.default_rng(0).integers(0, EXPERTS // 2, (tokens, LAYERS, 1))
-    return np.concatenate([first, first + EXPERTS // 2], axis=2).astype(np.uint8)
+def _recorded(tokens: int, layers: int, experts: int) -> np.ndarray:
+    """uint8 or uint16 [tokens, layers, top_k]."""
+    first = np.random.default_rng(0).integers(0, experts // 2, (tokens, layers, 1))
+    both = np.concatenate([first, first + experts // 2], axis=2)
+    return both.astype(np.uint8 if experts <= 256 else np.uint16)
 
 
 def replay(size: Size) -> Work:
@@ -206,7 +210,7 @@ def replay(size: Size) -> Work:
     sent, mine = _sent_once(size), [i for chunk in _plan(made, size)[0] for i in chunk]
 
     def work() -> None:
-        found = Routes(sent, [tuple(range(LAYERS // STAGES))])
+        found = Routes(sent, [tuple(range(size.layers // STAGES))])
         found.check_samples(made.lengths())
         found.fetch(mine)
 
@@ -233,13 +237,27 @@ def records(size: Size) -> Work:
 
 @dataclass(frozen=True)
 class Part:
-    """`prepare` makes the work of a size, which alone is measured, against each of the `axes`."""
+    """`prepare` makes the work of a size, which alone is measured, against each of the `axes`.
+    `at`: what is larger while it is not what grows."""
 
     prepare: Callable[[Size], Work]
     axes: Sequence[str] = ("samples",)
     fewer: int = 1
+    at: Mapping[str, int] = field(default_factory=dict)
 
 
+def _of_adapter(name: str) -> Callable[[Size], Work]:
+    """Needs torch, which the other parts do not."""
+
+    def prepare(size: Size) -> Work:
+        from lora_moe_rl.bench import scale_adapter
+
+        return getattr(scale_adapter, name)(size)
+
+    return prepare
+
+
+MODEL = {"layers": 16, "experts": 96}
 PARTS = {
     "schedule": Part(schedule),
     "signals": Part(signals),
@@ -247,7 +265,11 @@ PARTS = {
     "travel": Part(travel, ("samples", "ranks")),
     "plan": Part(plan, ("samples", "ranks")),
     "pack": Part(packing, ("samples", "ranks")),
-    "routes": Part(routes, ("samples", "engines"), FEWER_ROUTES),
-    "replay": Part(replay, ("samples", "ranks", "engines"), FEWER_ROUTES),
+    "routes": Part(routes, ("samples", "engines", "layers"), FEWER_ROUTES),
+    "replay": Part(replay, ("samples", "ranks", "engines", "layers"), FEWER_ROUTES),
     "records": Part(records),
+    "refit": Part(_of_adapter("refit_plan"), ("ranks", "layers"), at={"layers": 4, "experts": 256}),
+    "send": Part(_of_adapter("sending"), ("layers", "experts"), at=MODEL),
+    "export": Part(_of_adapter("export"), ("layers", "experts"), at=MODEL),
+    "import": Part(_of_adapter("reading"), ("layers", "experts"), at=MODEL),
 }

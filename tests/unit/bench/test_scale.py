@@ -1,9 +1,11 @@
 import json
 
+import numpy as np
 import pytest
 
-from lora_moe_rl.bench import scale, scale_parts
+from lora_moe_rl.bench import scale, scale_adapter, scale_parts
 from lora_moe_rl.bench.scale_parts import PARTS, Part, Size
+from lora_moe_rl.verify.inputs import drawn
 
 
 def test_the_exponent_is_the_slope_on_logarithms():
@@ -50,7 +52,7 @@ MEGATRON = {"replay"}
     [pytest.param(n, marks=pytest.mark.seconds) if n in MEGATRON else n for n in PARTS],
 )
 def test_every_part_does_its_work_at_any_size(name):
-    for size in (Size(16, ranks=1), Size(48, ranks=4, engines=2)):
+    for size in (Size(16, ranks=1), Size(48, ranks=4, engines=2, layers=4, experts=8)):
         PARTS[name].prepare(size)()
 
 
@@ -65,3 +67,18 @@ def test_the_parts_work_on_all_samples():
     assert [part.num_samples for part in sent] == [16, 16, 16]
     assert sum(part.num_rows for part in sent) == batch.lengths().sum()
     assert len(scale_parts.routes(Size(48))()) == 48 // scale_parts.GROUP
+
+
+def test_the_parts_of_the_adapter_are_of_all_its_tensors():
+    size = Size(16, ranks=2, layers=3, experts=4)
+    spec, tensors = scale_adapter.reading(size)()
+    # By hand: 4 linears of attention; the first layer's MLP, then the experts' and a shared one.
+    assert len(list(spec)) == 3 * 4 + 3 + 2 * (3 + 3)
+    assert tensors["layers.2.experts.down.A"].shape == (4, 2, 32)
+    for name, values in drawn(spec.tensor_shapes, seed=0).items():
+        np.testing.assert_array_equal(tensors[name], values)
+    layouts = scale_adapter.refit_plan(size)()
+    assert [layout.source for layout in layouts] == [0, 1]
+    sent = scale_adapter.sending(size)()
+    assert len(sent.checksums) == len(set(sent.checksums)) and sent.version == 1
+    assert scale_adapter.sending(size)().checksums == sent.checksums

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
+from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from published_configs import KIMI_K2, QWEN3_5_35B_A3B, QWEN3_30B_A3B
 from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
 from lora_moe_rl.config import AdapterConfig, TrainerConfig
 from lora_moe_rl.errors import RefitError
-from lora_moe_rl.refit.parts import check_complete, part_layouts
+from lora_moe_rl.refit.parts import _twice, check_complete, part_layouts
 from lora_moe_rl.refit.plan import (
     Box,
     EngineLayout,
@@ -252,3 +253,16 @@ def test_elements_of_another_rank_or_twice_in_the_place_of_others_are_refused(ch
     how = "beside" if change == "other rank" else "twice of"
     with pytest.raises(RefitError, match=rf"{'.'.join(tensor)}: engine rank 0 gets .* {how} what"):
         check_complete(part_layouts(broken, spec, "float32"), spec, engine)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_boxes_with_elements_in_common_are_found_wherever_they_begin(seed):
+    draw = np.random.default_rng(seed)
+    boxes = []
+    for _ in range(int(draw.integers(0, 9))):
+        start, shape = draw.integers(0, 6, 3), draw.integers(1, 4, 3)
+        boxes.append(Box(tuple(start.tolist()), tuple(shape.tolist())))
+    elements = [set(product(*(range(a, a + n) for a, n in zip(b.start, b.shape)))) for b in boxes]
+    pairs = combinations(range(len(boxes)), 2)
+    shared = sum(bool(elements[a] & elements[b]) for a, b in pairs)
+    assert len(_twice(boxes)) == shared
