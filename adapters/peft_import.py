@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -56,23 +56,19 @@ def read(
         keys = parse_keys(list(weights.file_of), shape)
         if not keys:
             raise AdapterError(f"{directory} holds no adapter: its file has no tensors")
-        for name, key in keys.items():
-            _check_size(name, key, weights.entry(name).shape, shape)
-        arrays = {key: _array(weights, name) for name, key in keys.items()}
+        _check_sizes(weights, keys, shape)
+        arrays = {name: _array(weights, name) for name in keys}
         if CHECKSUM_KEY in metadata:
-            _check_checksum(
-                directory, metadata[CHECKSUM_KEY], {n: arrays[k] for n, k in keys.items()}
-            )
-    names = {key: name for name, key in keys.items()}
-    pairs = _pairs(arrays, names)
+            _check_checksum(directory, metadata[CHECKSUM_KEY], arrays)
     origin = _Origin(config, metadata, order)
+    modules = [shape.modules(layer) for layer in range(shape.num_layers)]
     found: dict[tuple[int, str], dict[int | None, _Found] | _Found] = defaultdict(dict)
-    for key, (A, B) in pairs.items():
+    for key, A, B in _pairs(arrays, keys):
         if key.stacked is not None:
             found |= _unstack(key, A, B, shape, settings, origin, found)
             continue
         where = f"{hf_layer(shape, key.layer)}.{hf_path(shape, key.module)}".format(key.expert)
-        _check_shape(where, A, B, shape.modules(key.layer)[key.module][:2])
+        _check_shape(where, A, B, modules[key.layer][key.module][:2])
         of_site = found[key.layer, key.module]
         if isinstance(of_site, _Found):
             raise AdapterError(f"{where}: layer {key.layer} has its experts stacked and one by one")
@@ -80,17 +76,21 @@ def read(
     return _assemble(shape, found)
 
 
-def _check_size(name: str, key: Key, got: tuple[int, ...], shape: ModelShape) -> None:
+def _check_sizes(weights: SafeWeights, keys: Mapping[str, Key], shape: ModelShape) -> None:
     """Raises AdapterError for a tensor that has more numbers than an adapter of the widest linear
     of its layer, at a rank as large as that is wide: before any memory is taken for it."""
-    modules = shape.modules(key.layer).values()
-    widest = max(size for dims in modules for size in dims[:2])
-    count = shape.num_experts if key.stacked is not None else 1
-    if math.prod(got) > 2 * count * widest**2:  # gate and up are one where they are stacked
-        raise AdapterError(
-            f"{name} has the shape {got}: that is no adapter of a layer whose widest linear has "
-            f"{widest:,} inputs or outputs"
-        )
+    widest = [
+        max(size for dims in shape.modules(layer).values() for size in dims[:2])
+        for layer in range(shape.num_layers)
+    ]
+    for name, key in keys.items():
+        got, width = weights.entry(name).shape, widest[key.layer]
+        count = shape.num_experts if key.stacked is not None else 1
+        if math.prod(got) > 2 * count * width**2:  # gate and up are one where they are stacked
+            raise AdapterError(
+                f"{name} has the shape {got}: that is no adapter of a layer whose widest linear "
+                f"has {width:,} inputs or outputs"
+            )
 
 
 def _array(weights: SafeWeights, name: str) -> np.ndarray:
@@ -111,17 +111,16 @@ def _check_checksum(directory: Path, expected: str, arrays: Mapping[str, np.ndar
 
 
 def _pairs(
-    arrays: Mapping[Key, np.ndarray], names: Mapping[Key, str]
-) -> dict[Key, tuple[np.ndarray, np.ndarray]]:
-    """{key of A: (A, B)}."""
-    pairs = {}
-    for key, array in arrays.items():
+    arrays: dict[str, np.ndarray], keys: Mapping[str, Key]
+) -> Iterator[tuple[Key, np.ndarray, np.ndarray]]:
+    """(key of A, A, B), which are taken out of `arrays`: an adapter may fill half the memory."""
+    names = {key: name for name, key in keys.items()}
+    for name, key in keys.items():
         other = Key(key.layer, key.module, "AB"["BA".index(key.matrix)], key.expert, key.stacked)
-        if other not in arrays:
-            raise AdapterError(f"{names[key]} has no lora_{other.matrix} beside it")
+        if other not in names:
+            raise AdapterError(f"{name} has no lora_{other.matrix} beside it")
         if key.matrix == "A":
-            pairs[key] = (array, arrays[other])
-    return pairs
+            yield key, arrays.pop(name), arrays.pop(names[other])
 
 
 def _check_shape(where: str, A: np.ndarray, B: np.ndarray, dims) -> None:
@@ -289,7 +288,7 @@ def _assemble(shape: ModelShape, found) -> tuple[AdapterSpec, dict[str, np.ndarr
     sites, tensors = [], {}
     for layer in range(shape.num_layers):
         for module, (in_features, out_features, experts) in shape.modules(layer).items():
-            one = found.get((layer, module))
+            one = found.pop((layer, module), None)
             if not one:
                 continue
             if isinstance(one, dict):
