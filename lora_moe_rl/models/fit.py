@@ -142,11 +142,6 @@ def _check_linear(shape: ModelShape, config: RunConfig, form: str | None) -> Non
     """What is not supported, or not shown to be right, where layers have linear attention."""
     what = f"this {shape.architecture} has layers with linear attention"
     trainer = config.trainer
-    if trainer.cp > 1:
-        raise ConfigError(
-            f"trainer.cp={trainer.cp}: {what}, whose state goes through a whole sample, and "
-            "context-parallel ranks have parts of it; set trainer.cp=1"
-        )
     if form in WHOLE:
         raise ConfigError(
             f"the base is {form}, and {what}, which is supported in float dtypes; take a base that "
@@ -162,12 +157,19 @@ def _check_linear(shape: ModelShape, config: RunConfig, form: str | None) -> Non
             f"{what}, and Megatron-core computes it on GPUs with Transformer Engine by "
             "flash-linear-attention, which is not installed here: install that"
         )
+    heads = shape.dims["linear_key_heads"]
     for key, size in (("trainer.tp", trainer.tp), ("rollout.tp", config.rollout.tp)):
-        if (heads := shape.dims["linear_key_heads"]) % size:
+        if heads % size:
             raise ConfigError(
                 f"{key}={size} does not divide the model's {heads} key heads of linear attention; "
                 f"use a divisor of {heads}"
             )
+    if heads % (trainer.tp * trainer.cp):
+        raise ConfigError(
+            f"trainer.cp={trainer.cp} does not divide the {heads // trainer.tp} key heads of linear "
+            f"attention that trainer.tp={trainer.tp} leaves a rank: in it each context-parallel "
+            f"rank has some of them; use a divisor of {heads // trainer.tp}"
+        )
 
 
 def _check_interleaved(shape: ModelShape, config: RunConfig) -> None:

@@ -141,23 +141,25 @@ def _attention(
         adapted = f"layers.{layer}.kv_b_proj" in spec.by_name
         return _mla(facts, adapted, trainer.tp, b, modules)
     if layer in facts.shape.linear_layers:
-        return _delta(facts.shape, trainer.tp, b, modules)
+        return _delta(facts.shape, trainer, b, modules)
     gated = facts.shape.family.attention == "gated_gqa"
     # The gates as they are projected, in float32 and through the sigmoid, and the gated output.
     gates = (2 * b + 2 * 4) * widths(facts.shape)[0] / trainer.tp if gated else 0
     return _gqa(facts, trainer, b, modules) + gates
 
 
-def _delta(shape: ModelShape, t: int, b: int, modules: Modules) -> float:
+def _delta(shape: ModelShape, trainer: TrainerConfig, b: int, modules: Modules) -> float:
     """By arithmetic. LOCAL computes in float32, and inverts a matrix of every chunk of 64 tokens
     and head, row after row: of each row that is there it keeps what it multiplies."""
-    d = shape.dims
+    d, t = shape.dims, trainer.tp
     heads = d["linear_value_heads"]
     keys, values = d["linear_key_heads"] * d["linear_key_dim"], heads * d["linear_value_dim"]
     repeated = heads * d["linear_key_dim"]
     # The projection, what the convolution gives, queries and keys of unit length for every value
     # head, values; the output, normed and gated.
     attended = (2 * keys + 2 * values) + (2 * keys + values) + 2 * repeated + values + 3 * values
+    if trainer.cp > 1:
+        attended += (2 * keys + values) + values  # exchanged, there and back
     if modules is FUSED:
         return (attended * b + 4 * repeated * d["linear_value_dim"] / CHUNK) / t
     again = 4 * (4 * repeated + 4 * values)

@@ -5,7 +5,8 @@ wants kernels of flash-linear-attention for packed sequences, and what it has in
 none. Here every sequence is a row of a right-padded batch (`packed_sequences.py`), and starts with
 no state and nothing before it in the convolution: nothing of one sample reaches another, and what
 stands behind a row's last token reaches nothing. Where a prompt is fed once for several samples,
-each of them has a row that begins with it.
+each of them has a row that begins with it. Of cp ranks each has all tokens, with its share of the
+heads, from the convolution to the rule (`context_parallel.py`): a state goes through whole samples.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from lora_moe_rl.kernels.unit_length import unit_length
+from lora_moe_rl.trainer.context_parallel import own_tokens, side_by_side
 from lora_moe_rl.trainer.local_modules import local_norm, placed
 from lora_moe_rl.trainer.packed_sequences import PackedParams
 from lora_moe_rl.upstream.checks import require_attributes, require_version
@@ -53,18 +55,26 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         self.gated_delta_rule = rule
 
     def forward(self, hidden_states, attention_mask=None, packed_seq_params: Any = None, **_):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """hidden_states `[F / tp, 1, hidden]`; returns such an output, and no bias."""
+        """hidden_states `[F / cp / tp, 1, hidden]`; returns such an output, and no bias."""
         if not isinstance(packed_seq_params, PackedParams):
             raise ValueError("PackedGatedDeltaNet takes packed sequences only (packed_seq_params)")
         fused, _ = self.in_proj(hidden_states)
-        qkv, gate, beta, decay = fused.squeeze(1).split(self.feat_dim_split, dim=-1)
-        attended = self._attend(qkv, beta, decay, packed_seq_params)
+        sections = fused.squeeze(1).split(self.in_proj_split_sections, dim=-1)
+        query, key, value, gate, beta, decay = sections
+        of_all = query, key, value, beta, decay
+        if self.cp_size > 1:
+            of_all = side_by_side(of_all, self.pg_collection.cp)
+        qkv = torch.cat(of_all[:3], dim=-1)
+        attended = self._attend(qkv, *of_all[3:], packed_seq_params)
+        if self.cp_size > 1:
+            attended = own_tokens(attended.flatten(1), self.pg_collection.cp)
+        attended = attended.view(-1, self.num_v_heads_local_tp, self.value_head_dim)
         normed = self._apply_gated_norm(attended, gate.reshape(attended.shape))
         normed = normed.view(*fused.shape[:2], -1)
         return self.out_proj(normed)
 
     def _attend(self, qkv, beta, decay, params: PackedParams):
-        """Of all tokens fed `[F, …]`; returns `[F, value heads, d]`."""
+        """Of all tokens fed `[F, …]`; returns `[F, value heads / cp, d]`."""
         sizes = [math.prod(batch.keys) for batch in params.batches]
         rows = (_rows(x, params, sum(sizes)).split(sizes) for x in (qkv, beta, decay))
         found = [
@@ -77,16 +87,28 @@ class PackedGatedDeltaNet(GatedDeltaNet):
     def _batch(self, qkv, beta, decay):
         """Of sequences `[n, longest, …]`, each from its beginning."""
         n, longest, _ = qkv.shape
-        past = F.pad(qkv.transpose(1, 2), (self.conv1d.weight.shape[-1] - 1, 0))
-        mixed = self.act_fn(F.conv1d(past, self.conv1d.weight, groups=past.shape[1]))
+        keys, values = self.qk_dim_local_tp, self.v_dim_local_tp
+        convolution = self._of_heads(self.conv1d.weight, [keys, keys, values])
+        past = F.pad(qkv.transpose(1, 2), (convolution.shape[-1] - 1, 0))
+        mixed = self.act_fn(F.conv1d(past, convolution, groups=past.shape[1]))
         query, key, value, _, beta, decay = self._prepare_input_for_gated_delta_rule(
             mixed.transpose(1, 2), beta, n, longest, beta, decay
         )
-        decay, beta = self._compute_g_and_beta(self.A_log, self.dt_bias, decay, beta)
+        own = (self._of_heads(x, [len(x)]) for x in (self.A_log, self.dt_bias))
+        decay, beta = self._compute_g_and_beta(*own, decay, beta)
         out, _ = self.gated_delta_rule(
             unit_length(query), unit_length(key), value, g=decay, beta=beta
         )
         return out
+
+    def _of_heads(self, parameter: torch.Tensor, sections: list[int]) -> torch.Tensor:
+        """Of each of the sections, one after the other in dimension 0, what is of the heads that
+        this rank has of all tokens."""
+        if self.cp_size == 1:
+            return parameter
+        mine = self.pg_collection.cp.rank()
+        parts = parameter.split(sections)
+        return torch.cat([part.chunk(self.cp_size)[mine] for part in parts])
 
 
 def _rows(x: torch.Tensor, params: PackedParams, places: int) -> torch.Tensor:

@@ -113,8 +113,10 @@ def test_a_checkpoint_of_an_unknown_variant_is_refused(change, message, tmp_path
 
 # Qwen3-MoE and DeepSeek-V3: test_verify_layout.py.
 OTHERS = [name for name in tiny_families.FAMILIES if name not in ("qwen3_moe", "deepseek_v3")]
-# Context parallelism exchanges heads: behind norms over all of them, and with the sinks of each.
-LAYOUTS = {"qwen3": "tp2pp2"} | dict.fromkeys(("olmoe", "minimax_m2", "gpt_oss"), "tp2ep2,cp2")
+# Context parallelism exchanges heads: behind norms over all of them, with the sinks of each, and of
+# linear attention with the convolution of each.
+CP = ("olmoe", "minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_moe_published")
+LAYOUTS = {"qwen3": "tp2pp2"} | dict.fromkeys(CP, "tp2ep2,cp2")
 
 
 @pytest.mark.slow

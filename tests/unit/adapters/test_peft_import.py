@@ -317,6 +317,21 @@ def test_a_truncated_file_and_a_header_that_claims_more_are_refused(written):
         peft_import.read(written, SHAPE)
 
 
+def test_a_tensor_larger_than_any_adapter_is_refused_before_any_is_read(written, monkeypatch):
+    widest = max(size for dims in SHAPE.modules(0).values() for size in dims[:2])
+    arrays = load_file(written / "adapter_model.safetensors")
+    name = next(name for name in arrays if ".layers.0.self_attn." in name and "lora_A" in name)
+    inputs = arrays[name].shape[1]
+    change(written, arrays | {name: np.zeros((2 * widest**2 // inputs + 1, inputs), np.float32)})
+
+    def read(weights, name):
+        raise AssertionError(f"{name} is read")
+
+    monkeypatch.setattr(peft_import, "_array", read)
+    with pytest.raises(AdapterError, match=rf"{name} has the shape .* widest linear has {widest}"):
+        peft_import.read(written, SHAPE)
+
+
 def test_pickles_are_refused_and_never_opened(written, tmp_path):
     (written / "adapter_model.safetensors").unlink()
     sentinel = tmp_path / "ran"

@@ -44,8 +44,11 @@ NEXT = ModelShape.from_hf_config(QWEN3_NEXT_80B_A3B | {"num_key_value_heads": 16
         (QWEN, {"rollout": {"tp": 3}}, "rollout.tp=3.*32 attention heads"),
         (OLMOE, {"rollout": {"tp": 8}}, "rollout.tp=8 .* 4 key/value heads, which vLLM does not"),
         (QWEN, {"model": {"max_length": 50_000}}, "model.max_length=50000.*40960 positions"),
-        (NEXT, {"trainer": {"world_size": 2, "cp": 2}}, "trainer.cp=2: .*linear attention"),
-        (SEPARATE, {"trainer": {"world_size": 2, "cp": 2}}, "trainer.cp=2: .*linear attention"),
+        (
+            NEXT,
+            {"trainer": {"world_size": 32, "tp": 2, "cp": 16}},
+            "trainer.cp=16 does not divide the 8 key heads of linear attention that trainer.tp=2",
+        ),
         (SEPARATE, {"refit": {"mode": "merged"}}, "refit.mode=merged: .*linear attention"),
         (NEXT, {"refit": {"mode": "merged"}}, "refit.mode=merged: .*linear attention"),
         (NEXT, {"rollout": {"tp": 32}}, "rollout.tp=32 does not divide the model's 16"),
@@ -83,6 +86,7 @@ def test_layouts_that_fit():
     check_layout(QWEN, RunConfig(trainer={"world_size": 16, "tp": 4, "pp": 2, "ep": 8}))
     check_layout(KIMI, RunConfig(trainer={"world_size": 64, "tp": 8, "ep": 64}))
     check_layout(KIMI, RunConfig(trainer={"world_size": 64, "tp": 8, "cp": 8, "ep": 64}))
+    check_layout(NEXT, RunConfig(trainer={"world_size": 16, "tp": 2, "cp": 8}))
     for cp in (2, 4, 8, 32):  # four key/value heads, which several ranks may share
         check_layout(QWEN, RunConfig(trainer={"world_size": cp, "cp": cp}))
     etp2 = RunConfig(trainer={"world_size": 16, "tp": 2, "pp": 8, "etp": 2})
