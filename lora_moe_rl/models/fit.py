@@ -165,10 +165,11 @@ def _check_linear(shape: ModelShape, config: RunConfig, form: str | None) -> Non
                 f"use a divisor of {heads}"
             )
     if heads % (trainer.tp * trainer.cp):
+        here = heads // trainer.tp
         raise ConfigError(
-            f"trainer.cp={trainer.cp} does not divide the {heads // trainer.tp} key heads of linear "
-            f"attention that trainer.tp={trainer.tp} leaves a rank: in it each context-parallel "
-            f"rank has some of them; use a divisor of {heads // trainer.tp}"
+            f"trainer.cp={trainer.cp} does not divide the {here} key heads of linear attention that "
+            f"trainer.tp={trainer.tp} leaves a rank: in it each context-parallel rank has some of "
+            f"them; use a divisor of {here}"
         )
 
 
