@@ -32,6 +32,7 @@ from lora_moe_rl.refit.merged_modules import (
     base_linear,
     base_shards,
     find_arriving,
+    in_partitions,
 )
 from lora_moe_rl.refit.merged_vllm import Weights
 from lora_moe_rl.refit.parts import Entry, SentPart
@@ -66,6 +67,10 @@ class MergedReceiver(Worker):
         if not self._refit_touched:
             self._refit_check_layout()
         return {"modules": [module.path for module in self._refit_modules], "slots": 0}
+
+    def _refit_linear_holds(self, module: Module, weights: list[tuple[str, torch.Tensor]]) -> bool:
+        pieces = in_partitions(self._refit_base, module, weights)
+        return self._refit_weights.linear_holds(module.path, pieces)
 
     def _refit_find_modules(self) -> list[Module]:
         base, weights = self._refit_base, self._refit_weights
@@ -116,7 +121,7 @@ class MergedReceiver(Worker):
         layers = {module.layer for module in _ends(linears)}
         for module in linears:
             base = base_linear(self._refit_base, module) if module.layer in layers else None
-            if base and not self._refit_weights.linear_holds(module.path, base):
+            if base and not self._refit_linear_holds(module, base):
                 raise RefitError(
                     f"{module.path}: what can be read back of vLLM is not what refit.mode=merged "
                     f"would write of {', '.join(name for name, _ in base)}"
@@ -192,7 +197,7 @@ class MergedReceiver(Worker):
 
     def _refit_holds(self, module: Module, merge: Merge) -> bool:
         if not module.is_experts:
-            return self._refit_weights.linear_holds(module.path, merge.linear(module))
+            return self._refit_linear_holds(module, merge.linear(module))
         experts = self._refit_weights.experts(module.path)
         return all(experts.holds(*one) for one in merge.experts(module, experts))
 

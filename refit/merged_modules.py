@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -127,6 +127,19 @@ def base_linear(base: Base, module: Module) -> list[tuple[str, torch.Tensor]]:
         if bias is not None:
             result.append((f"{path}.bias", bias))
     return result
+
+
+def in_partitions(
+    base: Base, module: Module, weights: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """All of a module's weights, one for each of vLLM's partitions: a linear with several outputs
+    side by side is as many of them."""
+    blocks = {
+        f"{base.name(module.layer, name)}.weight": base.shape.blocks(name) for name in module.parts
+    }
+    for name, value in weights:
+        for number, piece in enumerate(value.split(blocks.get(name) or len(value))):
+            yield f"{number}.{name}", piece
 
 
 def base_shards(base: Base, module: Module, expert: int) -> dict[str, torch.Tensor]:

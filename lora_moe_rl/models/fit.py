@@ -148,10 +148,7 @@ def _check_linear(shape: ModelShape, config: RunConfig, form: str | None) -> Non
             "is not quantised"
         )
     if config.refit.mode == "merged":
-        raise ConfigError(
-            f"refit.mode=merged: {what}, whose weights are not merged in engines; use "
-            "refit.mode=adapter"
-        )
+        _check_linear_merged(shape, config, what)
     if trainer.device != "cpu" and has_transformer_engine() and not importable("fla"):
         raise ConfigError(
             f"{what}, and Megatron-core computes it on GPUs with Transformer Engine by "
@@ -167,9 +164,22 @@ def _check_linear(shape: ModelShape, config: RunConfig, form: str | None) -> Non
     if heads % (trainer.tp * trainer.cp):
         here = heads // trainer.tp
         raise ConfigError(
-            f"trainer.cp={trainer.cp} does not divide the {here} key heads of linear attention that "
-            f"trainer.tp={trainer.tp} leaves a rank: in it each context-parallel rank has some of "
-            f"them; use a divisor of {here}"
+            f"trainer.cp={trainer.cp} does not divide the {here} key heads of linear attention "
+            f"that trainer.tp={trainer.tp} leaves a rank, of which each context-parallel rank has "
+            f"some; use a divisor of {here}"
+        )
+
+
+def _check_linear_merged(shape: ModelShape, config: RunConfig, what: str) -> None:
+    if shape.family.stacked_files:
+        raise ConfigError(
+            f"refit.mode=merged: checkpoints of {shape.architecture} have the experts of a layer "
+            "in one, which are not merged in engines; use refit.mode=adapter"
+        )
+    if config.rollout.ep:
+        raise ConfigError(
+            f"rollout.ep=true with refit.mode=merged: {what}, and vLLM's CPU processes end where "
+            "engines without adapters cut its experts by ep; set rollout.ep=false"
         )
 
 

@@ -123,8 +123,9 @@ class RefitVerification:
                     row.merged_error = largest(scores, self.reference.base)
                     if not self.merged:
                         process.ask("load_files", str(self.folder / "files"))
-                self.base = scores
-                self._trainers(engine, process)
+                    self.base = scores
+                if row.failure is None:
+                    self._trainers(engine, process)
         except LoraMoeRlError as error:
             row.failure = str(error)
 

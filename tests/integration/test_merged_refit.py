@@ -229,6 +229,22 @@ def test_qwen_over_two_engine_ranks_equals_a_restart(tmp_path):
     check_equals_a_restart(qwen, found, tensors)
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
+def test_linear_attention_over_two_engine_ranks_equals_a_restart(family, tmp_path):
+    """Of Qwen3.5-MoE one linear is three of vLLM's partitions: queries, keys and values."""
+    with serving(family, tmp_path, ("*",), tp=2) as served:
+        base = served.score(None)
+        served.publish(1, served.adapter(1))
+        tensors = served.adapter(2)
+        served.publish(2, tensors)
+        found = served.score(2)
+        assert changes(base, found)
+        assert served.engine.ask("differing", 2, *served.send(2, tensors)) == []
+        other = tensors | {"layers.0.out_proj.B": tensors["layers.0.out_proj.B"] + 1e-3}
+        assert served.engine.ask("differing", 2, *served.send(2, other)) != []
+    check_equals_a_restart(served, found, tensors)
+
+
 @contextlib.contextmanager
 def peak_memory(engine: EngineProcess) -> Iterator[list[int]]:
     """How far the memory of vLLM's processes rises above what it was, in bytes of each."""

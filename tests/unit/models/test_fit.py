@@ -5,6 +5,7 @@ from published_configs import (
     GPT_OSS_20B,
     KIMI_K2,
     OLMOE_1B_7B,
+    PUBLISHED,
     QWEN3_5_35B_A3B,
     QWEN3_30B_A3B,
     QWEN3_NEXT_80B_A3B,
@@ -19,6 +20,7 @@ from lora_moe_rl.models.fit import check_blocks, check_layout
 OLMOE = ModelShape.from_hf_config(OLMOE_1B_7B | {"num_key_value_heads": 4})
 QWEN, KIMI = ModelShape.from_hf_config(QWEN3_30B_A3B), ModelShape.from_hf_config(KIMI_K2)
 SEPARATE = ModelShape.from_hf_config(QWEN3_5_35B_A3B)
+BY_ITSELF = ModelShape.from_hf_config(PUBLISHED["Qwen3.5-35B-A3B, by itself"])
 OSS = ModelShape.from_hf_config(GPT_OSS_20B)
 
 NEXT = ModelShape.from_hf_config(QWEN3_NEXT_80B_A3B | {"num_key_value_heads": 16})
@@ -49,8 +51,16 @@ NEXT = ModelShape.from_hf_config(QWEN3_NEXT_80B_A3B | {"num_key_value_heads": 16
             {"trainer": {"world_size": 32, "tp": 2, "cp": 16}},
             "trainer.cp=16 does not divide the 8 key heads of linear attention that trainer.tp=2",
         ),
-        (SEPARATE, {"refit": {"mode": "merged"}}, "refit.mode=merged: .*linear attention"),
-        (NEXT, {"refit": {"mode": "merged"}}, "refit.mode=merged: .*linear attention"),
+        (
+            SEPARATE,
+            {"refit": {"mode": "merged"}},
+            "refit.mode=merged: checkpoints of Qwen3_5MoeForConditionalGeneration have the experts",
+        ),
+        (
+            NEXT,
+            {"refit": {"mode": "merged"}, "rollout": {"tp": 2, "ep": True}},
+            "rollout.ep=true with refit.mode=merged: .*linear attention",
+        ),
         (NEXT, {"rollout": {"tp": 32}}, "rollout.tp=32 does not divide the model's 16"),
         (
             OSS,
@@ -87,6 +97,8 @@ def test_layouts_that_fit():
     check_layout(KIMI, RunConfig(trainer={"world_size": 64, "tp": 8, "ep": 64}))
     check_layout(KIMI, RunConfig(trainer={"world_size": 64, "tp": 8, "cp": 8, "ep": 64}))
     check_layout(NEXT, RunConfig(trainer={"world_size": 16, "tp": 2, "cp": 8}))
+    for shape in (NEXT, BY_ITSELF):
+        check_layout(shape, RunConfig(refit={"mode": "merged"}, rollout={"tp": 2}))
     for cp in (2, 4, 8, 32):  # four key/value heads, which several ranks may share
         check_layout(QWEN, RunConfig(trainer={"world_size": cp, "cp": cp}))
     etp2 = RunConfig(trainer={"world_size": 16, "tp": 2, "pp": 8, "etp": 2})
