@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from lora_moe_rl.adapters.families import ModelShape, hf_layer, hf_path
+from lora_moe_rl.adapters.families import Dims, ModelShape, hf_layer, hf_path
 from lora_moe_rl.adapters.peft import CHECKSUM_KEY, ORDER_KEY, checksum
 from lora_moe_rl.adapters.peft_keys import Key, PeftSettings, parse_keys
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
@@ -56,12 +56,12 @@ def read(
         keys = parse_keys(list(weights.file_of), shape)
         if not keys:
             raise AdapterError(f"{directory} holds no adapter: its file has no tensors")
-        _check_sizes(weights, keys, shape)
+        modules = [shape.modules(layer) for layer in range(shape.num_layers)]
+        _check_sizes(weights, keys, modules, shape.num_experts)
         arrays = {name: _array(weights, name) for name in keys}
         if CHECKSUM_KEY in metadata:
             _check_checksum(directory, metadata[CHECKSUM_KEY], arrays)
     origin = _Origin(config, metadata, order)
-    modules = [shape.modules(layer) for layer in range(shape.num_layers)]
     found: dict[tuple[int, str], dict[int | None, _Found] | _Found] = defaultdict(dict)
     for key, A, B in _pairs(arrays, keys):
         if key.stacked is not None:
@@ -76,16 +76,18 @@ def read(
     return _assemble(shape, found)
 
 
-def _check_sizes(weights: SafeWeights, keys: Mapping[str, Key], shape: ModelShape) -> None:
+def _check_sizes(
+    weights: SafeWeights,
+    keys: Mapping[str, Key],
+    modules: Sequence[Mapping[str, Dims]],
+    num_experts: int,
+) -> None:
     """Raises AdapterError for a tensor that has more numbers than an adapter of the widest linear
     of its layer, at a rank as large as that is wide: before any memory is taken for it."""
-    widest = [
-        max(size for dims in shape.modules(layer).values() for size in dims[:2])
-        for layer in range(shape.num_layers)
-    ]
+    widest = [max(size for dims in of.values() for size in dims[:2]) for of in modules]
     for name, key in keys.items():
         got, width = weights.entry(name).shape, widest[key.layer]
-        count = shape.num_experts if key.stacked is not None else 1
+        count = num_experts if key.stacked is not None else 1
         if math.prod(got) > 2 * count * width**2:  # gate and up are one where they are stacked
             raise AdapterError(
                 f"{name} has the shape {got}: that is no adapter of a layer whose widest linear "

@@ -5,27 +5,28 @@ A model with DeepSeek-V3's names and tiny widths, so that it is the number of te
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import weakref
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from lora_moe_rl.adapters import peft, peft_import
+from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.bench.export_model import CONFIG
+from lora_moe_rl.bench.refit_model import SendingRank
+from lora_moe_rl.bench.report import temporary
 from lora_moe_rl.bench.scale_parts import Size, Work
-from lora_moe_rl.config import AdapterConfig, RunConfig, TrainerConfig
+from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.refit.parts import PartLayout, check_complete, part_layouts
-from lora_moe_rl.refit.plan import Box, EngineLayout, make_plan
-from lora_moe_rl.refit.sender import Sender
-from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
+from lora_moe_rl.refit.plan import EngineLayout, make_plan
 from lora_moe_rl.verify.inputs import drawn
 
-RANK, BF16 = 2, 2
+BF16 = 2
+RUN = RunConfig.model_validate({"adapter": {"rank": 2, "alpha": 2.0}})
 TINY = {
     "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "vocab_size": 512,
     "num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 32, "kv_lora_rank": 32,
@@ -36,16 +37,15 @@ ENGINE = EngineLayout(slot_rank=8, tp=8)  # without ep: each rank takes some of 
 
 def export(size: Size) -> Work:
     """A PEFT directory, its experts one by one."""
-    spec, tensors, folder = *_adapter(size), _folder()
-    config = RunConfig(adapter={"rank": RANK, "alpha": RANK})
-    return _keeping(folder, lambda: peft.write(folder / "out", spec, tensors, config))
+    spec, tensors, folder = *_adapter(size), temporary()
+    return _keeping(folder, lambda: peft.write(Path(folder.name, "out"), spec, tensors, RUN))
 
 
 def reading(size: Size) -> Work:
     """Such a directory, checked and read."""
-    spec, tensors, folder = *_adapter(size), _folder()
-    peft.write(folder, spec, tensors, RunConfig(adapter={"rank": RANK, "alpha": RANK}))
-    return _keeping(folder, lambda: peft_import.read(folder, spec.shape))
+    spec, tensors, folder = *_adapter(size), temporary()
+    peft.write(Path(folder.name, "out"), spec, tensors, RUN)
+    return _keeping(folder, lambda: peft_import.read(Path(folder.name, "out"), spec.shape))
 
 
 def refit_plan(size: Size) -> Work:
@@ -56,15 +56,10 @@ def refit_plan(size: Size) -> Work:
 
 def sending(size: Size) -> Work:
     """One trainer rank's part of a version, packed, checked and summed up."""
-    spec, tensors = _adapter(size)
-    (layout,) = _layouts(spec, Size(size.samples, ranks=1))
-    held = {}
-    for name, values in tensors.items():
-        tensor = torch.from_numpy(values)
-        held[name] = [(Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor)]
-    scales = {site.name: site.scale for site in spec}
-    sender = Sender(layout, held, scales, SHARED_MEMORY.outgoing(layout, "127.0.0.1"))
-    return lambda: sender.send(1)
+    spec = _spec(size)
+    rank = SendingRank(RUN, spec, 0)
+    rank.prepare_refit(_layouts(spec, replace(size, ranks=1)))
+    return lambda: rank.send(1)
 
 
 def _layouts(spec: AdapterSpec, size: Size) -> list[PartLayout]:
@@ -75,28 +70,17 @@ def _layouts(spec: AdapterSpec, size: Size) -> list[PartLayout]:
 
 
 def _spec(size: Size) -> AdapterSpec:
-    from lora_moe_rl.adapters.families import ModelShape
-
     own = {"num_hidden_layers": size.layers, "n_routed_experts": size.experts}
-    shape = ModelShape.from_hf_config(CONFIG | TINY | own)
-    return AdapterSpec.build(shape, AdapterConfig(rank=RANK, alpha=RANK))
+    return AdapterSpec.build(ModelShape.from_hf_config(CONFIG | TINY | own), RUN.adapter)
 
 
 @lru_cache(maxsize=1)
-def _drawn(layers: int, experts: int) -> tuple[AdapterSpec, dict[str, np.ndarray]]:
-    spec = _spec(Size(1, layers=layers, experts=experts))
+def _adapter(size: Size) -> tuple[AdapterSpec, dict[str, np.ndarray]]:
+    spec = _spec(size)
     return spec, drawn(spec.tensor_shapes, seed=0)
 
 
-def _adapter(size: Size) -> tuple[AdapterSpec, dict[str, np.ndarray]]:
-    return _drawn(size.layers, size.experts)
-
-
-def _folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="lora-moe-rl-scale-"))
-
-
-def _keeping(folder: Path, work: Work) -> Work:
+def _keeping(folder: tempfile.TemporaryDirectory[str], work: Work) -> Work:
     """`work`, with whose end the folder goes too."""
-    weakref.finalize(work, shutil.rmtree, folder, ignore_errors=True)
+    weakref.finalize(work, folder.cleanup)
     return work

@@ -238,7 +238,7 @@ def records(size: Size) -> Work:
 @dataclass(frozen=True)
 class Part:
     """`prepare` makes the work of a size, which alone is measured, against each of the `axes`.
-    `at`: what is larger while it is not what grows."""
+    `at`: sizes other than the defaults, of what does not grow."""
 
     prepare: Callable[[Size], Work]
     axes: Sequence[str] = ("samples",)

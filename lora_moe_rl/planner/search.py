@@ -335,9 +335,11 @@ def divides(shape: ModelShape, tp: int, cp: int) -> bool:
     """Whether tp divides the heads, and the key/value heads where they are cut; and cp ranks can
     share those that are left."""
     heads, kv_heads = shape.dims["heads"], shape.dims.get("kv_heads", tp)
-    if heads % tp or kv_heads % tp or shape.dims.get("linear_key_heads", tp * cp) % (tp * cp):
+    linear = shape.dims.get("linear_key_heads", heads)
+    if heads % tp or kv_heads % tp or linear % tp:
         return False
-    return can_share(heads // tp, cp, False) and can_share(kv_heads // tp, cp, True)
+    shared = all(can_share(number // tp, cp, False) for number in (heads, linear))
+    return shared and can_share(kv_heads // tp, cp, True)
 
 
 def divides_engine(shape: ModelShape, tp: int) -> bool:

@@ -32,12 +32,11 @@ def all_tokens(
     return _exchanged(query, cp), _exchanged(key, cp), _exchanged(value, cp)
 
 
-def side_by_side(parts: Sequence[torch.Tensor], cp: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Each `[F / cp, heads * d]`, of as many heads as may be, -> `[F, heads / cp * d]`: the same in
-    one exchange, of what no two ranks read."""
+def side_by_side(parts: Sequence[torch.Tensor], cp: dist.ProcessGroup) -> torch.Tensor:
+    """Each `[F / cp, heads * d]`, of as many heads as may be, -> `[F, heads / cp * d]`, one beside
+    the other: the same in one exchange, of what no two ranks read."""
     of_ranks = [part.unflatten(1, (cp.size(), -1)) for part in parts]
-    widths = [part.shape[2] for part in of_ranks]
-    return list(_exchanged(torch.cat(of_ranks, dim=2).flatten(1), cp).split(widths, dim=1))
+    return _exchanged(torch.cat(of_ranks, dim=2).flatten(1), cp)
 
 
 def own_tokens(attended: torch.Tensor, cp: dist.ProcessGroup) -> torch.Tensor:

@@ -59,16 +59,18 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         if not isinstance(packed_seq_params, PackedParams):
             raise ValueError("PackedGatedDeltaNet takes packed sequences only (packed_seq_params)")
         fused, _ = self.in_proj(hidden_states)
-        sections = fused.squeeze(1).split(self.in_proj_split_sections, dim=-1)
-        query, key, value, gate, beta, decay = sections
-        of_all = query, key, value, beta, decay
+        # The widths of what comes out of it, as one of cp ranks has them of all tokens.
+        widths = self.feat_dim_split
+        of_own = fused.squeeze(1).split([width * self.cp_size for width in widths], dim=-1)
+        qkv, gate, beta, decay = of_own
         if self.cp_size > 1:
-            of_all = side_by_side(of_all, self.pg_collection.cp)
-        qkv = torch.cat(of_all[:3], dim=-1)
-        attended = self._attend(qkv, *of_all[3:], packed_seq_params)
+            parts = *qkv.split(self._qkv_widths(), dim=-1), beta, decay
+            of_all = side_by_side(parts, self.pg_collection.cp)
+            qkv, beta, decay = of_all.split((widths[0], *widths[2:]), dim=-1)
+        attended = self._attend(qkv, beta, decay, packed_seq_params)
         if self.cp_size > 1:
             attended = own_tokens(attended.flatten(1), self.pg_collection.cp)
-        attended = attended.view(-1, self.num_v_heads_local_tp, self.value_head_dim)
+            attended = attended.unflatten(1, (-1, self.value_head_dim))
         normed = self._apply_gated_norm(attended, gate.reshape(attended.shape))
         normed = normed.view(*fused.shape[:2], -1)
         return self.out_proj(normed)
@@ -87,8 +89,7 @@ class PackedGatedDeltaNet(GatedDeltaNet):
     def _batch(self, qkv, beta, decay):
         """Of sequences `[n, longest, …]`, each from its beginning."""
         n, longest, _ = qkv.shape
-        keys, values = self.qk_dim_local_tp, self.v_dim_local_tp
-        convolution = self._of_heads(self.conv1d.weight, [keys, keys, values])
+        convolution = self._of_heads(self.conv1d.weight, self._qkv_widths())
         past = F.pad(qkv.transpose(1, 2), (convolution.shape[-1] - 1, 0))
         mixed = self.act_fn(F.conv1d(past, convolution, groups=past.shape[1]))
         query, key, value, _, beta, decay = self._prepare_input_for_gated_delta_rule(
@@ -100,6 +101,10 @@ class PackedGatedDeltaNet(GatedDeltaNet):
             unit_length(query), unit_length(key), value, g=decay, beta=beta
         )
         return out
+
+    def _qkv_widths(self) -> list[int]:
+        """Of queries, keys and values, of all heads of this tensor-parallel rank."""
+        return [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp]
 
     def _of_heads(self, parameter: torch.Tensor, sections: list[int]) -> torch.Tensor:
         """Of each of the sections, one after the other in dimension 0, what is of the heads that

@@ -117,15 +117,14 @@ class RefitVerification:
         log = self.folder / f"{engine.name}.log"
         try:
             with EngineProcess(engine.config, self.spec, self.model_dir, log) as process:
-                with timed(row, fatal=ActorFailed):
+                with timed(row, fatal=LoraMoeRlError):  # there are no refits without it
                     self.facts = process.start()
                     scores, _ = process.ask("score", self.reference.sequences, None)
                     row.merged_error = largest(scores, self.reference.base)
                     if not self.merged:
                         process.ask("load_files", str(self.folder / "files"))
-                    self.base = scores
-                if row.failure is None:
-                    self._trainers(engine, process)
+                self.base = scores
+                self._trainers(engine, process)
         except LoraMoeRlError as error:
             row.failure = str(error)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from published_configs import SMALL_DEEPSEEK_V3
+from published_configs import PUBLISHED, SMALL_DEEPSEEK_V3
 from refit_ranks import make_layouts, make_senders
 from safetensors.torch import save_file
 
@@ -18,7 +19,7 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import AdapterConfig, TrainerConfig
 from lora_moe_rl.kernels.merge.rounding import Arrived
 from lora_moe_rl.refit.merged_base import Base
-from lora_moe_rl.refit.merged_modules import EXPERTS, Merge, Module, find_arriving
+from lora_moe_rl.refit.merged_modules import EXPERTS, Merge, Module, find_arriving, in_partitions
 from lora_moe_rl.refit.plan import EngineLayout
 from lora_moe_rl.rollout.facts import fused_parts
 
@@ -141,3 +142,16 @@ def test_what_arrived_is_told_by_module(base):
     found = merge.arrived["layers.0.o_proj"]
     assert found.change == pytest.approx(float(change.square().sum()), rel=1e-5)
     assert found.value == pytest.approx(float((weight + change).square().sum()), rel=1e-5)
+
+
+def test_a_linear_with_several_outputs_is_compared_partition_by_partition():
+    """By hand: Qwen3.5-35B-A3B has 16 key heads and 32 value heads of 128."""
+    shape = ModelShape.from_hf_config(PUBLISHED["Qwen3.5-35B-A3B, by itself"])
+    base: Any = SimpleNamespace(shape=shape, name=lambda layer, name: f"{layer}.{name}")
+    module = Module("in_proj_qkvz", 0, ("in_proj_qkv", "in_proj_z"), {})
+    qkv, z = torch.arange(8192.0)[:, None], torch.full((4096, 1), -1.0)
+    weights = [("0.in_proj_qkv.weight", qkv), ("0.in_proj_z.weight", z)]
+    found = dict(in_partitions(base, module, weights))
+    assert [len(piece) for piece in found.values()] == [2048, 2048, 4096, 4096]
+    assert torch.equal(torch.cat([*found.values()]), torch.cat([qkv, z]))
+    assert all(name.endswith(".weight") for name in found)

@@ -19,6 +19,7 @@ from lora_moe_rl.config import AdapterConfig, TrainerConfig
 from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.errors import ConfigError, RefitError
 from lora_moe_rl.refit.plan import EngineLayout, make_plan
+from lora_moe_rl.verify import refit_run
 from lora_moe_rl.verify.comparisons import largest, largest_scaled
 from lora_moe_rl.verify.refit import DEFAULT_ENGINES, make_config
 from lora_moe_rl.verify.refit_plan import covering, parse_engine, parse_fault
@@ -41,6 +42,30 @@ def spec_of(config: dict, **adapter) -> AdapterSpec:
 
 
 QWEN = spec_of(QWEN3_30B_A3B)
+
+
+def test_an_engine_that_fails_before_its_scores_says_why_and_ends_nothing(monkeypatch, tmp_path):
+    class NoTokenizer:
+        def __init__(self, *arguments):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception):
+            pass
+
+        def start(self):
+            raise RefitError("no tokenizer")
+
+    monkeypatch.setattr(refit_run, "EngineProcess", NoTokenizer)
+    engine = parse_engine("tp1", CONFIG, QWEN)
+    found = refit_run.RefitVerification(CONFIG, QWEN, tmp_path, [engine], [], [], 1)
+    found.report = Report("x", "per_expert", "cpu", "float32", 1e-5)
+    found.folder = tmp_path
+    found._engine(engine)
+    (row,) = found.report.rows
+    assert row.failure == "no tokenizer" and row.seconds is not None
 
 
 @pytest.mark.parametrize(
