@@ -24,14 +24,14 @@ ROUNDS = 3
 def make(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
     """The same random weights twice: quantised, and as the numbers that they stand for."""
     from lora_moe_rl.bench.model import deepseek_v3, save_random
-    from lora_moe_rl.models.quantised_weights import write_numbers
+    from lora_moe_rl.export.merged import dequantise
     from lora_moe_rl.tiny.quantise import quantise
     from lora_moe_rl.tiny.shapes import EXTRA_CONFIG
 
     save_random(folder / "base", lambda: deepseek_v3(**sizes), EXTRA_CONFIG["deepseek_v3"])
     quantise(folder / "base", folder / "int4")
     shutil.rmtree(folder / "base")
-    write_numbers(folder / "int4", folder / "float32")
+    dequantise(folder / "int4", folder / "float32", "float32")
     return {}
 
 

@@ -4,7 +4,8 @@
 
 Each shard of the base is read once and each of the result written once, a few rows at a time, by a
 few threads. An interrupted merge goes on: finished shards are compared with their checksums and
-kept. What no adapter changes is copied bit for bit.
+kept. What no adapter changes is copied bit for bit. A quantised base is written as numbers in the
+same way, without an adapter.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from lora_moe_rl.export import merged_targets
 from lora_moe_rl.export.merged_adapter import Adapter
 from lora_moe_rl.export.merged_out import PARTIAL, OutDirectory, disk_errors
 from lora_moe_rl.export.merged_plan import CopyStep, MergeStep, ShardPlan, plan_shards
-from lora_moe_rl.export.merged_weights import Form, check_form, compute
+from lora_moe_rl.export.merged_weights import Dtype, Form, check_form, compute
 from lora_moe_rl.files.untrusted import SafeFile, SafeWeights, inside, read_json
 from lora_moe_rl.kernels.merge.rounding import Arrived
 
@@ -78,7 +79,7 @@ def export_merged(
     rounding lost more than `stop_lost` of the change (`Arrived.lost`; nothing that loads is there
     then), FileError for a damaged base.
     """
-    base_dir, out_dir, say = Path(base_dir), Path(out_dir), say or (lambda text: None)
+    base_dir, say = Path(base_dir), say or (lambda text: None)
     config = read_json(inside(base_dir, "config.json"))
     with SafeWeights.open(base_dir) as base:
         stored = merged_targets.find(base, config, spec, DTYPES[form.dtype] if form.dtype else None)
@@ -87,37 +88,68 @@ def export_merged(
         check_form(form, stored, shards)
         say("reading the adapter")
         adapter = Adapter(spec, tensors)
-        fingerprint = {
-            "format": FORMAT,
-            "base": _base_digest(base),
-            "adapter": adapter.digest,
-            "form": repr(form),
-        }
-        report = MergeReport(out_dir, shards=len(shards))
-        report.changed_tensors = sum(1 for weight in stored.values() if weight.parts)
-        with OutDirectory.open(out_dir, fingerprint) as out:
-            _merge_shards(base, shards, adapter, form, out, report, say)
-            for finished in out.done.values():
-                for name, sums in finished["arrived"].items():
-                    report.arrived.setdefault(name, Arrived()).add(Arrived(**sums))
-            if report.total.lost > stop_lost:
-                raise ExportError(f"{out_dir} is not finished: {report.total}, above {stop_lost:g}")
-            say("writing config.json and the rest")
-            weight_map = {entry.name: s.name for s in shards for entry in s.entries}
-            new_config = None if target is None else _config_of(config, target)
-            out.finish(base_dir, new_config, weight_map, _record(report, fingerprint))
+        changed = sum(1 for weight in stored.values() if weight.parts)
+        new_config = None if target is None else _config_of(config, target)
+        planned = _Planned(base, shards, adapter, form, new_config)
+        return _write(planned, MergeReport(Path(out_dir), len(shards), 0, changed), say, stop_lost)
+
+
+def dequantise(
+    base_dir: Path | str, out_dir: Path | str, dtype: Dtype = "bfloat16", say: Say | None = None
+) -> MergeReport:
+    """Writes the model of a quantised checkpoint as numbers, in the same way. Raises ExportError
+    for one that is not quantised, or in a form that is not known, and what `export_merged` raises
+    of directories and disks."""
+    base_dir = Path(base_dir)
+    config = read_json(inside(base_dir, "config.json"))
+    with SafeWeights.open(base_dir) as base:
+        stored = merged_targets.of_numbers(base, config)
+        shards = plan_shards(base, stored, DTYPES[dtype])
+        planned = _Planned(base, shards, None, Form(dtype), _config_of(config, dtype))
+        report = MergeReport(Path(out_dir), len(shards))
+        report.changed_tensors = sum(1 for weight in stored.values() if weight.form != "float")
+        return _write(planned, report, say or (lambda text: None))
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """`adapter`: None where nothing is added. `config`: what becomes of config.json, None for
+    nothing."""
+
+    base: SafeWeights
+    shards: list[ShardPlan]
+    adapter: Adapter | None
+    form: Form
+    config: dict[str, Any] | None
+
+
+def _write(
+    planned: _Planned, report: MergeReport, say: Say, stop_lost: float = math.inf
+) -> MergeReport:
+    base, shards = planned.base, planned.shards
+    fingerprint = {
+        "format": FORMAT,
+        "base": _base_digest(base),
+        "adapter": "none" if planned.adapter is None else planned.adapter.digest,
+        "form": repr(planned.form),
+    }
+    with OutDirectory.open(report.directory, fingerprint) as out:
+        _write_shards(planned, out, report, say)
+        for finished in out.done.values():
+            for name, sums in finished["arrived"].items():
+                report.arrived.setdefault(name, Arrived()).add(Arrived(**sums))
+        if report.total.lost > stop_lost:
+            raise ExportError(
+                f"{report.directory} is not finished: {report.total}, above {stop_lost:g}"
+            )
+        say("writing config.json and the rest")
+        weight_map = {entry.name: s.name for s in shards for entry in s.entries}
+        out.finish(base.directory, planned.config, weight_map, _record(report, fingerprint))
     return report
 
 
-def _merge_shards(
-    base: SafeWeights,
-    shards: list[ShardPlan],
-    adapter: Adapter,
-    form: Form,
-    out: OutDirectory,
-    report: MergeReport,
-    say: Say,
-) -> None:
+def _write_shards(planned: _Planned, out: OutDirectory, report: MergeReport, say: Say) -> None:
+    shards = planned.shards
     with _workers() as pool:
         for number, shard in enumerate(shards, 1):
             where = f"shard {number} of {len(shards)}, {shard.name}"
@@ -130,9 +162,9 @@ def _merge_shards(
         left = [shard for shard in shards if shard.name not in out.done]
         out.require_space(sum(shard.nbytes for shard in left))
         for shard in left:
-            say(f"merging shard {shards.index(shard) + 1} of {len(shards)}, {shard.name}")
+            say(f"writing shard {shards.index(shard) + 1} of {len(shards)}, {shard.name}")
             with disk_errors(out.path / shard.name):
-                writer = _ShardWriter(base, shard, adapter, form, out.path, pool)
+                writer = _ShardWriter(planned, shard, out.path, pool)
                 digest, arrived = writer.run(report)
                 sums = {name: asdict(one) for name, one in arrived.items()}
                 out.finish_shard(shard.name, digest, sums)
@@ -142,16 +174,11 @@ class _ShardWriter:
     """Fills one file by a few threads, each step at its own place."""
 
     def __init__(
-        self,
-        base: SafeWeights,
-        shard: ShardPlan,
-        adapter: Adapter,
-        form: Form,
-        directory: Path,
-        pool: ThreadPoolExecutor,
+        self, planned: _Planned, shard: ShardPlan, directory: Path, pool: ThreadPoolExecutor
     ):
-        self.shard, self.adapter, self.form, self.pool = shard, adapter, form, pool
-        self.files: dict[str, SafeFile] = base.files
+        self.shard, self.pool = shard, pool
+        self.adapter, self.form = planned.adapter, planned.form
+        self.files: dict[str, SafeFile] = planned.base.files
         self.path = directory / f"{shard.name}{PARTIAL}"
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -188,7 +215,7 @@ class _ShardWriter:
                 if isinstance(step, CopyStep):
                     running.append((step, self.pool.submit(self._copy, step)))
                 else:
-                    factors = self.adapter.factors(step)
+                    factors = None if self.adapter is None else self.adapter.factors(step)
                     running.append((step, self.pool.submit(self._merge, step, factors)))
             while running:
                 first, future = running.popleft()

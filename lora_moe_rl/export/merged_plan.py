@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from lora_moe_rl.export.merged_targets import Part, StoredWeight
+from lora_moe_rl.export.merged_targets import TURNED, Part, StoredWeight
 from lora_moe_rl.files.untrusted import DTYPES, Entry, SafeWeights
 
 COPY_BYTES = 8 * 2**20
@@ -58,6 +58,8 @@ class Matrix:
         rows = max(STEP_NUMBERS // max(self.shape[1], 1), 1)
         if self.form == "fp8":
             rows = max(rows // FP8_ROWS, 1) * FP8_ROWS
+        if self.form == TURNED:  # its rows are columns of what is written
+            rows = self.shape[0]
         parts = self.parts or (None,)
         for part in parts:
             first = part.first_row if part else 0
@@ -140,7 +142,7 @@ def _plan_shard(
             new = entry.dtype if dtype is None else dtype
             outputs.append((entry, entry.name, new, entry.shape))
         elif weight.role_of(entry.name) == "weight":
-            outputs.append((entry, weight.name, dtype, weight.shape))
+            outputs.append((entry, weight.name, dtype, weight.as_numbers))
     if dtype is not None:  # tensors stay aligned
         outputs.sort(key=lambda output: -DTYPES[output[2]][0])
     metadata = file.metadata or {"format": "pt"}

@@ -1,4 +1,5 @@
-"""Which tensors of a base checkpoint hold the weights that an adapter changes, and in what form.
+"""Which tensors of a base checkpoint hold the weights that an adapter changes, or that are written
+as numbers, and in what form.
 
 float   `….weight`, F32, BF16 or F16; or all experts of a layer in one, as transformers 5 keeps
         them: `….experts.gate_up_proj` [E, 2I, H] and `….experts.down_proj` [E, H, I]
@@ -6,7 +7,9 @@ fp8     `….weight` F8_E4M3 and `….weight_scale_inv`: blocks of 128 x 128 (De
 int4    `….weight_packed` I32, `….weight_scale` and `….weight_shape`: groups of 32
         (compressed-tensors' pack-quantized, Kimi-K2-Thinking)
 mxfp4   `….weight_packed` U8 and `….weight_scale` U8, exponents: groups of 32
-        (compressed-tensors' mxfp4-pack-quantized; not gpt-oss's stacks)
+        (compressed-tensors' mxfp4-pack-quantized)
+mxfp4_stack   all experts of a layer in one, as gpt-oss's: `…_proj_blocks` U8 [E, out, in / 32, 16]
+        and `…_proj_scales` U8 [E, out, in / 32]; as numbers `…_proj` [E, in, out]. Not merged into
 """
 
 from __future__ import annotations
@@ -22,10 +25,13 @@ from lora_moe_rl.errors import ExportError
 from lora_moe_rl.files.untrusted import Entry, SafeWeights
 
 FLOATS = ("F32", "BF16", "F16")
+BLOCKS = "_blocks"  # behind the name of a stack
 FP8_BLOCK, INT4_GROUP, INT4_IN_WORD = 128, 32, 8
 MXFP4_GROUP, MXFP4_IN_BYTE = 32, 2
+CODES = ("U8", "I8", "I32", "F8_E4M3", "F8_E5M2")  # that a float is stored as
 SHOWN = 5
 WAY_OUT = "write another form with --dtype bfloat16"
+TURNED = "mxfp4_stack"  # whose matrices are the other way round as numbers
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,12 @@ class StoredWeight:
     shape: tuple[int, ...]
     tensors: Mapping[str, str]
     parts: tuple[tuple[Part, ...], ...] = ()
+
+    @property
+    def as_numbers(self) -> tuple[int, ...]:
+        """The shape of its unquantised tensor."""
+        *stack, out, in_features = self.shape
+        return (*stack, in_features, out) if self.form == TURNED else self.shape
 
     def role_of(self, tensor: str) -> str:
         return next(role for role, name in self.tensors.items() if name == tensor)
@@ -79,6 +91,19 @@ def find(
     if dtype is not None:
         found |= {w.name: w for w in _others(base, found)}
         check_quantisation(config, {w.form for w in found.values()}, dtype)
+    return found
+
+
+def of_numbers(base: SafeWeights, config: Mapping[str, Any]) -> dict[str, StoredWeight]:
+    """The same of a checkpoint that no adapter changes. Raises ExportError for one that has nothing
+    quantised."""
+    found = {weight.name: weight for weight in _others(base, {})}
+    forms = {weight.form for weight in found.values()}
+    if forms == {"float"}:
+        said = config.get("quantization_config")
+        why = f", though quantization_config says {said.get('quant_method')!r}" if said else ""
+        raise ExportError(f"{base.directory} holds numbers already{why}: it can be taken as it is")
+    check_quantisation(config, forms, "")
     return found
 
 
@@ -177,6 +202,17 @@ def _mxfp4(base: SafeWeights, path: str) -> StoredWeight | None:
     return StoredWeight(f"{path}.weight", "mxfp4", (out, in_features), names)
 
 
+def _mxfp4_stack(base: SafeWeights, name: str) -> StoredWeight | None:
+    names = {"weight": f"{name}{BLOCKS}", "scale": f"{name}_scales"}
+    blocks = base.entry(names["weight"])
+    if blocks.dtype != "U8" or len(blocks.shape) != 4 or names["scale"] not in base.file_of:
+        return None
+    experts, out, groups, _ = blocks.shape
+    _require(base, blocks, (experts, out, groups, MXFP4_GROUP // MXFP4_IN_BYTE), ("U8",))
+    _require(base, base.entry(names["scale"]), (experts, out, groups), ("U8",))
+    return StoredWeight(name, TURNED, (experts, out, groups * MXFP4_GROUP), names)
+
+
 def _require(base: SafeWeights, entry: Entry, shape: tuple, dtypes: tuple[str, ...]) -> None:
     if entry.shape != shape or entry.dtype not in dtypes:
         raise ExportError(
@@ -226,12 +262,19 @@ def _others(base: SafeWeights, found: Mapping[str, StoredWeight]) -> Iterator[St
     owned = {tensor for weight in found.values() for tensor in weight.tensors.values()}
     for name in base.file_of:
         path, _, last = name.rpartition(".")
-        if last in ("weight_packed", "weight_scale_inv") and name not in owned:
-            weight = stored(base, path)
+        stack = last.endswith(BLOCKS)
+        if (stack or last in ("weight_packed", "weight_scale_inv")) and name not in owned:
+            weight = _mxfp4_stack(base, name.removesuffix(BLOCKS)) if stack else stored(base, path)
             if weight is None:
                 raise ExportError(f"{base.directory}: the form of {name} is not known")
             owned |= set(weight.tensors.values())
             yield weight
+    for entry in base.entries():
+        if entry.dtype in CODES and entry.name not in owned:
+            raise ExportError(
+                f"{base.directory}: {entry.name} is {entry.dtype}, and no scales that are known "
+                "belong to it: it cannot be written as numbers"
+            )
     main = main_dtype(base)
     for entry in base.entries():
         if entry.dtype == main and entry.name not in owned:
@@ -265,6 +308,11 @@ def check_quantisation(config: Mapping[str, Any], forms: set[str], dtype: str | 
                 f"the base's FP8 scales have scale_fmt={said['scale_fmt']!r}, which a merge does "
                 f"not write; {WAY_OUT}"
             )
+    if TURNED in forms and said.get("quant_method") != "mxfp4":
+        raise ExportError(
+            "the base has stacks of MXFP4, and quantization_config in config.json says "
+            f"quant_method={said.get('quant_method')!r}; known is 'mxfp4'"
+        )
     for form, known in PACKED.items():
         if form in forms:
             _check_packed(said, *known)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lora_moe_rl.errors import ConfigError, ExportError
 from lora_moe_rl.export.merged_plan import Matrix, MergeStep, ShardPlan
-from lora_moe_rl.export.merged_targets import StoredWeight
+from lora_moe_rl.export.merged_targets import TURNED, StoredWeight
 from lora_moe_rl.files.untrusted import DTYPES
 from lora_moe_rl.kernels.merge import (
     formats,
@@ -137,6 +137,7 @@ _DEQUANTISE = {
     "fp8": formats.dequantise_fp8,
     "int4": formats.dequantise_int4,
     "mxfp4": formats.dequantise_mxfp4,
+    TURNED: lambda weight, scale: formats.dequantise_mxfp4(weight, scale).T.contiguous(),
 }
 
 

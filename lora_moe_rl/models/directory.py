@@ -15,7 +15,8 @@ from lora_moe_rl.models import quantised
 from lora_moe_rl.models.tensor_shapes import check_shapes
 from lora_moe_rl.tiny.make import NAMES, find_tiny, make_tiny
 
-NOT_FETCHED = ["*.bin", "*.pt", "*.pth", "*.gguf"]
+# "original": the same weights once more, as gpt-oss and others have them.
+NOT_FETCHED = ["*.bin", "*.pt", "*.pth", "*.gguf", "original/*"]
 
 
 def resolve_model(path: str, revision: str | None = None) -> Path:

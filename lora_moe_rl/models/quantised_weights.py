@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable, Collection
-from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from lora_moe_rl.errors import ModelError
-from lora_moe_rl.files.untrusted import SafeWeights, read_json
+from lora_moe_rl.files.untrusted import SafeWeights
 from lora_moe_rl.kernels.dequant import Form, Packed, dequantise
 from lora_moe_rl.kernels.dequant.formats import bad_scales
-from lora_moe_rl.models.quantised_names import TENSORS, form_of, weight_of
+from lora_moe_rl.models.quantised_names import TENSORS, form_of
 
 
 def read(get: Callable[[str], torch.Tensor], names: Collection[str], name: str) -> torch.Tensor:
@@ -66,16 +62,3 @@ def read_scales(weights: SafeWeights, path: str, form: Form) -> torch.Tensor:
 def _packed(form: Form, data: torch.Tensor, scales: torch.Tensor) -> Packed:
     """compressed-tensors has the bytes of an MXFP4 weight's groups one after the other."""
     return Packed(form, data.view(*scales.shape, -1) if form == "mxfp4" else data, scales)
-
-
-def write_numbers(source: Path, out: Path) -> None:
-    """Writes the model of a quantised checkpoint to the directory `out`: the same weights in
-    float32."""
-    shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors*"))
-    with SafeWeights.open(source) as weights:
-        wanted = dict.fromkeys(weight_of(name) for name in weights.file_of)
-        tensors = {name: read(weights.read, weights.file_of, name) for name in wanted}
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    config = read_json(source / "config.json")
-    config.pop("quantization_config", None)
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -21,7 +21,7 @@ from lora_moe_rl.algorithms.parts import kl
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.data.batch import TrainBatch
-from lora_moe_rl.models.quantised_weights import write_numbers
+from lora_moe_rl.export.merged import dequantise
 from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.run.publisher import plan_layouts
@@ -68,7 +68,7 @@ class Verification:
             self.say("a rank on the packed base")
             packed = self._rank(self.model_dir, batch, table)
             self.say("a rank on the base as numbers")
-            write_numbers(self.served or self.model_dir, numbers := self.folder / "numbers")
+            dequantise(self.served or self.model_dir, numbers := self.folder / "numbers", "float32")
             plain = self._rank(numbers, batch, table)
         return [*self._engine(batch, ours, without, packed[0]), *_numbers(packed, plain)]
 

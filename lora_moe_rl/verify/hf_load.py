@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from lora_moe_rl.adapters.families import FAMILIES, language_config
-from lora_moe_rl.models.quantised_weights import write_numbers
+from lora_moe_rl.export.merged import dequantise
 
 
 def load(model_dir: Path) -> torch.nn.Module:
@@ -25,7 +25,7 @@ def load(model_dir: Path) -> torch.nn.Module:
     config = json.loads((Path(model_dir) / "config.json").read_text())
     if "quantization_config" in config:
         with tempfile.TemporaryDirectory() as folder:
-            write_numbers(Path(model_dir), numbers := Path(folder) / "numbers")
+            dequantise(Path(model_dir), numbers := Path(folder) / "numbers", "float32")
             return load(numbers)
     (architecture,) = config["architectures"]
     family, inside = FAMILIES[architecture], FAMILIES[architecture].inside
