@@ -19,10 +19,7 @@ def refused(c: Config) -> Iterator[str]:
         yield (
             "a quantised checkpoint (quant_method "
             f"{c['quantization_config'].get('quant_method')!r}) is not supported for this family: "
-            "experts with biases are trained and served as numbers; save it dequantised "
-            "(transformers: GptOssForCausalLM.from_pretrained(..., quantization_config="
-            "Mxfp4Config(dequantize=True), dtype='bfloat16').save_pretrained(...), and take "
-            "quantization_config out of config.json)"
+            f"experts with biases are trained and served as numbers; {refusals.AS_NUMBERS}"
         )
     for key, value in FIXED.items():
         if c.get(key, value) != value:
@@ -78,12 +75,15 @@ def bridge() -> type:
             provider.yarn_correction_range_round_to_int = rope.get("truncate", True)
 
         def maybe_modify_loaded_hf_weight(self, hf_param, hf_state_dict) -> Any:
-            """A stack of experts is read once, not once an expert."""
+            """A stack of experts is read once, not once an expert. `gate_up_proj` [E, H, 2I] is
+            turned here: upstream looks at the shape, and leaves a square one as it is."""
             if not isinstance(hf_param, str) or ".mlp.experts." not in hf_param:
                 return super().maybe_modify_loaded_hf_weight(hf_param, hf_state_dict)
             if self.stack[0] != hf_param:
                 self.stack = ("", None)  # no two in memory
                 stack = super().maybe_modify_loaded_hf_weight(hf_param, hf_state_dict)
+                if hf_param.endswith("gate_up_proj"):
+                    stack = stack.mT.contiguous()
                 self.stack = (hf_param, stack)
             return self.stack[1]
 

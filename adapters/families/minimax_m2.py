@@ -35,7 +35,7 @@ def refused(c: Config) -> Iterator[str]:
     if c.get("quantization_config"):
         yield (
             "quantization_config is not supported for this family, whose quantised base nobody has "
-            "compared with its numbers here; dequantise the checkpoint to bfloat16"
+            f"compared with its numbers here; {refusals.AS_NUMBERS}"
         )
 
 

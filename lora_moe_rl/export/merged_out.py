@@ -75,7 +75,7 @@ class OutDirectory:
             old = kept if isinstance(kept, dict) else {}
             differ = [key for key, value in self.fingerprint.items() if old.get(key) != value]
             raise ExportError(
-                f"{self.path} holds an unfinished merge of another {' and another '.join(differ)}: "
+                f"{self.path} holds an unfinished result of another {' and another '.join(differ)}: "
                 "remove it, or name another directory"
             )
         self.done = journal["done"]

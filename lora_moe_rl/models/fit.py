@@ -10,7 +10,7 @@ from lora_moe_rl.config import RolloutConfig, RunConfig, TrainerConfig
 from lora_moe_rl.config.keys import value_text
 from lora_moe_rl.config.trainer import has_transformer_engine
 from lora_moe_rl.errors import ConfigError, ModelError
-from lora_moe_rl.models.quantised import WHOLE
+from lora_moe_rl.models.quantised import AS_NUMBERS, WHOLE
 from lora_moe_rl.upstream.versions import importable
 
 
@@ -144,8 +144,7 @@ def _check_linear(shape: ModelShape, config: RunConfig, form: str | None) -> Non
     trainer = config.trainer
     if form in WHOLE:
         raise ConfigError(
-            f"the base is {form}, and {what}, which is supported in float dtypes; take a base that "
-            "is not quantised"
+            f"the base is {form}, and {what}, which is supported in float dtypes; {AS_NUMBERS}"
         )
     if config.refit.mode == "merged":
         _check_linear_merged(shape, config, what)

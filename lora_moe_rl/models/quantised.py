@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lora_moe_rl.adapters.families.common.refusals import AS_NUMBERS
 from lora_moe_rl.files.untrusted import read_json
 
 if TYPE_CHECKING:
@@ -66,12 +67,14 @@ def refused(config: Mapping[str, Any]) -> Iterator[str]:
             yield _refused(f"{kind} with quantised activations")
         if any(w.get("actorder") for w in weights):
             yield _refused(f"{kind} with actorder")
+    elif method == "mxfp4":  # gpt-oss's
+        yield _refused("quant_method='mxfp4'", AS_NUMBERS)
     else:
         yield _refused(f"quant_method={method!r}")
 
 
-def _refused(what: str) -> str:
+def _refused(what: str, way_out: str = "take such a checkpoint, or one without") -> str:
     return (
-        f"quantization_config has {what}, which is not supported; supported are {SUPPORTED}. Use "
-        "such a checkpoint, or one that is not quantised"
+        f"quantization_config has {what}, which is not supported; supported are {SUPPORTED}; "
+        f"{way_out}"
     )

@@ -121,13 +121,13 @@ def check_quantised(config: RunConfig, form: str | None) -> None:
     if config.refit.mode == "merged":
         raise ConfigError(
             f"refit.mode=merged writes merged weights into the engine, and the base is {form}: "
-            "merged weights would have to be quantised anew; use refit.mode=adapter, or a base "
-            "that is not quantised"
+            "merged weights would have to be quantised anew; use refit.mode=adapter, or numbers: "
+            f"{quantised.AS_NUMBERS}"
         )
     if config.adapter.init == "olora":
         raise ConfigError(
             f"adapter.init=olora starts from the base's own weights in a float dtype, and the base "
-            f"is {form}; use adapter.init=kaiming, or a base that is not quantised"
+            f"is {form}; use adapter.init=kaiming, or numbers: {quantised.AS_NUMBERS}"
         )
     if form == "fp8" and os.environ.get(E8M0_VARIABLE, "0") not in ("", "0"):
         raise ConfigError(

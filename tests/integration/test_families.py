@@ -52,9 +52,22 @@ def score(worker, spec, adapter):
     return base, worker.score(sequences(), None, True)
 
 
-@pytest.mark.parametrize("name", tiny_families.FAMILIES)
-def test_forward_equals_hugging_face(name, tmp_path):
-    tiny_families.save(name, tmp_path)
+# Where a matrix of an expert is square, its shape does not say which way round it is.
+GATE_UP_SQUARE = {"hidden_size": 96, "intermediate_size": 48}
+DOWN_SQUARE = {"hidden_size": 64, "intermediate_size": 64}  # as published
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        *((name, {}) for name in tiny_families.FAMILIES),
+        ("gpt_oss", GATE_UP_SQUARE),
+        ("gpt_oss", DOWN_SQUARE),
+    ],
+    ids=str,
+)
+def test_forward_equals_hugging_face(name, sizes, tmp_path):
+    tiny_families.save(name, tmp_path, **sizes)
     config = make_config(name, tmp_path)
     spec = spec_of(tmp_path, config)
     adapter = random_adapter(spec)

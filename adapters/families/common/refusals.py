@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 
 from lora_moe_rl.adapters.families.common.family import Config
 
+AS_NUMBERS = "`lora-moe-rl dequantise MODEL --out DIR` writes it as numbers"
 MLA_ROPES = ("default", "yarn")
 _ROPE_KEYS = {
     "type",

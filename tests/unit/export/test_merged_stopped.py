@@ -61,13 +61,13 @@ def test_an_unfinished_merge_of_something_else_is_in_the_way(sharded, monkeypatc
         interrupt(patch, after=150)
         with pytest.raises(KeyboardInterrupt):
             export_merged(spec, tensors, base, out)
-    with pytest.raises(ExportError, match="unfinished merge of another adapter"):
+    with pytest.raises(ExportError, match="unfinished result of another adapter"):
         export_merged(spec, random_adapter(spec, seed=1), base, out)
-    with pytest.raises(ExportError, match="unfinished merge of another form"):
+    with pytest.raises(ExportError, match="unfinished result of another form"):
         export_merged(spec, tensors, base, out, Form(dtype="float16"))
     (base / "config.json").touch()
     (base / "model-0.safetensors").touch()
-    with pytest.raises(ExportError, match="unfinished merge of another base"):
+    with pytest.raises(ExportError, match="unfinished result of another base"):
         export_merged(spec, tensors, base, out)
 
 
