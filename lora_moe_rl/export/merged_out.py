@@ -74,8 +74,9 @@ class OutDirectory:
         if kept != self.fingerprint:
             old = kept if isinstance(kept, dict) else {}
             differ = [key for key, value in self.fingerprint.items() if old.get(key) != value]
+            others = " and another ".join(differ)
             raise ExportError(
-                f"{self.path} holds an unfinished result of another {' and another '.join(differ)}: "
+                f"{self.path} holds an unfinished result of another {others}: "
                 "remove it, or name another directory"
             )
         self.done = journal["done"]
