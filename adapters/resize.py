@@ -200,8 +200,13 @@ def _stacked(of_site: list[tuple[Site, Tensors, float]]) -> tuple[Site, np.ndarr
         A, B = tensors[f"{site.name}.A"], tensors[f"{site.name}.B"]
         if not alike:
             A, B = _each_expert(site, A, B)
+        factor = weight * site.scale / first.scale
+        with np.errstate(over="ignore"):
+            B = B * np.float32(factor)
+        if not np.isfinite(B).all():
+            raise AdapterError(f"{site.name}: B times {factor:g} is too large for float32")
         of_A.append(A)
-        of_B.append(B * np.float32(weight * site.scale / first.scale))
+        of_B.append(B)
     A, B = np.concatenate(of_A, -2), np.concatenate(of_B, -1)
     shared = first.shared if alike else None
     return replace(first, rank=A.shape[-2], shared=shared, frozen_rank=0), A, B

@@ -12,7 +12,7 @@ from typing import Literal
 
 from lora_moe_rl import __version__
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import ConfigError, LoraMoeRlError
+from lora_moe_rl.errors import ConfigError, FileError, LoraMoeRlError
 from lora_moe_rl.run.signals import Stopped, interrupts
 
 TRACEBACK_VARIABLE = "LORA_MOE_RL_TRACEBACK"
@@ -110,6 +110,8 @@ def train(arguments: Sequence[str], config: RunConfig | None = None, prog: str =
         raise ConfigError("--resume and --resume-from are both given; use one of them")
     if {"--supervise", "--dry-run"} <= flags:
         raise ConfigError("--supervise and --dry-run are both given; a dry run has no process")
+    if "--dry-run" in flags and (spoken := SPEAKING.keys() & flags):
+        raise ConfigError(f"{' '.join(spoken)} has no effect on a dry run, which has no steps")
     if SPEAKING.keys() <= flags:
         raise ConfigError("--quiet and --json are both given; --json says nothing else by itself")
     if flags & {"--help", "-h"}:
@@ -125,7 +127,7 @@ def train(arguments: Sequence[str], config: RunConfig | None = None, prog: str =
         from lora_moe_rl.run.check import require
         from lora_moe_rl.telemetry import console
 
-        require(config, "--resume" in flags, console.warn)
+        require(config, "--resume" in flags, fork, console.warn)
         return 0
     if "--supervise" in flags:
         from lora_moe_rl.run.supervisor import supervise
@@ -309,7 +311,13 @@ def _one_of(command: str, table: dict[str, tuple[str, str]], arguments: Sequence
 
 def _module(name: str) -> Callable[[Sequence[str]], int]:
     def main(arguments: Sequence[str]) -> int:
-        return import_module(f"lora_moe_rl.{name}").main(arguments)
+        command = import_module(f"lora_moe_rl.{name}").main
+        try:
+            return command(arguments)
+        except OSError as error:
+            if error.filename is None:
+                raise
+            raise FileError(f"{error.filename}: {error.strerror}") from error
 
     return main
 

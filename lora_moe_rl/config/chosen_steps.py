@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+MOST = 10_000  # of one range
+
 
 def steps_of(key: str, value: Any) -> tuple[int, ...]:
     """`value` of the setting `key` as step numbers, ascending, each once. Raises ValueError for
@@ -25,4 +27,6 @@ def _range(key: str, one: Any) -> Iterator[int]:
             f"{key}={one} names no steps: write one (3), a range (3-5) or several (3,7-9); the "
             "first step is 1"
         )
+    if last - first >= MOST:
+        raise ValueError(f"{key}={one} names {last - first + 1} steps; name {MOST} at most")
     return iter(range(first, last + 1))

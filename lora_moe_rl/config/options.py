@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 
 from lora_moe_rl.errors import ConfigError
@@ -35,6 +36,20 @@ def positive(text: str) -> int:
     """A type for add_argument: a whole number of at least 1."""
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def above_zero(text: str) -> float:
+    """A type for add_argument: a finite number above 0."""
+    if not 0 < (value := float(text)) < math.inf:  # NaN is not above 0
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
+    return value
+
+
+def not_negative(text: str) -> float:
+    """A type for add_argument: a finite number of at least 0."""
+    if not 0 <= (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number of at least 0")
     return value
 
 

@@ -40,6 +40,8 @@ from lora_moe_rl.errors import ConfigError
 
 BARE_LIST = re.compile(r"\[[^][(){}\"']*\]")  # [file.py:function, module:function]
 
+TEXTS = ("rollout.stop",)  # lists whose members may have brackets of their own
+
 
 def override(config: RunConfig, arguments: Sequence[str]) -> RunConfig:
     """`config` with `arguments` laid over it, validated as a whole. Raises ConfigError."""
@@ -84,6 +86,8 @@ def parse_arguments(arguments: Sequence[str]) -> list[dict[str, Any]]:
             continue
         key = find_key(name)
         value = parse_value(key, text) if key else parse_loosely(text)
+        if value is None and is_section(name):
+            _require_removable(name)
         layers.append(checked_keys({name: value}))
     if unknown:
         raise _unknown(*unknown)
@@ -96,13 +100,28 @@ def parse_value(key: Key, text: str) -> Any:
     if key.accepts_none and text.lower() in ("null", "none"):
         return None
     if key.is_tuple:
-        value = parse_loosely(text) if text[:1] in ("[", "(") else _split(text)
-        if value == text and BARE_LIST.fullmatch(text):
-            value = _split(text[1:-1])
-        return tuple(value) if isinstance(value, list) else value
+        return _list_of(key, text)
     if key.accepts_text:
         return parse_loosely(text) if text[:1] == '"' else text
     return parse_loosely(text)
+
+
+def _list_of(key: Key, text: str) -> Any:
+    """`a,b`, `[a, b]`, JSON, or null for none."""
+    if text.lower() in ("null", "none"):
+        return ()
+    value = parse_loosely(text) if text[:1] in ("[", "(", '"') else _split(text)
+    if value == text and BARE_LIST.fullmatch(text):
+        if key.name in TEXTS:
+            quoted = json.dumps([text])
+            raise ConfigError(
+                f"{key.name}={text} may be a list or a text in brackets; as a text it is "
+                f"'{key.name}={quoted}'"
+            )
+        return _split(text[1:-1])
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def parse_loosely(text: str) -> Any:
@@ -169,6 +188,16 @@ def _section_value(name: str, value: Any) -> dict[str, Any] | None:
         keys = ", ".join(own)
         raise ConfigError(f"{name}={value!r}: {name} is a section; set one of its keys: {keys}")
     return checked_keys(value, f"{name}.")
+
+
+def _require_removable(name: str) -> None:
+    """Raises ConfigError for a section that is always there, and which null would not take away."""
+    if name not in named_sections() and not is_member(name):
+        maps = [one for one in named_sections() if one.startswith(f"{name}.")]
+        ways = "; ".join(f"{one}=null takes {one} away" for one in maps)
+        raise ConfigError(
+            f"{name}=null: {name} is a section, which stays; {ways or 'set its keys'}"
+        )
 
 
 def _merge(into: dict[str, Any], layer: Mapping[str, Any], prefix: str = "") -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.rollout.facts import SLOT_RANKS
 
 if TYPE_CHECKING:
     from lora_moe_rl.adapters.resize import Change
@@ -97,7 +98,10 @@ def _write(options: argparse.Namespace, found: Source, spec: AdapterSpec, tensor
 
 def _inspect(options: argparse.Namespace) -> int:
     from lora_moe_rl.export.inspection import heat_map, inspect, print_report
+    from lora_moe_rl.files.out_directory import require_file
 
+    if options.png:
+        require_file(options.png, "--png")
     found = _load(options.directory, options)
     report = inspect(found)
     if options.png:
@@ -184,8 +188,8 @@ def _check_one_base(sources: list[Source]) -> None:
 
 def _rank_of(rank: int, expert_rank: int | None):
     for flag, value in (("--rank", rank), ("--expert-rank", expert_rank)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{flag} {value} is no rank; use 1 or more")
+        if value is not None and not 1 <= value <= SLOT_RANKS[-1]:
+            raise ConfigError(f"{flag} {value} is no rank; use 1 to {SLOT_RANKS[-1]}")
 
     def of(site: Site) -> int:
         return rank if site.num_experts is None or expert_rank is None else expert_rank

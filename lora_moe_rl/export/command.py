@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lora_moe_rl.config.options import not_negative
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.rollout.facts import SLOT_RANKS, slot_rank
 
@@ -92,12 +93,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, help="of --rounding stochastic (0)")
     parser.add_argument(
-        "--warn-lost", type=float, metavar="SHARE", help="warn when rounding takes more than this "
-        f"of the change away ({WARN_LOST:g})",
+        "--warn-lost", type=not_negative, metavar="SHARE", help="warn when rounding takes more "
+        f"than this of the change away ({WARN_LOST:g})",
     )  # fmt: skip
     parser.add_argument(
-        "--stop-lost", type=float, metavar="SHARE", help=f"write nothing that loads when it takes "
-        f"more than this ({STOP_LOST:g})",
+        "--stop-lost", type=not_negative, metavar="SHARE", help="write nothing that loads when it "
+        f"takes more than this ({STOP_LOST:g})",
     )  # fmt: skip
     parser.add_argument(
         "--push-to-hub", metavar="OWNER/NAME", help="then put it on the Hugging Face hub, where it "
@@ -194,9 +195,11 @@ def _export_merged(options: argparse.Namespace) -> int:
     found = source.load(options.source, _base(options))
     base = resolve_model(options.base or found.config.model.path)
     found.check_base(base)
-    say = Console(highlight=False, emoji=False, soft_wrap=True, stderr=True).print
+    err = Console(highlight=False, emoji=False, markup=False, soft_wrap=True, stderr=True)
     stop = STOP_LOST if options.stop_lost is None else options.stop_lost
-    report = export_merged(found.spec, found.tensors, base, options.out, _form(options), say, stop)
+    report = export_merged(
+        found.spec, found.tensors, base, options.out, _form(options), err.print, stop
+    )
     print(
         f"{report.directory}: {report.changed_tensors:,} tensors changed, {report.shards} shards, "
         f"{report.kept_shards} of them found finished; {report.bytes_written / 1e9:.2f} GB written"

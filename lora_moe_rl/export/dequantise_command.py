@@ -27,9 +27,9 @@ def main(argv: Sequence[str]) -> int:
     from lora_moe_rl.models.directory import resolve_model
 
     options = _parser().parse_args(argv)
-    say = Console(highlight=False, emoji=False, soft_wrap=True, stderr=True).print
+    err = Console(highlight=False, emoji=False, markup=False, soft_wrap=True, stderr=True)
     source = resolve_model(options.model, options.revision)
-    report = dequantise(source, options.out, options.dtype, say)
+    report = dequantise(source, options.out, options.dtype, err.print)
     print(
         f"{report.directory}: {report.changed_tensors:,} quantised tensors as {options.dtype}, "
         f"{report.shards} shards, {report.kept_shards} of them found finished; "

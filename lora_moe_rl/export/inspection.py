@@ -48,7 +48,7 @@ def print_report(source: Source, report: Norms) -> None:
     from rich.console import Console
     from rich.table import Column, Table
 
-    console = Console(highlight=False, emoji=False, soft_wrap=True)
+    console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
     spec = source.spec
     console.print(
         f"{source.path}: {len(spec.sites)} sites of {spec.shape.architecture}, "
@@ -112,7 +112,8 @@ def heat_map(source: Source, report: Norms, path: Path) -> None:
         axes[0][1].set_yticks(range(len(expert_layers)), [str(layer) for layer in expert_layers])
         axes[0][1].set_xlabel("expert")
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    with open(path, "wb") as file:  # with the name as it is, whatever its end
+        figure.savefig(file, dpi=110, format="png")
     pyplot.close(figure)
 
 

@@ -23,6 +23,8 @@ from lora_moe_rl.files.untrusted import SafeFile, inside, read_json
 from lora_moe_rl.models.directory import find_local
 from lora_moe_rl.models.fingerprint import check_unchanged
 
+PEFT_CONFIG = "adapter_config.json"
+
 
 @dataclass(frozen=True)
 class Source:
@@ -56,6 +58,7 @@ def load(
     Raises AdapterError, CheckpointError, FileError or ModelError with what is wrong.
     """
     path = Path(path)
+    require(path)
     if (path / "checkpoints").is_dir():
         found = checkpoint.newest_valid(path / "checkpoints")
         if found.path is None:
@@ -67,12 +70,17 @@ def load(
         raise AdapterError(
             f"{path} is no run and no checkpoint, and a critic is read from these alone"
         )
-    if (path / "adapter_config.json").is_file():
-        return _from_peft(path, base, order)
-    raise AdapterError(
-        f"{path} is no run (it has no checkpoints/), no checkpoint (no {checkpoint.MANIFEST}) and "
-        f"no PEFT directory (no adapter_config.json)"
-    )
+    return _from_peft(path, base, order)
+
+
+def require(path: Path) -> None:
+    """Raises AdapterError for what no adapter comes from, by the names of its files alone."""
+    marks = (path / checkpoint.MANIFEST, path / PEFT_CONFIG)
+    if not (path / "checkpoints").is_dir() and not any(mark.is_file() for mark in marks):
+        raise AdapterError(
+            f"{path} is no run (it has no checkpoints/), no checkpoint (no {checkpoint.MANIFEST}) "
+            f"and no PEFT directory (no {PEFT_CONFIG})"
+        )
 
 
 def checkpoint_spec(metadata: dict[str, Any]) -> AdapterSpec:
@@ -128,7 +136,7 @@ def _from_checkpoint(
 
 
 def _from_peft(path: Path, base: Path | None, order: Order | None) -> Source:
-    named = read_json(inside(path, "adapter_config.json")).get("base_model_name_or_path")
+    named = read_json(inside(path, PEFT_CONFIG)).get("base_model_name_or_path")
     directory = base or _local(named)
     if directory is None:
         raise AdapterError(

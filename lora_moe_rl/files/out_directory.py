@@ -1,7 +1,9 @@
-"""Where a command writes: a directory that is new or empty."""
+"""Where a command writes: a directory that is new or empty, or a file. What can be said of a place
+is said before anything slow."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from lora_moe_rl.errors import FileError
@@ -16,3 +18,24 @@ def require_empty(out: Path) -> None:
         raise FileError(f"--out {out} is no directory")
     if out.is_dir() and any(out.iterdir()):
         raise FileError(f"--out {out} is not empty; name a new directory, or empty it")
+    require_place(out, f"--out {out}")
+
+
+def require_file(path: Path, option: str) -> None:
+    """Raises FileError for a file, given by `option`, that cannot be made or replaced."""
+    if path.is_dir():
+        raise FileError(f"{option} {path} is a directory; name a file in it")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise FileError(f"{option} {path}: there is no directory {folder}")
+    require_place(folder, f"{option} {path}")
+
+
+def require_place(path: Path, what: str) -> None:
+    """Raises FileError where a directory cannot be made: what is there of its path is no directory,
+    or cannot be written to. `what`: how the user gave it."""
+    there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    if not there.is_dir():
+        raise FileError(f"{what}: {there} is no directory")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise FileError(f"{what}: {there} cannot be written to")

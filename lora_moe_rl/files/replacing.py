@@ -39,11 +39,14 @@ def replacing(directory: Path) -> Iterator[Path]:
     when the body raises. For one level of files.
 
     Where the file system cannot exchange two names at once (NFS), a kill between two renames
-    leaves the old directory as `NAME.old` alone; the next write puts it back first. One process at
-    a time may write a directory.
+    leaves the old directory as `.NAME.lora_moe_rl.old` alone; the next write puts it back first.
+    One process at a time may write a directory.
     """
     directory = Path(os.path.realpath(directory))  # a link stays one
-    fresh, old = (directory.with_name(f"{directory.name}.{end}") for end in ("tmp", "old"))
+    # Names that nobody else gives: what has them is left of a write that was killed, and goes.
+    fresh, old = (
+        directory.with_name(f".{directory.name}.lora_moe_rl.{end}") for end in ("tmp", "old")
+    )
     if old.exists() and not directory.exists():
         os.rename(old, directory)
     _remove(fresh, old)

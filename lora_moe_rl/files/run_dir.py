@@ -32,9 +32,10 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.files import read_config_file, to_yaml
 from lora_moe_rl.data.kept import spread
 from lora_moe_rl.data.samples import NOT_SAMPLED, Group, TokenValues
-from lora_moe_rl.errors import RunDirError
+from lora_moe_rl.errors import FileError, RunDirError
 from lora_moe_rl.files.eval_files import EvalFiles
 from lora_moe_rl.files.jsonl import cut_after, tail, to_json
+from lora_moe_rl.files.out_directory import require_place
 from lora_moe_rl.files.replacing import replace_file, sync
 from lora_moe_rl.files.sample_records import routes_record, sample_record, token_record
 from lora_moe_rl.files.trouble import Lines, Trouble
@@ -187,10 +188,14 @@ class RunDir:
 
     def check_usable(self) -> None:
         """Raises RunDirError for a directory that a run refuses; nothing is made or locked."""
-        if self.path.is_dir():
-            self._check_earlier_run()
-        elif self.path.exists():
+        if self.path.exists() and not self.path.is_dir():
             raise RunDirError(f"{self.path} is a file; choose a directory with logging.run_dir=DIR")
+        if self.path.is_dir() or self.resume:
+            self._check_earlier_run()
+        try:
+            require_place(self.path, "the run directory")
+        except FileError as error:
+            raise RunDirError(f"{error}; choose another with logging.run_dir=DIR") from error
 
     def _check_earlier_run(self) -> None:
         has_config = self.config_file.exists()

@@ -22,6 +22,7 @@ from typing import Any
 
 from lora_moe_rl.errors import CheckpointError, ConfigError, FileError, LoraMoeRlError
 from lora_moe_rl.files import checkpoint
+from lora_moe_rl.files.out_directory import require_place
 
 CHECKPOINTS, ADAPTERS = "checkpoints", "adapters"
 LAST = (checkpoint.MANIFEST, "adapter_config.json")
@@ -37,6 +38,21 @@ def reach(url: str) -> tuple[Any, str]:
         return url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise ConfigError(f"{url} cannot be reached: {error}") from error
+
+
+def check_place(target: str) -> None:
+    """Raises ConfigError or FileError for a place that nothing can be copied to, as far as that can
+    be said without going there."""
+    named = f"checkpoint.push_to={target}"
+    if "://" not in target:
+        require_place(Path(target), named)
+        return
+    from fsspec import get_filesystem_class
+
+    try:
+        get_filesystem_class(target.partition("://")[0].rpartition("::")[2])
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{named} cannot be reached: {error}") from error
 
 
 def begin(config_file: Path, target: str, goes_on: int | None) -> list[int]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lora_moe_rl.config.options import positive
 from lora_moe_rl.errors import RunDirError
+from lora_moe_rl.files.out_directory import require_file
 from lora_moe_rl.page.link import HOST, PORT
 
 SAMPLES_SENT = 400
@@ -21,6 +22,7 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     _require_runs(options.runs)
     if options.static is not None:
+        require_file(options.static, "--static")
         from lora_moe_rl.files.replacing import replace_file
         from lora_moe_rl.page.static_page import static_page
 

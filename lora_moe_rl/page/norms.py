@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from lora_moe_rl.errors import LoraMoeRlError
+from lora_moe_rl.files.checkpoint import all_of, step_of
 from lora_moe_rl.page.runs import Run
 
 SITE = re.compile(r"layers\.(?P<layer>\d+)\.(?P<module>.+)")
@@ -15,15 +17,16 @@ def adapter_norms(run: Run) -> dict[str, Any]:
     """JSON: of each checkpoint that the run has kept its step and ||scale * B A|| (Frobenius) of
     each module and layer, and of each routed expert; or why it cannot be read."""
     folder = run.path / "checkpoints"
-    found = [_of_checkpoint(path) for path in sorted(folder.glob("step-*")) if path.is_dir()]
-    return {"checkpoints": found}
+    real = folder.resolve()
+    found = [path for path in all_of(folder) if path.resolve().parent == real]  # and no link
+    return {"checkpoints": [_of_checkpoint(path) for path in found if path.is_dir()]}
 
 
-def _of_checkpoint(path: Any) -> dict[str, Any]:
+def _of_checkpoint(path: Path) -> dict[str, Any]:
     from lora_moe_rl.export.inspection import inspect  # they import torch
     from lora_moe_rl.files.adapter_source import load
 
-    step = int(path.name.removeprefix("step-"))
+    step = step_of(path)
     try:
         report = inspect(load(path))
     except (LoraMoeRlError, OSError) as error:

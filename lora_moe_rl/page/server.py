@@ -99,11 +99,11 @@ def listen(port: int) -> socket.socket:
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((HOST, port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:  # the second: no port at all
         found.close()
+        why = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"--port {port} cannot be had on {HOST}: {error.strerror}; name another, or 0 for any "
-            "that is free"
+            f"--port {port} cannot be had on {HOST}: {why}; name another, or 0 for any that is free"
         ) from error
     return found
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.planner.hardware import GIB
 from lora_moe_rl.planner.plan import RunPlan
 
@@ -30,8 +29,7 @@ COLORS = {
 
 
 def draw(plan: RunPlan, path: Path) -> None:
-    """A PNG with a bar for each class of trainer rank and one for an engine rank, if there are any.
-    Raises ConfigError when it cannot be written."""
+    """A PNG with a bar for each class of trainer rank, and for an engine rank if there are any."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -59,7 +57,5 @@ def draw(plan: RunPlan, path: Path) -> None:
     axes.tick_params(axis="x", labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False, fontsize=8, reverse=True)
-    try:
-        figure.savefig(path, format="png")
-    except OSError as error:
-        raise ConfigError(f"--png {path} cannot be written: {error}") from error
+    with open(path, "wb") as file:  # with the name as it is, whatever its end
+        figure.savefig(file, format="png")

@@ -24,16 +24,21 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str]) -> int:
     options = parser().parse_intermixed_args(argv)
+    for alone in ("published", "run"):
+        if getattr(options, alone):
+            _require_alone(options, alone)
     if options.published:
         from lora_moe_rl.planner.published import Published, rows
 
         return Published(rows()).conclude(options.json)
     if options.run is not None:
-        return _ahead(options)
+        from lora_moe_rl.planner.ahead import show
+
+        return show(options.run, options.json)
     request, proposals = read(argv), list[Proposal]()
     search, config = search_of(request), request.config
     if options.search or not request.has_layout:
-        proposals = search.best(max(1, options.top))
+        proposals = search.best(options.top)
     if not request.has_layout:
         if not proposals:
             return _nothing_fits(argv, request, search)
@@ -52,13 +57,13 @@ def main(argv: Sequence[str]) -> int:
     return 1 if result.problems or (report is not None and not report.passed) else 0
 
 
-def _ahead(options: argparse.Namespace) -> int:
-    from lora_moe_rl.planner.ahead import show
-
-    if options.words or options.model:
-        given = options.model or " ".join(options.words)
-        raise ConfigError(f"plan --run {options.run} takes no {given}: the run has its own config")
-    return show(options.run, options.json)
+def _require_alone(options: argparse.Namespace, name: str) -> None:
+    """Raises ConfigError where something is given beside an option that looks at what is there."""
+    plain = parser().parse_args([])
+    for key, value in vars(options).items():
+        if key not in (name, "json", "traceback") and value != getattr(plain, key):
+            given = " ".join(value) if key == "words" else f"--{key.replace('_', '-')}"
+            raise ConfigError(f"plan --{name} takes no {given}: it plans nothing of its own")
 
 
 def _nothing_fits(argv: Sequence[str], request: Request, search: Search) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config.options import result_parser
+from lora_moe_rl.config.options import above_zero, positive, result_parser
 from lora_moe_rl.config.overrides import override, parse_arguments
 from lora_moe_rl.config.recipes import load_config
 from lora_moe_rl.errors import ConfigError, LoraMoeRlError
@@ -35,6 +35,7 @@ With --model and no trainer.* or rollout.* layout, the fastest that is found is 
 """
 # Of --model without a recipe: a reasoning run of moderate length, or of all that the model has.
 LONGEST = 8192
+MOST_GPUS = 65_536  # more would be searched for minutes
 WHAT_IF = (
     "rollout.gpu_memory_utilization=0.9",
     "trainer.micro_batch_tokens=8192",
@@ -77,25 +78,26 @@ def parser() -> argparse.ArgumentParser:
     made = result_parser("plan", ABOUT)
     made.add_argument("words", nargs="*", metavar="RECIPE or key=value")
     made.add_argument("--model", help="a published model (kimi-k2), or a directory")
-    made.add_argument("--gpus", type=int, help="GPUs of the cluster")
+    made.add_argument("--gpus", type=positive, help="GPUs of the cluster")
     made.add_argument("--gpu", choices=list(GPUS), help=f"their kind ({DEFAULT_GPU})")
-    made.add_argument("--gpu-memory", type=float, metavar="GIB", help="where it is not the kind's")
-    made.add_argument("--bandwidth", type=float, metavar="GB/S", help="of a GPU to other nodes")
-    made.add_argument(
-        "--gpus-per-node", type=int, help="which a tensor-parallel group cannot exceed (8)"
-    )
+    about = "where it is not the kind's"
+    made.add_argument("--gpu-memory", type=above_zero, metavar="GIB", help=about)
+    about = "of a GPU to other nodes"
+    made.add_argument("--bandwidth", type=above_zero, metavar="GB/S", help=about)
+    about = "which a tensor-parallel group cannot exceed (8)"
+    made.add_argument("--gpus-per-node", type=positive, help=about)
     about = "of a node's host (128 for each of its GPUs)"
-    made.add_argument("--host-memory", type=float, metavar="GIB", help=about)
-    made.add_argument("--rank", type=int, help="short for adapter.rank")
+    made.add_argument("--host-memory", type=above_zero, metavar="GIB", help=about)
+    made.add_argument("--rank", type=positive, help="short for adapter.rank")
     formats = ("bf16", *PACKED)
     about = "the trainer's frozen base, as if held in this format (as it is trained)"
     made.add_argument("--base", choices=formats, help=about)
     about = "the engines' weights (as the checkpoint has them)"
     made.add_argument("--served", choices=formats, help=about)
-    made.add_argument("--prompt-tokens", type=int, help="mean (half of the most)")
-    made.add_argument("--response-tokens", type=int, help="mean (half of the most)")
+    made.add_argument("--prompt-tokens", type=positive, help="mean (half of the most)")
+    made.add_argument("--response-tokens", type=positive, help="mean (half of the most)")
     made.add_argument("--search", action="store_true", help="propose layouts, fastest first")
-    made.add_argument("--top", type=int, default=8, help="of --search: how many (8)")
+    made.add_argument("--top", type=positive, default=8, help="of --search: how many (8)")
     about = "build ranks of every stage without values and compare (needs torch and Megatron)"
     made.add_argument("--build", action="store_true", help=about)
     made.add_argument("--published", action="store_true", help="compare with published figures")
@@ -142,7 +144,7 @@ def _base(options: argparse.Namespace) -> tuple[RunConfig, Hardware | None]:
 
 def _settings(options: argparse.Namespace) -> list[str]:
     settings = [word for word in options.words if "=" in word or word.startswith("@")]
-    return settings + ([f"adapter.rank={options.rank}"] if options.rank else [])
+    return settings + ([f"adapter.rank={options.rank}"] if options.rank is not None else [])
 
 
 def _model(options: argparse.Namespace, config: RunConfig) -> str:
@@ -168,9 +170,8 @@ def _hardware(options: argparse.Namespace, named: Hardware | None) -> Hardware |
         "host_memory": options.host_memory,
     }
     given = {key: value for key, value in given.items() if value is not None}
-    for key in ("gpus", "gpu_memory", "bandwidth", "gpus_per_node", "host_memory"):
-        if given.get(key, 1) <= 0:
-            raise ConfigError(f"--{key.replace('_', '-')} {given[key]} is not above 0")
+    if given.get("gpus", 0) > MOST_GPUS:
+        raise ConfigError(f"--gpus {given['gpus']}: layouts of up to {MOST_GPUS} are looked for")
     if named is not None:
         return replace(named, **given)
     if "gpus" in given:
@@ -201,11 +202,15 @@ def _configured(
         settings = [f"trainer.world_size={trainer['cp']}", *settings]
     try:
         made = override(config, settings)
+        if (ranks := made.trainer.world_size) > MOST_GPUS:
+            raise ConfigError(f"trainer.world_size={ranks}: up to {MOST_GPUS} ranks are planned")
         plans.check_layout(facts.shape, made)
         return made, asked
     except LoraMoeRlError as error:
         wanted = {key: getattr(config.trainer, key) for key in LAYOUT_KEYS}
         wanted |= {key: trainer[key] for key in LAYOUT_KEYS if key in trainer}
+        if not all(isinstance(one, int) and 0 < one <= MOST_GPUS for one in wanted.values()):
+            raise
         near = _nearest(facts, config, settings, wanted, hardware, options)
         if not near:
             raise
@@ -252,11 +257,20 @@ def _assumed(
     quantised = facts.checkpoint in PACKED
     served = options.served or (facts.checkpoint if quantised else weights)
     lengths = Lengths(
-        options.prompt_tokens or max(1, config.max_prompt_tokens // 2),
-        options.response_tokens or max(1, config.max_response_tokens // 2),
+        _mean("prompt", options.prompt_tokens, config.max_prompt_tokens),
+        _mean("response", options.response_tokens, config.max_response_tokens),
     )
     weights = cast(Format, options.base or facts.in_trainer(weights))
     return Assumed(hardware, weights, cast(Format, served), lengths)
+
+
+def _mean(of: str, given: int | None, most: int) -> int:
+    if given is not None and given > most:
+        raise ConfigError(
+            f"--{of}-tokens {given} is the mean, and a {of} of this run has {most} at most, by "
+            "model.max_length and rollout.max_response_tokens"
+        )
+    return given or max(1, most // 2)
 
 
 def _gpus(config: RunConfig) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -10,7 +11,7 @@ from rich.text import Text
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import LoraMoeRlError
 from lora_moe_rl.files.run_dir import RunDir
-from lora_moe_rl.run import adapter_start
+from lora_moe_rl.run import adapter_start, goes_on
 from lora_moe_rl.run.preflight import Finding, Preflight
 
 PROMPTS_SHOWN = 3
@@ -32,9 +33,12 @@ def check(config: RunConfig) -> int:
     return 2 if "error" in states else 0
 
 
-def require(config: RunConfig, resume: bool, say: Callable[[str], None]) -> None:
+def require(config: RunConfig, resume: bool, fork: Path | None, say: Callable[[str], None]) -> None:
     """Looks at the same for a dry run: `say` gets warnings; raises the first error. `resume`: the
-    run directory is to hold a run."""
+    run directory is to hold a run; `fork`: the checkpoint to go on from."""
+    goes_on.steps_done(config, resume, fork)
+    if resume:
+        goes_on.check_places(config, resume)
     with Preflight(config, fetch=False) as preflight:
         preflight.require(say)
         found = [_adapter(config, preflight), None if resume else _run_dir(config)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import CheckpointError, RunDirError
-from lora_moe_rl.files import checkpoint
+from lora_moe_rl.files import adapter_source, checkpoint
 from lora_moe_rl.files.checkpoint import Found
 from lora_moe_rl.files.checkpoint_contents import check_resumable
 from lora_moe_rl.files.retention import Metric
@@ -42,6 +42,15 @@ def steps_done(config: RunConfig, resume: bool, fork: Path | None) -> int:
         return 0
     newest = checkpoint.newest_valid(root).path
     return checkpoint.step_of(newest) if newest else 0
+
+
+def check_places(config: RunConfig, resume: bool) -> None:
+    """The run directory, and that of the adapter to start from, as far as they can be looked at
+    before a model is fetched. Raises RunDirError and AdapterError."""
+    run_dir = RunDir(config, resume)
+    run_dir.check_usable()
+    if config.adapter.init_from is not None and not run_dir.has_steps:
+        adapter_source.require(Path(config.adapter.init_from))
 
 
 def ended_early(config: RunConfig) -> Plateau | None:

@@ -39,6 +39,7 @@ from lora_moe_rl.data.rows import is_hub, read_rows
 from lora_moe_rl.data.samples import Prompt
 from lora_moe_rl.errors import ConfigError, DataError, LoraMoeRlError
 from lora_moe_rl.evaluation.scoring import check_values
+from lora_moe_rl.files.storage import check_place
 from lora_moe_rl.models import quantised
 from lora_moe_rl.models.directory import check_model_dir, find_local, resolve_model
 from lora_moe_rl.models.fit import check_blocks, check_layout, check_replay, check_stops
@@ -134,6 +135,8 @@ class Preflight:
         first = [*rows, *model] if absent and self.fetch else [*model, *rows]
         if self.config.tracker.name != "none":
             first.insert(0, "tracker")
+        if self.config.checkpoint.push_to is not None:
+            first.insert(0, "copies")
         last = ["machine", "prompts", "teacher"]
         return [*first, *(last if self.algorithm.teacher else last[:-1])]
 
@@ -157,6 +160,10 @@ class Preflight:
         for kind in TRACKERS.chosen(self.config.tracker.name):
             kind.check_installed()
         return self.config.tracker.name
+
+    def _copies(self) -> str:
+        check_place(target := str(self.config.checkpoint.push_to))
+        return target
 
     def _model(self) -> str:
         model = self.config.model

@@ -55,6 +55,7 @@ def run(config: RunConfig, resume: bool = False, fork: Path | None = None) -> No
     if resume and step < config.trainer.steps and (ended := goes_on.ended_early(config)):
         console.say(f"nothing is left to do: {plateau.text(config.checkpoint, ended)}")
         return
+    goes_on.check_places(config, resume)
     with Preflight(config, fetch=True) as ready, OwnRay(config) as own_ray:
         _look(ready, own_ray)
         console.say(room(config, ready.spec).text)
@@ -76,6 +77,7 @@ def evaluate(config: RunConfig, checkpoint_dir: Path | None) -> None:
 
     Raises a LoraMoeRlError for what a user can get wrong.
     """
+    goes_on.check_places(config, resume=False)
     with Preflight(config, fetch=True) as ready, OwnRay(config) as own_ray:
         _look(ready, own_ray)
         found = start = None

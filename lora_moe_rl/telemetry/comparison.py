@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 
 from lora_moe_rl.config.files import read_config_file
 from lora_moe_rl.config.keys import generic, member_keys, value_text
 from lora_moe_rl.errors import ConfigError, RunDirError
 from lora_moe_rl.files.jsonl import to_json
+from lora_moe_rl.files.out_directory import require_file
 from lora_moe_rl.files.run_dir import CONFIG, METRICS
 from lora_moe_rl.files.unchanged import flat
 from lora_moe_rl.telemetry import names
@@ -159,20 +161,21 @@ def _better(metric: str) -> str:
 
 def tables(runs: Sequence[Run], metrics: Sequence[str]) -> list[Table]:
     """Metrics, and the settings that differ. The better final value is bold."""
-    heads = [Column(run.name, justify="right", overflow="fold") for run in runs]
+    shown = [Text(run.name) for run in runs]
+    heads = [Column(name, justify="right", overflow="fold") for name in shown]
     values = Table(Column("metric", no_wrap=True), "", *heads)
     for metric in metrics:
         better = _better(metric)
         curves = [run.curve(metric) for run in runs]
         finals = [curve.final for curve in curves]
-        values.add_row(metric, "final", *_marked(finals, better))
+        values.add_row(Text(metric), "final", *_marked(finals, better))
         bests = [curve.best(better) for curve in curves]
         if any(bests):
             cells = [f"{best[0]:.4g} @ {best[1]}" if best else "-" for best in bests]
             values.add_row("", {"up": "highest", "down": "lowest"}[better], *cells)
-    settings = Table(Column("setting", overflow="fold"), *(run.name for run in runs))
+    settings = Table(Column("setting", overflow="fold"), *map(Column, shown))
     for key, texts in differing(runs).items():
-        settings.add_row(key, *texts)
+        settings.add_row(*map(Text, (key, *texts)))
     return [values, settings]
 
 
@@ -216,7 +219,8 @@ def draw(runs: Sequence[Run], metrics: Sequence[str], path: Path) -> None:
         axes.set_visible(False)
     labels = [run.name for run in runs]
     figure.legend(panels[0].get_lines(), labels, loc="outside upper left", ncols=4, frameon=False)
-    figure.savefig(path)
+    with open(path, "wb") as file:  # with the name as it is, whatever its end
+        figure.savefig(file, format="png")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -234,6 +238,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON, and draw nothing")
     parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
+    if not options.json:
+        require_file(options.png, "--png")
     runs = read_runs(options.runs)
     metrics = chosen(runs, [one for one in (options.metrics or "").split(",") if one])
     if options.json:
@@ -243,9 +249,6 @@ def main(argv: Sequence[str]) -> int:
     for table in tables(runs, metrics):
         if table.row_count:
             console.print(table)
-    try:
-        draw(runs, metrics, options.png)
-    except OSError as error:
-        raise ConfigError(f"--png {options.png}: {error.strerror or error}") from error
-    console.print(f"picture {options.png}", soft_wrap=True)
+    draw(runs, metrics, options.png)
+    print(f"picture {options.png}")
     return 0

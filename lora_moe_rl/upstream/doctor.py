@@ -222,12 +222,14 @@ def check_ray(address: str | None) -> Finding:
 def _print(findings: list[Finding]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, show_header=False)
     marks = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]"}
     marks |= {state: f"[red]{state}[/]" for state in TO_MEND}
     for finding in findings:
-        table.add_row(marks[finding.state], finding.name, finding.found, finding.mend)
+        texts = (finding.name, finding.found, finding.mend)
+        table.add_row(marks[finding.state], *map(Text, texts))
     console = Console()
     console.print(table)
     bad = [finding.name for finding in findings if finding.state in TO_MEND]

@@ -116,6 +116,8 @@ def test_what_export_refuses(run, base, tmp_path, capsys):
     to = ("--to", "peft", "--out")
     assert "is not empty" in refused(capsys, "export", folder, *to, full)
     assert "no run" in refused(capsys, "export", full, *to, tmp_path / "x")
+    said = refused(capsys, "export", folder, *to, full / "mine.txt/x")
+    assert f"{full / 'mine.txt'} is no directory" in said
     assert "no effect" in refused(capsys, "export", folder, *to, "x", "--dtype", "float32")
     assert "--form has no effect" in refused(
         capsys, "export", folder, "--to", "merged", "--out", "x", "--form", "2d"
@@ -234,6 +236,15 @@ def test_resize_and_combine(run, base, tmp_path, capsys):
     command = ("adapter", "combine", *parts, "--out", tmp_path / "sum5", "--rank", 5)
     assert cli.main([str(word) for word in command]) == 0
     check(tmp_path / "sum5", base, expected, 2.0)
+    for command, said in (
+        (("combine", f"{folder}:1e300"), "B times 1e+300 is too large for float32"),
+        (("combine", f"{folder}:nan"), "the weight nan is not finite"),
+        (("resize", folder, "--rank", 513), "--rank 513 is no rank; use 1 to 512"),
+        (("inspect", folder, "--png", tmp_path), "is a directory; name a file in it"),
+    ):
+        out = () if command[0] == "inspect" else ("--out", tmp_path / "refused")
+        assert said in refused(capsys, "adapter", *command, *out)
+    assert not (tmp_path / "refused").exists() and not tmp_path.with_suffix(".png").exists()
 
 
 def test_adapters_of_other_bases_have_no_sum(run, base, tmp_path, capsys):

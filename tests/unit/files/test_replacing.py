@@ -72,7 +72,7 @@ def test_a_kill_at_any_step_leaves_a_whole_directory(exchange, tmp_path):
             else:
                 break
         if not exchange and not directory.exists():  # between the two renames
-            assert read(tmp_path / "adapter.old") == "old"
+            assert read(tmp_path / ".adapter.lora_moe_rl.old") == "old"
             with pytest.raises(RuntimeError), replacing(directory):
                 raise RuntimeError("before anything is written")
         assert read(directory) in ("old", "new")
@@ -82,6 +82,17 @@ def test_a_kill_at_any_step_leaves_a_whole_directory(exchange, tmp_path):
     assert {"fsync", "rmtree", "_exchange"} <= set(killed_at)
     assert killed_at.count("rename") == (0 if exchange else 2)
     assert read(directory) == "new"
+
+
+def test_what_a_user_keeps_beside_it_stays(tmp_path):
+    """Under the names that one gives to what was there before."""
+    for name in ("adapter.old", "adapter.tmp", "adapter.bak"):
+        write(tmp_path / name, "kept")
+    for text in ("old", "new"):
+        write(tmp_path / "adapter", text)
+    for name in ("adapter.old", "adapter.tmp", "adapter.bak"):
+        assert read(tmp_path / name) == "kept"
+    assert read(tmp_path / "adapter") == "new"
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_when_the_call_returns(

@@ -37,6 +37,16 @@ def test_every_question_is_answered(client):
     assert ask("adapter") == {"checkpoints": []}
 
 
+def test_checkpoints_are_those_of_the_run_alone(client, tmp_path):
+    """Not a copy that a user keeps beside them, nor what a link leads to."""
+    folder = tmp_path / "runs/one/checkpoints"
+    for path in (folder / "step-000004", folder / "step-000004.bak", tmp_path / "step-000005"):
+        path.mkdir(parents=True)
+    (folder / "step-000005").symlink_to(tmp_path / "step-000005")
+    (found,) = client.get("/api/adapter?run=one").json()["checkpoints"]
+    assert found["step"] == 4 and "manifest.json" in found["error"]
+
+
 @pytest.mark.parametrize(
     ("path", "status", "says"),
     [
@@ -81,6 +91,12 @@ def test_the_page_names_each_of_its_files_and_no_other_host(client):
         assert f"web/{name}" in html
         text = client.get(f"/web/{name}").text
         assert "http" not in text and "innerHTML" not in text and "eval(" not in text
+
+
+@pytest.mark.parametrize("port", [70000, -1])
+def test_a_number_that_is_no_port_is_an_error(port):
+    with pytest.raises(ConfigError, match=f"--port {port} cannot be had on {HOST}: .*0-65535"):
+        listen(port)
 
 
 def test_a_port_that_is_taken_is_an_error_with_the_way_out():

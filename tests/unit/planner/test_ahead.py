@@ -132,5 +132,9 @@ def test_a_run_that_takes_turns_is_refused(tmp_path):
 def test_a_run_of_one_step_says_too_little(tmp_path):
     with pytest.raises(RunDirError, match="no second step"):
         ahead.measure(a_run(tmp_path, steps=1))
-    with pytest.raises(ConfigError, match="takes no kimi-k2"):
+    with pytest.raises(ConfigError, match="plan --run takes no --model"):
         main(["--run", str(tmp_path), "--model", "kimi-k2"])
+    with pytest.raises(ConfigError, match="takes no trainer.tp=2"):
+        main(["--run", str(tmp_path), "trainer.tp=2"])
+    with pytest.raises(ConfigError, match="plan --published takes no --search"):
+        main(["--published", "--search"])

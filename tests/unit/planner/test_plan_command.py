@@ -46,6 +46,24 @@ def test_the_tables_and_the_chart(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+QWEN = ["--model", "qwen3-30b-a3b", "--gpus"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("gpu-memory", value) for value in ("nan", "inf", "0", "-1")),
+        *(("bandwidth", "nan"), ("host-memory", "nan"), ("host-memory", "0")),
+        *(("gpus", "0"), ("gpus-per-node", "0"), ("rank", "0"), ("top", "0")),
+        *(("prompt-tokens", "0"), ("response-tokens", "-5")),
+    ],
+)
+def test_numbers_that_nothing_can_have(option, value, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["plan", *QWEN, "8", f"--{option}", value])
+    assert f"argument --{option}: {value} is " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -53,7 +71,12 @@ def test_the_tables_and_the_chart(tmp_path, capsys):
         (["--model", "kimi-k2"], "needs --gpus"),
         ([], "one recipe or --model"),
         (["--model", "kimi-k2", "recipes/tiny_arithmetic.py"], "one recipe or --model"),
-        (["--model", "qwen3-30b-a3b", "--gpus", "0"], "--gpus 0 is not above 0"),
+        ([*QWEN, "65537"], "--gpus 65537: layouts of up to 65536 are looked for"),
+        ([*QWEN, "8", "trainer.world_size=99999999"], "up to 65536 ranks are planned"),
+        ([*QWEN, "8", "trainer.tp=abc"], "trainer.tp='abc' is not an integer\n$"),
+        ([*QWEN, "8", "trainer.world_size=abc"], "trainer.world_size='abc' is not an integer\n$"),
+        ([*QWEN, "8", "--prompt-tokens", "9999"], "--prompt-tokens 9999 is .* 2048 at most"),
+        ([*QWEN, "8", "--write", "/proc/none/x.py"], "^error: /proc/none: No such file"),
         (
             ["--model", "qwen3-30b-a3b", "--gpus", "16", "trainer.world_size=8", "trainer.tp=3"],
             "multiple of tp .* nearest layouts of 8 trainer ranks that do and fit: tp=",

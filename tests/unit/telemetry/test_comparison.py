@@ -11,7 +11,7 @@ from lora_moe_rl import cli
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.config.recipes import resolve
-from lora_moe_rl.errors import ConfigError, RunDirError
+from lora_moe_rl.errors import ConfigError, FileError, RunDirError
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.telemetry import comparison
 from lora_moe_rl.telemetry.metrics import MetricsWriter
@@ -78,6 +78,24 @@ def test_of_a_data_set_that_one_run_has_what_was_set_is_told(tmp_path, capsys):
     }
 
 
+def test_texts_of_users_are_shown_as_they_are(tmp_path, capsys):
+    """Which is what rich takes for its markup: brackets, and a tag that nothing opened."""
+    records = steps([0.5], [1e-3])
+    texts = ("[INST] think [/INST]", "[bold]answer[red] in [brackets]")
+    runs = [
+        run_in(tmp_path / f"run[{n}]", records, f"data.system_prompt={text}")
+        for n, text in enumerate(texts)
+    ]
+    assert cli.main(["compare", *map(str, runs), "--png", str(tmp_path / "a.bar")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in (*texts, "run[0]", "run[1]", "a.bar"):
+        assert text in shown
+    assert (tmp_path / "a.bar").read_bytes().startswith(b"\x89PNG")
+    assert cli.main(["compare", *map(str, runs), "--png", str(tmp_path)]) == 2
+    assert "is a directory; name a file in it" in capsys.readouterr().err
+    assert not tmp_path.with_suffix(".png").exists()
+
+
 def test_the_table_marks_the_better_final_value_where_one_is_better(two):
     runs = comparison.read_runs(two)
     assert comparison._marked([0.5, math.nan, 0.3], "up") == ["[bold]0.5[/bold]", "-", "0.3"]
@@ -110,5 +128,5 @@ def test_what_cannot_be_compared_is_refused_by_name(two, tmp_path):
     empty = run_in(tmp_path / "empty", [])
     with pytest.raises(RunDirError, match="has no step on record yet"):
         comparison.main([str(two[0]), str(empty)])
-    with pytest.raises(ConfigError, match="--png .*none/x.png"):
+    with pytest.raises(FileError, match="--png .*none/x.png: there is no directory"):
         comparison.main([*map(str, two), "--png", str(tmp_path / "none/x.png")])
