@@ -119,7 +119,7 @@ def _list_of(key: Key, text: str) -> Any:
                 f"'{key.name}={quoted}'"
             )
         return _split(text[1:-1])
-    if isinstance(value, str):
+    if isinstance(value, str) and value != text:  # one in quotes
         return (value,)
     return tuple(value) if isinstance(value, list) else value
 
@@ -194,10 +194,8 @@ def _require_removable(name: str) -> None:
     """Raises ConfigError for a section that is always there, and which null would not take away."""
     if name not in named_sections() and not is_member(name):
         maps = [one for one in named_sections() if one.startswith(f"{name}.")]
-        ways = "; ".join(f"{one}=null takes {one} away" for one in maps)
-        raise ConfigError(
-            f"{name}=null: {name} is a section, which stays; {ways or 'set its keys'}"
-        )
+        ways = "; ".join(f"{one}=null takes {one} away" for one in maps) or "set its keys"
+        raise ConfigError(f"{name}=null: {name} is a section, which stays; {ways}")
 
 
 def _merge(into: dict[str, Any], layer: Mapping[str, Any], prefix: str = "") -> None:

@@ -32,6 +32,12 @@ def test_what_names_no_steps_is_refused_by_its_name(given):
         steps_of("logging.profile", given)
 
 
+def test_a_range_that_fills_the_memory_is_refused():
+    with pytest.raises(ValueError, match="logging.profile=1-99999999999 names 99999999999 steps"):
+        steps_of("logging.profile", "1-99999999999")
+    assert len(steps_of("logging.profile", "99999990000-99999999999")) == 10_000
+
+
 def test_on_the_command_line_and_in_a_saved_config():
     config = override(RunConfig(), ["logging.profile=3-4,9"])
     assert config.logging.profile == (3, 4, 9)

@@ -1,6 +1,7 @@
 """`lora-moe-rl check`: everything wrong at once, prompts as the model gets them, and no more."""
 
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -11,10 +12,10 @@ from lora_moe_rl import cli
 from lora_moe_rl.adapters import peft
 from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config.overrides import with_settings
-from lora_moe_rl.errors import AdapterError
+from lora_moe_rl.config.overrides import override, with_settings
+from lora_moe_rl.errors import AdapterError, DataError, RunDirError
 from lora_moe_rl.files.untrusted import read_json
-from lora_moe_rl.run import machine
+from lora_moe_rl.run import machine, start
 from lora_moe_rl.tiny import shapes
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 from lora_moe_rl.upstream import versions
@@ -344,16 +345,26 @@ def test_a_dry_run_looks_at_the_adapter_and_the_run_directory_too(check, model, 
     right += ["algorithm.prompts_per_step=4"]  # as many as there are rows
     dry = ["train", *right, "logging.run_dir=run", "--dry-run"]
     assert cli.main(dry) == 0 and not capsys.readouterr().err
+    assert cli.main([*dry, "--resume"]) == RunDirError.exit_code
+    assert "there is no run in" in capsys.readouterr().err
+    assert cli.main([*dry, "--resume-from", "nope"]) == RunDirError.exit_code
+    assert "--resume-from nope is no checkpoint" in capsys.readouterr().err
+    assert cli.main([*dry, "--quiet"]) == 2
+    assert "--quiet has no effect on a dry run" in capsys.readouterr().err
+    assert cli.main(dry) == 0
+    config = capsys.readouterr().out
     assert cli.main([*dry, "adapter.init_from=sft"]) == AdapterError.exit_code
     assert "sft is no run" in capsys.readouterr().err
     (tmp_path / "run").write_text("")
     assert cli.main(dry) == 2 and "run is a file" in capsys.readouterr().err
     (tmp_path / "run").unlink()
     (tmp_path / "run").mkdir()
-    for name in ("config.yaml", "metrics.jsonl"):
-        (tmp_path / "run" / name).write_text("name: run\n")
+    (tmp_path / "run/config.yaml").write_text(config)
+    (tmp_path / "run/metrics.jsonl").write_text("{}\n")
     assert cli.main(dry) == 0 and "run dir: " in capsys.readouterr().err
     assert cli.main([*dry, "--resume"]) == 0 and not capsys.readouterr().err
+    assert cli.main([*dry, "--resume", "adapter.rank=4"]) == RunDirError.exit_code
+    assert "adapter.rank" in capsys.readouterr().err
 
 
 def test_distillation_needs_a_teacher_and_no_reward(check):
@@ -421,5 +432,51 @@ def test_a_run_directory_that_a_run_refuses_is_an_error(check, tmp_path):
     (tmp_path / "full/notes.txt").touch()
     code, found, _ = check("logging.run_dir=full")
     assert code == 2 and "full is not empty and holds no run" in found["run dir"][1]
+    found = check("logging.run_dir=rows.jsonl/run")[1]
+    assert "rows.jsonl is no directory; choose another with logging" in found["run dir"][1]
     (tmp_path / "bare").mkdir()
     assert check("logging.run_dir=bare")[1]["run dir"] == ("ok", f"{tmp_path}/bare")
+
+
+@pytest.mark.parametrize(
+    ("target", "state", "said"),
+    [
+        ("copies", "ok", "copies"),
+        ("memory://copies", "ok", "memory://copies"),
+        ("foo://copies", "error", "push_to=foo://copies cannot be reached: .*foo"),
+        ("rows.jsonl/copies", "error", "rows.jsonl is no directory"),
+    ],
+)
+def test_a_place_for_copies_is_looked_at(check, target, state, said):
+    code, found, _ = check(f"checkpoint.push_to={target}")
+    assert found["copies"][0] == state and re.search(said, found["copies"][1])
+    assert code == (2 if state == "error" else 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "said"),
+    [
+        (["logging.run_dir=run"], RunDirError, "holds a run already"),
+        (["logging.run_dir=new", "--resume"], RunDirError, "there is no run in"),
+        (["adapter.init_from=nowhere"], AdapterError, "nowhere is no run"),
+        (["logging.run_dir=new"], DataError, "fetched"),
+    ],
+)
+def test_directories_are_looked_at_before_a_model_is_fetched(
+    tmp_path, monkeypatch, words, error, said
+):
+    def fetched(config, fetch):
+        raise DataError("fetched")
+
+    monkeypatch.setattr(start, "Preflight", fetched)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text("name: run\n")
+    (tmp_path / "run/metrics.jsonl").write_text("{}\n")
+    resume = "--resume" in words
+    config = override(RunConfig(), [word for word in words if word != "--resume"])
+    with pytest.raises(error, match=said):
+        start.run(config, resume)
+    if not resume:
+        with pytest.raises(error, match=said):
+            start.evaluate(config, None)
