@@ -61,6 +61,10 @@ def read(
         arrays = {name: _array(weights, name) for name in keys}
         if CHECKSUM_KEY in metadata:
             _check_checksum(directory, metadata[CHECKSUM_KEY], arrays)
+    if order is not None and all(key.stacked is None for key in keys.values()):
+        raise AdapterError(
+            f"{directory} has its experts one by one, or none: --expert-order {order} has no effect"
+        )
     origin = _Origin(config, metadata, order)
     found: dict[tuple[int, str], dict[int | None, _Found] | _Found] = defaultdict(dict)
     for key, A, B in _pairs(arrays, keys):

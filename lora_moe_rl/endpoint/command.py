@@ -36,6 +36,10 @@ examples:
   SERVE_KEY=… lora-moe-rl serve Qwen/Qwen3-30B-A3B --host 0.0.0.0 --key-env SERVE_KEY
 """
 IDLE_S = 3600.0
+VERSIONS = 2
+# What a setting may set: SOURCE and options say all else.
+READ = ("rollout.", "model.max_length", "model.chat_template", "model.revision",
+        "model.trust_remote_code", "trainer.dtype", "trainer.fp8_forward")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,9 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("source", metavar="SOURCE")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="as rollout.tp=2")
     parser.add_argument("--base", metavar="DIR", help="the base, where it is not where it was")
-    parser.add_argument(
-        "--versions", type=positive, default=2, help="how many of a run's newest versions (2)"
-    )
+    parser.add_argument("--versions", type=positive, help="how many of a run's newest versions (2)")
     parser.add_argument("--host", default="127.0.0.1", help="the address it listens on (127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="0: any that is free (8000)")
     parser.add_argument(
@@ -123,8 +125,9 @@ def _of_model(options: argparse.Namespace) -> Plan:
 
     if options.base is not None:
         raise ConfigError(f"--base {options.base} has no effect: {options.source} is the base")
+    _check_versions(options, of="a model")
     config = _with_settings(RunConfig(model=options.source), options.settings, 1)
-    model_dir = resolve_model(options.source, config.model.revision)
+    model_dir = resolve_model(options.source, config.model.revision, named="SOURCE ")
     shape = ModelShape.from_hf_config(read_json(model_dir / "config.json"))
     return Plan(config, AdapterSpec.build(shape, config.adapter), model_dir, {})
 
@@ -134,15 +137,17 @@ def _of_adapter(path: Path, options: argparse.Namespace) -> Plan:
     from lora_moe_rl.files import adapter_source, checkpoint
     from lora_moe_rl.models.directory import resolve_model
 
-    given = resolve_model(options.base) if options.base else None
+    given = resolve_model(options.base, named="--base ") if options.base else None
     newest = adapter_source.load(path, given)
     model_dir = given or resolve_model(str(newest.config.model.path))
     newest.check_base(model_dir)
     versions = {_version_of(newest.path): newest.tensors}
-    if (path / "checkpoints").is_dir():
+    if not (path / "checkpoints").is_dir():
+        _check_versions(options, of="one adapter")
+    else:
         older = [one for one in checkpoint.all_of(path / "checkpoints") if one < newest.path]
         for one in reversed(older):
-            if len(versions) == options.versions:
+            if len(versions) == (options.versions or VERSIONS):
                 break
             try:
                 found = adapter_source.load(one, given)
@@ -159,6 +164,11 @@ def _of_adapter(path: Path, options: argparse.Namespace) -> Plan:
     return Plan(config, newest.spec, model_dir, versions)
 
 
+def _check_versions(options: argparse.Namespace, of: str) -> None:
+    if options.versions is not None:
+        raise ConfigError(f"--versions {options.versions} has no effect: SOURCE is {of}")
+
+
 def _version_of(path: Path) -> int:
     """The adapter version that a checkpoint holds; 0 for a PEFT directory, which has none."""
     from lora_moe_rl.files import checkpoint
@@ -172,8 +182,15 @@ def _with_settings(config: RunConfig, settings: list[str], slots: int) -> RunCon
     """For one engine with so many slots, and for the one rank that fills them. Raises ConfigError
     for an adapter that no engine serves beside its base."""
     from lora_moe_rl.config import TrainerConfig
-    from lora_moe_rl.config.overrides import override
+    from lora_moe_rl.config.overrides import override, parse_arguments
+    from lora_moe_rl.files.unchanged import flat
 
+    for key in (key for layer in parse_arguments(settings) for key in flat(layer)):
+        if not key.startswith(READ) or key == "rollout.engines":
+            read = ", ".join(f"{one}*" if one.endswith(".") else one for one in READ)
+            raise ConfigError(
+                f"serve does not read {key}; it reads {read} but rollout.engines, which is 1"
+            )
     config = override(config, settings)
     if config.refit.mode == "merged":
         raise ConfigError(

@@ -86,7 +86,8 @@ def _load(path: Path, options: argparse.Namespace) -> Source:
     from lora_moe_rl.models.directory import resolve_model
 
     order = getattr(options, "expert_order", None)
-    return source.load(path, resolve_model(options.base) if options.base else None, order)
+    base = resolve_model(options.base, named="--base ") if options.base else None
+    return source.load(path, base, order)
 
 
 def _write(options: argparse.Namespace, found: Source, spec: AdapterSpec, tensors) -> None:

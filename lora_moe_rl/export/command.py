@@ -136,7 +136,7 @@ def _check_options(options: argparse.Namespace) -> None:
 def _base(options: argparse.Namespace) -> Path | None:
     from lora_moe_rl.models.directory import resolve_model
 
-    return resolve_model(options.base) if options.base else None
+    return resolve_model(options.base, named="--base ") if options.base else None
 
 
 def _export_peft(options: argparse.Namespace) -> int:
@@ -193,7 +193,7 @@ def _export_merged(options: argparse.Namespace) -> int:
     from lora_moe_rl.models.directory import resolve_model
 
     found = source.load(options.source, _base(options))
-    base = resolve_model(options.base or found.config.model.path)
+    base = _base(options) or resolve_model(str(found.config.model.path))
     found.check_base(base)
     err = Console(highlight=False, emoji=False, markup=False, soft_wrap=True, stderr=True)
     stop = STOP_LOST if options.stop_lost is None else options.stop_lost

@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
 
     options = _parser().parse_args(argv)
     err = Console(highlight=False, emoji=False, markup=False, soft_wrap=True, stderr=True)
-    source = resolve_model(options.model, options.revision)
+    source = resolve_model(options.model, options.revision, named="MODEL ")
     report = dequantise(source, options.out, options.dtype, err.print)
     print(
         f"{report.directory}: {report.changed_tensors:,} quantised tensors as {options.dtype}, "

@@ -19,8 +19,8 @@ from lora_moe_rl.tiny.make import NAMES, find_tiny, make_tiny
 NOT_FETCHED = ["*.bin", "*.pt", "*.pth", "*.gguf", "original/*"]
 
 
-def resolve_model(path: str, revision: str | None = None) -> Path:
-    """The local directory of `model.path`.
+def resolve_model(path: str, revision: str | None = None, named: str = "model.path=") -> Path:
+    """The local directory of `model.path`, or of what else the user gave it as (`named`).
 
     A Hugging Face directory is taken as it is; the name of a tiny model is made unless it is
     cached; anything else is a hub name, of which `revision` is fetched. Raises ModelError when
@@ -30,8 +30,8 @@ def resolve_model(path: str, revision: str | None = None) -> Path:
         return directory
     if path in NAMES:
         return make_tiny(path)
-    _require_hub_name(path)
-    return _download(path, revision)
+    _require_hub_name(path, named)
+    return _download(path, revision, named)
 
 
 def find_local(path: str, revision: str | None = None) -> Path | None:
@@ -54,10 +54,10 @@ def base_name(path: str) -> str:
     return path
 
 
-def _require_hub_name(path: str) -> None:
+def _require_hub_name(path: str, named: str = "model.path=") -> None:
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ModelError(
-            f"model.path={path!r} is not a directory, and not a hub name (owner/name) or one of "
+            f"{named}{path!r} is not a directory, and not a hub name (owner/name) or one of "
             f"the tiny models {', '.join(NAMES)}"
         )
 
@@ -134,14 +134,14 @@ def _cached(name: str, revision: str | None) -> Path | None:
     return directory
 
 
-def _download(name: str, revision: str | None) -> Path:
+def _download(name: str, revision: str | None, named: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, revision=revision, ignore_patterns=NOT_FETCHED))
     except Exception as error:  # huggingface_hub raises some twenty kinds: offline, absent, gated
         raise ModelError(
-            f"model.path={name!r} is not a local directory, and could not be fetched from the hub: "
+            f"{named}{name!r} is not a local directory, and could not be fetched from the hub: "
             f"{type(error).__name__}: {str(error).splitlines()[0]}; check the name and the "
             "network, or give a directory"
         ) from error

@@ -20,6 +20,7 @@ QUANTISED_NAMES = tuple(f"{name}-{form}" for form in QUANTISED for name in TINY_
 # The same, pre-trained further on several problems in a row, as conversations have them.
 TURNS_NAMES = tuple(f"{name}-turns" for name in TINY_NAMES)
 NAMES = TINY_NAMES + TURNS_NAMES + QUANTISED_NAMES
+MARK = ".lora_moe_rl.made"  # in a directory of the user's: which it is
 SOURCES = ("arithmetic", "muon", "pretrain", "shapes", "tokenizer")
 
 
@@ -35,7 +36,11 @@ def make_tiny(
         raise ModelError(f"{name!r} is not a tiny model; there are {', '.join(NAMES)}")
     target = Path(out) if out else cached_at(name)
     if (target / "config.json").is_file() and not force:
+        if out:
+            _require_same(name, target)
         return target
+    if out and target.exists() and not target.is_dir():
+        raise ModelError(f"{target} is no directory; name another")
     if out and target.is_dir() and any(target.iterdir()) and not force:
         raise ModelError(f"{target} exists and holds no model; name another directory, or --force")
 
@@ -46,7 +51,21 @@ def make_tiny(
         # Another process may have made it while this one waited.
         if force or not (target / "config.json").is_file():
             _make(name, target, progress)
+            if out:
+                (target / MARK).write_text(cached_at(name).name)
     return target
+
+
+def _require_same(name: str, target: Path) -> None:
+    """Raises ModelError where the model that is at a place of the user's is another. In the cache
+    the directory's name says which it is."""
+    mark = target / MARK
+    there = mark.read_text() if mark.is_file() else ""
+    if there != cached_at(name).name:
+        raise ModelError(
+            f"{target} holds another model than {name} as it is made now; name another directory, "
+            "or --force"
+        )
 
 
 def _make(name: str, target: Path, progress: bool) -> None:

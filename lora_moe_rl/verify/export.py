@@ -59,7 +59,7 @@ class _Verification:
         from lora_moe_rl.verify import hf
 
         self.options, self.folder, self.say = options, folder, say
-        self.base = resolve_model(options.model)
+        self.base = resolve_model(options.model, named="--model ")
         settings = (options.settings, ["adapter.*"], {})
         self.config = read_config("verify export", str(self.base), *settings)
         self.spec = spec_of(self.base, self.config, servable=True)

@@ -49,7 +49,7 @@ def check(options: argparse.Namespace) -> Comparisons:
     from lora_moe_rl.rollout import device as engine_device
     from lora_moe_rl.verify import hf, serving
 
-    base = resolve_model(options.base)
+    base = resolve_model(options.base, named="--base ")
     found = source.load(options.adapter, base)
     dtype = options.dtype or ("float32" if engine_device.is_cpu() else "bfloat16")
     tolerance = TOLERANCES[dtype] if options.tolerance is None else options.tolerance

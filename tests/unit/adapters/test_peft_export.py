@@ -169,7 +169,7 @@ def test_a_shared_tensor_is_written_for_each_expert(tmp_path):
 
 def test_files_of_an_interrupted_write_do_not_stay(tmp_path):
     spec, tensors, config, _ = make("Qwen3-30B-A3B", {"rank": 4})
-    (tmp_path / "adapter.tmp").mkdir()
+    (tmp_path / ".adapter.lora_moe_rl.tmp").mkdir()
     for _ in range(2):
         peft.write(tmp_path / "adapter", spec, tensors, config)
     (tmp_path / "plain").touch()

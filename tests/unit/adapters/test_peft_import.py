@@ -166,6 +166,12 @@ def test_the_order_of_stacked_experts_is_told_by_what_wrote_them(stacked):
     check_same(peft_import.read(directory, SHAPE), expected)
 
 
+def test_an_order_of_what_is_not_stacked_is_refused(tmp_path):
+    peft.write(tmp_path / "a", *make(), MIXED, "2d")
+    with pytest.raises(AdapterError, match="--expert-order slowest has no effect"):
+        peft_import.read(tmp_path / "a", SHAPE, "slowest")
+
+
 def test_unsloths_order_is_not_guessed(stacked):
     directory, arrays, expected = stacked
     change(directory, arrays, auto_mapping={"unsloth_fixed": True})

@@ -80,7 +80,7 @@ REFUSED = [
         {"text_config": SIZES | {"quantization_config": {"quant_method": "fp8"}}},
         "text_config has a quantization_config",
     ),
-    (OSS, OSS_PLAIN | {"quantization_config": {"quant_method": "mxfp4"}}, "save it dequantised"),
+    (OSS, OSS_PLAIN | {"quantization_config": {"quant_method": "mxfp4"}}, "lora-moe-rl dequantise"),
     (OSS, OSS_PLAIN | {"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
     (OSS, OSS_PLAIN | {"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06"),
     (OSS, OSS_PLAIN | {"attention_bias": False}, "attention_bias=false"),

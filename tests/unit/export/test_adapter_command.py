@@ -116,6 +116,8 @@ def test_what_export_refuses(run, base, tmp_path, capsys):
     to = ("--to", "peft", "--out")
     assert "is not empty" in refused(capsys, "export", folder, *to, full)
     assert "no run" in refused(capsys, "export", full, *to, tmp_path / "x")
+    said = refused(capsys, "export", folder, *to, tmp_path / "x", "--base", "nope")
+    assert "error: --base 'nope' is not a directory" in said
     said = refused(capsys, "export", folder, *to, full / "mine.txt/x")
     assert f"{full / 'mine.txt'} is no directory" in said
     assert "no effect" in refused(capsys, "export", folder, *to, "x", "--dtype", "float32")

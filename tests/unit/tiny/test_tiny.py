@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lora_moe_rl.adapters.families import FAMILIES
 from lora_moe_rl.errors import FileError, ModelError
 from lora_moe_rl.models.directory import check_model_dir, resolve_model
-from lora_moe_rl.tiny import build, pretrain, shapes
+from lora_moe_rl.tiny import build, make, pretrain, shapes
 from lora_moe_rl.tiny.arithmetic import MAX_ANSWER_TOKENS, MAX_PROMPT_TOKENS, problems
 from lora_moe_rl.tiny.make import TINY_NAMES, find_tiny, make_tiny
 from lora_moe_rl.tiny.muon import orthogonalize
@@ -223,6 +223,29 @@ def test_names_that_are_no_model(tmp_path, monkeypatch):
             resolve_model(path)
     with pytest.raises(ModelError, match="is not a tiny model"):
         make_tiny("llama")
+
+
+def test_a_directory_of_ones_own_is_taken_for_the_model_that_was_made_in_it_alone(
+    tmp_path, monkeypatch
+):
+    def made(name, target, progress):
+        target.mkdir(exist_ok=True)
+        (target / "config.json").write_text(name)
+
+    monkeypatch.setattr(make, "_make", made)
+    mine = tmp_path / "mine"
+    for _ in range(2):
+        assert make_tiny("qwen3_moe", out=mine) == mine
+    with pytest.raises(ModelError, match="mine holds another model than deepseek_v3"):
+        make_tiny("deepseek_v3", out=mine)
+    assert (mine / "config.json").read_text() == "qwen3_moe"
+    make_tiny("deepseek_v3", out=mine, force=True)
+    assert (make_tiny("deepseek_v3", out=mine) / "config.json").read_text() == "deepseek_v3"
+    monkeypatch.setattr(make, "_cache_key", lambda name: "of other sources")
+    with pytest.raises(ModelError, match="another model than deepseek_v3 as it is made now"):
+        make_tiny("deepseek_v3", out=mine)
+    with pytest.raises(ModelError, match="config.json is no directory"):
+        make_tiny("deepseek_v3", out=mine / "config.json")
 
 
 def test_a_hub_name_without_network(monkeypatch):
