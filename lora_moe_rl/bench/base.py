@@ -16,6 +16,7 @@ from lora_moe_rl.bench.model import save_with_experts
 from lora_moe_rl.bench.report import Result, busy_cores, cores, goal, temporary
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import positive, result_parser
+from lora_moe_rl.errors import FileError
 from lora_moe_rl.tiny.shapes import SHAPES
 from lora_moe_rl.verify.comparisons import largest
 from lora_moe_rl.verify.inputs import random_batch
@@ -71,6 +72,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--layout", choices=LAYOUTS, default="tp1", help="of both sides (tp1)")
     parser.add_argument("--dir", default="/dev/shm", help="where the one base lies (/dev/shm)")
     options = parser.parse_args(argv)
+    if not Path(options.dir).is_dir():
+        raise FileError(f"--dir {options.dir} is no directory")
     busy = busy_cores()
     with temporary() as folder, owned(options.dir) as held:
         sizes = DENSE | THREE_DENSE[options.model] if options.dense else WIDTHS

@@ -19,7 +19,7 @@ from lora_moe_rl.bench.process import held_bytes
 from lora_moe_rl.bench.recipe_run import run
 from lora_moe_rl.bench.report import Result, busy_cores, cores, goal, temporary
 from lora_moe_rl.bench.step import Work, make_config
-from lora_moe_rl.config.options import positive, result_parser
+from lora_moe_rl.config.options import above_zero, positive, result_parser
 from lora_moe_rl.telemetry.names import STEP_SECONDS
 from lora_moe_rl.verify.report import table
 
@@ -41,7 +41,7 @@ MOST_PEAK = 0.7  # over that of split
 def main(argv: Sequence[str]) -> int:
     parser = result_parser("bench colocated", ABOUT)
     parser.add_argument("--steps", type=positive, default=2, help="of each run (2)")
-    parser.add_argument("--cache-gib", type=float, default=3.0, help="of keys and values (3)")
+    parser.add_argument("--cache-gib", type=above_zero, default=3.0, help="of keys and values (3)")
     parser.add_argument("--prompts", type=positive, default=WORK.prompts, help="of a step (8)")
     options = parser.parse_args(argv)
     busy = busy_cores()

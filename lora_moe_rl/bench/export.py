@@ -27,7 +27,7 @@ from typing import Any
 
 from lora_moe_rl.bench.process import to_disk
 from lora_moe_rl.bench.report import all_met, conclude, goal, temporary
-from lora_moe_rl.config.options import result_parser
+from lora_moe_rl.config.options import above_zero, result_parser
 from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.verify import report
 from lora_moe_rl.verify.report import progress
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = result_parser("bench export", __doc__)
-    parser.add_argument("--gb", type=float, default=6.5, help="size of the larger one (6.5)")
+    parser.add_argument("--gb", type=above_zero, default=6.5, help="size of the larger one (6.5)")
     parser.add_argument("--dir", type=Path, help="on which disk; by default that of $TMPDIR")
     return parser
 

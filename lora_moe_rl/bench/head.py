@@ -13,7 +13,7 @@ import psutil
 
 from lora_moe_rl.bench import report
 from lora_moe_rl.bench.report import Result, busy_cores, cores, goal, temporary
-from lora_moe_rl.config.options import positive, result_parser
+from lora_moe_rl.config.options import positive, positives, result_parser
 from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.verify.report import table
 
@@ -32,14 +32,15 @@ LEAST_LESS, MOST_SECONDS = 10.0, 1.0
 
 def main(argv: Sequence[str]) -> int:
     parser = result_parser("bench head", ABOUT)
-    parser.add_argument("--tokens", default=TOKENS, help=f"with commas ({TOKENS})")
+    parser.add_argument("--tokens", type=positives, default=TOKENS, help=f"with commas ({TOKENS})")
     for name, default in (("hidden", HIDDEN), ("vocabulary", VOCABULARY)):
         parser.add_argument(f"--{name}", type=positive, default=default, help=f"({default})")
     options = parser.parse_args(argv)
-    lengths = [positive(word) for word in options.tokens.split(",")]
     busy = busy_cores()
     with temporary() as folder:
-        rows = [measure(Path(folder), n, options.hidden, options.vocabulary) for n in lengths]
+        rows = [
+            measure(Path(folder), n, options.hidden, options.vocabulary) for n in options.tokens
+        ]
     result = {
         "hidden": options.hidden,
         "vocabulary": options.vocabulary,

@@ -23,7 +23,7 @@ from lora_moe_rl.bench import kernel_tables
 from lora_moe_rl.bench.kernel_contenders import SHAPES, Layer, Shape, Unavailable
 from lora_moe_rl.bench.kernel_gate import gate
 from lora_moe_rl.bench.report import busy_cores, conclude
-from lora_moe_rl.config.options import result_parser
+from lora_moe_rl.config.options import positive, result_parser
 from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.kernels import merge
 from lora_moe_rl.kernels.merge import formats
@@ -52,8 +52,8 @@ def main(argv: Sequence[str]) -> int:
     parser = result_parser("bench kernels", __doc__)
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--tokens", type=int, nargs="+", help="before top-k")
-    parser.add_argument("--ranks", type=int, nargs="+")
+    parser.add_argument("--tokens", type=positive, nargs="+", help="before top-k")
+    parser.add_argument("--ranks", type=positive, nargs="+")
     options = parser.parse_args(argv)
     device = options.device
     if device == "auto":

@@ -23,7 +23,7 @@ from typing import Any
 from lora_moe_rl.bench.process import disk_bytes, status_bytes, to_disk
 from lora_moe_rl.bench.report import conclude, temporary
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config.options import result_parser
+from lora_moe_rl.config.options import above_zero, result_parser
 from lora_moe_rl.verify import report
 
 ROWS = ("holds", "takes", "read", "peak")
@@ -42,7 +42,7 @@ LAYOUTS = {
 
 def main(argv: Sequence[str]) -> int:
     parser = result_parser("bench loading", __doc__)
-    parser.add_argument("--gb", type=float, default=6.0, help="size of the checkpoint (6)")
+    parser.add_argument("--gb", type=above_zero, default=6.0, help="size of the checkpoint (6)")
     parser.add_argument("--layout", choices=list(LAYOUTS), default="ep4", help="(ep4)")
     options = parser.parse_args(argv)
     with temporary() as folder:

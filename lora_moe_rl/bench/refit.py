@@ -26,7 +26,7 @@ import numpy as np
 from lora_moe_rl.bench.refit_report import GOALS, parts
 from lora_moe_rl.bench.report import busy_cores, conclude, cores, temporary
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config.options import result_parser
+from lora_moe_rl.config.options import positive, result_parser
 from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.rollout.facts import slot_rank
 from lora_moe_rl.upstream.versions import installed
@@ -44,7 +44,7 @@ Events = Sequence[tuple[float, int]]
 def main(argv: Sequence[str]) -> int:
     """Raises BenchmarkError when vLLM does not answer as it should, whatever the speed."""
     parser = result_parser("bench refit", __doc__)
-    parser.add_argument("--rounds", type=int, default=7, help="measured loads of each way (7)")
+    parser.add_argument("--rounds", type=positive, default=7, help="measured loads of each way (7)")
     parser.add_argument(
         "--trainer", choices=list(LAYOUTS), default="ep2", help="the 2 trainer ranks (ep2)"
     )

@@ -19,6 +19,7 @@ from lora_moe_rl.chaos.plan import Fault, plan, rate_of
 from lora_moe_rl.chaos.report import Row, as_json, passed, table
 from lora_moe_rl.config import RunConfig, recipes
 from lora_moe_rl.config.keys import value_of
+from lora_moe_rl.config.options import natural, positive
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.run.signals import interrupts
@@ -74,8 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="of the run's config")
     parser.add_argument("--faults", default="all", help="kinds, separated by commas; or all")
     parser.add_argument("--rate", default="1/20", help="faults a step")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0, help="of the plan, not of the run")
+    parser.add_argument("--steps", type=positive, default=200)
+    parser.add_argument("--seed", type=natural, default=0, help="of the plan, not of the run")
     parser.add_argument("--out", metavar="DIR", help="a new directory; by default in runs/chaos")
     parser.add_argument(
         "--compare",

@@ -39,6 +39,18 @@ def positive(text: str) -> int:
     return value
 
 
+def natural(text: str) -> int:
+    """A type for add_argument: a whole number of at least 0."""
+    if (value := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{value} is less than 0")
+    return value
+
+
+def positives(text: str) -> list[int]:
+    """A type for add_argument: whole numbers of at least 1, with commas."""
+    return [positive(word) for word in text.split(",")]
+
+
 def above_zero(text: str) -> float:
     """A type for add_argument: a finite number above 0."""
     if not 0 < (value := float(text)) < math.inf:  # NaN is not above 0

@@ -45,7 +45,10 @@ class RewardConfig(FunctionConfig):
     )
     timeout_s: float = Field(60, gt=0, description="Longest time for the rewards of one prompt.")
     workers: int = Field(
-        2, ge=1, description="Processes of each plain reward function; an async one has one."
+        2,
+        ge=1,
+        le=1024,
+        description="Processes of each plain reward function; an async one has one.",
     )
     max_failed: float = Field(
         0.5, ge=0, le=1, description="Stop when more than this share of a step's rewards failed."

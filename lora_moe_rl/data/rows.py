@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,18 @@ def _shards_in(path: Path) -> str:
     )
 
 
+@contextmanager
+def _opened(path: Path, *how: str, **more: str):
+    """Raises DataError where the disk refuses, at once or later on."""
+    try:
+        with path.open(*how, **more) as file:
+            yield file
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
 def _jsonl(path: Path):
-    with path.open("rb") as file:
+    with _opened(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -97,7 +108,7 @@ def _parquet(path: Path):
 
 def _csv(path: Path):
     """All values are texts; the first line names the columns."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with _opened(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         try:
             for row in reader:

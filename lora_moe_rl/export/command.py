@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lora_moe_rl.config.options import not_negative
+from lora_moe_rl.config.options import natural, not_negative
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.rollout.facts import SLOT_RANKS, slot_rank
 
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         help="of sums to bfloat16 and float16: to the nearest (the default), which loses changes "
         "smaller than half a step; or to either neighbour, so that the mean is the sum",
     )
-    parser.add_argument("--seed", type=int, help="of --rounding stochastic (0)")
+    parser.add_argument("--seed", type=natural, help="of --rounding stochastic (0)")
     parser.add_argument(
         "--warn-lost", type=not_negative, metavar="SHARE", help="warn when rounding takes more "
         f"than this of the change away ({WARN_LOST:g})",

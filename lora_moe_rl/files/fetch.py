@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from lora_moe_rl.config.options import natural
 from lora_moe_rl.errors import CheckpointError, FileError
 from lora_moe_rl.files import checkpoint, storage
 from lora_moe_rl.files.out_directory import require_empty
@@ -20,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("url", help="what checkpoint.push_to was")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new directory")
-    parser.add_argument("--step", type=int, metavar="N", help="that of step N; else the newest")
+    parser.add_argument("--step", type=natural, metavar="N", help="that of step N; else the newest")
     parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     path = fetch(options.url.rstrip("/"), options.out, options.step)
@@ -42,6 +43,9 @@ def fetch(url: str, out: Path, step: int | None = None) -> Path:
         there = [step]
     if not there:
         raise FileError(f"{url} has no whole checkpoint yet")
+    fs, root = storage.reach(url)
+    if not fs.isfile(config := f"{root}/config.yaml"):
+        raise FileError(f"{url} has no config.yaml, with which a run would go on")
     skipped = []
     for one in reversed(there):
         path = out / storage.CHECKPOINTS / checkpoint.directory_name(one)
@@ -52,7 +56,6 @@ def fetch(url: str, out: Path, step: int | None = None) -> Path:
             skipped.append(f"step {one}: {error}")
             shutil.rmtree(path, ignore_errors=True)
             continue
-        fs, root = storage.reach(url)
-        fs.get_file(f"{root}/config.yaml", str(out / "config.yaml"))
+        fs.get_file(config, str(out / "config.yaml"))
         return path
     raise CheckpointError(f"no checkpoint of {url} is valid:\n  " + "\n  ".join(skipped))

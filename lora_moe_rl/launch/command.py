@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lora_moe_rl.config import RunConfig, recipes
 from lora_moe_rl.config.files import to_yaml
+from lora_moe_rl.config.options import names, natural, positive
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.launch import kuberay, slurm, ssh
 from lora_moe_rl.launch.job import Job, nodes_needed
@@ -27,10 +28,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("recipe", help="a recipe or a config file")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings laid over it")
     parser.add_argument("--on", choices=list(KINDS), required=True, help="what starts nodes")
-    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N")
-    parser.add_argument("--nodes", type=int, metavar="N", help="by default as few as hold the run")
-    parser.add_argument("--hosts", default="", metavar="A,B,...", help="ssh: the nodes' names")
-    parser.add_argument("--image", default=Job.image, help="kuberay: the image of all pods")
+    parser.add_argument("--gpus-per-node", type=natural, default=8, metavar="N")
+    parser.add_argument(
+        "--nodes", type=positive, metavar="N", help="by default as few as hold the run"
+    )
+    parser.add_argument("--hosts", metavar="A,B,...", help="ssh: the nodes' names")
+    parser.add_argument("--image", help=f"kuberay: the image of all pods ({Job.image})")
     parser.add_argument(
         "--environment",
         type=Path,
@@ -59,13 +62,16 @@ def main(argv: Sequence[str]) -> int:
 def make_job(config: RunConfig, options: argparse.Namespace) -> Job:
     """Raises ConfigError when the nodes do not hold the run, or a path cannot be a shared one."""
     gpus = options.gpus_per_node
-    if gpus < 0:
-        raise ConfigError(f"--gpus-per-node {gpus} is less than 0")
+    for name, kind in (("hosts", "ssh"), ("image", "kuberay")):
+        if (given := getattr(options, name)) is not None and options.on != kind:
+            raise ConfigError(f"--{name} {given} has no effect with --on {options.on}")
     least = nodes_needed(config, gpus)
     nodes = least if options.nodes is None else options.nodes
     if nodes < least:
         raise ConfigError(f"--nodes {nodes} of {gpus} GPUs do not hold the run: it needs {least}")
     run_dir = config.run_dir.absolute()
+    if not run_dir.name:
+        raise ConfigError(f"logging.run_dir={run_dir} is the root of all files; name a directory")
     folder = (options.out or run_dir.with_name(run_dir.name + "-launch")).absolute()
     for path in (run_dir, folder, options.environment.absolute()):
         if not re.fullmatch(r"[\w./+-]+", str(path)):  # it stands in scripts as it is
@@ -74,16 +80,24 @@ def make_job(config: RunConfig, options: argparse.Namespace) -> Job:
                 "a path of letters, digits and . _ + - alone"
             )
     return Job(
-        name=re.sub(r"[^a-z0-9]+", "-", run_dir.name.lower()).strip("-")[:40] or "run",
+        name=_label(run_dir.name),
         config_file=folder / "config.yaml",
         run_dir=run_dir,
         folder=folder,
         nodes=nodes,
         gpus=gpus,
         environment=options.environment.absolute(),
-        image=options.image,
-        hosts=tuple(host for host in options.hosts.split(",") if host),
+        image=options.image or Job.image,
+        hosts=tuple(names(options.hosts, "--hosts", "a host")) if options.hosts is not None else (),
     )
+
+
+def _label(name: str) -> str:
+    """A name that Kubernetes takes (a label of DNS-1035), as like the given one as it can be."""
+    label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    if not label[:1].isalpha():
+        label = f"run-{label}"
+    return label[:40].strip("-")
 
 
 def write(job: Job, config: RunConfig, kind: str) -> list[Path]:

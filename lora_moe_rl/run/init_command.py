@@ -92,6 +92,8 @@ def _recipe(words: Sequence[str]) -> tuple[Path, tuple[str, ...]]:
 def _answers(options: argparse.Namespace, words: tuple[str, ...]) -> Answers:
     """The flags, and answers to questions in their place. Raises ConfigError for flags that are
     missing where nobody can be asked, and for settings that have a flag."""
+    if any("name" in layer for layer in parse_arguments(list(words))):
+        raise ConfigError("init names the run by the recipe's file: leave out name=...")
     for section, key, flag in (
         ("model", "path", "--model"),
         ("data", "path", "--data"),

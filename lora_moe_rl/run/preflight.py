@@ -20,6 +20,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from lora_moe_rl import algorithms
@@ -208,7 +209,8 @@ class Preflight:
                 raise DataError(f"{named} gave no rows")
             self.first[name] = f"{data.generator}, row 0", first
             return f"{data.generator} gives rows"
-        if is_hub(data.path) and not self.fetch:
+        here = Path(data.path).expanduser().exists()
+        if is_hub(data.path) and not here and not self.fetch:
             raise Absent(f"{data.path} is a data set of the hub; a run fetches it")
         self.rows[name] = read_rows(data)
         self.first[name] = self.rows[name][0]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lora_moe_rl.config.options import names, verify_parser
+from lora_moe_rl.config.options import above_zero, names, not_negative, verify_parser
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.rollout.facts import slot_rank
@@ -47,8 +47,12 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = verify_parser("export", ABOUT)
     parser.add_argument("--forms", help=f"some of {','.join(FORMS)} (those that are read)")
-    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help=f"({TOLERANCE:g})")
-    parser.add_argument("--timeout", type=float, default=600, help="for a server's start (600 s)")
+    parser.add_argument(
+        "--tolerance", type=not_negative, default=TOLERANCE, help=f"({TOLERANCE:g})"
+    )
+    parser.add_argument(
+        "--timeout", type=above_zero, default=600, help="for a server's start (600 s)"
+    )
     return parser
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from lora_moe_rl.config.options import positive, verify_parser
+from lora_moe_rl.config.options import not_negative, positive, verify_parser
 from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.verify.comparisons import Comparisons
 from lora_moe_rl.verify.in_flight_run import PROMPT, PUBLISHED, WAYS, Verification
@@ -49,7 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = verify_parser("async", ABOUT)
     parser.add_argument("--samples", type=positive, default=8, help="in flight at once (8)")
     parser.add_argument("--tokens", type=positive, default=128, help="tokens sampled of each (128)")
-    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help=f"({TOLERANCE:.0e})")
+    parser.add_argument(
+        "--tolerance", type=not_negative, default=TOLERANCE, help=f"({TOLERANCE:.0e})"
+    )
     parser.add_argument(
         "--timeout", type=positive, default=600, help="longest wait for one stage, seconds (600)"
     )

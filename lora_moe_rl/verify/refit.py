@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config.options import names, verify_parser
+from lora_moe_rl.config.options import names, positive, verify_parser
 from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.models import quantised
@@ -126,9 +126,12 @@ def _parser() -> argparse.ArgumentParser:
         default=DEFAULT_TRANSPORTS,
         help=f"of {', '.join(TRANSPORTS)} ({DEFAULT_TRANSPORTS})",
     )
-    parser.add_argument("--samples", type=int, default=32, help="sequences (32)")
+    parser.add_argument("--samples", type=positive, default=32, help="sequences (32)")
     parser.add_argument(
-        "--timeout", type=int, default=600, help="longest life of a trainer layout, seconds (600)"
+        "--timeout",
+        type=positive,
+        default=600,
+        help="longest life of a trainer layout, seconds (600)",
     )
     parser.add_argument(
         "--fault",

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lora_moe_rl.config.options import result_parser
+from lora_moe_rl.config.options import above_zero, not_negative, result_parser
 from lora_moe_rl.rollout.facts import slot_rank
 from lora_moe_rl.verify.comparisons import Comparisons, largest, random_prompts
 from lora_moe_rl.verify.report import Check
@@ -37,19 +37,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--base", required=True, metavar="DIR", help="the base model")
     parser.add_argument("--merged", type=Path, metavar="DIR", help="an exported merged model")
     parser.add_argument("--dtype", choices=list(TOLERANCES), help="of the server (CPU: float32)")
-    parser.add_argument("--tolerance", type=float, help="in place of that of the dtype")
-    parser.add_argument("--timeout", type=float, default=600, help="for the start, seconds (600)")
+    parser.add_argument("--tolerance", type=not_negative, help="in place of that of the dtype")
+    parser.add_argument(
+        "--timeout", type=above_zero, default=600, help="for the start, seconds (600)"
+    )
     return parser
 
 
 def check(options: argparse.Namespace) -> Comparisons:
     """Starts the server and compares it; the report holds its command."""
     from lora_moe_rl.files import adapter_source as source
-    from lora_moe_rl.models.directory import resolve_model
+    from lora_moe_rl.models.directory import check_model_dir, resolve_model
     from lora_moe_rl.rollout import device as engine_device
     from lora_moe_rl.verify import hf, serving
 
     base = resolve_model(options.base, named="--base ")
+    if options.merged is not None:
+        check_model_dir(options.merged)
     found = source.load(options.adapter, base)
     dtype = options.dtype or ("float32" if engine_device.is_cpu() else "bfloat16")
     tolerance = TOLERANCES[dtype] if options.tolerance is None else options.tolerance

@@ -228,3 +228,20 @@ def test_a_run_that_was_asked_to_stop_ends_without_the_word_error(capsys):
 def test_a_run_is_either_quiet_or_says_its_records(capsys):
     assert cli.main(["train", "--quiet", "--json"]) == 2
     assert "--quiet and --json are both given" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("launch recipes/tiny_arithmetic.py --on ssh --gpus-per-node -1", "-1 is less than 0"),
+        ("chaos recipes/tiny_arithmetic.py --seed -1", "--seed: -1 is less than 0"),
+        ("bench head --tokens 8,0", "--tokens: 0 is less than 1"),
+        ("bench export --gb nan", "--gb: nan is not a finite number above 0"),
+        ("verify refit --model m --samples 0", "--samples: 0 is less than 1"),
+        ("export run --to merged --out o --stop-lost nan", "--stop-lost: nan is not a finite"),
+    ],
+)
+def test_numbers_that_nothing_can_have_are_refused_by_the_parser(words, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(words.split())
+    assert said in capsys.readouterr().err

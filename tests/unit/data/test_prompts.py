@@ -49,6 +49,13 @@ def test_fewer_rows_than_a_step_takes_are_told_of(write):
     assert "has 6 prompts" in told
 
 
+@pytest.mark.parametrize("name", ["io.jsonl", "io.csv"])
+def test_what_the_disk_refuses_is_named(tmp_path, name):
+    (tmp_path / name).symlink_to("/proc/self/mem")  # which opens, and whose first byte is no file's
+    with pytest.raises(DataError, match=f"{name} cannot be read: Input/output error"):
+        source(path=str(tmp_path / name))
+
+
 def test_parquet(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

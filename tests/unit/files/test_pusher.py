@@ -194,6 +194,16 @@ def test_a_run_is_fetched_and_the_newest_whole_checkpoint_with_it(run, tmp_path)
         fetch(str(copies), tmp_path / "none", 7)
 
 
+def test_without_its_config_nothing_is_fetched(run, tmp_path):
+    copies = tmp_path / "copies"
+    with pushing(run, copies) as push:
+        push.push(write(run, 1), None)
+    (copies / "config.yaml").unlink()
+    with pytest.raises(FileError, match="has no config.yaml"):
+        fetch(str(copies), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_copies_of_a_course_that_the_run_has_left_are_not_fetched_and_not_lost(run, tmp_path):
     copies, said = tmp_path / "copies", list[str]()
     with pushing(run, copies) as push:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -50,7 +51,8 @@ PROGRAMS = {
 def test_ray_is_started_where_the_other_nodes_see_it_or_the_job_ends(tmp_path, kind):
     """The script, by bash, with programs that tell what they were given, and a Ray that does not
     start: nothing waits for it."""
-    folder = launch(tmp_path, kind, "--hosts", "n1,me@n2", "--environment", str(tmp_path))
+    hosts = ("--hosts", "n1,me@n2") if kind == "ssh" else ()
+    folder = launch(tmp_path, kind, *hosts, "--environment", str(tmp_path))
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/activate").write_text("")
     told = tmp_path / "told"
@@ -137,6 +139,37 @@ def test_a_ray_job_asks_for_its_nodes_and_looks_at_each(tmp_path):
     assert mounted == {"/" + tmp_path.parts[1], "/dev/shm"}
 
 
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("2025-03-01-run", "run-2025-03-01-run"),
+        ("a" * 39 + ".seven", "a" * 39),
+        ("___", "run"),
+        ("K2_a", "k2-a"),
+    ],
+)
+def test_the_name_of_a_ray_job_is_one_that_kubernetes_takes(tmp_path, name, label):
+    launch(tmp_path, "kuberay", f"logging.run_dir={tmp_path}/{name}")
+    job = yaml.safe_load((tmp_path / f"{name}-launch/rayjob.yaml").read_text())
+    assert job["metadata"]["name"] == label
+    assert re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", label) and len(label) <= 63  # DNS-1035
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "said"),
+    [
+        ("slurm", ("--hosts", "n1"), "--hosts n1 has no effect with --on slurm"),
+        ("ssh", ("--image", "a"), "--image a has no effect with --on ssh"),
+        ("ssh", ("--hosts", ","), "--hosts names no host"),
+        ("ssh", ("--hosts", " n1, n1", "--gpus-per-node", "8"), "--hosts names 1: n1"),
+        ("kuberay", ("logging.run_dir=/",), "is the root of all files"),
+    ],
+)
+def test_what_has_no_effect_or_no_place_is_refused(tmp_path, kind, words, said):
+    with pytest.raises(ConfigError, match=said):
+        launch(tmp_path, kind, *words)
+
+
 def test_the_hosts_of_ssh_are_all_named(tmp_path):
     hosts = ("--gpus-per-node", "8", "--hosts", "n1,n2,n3")
     folder = launch(tmp_path, "ssh", *hosts)
@@ -151,7 +184,6 @@ def test_the_hosts_of_ssh_are_all_named(tmp_path):
     ("more", "message"),
     [
         (["--nodes", "1"], "--nodes 1 of 8 GPUs do not hold the run: it needs 2"),
-        (["--gpus-per-node", "-1"], "--gpus-per-node -1 is less than 0"),
         (["--out", "/tmp/a b"], "characters that a script could take"),
         (["--out", "/proc/launch"], "cannot write into /proc/launch: .*--out DIR"),
     ],

@@ -107,6 +107,8 @@ def test_what_no_flag_says_is_asked_until_it_can_be(monkeypatch, capsys):
         ((), {"reward": "own.py:wrong"}, "wrong"),
         ((), {"reward": "own.py:broken"}, "fails on made-up completions"),
         (("reward.function=own.py:right",), {}, "takes --reward, and not reward.function"),
+        (("name=other",), {}, "names the run by the recipe's file: leave out name="),
+        ((), {"data": "."}, "data.path=. is not a .jsonl"),
         (("model=qwen3_moe",), {}, "takes --model, and not model.path"),
         (("adapter.rnak=8",), {}, "adapter.rank"),
         (("a.py", "b.py"), {}, "one recipe"),
