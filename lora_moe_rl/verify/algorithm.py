@@ -23,7 +23,7 @@ from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.verify import algorithm_jobs as jobs
 from lora_moe_rl.verify import report
 from lora_moe_rl.verify.inputs import random_batch
-from lora_moe_rl.verify.layouts import Layout, parse_layouts, placed, read_config
+from lora_moe_rl.verify.layouts import Layout, chosen, parse_layouts, placed, read_config
 from lora_moe_rl.verify.ranks import run_ranks, spec_of
 from lora_moe_rl.verify.report import Check, Say, progress
 
@@ -215,8 +215,12 @@ def main(argv: Sequence[str]) -> int:
         )
     model_dir = resolve_model(config.model.path, config.model.revision)
     spec = spec_of(model_dir, config)
-    layouts = names(options.layouts, "--layouts", "a layout")
-    found = placed(parse_layouts(layouts, config, spec.shape, quantised.form_in(model_dir)))
+    form, whole = quantised.form_in(model_dir), config
+
+    def parse(wanted: list[str]) -> list[Layout]:
+        return parse_layouts(wanted, whole, spec.shape, form)
+
+    found = placed(chosen(options.layouts, LAYOUTS, parse, "--layouts"))
     trainer = found[0].config.trainer
     alone = {"trainer": {"device": trainer.device, "dtype": trainer.dtype}}
     config = with_settings(config, alone)
@@ -232,6 +236,8 @@ def _parser():
         default=",".join(ALGORITHMS.names()),
         help="names or file.py:Class, with commas (all presets)",
     )
-    parser.add_argument("--layouts", default=LAYOUTS, help=f"as tp2ep2, with commas ({LAYOUTS})")
+    parser.add_argument(
+        "--layouts", help=f"as tp2ep2, with commas (those of {LAYOUTS} that can be)"
+    )
     parser.add_argument("--samples", type=positive, default=24, help="of the step (24)")
     return parser

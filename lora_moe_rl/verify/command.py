@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from lora_moe_rl.adapters.sharding import reductions
-from lora_moe_rl.config.options import names, positive, verify_parser
+from lora_moe_rl.config.options import not_negative, positive, verify_parser
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.verify.layout import DEFAULT_LAYOUTS, Verification, make_config, plan
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     config = make_config(options.model, options.settings)
     model_dir = resolve_model(config.model.path, config.model.revision)
     dropped = tuple(_entry(text) for text in options.drop)
-    spec, layouts = plan(config, names(options.layouts, "--layouts", "a layout"), model_dir)
+    spec, layouts = plan(config, options.layouts, model_dir)
     with progress(len(layouts) + 3, options.json) as say:
         verification = Verification(
             spec,
@@ -47,13 +47,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = verify_parser("layout", ABOUT)
     parser.add_argument(
         "--layouts",
-        default=DEFAULT_LAYOUTS,
-        help=f"names as tp2ep2, pp2vpp2, etp2tp2, tp2dp2, with commas ({DEFAULT_LAYOUTS})",
+        help="names as tp2ep2, pp2vpp2, etp2tp2, tp2dp2, with commas "
+        f"(those of {DEFAULT_LAYOUTS} that the model allows)",
     )
     parser.add_argument("--samples", type=positive, default=32, help="sequences (32)")
     parser.add_argument(
         "--tolerance",
-        type=float,
+        type=not_negative,
         help="for loss, logprobs and gradients, in place of that of the device and dtype "
         "(float32 on the CPU: 1e-5)",
     )

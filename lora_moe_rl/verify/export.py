@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config.options import above_zero, names, not_negative, verify_parser
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.models.directory import resolve_model
@@ -37,10 +38,10 @@ EFFECT = 100  # the adapter must change logprobs by this many tolerances
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_intermixed_args(argv)
-    named = ",".join(FORMS) if options.forms is None else options.forms
-    forms = names(named, "--forms", "a form", FORMS)
-    with progress(len(forms) + 2, options.json) as say, tempfile.TemporaryDirectory() as folder:
-        rows = _Verification(options, Path(folder), say).run(forms)
+    asked = None if options.forms is None else names(options.forms, "--forms", "a form", FORMS)
+    count = len(asked or FORMS) + 2
+    with progress(count, options.json) as say, tempfile.TemporaryDirectory() as folder:
+        rows = _Verification(options, Path(folder), say, asked).run()
     return Comparisons({"model": options.model}, rows).conclude(options.json)
 
 
@@ -56,8 +57,26 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _forms(spec: AdapterSpec, asked: Sequence[str] | None) -> Sequence[str]:
+    """Those that are asked for, or all that something reads. Raises ConfigError for another one."""
+    family, why = spec.shape.family, {}
+    if family.stacked_files or family.interleaved_experts:
+        why["peft-2d"] = "PEFT reads peft-3d alone"
+    if family.interleaved_experts:
+        why["vllm-adapter"] = "vLLM reads no experts one by one"
+        if any(site.num_experts is not None for site in spec):
+            in_turn = "experts with gate and up in turn are not merged"
+            why |= dict.fromkeys(("merged", "vllm-merged"), in_turn)
+    for form in asked or ():
+        if form in why:
+            raise ConfigError(f"--forms has {form}: of {family.architecture}, {why[form]}")
+    return asked or [form for form in FORMS if form not in why]
+
+
 class _Verification:
-    def __init__(self, options: argparse.Namespace, folder: Path, say: Say):
+    def __init__(
+        self, options: argparse.Namespace, folder: Path, say: Say, asked: Sequence[str] | None
+    ):
         import peft  # noqa: F401  first: it looks for transformer_engine, which may be a stand-in
 
         from lora_moe_rl.verify import hf
@@ -67,6 +86,7 @@ class _Verification:
         settings = (options.settings, ["adapter.*"], {})
         self.config = read_config("verify export", str(self.base), *settings)
         self.spec = spec_of(self.base, self.config, servable=True)
+        self.forms = _forms(self.spec, asked)
         self.tensors = drawn(self.spec.tensor_shapes, seed=0)
         self.prompts = random_prompts(self.spec.shape.vocab_size)
         say("transformers, merged by hand")
@@ -76,17 +96,11 @@ class _Verification:
         self.expected = [hf.logprobs(self.model, ids) for ids in self.prompts]
         self.merged = folder / "merged"
 
-    def run(self, forms: Sequence[str]) -> list[Check]:
-        limit, family = self.options.tolerance, self.spec.shape.family
-        if "peft-2d" in forms and family.stacked_files:
-            if self.options.forms is not None:
-                raise ConfigError(
-                    f"--forms has peft-2d: of {family.architecture} PEFT reads peft-3d alone"
-                )
-            forms = [form for form in forms if form != "peft-2d"]
+    def run(self) -> list[Check]:
+        limit, forms = self.options.tolerance, self.forms
         effect = largest(self.expected, self.without)
         rows = [Check("the adapter, against the base", effect, EFFECT * limit, at_least=True)]
-        if {"merged", "vllm-merged"} & set(forms):
+        if {"merged", "vllm-merged"} & {*forms}:
             self.say("merging")
             self._merge()
         for form in FORMS:

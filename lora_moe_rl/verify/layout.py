@@ -28,7 +28,7 @@ from lora_moe_rl.verify.comparisons import largest_scaled, left_of
 from lora_moe_rl.verify.inputs import random_batch
 from lora_moe_rl.verify.jobs import Inputs, Outcome, gather
 from lora_moe_rl.verify.layout_report import Report, Row
-from lora_moe_rl.verify.layouts import Layout, parse_layouts, placed, read_config
+from lora_moe_rl.verify.layouts import Layout, chosen, parse_layouts, placed, read_config
 from lora_moe_rl.verify.processes import run_processes
 from lora_moe_rl.verify.ranks import run_ranks, spec_of
 from lora_moe_rl.verify.report import Check, Say, timed
@@ -56,13 +56,15 @@ def make_config(model: str, settings: Sequence[str] = ()) -> RunConfig:
     return read_config("verify layout", model, settings, SETTINGS, BASE)
 
 
-def plan(
-    config: RunConfig, names: Sequence[str], model_dir: Path
-) -> tuple[AdapterSpec, list[Layout]]:
+def plan(config: RunConfig, named: str | None, model_dir: Path) -> tuple[AdapterSpec, list[Layout]]:
     """All that can be refused before anything starts. Raises ConfigError or ModelError."""
     spec = spec_of(model_dir, config)
-    layouts = parse_layouts(names, config, spec.shape, quantised.form_in(model_dir))
-    return spec, placed(layouts)
+    form = quantised.form_in(model_dir)
+
+    def parse(wanted: list[str]) -> list[Layout]:
+        return parse_layouts(wanted, config, spec.shape, form)
+
+    return spec, placed(chosen(named, DEFAULT_LAYOUTS, parse, "--layouts"))
 
 
 @dataclass

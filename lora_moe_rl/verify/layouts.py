@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.options import names
 from lora_moe_rl.config.overrides import override, with_settings
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.models.fit import check_layout
@@ -72,12 +74,12 @@ def parse_layout(name: str, config: RunConfig) -> Layout:
 
 
 def parse_layouts(
-    names: Sequence[str], config: RunConfig, shape: ModelShape, form: str | None = None
+    wanted: Sequence[str], config: RunConfig, shape: ModelShape, form: str | None = None
 ) -> list[Layout]:
     """Raises ConfigError, with the reason, for each layout that the model does not allow. `form`:
     of a quantised base."""
     layouts, refused = [], []
-    for name in names:
+    for name in wanted:
         layout = parse_layout(name, config)
         try:
             check_layout(shape, layout.config, form)
@@ -87,6 +89,27 @@ def parse_layouts(
     if refused:
         raise ConfigError("--layouts: " + "\n".join(refused))
     return layouts
+
+
+def chosen(
+    named: str | None, default: str, parse: Callable[[list[str]], list[Layout]], option: str
+) -> list[Layout]:
+    """The layouts that were named by `option`, or those of the default that the model allows; of
+    others why not is said on stderr. Raises what `parse` raises for one that was named, and for a
+    model that allows none."""
+    if named is not None:
+        return parse(names(named, option, "a layout"))
+    found, reasons = [], []
+    for name in default.split(","):
+        try:
+            found += parse([name])
+        except ConfigError as error:
+            reasons.append(str(error).removeprefix("--layouts: "))
+    if not found:
+        raise ConfigError(f"{option}: none of {default} can be: " + "; ".join(reasons))
+    for reason in reasons:
+        print(f"left out: {reason}", file=sys.stderr)
+    return found
 
 
 def placed(layouts: Sequence[Layout]) -> list[Layout]:

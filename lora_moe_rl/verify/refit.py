@@ -13,7 +13,7 @@ from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.models import quantised
 from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.refit.plan import Plan
-from lora_moe_rl.verify.layouts import parse_layouts, placed, read_config
+from lora_moe_rl.verify.layouts import Layout, chosen, parse_layouts, placed, read_config
 from lora_moe_rl.verify.ranks import spec_of
 from lora_moe_rl.verify.refit_plan import TRANSPORTS, Engine, covering, parse_engine, parse_fault
 from lora_moe_rl.verify.refit_run import RefitVerification
@@ -56,8 +56,11 @@ def make_verification(options: argparse.Namespace) -> RefitVerification:
     spec = spec_of(model_dir, config, servable=options.mode == "adapter")
     form = quantised.form_in(model_dir)
     engines, left_out = _engines(options.engines, config, spec, form)
-    wanted = names(options.trainers, "--trainers", "a layout")
-    trainers = placed(parse_layouts(wanted, config, spec.shape, form))
+
+    def parse(wanted: list[str]) -> list[Layout]:
+        return parse_layouts(wanted, config, spec.shape, form)
+
+    trainers = placed(chosen(options.trainers, DEFAULT_TRAINERS, parse, "--trainers"))
     placing = trainers[0].config.trainer.model_dump(include={"device", "dtype"})
     config = with_settings(config, {"trainer": placing})
     transports = names(options.transports, "--transports", "a transport", TRANSPORTS)
@@ -118,8 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--trainers",
-        default=DEFAULT_TRAINERS,
-        help=f"layouts as in verify layout ({DEFAULT_TRAINERS})",
+        help=f"layouts as in verify layout (those of {DEFAULT_TRAINERS} that the model allows)",
     )
     parser.add_argument(
         "--transports",

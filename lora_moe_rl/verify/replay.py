@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config.options import names, positive, verify_parser
+from lora_moe_rl.config.options import names, not_negative, positive, verify_parser
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.models import quantised
 from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.models.fit import cut_block
-from lora_moe_rl.verify.layouts import Layout, parse_layouts, read_config
+from lora_moe_rl.verify.layouts import Layout, chosen, parse_layouts, read_config
 from lora_moe_rl.verify.ranks import spec_of
 from lora_moe_rl.verify.refit_plan import parse_engine
 from lora_moe_rl.verify.replay_record import ENGINES, RESPONSE, tensor_parallel
@@ -56,9 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = verify_parser("replay", ABOUT)
     parser.add_argument(
         "--layouts",
-        default=DEFAULT_LAYOUTS,
         help=f"of the trainer, with commas; {RECOMPUTE}: activations are recomputed in backward "
-        f"({DEFAULT_LAYOUTS})",
+        f"(those of {DEFAULT_LAYOUTS} that the model allows)",
     )
     parser.add_argument(
         "--engines",
@@ -69,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--samples", type=positive, default=16, help="of each condition (16)")
     parser.add_argument(
         "--tolerance",
-        type=float,
+        type=not_negative,
         default=TOLERANCE,
         help=f"for the worst token's logprob, relative where it is beyond -1 ({TOLERANCE:.0e}); "
         f"{ROUNDING} times what Hugging Face's own float32 is off by, where that is more",
@@ -93,11 +92,15 @@ def _verification(options: argparse.Namespace) -> Verification:
     if not any(site.module.startswith("experts.") for site in spec):
         raise ConfigError("adapter.targets leaves the routed experts out; verify replay needs them")
     engines = _allowed(engines, options.engines is not None, config, spec, form)
+
+    def parse(wanted: list[str]) -> list[Layout]:
+        return _layouts(wanted, config, spec, form)
+
     return Verification(
         config,
         spec,
         model_dir,
-        _layouts(names(options.layouts, "--layouts", "a layout"), config, spec, form),
+        chosen(options.layouts, DEFAULT_LAYOUTS, parse, "--layouts"),
         [name for name in engines if name != SPREAD],
         options.samples,
         options.timeout,

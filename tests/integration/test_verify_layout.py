@@ -98,7 +98,7 @@ def mutated(worker, spec, adapter, batch, table, entries):
 def gradients_without(model, settings, layout_name, entries):
     """(spec, layout, gradients of one rank, gradients of the layout for None and each entry)."""
     config = make_config(str(model), ["adapter.rank=4", "trainer.device=cpu", *settings])
-    spec, (layout, alone) = plan(config, [layout_name, "tp1"], model)
+    spec, (layout, alone) = plan(config, f"{layout_name},tp1", model)
     arguments = (random_adapter(spec), *random_batch(spec, 12, lengths=(4, 9)))
     ((expected,),) = run_ranks(alone.config, model, mutated, *arguments, ())
     parts = run_ranks(layout.config, model, mutated, *arguments, entries)
