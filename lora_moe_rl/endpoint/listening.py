@@ -44,6 +44,7 @@ class Listening:
         shown = f"[{host}]" if ":" in host else host
         self.root = f"http://{shown}:{bound[1]}"
         self._server: uvicorn.Server | None = None
+        self._stopped = False
 
     @property
     def url(self) -> str:
@@ -51,7 +52,9 @@ class Listening:
         return f"{self.root}/v1"
 
     async def serve(self, app: Any) -> None:
-        """Until it is cancelled, or `stop` is called."""
+        """Until it is cancelled, or `stop` is called, which may have been before."""
+        if self._stopped:
+            return
         config = uvicorn.Config(
             app,
             lifespan="off",
@@ -71,6 +74,7 @@ class Listening:
             await asyncio.sleep(0.005)
 
     def stop(self) -> None:
+        self._stopped = True
         if self._server is not None:
             self._server.should_exit = True
 

@@ -54,7 +54,10 @@ class Chats:
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """`special`: with what the tokenizer puts in front of a text."""
-        return self.tokenizer.encode(text, add_special_tokens=special)
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=special)
+        except UnicodeEncodeError as error:
+            raise bad_request(f"a text is no UTF-8: {error}") from error
 
     def checked(self, token_ids: list[int], where: str) -> list[int]:
         """Token ids that a client has sent. Raises Refused for one that is of no token."""
@@ -121,12 +124,22 @@ def text_of(message: Message) -> str:
 def canonical(message: Message) -> str:
     """Equal for messages that say the same, however a client writes them."""
     calls = [
-        [call.get("id"), (call.get("function") or {}).get("name"),
-         (call.get("function") or {}).get("arguments")]
-        for call in message.get("tool_calls") or []
-    ]  # fmt: skip
+        [call.get("id"), function.get("name"), function.get("arguments")]
+        for call, function in _calls_of(message)
+    ]
     said = [message["role"], text_of(message), message.get("tool_call_id"), message.get("name")]
     return json.dumps([*said, calls])
+
+
+def _calls_of(message: Message) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Its calls of tools, each with its function. Raises Refused for what is none."""
+    calls, found = message.get("tool_calls") or [], []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", {}) if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise bad_request('tool_calls is no list of {"id": ..., "function": {...}}')
+        found.append((call, function))
+    return found
 
 
 def _for_template(message: Message, shows_calls: bool) -> Message:
@@ -136,8 +149,7 @@ def _for_template(message: Message, shows_calls: bool) -> Message:
     found = {"role": role, "content": text_of(message)}
     found |= {key: message[key] for key in ("name", "tool_call_id") if message.get(key)}
     calls = []
-    for call in message.get("tool_calls") or []:
-        function = call.get("function") or {}
+    for _, function in _calls_of(message):
         try:
             arguments = json.loads(function.get("arguments") or "{}")
         except (TypeError, ValueError) as error:
@@ -151,14 +163,21 @@ def _for_template(message: Message, shows_calls: bool) -> Message:
 
 
 def _call(call: Call, tools: Sequence[Mapping[str, Any]]) -> Message:
-    """Raises ParseError for a call by position that has more arguments than the tool."""
+    """Raises ParseError for a call by position that has more arguments than the tool, and for
+    arguments that cannot be sent."""
     arguments = dict(call.named)
     if call.positional:
         schemas = [tool["function"] for tool in tools if tool["function"]["name"] == call.name]
-        parameters = schemas[0].get("parameters") or {} if schemas else {}
-        names = list(parameters.get("properties") or {})
+        parameters = schemas[0].get("parameters") if schemas else None
+        properties = parameters.get("properties") if isinstance(parameters, dict) else None
+        names = list(properties or {})
         if len(names) < len(call.positional):
             raise ParseError(f"{call.name} has {len(call.positional)} arguments by position")
         arguments = dict(zip(names, call.positional, strict=False)) | arguments
-    function = {"name": call.name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    try:
+        written = json.dumps(arguments, ensure_ascii=False)
+        (call.name + written).encode()
+    except (TypeError, ValueError) as error:  # a set, as Python's form may have; half a character
+        raise ParseError(f"the arguments of {call.name} are no JSON: {error}") from error
+    function = {"name": call.name, "arguments": written}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}

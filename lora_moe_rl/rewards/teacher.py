@@ -59,7 +59,7 @@ class Teacher:
                 one = np.zeros(len(sample.mask), np.float32)
             elif isinstance(one, BaseException):
                 raise one
-            elif self.alone:
+            elif self.alone and i not in group.details.reasons:  # its conversation may have failed
                 group.rewards[i] = (one - sample.logprobs)[sample.mask].mean()
             teacher.append(one)
         group.teacher = teacher

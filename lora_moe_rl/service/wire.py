@@ -27,6 +27,7 @@ from lora_moe_rl.service.messages import (
 )
 
 TARGETS = "target_tokens"
+MOST_DENSE = 64 * 2**20  # bytes that a tensor may have which was sent without its zeros
 REDUCTIONS = {"sum", "mean", "min", "max", "slack", "hash2", "unique"}  # that the SDK knows
 NO_TOKEN, NO_LOGPROB = 0, -99999.0  # where there is no likeliest token
 _DTYPES = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8"), INT32: np.dtype("<i4")}
@@ -142,6 +143,10 @@ def _of_csr(csr: Any, shape: list[int], dtype: np.dtype, where: str) -> np.ndarr
     whole = whole and starts[-1] == len(values) == len(columns)
     if len(shape) != 2 or not whole or not ((columns >= 0) & (columns < shape[-1])).all():
         raise ServiceError(f"{where} is no sparse tensor (CSR) of shape {shape}")
+    if (size := math.prod(shape) * dtype.itemsize) > MOST_DENSE:
+        raise ServiceError(
+            f"{where} of shape {shape} takes {size:,} bytes, of at most {MOST_DENSE:,}"
+        )
     dense = np.zeros(shape, dtype)
     dense[np.repeat(np.arange(shape[0]), counts), columns] = values
     return dense

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +21,6 @@ from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.importing import load_function
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_TAGGED = re.compile(f"{OPEN}(.*?){CLOSE}", re.S)
 HOW = {
     "json": f'To call a tool, write {OPEN}{{"name": NAME, "arguments": {{...}}}}{CLOSE} with its '
     "name and arguments as JSON.",
@@ -75,8 +73,14 @@ class Form:
 def calls_in_json(text: str) -> list[Call]:
     """Raises ParseError."""
     said = text.rpartition("</think>")[2]
-    found = [_from_json(match[1]) for match in _TAGGED.finditer(said)]
-    if OPEN in (rest := _TAGGED.sub("", said)) or CLOSE in rest:
+    written, rest, at = [], [], 0
+    while (start := said.find(OPEN, at)) >= 0 and (end := said.find(CLOSE, start)) >= 0:
+        written.append(said[start + len(OPEN) : end])
+        rest.append(said[at:start])
+        at = end + len(CLOSE)
+    rest.append(said[at:])
+    found = [_from_json(one) for one in written]
+    if any(OPEN in one or CLOSE in one for one in rest):
         raise ParseError(f"{OPEN} and {CLOSE} do not come in pairs")
     return found
 

@@ -25,16 +25,26 @@ def main(argv: list[str]) -> None:
     connection, most = Connection(int(argv[0])), int(argv[1])
     end_me_first()
     try:
-        tools = load_tools(argv[2:])
+        checked = {name: _checked(name, tool) for name, tool in load_tools(argv[2:]).items()}
     except ConfigError as error:
         send(connection, {"error": str(error)})
         return
-    checked = {name: validate_call(tool) for name, tool in tools.items()}
     send(connection, {"async": False})
     jobs = read_ahead(connection)
     while True:
         number, arguments, _ = jobs.get()  # the parent ends a call that is late
         send(connection, {"number": number, "outcome": answer(checked, arguments, most)})
+
+
+def _checked(name: str, tool: Callable) -> Callable:
+    """Raises ConfigError for arguments of a type that pydantic knows nothing of."""
+    try:
+        return validate_call(tool)
+    except Exception as error:
+        why = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"environment.tools: arguments of {name} cannot be checked: {why}"
+        ) from error
 
 
 def load_tools(specs: list[str]) -> dict[str, Callable]:
