@@ -73,8 +73,9 @@ class Answer:
 
 
 class _Known(NamedTuple):
-    """Text that is known as tokens."""
+    """Text that is known as tokens, of what one model was asked and has said."""
 
+    model: str
     text: str
     token_ids: np.ndarray
 
@@ -125,12 +126,12 @@ class Session:
             model, policy = self._asked(body.asked, chats)
             prompt = body.prompt
             if isinstance(prompt, str):
-                token_ids, content = self._tokens_of(prompt, chats), prompt
+                token_ids, content = self._tokens_of(model, prompt, chats), prompt
             else:
                 token_ids = chats.checked(prompt, "the prompt")
                 content = chats.tokenizer.decode(prompt)
             sample = await self._reply(model, policy, "user", token_ids, content, body.asked)
-            self._texts.append(_Known(content + sample.text, sample.token_ids))
+            self._texts.append(_Known(model, content + sample.text, sample.token_ids))
             return Answer(model, sample, {"role": "assistant", "content": sample.text})
 
     async def tokens(self, body: TokenBody, chats: Chats) -> Answer:
@@ -163,13 +164,13 @@ class Session:
         chats.checked(asked.sampling.stop_token_ids or [], "stop_token_ids")
         return self.source.policy(asked)
 
-    def _tokens_of(self, prompt: str, chats: Chats) -> list[int]:
-        """Of the longest text so far that it begins with, the tokens as they are."""
-        known = [one for one in self._texts if prompt.startswith(one.text)]
+    def _tokens_of(self, model: str, prompt: str, chats: Chats) -> list[int]:
+        """Of the model's longest text so far that it begins with, the tokens as they are."""
+        known = [one for one in self._texts if one.model == model and prompt.startswith(one.text)]
         if not known:
             return chats.encode(prompt, special=True)
-        text, token_ids = max(known, key=lambda one: len(one.text))
-        return [*token_ids.tolist(), *chats.encode(prompt[len(text) :])]
+        longest = max(known, key=lambda one: len(one.text))
+        return [*longest.token_ids.tolist(), *chats.encode(prompt[len(longest.text) :])]
 
     async def _reply(
         self, model: str, policy: Answers, author: Author, token_ids: Sequence[int], content: str,

@@ -26,6 +26,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from lora_moe_rl.config import EnvironmentConfig, RunConfig
+from lora_moe_rl.config.plugins import PARTS
 from lora_moe_rl.config.section import is_set
 from lora_moe_rl.data.samples import Details, Group, Played, Prompt, Sample, Scores
 from lora_moe_rl.environments.base import Environment
@@ -115,6 +116,13 @@ class External(Environment):
                         f"{source.key(name)} has no effect with environment=external, whose agent "
                         "writes its own messages: leave it out"
                     )
+        advantage = getattr(config.algorithm, "advantage", None)
+        teaches = isinstance(advantage, str) and PARTS["advantage"].find(advantage).needs_teacher
+        if teaches and isinstance(rewards, NoRewards):
+            raise ConfigError(
+                f"algorithm.advantage={advantage} without reward.function learns from its teacher "
+                "alone, and what agents give would be lost: set reward.function"
+            )
         self.gate = Gate(self.settings, tokenizer)
 
     @property

@@ -26,8 +26,10 @@ from pydantic import Field, model_validator
 from lora_moe_rl.calls.pool import NoWorker
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.eval_rules import prompt_room
+from lora_moe_rl.config.evaluation import EVAL
 from lora_moe_rl.config.plugins import PARTS
 from lora_moe_rl.config.section import is_set
+from lora_moe_rl.data.held_out import seed_of_prompt
 from lora_moe_rl.data.maker import PromptMaker
 from lora_moe_rl.data.samples import Group, Played, Prompt
 from lora_moe_rl.environments.base import Environment
@@ -190,7 +192,8 @@ class Trl(Environment):
         ]
         done = await together(talks)
         group = await finish(prompt, policy, done, self.rewards, counts)
-        if own := [one.own_rewards for one in done if one.own_rewards is not None]:
+        whole = [one for one in done if one.failure is None]
+        if own := [one.own_rewards for one in whole if one.own_rewards is not None]:
             kind = self.instances.described[self.factories[name]].kind
             group.details.metrics[kind] = own
         return group
@@ -237,8 +240,7 @@ class Trl(Environment):
         row = {"prompt": prompt.text, **prompt.columns}
         if name != "":
             row.pop(COLUMN)
-        seed = int(np.random.SeedSequence([self.config.seed, prompt.row]).generate_state(1)[0])
-        told = await instance.ask("reset", row=row, seed=seed)
+        told = await instance.ask("reset", row=row, seed=self._seed(prompt))
         shown = with_observation(prompt.text, told["observation"])
         if shown == prompt.text and "" in self.factories:
             return shown
@@ -253,6 +255,12 @@ class Trl(Environment):
                 f"model.max_length={self.config.model.max_length}",
             )
         return shown
+
+    def _seed(self, prompt: Prompt) -> int:
+        """Of what an environment draws for a prompt: others in training than in an evaluation."""
+        if prompt.data_set.startswith(EVAL):
+            return seed_of_prompt(self.config.eval.seed, prompt.data_set, prompt.row)
+        return int(np.random.SeedSequence([self.config.seed, prompt.row]).generate_state(1)[0])
 
     def _answering(self, instance: Instance) -> Answering:
         own = {schema["function"]["name"] for schema in self._own_tools()}

@@ -17,6 +17,7 @@ from lora_moe_rl.calls.child import raised, short
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.importing import load_function
 from lora_moe_rl.rewards import verl_style
+from lora_moe_rl.telemetry import names as metrics
 
 if TYPE_CHECKING:
     from lora_moe_rl.data.samples import Played  # which imports numpy
@@ -28,7 +29,12 @@ SAMPLES = (
     "log_metric", "log_turn_rewards",
 )  # fmt: skip
 # What a run itself puts under reward/: a function may not log another number by such a name.
-TAKEN = ("mean", "std", "none", "failed", "solved_all", "solved_none", "groups")
+_OWN = (
+    *(metrics.REWARD, metrics.REWARD_STD, metrics.REWARDS_NONE, metrics.REWARDS_FAILED),
+    *(metrics.SOLVED_ALL, metrics.SOLVED_NONE, metrics.BASELINE, metrics.BY_TURN),
+    *(metrics.BEFORE_LAST_TURN, metrics.TURNS_ALONE, metrics.TURNS_ALIKE),
+)
+TAKEN = {"groups", *(name.removeprefix("reward/") for name in _OWN)}
 
 
 @dataclass(frozen=True)

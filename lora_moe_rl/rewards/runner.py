@@ -65,6 +65,8 @@ class RewardRunner:
 
         NaN stands for a failure and for None ("does not apply"), which is no failure.
         """
+        if not len(samples):  # all conversations have failed: there is nothing to call it with
+            return Scores(np.empty(0, np.float32), [], Details())
         answer = await self._answer(self._arguments(prompt, samples, played))
         rewards = np.full(len(samples), np.nan, dtype=np.float32)
         reasons: dict[int, str] = {}

@@ -74,10 +74,10 @@ class Spoken:
 
 @asynccontextmanager
 async def listening(
-    sessions, tokenizer=TOKENIZER, running=64, waiting=64, more: Sequence = ()
+    sessions, tokenizer=TOKENIZER, running=64, waiting=64, more: Sequence = (), calls="json"
 ) -> AsyncIterator[tuple[Endpoint, Listening]]:
     """An endpoint that answers on loopback."""
-    endpoint = Endpoint(sessions, Chats(tokenizer), Admission(running, waiting), more)
+    endpoint = Endpoint(sessions, Chats(tokenizer, calls), Admission(running, waiting), more)
     at = Listening("127.0.0.1", 0)
     serving = asyncio.create_task(at.serve(endpoint.app()))
     await at.started()

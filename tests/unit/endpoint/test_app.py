@@ -99,6 +99,66 @@ async def test_what_was_sampled_is_never_tokenised_again(way):
     assert ids.count(1) == (0 if way == "chat" else 2)  # what was asked is "ab" as one token
 
 
+class Two(Spoken):
+    """A policy, and a base that speaks for itself."""
+
+    def __init__(self, policy: Speaker, base: Speaker):
+        super().__init__(policy)
+        self.base = base
+
+    def policy(self, asked):
+        return asked.model, self.base if asked.model == "base" else self.speaker
+
+
+async def test_what_another_model_said_is_text_and_not_its_tokens():
+    policy, sessions = Speaker("A"), Sessions("owner")
+    session = sessions.add(Session(Two(policy, Speaker("U"))))
+    async with listening(sessions) as (_, at):
+        agent = client(at, session.key)
+        said = (await agent.completions.create(model="base", prompt="Q: ")).choices[0].text
+        await agent.completions.create(model="policy", prompt=f"Q: {said} A: ")
+    ((token_ids, *_),) = policy.asked
+    assert TOKENIZER.decode(token_ids) == "Q: U A: "  # without the base's end token
+
+
+@pytest.mark.parametrize("form", ["json", "python"])
+async def test_a_call_that_cannot_be_sent_is_text(form):
+    """No failure of the server, which a client would ask again."""
+    said = {
+        "json": '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',
+        "python": "[add(a={1})]",
+    }[form]
+    sessions, session, _ = opened(said)
+    async with listening(sessions, calls=form) as (_, at):
+        agent = client(at, session.key)
+        asked = await agent.chat.completions.create(model="policy", messages=[HELLO], tools=[ADD])
+    assert asked.choices[0].message.content == said and not asked.choices[0].message.tool_calls
+    assert session.forks == 0 and len(samples_of(session)) == 1
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": "", "tool_calls": ["x"]},
+        {"role": "assistant", "content": "", "tool_calls": 5},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": "f"}]},
+        {"role": "user", "content": "\ud800"},
+    ],
+    ids=str,
+)
+async def test_a_malformed_message_is_the_clients_fault(message):
+    sessions, session, _ = opened("5")
+    async with listening(sessions) as (_, at):
+        body = {"model": "policy", "messages": [HELLO, message, HELLO]}
+        async with httpx.AsyncClient() as http:
+            answer = await http.post(
+                f"{at.url}/chat/completions",
+                content=json.dumps(body),
+                headers={"Authorization": f"Bearer {session.key}"},
+            )
+    assert answer.status_code == 400, answer.text
+
+
 async def test_a_chat_that_was_changed_is_a_fork_and_the_first_one_may_still_go_on():
     sessions, session, _ = opened("5", "6", "7")
     more = {"role": "user", "content": "and?"}

@@ -27,7 +27,7 @@ from lora_moe_rl.endpoint.run_source import RunSource
 from lora_moe_rl.endpoint.trajectories import OF_RUN
 from lora_moe_rl.environments.base import why_no_forks
 from lora_moe_rl.environments.external import External
-from lora_moe_rl.errors import EngineDied, NotServed
+from lora_moe_rl.errors import ConfigError, EngineDied, NotServed
 from lora_moe_rl.ports import Manner
 from lora_moe_rl.rewards.by_set import NoRewards
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
@@ -69,6 +69,13 @@ def make():
 
 def counted(group) -> dict[str, float]:
     return {name: value for name, value in group.counts.items() if value}
+
+
+def test_a_teacher_alone_would_lose_what_agents_give(make):
+    teacher = {"name": "opd", "teacher_url": "http://x/v1", "teacher_model": "m"}
+    with pytest.raises(ConfigError, match="what agents give would be lost: set reward.function"):
+        make("rewards", algorithm=teacher)
+    make("rewards", algorithm=teacher, rewards=Rewards())
 
 
 async def test_a_process_sets_rewards_and_goes_on_with_the_next_trajectory(make):

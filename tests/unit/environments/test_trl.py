@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,14 @@ def test_what_it_draws_follows_from_the_prompt_alone(make):
     first = [target_of(environment, number) for number in range(8)]
     assert len(set(first)) > 1  # and each is the same in its whole group
     assert [target_of(environment, number) for number in range(8)] == first
+
+
+def test_an_evaluation_has_tasks_of_its_own(make):
+    """Of a row of the same number, and of every set."""
+    environment = make(**OF_INCREMENT)
+    rows = [replace(row(2), data_set=name) for name in ("", "eval/a", "eval/b")]
+    seeds = [environment._seed(one) for one in rows]
+    assert len(set(seeds)) == 3 and seeds == [environment._seed(one) for one in rows]
 
 
 def test_a_rows_columns_reach_reset_and_a_reward_function_sees_what_became_of_it(make):

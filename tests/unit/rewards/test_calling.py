@@ -116,6 +116,9 @@ def test_a_column_needs_a_value_a_sample(file):
 
 
 def test_a_metric_of_the_run_is_not_overwritten(file):
+    for name in ("mean", "baseline", "reward/by_turn", "turns_alike"):
+        with pytest.raises(ValueError, match="the run has a metric of that name already"):
+            Logged(1).metric(name, 1.0)
     with pytest.raises(ValueError, match="the run has a metric of that name already"):
         called(f"{file}:taken")
 
