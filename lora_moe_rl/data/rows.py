@@ -70,10 +70,10 @@ def _shards_in(path: Path) -> str:
 
 
 @contextmanager
-def _opened(path: Path, *how: str, **more: str):
+def _opened(path: Path, mode: str = "r", **text: str):
     """Raises DataError where the disk refuses, at once or later on."""
     try:
-        with path.open(*how, **more) as file:
+        with path.open(mode, **text) as file:
             yield file
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error

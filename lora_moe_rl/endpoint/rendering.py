@@ -55,9 +55,10 @@ class Chats:
     def encode(self, text: str, special: bool = False) -> list[int]:
         """`special`: with what the tokenizer puts in front of a text."""
         try:
-            return self.tokenizer.encode(text, add_special_tokens=special)
+            text.encode()  # half of a surrogate pair is JSON, and no UTF-8
         except UnicodeEncodeError as error:
             raise bad_request(f"a text is no UTF-8: {error}") from error
+        return self.tokenizer.encode(text, add_special_tokens=special)
 
     def checked(self, token_ids: list[int], where: str) -> list[int]:
         """Token ids that a client has sent. Raises Refused for one that is of no token."""

@@ -189,9 +189,11 @@ def _export_merged(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from lora_moe_rl.export.merged import export_merged
+    from lora_moe_rl.export.merged_out import check_out
     from lora_moe_rl.files import adapter_source as source
     from lora_moe_rl.models.directory import resolve_model
 
+    check_out(options.out)
     found = source.load(options.source, _base(options))
     base = _base(options) or resolve_model(str(found.config.model.path))
     found.check_base(base)

@@ -24,9 +24,11 @@ def main(argv: Sequence[str]) -> int:
     from rich.console import Console
 
     from lora_moe_rl.export.merged import dequantise
+    from lora_moe_rl.export.merged_out import check_out
     from lora_moe_rl.models.directory import resolve_model
 
     options = _parser().parse_args(argv)
+    check_out(options.out)
     err = Console(highlight=False, emoji=False, markup=False, soft_wrap=True, stderr=True)
     source = resolve_model(options.model, options.revision, named="MODEL ")
     report = dequantise(source, options.out, options.dtype, err.print)

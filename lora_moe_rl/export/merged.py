@@ -28,7 +28,7 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.errors import ExportError
 from lora_moe_rl.export import merged_targets
 from lora_moe_rl.export.merged_adapter import Adapter
-from lora_moe_rl.export.merged_out import PARTIAL, OutDirectory, disk_errors
+from lora_moe_rl.export.merged_out import PARTIAL, OutDirectory, check_rest, disk_errors
 from lora_moe_rl.export.merged_plan import CopyStep, MergeStep, ShardPlan, plan_shards
 from lora_moe_rl.export.merged_weights import Dtype, Form, check_form, compute
 from lora_moe_rl.files.untrusted import SafeFile, SafeWeights, inside, read_json
@@ -133,6 +133,7 @@ def _write(
         "adapter": "none" if planned.adapter is None else planned.adapter.digest,
         "form": repr(planned.form),
     }
+    check_rest(base.directory)
     with OutDirectory.open(report.directory, fingerprint) as out:
         _write_shards(planned, out, report, say)
         for finished in out.done.values():
@@ -294,11 +295,19 @@ def _base_digest(base: SafeWeights) -> str:
 
 
 def _config_of(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """config.json of a base that is written in another dtype."""
-    left_out = ("quantization_config", "compression_config")
-    new = {key: value for key, value in config.items() if key not in left_out}
-    keys = [key for key in ("dtype", "torch_dtype") if key in new] or ["dtype"]
-    return new | dict.fromkeys(keys, dtype)
+    """config.json of a base that is written in another dtype: that of a model inside it too, as
+    text_config, which transformers loads the language model by."""
+    left_out, keys = ("quantization_config", "compression_config"), ("dtype", "torch_dtype")
+
+    def written(part: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            key: written(value) if isinstance(value, Mapping) else dtype if key in keys else value
+            for key, value in part.items()
+            if key not in left_out
+        }
+
+    new = written(config)
+    return new if any(key in new for key in keys) else new | {"dtype": dtype}
 
 
 def _record(report: MergeReport, fingerprint: dict[str, str]) -> dict[str, Any]:

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from lora_moe_rl.errors import ExportError, FileError
+from lora_moe_rl.files.out_directory import require_empty
 from lora_moe_rl.files.untrusted import PICKLES, inside, read_json
 
 JOURNAL, RECORD = ".merge.json", "merge.json"
+TEMPLATES = "additional_chat_templates"  # a directory of transformers'
 INDEX = "model.safetensors.index.json"
 PARTIAL = ".partial"
 _WEIGHTS = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", *PICKLES)
@@ -106,9 +108,10 @@ class OutDirectory:
     ) -> None:
         """All other files. `config`: its new content, or None to copy the base's."""
         with disk_errors(self.path):
-            for one in sorted(base.iterdir()):
-                if _is_copied(one):
-                    _copy(inside(base, one.name), self.path / one.name)
+            for name in _rest(base):
+                to = self.path / name
+                to.parent.mkdir(exist_ok=True)
+                _copy(inside(base, name), to)
             if (base / INDEX).exists():
                 total = sum(os.path.getsize(self.path / name) for name in self.done)
                 _write_json(
@@ -126,12 +129,34 @@ class OutDirectory:
         _write_json(self.path / JOURNAL, {"fingerprint": self.fingerprint, "done": self.done})
 
 
+def _rest(base: Path) -> list[str]:
+    """Names of the files to copy. Of directories a checkpoint has its templates alone; others hold
+    the weights in other formats, as `original` and `metal`."""
+    paths = [one for one in base.iterdir() if _is_copied(one)]
+    paths += (base / TEMPLATES).glob("*.jinja")
+    return sorted(str(one.relative_to(base)) for one in paths)
+
+
 def _is_copied(path: Path) -> bool:
     name = path.name
     hidden = name.startswith(".") or name in ("config.json", RECORD)
     return not hidden and not path.is_dir() and not name.removesuffix(".index.json").endswith(
         _WEIGHTS
     )  # fmt: skip
+
+
+def check_rest(base: Path) -> None:
+    """Raises FileError for a file beside the weights that cannot be copied, as a link out of the
+    directory: before any weight is."""
+    for name in _rest(base):
+        inside(base, name)
+
+
+def check_out(path: Path) -> None:
+    """Raises FileError for a place that nothing can be written to, as far as that can be said
+    before it is known what. An unfinished result may be there."""
+    if not (path / JOURNAL).is_file():
+        require_empty(path)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ mxfp4_stack   all experts of a layer in one, as gpt-oss's: `…_proj_blocks` U8 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,8 @@ FLOATS = ("F32", "BF16", "F16")
 BLOCKS = "_blocks"  # behind the name of a stack
 FP8_BLOCK, INT4_GROUP, INT4_IN_WORD = 128, 32, 8
 MXFP4_GROUP, MXFP4_IN_BYTE = 32, 2
-CODES = ("U8", "I8", "I32", "F8_E4M3", "F8_E5M2")  # that a float is stored as
+# That a float is stored as.
+CODES = ("U8", "I8", "U16", "I16", "U32", "I32", "F8_E4M3", "F8_E5M2", "F8_E8M0")
 SHOWN = 5
 WAY_OUT = "write another form with --dtype bfloat16"
 TURNED = "mxfp4_stack"  # whose matrices are the other way round as numbers
@@ -88,21 +89,39 @@ def find(
             f"{'; '.join(missing[:SHOWN])}{more}. Is it the base of this adapter?"
         )
     check_quantisation(config, {w.form for w in found.values()}, dtype)
-    if dtype is not None:
+    if dtype is None:
+        _require_float32_scales(base, found.values())
+    else:
         found |= {w.name: w for w in _others(base, found)}
         check_quantisation(config, {w.form for w in found.values()}, dtype)
     return found
 
 
+def _require_float32_scales(base: SafeWeights, found: Iterable[StoredWeight]) -> None:
+    """New scales of FP8 are float32."""
+    for weight in found:
+        if weight.form == "fp8" and (scale := base.entry(weight.tensors["scale"])).dtype != "F32":
+            raise ExportError(f"{base.directory}: {scale.name} is {scale.dtype}; {WAY_OUT}")
+
+
 def of_numbers(base: SafeWeights, config: Mapping[str, Any]) -> dict[str, StoredWeight]:
     """The same of a checkpoint that no adapter changes. Raises ExportError for one that has nothing
     quantised."""
-    found = {weight.name: weight for weight in _others(base, {})}
+    found: dict[str, StoredWeight] = {}
+    for weight in _others(base, {}):
+        if weight.name in found:
+            raise ExportError(f"{base.directory} has {weight.name} twice, as numbers and packed")
+        found[weight.name] = weight
     forms = {weight.form for weight in found.values()}
     if forms == {"float"}:
         said = config.get("quantization_config")
-        why = f", though quantization_config says {said.get('quant_method')!r}" if said else ""
-        raise ExportError(f"{base.directory} holds numbers already{why}: it can be taken as it is")
+        method = (said or {}).get("quant_method")
+        end = (
+            f", and quantization_config says quant_method={method!r}: it is not known"
+            if said
+            else ": it can be taken as it is"
+        )
+        raise ExportError(f"{base.directory} holds numbers already{end}")
     check_quantisation(config, forms, "")
     return found
 
@@ -161,7 +180,7 @@ def stored(base: SafeWeights, path: str) -> StoredWeight | None:
     if entry.dtype != "F8_E4M3" or scale not in base.file_of:
         return None
     blocks = tuple(-(-size // FP8_BLOCK) for size in entry.shape)
-    _require(base, base.entry(scale), blocks, ("F32",))
+    _require(base, base.entry(scale), blocks, FLOATS)
     return StoredWeight(name, "fp8", entry.shape, {"weight": name, "scale": scale})
 
 

@@ -17,6 +17,7 @@ from lora_moe_rl.errors import ConfigError, ExportError
 from lora_moe_rl.export.merged_plan import Matrix, MergeStep, ShardPlan
 from lora_moe_rl.export.merged_targets import TURNED, StoredWeight
 from lora_moe_rl.files.untrusted import DTYPES
+from lora_moe_rl.kernels.dequant.formats import bad_scales
 from lora_moe_rl.kernels.merge import (
     formats,
     merge_delta_fp8_,
@@ -40,6 +41,7 @@ class Form:
 
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+SCALED = ("fp8", "int4")  # whose scales are numbers
 Factors = tuple[Tensor, Tensor, float]  # A [r, in], B of the step's rows [rows, r], scale
 Result = tuple[dict[str, Tensor], Arrived | None]
 
@@ -79,6 +81,8 @@ def compute(
     cannot hold a sum.
     """
     tensors = {role: _typed(step, role, data).to(device) for role, data in source.items()}
+    if step.matrix.form in SCALED and (why := bad_scales(step.matrix.form, tensors["scale"])):
+        raise ExportError(f"{step.matrix.name}: {why}; fetch or write the base again")
     if factors is not None:
         factors = (factors[0].to(device), factors[1].to(device), factors[2])
     if step.matrix.target_form != "float":

@@ -6,6 +6,7 @@ Importing this file imports neither torch nor transformers.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from lora_moe_rl.adapters.families import FAMILIES, ModelShape
@@ -90,8 +91,20 @@ def check_model_dir(path: Path | str) -> dict:
     for reason in quantised.refused(config):
         raise ModelError(f"{config_file}: {reason}")
     files = [SafeFile.open(path / shard) for shard in _shards(path)]
+    if quantised.form(config) == "fp8":
+        _check_fp8_scales(files)
     check_shapes(files, ModelShape.from_hf_config(config))
     return config
+
+
+def _check_fp8_scales(files: Iterable[SafeFile]) -> None:
+    for file in files:
+        for name, entry in file.entries.items():
+            if name.endswith("weight_scale_inv") and entry.dtype != "F32":
+                raise ModelError(
+                    f"{file.path}: {name} is {entry.dtype}; scales of an fp8 base are F32; "
+                    f"{quantised.AS_NUMBERS}"
+                )
 
 
 def _shards(path: Path) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from lora_moe_rl.adapters.sharding import dense_kind
-from lora_moe_rl.adapters.spec import ModelShape
+from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
 from lora_moe_rl.config import RolloutConfig, RunConfig, TrainerConfig
 from lora_moe_rl.config.keys import value_text
 from lora_moe_rl.config.trainer import has_transformer_engine
@@ -29,8 +29,12 @@ def check_layout(shape: ModelShape, config: RunConfig, form: str | None = None) 
         ("trainer.ep", trainer.ep, {"experts": shape.num_experts}),
         ("trainer.etp", trainer.etp, {"columns of an expert": dims["moe_intermediate"]}),
         ("trainer.tp", trainer.tp, heads),
-        ("rollout.tp", config.rollout.tp, {"attention heads": dims["heads"]}),
+        ("trainer.tp", trainer.tp, _widths(shape)),
+        ("rollout.tp", config.rollout.tp, {"attention heads": dims["heads"]} | _widths(shape)),
     ]
+    if not config.rollout.ep:
+        of_expert = {"columns of an expert": dims["moe_intermediate"]}
+        sizes.append(("rollout.tp", config.rollout.tp, of_expert))
     for key, size, numbers in sizes:
         for what, number in numbers.items():
             if number % size:
@@ -136,6 +140,28 @@ def _check_dense(shape: ModelShape, config: RunConfig) -> None:
                 f"{option}={value_text(value)} has no effect: this {shape.architecture} is dense, "
                 f"it has no experts; set {option}={value_text(other)}"
             )
+
+
+def _widths(shape: ModelShape) -> dict[str, int]:
+    """Of the MLPs that tensor-parallel ranks share."""
+    found = {"columns of a shared expert": shape.dims["shared_intermediate"]}
+    if len(shape.moe_layers) < shape.num_layers:
+        found["columns of a dense MLP"] = shape.dims["intermediate"]
+    return found
+
+
+def check_start(spec: AdapterSpec, config: RunConfig) -> None:
+    """Raises ConfigError where adapter.init=olora would look for weights that no checkpoint of the
+    family has one by one."""
+    family = spec.shape.family
+    if config.adapter.init != "olora" or not (family.interleaved_experts or family.stacked_files):
+        return
+    if experts := sorted({site.module for site in spec if site.num_experts is not None}):
+        raise ConfigError(
+            f"adapter.init=olora starts from each expert's own weight, and checkpoints of "
+            f"{spec.shape.architecture} have all experts of a layer in one: use "
+            f"adapter.init=kaiming, or leave {', '.join(experts)} out of adapter.targets"
+        )
 
 
 def _check_linear(shape: ModelShape, config: RunConfig, form: str | None) -> None:

@@ -43,7 +43,13 @@ from lora_moe_rl.evaluation.scoring import check_values
 from lora_moe_rl.files.storage import check_place
 from lora_moe_rl.models import quantised
 from lora_moe_rl.models.directory import check_model_dir, find_local, resolve_model
-from lora_moe_rl.models.fit import check_blocks, check_layout, check_replay, check_stops
+from lora_moe_rl.models.fit import (
+    check_blocks,
+    check_layout,
+    check_replay,
+    check_start,
+    check_stops,
+)
 from lora_moe_rl.models.tokenizer import check_tokenizer, load_tokenizer, stop_ids
 from lora_moe_rl.rewards.by_set import NoRewards, RewardsBySet
 from lora_moe_rl.rewards.runner import RewardRunner
@@ -311,6 +317,7 @@ class Preflight:
         check_replay(shape, config)
         check_stops(shape, config, stop_ids(self.model_dir))
         spec = AdapterSpec.build(shape, config.adapter, servable=config.serves_adapters)
+        check_start(spec, config)
         check_engine(config, spec)
         check_quantised(config, self.form)
         self.private = choose.decide(config, shape, self.model_dir)

@@ -14,8 +14,8 @@ from merge_bases import CONFIGS, read_all, shards_of
 from safetensors.torch import load_file
 
 from lora_moe_rl.cli import main
-from lora_moe_rl.errors import ExportError, ModelError
-from lora_moe_rl.export.merged import dequantise
+from lora_moe_rl.errors import ExportError, FileError, ModelError
+from lora_moe_rl.export.merged import _config_of, dequantise
 from lora_moe_rl.kernels.merge import formats
 from lora_moe_rl.models.directory import check_model_dir
 
@@ -141,3 +141,80 @@ def test_a_stopped_one_goes_on_and_keeps_what_is_finished(gpt_oss, tmp_path):
     stop["at"] = 0
     assert dequantise(base, tmp_path / "out", say=say).kept_shards == 1
     assert_same(read_all(tmp_path / "out"), read_all(tmp_path / "whole"))
+
+
+def an_fp8(tmp_path, change) -> tuple:
+    """(its directory, the tensors) of a small DeepSeek-V3 in FP8 that `change` was called with."""
+    packed, _ = quantised.make_pair("deepseek_v3", tmp_path, "fp8")
+    tensors = read_all(packed)
+    change(tensors)
+    config = json.loads((packed / "config.json").read_text())
+    return shards_of(tensors, config, tmp_path / "changed", 999), tensors
+
+
+def test_fp8_scales_in_bfloat16_are_read_here_and_refused_by_a_run(tmp_path):
+    def halve(tensors):
+        for name, value in tensors.items():
+            if name.endswith("weight_scale_inv"):
+                tensors[name] = value.bfloat16()
+
+    base, tensors = an_fp8(tmp_path, halve)
+    with pytest.raises(
+        ModelError, match="is BF16; scales of an fp8 base are F32; `lora-moe-rl deq"
+    ):
+        check_model_dir(base)
+    dequantise(base, tmp_path / "out", "float32")
+    whole = {n: v.float() if n.endswith("scale_inv") else v for n, v in tensors.items()}
+    assert_same(read_all(tmp_path / "out"), quantised.dequantised(whole))
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0])
+def test_scales_that_are_none_are_refused(value, tmp_path):
+    """As of a file with a hole, of which nothing else tells."""
+
+    def spoil(tensors):
+        tensors["model.layers.1.mlp.experts.0.gate_proj.weight_scale_inv"][0, 0] = value
+
+    base, _ = an_fp8(tmp_path, spoil)
+    with pytest.raises(ExportError, match="experts.0.gate_proj.weight: 1 scales are not above z"):
+        dequantise(base, tmp_path / "out")
+
+
+def test_places_and_links_are_looked_at_before_anything_is_written(gpt_oss, tmp_path, capsys):
+    base = shards_of(*gpt_oss, tmp_path / "base", 99)
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates/tools.jinja").write_text("{{ messages }}")
+    dequantise(base, tmp_path / "good")
+    assert (tmp_path / "good/additional_chat_templates/tools.jinja").is_file()
+    full, away = tmp_path / "full", tmp_path / "tokenizer.json"
+    full.mkdir()
+    for file in (full / "mine", away):
+        file.touch()
+    assert main(["dequantise", "owner/nowhere", "--out", str(full)]) != 0
+    assert "is not empty" in capsys.readouterr().err
+    (base / "tokenizer.json").symlink_to(away)
+    with pytest.raises(FileError, match="tokenizer.json, a link to"):
+        dequantise(base, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_there_twice_or_in_codes_of_another_tool_is_no_number(tmp_path):
+    config = {"quantization_config": {"group_size": 64, "bits": 4}}
+    mlx = {"a.weight": torch.zeros(8, 8, dtype=torch.uint32), "a.scales": torch.ones(8, 1)}
+    with pytest.raises(ExportError, match="a.weight is U32, and no scales that are known"):
+        dequantise(shards_of(mlx, config, tmp_path / "mlx", 9), tmp_path / "out")
+    codes, scale = formats.quantise_mxfp4(torch.randn(8, 64))
+    twice = {"a.weight_packed": codes, "a.weight_scale": scale, "a.weight": torch.zeros(8, 64)}
+    with pytest.raises(ExportError, match="has a.weight twice, as numbers and packed"):
+        dequantise(shards_of(twice, config, tmp_path / "twice", 9), tmp_path / "out")
+
+
+def test_the_dtype_of_a_model_inside_is_written_too():
+    inside = {"dtype": "bfloat16", "rope": {"factor": 2}, "quantization_config": {"bits": 4}}
+    config = {"model_type": "m", "dtype": "bfloat16", "text_config": inside}
+    expected = {"dtype": "float32", "rope": {"factor": 2}}
+    whole = {"model_type": "m", "dtype": "float32", "text_config": expected}
+    assert _config_of(config, "float32") == whole
+    assert _config_of({"text_config": inside}, "float32") == {
+        "text_config": expected, "dtype": "float32",
+    }  # fmt: skip

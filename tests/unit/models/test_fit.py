@@ -11,17 +11,20 @@ from published_configs import (
     QWEN3_NEXT_80B_A3B,
 )
 
-from lora_moe_rl.adapters.spec import ModelShape
+from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.models import fit
-from lora_moe_rl.models.fit import check_blocks, check_layout
+from lora_moe_rl.models.fit import check_blocks, check_layout, check_start
 
 OLMOE = ModelShape.from_hf_config(OLMOE_1B_7B | {"num_key_value_heads": 4})
 QWEN, KIMI = ModelShape.from_hf_config(QWEN3_30B_A3B), ModelShape.from_hf_config(KIMI_K2)
 SEPARATE = ModelShape.from_hf_config(QWEN3_5_35B_A3B)
 BY_ITSELF = ModelShape.from_hf_config(PUBLISHED["Qwen3.5-35B-A3B, by itself"])
 OSS = ModelShape.from_hf_config(GPT_OSS_20B)
+NARROW = ModelShape.from_hf_config(KIMI_K2 | {"intermediate_size": 18436})
+THIN = ModelShape.from_hf_config(QWEN3_30B_A3B | {"moe_intermediate_size": 772})
+SHARED = ModelShape.from_hf_config(QWEN3_NEXT_80B_A3B | {"shared_expert_intermediate_size": 1026})
 
 NEXT = ModelShape.from_hf_config(QWEN3_NEXT_80B_A3B | {"num_key_value_heads": 16})
 
@@ -45,6 +48,14 @@ NEXT = ModelShape.from_hf_config(QWEN3_NEXT_80B_A3B | {"num_key_value_heads": 16
         ),
         (QWEN, {"rollout": {"tp": 3}}, "rollout.tp=3.*32 attention heads"),
         (OLMOE, {"rollout": {"tp": 8}}, "rollout.tp=8 .* 4 key/value heads, which vLLM does not"),
+        (
+            NARROW,
+            {"trainer": {"world_size": 8, "tp": 8}},
+            "trainer.tp=8 does not divide the model's 18436 columns of a dense MLP",
+        ),
+        (NARROW, {"rollout": {"tp": 8}}, "rollout.tp=8 .* 18436 columns of a dense MLP"),
+        (SHARED, {"rollout": {"tp": 4}}, "rollout.tp=4 .* 1026 columns of a shared expert"),
+        (THIN, {"rollout": {"tp": 8}}, "rollout.tp=8 .* 772 columns of an expert"),
         (QWEN, {"model": {"max_length": 50_000}}, "model.max_length=50000.*40960 positions"),
         (
             NEXT,
@@ -92,7 +103,18 @@ def test_on_gpus_linear_attention_wants_its_kernels(monkeypatch):
         check_layout(NEXT, config)
 
 
+def test_experts_of_one_stack_do_not_start_from_their_own_weights():
+    config = RunConfig.model_validate({"adapter": {"init": "olora"}})
+    spec = AdapterSpec.build(OSS, config.adapter, servable=True)
+    with pytest.raises(ConfigError, match="adapter.init=olora .*leave experts.down, .* out of ada"):
+        check_start(spec, config)
+    attention = config.adapter.model_copy(update={"targets": ["q_proj", "o_proj"]})
+    check_start(AdapterSpec.build(OSS, attention, servable=True), config)
+    check_start(AdapterSpec.build(QWEN, config.adapter, servable=True), config)
+
+
 def test_layouts_that_fit():
+    check_layout(THIN, RunConfig(rollout={"tp": 8, "ep": True}))
     check_layout(QWEN, RunConfig(trainer={"world_size": 16, "tp": 4, "pp": 2, "ep": 8}))
     check_layout(KIMI, RunConfig(trainer={"world_size": 64, "tp": 8, "ep": 64}))
     check_layout(KIMI, RunConfig(trainer={"world_size": 64, "tp": 8, "cp": 8, "ep": 64}))
