@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ import numpy as np
 
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import positive
+from lora_moe_rl.endpoint.keys import key_of_variable
 from lora_moe_rl.errors import CheckpointError, ConfigError, LoraMoeRlError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Plan:
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_intermixed_args(argv)
-    key = key_of_variable(options.key_env)
+    key = owners_key(options)
     from lora_moe_rl.endpoint.listening import Listening
 
     listening = Listening(options.host, options.port, "--key-env" if key is None else None)
@@ -99,15 +99,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def key_of_variable(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    if not (key := os.environ.get(variable, "")).isascii() or not key:
-        raise ConfigError(
-            f"--key-env {variable}: there is no such environment variable, or it holds no key in "
-            "ASCII; set it to the key that clients are to send"
-        )
-    return key
+def owners_key(options: argparse.Namespace) -> str | None:
+    """None: no key is asked for. Raises ConfigError."""
+    return None if options.key_env is None else key_of_variable(options.key_env, "--key-env ")
 
 
 def planned(options: argparse.Namespace) -> Plan:

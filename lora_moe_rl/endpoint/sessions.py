@@ -30,13 +30,13 @@ import numpy as np
 
 from lora_moe_rl.data.samples import Author, Sample
 from lora_moe_rl.endpoint.bodies import Asked, ChatBody, TextBody, TokenBody
+from lora_moe_rl.endpoint.keys import SESSION_PREFIX
 from lora_moe_rl.endpoint.refusal import Refused
 from lora_moe_rl.endpoint.rendering import Chats, Message, canonical, text_of
 from lora_moe_rl.environments.parts.conversation import Conversation, NoRoom
 from lora_moe_rl.errors import LoraMoeRlError
 from lora_moe_rl.ports import Answers
 
-KEY_PREFIX = "session-"
 REMEMBERED = 10_000  # sessions that have ended, so that their keys are told so
 
 
@@ -84,7 +84,7 @@ class Session:
     """`place` seeds its conversations among those of a prompt."""
 
     def __init__(self, source: Source, place: int = 0):
-        self.name, self.key = secrets.token_hex(8), KEY_PREFIX + secrets.token_hex(24)
+        self.name, self.key = secrets.token_hex(8), SESSION_PREFIX + secrets.token_hex(24)
         self.source, self.place = source, place
         self.conversations: dict[str, Conversation] = {}  # by the model that is asked
         self.ended: str | None = None  # why
@@ -257,7 +257,7 @@ class Sessions:
         return self._by_key.get(session.key) is session
 
     def is_owner(self, key: str) -> bool:
-        if key.startswith(KEY_PREFIX):
+        if key.startswith(SESSION_PREFIX):
             return False
         return self.owner is None or hmac.compare_digest(key.encode(), self.owner.encode())
 

@@ -140,7 +140,8 @@ class Trajectories:
         self._agents: dict[str, Agent] = {}  # by the keys that each was given
         self._alive: set[asyncio.Task[None]] = set()
         self._any_started = False
-        self._left: set[str] = set()  # marks of agents that have ended
+        self._marks: set[str] = set()  # of agents that may have left something behind
+        self._left: set[str] = set()  # those of them that have ended
         self._sweeping: asyncio.Task[None] | None = None
 
     async def outcome(
@@ -190,6 +191,7 @@ class Trajectories:
         """Ends all processes, and what they have started."""
         if self._any_started:
             kill_marked(OF_RUN, self.mark)
+            end_marked(*self._marks)
 
     def at(self, session: Session) -> Trajectory:
         """Raises Refused."""
@@ -269,6 +271,7 @@ class Trajectories:
     async def _started(self, command: Sequence[str], key: str) -> Agent:
         """A process of the agent's program. Raises OSError."""
         mark = uuid.uuid4().hex
+        self._marks.add(mark)
         given = {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": key}
         ours, theirs = os.pipe()
         try:
@@ -296,6 +299,7 @@ class Trajectories:
         while self._left:
             marks, self._left = self._left, set()
             await asyncio.to_thread(end_marked, *marks)
+            self._marks -= marks
             await asyncio.sleep(SWEEP_S)
 
     def _ended(self, life: asyncio.Task[None]) -> None:

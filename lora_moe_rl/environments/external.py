@@ -275,11 +275,8 @@ def _words(command: str | None) -> list[str] | None:
 
 def _key(variable: str | None) -> str:
     """What opens trajectories; without a variable nobody knows it. Raises ConfigError."""
+    from lora_moe_rl.endpoint.keys import key_of_variable
+
     if variable is None:
         return os.urandom(24).hex()
-    if not (key := os.environ.get(variable, "")).isascii() or not key:
-        raise ConfigError(
-            f"environment.key_env={variable}: there is no such environment variable, or it holds "
-            "no key in ASCII; set it to the key that agents are to send"
-        )
-    return key
+    return key_of_variable(variable, "environment.key_env=")

@@ -72,7 +72,7 @@ def load_file(path: Path) -> ModuleType:
     except ConfigError:
         del sys.modules[name]
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ConfigError(f"cannot import {path}: {_reason(error, str(path))}") from error
     return module
@@ -89,7 +89,7 @@ def _load_module(name: str, spec: str) -> ModuleType:
                 f"environment; install it, or name a file: path/to/file.py:function"
             ) from error
         raise ConfigError(f"{spec!r}: importing {name} failed: {_reason(error)}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{spec!r}: importing {name} failed: {_reason(error)}") from error
 
 
@@ -99,7 +99,7 @@ def _append_to_path(folder: Path) -> None:
         sys.path.append(str(folder))
 
 
-def _reason(error: Exception, path: str | None = None) -> str:
+def _reason(error: BaseException, path: str | None = None) -> str:
     """The error and the line of the user's file that raised it."""
     if isinstance(error, SyntaxError):
         return f"{error.msg} (line {error.lineno})"

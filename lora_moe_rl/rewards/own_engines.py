@@ -13,9 +13,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import select
+import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -26,6 +30,7 @@ from lora_moe_rl.rewards.chat_request import MOST_BYTES, ChatRequest, Refused
 
 PATH = "/v1/chat/completions"
 ANSWER_S = 3600.0  # who asks has a patience of its own
+LOOK_S = 1.0  # between two looks whether they still wait
 # (token ids, most tokens, temperature, seed)
 Complete = Callable[[list[int], int, float, int], Awaitable[Written]]
 
@@ -55,15 +60,16 @@ class OwnEngines:
         self._http.shutdown()
         self._http.server_close()
 
-    def answer(self, data: bytes) -> dict[str, Any]:
-        """A chat completion, as OpenAI's API writes it. Called in any thread. Raises Refused."""
+    def answer(self, data: bytes, asker: socket.socket | None = None) -> dict[str, Any]:
+        """A chat completion, as OpenAI's API writes it. Called in any thread. Nothing more is
+        sampled once `asker` has gone. Raises Refused."""
         if self._complete is None:
             raise Refused(503, "the run's engines have not started yet")
         token_ids, most, temperature, seed = self.asked(data)
         call = self._complete(token_ids, most, temperature, seed)
         waiting: Future[Written] = asyncio.run_coroutine_threadsafe(_awaited(call), self._loop)
         try:
-            written = waiting.result(ANSWER_S)
+            written = _while_there(waiting, asker)
         except LoraMoeRlError as error:  # an engine that died comes back
             raise Refused(503, str(error)) from error
         message = {"role": "assistant", "content": written.text}
@@ -104,6 +110,27 @@ class OwnEngines:
             ) from error
 
 
+def _while_there(waiting: Future[Written], asker: socket.socket | None) -> Written:
+    """What comes of `waiting`, which is cancelled when nobody waits for it any more."""
+    until = time.monotonic() + ANSWER_S
+    while time.monotonic() < until and not _is_gone(asker):
+        with suppress(TimeoutError):
+            return waiting.result(LOOK_S)
+    waiting.cancel()
+    raise Refused(504, f"given up: nobody waits for it, or it took {ANSWER_S:g} s")
+
+
+def _is_gone(asker: socket.socket | None) -> bool:
+    if asker is None or not select.select([asker], [], [], 0)[0]:
+        return False
+    try:
+        return not asker.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
 async def _awaited(call: Awaitable[Written]) -> Written:
     return await call
 
@@ -117,7 +144,7 @@ def _handler(server: OwnEngines) -> type[BaseHTTPRequestHandler]:
                 data = self._body()
                 if self.path != PATH:
                     raise Refused(404, f"there is nothing at {self.path}, only {PATH}")
-                self._send(200, server.answer(data))
+                self._send(200, server.answer(data, self.connection))
             except Refused as error:
                 self._send(error.status, {"error": {"message": str(error)}})
             except Exception as error:  # an engine that fails
@@ -137,6 +164,11 @@ def _handler(server: OwnEngines) -> type[BaseHTTPRequestHandler]:
             return self.rfile.read(int(told))
 
         def _send(self, status: int, body: dict[str, Any]) -> None:
+            """Nobody may be there to hear it."""
+            with suppress(ConnectionError):
+                self._sent(status, body)
+
+        def _sent(self, status: int, body: dict[str, Any]) -> None:
             content = json.dumps(body).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")

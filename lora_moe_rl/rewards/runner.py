@@ -17,6 +17,7 @@ from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.rewards.calling import Outcome
 from lora_moe_rl.rewards.turns import fault_of
 
+MOST_ARGS = 120_000  # bytes: Linux hands a new process no word of 128 KiB
 EACH = ("completions", "completion_ids", "played")  # of a call's arguments: one for each sample
 
 
@@ -49,7 +50,13 @@ class RewardRunner:
         self.reward, self.timeout_s, self.max_steps = reward, timeout_s, max_steps
         self.function = reward.function
         module, setting = "lora_moe_rl.rewards.worker", "reward.timeout_s"
-        words = [self.function, json.dumps(reward.args)]
+        args = json.dumps(reward.args)
+        if len(args) > MOST_ARGS:
+            raise ConfigError(
+                f"{reward.key}={self.function}: its args are {len(args):,} bytes, and a process is "
+                f"given {MOST_ARGS:,} at most; put what is long into a file, and give its path"
+            )
+        words = [self.function, args]
         try:
             self.pool = Pool(module, words, workers, timeout_s, setting)
         except (WorkerLost, ConfigError) as error:

@@ -18,7 +18,6 @@ import hmac
 import json
 import logging
 import secrets
-from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -29,7 +28,7 @@ from starlette.routing import Route
 
 from lora_moe_rl.endpoint.receiving import CLIENT_GONE, LONGEST_BODY, ClientGone, body_of
 from lora_moe_rl.endpoint.refusal import Refused
-from lora_moe_rl.errors import ConfigError, LoraMoeRlError, ServiceError
+from lora_moe_rl.errors import LoraMoeRlError, ServiceError
 from lora_moe_rl.service import downloads, listing, models, samplers
 from lora_moe_rl.service.backend import Backend
 from lora_moe_rl.service.bodies import FetchBody, FinishBody, SdkBody, SessionBody, SessionId, read
@@ -37,8 +36,8 @@ from lora_moe_rl.service.folders import Folders
 from lora_moe_rl.service.handling import Handler
 from lora_moe_rl.service.requests import Requests
 from lora_moe_rl.service.sessions import Sessions
+from lora_moe_rl.service.settings import check_key
 
-KEY_STARTS = ("tml-", "eyJ")  # the SDK sends no others
 SWEEP_S = 30.0
 JSON = "application/json"
 NO_UNEMBED = (
@@ -59,14 +58,13 @@ log = logging.getLogger(__name__)
 
 
 class Service:
-    """`root`: where checkpoints are. `key`: what clients must send; None: none is asked for. Raises
-    ConfigError for a key that no client would send. `watch` is to run beside the app."""
+    """`folders`: where checkpoints are. `key`: what clients must send; None: none is asked for.
+    Raises ConfigError for a key that no client would send. `watch` is to run beside the app."""
 
-    def __init__(self, backend: Backend, root: Path, key: str | None = None):
-        if key is not None and not (key.startswith(KEY_STARTS) and key.isascii()):
-            raise ConfigError(f"the key must begin with {KEY_STARTS[0]}: clients send no other")
+    def __init__(self, backend: Backend, folders: Folders, key: str | None = None):
+        check_key(key)
         self.backend, self.key, self.secret = backend, key, secrets.token_bytes(32)
-        self.folders = Folders(root)
+        self.folders = folders
         self.requests = Requests()
         self.sessions = Sessions(backend, self.requests)
 

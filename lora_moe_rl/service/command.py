@@ -10,12 +10,14 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from lora_moe_rl.endpoint.command import key_of_variable
+from lora_moe_rl.endpoint.command import owners_key
 from lora_moe_rl.endpoint.listening import Listening
 from lora_moe_rl.errors import ConfigError, LoraMoeRlError
 from lora_moe_rl.run.standing import Loop
 from lora_moe_rl.service import start
 from lora_moe_rl.service.engine_room import EngineRoom
+from lora_moe_rl.service.folders import Folders
+from lora_moe_rl.service.settings import check_key
 
 # How long requests are still answered once ranks have failed: Tinker's SDK asks for a result after
 # it was promised one, and a server that is gone for ever.
@@ -39,14 +41,17 @@ examples:
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_intermixed_args(argv)
-    key = key_of_variable(options.key_env)
+    key = owners_key(options)
+    check_key(key)
     directory = Path(options.dir).expanduser().absolute()
     config = start.config_of(options.target, options.settings, directory)
     name = options.name or str(config.model.path)
     listening = Listening(options.host, options.port, "--key-env" if key is None else None)
     try:
-        with _locked(directory), start.backend(config, name) as room:
-            asyncio.run(_serve(room, listening, key, directory), loop_factory=Loop)
+        with _locked(directory):
+            folders = Folders(directory / start.MODELS)
+            with start.backend(config, name) as room:
+                asyncio.run(_serve(room, listening, key, folders), loop_factory=Loop)
     finally:
         listening.close()
     return 0
@@ -90,22 +95,32 @@ def _locked(directory: Path) -> FileLock:
     return lock
 
 
-async def _serve(room: EngineRoom, listening: Listening, key: str | None, directory: Path) -> None:
+async def _serve(room: EngineRoom, listening: Listening, key: str | None, folders: Folders) -> None:
     """Until a signal comes, or ranks fail, which is raised."""
     from lora_moe_rl.service.app import Service
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, listening.stop)
+    starting = asyncio.create_task(room.start())
     deaths: list[LoraMoeRlError] = []
+
+    def stop() -> None:
+        starting.cancel()
+        listening.stop()
 
     def died(error: LoraMoeRlError) -> None:
         deaths.append(error)
-        loop.call_later(LAST_ANSWERS_S, listening.stop)
+        loop.call_later(LAST_ANSWERS_S, stop)
 
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
     room.turn.on_death = died
-    await room.start()
-    service = Service(room, directory / start.MODELS, key)
+    await asyncio.wait([starting])
+    if deaths:
+        raise deaths[0]
+    if starting.cancelled():  # by a signal
+        return
+    starting.result()
+    service = Service(room, folders, key)
     facts = room.facts
     print(f"TINKER_BASE_URL={listening.root} serves {facts.base_model}, ranks to {facts.rank}",
           flush=True)  # fmt: skip

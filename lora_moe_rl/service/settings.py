@@ -25,6 +25,15 @@ KEYS = {
 }
 
 
+KEY_STARTS = ("tml-", "eyJ")  # Tinker's SDK sends no others
+
+
+def check_key(key: str | None) -> None:
+    """Raises ConfigError for a key that no client would send."""
+    if key is not None and not (key.startswith(KEY_STARTS) and key.isascii()):
+        raise ConfigError(f"the key must begin with {KEY_STARTS[0]}: clients send no other")
+
+
 def without_unused(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """What is left of a run's config, and the keys that it sets in vain."""
     unused = [*_unused(config)]

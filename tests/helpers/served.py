@@ -17,6 +17,7 @@ from pretended_backend import PretendedBackend
 
 from lora_moe_rl.endpoint.listening import Listening
 from lora_moe_rl.service.app import Service
+from lora_moe_rl.service.folders import Folders
 
 KEY = "tml-of-these-tests"
 
@@ -67,7 +68,7 @@ def serving(
 
     async def run() -> None:
         made = PretendedBackend() if backend is None else backend
-        service = Service(made, root, KEY)
+        service = Service(made, Folders(root), KEY)
         vars(service.requests).update(kept)
         at = Listening("127.0.0.1", 0)
         tasks = [

@@ -60,14 +60,14 @@ class Instance:
     def __init__(self, factory: str, connection: socket.socket, timeout_s: float):
         self.factory, self.timeout_s, self._wire = factory, timeout_s, Wire(connection)
         self._process: psutil.Process | None = None
-        self._mark = ""
+        self.mark = ""
 
     async def make(self) -> None:
         """Raises Failed."""
         hello = await self._within("its process", START_TIMEOUT_S, None)
         with suppress(psutil.Error):  # it has ended already, which is seen when it is asked
             self._process = psutil.Process(hello["pid"])
-        self._mark = hello["mark"]
+        self.mark = hello["mark"]
         await self.ask("make", START_TIMEOUT_S, factory=self.factory)
 
     async def ask(self, do: str, timeout_s: float | None = None, **asked: Any) -> dict[str, Any]:
@@ -113,8 +113,8 @@ class Instance:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         self.leave()
-        if self._mark:
-            end_marked(self._mark)
+        if self.mark:
+            end_marked(self.mark)
 
 
 class Instances:
@@ -176,6 +176,7 @@ class Instances:
 
     def close(self) -> None:
         """Ends them all, and what they have started."""
+        marks = [instance.mark for instance in self._live if instance.mark]
         for instance in self._live:
             instance.leave()
         self._live, self._idle = set(), defaultdict(list)
@@ -185,6 +186,7 @@ class Instances:
         with suppress(subprocess.TimeoutExpired):  # then it is named by what follows
             self._process.wait(KILL_S)
         kill_marked(OF_RUN, self._mark)
+        end_marked(*marks)
 
     async def _describe(self, factory: str) -> Described:
         instance = await self._made(factory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import tempfile
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -179,6 +180,20 @@ async def test_what_an_agent_leaves_behind_in_a_session_of_its_own_ends_with_it(
     async with asyncio.timeout(60):  # while the run goes on
         while marked(OF_RUN, environment.gate.trajectories.mark):
             await asyncio.sleep(0.05)
+
+
+async def test_folders_of_agents_that_are_at_work_go_when_the_run_ends(make):
+    environment = make("hang", group=1, retries=0)
+    task = asyncio.create_task(environment.rollout(PROMPT, Speaker("5")))
+    async with asyncio.timeout(60):
+        while not marked(OF_RUN, environment.gate.trajectories.mark):
+            await asyncio.sleep(0.05)
+    (mark,) = environment.gate.trajectories._marks
+    (folder := Path(tempfile.gettempdir()) / f"sandbox-{mark}-x").mkdir()
+    environment.close()
+    assert not folder.exists()
+    task.cancel()
+    await asyncio.wait([task])
 
 
 async def test_an_engine_that_dies_gives_the_ticket_back_and_ends_its_agents(make):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -393,7 +394,11 @@ def test_nothing_is_left_of_environments_when_the_run_ends(make):
     config = RunConfig(environment={"name": "trl", "factory": f"{FILE}:IncrementEnv"})
     environment = Trl(config, NoRewards(), TOKENIZER)
     before = psutil.Process().children(recursive=True)
+    asyncio.run(environment.instances.begin(f"{FILE}:IncrementEnv"))
+    (instance,) = environment.instances._live
+    (folder := Path(tempfile.gettempdir()) / f"sandbox-{instance.mark}-x").mkdir()
     environment.close()
+    assert not folder.exists()
     _, alive = psutil.wait_procs(
         [p for p in before if p.pid == environment.instances._process.pid], timeout=10
     )

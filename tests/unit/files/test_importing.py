@@ -62,6 +62,8 @@ def test_a_file_does_not_shadow_an_installed_package(tmp_path):
         ),
         ("good.py:CONSTANT", ["CONSTANT is a int, not a function"]),
         ("raises.py:f", ["raises.py", "ZeroDivisionError: division by zero (line 2)"]),
+        ("leaves.py:f", ["cannot import ", "leaves.py: SystemExit: 3 (line 3)"]),
+        ("leaves:f", ["importing leaves failed: SystemExit: 3"]),
         ("syntax.py:f", ["syntax.py", "(line 1)"]),
         ("needs.py:f", ["needs.py", "No module named 'not_installed_here' (line 1)"]),
         ("needs:f", ["importing needs failed", "No module named 'not_installed_here'"]),
@@ -70,6 +72,7 @@ def test_a_file_does_not_shadow_an_installed_package(tmp_path):
 def test_what_cannot_be_imported_and_why(tmp_path, spec, parts):
     (tmp_path / "good.py").write_text("CONSTANT = 1\ndef two(): ...\ndef one(): ...\n")
     (tmp_path / "raises.py").write_text("def f(): ...\n1 / 0\n")
+    (tmp_path / "leaves.py").write_text("import sys\ndef f(): ...\nsys.exit(3)\n")
     (tmp_path / "syntax.py").write_text("def f(:\n")
     (tmp_path / "needs.py").write_text("import not_installed_here\ndef f(): ...\n")
     with pytest.raises(ConfigError) as caught:

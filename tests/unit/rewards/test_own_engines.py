@@ -13,7 +13,7 @@ import pytest
 
 from lora_moe_rl.errors import ActorFailed, RewardError
 from lora_moe_rl.ports import Written
-from lora_moe_rl.rewards import Judge
+from lora_moe_rl.rewards import Judge, own_engines
 from lora_moe_rl.rewards.own_engines import OwnEngines
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 
@@ -86,6 +86,32 @@ def test_what_cannot_be_answered_is_a_failure_that_says_so(server, args, connect
     assert not asked
     with pytest.raises(RewardError, match=reason):
         raise error
+
+
+def test_nothing_more_is_sampled_for_who_has_gone(server, monkeypatch):
+    monkeypatch.setattr(own_engines, "LOOK_S", 0.01)
+
+    async def run() -> None:
+        begun, ended = asyncio.Event(), asyncio.Event()
+
+        async def write(*asked_for) -> Written:
+            begun.set()
+            try:
+                await asyncio.sleep(600)
+            finally:
+                ended.set()
+            raise AssertionError
+
+        server.connect(write, make_tokenizer(), LONGEST)
+        body = json.dumps({"model": "base", "messages": [{"role": "user", "content": "?"}]})
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection(server._http.server_address, timeout=10) as connection:
+            connection.sendall(f"{head}{body}".encode())
+            await asyncio.wait_for(begun.wait(), 60)
+            assert not ended.is_set()
+        await asyncio.wait_for(ended.wait(), 60)
+
+    asyncio.run(run())
 
 
 def test_an_engine_that_dies_is_a_failure(server):

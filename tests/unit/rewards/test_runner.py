@@ -385,3 +385,11 @@ def test_a_worker_whose_parent_is_gone_ends_without_a_word():
     ours.close()
     theirs.close()
     assert (worker.communicate(timeout=60)[1], worker.returncode) == (b"", -signal.SIGKILL)
+
+
+def test_arguments_that_no_process_can_be_given_are_refused():
+    with (
+        pytest.raises(ConfigError, match="its args are 200,011 bytes.* put what is long into a fi"),
+        runner_of("lora_moe_rl.rewards:Judge", 10, url="x" * 200_000),
+    ):
+        pass

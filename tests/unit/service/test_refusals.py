@@ -14,6 +14,7 @@ from tinker.proto import tinker_public_pb2
 from lora_moe_rl.endpoint.receiving import LONGEST_BODY
 from lora_moe_rl.errors import ConfigError, EngineDied
 from lora_moe_rl.service.app import Service
+from lora_moe_rl.service.folders import Folders
 
 pytestmark = pytest.mark.seconds  # imports tinker, and waits for servers
 TEXT = tinker.ModelInput.from_ints([1, 2, 3])
@@ -58,7 +59,7 @@ def test_another_key(served: Served, key):
 
 def test_a_key_that_no_client_sends(tmp_path, served):
     with pytest.raises(ConfigError, match="must begin with tml-"):
-        Service(served.backend, tmp_path, "secret")
+        Service(served.backend, Folders(tmp_path), "secret")
 
 
 def test_a_project(served):
@@ -159,6 +160,12 @@ def sparse() -> tinker.Datum:
     return tinker.Datum(TEXT, {"target_tokens": rows})
 
 
+def widest() -> tinker.Datum:
+    """Three numbers and a lot of zeros."""
+    rows = types.TensorData([4, 5, 6], "int64", [3, 2**25], [0, 1, 2, 3], [0, 1, 9])
+    return tinker.Datum(TEXT, {"target_tokens": rows})
+
+
 NAN = np.float32([1, np.nan, 1])
 DATA = [
     (tinker.Datum(TEXT.append(IMAGE), {"target_tokens": [1] * 5}), r"data\[0\].model_input has a "
@@ -167,6 +174,7 @@ DATA = [
      r"tokens of model_input is read, \[3\], or several of each, \[3, K\]"),
     (targets(np.ones((3, 0), np.int64)), r"has shape \[3, 0\]; one value for each"),
     (sparse(), r"is no sparse tensor \(CSR\) of shape \[3, 9\]"),
+    (widest(), "takes 805,306,368 bytes"),
     (targets(np.ones(3, np.float32)), "holds float32; token ids are integers"),
     (targets(np.int64([1, -1, 2])), "holds -1, which is no token id"),
     (targets(np.int64([1, 2**31, 2])), "holds 2147483648, which is no token id"),
