@@ -70,10 +70,10 @@ def _shards_in(path: Path) -> str:
 
 
 @contextmanager
-def _opened(path: Path, mode: str = "r", **text: str):
+def _opened(path: Path, mode: str = "r", encoding: str | None = None, newline: str | None = None):
     """Raises DataError where the disk refuses, at once or later on."""
     try:
-        with path.open(mode, **text) as file:
+        with path.open(mode, encoding=encoding, newline=newline) as file:
             yield file
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error

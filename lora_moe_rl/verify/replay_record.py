@@ -7,6 +7,7 @@ proof that its condition was met: without one it would show nothing.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import with_settings
+from lora_moe_rl.files.untrusted import read_json
 from lora_moe_rl.rollout import outputs
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.verify.processes import apart
@@ -27,7 +29,7 @@ SHORT, LONG = 20, 80  # tokens of a prompt
 CHUNK = 32  # tokens of a step, where prompts are prefilled in chunks
 # Tokens of a block: the least that vLLM's CPU attention takes.
 BLOCKS = {"mla": 16, "gqa": 32, "gated_gqa": 32}
-TIGHT = 256  # tokens of a KV cache that holds two samples of the longest kind
+TIGHT = 256  # tokens of a KV cache, of each kind, that holds two samples of the longest
 
 
 @dataclass
@@ -280,6 +282,16 @@ def tensor_parallel(config: RunConfig) -> RunConfig:
     return with_settings(config, {"rollout": {"tp": 2}})
 
 
+def _caches(model_dir: Path) -> int:
+    """KV caches that share the blocks: where layers have sliding windows, vLLM makes groups of as
+    many layers of one kind as there are of the rarer kind (`get_kv_cache_groups`)."""
+    types = read_json(model_dir / "config.json").get("layer_types") or ()
+    if "sliding_attention" not in types:
+        return 1
+    counts = Counter(types).values()
+    return sum(-(-count // min(counts)) for count in counts)
+
+
 def _run(
     name: str, config: RunConfig, spec, model_dir: Path, tensors, samples: int
 ) -> list[Recording]:
@@ -290,7 +302,7 @@ def _run(
         config = tensor_parallel(config)
     changes = changes | {"block_size": block}
     if name == "tight":
-        changes |= {"num_gpu_blocks_override": TIGHT // block}
+        changes |= {"num_gpu_blocks_override": _caches(model_dir) * TIGHT // block}
     started = time.perf_counter()
     recorder = _Recorder(config, spec, model_dir, tensors, samples, **changes)
     found = []
