@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from lora_moe_rl.config.section import Section
 from lora_moe_rl.errors import ConfigError
 
+MOST_RANKS = 65_536  # layouts of more would be planned for minutes
 OFFLOAD_BYTES = 64 * 2**20  # of parameters whose moments are on the device at once (offload)
 
 
@@ -44,7 +45,10 @@ def check_gloo(trainer: TrainerConfig) -> None:
 class TrainerConfig(Section):
     steps: int = Field(40, ge=1, description="Rollout-and-update steps of the run.")
     world_size: int = Field(
-        1, ge=1, description="Megatron ranks: tp * cp * pp * (data parallel size)."
+        1,
+        ge=1,
+        le=MOST_RANKS,
+        description="Megatron ranks: tp * cp * pp * (data parallel size).",
     )
     tp: int = Field(1, ge=1, description="Tensor-parallel size.")
     pp: int = Field(1, ge=1, description="Pipeline-parallel size.")

@@ -12,6 +12,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import above_zero, positive, result_parser
 from lora_moe_rl.config.overrides import override, parse_arguments
 from lora_moe_rl.config.recipes import load_config
+from lora_moe_rl.config.trainer import MOST_RANKS
 from lora_moe_rl.errors import ConfigError, LoraMoeRlError
 from lora_moe_rl.files.importing import load_file
 from lora_moe_rl.planner import plan as plans
@@ -35,7 +36,6 @@ With --model and no trainer.* or rollout.* layout, the fastest that is found is 
 """
 # Of --model without a recipe: a reasoning run of moderate length, or of all that the model has.
 LONGEST = 8192
-MOST_GPUS = 65_536  # more would be searched for minutes
 WHAT_IF = (
     "rollout.gpu_memory_utilization=0.9",
     "trainer.micro_batch_tokens=8192",
@@ -170,8 +170,8 @@ def _hardware(options: argparse.Namespace, named: Hardware | None) -> Hardware |
         "host_memory": options.host_memory,
     }
     given = {key: value for key, value in given.items() if value is not None}
-    if given.get("gpus", 0) > MOST_GPUS:
-        raise ConfigError(f"--gpus {given['gpus']}: layouts of up to {MOST_GPUS} are looked for")
+    if given.get("gpus", 0) > MOST_RANKS:
+        raise ConfigError(f"--gpus {given['gpus']}: layouts of up to {MOST_RANKS} are looked for")
     if named is not None:
         return replace(named, **given)
     if "gpus" in given:
@@ -202,14 +202,12 @@ def _configured(
         settings = [f"trainer.world_size={trainer['cp']}", *settings]
     try:
         made = override(config, settings)
-        if (ranks := made.trainer.world_size) > MOST_GPUS:
-            raise ConfigError(f"trainer.world_size={ranks}: up to {MOST_GPUS} ranks are planned")
         plans.check_layout(facts.shape, made)
         return made, asked
     except LoraMoeRlError as error:
         wanted = {key: getattr(config.trainer, key) for key in LAYOUT_KEYS}
         wanted |= {key: trainer[key] for key in LAYOUT_KEYS if key in trainer}
-        if not all(isinstance(one, int) and 0 < one <= MOST_GPUS for one in wanted.values()):
+        if not all(isinstance(one, int) and 0 < one <= MOST_RANKS for one in wanted.values()):
             raise
         near = _nearest(facts, config, settings, wanted, hardware, options)
         if not near:

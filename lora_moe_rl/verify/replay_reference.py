@@ -130,7 +130,7 @@ class HuggingFace:
             return hook
 
         layers = list(self._layers())
-        gates = [mlp.gate.register_forward_hook(keep(layer)) for _, layer, mlp in layers]
+        gates = [_gate(mlp).register_forward_hook(keep(layer)) for _, layer, mlp in layers]
         try:
             with _hooks((mlp.experts, force(column, layer)) for column, layer, mlp in layers):
                 yield
@@ -157,6 +157,11 @@ class HuggingFace:
             mlp(disturbed[None])
         chosen = calls[layer][1].sort(-1).values.numpy()
         return bool((chosen == wanted).all(-1).any())
+
+
+def _gate(mlp: torch.nn.Module) -> torch.nn.Module:
+    """Transformers' GPT-OSS has another name for it."""
+    return mlp.get_submodule("router" if hasattr(mlp, "router") else "gate")
 
 
 @dataclass
