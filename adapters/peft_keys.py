@@ -127,6 +127,7 @@ class PeftSettings:
                     f"adapter_config.json has {key}={config.get(key)!r:.60}: only plain LoRA is "
                     "read"
                 )
+        _check_start(config.get("init_lora_weights"))
         patterns = [config.get(key) or {} for key in ("rank_pattern", "alpha_pattern")]
         numbers = [config.get("r"), config.get("lora_alpha")]
         for pattern in patterns:
@@ -173,7 +174,22 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "layer_replication": (None, []),
     "trainable_token_indices": (None, []),
     "alora_invocation_tokens": (None, []),
+    **dict.fromkeys(("use_qalora", "use_bdlora", "arrow_config", "kasa_config"), (None, False)),
+    "monteclora_config": (None,),
 }
+# Starts that leave the base as it is. Others (PiSSA, OLoRA, LoftQ, CorDA, LoRA-GA) are taken off
+# the base's weights whenever PEFT loads the file: its matrices are over what is left of them.
+_STARTS = ("gaussian", "eva", "orthogonal", "mica")
+
+
+def _check_start(start: Any) -> None:
+    if start in (None, True, False) or (isinstance(start, str) and start.lower() in _STARTS):
+        return
+    raise AdapterError(
+        f"adapter_config.json has init_lora_weights={start!r:.60}: PEFT takes such a start off the "
+        "base's weights, and the tensors alone are no adapter of the base; write it anew with "
+        "PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+    )
 
 
 def _check_pattern(key: str) -> None:

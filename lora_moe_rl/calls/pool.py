@@ -28,6 +28,7 @@ from typing import Any
 
 from lora_moe_rl.calls.ending import MARK, end_marked
 from lora_moe_rl.calls.wire import Nonsense, Wire, framed
+from lora_moe_rl.cluster.process_end import signal_name
 from lora_moe_rl.cluster.watchdog import KILL_S
 from lora_moe_rl.errors import ConfigError
 
@@ -232,15 +233,17 @@ class Pool:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if reason is None:
-            how = await asyncio.to_thread(_how_it_ended, worker.process)
-            reason = f"ended its process ({how})"
-        await asyncio.to_thread(worker.end)
-        self._ending.discard(worker)
-        for job in worker.pending.values():
-            if job.alarm is not None:
-                job.alarm.cancel()
-            job.fail(WorkerLost(reason))
+        try:
+            if reason is None:
+                how = await asyncio.to_thread(_how_it_ended, worker.process)
+                reason = f"ended its process ({how})"
+            await asyncio.to_thread(worker.end)
+            self._ending.discard(worker)
+        finally:  # whatever fails here, nobody waits for ever
+            for job in worker.pending.values():
+                if job.alarm is not None:
+                    job.alarm.cancel()
+                job.fail(WorkerLost(reason or "ended its process"))
         self._give()
 
     async def _start_missing(self) -> None:
@@ -318,5 +321,5 @@ async def _all_ready(workers: Sequence[Worker]) -> None:
 def _how_it_ended(process: subprocess.Popen) -> str:
     with suppress(subprocess.TimeoutExpired):
         code = process.wait(timeout=1.0)
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"signal {signal_name(-code)}" if code < 0 else f"exit code {code}"
     return "its connection closed"

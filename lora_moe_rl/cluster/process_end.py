@@ -24,6 +24,14 @@ _EXIT = 1 << 3
 PATIENCE_S = 1.0  # until its parent has taken note
 
 
+def signal_name(number: int) -> str:
+    """As `SIGKILL`; most real-time signals have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
+
+
 class Watched:
     """The process `pid`, which must be alive. Raises OSError or psutil.Error when it is not.
 
@@ -54,7 +62,7 @@ class Watched:
                 memory = ""
                 if -code == signal.SIGKILL:
                     memory = oom_killer.sentence(self._kills, oom_killer.kills())
-                return f"signal {signal.Signals(-code).name}{memory}"
+                return f"signal {signal_name(-code)}{memory}"
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.02)

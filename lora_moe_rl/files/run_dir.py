@@ -132,10 +132,10 @@ class RunDir:
             ) from error
         try:
             self._check_earlier_run()
-            for folder in (self.checkpoints, self.logs):
-                folder.mkdir(exist_ok=True)
             if not self.resume:  # else once it does go on: these settings may be refused
                 self.write_config()
+            for folder in (self.checkpoints, self.logs):
+                folder.mkdir(exist_ok=True)
         except BaseException as error:
             self._lock.release()
             if isinstance(error, OSError):
@@ -209,7 +209,8 @@ class RunDir:
                 f"there is no run in {self.path} to resume; leave out --resume, or name its "
                 f"directory with logging.run_dir=DIR"
             )
-        if not has_config and any(path.name != ".lock" for path in self.path.iterdir()):
+        left = {".lock", f".{self.config_file.name}.tmp"}  # of one that was killed at its start
+        if not has_config and any(path.name not in left for path in self.path.iterdir()):
             raise RunDirError(
                 f"{self.path} is not empty and holds no run; choose another directory with "
                 f"logging.run_dir=DIR"

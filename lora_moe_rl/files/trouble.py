@@ -40,7 +40,8 @@ class Trouble:
 
 class Lines:
     """A file that lines are appended to. Those that the disk refuses wait, up to MOST_KEPT bytes,
-    and are written in their order with the next; one that came half is completed."""
+    and are written in their order with the next; one that came half is completed. What does not fit
+    is lost, and said."""
 
     def __init__(self, path: Path, trouble: Trouble):
         self.path, self.trouble = path, trouble
@@ -50,18 +51,20 @@ class Lines:
     def append(self, text: str) -> None:
         """`text`: whole lines. Never raises for what the disk refuses."""
         data = text.encode()
-        if len(self._waiting) + len(data) > MOST_KEPT:
-            self._dropped += text.count("\n")
-            data = b""
         self._waiting += data
-        self.flush()
+        self._flush(len(data))
 
     def flush(self) -> None:
-        if not self._waiting:
-            return
+        if self._waiting:
+            self._flush(0)
+
+    def _flush(self, newest: int) -> None:
+        """`newest`: bytes of the lines that may be lost."""
         try:
             _append(self.path, self._waiting)
         except OSError as error:
+            if len(self._waiting) > MOST_KEPT:
+                self._drop(newest)
             lines = self._waiting.count(b"\n")
             lost = f", and {self._dropped} are lost" if self._dropped else ""
             self.trouble.failed(
@@ -69,6 +72,13 @@ class Lines:
             )
         else:
             self.trouble.mended(str(self.path))
+
+    def _drop(self, newest: int) -> None:
+        """The newest lines, but for one that came half."""
+        came_half = len(self._waiting) < newest
+        kept = self._waiting.find(b"\n") + 1 if came_half else len(self._waiting) - newest
+        self._dropped += self._waiting.count(b"\n", kept)
+        del self._waiting[kept:]
 
 
 def _append(path: Path, waiting: bytearray) -> None:

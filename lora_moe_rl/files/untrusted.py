@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # safetensors' own limit of a header
 MAX_HEADER = 100_000_000
 LFS = b"version https://git-lfs"  # what a clone without Git LFS has in the place of a file
+MOST_DIMENSIONS, LARGEST = 8, 1 << 63  # of a tensor, and of the product of its sizes but zeros
 LARGE = 1 << 26  # bytes of a tensor, above which the machine is asked for room
 MAX_JSON = MAX_HEADER  # the index of a model of a trillion weights has some 30 MB
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -309,7 +310,12 @@ def _entry(path: Path, name: str, value: Any, first: int) -> Entry:
 
 
 def _are_sizes(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+    return (
+        isinstance(value, list)
+        and len(value) <= MOST_DIMENSIONS
+        and all(type(one) is int and one >= 0 for one in value)
+        and math.prod(one for one in value if one) < LARGEST
+    )
 
 
 def _is_text_map(value: Any) -> TypeGuard[dict[str, str]]:

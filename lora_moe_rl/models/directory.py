@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lora_moe_rl.adapters.families import FAMILIES, ModelShape
 from lora_moe_rl.errors import ModelError
-from lora_moe_rl.files.untrusted import SafeFile
+from lora_moe_rl.files.untrusted import SafeFile, read_json
 from lora_moe_rl.models import quantised
 from lora_moe_rl.models.tensor_shapes import check_shapes
 from lora_moe_rl.tiny.make import NAMES, find_tiny, make_tiny
@@ -74,11 +74,9 @@ def check_model_dir(path: Path | str) -> dict:
     config_file = path / "config.json"
     if not config_file.is_file():
         raise ModelError(f"{path} has no config.json: it is not a Hugging Face model directory")
-    try:
-        config = json.loads(config_file.read_text())
-    except ValueError as error:
-        raise ModelError(f"{config_file} is not JSON: {error}") from error
-    architectures = config.get("architectures") or ["missing"]
+    config = read_json(config_file)
+    named = config.get("architectures")
+    architectures = list(map(str, named)) if named and isinstance(named, list) else ["missing"]
     family = FAMILIES.get(architectures[0])
     if family is None or config.get("model_type") not in family.model_types:
         known = ", ".join(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_moe_rl.adapters.families.common.refusals import AS_NUMBERS
+from lora_moe_rl.errors import ModelError
 from lora_moe_rl.files.untrusted import read_json
 
 if TYPE_CHECKING:
@@ -30,9 +31,25 @@ SUPPORTED = (
 )
 
 
+def said_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config.json says of quantisation, {} where it says nothing. Raises ModelError for what
+    nobody has written so."""
+    said = config.get("quantization_config") or {}
+    groups = (said.get("config_groups") or {}) if isinstance(said, dict) else None
+    if not isinstance(groups, dict) or not all(
+        isinstance(group or {}, dict) and isinstance((group or {}).get("weights") or {}, dict)
+        for group in groups.values()
+    ):
+        raise ModelError(
+            f"config.json has quantization_config={said!r:.80}, and it is a map with maps of "
+            "config_groups in all that is supported; fetch or write the model again"
+        )
+    return said
+
+
 def form(config: Mapping[str, Any]) -> Form | None:
     """None for a base that is not quantised. Of a config that `refused` lets pass."""
-    said = config.get("quantization_config") or {}
+    said = said_of(config)
     method = said.get("quant_method")
     if method in (None, "fp8"):
         return method
@@ -46,8 +63,7 @@ def form_in(model_dir: Path) -> Form | None:
 
 def refused(config: Mapping[str, Any]) -> Iterator[str]:
     """Why a quantised base cannot be trained and served, if it cannot."""
-    said = config.get("quantization_config")
-    if not said:
+    if not (said := said_of(config)):
         return
     method = said.get("quant_method")
     if method == "fp8":

@@ -17,6 +17,8 @@ from typing import Any, Literal, get_args
 
 from lora_moe_rl.adapters.families import Config, ModelShape, language_config
 from lora_moe_rl.errors import ModelError
+from lora_moe_rl.files.untrusted import read_json
+from lora_moe_rl.models.quantised import said_of
 from lora_moe_rl.tiny.make import NAMES, QUANTISED, form_of, shape_of
 
 MODELS = Path(__file__).parent / "models"
@@ -114,10 +116,7 @@ def _of_directory(path: Path) -> Facts:
     file = path / "config.json"
     if not file.is_file():
         raise ModelError(f"{path} has no config.json: it is not a Hugging Face model directory")
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise ModelError(f"{file} is not JSON: {error}") from error
+    config = read_json(file)
     shape = ModelShape.from_hf_config(config)
     return Facts(
         path.name, language_config(config), shape, _format(config, file), str(file), str(path)
@@ -126,15 +125,15 @@ def _of_directory(path: Path) -> Facts:
 
 def _format(config: Config, file: Path) -> Format:
     """How the weights of a directory are stored, as its config says."""
-    quantization = config.get("quantization_config")
-    if quantization is None:
+    quantization = said_of(config)
+    if not quantization:
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
         return "float32" if dtype == "float32" else "bf16"
     method = quantization.get("quant_method")
     if method == "fp8":
         return "fp8"
     groups = quantization.get("config_groups") or {}
-    weights = [group.get("weights") or {} for group in groups.values()]
+    weights = [(group or {}).get("weights") or {} for group in groups.values()]
     if method == "compressed-tensors" and {one.get("num_bits") for one in weights} == {4}:
         return "mxfp4" if quantization.get("format") == "mxfp4-pack-quantized" else "int4"
     raise ModelError(

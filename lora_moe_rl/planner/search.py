@@ -107,8 +107,11 @@ class Search:
         return sorted(proposals, key=lambda p: p.seconds.step)[:count]
 
     def lightest(self) -> tuple[TrainerConfig, RankClass]:
-        """The layout whose heaviest rank has least memory, with all GPUs or those of a split."""
-        gpus = self.assumed.hardware.gpus
+        """The layout whose heaviest rank has least memory, with all GPUs or those of a split.
+        Raises ConfigError where there are too few GPUs for any."""
+        gpus, cp = self.assumed.hardware.gpus, self.config.trainer.cp
+        if cp > gpus:
+            raise ConfigError(f"trainer.cp={cp} needs {cp} GPUs at least, and there are {gpus}")
         found = [
             (trainer, self.heaviest(trainer))
             for world in {gpus - engines for engines in (0, *self.splits(gpus))}

@@ -104,7 +104,8 @@ class Held:
 class TrainerMemory:
     """Memory of trainer ranks of one model and adapter, under any layout.
 
-    Layers of one kind (dense or MoE, with the same adapters) are counted once a layout.
+    Layers of one kind (dense or MoE, of one attention, with the same adapters) are counted once
+    a layout.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class TrainerMemory:
             adapted = tuple(
                 (s.module, s.rank, s.frozen_rank, s.shared) for s in sites.get(layer, ())
             )
-            key = (layer in facts.shape.moe_layers, adapted)
+            key = (layer in facts.shape.moe_layers, facts.shape.attention_of(layer), adapted)
             self.kind.append(kinds.setdefault(key, layer))
         self._held: dict[tuple, Held] = {}
 

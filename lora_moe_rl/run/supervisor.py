@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from lora_moe_rl.cluster.process_end import signal_name
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import FAULT
 from lora_moe_rl.files.checkpoint import newest_step
@@ -50,7 +51,7 @@ class Lives:
         self.newest = newest
         if self.in_vain > self.limit:
             return None
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        how = f"signal {signal_name(-code)}" if code < 0 else f"exit code {code}"
         return (
             f"the run's process ended ({how}); it is started again, from the checkpoint of step "
             f"{newest} ({self.in_vain} of faults.max_resumes={self.limit} in a row without a new "

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lora_moe_rl.calls.ending import MARK, folder_prefix
+from lora_moe_rl.cluster.process_end import signal_name
 from lora_moe_rl.cluster.watchdog import KILL_S, kill_marked
 from lora_moe_rl.errors import ConfigError
 
@@ -247,4 +248,4 @@ def _how(code: int | None, cpu_s: float, limits: Limits) -> str:
         return "ended before it began"
     if cpu_s >= limits.cpu_s - 0.5 and code < 0:
         return f"ended: it used more than cpu_s={limits.cpu_s} of a processor"
-    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"ended by {signal_name(-code)}" if code < 0 else f"exit code {code}"

@@ -274,6 +274,8 @@ def test_a_fault_in_the_tensors_is_refused(fault, written):
 
 SETTINGS = {
     "use_dora": (True, "use_dora=True: only plain LoRA"),
+    "use_bdlora": ({"nblocks": 2}, "use_bdlora=.*only plain LoRA"),
+    "init_lora_weights": ("olora", "init_lora_weights='olora': .*path_initial_model_for_weight_co"),
     "bias": ("all", "bias='all'"),
     "modules_to_save": (["lm_head"], "modules_to_save"),
     "peft_type": ("IA3", "peft_type='IA3'"),

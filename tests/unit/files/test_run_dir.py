@@ -1,8 +1,10 @@
 """The run directory: refusals, the lock, appending, and going back to a step."""
 
 import dataclasses
+import errno
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -84,6 +86,20 @@ def test_a_directory_that_holds_a_checkpoint_is_refused(tmp_path):
 def test_a_run_that_failed_before_its_first_step_may_start_again(tmp_path):
     config = config_in(tmp_path / "run")
     run_steps(config, [])
+    run_steps(config, [1])
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_run_whose_disk_was_full_at_its_start_may_start_again(tmp_path, monkeypatch, killed):
+    config, replace = config_in(tmp_path / "run"), os.replace
+
+    def full(*paths):
+        raise KeyboardInterrupt if killed else OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises((RunDirError, KeyboardInterrupt)):
+        run_steps(config, [])
+    monkeypatch.setattr(os, "replace", replace)
     run_steps(config, [1])
 
 

@@ -47,6 +47,14 @@ def test_lines_that_a_full_disk_refuses_are_written_in_order_once_there_is_room(
     assert said[1] == f"{path} can be written again"
 
 
+def test_lines_that_a_disk_takes_may_be_longer_than_what_may_wait(tmp_path, said, monkeypatch):
+    monkeypatch.setattr(trouble, "MOST_KEPT", 8)
+    lines = Lines(tmp_path / "lines", Trouble(said.append))
+    for text in ("1\n", "long and longer\n", "3\n"):
+        lines.append(text)
+    assert (tmp_path / "lines").read_text() == "1\nlong and longer\n3\n" and not said
+
+
 def test_it_is_said_each_minute_and_not_more_often(said):
     clock = Time()
     found = Trouble(said.append, clock)

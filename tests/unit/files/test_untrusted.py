@@ -68,6 +68,9 @@ HEADERS = {
     "another dtype": (set_field("dtype", "F64"), "takes 96 bytes"),
     "unknown dtype": (set_field("dtype", "PICKLE"), "'PICKLE', which is none of"),
     "negative": (set_field("data_offsets", [-48, 0]), "offsets"),
+    "empty and huge": (set_field("shape", [0, 2**63]), r"shape \[0, 9223372036854775808\]"),
+    "empty and huge together": (set_field("shape", [0, 2**40, 2**40]), "has shape"),
+    "many dimensions": (set_field("shape", [1] * 70), "has shape"),
     "boolean size": (set_field("shape", [True, 12]), "shape"),
     "no shape": (lambda h: h["a.weight"].pop("shape"), "shape None"),
     "overlap": (

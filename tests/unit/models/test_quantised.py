@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from lora_moe_rl.errors import ModelError
 from lora_moe_rl.models.quantised import SUPPORTED, form, refused
 
 # As moonshotai/Kimi-K2-Thinking and deepseek-ai/DeepSeek-V3 have it.
@@ -50,6 +51,14 @@ def test_what_is_supported():
     ):  # fmt: skip
         whole = {"quantization_config": config} if config else {}
         assert list(refused(whole)) == [] and form(whole) == expected
+
+
+@pytest.mark.parametrize(
+    "said", ["fp8", ["fp8"], KIMI | {"config_groups": [1]}, KIMI | {"config_groups": {"a": "b"}}]
+)
+def test_what_nobody_has_written_so_is_refused(said):
+    with pytest.raises(ModelError, match="config.json has quantization_config="):
+        list(refused({"quantization_config": said}))
 
 
 def changed(config, path, value):

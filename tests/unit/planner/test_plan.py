@@ -69,12 +69,16 @@ def test_a_greedy_sample_is_one_more_of_each_prompt_to_engines_and_none_to_train
     assert greedy.train == same.train < more.train
 
 
-def test_classes_are_the_sums_of_their_tensors():
-    facts = find("kimi-k2")
-    config = config_of(
-        trainer={"world_size": 48, "tp": 8, "pp": 6, "ep": 8},
-        adapter={"rank_pattern": {"layers.9.*": 8}},
-    )
+@pytest.mark.parametrize(
+    ("model", "adapter"),
+    [
+        ("kimi-k2", {"rank_pattern": {"layers.9.*": 8}}),
+        ("qwen3-next-80b-a3b", {"targets": ["experts.*"]}),  # of two kinds of attention
+    ],
+)
+def test_classes_are_the_sums_of_their_tensors(model, adapter):
+    facts = find(model)
+    config = config_of(trainer={"world_size": 48, "tp": 8, "pp": 6, "ep": 8}, adapter=adapter)
     spec = AdapterSpec.build(facts.shape, config.adapter)
     classes = TrainerMemory(facts, spec, "bf16").classes(config)
     ranks = trainer_ranks(config.trainer, facts.shape.num_layers)

@@ -76,6 +76,7 @@ def test_numbers_that_nothing_can_have(option, value, capsys):
             [*QWEN, "8", "trainer.world_size=99999999"],
             "trainer.world_size=99999999 must be at most 65536",
         ),
+        ([*QWEN, "2", "trainer.cp=4"], "trainer.cp=4 needs 4 GPUs at least, and there are 2"),
         ([*QWEN, "8", "trainer.tp=abc"], "trainer.tp='abc' is not an integer\n$"),
         ([*QWEN, "8", "trainer.world_size=abc"], "trainer.world_size='abc' is not an integer\n$"),
         ([*QWEN, "8", "--prompt-tokens", "9999"], "--prompt-tokens 9999 is .* 2048 at most"),

@@ -51,6 +51,7 @@ def deed(prompts, completions):
     match prompts[0]:
         case "raise": raise RuntimeError("no such luck")
         case "exit": os._exit(3)
+        case "signal": os.kill(os.getpid(), 40)
         case "sys.exit": raise SystemExit(0)
         case "hang": time.sleep(60)
         case "nan": return [float("nan")] * n
@@ -167,6 +168,7 @@ def test_what_turns_have_earned_is_told_beside_the_reward_and_has_to_be_that(fun
     [
         ("raise", "RuntimeError('no such luck')"),
         ("exit", "exit code 3"),
+        ("signal", "signal 40"),
         ("sys.exit", "SystemExit"),
         ("hang", "took longer than reward.timeout_s=1"),
         ("nan", "nan"),

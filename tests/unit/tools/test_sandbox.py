@@ -44,6 +44,7 @@ def needs(held: tuple[str, ...], what: str) -> None:
         ("import sys; print('a'); sys.exit(3)", "a\n[exit code 3]"),
         ("import sys; sys.stdout.buffer.write(b'\\xff\\xfeok')", "��ok"),
         ("import os; os.kill(os.getpid(), 9)", "[ended by SIGKILL]"),
+        ("import os; os.kill(os.getpid(), 40)", "[ended by 40]"),
         ("import sys; print(sys.stdin.read(), 'nothing')", " nothing"),
     ],
 )
