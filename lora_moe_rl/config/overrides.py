@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from lora_moe_rl.config import RunConfig, aliases
 from lora_moe_rl.config.applicable import check_applicable
+from lora_moe_rl.config.choosing import chosen_over
 from lora_moe_rl.config.files import read_config_file, without_twins
 from lora_moe_rl.config.keys import (
     Key,
@@ -35,7 +36,7 @@ from lora_moe_rl.config.keys import (
     nearest,
 )
 from lora_moe_rl.config.plugins import KINDS, choices
-from lora_moe_rl.config.section import Section
+from lora_moe_rl.config.section import NoNumber, Section
 from lora_moe_rl.errors import ConfigError
 
 BARE_LIST = re.compile(r"\[[^][(){}\"']*\]")  # [file.py:function, module:function]
@@ -45,17 +46,24 @@ TEXTS = ("rollout.stop",)  # lists whose members may have brackets of their own
 
 def override(config: RunConfig, arguments: Sequence[str]) -> RunConfig:
     """`config` with `arguments` laid over it, validated as a whole. Raises ConfigError."""
-    settings: dict[str, Any] = {}
-    for layer in parse_arguments(arguments):
-        _merge(settings, layer)
-    return with_settings(config, settings)
+    return _laid_over(config, parse_arguments(arguments))
 
 
 def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     """`config` with nested `settings` laid over it, as they come from a file."""
+    return _laid_over(config, [FromFile(checked_keys(settings))])
+
+
+def _laid_over(config: RunConfig, layers: Sequence[dict[str, Any]]) -> RunConfig:
     # Only what was set: so that a key counts as set by the user or not.
     merged = config.model_dump(exclude_unset=True)
-    _merge(merged, checked_keys(settings))
+    single: set[tuple[str, str]] = set()  # of settings that were made one by one
+    for layer in layers:
+        chosen_over(merged, layer, single)
+        _merge(merged, layer)
+        if not isinstance(layer, FromFile):
+            sections = {name: one for name, one in layer.items() if isinstance(one, Mapping)}
+            single |= {(name, key) for name, one in sections.items() for key in one}
     try:
         result = RunConfig.model_validate(merged)
     except ValidationError as error:
@@ -71,7 +79,7 @@ def parse_arguments(arguments: Sequence[str]) -> list[dict[str, Any]]:
     while rest:
         argument = rest.pop(0)
         if argument.startswith("@"):
-            layers.append(checked_keys(read_config_file(Path(argument[1:]))))
+            layers.append(FromFile(checked_keys(read_config_file(Path(argument[1:])))))
             continue
         name, equals, text = argument.removeprefix("--").partition("=")
         if not equals:
@@ -162,6 +170,10 @@ def checked_keys(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any
             value = {step: value}
         _merge(result, {head: value}, prefix)
     return result
+
+
+class FromFile(dict):
+    """Settings of a file, which may hold every key there is: that one stands there says little."""
 
 
 class Entry(dict):
@@ -291,6 +303,7 @@ _SECTIONS = {type(one.default).__name__: name for name, one in RunConfig.model_f
 
 # What pydantic calls a fault -> how it reads behind `key=value`.
 _FAULTS = {
+    "value_error": "is not a number",  # NoNumber: others have a sentence of their own
     "int_parsing": "is not an integer",
     "int_type": "is not an integer",
     "int_from_float": "is not an integer",
@@ -316,7 +329,7 @@ def _line(fault: Mapping[str, Any]) -> str:
     name = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
         return str(_unknown(*_ends(name, fault["input"])))
-    if fault["type"] == "value_error":
+    if fault["type"] == "value_error" and not isinstance(fault["ctx"]["error"], NoNumber):
         return str(fault["ctx"]["error"])
     if inspect.isfunction(given := fault["input"]):
         return (

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+
+class NoNumber(ValueError):
+    """True or false in the place of a number."""
 
 
 class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """pydantic would take true for 1: draw_again=true for "once", a learning rate for 1."""
+        assert info.field_name is not None
+        annotation = cls.model_fields[info.field_name].annotation
+        if _holds_bool(value) and not _takes_bool(annotation):
+            raise NoNumber
+        return value
+
+    def stood_for(self) -> Mapping[str, Any]:
+        """Settings that a short name among the values has brought along."""
+        return {}
 
 
 def is_set(section: Section, name: str) -> bool:
@@ -17,3 +39,21 @@ def is_set(section: Section, name: str) -> bool:
     return name in section.model_fields_set and (
         getattr(section, name) != type(section).model_fields[name].default
     )
+
+
+def _holds_bool(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_bool, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_bool, value))
+    return isinstance(value, bool)
+
+
+@cache
+def _takes_bool(annotation: Any) -> bool:
+    """Whether true or false may be in a value of this type; what sections hold, they see to."""
+    if annotation in (bool, Any) or isinstance(annotation, bool):
+        return True
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return True
+    return any(map(_takes_bool, get_args(annotation)))

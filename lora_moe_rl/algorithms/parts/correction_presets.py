@@ -7,6 +7,7 @@ engine (bypass_mode=true). The bounds are verl's, of trainer to engine.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 _TOKEN = {"correction": "token_truncate", "correction_max": 2.0}
@@ -42,3 +43,8 @@ CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
     "bypass_pg_geo_rs_token_tis": _TOKEN | _BYPASS_PG | _GEOMETRIC,
     "bypass_pg_geo_rs_seq_tis": _SEQUENCE | _BYPASS_PG | _GEOMETRIC,
 }
+
+
+def settings_of(correction: str) -> Mapping[str, Any]:
+    """What a name stands for; a correction's own name for itself."""
+    return CORRECTION_PRESETS.get(correction, {"correction": correction})

@@ -31,7 +31,7 @@ from lora_moe_rl.algorithms.parts.composing import (
     settings_of_each,
     split_values,
 )
-from lora_moe_rl.algorithms.parts.correction_presets import CORRECTION_PRESETS
+from lora_moe_rl.algorithms.parts.correction_presets import CORRECTION_PRESETS, settings_of
 from lora_moe_rl.algorithms.parts.kl import estimate
 from lora_moe_rl.algorithms.parts.kl_control import KLControl
 from lora_moe_rl.algorithms.parts.overlong import soft_punishment
@@ -62,7 +62,7 @@ class PolicyGradient(Algorithm):
         super().__init__(settings, max_response_tokens)
         self._advantage = PARTS["advantage"].find(settings.advantage)(settings)
         self._loss = PARTS["loss"].find(settings.loss)(settings)
-        self._correction = PARTS["correction"].find(settings.correction)(settings)
+        self._correction = PARTS["correction"].find(settings.correction_part)(settings)
         self._rejections: list[Rejection] = [
             PARTS["rejection"].find(own.rejection)(own) for own in settings_of_each(settings)
         ]
@@ -82,6 +82,7 @@ class PolicyGradient(Algorithm):
             chosen[kind] = value.get(kind, default)
             if not isinstance(chosen[kind], str):
                 raise ValueError(f"algorithm.{kind}={chosen[kind]!r} is not a name")
+        chosen["correction"] = settings_of(chosen["correction"])["correction"]
         defaults = tuple(cls.defaults.items())
         settings = settings_class(cls.__name__, cls.Settings, tuple(chosen.items()), defaults)
         for key in value.keys() - settings.model_fields.keys():
@@ -101,7 +102,8 @@ class PolicyGradient(Algorithm):
     @classmethod
     def corrects(cls, settings: PolicyGradientConfig) -> bool:
         return (
-            PARTS["correction"].find(settings.correction).corrects or settings.anchor == "rollout"
+            PARTS["correction"].find(settings.correction_part).corrects
+            or settings.anchor == "rollout"
         )
 
     @property
@@ -356,8 +358,8 @@ def of_teacher(groups: Sequence[Group]) -> list[np.ndarray]:
 
 
 def _named(preset: type[PolicyGradient], value: Mapping[str, Any]) -> dict[str, Any]:
-    """`value`, with what a name of verl or TRL stands for in the place of the name. Raises
-    ValueError when the loss or the rejection that it stands for is chosen otherwise beside it, and
+    """`value`, with what a name of verl or TRL stands for beside the name. Raises ValueError when
+    the loss, the anchor or the rejection that it stands for is chosen otherwise beside it, and
     ConfigError for a name that is neither theirs nor a correction's."""
     correction = value.get("correction")
     named = CORRECTION_PRESETS.get(str(correction))
@@ -365,7 +367,7 @@ def _named(preset: type[PolicyGradient], value: Mapping[str, Any]) -> dict[str, 
         if isinstance(correction, str) and ":" not in correction:
             PARTS["correction"].find(correction, tuple(CORRECTION_PRESETS))
         return dict(value)
-    for kind in {"loss", "rejection"} & named.keys():
+    for kind in {"loss", "anchor", "rejection"} & named.keys():
         given = value.get(kind, preset.defaults.get(kind, named[kind]))
         if given != named[kind]:
             whose = f"algorithm.{kind}={given}" if kind in value else f"{preset.__name__}'s {given}"
@@ -373,4 +375,4 @@ def _named(preset: type[PolicyGradient], value: Mapping[str, Any]) -> dict[str, 
                 f"algorithm.correction={correction} stands for {kind}={named[kind]} too, "
                 f"and {whose} is another; choose the parts one by one (docs/algorithms.md)"
             )
-    return {**named, **{key: one for key, one in value.items() if key != "correction"}}
+    return {**named, **value}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from lora_moe_rl.algorithms.advantages.base import Advantage
 from lora_moe_rl.algorithms.corrections.base import WeightSettings
+from lora_moe_rl.algorithms.parts.correction_presets import settings_of
 from lora_moe_rl.algorithms.parts.kl_control import LARGEST_ERROR
 from lora_moe_rl.algorithms.parts.selection import check_selection
 from lora_moe_rl.config import AlgorithmConfig
@@ -91,6 +93,15 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
     # Whether there is a critic, whose values advantages may want.
     has_critic: ClassVar[bool] = False
 
+    @property
+    def correction_part(self) -> str:
+        """The file of algorithms/corrections/, or class, which `correction` may be another name
+        of."""
+        return settings_of(self.correction)["correction"]
+
+    def stood_for(self) -> Mapping[str, Any]:
+        return settings_of(self.correction)
+
     @model_validator(mode="after")
     def _together(self):
         self._check_samples()
@@ -106,7 +117,10 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
 
     def _check_samples(self) -> None:
         """What goes by whole samples and what goes by tokens."""
-        loss, correction = PARTS["loss"].find(self.loss), PARTS["correction"].find(self.correction)
+        loss, correction = (
+            PARTS["loss"].find(self.loss),
+            PARTS["correction"].find(self.correction_part),
+        )
         for name in rejection_names(self.rejection):
             rejection = PARTS["rejection"].find(name)
             if not rejection.rejects or rejection.level != "token":
@@ -128,7 +142,10 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
         """What the ratio is against, and what is corrected beside it."""
         if self.anchor != "rollout":
             return
-        loss, correction = PARTS["loss"].find(self.loss), PARTS["correction"].find(self.correction)
+        loss, correction = (
+            PARTS["loss"].find(self.loss),
+            PARTS["correction"].find(self.correction_part),
+        )
         if correction.corrects and loss.has_ratio:
             raise ValueError(
                 f"algorithm.anchor=rollout puts the engine's logprobs into the ratio of "
@@ -152,7 +169,10 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
 
     def _check_updates(self) -> None:
         """Several updates of the same samples: all but the first are of another policy's."""
-        loss, correction = PARTS["loss"].find(self.loss), PARTS["correction"].find(self.correction)
+        loss, correction = (
+            PARTS["loss"].find(self.loss),
+            PARTS["correction"].find(self.correction_part),
+        )
         if self.on_policy or loss.has_ratio or (self.anchor == "rollout" and correction.corrects):
             return
         raise ValueError(
