@@ -29,6 +29,11 @@ class VAPOSettings(CriticSettings):
     @model_validator(mode="after")
     def _one_mean(self):
         if not self.nll_weight:
+            if self.nll_above:
+                raise ValueError(
+                    f"algorithm.nll_above={self.nll_above:g} has no effect with "
+                    "algorithm.nll_weight=0"
+                )
             return self
         if self.aggregation != "token-mean":
             raise ValueError(

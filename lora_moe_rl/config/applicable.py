@@ -249,7 +249,8 @@ def _check_lag(config: RunConfig) -> None:
         raise ConfigError(
             f"schedule.lag={lag} trains on tokens of older versions, and algorithm="
             f"{algorithm.name} takes them for its own: set algorithm.correction (tis, icepop, mis, "
-            "decoupled_seq_is, …, see docs/algorithms.md), or algorithm.anchor=rollout"
+            "decoupled_seq_is, …, see docs/algorithms.md), or algorithm.anchor=rollout with a loss "
+            "that has a ratio"
         )
     if config.refit.mode == "merged":
         raise ConfigError(

@@ -87,7 +87,7 @@ class TrainerConfig(Section):
     lr: float = Field(1e-4, gt=0, description="Peak learning rate of Adam.")
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up to lr.")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="After the warm-up: lr stays, or falls to min_lr by the last step."
+        "constant", description="After the warm-up: lr stays, or falls to min_lr over the run."
     )
     min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of a schedule.")
     lr_ratio_B: float = Field(

@@ -110,7 +110,7 @@ def number_in(columns: dict[str, Any], name: str, setting: str, place: str) -> f
         )
     try:
         number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if math.isnan(number):
         raise DataError(f"{place}: column {name} ({setting}) is not a number: {short(value)}")

@@ -17,8 +17,15 @@ def content_of(rows: Iterable[Any]) -> str:
     """XXH3 (128 bits, as hex) of the rows' values in their order."""
     digest = xxhash.xxh3_128()
     for row in rows:
-        digest.update(json.dumps(row, sort_keys=True, default=_plain).encode() + b"\n")
+        digest.update(_text_of(row).encode() + b"\n")
     return digest.hexdigest()
+
+
+def _text_of(row: Any) -> str:
+    try:
+        return json.dumps(row, sort_keys=True, default=_plain)
+    except (TypeError, ValueError):  # keys that JSON has not, or that cannot be sorted; a circle
+        return repr(row)
 
 
 def _plain(value: Any) -> str:

@@ -5,23 +5,39 @@ from __future__ import annotations
 import difflib
 import inspect
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from importlib import import_module
 from itertools import islice
 from types import ModuleType
 from typing import Any
 
+from lora_moe_rl.calls.child import raised
 from lora_moe_rl.config import SourceConfig
-from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.errors import ConfigError, DataError, LoraMoeRlError
 from lora_moe_rl.files.importing import load_function
 
 
 def open_generator(config: SourceConfig, seed: int) -> Iterator[Any]:
     """The rows of a generator, from the first. Raises ConfigError when it does not take the
-    arguments of data.args, or needs others."""
+    arguments of data.args, or needs others, and DataError, there or at a later row, for what it
+    raises itself."""
     assert config.generator is not None
     generate = load_function(config.generator)
-    return islice(generate(**_arguments(generate, config, seed)), config.limit)
+    return _told(config, partial(generate, **_arguments(generate, config, seed)))
+
+
+def _told(config: SourceConfig, generate: Callable[[], Iterable[Any]]) -> Iterator[Any]:
+    number = 0
+    try:
+        for row in islice(generate(), config.limit):
+            yield row
+            number += 1
+    except LoraMoeRlError:
+        raise
+    except Exception as error:  # the user's own code
+        named = f"{config.key('generator')}={config.generator}"
+        raise DataError(f"{named}, row {number}: {raised(error)}") from error
 
 
 def _arguments(generate: Callable, config: SourceConfig, seed: int) -> dict[str, Any]:

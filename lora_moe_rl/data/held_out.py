@@ -13,7 +13,7 @@ from lora_moe_rl.data.columns import Row
 from lora_moe_rl.data.generators import open_generator
 from lora_moe_rl.data.maker import PromptMaker, Wanted
 from lora_moe_rl.data.samples import Prompt
-from lora_moe_rl.errors import DataError, LoraMoeRlError
+from lora_moe_rl.errors import DataError
 
 
 def held_out_prompts(
@@ -47,14 +47,8 @@ def held_out_prompts(
 
 def _generated(config: EvalSetConfig, seed: int) -> Iterator[Row]:
     """The first `limit` rows of a generator."""
-    try:
-        for number, row in enumerate(open_generator(config, seed)):
-            yield f"{config.generator}, row {number}", row
-    except LoraMoeRlError:
-        raise
-    except Exception as error:  # the user's own code
-        named = f"{config.key('generator')}={config.generator}"
-        raise DataError(f"{named} raised {type(error).__name__}: {error}") from error
+    for number, row in enumerate(open_generator(config, seed)):
+        yield f"{config.generator}, row {number}", row
 
 
 def seed_of_rows(seed: int, name: str) -> int:

@@ -114,15 +114,16 @@ async def roll(ports: Ports, book: TicketBook) -> None:
             if ports.teacher is not None:
                 await ports.teacher.score(group)
             policy.scored()
+            # Failures count in their step, and may be why the rest has no signal.
+            again = config.algorithm.draw_again and not group.failures
+            alike = again and not ports.algorithm.has_signal(group)
         except EngineDied:
             book.give_back(ticket)
             continue
         except Exception as error:
             book.fail(error)
             return
-        # Failures count in their step, and may be why the rest has no signal.
-        failed = bool(group.failures)
-        if config.algorithm.draw_again and not failed and not ports.algorithm.has_signal(group):
+        if alike:
             book.drop(ticket, "equal rewards")
             try:
                 ports.records.drawn_again(group)

@@ -205,12 +205,7 @@ class Preflight:
         require_data(data)
         if data.path is None:
             named = f"{data.key('generator')}={data.generator}"
-            try:
-                first = next(open_generator(data, self.config.seed), None)
-            except LoraMoeRlError:
-                raise
-            except Exception as error:  # the user's own code
-                raise DataError(f"{named} raised {type(error).__name__}: {error}") from error
+            first = next(open_generator(data, self.config.seed), None)
             if first is None:
                 raise DataError(f"{named} gave no rows")
             self.first[name] = f"{data.generator}, row 0", first

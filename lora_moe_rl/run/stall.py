@@ -28,7 +28,8 @@ def patience(config: RunConfig) -> float:
     """Seconds without anything after which a run is stuck: faults.stall_s, and the longest that a
     reward, a tool or a teacher may take, since nothing else says that these are under way."""
     sections = (config.reward, config.environment, config.algorithm)
-    own = [value for part in sections for name, value in part if name.endswith("timeout_s")]
+    ends = ("timeout_s", "patience_s")  # the latter: of all the tries of one that is asked
+    own = [value for part in sections for name, value in part if name.endswith(ends)]
     return config.faults.stall_s + max(own, default=0.0)
 
 

@@ -13,7 +13,8 @@ def check(config: RunConfig) -> str:
     trainer, steps = config.trainer, algorithms.optimizer_steps(config)
     warmed = f"trainer.warmup_steps={trainer.warmup_steps} of the run's {steps} optimizer steps"
     out = f"lower trainer.warmup_steps, or raise trainer.steps={trainer.steps}"
-    if trainer.lr_schedule != "constant" and trainer.warmup_steps >= steps:
+    # The first step after the warm-up is still at the full rate.
+    if trainer.lr_schedule != "constant" and trainer.warmup_steps >= steps - 1:
         raise ConfigError(
             f"trainer.lr_schedule={trainer.lr_schedule} has no effect: {warmed} leave it none; "
             f"{out}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from lora_moe_rl.algorithms.advantages.base import Advantage, Rewarded, whitened
+from lora_moe_rl.errors import RewardError
 
 STD_EPS = 1e-6  # as in GRPO
 
@@ -33,14 +34,14 @@ class Decoupled(Advantage):
 
 
 def _check_sum(step: Rewarded, parts: list[np.ndarray]) -> None:
-    """An environment may change rewards, and here the change would be lost."""
+    """An environment may change rewards, and here the change would be lost: raises RewardError."""
     given = ~np.isnan(step.rewards)
     total = sum(
         (w * np.nan_to_num(part[given]) for w, part in zip(step.weights, parts, strict=True)),
         np.zeros(given.sum()),
     )
     if not np.allclose(total, step.rewards[given], rtol=1e-4, atol=1e-5):
-        raise ValueError(
+        raise RewardError(
             "algorithm.advantage=gdpo normalizes what each reward function gave, and the rewards "
             "are not their weighted sum: the environment has changed them; make that a function "
             "of reward.functions, or take advantage=grpo"

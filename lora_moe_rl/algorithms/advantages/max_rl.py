@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lora_moe_rl.algorithms.advantages.base import Advantage
+from lora_moe_rl.errors import RewardError
 
 MEAN_EPS = 1e-6
 
@@ -13,10 +14,11 @@ class MaxRL(Advantage):
     takes_negative = False
 
     def of_group(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Raises ValueError for a negative reward, of which the mean says nothing."""
+        """Raises RewardError for a negative reward, of which the mean says nothing."""
         if rewards.min() < 0:
-            raise ValueError(
+            raise RewardError(
                 f"algorithm.advantage=max_rl divides by the mean reward of a group and takes no "
-                f"negative rewards; one is {rewards.min():g}"
+                f"negative rewards; one is {rewards.min():g}. Take another algorithm, or a reward "
+                "that begins at 0; the run goes on with --resume"
             )
         return (rewards - rewards.mean()) / (rewards.mean() + MEAN_EPS)

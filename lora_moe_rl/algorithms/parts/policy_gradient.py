@@ -101,10 +101,10 @@ class PolicyGradient(Algorithm):
 
     @classmethod
     def corrects(cls, settings: PolicyGradientConfig) -> bool:
-        return (
-            PARTS["correction"].find(settings.correction_part).corrects
-            or settings.anchor == "rollout"
-        )
+        """A rejection alone leaves out what is too far, and weighs nothing."""
+        has_ratio = PARTS["loss"].find(settings.loss).has_ratio
+        corrects = PARTS["correction"].find(settings.correction_part).corrects
+        return corrects or (settings.anchor == "rollout" and has_ratio)
 
     @property
     def passes(self) -> frozenset[Pass]:

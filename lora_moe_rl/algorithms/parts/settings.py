@@ -186,6 +186,13 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
     def _check_advantage(self) -> None:
         """What an advantage wants of prompts, rewards and a critic."""
         advantage = PARTS["advantage"].find(self.advantage)
+        of_tokens = advantage.needs_values or advantage.needs_teacher
+        if of_tokens and PARTS["loss"].find(self.loss).averages_advantages:
+            raise ValueError(
+                f"algorithm.advantage={self.advantage} gives each token an advantage of its own, "
+                f"and algorithm.loss={self.loss} takes their mean over the sample; take another "
+                "loss, as ppo_clip or gspo"
+            )
         if advantage.needs_values and not self.has_critic:
             raise ValueError(
                 f"algorithm.advantage={self.advantage} needs a critic's value of each token, and "

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 class OffPolicy(Rejection):
     class Settings(Section):
         rejection_max: float = Field(
-            1e-4, gt=0, description="Largest mean of engine's minus trainer's logprob that stays."
+            0.5,  # of TRL's example: it has to be above what rounding puts between the engines
+            gt=0,
+            description="Largest mean of engine's minus trainer's logprob that stays.",
         )
 
     settings: Settings

@@ -14,7 +14,7 @@ from lora_moe_rl.config.applicable import check_applicable
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.config.plugins import PARTS
 from lora_moe_rl.data.samples import FunctionRewards, Group, Prompt, Sample, Segment
-from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.errors import ConfigError, RewardError
 
 NAN = float("nan")
 COMPARING = [n for n in PARTS["advantage"].names() if PARTS["advantage"].find(n).compares_group]
@@ -216,7 +216,7 @@ def test_a_function_that_does_not_apply_or_says_nothing_adds_nothing():
 
 
 def test_rewards_that_an_environment_has_changed_are_not_taken_apart():
-    with pytest.raises(ValueError, match="the environment has changed them"):
+    with pytest.raises(RewardError, match="the environment has changed them"):
         gdpo([[1, 0], [0, 1]], [1.0, 1.0], rewards=[0.5, 1.0])
 
 

@@ -16,6 +16,7 @@ from lora_moe_rl.algorithms.parts.policy_gradient import PolicyGradient
 from lora_moe_rl.bench.algorithms import presets
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override
+from lora_moe_rl.errors import RewardError
 
 NAN = float("nan")
 
@@ -281,7 +282,7 @@ def test_a_weight_may_be_bounded_at_one(name):
 
 
 def test_a_negative_reward_has_no_max_rl_advantage():
-    with pytest.raises(ValueError, match="takes no negative rewards; one is -1"):
+    with pytest.raises(RewardError, match="takes no negative rewards; one is -1"):
         made("algorithm=max_rl")._advantage.of_group(np.array([1.0, -1.0]), np.ones(2))
 
 

@@ -112,6 +112,19 @@ from lora_moe_rl.errors import ConfigError
             "algorithm.rejection=sequence_mean)",
         ),
         (["algorithm.rejection=veto,veto"], "has veto twice, alike"),
+        (
+            ["algorithm=vapo", "algorithm.nll_weight=0", "algorithm.nll_above=0.5"],
+            "nll_above=0.5 has no effect with algorithm.nll_weight=0",
+        ),
+        (
+            ["algorithm=ppo", "algorithm.loss=gmpo"],
+            "advantage=gae gives each token an advantage of its own, and algorithm.loss=gmpo takes",
+        ),
+        (
+            ["algorithm.loss=reinforce", "algorithm.anchor=rollout", "algorithm.rejection=veto"]
+            + ["schedule.lag=1", "refit.slots=3"],
+            "schedule.lag=1 trains on tokens of older versions",
+        ),
         (["algorithm.rejection=veto,none"], "names several, and one of them is none"),
         (["algorithm.rejection=veto,tokns"], "did you mean tokens?"),
         (

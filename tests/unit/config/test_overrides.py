@@ -276,7 +276,7 @@ def test_help_says_of_each_plug_in_what_a_key_is_for_it():
         "algorithm.correction_max=2.0 (float) (correction=sequence_truncate, "
         "correction=token_truncate) Largest weight, an absolute ratio.",
         "algorithm.correction_max=5.0 (float) (correction=token_mask) Largest weight",
-        "algorithm.rejection_max=0.0001 (float) (rejection=off_policy) Largest mean",
+        "algorithm.rejection_max=0.5 (float) (rejection=off_policy) Largest mean",
         "algorithm.rejection_max=1.001 (float) (rejection=sequence_mean) Largest geometric",
         "algorithm.group_size=8 (int) Samples of each prompt. algorithm.group_size=2 (int) (dpo)",
         "environment.retries=1 (int) (external) More tries",

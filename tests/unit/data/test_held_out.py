@@ -66,7 +66,7 @@ def raises():
     ("name", "message"),
     [
         ("none", "eval.sets.sums.generator={}: none of the 0 rows is left"),
-        ("raises", "eval.sets.sums.generator={} raised KeyError: 'gone'"),
+        ("raises", "eval.sets.sums.generator={}, row 1: raised KeyError('gone')"),
     ],
 )
 def test_generators_without_rows(tokenizer, name, message):

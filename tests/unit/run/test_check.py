@@ -179,11 +179,24 @@ def test_a_data_set_that_has_to_be_fetched_does_not_hide_what_is_wrong_with_othe
 
 
 def test_a_generator_that_raises_is_one_line(check, tmp_path):
-    (tmp_path / "rows.py").write_text("def rows():\n    yield {}['prompt']\n")
-    generated = ("data.path=null", "data.order=shuffle", "data.generator=rows.py:rows")
-    code, found, _ = check(*generated)
+    (tmp_path / "rows.py").write_text(
+        "def rows():\n    yield {}['prompt']\n"
+        "def later():\n    yield {'prompt': '1+1=', 'answer': '2'}\n    yield {}['prompt']\n"
+        "def odd():\n    while True:\n"
+        "        yield {'prompt': '1+1=', 'answer': '2', 'meta': {1: 'a', 'b': 2, (1, 2): 3}}\n"
+    )
+
+    def generated(name: str) -> tuple[str, ...]:
+        return "data.path=null", "data.order=shuffle", f"data.generator=rows.py:{name}"
+
+    code, found, _ = check(*generated("rows"))
     assert code == 2 and found["data"][0] == "error"
-    assert "rows.py:rows raised KeyError: 'prompt'" in found["data"][1]
+    assert "rows.py:rows, row 0: raised KeyError('prompt') in " in found["data"][1]
+    assert found["data"][1].endswith("rows.py, line 2")
+    code, found, _ = check(*generated("later"))
+    assert code == 2 and found["data"][0] == "ok" and found["prompts"][0] == "error"
+    assert "rows.py:later, row 1: raised KeyError('prompt') in " in found["prompts"][1]
+    assert check(*generated("odd"))[0] == 0
 
 
 def test_a_form_of_quantisation_that_is_not_supported_is_named(check, model, tmp_path):
@@ -263,7 +276,9 @@ def test_a_warm_up_that_goes_on_after_the_run_is_a_warning(check):
     assert code == 0 and found["layout"][0] == "warning"
     assert "trainer.warmup_steps=9 of the run's 8 optimizer steps" in found["layout"][1]
     assert check(*steps, "trainer.warmup_steps=8")[1]["layout"][0] == "ok"
-    assert check(*steps, "trainer.warmup_steps=7", "trainer.lr_schedule=linear")[0] == 0
+    assert check(*steps, "trainer.warmup_steps=6", "trainer.lr_schedule=linear")[0] == 0
+    code, found, _ = check(*steps, "trainer.warmup_steps=7", "trainer.lr_schedule=linear")
+    assert code == 2 and "trainer.lr_schedule=linear has no effect" in found["layout"][1]
     # A critic's own steps warm nothing up.
     code, found, _ = check("algorithm=ppo", "algorithm.critic_warmup=2", "trainer.steps=4",
                            "trainer.warmup_steps=3")  # fmt: skip

@@ -18,7 +18,9 @@ from loop_run import (
     run,
 )
 
+from lora_moe_rl.algorithms.parts.policy_gradient import PolicyGradient
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.errors import ActorFailed, EngineLost, MismatchError, RefitError, RewardError
 
 
@@ -51,6 +53,25 @@ def test_prompts_without_a_signal_end_the_run_after_a_checkpoint_of_all_that_was
     seen = book["data"]["drawn"]
     again = {*range(seen, 99)} - {*book["done"]}
     assert not again & {*range(7)}  # 0 and 1 were trained, 2 to 6 had no signal
+
+
+@pytest.mark.parametrize(("lag", "row"), [(0, 2), (1, 4)])
+def test_an_algorithm_that_fails_over_a_group_lets_the_update_end(lag, row, monkeypatch):
+    """It may be one's own, and ends the run as an environment does that fails."""
+    own = PolicyGradient.has_signal
+
+    def fails(self, group):
+        if group.prompt.row == row:
+            raise RewardError("states of 2 turns")
+        return own(self, group)
+
+    monkeypatch.setattr(PolicyGradient, "has_signal", fails)
+    settings = {"algorithm": {"draw_again": 2, "anchor": "rollout"}, "schedule": {"lag": lag}}
+    settings |= {"refit": {"slots": 3}, "trainer": {"steps": 3}}
+    made = run(lag=lag, config=with_settings(CONFIG, settings), due=())
+    assert str(made.error) == "states of 2 turns" and made.trainer.batches
+    step = len(made.trainer.batches)
+    assert made.events[-3:] == [f"checkpoint {step}", f"written {step}", "finish"]
 
 
 def test_prompts_without_a_signal_before_the_first_step_leave_no_checkpoint():

@@ -62,6 +62,8 @@ def test_before_the_loops_run_nothing_is_judged():
 
 def test_what_has_a_time_out_of_its_own_is_given_it():
     assert patience(RunConfig(faults={"stall_s": 100}, reward={"timeout_s": 70})) == 170
+    teacher = {"name": "opd", "teacher_patience_s": 7200}
+    assert patience(RunConfig(faults={"stall_s": 100}, algorithm=teacher)) == 7300
     tools = {"name": "tools", "tools": ["lora_moe_rl.tools.calculator:calculator"]}
     config = RunConfig(
         environment=tools | {"tool_timeout_s": 500}, faults={"stall_s": 100}, model="qwen3_moe"
