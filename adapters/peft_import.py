@@ -324,5 +324,11 @@ def _stack(layer: int, module: str, of_expert: dict[int | None, _Found], experts
     for number in range(experts):
         one = of_expert[number]
         A[number, : len(one.A)] = one.A
-        B[number, :, : len(one.A)] = one.B * np.float32(one.scale / first.scale)
+        with np.errstate(over="ignore"):
+            B[number, :, : len(one.A)] = one.B * np.float32(one.scale / first.scale)
+    if not np.isfinite(B).all():
+        raise AdapterError(
+            f"layers.{layer}.{module}: the experts' scales are too far apart for one tensor; mend "
+            "alpha_pattern"
+        )
     return _Found(A, B, first.scale)

@@ -32,8 +32,10 @@ def settings_of(spec: AdapterSpec) -> list[str]:
     words = [
         f"adapter.targets={','.join(modules)}",
         f"adapter.rank={rank}",
-        f"adapter.alpha={alpha:g}",
+        f"adapter.alpha={alpha:g}" if float(f"{alpha:g}") == alpha else f"adapter.alpha={alpha!r}",
     ]
+    if any(site.shared for site in spec):
+        words.append("adapter.expert_layout=shared_outer")
     if ranks:
         words.append(f"adapter.rank_pattern='{json.dumps(ranks)}'")
     if alphas:

@@ -44,18 +44,22 @@ def fetch(url: str, out: Path, step: int | None = None) -> Path:
     if not there:
         raise FileError(f"{url} has no whole checkpoint yet")
     fs, root = storage.reach(url)
-    if not fs.isfile(config := f"{root}/config.yaml"):
+    with storage.told(f"{url} cannot be read"):
+        has_config = fs.isfile(config := f"{root}/config.yaml")
+    if not has_config:
         raise FileError(f"{url} has no config.yaml, with which a run would go on")
     skipped = []
     for one in reversed(there):
         path = out / storage.CHECKPOINTS / checkpoint.directory_name(one)
         try:
-            storage.download(url, one, path)
+            with storage.told(f"{url} cannot be read"):
+                storage.download(url, one, path)
             checkpoint.read_manifest(path)
-        except (CheckpointError, OSError) as error:
+        except (CheckpointError, FileError) as error:
             skipped.append(f"step {one}: {error}")
             shutil.rmtree(path, ignore_errors=True)
             continue
-        fs.get_file(config, str(out / "config.yaml"))
+        with storage.told(f"{url} cannot be read"):
+            fs.get_file(config, str(out / "config.yaml"))
         return path
     raise CheckpointError(f"no checkpoint of {url} is valid:\n  " + "\n  ".join(skipped))

@@ -17,6 +17,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +100,22 @@ def upload(source: Path, target: str) -> None:
 def steps(url: str) -> list[int]:
     """Of the whole checkpoints that are there, ascending. Raises FileError when there is nothing to
     look into."""
-    fs, root = reach(url)
-    try:
+    with told(f"{url} has no {CHECKPOINTS} that can be listed"):
+        fs, root = reach(url)
         return sorted(_whole(fs, f"{root}/{CHECKPOINTS}", checkpoint.MANIFEST))
-    except (OSError, ValueError) as error:
-        raise FileError(f"{url} has no {CHECKPOINTS} that can be listed: {error}") from error
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """What is raised inside becomes a FileError that says `what`: the packages of protocols have
+    classes of their own for a key or a server that is not there."""
+    try:
+        yield
+    except LoraMoeRlError:
+        raise
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise FileError(f"{what}: {reason}") from error
 
 
 def _whole(fs: Any, folder: str, last: str) -> dict[int, str]:

@@ -81,8 +81,6 @@ class TrackerThread:
             self._lose(older[0], self._folder / f"step-{older[0]:06d}", why)
 
     def _send(self, step: int, taken: Path) -> None:
-        with self._changed:
-            self._waiting = None
         try:
             self.tracker.adapter(step, taken)
         except Exception as error:
@@ -133,7 +131,10 @@ class TrackerThread:
         """None once there is nothing left, and nothing will come."""
         with self._changed:
             self._changed.wait_for(lambda: self._calls or self._closing)
-            return self._calls.popleft() if self._calls else None
+            call = self._calls.popleft() if self._calls else None
+            if self._waiting is not None and call is self._waiting[1]:
+                self._waiting = None
+            return call
 
     def close(self, failed: bool) -> None:
         """Asks for the last call. `wait` waits for it."""

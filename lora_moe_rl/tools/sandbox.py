@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from lora_moe_rl.calls.ending import MARK, folder_prefix
 from lora_moe_rl.cluster.process_end import signal_name
@@ -209,15 +209,20 @@ def _output_of(process: subprocess.Popen, code: bytes, limits: Limits) -> tuple[
     """What it wrote until it ended, and which limit it reached, if it did."""
     assert process.stdin is not None and process.stdout is not None
     deadline, found, ended = time.monotonic() + limits.wall_s, bytearray(), ""
-    with suppress(BrokenPipeError), process.stdin:
-        process.stdin.write(code)
-    with selectors.DefaultSelector() as selector, process.stdout:
+    with selectors.DefaultSelector() as selector, process.stdout, process.stdin:
+        os.set_blocking(process.stdin.fileno(), False)  # who reads it may be slow to, or never
+        selector.register(process.stdin, selectors.EVENT_WRITE)
         selector.register(process.stdout, selectors.EVENT_READ)
         while not ended:
             left = deadline - time.monotonic()
             if left <= 0:
                 ended = f"ended: it took longer than wall_s={limits.wall_s:g}"
-            elif selector.select(left):
+                continue
+            ready = [key.fileobj for key, _ in selector.select(left)]
+            if process.stdin in ready and not (code := _without_sent(code, process.stdin)):
+                selector.unregister(process.stdin)
+                process.stdin.close()
+            if process.stdout in ready:
                 part = os.read(process.stdout.fileno(), 1 << 16)
                 if not part:
                     break
@@ -230,6 +235,16 @@ def _output_of(process: subprocess.Popen, code: bytes, limits: Limits) -> tuple[
             except subprocess.TimeoutExpired:
                 ended = f"ended: it took longer than wall_s={limits.wall_s:g}"
     return bytes(found[: limits.output_bytes]).decode("utf-8", "replace"), ended
+
+
+def _without_sent(code: bytes, pipe: IO[bytes]) -> bytes:
+    """What is left to be sent after a try; nothing where nobody reads it any more."""
+    try:
+        return code[os.write(pipe.fileno(), code) :]
+    except BlockingIOError:
+        return code
+    except BrokenPipeError:
+        return b""
 
 
 def _told(descriptor: int) -> dict[str, Any]:

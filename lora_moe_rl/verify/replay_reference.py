@@ -117,7 +117,8 @@ class HuggingFace:
         def force(column: int, layer: int):
             def hook(module, args):
                 hidden, own, weights = args
-                mine = self._weights(logits[layer], own)
+                told = logits[layer] if layer in logits else _logits(gates[layer], hidden)
+                mine = self._weights(told, own)
                 error = float((mine - weights).abs().max())
                 if error > WEIGHT_ERROR * float(weights.abs().max()):
                     raise RuntimeError(
@@ -125,18 +126,19 @@ class HuggingFace:
                     )
                 chosen = own.clone()
                 chosen[: len(routes)][known[:, column]] = routes[known[:, column], column]
-                return hidden, chosen, self._weights(logits[layer], chosen)
+                return hidden, chosen, self._weights(told, chosen)
 
             return hook
 
         layers = list(self._layers())
-        gates = [_gate(mlp).register_forward_hook(keep(layer)) for _, layer, mlp in layers]
+        gates = {layer: _gate(mlp) for _, layer, mlp in layers}
+        kept = [gate.register_forward_hook(keep(layer)) for layer, gate in gates.items()]
         try:
             with _hooks((mlp.experts, force(column, layer)) for column, layer, mlp in layers):
                 yield
         finally:
-            for gate in gates:
-                gate.remove()
+            for handle in kept:
+                handle.remove()
 
     def _weights(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Combine weights of the chosen experts, as the published models compute them."""
@@ -162,6 +164,11 @@ class HuggingFace:
 def _gate(mlp: torch.nn.Module) -> torch.nn.Module:
     """Transformers' GPT-OSS has another name for it."""
     return mlp.get_submodule("router" if hasattr(mlp, "router") else "gate")
+
+
+def _logits(gate: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """Of one that transformers does not call, but takes the weight of (DeepSeek-V2)."""
+    return torch.nn.functional.linear(hidden.float(), gate.get_parameter("weight").float())
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,7 +113,7 @@ class ReplayRow:
     with: vLLM's, float64's with the same routes, and float64's with the other experts; `allowed`
     likewise. caught:
     (wrong routes in the dispatchers' maps, error of logprobs, what a run's own audit says) by kind
-    of shift.
+    of shift, of the `shifts` that this model can have.
     """
 
     name: str
@@ -125,6 +125,7 @@ class ReplayRow:
     unseen: int = 0
     errors: dict[str, Distance] = field(default_factory=dict)
     caught: dict[str, tuple[int, float, str | None]] = field(default_factory=dict)
+    shifts: Sequence[str] = SHIFTS
     seconds: float = 0.0
     failure: str | None = None
     allowed: Mapping[str, Distance] = field(
@@ -144,7 +145,7 @@ class ReplayRow:
             for wrong, error, audit in self.caught.values()
         )
         complete = self.routes > 0 and not self.unseen
-        complete &= set(self.caught) == set(SHIFTS) and set(self.errors) == set(COMPARED)
+        complete &= set(self.caught) == set(self.shifts) and set(self.errors) == set(COMPARED)
         return self.failure is None and not self.wrong and within and all_caught and complete
 
     def faults(self) -> Iterator[str]:

@@ -42,7 +42,7 @@ from lora_moe_rl.verify.replay_report import (
     Report,
     allowed,
 )
-from lora_moe_rl.verify.replay_tables import SHIFTS
+from lora_moe_rl.verify.replay_tables import SHIFTS, shifts_of
 from lora_moe_rl.verify.report import Say, timed
 
 if TYPE_CHECKING:
@@ -128,7 +128,8 @@ class Verification:
         ]
 
     def _replay(self, layout: Layout, groups: list[Group], tensors) -> ReplayRow:
-        row = ReplayRow(layout.name, layout.world_size, allowed=self.allowed)
+        possible = shifts_of(groups[-1].table)
+        row = ReplayRow(layout.name, layout.world_size, shifts=possible, allowed=self.allowed)
         tasks = _tasks(groups)
         with timed(row):
             by_rank = run_ranks(
@@ -247,7 +248,7 @@ def _tasks(groups: Sequence[Group]) -> list[Replayed]:
     last = groups[-1]
     common = {"sequences": last.sequences, "adapter": last.adapter}
     tasks.append(Replayed("a step", table=last.other, truth=last.other, train=True, **common))
-    for by in SHIFTS:
+    for by in shifts_of(last.table):
         wrong = replay_tables.shifted(last.table, by)
         tasks.append(Replayed(by, table=wrong, truth=last.table, **common))
     return tasks

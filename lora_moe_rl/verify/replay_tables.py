@@ -11,6 +11,11 @@ from lora_moe_rl.router_replay.table import RouteTable
 SHIFTS = ("token", "layer", "expert")
 
 
+def shifts_of(table: RouteTable) -> tuple[str, ...]:
+    """In which ways it can be wrong by one: the routes of one layer are those of no other."""
+    return tuple(by for by in SHIFTS if by != "layer" or len(table.layers) > 1)
+
+
 def permuted(table: RouteTable, seed: int) -> RouteTable:
     """Every layer's experts renamed, by a permutation of its own that keeps none."""
     rng = np.random.default_rng(seed)

@@ -367,3 +367,10 @@ def test_names_that_lead_out_of_the_directory_are_refused(written, tmp_path):
         index.write_text(json.dumps({"weight_map": dict.fromkeys(load_file(outside), name)}))
         with pytest.raises(FileError, match="no name of a file in its own directory"):
             peft_import.read(written, SHAPE)
+
+
+def test_scales_of_experts_that_are_too_far_apart_are_refused(written):
+    """Rather than folded into infinity."""
+    change(written, alpha_pattern={r".*experts\.0\..*": 1e-20, r".*experts\.1\..*": 1e25})
+    with pytest.raises(AdapterError, match="the experts' scales are too far apart for one tensor"):
+        peft_import.read(written, SHAPE)

@@ -17,6 +17,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from safetensors.numpy import save_file
 
+from lora_moe_rl import cli
 from lora_moe_rl.config import CheckpointConfig
 from lora_moe_rl.errors import CheckpointError, ConfigError, FileError
 from lora_moe_rl.files import checkpoint, pusher, storage
@@ -331,3 +332,18 @@ def test_storage_of_fsspec_is_a_place_too(place, request, run, tmp_path):
     assert files(fetch(place, tmp_path / "out")) == files(source)
     assert storage.begin(run / "config.yaml", place, goes_on=3) == [4]
     assert storage.steps(place) == []
+
+
+class Refusing(LocalFileSystem):
+    """What a protocol's package raises, of a class of its own."""
+
+    protocol = "refusing"
+
+    def ls(self, *parts, **more):
+        raise LookupError("Unable to locate credentials\n  in five places")
+
+
+def test_what_a_protocol_raises_is_told_in_a_line(tmp_path, capsys):
+    fsspec.register_implementation("refusing", Refusing, clobber=True)
+    assert cli.main(["fetch", "refusing://bucket/mine", "--out", str(tmp_path / "out")]) == 2
+    assert "that can be listed: Unable to locate credentials\n" in capsys.readouterr().err

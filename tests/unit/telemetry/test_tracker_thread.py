@@ -131,6 +131,32 @@ def test_of_adapters_that_wait_the_newest_is_sent_and_the_others_are_counted(wat
     ]
 
 
+def test_an_adapter_comes_while_the_last_ones_turn_has_just_come(watched, monkeypatch):
+    """Between the two nothing is under way, and nothing waits."""
+    run, own = watched(), None
+    armed, popped, on = threading.Event(), threading.Event(), threading.Event()
+
+    def slow():
+        call = own()
+        if armed.is_set():
+            popped.set()
+            on.wait(30)
+        return call
+
+    own = run.thread._next
+    monkeypatch.setattr(run.thread, "_next", slow)
+    run.thread.write(1, {})  # ends the call of `_next` that is under way
+    assert run.server.asked.wait(30)
+    armed.set()
+    run.adapter(2)
+    assert popped.wait(30)
+    run.adapter(4)
+    on.set()
+    run.ended()
+    sent = [("adapter", step, f"of step {step}") for step in (2, 4)]
+    assert run.server.got == [("metrics", 1), *sent, ("done",)]
+
+
 def test_an_adapter_that_cannot_be_sent_is_counted_and_costs_nothing_else(watched):
     run = watched(refuses=(2,))
     run.adapter(2)

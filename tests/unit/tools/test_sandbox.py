@@ -52,6 +52,19 @@ def test_what_code_prints_and_how_it_ends_is_told(sandbox, code, text):
     assert sandbox.run(code).text == text
 
 
+def test_an_engine_that_does_not_read_its_code_is_ended(monkeypatch, tmp_path):
+    """64 KiB are what a pipe takes."""
+    (tmp_path / "docker").write_text('#!/bin/sh\n[ "$1" = run ] && exec sleep 600\nexit 0\n')
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    ran = Sandbox(container="docker", wall_s=1).run("#" * 200_000)
+    assert ran.text == "[ended: it took longer than wall_s=1]"
+
+
+def test_code_longer_than_a_pipe_is_run(sandbox):
+    assert sandbox.run("#" * 1_000_000 + "\nprint('here')").text == "here"
+
+
 def test_what_it_raises_is_told_with_its_line(sandbox):
     text = sandbox.run("a = 1\nraise ValueError('no')").text
     assert "line 2, in <module>" in text and text.endswith("ValueError: no\n[exit code 1]")

@@ -12,7 +12,7 @@ from lora_moe_rl.verify.replay_reference import Expected
 from lora_moe_rl.verify.replay_report import COMPARED, RecordRow, ReplayRow, Report, allowed
 from lora_moe_rl.verify.replay_run import own_rounding
 from lora_moe_rl.verify.replay_spread import counted
-from lora_moe_rl.verify.replay_tables import moved, permuted, rows_of, shifted
+from lora_moe_rl.verify.replay_tables import moved, permuted, rows_of, shifted, shifts_of
 
 LAYERS, EXPERTS, TOP_K = (1, 3, 4), 8, 2
 
@@ -244,3 +244,15 @@ def test_distances_keep_a_nan_and_the_worse_of_two():
     assert found.or_worse(Distance(1.0, 19.0)) == Distance(1000.0, 19.0)
     assert math.isnan(found.or_worse(Distance(math.nan, 0.0)).worst)
     assert math.isnan(Distance.of(np.array([1e-6, np.nan])).most)
+
+
+def test_a_model_with_one_moe_layer_has_no_other_whose_routes_it_could_have():
+    one = RouteTable(
+        np.zeros((2, 1, 2), np.uint8), np.ones((2, 1), bool), np.array([0, 2]), (3,), 4
+    )
+    assert shifts_of(one) == ("token", "expert")
+    row = passing()
+    row.shifts = shifts_of(one)
+    assert not row.passed
+    del row.caught["layer"]
+    assert row.passed
