@@ -5,11 +5,12 @@ two, over a store that the trainer rank holds. The worker asks, the trainer rank
 thread, the part's bytes follow from buffer to buffer:
 
     worker                                     trainer rank (its TCPStore: SentPart.path)
-    ask {link, rank, version}  ── queue ──>    one at a time
+    ask {link, rank, version}  ── queue ──>    a thread of the link
     <── "ok", or why not       ── store ──
     <── the worker's runs of the buffer ── group of the link, made at its first ask
 
-A link that failed is given up; the next ask is on a new one.
+A worker that hangs keeps its own link waiting and no other. A link that failed is given up; the
+next ask is on a new one.
 
 The store listens on the rank's own address, and asks go into a queue with a secret name, which the
 workers learn through Ray (SentPart.path): who merely reaches the port gets no part. Nothing is
@@ -41,6 +42,7 @@ from lora_moe_rl.refit.store import listen
 IDLE = timedelta(days=1)  # then the thread asks its store again
 CONNECT_S = 20.0  # a machine that is there accepts at once
 READY = "ok"
+# left: links that the worker does not use any more.
 ASK = {"ask": str, "link": str, "left": list, "rank": int, "version": int}
 SENDER, RECEIVER = 0, 1  # ranks in a link's group
 
@@ -56,12 +58,12 @@ class Channel(transports.Channel):
 
 
 class Outgoing:
-    """A trainer rank's end. Its thread ends with the process."""
+    """A trainer rank's end. Its threads end with the process."""
 
     def __init__(self, layout: PartLayout, host: str, timeout_s: float):
         self.layout, self.host, self.timeout_s = layout, host, timeout_s
         self.store, self.secret = listen(host, timeout=IDLE), secrets.token_hex(16)
-        self.links: dict[str, ProcessGroupGloo] = {}
+        self.links: dict[str, queue.SimpleQueue[dict | None]] = {}  # what their threads answer
         self.offered: int | None = None  # a version
         threading.Thread(target=self._serve, name="refit", daemon=True).start()
 
@@ -76,7 +78,6 @@ class Outgoing:
 
     def _serve(self) -> None:
         while True:
-            self.store.set_timeout(IDLE)
             try:
                 message = self.store.queue_pop(self.secret)
             except DistStoreError:  # nobody asked
@@ -84,28 +85,38 @@ class Outgoing:
             if (ask := _read_ask(message)) is None:
                 log.warning("what is no request for an adapter was left alone: %r", message[:200])
                 continue
-            self.store.set_timeout(timedelta(seconds=self.timeout_s))
-            try:
-                self._answer(**ask)
-            except RuntimeError as error:  # the worker is gone, or gave up
-                self.links.pop(ask["link"], None)
-                log.warning("an engine worker left while it fetched an adapter: %s", error)
+            for name in ask["left"]:
+                if (asks := self.links.pop(name, None)) is not None:
+                    asks.put(None)
+            if ask["link"] not in self.links:
+                asks = self.links[ask["link"]] = queue.SimpleQueue()
+                told = (ask["link"], asks)
+                threading.Thread(target=self._link, args=told, name="refit", daemon=True).start()
+            self.links[ask["link"]].put(ask)
 
-    def _answer(self, ask: str, link: str, left: list[str], rank: int, version: int) -> None:
-        """`left`: links that the worker does not use any more."""
-        for name in left:
-            self.links.pop(name, None)
-        offered = self.offered
-        if offered != version:
-            has = "none" if offered is None else f"version {offered}"
-            self.store.set(ask, f"asked for adapter version {version}, it has {has}")
-            return
-        self.store.set(ask, READY)
-        if link not in self.links:
-            self.links[link] = _group(self.store, link, SENDER, self.host, self.timeout_s)
-        group = self.links[link]
-        for start, stop in runs(self.layout, rank):
-            group.send([self.whole[start:stop]], RECEIVER, 0).wait()
+    def _link(self, link: str, asks: queue.SimpleQueue[dict | None]) -> None:
+        """Answers one worker, until that leaves the link or something fails. A store's client is
+        one thread's: others would wait for what it waits for."""
+        group: ProcessGroupGloo | None = None
+        try:
+            store = _connect(self.host, self.store.port, self.timeout_s)
+            while (ask := asks.get()) is not None:
+                if (why := self._refused(ask["version"])) is not None:
+                    store.set(ask["ask"], why)
+                    continue
+                store.set(ask["ask"], READY)
+                group = group or _group(store, link, SENDER, self.host, self.timeout_s)
+                for start, stop in runs(self.layout, ask["rank"]):
+                    group.send([self.whole[start:stop]], RECEIVER, 0).wait()
+        except (RuntimeError, TimeoutError) as error:  # the worker is gone, or gave up
+            self.links.pop(link, None)
+            log.warning("an engine worker left while it fetched an adapter: %s", error)
+
+    def _refused(self, version: int) -> str | None:
+        if self.offered == version:
+            return None
+        has = "none" if self.offered is None else f"version {self.offered}"
+        return f"asked for adapter version {version}, it has {has}"
 
 
 class Incoming:

@@ -141,8 +141,9 @@ def test_so_is_one_that_hangs_when_it_was_asked_before(trainer_process):
         worker.open(trainer_process.layout, trainer_process.sent)
 
 
-def test_a_worker_that_leaves_does_not_stop_the_others():
-    all_ = all_sent(make_channel("distributed", timeout_s=1))
+@pytest.mark.parametrize("timeout_s", [1, 600], ids=["leaves", "hangs"])
+def test_a_worker_that_leaves_or_hangs_does_not_stop_the_others(timeout_s):
+    all_ = all_sent(make_channel("distributed", timeout_s=timeout_s))
     layout, sent = all_.layouts[0], all_.sent[0]
     leaver = distributed.Incoming(0, timeout_s=1)
     leaver.open(layout, sent)
