@@ -23,8 +23,8 @@ class LayerReplay:
 
     `micro_batch` is what `install` was told of the micro-batch that runs, in backward too.
     `judged`: whether forwards in training are those of the policy: their own choices are compared
-    with the replayed ones, and the routes that they use are counted. `known`: bool `[T]`, False for
-    padding; None when there is none.
+    with the replayed ones, and the routes that they use are counted. `stands_for`: int64 `[T]`, how
+    many tokens each is fed for, 0 for padding; None where all are fed for themselves.
     """
 
     def __init__(self, number: int, layer: torch.nn.Module, moe: MoELayer):
@@ -44,7 +44,7 @@ class LayerReplay:
         self.instance.clear_router_replay_action()
         self.dispatch.reset()
         self.micro_batch: Any = None
-        self.known: torch.Tensor | None = None
+        self.stands_for: torch.Tensor | None = None
         self.clear_target()
         self.recorded: torch.Tensor | None = None
         # Of a recomputation, by input: its routes, their sizes, and the micro-batch.
@@ -127,8 +127,8 @@ class LayerReplay:
         if self.loads is None:
             self.loads = chosen.new_zeros(self._num_experts)
         ones = torch.ones_like(chosen)
-        if self.known is not None:
-            ones *= self.known.unsqueeze(1)
+        if self.stands_for is not None:
+            ones *= self.stands_for.unsqueeze(1)
         self.loads.index_add_(0, chosen.flatten(), ones.flatten())
 
     @property

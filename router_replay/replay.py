@@ -113,11 +113,12 @@ class Replay:
             for layer in self.layers.values():
                 layer.judged = True
 
-    def set_known(self, chunk: int, known: np.ndarray, device: torch.device) -> None:
-        """Before a forward: bool `[T]`, False for this rank's tokens that are padding."""
-        here = None if known.all() else on_device(torch.from_numpy(known), device)
+    def set_stands_for(self, chunk: int, tokens: np.ndarray, device: torch.device) -> None:
+        """Before a forward: int64 `[T]`, how many of the samples' tokens each of this rank's is fed
+        for (of a prompt that several share, so many); 0 for padding."""
+        here = None if (tokens == 1).all() else on_device(torch.from_numpy(tokens), device)
         for layer in self.chunks[chunk].values():
-            layer.known = here
+            layer.stands_for = here
 
     def install(
         self, chunk: int, routes: MicroRoutes | None, micro_batch: Any, device: torch.device

@@ -54,7 +54,7 @@ from lora_moe_rl.models.tokenizer import check_tokenizer, load_tokenizer, stop_i
 from lora_moe_rl.rewards.by_set import NoRewards, RewardsBySet
 from lora_moe_rl.rewards.runner import RewardRunner
 from lora_moe_rl.rollout.device import check_engine, check_quantised
-from lora_moe_rl.run import machine, reward_trial, warm_up
+from lora_moe_rl.run import lengths, machine, reward_trial, warm_up
 from lora_moe_rl.run.offline import RowAnswers
 
 if TYPE_CHECKING:
@@ -317,8 +317,7 @@ class Preflight:
         check_quantised(config, self.form)
         self.private = choose.decide(config, shape, self.model_dir)
         spec.lr_factors(config.trainer.lr_pattern)
-        if warning := warm_up.check(config):
-            self.warnings.append(warning)
+        self.warnings += filter(None, (warm_up.check(config), lengths.check(config, shape)))
         against_base = "reference" in self.algorithm.passes and not self.algorithm.from_start
         if against_base and config.adapter.init_from is not None:
             self.warnings.append(

@@ -275,8 +275,8 @@ class TrainingEngine:
     ) -> torch.Tensor:
         data, device = work.data, self.device.torch_device
         chunk = self.chunks.index(model)
-        known = data.counted[data.fed][sequence_shard(len(data.fed))]
-        self.replay.set_known(chunk, known, device)
+        stands_for = np.bincount(data.fed_at[data.counted], minlength=len(data.fed))
+        self.replay.set_stands_for(chunk, stands_for[sequence_shard(len(data.fed))], device)
         if work.routes is not None and replay:
             self.replay.install(chunk, work.routes[chunk], data, device)
         elif record or not replay or not work.recorded:

@@ -76,7 +76,7 @@ def grouped(spec, once: bool):
 
 def computed(worker, spec, once: bool):
     """Loss, norm and gradients; logprobs of this rank's samples, and how many tokens it feeds; and
-    the metrics of an audited update."""
+    the metrics and experts' loads of an audited update."""
     from megatron.core import parallel_state as ps
 
     engine = worker.engine
@@ -91,7 +91,8 @@ def computed(worker, spec, once: bool):
     for work in works if engine.is_last_stage else ():
         logprobs |= unpack(work.data, work.known["old"].numpy())
     fed = sum(len(work.data.fed) for work in works)
-    return found, fed, logprobs, worker.update(batch, table).metrics
+    updated = worker.update(batch, table)
+    return found, fed, logprobs, (updated.metrics, updated.expert_loads)
 
 
 def gathered(folder, once: bool, **trainer):
@@ -116,7 +117,7 @@ def test_a_prompt_that_is_computed_once_is_as_one_of_each_sample(family, tmp_pat
     if family == "qwen3_next":
         changes["layer_types"] = ["linear_attention", "full_attention"] * 2
     tiny_families.save(family, tmp_path, **changes)
-    loss, norm, gradients, fed, metrics, logprobs = gathered(tmp_path, once=False)
+    loss, norm, gradients, fed, (metrics, loads), logprobs = gathered(tmp_path, once=False)
     some = {"deepseek_v3": ("one", "tp2"), "qwen3_next": ("one", "tp2", "cp2ep2")}
     names = some.get(family, tuple(LAYOUTS))
     for name in names:
@@ -124,8 +125,10 @@ def test_a_prompt_that_is_computed_once_is_as_one_of_each_sample(family, tmp_pat
         assert ours[0] == pytest.approx(loss, rel=RELATIVE), name
         assert ours[1] == pytest.approx(norm, rel=RELATIVE), name
         assert far(ours[2], gradients) < RELATIVE, name
-        assert ours[4]["replay/audited"] >= metrics["replay/audited"] > 0, name
-        assert ours[4]["mismatch/kl"] == pytest.approx(metrics["mismatch/kl"], rel=RELATIVE)
+        mine, of_experts = ours[4]
+        assert mine["replay/audited"] >= metrics["replay/audited"] > 0, name
+        assert mine["mismatch/kl"] == pytest.approx(metrics["mismatch/kl"], rel=RELATIVE)
+        np.testing.assert_array_equal(of_experts, loads, err_msg=name)
         assert ours[5].keys() == logprobs.keys() and len(logprobs) == GROUP * GROUPS
         assert far(ours[5], logprobs) < RELATIVE, name
         if name == "one":  # every other sample's prompt, but for those that begin a micro-batch

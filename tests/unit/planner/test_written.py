@@ -2,18 +2,21 @@
 
 import ast
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from lora_moe_rl import cli
-from lora_moe_rl.config import recipes
+from lora_moe_rl.config import RunConfig, recipes
 from lora_moe_rl.config.applicable import check_applicable
 from lora_moe_rl.models.fit import check_layout, check_replay
 from lora_moe_rl.planner.facts import find
 from lora_moe_rl.planner.written import REWARD, ROWS
+from lora_moe_rl.run import lengths
 
-RECIPES = Path(__file__).parents[3] / "recipes"
+ROOT = Path(__file__).parents[3]
+RECIPES = ROOT / "recipes"
 QWEN = ["--model", "qwen3-30b-a3b", "--gpus", "8"]
 
 
@@ -90,3 +93,31 @@ def test_what_cannot_be_written_is_not(words, said, tmp_path, monkeypatch, capsy
     assert said in " ".join(capsys.readouterr().err.split())
     left = {path.name for path in tmp_path.iterdir()} - {"__pycache__"}  # Python's, of a recipe
     assert left == {"there.py"}
+
+
+SNIPPETS = [
+    (page, match[1])
+    for page in ("README.md", *(f"docs/{one.name}" for one in sorted((ROOT / "docs").glob("*.md"))))
+    for match in re.finditer(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
+    if "lora_moe_rl.recipe.main(config" in match[1]
+]
+
+
+@pytest.mark.parametrize(("page", "text"), SNIPPETS, ids=[page for page, _ in SNIPPETS])
+def test_the_recipes_of_the_docs_fit_on_a_node(page, text, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(text)
+    assert cli.main(["plan", str(tmp_path / "mine.py"), "--gpus", "8"]) == 0, page
+    assert "fits" in capsys.readouterr().out
+    config = recipes.load_config(str(tmp_path / "mine.py"))
+    assert not lengths.check(config, find("qwen3-30b-a3b").shape)
+
+
+def test_such_recipes_are_there():
+    assert {page for page, _ in SNIPPETS} >= {"README.md", "docs/running.md", "docs/warm_start.md"}
+
+
+def test_the_lengths_of_the_tiny_models_are_warned_of_with_others():
+    shape = find("qwen3-30b-a3b").shape
+    assert "rollout.max_response_tokens=8, the default" in lengths.check(RunConfig(), shape)
+    assert not lengths.check(RunConfig(rollout={"max_response_tokens": 16}), shape)
+    assert not lengths.check(RunConfig(), find("tiny_qwen3_moe").shape)
