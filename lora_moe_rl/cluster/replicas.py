@@ -6,7 +6,8 @@ lives but is silent, up to rollout.max_silences times:
     start ──> prepare its refit ──> publish the newest version ──> prove it ──> ask again
 
 One that comes back while the trainer updates has no parts to take: it waits for the next version,
-which all take together.
+which all take together. Many may wait for an engine when it dies: who notices first counts it and
+starts it anew, and the others ask again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,9 @@ from lora_moe_rl.rollout.spread import RanksOfEngine
 
 PUBLISH_POLL_S = 0.05
 REFIT_GRACE_S = 20  # an engine that gives up by itself says more than one that is given up
+
+# The engine that what runs here brings back.
+_BRINGS_BACK: ContextVar[int | None] = ContextVar("brings_back", default=None)
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +96,8 @@ class Replicas:
         self.pulses = [Pulse(config.rollout.silent_s) for _ in range(most)]
         self.rolling = [0] * most  # requests for samples in flight
         self.returning: dict[int, asyncio.Task[None]] = {}  # engines that are being started anew
+        self._taken = [asyncio.Event() for _ in range(most)]  # those have the version, unproven
+        self._dead: dict[int, Actor] = {}  # whose death has been noticed last
         self.absent = set(range(config.rollout.firm_engines, config.rollout.engines))
         self.empty: set[int] = set()  # engines that serve no version until the next is published
         self.held_up = HeldUp()  # requests for samples
@@ -160,7 +167,8 @@ class Replicas:
             await asyncio.wait([task])
             if self.returning.get(index) is task:  # until now nobody may be sent there
                 del self.returning[index]
-            task.result()
+            if not task.cancelled():  # it has died again, and another task brings it back
+                task.result()
 
     async def _free_engine(self, version: int | None) -> int:
         """The engine with the fewest requests of those that serve a version (None: any). Raises
@@ -209,12 +217,29 @@ class Replicas:
                     await ask(actor, refs[0])
                 return refs
             except LoraMoeRlError as error:
-                if not is_death(error):
+                if not is_death(error) or _BRINGS_BACK.get() == index:  # who does that counts it
                     raise
-                if self._count(index, error):
-                    await self._bring_back(index)
+                await self._back(index, proven=self._let_return(index, actor, error))
                 if index in self.absent:
                     raise EngineLeft(f"engine {index} has left the run") from error
+
+    async def _back(self, index: int, proven: bool) -> None:
+        """Returns once an engine that has died is there again, and proven; or, where others have
+        begun that, as soon as it has the version: its proof may wait for who waits here. Raises
+        what keeps it from coming back."""
+        if (task := self.returning.get(index)) is None:
+            return
+        taken = asyncio.ensure_future(self._taken[index].wait())
+        try:
+            waits = [task] if proven else [task, taken]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            taken.cancel()
+        if not task.done() or task.cancelled():
+            return
+        task.result()
+        if self.returning.get(index) is task:
+            del self.returning[index]
 
     async def _heard(self, index: int, actor: Actor, ref: Ref) -> Any:
         """What an engine answers to a request, however long that takes, as long as it does
@@ -285,15 +310,27 @@ class Replicas:
         actor = self.actors[index]
         return await self._refitted(actor, actor.remote(method, *args))
 
-    def _let_return(self, index: int, actor: Actor, error: LoraMoeRlError) -> None:
-        """An engine has died over a request; others may have noticed. Raises `error` if it is no
-        death."""
+    def _let_return(self, index: int, actor: Actor, error: LoraMoeRlError) -> bool:
+        """An engine has died over a request. Whether it is started anew for that; others may have
+        noticed before. Raises `error` if it is no death."""
         if not is_death(error):
             raise error
-        if actor is not self.actors[index] or index in self.absent | self.returning.keys():
-            return
-        if self._count(index, error):
-            self.returning[index] = asyncio.create_task(self._bring_back(index))
+        if index in self.absent or not self._is_first(index, actor):
+            return False
+        if not self._count(index, error):
+            return False
+        if (before := self.returning.get(index)) is not None:
+            before.cancel()  # it was to be proven, and has died again
+        self._taken[index].clear()
+        self.returning[index] = asyncio.create_task(self._bring_back(index))
+        return True
+
+    def _is_first(self, index: int, actor: Actor) -> bool:
+        """Whether nobody has noticed yet that this actor is dead. From now on somebody has."""
+        if actor is not self.actors[index] or self._dead.get(index) is actor:
+            return False
+        self._dead[index] = actor
+        return True
 
     def _leaves(self, index: int) -> bool:
         """Whether the run goes on without an engine that has died too often (`joining.py`)."""
@@ -331,11 +368,14 @@ class Replicas:
     async def _bring_back(self, index: int) -> None:
         """Starts a dead engine anew, until it lives."""
         started = time.perf_counter()
+        _BRINGS_BACK.set(index)
         while True:
             try:
                 await self._start_anew(index)
                 break
             except LoraMoeRlError as error:
+                if is_death(error) and not self._is_first(index, self.actors[index]):
+                    return  # whoever noticed it starts the engine anew
                 if not self._count(index, error):
                     return
         if index in self.absent:
@@ -357,6 +397,7 @@ class Replicas:
             await self._refitted(actor, actor.remote("pin", self.pinned))
 
     async def _start_anew(self, index: int) -> None:
+        self._taken[index].clear()
         self.actors[index].end()  # may live on around a vLLM that has died, or is silent
         await self._begin(index)
         actor = self.actors[index]
@@ -368,10 +409,12 @@ class Replicas:
                 await self._refitted(actor, actor.remote("publish", version, *parts))
 
             await self._with_parts(publish, parts)
+            self._taken[index].set()
             if self.prove is not None:
                 await self.prove(index, version)
         else:
             self.empty.add(index)
+            self._taken[index].set()
 
 
 class EngineLeft(EngineDied):

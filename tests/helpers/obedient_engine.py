@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_moe_rl.errors import EngineDied, EngineSilent, RefitError
+from lora_moe_rl.errors import EngineDied, EngineSilent, NotServed, RefitError
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Engine:
     def __init__(self, config, model_dir, spec, index, log_path, held=None):
         self.folder, self.index = Path(log_path).parent, index
         self.beats, self.works = 0, True
+        self.took = False  # any version
 
     def _do(self, method: str, *args):
         with open(self.folder / f"asked-{self.index}", "a") as file:
@@ -57,7 +58,9 @@ class Engine:
         self._do("prepare_refit")
 
     async def publish(self, version, *sent):
-        return self._do("publish", version, *sent)
+        found = self._do("publish", version, *sent)
+        self.took = True
+        return found
 
     async def give_way(self):
         self._do("give_way")
@@ -81,6 +84,8 @@ class Engine:
 
     async def sample_in_parts(self, places, token_ids, n, version, seed, turn, manner):
         await self._idle("sample")
+        if not self.took:
+            raise NotServed(f"engine {self.index} serves none: publish it first")
         routes = Sent((Block((f"table-{self.index}",)),))
         answer = self._do("sample", token_ids, version, seed), routes
         return answer, *[None] * places

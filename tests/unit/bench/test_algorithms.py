@@ -10,6 +10,8 @@ import pytest
 
 from lora_moe_rl import cli
 from lora_moe_rl.bench import algorithms as bench
+from lora_moe_rl.config.files import to_yaml
+from lora_moe_rl.config.recipes import resolved
 
 
 def records(steps, gain):
@@ -32,6 +34,7 @@ def train(monkeypatch, gains):
         lines = records(steps, gains[values["algorithm.name"]])
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / "metrics.jsonl").write_text(text)
+        (folder / "config.yaml").write_text(to_yaml(resolved(command[4], command[5:])))
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(subprocess, "run", run)
@@ -55,8 +58,10 @@ def test_each_algorithm_is_trained_once_and_compared(monkeypatch, tmp_path, caps
     assert met == {"grpo: reward gained": True, "dapo: reward gained": False}
     assert (tmp_path / "out/rewards.png").stat().st_size > 10_000
     assert all("trainer.lr=1e-3" in command for command in commands)
-    assert bench_of(tmp_path, "--algorithms", "grpo") == 0
+    assert bench_of(tmp_path, "--algorithms", "grpo", "trainer.lr=1e-3") == 0
     assert len(commands) == 2, "a run that is whole is not run again"
+    assert bench_of(tmp_path, "--algorithms", "grpo") == 2
+    assert "a run of other settings: trainer.lr=0.001" in capsys.readouterr().err
 
 
 TEACHER = ("--teacher-url", "http://host:8000/v1", "--teacher-model", "sage")

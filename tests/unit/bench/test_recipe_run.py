@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from lora_moe_rl.bench.recipe_run import RECIPE, run
+from lora_moe_rl.config.files import to_yaml
+from lora_moe_rl.config.recipes import resolved
 from lora_moe_rl.errors import BenchmarkError
 
 ASKED = ["algorithm.name=grpo"]
@@ -23,6 +25,7 @@ def train(monkeypatch, folder, steps, exit_code=0):
         folder.mkdir(exist_ok=True)
         lines = [json.dumps({"step": step}) + "\n" for step in range(1, steps + 1)]
         (folder / "metrics.jsonl").write_text("".join(lines))
+        (folder / "config.yaml").write_text(to_yaml(resolved(command[4], command[5:])))
         return SimpleNamespace(returncode=exit_code)
 
     monkeypatch.setattr(subprocess, "run", started)
@@ -36,6 +39,18 @@ def test_a_run_that_is_whole_is_read_and_not_made_again(monkeypatch, tmp_path):
         assert [record["step"] for record in found] == [1, 2, 3]
     (command,) = commands
     assert command[-3:] == ["trainer.steps=3", *ASKED, f"logging.run_dir={tmp_path}/a"]
+
+
+@pytest.mark.parametrize("other", [["trainer.lr=1e-5"], ["algorithm.name=gspo"]])
+def test_a_run_of_other_settings_is_not_read_as_if_it_were_this(monkeypatch, tmp_path, other):
+    train(monkeypatch, tmp_path / "a", 3)
+    run("grpo", tmp_path / "a", RECIPE, 3, ASKED)
+    key = other[0].partition("=")[0]
+    with pytest.raises(BenchmarkError, match=rf"a run of other settings: .*{key}=.*--out"):
+        run("grpo", tmp_path / "a", RECIPE, 3, [*ASKED, *other])
+    (tmp_path / "a/config.yaml").unlink()
+    with pytest.raises(BenchmarkError, match="a run of other settings"):
+        run("grpo", tmp_path / "a", RECIPE, 3, ASKED)
 
 
 @pytest.mark.parametrize(("steps", "exit_code"), [(11, 1), (11, 0), (12, 1)])
