@@ -3,7 +3,7 @@
 A saved config holds every key, and what `algorithm=grpo` has by default looks chosen there: laid
 under `algorithm=gspo` as it stands, it would be grpo by another name. So where a later layer
 chooses another algorithm, a part of one, an environment or a tracker, the settings below it that
-were at the old choice's defaults go.
+were at the old choice's defaults go, and those that the new one has not.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from lora_moe_rl.config.plugins import KINDS, PARTS
 from lora_moe_rl.config.schema import RunConfig
+from lora_moe_rl.config.section import Section
 from lora_moe_rl.errors import ConfigError
 
 
@@ -32,16 +33,27 @@ def chosen_over(
 
 
 def _going(section: str, lower: Mapping[str, Any], layer: Mapping[str, Any]) -> list[str]:
-    choices = ("name", *(PARTS if section == "algorithm" else ()))
-    try:
-        old = getattr(RunConfig.model_validate({section: dict(lower)}), section)
-    except (ValidationError, ConfigError):  # whatever is laid over it may mend it
+    if (old := _settings(section, lower)) is None:  # whatever is laid over it may mend it
         return []
-    if all(layer.get(key, own) == own for key in choices if (own := getattr(old, key, None))):
+    choices = ("name", *(PARTS if section == "algorithm" else ()))
+    chosen = {key: layer[key] for key in choices if key in layer}
+    if all(getattr(old, key, one) == one for key, one in chosen.items()):
         return []
     fields, stood_for = type(old).model_fields, old.stood_for()
-    return [
+    at_default = {
         key
         for key in lower.keys() & fields.keys() - {"name"}
         if getattr(old, key) == stood_for.get(key, fields[key].default)
-    ]
+    }
+    kept = {key: lower[key] for key in choices if key in lower.keys() - at_default}
+    new = _settings(section, kept | chosen)
+    gone = set() if new is None else lower.keys() - type(new).model_fields.keys()
+    return sorted(at_default | gone)
+
+
+def _settings(section: str, given: Mapping[str, Any]) -> Section | None:
+    """As they are validated; None where they are refused."""
+    try:
+        return getattr(RunConfig.model_validate({section: dict(given)}), section)
+    except (ValidationError, ConfigError):
+        return None

@@ -138,7 +138,8 @@ class Sample:
     for the last, which has all; ascending. `prompt_routes`: equal where the prompt's tokens were
     recorded on equal routes; empty where none are recorded. `states`: of each of the policy's turns
     the state of the environment that it began in, None where the environment does not tell; empty
-    where it tells of none."""
+    where it tells of none. `asked`: what it begins with where that is not the row's prompt alone,
+    a text or messages."""
 
     segments: tuple[Segment, ...]
     finish_reason: Literal["stop", "length", "abort"]
@@ -147,6 +148,7 @@ class Sample:
     splits: tuple[int, ...] = ()
     prompt_routes: bytes = b""
     states: tuple[str | None, ...] = ()
+    asked: Any = None
 
     @property
     def prompt_ids(self) -> np.ndarray:
@@ -350,6 +352,12 @@ class Group:
                 f"prompt {self.prompt.row}: rewards of shape {np.shape(self.rewards)} for "
                 f"{len(self.samples)} samples; a group has one for each, NaN where there is none"
             )
+
+    def asked(self, index: int) -> Any:
+        """What a sample begins with, a text or messages: the row's prompt, if its environment has
+        not made another of it."""
+        own = self.samples[index].asked
+        return self.prompt.text if own is None else own
 
     @property
     def ends(self) -> np.ndarray:

@@ -247,7 +247,7 @@ class Trl(Environment):
         maker = self.makers[prompt.data_set, name]
         place = f"prompt {prompt.row}, after {instance.factory}.reset"
         token_ids = maker.encode(shown, prompt.columns, place)
-        one.begin(token_ids)
+        one.begin(token_ids, shown if shown != prompt.text else None)
         if one.room < 1:
             raise Failed(
                 "environment_error",

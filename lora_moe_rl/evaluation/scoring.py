@@ -85,7 +85,7 @@ def sample_lines(name: str, settings: EvalSetConfig, groups: Sequence[Group]) ->
                 "set": name,
                 "row": group.prompt.row,
                 "sample": number,
-                "prompt": group.prompt.text,
+                "prompt": group.asked(end),
                 "response": sample.text,
                 "reward": float(group.rewards[end]),
                 "right": bool(_right(settings, group.rewards[end])),

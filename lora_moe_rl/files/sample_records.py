@@ -20,7 +20,7 @@ def sample_record(step: int, group: Group, signal: Signal | None, index: int) ->
         "step": step,
         "row": group.prompt.row,
         **({"data_set": group.prompt.data_set} if group.prompt.data_set else {}),
-        "prompt": group.prompt.text,
+        "prompt": group.asked(index),
         "response": sample.text,
         "reward": float(group.rewards[index]),
         **({} if group.baseline is None else {"baseline": group.baseline}),

@@ -80,9 +80,11 @@ class Conversation:
         self.prompt_ids = prompt_ids
         self.begin(prompt_ids)
 
-    def begin(self, prompt_ids: Sequence[int]) -> None:
-        """It begins with this prompt; nothing may have been asked yet."""
+    def begin(self, prompt_ids: Sequence[int], asked: Any = None) -> None:
+        """It begins with this prompt; nothing may have been asked yet. `asked`: its text or
+        messages where they are not the row's."""
         assert not self.turns
+        self.asked = asked
         self._samples = [_Open([Segment.given("user", prompt_ids)])]
 
     @property
@@ -255,6 +257,7 @@ class Conversation:
                     splits=one.splits,
                     prompt_routes=one.prompt_routes,
                     states=tuple(states),
+                    asked=self.asked,
                 )
             )
             routes.append(one.routes)

@@ -45,7 +45,7 @@ def toy(page: str | Path, folder: Path, place: int = 0) -> str:
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/running.md"])
 def test_a_recipe_of_the_docs_resolves_and_its_reward_is_found(tmp_path, page):
     config = resolve(load_config(toy(page, tmp_path)))
-    assert (config.trainer.world_size, config.trainer.dp) == (8, 4)
+    assert (config.trainer.world_size, config.trainer.dp) == (4, 2)
     assert config.data.path == "prompts.jsonl"
     reward = load_function(config.reward.function)
     assert reward(completions=["12", "13"], answer=["12", "12"]) == [1.0, 0.0]

@@ -432,3 +432,27 @@ def test_what_was_taken_away_is_not_there_again(settings, found):
 def test_true_is_no_number(setting):
     with pytest.raises(ConfigError, match=f"^{setting.partition('=')[0]}=.* is not a number$"):
         changed(setting, "data.path=x.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("saved", "setting"),
+    [
+        (["tracker=wandb", "tracker.project=p"], "tracker=none"),
+        (
+            ["algorithm.correction=icepop", "algorithm.correction_max=7"],
+            "algorithm.correction=none",
+        ),
+        (["algorithm.loss=gspo", "algorithm.clip_low=0.1"], "algorithm.loss=reinforce"),
+        (
+            ["environment=tools", "environment.tools=a.py:f", "environment.max_turns=9"],
+            "environment=single_turn",
+        ),
+    ],
+)
+def test_settings_that_the_new_choice_has_not_go(saved, setting, tmp_path):
+    base = changed(*saved)
+    (tmp_path / "config.yaml").write_text(to_yaml(base))
+    for one in (base, load_config(str(tmp_path / "config.yaml"))):
+        assert changed(setting, base=one).model_dump() == changed(setting).model_dump()
+    with pytest.raises(ConfigError, match="is no setting of|has no effect"):
+        changed(*saved, setting)  # on one command line they contradict each other

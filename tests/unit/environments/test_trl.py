@@ -18,6 +18,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.samples import Prompt
 from lora_moe_rl.environments.trl import Trl
 from lora_moe_rl.errors import ConfigError, DataError
+from lora_moe_rl.files.sample_records import sample_record
 from lora_moe_rl.rewards.by_set import NoRewards, RewardsBySet
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 
@@ -98,6 +99,8 @@ def test_trls_own_example_sets_its_task_is_called_and_gives_its_reward(make):
         assert contents[1] == str(target - 9) and contents[3] == str(target)
         said = [s.token_ids.tolist() for s in sample.segments if s.author == "policy"]
         assert said[-1] == [*b"x", EOS] and sample.mask.sum() == sum(map(len, said))
+    shown = [{"role": "user", "content": f"Do! Increment the counter by {target}."}]
+    assert sample_record(1, group, None, 1)["prompt"] == shown
     assert group.rewards.tolist() == [1, 1] and not group.failures
     assert counted(group) == {"done": 2, "turns": 6, "tool_calls": 4}
     assert group.details.metrics == {"IncrementEnv": [1, 1]}
