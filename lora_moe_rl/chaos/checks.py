@@ -52,6 +52,17 @@ def files(config: RunConfig) -> list[Check]:
     ]
 
 
+def restarts(happened: Sequence[str], records: Iterable[Mapping[str, Any]]) -> list[Check]:
+    """No more than faults, by their kinds, that end an engine or the ranks: many notice a death,
+    and it is one. A run that was resumed begins to count anew."""
+    lines, found = list(records), []
+    for name, prefix in ((names.RESTARTS, "engine."), (names.TRAINER_RESTARTS, "rank.")):
+        most = max((int(line.get(name) or 0) for line in lines), default=0)
+        faults = sum(kind.startswith(prefix) for kind in happened)
+        found.append(Check(name, most <= faults, f"{most} for {faults} faults"))
+    return found
+
+
 def once(name: str, found: Sequence[int], steps: int) -> Check:
     """Each of 1 to `steps`, in turn."""
     wrong = sorted((Counter(found) - Counter(range(1, steps + 1))).elements())

@@ -22,7 +22,9 @@ from lora_moe_rl.config.keys import value_of
 from lora_moe_rl.config.options import natural, positive
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.run.signals import interrupts
+from lora_moe_rl.telemetry.metrics import read_steps
 
 FAILED = 1
 # Kinds that count towards a bound on restarts of the run. A run with more of them than that ends,
@@ -143,7 +145,10 @@ def _run(
     rows, code = drive.run(faults)
     ended = Check("the run came to its end", code == 0, f"exit code {code}")
     found = [ended, checks.no_processes(drive.left), checks.no_shared_memory(memory)]
-    return rows, found + checks.files(config)
+    happened = [row.fault.kind for row in rows if row.happened]
+    metrics = RunDir(config, resume=True).metrics_file
+    records = read_steps(metrics) if metrics.exists() else []
+    return rows, found + checks.files(config) + checks.restarts(happened, records)
 
 
 def _compared(options: argparse.Namespace, settings: Sequence[str], out: Path) -> list[Check]:

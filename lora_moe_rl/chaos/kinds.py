@@ -129,8 +129,8 @@ def _unfit(name: str, config: RunConfig) -> str | None:
         return "checkpoint.every=0 writes no checkpoint before the end; set it to some steps"
     if name == "reward.hang" and not (config.reward.function or config.reward.functions):
         return "nothing is scored in processes of the run's own; set reward.function"
-    if name == "route.flip" and config.replay.mode == "off":
-        return "replay.mode=off sends no routes; use r2 or r3"
+    if name == "route.flip" and config.replay.mode != "r3":
+        return f"with replay.mode={config.replay.mode} no rank reads the engines' routes; use r3"
     if name == "shm.corrupt" and config.refit.transport not in ("auto", "shm"):
         return f"refit.transport={config.refit.transport} does not send in shared memory"
     return None

@@ -134,9 +134,7 @@ def _changed(run: Run) -> float:
 
 
 def _last(path: Path) -> dict[str, Any]:
-    """The last whole record of a file of lines."""
-    for line in reversed(tail(path, 100).encode().splitlines()):
-        record = parse(line)
-        if record is not None and "step" in record:
-            return record
-    return {}
+    """The record of the latest step near the end of a file of lines: that of an evaluation may come
+    after those of later steps."""
+    records = filter(None, map(parse, tail(path, 100).encode().splitlines()))
+    return max((one for one in records if "step" in one), key=lambda one: one["step"], default={})

@@ -249,6 +249,10 @@ def main(argv: Sequence[str]) -> int:
     for table in tables(runs, metrics):
         if table.row_count:
             console.print(table)
+    if not metrics:
+        raise RunDirError(
+            "none of these runs has a metric to compare yet; name some with --metrics"
+        )
     draw(runs, metrics, options.png)
     print(f"picture {options.png}")
     return 0

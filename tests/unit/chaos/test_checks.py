@@ -125,3 +125,22 @@ def test_what_is_checked_of_a_run_directory(tmp_path, name):
     (tmp_path / "config.yaml").touch()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     assert name in {check.name for check in checks.files(config)}
+
+
+@pytest.mark.parametrize(
+    ("happened", "passed"),
+    [
+        (["engine.kill", "engine.hang", "rank.kill"], [True, True]),
+        (["engine.kill", "rank.kill", "disk.full"], [False, True]),
+        (["engine.kill", "engine.kill", "controller.kill"], [True, False]),
+    ],
+)
+def test_a_death_that_was_counted_twice_is_found(happened, passed):
+    records = [
+        {"step": 1},
+        {"rollout/restarts": 2, "trainer/restarts": 1.0},
+        {"rollout/restarts": 0},
+    ]
+    found = checks.restarts(happened, records)
+    assert [one.passed for one in found] == passed
+    assert found[0].found.startswith("2 for ")

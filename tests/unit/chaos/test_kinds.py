@@ -99,7 +99,8 @@ def test_what_a_log_line_or_an_error_says_is_what_is_looked_for(file, words, kin
         ("controller.kill", {"checkpoint": {"every": 0}}, "checkpoint.every=0"),
         ("disk.full", {"checkpoint": {"every": 0}}, "checkpoint.every=0"),
         ("reward.hang", {"reward": {}}, "reward.function"),
-        ("route.flip", {"replay": {"mode": "off"}}, "use r2 or r3"),
+        ("route.flip", {"replay": {"mode": "off"}}, "use r3"),
+        ("route.flip", {"replay": {"mode": "r2"}}, "use r3"),
         ("shm.corrupt", {"refit": {"transport": "distributed"}}, "shared memory"),
     ],
 )

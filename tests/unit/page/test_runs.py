@@ -15,6 +15,9 @@ def test_runs_are_found_below_a_directory_by_their_paths_and_a_run_itself_as_a_d
     assert run.name == "."
     about = run.summary()
     assert (about["step"], about["steps"], about["algorithm"]) == (2, 6, "grpo")
+    with (tmp_path / "a/metrics.jsonl").open("a") as file:  # an evaluation that came late
+        file.write('{"step": 1, "eval/step": 1, "eval/sums/avg": 0.5}\n')
+    assert run.summary()["step"] == 2
 
 
 def test_a_name_that_leads_out_of_the_directory_is_no_run(tmp_path):

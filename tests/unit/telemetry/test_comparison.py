@@ -130,3 +130,11 @@ def test_what_cannot_be_compared_is_refused_by_name(two, tmp_path):
         comparison.main([str(two[0]), str(empty)])
     with pytest.raises(FileError, match="--png .*none/x.png: there is no directory"):
         comparison.main([*map(str, two), "--png", str(tmp_path / "none/x.png")])
+
+
+def test_runs_without_a_metric_to_compare_yet_are_said_to_be_so(tmp_path):
+    folder = run_in(tmp_path / "a", [])
+    own = {"step": 0, "eval/step": 0, "eval/held/own": 1.0}  # of an algorithm's own
+    (folder / "metrics.jsonl").write_text(json.dumps(own) + "\n")
+    with pytest.raises(RunDirError, match="none of these runs has a metric to compare yet"):
+        comparison.main([str(folder), "--png", str(tmp_path / "a.png")])
