@@ -145,8 +145,12 @@ def _made(spec: str, kind: type, args: dict[str, Any]) -> Callable:
 
 
 def _check_args(spec: str, function: Callable, args: dict[str, Any]) -> None:
-    """Arguments must be parameters by name: **kwargs, which takes columns, would hide a slip."""
+    """Arguments must be parameters by name: **kwargs, which takes columns, would hide a slip. Those
+    of a verl-style function take no columns but what verl's `reward_kwargs` are."""
     parameters = inspect.signature(function).parameters.values()
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if takes_any and not isinstance(function, type) and verl_style.is_verl_style(function):
+        return
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     own = [name for name in named if name not in SAMPLES]
     for name in args:
@@ -154,6 +158,8 @@ def _check_args(spec: str, function: Callable, args: dict[str, Any]) -> None:
             close = difflib.get_close_matches(name, own, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
             takes = f"it takes {', '.join(own)}" if own else "it takes none"
+            if takes_any:
+                takes += ", and **: columns of the rows, not args"
             raise ConfigError(f"{spec} has no argument {name!r} (args.{name}); {hint}{takes}")
     if not isinstance(function, type):
         return
