@@ -156,7 +156,7 @@ def checked_keys(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any
     """
     result: dict[str, Any] = {}
     if unknown := _unknown_in(settings, prefix):
-        raise _unknown(*unknown)
+        raise _unknown(*unknown, *_of_no_plugin(settings, prefix))
     for part, value in settings.items():
         name = f"{prefix}{part}"
         if is_section(name):
@@ -241,6 +241,19 @@ def _unknown_in(settings: Mapping[str, Any], prefix: str) -> list[str]:
         elif is_section(name) and isinstance(value, Mapping):
             found += _unknown_in(value, f"{name}.")
     return found
+
+
+def _of_no_plugin(settings: Mapping[str, Any], prefix: str) -> list[str]:
+    """Keys of sections that choose a plug-in which none that is there has: told beside others that
+    are unknown; alone they are the validation's to judge, as the plug-in may be one's own."""
+    found = []
+    for part, value in settings.items():
+        name = f"{prefix}{part}"
+        if name in KINDS and isinstance(value, Mapping):
+            known = {key for one in choices(name).values() for key in one.model_fields}
+            for key in value.keys() - known:
+                found += _ends(f"{name}.{key}", value[key])
+    return sorted(found)
 
 
 def _ends(name: str, value: Any) -> list[str]:

@@ -141,3 +141,19 @@ def test_of_a_file_the_innermost_keys_are_told_of(tmp_path):
 def test_the_page_has_the_tables_as_they_are():
     assert f"\n|---|---|---|\n{as_table()}\n\n" in PAGE.read_text()
     assert f"\n|---|---|\n{missing_as_table()}\n\n" in PAGE.read_text()
+
+
+def test_keys_of_all_sections_are_told_at_once(tmp_path):
+    """Those of a section that chooses a plug-in too, which alone are for the validation."""
+    (tmp_path / "verl.yaml").write_text(
+        "data: {train_files: x}\nalgorithm: {adv_estimator: grpo, rollout_correction: {bypass_mode:"
+        " true}, name: grpo}\nenvironment: {env_class: text2sql}\n"
+    )
+    with pytest.raises(ConfigError) as error:
+        override(RunConfig(), [f"@{tmp_path}/verl.yaml"])
+    lines = str(error.value).splitlines()
+    assert [line.partition("'")[2].partition("'")[0] for line in lines] == [
+        *("data.train_files", "algorithm.adv_estimator"),
+        *("algorithm.rollout_correction.bypass_mode", "environment.env_class"),
+    ]
+    assert lines[2].endswith("here it is algorithm.anchor (rollout for true)")
