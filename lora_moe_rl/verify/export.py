@@ -13,7 +13,8 @@ from lora_moe_rl.config.options import above_zero, names, not_negative, verify_p
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.rollout.facts import slot_rank
-from lora_moe_rl.verify.comparisons import Comparisons, largest, random_prompts
+from lora_moe_rl.verify.comparisons import Comparisons, largest_scaled, random_prompts
+from lora_moe_rl.verify.forward import Forward, allowed
 from lora_moe_rl.verify.inputs import drawn
 from lora_moe_rl.verify.layouts import read_config
 from lora_moe_rl.verify.ranks import spec_of
@@ -21,14 +22,16 @@ from lora_moe_rl.verify.report import Check, Say, progress
 
 ABOUT = """\
 Export a random adapter of MODEL in every form, and compare logprobs with transformers' forward of
-the base with scale * B A added to its weights, in float32:
+the base with scale * B A added to its weights, in float64 (where memory is too small, in float32):
 
     peft 2d, peft 3d         the real PEFT library loads what `export --to peft` writes
     transformers, merged     loads what `export --to merged` writes
     vllm, adapter            `vllm serve` with what `export --to peft --for vllm` writes
     vllm, merged             `vllm serve` of the merged model
 
-Exit code 1 when a form differs. Settings are adapter.*, as adapter.rank=8.
+All of them compute in float32. Errors are relative to logprobs beyond -1; allowed is --tolerance,
+or 3 times what transformers' own float32 is off by, where that is more. Exit code 1 when a form
+differs. Settings are adapter.*, as adapter.rank=8.
 """
 FORMS = ("peft-2d", "peft-3d", "merged", "vllm-adapter", "vllm-merged")
 TOLERANCE = 5e-6
@@ -79,8 +82,6 @@ class _Verification:
     ):
         import peft  # noqa: F401  first: it looks for transformer_engine, which may be a stand-in
 
-        from lora_moe_rl.verify import hf
-
         self.options, self.folder, self.say = options, folder, say
         self.base = resolve_model(options.model, named="--model ")
         settings = (options.settings, ["adapter.*"], {})
@@ -90,15 +91,14 @@ class _Verification:
         self.tensors = drawn(self.spec.tensor_shapes, seed=0)
         self.prompts = random_prompts(self.spec.shape.vocab_size)
         say("transformers, merged by hand")
-        self.model = hf.load(self.base)
-        self.without = [hf.logprobs(self.model, ids) for ids in self.prompts]
-        hf.merge(self.model, self.spec, self.tensors)
-        self.expected = [hf.logprobs(self.model, ids) for ids in self.prompts]
+        self.without, _ = Forward(self.base).of(self.prompts)
+        self.forward = Forward(self.base, self.spec, self.tensors)
+        self.expected, self.rounding = self.forward.of(self.prompts)
         self.merged = folder / "merged"
 
     def run(self) -> list[Check]:
-        limit, forms = self.options.tolerance, self.forms
-        effect = largest(self.expected, self.without)
+        limit, forms = allowed(self.options.tolerance, self.rounding), self.forms
+        effect = largest_scaled(self.without, self.expected)
         rows = [Check("the adapter, against the base", effect, EFFECT * limit, at_least=True)]
         if {"merged", "vllm-merged"} & {*forms}:
             self.say("merging")
@@ -140,7 +140,7 @@ class _Verification:
     def _scored(self, model: Any) -> float:
         from lora_moe_rl.verify import hf
 
-        return largest([hf.logprobs(model, ids) for ids in self.prompts], self.expected)
+        return largest_scaled([hf.logprobs(model, ids) for ids in self.prompts], self.expected)
 
     def _vllm_adapter(self) -> float:
         from lora_moe_rl.adapters import peft
@@ -154,7 +154,7 @@ class _Verification:
         return self._served(self.merged, None)
 
     def _served(self, model: Path, adapter: Path | None) -> float:
-        from lora_moe_rl.verify import hf, serving
+        from lora_moe_rl.verify import serving
 
         name = str(model) if adapter is None else serving.ADAPTER
         timeout, shape = self.options.timeout, self.spec.shape
@@ -162,5 +162,5 @@ class _Verification:
             model, adapter, slot_rank(self.spec), shape, "float32", timeout
         ) as server:
             answers = [server.logprobs(name, ids, NEW_TOKENS) for ids in self.prompts]
-        expected = [hf.logprobs(self.model, ids) for ids, _ in answers]
-        return largest([values for _, values in answers], expected)
+        expected, _ = self.forward.of([ids for ids, _ in answers])
+        return largest_scaled([values for _, values in answers], expected)

@@ -6,9 +6,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from lora_moe_rl.config.options import above_zero, not_negative, result_parser
 from lora_moe_rl.rollout.facts import slot_rank
@@ -18,6 +15,7 @@ from lora_moe_rl.verify.comparisons import (
     largest_scaled,
     random_prompts,
 )
+from lora_moe_rl.verify.forward import Forward, allowed
 from lora_moe_rl.verify.report import Check
 
 ABOUT = """\
@@ -29,7 +27,6 @@ alone is compared too. The server is ended. Exit code 1 when they differ.
 # Largest |difference| of a logprob, by dtype of the server; in float32 relative where it is beyond
 # -1, and 3 times what transformers' own float32 is off by, where that is more.
 TOLERANCES = {"float32": 1e-5, "bfloat16": 0.2, "float16": 0.05}
-ROUNDINGS = 3
 NEW_TOKENS = 8
 
 
@@ -88,32 +85,11 @@ def check(options: argparse.Namespace) -> Comparisons:
         ("adapter, against merged", served, merged),
     ):
         exact, rounding = forward.of([ids for ids, _ in said])
-        allowed = max(tolerance, ROUNDINGS * rounding) if dtype == "float32" else tolerance
-        at_least = max(at_least, 5 * allowed)
-        rows.append(Check(name, error([values for _, values in said], exact), allowed))
+        limit = allowed(tolerance, rounding) if dtype == "float32" else tolerance
+        at_least = max(at_least, 5 * limit)
+        rows.append(Check(name, error([values for _, values in said], exact), limit))
     # Nearer to the base than this, and serving the base would pass.
     without, _ = plain.of([ids for ids, _ in served])
     apart = error([values for _, values in served], without)
     rows.append(Check("adapter, against base", apart, at_least, at_least=True))
     return Comparisons({"command": command}, rows)
-
-
-class Forward:
-    """Transformers' model of a directory, with an adapter merged by hand or none."""
-
-    def __init__(self, path: Path, spec: Any = None, tensors: Any = None):
-        from lora_moe_rl.verify import hf
-
-        self.hf, self.single = hf, hf.load(path)
-        if spec is not None:
-            hf.merge(self.single, spec, tensors)
-        self.exact = hf.load_exact(path, spec, tensors)
-
-    def of(self, sequences: Sequence[Sequence[int]]) -> tuple[list[np.ndarray], float]:
-        """Logprobs `[L - 1]` of each in float64, and how far float32 is from them (as
-        `largest_scaled`); in float32 and 0 where memory is too small for float64."""
-        single = [self.hf.logprobs(self.single, ids) for ids in sequences]
-        if self.exact is None:
-            return single, 0.0
-        exact = self.hf.exact_logprobs(self.exact, sequences)
-        return exact, largest_scaled(single, exact)
