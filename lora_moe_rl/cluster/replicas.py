@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
@@ -97,7 +98,7 @@ class Replicas:
         self.rolling = [0] * most  # requests for samples in flight
         self.returning: dict[int, asyncio.Task[None]] = {}  # engines that are being started anew
         self._taken = [asyncio.Event() for _ in range(most)]  # those have the version, unproven
-        self._dead: dict[int, Actor] = {}  # whose death has been noticed last
+        self._dead: dict[int, weakref.ref[Actor]] = {}  # whose death has been noticed last
         self.absent = set(range(config.rollout.firm_engines, config.rollout.engines))
         self.empty: set[int] = set()  # engines that serve no version until the next is published
         self.held_up = HeldUp()  # requests for samples
@@ -327,9 +328,10 @@ class Replicas:
 
     def _is_first(self, index: int, actor: Actor) -> bool:
         """Whether nobody has noticed yet that this actor is dead. From now on somebody has."""
-        if actor is not self.actors[index] or self._dead.get(index) is actor:
+        noticed = self._dead.get(index)
+        if actor is not self.actors[index] or (noticed is not None and noticed() is actor):
             return False
-        self._dead[index] = actor
+        self._dead[index] = weakref.ref(actor)  # its descriptors go with it
         return True
 
     def _leaves(self, index: int) -> bool:

@@ -60,7 +60,7 @@ def test_each_algorithm_is_trained_once_and_compared(monkeypatch, tmp_path, caps
     assert all("trainer.lr=1e-3" in command for command in commands)
     assert bench_of(tmp_path, "--algorithms", "grpo", "trainer.lr=1e-3") == 0
     assert len(commands) == 2, "a run that is whole is not run again"
-    assert bench_of(tmp_path, "--algorithms", "grpo") == 2
+    assert bench_of(tmp_path, "--algorithms", "grpo") == 1
     assert "a run of other settings: trainer.lr=0.001" in capsys.readouterr().err
 
 

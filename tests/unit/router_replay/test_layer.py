@@ -66,15 +66,16 @@ def test_what_is_used_counts_replayed_or_not_and_padding_does_not():
     known = torch.tensor([True, True, True, True, False, False])
     free = torch.tensor([False, True, False, False, False, False])
     layer = layer_of()
-    layer.known = known
+    layer.stands_for = torch.tensor([1, 3, 1, 1, 0, 0])  # the second is of a prompt of three
     layer.set_target(lambda: torch.from_numpy(TARGET), known & ~free, free)
     used = forward(layer)
     assert (used[1] == OWN[1]).all() and (used[2] == TARGET[2]).all()
-    assert layer.loads.tolist() == counts(used[:4])
+    counted = np.array(counts(used[:4])) + 2 * np.array(counts(used[1:2]))
+    assert layer.loads.tolist() == counted.tolist()
     layer.clear_target()
-    layer.known = None
+    layer.stands_for = None
     forward(layer)
-    assert layer.loads.tolist() == (np.array(counts(used[:4])) + counts(OWN)).tolist()
+    assert layer.loads.tolist() == (counted + counts(OWN)).tolist()
     layer.reset()
     assert layer.loads is None
 
