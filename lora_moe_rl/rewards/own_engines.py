@@ -116,6 +116,8 @@ def _while_there(waiting: Future[Written], asker: socket.socket | None) -> Writt
     while time.monotonic() < until and not _is_gone(asker):
         with suppress(TimeoutError):
             return waiting.result(LOOK_S)
+        if waiting.done():  # it has ended meanwhile, or with a time-out of its own
+            return waiting.result()
     waiting.cancel()
     raise Refused(504, f"given up: nobody waits for it, or it took {ANSWER_S:g} s")
 

@@ -114,6 +114,13 @@ def test_nothing_more_is_sampled_for_who_has_gone(server, monkeypatch):
     asyncio.run(run())
 
 
+def test_a_time_out_of_the_engines_is_a_failure(server):
+    ((error,), asked) = judged(server, ["so"], error=TimeoutError("no answer"))
+    assert len(asked) == 1
+    with pytest.raises(RewardError, match="no answer"):
+        raise error
+
+
 def test_an_engine_that_dies_is_a_failure(server):
     died = ActorFailed("engine-0", "killed")
     ((error,), asked) = judged(server, ["so"], error=died)
