@@ -35,7 +35,7 @@ def test_a_run_with_four_kinds_of_fault_is_the_run_without_them_to_the_last_bit(
     report = json.loads((tmp_path / "out/report.json").read_text())
     assert sorted(fault["kind"] for fault in report["faults"]) == sorted(kinds)
     assert all(fault["as_promised"] for fault in report["faults"])
-    assert len(report["checks"]) == 12 and all(check["passed"] for check in report["checks"])
+    assert len(report["checks"]) == 14 and all(check["passed"] for check in report["checks"])
     assert code == 0
 
 
