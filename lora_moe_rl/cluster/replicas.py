@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
@@ -98,7 +97,7 @@ class Replicas:
         self.rolling = [0] * most  # requests for samples in flight
         self.returning: dict[int, asyncio.Task[None]] = {}  # engines that are being started anew
         self._taken = [asyncio.Event() for _ in range(most)]  # those have the version, unproven
-        self._dead: dict[int, weakref.ref[Actor]] = {}  # whose death has been noticed last
+        self._noticed: set[int] = set()  # engines whose actor's death has been noticed
         self.absent = set(range(config.rollout.firm_engines, config.rollout.engines))
         self.empty: set[int] = set()  # engines that serve no version until the next is published
         self.held_up = HeldUp()  # requests for samples
@@ -322,16 +321,15 @@ class Replicas:
             return False
         if (before := self.returning.get(index)) is not None:
             before.cancel()  # it was to be proven, and has died again
-        self._taken[index].clear()
         self.returning[index] = asyncio.create_task(self._bring_back(index))
         return True
 
     def _is_first(self, index: int, actor: Actor) -> bool:
         """Whether nobody has noticed yet that this actor is dead. From now on somebody has."""
-        noticed = self._dead.get(index)
-        if actor is not self.actors[index] or (noticed is not None and noticed() is actor):
+        if actor is not self.actors[index] or index in self._noticed:
             return False
-        self._dead[index] = weakref.ref(actor)  # its descriptors go with it
+        self._noticed.add(index)
+        self._taken[index].clear()
         return True
 
     def _leaves(self, index: int) -> bool:
@@ -390,6 +388,7 @@ class Replicas:
     async def _begin(self, index: int) -> None:
         """Starts an engine that is asked for nothing yet."""
         actor = self.actors[index] = self._actor(index)
+        self._noticed.discard(index)
         self.pulses[index] = Pulse(self.config.rollout.silent_s)
         async with self._one_starts if self.placement.engines_share else nullcontext():
             await answer(actor, actor.start(), self.config.rollout.start_timeout_s)
@@ -399,7 +398,6 @@ class Replicas:
             await self._refitted(actor, actor.remote("pin", self.pinned))
 
     async def _start_anew(self, index: int) -> None:
-        self._taken[index].clear()
         self.actors[index].end()  # may live on around a vLLM that has died, or is silent
         await self._begin(index)
         actor = self.actors[index]

@@ -33,10 +33,10 @@ def chosen_over(
 
 
 def _going(section: str, lower: Mapping[str, Any], layer: Mapping[str, Any]) -> list[str]:
-    if (old := _settings(section, lower)) is None:  # whatever is laid over it may mend it
-        return []
     choices = ("name", *(PARTS if section == "algorithm" else ()))
     chosen = {key: layer[key] for key in choices if key in layer}
+    if not chosen or (old := _settings(section, lower)) is None:  # what is laid over may mend it
+        return []
     if all(getattr(old, key, one) == one for key, one in chosen.items()):
         return []
     fields, stood_for = type(old).model_fields, old.stood_for()

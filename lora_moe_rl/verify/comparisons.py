@@ -13,6 +13,7 @@ from lora_moe_rl.verify import report
 from lora_moe_rl.verify.report import Check
 
 MOST = 0.9  # of tokens
+ROUNDING = 3  # times what Hugging Face's own float32 is off by is allowed where that is more
 
 
 def largest(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> float:

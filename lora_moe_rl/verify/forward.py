@@ -9,9 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from lora_moe_rl.adapters.spec import AdapterSpec
-from lora_moe_rl.verify.comparisons import largest_scaled
-
-ROUNDINGS = 3  # of transformers' own float32, that others may be off by
+from lora_moe_rl.verify.comparisons import ROUNDING, largest_scaled
 
 
 class Forward:
@@ -42,4 +40,4 @@ class Forward:
 
 def allowed(tolerance: float, rounding: float) -> float:
     """Of errors as `largest_scaled`."""
-    return max(tolerance, ROUNDINGS * rounding)
+    return max(tolerance, ROUNDING * rounding)

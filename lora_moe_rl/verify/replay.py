@@ -13,11 +13,12 @@ from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.models import quantised
 from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.models.fit import cut_block
+from lora_moe_rl.verify.comparisons import ROUNDING
 from lora_moe_rl.verify.layouts import Layout, chosen, parse_layouts, read_config
 from lora_moe_rl.verify.ranks import spec_of
 from lora_moe_rl.verify.refit_plan import parse_engine
 from lora_moe_rl.verify.replay_record import ENGINES, RESPONSE, tensor_parallel
-from lora_moe_rl.verify.replay_report import ROUNDING, TOLERANCE
+from lora_moe_rl.verify.replay_report import TOLERANCE
 from lora_moe_rl.verify.replay_run import Verification, with_recompute
 from lora_moe_rl.verify.replay_spread import SPREAD
 from lora_moe_rl.verify.report import progress

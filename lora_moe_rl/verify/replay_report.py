@@ -10,14 +10,13 @@ import numpy as np
 from rich.text import Text
 
 from lora_moe_rl.verify import report
-from lora_moe_rl.verify.comparisons import Distance
+from lora_moe_rl.verify.comparisons import ROUNDING, Distance
 from lora_moe_rl.verify.replay_record import Recording
 from lora_moe_rl.verify.replay_tables import SHIFTS
 from lora_moe_rl.verify.report import verdict
 
 TOLERANCE = 1e-5  # of the worst token's logprob
 MOST = 0.1  # of the tolerance: for nine tokens of ten
-ROUNDING = 3  # times what Hugging Face's own float32 is off by is allowed where that is more
 FAULT = 10  # times what is allowed of the worst token is the least that a wrong table must move
 COMPARED: tuple[str, ...] = ("vLLM", "float64", "other experts")  # with whose logprobs
 NAMED = {

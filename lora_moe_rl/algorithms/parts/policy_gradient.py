@@ -62,7 +62,7 @@ class PolicyGradient(Algorithm):
         super().__init__(settings, max_response_tokens)
         self._advantage = PARTS["advantage"].find(settings.advantage)(settings)
         self._loss = PARTS["loss"].find(settings.loss)(settings)
-        self._correction = PARTS["correction"].find(settings.correction_part)(settings)
+        self._correction = settings.correction_part(settings)
         self._rejections: list[Rejection] = [
             PARTS["rejection"].find(own.rejection)(own) for own in settings_of_each(settings)
         ]
@@ -103,8 +103,7 @@ class PolicyGradient(Algorithm):
     def corrects(cls, settings: PolicyGradientConfig) -> bool:
         """A rejection alone leaves out what is too far, and weighs nothing."""
         has_ratio = PARTS["loss"].find(settings.loss).has_ratio
-        corrects = PARTS["correction"].find(settings.correction_part).corrects
-        return corrects or (settings.anchor == "rollout" and has_ratio)
+        return settings.correction_part.corrects or (settings.anchor == "rollout" and has_ratio)
 
     @property
     def passes(self) -> frozenset[Pass]:

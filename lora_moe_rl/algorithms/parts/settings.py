@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from lora_moe_rl.algorithms.advantages.base import Advantage
-from lora_moe_rl.algorithms.corrections.base import WeightSettings
+from lora_moe_rl.algorithms.corrections.base import Correction, WeightSettings
 from lora_moe_rl.algorithms.parts.correction_presets import settings_of
 from lora_moe_rl.algorithms.parts.kl_control import LARGEST_ERROR
 from lora_moe_rl.algorithms.parts.selection import check_selection
@@ -94,10 +94,9 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
     has_critic: ClassVar[bool] = False
 
     @property
-    def correction_part(self) -> str:
-        """The file of algorithms/corrections/, or class, which `correction` may be another name
-        of."""
-        return settings_of(self.correction)["correction"]
+    def correction_part(self) -> type[Correction]:
+        """The correction itself, which `correction` may be another name of."""
+        return PARTS["correction"].find(settings_of(self.correction)["correction"])
 
     def stood_for(self) -> Mapping[str, Any]:
         return settings_of(self.correction)
@@ -117,10 +116,7 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
 
     def _check_samples(self) -> None:
         """What goes by whole samples and what goes by tokens."""
-        loss, correction = (
-            PARTS["loss"].find(self.loss),
-            PARTS["correction"].find(self.correction_part),
-        )
+        loss, correction = PARTS["loss"].find(self.loss), self.correction_part
         for name in rejection_names(self.rejection):
             rejection = PARTS["rejection"].find(name)
             if not rejection.rejects or rejection.level != "token":
@@ -142,10 +138,7 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
         """What the ratio is against, and what is corrected beside it."""
         if self.anchor != "rollout":
             return
-        loss, correction = (
-            PARTS["loss"].find(self.loss),
-            PARTS["correction"].find(self.correction_part),
-        )
+        loss, correction = PARTS["loss"].find(self.loss), self.correction_part
         if correction.corrects and loss.has_ratio:
             raise ValueError(
                 f"algorithm.anchor=rollout puts the engine's logprobs into the ratio of "
@@ -169,10 +162,7 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
 
     def _check_updates(self) -> None:
         """Several updates of the same samples: all but the first are of another policy's."""
-        loss, correction = (
-            PARTS["loss"].find(self.loss),
-            PARTS["correction"].find(self.correction_part),
-        )
+        loss, correction = PARTS["loss"].find(self.loss), self.correction_part
         if self.on_policy or loss.has_ratio or (self.anchor == "rollout" and correction.corrects):
             return
         raise ValueError(
@@ -186,13 +176,8 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
     def _check_advantage(self) -> None:
         """What an advantage wants of prompts, rewards and a critic."""
         advantage = PARTS["advantage"].find(self.advantage)
-        of_tokens = advantage.needs_values or advantage.needs_teacher
-        if of_tokens and PARTS["loss"].find(self.loss).averages_advantages:
-            raise ValueError(
-                f"algorithm.advantage={self.advantage} gives each token an advantage of its own, "
-                f"and algorithm.loss={self.loss} takes their mean over the sample; take another "
-                "loss, as ppo_clip or gspo"
-            )
+        if advantage.needs_values or advantage.needs_teacher:
+            self._check_averages("token")
         if advantage.needs_values and not self.has_critic:
             raise ValueError(
                 f"algorithm.advantage={self.advantage} needs a critic's value of each token, and "
@@ -231,14 +216,18 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
                 f"one reward, which is every prompt with algorithm.group_size={self.group_size}"
             )
 
-    def _check_turns(self) -> None:
-        """What gives all turns of a sample one and the same, and what is known too late."""
+    def _check_averages(self, each: str) -> None:
+        """A loss that would undo what an advantage tells apart within a sample."""
         if PARTS["loss"].find(self.loss).averages_advantages:
             raise ValueError(
-                f"algorithm.advantage={self.advantage} gives each turn an advantage of its own, "
+                f"algorithm.advantage={self.advantage} gives each {each} an advantage of its own, "
                 f"and algorithm.loss={self.loss} takes their mean over the sample; take another "
                 "loss, as ppo_clip or gspo"
             )
+
+    def _check_turns(self) -> None:
+        """What gives all turns of a sample one and the same, and what is known too late."""
+        self._check_averages("turn")
         if self.kl_in == "reward" and self.kl_coef:
             raise ValueError(
                 f"algorithm.advantage={self.advantage} is made when the samples are scored, before "

@@ -7,14 +7,10 @@ import pytest
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.eval_rules import prompt_room
 from lora_moe_rl.config.files import read_config_file, to_yaml
-from lora_moe_rl.config.overrides import override, with_settings
+from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.config.recipes import resolve
 from lora_moe_rl.errors import ConfigError
-
-
-def changed(*arguments: str) -> RunConfig:
-    return override(RunConfig(), list(arguments))
-
+from tests.helpers.settings import changed
 
 AGENT = ("environment=external", "environment.command=agent")
 SET = "eval.sets.sums.path=sums.jsonl"

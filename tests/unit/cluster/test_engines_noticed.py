@@ -1,0 +1,69 @@
+"""A death of an engine that several notice, while versions are published and proven."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from engine_group import fate
+
+from lora_moe_rl.errors import EngineDied
+
+pytestmark = pytest.mark.seconds  # Ray is started for them
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("method", ["publish", "probe"])
+def test_a_death_that_several_notice_is_one(start, tmp_path, engines, method):
+    """With schedule.lag samples are under way while a version is published and proven."""
+    made = start(engines=engines, max_restarts=1)
+    for index in range(engines):
+        fate(tmp_path, index, "sample", "idle")
+    fate(tmp_path, 0, method, "exit")
+
+    async def go():
+        samples = [
+            asyncio.create_task(made.policy(3, seed=seed).sample([seed], n=2))
+            for seed in range(engines)
+        ]
+        await asyncio.sleep(0.5)
+        await made.publish(4, [])
+        found = await made.score([[1, 2]], 4)
+        for one in samples:
+            one.cancel()
+        await asyncio.gather(*samples, return_exceptions=True)
+        await made.all_back()
+        return found
+
+    assert len(asyncio.run(go())) == engines
+    assert made.restarts == 1 and made.given_up is None
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("method", ["probe", "differing"])
+def test_no_ticket_goes_to_an_engine_that_is_being_started_for_a_proof(
+    start, tmp_path, engines, method
+):
+    """It has the least to do, and would refuse: it has no version yet."""
+    made = start(engines=engines)
+    fate(tmp_path, 0, method, "exit")
+
+    async def roll(seed, proof):
+        while True:
+            try:
+                version = 4 if proof.done() else 3
+                return await made.policy(version, seed=seed).sample([seed], n=2)
+            except EngineDied:  # as the loop does
+                await asyncio.sleep(0.05)
+
+    async def go():
+        await made.publish(4, [])
+        asks = made.score([[1, 2]], 4) if method == "probe" else made.differing(4, [])
+        proof, tickets = asyncio.create_task(asks), []
+        while not proof.done():
+            await asyncio.sleep(0.1)
+            tickets.append(asyncio.create_task(roll(len(tickets), proof)))
+        await proof
+        return await asyncio.gather(*tickets)
+
+    assert asyncio.run(go()) and made.restarts == 1
