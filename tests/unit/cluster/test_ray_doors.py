@@ -26,6 +26,7 @@ OWN_VARIABLES = (
 
 DRIVER = """
 import json, os, stat, sys, time
+from contextlib import suppress
 import psutil, ray
 from lora_moe_rl.cli import exit_code_of
 from lora_moe_rl.config import RunConfig
@@ -45,21 +46,18 @@ def run():
 
 def look():
     ray.get(ray.remote(One).remote().pid.remote())
-    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    listening = [
-        (connection.laddr.ip, " ".join(process.cmdline())[:100])
-        for process in processes
-        for connection in process.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-    ]
+    listening, words = [], []
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):  # Ray's own come and go
+            words += (command := process.cmdline())
+            listening += [
+                (connection.laddr.ip, " ".join(command)[:100])
+                for connection in process.net_connections("inet")
+                if connection.status == psutil.CONN_LISTEN
+            ]
     token = os.environ["RAY_AUTH_TOKEN_PATH"]
     found = {"listening": listening, "mode": stat.S_IMODE(os.stat(token).st_mode), "token": token}
-    found["unasked"] = [
-        word
-        for process in processes
-        for word in process.cmdline()
-        if word.endswith(("monitor.py", "dashboard.py"))
-    ]
+    found["unasked"] = [w for w in words if w.endswith(("monitor.py", "dashboard.py"))]
     sockets = os.environ["VLLM_RPC_BASE_PATH"]
     found |= {"sockets": sockets, "mode of sockets": stat.S_IMODE(os.stat(sockets).st_mode)}
     found["address"] = ray.get_runtime_context().gcs_address
@@ -96,7 +94,9 @@ def start_driver() -> tuple[subprocess.Popen, dict]:
         text=True,
         env=environment(),
     )
-    return driver, json.loads(driver.stdout.readline())
+    line = driver.stdout.readline()
+    assert line, driver.communicate(timeout=60)[1]  # it ended, and says why
+    return driver, json.loads(line)
 
 
 def test_a_driver_that_is_killed_leaves_no_process():
