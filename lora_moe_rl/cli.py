@@ -279,6 +279,7 @@ BENCH = {
     "head": ("bench.head", "logprobs of long sequences: memory and time, against all logits"),
     "dequant": ("bench.dequant", "a quantised base in the trainer, against one of numbers"),
     "refit": ("bench.refit", "an adapter into vLLM, against vLLM's own ways and a plain copy"),
+    "transports": ("bench.transports", "a part of a version, by each transport, against a copy"),
     "replay": ("bench.replay", "router replay: bytes, codec, its share of a step, its effect"),
     "export": ("bench.export", "merging a checkpoint, against cp and PEFT"),
     "loading": ("bench.loading", "what each trainer rank reads of a checkpoint, and its memory"),

@@ -79,6 +79,17 @@ class PartLayout:
     nbytes: int
     entries: tuple[Entry, ...]
 
+    def runs(self, rank: int) -> list[tuple[int, int]]:
+        """Where the boxes for engine rank `rank` lie: (first byte, last + 1), of boxes without
+        others between them in one."""
+        found: list[tuple[int, int]] = []
+        ends = [entry.offset for entry in self.entries[1:]] + [self.nbytes]
+        for entry, end in zip(self.entries, ends, strict=True):
+            if rank in entry.targets:
+                start = found.pop()[0] if found and found[-1][1] == entry.offset else entry.offset
+                found.append((start, end))
+        return found
+
 
 @dataclass(frozen=True)
 class SentPart:

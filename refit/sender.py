@@ -76,10 +76,10 @@ class Sender:
         `outgoing`: this rank's end of the transport. Raises RefitError when this rank does not hold
         what the plan wants of it, or when there is no room."""
         self.layout, self.outgoing = layout, outgoing
-        self.buffer = outgoing.memory(layout.nbytes)
-        on_host = isinstance(self.buffer, np.ndarray)
         tensors = (tensor for boxes in held.values() for _, tensor in boxes)
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        self.buffer = outgoing.memory(layout.nbytes, device)
+        on_host = isinstance(self.buffer, np.ndarray)
         self.copies = port_of(device)
         self.staged = on_host and self.copies.apart
         self.runs: list[Run] = []

@@ -162,8 +162,9 @@ class RefitConfig(Section):
     transport: str = Field(
         "auto",
         description="How adapters travel: by shared memory (shm), from GPU to GPU of one machine "
-        "(cuda_ipc), by torch.distributed (distributed), or through refit.directory (directory); "
-        "auto: shm when trainer and engines are on one machine, else distributed.",
+        "(cuda_ipc), from GPU to GPU by RDMA, NVLink or TCP (nixl), by torch.distributed "
+        "(distributed), or through refit.directory (directory); auto: shm when trainer and engines "
+        "are on one machine, else distributed.",
     )
     directory: str | None = Field(
         None,

@@ -37,6 +37,7 @@ from lora_moe_rl.planner.base import (
 from lora_moe_rl.planner.facts import Facts, Format
 from lora_moe_rl.planner.formats import itemsize, packed_in_trainer, scratch_bytes, trainer_bytes
 from lora_moe_rl.planner.hardware import FRAGMENTATION, RUNTIME_BYTES
+from lora_moe_rl.refit.transports import ON_GPU
 
 FLOAT32 = 4
 # Kinds of memory that stay between updates.
@@ -155,7 +156,7 @@ class TrainerMemory:
         if config.trainer.offloads_moments:
             moments, host = 0, moments
             stepped = 3 * min(stepped, OFFLOAD_BYTES)  # and two moments, of a part at a time
-        on_gpu = config.refit.transport == "cuda_ipc" and not config.offline  # a version stays
+        on_gpu = config.refit.transport in ON_GPU and not config.offline  # a version stays
         memory = {
             "base": held.base_bytes[self.weights],
             "scratch": scratch_bytes(held.packed, self.weights, config.trainer.device),

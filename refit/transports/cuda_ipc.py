@@ -44,7 +44,7 @@ class Outgoing:
     def __init__(self, port: Port):
         self.port = port
 
-    def memory(self, nbytes: int) -> torch.Tensor:
+    def memory(self, nbytes: int, device: torch.device) -> torch.Tensor:
         try:
             buffer = self.port.empty(nbytes).zero_()  # what is between boxes is looked at too
             self.told = json.dumps(self.port.share(buffer))

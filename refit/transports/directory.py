@@ -61,7 +61,7 @@ class Outgoing:
         self.root, self.layout = Path(directory), layout
         self.offered: SentPart | None = None
 
-    def memory(self, nbytes: int) -> np.ndarray:
+    def memory(self, nbytes: int, device: torch.device) -> np.ndarray:
         self.buffer = host_memory(nbytes)
         return self.buffer
 

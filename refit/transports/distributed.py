@@ -67,7 +67,7 @@ class Outgoing:
         self.offered: int | None = None  # a version
         threading.Thread(target=self._serve, name="refit", daemon=True).start()
 
-    def memory(self, nbytes: int) -> np.ndarray:
+    def memory(self, nbytes: int, device: torch.device) -> np.ndarray:
         buffer = host_memory(nbytes)
         self.whole = torch.from_numpy(buffer)
         return buffer
@@ -106,7 +106,7 @@ class Outgoing:
                     continue
                 store.set(ask["ask"], READY)
                 group = group or _group(store, link, SENDER, self.host, self.timeout_s)
-                for start, stop in runs(self.layout, ask["rank"]):
+                for start, stop in self.layout.runs(ask["rank"]):
                     group.send([self.whole[start:stop]], RECEIVER, 0).wait()
         except (RuntimeError, TimeoutError) as error:  # the worker is gone, or gave up
             self.links.pop(link, None)
@@ -133,7 +133,7 @@ class Incoming:
         try:
             if sent.path not in self.links:
                 self.links[sent.path] = _Link(sent.path, self.timeout_s)
-            pieces = [whole[start:stop] for start, stop in runs(layout, self.rank)]
+            pieces = [whole[start:stop] for start, stop in layout.runs(self.rank)]
             self.links[sent.path].fetch(pieces, self.rank, sent.version, self.left)
         except (RuntimeError, OSError) as error:
             if link := self.links.pop(sent.path, None):
@@ -184,18 +184,6 @@ class _Link:
         answer = self.store.get(ask).decode()
         self.store.delete_key(ask)
         return answer
-
-
-def runs(layout: PartLayout, rank: int) -> list[tuple[int, int]]:
-    """Where the boxes for engine rank `rank` lie in the buffer: (first byte, last + 1), of boxes
-    without others between them in one."""
-    found: list[tuple[int, int]] = []
-    ends = [entry.offset for entry in layout.entries[1:]] + [layout.nbytes]
-    for entry, end in zip(layout.entries, ends, strict=True):
-        if rank in entry.targets:
-            start = found.pop()[0] if found and found[-1][1] == entry.offset else entry.offset
-            found.append((start, end))
-    return found
 
 
 def _read_ask(message: bytes) -> dict | None:

@@ -10,12 +10,16 @@ import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lora_moe_rl.config import RefitConfig
 from lora_moe_rl.refit import transports
 from lora_moe_rl.refit.parts import PartLayout, SentPart, check_room, open_part
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Channel(transports.Channel):
@@ -41,7 +45,7 @@ SHARED_MEMORY = Channel(RefitConfig(transport="shm"))
 class Outgoing:
     """A trainer rank's memory, and its path in /proc."""
 
-    def memory(self, nbytes: int) -> np.ndarray:
+    def memory(self, nbytes: int, device: torch.device) -> np.ndarray:
         check_room(nbytes)  # memory without a name has no limit of its own but the machine's
         self.descriptor = os.memfd_create("lora_moe_rl")
         os.posix_fallocate(self.descriptor, 0, nbytes)  # to run out while writing kills the process

@@ -52,10 +52,13 @@ def all_sent(channel: Channel, dtype="float32", device="cpu"):
     return SimpleNamespace(layouts=layouts, senders=senders, sent=sent)
 
 
-def offer_and_wait(pipe) -> None:
-    """A trainer process: offers a version, then lives until it is killed."""
-    all_ = all_sent(make_channel("distributed"))
+def offer_and_wait(pipe, transport: str = "distributed") -> None:
+    """A trainer process: offers a version, and the next one when it is told to, then lives until it
+    is killed."""
+    all_ = all_sent(make_channel(transport))
     pipe.send((all_.layouts, all_.sent))
+    pipe.recv()
+    pipe.send([sender.send(VERSION + 1) for sender in all_.senders])
     time.sleep(60)
 
 

@@ -68,6 +68,7 @@ def test_an_engine(tmp_path):
     assert list(found) == ["qwen3_moe", "deepseek_v3", "qwen3_30b_a3b"]
     for name, one in found.items():
         assert one["started"]["device"] == "cpu" and len(one["publish_s"]["shm"]) == 4
+        assert one["publish_s"].keys() == {"shm", "nixl"}
         if name != "qwen3_30b_a3b":  # whose weights nobody else has
             assert one["logprobs"]["base"] < 1e-4 and one["logprobs"]["adapter"] < 1e-4
             assert one["logprobs"]["effect"] > 0.5

@@ -18,7 +18,7 @@ TWO = TrainerConfig(world_size=2, pp=2)
 SEQUENCES = [[30 + i % 90 for i in range(40)]]
 
 
-@pytest.mark.parametrize("kind", ["directory", "distributed"])
+@pytest.mark.parametrize("kind", ["directory", "distributed", "nixl"])
 def test_a_version_is_the_same_by_every_transport(engine, kind, tmp_path):
     tensors = engine.random_adapter(seed=51)
     expected, _ = engine.score(SEQUENCES, engine.new_version(tensors))

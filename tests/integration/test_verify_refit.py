@@ -29,13 +29,13 @@ def test_experts_over_two_workers_from_two_layouts(model, capsys):
     """A worker's experts come from another place of a trainer rank than it has them."""
     code, report = verify(
         capsys, model, "--engines", "tp2ep", "--trainers", "pp2,tp2ep2",
-        "--transports", "shm,distributed", "adapter.rank=6", "adapter.expert_rank=3",
+        "--transports", "shm,distributed,nixl", "adapter.rank=6", "adapter.expert_rank=3",
     )  # fmt: skip
     assert code == 0 and report["passed"], json.dumps(report, indent=1)
     base, *rows = report["rows"]
     assert base["trainer"] == "" and 0 < base["merged_error"] <= report["tolerance"] == 5e-6
     assert {(row["trainer"], row["transport"]) for row in rows} == {
-        (trainer, kind) for trainer in ("pp2", "tp2ep2") for kind in ("shm", "distributed")
+        (trainer, kind) for trainer in ("pp2", "tp2ep2") for kind in ("shm", "distributed", "nixl")
     }
     for row in rows:
         assert row["unlike"] == [] and row["nbytes"] > 0 and row["effect"] > 1e-3

@@ -95,11 +95,12 @@ def test_classes_are_the_sums_of_their_tensors(model, adapter):
             assert c.adapter_parameters == c.trained_parameters == adapters
 
 
-def test_a_version_that_stays_on_the_trainers_gpu_is_counted_there():
+@pytest.mark.parametrize("transport", ["cuda_ipc", "nixl"])
+def test_a_version_that_stays_on_the_trainers_gpu_is_counted_there(transport):
     facts = find("qwen3-30b-a3b")
     trainer = {"world_size": 8, "pp": 2, "ep": 4}
     stays, goes = (
-        config_of(trainer=trainer, refit={"transport": name}) for name in ("cuda_ipc", "shm")
+        config_of(trainer=trainer, refit={"transport": name}) for name in (transport, "shm")
     )
     spec = AdapterSpec.build(facts.shape, stays.adapter)
     memory = TrainerMemory(facts, spec, "bf16")

@@ -8,6 +8,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transport_ranks import VERSION, all_sent, make
 
 from lora_moe_rl.errors import RefitError
@@ -52,7 +53,7 @@ def test_without_its_manifest_a_version_is_not_there(published):
 def test_a_version_that_is_written_again_is_not_there_until_it_is_whole(published):
     """An earlier run came further: its version 12 must not be taken for this run's."""
     end = directory.Outgoing(str(published.root), published.layout)
-    end.memory(published.layout.nbytes)
+    end.memory(published.layout.nbytes, torch.device("cpu"))
     end.offer(published.sent[0])
     with pytest.raises(RefitError, match="version 12 is not published"):
         published.open()
@@ -61,7 +62,7 @@ def test_a_version_that_is_written_again_is_not_there_until_it_is_whole(publishe
 def test_a_version_that_is_offered_again_stays_whole(published):
     """A skipped update leaves the version as it was; engines that come back still need it."""
     end = directory.Outgoing(str(published.root), published.layout)
-    end.memory(published.layout.nbytes)
+    end.memory(published.layout.nbytes, torch.device("cpu"))
     sent = end.offer(published.sent[0])
     directory.publish(published.root, [sent, published.sent[1]])
     assert end.offer(published.sent[0]) == sent

@@ -309,7 +309,9 @@ def test_a_part_goes_with_its_sender():
     gc.collect()
 
 
-@pytest.mark.parametrize("memory", [shm.Outgoing().memory, parts.host_memory])
+@pytest.mark.parametrize(
+    "memory", [lambda n: shm.Outgoing().memory(n, torch.device("cpu")), parts.host_memory]
+)
 def test_a_part_larger_than_memory_is_an_error(memory):
     with pytest.raises(RefitError, match="no room for"):
         memory(2**60)

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
+import torch
 from mapped_files import Files
 from transport_ranks import VERSION, all_sent, make, make_channel, offer_and_wait
 
@@ -36,7 +37,7 @@ from lora_moe_rl.refit.transports import (
 )
 from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
 
-KINDS = ["shm", "directory", "distributed", "cuda_ipc"]
+KINDS = ["shm", "directory", "distributed", "cuda_ipc", "nixl"]
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +67,7 @@ def boxes_arrive(channel, dtype):
                 np.testing.assert_array_equal(buffer[place], sender.buffer[place])
 
 
-@pytest.mark.parametrize("kind", ["shm", "distributed", "cuda_ipc"])
+@pytest.mark.parametrize("kind", ["shm", "distributed", "cuda_ipc", "nixl"])
 def test_a_byte_that_changes_on_the_way_is_named(kind, tmp_path):
     channel = make(kind, tmp_path)
     all_ = all_sent(channel)
@@ -82,7 +83,7 @@ def test_a_byte_that_changes_on_the_way_is_named(kind, tmp_path):
 def test_a_pair_of_ranks_has_one_message():
     for layout in all_sent(SHARED_MEMORY).layouts:
         for rank in (0, 1):
-            ((start, stop),) = distributed.runs(layout, rank)
+            ((start, stop),) = layout.runs(rank)
             mine = [e for e in layout.entries if rank in e.targets]
             assert start == mine[0].offset and stop - start < layout.nbytes
             assert stop - start < sum(e.nbytes("float32") for e in mine) + 64 * len(mine)
@@ -234,11 +235,11 @@ def test_memory_that_cannot_be_shared_leaves_another_way_out(monkeypatch):
     monkeypatch.setattr(cuda_ipc.Channel, "port", ipc.Cuda())
     channel = make_channel("cuda_ipc")
     with pytest.raises(RefitError, match="cuda_ipc: this process has no GPU; or use shm"):
-        channel.outgoing(None, "127.0.0.1").memory(64)
+        channel.outgoing(None, "127.0.0.1").memory(64, torch.device("cpu"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
     with pytest.raises(RefitError, match="PYTORCH_ALLOC_CONF has expandable_segments:True, .* shm"):
-        channel.outgoing(None, "127.0.0.1").memory(64)
+        channel.outgoing(None, "127.0.0.1").memory(64, torch.device("cpu"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     handles = dict.fromkeys(ipc.HANDLES, "AAE=") | dict.fromkeys(ipc.SIZES, 0) | {"sync": True}
     sent = SentPart(0, 12, json.dumps(handles), 64, (1,))
@@ -286,7 +287,8 @@ def test_a_transport_is_added_by_one_file(tmp_path, monkeypatch):
     (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     (tmp_path / "copies.py").write_text(code)
     monkeypatch.setattr(transports, "__path__", [*transports.__path__, str(tmp_path)])
-    assert transports.transport_names() == ("copies", "cuda_ipc", "directory", "distributed", "shm")
+    ours = ("cuda_ipc", "directory", "distributed", "nixl", "shm")
+    assert transports.transport_names() == ("copies", *ours)
     resolve(RunConfig(refit=RefitConfig(transport="copies")))  # as a run is asked for it
     channel = from_json(make_channel("copies").to_json())
     boxes_arrive(channel, "float32")
@@ -300,7 +302,7 @@ def test_a_transport_is_added_by_one_file(tmp_path, monkeypatch):
 def test_the_names_of_transports_are_had_without_torch():
     code = (
         "import sys; from lora_moe_rl.refit.transports import transport_names;"
-        "assert transport_names() == ('cuda_ipc', 'directory', 'distributed', 'shm');"
+        "assert transport_names() == ('cuda_ipc', 'directory', 'distributed', 'nixl', 'shm');"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

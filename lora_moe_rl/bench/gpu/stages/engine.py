@@ -27,6 +27,7 @@ from lora_moe_rl.refit.parts import STORAGE, part_layouts
 from lora_moe_rl.refit.plan import EngineLayout, make_plan
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.rollout.facts import Dtype, slot_rank
+from lora_moe_rl.upstream.versions import importable
 from lora_moe_rl.verify.comparisons import largest
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 SHAPES = ("qwen3_moe", "deepseek_v3")
 WIDE, WIDE_LAYERS = "qwen3_30b_a3b", {"cuda": 8, "cpu": 2}
 VERSIONS = 4  # by each transport
-TRANSPORTS = {"cuda": ("shm", "cuda_ipc"), "cpu": ("shm",)}
+TRANSPORTS = {"cuda": ("shm", "cuda_ipc", "nixl"), "cpu": ("shm", "nixl")}
 SEQUENCES, LENGTH = 4, 40
 STREAMS, RESPONSE = {"cuda": 256, "cpu": 8}, {"cuda": 64, "cpu": 8}
 # Largest difference from Hugging Face's logprobs in float32, where a rounding in a router may take
@@ -146,6 +147,8 @@ class Bench:
         rank = SendingRank(self.config, self.spec, 0, self.device)
         taken = {}
         for name in TRANSPORTS[self.device]:
+            if name == "nixl" and not importable("nixl_cu13"):
+                continue
             channel = transports.channel(RefitConfig(transport=name))
             rank.prepare_refit(layouts, channel)
             await self.engine.prepare_refit(layouts, channel)

@@ -1,0 +1,46 @@
+"""`bench transports`: real processes, small parts; other bytes have no seconds to report."""
+
+import json
+
+import numpy as np
+import pytest
+
+from lora_moe_rl.bench import transports
+from lora_moe_rl.errors import BenchmarkError
+
+
+def test_each_transport_brings_each_size(capsys):
+    assert transports.main(["--mib", "1,2", "--rounds", "2", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["mib"], row["transport"]) for row in rows] == [
+        (mib, name) for mib in (1, 2) for name in transports.ROWS
+    ]
+    for row in rows:
+        nbytes = row["mib"] * 2**20
+        assert row["GB/s"] == pytest.approx(nbytes / row["seconds"] / 1e9)
+        assert row["seconds"] > 0 and row["of a copy"] > 0
+
+
+def stale(pipe, channel_json, layout):
+    """A worker that keeps what it got first."""
+    first = None
+    while (sent := pipe.recv()) is not None:
+        incoming = transports.transports.from_json(channel_json).incoming(0)
+        first = np.array(incoming.open(layout, sent)) if first is None else first
+        pipe.send((transports.digest(first), 1e-3, 1e-3))
+
+
+def test_a_version_that_is_not_the_senders_has_no_seconds(monkeypatch):
+    monkeypatch.setattr(transports, "taking", stale)
+    with pytest.raises(BenchmarkError, match="shm: other bytes arrived"):
+        transports.measured("shm", 1, 1)
+
+
+def gone(pipe, channel_json, layout):
+    pass
+
+
+def test_a_process_that_ends_is_told(monkeypatch):
+    monkeypatch.setattr(transports, "sending", gone)
+    with pytest.raises(BenchmarkError, match="a process of the benchmark has ended"):
+        transports.measured("shm", 1, 1)
