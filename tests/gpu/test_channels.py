@@ -92,3 +92,32 @@ def test_boxes_are_written_out_of_memory_that_was_locked():
     assert torch.equal(part.cpu(), torch.nn.functional.pad(values, (0, 32)))
     assert torch.equal(several.cpu(), values.expand(3, 16, 32))
     assert not sources.locked(0, memory.copy())  # unlocks the one before
+
+
+def offer_by_nixl(pipe) -> None:
+    torch.cuda.set_device(0)
+    all_ = all_sent(make_channel("nixl"), "bfloat16", "cuda")
+    pipe.send((all_.layouts, all_.sent))
+    pipe.recv()
+
+
+def test_a_version_is_read_by_nixl_out_of_another_process():
+    pytest.importorskip("nixl_cu13")
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=offer_by_nixl, args=(theirs,))
+    process.start()
+    assert ours.poll(120)
+    layouts, sent = ours.recv()
+    here = all_sent(SHARED_MEMORY, "bfloat16")
+    end = make_channel("nixl").incoming(0)
+    for _ in range(2):
+        for layout, part, sender in zip(layouts, sent, here.senders, strict=True):
+            memory = end.open(layout, part)
+            assert memory.is_cuda and part.version == VERSION
+            mine = [i for i, entry in enumerate(layout.entries) if 0 in entry.targets]
+            parts.check_received(layout, part, memory, mine)
+            for span in (layout.entries[i].span(layout.dtype) for i in mine):
+                np.testing.assert_array_equal(memory[span].cpu().numpy(), sender.buffer[span])
+    ours.send("end")
+    process.join(60)
+    assert process.exitcode == 0
