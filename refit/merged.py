@@ -63,7 +63,9 @@ class MergedReceiver(Worker):
             self._refit_weights = Weights(self.model_runner)
         self._refit_layouts = {layout.source: layout for layout in parts.from_json(layouts_json)}
         self._refit_modules = self._refit_find_modules()
-        self._refit_incoming = transports.from_json(channel_json).incoming(self.rank)
+        channel = transports.from_json(channel_json)
+        transports.check(channel.settings)
+        self._refit_incoming = channel.incoming(self.rank)
         if not self._refit_touched:
             self._refit_check_layout()
         return {"modules": [module.path for module in self._refit_modules], "slots": 0}

@@ -24,6 +24,7 @@ from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.refit import transports
 from lora_moe_rl.refit.parts import Entry, PartLayout, SentPart, digest
 from lora_moe_rl.refit.plan import Box
+from lora_moe_rl.upstream.versions import importable
 from lora_moe_rl.verify.report import table
 
 ABOUT = """\
@@ -53,13 +54,21 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=positive, default=7, help="versions of each size (7)")
     options = parser.parse_args(argv)
     busy = busy_cores()
-    rows = [measured(row, mib, options.rounds) for mib in options.mib for row in ROWS]
+    lacking = {row: lacks for row, (name, _) in ROWS.items() if (lacks := lacked(name))}
+    there = [row for row in ROWS if row not in lacking]
+    rows = [measured(row, mib, options.rounds) for mib in options.mib for row in there]
     for row in rows:
         (shm,) = (one for one in rows if one["mib"] == row["mib"] and one["transport"] == "shm")
         row["of a copy"] = row["seconds"] / shm["copy"]
-    result = {"rows": rows, "cores": cores(), "busy_cores_before": busy, "goals": {}}
-    report.conclude(result, options.json, parts)
+    result = {"rows": rows, "lacking": lacking, "cores": cores(), "busy_cores_before": busy}
+    report.conclude(result | {"goals": {}}, options.json, parts)
     return 0
+
+
+def lacked(name: str) -> list[str]:
+    """Modules of a transport that are not installed."""
+    kind = type(transports.channel(RefitConfig.model_construct(transport=name)))
+    return [module for module in kind.modules if not importable(module)]
 
 
 def measured(row: str, mib: int, rounds: int) -> Result:
@@ -187,3 +196,5 @@ def parts(result: Result) -> Iterable[Any]:
             f"{1e3 * row['first']:.0f}",
         )
     yield shown
+    for row, modules in result["lacking"].items():
+        yield f"{row}: not measured, {', '.join(modules)} is not installed"

@@ -139,8 +139,9 @@ def check(settings: RefitConfig) -> None:
 def choose(settings: RefitConfig, trainer: Iterable[str], engines: Iterable[str]) -> Channel:
     """`trainer` and `engines`: where each of them runs, see `place`.
 
-    Raises ConfigError for a transport that processes at these places cannot use.
+    Raises ConfigError for a transport that processes at these places cannot use, and as `check`.
     """
+    check(settings)
     places, reason = [*trainer, *engines], None
     names = AUTO if settings.transport == "auto" else (settings.transport,)
     for name in names:

@@ -1,9 +1,10 @@
 """NIXL: a worker reads what it needs out of a trainer rank's memory, over RDMA, NVLink or TCP.
 
 A part stays where it was packed, on the host or on a GPU, and its memory is registered once with
-UCX, which finds the way: `SentPart.path` tells workers of both, as JSON. A read is the worker's
-alone: a trainer rank does nothing for it, and does not notice a worker that is lost. Nor does it
-see which version is asked for: bytes of another one have other checksums.
+UCX, which finds the way: `SentPart.path` tells workers of both, as JSON. A read is one-sided: the
+trainer rank does nothing for it (over TCP NIXL's thread there answers), and does not notice a
+worker that is lost. Nor does it see which version is asked for: bytes of another one have other
+checksums.
 
 NIXL's Python class lets a thread of its own spin on one core as long as it lives; here are the
 bindings below it, with a thread that sleeps until something comes.
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import base64
 import json
-import logging
 import os
 import time
 import uuid
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 PROGRESS_US = 10_000  # the longest sleep of NIXL's thread; it wakes when something comes
 POLL_S = 2e-4
-# UCX keeps the registration of memory that is gone, without bound unless it is told one; vLLM's
-# connectors set the same (`vllm/distributed/nixl_utils.py`).
-UNRELEASED = ("UCX_RCACHE_MAX_UNRELEASED", "1024")
-
-# Reads that did not end in time may still write: their memory is never used again, nor freed.
-ABANDONED: list[tuple[Agent, int, Memory]] = []
-
-log = logging.getLogger(__name__)
+KINDS = ("DRAM", "VRAM")  # NIXL's kinds of memory
+# What UCX is told unless the environment says otherwise.
+VARIABLES = {
+    # It keeps the registration of memory that is gone, without bound unless it is told one; vLLM's
+    # connectors set the same (`vllm/distributed/nixl_utils.py`).
+    "UCX_RCACHE_MAX_UNRELEASED": "1024",
+    "UCX_DEBUG_SIGNO": "0",  # else SIGHUP makes it log all it does, and ends no process any more
+}
 
 
 class Channel(transports.Channel):
@@ -62,7 +62,7 @@ class Told:
 
     agent: str
     metadata: str  # base64
-    kind: str  # NIXL's: DRAM or VRAM
+    kind: str  # one of KINDS
     address: int
     device: int
     tensor: bool  # whether it is memory of a device to sender and receiver
@@ -70,7 +70,27 @@ class Told:
     @classmethod
     def read(cls, path: str) -> Told:
         """Raises ValueError or TypeError for what is none."""
-        return cls(**json.loads(path))
+        told = cls(**json.loads(path))
+        texts, numbers = (told.agent, told.metadata), (told.address, told.device)
+        if not all(isinstance(one, str) for one in texts) or told.kind not in KINDS:
+            raise ValueError(f"it names no agent and kind of memory: {path[:80]}")
+        if not all(type(one) is int and 0 <= one < 2**63 for one in numbers):
+            raise ValueError(f"it tells no place: address {told.address}, device {told.device}")
+        return told
+
+
+@dataclass(frozen=True)
+class Late:
+    """A read that did not end in time, and may still write: until it has ended, its room is not
+    used, nor freed, and its peer not forgotten."""
+
+    agent: Agent
+    request: int
+    room: Memory
+    peer: str
+
+
+LATE: list[Late] = []  # of this process: also when the end that began it is gone
 
 
 class Outgoing:
@@ -88,8 +108,8 @@ class Outgoing:
 
 
 class Incoming:
-    """An engine worker's end. All parts come through one buffer, the largest part's size, one after
-    the other: what `open` has returned is overwritten by the next."""
+    """An engine worker's end. All parts come through one room, one after the other, which grows to
+    the largest part: what `open` has returned is overwritten by the next."""
 
     def __init__(self, rank: int, timeout_s: float):
         self.rank, self.timeout_s, self.agent = rank, timeout_s, Agent()
@@ -102,33 +122,36 @@ class Incoming:
             told = Told.read(sent.path)
         except (ValueError, TypeError) as error:
             raise RefitError(f"{whose} did not tell where its part is ({error})") from error
-        memory = self._room(layout.nbytes, told.tensor)[: layout.nbytes]
+        _end_late(self.agent)
         try:
-            self._know(sent.source, told)
-            self._read(told, memory, layout.runs(self.rank))
+            memory = self._room_for(layout.nbytes, told.tensor)[: layout.nbytes]
+            if runs := layout.runs(self.rank):
+                self._know(sent.source, told)
+                self._read(told, memory, runs)
         except (*self.agent.errors, TimeoutError, ValueError) as error:
-            self._forget(sent.source)
+            if not isinstance(error, TimeoutError):
+                self._forget(sent.source)
             raise RefitError(
                 f"{whose} did not send its part; it is gone, cannot be reached, or took longer "
                 f"than refit.timeout_s={self.timeout_s:g} ({error})"
             ) from error
         return memory
 
-    def _room(self, nbytes: int, tensor: bool) -> Memory:
-        """The buffer, when nothing reads it any more."""
+    def _room_for(self, nbytes: int, tensor: bool) -> Memory:
+        """When nothing uses it any more: reads do not wait for the stream of a GPU."""
         room = self.room
-        if isinstance(room, torch.Tensor):
-            port_of(room.device).wait()
         if room is None or room.nbytes < nbytes or isinstance(room, torch.Tensor) != tensor:
             if room is not None:
                 self.agent.deregister(room)
-            self.room = None
+            room = self.room = None  # before there is another
             if tensor:
                 room = _on_gpu(nbytes, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
             else:
                 room = host_memory(nbytes)
             self.agent.register(room)
             self.room = room
+        if isinstance(room, torch.Tensor):
+            port_of(room.device).wait()
         return room
 
     def _know(self, source: int, told: Told) -> None:
@@ -139,7 +162,8 @@ class Incoming:
         self.peers[source] = told.agent
 
     def _forget(self, source: int) -> None:
-        if (name := self.peers.pop(source, None)) is not None:
+        name = self.peers.pop(source, None)
+        if name is not None and not any(late.peer == name for late in LATE):
             self.agent.leave(name)
 
     def _read(self, told: Told, memory: Memory, runs: Sequence[tuple[int, int]]) -> None:
@@ -147,7 +171,7 @@ class Incoming:
         deadline = time.monotonic() + self.timeout_s
         while not self.agent.done(request):
             if time.monotonic() > deadline:
-                ABANDONED.append((self.agent, request, memory))
+                LATE.append(Late(self.agent, request, self.room, told.agent))
                 self.room = None
                 raise TimeoutError(f"no answer within {self.timeout_s:g} s")
             time.sleep(POLL_S)
@@ -157,17 +181,15 @@ class Agent:
     """NIXL in this process, over UCX."""
 
     def __init__(self):
-        os.environ.setdefault(*UNRELEASED)
+        for name, value in VARIABLES.items():
+            os.environ.setdefault(name, value)
         try:
             from nixl_cu13 import _bindings as nixl
         except ImportError as error:
             raise RefitError(f"refit.transport=nixl: {error}") from error
-        # Any of what NIXL raises.
-        self.errors = tuple(
-            one
-            for one in vars(nixl).values()
-            if isinstance(one, type) and issubclass(one, Exception)
-        )
+        own = (one for one in vars(nixl).values() if isinstance(one, type))
+        # What NIXL raises, and its bindings for what C++ throws.
+        self.errors = (RuntimeError, *(one for one in own if issubclass(one, Exception)))
         self.nixl, self.name = nixl, f"lora_moe_rl-{uuid.uuid4().hex}"
         config = nixl.nixlAgentConfig()
         config.useProgThread, config.pthrDelay = True, PROGRESS_US
@@ -239,7 +261,19 @@ class Agent:
         return self.nixl.nixlRegDList(self._kind(kind), [(address, memory.nbytes, device, "")])
 
     def _kind(self, name: str) -> Any:
-        return {"DRAM": self.nixl.DRAM_SEG, "VRAM": self.nixl.VRAM_SEG}[name]
+        return getattr(self.nixl, f"{name}_SEG")
+
+
+def _end_late(agent: Agent) -> None:
+    """Gives up the rooms of reads that have ended since."""
+    for late in [one for one in LATE if one.agent is agent]:
+        try:
+            if not agent.done(late.request):
+                continue
+        except agent.errors:  # it has failed, which is an end too
+            pass
+        LATE.remove(late)
+        agent.deregister(late.room)
 
 
 def _place(memory: Memory) -> tuple[str, int, int]:

@@ -21,6 +21,14 @@ def test_each_transport_brings_each_size(capsys):
         assert row["seconds"] > 0 and row["of a copy"] > 0
 
 
+def test_what_is_not_installed_is_said_and_the_others_measured(monkeypatch, capsys):
+    monkeypatch.setattr(transports, "importable", lambda module: module != "nixl_cu13")
+    assert transports.main(["--mib", "1", "--rounds", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "nixl over TCP: not measured, nixl_cu13 is not installed" in shown
+    assert "distributed" in shown
+
+
 def stale(pipe, channel_json, layout):
     """A worker that keeps what it got first."""
     first = None

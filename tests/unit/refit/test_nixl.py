@@ -9,7 +9,10 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -138,14 +141,32 @@ def test_a_rank_that_hangs_is_given_up_and_what_it_may_still_write_to_is_not_use
     stop(trainer.process)
     with pytest.raises(RefitError, match="longer than refit.timeout_s=1 .no answer within 1 s"):
         worker.open(layout, sent)
-    assert worker.room is None and np.shares_memory(nixl.ABANDONED[-1][2], room)
+    (late,) = nixl.LATE
+    assert worker.room is None and late.room is room
     other = start_trainer()
     np.testing.assert_array_equal(read(worker, other.layouts[1], other.sent[1]), expected)
+    assert not np.shares_memory(worker.room, room)
     room[:] = 0
     os.kill(trainer.process.pid, signal.SIGCONT)  # and now it answers
     time.sleep(0.5)
     np.testing.assert_array_equal(read(worker, layout, sent), expected)
-    assert not np.shares_memory(worker.room, room)
+    assert not nixl.LATE and room.any() and not np.shares_memory(worker.room, room)
+
+
+def test_of_a_rank_that_hung_and_then_died_nothing_is_left(start_trainer, over_tcp):
+    trainer, worker = start_trainer(), incoming(timeout_s=1)
+    layout, sent = trainer.layouts[1], trainer.sent[1]
+    read(worker, layout, sent)
+    stop(trainer.process)
+    for _ in range(2):
+        with pytest.raises(RefitError, match="no answer within 1 s"):
+            worker.open(layout, sent)
+    assert len(nixl.LATE) == 2
+    trainer.process.kill()
+    trainer.process.join()
+    again = start_trainer()
+    read(worker, again.layouts[1], again.sent[1])
+    assert nixl.LATE == []
 
 
 def fetch_for_ever(pipe, layout, sent) -> None:
@@ -195,18 +216,59 @@ def test_parts_of_a_device_are_read_into_memory_of_a_device(dtype, monkeypatch):
     assert isinstance(worker.open(other.layouts[0], other.sent[0]), np.ndarray)
 
 
-def test_a_part_larger_than_the_buffer_takes_a_larger_one():
+def test_a_part_larger_than_the_room_takes_a_larger_one_when_that_is_gone(monkeypatch):
     all_, worker = all_sent(make_channel("nixl")), incoming()
-    worker._room(64, False)
-    small = worker.room
+    small = weakref.ref(worker._room_for(64, False))
+    alive = []
+
+    def memory(nbytes):
+        alive.append(small())
+        return parts.host_memory(nbytes)
+
+    monkeypatch.setattr(nixl, "host_memory", memory)
     read(worker, all_.layouts[0], all_.sent[0])
-    assert worker.room is not small and worker.room.nbytes == all_.layouts[0].nbytes
-    assert not np.shares_memory(worker._room(64, False), small)
+    assert alive == [None] and worker.room.nbytes == all_.layouts[0].nbytes
+    room = worker.room
+    assert worker._room_for(64, False) is room
 
 
-@pytest.mark.parametrize(
-    "path", ["", "[1", "3", "{}", '{"agent": "x"}'], ids=["none", "json", "number", "empty", "some"]
-)
+def test_no_read_begins_before_the_stream_has_ended(monkeypatch):
+    """Of a new room too: it was memory of what the stream still does."""
+    order = []
+    monkeypatch.setattr(nixl, "host_memory", lambda n: torch.zeros(n, dtype=torch.uint8))
+    all_ = all_sent(make_channel("nixl"))
+
+    class Port:
+        def wait(self):
+            order.append("wait")
+
+    def on_gpu(nbytes, device):
+        order.append("room")
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    begin = nixl.Agent.read
+    monkeypatch.setattr(nixl, "port_of", lambda device: Port())
+    monkeypatch.setattr(nixl, "_on_gpu", on_gpu)
+    monkeypatch.setattr(
+        nixl.Agent, "read", lambda self, *told: order.append("read") or begin(self, *told)
+    )
+    worker = incoming()
+    for layout, sent in zip(all_.layouts, all_.sent, strict=True):
+        read(worker, layout, sent)
+    grown = all_.layouts[1].nbytes > all_.layouts[0].nbytes
+    assert order == ["room", "wait", "read", *(["room"] if grown else []), "wait", "read"]
+
+
+def test_a_worker_that_needs_nothing_of_a_part_asks_for_nothing():
+    """A trainer rank with experts that this worker does not serve."""
+    all_, worker = all_sent(make_channel("nixl")), incoming(rank=7)
+    for layout, sent in zip(all_.layouts, all_.sent, strict=True):
+        assert layout.runs(7) == []
+        assert worker.open(layout, sent).nbytes == layout.nbytes
+    assert worker.peers == {}
+
+
+@pytest.mark.parametrize("path", ["", "[1", "3", "{}", '{"agent": "x"}'])
 def test_what_tells_of_no_memory_is_refused(path):
     all_ = all_sent(make_channel("nixl"))
     sent = dataclasses.replace(all_.sent[0], path=path)
@@ -214,7 +276,35 @@ def test_what_tells_of_no_memory_is_refused(path):
         incoming().open(all_.layouts[0], sent)
 
 
-@pytest.mark.parametrize("change", [{"metadata": "AAAA"}, {"metadata": "?"}, {"address": 4096}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": "FILE"},
+        {"kind": 3},
+        {"kind": ["DRAM"]},
+        {"agent": None},
+        {"metadata": 7},
+        {"address": -1},
+        {"address": 1.5},
+        {"address": "7"},
+        {"address": 2**64},
+        {"device": -1},
+        {"device": True},
+    ],
+    ids=str,
+)
+def test_so_is_what_is_told_of_another_kind(change):
+    all_ = all_sent(make_channel("nixl"))
+    told = json.loads(all_.sent[0].path) | change
+    sent = dataclasses.replace(all_.sent[0], path=json.dumps(told))
+    with pytest.raises(RefitError, match="rank 0 did not tell where its part is"):
+        incoming().open(all_.layouts[0], sent)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"metadata": "AAAA"}, {"metadata": "?"}, {"address": 4096}, {"device": 99}, {"kind": "VRAM"}],
+)
 def test_memory_that_is_not_the_senders_is_not_read(change):
     all_, worker = all_sent(make_channel("nixl")), incoming()
     layout, sent = all_.layouts[0], all_.sent[0]
@@ -247,11 +337,29 @@ def test_segments_that_others_cannot_read_are_refused(monkeypatch):
 
 def test_it_is_refused_before_anything_starts(monkeypatch):
     transports.check(RefitConfig(transport="nixl"))
-    with pytest.raises(ConfigError, match="nixl has room for one part .* use refit.transport=auto"):
-        transports.check(RefitConfig(transport="nixl", mode="merged"))
+    merged = RefitConfig(transport="nixl", mode="merged")
+    for refuse in (transports.check, lambda settings: transports.choose(settings, ["a"], ["b"])):
+        with pytest.raises(
+            ConfigError, match="nixl has room for one part .* use refit.transport=auto"
+        ):
+            refuse(merged)
     monkeypatch.setattr(transports, "importable", lambda name: name != "nixl_cu13")
     with pytest.raises(ConfigError, match="nixl needs nixl_cu13, .* pip install nixl-cu13"):
         transports.check(RefitConfig(transport="nixl"))
     for other in transports.transport_names():
         if other not in ("nixl", "directory"):
             transports.check(RefitConfig(transport=other))
+
+
+HANGS_UP = """
+import os, signal, time
+from lora_moe_rl.refit.transports.nixl import Agent
+agent = Agent()
+os.kill(os.getpid(), signal.SIGHUP)
+time.sleep(5)
+"""
+
+
+def test_a_process_with_an_agent_still_ends_when_it_is_hung_up():
+    done = subprocess.run([sys.executable, "-c", HANGS_UP], capture_output=True)
+    assert done.returncode == -signal.SIGHUP, done.stderr

@@ -64,6 +64,15 @@ def test_engines_on_the_cpu_cannot_map_memory_of_a_gpu(monkeypatch):
     device.check_engine(config, spec)
 
 
+def test_a_transport_that_cannot_do_what_is_asked_is_refused_with_the_engine():
+    config, spec = of()
+    config = RunConfig.model_validate(
+        config.model_dump() | {"refit": {"transport": "nixl", "mode": "merged"}}
+    )
+    with pytest.raises(ConfigError, match="nixl has room for one part .* refit.transport=auto"):
+        device.check_engine(config, spec)
+
+
 @pytest.mark.parametrize("cpu", [False, True])
 def test_no_ranks_of_an_engine_are_started_by_ray(cpu):
     """Left to itself, vLLM asks Ray for them wherever a placement group is at hand."""
