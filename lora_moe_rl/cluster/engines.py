@@ -67,13 +67,18 @@ class RolloutEngines(TakingTurns):
         watch: Watch,
         turn: Turn | None,
         manner: Manner | None,
+        places: dict[int, int],
     ) -> tuple[list[Sample], Ref]:
-        """Asks the engine that has least to do, which gives the request up when nobody waits for it
-        any more. Raises EngineDied when it dies over it; it comes back by itself, and its death is
-        counted once, however many were waiting for it."""
+        """Asks the engine that has least to do, and for a further turn that which has the
+        conversation so far in its cache, unless that has clearly more: `places` are those of the
+        ticket's conversations. It gives the request up when nobody waits for it any more. Raises
+        EngineDied when it dies over it; it comes back by itself, and its death is counted once,
+        however many were waiting for it."""
         if manner is None:
             version = max(version, self.newest)
-        index = await self._free_engine(version)
+        index = await self._free_engine(version, places.get(turn.conversation) if turn else None)
+        if turn is not None:
+            places[turn.conversation] = index
         with self._rolls(index) as actor, watch(index):
             asked = token_ids, n, version, seed, turn, manner
             places = n * self.route_pieces

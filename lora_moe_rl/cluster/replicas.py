@@ -170,9 +170,10 @@ class Replicas:
             if not task.cancelled():  # it has died again, and another task brings it back
                 task.result()
 
-    async def _free_engine(self, version: int | None) -> int:
-        """The engine with the fewest requests of those that serve a version (None: any). Raises
-        EngineDied when none does any more, and what kept one from coming back."""
+    async def _free_engine(self, version: int | None, near: int | None = None) -> int:
+        """The engine with the fewest requests of those that serve a version (None: any); `near`,
+        when it has at most a fourth more, or one. Raises EngineDied when none does any more, and
+        what kept one from coming back."""
         while True:
             for index, task in list(self.returning.items()):
                 if task.done():
@@ -182,7 +183,9 @@ class Replicas:
             alive = [index for index in self.present if index not in gone]
             serving = [i for i in alive if version is None or self.oldest[i] <= version]
             if serving:
-                return min(serving, key=lambda index: self.rolling[index])
+                least = min(serving, key=lambda index: self.rolling[index])
+                most = self.rolling[least] + max(1, self.rolling[least] // 4)
+                return near if near in serving and self.rolling[near] <= most else least
             if self.returning and not alive:
                 await asyncio.wait(self.returning.values(), return_when=asyncio.FIRST_COMPLETED)
                 continue

@@ -38,13 +38,13 @@ class TakingTurns(Joining):
             if self.phase is not None:
                 self.phase = after(self.phase, act)
 
-    async def _free_engine(self, version: int | None) -> int:
+    async def _free_engine(self, version: int | None, near: int | None = None) -> int:
         """As the base class says, once requests begin: whoever gets an engine asks it before
         anything else happens."""
         with self.held_up:
             while True:
                 await self.requests_begin.wait()
-                index = await super()._free_engine(version)
+                index = await super()._free_engine(version, near)
                 if self.requests_begin.is_set():
                     self.take(Act.SAMPLE)
                     return index

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,13 +24,20 @@ class TicketPolicy:
     seed: int
     watch: Watch
     manner: Manner | None
+    asked: Iterator[int] = field(default_factory=itertools.count)  # how often without a turn
+    places: dict[int, int] = field(default_factory=dict)  # engines of the conversations
 
     async def sample(
         self, token_ids: Sequence[int], n: int, turn: Turn | None = None
     ) -> tuple[list[Sample], Ref]:
-        seed = self.seed if turn is None else _seed_of(self.seed, turn)
+        if turn is not None:
+            seed = _seed_of(self.seed, turn)
+        elif number := next(self.asked):  # not once more what was sampled before
+            seed = _seed(self.seed, number)
+        else:
+            seed = self.seed
         how = self.version, seed, self.watch, turn, self.manner
-        return await self.engines.sample(token_ids, n, *how)
+        return await self.engines.sample(token_ids, n, *how, self.places)
 
     def join(self, samples: Sequence[Sequence[Ref]]) -> Ref:
         return travel.join(samples)
@@ -65,5 +73,8 @@ class BesidePolicy:
 def _seed_of(seed: int, turn: Turn, *more: int) -> int:
     """Of one turn: of the ticket's seed, the conversation and the turn's number alone, and of
     `more` that tells its conversation from others of that number."""
-    entropy = (seed, turn.conversation, turn.number, *more)
+    return _seed(seed, turn.conversation, turn.number, *more)
+
+
+def _seed(*entropy: int) -> int:
     return int(np.random.SeedSequence(entropy).generate_state(1)[0])

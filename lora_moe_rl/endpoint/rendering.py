@@ -6,17 +6,26 @@ What the policy has written is never rendered where its tokens are known: only w
 from __future__ import annotations
 
 import json
+import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from lora_moe_rl.endpoint.refusal import bad_request
-from lora_moe_rl.environments.parts.templates import SAID, TRIAL, Introduced
-from lora_moe_rl.environments.parts.tool_calls import CLOSE, OPEN, Call, Form, ParseError
+from lora_moe_rl.environments.parts.templates import Introduced, between_turns
+from lora_moe_rl.environments.parts.tool_calls import (
+    CLOSE,
+    OPEN,
+    Call,
+    Form,
+    ParseError,
+    arguments_of,
+)
 from lora_moe_rl.errors import ConfigError
 
 Message = dict[str, Any]
+log = logging.getLogger(__name__)
 
 
 class Chats:
@@ -25,7 +34,7 @@ class Chats:
 
     def __init__(self, tokenizer: Any, calls: str = "json"):
         self.tokenizer, self.form = tokenizer, Form.named(calls)
-        self._tagged = calls == "json"
+        self._tagged, self._warned = calls == "json", False
         self._introduced = lru_cache(64)(self._introduce)
         self._num_ids = max(tokenizer.get_vocab().values()) + 1
 
@@ -41,16 +50,19 @@ class Chats:
         messages: Sequence[Message],
         tools: Sequence[Any],
         kwargs: Mapping[str, Any],
+        turn: Message | None = None,
     ) -> list[int]:
         """The tokens between a turn of the policy and its next: of `messages`, which came between.
         `last`: the token that ended the turn; where the template would write the same, it is not
-        there twice."""
-        asked = [{"role": "user", "content": TRIAL}, {"role": "assistant", "content": SAID}]
-        text = self._rendered([*asked, *messages], tools, kwargs)
-        _, said, after = text.rpartition(SAID)
-        if not said:
+        there twice. `turn`: as the client has it."""
+        names = [str(function.get("name")) for _, function in _calls_of(turn or {})]
+        after = between_turns(
+            lambda asked, begins: self._rendered(asked, tools, kwargs, begins),
+            self.tokenizer.decode([last]), messages, names,
+        )  # fmt: skip
+        if after is None:
             raise bad_request("the model's chat template does not show what an assistant says")
-        return self.encode(after.removeprefix(self.tokenizer.decode([last])))
+        return self.encode(after)
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """`special`: with what the tokenizer puts in front of a text."""
@@ -78,13 +90,21 @@ class Chats:
             found = [_call(call, tools) for call in calls]
         except ParseError:
             found = []
+        except Exception as error:  # of a form of one's own; the turn is in the sample all the same
+            if not self._warned:
+                log.warning("environment.calls raised %r on a turn, which is told as text", error)
+            self._warned, found = True, []
         if not found:
             return text, []
         before = text.partition(OPEN)[0].rstrip() if self._tagged else ""
         return before or None, found
 
     def _rendered(
-        self, messages: Sequence[Message], tools: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        begins: bool = True,
     ) -> str:
         if self.tokenizer.chat_template is None:
             raise bad_request(
@@ -97,7 +117,7 @@ class Chats:
             return (told or self.tokenizer).apply_chat_template(
                 [_for_template(message, shows_calls) for message in messages],
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=begins,
                 **kwargs,
             )
         except ConfigError as error:
@@ -166,17 +186,8 @@ def _for_template(message: Message, shows_calls: bool) -> Message:
 def _call(call: Call, tools: Sequence[Mapping[str, Any]]) -> Message:
     """Raises ParseError for a call by position that has more arguments than the tool, and for
     arguments that cannot be sent."""
-    arguments = dict(call.named)
-    if call.positional:
-        schemas = [tool["function"] for tool in tools if tool["function"]["name"] == call.name]
-        parameters = schemas[0].get("parameters") if schemas else None
-        properties = parameters.get("properties") if isinstance(parameters, dict) else None
-        names = list(properties or {})
-        if len(names) < len(call.positional):
-            raise ParseError(f"{call.name} has {len(call.positional)} arguments by position")
-        arguments = dict(zip(names, call.positional, strict=False)) | arguments
     try:
-        written = json.dumps(arguments, ensure_ascii=False)
+        written = json.dumps(arguments_of(call, tools), ensure_ascii=False)
         (call.name + written).encode()
     except (TypeError, ValueError) as error:  # a set, as Python's form may have; half a character
         raise ParseError(f"the arguments of {call.name} are no JSON: {error}") from error

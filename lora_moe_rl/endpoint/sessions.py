@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from lora_moe_rl.data.samples import Author, Sample
-from lora_moe_rl.endpoint.bodies import Asked, ChatBody, TextBody, TokenBody
+from lora_moe_rl.endpoint.bodies import POLICY, Asked, ChatBody, TextBody, TokenBody
 from lora_moe_rl.endpoint.keys import SESSION_PREFIX
 from lora_moe_rl.endpoint.refusal import Refused
 from lora_moe_rl.endpoint.rendering import Chats, Message, canonical, text_of
@@ -88,6 +88,7 @@ class Session:
         self.source, self.place = source, place
         self.conversations: dict[str, Conversation] = {}  # by the model that is asked
         self.ended: str | None = None  # why
+        self.outgrown = False  # the policy's newest prompt left no room for an answer
         self.used_at = time.monotonic()
         self.lock = asyncio.Lock()
         self._asking: asyncio.Task[Any] | None = None
@@ -109,7 +110,8 @@ class Session:
                 token_ids = chats.whole(new, tools, kwargs)
             else:
                 before, new = self._chats[marks[known]], body.messages[known + 1 :]
-                token_ids = [*before.tolist(), *chats.after(int(before[-1]), new, tools, kwargs)]
+                told = chats.after(int(before[-1]), new, tools, kwargs, body.messages[known])
+                token_ids = [*before.tolist(), *told]
             author: Author = "tool" if new[-1]["role"] in ("tool", "function") else "user"
             content = "\n".join(text_of(message) for message in new)
             sample = await self._reply(model, policy, author, token_ids, content, body.asked)
@@ -167,6 +169,7 @@ class Session:
     def _tokens_of(self, model: str, prompt: str, chats: Chats) -> list[int]:
         """Of the model's longest text so far that it begins with, the tokens as they are."""
         known = [one for one in self._texts if one.model == model and prompt.startswith(one.text)]
+        known = [one for one in known if one.text != prompt]  # asked again, and not continued
         if not known:
             return chats.encode(prompt, special=True)
         longest = max(known, key=lambda one: len(one.text))
@@ -191,12 +194,14 @@ class Session:
                 one.policy = policy
                 sample = await one.reply(author, token_ids, content, most)
         except NoRoom as error:
+            self.outgrown = self.outgrown or model == POLICY
             raise Refused(
                 400,
                 "context_length_exceeded",
                 f"the prompt has {len(token_ids)} tokens, and there is room for no answer within "
                 f"{source.max_length} tokens, {source.max_response} of them after the first prompt",
             ) from error
+        self.outgrown = self.outgrown and model != POLICY
         return sample
 
 

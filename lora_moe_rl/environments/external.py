@@ -6,9 +6,9 @@
 
 A chat that goes on from all messages so far is one sample; any other begins a new one, a fork, and
 all samples of a trajectory have its reward (endpoint/sessions.py). What an agent can ask for:
-endpoint/trajectories.py. How trajectories ended is counted: done, agent_error (its process failed),
-timeout. A trajectory that failed is tried again with a new process, environment.retries times; then
-it has no reward.
+endpoint/trajectories.py. How trajectories ended is counted: done, context_overflow (no room was
+left), agent_error (its process failed), timeout. A trajectory that failed is tried again with a new
+process, environment.retries times; then it has no reward.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from lora_moe_rl.endpoint.sessions import Session
     from lora_moe_rl.endpoint.trajectories import Outcome, Trajectories
 
-ENDS = ("done", "agent_error", "timeout")
+ENDS = ("done", "context_overflow", "agent_error", "timeout")
 ALL = 2**31  # sessions: as many as the schedule has trajectories
 
 
@@ -62,6 +62,12 @@ class External(Environment):
             "anew, give way or take a version.",
         )
         retries: int = Field(1, ge=0, description="More tries of a trajectory that failed.")
+        overflow_reward: float | None = Field(
+            0.0,
+            description="The reward of a trajectory whose prompts outgrew their room, and whose "
+            "agent ended without giving it one, where no reward.function scores it; null: it has "
+            "failed, and is in no loss.",
+        )
         overrule: bool = Field(
             False,
             description="Answer requests for other models, or other ways of sampling, as the "
@@ -164,6 +170,7 @@ class External(Environment):
             counts["overruled"] += source.overruled
             counts["base_requests"] += source.base_requests
             one = session.conversations.get(POLICY)
+            outcome = self._overflown(outcome, session, one)
             failure = self._failure(outcome, one)
             if failure is None or not left:
                 break
@@ -176,6 +183,20 @@ class External(Environment):
         one.failure, one.no_forks, given[one] = failure, self.no_forks, outcome
         counts["turns"] += one.turns
         return one
+
+    def _overflown(self, outcome: Outcome, session: Session, one: Conversation | None) -> Outcome:
+        """Of a policy that wrote more than fits, and an agent that could not go on, the end is the
+        policy's: to try again, or to leave it out, would spare it just that."""
+        ended = outcome.end in ("done", "agent_error") and outcome.reward is None
+        if one is None or not (session.outgrown and ended):
+            return outcome
+        reward = None
+        if isinstance(self.rewards, NoRewards):
+            reward = self.settings.overflow_reward
+            if reward is None:
+                return outcome
+        one.overflow()
+        return type(outcome)("context_overflow", reward)
 
     def _failure(self, outcome: Outcome, one: Conversation | None) -> str | None:
         if outcome.failure is not None:

@@ -16,8 +16,10 @@ https://huggingface.co/docs/trl/grpo_trainer (agent training).
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -51,6 +53,7 @@ from lora_moe_rl.files.importing import absolute_spec
 from lora_moe_rl.ports import Policy, Rewards
 
 COLUMN = "environment"  # of a row, which of several factories it is for
+log = logging.getLogger(__name__)
 
 
 class Trl(Environment):
@@ -103,6 +106,7 @@ class Trl(Environment):
         self.rewarded = any(one.function for some in functions.values() for one in some)
         self.talk = ToolTalk(config, settings, tokenizer)
         self.toolbox: Toolbox | None = None
+        self._told_of_tasks = False
         limits = settings.tool_timeout_s, settings.max_output_chars
         self.instances = Instances(
             list(self.factories.values()), settings.max_environments, *limits
@@ -191,12 +195,26 @@ class Trl(Environment):
             for i in range(self.group_size)
         ]
         done = await together(talks)
+        self._check_one_task(prompt, done)
         group = await finish(prompt, policy, done, self.rewards, counts)
         whole = [one for one in done if one.failure is None]
         if own := [one.own_rewards for one in whole if one.own_rewards is not None]:
             kind = self.instances.described[self.factories[name]].kind
             group.details.metrics[kind] = own
         return group
+
+    def _check_one_task(self, prompt: Prompt, done: Sequence[Conversation]) -> None:
+        """Says, once, that a group's conversations were set other tasks: their rewards are compared
+        with each other."""
+        tasks = {tuple(one.begun_with) for one in done if one.failure is None}
+        if len(tasks) > 1 and not self._told_of_tasks:
+            self._told_of_tasks = True
+            log.warning(
+                "prompt %s: reset set %d of its group's %d conversations other tasks, and a group "
+                "is rewarded for doing better than its others: draw from random or numpy.random, "
+                "which are seeded, or from the argument seed of reset",
+                prompt.row, len(tasks), len(done),
+            )  # fmt: skip
 
     def _name_of(self, prompt: Prompt) -> str:
         if "" in self.factories:

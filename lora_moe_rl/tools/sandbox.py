@@ -33,6 +33,7 @@ from lora_moe_rl.cluster.watchdog import KILL_S, kill_marked
 from lora_moe_rl.errors import ConfigError
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
+WORK = "/work"  # where code is told that it is
 OF_ONE = "LORA_MOE_RL_SANDBOX"  # beside the mark of who has called: what one call has started
 KEPT = ("PATH", "LANG", "LC_ALL", MARK, OF_ONE)  # of the environment of the run
 STOP_S = 60.0  # in which an engine has to have stopped a container
@@ -129,8 +130,8 @@ def container_command(engine: str, image: str, name: str, limits: Limits) -> lis
         engine, "run", "--rm", "-i", "--name", name, "--pull", "never", "--network", "none",
         "--memory", mega, "--memory-swap", mega, "--cpus", "1",
         "--pids-limit", str(limits.processes), "--read-only",
-        "--tmpfs", f"/work:size={limits.disk_mb}m,nr_inodes={limits.num_files},mode=1777",
-        "--workdir", "/work", "--user", "65534:65534", "--cap-drop", "ALL",
+        "--tmpfs", f"{WORK}:size={limits.disk_mb}m,nr_inodes={limits.num_files},mode=1777",
+        "--workdir", WORK, "--user", "65534:65534", "--cap-drop", "ALL",
         "--security-opt", "no-new-privileges", "--ulimit", f"cpu={limits.cpu_s}",
         "--ulimit", f"nofile={limits.num_open}", "--ulimit", "core=0",
         image, "python", "-I", "-u", "-",
@@ -202,6 +203,8 @@ def _watched(
         code_of, held = process.returncode, HOLDS
     else:
         code_of, held = told.get("code"), tuple(told.get("held", ()))
+        # Equal code says the same each time, and in a container.
+        output = output.replace(os.path.realpath(folder), WORK).replace(folder, WORK)
     return Ran(output, ended or _how(code_of, told.get("cpu_s", 0.0), limits), held)
 
 

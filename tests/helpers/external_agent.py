@@ -1,6 +1,7 @@
 """An agent that knows OpenAI's protocol and the standard library alone. Its argument says what it
 does: ask; ask and set a reward, for as many trajectories as there are, or once those of two turns;
-ask twice the same (forks); fail; complain a lot and wait; leave a process behind; hang; nothing."""
+ask twice the same (forks); ask for more than there is room for, and fail at it, or go on; fail;
+complain a lot and wait; leave a process behind; hang; nothing."""
 
 from __future__ import annotations
 
@@ -55,6 +56,15 @@ def main(what: str) -> None:
         return
     said = ask(key)
     if what == "forks":
+        ask(key)
+    if what in ("outgrows", "recovers"):
+        long = [{"role": "user", "content": "x" * 300}]
+        try:
+            call("/chat/completions", key, {"model": "policy", "messages": long})
+        except urllib.error.HTTPError as error:
+            assert error.code == 400 and b"context_length_exceeded" in error.read()
+            if what == "outgrows":
+                raise SystemExit("there was no room") from error
         ask(key)
     if what == "complains":
         sys.stderr.write("x" * (1 << 26))

@@ -1,5 +1,6 @@
 """Tools of the tests, good and evil."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -25,6 +26,22 @@ async def slowly(text: str) -> str:
         text: What to say.
     """
     return text * 3
+
+
+LOOPS: list = []
+
+
+async def faithful(text: str) -> str:
+    """
+    Says it again, as a client does that keeps to the loop of its first call.
+
+    Args:
+        text: What to say.
+    """
+    LOOPS.append(asyncio.get_running_loop())
+    if len(set(LOOPS)) > 1:
+        raise RuntimeError("Event loop is closed")
+    return text
 
 
 def evil(how: str) -> str:

@@ -34,6 +34,22 @@ class IncrementEnv:
         return self.counter
 
 
+class OwnRandom(IncrementEnv):
+    """Its random numbers are its own, seeded by nobody."""
+
+    def reset(self, **kwargs) -> str | None:
+        super().reset()
+        return f"Increment the counter by {random.Random().random()}."
+
+
+class Seeded(IncrementEnv):
+    """So are these, by the seed that it is given."""
+
+    def reset(self, seed: int) -> str | None:
+        super().reset()
+        return f"Increment the counter by {random.Random(seed).random()}."
+
+
 class TargetEnv(IncrementEnv):
     """The task is the row's."""
 

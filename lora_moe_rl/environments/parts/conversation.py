@@ -43,6 +43,8 @@ class _Open:
     splits: tuple[int, ...] = ()
     prompt_routes: bytes = b""
     last: Sample | None = None  # the policy's newest turn
+    messages: list[dict[str, Any]] = field(default_factory=list)  # what was said after its prompt
+    asked: Any = None  # its prompt, where that is not the row's
     earned: dict[int, float] = field(default_factory=dict)  # by the number of the turn
     states: dict[int, str | None] = field(default_factory=dict)  # in which turns began, likewise
 
@@ -71,7 +73,6 @@ class Conversation:
         self.policy, self.place = policy, place
         self.max_length, self.max_response = max_length, max_response
         self.turns = 0
-        self.messages: list[dict[str, Any]] = []  # all that was said after the prompt
         self._failure: str | None = None
         self.no_forks: str | None = None  # why more than one sample of it cannot be trained on
         self.own_reward: float | None = None  # what its environment gave it at its end
@@ -84,13 +85,23 @@ class Conversation:
         """It begins with this prompt; nothing may have been asked yet. `asked`: its text or
         messages where they are not the row's."""
         assert not self.turns
-        self.asked = asked
-        self._samples = [_Open([Segment.given("user", prompt_ids)])]
+        self._samples = [_Open([Segment.given("user", prompt_ids)], asked=asked)]
 
     @property
     def token_ids(self) -> list[int]:
         """All tokens so far of the sample that is being made."""
         return self._samples[-1].token_ids.tolist()
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """What was said after the prompt of the sample that is being made, as reward functions are
+        told of it."""
+        return self._samples[-1].messages
+
+    @property
+    def begun_with(self) -> list[int]:
+        """The tokens of its first prompt, with what its environment had to add."""
+        return self._samples[0].segments[0].token_ids.tolist()
 
     @property
     def room(self) -> int:
@@ -181,10 +192,19 @@ class Conversation:
         if not self.forks:
             self._samples[-1].states = dict(enumerate(states))
 
-    def tell(self, author: Author, token_ids: Sequence[int], content: str) -> None:
-        """Tokens that `author` wrote, and the text that they stand for."""
+    def tell(
+        self, author: Author, token_ids: Sequence[int], *messages: dict[str, Any] | str
+    ) -> None:
+        """Tokens that `author` wrote, and the messages that they stand for; one of that author
+        where it is given as a text."""
         self._samples[-1].segments.append(Segment.given(author, token_ids))
-        self.messages.append({"role": author, "content": content})
+        for one in messages:
+            self.messages.append({"role": author, "content": one} if isinstance(one, str) else one)
+
+    def called(self, calls: Sequence[Mapping[str, Any]]) -> None:
+        """The policy's newest turn has called tools: each a `name` and its `arguments`."""
+        told = [{"type": "function", "function": dict(call)} for call in calls]
+        self.messages[-1]["tool_calls"] = told
 
     def go_on(self, author: Author, token_ids: Sequence[int], content: str) -> bool:
         """The next prompt as a whole, in which `content` is new. False when it began a new sample,
@@ -199,8 +219,7 @@ class Conversation:
                 return True
         if self._samples[-1].last is None:  # nothing was sampled from it
             self._samples.pop()
-        self._samples.append(_Open([Segment.given("user", token_ids)]))
-        self.messages.append({"role": author, "content": content})
+        self._samples.append(_Open([Segment.given("user", token_ids)], asked=content))
         return False
 
     def leave_out_turn(self) -> None:
@@ -218,16 +237,15 @@ class Conversation:
         """The policy's turn after the next prompt as a whole, of up to `max_tokens` tokens and as
         many as there is room for. When there is none of it (NoRoom, an engine that fails, whoever
         waits gives up), nothing has been told either."""
-        before = [(one, len(one.segments)) for one in self._samples]
-        said = len(self.messages)
+        before = [(one, len(one.segments), len(one.messages)) for one in self._samples]
         try:
             self.go_on(author, token_ids, content)
             return await self.ask(max(1, min(max_tokens, self.room)))
         except BaseException:
-            self._samples = [one for one, _ in before]
-            for one, length in before:
+            self._samples = [one for one, *_ in before]
+            for one, length, said in before:
                 del one.segments[length:]
-            del self.messages[said:]
+                del one.messages[said:]
             raise
 
     def overflow(self) -> None:
@@ -247,17 +265,17 @@ class Conversation:
             while segments[-1].author != "policy":
                 segments.pop()
             last = one.last
-            messages = tuple(self.messages) if self.turns > 1 else ()
+            alone = len(one.messages) == 1 and "tool_calls" not in one.messages[0]
             states = [one.states.get(turn) for turn in range(one.num_turns if one.states else 0)]
             found.append(
                 replace(
                     last,
                     segments=tuple(segments),
-                    messages=messages,
+                    messages=() if alone else tuple(one.messages),
                     splits=one.splits,
                     prompt_routes=one.prompt_routes,
                     states=tuple(states),
-                    asked=self.asked,
+                    asked=one.asked,
                 )
             )
             routes.append(one.routes)

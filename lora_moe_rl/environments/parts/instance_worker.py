@@ -118,6 +118,8 @@ class Held:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed % 2**32)
         parameters = inspect.signature(self._instance.reset).parameters.values()
+        if any(one.name == "seed" for one in parameters):
+            row = {"seed": seed} | row
         if not any(one.kind is one.VAR_KEYWORD for one in parameters):
             row = {one.name: row[one.name] for one in parameters if one.name in row}
         return _text("observation", self._waited(self._instance.reset(**row)))

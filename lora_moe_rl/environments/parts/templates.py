@@ -5,7 +5,7 @@ Nothing that was sampled is rendered: only the text between one turn and the nex
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lora_moe_rl.environments.parts.tool_calls import Form
@@ -65,6 +65,35 @@ class Introduced:
             raise ConfigError(f"the model's chat template refuses the tools: {error}") from error
 
 
+def between_turns(
+    render: Callable[[list[dict[str, Any]], bool], str],
+    last: str | None,
+    messages: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+) -> str | None:
+    """What a chat template writes between a turn of the policy and its next: of `messages`, which
+    came between. `last`: what ended the turn, which is not there twice. A template that refuses an
+    answer to a call that it was not shown (GPT-OSS's, MiniMax-M2's) is shown one of each of
+    `names`. `render` is told whether the assistant is to begin a turn at the end. None when it does
+    not show what an assistant says; raises what it raises."""
+    asked, came = {"role": "user", "content": TRIAL}, [dict(message) for message in messages]
+    try:
+        text = render([asked, {"role": "assistant", "content": SAID}, *came], True)
+    except Exception:
+        if not names:
+            raise
+        calls = [{"type": "function", "function": {"name": n, "arguments": {}}} for n in names]
+        turn = {"role": "assistant", "content": "", "tool_calls": calls}
+        text, shown = render([asked, turn, *came], True), render([asked, turn], False)
+        if not text.startswith(shown):
+            return None
+        _, ends, rest = shown.rpartition(last) if last else ("", "", "")
+        line = rest if ends and not rest.strip() else ""  # what follows the end of a turn
+        return line + text.removeprefix(shown)
+    _, said, after = text.rpartition(SAID)
+    return after.removeprefix(last or "") if said else None
+
+
 class Between:
     """The tokens between one turn of the policy and the next. `role`: of what tools answer in a
     chat; `in_line`: how an answer stands in plain text, with {answer} in its place.
@@ -80,39 +109,48 @@ class Between:
             self._checked(None, [TRIAL], {})
 
     def in_chat(
-        self, last: int | None, contents: Sequence[str], kwargs: Mapping[str, Any]
+        self,
+        last: int | None,
+        contents: Sequence[str],
+        kwargs: Mapping[str, Any],
+        names: Sequence[str] = (),
     ) -> list[int]:
         """Of a prompt that was made by the chat template, with `kwargs`. `last`: the token that
-        ended the turn; where the template would write the same, it is not there twice."""
-        return self._encode(self._checked(last, contents, kwargs))
+        ended the turn; where the template would write the same, it is not there twice. `names`: of
+        the tools that the turn has called."""
+        return self._encode(self._checked(last, contents, kwargs, names))
 
     def in_text(self, contents: Sequence[str]) -> list[int]:
         """Of a prompt that is plain text; several answers stand in lines of their own."""
         return self._encode(self.in_line.replace("{answer}", "\n".join(contents)))
 
-    def _checked(self, last: int | None, contents: Sequence[str], kwargs: Mapping[str, Any]) -> str:
-        messages = [
-            {"role": "user", "content": TRIAL},
-            {"role": "assistant", "content": SAID},
-            *({"role": self.role, "content": content} for content in contents),
-        ]
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **kwargs
+    def _checked(
+        self,
+        last: int | None,
+        contents: Sequence[str],
+        kwargs: Mapping[str, Any],
+        names: Sequence[str] = (),
+    ) -> str:
+        told = [{"role": self.role, "content": content} for content in contents]
+
+        def render(messages: list[dict[str, Any]], begins: bool) -> str:
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=begins, **kwargs
             )
+
+        ended = None if last is None else self.tokenizer.decode([last])
+        try:
+            after = between_turns(render, ended, told, names or ["tool"])
         except Exception as error:  # of Jinja, and what a template raises itself
             raise ConfigError(
                 f"the model's chat template refuses a message of the role {self.role}: {error}; "
                 "set environment.answer_role to one that it knows (user)"
             ) from error
-        _, said, after = text.partition(SAID)
-        if not said or (contents == [TRIAL] and TRIAL not in after):
+        if after is None or (contents == [TRIAL] and TRIAL not in after):
             raise ConfigError(
                 f"the model's chat template does not show what a message of the role {self.role} "
                 "says; set environment.answer_role to one that it knows (user)"
             )
-        if last is not None:
-            after = after.removeprefix(self.tokenizer.decode([last]))
         return after
 
     def _encode(self, text: str) -> list[int]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,20 @@ class Call:
     name: str
     positional: list[Any] = field(default_factory=list)
     named: dict[str, Any] = field(default_factory=dict)
+
+
+def arguments_of(call: Call, schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """By their names, which those by position have of the tool's schema. Raises ParseError for more
+    of them than the tool has."""
+    if not call.positional:
+        return dict(call.named)
+    functions = [tool["function"] for tool in schemas if tool["function"]["name"] == call.name]
+    parameters = functions[0].get("parameters") if functions else None
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    names = list(properties or {})
+    if len(names) < len(call.positional):
+        raise ParseError(f"{call.name} has {len(call.positional)} arguments by position")
+    return dict(zip(names, call.positional, strict=False)) | call.named
 
 
 @dataclass(frozen=True)

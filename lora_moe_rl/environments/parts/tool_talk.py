@@ -10,7 +10,7 @@ ask ──> the turn ends the conversation:   cut off (max_tokens), or without a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import Field
@@ -19,7 +19,13 @@ from lora_moe_rl.config import EnvironmentConfig, RunConfig
 from lora_moe_rl.data.samples import Prompt, Sample
 from lora_moe_rl.environments.parts.conversation import Conversation
 from lora_moe_rl.environments.parts.templates import Between, Introduced
-from lora_moe_rl.environments.parts.tool_calls import HOW, Call, Form, ParseError
+from lora_moe_rl.environments.parts.tool_calls import (
+    HOW,
+    Call,
+    Form,
+    ParseError,
+    arguments_of,
+)
 from lora_moe_rl.files.importing import absolute_spec
 
 Answering = Callable[[Call], Awaitable[tuple[bool, str]]]
@@ -97,40 +103,44 @@ class ToolTalk:
                 one.in_state(state)
             turn = await one.ask(min(one.room, self.settings.max_turn_tokens or one.room))
             end, calls, answers = self._read(turn, one, counts)
+            if calls:
+                one.called([_written(call, introduced.schemas) for call in calls])
             for call in calls if not end else ():
                 if not calls_left:
-                    answers.append(f"error: no calls are left (of {self.settings.max_calls})")
+                    text = f"error: no calls are left (of {self.settings.max_calls})"
+                    answers.append(_answer(call.name, text))
                     break
                 calls_left -= 1
                 counts["tool_calls"] += 1
                 done, text = await answering(call)
                 counts["tool_error"] += not done
-                answers.append(text if done else f"error: {text}")
+                answers.append(_answer(call.name, text if done else f"error: {text}"))
             if rewarding is not None and (earned := await rewarding()) is not None:
                 one.earn(earned)
             if end:
                 return end
-            token_ids = self._tokens_between(prompt, turn, introduced, answers)
+            names = [call.name for call in calls]
+            token_ids = self._tokens_between(prompt, turn, introduced, answers, names)
             if len(token_ids) >= one.room:
                 one.overflow()
                 return "context_overflow"
-            one.tell("tool", token_ids, "\n".join(answers))
+            one.tell("tool", token_ids, *answers)
 
     def _read(
         self, turn: Sample, one: Conversation, counts: Counter[str]
-    ) -> tuple[str, list[Call], list[str]]:
+    ) -> tuple[str, list[Call], list[dict[str, Any]]]:
         """The end that the turn is, '' for none; its calls; and what it is told beside their
         answers."""
         if turn.truncated:
             return "max_tokens", [], []
-        answers: list[str] = []
+        answers: list[dict[str, Any]] = []
         try:
             calls = self.form.read(turn.text)
         except ParseError as error:
             counts["parse_error"] += 1
             if self.settings.mask_parse_errors:
                 one.leave_out_turn()
-            calls, answers = [], [f"error: {error}"]
+            calls, answers = [], [{"role": "tool", "content": f"error: {error}"}]
         else:
             if not calls:
                 return "done", [], []
@@ -138,13 +148,33 @@ class ToolTalk:
         return end, calls, answers
 
     def _tokens_between(
-        self, prompt: Prompt, turn: Sample, introduced: Introduced, answers: list[str]
+        self,
+        prompt: Prompt,
+        turn: Sample,
+        introduced: Introduced,
+        answers: Sequence[Mapping[str, Any]],
+        names: Sequence[str],
     ) -> list[int]:
-        source = self.sources[prompt.data_set]
+        source, told = self.sources[prompt.data_set], [answer["content"] for answer in answers]
         if isinstance(prompt.text, str) and not source.chat_template:
-            return self.between.in_text(answers)
+            return self.between.in_text(told)
         own = prompt.columns.get("chat_template_kwargs") or {}
         kwargs = source.chat_template_kwargs | own
         if introduced.in_template:
             kwargs["tools"] = introduced.schemas
-        return self.between.in_chat(int(turn.response_ids[-1]), answers, kwargs)
+        return self.between.in_chat(int(turn.response_ids[-1]), told, kwargs, names)
+
+
+def _answer(name: str, text: str) -> dict[str, Any]:
+    """A message as TRL has it."""
+    return {"role": "tool", "name": name, "content": text}
+
+
+def _written(call: Call, schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """As TRL has it. Arguments that have no name are known by their places."""
+    try:
+        arguments = arguments_of(call, schemas)
+    except ParseError:
+        places = {str(i): value for i, value in enumerate(call.positional)}
+        arguments = places | call.named
+    return {"name": call.name, "arguments": arguments}

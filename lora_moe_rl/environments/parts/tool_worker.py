@@ -31,9 +31,11 @@ def main(argv: list[str]) -> None:
         return
     send(connection, {"async": False})
     jobs = read_ahead(connection)
+    loop = asyncio.new_event_loop()  # one for all that is async, as clients keep to one
     while True:
         number, arguments, _ = jobs.get()  # the parent ends a call that is late
-        send(connection, {"number": number, "outcome": answer(checked, arguments, most)})
+        outcome = answer(checked, arguments, most, loop.run_until_complete)
+        send(connection, {"number": number, "outcome": outcome})
 
 
 def _checked(name: str, tool: Callable) -> Callable:
@@ -66,7 +68,7 @@ def answer(
     tools: Mapping[str, Callable],
     call: dict[str, Any],
     most: int,
-    wait: Callable[[Any], Any] = asyncio.run,
+    wait: Callable[[Any], Any],
     written: Callable[[Any], str] | None = None,
 ) -> tuple[bool, str]:
     """Whether the tool did its work, and the text that it gave, cut to `most` characters; or what

@@ -28,6 +28,43 @@ def test_tickets_go_to_the_engine_with_the_least_to_do(start, tmp_path):
     assert sorted(asked(tmp_path, 0)) == ["sample [0] 3 0", "sample [2] 3 2"]
 
 
+def test_a_conversation_goes_on_where_its_tokens_are_unless_that_has_clearly_more_to_do(
+    start, tmp_path
+):
+    engines = start()
+    policy = engines.policy(3, seed=0)
+
+    def turn(place, number):
+        return policy.sample([place], 1, Turn(place, number, recorded=0, max_tokens=5))
+
+    async def talk():
+        await asyncio.gather(*(turn(place, 0) for place in range(4)))
+        for number in (1, 2):
+            for place in (3, 1, 2, 0):
+                await turn(place, number)
+        engines.rolling[0] += 2
+        await turn(0, 3)
+
+    asyncio.run(talk())
+    places = [[line.split()[1] for line in asked(tmp_path, index)] for index in (0, 1)]
+    assert sorted(places[0]) == ["[0]"] * 3 + ["[2]"] * 3
+    assert sorted(places[1]) == ["[0]"] + ["[1]"] * 3 + ["[3]"] * 3
+
+
+def test_what_is_asked_again_without_a_turn_is_sampled_anew(start, tmp_path):
+    engines = start(engines=1)
+
+    async def twice(ticket):
+        policy = engines.policy(3, seed=ticket)
+        for _ in range(2):
+            await policy.sample([7], 1)
+
+    for _ in range(2):
+        asyncio.run(twice(5))
+    seeds = [line.split()[3] for line in asked(tmp_path, 0)]
+    assert seeds[0] == "5" != seeds[1] and seeds[:2] == seeds[2:]
+
+
 def test_once_requests_have_moved_on_none_begins_under_an_older_version(start, tmp_path):
     engines = start()
 

@@ -200,6 +200,34 @@ async def test_tools_are_told_called_and_answered_as_the_protocol_has_it():
     assert "I see." + call in shown(other)
 
 
+def falls(text):
+    """A form that cannot read what it is given."""
+    raise KeyError("name")
+
+
+async def test_a_form_that_falls_is_told_and_the_turn_said_once(monkeypatch, caplog):
+    monkeypatch.setattr("lora_moe_rl.environments.parts.tool_calls.load_function", lambda _: falls)
+    sessions, session, policy = opened("[call]")
+    async with listening(sessions, calls="mine.py:falls") as (_, at):
+        asked = {"model": "policy", "messages": [HELLO], "tools": [ADD]}
+        message = (
+            (await client(at, session.key).chat.completions.create(**asked)).choices[0].message
+        )
+        assert message.content == "[call]" and not message.tool_calls
+        await client(at, session.key).chat.completions.create(**asked)
+    assert len(policy.asked) == 2 == sum(len(one.turn_ends) for one in samples_of(session))
+    assert sum("environment.calls raised KeyError" in one for one in caplog.messages) == 1
+
+
+async def test_a_text_that_is_asked_again_after_an_empty_answer_is_another_sample():
+    sessions, session, policy = opened("", "5")
+    async with listening(sessions) as (_, at):
+        for _ in range(2):
+            await client(at, session.key).completions.create(model="policy", prompt="2+3=")
+    assert [list(ids) for ids, *_ in policy.asked] == [[*b"2+3="]] * 2
+    assert [one.response_ids.tolist() for one in samples_of(session)] == [[EOS], [*b"5", EOS]]
+
+
 async def test_token_ids_go_in_and_out_and_go_on():
     sessions, session, _ = opened("5", "10")
     async with listening(sessions) as (_, at), httpx.AsyncClient(base_url=at.root) as http:

@@ -122,6 +122,26 @@ async def test_an_agent_that_fails_is_tried_again_and_then_has_no_reward(make):
     assert len(group.samples) == 1 and group.samples[0].num_sampled == 1
 
 
+async def test_who_outgrew_its_room_is_not_spared_by_an_agent_that_fails_at_it(make):
+    for rewards, settings, reward in (
+        (Rewards(), {}, 1), (None, {}, 0), (None, {"overflow_reward": -1.0}, -1),
+    ):  # fmt: skip
+        environment = make("outgrows", rewards=rewards, **settings)
+        group = await environment.rollout(PROMPT, Speaker("5"))
+        assert group.rewards.tolist() == [reward] * 2 and not group.failures
+        assert counted(group) == {"context_overflow": 2, "turns": 2}  # and none was tried again
+        assert [one.truncated for one in group.samples] == [True, True]
+    environment = make("outgrows", overflow_reward=None, retries=0)
+    group = await environment.rollout(PROMPT, Speaker("5"))
+    assert np.isnan(group.rewards).all() and counted(group) == {"agent_error": 2, "turns": 2}
+
+
+async def test_an_agent_that_goes_on_after_that_has_ended_as_ever(make):
+    group = await make("recovers", group=1, rewards=Rewards()).rollout(PROMPT, Speaker("5"))
+    assert counted(group) == {"done": 1, "turns": 2, "forks": 1}
+    assert not any(one.truncated for one in group.samples)
+
+
 FORKS = [
     ({}, True),
     ({"name": "grpo"}, True),

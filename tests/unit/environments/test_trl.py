@@ -183,8 +183,10 @@ def test_of_several_a_row_names_its_own_and_only_that_ones_tools_are_told_of(mak
         row(environment="game"),
     )
     contents = [message["content"] for message in group.samples[0].messages]
-    assert contents[1] == "None\nerror: there is no tool 'increment'; there are move"
-    assert contents[3] == "error: move raised ValueError('Game over.')\n3"
+    assert contents[1:3] == ["None", "error: there is no tool 'increment'; there are move"]
+    assert contents[4:6] == ["error: move raised ValueError('Game over.')", "3"]
+    calls = group.samples[0].messages[0]["tool_calls"]
+    assert [call["function"]["arguments"] for call in calls] == [{"action": "open"}, {"0": 1}]
     assert group.rewards.tolist() == [1] and counted(group)["tool_error"] == 2
     shown = asked(group.samples[0])
     assert "Open the door." in shown and "move" in shown and "Adds." in shown
@@ -193,6 +195,16 @@ def test_of_several_a_row_names_its_own_and_only_that_ones_tools_are_told_of(mak
     assert other.rewards.tolist() == [1] and "move" not in asked(other.samples[0])
     with pytest.raises(DataError, match="is 'chess', which is none of .*: count, game"):
         roll(environment, Speaker("x"), row(environment="chess"))
+
+
+def test_a_group_whose_conversations_are_set_other_tasks_is_told_of_once(make, caplog):
+    for factory, said in (("Seeded", 0), ("OwnRandom", 1)):
+        environment = make(factory, group=2)
+        groups = [roll(environment, Speaker("x"), row(place)) for place in (0, 1)]
+        warned = [m for m in caplog.messages if "reset set 2 of its group's 2 conversations" in m]
+        assert len(warned) == said
+        tasks = [{bytes(one.prompt_ids) for one in group.samples} for group in groups]
+        assert [len(one) for one in tasks] == [1 + said] * 2 and not tasks[0] & tasks[1]
 
 
 EVIL = [

@@ -298,3 +298,11 @@ def test_a_container_gets_every_limit_and_no_right():
     ):  # fmt: skip
         assert part in command
     assert command.endswith("python:3 python -I -u -")
+
+
+def test_equal_code_says_the_same_each_time(sandbox):
+    """It is told in the tokens that a policy goes on from."""
+    code = "import os; print(os.getcwd()); 1 / 0"
+    first, second = sandbox.run(code), sandbox.run(code)
+    assert first.output == second.output
+    assert first.output.startswith("/work\n") and 'File "/work/main.py", line 1' in first.output

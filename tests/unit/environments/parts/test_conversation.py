@@ -117,6 +117,11 @@ def test_a_prompt_that_begins_with_all_tokens_so_far_goes_on_and_another_forks()
         [1, 2, 7, END],
     ]
     assert group.samples[1].mask.tolist() == [True, True]
+    # Each is told what was said in it, and no other.
+    assert [[m["content"] for m in sample.messages] for sample in group.samples] == [
+        ["7", "more", "888"], [], [],
+    ]  # fmt: skip
+    assert [sample.asked for sample in group.samples] == [None, "shortened", None]
     assert group.conversations.tolist() == [0, 0, 1] and group.ends.tolist() == [1, 2]
     assert [s.text for s in rewards.shown] == ["6", "7"]
     assert group.counts == {"a": 2, "forks": 1}

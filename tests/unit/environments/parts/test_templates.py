@@ -50,6 +50,37 @@ def test_all_turns_together_are_what_the_template_writes_of_the_whole():
     assert together == render([*asked, *said])
 
 
+# In the manner of MiniMax-M2's and GPT-OSS's: an answer to a call alone, under the call's name.
+OF_CALLS = (
+    "{% set last = namespace(name=none) %}{% for m in messages %}"
+    "{% if m.role == 'tool' %}{% if last.name is none %}{{ raise_exception('no call') }}{% endif %}"
+    "<s>functions.{{ last.name }}\n{{ m.content }}<eos>\n"
+    "{% else %}<s>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "!{{ c.function.name }}{% set last.name = c.function.name %}{% endfor %}<eos>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+def test_a_template_that_wants_the_call_before_an_answer_is_shown_one():
+    made = tokenizer(OF_CALLS)
+    between = Between(made, "tool", "\n{answer}\n")
+    after = "<s>functions.add\n17<eos>\n<s>functions.add\n18<eos>\n<s>assistant\n"
+    assert made.decode(between.in_chat(EOS, ["17", "18"], {}, ["add"])) == "\n" + after
+    assert made.decode(between.in_chat(ord("x"), ["17", "18"], {}, ["add"])) == after
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    whole = made.apply_chat_template(
+        [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": "I add.", "tool_calls": [call]},
+            {"role": "tool", "content": "17"},
+            {"role": "tool", "content": "18"},
+        ],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert whole.endswith("I add.!add<eos>\n" + after)
+
+
 def test_in_plain_text_answers_stand_in_lines_of_their_own():
     made = tokenizer(None)
     assert made.decode(Between(made, "tool", "\n{answer}\n").in_text(["17", "18"])) == "\n17\n18\n"
