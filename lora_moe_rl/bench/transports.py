@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -168,7 +168,8 @@ def process(work: Any, told: Sequence[Any], variables: dict[str, str]) -> Iterat
     theirs.close()
     try:
         yield ours
-        ours.send(None)
+        with suppress(OSError):  # it has ended
+            ours.send(None)
         child.join(TIMEOUT_S)
     finally:
         child.kill()

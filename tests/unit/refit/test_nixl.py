@@ -354,6 +354,7 @@ def test_it_is_refused_before_anything_starts(monkeypatch):
 HANGS_UP = """
 import os, signal, time
 from lora_moe_rl.refit.transports.nixl import Agent
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 agent = Agent()
 os.kill(os.getpid(), signal.SIGHUP)
 time.sleep(5)
