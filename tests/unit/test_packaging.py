@@ -121,7 +121,17 @@ def test_the_wheels_metadata_is_that_of_the_project(built):
         assert archive.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
     assert metadata["Version"] == __version__
     assert metadata["Requires-Python"] == "<3.13,>=3.12"
-    extras = {"judge", "math", "mlflow", "nixl", "reasoning", "tensorboard", "tinker", "trackio", "wandb"}
+    extras = {
+        "judge",
+        "math",
+        "mlflow",
+        "nixl",
+        "reasoning",
+        "tensorboard",
+        "tinker",
+        "trackio",
+        "wandb",
+    }
     assert set(metadata.get_all("Provides-Extra")) == extras
     assert "lora-moe-rl = lora_moe_rl.cli:main" in entry_points
     assert "lora_moe_rl = lora_moe_rl.rollout.vllm_plugin:register" in entry_points
