@@ -12,6 +12,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -82,13 +83,17 @@ class PartLayout:
     def runs(self, rank: int) -> list[tuple[int, int]]:
         """Where the boxes for engine rank `rank` lie: (first byte, last + 1), of boxes without
         others between them in one."""
-        found: list[tuple[int, int]] = []
+        return self._runs.get(rank, [])
+
+    @cached_property
+    def _runs(self) -> dict[int, list[tuple[int, int]]]:
         ends = [entry.offset for entry in self.entries[1:]] + [self.nbytes]
+        by_rank: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for entry, end in zip(self.entries, ends, strict=True):
-            if rank in entry.targets:
+            for found in (by_rank[rank] for rank in entry.targets):
                 start = found.pop()[0] if found and found[-1][1] == entry.offset else entry.offset
                 found.append((start, end))
-        return found
+        return dict(by_rank)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -24,7 +23,6 @@ from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.refit import transports
 from lora_moe_rl.refit.parts import Entry, PartLayout, SentPart, digest
 from lora_moe_rl.refit.plan import Box
-from lora_moe_rl.upstream.versions import importable
 from lora_moe_rl.verify.report import table
 
 ABOUT = """\
@@ -54,7 +52,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=positive, default=7, help="versions of each size (7)")
     options = parser.parse_args(argv)
     busy = busy_cores()
-    lacking = {row: lacks for row, (name, _) in ROWS.items() if (lacks := lacked(name))}
+    lacking = {row: transports.lacking(channel_of(name)) for row, (name, _) in ROWS.items()}
+    lacking = {row: modules for row, modules in lacking.items() if modules}
     there = [row for row in ROWS if row not in lacking]
     rows = [measured(row, mib, options.rounds) for mib in options.mib for row in there]
     for row in rows:
@@ -65,20 +64,18 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def lacked(name: str) -> list[str]:
-    """Modules of a transport that are not installed."""
-    kind = type(transports.channel(RefitConfig.model_construct(transport=name)))
-    return [module for module in kind.modules if not importable(module)]
+def channel_of(name: str, folder: str = "/nowhere") -> transports.Channel:
+    """`folder`: of the transport that goes through one."""
+    directory = folder if name == "directory" else None
+    settings = RefitConfig(transport=name, directory=directory, timeout_s=TIMEOUT_S)
+    return transports.channel(settings)
 
 
 def measured(row: str, mib: int, rounds: int) -> Result:
     name, variables = ROWS[row]
     layout = layout_of(mib * MIB)
     with temporary() as folder:
-        directory = str(Path(folder) / "refit") if name == "directory" else None
-        channel = transports.channel(
-            RefitConfig(transport=name, directory=directory, timeout_s=TIMEOUT_S)
-        )
+        channel = channel_of(name, f"{folder}/refit")
         told = (channel.to_json(), layout)
         with process(sending, told, variables) as sender, process(taking, told, variables) as taker:
             found = [_version(channel, sender, taker, n) for n in range(rounds + 1)]

@@ -117,17 +117,21 @@ def channel(settings: RefitConfig) -> Channel:
     return importlib.import_module(f"{__name__}.{settings.transport}").Channel(settings)
 
 
+def lacking(kind: Channel) -> list[str]:
+    """Modules of a transport that are not installed here."""
+    return [module for module in kind.modules if not importable(module)]
+
+
 def check(settings: RefitConfig) -> None:
     """Raises ConfigError for a transport that lacks a package here, or cannot do what is asked."""
     if settings.transport == "auto":
         return
-    kind = type(channel(settings))
-    for module in kind.modules:
-        if not importable(module):
-            raise ConfigError(
-                f"refit.transport={settings.transport} needs {module}, which is not installed: pip "
-                f"install {module.replace('_', '-')}, or use refit.transport=auto"
-            )
+    kind = channel(settings)
+    for module in lacking(kind):
+        raise ConfigError(
+            f"refit.transport={settings.transport} needs {module}, which is not installed: pip "
+            f"install {module.replace('_', '-')}, or use refit.transport=auto"
+        )
     if kind.one_part and settings.mode == "merged":
         raise ConfigError(
             f"refit.transport={settings.transport} has room for one part of a version at a time, "

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lora_moe_rl.base.room import expandable_segments
-from lora_moe_rl.errors import RefitError
+from lora_moe_rl.base.ipc import Cuda
+from lora_moe_rl.errors import NotShared, RefitError
 from lora_moe_rl.refit import transports
 from lora_moe_rl.refit.copies import port_of
 from lora_moe_rl.refit.parts import PartLayout, SentPart, host_memory
@@ -98,13 +98,13 @@ class Outgoing:
 
     def memory(self, nbytes: int, device: torch.device) -> Memory:
         self.agent = Agent()
-        buffer = _on_gpu(nbytes, device) if device.type == "cuda" else host_memory(nbytes)
+        buffer = _on_gpu(nbytes) if device.type == "cuda" else host_memory(nbytes)
         self.agent.register(buffer)
-        self.told = self.agent.tell(buffer)
+        self.told = json.dumps(vars(self.agent.tell(buffer)))
         return buffer
 
     def offer(self, sent: SentPart) -> SentPart:
-        return replace(sent, path=json.dumps(vars(self.told)))
+        return replace(sent, path=self.told)
 
 
 class Incoming:
@@ -144,10 +144,12 @@ class Incoming:
             if room is not None:
                 self.agent.deregister(room)
             room = self.room = None  # before there is another
-            if tensor:
-                room = _on_gpu(nbytes, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-            else:
+            if not tensor:
                 room = host_memory(nbytes)
+            elif torch.cuda.is_available():
+                room = _on_gpu(nbytes)
+            else:  # of a worker without a GPU, whose trainer has one
+                room = torch.from_numpy(host_memory(nbytes))
             self.agent.register(room)
             self.room = room
         if isinstance(room, torch.Tensor):
@@ -285,16 +287,13 @@ def _place(memory: Memory) -> tuple[str, int, int]:
     return "VRAM", memory.data_ptr(), memory.device.index
 
 
-def _on_gpu(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Memory of a device, uint8 `[nbytes]`. Raises RefitError when there is no room, or when others
-    could not read it."""
-    if name := expandable_segments():
-        raise RefitError(
-            f"refit.transport=nixl: {name} has expandable_segments:True, whose memory others "
-            "cannot read: take it out; or use distributed"
-        )
+def _on_gpu(nbytes: int) -> torch.Tensor:
+    """Memory of the current GPU, uint8 `[nbytes]`. Raises RefitError when there is no room, or when
+    others could not read it."""
     try:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        return Cuda().empty(nbytes).zero_()  # what is between boxes is looked at too
+    except NotShared as error:
+        raise RefitError(f"refit.transport=nixl: {error}; or use distributed") from error
     except torch.OutOfMemoryError as error:
         raise RefitError(
             f"no room on the GPU for {nbytes:,} bytes of an adapter, which refit.transport=nixl "

@@ -6,12 +6,10 @@ Run with `make test-gpu`.
 
 from __future__ import annotations
 
-import multiprocessing
-
 import numpy as np
 import pytest
 import torch
-from transport_ranks import VERSION, all_sent, make_channel
+from transport_ranks import VERSION, all_sent, make_channel, offering
 
 from lora_moe_rl.errors import RefitError
 from lora_moe_rl.refit import on_device, parts
@@ -22,7 +20,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-SPAWN = multiprocessing.get_context("spawn")
 
 
 def offer(pipe) -> None:
@@ -38,26 +35,27 @@ def offer(pipe) -> None:
 
 
 def test_a_version_is_mapped_from_another_process_and_checked_where_it_lies():
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=offer, args=(theirs,))
-    process.start()
-    assert ours.poll(120)
-    layouts, sent = ours.recv()
-    here = all_sent(SHARED_MEMORY, "bfloat16")
-    end = make_channel("cuda_ipc").incoming(0)
-    for layout, part, sender in zip(layouts, sent, here.senders, strict=True):
-        memory = end.open(layout, part)
-        assert memory.is_cuda and part.version == VERSION
-        parts.check_received(layout, part, memory, range(len(layout.entries)))
-        np.testing.assert_array_equal(memory.cpu().numpy(), sender.buffer)
-    ours.send("change a byte")
-    ours.recv()
-    with pytest.raises(RefitError, match=f"checksum of {layouts[1].entries[0].tensor}"):
-        parts.check_received(layouts[1], sent[1], end.open(layouts[1], sent[1]), [0])
-    end.mapped.clear()
-    ours.send("end")
-    process.join(60)
-    assert process.exitcode == 0
+    with offering(offer) as there:
+        layouts, sent = there.layouts, there.sent
+        here = all_sent(SHARED_MEMORY, "bfloat16")
+        end = make_channel("cuda_ipc").incoming(0)
+        for layout, part, sender in zip(layouts, sent, here.senders, strict=True):
+            memory = end.open(layout, part)
+            assert memory.is_cuda and part.version == VERSION
+            parts.check_received(layout, part, memory, range(len(layout.entries)))
+            np.testing.assert_array_equal(memory.cpu().numpy(), sender.buffer)
+        there.pipe.send("change a byte")
+        there.pipe.recv()
+        with pytest.raises(RefitError, match=f"checksum of {layouts[1].entries[0].tensor}"):
+            parts.check_received(layouts[1], sent[1], end.open(layouts[1], sent[1]), [0])
+        end.mapped.clear()
+        ends_well(there)
+
+
+def ends_well(there) -> None:
+    there.pipe.send("end")
+    there.process.join(60)
+    assert there.process.exitcode == 0
 
 
 @pytest.mark.parametrize("run_bytes", [2**26, 4096])
@@ -103,21 +101,16 @@ def offer_by_nixl(pipe) -> None:
 
 def test_a_version_is_read_by_nixl_out_of_another_process():
     pytest.importorskip("nixl_cu13")
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=offer_by_nixl, args=(theirs,))
-    process.start()
-    assert ours.poll(120)
-    layouts, sent = ours.recv()
-    here = all_sent(SHARED_MEMORY, "bfloat16")
-    end = make_channel("nixl").incoming(0)
-    for _ in range(2):
-        for layout, part, sender in zip(layouts, sent, here.senders, strict=True):
+    with offering(offer_by_nixl) as there:
+        here = all_sent(SHARED_MEMORY, "bfloat16")
+        end = make_channel("nixl").incoming(0)
+        for layout, part, sender in 2 * [
+            *zip(there.layouts, there.sent, here.senders, strict=True)
+        ]:
             memory = end.open(layout, part)
             assert memory.is_cuda and part.version == VERSION
             mine = [i for i, entry in enumerate(layout.entries) if 0 in entry.targets]
             parts.check_received(layout, part, memory, mine)
             for span in (layout.entries[i].span(layout.dtype) for i in mine):
                 np.testing.assert_array_equal(memory[span].cpu().numpy(), sender.buffer[span])
-    ours.send("end")
-    process.join(60)
-    assert process.exitcode == 0
+        ends_well(there)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,6 +63,23 @@ def offer_and_wait(pipe, transport: str = "distributed") -> None:
     pipe.recv()
     pipe.send([sender.send(VERSION + 1) for sender in all_.senders])
     time.sleep(60)
+
+
+@contextmanager
+def offering(work: Callable[..., None], *arguments) -> Iterator[SimpleNamespace]:
+    """A process that does `work` with a pipe, and tells at first of layouts and parts: killed at
+    the end, if it has not ended by then."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=work, args=(theirs, *arguments))
+    process.start()
+    try:
+        assert ours.poll(120), "the trainer process did not start"
+        layouts, sent = ours.recv()
+        yield SimpleNamespace(process=process, pipe=ours, layouts=layouts, sent=sent)
+    finally:
+        process.kill()
+        process.join()
 
 
 def make(kind: str, tmp_path) -> Channel:

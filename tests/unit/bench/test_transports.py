@@ -22,7 +22,7 @@ def test_each_transport_brings_each_size(capsys):
 
 
 def test_what_is_not_installed_is_said_and_the_others_measured(monkeypatch, capsys):
-    monkeypatch.setattr(transports, "importable", lambda module: module != "nixl_cu13")
+    monkeypatch.setattr(transports.transports, "importable", lambda module: module != "nixl_cu13")
     assert transports.main(["--mib", "1", "--rounds", "1"]) == 0
     shown = capsys.readouterr().out
     assert "nixl over TCP: not measured, nixl_cu13 is not installed" in shown

@@ -171,8 +171,8 @@ async def test_the_environment_takes_its_cost_from_rewards(tmp_path):
 
 
 class Letters:
-    def encode(self, text):
-        return [ord(letter) % 50 for letter in text]
+    def encode(self, text, add_special_tokens=True):
+        return [1] * add_special_tokens + [ord(letter) % 50 for letter in text]
 
 
 async def test_the_environment_of_two_turns_asks_again_where_the_answer_was_wrong(tmp_path):

@@ -13,13 +13,13 @@ import subprocess
 import sys
 import time
 import weakref
-from types import SimpleNamespace
+from contextlib import ExitStack
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from transport_ranks import VERSION, all_sent, make_channel, offer_and_wait
+from transport_ranks import VERSION, all_sent, make_channel, offer_and_wait, offering
 
 from lora_moe_rl.config import RefitConfig
 from lora_moe_rl.errors import ConfigError, RefitError
@@ -38,27 +38,14 @@ def over_tcp(monkeypatch):
 
 @pytest.fixture
 def start_trainer():
-    started = []
-
-    def start() -> SimpleNamespace:
-        ours, theirs = SPAWN.Pipe()
-        process = SPAWN.Process(target=offer_and_wait, args=(theirs, "nixl"))
-        process.start()
-        started.append(process)
-        assert ours.poll(60), "the trainer process did not start"
-        layouts, sent = ours.recv()
-        return SimpleNamespace(process=process, pipe=ours, layouts=layouts, sent=sent)
-
-    yield start
-    for process in started:
-        process.kill()
-        process.join()
+    with ExitStack() as started:
+        yield lambda: started.enter_context(offering(offer_and_wait, "nixl"))
 
 
-def read(worker, layout, sent) -> np.ndarray:
-    """The bytes that this worker takes, after their check."""
-    memory = worker.open(layout, sent)
-    mine = [i for i, entry in enumerate(layout.entries) if worker.rank in entry.targets]
+def read(worker, layout, sent, rank: int | None = None) -> np.ndarray:
+    """The bytes that this worker takes, after their check. `rank`: of one that does not know it."""
+    memory, rank = worker.open(layout, sent), worker.rank if rank is None else rank
+    mine = [i for i, entry in enumerate(layout.entries) if rank in entry.targets]
     assert 0 < len(mine) < len(layout.entries)
     parts.check_received(layout, sent, memory, mine)
     spans = [layout.entries[i].span(layout.dtype) for i in mine]
@@ -89,9 +76,8 @@ def test_each_worker_reads_its_bytes_of_each_version_out_of_other_processes(
     def compare(sent):
         for worker in workers:
             for layout, part, own in zip(trainer.layouts, sent, here.sent, strict=True):
-                of_shm = make_channel("shm").incoming(worker.rank)
-                of_shm.rank = worker.rank
-                np.testing.assert_array_equal(read(worker, layout, part), read(of_shm, layout, own))
+                of_shm = read(make_channel("shm").incoming(0), layout, own, worker.rank)
+                np.testing.assert_array_equal(read(worker, layout, part), of_shm)
 
     compare(trainer.sent)
     rooms = [worker.room for worker in workers]
@@ -204,11 +190,10 @@ def test_parts_of_a_device_are_read_into_memory_of_a_device(dtype, monkeypatch):
     there = all_sent(make_channel("nixl"), dtype)
     monkeypatch.undo()
     here, worker = all_sent(make_channel("shm"), dtype), incoming()
-    of_shm = make_channel("shm").incoming(0)
-    of_shm.rank = 0
     for layout, sent, own in zip(there.layouts, there.sent, here.sent, strict=True):
         assert isinstance(worker.open(layout, sent), torch.Tensor)
-        np.testing.assert_array_equal(read(worker, layout, sent), read(of_shm, layout, own))
+        of_shm = read(make_channel("shm").incoming(0), layout, own, 0)
+        np.testing.assert_array_equal(read(worker, layout, sent), of_shm)
         there.senders[sent.source].buffer[layout.runs(0)[0][0]] ^= 1
         with pytest.raises(RefitError, match="differs from the sender's"):
             read(worker, layout, sent)
@@ -242,13 +227,13 @@ def test_no_read_begins_before_the_stream_has_ended(monkeypatch):
         def wait(self):
             order.append("wait")
 
-    def on_gpu(nbytes, device):
+    def room(nbytes):
         order.append("room")
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        return parts.host_memory(nbytes)
 
     begin = nixl.Agent.read
     monkeypatch.setattr(nixl, "port_of", lambda device: Port())
-    monkeypatch.setattr(nixl, "_on_gpu", on_gpu)
+    monkeypatch.setattr(nixl, "host_memory", room)
     monkeypatch.setattr(
         nixl.Agent, "read", lambda self, *told: order.append("read") or begin(self, *told)
     )
@@ -330,6 +315,7 @@ def test_ends_that_are_dropped_leave_no_thread_and_no_descriptor():
 
 
 def test_segments_that_others_cannot_read_are_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     with pytest.raises(RefitError, match="nixl: PYTORCH_ALLOC_CONF has .* or use distributed"):
         make_channel("nixl").outgoing(None, "127.0.0.1").memory(64, torch.device("cuda"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -20,7 +19,7 @@ import psutil
 import pytest
 import torch
 from mapped_files import Files
-from transport_ranks import VERSION, all_sent, make, make_channel, offer_and_wait
+from transport_ranks import VERSION, all_sent, make, make_channel, offer_and_wait, offering
 
 from lora_moe_rl.base import ipc
 from lora_moe_rl.config import RefitConfig, RunConfig
@@ -94,15 +93,8 @@ def test_a_pair_of_ranks_has_one_message():
 
 @pytest.fixture
 def trainer_process():
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=offer_and_wait, args=(theirs,))
-    process.start()
-    assert ours.poll(60), "the trainer process did not start"
-    layouts, sent = ours.recv()
-    yield SimpleNamespace(process=process, layout=layouts[1], sent=sent[1])
-    process.kill()
-    process.join()
+    with offering(offer_and_wait) as one:
+        yield SimpleNamespace(process=one.process, layout=one.layouts[1], sent=one.sent[1])
 
 
 def test_another_process_sends_as_often_as_asked_until_it_is_gone(trainer_process):

@@ -16,7 +16,7 @@ from lora_moe_rl.environments.parts.tool_talk import ToolSettings
 from lora_moe_rl.environments.parts.toolbox import Toolbox
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.tools import Sandbox
-from lora_moe_rl.tools.sandbox import HOLDS, Limits, container_command
+from lora_moe_rl.tools.sandbox import HOLDS, WORK, Limits, container_command
 
 pytestmark = pytest.mark.seconds  # starts processes
 
@@ -305,4 +305,5 @@ def test_equal_code_says_the_same_each_time(sandbox):
     code = "import os; print(os.getcwd()); 1 / 0"
     first, second = sandbox.run(code), sandbox.run(code)
     assert first.output == second.output
-    assert first.output.startswith("/work\n") and 'File "/work/main.py", line 1' in first.output
+    assert first.output.startswith(f"{WORK}\n")
+    assert f'File "{WORK}/main.py", line 1' in first.output

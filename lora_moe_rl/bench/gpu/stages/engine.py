@@ -27,7 +27,6 @@ from lora_moe_rl.refit.parts import STORAGE, part_layouts
 from lora_moe_rl.refit.plan import EngineLayout, make_plan
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.rollout.facts import Dtype, slot_rank
-from lora_moe_rl.upstream.versions import importable
 from lora_moe_rl.verify.comparisons import largest
 
 if TYPE_CHECKING:
@@ -147,9 +146,9 @@ class Bench:
         rank = SendingRank(self.config, self.spec, 0, self.device)
         taken = {}
         for name in TRANSPORTS[self.device]:
-            if name == "nixl" and not importable("nixl_cu13"):
-                continue
             channel = transports.channel(RefitConfig(transport=name))
+            if transports.lacking(channel):
+                continue
             rank.prepare_refit(layouts, channel)
             await self.engine.prepare_refit(layouts, channel)
             taken[name] = [await self._publish(rank) for _ in range(VERSIONS)]
