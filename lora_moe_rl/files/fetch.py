@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lora_moe_rl.config.options import natural
 from lora_moe_rl.errors import CheckpointError, FileError
-from lora_moe_rl.files import checkpoint, storage
+from lora_moe_rl.files import checkpoint, owner, storage
 from lora_moe_rl.files.out_directory import require_empty
 
 
@@ -61,5 +61,7 @@ def fetch(url: str, out: Path, step: int | None = None) -> Path:
             continue
         with storage.told(f"{url} cannot be read"):
             fs.get_file(config, str(out / "config.yaml"))
+            whose = f"{root}/{owner.OWNER}"
+            owner.made_of_copies(out, fs.cat_file(whose) if fs.isfile(whose) else None)
         return path
     raise CheckpointError(f"no checkpoint of {url} is valid:\n  " + "\n  ".join(skipped))

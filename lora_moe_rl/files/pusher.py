@@ -22,58 +22,64 @@ from lora_moe_rl.config.checkpoint import CheckpointConfig
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.checkpoint import step_of
 from lora_moe_rl.files.linking import link
-from lora_moe_rl.files.storage import ADAPTERS, CHECKPOINTS
+from lora_moe_rl.files.storage import ADAPTERS, CHECKPOINTS, OTHERS
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 
 class Failed(Exception):
-    """`final`: another try would fail too."""
+    """`code`: the exit code of a process that ended."""
 
-    def __init__(self, why: str, final: bool = False):
+    def __init__(self, why: str, code: int | None = None):
         super().__init__(why)
-        self.final = final
+        self.code = code
+
+    @property
+    def final(self) -> bool:
+        """Whether another try would fail too."""
+        return self.code in (ConfigError.exit_code, OTHERS)
 
 
 class Pusher:
     """A context manager; on leaving it waits for what is under way, as long as that may take,
     unless the run is ended at once.
 
-    `run_dir`: of the run. `goes_on`: the step that it goes on from; None when it has not been here
-    before. `say` gets warnings. Without checkpoint.push_to it does nothing.
+    `run_dir`: of the run. `say` gets warnings. Without checkpoint.push_to it does nothing.
     """
 
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        run_dir: Path,
-        goes_on: int | None,
-        say: Callable[[str], None],
-    ):
-        self.config, self.run_dir, self.goes_on, self.say = config, run_dir, goes_on, say
+    def __init__(self, config: CheckpointConfig, run_dir: Path, say: Callable[[str], None]):
+        self.config, self.run_dir, self.say = config, run_dir, say
+        self.goes_on: int | None = None
         self.pushed: int | None = None  # the newest step of which all is there
         self._folder = run_dir / "pushing"
         self._changed = threading.Condition()
         self._waiting: Path | None = None
-        self._begun = self._closing = False
+        self._tried = self._begun = self._closing = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="pusher")
 
-    def __enter__(self) -> Pusher:
-        if self.config.push_to is None:
-            return self
-        shutil.rmtree(self._folder, ignore_errors=True)
+    def begin(self, goes_on: int | None) -> None:
+        """Tries the place, once; a second call does nothing. `goes_on`: the step that the run goes
+        on from; None when it has not been here before. Raises ConfigError where the copies of
+        another run are, and for a new run where it cannot be written."""
+        if self.config.push_to is None or self._tried:
+            return
+        self.goes_on, self._tried = goes_on, True
         try:
             self._begin(self._try(self._first_words(), self._deadline()))
         except Failed as error:
             told = f"checkpoint.push_to={self.config.push_to} cannot be written: {error}"
-            if self.goes_on is None:
+            if goes_on is None or error.code == OTHERS:
                 raise ConfigError(told) from error
             self.say(f"{told}; the run goes on, and every checkpoint is tried")
-        self._thread.start()
+
+    def __enter__(self) -> Pusher:
+        if self.config.push_to is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._thread.start()
         return self
 
     def _first_words(self) -> list[str]:
-        words = ["begin", str(self.run_dir / "config.yaml"), str(self.config.push_to)]
+        words = ["begin", str(self.run_dir), str(self.config.push_to)]
         return words if self.goes_on is None else [*words, str(self.goes_on)]
 
     def _begin(self, said: str) -> None:
@@ -137,8 +143,8 @@ class Pusher:
             self._begin(self._with_retries(self._first_words(), deadline))
         for folder in (CHECKPOINTS, ADAPTERS):
             if (taken / folder).is_dir():
-                target = f"{self.config.push_to}/{folder}/{taken.name}"
-                self._with_retries(["upload", str(taken / folder), target], deadline)
+                words = [str(self.run_dir), str(self.config.push_to), str(taken / folder)]
+                self._with_retries(["upload", *words, f"{folder}/{taken.name}"], deadline)
 
     def _with_retries(self, words: list[str], deadline: float) -> str:
         attempt = 0
@@ -177,7 +183,7 @@ class Pusher:
         if process.returncode:
             lines = said.decode(errors="replace").strip().splitlines()
             reason = lines[-1] if lines else f"exit code {process.returncode}"
-            raise Failed(reason, final=process.returncode == ConfigError.exit_code)
+            raise Failed(reason, process.returncode)
         return printed.decode().strip()
 
     def _deadline(self) -> float:

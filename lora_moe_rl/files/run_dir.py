@@ -11,6 +11,7 @@ order.jsonl      which groups each step trained, and the versions that sampled t
 timeline.jsonl   who did what when, one line a step
 checkpoints/     see checkpoint.py
 adapter/         the newest exported PEFT adapter
+owner.json       which run this is, where it has copies elsewhere (owner.py)
 logs/            one file an actor, and one of what libraries say at their import
 curves.png       reward, mismatch and step time, at the end
 traces/          what trainer ranks computed in the steps of logging.profile (trainer/traces.py)

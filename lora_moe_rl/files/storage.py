@@ -2,6 +2,7 @@
 makes them.
 
     TARGET/config.yaml
+    TARGET/owner.json                 which run's copies these are (owner.py)
     TARGET/checkpoints/step-000010/   as in the run directory; manifest.json is written last
     TARGET/adapters/step-000010/      the PEFT directory; adapter_config.json is written last
 
@@ -23,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from lora_moe_rl.errors import CheckpointError, ConfigError, FileError, LoraMoeRlError
-from lora_moe_rl.files import checkpoint
+from lora_moe_rl.files import checkpoint, owner
 from lora_moe_rl.files.out_directory import require_place
 
 CHECKPOINTS, ADAPTERS = "checkpoints", "adapters"
 LAST = (checkpoint.MANIFEST, "adapter_config.json")
 LEFT = "left.json"
+OTHERS = 3  # exit code
 
 
 def reach(url: str) -> tuple[Any, str]:
@@ -57,23 +59,25 @@ def check_place(target: str) -> None:
         raise ConfigError(f"{named} cannot be reached: {error}") from error
 
 
-def begin(config_file: Path, target: str, goes_on: int | None) -> list[int]:
-    """Puts the run's config into `target`. goes_on: the step that a run goes on from whose own
-    copies are there; None for a new run, which raises ConfigError where there are any. Returns the
-    later steps, whose copies were whole and are none any more."""
+def begin(run_dir: Path, target: str, goes_on: int | None) -> list[int]:
+    """Makes the run the owner of `target`, and puts its config there. goes_on: the step that it
+    goes on from; None for a new run, which raises ConfigError where there are copies. Raises
+    OthersError where another run is the owner. Returns the later steps, whose copies were whole and
+    are none any more."""
     fs, root = reach(target)
     if goes_on is None and fs.exists(f"{root}/{CHECKPOINTS}") and fs.ls(f"{root}/{CHECKPOINTS}"):
         raise ConfigError(
             f"checkpoint.push_to={target} holds copies of a run already; name another place"
         )
     fs.makedirs(root, exist_ok=True)
+    owner.claim(fs, root, run_dir)
     left = set[int]()
     for folder, last in zip((CHECKPOINTS, ADAPTERS), LAST, strict=True):
         whole = _whole(fs, f"{root}/{folder}", last) if fs.exists(f"{root}/{folder}") else {}
         for path in (path for step, path in whole.items() if step > (goes_on or 0)):
             fs.mv(f"{path}/{last}", f"{path}/{LEFT}")
         left |= {step for step in whole if step > (goes_on or 0)}
-    fs.put_file(str(config_file), f"{root}/config.yaml")
+    fs.put_file(str(run_dir / "config.yaml"), f"{root}/config.yaml")
     return sorted(left)
 
 
@@ -146,16 +150,21 @@ def download(url: str, step: int, into: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """`begin FILE TARGET [STEP]` or `upload DIR TARGET`. Says on its last line why it failed; with
-    exit code 2 another try would too. `begin` prints the steps whose copies are none any more. Ends
-    with the process that holds its standard input."""
+    """`begin RUN TARGET [STEP]` or `upload RUN TARGET DIR PLACE`, the place being below the target.
+    Says on its last line why it failed; with exit code 2 another try would too, and with OTHERS
+    because another run's copies are there. `begin` prints the steps whose copies are none any more.
+    Ends with the process that holds its standard input."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    what, source, target, *more = arguments
+    what, run_dir, target, *more = arguments
     try:
         if what == "begin":
-            print(*begin(Path(source), target, int(more[0]) if more else None))
+            print(*begin(Path(run_dir), target, int(more[0]) if more else None))
         else:
-            upload(Path(source), target)
+            owner.require(*reach(target), Path(run_dir))
+            upload(Path(more[0]), f"{target}/{more[1]}")
+    except owner.OthersError as error:
+        print(error, file=sys.stderr)
+        return OTHERS
     except LoraMoeRlError as error:
         print(error, file=sys.stderr)
         return error.exit_code

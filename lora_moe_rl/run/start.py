@@ -60,7 +60,9 @@ def run(config: RunConfig, resume: bool = False, fork: Path | None = None) -> No
         _look(ready, own_ray)
         console.say(room(config, ready.spec).text)
         with RunDir(config, resume, console.warn) as run_dir:
+            pusher = Pusher(config.checkpoint, run_dir.path, say=console.warn)
             if fork is not None:
+                pusher.begin(None)  # while nothing is in the directory that a second try would find
                 adopt(run_dir.checkpoints, fork)
             found = goes_on.newest(run_dir, ready) if resume or fork else None
             console.log_to(run_dir.log_path("controller"))
@@ -68,7 +70,7 @@ def run(config: RunConfig, resume: bool = False, fork: Path | None = None) -> No
             if config.adapter.init_from is not None and not found:
                 start = adapter_start.init_from(config, ready.spec, ready.model_dir)
             frozen = FrozenStart.of_run(ready, start, found)
-            _run(Prepared.of(ready, run_dir, found, start, frozen), own_ray)
+            _run(Prepared.of(ready, run_dir, found, start, frozen), own_ray, pusher)
 
 
 def evaluate(config: RunConfig, checkpoint_dir: Path | None) -> None:
@@ -122,19 +124,22 @@ def _evaluated(run_dir: RunDir) -> set[int]:
     return {record["step"] for record in read_evaluations(run_dir.metrics_file)}
 
 
-def _run(run: Prepared, own_ray: OwnRay) -> None:
+def _run(run: Prepared, own_ray: OwnRay, pusher: Pusher) -> None:
     if run.resumed:
         run.run_dir.write_config()  # of a run that is not refused
+    pusher.begin(run.step if run.resumed else None)
     run.run_dir.rewind(run.step)  # before the files are opened to go on in them
     eval_files.rewind(run.run_dir.path, run.step)
     versions_file.note(run.run_dir.path, run.step, versions_file.here())
     with (
-        _pusher(run) as pusher,
+        pusher,
         MetricsWriter(run.run_dir, run.config) as metrics,
         started(run, own_ray) as actors,
     ):
         parts = (run.config, run.spec, run.model_dir, run.run_dir, actors.trainer, metrics)
         dtype = actors.trainer.dtype
+        if run.resumed and run.found is not None and run.found.path is not None:
+            pusher.push(run.found.path, None)  # if a stop came before its copy
         records = Records(*parts, done=run.step, dtype=dtype, written=pusher.push)
         records.checkpoints.frozen = None if run.frozen is None else run.frozen.digest
         records.performance = Performance.of_model(run.config, run.spec, run.model_dir, dtype)
@@ -150,17 +155,6 @@ def _run(run: Prepared, own_ray: OwnRay) -> None:
     if records.plateau is not None:
         why = plateau.text(run.config.checkpoint, records.plateau)
         console.say(f"ended after step {records.done}: {why}")
-
-
-@contextmanager
-def _pusher(run: Prepared) -> Iterator[Pusher]:
-    """What has not been copied before a stop is copied now."""
-    settings, path = run.config.checkpoint, run.run_dir.path
-    goes_on_from = run.step if run.resumed else None
-    with Pusher(settings, path, goes_on_from, say=console.warn) as pusher:
-        if run.resumed and run.found is not None and run.found.path is not None:
-            pusher.push(run.found.path, None)
-        yield pusher
 
 
 def _evaluate(run: Prepared, actors: Actors, metrics: MetricsWriter) -> None:

@@ -14,13 +14,11 @@ import math
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as yarn_module
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    gather_from_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import attention as attention_module
 from megatron.core.transformer import multi_latent_attention as mla_module
@@ -243,8 +241,12 @@ class ReplicatedLinear(torch.nn.Module):
 
     @classmethod
     def gathered(cls, column: ColumnParallelLinear) -> ReplicatedLinear:
-        weight = gather_from_tensor_model_parallel_region(column.weight.detach().t())
-        return cls(weight.t().contiguous())
+        """Of the rows of all ranks, on the device of this rank's: mcore's gather would put them on
+        the CPU where the model is built on `meta`."""
+        rows = column.weight.detach()
+        whole = rows.new_empty(column.output_size, column.input_size)
+        dist.all_gather(list(whole.split(len(rows))), rows, group=column.tp_group)
+        return cls(whole)
 
     def forward(self, x):
         return F.linear(x, self.weight), None

@@ -23,6 +23,7 @@ from lora_moe_rl.errors import CheckpointError, ConfigError, FileError
 from lora_moe_rl.files import checkpoint, pusher, storage
 from lora_moe_rl.files.checkpoint import MANIFEST, newest_valid
 from lora_moe_rl.files.fetch import fetch
+from lora_moe_rl.files.owner import OWNER, OthersError
 from lora_moe_rl.files.pusher import Pusher
 
 pytestmark = pytest.mark.seconds
@@ -52,7 +53,9 @@ def pushing(run: Path, target, said: list[str] | None = None, goes_on=None, **se
         if said is not None and not text.startswith("waiting until"):  # on a busy machine
             said.append(text)
 
-    return Pusher(config, run, goes_on, say)
+    made = Pusher(config, run, say)
+    made.begin(goes_on)
+    return made
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -99,9 +102,59 @@ def test_copies_of_another_run_are_not_written_over(run, tmp_path):
         push.push(write(run, 1), None)
     before = files(tmp_path / "copies")
     with pytest.raises(ConfigError, match="holds copies of a run already"):
-        pushing(run, tmp_path / "copies").__enter__()
+        pushing(run, tmp_path / "copies")
     assert files(tmp_path / "copies") == before
     with pushing(run, tmp_path / "copies", goes_on=1):
+        pass
+
+
+def other(tmp_path) -> Path:
+    """Another run's directory."""
+    directory = tmp_path / "other"
+    directory.mkdir()
+    (directory / "config.yaml").write_text("name: of another\n")
+    return directory
+
+
+def test_a_place_has_one_owner_whoever_goes_on(run, tmp_path):
+    copies, said = tmp_path / "copies", list[str]()
+    with pushing(run, copies) as push:
+        push.push(write(run, 1), None)
+    before = files(copies)
+    with pytest.raises(ConfigError, match=f"another run's, that in {run} .*name another place"):
+        pushing(other(tmp_path), copies, goes_on=1)
+    shutil.copytree(run, tmp_path / "same")
+    with pytest.raises(ConfigError, match="another run's"):  # `cp -r` makes another run
+        pushing(tmp_path / "same", copies, said, goes_on=1)
+    assert files(copies) == before
+    run.rename(tmp_path / "moved")
+    with pushing(tmp_path / "moved", copies, said, goes_on=1):
+        pass
+    assert not said
+
+
+def test_of_two_runs_that_begin_with_one_place_the_second_is_refused(run, tmp_path):
+    with pushing(run, tmp_path / "copies"), pytest.raises(ConfigError, match="another run's"):
+        pushing(other(tmp_path), tmp_path / "copies")
+    own = run / "config.yaml"
+    assert (tmp_path / "copies/config.yaml").read_bytes() == own.read_bytes()
+
+
+def test_a_run_that_was_fetched_takes_the_place_over_also_while_the_first_goes_on(run, tmp_path):
+    copies, said, again = tmp_path / "copies", list[str](), tmp_path / "again"
+    with pushing(run, copies, said) as push:
+        push.push(write(run, 1), None)
+        while push.pushed != 1:
+            time.sleep(0.05)
+        fetch(str(copies), again)
+        with pushing(again, copies, goes_on=1) as its:
+            its.push(write(again, 2), None)
+        there = files(copies)
+        push.push(write(run, 3), None)
+    assert files(copies) == there and storage.steps(str(copies)) == [1, 2]
+    assert len(said) == 1 and "step-000003 was not copied" in said[0]
+    assert f"another run's, that in {again} " in said[0]
+    with pushing(again, copies, goes_on=2):
         pass
 
 
@@ -114,7 +167,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_starts(
 ):
     target = target.format(tmp=tmp_path)
     with pytest.raises(ConfigError, match=f"checkpoint.push_to=.*({why})"):
-        pushing(run, target, push_retries=0).__enter__()
+        pushing(run, target, push_retries=0)
     said: list[str] = []
     with pushing(run, target, said, goes_on=1, push_retries=0):
         pass  # a run that goes on at night does not end for it
@@ -190,6 +243,8 @@ def test_a_run_is_fetched_and_the_newest_whole_checkpoint_with_it(run, tmp_path)
     assert fetch(str(copies), out) == out / "checkpoints/step-000002"
     assert newest_valid(out / "checkpoints").metadata == {"step": 2}
     assert (out / "config.yaml").read_text() == "name: pushed\n"
+    made = json.loads((out / OWNER).read_text())
+    assert made["follows"] == json.loads((run / OWNER).read_text())["run"] != made["run"]
     assert fetch(str(copies), tmp_path / "first", 1).name == "step-000001"
     with pytest.raises(FileError, match="has no checkpoint of step 7; it has .1, 2."):
         fetch(str(copies), tmp_path / "none", 7)
@@ -321,17 +376,22 @@ def memory():
 def test_storage_of_fsspec_is_a_place_too(place, request, run, tmp_path):
     place = request.getfixturevalue(place)
     write(run, 4)
-    storage.begin(run / "config.yaml", place, goes_on=None)
+    storage.begin(run, place, goes_on=None)
     source = run / "checkpoints/step-000004"
     for _ in range(2):  # what is there already is not copied again
         storage.upload(source, f"{place}/checkpoints/step-000004")
     with pytest.raises(ConfigError, match="holds copies"):
-        storage.begin(run / "config.yaml", place, goes_on=None)
+        storage.begin(run, place, goes_on=None)
+    with pytest.raises(OthersError, match=f"another run's, that in {run} "):
+        storage.begin(other(tmp_path), place, goes_on=4)
     assert storage.steps(place) == [4]
-    assert storage.begin(run / "config.yaml", place, goes_on=4) == []
+    assert storage.begin(run, place, goes_on=4) == []
     assert files(fetch(place, tmp_path / "out")) == files(source)
-    assert storage.begin(run / "config.yaml", place, goes_on=3) == [4]
+    assert storage.begin(run, place, goes_on=3) == [4]
     assert storage.steps(place) == []
+    storage.begin(tmp_path / "out", place, goes_on=4)
+    with pytest.raises(OthersError, match=f"another run's, that in {tmp_path / 'out'} "):
+        storage.begin(run, place, goes_on=4)
 
 
 class Refusing(LocalFileSystem):

@@ -62,6 +62,13 @@ def test_ranks_as_planned_pass(rank):
     assert faults(as_planned(rank)) == []
 
 
+@pytest.mark.seconds
+def test_the_tiny_model_is_built_as_it_is_planned():
+    report = build.check(FACTS, SPEC, CONFIG, CLASSES, say=print)
+    assert [row for row in report.rows if not row.passed] == []
+    assert report.ranks == [0, 3, 4, 7] and report.unique_parameters == build.num_parameters(FACTS)
+
+
 def test_another_shape_a_missing_tensor_and_one_too_many_are_named():
     rank = as_planned(0)
     rank.base["output_layer.weight"] = rank.base.pop("embedding.word_embeddings.weight")

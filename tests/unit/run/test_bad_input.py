@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from lora_moe_rl import cli
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.files import to_yaml
-from lora_moe_rl.files import trainer_state
+from lora_moe_rl.files import storage, trainer_state
 from lora_moe_rl.models.fingerprint import base_record
 from lora_moe_rl.tiny import shapes
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
@@ -310,6 +310,21 @@ def test_a_run_goes_on_from_an_older_checkpoint_in_a_directory_of_its_own(
     assert train(model, "--resume-from", str(newer)) == 2  # run/ holds a run now
     assert train(model, "--resume-from", str(newer), "logging.run_dir=used") == 2
     assert train(model, "--resume-from", str(newer), "trainer.steps=5") == 0
+
+
+def test_a_fork_leaves_the_copies_of_its_origin_alone(model, folder, capsys, monkeypatch):
+    origin = save(folder / "used/checkpoints", 2, model)
+    monkeypatch.setattr(logging.root, "handlers", [])  # the run sets its own
+    storage.begin(folder / "used", str(folder / "copies"), None)
+    before = (folder / "copies/config.yaml").read_bytes()
+    fork, place = f"--resume-from={origin}", "checkpoint.push_to="
+    assert train(model, fork, f"{place}copies") == 2
+    assert f"another run's, that in {folder / 'used'} " in capsys.readouterr().err
+    with pytest.raises(AssertionError, match="Ray was started"):
+        train(model, fork, f"{place}elsewhere")
+    assert train(model, "--resume", f"{place}copies") == 2
+    assert "another run's" in capsys.readouterr().err
+    assert (folder / "copies/config.yaml").read_bytes() == before
 
 
 @pytest.mark.parametrize("critic", [True, False])
