@@ -42,11 +42,16 @@ def is_set(section: Section, name: str) -> bool:
 
 
 def _holds_bool(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_holds_bool, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_holds_bool, value))
-    return isinstance(value, bool)
+    waiting = [value]  # however deep a file from elsewhere is
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, bool):
+            return True
+        if isinstance(one, Mapping):
+            waiting += one.values()
+        elif isinstance(one, list | tuple):
+            waiting += one
+    return False
 
 
 @cache

@@ -21,9 +21,9 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.recipes import load_config
 from lora_moe_rl.data.rows import is_hub
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.files import versions_file
 from lora_moe_rl.files.checkpoint import step_of
 from lora_moe_rl.files.run_dir import CONFIG, METRICS
+from lora_moe_rl.files.versions_file import VERSIONS
 
 FILE = "README.md"
 
@@ -119,7 +119,7 @@ def _function(name: str) -> str:
 
 def _versions(run: Path, checkpoint: Path) -> str:
     """Of what the run was trained with, by its own record."""
-    found = versions_file.at(run, step_of(checkpoint))
+    found = VERSIONS.at(run, step_of(checkpoint))
     if found is None:
         return "## Versions\n\nThe run has no record of what it was trained with."
     return "## Versions\n\n" + _table(["package", "version"], [*map(list, found.items())])

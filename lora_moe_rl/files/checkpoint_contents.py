@@ -34,6 +34,10 @@ class _OfAdapter(_Read):
 class _Trainer(_Read):
     version: int = Field(ge=0)
     optimizer_steps: int = Field(ge=0)
+    scheduled_steps: int | None = Field(None, ge=0)
+    critic_steps: int | None = Field(None, ge=0)
+    critic_scheduled_steps: int | None = Field(None, ge=0)
+    updates_per_step: int | None = Field(None, ge=1)
 
 
 class _OfRun(_OfAdapter):

@@ -1,7 +1,8 @@
 """The run directory: what a run leaves behind, and what it is resumed from.
 
 config.yaml      the resolved config; `lora-moe-rl train RUN/config.yaml --resume` goes on
-versions.json    what packages it was trained with (versions_file.py)
+settings.json    what settings it was trained with, since which step (settings_file.py)
+versions.json    what packages, likewise (versions_file.py)
 metrics.jsonl    one line a step, and one an evaluation
 samples.jsonl    a few samples a step: prompt, response, reward, versions
 tokens.jsonl     of the same samples every token, with logging.tokens

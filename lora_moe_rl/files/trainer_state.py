@@ -7,6 +7,7 @@ is, which tensor it is part of and where it lies: `adapter|layers.0.q_proj.A|0,0
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,6 +23,11 @@ KINDS = ("adapter", *MOMENTS, BEGAN)
 Whose = Literal["trainer", "critic"]
 POLICY: Whose = "trainer"
 CRITIC: Whose = "critic"
+_DONE: dict[Whose, tuple[str, str]] = {
+    POLICY: ("optimizer_steps", "scheduled_steps"),
+    CRITIC: ("critic_steps", "critic_scheduled_steps"),
+}
+_UPDATES = "updates_per_step"
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,28 @@ class Saved:
 
     meta: dict[str, int]
     files: dict[str, FileSum]
+
+
+@dataclass(frozen=True)
+class Done:
+    """Steps of an optimizer: `steps` were applied, and its learning rate counts `scheduled`, which
+    are others in a run that went on with more or fewer optimizer steps a step."""
+
+    steps: int
+    scheduled: int
+
+    def as_meta(self, whose: Whose, updates: int) -> dict[str, int]:
+        """What a state's `meta` holds of it. `updates`: optimizer steps of a step of the run."""
+        steps, scheduled = _DONE[whose]
+        return {steps: self.steps, scheduled: self.scheduled, _UPDATES: updates}
+
+    @classmethod
+    def of(cls, meta: Mapping[str, int], whose: Whose, updates: int) -> Done:
+        """As `meta` has it, in a run whose steps make `updates` optimizer steps: its learning rate
+        goes on at the same share of the run."""
+        steps, scheduled = _DONE[whose]
+        done = meta.get(steps, 0)
+        return cls(done, meta.get(scheduled, done) * updates // meta.get(_UPDATES, updates))
 
 
 def file_name(number: int, whose: Whose = POLICY) -> str:

@@ -104,7 +104,7 @@ def other_ranks(found: Found, config: RunConfig, spec: AdapterSpec) -> AdapterSp
         )
     if any(old.by_name[site.name].shared != site.shared for site in spec):
         raise RunDirError(f"{found.path}: a resumed run keeps its adapter.expert_layout")
-    _require_resize(config, old, spec, str(found.path))
+    _require_resize(config, old, spec, str(found.path), scales=True)
     return old
 
 
@@ -119,17 +119,23 @@ def lost_critic(found: Found, config: RunConfig) -> str:
     )
 
 
-def _require_resize(config: RunConfig, old: AdapterSpec, spec: AdapterSpec, where: str) -> None:
-    differ = [
-        f"{site.name} {old.by_name[site.name].rank} -> {site.rank}"
-        for site in spec
-        if site.name in old.by_name and old.by_name[site.name].rank != site.rank
-    ]
-    if differ and not config.adapter.resize:
+def _require_resize(
+    config: RunConfig, old: AdapterSpec, spec: AdapterSpec, where: str, scales: bool = False
+) -> None:
+    """`scales`: Adam's moments go on, which are of gradients at one scale."""
+    if config.adapter.resize:
+        return
+    pairs = [(old.by_name[site.name], site) for site in spec if site.name in old.by_name]
+    what = "ranks"
+    differ = [f"{a.name} {a.rank} -> {b.rank}" for a, b in pairs if a.rank != b.rank]
+    if not differ and scales:
+        what = "scales (alpha / rank)"
+        differ = [f"{a.name} {a.scale:g} -> {b.scale:g}" for a, b in pairs if a.scale != b.scale]
+    if differ:
         raise AdapterError(
-            f"{where} has other ranks than this run: {_some(differ)}. With adapter.resize=true "
-            f"they are changed by an SVD of B A (exact when growing, the best approximation when "
-            f"shrinking) and Adam begins anew for them; or keep the ranks: "
+            f"{where} has other {what} than this run: {_some(differ)}. With adapter.resize=true "
+            f"they are changed, ranks by an SVD of B A (exact when growing, the best approximation "
+            f"when shrinking), and Adam begins anew for them; or keep them: "
             f"{' '.join(settings_of(old))}"
         )
 

@@ -13,7 +13,7 @@ from lora_moe_rl.files.checkpoint_contents import check_resumable
 from lora_moe_rl.files.retention import Metric
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.models.fingerprint import check_unchanged
-from lora_moe_rl.run import adapter_start, plateau
+from lora_moe_rl.run import adapter_start, plateau, warm_up
 from lora_moe_rl.run.plateau import Plateau
 from lora_moe_rl.run.preflight import Preflight
 from lora_moe_rl.run.prepared import Prepared
@@ -68,9 +68,13 @@ def newest(run_dir: RunDir, ready: Preflight) -> Found | None:
     console.say_resume(found)
     if found.path is None:
         return None
+    fitting = _fitting(found, ready)
     if lost := adapter_start.lost_critic(found, ready.config):
         console.warn(lost)
-    fitting = _fitting(found, ready)
+    config, meta = ready.config, found.metadata
+    ended = warm_up.at_its_end(config, meta["trainer"])
+    if ended and meta["step"] < config.trainer.steps:
+        console.warn(ended)
     ready.source.load_state_dict(found.metadata["data"])
     return fitting
 

@@ -11,7 +11,7 @@ from lora_moe_rl import algorithms, ports
 from lora_moe_rl.algorithms.base import Algorithm
 from lora_moe_rl.algorithms.parts.kl_control import KLControl
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.files import eval_files, versions_file
+from lora_moe_rl.files import eval_files, settings_file, versions_file
 from lora_moe_rl.files.checkpoint_writing import adopt
 from lora_moe_rl.files.pusher import Pusher
 from lora_moe_rl.files.run_dir import RunDir
@@ -130,7 +130,9 @@ def _run(run: Prepared, own_ray: OwnRay, pusher: Pusher) -> None:
     pusher.begin(run.step if run.resumed else None)
     run.run_dir.rewind(run.step)  # before the files are opened to go on in them
     eval_files.rewind(run.run_dir.path, run.step)
-    versions_file.note(run.run_dir.path, run.step, versions_file.here())
+    versions_file.VERSIONS.note(run.run_dir.path, run.step, versions_file.here())
+    if changed := settings_file.note(run.run_dir.path, run.step, run.config):
+        console.say_notes([changed])
     with (
         pusher,
         MetricsWriter(run.run_dir, run.config) as metrics,

@@ -1,10 +1,13 @@
-"""Whether the learning rate's warm-up ends within the run."""
+"""Whether the learning rate's warm-up ends within the run, and its schedule not before it."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from lora_moe_rl import algorithms
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.files.trainer_state import POLICY, Done
 
 
 def check(config: RunConfig) -> str:
@@ -22,3 +25,17 @@ def check(config: RunConfig) -> str:
     if trainer.warmup_steps > steps:
         return f"{warmed}: the learning rate does not rise to trainer.lr={trainer.lr:g}; {out}"
     return ""
+
+
+def at_its_end(config: RunConfig, meta: Mapping[str, int]) -> str:
+    """A warning of a run that goes on when its schedule has nothing left for it, '' for another.
+    `meta`: the trainer's, of the checkpoint."""
+    trainer, steps = config.trainer, algorithms.optimizer_steps(config)
+    done = Done.of(meta, POLICY, config.algorithm.updates_per_step).scheduled
+    if trainer.lr_schedule == "constant" or done < steps:
+        return ""
+    return (
+        f"trainer.lr_schedule={trainer.lr_schedule} is at its end, {done} of {steps} optimizer "
+        f"steps: the run goes on at trainer.min_lr={trainer.min_lr:g}; raise trainer.steps="
+        f"{trainer.steps}, or set trainer.lr_schedule=constant"
+    )

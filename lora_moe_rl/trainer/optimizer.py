@@ -16,7 +16,7 @@ import torch
 
 from lora_moe_rl.adapters.attach import Adapters
 from lora_moe_rl.config import TrainerConfig
-from lora_moe_rl.errors import CheckpointError
+from lora_moe_rl.files.trainer_state import Done
 from lora_moe_rl.trainer.host_moments import MOMENTS, HostMoments, host_zeros
 
 
@@ -90,9 +90,10 @@ def _gradient_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class AdapterOptimizer:
-    """The optimizer of one rank. `steps` counts applied steps. `began`: of sites whose moments are
-    younger than that, the step at which they began. Parameters of which no element has a factor
-    above 0 are `still`: Adam does not know them."""
+    """The optimizer of one rank. `steps` counts applied steps, `scheduled` those of the learning
+    rate (`Done`). `began`: of sites whose moments are younger than that, the step at which they
+    began. Parameters of which no element has a factor above 0 are `still`: Adam does not know
+    them."""
 
     def __init__(
         self,
@@ -104,13 +105,14 @@ class AdapterOptimizer:
         """`total_steps`: of the whole run, for its learning rate. `factors`: of the learning rate,
         by site."""
         self.config, self.adapters, self.total_steps = config, adapters, total_steps
+        self.frozen = {site for site, factor in (factors or {}).items() if factor == 0}
         self.factors = _by_parameter(adapters, factors or {})
         self.still = {one for one, factor in self.factors.items() if not factor.any()}
         for one in self.still:
             del self.factors[one]
         zeros = {one: factor == 0 for one, factor in self.factors.items()}
         self._zeros_of = {one: where for one, where in zeros.items() if where.any()}
-        self.steps = 0
+        self.steps = self._shift = 0
         self.began: dict[str, int] = {}
         self.adam = torch.optim.AdamW(
             _groups(config, adapters, self.still),
@@ -122,9 +124,13 @@ class AdapterOptimizer:
         )
         self.on_host = HostMoments(self.adam) if config.offloads_moments else None
 
+    @property
+    def scheduled(self) -> int:
+        return self.steps + self._shift
+
     def step(self) -> StepResult:
         """As the run's settings and its learning rate have it: see `apply`."""
-        lr = learning_rate(self.config, self.steps, self.total_steps)
+        lr = learning_rate(self.config, self.scheduled, self.total_steps)
         return self.apply(lr, self.config.clip_grad)
 
     def apply(self, lr: float, clip: float) -> StepResult:
@@ -170,24 +176,31 @@ class AdapterOptimizer:
 
         return of
 
-    def restore(self, steps: int, began: Mapping[str, int] | None = None) -> None:
-        """Makes every state exist, at `steps` steps less those before its site `began`, so that its
-        tensors can be written. Raises CheckpointError where sites that are trained as one tensor
-        began apart."""
-        self.steps, self.began = steps, dict(began or {})
-        starts: dict[torch.Tensor, set[int]] = {}
+    @property
+    def beginnings(self) -> dict[str, int]:
+        """`began`, and now for a site that is not trained: once it is, Adam begins then."""
+        return self.began | dict.fromkeys(self.frozen, self.steps)
+
+    def restore(self, done: Done, began: Mapping[str, int] | None = None) -> set[torch.Tensor]:
+        """Makes every state exist, at as many steps as were done since its site `began`, so that
+        its tensors can be written. Returns the parameters for which Adam begins anew: those of
+        sites that share one, of which it has one count of steps, and that began apart."""
+        self.steps, self._shift = done.steps, done.scheduled - done.steps
+        self.began = {site: at for site, at in (began or {}).items() if site not in self.frozen}
+        trained: dict[torch.Tensor, set[str]] = {}
         for s in self.adapters.slices():
-            starts.setdefault(s.tensor, set()).add(self.began.get(s.name.rpartition(".")[0], 0))
-        for parameter in self.adapters.parameters():
-            if parameter in self.still:
-                continue
-            if len(starts[parameter]) > 1:
-                sites = [s.name for s in self.adapters.slices() if s.tensor is parameter]
-                raise CheckpointError(f"Adam began at several steps for {', '.join(sites)}")
+            site = s.name.rpartition(".")[0]
+            if s.trained and site not in self.frozen:
+                trained.setdefault(s.tensor, set()).add(site)
+        firsts = {one: {self.began.get(s, 0) for s in sites} for one, sites in trained.items()}
+        apart = set().union(*(trained[one] for one, first in firsts.items() if len(first) > 1))
+        self.began |= dict.fromkeys(apart, self.steps)
+        for parameter, sites in trained.items():
             self.adam.state[parameter] = {
-                "step": torch.tensor(float(steps - min(starts[parameter]))),
+                "step": torch.tensor(float(self.steps - self.began.get(min(sites), 0))),
                 **{key: self._zeros(parameter) for key in MOMENTS},
             }
+        return {parameter for parameter, sites in trained.items() if sites & apart}
 
     def _zeros(self, parameter: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(parameter) if self.on_host is None else host_zeros(parameter)

@@ -20,7 +20,7 @@ from lora_moe_rl.adapters.sharding import Box
 from lora_moe_rl.errors import CheckpointError
 from lora_moe_rl.files.checkpoint import disk_errors
 from lora_moe_rl.files.saving import FileSum, save_safetensors
-from lora_moe_rl.files.trainer_state import BEGAN, MOMENTS, Whose, files, key, parse
+from lora_moe_rl.files.trainer_state import BEGAN, MOMENTS, Done, Whose, files, key, parse
 from lora_moe_rl.trainer.optimizer import AdapterOptimizer
 
 Tensors = dict[str, np.ndarray]
@@ -68,10 +68,11 @@ def collect(adapters: Adapters, optimizer: AdapterOptimizer) -> Tensors:
     for kind, of in sources.items():
         for shard in adapters.export(of):
             tensors[key(kind, shard.name, shard.start)] = np.ascontiguousarray(shard.data)
+    began = optimizer.beginnings
     for s in adapters.slices():
         site, _, matrix = s.name.rpartition(".")
-        if matrix == "A" and s.exported and not any(s.start) and site in optimizer.began:
-            tensors[key(BEGAN, site, (0,))] = np.array([optimizer.began[site]])
+        if matrix == "A" and s.exported and not any(s.start) and site in began:
+            tensors[key(BEGAN, site, (0,))] = np.array([began[site]])
     return tensors
 
 
@@ -83,14 +84,14 @@ def save(path: Path, adapters: Adapters, optimizer: AdapterOptimizer) -> FileSum
 
 
 def load(
-    directory: Path, whose: Whose, adapters: Adapters, optimizer: AdapterOptimizer, steps: int
+    directory: Path, whose: Whose, adapters: Adapters, optimizer: AdapterOptimizer, done: Done
 ) -> None:
     """Reads this rank's parts, whatever layout wrote them. Raises CheckpointError when an element
     is missing."""
     paths = files(directory, whose)
     if not paths:
         raise CheckpointError(f"{directory} holds no state of a {whose}")
-    _load([_of_file(path) for path in paths], adapters, optimizer, steps)
+    _load([_of_file(path) for path in paths], adapters, optimizer, done)
 
 
 def load_held(
@@ -98,10 +99,10 @@ def load_held(
     whose: Whose,
     adapters: Adapters,
     optimizer: AdapterOptimizer,
-    steps: int,
+    done: Done,
 ) -> None:
     """The same from memory: `parts` of all ranks."""
-    _load([part.tensors[whose] for part in parts], adapters, optimizer, steps)
+    _load([part.tensors[whose] for part in parts], adapters, optimizer, done)
 
 
 def _of_file(path: Path) -> Mapping[str, Any]:
@@ -113,16 +114,16 @@ def _load(
     sources: Iterable[Mapping[str, Any]],
     adapters: Adapters,
     optimizer: AdapterOptimizer,
-    steps: int,
+    done: Done,
 ) -> None:
     """`sources`: by key, arrays or safetensors' slices of files."""
     index = _Index(sources)
-    optimizer.restore(steps, index.began())
+    anew = optimizer.restore(done, index.began())
     targets = {"adapter": None} | {moment: optimizer.state(moment) for moment in MOMENTS}
     with torch.no_grad():
         for kind, into in targets.items():
             for s in adapters.slices():
-                if into is not None and not s.trained:
+                if into is not None and (not s.trained or s.tensor in anew):
                     continue
                 target = (s.tensor if into is None else into(s.tensor)).detach()[s.index]
                 part = index.read(kind, s.name, s.start, tuple(target.shape))

@@ -17,7 +17,7 @@ from lora_moe_rl.cluster.addresses import own_address, reserve
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.trainer import check_gloo
 from lora_moe_rl.data.batch import TrainBatch
-from lora_moe_rl.files.trainer_state import CRITIC, POLICY, Saved, Whose, file_name
+from lora_moe_rl.files.trainer_state import CRITIC, POLICY, Done, Saved, Whose, file_name
 from lora_moe_rl.refit.parts import PartLayout, SentPart
 from lora_moe_rl.refit.transports import Channel, place
 from lora_moe_rl.router_replay.table import RouteTable
@@ -241,10 +241,10 @@ class TrainerWorker:
 
     def _meta(self) -> dict[str, int]:
         """What has to be known besides tensors: the version, and steps of each optimizer."""
-        engine = self.engine
-        meta = {"version": engine.version, "optimizer_steps": engine.optimizer.steps}
-        if engine.critic is not None:
-            meta["critic_steps"] = engine.critic.optimizer.steps
+        updates = self.config.algorithm.updates_per_step
+        meta = {"version": self.engine.version}
+        for whose, (_, optimizer) in self._trained().items():
+            meta |= Done(optimizer.steps, optimizer.scheduled).as_meta(whose, updates)
         return meta
 
     def copy(self) -> tuple[int, Held]:
@@ -273,12 +273,9 @@ class TrainerWorker:
         self._load(meta, functools.partial(state.load, directory))
 
     def _load(self, meta: dict, load: Callable[..., None]) -> None:
-        steps: dict[Whose, int] = {
-            POLICY: meta["optimizer_steps"],
-            CRITIC: meta.get("critic_steps", 0),
-        }
+        updates = self.config.algorithm.updates_per_step
         for whose, trained in self._trained().items():
-            load(whose, *trained, steps[whose])
+            load(whose, *trained, Done.of(meta, whose, updates))
         self.engine.version = meta["version"]
         self.ahead.forget()
 

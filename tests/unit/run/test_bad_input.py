@@ -244,10 +244,11 @@ def test_a_run_without_any_valid_checkpoint_does_not_start(model, folder, capsys
 DATA = {"epoch": 0, "position": 1, "drawn": 1, "rows": 1, "seed": 0}
 
 
-def save(checkpoints, step, model, critic=False):
+def save(checkpoints, step, model, critic=False, updates=1, **adapter):
     metadata = {"step": step, "base": base_record(str(model), model)}
-    metadata |= {"adapter": RunConfig().adapter.model_dump(mode="json"), "data": DATA, "done": []}
-    metadata |= {"trainer": {"version": step, "optimizer_steps": step}}
+    settings = RunConfig(adapter=adapter).adapter.model_dump(mode="json")
+    metadata |= {"adapter": settings, "data": DATA, "done": []}
+    metadata |= {"trainer": {"version": step, "optimizer_steps": step * updates}}
     state = {"adapter|layers.0.q_proj.A|0,0": np.zeros((4, 8), np.float32)}
     with write_checkpoint(checkpoints, step, 9, metadata) as directory:
         save_file(state, directory / "trainer_00000.safetensors")
@@ -310,6 +311,27 @@ def test_a_run_goes_on_from_an_older_checkpoint_in_a_directory_of_its_own(
     assert train(model, "--resume-from", str(newer)) == 2  # run/ holds a run now
     assert train(model, "--resume-from", str(newer), "logging.run_dir=used") == 2
     assert train(model, "--resume-from", str(newer), "trainer.steps=5") == 0
+
+
+def test_a_fork_with_another_alpha_needs_resize_as_a_resumed_run_does(model, folder, capsys):
+    origin = save(folder / "used/checkpoints", 2, model, alpha=64)
+    assert train(model, f"--resume-from={origin}", "adapter.alpha=32") == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "has other scales (alpha / rank) than this run: layers.0.q_proj 4 -> 2" in said
+    assert "adapter.resize=true" in said and "adapter.alpha=64" in said
+
+
+def test_a_schedule_at_its_end_is_told_when_a_run_goes_on(model, folder, capsys, monkeypatch):
+    monkeypatch.setattr(logging.root, "handlers", [])  # the run sets its own
+    save(folder / "used/checkpoints", 2, model, updates=8)
+    with pytest.raises(AssertionError, match="Ray was started"):
+        train(
+            model,
+            *("logging.run_dir=used", "--resume", "trainer.steps=6"),
+            *("trainer.lr_schedule=linear", "trainer.warmup_steps=0"),
+        )
+    said = capsys.readouterr()
+    assert "is at its end, 16 of 6 optimizer steps" in " ".join((said.out + said.err).split())
 
 
 def test_a_fork_leaves_the_copies_of_its_origin_alone(model, folder, capsys, monkeypatch):

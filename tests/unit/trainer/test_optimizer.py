@@ -13,6 +13,7 @@ from lora_moe_rl.adapters.sharding import RankLayout
 from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.files.trainer_state import CRITIC, POLICY, Done
 from lora_moe_rl.trainer import host_moments
 from lora_moe_rl.trainer.optimizer import (
     EMPTY,
@@ -70,6 +71,16 @@ def test_after_the_warm_up_it_is_transformers_schedule(name, schedule):
         sgd.step()
         theirs.step()
     assert rates(warmup_steps=3, lr_schedule=schedule)[3:] == pytest.approx(expected[3:])
+
+
+def test_a_rate_goes_on_at_the_same_share_of_a_run_that_makes_other_updates():
+    assert Done.of(Done(32, 32).as_meta(POLICY, 4), POLICY, 1) == Done(32, 8)
+    assert Done.of(Done(8, 8).as_meta(CRITIC, 1), CRITIC, 4) == Done(8, 32)
+    assert Done.of({"optimizer_steps": 5}, POLICY, 4) == Done(5, 5)  # as it was written before
+    optimizer, *_ = optimizer_of([0.0], [0.0], lr=8.0, warmup_steps=0, lr_schedule="linear")
+    optimizer.restore(Done(40, 7))  # of 10
+    assert [optimizer.step().lr for _ in range(3)] == pytest.approx([2.4, 1.6, 0.8])
+    assert (optimizer.steps, optimizer.scheduled) == (43, 10)
 
 
 @pytest.mark.parametrize("ratio", [1.0, 16.0])
@@ -199,7 +210,7 @@ def test_what_has_the_factor_0_is_in_no_norm_and_no_moment():
         moment = optimizer.state("exp_avg")(A)
         torch.testing.assert_close(moment, torch.tensor([[0.15], [0.0]]), rtol=1e-5, atol=0)
         assert B.item() == 1 and B not in optimizer.adam.state
-        optimizer.restore(5)
+        optimizer.restore(Done(5, 5))
         assert B not in optimizer.adam.state and not optimizer.state("exp_avg_sq")(B).any()
 
 
@@ -283,7 +294,7 @@ def _again(optimizer) -> None:
         for p in optimizer.adapters.parameters()
         for key in ("exp_avg", "exp_avg_sq")
     ]
-    optimizer.restore(optimizer.steps)
+    optimizer.restore(Done(optimizer.steps, optimizer.steps))
     for parameter, key, value in kept:
         optimizer.state(key)(parameter).copy_(value)
 
