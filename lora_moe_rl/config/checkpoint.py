@@ -24,11 +24,14 @@ class CheckpointConfig(Section):
     )
     best_metric: str | None = Field(
         None,
-        description="A metric of metrics.jsonl, such as reward/mean: its mean over the "
-        "checkpoint.every steps up to a checkpoint.",
+        description="A metric of metrics.jsonl: of evaluations (eval/) that of the checkpoint's "
+        "step, of any other, such as reward/mean, its mean over the checkpoint.every steps up to "
+        "it.",
     )
-    best_is: Literal["largest", "smallest"] = Field(
-        "largest", description="Which value of checkpoint.best_metric is the best."
+    best_is: Literal["largest", "smallest"] | None = Field(
+        None,
+        description="Which value of checkpoint.best_metric is the best; null: as docs/metrics.md "
+        "has it.",
     )
     stop_after: int = Field(
         0,

@@ -8,6 +8,7 @@ from lora_moe_rl.config.keys import value_text
 from lora_moe_rl.config.plugins import ENVIRONMENTS
 from lora_moe_rl.config.section import is_set
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.telemetry.metric_table import largest_is_best
 
 
 def check_evaluation(config: RunConfig) -> None:
@@ -29,8 +30,11 @@ def check_evaluation(config: RunConfig) -> None:
 
 
 def _check_best(config: RunConfig) -> None:
-    """A best metric that evaluations log: that there are some, and for stop_after several."""
+    """Of a best metric: that it is told which value is the best. Of one that evaluations log: that
+    there are some, and for stop_after several."""
     settings, sets = config.checkpoint, config.eval.sets
+    if settings.keep_best or settings.stop_after:
+        largest_is_best(settings)
     if not settings.best_of_evaluations:
         return
     name = settings.best_metric or ""

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from lora_moe_rl.config.checkpoint import CheckpointConfig
 from lora_moe_rl.files.checkpoint import MANIFEST, step_of
+from lora_moe_rl.telemetry.metric_table import largest_is_best
 
 HOUR = 3600.0
 
@@ -49,9 +50,10 @@ class Retention:
             return {}
         values, name = self.values, self.config.best_metric
         of_step = {step_of(path): path for path in paths}
-        means = {step: mean_up_to(values, step, max(1, self.config.every)) for step in of_step}
-        largest = self.config.best_is == "largest"
-        best = best_of(means, self.config.keep_best, largest)
+        # An evaluation is of the adapter of its step, and of no other.
+        window = 1 if self.config.best_of_evaluations else max(1, self.config.every)
+        means = {step: mean_up_to(values, step, window) for step in of_step}
+        best = best_of(means, self.config.keep_best, largest_is_best(self.config))
         return {of_step[step]: f"best: {name} {means[step]:.6g}" for step in best}
 
     def _say_unknown(self) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from lora_moe_rl.config.checkpoint import CheckpointConfig
 from lora_moe_rl.files.retention import mean_up_to
+from lora_moe_rl.telemetry.metric_table import largest_is_best
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def of_run(config: CheckpointConfig, values: Mapping[int, float], done: int) -> 
     if not config.stop_after:
         return None
     every = 0 if config.best_of_evaluations else config.every
-    return plateau(looks(values, every, done), config.stop_after, config.best_is == "largest")
+    return plateau(looks(values, every, done), config.stop_after, largest_is_best(config))
 
 
 def text(config: CheckpointConfig, ended: Plateau) -> str:

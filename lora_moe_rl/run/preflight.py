@@ -54,7 +54,7 @@ from lora_moe_rl.models.tokenizer import check_tokenizer, load_tokenizer, stop_i
 from lora_moe_rl.rewards.by_set import NoRewards, RewardsBySet
 from lora_moe_rl.rewards.runner import RewardRunner
 from lora_moe_rl.rollout.device import check_engine, check_quantised
-from lora_moe_rl.run import lengths, machine, reward_trial, warm_up
+from lora_moe_rl.run import best_metric, lengths, machine, reward_trial, warm_up
 from lora_moe_rl.run.offline import RowAnswers
 
 if TYPE_CHECKING:
@@ -318,6 +318,7 @@ class Preflight:
         self.private = choose.decide(config, shape, self.model_dir)
         spec.lr_factors(config.trainer.lr_pattern)
         self.warnings += filter(None, (warm_up.check(config), lengths.check(config, shape)))
+        self.warnings += best_metric.check(config)
         against_base = "reference" in self.algorithm.passes and not self.algorithm.from_start
         if against_base and config.adapter.init_from is not None:
             self.warnings.append(

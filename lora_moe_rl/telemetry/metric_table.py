@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config import CheckpointConfig, RunConfig
 from lora_moe_rl.config.plugins import PARTS
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.telemetry.metric_rows import ROWS
 
 # What the run fills in; all others are any text.
 _DIGITS = ("age", "k", "layer")
+_BEST: dict[str, Literal["largest", "smallest"]] = {"up": "largest", "down": "smallest"}
 OWN = ("loss/<own>", "eval/<set>/<own>")
 
 
@@ -58,6 +59,29 @@ def find(name: str) -> Metric | None:
     fits. None when there is none."""
     exact = table().get(name)
     return exact or next((one for one in table().values() if one.matches(name)), None)
+
+
+def best_of(name: str) -> Literal["largest", "smallest"] | None:
+    """Which value of a metric is the best; None where the table does not say."""
+    found = find(name)
+    return None if found is None or not found.better else _BEST[found.better]
+
+
+def largest_is_best(settings: CheckpointConfig) -> bool:
+    """Of checkpoint.best_metric. Raises ConfigError for one that no run logs, and where neither
+    checkpoint.best_is nor the table says it."""
+    name = settings.best_metric or ""
+    if find(name) is None:
+        near = difflib.get_close_matches(name, table(), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"checkpoint.best_metric={name} is no metric that a run logs{hint}")
+    best = settings.best_is or best_of(name)
+    if best is None:
+        raise ConfigError(
+            f"checkpoint.best_metric={name}: docs/metrics.md does not say which value is better; "
+            "set checkpoint.best_is=largest or smallest"
+        )
+    return best == "largest"
 
 
 class Checked:

@@ -74,8 +74,56 @@ def test_the_young_stay_and_the_newest_however_old_they_are(tmp_path):
 
 def test_a_metric_that_is_nowhere_is_said_with_the_one_that_was_meant(tmp_path):
     said: list[str] = []
-    run_of(tmp_path, [0.5, 0.6], said, keep_best=1, best_metric="reward/meen")
+    wrong = {"best_metric": "reward/meen", "best_is": "largest"}
+    run_of(tmp_path, [0.5, 0.6], said, keep_best=1, **wrong)
     assert len(said) == 2 and "did you mean reward/mean?" in said[0]
+
+
+def test_an_evaluation_is_of_its_own_step_alone(tmp_path):
+    """Every 5 steps, with a checkpoint every 10: what was good at step 15 is in no checkpoint."""
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(
+            json.dumps({"step": step, "eval/sums/avg": value}) + "\n"
+            for step, value in {5: 0.1, 10: 0.5, 15: 0.9, 20: 0.4, 25: 0.9}.items()
+        )
+    )
+    settings = CheckpointConfig(every=10, keep_best=1, best_metric="eval/sums/avg")
+    judge = Retention(settings, tmp_path / "metrics.jsonl", print)
+    paths = [tmp_path / f"step-{step:06d}" for step in (10, 20, 30)]
+    assert judge(paths) == {paths[0]: "best: eval/sums/avg 0.5"}
+
+
+@pytest.mark.parametrize(
+    ("metric", "best_is", "kept"),
+    [
+        ("loss/nll", None, 2),
+        ("reward/mean", None, 1),
+        ("eval/a/nll", None, 2),
+        ("loss/nll", "largest", 1),
+    ],
+)
+def test_which_value_is_the_best_the_table_of_metrics_says(metric, best_is, kept, tmp_path):
+    lines = [{"step": 1, metric: 0.9}, {"step": 2, metric: 0.1}]
+    (tmp_path / "m.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = CheckpointConfig(every=1, keep_best=1, best_metric=metric, best_is=best_is)
+    judge = Retention(settings, tmp_path / "m.jsonl", print)
+    paths = [tmp_path / f"step-{step:06d}" for step in (1, 2)]
+    assert list(judge(paths)) == [paths[kept - 1]]
+
+
+@pytest.mark.parametrize(
+    ("metric", "said"),
+    [
+        ("reward/meen", "does not say which value is better; set checkpoint.best_is=largest"),
+        ("loss/policy", "does not say which value is better"),
+        ("rewards/mean", "is no metric that a run logs; did you mean reward/mean?"),
+    ],
+)
+def test_a_metric_of_which_nobody_says_what_is_best_is_refused(metric, said):
+    for settings in ({"keep_best": 1}, {"stop_after": 2}):
+        config = RunConfig(checkpoint={"best_metric": metric, **settings})
+        with pytest.raises(ConfigError, match=f"checkpoint.best_metric={metric}.*{said}"):
+            check_applicable(config)
 
 
 def test_the_mean_is_of_the_steps_since_the_checkpoint_before():

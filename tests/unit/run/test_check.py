@@ -285,6 +285,20 @@ def test_a_warm_up_that_goes_on_after_the_run_is_a_warning(check):
     assert "trainer.warmup_steps=3 of the run's 2 optimizer steps" in found["layout"][1]
 
 
+def test_a_best_metric_that_few_checkpoints_have_or_that_is_upside_down_is_a_warning(
+    check, tmp_path
+):
+    (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n")
+    best = ("checkpoint.keep_best=1", "checkpoint.best_metric=eval/held/avg", "trainer.steps=40")
+    held = (*best, "eval.sets.held.path=held.jsonl", "checkpoint.every=10")
+    code, found, _ = check(*held, "eval.every=15")
+    assert code == 0 and found["layout"][0] == "warning"
+    assert "eval/held/avg, which 2 of the run's 4 checkpoints have" in found["layout"][1]
+    assert check(*held, "eval.every=5")[1]["layout"][0] == "ok"
+    told = check(*held, "eval.every=5", "checkpoint.best_is=smallest")[1]["layout"]
+    assert told[0] == "warning" and "of eval/held/avg the largest is the best" in told[1]
+
+
 def write_adapter(folder, model, **settings):
     """A PEFT directory, as another run exports it."""
     config = with_settings(RunConfig(), {"model": str(model), "adapter": settings})
