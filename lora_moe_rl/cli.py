@@ -121,7 +121,7 @@ def train(arguments: Sequence[str], config: RunConfig | None = None, prog: str =
         about = "" if config else ABOUT_TRAIN
         print(TRAIN_USAGE.format(prog=usage, about=about) + config_help(config or RunConfig()))
         return 0
-    config = _resolved(settings, config)
+    config = _resolved(settings, config, "--resume" in flags)
     if "--dry-run" in flags:
         print(to_yaml(config), end="", flush=True)
         from lora_moe_rl.run.check import require
@@ -147,14 +147,19 @@ def train(arguments: Sequence[str], config: RunConfig | None = None, prog: str =
     return 0
 
 
-def _resolved(settings: list[str], config: RunConfig | None = None) -> RunConfig:
-    """`config`, or that of the recipe among `settings`, with the settings laid over it."""
+def _resolved(
+    settings: list[str], config: RunConfig | None = None, resume: bool = False
+) -> RunConfig:
+    """`config`, or that of the recipe among `settings`, with the settings laid over it; to `resume`
+    in the run directory that the recipe lies in, if it does."""
     from lora_moe_rl.config import recipes
     from lora_moe_rl.config.overrides import override
 
     if config is None:
         target, settings = _split_target(settings)
         config = recipes.load_config(target)
+        if resume:
+            config = recipes.where_it_lies(config, target)
     return recipes.resolve(override(config, settings))
 
 

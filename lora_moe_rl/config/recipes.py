@@ -17,6 +17,8 @@ from lora_moe_rl.config.plugins import KINDS, PARTS, Kind
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.importing import absolute_spec, load_file
 
+CONFIG = "config.yaml"  # of a run directory
+
 
 def load_config(target: str | None) -> RunConfig:
     """The config of a recipe (.py) or of a file (.yaml, .json, .toml); all defaults without one."""
@@ -43,6 +45,19 @@ def load_config(target: str | None) -> RunConfig:
             f"the recipe {target} defines no `config`: it needs `config = RunConfig(...)`"
         )
     return config
+
+
+def where_it_lies(config: RunConfig, target: str | None) -> RunConfig:
+    """`config`, read from the config.yaml `target` of a run directory, with that directory as its
+    own: it may have been moved since, or be a copy of one that is still there."""
+    path = Path(target or "").absolute()
+    its = config.logging.run_dir
+    if path.name != CONFIG or its is None or not Path(its).is_absolute():
+        return config
+    here = path.parent
+    if not any((here / "checkpoints").glob("step-*")) or here.resolve() == Path(its).resolve():
+        return config
+    return with_settings(config, {"logging": {"run_dir": str(here)}})
 
 
 def wrong_in(recipe: str, error: ValidationError) -> ConfigError:

@@ -22,6 +22,7 @@ from lora_moe_rl.files.trainer_state import CRITIC, POLICY, Whose, files
 from lora_moe_rl.files.untrusted import SafeFile, inside, read_json
 from lora_moe_rl.models.directory import find_local
 from lora_moe_rl.models.fingerprint import check_unchanged
+from lora_moe_rl.telemetry import console
 
 PEFT_CONFIG = "adapter_config.json"
 
@@ -61,6 +62,7 @@ def load(
     require(path)
     if (path / "checkpoints").is_dir():
         found = checkpoint.newest_valid(path / "checkpoints")
+        console.warn_skipped(found)
         if found.path is None:
             raise CheckpointError(f"{path} has no checkpoint yet; let the run save one")
         return _from_checkpoint(found.path, found.metadata, base, whose)

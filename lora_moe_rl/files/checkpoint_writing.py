@@ -92,6 +92,8 @@ def prune(root: Path, step: int, keep: int, also: Also = _none) -> None:
         if why:
             reasons = {path.name: reason for path, reason in why.items()}
             replace_file(root / KEPT, (json.dumps(reasons, indent=1) + "\n").encode())
+        else:  # what an earlier life of the run kept, it had its reasons for
+            (root / KEPT).unlink(missing_ok=True)
 
 
 def adopt(root: Path, path: Path) -> None:

@@ -25,10 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     path = fetch(options.url.rstrip("/"), options.out, options.step)
-    print(
-        f"{path}\ngo on with: lora-moe-rl train {options.out}/config.yaml --resume "
-        f"logging.run_dir={options.out}"
-    )
+    print(f"{path}\ngo on with: lora-moe-rl train {options.out}/config.yaml --resume")
     return 0
 
 

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from lora_moe_rl.errors import FileError
+from lora_moe_rl.files.checkpoint import MANIFEST
 
 
 def require_empty(out: Path) -> None:
@@ -33,7 +34,11 @@ def require_file(path: Path, option: str) -> None:
 
 def require_place(path: Path, what: str) -> None:
     """Raises FileError where a directory cannot be made: what is there of its path is no directory,
-    or cannot be written to. `what`: how the user gave it."""
+    or cannot be written to; and inside a checkpoint, which another file makes invalid. `what`: how
+    the user gave it."""
+    for one in (path.absolute(), *path.absolute().parents):
+        if (one / MANIFEST).is_file():
+            raise FileError(f"{what} lies in {one}, a checkpoint; name a place outside of it")
     there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
     if not there.is_dir():
         raise FileError(f"{what}: {there} is no directory")

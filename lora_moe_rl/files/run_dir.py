@@ -32,6 +32,7 @@ from filelock import FileLock, Timeout
 from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.files import read_config_file, to_yaml
+from lora_moe_rl.config.recipes import CONFIG
 from lora_moe_rl.data.kept import spread
 from lora_moe_rl.data.samples import NOT_SAMPLED, Group, TokenValues
 from lora_moe_rl.errors import FileError, RunDirError
@@ -46,7 +47,7 @@ from lora_moe_rl.files.unchanged import check_unchanged
 log = logging.getLogger(__name__)
 
 LOG_TAIL_LINES = 20
-CONFIG, METRICS, ORDER = "config.yaml", "metrics.jsonl", "order.jsonl"
+METRICS, ORDER = "metrics.jsonl", "order.jsonl"
 SAMPLES, TOKENS, ROUTES = "samples.jsonl", "tokens.jsonl", "routes.jsonl"
 TIMELINE, TIMELINE_PICTURE, TIMELINE_TRACE = (
     f"timeline.{end}" for end in ("jsonl", "png", "trace.json")

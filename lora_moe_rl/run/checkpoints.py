@@ -27,7 +27,7 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.cluster.in_thread import in_thread
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import CheckpointError, DiskError
-from lora_moe_rl.files.checkpoint import directory_name, disk_errors, newest_step
+from lora_moe_rl.files.checkpoint import directory_name, disk_errors
 from lora_moe_rl.files.checkpoint_tensors import CheckpointTensors
 from lora_moe_rl.files.checkpoint_writing import prune, write_checkpoint
 from lora_moe_rl.files.retention import Retention
@@ -51,6 +51,9 @@ class Checkpoints:
     """A context manager: on leaving it waits for what is being written, unless the run is ended at
     once.
 
+    `newest`: the step of the newest, which the run has gone on from or written; 0 without one. What
+    is in the directory besides may be damaged.
+
     Once a checkpoint and the adapter beside it are there, `written` is told of both, and `told` of
     the step and the adapter: in a thread, until whose end no other adapter takes its place.
     """
@@ -64,7 +67,9 @@ class Checkpoints:
         trainer: Trainer,
         told: Callable[[int, Path], None],
         written: Callable[[Path, Path], None],
+        newest: int = 0,
     ):
+        self.newest = newest
         self.config, self.spec, self.run_dir, self.trainer = config, spec, run_dir, trainer
         self.base = base_record(config.model.path, model_dir)
         self.frozen: str | None = None  # digest of what is measured against; start.py gives it
@@ -79,11 +84,6 @@ class Checkpoints:
     @cached_property
     def retention(self) -> Retention:
         return Retention(self.config.checkpoint, self.run_dir.metrics_file, console.warn)
-
-    @property
-    def newest(self) -> int:
-        """The step of the newest; 0 when there is none."""
-        return newest_step(self.run_dir.checkpoints)
 
     def is_due(self, step: int, last: bool) -> bool:
         """Whether the step has one: by checkpoint.every, as the run's last, or because the disk has
@@ -121,7 +121,7 @@ class Checkpoints:
                 if time.monotonic() >= deadline:
                     raise
                 await asyncio.sleep(LAST_RETRY_S)
-        self._overdue = False
+        self._overdue, self.newest = False, step
         trouble.mended(CHECKPOINT)
         await self._prune(step)
         self._exporting = tasks.create_task(self._export(step, path))

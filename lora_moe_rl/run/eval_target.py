@@ -7,17 +7,19 @@ from pathlib import Path
 
 from lora_moe_rl.config import RunConfig, TrackerConfig
 from lora_moe_rl.config.overrides import override
-from lora_moe_rl.config.recipes import load_config, resolve
+from lora_moe_rl.config.recipes import CONFIG, load_config, resolve
 from lora_moe_rl.errors import ConfigError, RunDirError
 from lora_moe_rl.files import checkpoint
-from lora_moe_rl.files.run_dir import CONFIG
+from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.telemetry import console
 
 
 def read_target(target: str | None, settings: Sequence[str]) -> tuple[RunConfig, Path | None]:
     """The config to evaluate with, and the checkpoint, None for a recipe. `settings` are laid over
     the config, of which no tracker is told and whose run directory is a new one.
 
-    Raises ConfigError when there are no eval sets, RunDirError for a run without a checkpoint.
+    Raises ConfigError when there are no eval sets, RunDirError for a run without a checkpoint and
+    for a run directory that holds an evaluation already.
     """
     base, path = _found(target)
     run_dir = f"{base.run_dir}-eval"
@@ -29,6 +31,11 @@ def read_target(target: str | None, settings: Sequence[str]) -> tuple[RunConfig,
             f"{target or 'the config'} has no eval.sets: name held-out data, as "
             "eval.sets.NAME.path=FILE"
         )
+    if (there := RunDir(config, resume=False)).has_steps:
+        raise RunDirError(
+            f"{there.path} holds an evaluation or a run already; choose another directory with "
+            "logging.run_dir=DIR"
+        )
     return config.model_copy(update={"tracker": TrackerConfig()}), path
 
 
@@ -39,7 +46,9 @@ def _found(target: str | None) -> tuple[RunConfig, Path | None]:
     if (path / checkpoint.MANIFEST).is_file():
         run, found = path.parents[1], path
     else:
-        run, found = path, checkpoint.newest_valid(path / "checkpoints").path
+        newest = checkpoint.newest_valid(path / "checkpoints")
+        console.warn_skipped(newest)
+        run, found = path, newest.path
     if not (run / CONFIG).is_file():
         raise RunDirError(
             f"{run} is no run directory (it has no {CONFIG}). An adapter is evaluated with a "

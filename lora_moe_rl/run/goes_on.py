@@ -56,9 +56,12 @@ def check_places(config: RunConfig, resume: bool) -> None:
 def ended_early(config: RunConfig) -> Plateau | None:
     """Why nothing is left to do for a run that is to be resumed: its metric got no better
     (checkpoint.stop_after) up to its newest checkpoint."""
+    if not config.checkpoint.stop_after:
+        return None
     run_dir = RunDir(config, resume=True)
     values = Metric(run_dir.metrics_file, config.checkpoint.best_metric).read()
-    return plateau.of_run(config.checkpoint, values, checkpoint.newest_step(run_dir.checkpoints))
+    newest = checkpoint.newest_valid(run_dir.checkpoints).path
+    return plateau.of_run(config.checkpoint, values, checkpoint.step_of(newest) if newest else 0)
 
 
 def newest(run_dir: RunDir, ready: Preflight) -> Found | None:

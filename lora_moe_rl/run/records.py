@@ -80,7 +80,7 @@ class Records:
         self.config, self.spec, self.run_dir, self.metrics = config, spec, run_dir, metrics
         self._mismatch = MismatchBounds(config, run_dir, dtype)
         parts = (config, spec, model_dir, run_dir, trainer)
-        self.checkpoints = Checkpoints(*parts, self._adapter_written, written)
+        self.checkpoints = Checkpoints(*parts, self._adapter_written, written, newest=done)
         self.stop_requested = False
         self.plateau: Plateau | None = None  # what ended the run before its last step
         self.done = done

@@ -18,13 +18,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 from lora_moe_rl.cluster.process_end import signal_name
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import FAULT
-from lora_moe_rl.files.checkpoint import newest_step
+from lora_moe_rl.files.checkpoint import MANIFEST, all_of, step_of
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.run.signals import ENDING, handled
 from lora_moe_rl.telemetry import console
@@ -34,28 +36,45 @@ POLL_S = 0.1
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # include/uapi/linux/prctl.h
 
 
+class Newest(NamedTuple):
+    """A checkpoint, by its step and when it was written: one that was damaged is written again
+    under its step, or gives way to one of an earlier step."""
+
+    step: int = 0
+    written: int = 0  # nanoseconds
+
+    @classmethod
+    def of(cls, root: Path) -> Newest:
+        paths = all_of(root)
+        try:
+            return cls(step_of(paths[-1]), (paths[-1] / MANIFEST).stat().st_mtime_ns)
+        except (IndexError, OSError):  # there is none, or what has the name is none
+            return cls(step_of(paths[-1]) if paths else 0)
+
+
 @dataclass
 class Lives:
-    """Whether a run is started once more. `limit`: how often in a row without a new checkpoint."""
+    """Whether a run is started once more. `limit`: how often in a row without a new checkpoint;
+    `newest`: the newest one that there is."""
 
     limit: int
-    newest: int  # the step of the newest checkpoint
+    newest: Newest
     in_vain: int = 0
 
-    def ended(self, code: int, newest: int) -> str | None:
+    def ended(self, code: int, newest: Newest) -> str | None:
         """What there is to say before it is started again; None: it is not. `code`: the exit code,
         or the negative number of the signal; `newest`: as above, now."""
         if code in (0, *(-number for number in ENDING)) or (code > 0 and code != FAULT):
             return None
-        self.in_vain = 0 if newest > self.newest else self.in_vain + 1
+        self.in_vain = 0 if newest != self.newest else self.in_vain + 1
         self.newest = newest
         if self.in_vain > self.limit:
             return None
         how = f"signal {signal_name(-code)}" if code < 0 else f"exit code {code}"
         return (
             f"the run's process ended ({how}); it is started again, from the checkpoint of step "
-            f"{newest} ({self.in_vain} of faults.max_resumes={self.limit} in a row without a new "
-            "checkpoint)"
+            f"{newest.step} ({self.in_vain} of faults.max_resumes={self.limit} in a row without a "
+            "new checkpoint)"
         )
 
 
@@ -65,7 +84,7 @@ def supervise(config: RunConfig, first: Sequence[str], later: Sequence[str]) -> 
     code of the last one, for a signal as shells have it. To be called in a program's main thread,
     which must have no other children."""
     run_dir = RunDir(config, resume=True)
-    lives = Lives(config.faults.max_resumes, newest_step(run_dir.checkpoints))
+    lives = Lives(config.faults.max_resumes, Newest.of(run_dir.checkpoints))
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     command = first
     while True:
@@ -73,7 +92,7 @@ def supervise(config: RunConfig, first: Sequence[str], later: Sequence[str]) -> 
         _end_rest()
         if asked:
             break
-        message = lives.ended(code, newest_step(run_dir.checkpoints))
+        message = lives.ended(code, Newest.of(run_dir.checkpoints))
         if message is None:
             if lives.in_vain > lives.limit:
                 console.warn(

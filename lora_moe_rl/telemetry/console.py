@@ -283,9 +283,14 @@ def _facts(facts: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def say_resume(found: Found) -> None:
+def warn_skipped(found: Found) -> None:
+    """Which newer checkpoints are not taken, and why."""
     for path, reason in found.skipped:
-        say(f"skipped {path}: {reason}", "yellow")
+        warn(f"skipped {path}: {reason}")
+
+
+def say_resume(found: Found) -> None:
+    warn_skipped(found)
     if found.path is None:
         say("no checkpoint yet: starting from step 1", "yellow")
     else:

@@ -14,7 +14,7 @@ from lora_moe_rl.config import CheckpointConfig, RunConfig
 from lora_moe_rl.config.applicable import check_applicable
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.checkpoint import MANIFEST
-from lora_moe_rl.files.checkpoint_writing import KEPT
+from lora_moe_rl.files.checkpoint_writing import KEPT, prune
 from lora_moe_rl.files.retention import Metric, Retention, best_of, mean_up_to
 
 
@@ -47,6 +47,9 @@ def test_the_best_stay_beside_the_newest(tmp_path):
     assert kept == [2, 4, 5, 6]
     why = json.loads((tmp_path / "checkpoints" / KEPT).read_text())
     assert why == {"step-000002": "best: reward/mean 0.9", "step-000004": "best: reward/mean 0.8"}
+    prune(tmp_path / "checkpoints", 6, keep=2)  # of a run that goes on without these settings
+    assert steps_left(tmp_path / "checkpoints") == [5, 6]
+    assert not (tmp_path / "checkpoints" / KEPT).exists()
 
 
 def test_the_smallest_may_be_the_best(tmp_path):

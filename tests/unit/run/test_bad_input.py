@@ -313,6 +313,30 @@ def test_a_run_goes_on_from_an_older_checkpoint_in_a_directory_of_its_own(
     assert train(model, "--resume-from", str(newer), "trainer.steps=5") == 0
 
 
+def test_a_run_goes_on_where_its_config_lies(model, folder, capsys, monkeypatch):
+    """A copy of a run directory, beside the one that its config names."""
+    monkeypatch.setattr(logging.root, "handlers", [])  # the run sets its own
+    save(folder / "used/checkpoints", 2, model)
+    saved = RunConfig(model=str(model), logging={"run_dir": str(folder / "used")})
+    (folder / "used/config.yaml").write_text(to_yaml(saved))
+    shutil.copytree(folder / "used", folder / "copy")
+    before = {path: path.read_bytes() for path in folder.glob("used/**/*") if path.is_file()}
+    given = (
+        "data.path=good.jsonl",
+        "algorithm.prompts_per_step=1",
+        "reward.function=lora_moe_rl.rewards:exact_match",
+    )
+    with pytest.raises(AssertionError, match="Ray was started"):
+        cli.main(["train", "copy/config.yaml", "--resume", *given])
+    assert f"going on from {folder / 'copy/checkpoints'}" in capsys.readouterr().out
+    after = {path: path.read_bytes() for path in folder.glob("used/**/*") if path.is_file()}
+    assert after == before
+    named = [f"logging.run_dir={folder / 'used'}", *given]
+    with pytest.raises(AssertionError, match="Ray was started"):
+        cli.main(["train", "copy/config.yaml", "--resume", *named])
+    assert f"going on from {folder / 'used/checkpoints'}" in capsys.readouterr().out
+
+
 def test_a_fork_with_another_alpha_needs_resize_as_a_resumed_run_does(model, folder, capsys):
     origin = save(folder / "used/checkpoints", 2, model, alpha=64)
     assert train(model, f"--resume-from={origin}", "adapter.alpha=32") == 1

@@ -39,9 +39,21 @@ def test_a_checkpoint_is_named_by_its_directory(run):
     assert path == run / "checkpoints/step-000002" and str(config.run_dir) == "/else"
 
 
-def test_a_checkpoint_that_is_damaged_is_passed_over(run):
+def test_a_checkpoint_that_is_damaged_is_passed_over_and_named(run, capsys):
     (run / "checkpoints/step-000004/file").write_text("y")
     assert read_target(str(run), [])[1] == run / "checkpoints/step-000002"
+    said = " ".join(capsys.readouterr().err.split())
+    assert "step-000004: file is corrupt" in said and "skipped" in said
+
+
+def test_a_second_evaluation_needs_a_directory_of_its_own(run):
+    config, _ = read_target(str(run), [])
+    config.run_dir.mkdir()
+    (config.run_dir / "config.yaml").write_text(to_yaml(config))
+    (config.run_dir / "metrics.jsonl").write_text('{"step": 4, "eval/step": 4}\n')
+    with pytest.raises(RunDirError, match="step-000004 holds an evaluation.*logging.run_dir=DIR"):
+        read_target(str(run), [])
+    assert read_target(str(run), ["logging.run_dir=/else"])[1] is not None
 
 
 def test_a_recipe_has_no_checkpoint(run):

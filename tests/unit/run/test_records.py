@@ -13,6 +13,7 @@ from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment, UpdateResul
 from lora_moe_rl.errors import NonFiniteError, NothingTrainedError, RewardError
 from lora_moe_rl.files.jsonl import read_jsonl
 from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.run.plateau import Look, Plateau
 from lora_moe_rl.run.records import Records
 from lora_moe_rl.run.sample_metrics import continued_metrics, environment_metrics, rollout_metrics
 
@@ -94,10 +95,13 @@ def test_a_run_that_ends_before_its_time_wants_a_checkpoint_of_what_was_trained(
     (tmp_path / "config.json").write_text("{}")
     config = RunConfig(logging={"run_dir": str(tmp_path / "run")})
     with RunDir(config, resume=False) as run_dir:
-        records = Records(config, None, tmp_path, run_dir, None, None, done=4, dtype="float32")
+        records = Records(config, None, tmp_path, run_dir, None, None, done=3, dtype="float32")
         assert not records.keep_trained(0) and capsys.readouterr().err == ""
+        assert not records.keep_trained(3)  # it has gone on from that
+        (run_dir.checkpoints / "step-000004").mkdir(parents=True)  # damaged: it was skipped
         assert records.keep_trained(4)
-        (run_dir.checkpoints / "step-000004").mkdir(parents=True)
+        assert records.end_early(Plateau(Look(2, 0.5), 2), 4)
+        records.checkpoints.newest = 4  # as `write` leaves it
         assert not records.keep_trained(4)
     assert "--resume goes on after step 4" in capsys.readouterr().err
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,26 +14,41 @@ import pytest
 
 from lora_moe_rl.cli import main
 from lora_moe_rl.errors import FAULT, ActorFailed, ClusterError, MismatchError
-from lora_moe_rl.run.supervisor import Lives
+from lora_moe_rl.run.supervisor import Lives, Newest
 
 
 def test_the_end_of_a_run_and_errors_that_would_come_again_are_the_end():
     for code in (0, 1, 2, 130, -signal.SIGTERM, -signal.SIGINT, MismatchError.exit_code):
-        assert Lives(3, 0).ended(code, 0) is None, code
+        assert Lives(3, Newest()).ended(code, Newest()) is None, code
 
 
 def test_a_killed_process_and_a_failed_actor_are_not():
-    assert "signal SIGKILL" in (Lives(3, 0).ended(-signal.SIGKILL, 4) or "")
-    assert "exit code 75" in (Lives(3, 0).ended(FAULT, 4) or "")
-    assert "from the checkpoint of step 4" in (Lives(3, 0).ended(-signal.SIGSEGV, 4) or "")
+    assert "signal SIGKILL" in (Lives(3, Newest()).ended(-signal.SIGKILL, Newest(4)) or "")
+    assert "exit code 75" in (Lives(3, Newest()).ended(FAULT, Newest(4)) or "")
+    assert "from the checkpoint of step 4" in (
+        Lives(3, Newest()).ended(-signal.SIGSEGV, Newest(4)) or ""
+    )
     assert ActorFailed.exit_code == ClusterError.exit_code == FAULT
 
 
 def test_only_lives_without_a_new_checkpoint_are_bounded():
-    lives = Lives(2, newest=0)
+    lives = Lives(2, Newest())
     newest = [0, 2, 2, 4, 6, 6, 6, 6]
-    assert [lives.ended(FAULT, step) is not None for step in newest] == [True] * 7 + [False]
+    assert [lives.ended(FAULT, Newest(step)) is not None for step in newest] == [True] * 7 + [False]
     assert lives.in_vain == 3
+
+
+def test_a_checkpoint_in_the_place_of_a_damaged_one_is_a_new_one(run_dir):
+    """Step 2 was damaged: the run went on from an earlier one, and came to it again."""
+    root = run_dir / "checkpoints"
+    assert Newest.of(root) == Newest(2) and Newest.of(run_dir) == Newest()
+    manifest = root / "step-000002/manifest.json"
+    manifest.touch()
+    before = Newest.of(root)
+    os.utime(manifest, ns=(0, before.written + 1))
+    lives = Lives(0, before)
+    assert lives.ended(FAULT, Newest.of(root)) is not None
+    assert lives.ended(FAULT, Newest.of(root)) is None
 
 
 DRIVER = """
