@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,14 @@ from lora_moe_rl.data.samples import Prompt
 from lora_moe_rl.errors import DataError
 
 
+class HeldOut(NamedTuple):
+    """`dropped` and `filtered`: rows that were left out (PromptMaker)."""
+
+    prompts: list[Prompt]
+    dropped: int
+    filtered: int
+
+
 def held_out_prompts(
     name: str,
     config: EvalSetConfig,
@@ -24,14 +32,15 @@ def held_out_prompts(
     max_prompt_tokens: int,
     rows: list[Row] | None,
     wanted: Wanted | None = None,
-) -> list[Prompt]:
-    """The prompts of set `name` (`eval/NAME`), in the order of its rows. `rows`: those of its file,
-    None for a generator. `wanted`: what of a row is learned from. Raises DataError when there are
-    none, and for rows that make no prompt."""
+) -> HeldOut:
+    """The prompts of set `name` (`eval/NAME`), in the order of its rows and by their numbers, from
+    0. `rows`: those of its file, None for a generator. `wanted`: what of a row is learned from.
+    Raises DataError when there are none, and for rows that make no prompt."""
     if rows is None:
         rows = list(_generated(config, seed_of_rows(seed, name)))
     maker = PromptMaker(config, tokenizer, max_prompt_tokens, wanted)
-    made = [one for row in rows if (one := maker.make(row)) is not None]
+    tried = [(number, maker.make(row)) for number, row in enumerate(rows)]
+    made = [(number, one) for number, one in tried if one is not None]
     if not made:
         why = f": {maker.why_left_out()}" if rows else ""
         source = "path" if config.path is not None else "generator"
@@ -39,10 +48,11 @@ def held_out_prompts(
             f"{config.key(source)}={getattr(config, source)}: none of the {len(rows)} rows is "
             f"left to be asked{why}"
         )
-    return [
+    prompts = [
         Prompt(number, one.text, list(one.token_ids), dict(one.columns), name, one.answers)
-        for number, one in enumerate(made)
+        for number, one in made
     ]
+    return HeldOut(prompts, maker.dropped, maker.filtered)
 
 
 def _generated(config: EvalSetConfig, seed: int) -> Iterator[Row]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -97,7 +97,7 @@ def sample_lines(name: str, settings: EvalSetConfig, groups: Sequence[Group]) ->
                 answer = answer_of(settings.answer, sample.text)
                 line["answer"] = None if answer is None else str(answer)
             if settings.group_by is not None:
-                line[settings.group_by] = name_of(group.prompt.columns[settings.group_by])
+                line["group"] = name_of(group.prompt.columns[settings.group_by])
             if sample.messages:
                 line["messages"] = sample.messages
             if (reason := group.details.reasons.get(int(end))) is not None:
@@ -106,16 +106,16 @@ def sample_lines(name: str, settings: EvalSetConfig, groups: Sequence[Group]) ->
     return lines
 
 
-def check_values(settings: EvalSetConfig, columns: Sequence[dict[str, Any]]) -> None:
-    """Raises DataError when eval.sets.NAME.group_by cannot group these rows."""
+def check_values(settings: EvalSetConfig, columns: Mapping[int, dict[str, Any]]) -> None:
+    """Raises DataError when eval.sets.NAME.group_by cannot group these rows, by their numbers."""
     if (column := settings.group_by) is None:
         return
     setting = f"{settings.key('group_by')}={column}"
-    for row, values in enumerate(columns):
+    for row, values in columns.items():
         if values.get(column) is None:
             have = ", ".join(sorted(values)) or "none"
             raise DataError(f"{setting}: row {row} has no such column; it has {have}")
-    distinct = {str(values[column]) for values in columns}
+    distinct = {str(values[column]) for values in columns.values()}
     if len(distinct) > MAX_VALUES:
         raise DataError(
             f"{setting} has {len(distinct)} values, and each would have metrics of its own; at "

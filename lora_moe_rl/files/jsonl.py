@@ -49,13 +49,15 @@ def _lines(path: Path) -> list[bytes]:
         return file.readlines()
 
 
+LINE_BYTES = 400  # as long as most are
+
+
 def tail(path: Path, num_lines: int) -> str:
     """The last lines of a text file; '' when there is none."""
-    bytes_a_line = 400
     try:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - num_lines * bytes_a_line))
+            file.seek(max(0, size - num_lines * LINE_BYTES))
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return ""

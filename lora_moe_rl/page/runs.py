@@ -10,7 +10,7 @@ from typing import Any
 
 from lora_moe_rl.config.files import read_config_file
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.files.jsonl import tail
+from lora_moe_rl.files.jsonl import LINE_BYTES, tail
 from lora_moe_rl.files.run_dir import (
     CONFIG,
     METRICS,
@@ -136,5 +136,11 @@ def _changed(run: Run) -> float:
 def _last(path: Path) -> dict[str, Any]:
     """The record of the latest step near the end of a file of lines: that of an evaluation may come
     after those of later steps."""
-    records = filter(None, map(parse, tail(path, 100).encode().splitlines()))
-    return max((one for one in records if "step" in one), key=lambda one: one["step"], default={})
+    whole = path.stat().st_size if path.exists() else 0
+    lines = 100
+    while True:  # a line may be longer than anybody thinks
+        records = filter(None, map(parse, tail(path, lines).encode().splitlines()))
+        found = [one for one in records if "step" in one]
+        if found or lines * LINE_BYTES >= whole:
+            return max(found, key=lambda one: one["step"], default={})
+        lines *= 8

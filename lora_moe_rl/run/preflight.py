@@ -367,6 +367,7 @@ class Preflight:
         parts = (config.data, self.environment.prompt_tokenizer, config.seed, most)
         self.source = open_prompts(*parts, self.rows, wanted)
         self.tokenizer = tokenizer
+        self.outside: dict[str, int] = {}  # rows of eval sets that their filters leave out
         self.held_out = {
             name: self._held_out(name, source, wanted)
             for name, source in config.eval.sources().items()
@@ -383,28 +384,40 @@ class Preflight:
         lengths = self.source.lengths()
         what = " with their answers" if config.offline else ""
         if self.source.dropped:
-            self.warnings.append(
-                f"{self.source.dropped:,} prompts{what} of more than {most} tokens are left out "
-                "(too_long=drop)"
-            )
+            self.warnings.append(_left_out(self.source.dropped, what, most))
         per_step = config.algorithm.prompts_per_step
         self.warnings += [
             f"{told}; lower algorithm.prompts_per_step, or give more rows"
             for told in self.source.repeated(per_step)
         ]
-        outside = self.source.filtered
-        told = f", {outside:,} rows are left out by the filter" if outside else ""
         about = f"; {self.environment.about}" if self.environment.about else ""
-        about += "".join(f"; {name}: {len(own)} prompts" for name, own in self.held_out.items())
+        about += "".join(
+            f"; {name}: {len(own)} prompts{_outside(self.outside[name])}"
+            for name, own in self.held_out.items()
+        )
+        told = _outside(self.source.filtered)
         return f"{min(lengths)} to {max(lengths)} tokens{what} of {most} that fit{told}{about}"
 
     def _held_out(self, name: str, source: EvalSetConfig, wanted: Wanted) -> list[Prompt]:
         """The prompts of an eval set. Raises DataError for rows that cannot be asked or grouped."""
         most, maker = prompt_room(self.config, source), self.environment.prompt_tokenizer
         rows = self.rows.get(name)
-        found = held_out_prompts(name, source, maker, self.config.eval.seed, most, rows, wanted)
-        check_values(source, [prompt.columns for prompt in found])
+        seed = self.config.eval.seed
+        found, dropped, outside = held_out_prompts(name, source, maker, seed, most, rows, wanted)
+        check_values(source, {prompt.row: prompt.columns for prompt in found})
+        if dropped:
+            what = " with their answers" if self.config.offline else ""
+            self.warnings.append(f"{name}: {_left_out(dropped, what, most)}")
+        self.outside[name] = outside
         return found
+
+
+def _left_out(many: int, what: str, most: int) -> str:
+    return f"{many:,} prompts{what} of more than {most} tokens are left out (too_long=drop)"
+
+
+def _outside(many: int) -> str:
+    return f", {many:,} rows are left out by the filter" if many else ""
 
 
 def _require_function(data_set: str, one: RewardFunction) -> None:

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from lora_moe_rl.config.evaluation import EVAL
 from lora_moe_rl.config.files import read_config_file
 from lora_moe_rl.config.keys import generic, member_keys, value_text
 from lora_moe_rl.errors import ConfigError, RunDirError
@@ -49,15 +50,17 @@ COLORS = ("#2b6cb0", "#dd8a2c", "#4a9a6a", "#b9483d", "#7f5fb5", "#3a9ea5", "#a0
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric of one run: int [n] steps and float [n] values, which are finite."""
+    """A metric of one run: int [n] steps and float [n] values, which are finite. `window`: how
+    many of the last make the final value."""
 
     steps: np.ndarray
     values: np.ndarray
+    window: int = FINAL_STEPS
 
     @property
     def final(self) -> float:
-        """The mean over the last FINAL_STEPS steps that have a value; NaN for none."""
-        return float(self.values[-FINAL_STEPS:].mean()) if len(self.values) else math.nan
+        """The mean over the last values; NaN for none."""
+        return float(self.values[-self.window :].mean()) if len(self.values) else math.nan
 
     def best(self, better: str) -> tuple[float, int] | None:
         """The best value and its step, the first of several; None where neither way is better."""
@@ -83,7 +86,8 @@ class Run:
             if isinstance(value := record.get(metric), int | float) and math.isfinite(value)
         ]
         steps, values = zip(*found, strict=True) if found else ((), ())
-        return Curve(np.array(steps, dtype=int), np.array(values, dtype=float))
+        window = 1 if metric.startswith(EVAL) else FINAL_STEPS  # an evaluation is of one adapter
+        return Curve(np.array(steps, dtype=int), np.array(values, dtype=float), window)
 
 
 def read_run(path: Path, name: str) -> Run:
@@ -227,8 +231,8 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="lora-moe-rl compare",
         description="Runs side by side: final values (the mean of the last "
-        f"{FINAL_STEPS} steps that have one), best values, settings that differ, and a picture of "
-        "metrics by step. Runs may still go on.",
+        f"{FINAL_STEPS} steps that have one, of evaluations the last), best values, settings that "
+        "differ, and a picture of metrics by step. Runs may still go on.",
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
     parser.add_argument(

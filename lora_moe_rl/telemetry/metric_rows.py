@@ -113,7 +113,7 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("mismatch/without_replay/<what>", "", "", "each of the above with routers that choose for themselves (`replay.compare_every`)", "", ""),
     # Routes.
     ("replay/coverage", "share of routes", "up", "routes that were recorded", "", ""),
-    ("replay/disagreement", "share of routes", "down", "replayed routes that the trainer would have chosen differently", "", ""),
+    ("replay/disagreement", "share of routes", "down", "replayed routes that the trainer would have chosen differently, of those that the update computes: of a prompt that is computed once for several samples (trainer.share_prompts) once", "", ""),
     ("replay/disagreement/layer_<layer>", "share of routes", "down", "the same of one layer", "", ""),
     ("replay/missing_tokens", "tokens", "down", "tokens whose routes are incomplete", "", ""),
     ("replay/masked_tokens", "tokens", "down", "tokens left out of the loss for missing routes (replay.missing=mask)", "", ""),
@@ -205,6 +205,6 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("placement/come_back_seconds", "s", "down", "with placement.mode=colocated: of refit/seconds, until they had it again", "", ""),
     # Distributions, for trackers that show them; they are not in metrics.jsonl.
     ("histogram/reward", "reward", "", "the rewards of the step's samples", "", ""),
-    ("histogram/advantage", "", "", "the advantages of the sampled tokens", "critic/advantages/mean (their mean)", ""),
+    ("histogram/advantage", "", "", "the advantages of the tokens that are learned from", "critic/advantages/mean (their mean)", ""),
     ("histogram/response_length", "tokens", "", "the lengths of the step's responses", "", ""),
 )  # fmt: skip

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -19,6 +19,8 @@ from lora_moe_rl.telemetry.metric_rows import ROWS
 
 # What the run fills in; all others are any text.
 _DIGITS = ("age", "k", "layer")
+# Remarks on a name of TRL that say of which trainer it is, or how it comes about.
+_PLAIN = ("", "SFTTrainer", "DPOTrainer", "log_metric")
 _BEST: dict[str, Literal["largest", "smallest"]] = {"up": "largest", "down": "smallest"}
 OWN = ("loss/<own>", "eval/<set>/<own>")
 
@@ -39,9 +41,7 @@ class Metric:
 
     @cache  # noqa: B019 (rows live as long as the process)
     def _pattern(self) -> re.Pattern[str]:
-        parts = re.split(r"<(\w+)>", self.name)
-        texts, holes = map(re.escape, parts[::2]), (_hole(one) for one in parts[1::2])
-        return re.compile("".join(text + next(holes, "") for text in texts))
+        return re.compile(_pattern_of(self.name))
 
 
 def _hole(what: str) -> str:
@@ -111,22 +111,54 @@ class Checked:
 
 def named(name: str, logged: Iterable[str]) -> str:
     """The metric that a user means by `name`: one that is logged, or what verl or TRL call by that
-    name. Raises ConfigError with what may have been meant."""
+    name. Raises ConfigError with what may have been meant: also where several of ours come near, or
+    none is quite what theirs is."""
     logged = list(logged)
     if name in logged:
         return name
+    same, near = list[str](), list[str]()
     for one in table().values():
-        if name in aliases(one) and one.name in logged:
-            return one.name
-    near = difflib.get_close_matches(name, logged, n=3, cutoff=0.4)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        for alias, remark in aliases(one):
+            (near if remark else same).extend(_filled(one, alias, name, logged))
+    if len(same) == 1:
+        return same[0]
+    near = same + near or difflib.get_close_matches(name, logged, n=3, cutoff=0.4)
+    hint = f"; did you mean {' or '.join(dict.fromkeys(near))}?" if near else ""
     raise ConfigError(f"no run has logged the metric {name!r}{hint} (docs/metrics.md has them all)")
 
 
-def aliases(metric: Metric) -> set[str]:
-    """The names that verl and TRL have for it, without the remarks behind them."""
-    cells = f"{metric.verl}, {metric.trl}"
-    return {re.sub(r" \(.*\)$", "", cell) for cell in re.split(r", (?![^(]*\))", cells) if cell}
+def aliases(metric: Metric) -> Iterator[tuple[str, str]]:
+    """The names that verl and TRL have for it, each with what is remarked of it: that it is not
+    quite the same. That it is of one of TRL's trainers is none."""
+    for cell in re.split(r", (?![^(]*\))", f"{metric.verl}, {metric.trl}"):
+        name, _, remark = cell.partition(" (")
+        remark = remark.removesuffix(")")
+        if name:
+            yield name, "" if remark in _PLAIN else remark
+
+
+def _filled(metric: Metric, alias: str, name: str, logged: Sequence[str]) -> list[str]:
+    """The metrics of a row that were logged and may be what `name` is, if that is the alias with
+    something in the place of each `<x>`."""
+    fits = re.fullmatch(_pattern_of(alias), name)
+    if fits is None:
+        return []
+    ours = re.compile(_pattern_of(metric.name, fits.groupdict()))
+    return [one for one in logged if ours.fullmatch(one)]
+
+
+def _pattern_of(name: str, known: Mapping[str, str] | None = None) -> str:
+    """Of names as `name` is, with what is `known` in the place of its `<x>`."""
+    parts = re.split(r"<(\w+)>", name)
+    texts, holes = map(re.escape, parts[::2]), iter(parts[1::2])
+    found = ""
+    for text in texts:
+        hole = next(holes, None)
+        value = (known or {}).get(hole or "")
+        found += text
+        if hole is not None:
+            found += f"(?P<{hole}>{_hole(hole)})" if value is None else re.escape(value)
+    return found
 
 
 HEAD = """\
@@ -138,7 +170,7 @@ this table cannot be logged: the run refuses it. The page is made from the table
 
 `better` says which way is better, where one is. `<x>` is filled in by the run. verl and TRL: what
 comes nearest there (verl 0.9, TRL 1.16); what exactly is averaged may differ. `lora-moe-rl compare`
-takes those names too.
+takes those names too, where one of ours is meant; for one with a remark it names ours.
 """
 SECTIONS = {
     "reward": "Rewards",

@@ -36,8 +36,6 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         settings = self.config.tracker
         file = self.run_dir.metrics_file
-        there = read_jsonl(file) if file.exists() else ()
-        self._newest = max((one["step"] for one in there), default=0)
         folder = self.run_dir.path / FOLDER
         shutil.rmtree(folder, ignore_errors=True)
         try:
@@ -55,10 +53,8 @@ class MetricsWriter:
         metrics = {key: value for key, value in record.items() if key != "step"}
         self._checked.check(metrics)
         self.run_dir.append(self.run_dir.metrics_file, [record])
-        # Trackers go on only: an evaluation beside training ends some steps after its own.
-        newest = self._newest = max(self._newest, record["step"])
         for tracker in self._trackers:
-            tracker.write(newest, metrics)
+            tracker.write(record["step"], metrics)
 
     def details(self, step: int, details: Details) -> None:
         """Of a step whose record was written."""

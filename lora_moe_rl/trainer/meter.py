@@ -104,7 +104,7 @@ class Meter:
             if how in ("max", "min"):
                 self.later(functools.partial(self._extreme, name, value.detach(), mask))
             else:
-                self.add(f"loss/{name}", (value.where(mask, 0) * stands).sum())
+                self.add(f"loss/{name}", (value.where(mask, 0) * stands).sum(dtype=torch.float64))
 
     def _extreme(self, name: str, value: torch.Tensor, mask: torch.Tensor) -> None:
         pick = max if self.declared[name] == "max" else min

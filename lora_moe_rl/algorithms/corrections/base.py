@@ -83,7 +83,7 @@ class Correction(Part):
         weights = self.bounded(ratio)
         metrics = {
             "weight": weights,
-            "weight_squared": weights * weights,
+            "weight_squared": weights.double() ** 2,  # the deviation is a difference of means
             "weight_largest": ratio,
             "weight_bounded": (weights != ratio).float(),
         }

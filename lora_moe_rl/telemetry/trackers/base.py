@@ -43,9 +43,9 @@ class Tracker(Plugin):
         raise NotImplementedError
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
-        """Takes the numbers of one step, or of an evaluation (`eval/*`) with the step that is the
-        newest then; NaN and infinity may be among them. `step` never falls as long as this object
-        lives; a run that is resumed may make steps again that an earlier one was given."""
+        """Takes the numbers of one step, or of an evaluation (`eval/*`) of what a step has made;
+        NaN and infinity may be among them. With schedule.lag an evaluation comes some steps after
+        its own; a run that is resumed may make steps again that an earlier one was given."""
         raise NotImplementedError
 
     def details(self, step: int, details: Details) -> None:

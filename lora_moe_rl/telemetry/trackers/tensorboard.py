@@ -26,11 +26,11 @@ class TensorBoard(Tracker):
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise self.missing(error) from error
-        done = max((one["step"] for one in read_jsonl(run_dir / METRICS)), default=None)
+        done = max((one["step"] for one in read_jsonl(run_dir / METRICS)), default=-1)
         # What an earlier life has written of steps that this one makes again is not shown.
-        purge = None if done is None else done + 1
+        purge = done + 1 if (run_dir / FOLDER).exists() else None
         self._writer = SummaryWriter(str(run_dir / FOLDER), purge_step=purge)
-        self._writer.add_text("config", _code(to_yaml(config)), done or 0)
+        self._writer.add_text("config", _code(to_yaml(config)), max(done, 0))
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         for name, value in metrics.items():

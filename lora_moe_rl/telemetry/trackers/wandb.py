@@ -1,9 +1,9 @@
 """Weights & Biases. A resumed run goes on in the same wandb run.
 
 wandb's own step never falls: what is logged to an earlier one is dropped, which a run does that
-goes on from a checkpoint before its last step. The step of a run is therefore a metric, over which
-all others are drawn, and wandb counts rows. (Taking steps back, `resume_from`, is not to be had on
-every server, and not offline.)
+goes on from a checkpoint before its last step, and an evaluation beside training. The step of a run
+is therefore a metric, over which all others are drawn, and wandb counts rows. (Taking steps back,
+`resume_from`, is not to be had on every server, and not offline.)
 
 Offline each life of a run is a directory that wandb takes for the whole run: one that is synced
 later replaces the history of those with the same id. So a life begins with all metrics before it.
@@ -73,10 +73,9 @@ class Wandb(ProjectTracker):
 
     def _repeat(self, metrics_file: Path) -> None:
         """What earlier lives of the run have on record, up to where this one goes on."""
-        newest = 0
         for record in read_jsonl(metrics_file):
-            newest = max(newest, record.pop("step"))
-            self.write(newest, {k: math.nan if v is None else v for k, v in record.items()})
+            step = record.pop("step")
+            self.write(step, {k: math.nan if v is None else v for k, v in record.items()})
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         self.run.log({STEP: step, **metrics})

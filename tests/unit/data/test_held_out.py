@@ -21,7 +21,7 @@ def tokenizer():
 def prompts(config: EvalSetConfig, tokenizer, name="eval/sums", seed=0):
     config = config.at("eval.sets.sums")
     rows = read_rows(config) if config.path is not None else None
-    return held_out_prompts(name, config, tokenizer, seed, 32, rows)
+    return held_out_prompts(name, config, tokenizer, seed, 32, rows).prompts
 
 
 def test_every_row_of_a_file_is_asked_once_in_its_order(tmp_path, tokenizer):
@@ -32,6 +32,17 @@ def test_every_row_of_a_file_is_asked_once_in_its_order(tmp_path, tokenizer):
     found = prompts(EvalSetConfig(path=str(file), limit=7), tokenizer)
     assert [(one.row, one.text) for one in found] == [(i, f"{i}+1=") for i in range(7)]
     assert {one.data_set for one in found} == {"eval/sums"} and found[3].columns["answer"] == 3
+
+
+def test_rows_that_are_left_out_are_counted_and_the_others_keep_their_numbers(tmp_path, tokenizer):
+    file = tmp_path / "sums.jsonl"
+    lines = [{"prompt": "1+" * (i % 3 == 1) * 40 + "1=", "rate": float(i)} for i in range(7)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = EvalSetConfig(path=str(file), too_long="drop", filter={"rate": (1, 6)})
+    config = config.at("eval.sets.sums")
+    found = held_out_prompts("eval/sums", config, tokenizer, 0, 32, read_rows(config))
+    assert [one.row for one in found.prompts] == [2, 3, 5, 6]
+    assert (found.dropped, found.filtered) == (2, 1)
 
 
 def test_a_generator_gives_the_same_rows_each_time_and_others_to_other_seeds(tokenizer):

@@ -104,8 +104,14 @@ def test_samples_are_kept_with_what_they_were_judged_by():
     assert lines[0] == {
         "set": "sums", "row": 0, "sample": 0, "prompt": "0+1=", "response": "1", "reward": 1.0,
         "right": True, "finish_reason": "stop", "tokens": 1, "token_ids": [7], "answer": "1",
-        "level": "easy",
+        "group": "easy",
     }  # fmt: skip
+    same = settings.model_copy(update={"group_by": "answer"})  # a column of a name of ours
+    columns = {"answer": "gold"}
+    for group in GROUPS:
+        group.prompt.columns.update(columns)
+    assert sample_lines("sums", same, GROUPS)[0] | lines[0] == lines[0] | {"group": "easy"}
+    assert sample_lines("sums", same, GROUPS)[0]["group"] == "gold"
     assert lines[7]["answer"] is None and lines[8]["right"] is False
 
 
@@ -120,5 +126,5 @@ def test_samples_are_kept_with_what_they_were_judged_by():
 def test_rows_that_cannot_be_grouped(values, message):
     settings = EvalSetConfig(group_by="level").at("eval.sets.sums")
     with pytest.raises(DataError) as caught:
-        check_values(settings, values)
+        check_values(settings, dict(enumerate(values)))
     assert message in str(caught.value) and "eval.sets.sums.group_by" in str(caught.value)

@@ -1,5 +1,7 @@
 """Which runs are found, and that nothing else is."""
 
+import json
+
 from recorded_run import record
 
 from lora_moe_rl.page.runs import Runs
@@ -18,6 +20,10 @@ def test_runs_are_found_below_a_directory_by_their_paths_and_a_run_itself_as_a_d
     with (tmp_path / "a/metrics.jsonl").open("a") as file:  # an evaluation that came late
         file.write('{"step": 1, "eval/step": 1, "eval/sums/avg": 0.5}\n')
     assert run.summary()["step"] == 2
+    many = {f"eval/sums/kind={number}/avg": 0.5 for number in range(2000)}
+    with (tmp_path / "a/metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 3, "eval/step": 3, **many}) + "\n")
+    assert run.summary()["step"] == 3
 
 
 def test_a_name_that_leads_out_of_the_directory_is_no_run(tmp_path):

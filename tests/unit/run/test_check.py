@@ -299,6 +299,17 @@ def test_a_best_metric_that_few_checkpoints_have_or_that_is_upside_down_is_a_war
     assert told[0] == "warning" and "of eval/held/avg the largest is the best" in told[1]
 
 
+def test_held_out_rows_that_are_left_out_are_told(check, tmp_path):
+    rows = [{"prompt": "1+" * (i % 2) * 300 + "1=", "answer": "1", "rate": i} for i in range(6)]
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held = ("eval.sets.held.path=held.jsonl", "eval.sets.held.too_long=drop")
+    code, found, _ = check(*held, 'eval.sets.held.filter={"rate": [1, 6]}')
+    assert code == 0 and found["prompts"][0] == "warning"
+    assert "eval/held: 3 prompts of more than 504 tokens are left out" in found["prompts"][1]
+    told = check(*held[:1], 'eval.sets.held.filter={"rate": [0, 0]}')[1]["prompts"]
+    assert told[0] == "ok" and "eval/held: 1 prompts, 5 rows are left out by the filter" in told[1]
+
+
 def write_adapter(folder, model, **settings):
     """A PEFT directory, as another run exports it."""
     config = with_settings(RunConfig(), {"model": str(model), "adapter": settings})

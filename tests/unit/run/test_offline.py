@@ -93,7 +93,9 @@ def run(folder, name, rows, steps=3, held_out=()):
         timeline = Timeline(config.num_engines, run_dir.write_timeline)
         rows_answers, made = offline.RowAnswers(config, None, None), algorithms.make(config)
         held = {
-            which: held_out_prompts(which, one, make_tokenizer(), 0, 40, read_rows(one), wanted)
+            which: held_out_prompts(
+                which, one, make_tokenizer(), 0, 40, read_rows(one), wanted
+            ).prompts
             for which, one in config.eval.sources().items()
         }
         evaluator = AnswersEvaluator(config, held, rows_answers, made, trainer, timeline, metrics)

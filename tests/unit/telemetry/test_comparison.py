@@ -35,7 +35,8 @@ def steps(rewards: list[float], kl: list[float]) -> list[dict]:
 @pytest.fixture
 def two(tmp_path):
     first = steps([0.1, 0.9, 0.5, 0.5, 0.5, 0.5, 0.5], [3e-3, 1e-3, 2e-3, 4e-3, 4e-3, 4e-3, 4e-3])
-    first.insert(3, {"step": 3, "eval/step": 3, "eval/sums/avg": 0.75})
+    first.insert(0, {"step": 0, "eval/step": 0, "eval/sums/avg": 0.25})
+    first.insert(4, {"step": 3, "eval/step": 3, "eval/sums/avg": 0.75})
     second = steps([0.2, math.nan, 0.4], [1e-3, 1e-3, 1e-3])
     return [
         run_in(tmp_path / "one/run", first, "trainer.lr=0.5"),
@@ -55,6 +56,7 @@ def test_final_is_the_mean_of_the_last_five_and_best_goes_by_the_metrics_directi
     assert two_["reward/mean"]["final"] == pytest.approx(0.3)
     assert two_["reward/mean"]["steps"] == 2
     assert one["eval/sums/avg"]["best"] == {"value": 0.75, "step": 3}
+    assert one["eval/sums/avg"]["final"] == 0.75  # of the last adapter, and of no other
     assert two_["eval/sums/avg"] == {"final": None, "best": None, "steps": 0}
 
 

@@ -139,7 +139,6 @@ def test_an_algorithm_of_ones_own_may_log_its_own_loss_metrics_and_no_others(tmp
         ("critic/score/mean", "reward/mean"),
         ("reward", "reward/mean"),
         ("completions/mean_length", "rollout/response_length"),
-        ("actor/pg_clipfrac", "loss/clipped_low"),
         ("perf/time_per_step", "time/step"),
         ("rollout_corr/k3_kl", "mismatch/kl"),
         ("time/train", "time/train"),
@@ -147,6 +146,34 @@ def test_an_algorithm_of_ones_own_may_log_its_own_loss_metrics_and_no_others(tmp
 )
 def test_names_of_verl_and_trl_lead_to_ours(theirs, ours):
     assert named(theirs, [*table()]) == ours
+
+
+LOGGED = ("eval/ho/avg", "eval/ho/pass@4", "eval/a/avg", "loss/nll", "loss/clipped_low")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("val-core/ho/reward/mean@1", "eval/ho/avg"),
+        ("val-core/ho/acc/best@4/mean", "eval/ho/pass@4"),
+        ("loss", "loss/nll"),
+    ],
+)
+def test_names_of_sets_and_trainers_are_filled_in(theirs, ours):
+    assert named(theirs, LOGGED) == ours
+
+
+@pytest.mark.parametrize(
+    ("theirs", "near"),
+    [
+        ("eval_reward", "eval/ho/avg or eval/a/avg"),  # which of them
+        ("actor/pg_clipfrac", "loss/clipped_low"),  # a part of it alone
+        ("val-core/ho/acc/best@8/mean", ""),
+    ],
+)
+def test_a_name_that_is_not_quite_one_of_ours_is_an_error_that_names_it(theirs, near):
+    with pytest.raises(ConfigError, match=f"no run has logged the metric.*{near}"):
+        named(theirs, LOGGED)
 
 
 def test_a_name_that_no_run_has_logged_is_an_error_with_the_nearest():

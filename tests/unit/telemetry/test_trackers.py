@@ -179,6 +179,38 @@ def test_tensorboard_reads_scalars_histograms_and_text_also_after_a_resume(tmp_p
 
 
 @pytest.mark.seconds
+def test_tensorboard_has_evaluations_at_their_own_step_also_when_a_run_is_resumed(tmp_path):
+    """With schedule.lag that of step 2 is known after step 3 is on record."""
+    pytest.importorskip("tensorboard", reason="pip install tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = config_in(tmp_path / "run", "tracker=tensorboard")
+    with RunDir(config, resume=False) as run_dir, MetricsWriter(run_dir, config) as metrics:
+        for step, name in ((1, "reward/mean"), (3, "reward/mean"), (2, "eval/ho/avg")):
+            metrics.write({"step": step, name: 0.5})
+    run_dir.rewind(2)
+    run_for(config, range(3, 5), resume=True)
+    events = EventAccumulator(str(run_dir.path / "tensorboard"))
+    events.Reload()
+    assert [one.step for one in events.Scalars("eval/ho/avg")] == [2]
+    assert [one.step for one in events.Scalars("reward/mean")] == [1, 3, 4]
+
+
+@pytest.mark.seconds
+def test_tensorboard_shows_one_course_of_a_run_that_had_no_checkpoint_yet(tmp_path):
+    pytest.importorskip("tensorboard", reason="pip install tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = config_in(tmp_path / "run", "tracker=tensorboard")
+    run_dir = run_for(config, range(1, 4))
+    run_dir.rewind(0)
+    run_for(config, range(1, 3), resume=True)
+    events = EventAccumulator(str(run_dir.path / "tensorboard"))
+    events.Reload()
+    assert [one.step for one in events.Scalars("reward/mean")] == [1, 2]
+
+
+@pytest.mark.seconds
 def test_mlflow_reads_params_metrics_samples_and_adapters_of_one_run(tmp_path):
     for package in ("mlflow", "sqlalchemy", "alembic"):
         pytest.importorskip(package, reason="pip install mlflow-skinny sqlalchemy alembic")
