@@ -132,7 +132,7 @@ def _tensors(chunk: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
     for name, tensor in found:
         if match := re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name):
             layer = chunk.decoder.layers[int(match[1])].layer_number - 1
-            rest = re.sub(r"(\.experts\..*\.weight)\d+$", r"\1", match[2])
+            rest = re.sub(r"(\.experts\..*\.(?:weight|bias))\d+$", r"\1", match[2])
             name = f"decoder.layers.{layer}.{rest}"
         by_name.setdefault(name, []).append(tensor)
     return by_name

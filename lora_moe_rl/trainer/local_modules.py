@@ -82,6 +82,7 @@ class PackedAttention(torch.nn.Module):
             device = None if config.use_cpu_initialization else torch.cuda.current_device()
             sinks = torch.empty(heads, dtype=config.params_dtype, device=device)
             self.softmax_offset = torch.nn.Parameter(sinks, requires_grad=False)
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         elif config.softmax_type != "vanilla":
             raise ConfigError(f"PackedAttention knows no softmax_type {config.softmax_type!r}")
 

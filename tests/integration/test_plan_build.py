@@ -54,3 +54,17 @@ def test_engines_over_nodes_turns_and_what_is_held_once_are_built_as_planned(gpu
     # the 128 experts, and all of them have rank 16 adapters.
     ranks = 16 if "rollout.dp=16" in words else 8
     assert engine["elements"] == 48 * 3 * 128 * (768 * 2048 // ranks + 16 * (768 + 2048))
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"), [("gpt-oss-20b", 20_914_757_184), ("gpt-oss-120b", 116_829_156_672)]
+)
+def test_experts_with_biases_and_sinks_of_each_ranks_heads_are_built_as_planned(
+    model, parameters, capsys
+):
+    layout = ["trainer.world_size=16", "trainer.tp=2", "trainer.pp=2", "trainer.ep=4"]
+    options = ["--model", model, "--gpus", "24", "--gpu", "h200", "--build", "--json"]
+    code = cli.main(["plan", *options, *layout])
+    built = json.loads(capsys.readouterr().out)["build"]
+    assert built["passed"] and code in (0, 1)
+    assert built["unique_parameters"] == parameters
