@@ -22,7 +22,8 @@ def signals_of(
     With `algorithm.reweight` those that stay are drawn once more, by `draws`.
 
     Tokens that the policy did not write have advantage and weight 0, whatever it says of them. A
-    conversation of several samples is shown to it as the last of them, and all get its advantage.
+    conversation of several samples is shown to it as the last of them in which the policy wrote
+    something, and all get its advantage.
     """
     shown = [_conversations(algorithm, group) for group in groups]
     signals = algorithm.signals(shown)
@@ -64,37 +65,47 @@ def _conversations(algorithm: Algorithm, group: Group) -> Group:
             f"algorithm={algorithm.settings.name} revises its advantages by sample (for a critic, "
             "or algorithm.kl_in=reward): use one without, as grpo with algorithm.kl_in=loss"
         )
-    samples, details = [group.samples[i] for i in ends], group.details.at(ends)
+    shown = _shown(group)
     return replace(
         group,
-        samples=samples,
+        samples=[group.samples[i] for i in shown],
         rewards=group.rewards[ends],
-        details=details,
+        details=group.details.at(ends),
         conversations=None,
-        teacher=None if group.teacher is None else [group.teacher[i] for i in ends],
+        teacher=None if group.teacher is None else [group.teacher[i] for i in shown],
     )
 
 
+def _shown(group: Group) -> list[int]:
+    """The sample by which an algorithm judges each conversation: the last with a token of the
+    policy, or the last where none has one."""
+    found = group.ends.tolist()
+    for i, (sample, place) in enumerate(zip(group.samples, group.conversation_of, strict=True)):
+        if sample.mask.any() and not group.samples[found[place]].mask.any():
+            found[place] = i
+    return found
+
+
 def _spread(algorithm: Algorithm, group: Group, signal: Signal) -> Signal:
-    """The signal of each conversation's last sample for all its samples. Raises ConfigError when
-    that is not one number."""
+    """The signal of the sample that stands for each conversation, for all its samples. Raises
+    ConfigError when that is not one number."""
     if len(signal.weights) == len(group.samples):
         return signal
-    places, last = group.conversation_of, set(group.ends.tolist())
+    places, shown = group.conversation_of, _shown(group)
     advantages, weights = [], []
     for i, (sample, place) in enumerate(zip(group.samples, places, strict=True)):
         advantage, weight = signal.advantages[place], signal.weights[place]
-        if i not in last:
-            mask = group.samples[group.ends[place]].mask
+        if i != shown[place]:
+            mask = group.samples[shown[place]].mask
             pairs = {*zip(advantage[mask].tolist(), weight[mask].tolist(), strict=True)}
-            if len(pairs) != 1:
+            if len(pairs) > 1:
                 raise ConfigError(
                     f"prompt {group.prompt.row}: a conversation became several samples (a fork), "
                     f"and algorithm={algorithm.settings.name} gives its tokens advantages of their "
                     "own: use one that gives a sample one advantage (grpo, dapo, …), or say in "
                     "it takes_forks = False"
                 )
-            ((one, factor),) = pairs
+            one, factor = pairs.pop() if pairs else (0.0, 0.0)
             advantage = np.full(len(sample.mask), one, np.float32)
             weight = factor * sample.mask.astype(np.float32)
         advantages.append(advantage)

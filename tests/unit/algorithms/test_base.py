@@ -200,6 +200,22 @@ def test_what_each_function_gave_a_conversation_of_several_samples_counts_once()
     assert found == [expected[0]] * 3 + expected[1:] and expected[0] > 0.5
 
 
+@pytest.mark.parametrize("where", ["last", "all"])
+def test_a_fork_whose_last_sample_has_no_token_of_the_policy(where):
+    """The one before it stands for the conversation; where none has any, none is learned from."""
+    group = forked([1.0, 1.0, 1.0, 0.0, 0.5], [0, 0, 0, 1, 2])
+    (usual,) = signals_of(made(name="rloo"), [group])
+    for i in (2,) if where == "last" else (0, 1, 2):
+        group.samples[i] = replace(group.samples[i], mask=np.zeros_like(group.samples[i].mask))
+    (found,) = signals_of(made(name="rloo"), [group])
+    for i, (weight, advantage) in enumerate(zip(found.weights, found.advantages, strict=True)):
+        if not group.samples[i].mask.any():
+            assert not weight.any() and not advantage.any()
+        else:
+            np.testing.assert_array_equal(weight, usual.weights[i])
+            np.testing.assert_array_equal(advantage, usual.advantages[i])
+
+
 def test_a_fork_is_refused_where_a_conversation_has_no_one_advantage():
     class Rising(RLOO):
         def signals(self, groups):
