@@ -206,7 +206,7 @@ def test_a_fork_whose_last_sample_has_no_token_of_the_policy(where):
     group = forked([1.0, 1.0, 1.0, 0.0, 0.5], [0, 0, 0, 1, 2])
     (usual,) = signals_of(made(name="rloo"), [group])
     for i in (2,) if where == "last" else (0, 1, 2):
-        group.samples[i] = replace(group.samples[i], mask=np.zeros_like(group.samples[i].mask))
+        group.samples[i] = turns([False, False, False])
     (found,) = signals_of(made(name="rloo"), [group])
     for i, (weight, advantage) in enumerate(zip(found.weights, found.advantages, strict=True)):
         if not group.samples[i].mask.any():
