@@ -21,25 +21,19 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
 from lora_moe_rl.base import choose
-from lora_moe_rl.config import EvalSetConfig, RewardFunction, RunConfig, SourceConfig
-from lora_moe_rl.config.eval_rules import prompt_room
+from lora_moe_rl.config import RewardFunction, RunConfig, SourceConfig
 from lora_moe_rl.config.evaluation import EVAL
 from lora_moe_rl.config.plugins import ENVIRONMENTS, TRACKERS
 from lora_moe_rl.data.columns import Row
 from lora_moe_rl.data.generators import open_generator
-from lora_moe_rl.data.held_out import held_out_prompts
-from lora_moe_rl.data.maker import Wanted
-from lora_moe_rl.data.mixture import open_prompts
 from lora_moe_rl.data.prompts import require_data
 from lora_moe_rl.data.rows import is_hub, read_rows
-from lora_moe_rl.data.samples import Prompt
 from lora_moe_rl.errors import ConfigError, DataError, LoraMoeRlError
-from lora_moe_rl.evaluation.scoring import check_values
 from lora_moe_rl.files.storage import check_place
 from lora_moe_rl.models import quantised
 from lora_moe_rl.models.directory import check_model_dir, find_local, resolve_model
@@ -50,12 +44,12 @@ from lora_moe_rl.models.fit import (
     check_start,
     check_stops,
 )
-from lora_moe_rl.models.tokenizer import check_tokenizer, load_tokenizer, stop_ids
+from lora_moe_rl.models.tokenizer import check_tokenizer, stop_ids
 from lora_moe_rl.rewards.by_set import NoRewards, RewardsBySet
 from lora_moe_rl.rewards.runner import RewardRunner
 from lora_moe_rl.rollout.device import check_engine, check_quantised
 from lora_moe_rl.run import best_metric, lengths, machine, reward_trial, warm_up
-from lora_moe_rl.run.offline import RowAnswers
+from lora_moe_rl.run.prompts_step import PromptsStep
 
 if TYPE_CHECKING:
     from lora_moe_rl.rewards.own_engines import OwnEngines
@@ -329,21 +323,6 @@ class Preflight:
         self.spec = spec
         return f"{len(spec.sites)} sites, {spec.num_parameters:,} trained parameters"
 
-    def _check_template_used(self, examples: Sequence[Prompt]) -> None:
-        """Of prompts that are strings only those of data.chat_template are rendered by one. A judge
-        on the run's own engines reads its questions by it, and an agent's chats are rendered."""
-        if ENVIRONMENTS.find(self.config.environment.name).has_chats:
-            return
-        functions = self.config.rewards() | self.config.eval_rewards()
-        if any(one.asks_engines for several in functions.values() for one in several):
-            return
-        found = [(prompt.text, self.sources[prompt.data_set]) for prompt in examples]
-        if all(isinstance(text, str) and not source.chat_template for text, source in found):
-            raise ConfigError(
-                "model.chat_template has no effect: the prompts are strings; set "
-                f"{found[0][1].key('chat_template')}=true, or leave model.chat_template out"
-            )
-
     def _machine(self) -> str:
         found = machine.look(self.config, self.model_dir, self.spec, not self.private)
         self.warnings += found.warnings
@@ -353,71 +332,12 @@ class Preflight:
         config = self.config
         if self.first.keys() != self.sources.keys():
             raise Absent("needs the data")
-        model = config.model
-        tokenizer = load_tokenizer(self.model_dir, model.trust_remote_code, model.chat_template)
-        environment = ENVIRONMENTS.find(config.environment.name)
-        if config.offline:
-            environment = RowAnswers
-        # `check` goes on to here though there may be no reward.
-        rewards = cast(Any, getattr(self, "rewards", None))
-        self.environment = environment(config, rewards, tokenizer)
-        most = model.max_length if config.offline else config.max_prompt_tokens
-        ends = stop_ids(self.model_dir) if config.offline else set()
-        wanted = Wanted(config.learns_from, frozenset(ends))
-        parts = (config.data, self.environment.prompt_tokenizer, config.seed, most)
-        self.source = open_prompts(*parts, self.rows, wanted)
-        self.tokenizer = tokenizer
-        self.outside: dict[str, int] = {}  # rows of eval sets that their filters leave out
-        self.held_out = {
-            name: self._held_out(name, source, wanted)
-            for name, source in config.eval.sources().items()
-        }
-        if self.environment.forks and self.environment.no_forks is not None:
-            self.warnings.append(
-                "a trajectory whose agent changes what was said before, or asks the same again, "
-                f"will have failed (reward.max_failed): {self.environment.no_forks}"
-            )
-        if model.chat_template is not None:
-            examples = self.source.examples(len(self.sources))
-            examples += [prompts[0] for prompts in self.held_out.values()]
-            self._check_template_used(examples)
-        lengths = self.source.lengths()
-        what = " with their answers" if config.offline else ""
-        if self.source.dropped:
-            self.warnings.append(_left_out(self.source.dropped, what, most))
-        per_step = config.algorithm.prompts_per_step
-        self.warnings += [
-            f"{told}; lower algorithm.prompts_per_step, or give more rows"
-            for told in self.source.repeated(per_step)
-        ]
-        about = f"; {self.environment.about}" if self.environment.about else ""
-        about += "".join(
-            f"; {name}: {len(own)} prompts{_outside(self.outside[name])}"
-            for name, own in self.held_out.items()
-        )
-        told = _outside(self.source.filtered)
-        return f"{min(lengths)} to {max(lengths)} tokens{what} of {most} that fit{told}{about}"
-
-    def _held_out(self, name: str, source: EvalSetConfig, wanted: Wanted) -> list[Prompt]:
-        """The prompts of an eval set. Raises DataError for rows that cannot be asked or grouped."""
-        most, maker = prompt_room(self.config, source), self.environment.prompt_tokenizer
-        rows = self.rows.get(name)
-        seed = self.config.eval.seed
-        found, dropped, outside = held_out_prompts(name, source, maker, seed, most, rows, wanted)
-        check_values(source, {prompt.row: prompt.columns for prompt in found})
-        if dropped:
-            what = " with their answers" if self.config.offline else ""
-            self.warnings.append(f"{name}: {_left_out(dropped, what, most)}")
-        self.outside[name] = outside
-        return found
-
-
-def _left_out(many: int, what: str, most: int) -> str:
-    return f"{many:,} prompts{what} of more than {most} tokens are left out (too_long=drop)"
-
-
-def _outside(many: int) -> str:
-    return f", {many:,} rows are left out by the filter" if many else ""
+        step = PromptsStep(config, self.model_dir, self.rows, getattr(self, "rewards", None))
+        self.environment, self.tokenizer = step.environment, step.tokenizer
+        text = step.look()
+        self.source, self.held_out = step.source, step.held_out
+        self.warnings += step.warnings
+        return text
 
 
 def _require_function(data_set: str, one: RewardFunction) -> None:
