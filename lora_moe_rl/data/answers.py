@@ -16,7 +16,9 @@ from lora_moe_rl.config import LearnsFrom, SourceConfig
 from lora_moe_rl.data.columns import (
     PROMPT_COLUMNS,
     Row,
+    check_unanswered,
     check_unicode,
+    check_unspelled,
     checked_messages,
     pick_column,
     short,
@@ -49,17 +51,37 @@ def read_answers(row: Row, config: SourceConfig, learns_from: LearnsFrom) -> Ans
     prompt_key = pick_column(values, PROMPT_COLUMNS, config, "prompt_key", place)
     prompt = None if prompt_key is None else _checked(values, prompt_key, place)
     if names:
-        split = [_split(_checked(values, name, place), name, place) for name in names]
+        given = [_checked(values, name, place) for name in names]
+        split = [_split(one, name, place) for one, name in zip(given, names, strict=True)]
         prompt = _one_prompt(prompt, [before for before, _ in split], names, values, place)
         answers = [answer for _, answer in split]
+        if isinstance(prompt, str) and not config.chat_template and isinstance(given[0], list):
+            raise DataError(
+                f"{place}: the prompt is a string, which gets no chat template, and the answer "
+                f"(column {names[0]}) a message; set {config.key('chat_template')}=true, or give "
+                "both as strings"
+            )
     else:
         prompt, answers = _last_message(prompt, prompt_key, config, values, place)
         names = [str(prompt_key)]
+    check_unanswered(prompt, place, str(prompt_key or names[0]))
     for name, answer in zip(names, answers, strict=True):
         if not answer.strip():
             raise DataError(f"{place}: the answer (column {name}) is empty")
+        check_unspelled(answer, place, f"the answer (column {name})")
+    _check_text_alone(values, place)
     used = {prompt_key, *names}
     return Answered(prompt, answers, {key: v for key, v in values.items() if key not in used})
+
+
+def _check_text_alone(values: dict, place: str) -> None:
+    """Raises DataError for what the columns of TRL's vision data hold."""
+    for name in ("image", "images", "videos"):
+        if values.get(name):
+            raise DataError(
+                f"{place}: column {name} is not given to the model: text is all that is learned "
+                "from; leave such rows out, or the column"
+            )
 
 
 def _required(values: dict, name: str, place: str) -> str:

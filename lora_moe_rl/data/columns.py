@@ -37,24 +37,29 @@ def read_row(row: Row, config: SourceConfig) -> tuple[Any, dict[str, Any]]:
     if not text:
         raise DataError(f"{place}: the prompt (column {key}) is empty")
     check_unicode(text, place, key)
-    _check_unanswered(text, place, key)
+    check_unanswered(text, place, key)
     return text, _columns(values, key, config, place)
 
 
-def _check_unanswered(prompt: str | list[dict], place: str, key: str) -> None:
+def check_unanswered(prompt: str | list[dict], place: str, key: str) -> None:
     """Raises DataError for a conversation that ends with an answer, which the policy would read,
     and for one that is written as a text, which would be the prompt letter by letter."""
     if isinstance(prompt, str):
-        if SPELLED.match(prompt):
-            raise DataError(
-                f"{place}: the prompt (column {key}) is a text that spells a list of messages, "
-                f"{short(prompt)}; write the list itself, in JSONL or parquet (CSV has only texts)"
-            )
+        check_unspelled(prompt, place, f"the prompt (column {key})")
     elif prompt[-1]["role"] == "assistant":
         raise DataError(
             f"{place}: the last message of the prompt (column {key}) is the assistant's, "
             f"{short(prompt[-1]['content'])}: the policy would be given it, and begin another turn "
             "behind it; leave it out of the messages (algorithm=sft learns from it)"
+        )
+
+
+def check_unspelled(text: str, place: str, what: str) -> None:
+    """Raises DataError for messages that are written as a text."""
+    if SPELLED.match(text):
+        raise DataError(
+            f"{place}: {what} is a text that spells a list of messages, {short(text)}; write the "
+            "list itself, in JSONL or parquet (CSV has only texts)"
         )
 
 
@@ -132,8 +137,10 @@ def checked_messages(messages: Any, place: str, key: str) -> list[dict]:
 
 
 def _with_text(message: dict, place: str, key: str) -> dict:
-    """A template of a text model drops a list of parts, or prints it as a list."""
+    """A template of a text model drops a list of parts, or prints it as a list. Of parquet a key
+    that another message has is null here, which templates take for one that is there."""
     content = message["content"]
+    message = {k: value for k, value in message.items() if value is not None or k == "content"}
     if content is None or isinstance(content, str):
         return message
     for part in content if isinstance(content, list) else [content]:

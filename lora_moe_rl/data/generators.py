@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 import random
@@ -31,7 +32,7 @@ def _told(config: SourceConfig, generate: Callable[[], Iterable[Any]]) -> Iterat
     number = 0
     try:
         for row in islice(generate(), config.limit):
-            yield row
+            yield copy.deepcopy(row)  # some change one object from row to row
             number += 1
     except LoraMoeRlError:
         raise

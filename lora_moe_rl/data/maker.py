@@ -9,13 +9,16 @@ Both are tokenised by themselves: no token reaches from one into the other, as i
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lora_moe_rl.config import EvalSetConfig, LearnsFrom, SourceConfig
 from lora_moe_rl.config.keys import value_text
+from lora_moe_rl.data.answer_tokens import AnswerTokens, check_whole
 from lora_moe_rl.data.answers import read_answers
 from lora_moe_rl.data.columns import Row, number_in, read_row, short
 from lora_moe_rl.data.samples import Answer, num_tokens
@@ -23,7 +26,7 @@ from lora_moe_rl.errors import DataError
 
 log = logging.getLogger(__name__)
 
-TEMPLATE_COLUMN = "chat_template_kwargs"
+TEMPLATE_COLUMN, TOOLS_COLUMN = "chat_template_kwargs", "tools"
 MARK = "0f5c9e1d7a"  # what no message says
 NOT_BY_CHANCE = 12  # characters; a shorter text may stand in a prompt that leaves it out
 
@@ -66,6 +69,7 @@ class PromptMaker:
         """`max_tokens`: of a prompt; where answers are wanted, of a prompt with its answer."""
         self._config, self._tokenizer = config, tokenizer
         self._max_tokens, self._wanted = max_tokens, wanted or Wanted()
+        self._answers = AnswerTokens(tokenizer, self._wanted.ends)
         self._what, self._bound = "prompt", "model.max_length - rollout.max_response_tokens"
         if isinstance(config, EvalSetConfig) and config.max_response_tokens is not None:
             self._bound = f"model.max_length - {config.key('max_response_tokens')}"
@@ -106,6 +110,11 @@ class PromptMaker:
             self._need_no_template(columns, place)
         token_ids = self.encode(text, columns, place)
         wanted = tuple(self._answer(text, answer, columns, place) for answer in answers)
+        if learns_from == "pairs" and wanted[0].token_ids == wanted[1].token_ids:
+            raise DataError(
+                f"{place}: both answers of the pair are the same tokens, of which nothing can be "
+                f"learned: {short(answers[0])}; leave the row out"
+            )
         made = Made(text, token_ids, columns, 0.0, wanted)
         if made.tokens <= self._max_tokens:
             return made._replace(rank=self._rank(columns, place))
@@ -125,6 +134,7 @@ class PromptMaker:
             f"{config.key('system_prompt')} is set": config.system_prompt,
             f"{config.key('chat_template_kwargs')} is set": config.chat_template_kwargs,
             f"there is a column {TEMPLATE_COLUMN}": columns.get(TEMPLATE_COLUMN),
+            f"there is a column {TOOLS_COLUMN}": self._tools(columns, place),
         }
         for what, value in ignored.items():
             if value:
@@ -165,7 +175,7 @@ class PromptMaker:
         DataError."""
         messages = self._messages(text)
         if messages is None:
-            token_ids = self._tokenizer.encode(text)
+            token_ids = self._of_string(text, place)
         else:
             rendered = self._from_template(messages, columns, place)
             token_ids = self._tokenizer.encode(rendered, add_special_tokens=False)
@@ -175,6 +185,36 @@ class PromptMaker:
                 "leave the row out, or write another prompt"
             )
         return token_ids
+
+    def _of_string(self, text: str, place: str) -> list[int]:
+        """With the tokens that the tokenizer puts in front, and without an end, behind which a
+        rollout would begin."""
+        token_ids, bos = self._tokenizer.encode(text), self._tokenizer.bos_token_id
+        if bos is not None and token_ids[:2] == [bos, bos]:
+            raise DataError(
+                f"{place}: the prompt begins with {self._tokenizer.bos_token!r} twice, since the "
+                "model's tokenizer puts one before every text; leave it out of the prompt"
+            )
+        eos = self._tokenizer.eos_token
+        if eos and token_ids[-1:] == [self._tokenizer.eos_token_id] and not text.endswith(eos):
+            del token_ids[-1]
+        return token_ids
+
+    def _tools(self, columns: dict[str, Any], place: str) -> list[Any] | None:
+        """Of a row to learn answers from, for its chat template: a list, or the JSON of one. In
+        rollouts the environment has them."""
+        tools = columns.get(TOOLS_COLUMN)
+        if tools is None or self._wanted.learns_from == "rollouts":
+            return None
+        if isinstance(tools, str):
+            with suppress(ValueError):  # it is no list
+                tools = json.loads(tools)
+        if not isinstance(tools, list):
+            raise DataError(
+                f"{place}: column {TOOLS_COLUMN} must be a list of tools, as JSON schemas, or the "
+                f"JSON of one; this is {short(tools)}"
+            )
+        return tools or None
 
     def _answer(self, text: Any, answer: str, columns: dict[str, Any], place: str) -> Answer:
         """What an engine should have sampled: the answer as the chat template renders it behind the
@@ -192,39 +232,8 @@ class PromptMaker:
                     "should see and write them"
                 )
             rest = whole[len(before) :]
-        token_ids = self._tokenizer.encode(rest, add_special_tokens=False)
-        token_ids = self._up_to_its_end(token_ids, rest, messages is not None, place)
-        return Answer(answer, token_ids)
-
-    def _up_to_its_end(
-        self, token_ids: list[int], rest: str, rendered: bool, place: str
-    ) -> list[int]:
-        """Without what a template puts behind the end of a turn; with an end where there is none.
-        Raises DataError for an answer of no tokens."""
-        ends = self._wanted.ends
-        last = max((i for i, one in enumerate(token_ids) if one in ends), default=-1)
-        if last >= 0 and not self._tokenizer.decode(token_ids[last + 1 :]).strip():
-            found = token_ids[: last + 1]
-        else:
-            if rendered:
-                token_ids = self._tokenizer.encode(rest.rstrip(), add_special_tokens=False)
-            found = [*token_ids, self._end(place)]
-        if len(found) < 2:
-            raise DataError(
-                f"{place}: the model's tokenizer makes no tokens of the answer, {short(rest)}; "
-                "leave the row out, or write another answer"
-            )
-        return found
-
-    def _end(self, place: str) -> int:
-        """The token that an engine stops at; the tokenizer's own, if it is one of several."""
-        own, ends = self._tokenizer.eos_token_id, self._wanted.ends
-        if not ends:
-            raise DataError(
-                f"{place}: the model names no token that ends a response (eos_token_id in its "
-                "generation_config.json or config.json), and an answer needs one; name it there"
-            )
-        return own if own in ends else min(ends)
+            check_whole(answer, rest, place)
+        return Answer(answer, self._answers.of(rest, messages is not None, place))
 
     def _from_template(
         self, messages: list[dict], columns: dict[str, Any], place: str, answered: bool = False
@@ -239,15 +248,23 @@ class PromptMaker:
         own = columns.get(TEMPLATE_COLUMN) or {}
         if not isinstance(own, dict):
             raise DataError(f"{place}: {TEMPLATE_COLUMN} must be an object, this is {short(own)}")
-        more = self._config.chat_template_kwargs | own
+        # Of parquet a key that another row has is null here, and says nothing.
+        more = self._config.chat_template_kwargs | {k: v for k, v in own.items() if v is not None}
+        if (tools := self._tools(columns, place)) is not None:
+            more["tools"] = tools
 
-        def render(messages: list[dict]) -> str:
+        def render(messages: list[dict], **settings: Any) -> str:
             return self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=not answered, **more
+                messages,
+                tokenize=False,
+                add_generation_prompt=not answered,
+                **more | settings,
             )
 
         try:
             rendered = render(messages)
+            if tools is not None and rendered == render(messages, tools=None):
+                raise ValueError(f"it has no place for the tools of column {TOOLS_COLUMN}")
         except Exception as error:  # of Jinja, and what a template raises itself
             raise DataError(
                 f"{place}: the model's chat template refuses the prompt: {error}"

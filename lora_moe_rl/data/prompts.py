@@ -25,7 +25,7 @@ LOOK_S = 1.0  # of a generator's rows before a run, beside its first
 SHAPING = (
     "args",
     "prompt_key", "answer_key", "chat_template", "system_prompt", "chat_template_kwargs", "filter",
-    "order",
+    "order", "limit",
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_moe_rl.config import SourceConfig
+from lora_moe_rl.config.files import without_twins
 from lora_moe_rl.errors import DataError
 
 SUFFIXES = (".jsonl", ".parquet", ".csv")
@@ -87,7 +88,7 @@ def _jsonl(path: Path):
             place = f"{path}, line {number}"
             try:
                 # utf-8-sig: some editors put a byte order mark before the first line.
-                yield place, json.loads(line.decode("utf-8-sig"))
+                yield place, json.loads(line.decode("utf-8-sig"), object_pairs_hook=without_twins)
             except (ValueError, RecursionError) as error:  # malformed UTF-8 too
                 raise DataError(f"{place}: not a line of JSON: {error}") from error
 
@@ -111,6 +112,9 @@ def _csv(path: Path):
     with _opened(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         try:
+            names = list(reader.fieldnames or ())
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise DataError(f"{path}, line 1: it names {', '.join(twice)} twice")
             for row in reader:
                 place = f"{path}, line {reader.line_num}"
                 if None in row or None in row.values():

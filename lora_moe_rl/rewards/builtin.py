@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
+from numbers import Real
 from typing import Any
 
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 
-def exact_match(completions: list, answer: list, **_) -> list[float]:
-    """1 where the completion is the answer, but for white space around it; else 0."""
-    return [
-        float(completion_text(completion).strip() == str(expected).strip())
-        for completion, expected in zip(completions, answer, strict=True)
-    ]
+def exact_match(completions: list, answer: list, **_) -> list[float | None]:
+    """1 where the completion is the answer, but for white space around it; else 0. Not applicable
+    (None) to a row without an answer."""
+    rewards: list[float | None] = []
+    for completion, expected in zip(completions, answer, strict=True):
+        wanted = answer_text(expected)
+        same = wanted is not None and completion_text(completion).strip() == wanted.strip()
+        rewards.append(None if wanted is None else float(same))
+    return rewards
 
 
 def number_match(completions: list, answer: list, **_) -> list[float | None]:
     """1 where the last number of the completion equals the last number of the answer; else 0.
 
-    Thousands commas are ignored; 3 equals 3.0. An answer without a number is not applicable (None).
+    Thousands commas are ignored; 3 equals 3.0. An answer without a number, or none at all, is not
+    applicable (None).
     """
     rewards: list[float | None] = []
     for completion, expected in zip(completions, answer, strict=True):
-        wanted = last_number(str(expected))
+        text = answer_text(expected)
+        wanted = None if text is None else last_number(text)
         found = last_number(completion_text(completion))
         rewards.append(None if wanted is None else float(found == wanted))
     return rewards
@@ -39,6 +45,25 @@ def last_number(text: str) -> Decimal | None:
             digits = digits[1:]
         found = Decimal(digits)
     return found
+
+
+def answer_text(answer: Any) -> str | None:
+    """The right answer of a row as a text: of a number all its digits, without an exponent, and of
+    a whole one no point (columns with gaps turn 81 into 81.0). None where there is none (null,
+    NaN). Raises TypeError for what is neither."""
+    if answer is None or isinstance(answer, str):
+        return answer
+    if isinstance(answer, bool):
+        return str(answer)
+    if not isinstance(answer, Real | Decimal):
+        raise TypeError(
+            f"the answer {answer!r:.80} is no text and no number: name a column of texts with "
+            "data.answer_key, or judge by a reward of your own"
+        )
+    if answer != answer:
+        return None
+    digits = format(Decimal(str(answer)), "f")
+    return digits.rstrip("0").rstrip(".") if "." in digits else digits
 
 
 def completion_text(completion: Any) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from math_verify import parse, verify
 
-from lora_moe_rl.rewards.builtin import completion_text
+from lora_moe_rl.rewards.builtin import answer_text, completion_text
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no timeout
 
@@ -24,12 +24,12 @@ def math_verify(completions: list, answer: list, **_) -> list[float | None]:
     """1 where they are equal, as numbers, expressions, sets or intervals; else 0.
 
     `answer` may be a bare answer (`\\frac{1}{2}`), one in dollars or in a box, or a whole solution
-    that ends in one. One that cannot be read is not applicable (None).
+    that ends in one. One that cannot be read, or is not there, is not applicable (None).
     """
     rewards: list[float | None] = []
     known: dict[str, list[Any]] = {}
     for completion, expected in zip(completions, answer, strict=True):
-        text = str(expected)
+        text = answer_text(expected) or ""
         if text not in known:
             known[text] = parse_answer(text)
         if not known[text]:

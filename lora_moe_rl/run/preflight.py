@@ -296,7 +296,8 @@ class Preflight:
         if name not in self.first:
             return f"{runner.function} is there; not called, that needs the data"
         trial = reward_trial.call(runner, self.first[name], source, self.config.reward.max_failed)
-        self.warnings += [_of_set(name, warning) for warning in trial.warnings]
+        few = reward_trial.without_answers(self.rows.get(name, ()), source)
+        self.warnings += [_of_set(name, one) for one in (*trial.warnings, few) if one]
         return trial.text
 
     def _layout(self) -> str:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from lora_moe_rl.config import SourceConfig
-from lora_moe_rl.data.columns import Row, read_row
+from lora_moe_rl.data.columns import ANSWER_COLUMNS, Row, read_row, value_in
 from lora_moe_rl.data.samples import Prompt, Sample, Segment
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.rewards.builtin import answer_text
 from lora_moe_rl.rewards.runner import RewardRunner
 
 PATIENCE_S = 5.0
@@ -37,7 +39,8 @@ def call(rewards: RewardRunner, row: Row, config: SourceConfig, max_failed: floa
     """
     text, columns = read_row(row, config)
     answer = columns.get("answer")
-    completions = [*([] if answer is None else [str(answer)]), *MADE_UP]
+    right = _text(answer)
+    completions = [*([] if right is None else [right]), *MADE_UP]
     samples = [_sample(completion) for completion in completions]
     prompt = Prompt(0, text, [0], columns)
     try:
@@ -55,7 +58,7 @@ def call(rewards: RewardRunner, row: Row, config: SourceConfig, max_failed: floa
             f"prompt ({row[0]}): {failures[0].partition(rewards.function)[2].strip()}"
         )
     given = ", ".join(
-        f"{_number(value)} for {_shown(completion, completion == str(answer))}"
+        f"{_number(value)} for {_shown(completion, completion == right)}"
         for value, completion in zip(values, completions, strict=True)
     )
     warnings = []
@@ -64,6 +67,30 @@ def call(rewards: RewardRunner, row: Row, config: SourceConfig, max_failed: floa
     elif len(set(map(str, values))) == 1 and answer is not None:
         warnings.append(f"the reward tells the answer from nothing else: it gave {given}")
     return Trial(f"{rewards.function} gave {given}", warnings)
+
+
+def without_answers(rows: Sequence[Row], config: SourceConfig) -> str:
+    """A warning of rows of a data set that have no answer where others have one; '' for none."""
+    key = config.answer_key
+    columns = ANSWER_COLUMNS if key is None else (key,)
+    without = [
+        place
+        for place, values in rows
+        if isinstance(values, dict) and all(value_in(values, one) is None for one in columns)
+    ]
+    if not without or len(without) == len(rows):
+        return ""
+    return (
+        f"{len(without):,} of {len(rows):,} rows have no answer ({without[0]} is the first): the "
+        "reward is given None in its place"
+    )
+
+
+def _text(answer: Any) -> str | None:
+    try:
+        return answer_text(answer)
+    except TypeError:  # what a function of one's own may make of it
+        return str(answer)
 
 
 async def _score(rewards: RewardRunner, prompt: Prompt, samples: list[Sample]) -> Any:

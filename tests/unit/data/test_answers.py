@@ -195,3 +195,119 @@ def test_answers_come_with_the_prompts_of_a_source(tmp_path):
     assert source.lengths() == [4, 5, 6]
     (prompt,) = source.next(1)
     assert prompt.answers[0].text == "0" and prompt.answers[0].token_ids == [48, EOS]
+
+
+# Cuts off what stands before the end of the thoughts, as DeepSeek-R1's does.
+FORGETFUL = ENDING.replace(
+    "{{ message['content'] }}", "{{ message['content'].split('</think>')[-1] }}"
+)
+REFLOWED = ENDING.replace("{{ message['content'] }}", "{{ message['content'].split()|join(' ') }}")
+THOUGHT = {"role": "assistant", "content": "<think>\n1+1\nis\n</think>\n\n2"}
+
+
+def test_thoughts_that_a_template_cuts_off_are_not_learned_silently():
+    with pytest.raises(DataError, match="leaves out of the answer .*1.1.*model.chat_template_file"):
+        made({"messages": [USER, THOUGHT]}, template=FORGETFUL)
+    with pytest.raises(DataError, match="leaves out of the answer"):
+        made(
+            {"prompt": [USER], "chosen": [THOUGHT], "rejected": [SAID]},
+            "pairs",
+            template=FORGETFUL,
+        )
+    assert texts(made({"messages": [USER, SAID]}, template=FORGETFUL))[1] == "2<eos>"
+    shown = texts(made({"messages": [USER, THOUGHT]}, template=REFLOWED))[1]
+    assert shown == "<think> 1+1 is </think> 2<eos>"  # other white space is the template's matter
+
+
+def test_a_pair_of_one_answer_is_refused():
+    with pytest.raises(DataError, match="both answers of the pair are the same tokens"):
+        made({"prompt": "1+1=", "chosen": "2", "rejected": "2"}, "pairs")
+
+
+WITH_TOOLS = "{% if tools %}{% for t in tools %}{{ t['name'] }};{% endfor %}{% endif %}" + ENDING
+TOOLS = [{"name": "add"}]
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
+def test_tools_of_a_row_are_given_to_the_chat_template(tools):
+    row = {"messages": [USER, SAID], "tools": tools}
+    assert texts(made(row, template=WITH_TOOLS))[0].startswith("add;user: ")
+    with pytest.raises(DataError, match="has no place for the tools of column tools"):
+        made(row, template=ENDING)
+    with pytest.raises(DataError, match="column tools, and the prompt is a string without"):
+        made({"prompt": "1+1=", "completion": "2", "tools": tools})
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (
+            {"prompt": "1+1=", "completion": [SAID]},
+            "the prompt is a string, which gets no chat template, and the answer .column completion"
+            ". a message; set data.chat_template=true",
+        ),
+        (
+            {"prompt": [USER, SAID], "completion": [WORSE]},
+            "the last message of the prompt .column prompt. is the assistant's",
+        ),
+        (
+            {"prompt": "1+1=", "completion": '[{"role": "assistant", "content": "2"}]'},
+            "the answer .column completion. is a text that spells a list of messages",
+        ),
+        (
+            {"prompt": "[{'role': 'user', 'content': '1+1='}]", "completion": "2"},
+            "the prompt .column prompt. is a text that spells a list",
+        ),
+        (
+            {"messages": [USER, SAID], "tools": "add"},
+            "column tools must be a list of tools, as JSON schemas",
+        ),
+        (
+            {"messages": [USER, SAID], "images": ["a.png"]},
+            "column images is not given to the model",
+        ),
+    ],
+)
+def test_rows_that_would_be_learned_as_something_else_are_refused(row, said):
+    with pytest.raises(DataError, match=f"rows.jsonl, line 1: {said}"):
+        made(row)
+
+
+def test_keys_that_other_rows_of_a_parquet_file_have_are_none_of_this_row():
+    nothing = {"tool_calls": None, "name": None}
+    row = {"messages": [USER | nothing, SAID | nothing]}
+    assert texts(made(row)) == texts(made({"messages": [USER, SAID]}))
+    template = "{% if thinking %}T{% endif %}" + ENDING
+    row = {"messages": [USER, SAID], "chat_template_kwargs": {"thinking": None, "style": "x"}}
+    config = {"chat_template_kwargs": {"thinking": True}}
+    assert texts(made(row, template=template, **config))[0].startswith("Tuser")
+
+
+def sentence_piece():
+    """A tokenizer of single characters that gives a text by itself a space in front, as that of
+    Mixtral does."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = ["<unk>", "<s>", "</s>", "▁", *"0123456789+=()xy\n"]
+    bpe = models.BPE({c: i for i, c in enumerate(letters)}, [], unk_token="<unk>")
+    tokenizer = Tokenizer(bpe)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always", split=False)
+    tokenizer.add_special_tokens([AddedToken(one, special=True) for one in letters[:3]])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer"), [("23+58=", "81"), ("x=(", "y)"), ("x=", " 81"), ("x", "\n8")]
+)
+def test_an_answer_has_no_space_in_front_that_the_row_has_not(prompt, answer):
+    tokenizer = sentence_piece()
+    maker = PromptMaker(DataConfig(), tokenizer, 64, Wanted("answers", frozenset({2})))
+    found = maker.make(("row", {"prompt": prompt, "completion": answer}))
+    assert found is not None
+    ids = found.answers[0].token_ids
+    assert tokenizer.decode(found.token_ids + ids) == f"{prompt}{answer}</s>"
+    assert len(ids) == len(answer) + 1

@@ -171,3 +171,16 @@ def test_a_generator_that_takes_its_time_is_not_waited_for(tmp_path, monkeypatch
     assert slow.repeated(1000) == [] and found.drawn < 10
     monkeypatch.setattr(prompts, "LOOK_S", 60)
     assert "has 40 prompts" in slow.repeated(1000)[0]
+
+
+def test_a_generator_may_change_one_object_from_row_to_row(tmp_path):
+    (tmp_path / "rows.py").write_text(
+        "def rows():\n"
+        "    meta, message = {}, {'role': 'user'}\n"
+        "    for number in range(9):\n"
+        "        meta['want'], message['content'] = number, str(number)\n"
+        "        yield {'prompt': [message], 'metadata': meta}\n"
+    )
+    drawn = source(generator=f"{tmp_path}/rows.py:rows").next(3)
+    assert [one.columns["metadata"]["want"] for one in drawn] == [0, 1, 2]
+    assert [one.text[0]["content"] for one in drawn] == ["0", "1", "2"]

@@ -1,11 +1,13 @@
 """Prompts: where they come from, their order, resuming, and bad input."""
 
+import re
+
 import pytest
 from prompt_sources import MAX_TOKENS, TOKENIZER, source, texts
 
 from lora_moe_rl.config import DataConfig
 from lora_moe_rl.data.prompts import PromptSource
-from lora_moe_rl.data.rows import is_hub
+from lora_moe_rl.data.rows import is_hub, read_rows
 from lora_moe_rl.errors import ConfigError, DataError
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 
@@ -119,7 +121,7 @@ def test_a_prompt_must_have_tokens(write):
     class Deaf:
         """Some tokenizers drop what they do not know, and add no token of their own."""
 
-        chat_template = None
+        chat_template = bos_token_id = eos_token_id = bos_token = eos_token = None
 
         def encode(self, text):
             return []
@@ -316,3 +318,31 @@ def test_data_must_come_from_one_place(write):
         source()
     with pytest.raises(ConfigError, match=r"data.path and data.generator are both set"):
         source(path=write(GOOD), generator="a:b")
+
+
+class WithEnds:
+    """A tokenizer that puts a token before every text, and one behind it."""
+
+    chat_template, bos_token, eos_token, bos_token_id, eos_token_id = None, "<s>", "</s>", 1, 2
+
+    def encode(self, text):
+        ends = {"<s>": 1, "</s>": 2}
+        words = [word for word in re.split(r"(</?s>)", text) if word]
+        return [1, *(ends.get(word, 9) for word in words), 2]
+
+
+def test_a_prompt_does_not_begin_twice_and_does_not_end(write):
+    source = PromptSource(DataConfig(path=write({"prompt": "hi"})), WithEnds(), 0, MAX_TOKENS)
+    assert source.next(1)[0].token_ids == [1, 9]
+    with pytest.raises(DataError, match="begins with '<s>' twice.*leave it out of the prompt"):
+        PromptSource(DataConfig(path=write({"prompt": "<s>hi"})), WithEnds(), 0, MAX_TOKENS)
+
+
+def test_a_column_that_is_named_twice_is_refused(tmp_path, write):
+    (tmp_path / "twice.csv").write_text("prompt,answer,answer\n1,2,3\n")
+    with pytest.raises(DataError, match="twice.csv, line 1: it names answer twice"):
+        read_rows(DataConfig(path=str(tmp_path / "twice.csv")))
+    with pytest.raises(
+        DataError, match="line 1: not a line of JSON: the key 'answer' stands twice"
+    ):
+        read_rows(DataConfig(path=write('{"prompt": "1", "answer": "2", "answer": "3"}')))

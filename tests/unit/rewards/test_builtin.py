@@ -1,5 +1,6 @@
 """The reward functions that are there, called by hand."""
 
+import numpy as np
 import pytest
 
 from lora_moe_rl.rewards import exact_match, math_verify, number_match
@@ -40,3 +41,19 @@ def test_number_match():
 )
 def test_math_verify(answer, completion, reward):
     assert math_verify([completion], [answer]) == [reward]
+
+
+def test_a_row_without_an_answer_has_no_reward():
+    for none in (None, float("nan"), np.nan):
+        for reward in (exact_match, number_match, math_verify):
+            assert reward(["None", "nan"], answer=[none, none]) == [None, None]
+
+
+def test_answers_that_are_numbers_have_the_digits_that_a_model_writes():
+    assert exact_match(["81", "0.00001", "2.5"], answer=[81.0, 1e-5, 2.5]) == [1, 1, 1]
+    assert number_match(["0.00001", "-5"], answer=[1e-5, 1e-5]) == [1, 0]
+    assert exact_match(["100", "7"], answer=[1e2, np.int64(7)]) == [1, 1]
+    assert exact_match(["True"], answer=[True]) == [1]
+    for reward in (exact_match, number_match, math_verify):
+        with pytest.raises(TypeError, match="the answer .*is no text and no number"):
+            reward(["2"], answer=[["2", "2.0"]])

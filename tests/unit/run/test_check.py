@@ -299,6 +299,15 @@ def test_a_best_metric_that_few_checkpoints_have_or_that_is_upside_down_is_a_war
     assert told[0] == "warning" and "of eval/held/avg the largest is the best" in told[1]
 
 
+def test_rows_without_an_answer_among_others_are_told(check, tmp_path):
+    rows = [{"prompt": f"{i}+1="} | ({"answer": i + 1} if i % 4 else {}) for i in range(1, 9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, found, _ = check("data.limit=8")
+    assert code == 0 and found["reward"][0] == "warning"
+    assert "2 of 8 rows have no answer (" in found["reward"][1]
+    assert "rows.jsonl, line 4 is the first): the reward is given None" in found["reward"][1]
+
+
 def test_held_out_rows_that_are_left_out_are_told(check, tmp_path):
     rows = [{"prompt": "1+" * (i % 2) * 300 + "1=", "answer": "1", "rate": i} for i in range(6)]
     (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
