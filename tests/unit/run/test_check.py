@@ -6,7 +6,6 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from lora_moe_rl import cli
 from lora_moe_rl.adapters import peft
@@ -16,57 +15,12 @@ from lora_moe_rl.config.overrides import override, with_settings
 from lora_moe_rl.errors import AdapterError, DataError, RunDirError
 from lora_moe_rl.files.untrusted import read_json
 from lora_moe_rl.run import machine, start
-from lora_moe_rl.tiny import shapes
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 from lora_moe_rl.upstream import versions
 from lora_moe_rl.verify.inputs import random_adapter
 from tests.helpers.teacher_server import MODEL, teacher_server
 
 pytestmark = pytest.mark.seconds
-
-REWARDS = """
-import time
-
-def right(completions, answer, **_): return [float(c == a) for c, a in zip(completions, answer)]
-def same(completions, **_): return [0.5] * len(completions)
-def slow(completions, **_): time.sleep(60)
-def none(completions, **_): return [None] * len(completions)
-def half(completions, **_): return [1.0, None, float("nan")]
-def pairs(completions, **_): return [[1.0, 2.0]] * len(completions)
-def group(completions, **_): return [1.0]
-def needs(completions, level): return [1.0] * len(completions)
-def verls(solution_str, ground_truth, data_source, extra_info):
-    return float(solution_str == ground_truth)
-"""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    shapes.build_model("qwen3_moe").save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def check(model, tmp_path, monkeypatch, capsys):
-    """Checks a run that is right but for `settings`: its exit code, and {step: (state, text)}."""
-    monkeypatch.chdir(tmp_path)
-    rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(4)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "rewards.py").write_text(REWARDS)
-
-    def check(*settings):
-        right = [f"model={model}", "data.path=rows.jsonl", "reward.function=rewards.py:right"]
-        right.append("algorithm.prompts_per_step=1")
-        code = cli.main(["check", *right, "data.order=sequential", *settings])
-        output = capsys.readouterr().out
-        lines = output.partition("\n\n")[0].splitlines()
-        found = {line[8:16].strip(): (line[:8].strip(), line[16:]) for line in lines}
-        return code, found, output.partition("\n\n")[2]
-
-    return check
 
 
 def test_a_run_that_is_right(check, tmp_path):
@@ -107,96 +61,6 @@ def test_all_that_is_wrong_is_told_at_once(check):
     assert found["model"][0] == "ok" and "that needs the data" in found["reward"][1]
     assert found["machine"] == ("skipped", "needs the layout")
     assert found["prompts"] == ("skipped", "needs the data")
-
-
-@pytest.mark.parametrize(
-    ("function", "told"),
-    [
-        ("same", "tells the answer from nothing else: it gave 0.5 for the answer '0', 0.5 for ''"),
-        ("none", "tells the answer from nothing else: it gave none for"),
-        ("half", "1 of 3 rewards failed"),
-        ("slow", "took longer than 5 s for 3 made-up completions; a run waits up to reward.timeou"),
-    ],
-)
-def test_a_reward_that_is_strange_is_a_warning(check, function, told):
-    code, found, _ = check(f"reward.function=rewards.py:{function}")
-    assert code == 0 and found["reward"][0] == "warning" and told in found["reward"][1]
-
-
-def test_several_functions_are_called_each_in_the_style_that_it_is_written_in(check):
-    several = ("reward.functions.a=rewards.py:right", "reward.functions.b=rewards.py:verls")
-    code, found, _ = check("reward.function=null", *several)
-    given = "gave 1 for the answer '0', 0 for '', 0 for 'I do not know.'"
-    assert code == 0 and found["reward"][1].count(given) == 2
-
-
-@pytest.mark.parametrize(
-    ("function", "reason"),
-    [
-        ("pairs", "returned [1.0, 2.0], not a finite number in float32"),
-        ("group", "returned [1.0] for 3 samples, not one reward for each"),
-        ("needs", "missing 1 required positional argument: 'level'"),
-    ],
-)
-def test_rewards_of_another_number_are_an_error_whatever_share_may_fail(check, function, reason):
-    several = ("reward.functions.a=rewards.py:right", f"reward.functions.b=rewards.py:{function}")
-    code, found, _ = check("reward.function=null", "reward.max_failed=1", *several)
-    assert code == 2 and found["reward"][0] == "error" and reason in found["reward"][1]
-    assert found["reward"][1].startswith("reward.functions.b.function=")
-
-
-SETS = (
-    "data.path=null",
-    "data.order=shuffle",
-    "data.sets.sums=rows.jsonl",
-    "data.sets.sums.ratio=2",
-)
-
-
-def test_every_data_set_is_looked_at(check, tmp_path):
-    (tmp_path / "few.jsonl").write_text('{"prompt": "a" , "answer": "b"}\n')
-    few = ("data.sets.few=few.jsonl", "data.sets.few.reward=rewards.py:same")
-    code, found, prompts = check(*SETS, *few)
-    assert code == 0
-    rows = "sums: {0}/rows.jsonl: 4 rows; few: {0}/few.jsonl: 1 rows"
-    assert found["data"] == ("ok", rows.format(tmp_path))
-    assert found["reward"][0] == "warning"
-    assert found["reward"][1].startswith("few: the reward tells the answer from nothing else: it")
-    assert "\nfew, prompt 0, 1 tokens\na\ncolumns: {'answer': 'b'}" in prompts
-    assert prompts.startswith("sums, prompt 0") and prompts.count("tokens\n") == 2
-
-
-def test_a_data_set_that_has_to_be_fetched_does_not_hide_what_is_wrong_with_others(check):
-    code, found, _ = check(*SETS, "data.sets.far=org/name")
-    assert code == 0 and found["data"] == (
-        "skipped",
-        "org/name is a data set of the hub; a run fetches it",
-    )
-    assert "sums: " in found["reward"][1] and "far: " in found["reward"][1]
-    assert "not called, that needs the data" in found["reward"][1]
-    code, found, _ = check(*SETS, "data.sets.far=org/name", "data.sets.gone=gone.jsonl")
-    assert code == 2 and "data.sets.gone.path=gone.jsonl: there is no such" in found["data"][1]
-
-
-def test_a_generator_that_raises_is_one_line(check, tmp_path):
-    (tmp_path / "rows.py").write_text(
-        "def rows():\n    yield {}['prompt']\n"
-        "def later():\n    yield {'prompt': '1+1=', 'answer': '2'}\n    yield {}['prompt']\n"
-        "def odd():\n    while True:\n"
-        "        yield {'prompt': '1+1=', 'answer': '2', 'meta': {1: 'a', 'b': 2, (1, 2): 3}}\n"
-    )
-
-    def generated(name: str) -> tuple[str, ...]:
-        return "data.path=null", "data.order=shuffle", f"data.generator=rows.py:{name}"
-
-    code, found, _ = check(*generated("rows"))
-    assert code == 2 and found["data"][0] == "error"
-    assert "rows.py:rows, row 0: raised KeyError('prompt') in " in found["data"][1]
-    assert found["data"][1].endswith("rows.py, line 2")
-    code, found, _ = check(*generated("later"))
-    assert code == 2 and found["data"][0] == "ok" and found["prompts"][0] == "error"
-    assert "rows.py:later, row 1: raised KeyError('prompt') in " in found["prompts"][1]
-    assert check(*generated("odd"))[0] == 0
 
 
 def test_a_form_of_quantisation_that_is_not_supported_is_named(check, model, tmp_path):
@@ -241,35 +105,6 @@ def test_a_host_with_too_little_memory_beside_its_gpus_is_a_warning(check, monke
     assert state == "warning" and "in its host's memory of 2: most of it is its processes" in text
 
 
-def test_prompts_that_are_left_out_are_counted(check):
-    settings = ("data.too_long=drop", "data.limit=3", "model.max_length=10")
-    _, found, _ = check(*settings, "rollout.max_response_tokens=6")
-    assert found["prompts"] == ("ok", "4 to 4 tokens of 4 that fit")
-    code, found, _ = check(*settings, "rollout.max_response_tokens=7")
-    assert code == 2 and "3 have prompts of more than 3 tokens" in found["prompts"][1]
-
-
-def test_fewer_prompts_than_a_step_takes_are_a_warning(check, tmp_path):
-    few = ("data.limit=3", "algorithm.prompts_per_step=4")
-    code, found, _ = check(*few)
-    state, told = found["prompts"]
-    assert code == 0 and state == "warning"
-    assert "rows.jsonl has 3 prompts (data.limit=3), and a step takes 4: each step has" in told
-    assert "lower algorithm.prompts_per_step, or give more rows" in told
-    assert check("algorithm.prompts_per_step=4")[1]["prompts"][0] == "ok"  # there are 4 rows
-
-
-def test_rows_that_are_filtered_are_counted(check, tmp_path):
-    rows = [{"prompt": "a", "answer": "b", "rate": rate} for rate in (0, 0.5, 1)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, found, _ = check('data.filter={"rate": [0.1, 0.9]}')
-    assert code == 0
-    assert found["prompts"] == (
-        "ok",
-        "1 to 1 tokens of 504 that fit, 2 rows are left out by the filter",
-    )
-
-
 def test_a_warm_up_that_goes_on_after_the_run_is_a_warning(check):
     steps = ("trainer.steps=4", "algorithm.epochs=2")
     code, found, _ = check(*steps, "trainer.warmup_steps=9")
@@ -283,40 +118,6 @@ def test_a_warm_up_that_goes_on_after_the_run_is_a_warning(check):
     code, found, _ = check("algorithm=ppo", "algorithm.critic_warmup=2", "trainer.steps=4",
                            "trainer.warmup_steps=3")  # fmt: skip
     assert "trainer.warmup_steps=3 of the run's 2 optimizer steps" in found["layout"][1]
-
-
-def test_a_best_metric_that_few_checkpoints_have_or_that_is_upside_down_is_a_warning(
-    check, tmp_path
-):
-    (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n")
-    best = ("checkpoint.keep_best=1", "checkpoint.best_metric=eval/held/avg", "trainer.steps=40")
-    held = (*best, "eval.sets.held.path=held.jsonl", "checkpoint.every=10")
-    code, found, _ = check(*held, "eval.every=15")
-    assert code == 0 and found["layout"][0] == "warning"
-    assert "eval/held/avg, which 2 of the run's 4 checkpoints have" in found["layout"][1]
-    assert check(*held, "eval.every=5")[1]["layout"][0] == "ok"
-    told = check(*held, "eval.every=5", "checkpoint.best_is=smallest")[1]["layout"]
-    assert told[0] == "warning" and "of eval/held/avg the largest is the best" in told[1]
-
-
-def test_rows_without_an_answer_among_others_are_told(check, tmp_path):
-    rows = [{"prompt": f"{i}+1="} | ({"answer": i + 1} if i % 4 else {}) for i in range(1, 9)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, found, _ = check("data.limit=8")
-    assert code == 0 and found["reward"][0] == "warning"
-    assert "2 of 8 rows have no answer (" in found["reward"][1]
-    assert "rows.jsonl, line 4 is the first): the reward is given None" in found["reward"][1]
-
-
-def test_held_out_rows_that_are_left_out_are_told(check, tmp_path):
-    rows = [{"prompt": "1+" * (i % 2) * 300 + "1=", "answer": "1", "rate": i} for i in range(6)]
-    (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    held = ("eval.sets.held.path=held.jsonl", "eval.sets.held.too_long=drop")
-    code, found, _ = check(*held, 'eval.sets.held.filter={"rate": [1, 6]}')
-    assert code == 0 and found["prompts"][0] == "warning"
-    assert "eval/held: 3 prompts of more than 504 tokens are left out" in found["prompts"][1]
-    told = check(*held[:1], 'eval.sets.held.filter={"rate": [0, 0]}')[1]["prompts"]
-    assert told[0] == "ok" and "eval/held: 1 prompts, 5 rows are left out by the filter" in told[1]
 
 
 def write_adapter(folder, model, **settings):
