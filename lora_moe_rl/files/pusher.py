@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 from lora_moe_rl.config.checkpoint import CheckpointConfig
+from lora_moe_rl.config.recipes import CONFIG
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.checkpoint import step_of
 from lora_moe_rl.files.linking import link
@@ -57,13 +58,17 @@ class Pusher:
         self._tried = self._begun = self._closing = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="pusher")
 
-    def begin(self, goes_on: int | None) -> None:
-        """Tries the place, once; a second call does nothing. `goes_on`: the step that the run goes
-        on from; None when it has not been here before. Raises ConfigError where the copies of
-        another run are, and for a new run where it cannot be written."""
+    def begin(self, settings: str, goes_on: int | None) -> None:
+        """Tries the place, once; a second call does nothing. `settings`: the run's, as YAML.
+        `goes_on`: the step that it goes on from; None when it has not been here before. Raises
+        ConfigError where the copies of another run are, and for a new run where it cannot be
+        written."""
         if self.config.push_to is None or self._tried:
             return
         self.goes_on, self._tried = goes_on, True
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir()
+        (self._folder / CONFIG).write_text(settings)
         try:
             self._begin(self._try(self._first_words(), self._deadline()))
         except Failed as error:
@@ -74,12 +79,12 @@ class Pusher:
 
     def __enter__(self) -> Pusher:
         if self.config.push_to is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
             self._thread.start()
         return self
 
     def _first_words(self) -> list[str]:
-        words = ["begin", str(self.run_dir), str(self.config.push_to)]
+        config = str(self._folder / CONFIG)
+        words = ["begin", str(self.run_dir), str(self.config.push_to), config]
         return words if self.goes_on is None else [*words, str(self.goes_on)]
 
     def _begin(self, said: str) -> None:

@@ -59,9 +59,9 @@ def check_place(target: str) -> None:
         raise ConfigError(f"{named} cannot be reached: {error}") from error
 
 
-def begin(run_dir: Path, target: str, goes_on: int | None) -> list[int]:
-    """Makes the run the owner of `target`, and puts its config there. goes_on: the step that it
-    goes on from; None for a new run, which raises ConfigError where there are copies. Raises
+def begin(run_dir: Path, target: str, config: Path, goes_on: int | None) -> list[int]:
+    """Makes the run the owner of `target`, and puts the file `config` there. goes_on: the step that
+    it goes on from; None for a new run, which raises ConfigError where there are copies. Raises
     OthersError where another run is the owner. Returns the later steps, whose copies were whole and
     are none any more."""
     fs, root = reach(target)
@@ -77,7 +77,7 @@ def begin(run_dir: Path, target: str, goes_on: int | None) -> list[int]:
         for path in (path for step, path in whole.items() if step > (goes_on or 0)):
             fs.mv(f"{path}/{last}", f"{path}/{LEFT}")
         left |= {step for step in whole if step > (goes_on or 0)}
-    fs.put_file(str(run_dir / "config.yaml"), f"{root}/config.yaml")
+    fs.put_file(str(config), f"{root}/config.yaml")
     return sorted(left)
 
 
@@ -150,15 +150,16 @@ def download(url: str, step: int, into: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """`begin RUN TARGET [STEP]` or `upload RUN TARGET DIR PLACE`, the place being below the target.
-    Says on its last line why it failed; with exit code 2 another try would too, and with OTHERS
-    because another run's copies are there. `begin` prints the steps whose copies are none any more.
-    Ends with the process that holds its standard input."""
+    """`begin RUN TARGET CONFIG [STEP]` or `upload RUN TARGET DIR PLACE`, that below the target. Says
+    on its last line why it failed; with exit code 2 another try would too, and with OTHERS because
+    another run's copies are there. `begin` prints the steps whose copies are none any more. Ends
+    with the process that holds its standard input."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     what, run_dir, target, *more = arguments
     try:
         if what == "begin":
-            print(*begin(Path(run_dir), target, int(more[0]) if more else None))
+            config, *step = more
+            print(*begin(Path(run_dir), target, Path(config), int(step[0]) if step else None))
         else:
             owner.require(*reach(target), Path(run_dir))
             upload(Path(more[0]), f"{target}/{more[1]}")

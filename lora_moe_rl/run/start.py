@@ -11,6 +11,7 @@ from lora_moe_rl import algorithms, ports
 from lora_moe_rl.algorithms.base import Algorithm
 from lora_moe_rl.algorithms.parts.kl_control import KLControl
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.files import to_yaml
 from lora_moe_rl.files import eval_files, settings_file, versions_file
 from lora_moe_rl.files.checkpoint_writing import adopt
 from lora_moe_rl.files.pusher import Pusher
@@ -62,7 +63,9 @@ def run(config: RunConfig, resume: bool = False, fork: Path | None = None) -> No
         with RunDir(config, resume, console.warn) as run_dir:
             pusher = Pusher(config.checkpoint, run_dir.path, say=console.warn)
             if fork is not None:
-                pusher.begin(None)  # while nothing is in the directory that a second try would find
+                pusher.begin(
+                    to_yaml(config), None
+                )  # while nothing is in the directory that a second try would find
                 adopt(run_dir.checkpoints, fork)
             found = goes_on.newest(run_dir, ready) if resume or fork else None
             console.log_to(run_dir.log_path("controller"))
@@ -125,9 +128,9 @@ def _evaluated(run_dir: RunDir) -> set[int]:
 
 
 def _run(run: Prepared, own_ray: OwnRay, pusher: Pusher) -> None:
+    pusher.begin(to_yaml(run.config), run.step if run.resumed else None)
     if run.resumed:
         run.run_dir.write_config()  # of a run that is not refused
-    pusher.begin(run.step if run.resumed else None)
     run.run_dir.rewind(run.step)  # before the files are opened to go on in them
     eval_files.rewind(run.run_dir.path, run.step)
     versions_file.VERSIONS.note(run.run_dir.path, run.step, versions_file.here())

@@ -54,7 +54,7 @@ def pushing(run: Path, target, said: list[str] | None = None, goes_on=None, **se
             said.append(text)
 
     made = Pusher(config, run, say)
-    made.begin(goes_on)
+    made.begin((run / "config.yaml").read_text(), goes_on)
     return made
 
 
@@ -216,7 +216,7 @@ def test_the_process_of_a_copy_ends_when_nobody_holds_its_input(tmp_path):
     """As when the run was killed outright, and nothing of it could end what it had started."""
     hang = "storage.begin = lambda *_: (print('begun', flush=True), time.sleep(900))"
     code = f"import time; from lora_moe_rl.files import storage; {hang}"
-    words = ["begin", "config.yaml", str(tmp_path)]
+    words = ["begin", ".", str(tmp_path), "config.yaml"]
     child = subprocess.Popen(
         [sys.executable, "-c", f"{code}; storage.main({words!r})"],
         stdin=subprocess.PIPE,
@@ -376,22 +376,23 @@ def memory():
 def test_storage_of_fsspec_is_a_place_too(place, request, run, tmp_path):
     place = request.getfixturevalue(place)
     write(run, 4)
-    storage.begin(run, place, goes_on=None)
+    own = run / "config.yaml"
+    storage.begin(run, place, own, goes_on=None)
     source = run / "checkpoints/step-000004"
     for _ in range(2):  # what is there already is not copied again
         storage.upload(source, f"{place}/checkpoints/step-000004")
     with pytest.raises(ConfigError, match="holds copies"):
-        storage.begin(run, place, goes_on=None)
+        storage.begin(run, place, own, goes_on=None)
     with pytest.raises(OthersError, match=f"another run's, that in {run} "):
-        storage.begin(other(tmp_path), place, goes_on=4)
+        storage.begin(other(tmp_path), place, own, goes_on=4)
     assert storage.steps(place) == [4]
-    assert storage.begin(run, place, goes_on=4) == []
+    assert storage.begin(run, place, own, goes_on=4) == []
     assert files(fetch(place, tmp_path / "out")) == files(source)
-    assert storage.begin(run, place, goes_on=3) == [4]
+    assert storage.begin(run, place, own, goes_on=3) == [4]
     assert storage.steps(place) == []
-    storage.begin(tmp_path / "out", place, goes_on=4)
+    storage.begin(tmp_path / "out", place, own, goes_on=4)
     with pytest.raises(OthersError, match=f"another run's, that in {tmp_path / 'out'} "):
-        storage.begin(run, place, goes_on=4)
+        storage.begin(run, place, own, goes_on=4)
 
 
 class Refusing(LocalFileSystem):

@@ -361,14 +361,17 @@ def test_a_schedule_at_its_end_is_told_when_a_run_goes_on(model, folder, capsys,
 def test_a_fork_leaves_the_copies_of_its_origin_alone(model, folder, capsys, monkeypatch):
     origin = save(folder / "used/checkpoints", 2, model)
     monkeypatch.setattr(logging.root, "handlers", [])  # the run sets its own
-    storage.begin(folder / "used", str(folder / "copies"), None)
+    config = folder / "used/config.yaml"
+    storage.begin(folder / "used", str(folder / "copies"), config, None)
     before = (folder / "copies/config.yaml").read_bytes()
     fork, place = f"--resume-from={origin}", "checkpoint.push_to="
     assert train(model, fork, f"{place}copies") == 2
     assert f"another run's, that in {folder / 'used'} " in capsys.readouterr().err
     with pytest.raises(AssertionError, match="Ray was started"):
         train(model, fork, f"{place}elsewhere")
+    settings = (folder / "run/config.yaml").read_bytes()
     assert train(model, "--resume", f"{place}copies") == 2
+    assert (folder / "run/config.yaml").read_bytes() == settings
     assert "another run's" in capsys.readouterr().err
     assert (folder / "copies/config.yaml").read_bytes() == before
 
