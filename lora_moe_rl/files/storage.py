@@ -150,10 +150,11 @@ def download(url: str, step: int, into: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """`begin RUN TARGET CONFIG [STEP]` or `upload RUN TARGET DIR PLACE`, that below the target. Says
-    on its last line why it failed; with exit code 2 another try would too, and with OTHERS because
-    another run's copies are there. `begin` prints the steps whose copies are none any more. Ends
-    with the process that holds its standard input."""
+    """`begin RUN TARGET CONFIG [STEP]` or `upload RUN TARGET DIR PLACE`, that below the target.
+
+    Says on its last line why it failed; with exit code 2 another try would too, and with OTHERS
+    because another run's copies are there. `begin` prints the steps whose copies are none any more.
+    Ends with the process that holds its standard input."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     what, run_dir, target, *more = arguments
     try:
