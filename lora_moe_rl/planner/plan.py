@@ -238,7 +238,8 @@ def problems(
     if config.placement.colocated:
         found += turn_problems(config, turns(config, classes, engine), memory)
         shared = False
-    return found + _of_engine(config, engine, total, memory, shared)
+    found += _of_engine(config, engine, total, memory, shared)
+    return found + _not_read(config, classes, engine, memory)
 
 
 def _of_engine(
@@ -263,6 +264,23 @@ def _of_engine(
             f"; {_engine_way_out(config, engine)}"
         )
     return found
+
+
+def _not_read(
+    config: RunConfig, classes: Sequence[RankClass], engine: EngineRank, memory: float
+) -> list[str]:
+    """With refit.transport=nixl an engine rank reads the trainer ranks' parts, one at a time, into
+    a room beside vLLM's share."""
+    room = max(one.memory["refit"] for one in classes)
+    if config.refit.transport != "nixl" or engine.budget + room <= memory * GIB:
+        return []
+    share = math.floor((memory - room / GIB) / memory * 100) / 100
+    return [
+        f"with refit.transport=nixl an engine rank reads a trainer rank's part of a version, "
+        f"{room / GIB:.2f} GiB, into a room beside vLLM's {engine.budget / GIB:.1f} of {memory:g} "
+        f"GiB; lower rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization:g} to "
+        f"{share:.2f}"
+    ]
 
 
 def _not_served(config: RunConfig, spec: AdapterSpec) -> list[str]:

@@ -327,6 +327,15 @@ def test_a_shared_gpu_must_hold_both():
     assert both.gpus == (1, 1, True)
 
 
+def test_an_engine_that_reads_parts_has_room_for_them_beside_vllms_share():
+    full = {"gpu_memory_utilization": 0.999}
+    reads = {"refit": {"transport": "nixl"}, "rollout": full}
+    told = [one for one in planned("moonlight-16b-a3b", 8, **reads).problems if "reads" in one]
+    assert "an engine rank reads a trainer rank's part" in told[0] and "to 0.9" in told[0]
+    for other in ({"rollout": full}, {"refit": reads["refit"]}):
+        assert not any("reads" in one for one in planned("moonlight-16b-a3b", 8, **other).problems)
+
+
 def test_the_search_proposes_what_fits():
     facts = find("qwen3-30b-a3b")
     config = config_of(rollout={"gpu_memory_utilization": 0.9})
