@@ -77,13 +77,8 @@ def claim(fs: Any, root: str, run_dir: Path) -> None:
     there = _at(fs, root)
     if there is not None and own.follows == there.run != own.run:
         fs.pipe_file(path, own.content())
-    require(fs, root, run_dir)
-
-
-def require(fs: Any, root: str, run_dir: Path) -> None:
-    """Raises OthersError unless the run owns the place."""
-    own, there = _read(run_dir), _at(fs, root)
-    if own is not None and there is not None and own.run == there.run:
+        there = _at(fs, root)
+    if there is not None and own.run == there.run:
         return
     whose = "" if there is None else f", that in {there.run_dir}"
     raise OthersError(

@@ -3,6 +3,7 @@ config.yaml has those of its newest life alone."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ SHOWN = 80  # characters of a value
 def note(run: Path, step: int, config: RunConfig) -> str:
     """Writes down that the run goes on after `step` with `config`. Returns which settings are
     others than before, '' for none."""
-    now = flat(yaml.safe_load(to_yaml(config)))
+    now = json.loads(
+        json.dumps(flat(yaml.safe_load(to_yaml(config))), default=str)
+    )  # as it is read
     before = SETTINGS.note(run, step, now)
     if before is None or before == now:
         return ""

@@ -162,7 +162,7 @@ def main(arguments: list[str]) -> int:
             config, *step = more
             print(*begin(Path(run_dir), target, Path(config), int(step[0]) if step else None))
         else:
-            owner.require(*reach(target), Path(run_dir))
+            owner.claim(*reach(target), Path(run_dir))
             upload(Path(more[0]), f"{target}/{more[1]}")
     except owner.OthersError as error:
         print(error, file=sys.stderr)

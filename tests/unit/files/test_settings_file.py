@@ -28,6 +28,12 @@ def test_from_an_earlier_step_it_is_compared_with_what_made_that(tmp_path):
     assert "trainer.lr was 0.001, is 0.0001" in settings_file.note(tmp_path, 4, LOWER)
 
 
+def test_what_json_writes_otherwise_is_no_change(tmp_path):
+    config = RunConfig(data={"generator": "rows.py:rows", "args": {"by_number": {1: (2, 3)}}})
+    settings_file.note(tmp_path, 0, config)
+    assert settings_file.note(tmp_path, 4, config) == ""
+
+
 def test_a_long_value_is_cut(tmp_path):
     settings_file.note(tmp_path, 0, FIRST)
     template = RunConfig(model={"path": "qwen3_moe", "chat_template": "{{ x }}\n" * 1000})
