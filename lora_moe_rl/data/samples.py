@@ -368,6 +368,13 @@ class Group:
         return np.flatnonzero(np.append(self.conversations[1:] != self.conversations[:-1], True))
 
     @property
+    def versions(self) -> list[int]:
+        """Of the tokens that a policy sampled, the oldest first."""
+        every = [sample.versions for sample in self.samples]
+        found = np.unique(np.concatenate(every)) if every else np.zeros(0, np.int32)
+        return found[found != NOT_SAMPLED].tolist()
+
+    @property
     def conversation_of(self) -> np.ndarray:
         """int64 [n], the place of each sample's conversation among those of the group."""
         if self.conversations is None:

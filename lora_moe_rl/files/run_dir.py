@@ -34,7 +34,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.files import read_config_file, to_yaml
 from lora_moe_rl.config.recipes import CONFIG
 from lora_moe_rl.data.kept import spread
-from lora_moe_rl.data.samples import NOT_SAMPLED, Group, TokenValues
+from lora_moe_rl.data.samples import Group, TokenValues
 from lora_moe_rl.errors import FileError, RunDirError
 from lora_moe_rl.files.eval_files import EvalFiles
 from lora_moe_rl.files.jsonl import cut_after, tail, to_json
@@ -259,7 +259,7 @@ class RunDir:
         order = [
             {
                 "row": group.prompt.row,
-                "versions": _versions(group),
+                "versions": group.versions,
                 "longest": max(len(sample.response_ids) for sample in group.samples),
             }
             for group in groups
@@ -310,12 +310,6 @@ def _inode(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino
-
-
-def _versions(group: Group) -> list[int]:
-    """Of the tokens that a policy sampled."""
-    found = np.unique(np.concatenate([sample.versions for sample in group.samples]))
-    return found[found != NOT_SAMPLED].tolist()
 
 
 def _size(path: Path) -> int:

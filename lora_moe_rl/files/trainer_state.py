@@ -41,8 +41,9 @@ class Saved:
 
 @dataclass(frozen=True)
 class Done:
-    """Steps of an optimizer: `steps` were applied, and its learning rate counts `scheduled`, which
-    are others in a run that went on with more or fewer optimizer steps a step."""
+    """Steps of an optimizer: `steps` were applied, and its learning rate counts `scheduled`: those
+    without a token in the loss too, and others in a run that went on with more or fewer optimizer
+    steps a step."""
 
     steps: int
     scheduled: int

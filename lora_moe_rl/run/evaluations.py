@@ -2,9 +2,9 @@
 
 schedule.lag 0    sampling and training wait: the engines do one thing at a time, and what they
                   batch together in training is as it is without evaluation
-schedule.lag > 0  nobody waits. The version keeps a slot of its own meanwhile (refit.slots). The
-                  next evaluation waits for this one, and so does the next checkpoint: what a run
-                  goes on from lacks no evaluation before its step
+schedule.lag > 0  training goes on. The version keeps a slot of its own meanwhile (refit.slots).
+                  The next evaluation waits for this one, and the trainer with it; so does the next
+                  checkpoint: what a run goes on from lacks no evaluation before its step
 """
 
 from __future__ import annotations

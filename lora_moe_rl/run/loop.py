@@ -21,6 +21,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -37,7 +38,7 @@ from lora_moe_rl.run import greedy
 from lora_moe_rl.run.evaluations import Evaluations
 from lora_moe_rl.run.records import Records, StepFacts
 from lora_moe_rl.run.schedule import seed_of
-from lora_moe_rl.run.tickets import TicketBook
+from lora_moe_rl.run.tickets import Ticket, TicketBook
 from lora_moe_rl.run.timed_policy import TimedPolicy
 from lora_moe_rl.telemetry import names
 from lora_moe_rl.telemetry.clock import Clock
@@ -102,7 +103,8 @@ async def roll(ports: Ports, book: TicketBook) -> None:
     config = ports.config
     while ticket := await book.claim(lambda: ports.publisher.version):
         seed = seed_of(config.seed, ticket.number, config.algorithm.prompts_per_step)
-        policy = TimedPolicy(ports.engines, ports.timeline, ticket, seed)
+        begins = partial(_first_request, ports, book, ticket)
+        policy = TimedPolicy(ports.engines, ports.timeline, ticket, seed, begins=begins)
         try:
             rolling = ports.environment.rollout(ticket.prompt, policy)
             if ports.algorithm.greedy_baseline:
@@ -132,6 +134,10 @@ async def roll(ports: Ports, book: TicketBook) -> None:
         else:
             ports.records.rolled(len(group.ends))
             book.scored(ticket, group)
+
+
+def _first_request(ports: Ports, book: TicketBook, ticket: Ticket) -> None:
+    book.asks(ticket, ports.publisher.version)
 
 
 async def learn(ports: Ports, book: TicketBook, first_step: int, tasks: asyncio.TaskGroup) -> None:
@@ -230,7 +236,10 @@ async def _ends_with(ports: Ports, book: TicketBook, step: int, tasks: asyncio.T
     if records.stop_requested:
         return True
     async with _kept(ports, book, step, tasks):
-        await ports.evaluations.take(step, ports.publisher.version, book, tasks)
+        if ports.evaluations.is_due(step):
+            await ports.evaluations.ended()
+        if not records.stop_requested:
+            await ports.evaluations.take(step, ports.publisher.version, book, tasks)
         if records.stop_requested:
             await _keep(ports, book, step, tasks)
             return True

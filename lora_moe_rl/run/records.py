@@ -113,16 +113,16 @@ class Records:
 
     def drawn_again(self, group: Group) -> None:
         """Counts a group that is replaced by another prompt's. Raises RewardError when a step finds
-        too few that have a signal. With lag several steps are filled between two records, each of
-        which may replace so many."""
+        too few that have a signal. With lag several steps are filled at once, and between two
+        records, each of which may replace so many."""
         self._drawn_again += 1
         algorithm = self.config.algorithm
-        filled = self._stayed // algorithm.prompts_per_step
-        limit = algorithm.draw_again * algorithm.prompts_per_step * (filled + 1)
+        steps = self._stayed // algorithm.prompts_per_step + 1 + self.config.schedule.lag
+        limit = algorithm.draw_again * algorithm.prompts_per_step * steps
         if self._drawn_again > limit:
             rewards = group.rewards[~np.isnan(group.rewards)]
             last = f"all {rewards[0]:g}" if rewards.size else "none at all"
-            of = f"{filled + 1} steps" if filled else "one step"
+            of = f"{steps} steps" if steps > 1 else "one step"
             raise RewardError(
                 f"{self._drawn_again} prompts of {of} had samples with equal rewards (the "
                 f"last: {last}), more than algorithm.draw_again={algorithm.draw_again} times "

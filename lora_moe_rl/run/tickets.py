@@ -42,7 +42,9 @@ class State(Enum):
 @dataclass(eq=False)
 class Ticket:
     """`drawn_at` is where the prompts' source stood before this one was drawn. `version` is the one
-    that was served when the ticket was claimed; `sampled_at` the time of its last sample."""
+    that was served when the ticket was claimed; with schedule.in_flight=continue that of its first
+    request, and once it is scored that of its oldest token. `sampled_at`: the time of its last
+    sample."""
 
     prompt: Prompt
     drawn_at: dict[str, Any]
@@ -148,7 +150,15 @@ class TicketBook:
         self._wake(TO_ROLL)
         self._wake(SCORED)  # the step may have waited for this one
 
+    def asks(self, ticket: Ticket, version: int) -> None:
+        """Its first request is made, while `version` is served."""
+        if self.schedule.continued:
+            ticket.version = version
+            self._wake(SCORED)  # the step may have waited for it, which is not as old as it seemed
+
     def scored(self, ticket: Ticket, group: Group) -> None:
+        if self.schedule.continued and (versions := group.versions):
+            ticket.version = versions[0]
         self._ended(ticket)
         ticket.state, ticket.group = State.SCORED, group
         self._scored[ticket.number] = ticket

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from lora_moe_rl.data.samples import Sample
@@ -14,8 +14,8 @@ from lora_moe_rl.telemetry.timeline import engine as engine_name
 
 
 class TimedPolicy:
-    """A ticket's policy, which notes who is at work on it, and when its last sample came. `manner`:
-    of what is not trained on."""
+    """A ticket's policy, which notes who is at work on it, and when its last sample came. `begins`
+    is called before its first request. `manner`: of what is not trained on."""
 
     def __init__(
         self,
@@ -24,7 +24,9 @@ class TimedPolicy:
         ticket: Ticket,
         seed: int,
         manner: Manner | None = None,
+        begins: Callable[[], None] | None = None,
     ):
+        self._begins = begins
         self.ticket, self.timeline = ticket, timeline
         self.policy = engines.policy(ticket.version, seed, self._asked, manner)
         self._answered = self.timeline.clock()
@@ -35,6 +37,9 @@ class TimedPolicy:
     async def sample(
         self, token_ids: Sequence[int], n: int, turn: Turn | None = None
     ) -> tuple[list[Sample], Ref]:
+        begins, self._begins = self._begins, None
+        if begins is not None:
+            begins()
         answer = await self.policy.sample(token_ids, n, turn)
         self.ticket.sampled_at = time.perf_counter()
         self._answered = self.timeline.clock()

@@ -25,7 +25,7 @@ from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.kernels.backend import on_device
 from lora_moe_rl.trainer.context_parallel import gathered
 from lora_moe_rl.trainer.meter import Meter
-from lora_moe_rl.trainer.optimizer import EMPTY, AdapterOptimizer, StepResult, norm_and_rate
+from lora_moe_rl.trainer.optimizer import AdapterOptimizer, StepResult, norm_and_rate
 
 if TYPE_CHECKING:
     from lora_moe_rl.trainer.engine import TrainingEngine, Work
@@ -110,7 +110,7 @@ class Critic:
     def step(self, works: list[Work], tokens: int, meter: Meter) -> StepResult:
         """One optimizer step."""
         self.backward(works, tokens, meter)
-        return self.optimizer.step() if tokens else EMPTY
+        return self.optimizer.step() if tokens else self.optimizer.passed_over()
 
     def metrics(self, results: Sequence[StepResult], meter: Meter) -> dict[str, float]:
         """Means over the tokens of all its steps; values are those of before the update."""

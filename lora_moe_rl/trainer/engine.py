@@ -1,7 +1,7 @@
 """One rank's training engine: the Megatron model with adapters, its schedule and its optimizer.
 
     logprobs:  samples -> micro-batches -> schedule, forward only  -> logprobs of response tokens
-    update:    samples -> micro-batches -> schedule with backward -> gradients -> Adam: version + 1
+    update:    samples -> micro-batches -> schedule with backward -> gradients -> Adam: next version
 
 Every rank calls the same methods with the same arguments; each picks its own micro-batches.
 """

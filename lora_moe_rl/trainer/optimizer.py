@@ -42,7 +42,8 @@ def norm_and_rate(results: Sequence[StepResult]) -> tuple[float, float]:
 
 
 def learning_rate(config: TrainerConfig, done: int, total: int) -> float:
-    """Of the optimizer step after `done` of `total`. Steps that are skipped do not count."""
+    """Of the optimizer step after `done` of `total`. Those that were skipped for a loss or gradient
+    that is not finite do not count."""
     if done < config.warmup_steps:
         return config.lr * (done + 1) / config.warmup_steps
     if config.lr_schedule == "constant":
@@ -132,6 +133,11 @@ class AdapterOptimizer:
         """As the run's settings and its learning rate have it: see `apply`."""
         lr = learning_rate(self.config, self.scheduled, self.total_steps)
         return self.apply(lr, self.config.clip_grad)
+
+    def passed_over(self) -> StepResult:
+        """There was no token in the loss: nothing is applied, and the learning rate goes on."""
+        self._shift += 1
+        return EMPTY
 
     def apply(self, lr: float, clip: float) -> StepResult:
         """Clips to a norm of `clip`, if it is not 0, and steps on gradients that are summed over

@@ -76,6 +76,8 @@ def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> 
                     of_critic.append(engine.critic.step(works, tokens_in(batch, mine), meter))
                 one_step = (works, meter, one, batch.step, looked_at)
                 results.append(_optimizer_step(engine, *one_step))
+        if engine.version > version:  # ages count steps, whichever of a step's updates were made
+            engine.version = version + config.algorithm.updates_per_step
         disagreement = meter.disagreement(replay, engine.spec.shape.moe_layers)
         loads = meter.expert_loads(replay, engine.spec.shape)
     metrics = meter.metrics(results, compared)
@@ -203,9 +205,10 @@ def _optimizer_step(
 ) -> StepResult:
     _backward(engine, works, meter, scales, looked_at)
     engine.audit.check()
+    alone = engine.critic is not None and engine.critic.learns_alone(step)
     if scales.divisor == 0:
-        return EMPTY
-    if engine.critic is not None and engine.critic.learns_alone(step):
+        return EMPTY if alone else engine.optimizer.passed_over()
+    if alone:
         return StepResult(True, engine.optimizer.norm(), 0.0)  # measured, nothing more
     result = engine.optimizer.step()
     engine.version += result.applied

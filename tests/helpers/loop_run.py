@@ -129,16 +129,22 @@ class Environment:
 
 class Records:
     """`refuses`: raises for this step's update; `unrewarded`: for this step's rewards. `plateau`:
-    what it says each time it is asked, then None. A checkpoint is due at the steps `due`."""
+    what it says each time it is asked, then None. A checkpoint is due at the steps `due`. A signal
+    comes with the event `stops`."""
 
-    stop_requested = False
+    events: list[str]
 
-    def __init__(self, refuses=0, unrewarded=0, plateau=(), due=(2,)):
+    def __init__(self, refuses=0, unrewarded=0, plateau=(), due=(2,), stops=""):
+        self.stops = stops
         self.plateau, self.ended = list(plateau), []
         self.refuses, self.unrewarded, self.steps, self.again = refuses, unrewarded, [], 0
         self.kept: list[tuple] = []
         self.due, self.books = due, []
         self.updated: list[tuple[int, int]] = []
+
+    @property
+    def stop_requested(self):
+        return self.stops in self.events
 
     def progress(self):
         return nullcontext()
@@ -233,6 +239,7 @@ def run(
     due=(2,),
     kl=None,
     skipped=(),
+    stops="",
 ) -> SimpleNamespace:
     """Ends as the run does; what it was made of can be looked at in any case."""
     events: list[str] = []
@@ -241,7 +248,7 @@ def run(
     made = SimpleNamespace(
         trainer=Trainer(events),
         engines=engines,
-        records=Records(refuses, unrewarded, plateau, due),
+        records=Records(refuses, unrewarded, plateau, due, stops),
         events=events,
         timeline=[],
         error=None,

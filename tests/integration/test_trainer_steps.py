@@ -215,6 +215,26 @@ def test_resume_is_bitwise_on_one_layout_and_close_on_another(tmp_path):
         assert np.isclose(tensor, reference[name], rtol=0, atol=1e-5).mean() > 0.999, name
 
 
+def half_without_a_token(worker, spec):
+    """Of two mini-batches the second has no token in the loss."""
+    batch, table = random_batch(spec)
+    halves = np.arange(len(batch.token_ids)) % 2
+    weights = [w * (half == 0) for w, half in zip(batch.weights, halves, strict=True)]
+    batch = dataclasses.replace(batch, mini_batch=halves, weights=weights)
+    two = {"mini_batches": 2, "prompts_per_step": 2}
+    data = worker.engine.config.model_dump()
+    worker.engine.config = RunConfig.model_validate(data | {"algorithm": data["algorithm"] | two})
+    result = worker.update(batch, table)
+    optimizer = worker.engine.optimizer
+    return result.version, result.skipped, optimizer.steps, optimizer.scheduled
+
+
+def test_a_step_of_which_an_update_is_passed_over_is_one_step_all_the_same():
+    """Ages in versions are ages in steps, and the learning rate goes on."""
+    ((version, skipped, steps, scheduled),) = run(half_without_a_token)
+    assert (version, skipped, steps, scheduled) == (2, 1, 1, 2)
+
+
 def load_with_more_updates(worker, spec, directory, meta):
     worker.load(directory, meta)
     batch, table = random_batch(spec)

@@ -38,6 +38,14 @@ def test_while_a_checkpoint_is_written_nothing_is_trained_and_with_lag_engines_g
     assert ["trainer", "checkpoint", 1] in spans
 
 
+def test_after_a_signal_no_evaluation_is_begun():
+    """It comes while the trainer waits for the evaluation before."""
+    made = run(lag=1, config=evaluating(1), due=(), stops="evaluated 1")
+    assert made.error is None and "evaluated 1" in made.events
+    assert not [event for event in made.events if event.startswith("evaluate 2")]
+    assert made.events.index("checkpoint 2") > made.events.index("evaluated 1")
+
+
 def test_a_checkpoint_waits_for_the_evaluations_before_its_step():
     events = run(lag=1, config=evaluating(1)).events
     assert events.index("evaluated 1") < events.index("checkpoint 2")

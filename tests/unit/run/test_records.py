@@ -124,6 +124,22 @@ def test_each_step_that_is_filled_ahead_may_replace_as_many_prompts(tmp_path):
         records.drawn_again(easy)
 
 
+def test_with_lag_so_many_more_steps_are_filled_at_once(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    config = RunConfig(
+        algorithm={"draw_again": 1, "prompts_per_step": 4, "correction": "tis"},
+        schedule={"lag": 3},
+        refit={"slots": 5},
+    )
+    records = Records(config, None, tmp_path, None, None, None, done=0, dtype="float32")
+    easy = a_group()
+    easy.rewards[:] = 1.0
+    for _ in range(16):
+        records.drawn_again(easy)
+    with pytest.raises(RewardError, match="17 prompts of 4 steps had .* equal rewards"):
+        records.drawn_again(easy)
+
+
 def test_steps_without_any_reward_stop_the_run_and_one_reward_begins_anew(tmp_path):
     records = records_in(tmp_path, max_skipped_steps=2)
     none, some = a_group(), a_group()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_moe_rl.config import ScheduleConfig
-from lora_moe_rl.data.samples import Group, Prompt
+from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
 from lora_moe_rl.run.schedule import Schedule
 from lora_moe_rl.run.tickets import State, Ticket, TicketBook
 
@@ -97,7 +97,8 @@ class Life:
         assert len(step) == self.book.schedule.groups_per_step
         for ticket in step:
             assert self.newest - ticket.version <= self.max_age
-        self.newest += max(0, self.book.schedule.versions_per_step - skipped)
+        made = self.book.schedule.versions_per_step
+        self.newest += made if skipped < made else 0  # all or none (trainer/update.py)
         if self.newest != self.published[-1]:
             self.published.append(self.newest)
         slots = self.published[-(self.book.schedule.lag + 2) :]
@@ -205,6 +206,21 @@ def test_something_can_always_be_done(schedule, actions):
     for name, pick in actions:
         getattr(life, name)(pick)
     finish(life)
+
+
+def test_a_continued_ticket_is_as_old_as_its_oldest_token():
+    """Its environment took ten versions to begin; then two more came while it was sampled."""
+    for continued, age in ((True, 2), (False, 12)):
+        book = TicketBook(Schedule(1, lag=1, stale="redraw", continued=continued))
+        book.admit(Prompt(0, "", [1], {}), {})
+        ticket = at_once(book.claim(lambda: 0))
+        book.asks(ticket, 10)
+        assert 12 - ticket.version == age
+        sampled = Segment.sampled([7, 8], np.zeros(2), 11)
+        sample = Sample((Segment.given("user", [1]), sampled), "stop", "")
+        book.scored(ticket, Group(ticket.prompt, [sample], None, np.zeros(1, np.float32)))
+        assert 12 - ticket.version == (1 if continued else 12)
+        assert bool(book.missing(12)) != continued  # too old, and sampled once more
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_figures_of_tensors_are_those_of_their_numbers_and_are_read_when_one_is_
         meter.later(lambda: read.append(1))
     assert not meter.sums and not meter.extremes and not read
     (total,) = meter.summed(["loss/ratio"])
-    sums = [np.float32(0.1) + np.float32(14), np.float32(0.3) - np.float32(4)]
-    assert total == float(sums[0]) + float(sums[1]) and len(read) == 2
+    sums = [float(np.float32(0.1)) + 14, float(np.float32(0.3)) - 4]  # in float64
+    assert total == sums[0] + sums[1] and len(read) == 2
     assert meter.extremes == {"largest": 7.0, "least": -2.0}
     assert meter.summed(["loss/ratio"]) == [total] and len(read) == 2  # nothing twice
