@@ -27,6 +27,7 @@ from safetensors import safe_open
 from lora_moe_rl.adapters.families import ModelShape, hf_layer, hf_path
 from lora_moe_rl.adapters.spec import Site
 from lora_moe_rl.errors import ModelError
+from lora_moe_rl.files.untrusted import check_one_model
 
 _FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names
 
@@ -88,6 +89,7 @@ class BaseWeights:
         index = self.directory / "model.safetensors.index.json"
         if index.is_file():
             names = json.loads(index.read_text())["weight_map"]
+            check_one_model(index, set(names.values()))
             for file in set(names.values()):
                 if Path(file).name != file:
                     raise ModelError(f"{index} names {file!r}, which is not a file beside it")

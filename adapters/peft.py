@@ -40,6 +40,7 @@ from lora_moe_rl.rollout.facts import NOT_SERVABLE, SLOT_RANKS, slot_rank
 # In the metadata of the file: how columns of stacked B stand, and a checksum of all tensors.
 ORDER_KEY = "lora_moe_rl.expert_order"
 CHECKSUM_KEY = "lora_moe_rl.xxh3_128"
+BASE_KEY = "lora_moe_rl.base"  # the fingerprint of the base's files (models/fingerprint.py)
 PREFIX = "base_model.model"
 SCORE = "score"  # what transformers calls the layer of a critic's values
 Tensors = Mapping[str, np.ndarray]
@@ -52,6 +53,8 @@ def write(
     config: RunConfig,
     form: Form | None = None,
     head: np.ndarray | None = None,
+    beside: Mapping[str, str] | None = None,
+    base: str | None = None,
 ) -> None:
     """`form`: by default the one that PEFT and vLLM both read of the family. Raises AdapterError
     for one that neither does.
@@ -60,10 +63,12 @@ def write(
     classes for the classification of sequences, whose one label is the value.
 
     `tensors` are asked for layer by layer, and those of one layer are in memory at a time, beside
-    what the mapping itself holds.
+    what the mapping itself holds. `beside`: further files by their text. `base`: the fingerprint of
+    the base that they were trained on.
 
     Replaces `directory` as a whole: whenever the process is killed or the machine stops, either
     the old adapter or the new one is there. What an interrupted write left is gone after the next.
+    Raises OSError when the disk refuses.
     """
     form = form_of(spec.shape, form)
     shapes, arrays = peft_shapes(spec, form), peft_tensors(spec, tensors, form)
@@ -75,10 +80,13 @@ def write(
     digest = xxhash.xxh3_128()
 
     def metadata() -> dict[str, str]:
-        return {"format": "pt", ORDER_KEY: "fastest", CHECKSUM_KEY: digest.hexdigest()}
+        of_base = {} if base is None else {BASE_KEY: base}
+        return {"format": "pt", ORDER_KEY: "fastest", CHECKSUM_KEY: digest.hexdigest(), **of_base}
 
     with replacing(directory) as fresh:
-        (fresh / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        texts = {"adapter_config.json": json.dumps(settings, indent=2) + "\n"} | dict(beside or {})
+        for file, text in texts.items():
+            (fresh / file).write_text(text, encoding="utf-8")
         path = fresh / "adapter_model.safetensors"
         stream_safetensors(path, shapes, _digested(arrays, digest), metadata)
 

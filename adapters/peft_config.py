@@ -51,7 +51,7 @@ def peft_config(spec: AdapterSpec, config: RunConfig, form: Form = "2d") -> dict
         "init_lora_weights": True,
         "lora_dropout": 0.0,
         "modules_to_save": None,
-        "revision": None,
+        "revision": config.model.revision,
     }
 
 

@@ -299,13 +299,25 @@ def _assemble(shape: ModelShape, found) -> tuple[AdapterSpec, dict[str, np.ndarr
                 continue
             if isinstance(one, dict):
                 one = one[None] if experts is None else _stack(layer, module, one, experts)
+            if not (one := _without_padding(one)).A.size:
+                continue  # PEFT's form has all of an expert's linears; the run had not
             site = Site(
                 layer, module, in_features, out_features, one.A.shape[-2], one.scale, experts,
                 blocks=shape.blocks(module),
             )  # fmt: skip
             sites.append(site)
             tensors[f"{site.name}.A"], tensors[f"{site.name}.B"] = one.A, one.B
+    if not sites:
+        raise AdapterError("all tensors of the adapter are zero, A as well as B: it does nothing")
     return AdapterSpec(shape, tuple(sites)), tensors
+
+
+def _without_padding(one: _Found) -> _Found:
+    """Without the ranks that are zero in A and in B: they say nothing, and have no gradient for
+    whoever goes on from there."""
+    across = tuple(range(one.A.ndim - 2))
+    used = one.A.any((*across, -1)) | one.B.any((*across, -2))
+    return one if used.all() else _Found(one.A[..., used, :], one.B[..., used], one.scale)
 
 
 def _stack(layer: int, module: str, of_expert: dict[int | None, _Found], experts: int) -> _Found:

@@ -133,7 +133,8 @@ def _of_adapter(path: Path, options: argparse.Namespace) -> Plan:
 
     given = resolve_model(options.base, named="--base ") if options.base else None
     newest = adapter_source.load(path, given)
-    model_dir = given or resolve_model(str(newest.config.model.path))
+    base = newest.config.model
+    model_dir = given or resolve_model(str(base.path), base.revision)
     newest.check_base(model_dir)
     versions = {_version_of(newest.path): newest.tensors}
     if not (path / "checkpoints").is_dir():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,8 +93,11 @@ def _load(path: Path, options: argparse.Namespace) -> Source:
 
 def _write(options: argparse.Namespace, found: Source, spec: AdapterSpec, tensors) -> None:
     from lora_moe_rl.adapters import peft
+    from lora_moe_rl.export.peft_out import disk_errors
 
-    peft.write(options.out, spec, tensors, found.config, options.form)
+    with disk_errors(options.out):
+        of_base = found.fingerprint
+        peft.write(options.out, spec, tensors, found.config, options.form, base=of_base)
     print(f"{options.out}: {len(spec.sites)} sites, {spec.num_parameters:,} parameters")
 
 
@@ -134,6 +138,7 @@ def _resize(options: argparse.Namespace) -> int:
     require_empty(options.out)
     rank_of = _rank_of(options.rank, options.expert_rank)
     found = _load(options.directory, options)
+    _check_expert_rank(options, found.spec)
     spec, tensors, changes = resize(found.spec, found.tensors, rank_of)
     _say_changes(changes)
     _write(options, found, spec, tensors)
@@ -152,6 +157,7 @@ def _combine(options: argparse.Namespace) -> int:
     _check_one_base(sources)
     parts = [(s.spec, s.tensors, weight) for s, (_, weight) in zip(sources, weighted, strict=True)]
     spec, tensors = combine(parts)
+    _check_expert_rank(options, spec)
     if options.rank is not None:
         spec, tensors, changes = resize(spec, tensors, _rank_of(options.rank, options.expert_rank))
         _say_changes(changes)
@@ -160,11 +166,19 @@ def _combine(options: argparse.Namespace) -> int:
 
 
 def _weighted(text: str) -> tuple[Path, float]:
-    """`DIR:0.5`; a name with a colon in it is one where what follows is no number."""
+    """`DIR:0.5`; a name with a colon in it is one where what follows is no number, and where it is
+    there. Raises ConfigError where DIR is there too."""
     path, colon, weight = text.rpartition(":")
     try:
         number = float(weight) if colon else 1.0
     except ValueError:
+        return Path(text), 1.0
+    if colon and os.path.lexists(text):
+        if os.path.lexists(path):
+            raise ConfigError(
+                f"{text} is there, and so is {path}: write {text}:1 for the first, "
+                f"{path}/:{weight} for {weight} times the second"
+            )
         return Path(text), 1.0
     if not math.isfinite(number):
         raise ConfigError(f"{text}: the weight {weight} is not finite")
@@ -185,6 +199,14 @@ def _check_one_base(sources: list[Source]) -> None:
                 f"{one.config.model.path}: adapters of several bases have no sum. Where both are "
                 f"one, name it by --base DIR"
             )
+
+
+def _check_expert_rank(options: argparse.Namespace, spec: AdapterSpec) -> None:
+    if options.expert_rank is not None and all(site.num_experts is None for site in spec):
+        raise ConfigError(
+            f"--expert-rank {options.expert_rank} has no effect: there are no routed experts in "
+            "this adapter; leave it out"
+        )
 
 
 def _rank_of(rank: int, expert_rank: int | None):

@@ -1,78 +1,87 @@
-"""The model card of an exported adapter: README.md beside its weights, as model hubs show it.
+"""The model card of what is exported: README.md beside the weights, as model hubs show it.
 
 It is made from the adapter's own sites and, where the adapter is of a run, from the run's
-config.yaml, metrics.jsonl and versions.json. Paths of the machine are cut to their last part, since
-a card is published.
+settings.json (or config.yaml), metrics.jsonl and versions.json. Paths of the machine are cut to
+their last part, since a card is published.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from lora_moe_rl import __version__
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config.recipes import load_config
+from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.data.rows import is_hub
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.export import chat_template
+from lora_moe_rl.export.run_settings import settings_at
 from lora_moe_rl.files.checkpoint import step_of
-from lora_moe_rl.files.run_dir import CONFIG, METRICS
+from lora_moe_rl.files.run_dir import METRICS
 from lora_moe_rl.files.versions_file import VERSIONS
 
 FILE = "README.md"
+What = Literal["adapter", "critic", "merged"]
+_IS = {
+    "adapter": "A LoRA adapter of `{}`",
+    "critic": "The critic of `{}`",
+    "merged": "`{}` with a LoRA adapter merged into it",
+}
 
 
-def write(
-    directory: Path, spec: AdapterSpec, base: str, source: Path, checkpoint: Path, critic: bool
-) -> None:
-    """`source` is what was named to be exported, `checkpoint` what was read: the same, or the
-    newest of a run. `base` as the adapter's config names it."""
-    run = run_of(source, checkpoint)
-    content = text(spec, base, run, checkpoint, critic)
-    directory.joinpath(FILE).write_text(content, encoding="utf-8")
-
-
-def run_of(source: Path, checkpoint: Path) -> Path | None:
-    """The run directory that an adapter is of; None for one that is no run's."""
-    if not re.fullmatch(r"step-\d+", checkpoint.name):
-        return None
-    folders = (source, checkpoint.absolute().parent.parent)
-    return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
-
-
-def text(spec: AdapterSpec, base: str, run: Path | None, checkpoint: Path, critic: bool) -> str:
-    whose = "The critic" if critic else "A LoRA adapter"
+def text(
+    spec: AdapterSpec,
+    base: str,
+    run: Path | None,
+    checkpoint: Path,
+    what: What = "adapter",
+    own_template: bool = False,
+) -> str:
+    """`base` as the adapter's config names it, `run` the one that the adapter in `checkpoint` is
+    of. `own_template`: whether the run's chat template is beside the card."""
     parts = [
-        _head(base),
+        _head(base, what),
         f"# {run.resolve().name if run else 'Adapter'} ({Path(base).name})",
-        f"{whose} of `{shown(base)}`, written by lora_moe_rl {__version__}.",
+        f"{_IS[what].format(shown(base))}, written by lora_moe_rl {__version__}.",
+    ]
+    if own_template:
+        parts.append(
+            f"It was trained with a chat template of its own, `{chat_template.FILE}`, in the place "
+            "of the base's."
+        )
+    parts += [
         "## Adapter\n\n" + _table(["module", "layers", "rank", "scale"], _modules(spec)),
         f"{len(spec.sites):,} sites, {spec.num_parameters:,} parameters, float32.",
     ]
+    if what == "merged":
+        parts.append("What rounding left of it in the merged weights is in `merge.json`.")
     if run is not None:
-        parts += [_training(run), *_figures(run, checkpoint), _versions(run, checkpoint)]
+        parts += [_training(run, checkpoint), *_figures(run, checkpoint)]
+        parts.append(_versions(run, checkpoint))
     return "\n\n".join(parts) + "\n"
 
 
-def _training(run: Path) -> str:
+def _training(run: Path, checkpoint: Path) -> str:
     """The settings; why they cannot be read, where a plug-in of the run is gone."""
     try:
-        config = load_config(str(run / CONFIG))
+        config = with_settings(RunConfig(), settings_at(run, checkpoint))
     except ConfigError as error:
         print(f"warning: the card has no settings of the run: {error}", file=sys.stderr)
         return "## Training\n\nThe settings of the run could not be read."
     return "## Training\n\n" + _table(["setting", "value"], _settings(config))
 
 
-def _head(base: str) -> str:
+def _head(base: str, what: What) -> str:
     """What a hub reads; it finds a base by its hub name alone."""
     known: dict[str, Any] = {"library_name": "peft", "tags": ["lora", "lora_moe_rl"]}
+    if what == "merged":
+        known["library_name"] = "transformers"
     if shown(base) == base and base.count("/") == 1:
         known["base_model"] = base
     return f"---\n{yaml.safe_dump(known)}---"
@@ -149,14 +158,12 @@ def _figures(run: Path, checkpoint: Path) -> list[str]:
     """First and last steps up to the checkpoint, and its evaluation, if there was one."""
     from lora_moe_rl.telemetry import names
     from lora_moe_rl.telemetry.metrics import read_evaluations, read_steps
-    from lora_moe_rl.telemetry.report import rows, spans
 
     step = step_of(checkpoint)
     records = [record for record in read_steps(run / METRICS) if record["step"] <= step]
     if not records:
         return []
-    heading = ["", *(f"steps {span}" for span in spans(records)), "over all"]
-    found = [f"## After step {step}\n\n" + _table(heading, rows(records))]
+    found = [f"## After step {step}\n\n" + _figures_table(records)]
     own = [record for record in read_evaluations(run / METRICS) if record["step"] == step]
     for record in own[-1:]:
         kept = {
@@ -167,6 +174,16 @@ def _figures(run: Path, checkpoint: Path) -> list[str]:
         cells = [[key, "-" if value is None else f"{value:.4g}"] for key, value in kept.items()]
         found.append("## Evaluation\n\n" + _table(["metric", "value"], cells))
     return found + _checks(records)
+
+
+def _figures_table(records: list[dict[str, Any]]) -> str:
+    """One column where the first steps are the last ones too."""
+    from lora_moe_rl.telemetry.report import rows, spans
+
+    first, last = spans(records)
+    if first == last:
+        return _table(["", f"steps {first}"], [[label, over] for label, *_, over in rows(records)])
+    return _table(["", f"steps {first}", f"steps {last}", "over all"], rows(records))
 
 
 def _table(heading: Sequence[str], found: Sequence[Sequence[str]]) -> str:

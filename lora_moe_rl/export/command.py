@@ -13,6 +13,10 @@ from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.rollout.facts import SLOT_RANKS, slot_rank
 
 if TYPE_CHECKING:
+    from lora_moe_rl.adapters.families import ModelShape
+    from lora_moe_rl.adapters.peft_config import Form as PeftForm
+    from lora_moe_rl.adapters.spec import AdapterSpec
+    from lora_moe_rl.config import ModelConfig
     from lora_moe_rl.export.merged import MergeReport
     from lora_moe_rl.export.merged_weights import Form
 
@@ -143,69 +147,120 @@ def _export_peft(options: argparse.Namespace) -> int:
     from lora_moe_rl.adapters import peft
     from lora_moe_rl.adapters.spec import VALUE_HEAD
     from lora_moe_rl.config import ModelConfig
-    from lora_moe_rl.export import card
+    from lora_moe_rl.export import card, chat_template
+    from lora_moe_rl.export.peft_out import disk_errors
+    from lora_moe_rl.export.run_settings import run_of
     from lora_moe_rl.files import adapter_source as source
     from lora_moe_rl.files import trainer_state
     from lora_moe_rl.files.out_directory import require_empty
-    from lora_moe_rl.models.directory import base_name
-    from lora_moe_rl.rollout.serve_command import serve_command, serving_of
 
     require_empty(options.out)
     whose = trainer_state.CRITIC if options.critic else trainer_state.POLICY
     found = source.load(options.source, _base(options), whose=whose)
     spec, tensors = found.spec, found.tensors
-    asked = options.form
-    if options.reader == "vllm" and not spec.shape.family.interleaved_experts:
-        asked = "2d"
-    form = peft.form_of(spec.shape, asked)
+    form = _form_of_peft(options, spec.shape)
     if options.reader == "vllm":
-        if form == "3d":
-            raise ConfigError(
-                f"--for vllm writes experts one by one, which vLLM does not read for "
-                f"{spec.shape.architecture}: leave it out"
-            )
         spec, tensors = peft.for_vllm(spec, tensors)
-    base = options.base or found.config.model.path
-    config = found.config.model_copy(update={"model": ModelConfig(path=base)})
-    peft.write(options.out, spec, tensors, config, form, tensors.get(VALUE_HEAD))
-    card.write(options.out, spec, base, options.source, found.path, bool(options.critic))
+    model = ModelConfig(path=options.base) if options.base else found.config.model
+    base, config = str(model.path), found.config.model_copy(update={"model": model})
+    run = run_of(options.source, found.path)
+    template = chat_template.of_run(run, found.path)
+    what = "critic" if options.critic else "adapter"
+    beside = {} if template is None else {chat_template.FILE: template}
+    beside[card.FILE] = card.text(spec, base, run, found.path, what, template is not None)
+    with disk_errors(options.out):
+        files = tensors.get(VALUE_HEAD), beside, found.fingerprint
+        peft.write(options.out, spec, tensors, config, form, *files)
     ranks = ", ".join(str(rank) for rank in sorted({site.rank for site in spec}))
     print(
         f"{options.out}: {len(spec.sites)} sites of {found.path}, rank {ranks}, "
         f"{spec.num_parameters:,} parameters"
     )
+    _say_template(options.out, template)
+    _say_use(options, spec, model, form, template is not None)
+    return 0
+
+
+def _form_of_peft(options: argparse.Namespace, shape: ModelShape) -> PeftForm:
+    from lora_moe_rl.adapters import peft
+
+    asked = options.form
+    if options.reader == "vllm" and not shape.family.interleaved_experts:
+        asked = "2d"
+    form = peft.form_of(shape, asked)
+    if options.reader == "vllm" and form == "3d":
+        raise ConfigError(
+            f"--for vllm writes experts one by one, which vLLM does not read for "
+            f"{shape.architecture}: leave it out"
+        )
+    return form
+
+
+def _say_template(out: Path, template: str | None) -> None:
+    from lora_moe_rl.export import chat_template
+
+    if template is not None:
+        print(f"{out / chat_template.FILE}: the run's own chat template, not the base's")
+
+
+def _say_use(
+    options: argparse.Namespace,
+    spec: AdapterSpec,
+    base: ModelConfig,
+    form: PeftForm,
+    own_template: bool,
+) -> None:
+    """How the adapter that was written is loaded or served."""
+    from lora_moe_rl.export import chat_template
+    from lora_moe_rl.models.directory import base_name
+    from lora_moe_rl.rollout.serve_command import serve_command, serving_of
+
     if options.critic:
         print(
             "load it with AutoModelForSequenceClassification.from_pretrained(BASE, num_labels=1) "
             "and peft.PeftModel.from_pretrained; a value is `score` of a token's last hidden state"
         )
     elif form == "2d" and max(site.rank for site in spec) <= SLOT_RANKS[-1]:
-        named = options.out.name, str(options.out.absolute())
-        print(serve_command(base_name(base), named, slot_rank(spec), *serving_of(spec.shape)))
-    return 0
+        out = options.out.absolute()
+        mla, more = serving_of(spec.shape)
+        if own_template:
+            more = [*more, "--chat-template", str(out / chat_template.FILE)]
+        named = options.out.name, str(out)
+        if base.revision is not None:
+            more = [*more, "--revision", base.revision]
+        print(serve_command(base_name(str(base.path)), named, slot_rank(spec), mla, more))
 
 
 def _export_merged(options: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from lora_moe_rl.export import card, chat_template
     from lora_moe_rl.export.merged import export_merged
     from lora_moe_rl.export.merged_out import check_out
+    from lora_moe_rl.export.run_settings import run_of
     from lora_moe_rl.files import adapter_source as source
     from lora_moe_rl.models.directory import resolve_model
 
     check_out(options.out)
     found = source.load(options.source, _base(options))
-    base = _base(options) or resolve_model(str(found.config.model.path))
+    named = found.config.model
+    name = options.base or str(named.path)
+    base = _base(options) or resolve_model(name, named.revision)
     found.check_base(base)
+    run = run_of(options.source, found.path)
+    template = chat_template.of_run(run, found.path)
+    own = {} if template is None else chat_template.in_place_of(base, template)
+    own[card.FILE] = card.text(found.spec, name, run, found.path, "merged", template is not None)
     err = Console(highlight=False, emoji=False, markup=False, soft_wrap=True, stderr=True)
     stop = STOP_LOST if options.stop_lost is None else options.stop_lost
     report = export_merged(
-        found.spec, found.tensors, base, options.out, _form(options), err.print, stop
+        found.spec, found.tensors, base, options.out, _form(options), err.print, stop, own
     )
     print(
         f"{report.directory}: {report.changed_tensors:,} tensors changed, {report.shards} shards, "
         f"{report.kept_shards} of them found finished; {report.bytes_written / 1e9:.2f} GB written"
     )
+    _say_template(options.out, template)
     print(f"rounding: {report.total}")
     _say_worst(report, WARN_LOST if options.warn_lost is None else options.warn_lost)
     return 0

@@ -40,10 +40,7 @@ def push(directory: Path, repo: str, public: bool) -> str:
     try:
         api = HfApi()
         address = api.create_repo(repo, private=not public, exist_ok=True)
-        if not public and not api.repo_info(repo).private:
-            raise _not_pushed(
-                directory, repo, True, "it is there already, and is public: give --public for that"
-            )
+        _check_visible(directory, repo, public, bool(api.repo_info(repo).private))
         message = "Written by lora_moe_rl"
         api.upload_folder(repo_id=repo, folder_path=directory, commit_message=message)
     except ExportError:
@@ -51,6 +48,17 @@ def push(directory: Path, repo: str, public: bool) -> str:
     except Exception as error:  # some twenty kinds: no network, no right, no room
         raise _not_pushed(directory, repo, public, f"{error}") from error
     return str(address)
+
+
+def _check_visible(directory: Path, repo: str, public: bool, private: bool) -> None:
+    """Raises ExportError for a repository that was there and is not as visible as was asked for,
+    which pushing does not change."""
+    if private and public:
+        why = "it is there already, and is private: leave out --public, or make it public first"
+        raise _not_pushed(directory, repo, False, why)
+    if not private and not public:
+        why = "it is there already, and is public: give --public for that"
+        raise _not_pushed(directory, repo, True, why)
 
 
 def _not_pushed(directory: Path, repo: str, public: bool, why: str) -> ExportError:

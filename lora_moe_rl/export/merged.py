@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,14 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.errors import ExportError
 from lora_moe_rl.export import merged_targets
 from lora_moe_rl.export.merged_adapter import Adapter
-from lora_moe_rl.export.merged_out import PARTIAL, OutDirectory, check_rest, disk_errors
+from lora_moe_rl.export.merged_out import (
+    PARTIAL,
+    RECORD,
+    Files,
+    OutDirectory,
+    check_rest,
+    disk_errors,
+)
 from lora_moe_rl.export.merged_plan import CopyStep, MergeStep, ShardPlan, plan_shards
 from lora_moe_rl.export.merged_weights import Dtype, Form, check_form, compute
 from lora_moe_rl.files.untrusted import SafeFile, SafeWeights, inside, read_json
@@ -38,6 +46,7 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 MOST_WORKERS = 4
 FORMAT = "2"  # of the result; an unfinished merge of another one is not gone on with
 BASES_OWN = Form()
+NO_FILES: Files = MappingProxyType({})
 Say = Callable[[str], None]
 
 
@@ -70,9 +79,10 @@ def export_merged(
     form: Form = BASES_OWN,
     say: Say | None = None,
     stop_lost: float = math.inf,
+    own: Files = NO_FILES,
 ) -> MergeReport:
     """Writes `out_dir`. `tensors`: canonical, read one layer at a time and not kept, so that a lazy
-    mapping keeps memory small.
+    mapping keeps memory small. `own`: files in the place of the base's (`OutDirectory.finish`).
 
     Raises AdapterError for tensors that are not the spec's, ExportError for a base that does not
     fit them or the form, for an output directory that is in the way, a disk that refuses, and when
@@ -90,7 +100,7 @@ def export_merged(
         adapter = Adapter(spec, tensors)
         changed = sum(1 for weight in stored.values() if weight.parts)
         new_config = None if target is None else _config_of(config, target)
-        planned = _Planned(base, shards, adapter, form, new_config)
+        planned = _Planned(base, shards, adapter, form, new_config, own)
         return _write(planned, MergeReport(Path(out_dir), len(shards), 0, changed), say, stop_lost)
 
 
@@ -121,6 +131,7 @@ class _Planned:
     adapter: Adapter | None
     form: Form
     config: dict[str, Any] | None
+    own: Files = NO_FILES
 
 
 def _write(
@@ -134,6 +145,7 @@ def _write(
         "form": repr(planned.form),
     }
     check_rest(base.directory)
+    _check_not_merged(base.directory, fingerprint["adapter"])
     with OutDirectory.open(report.directory, fingerprint) as out:
         _write_shards(planned, out, report, say)
         for finished in out.done.values():
@@ -145,7 +157,8 @@ def _write(
             )
         say("writing config.json and the rest")
         weight_map = {entry.name: s.name for s in shards for entry in s.entries}
-        out.finish(base.directory, planned.config, weight_map, _record(report, fingerprint))
+        record = _record(report, fingerprint)
+        out.finish(base.directory, planned.config, weight_map, record, planned.own)
     return report
 
 
@@ -188,7 +201,8 @@ class _ShardWriter:
         arrived: dict[str, Arrived] = {}
         digest = xxhash.xxh3_128(self.shard.header)
         try:
-            self.fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            self.fd = os.open(self.path, flags, 0o666)
             try:
                 _pwrite(self.fd, memoryview(self.shard.header), 0)
                 for step, (part, nbytes, one) in self._in_order():
@@ -308,6 +322,17 @@ def _config_of(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
     new = written(config)
     return new if any(key in new for key in keys) else new | {"dtype": dtype}
+
+
+def _check_not_merged(base: Path, adapter: str) -> None:
+    """Raises ExportError for a base that was merged with this very adapter."""
+    file = base / RECORD
+    before = read_json(file).get("merged") if file.is_file() else None
+    if isinstance(before, dict) and before.get("adapter") == adapter != "none":
+        raise ExportError(
+            f"{base} has this adapter merged in already ({file}): it would have it twice; name the "
+            "model that it was merged into with --base"
+        )
 
 
 def _record(report: MergeReport, fingerprint: dict[str, str]) -> dict[str, Any]:

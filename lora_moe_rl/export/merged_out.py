@@ -13,19 +13,22 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lora_moe_rl.errors import ExportError, FileError
+from lora_moe_rl.export import chat_template
 from lora_moe_rl.files.out_directory import require_empty
 from lora_moe_rl.files.untrusted import PICKLES, inside, read_json
 
 JOURNAL, RECORD = ".merge.json", "merge.json"
-TEMPLATES = "additional_chat_templates"  # a directory of transformers'
 INDEX = "model.safetensors.index.json"
 PARTIAL = ".partial"
+# Of a base, and of no other model: its card, and an adapter that lies beside its weights.
+_ITS_OWN = ("README.md", "adapter_config.json")
+Files = Mapping[str, str | None]
 _WEIGHTS = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", *PICKLES)
 
 
@@ -104,14 +107,24 @@ class OutDirectory:
         self._write_journal()
 
     def finish(
-        self, base: Path, config: dict[str, Any] | None, weight_map: dict[str, str], record: dict
+        self,
+        base: Path,
+        config: dict[str, Any] | None,
+        weight_map: dict[str, str],
+        record: dict,
+        own: Files,
     ) -> None:
-        """All other files. `config`: its new content, or None to copy the base's."""
+        """All other files. `config`: its new content, or None to copy the base's. `own`: files in
+        the place of the base's by their text, None for one that is left out."""
         with disk_errors(self.path):
             for name in _rest(base):
                 to = self.path / name
-                to.parent.mkdir(exist_ok=True)
-                _copy(inside(base, name), to)
+                if name not in own:
+                    to.parent.mkdir(exist_ok=True)
+                    _copy(inside(base, name), to)
+            for name, text in own.items():
+                if text is not None:
+                    _write_text(self.path / name, text)
             if (base / INDEX).exists():
                 total = sum(os.path.getsize(self.path / name) for name in self.done)
                 _write_json(
@@ -133,13 +146,13 @@ def _rest(base: Path) -> list[str]:
     """Names of the files to copy. Of directories a checkpoint has its templates alone; others hold
     the weights in other formats, as `original` and `metal`."""
     paths = [one for one in base.iterdir() if _is_copied(one)]
-    paths += (base / TEMPLATES).glob("*.jinja")
+    paths += (base / chat_template.MORE).glob("*.jinja")
     return sorted(str(one.relative_to(base)) for one in paths)
 
 
 def _is_copied(path: Path) -> bool:
     name = path.name
-    hidden = name.startswith(".") or name in ("config.json", RECORD)
+    hidden = name.startswith(".") or name in ("config.json", RECORD, *_ITS_OWN)
     return not hidden and not path.is_dir() and not name.removesuffix(".index.json").endswith(
         _WEIGHTS
     )  # fmt: skip
@@ -180,8 +193,11 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    data = (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
-    _write(path, lambda file: file.write(data))
+    _write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def _write_text(path: Path, text: str) -> None:
+    _write(path, lambda file: file.write(text.encode()))
 
 
 def _write(path: Path, write) -> None:

@@ -17,12 +17,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from lora_moe_rl.adapters.families import hf_layer, hf_path
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
 from lora_moe_rl.errors import ExportError
 from lora_moe_rl.files.untrusted import Entry, SafeWeights
+from lora_moe_rl.models import quantised
 
 FLOATS = ("F32", "BF16", "F16")
 BLOCKS = "_blocks"  # behind the name of a stack
@@ -89,12 +91,20 @@ def find(
             f"{'; '.join(missing[:SHOWN])}{more}. Is it the base of this adapter?"
         )
     check_quantisation(config, {w.form for w in found.values()}, dtype)
+    paths = {weight.name.removesuffix(".weight") for weight in found.values()}
+    _check_beside(base, [n for n in base.file_of if dtype or n.rpartition(".")[0] in paths])
     if dtype is None:
         _require_float32_scales(base, found.values())
     else:
         found |= {w.name: w for w in _others(base, found)}
         check_quantisation(config, {w.form for w in found.values()}, dtype)
     return found
+
+
+def _check_beside(base: SafeWeights, names: Iterable[str]) -> None:
+    """What no weight that is read has beside it. What is copied as it is may have it."""
+    for reason in quantised.tensors_refused(set(names)):
+        raise ExportError(f"{base.directory}: {reason}")
 
 
 def _require_float32_scales(base: SafeWeights, found: Iterable[StoredWeight]) -> None:
@@ -107,6 +117,7 @@ def _require_float32_scales(base: SafeWeights, found: Iterable[StoredWeight]) ->
 def of_numbers(base: SafeWeights, config: Mapping[str, Any]) -> dict[str, StoredWeight]:
     """The same of a checkpoint that no adapter changes. Raises ExportError for one that has nothing
     quantised."""
+    _check_beside(base, base.file_of)
     found: dict[str, StoredWeight] = {}
     for weight in _others(base, {}):
         if weight.name in found:
@@ -313,7 +324,7 @@ def main_dtype(base: SafeWeights) -> str:
 
 def check_quantisation(config: Mapping[str, Any], forms: set[str], dtype: str | None) -> None:
     """Raises ExportError when config.json says of a quantised base what `forms` are not."""
-    said = config.get("quantization_config") or {}
+    said = quantised.said_of(config)
     if "fp8" in forms:
         method, block = said.get("quant_method"), said.get("weight_block_size")
         if method != "fp8" or block != [FP8_BLOCK, FP8_BLOCK]:
@@ -332,31 +343,7 @@ def check_quantisation(config: Mapping[str, Any], forms: set[str], dtype: str | 
             "the base has stacks of MXFP4, and quantization_config in config.json says "
             f"quant_method={said.get('quant_method')!r}; known is 'mxfp4'"
         )
-    for form, known in PACKED.items():
-        if form in forms:
-            _check_packed(said, *known)
-
-
-# {form: (format, what it says of weights)} of compressed-tensors
-PACKED = {
-    "int4": (
-        "pack-quantized",
-        {"num_bits": 4, "type": "int", "symmetric": True, "group_size": INT4_GROUP},
-    ),
-    "mxfp4": (
-        "mxfp4-pack-quantized",
-        {"num_bits": 4, "type": "float", "symmetric": True, "group_size": MXFP4_GROUP},
-    ),
-}
-
-
-def _check_packed(said: Mapping[str, Any], name: str, wanted: Mapping[str, Any]) -> None:
-    groups = said.get("config_groups") or {}
-    weights = [(group or {}).get("weights") or {} for group in groups.values()]
-    wrong = [w for w in weights if any(w.get(k) != v for k, v in wanted.items())]
-    if said.get("format") != name or not weights or wrong:
-        raise ExportError(
-            f"the base's weights are packed, and quantization_config in config.json says "
-            f"format={said.get('format')!r} with {wrong or weights}; known is {name!r} with "
-            f"{wanted}"
-        )
+    kinds = [kind for form, kind in quantised.PACKED_AS.items() if form in forms]
+    packings = (quantised.packing_refused(said, kind) for kind in kinds)
+    for reason in chain(*packings, quantised.rotations_refused(said)):
+        raise ExportError(f"config.json of the base: {reason}")

@@ -11,6 +11,7 @@ import numpy as np
 
 from lora_moe_rl.adapters import peft_import
 from lora_moe_rl.adapters.families import ModelShape
+from lora_moe_rl.adapters.peft import BASE_KEY
 from lora_moe_rl.adapters.peft_import import Order
 from lora_moe_rl.adapters.shards import Shard, assemble
 from lora_moe_rl.adapters.spec import VALUE_HEAD, AdapterSpec
@@ -21,7 +22,7 @@ from lora_moe_rl.files.checkpoint_contents import check_adapter, slice_of
 from lora_moe_rl.files.trainer_state import CRITIC, POLICY, Whose, files
 from lora_moe_rl.files.untrusted import SafeFile, inside, read_json
 from lora_moe_rl.models.directory import find_local
-from lora_moe_rl.models.fingerprint import check_unchanged
+from lora_moe_rl.models.fingerprint import check_unchanged, fingerprint
 from lora_moe_rl.telemetry import console
 
 PEFT_CONFIG = "adapter_config.json"
@@ -40,6 +41,11 @@ class Source:
     tensors: dict[str, np.ndarray]
     config: RunConfig
     base: dict[str, Any] | None
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of its base; None where nothing was kept of it."""
+        return None if self.base is None else self.base["fingerprint"]
 
     def check_base(self, directory: Path) -> None:
         """Raises ModelError when `directory` is not the base that the run was made on."""
@@ -133,29 +139,47 @@ def _from_checkpoint(
         spec = spec.of_critic()
         shapes = spec.tensor_shapes | {VALUE_HEAD: (1, spec.shape.hidden_size)}
     tensors = assemble(shapes, checkpoint_shards(path, whose=whose))
-    config = RunConfig(model=metadata["base"]["path"], adapter=AdapterConfig(**metadata["adapter"]))
+    base_model = {"path": metadata["base"]["path"], "revision": metadata["base"].get("revision")}
+    config = RunConfig(model=base_model, adapter=AdapterConfig(**metadata["adapter"]))
     return Source(path, spec, tensors, config, metadata["base"])
 
 
 def _from_peft(path: Path, base: Path | None, order: Order | None) -> Source:
-    named = read_json(inside(path, PEFT_CONFIG)).get("base_model_name_or_path")
-    directory = base or _local(named)
+    settings = read_json(inside(path, PEFT_CONFIG))
+    named, revision = settings.get("base_model_name_or_path"), settings.get("revision")
+    directory = base or _local(named, revision)
     if directory is None:
+        of = f" at revision {revision!r}" if revision else ""
         raise AdapterError(
-            f"{path} is of the base {named!r}, which is no directory here; give it with --base DIR"
+            f"{path} is of the base {named!r}{of}, which is no directory here; give it with "
+            "--base DIR"
         )
     shape = ModelShape.from_hf_config(read_json(directory / "config.json"))
     spec, tensors = peft_import.read(path, shape, order)
+    _warn_of_another(path, named, directory)
     return Source(path, spec, tensors, RunConfig(model=str(directory)), None)
 
 
-def _local(named: Any) -> Path | None:
+def _warn_of_another(path: Path, named: Any, base: Path) -> None:
+    """Says it when an adapter that this project has written is of other weights than `base` has.
+    The same model in another format has others too, and so has one that it was merged into."""
+    file = path / "adapter_model.safetensors"
+    trained_on = SafeFile.open(file).metadata.get(BASE_KEY) if file.is_file() else None
+    if trained_on is not None and trained_on != fingerprint(base):
+        console.warn(
+            f"{path} was trained on {named}, and {base} has other weight files than that had: "
+            "right for the same model in another format, wrong for any other, and for one that "
+            "this adapter is merged into already"
+        )
+
+
+def _local(named: Any, revision: Any) -> Path | None:
     """The directory of what a file names as the base: only if it is on this machine, nothing is
     fetched or made because a file says so."""
-    if not isinstance(named, str) or not named:
+    if not isinstance(named, str) or not named or not isinstance(revision, str | None):
         return None
     try:
-        found = find_local(named)
+        found = find_local(named, revision)
     except (ModelError, OSError, RuntimeError):  # no name that a file system takes; no such ~user
         return None
     return found if found is not None and (found / "config.json").is_file() else None

@@ -22,6 +22,7 @@ class _Read(BaseModel):
 
 class _Base(_Read):
     path: str
+    revision: str | None = None
     config: dict[str, Any]
     fingerprint: str
 

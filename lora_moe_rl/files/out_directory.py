@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from lora_moe_rl.errors import FileError
-from lora_moe_rl.files.checkpoint import MANIFEST
+from lora_moe_rl.files.checkpoint import MANIFEST, directory_name
 
 
 def require_empty(out: Path) -> None:
@@ -34,13 +34,28 @@ def require_file(path: Path, option: str) -> None:
 
 def require_place(path: Path, what: str) -> None:
     """Raises FileError where a directory cannot be made: what is there of its path is no directory,
-    or cannot be written to; and inside a checkpoint, which another file makes invalid. `what`: how
-    the user gave it."""
+    or cannot be written to; inside a checkpoint, which another file makes invalid; and where a run
+    would take it for a checkpoint of its own. `what`: how the user gave it."""
     for one in (path.absolute(), *path.absolute().parents):
         if (one / MANIFEST).is_file():
             raise FileError(f"{what} lies in {one}, a checkpoint; name a place outside of it")
+        if _taken_for_checkpoint(one):
+            raise FileError(
+                f"{what}: {one} would be taken for a checkpoint of the run {one.parents[1]}; name "
+                "a place outside of its checkpoints"
+            )
     there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
     if not there.is_dir():
         raise FileError(f"{what}: {there} is no directory")
     if not os.access(there, os.W_OK | os.X_OK):
         raise FileError(f"{what}: {there} cannot be written to")
+
+
+def _taken_for_checkpoint(path: Path) -> bool:
+    """By its name and its folder's, as `checkpoint.all_of` goes by. What holds something already is
+    as it is: another tool's, or a run's own that is damaged."""
+    step = path.name.removeprefix("step-")
+    named = step != path.name and step.isdecimal() and len(path.name) >= len(directory_name(0))
+    if not named or path.parent.name != "checkpoints":
+        return False
+    return not path.is_dir() or not any(path.iterdir())

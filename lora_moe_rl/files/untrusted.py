@@ -13,7 +13,7 @@ import os
 import stat
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -174,7 +174,8 @@ class SafeWeights:
         """`{stem}.safetensors.index.json` and the files that it names, or `{stem}.safetensors`.
 
         Raises FileError when there are none, for pickles in their place, for an index that names
-        what is not there or not in the directory, and for tensors that it does not name.
+        what is not there or not in the directory, for tensors that it does not name, and for two
+        models in one directory.
         """
         directory = Path(directory)
         index = directory / f"{stem}.safetensors.index.json"
@@ -187,6 +188,7 @@ class SafeWeights:
         weight_map = read_json(inside(directory, index.name)).get("weight_map")
         if not _is_text_map(weight_map) or not weight_map:
             raise FileError(f"{index}: weight_map is no map of tensors to files; {_FETCH}")
+        check_one_model(index, set(weight_map.values()))
         files = {}
         for name in sorted(set(weight_map.values())):
             path = inside(directory, name, named_by=index)
@@ -222,6 +224,18 @@ class SafeWeights:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def check_one_model(index: Path, files: Collection[str]) -> None:
+    """Raises FileError for `model.safetensors` beside an index of other `files`: which of the two
+    is the model, each reader answers for itself."""
+    single = index.with_name(index.name.removesuffix(".index.json"))
+    if single.name not in files and single.exists():
+        raise FileError(
+            f"{single.parent} holds {single.name}, and {index.name} that does not name it: "
+            "transformers and PEFT load the first, vLLM and lora-moe-rl the files of the second; "
+            "remove the one that is not the model"
+        )
 
 
 def inside(directory: Path, name: str, named_by: Path | None = None) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lora_moe_rl.adapters.families import FAMILIES, ModelShape
 from lora_moe_rl.errors import ModelError
-from lora_moe_rl.files.untrusted import SafeFile, read_json
+from lora_moe_rl.files.untrusted import SafeFile, check_one_model, read_json
 from lora_moe_rl.models import quantised
 from lora_moe_rl.models.tensor_shapes import check_shapes
 from lora_moe_rl.tiny.make import NAMES, find_tiny, make_tiny
@@ -89,6 +89,8 @@ def check_model_dir(path: Path | str) -> dict:
     for reason in quantised.refused(config):
         raise ModelError(f"{config_file}: {reason}")
     files = [SafeFile.open(path / shard) for shard in _shards(path)]
+    for reason in quantised.tensors_refused({name for file in files for name in file.entries}):
+        raise ModelError(f"{path}: {reason}")
     if quantised.form(config) == "fp8":
         _check_fp8_scales(files)
     check_shapes(files, ModelShape.from_hf_config(config))
@@ -106,13 +108,15 @@ def _check_fp8_scales(files: Iterable[SafeFile]) -> None:
 
 
 def _shards(path: Path) -> list[str]:
-    """The names of the files of weights. Raises ModelError where one is not there."""
+    """The names of the files of weights. Raises ModelError where one is not there, FileError where
+    there are two models."""
     index_file = path / "model.safetensors.index.json"
     if index_file.is_file():
         try:
             shards = sorted(set(json.loads(index_file.read_text())["weight_map"].values()))
         except (ValueError, KeyError, AttributeError) as error:
             raise ModelError(f"{index_file} is not an index of shards: {error!r}") from error
+        check_one_model(index_file, shards)
         missing = [shard for shard in shards if not (path / shard).is_file()]
         if missing:
             raise ModelError(

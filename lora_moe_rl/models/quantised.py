@@ -7,13 +7,14 @@ mxfp4   compressed-tensors' mxfp4-pack-quantized: groups of 32 with exponents fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_moe_rl.adapters.families.common.refusals import AS_NUMBERS
 from lora_moe_rl.errors import ModelError
 from lora_moe_rl.files.untrusted import read_json
+from lora_moe_rl.models.quantised_names import TENSORS
 
 if TYPE_CHECKING:
     from lora_moe_rl.kernels.dequant import Form
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": 32}
 MXFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": 32}
 PACKED = {"pack-quantized": INT4, "mxfp4-pack-quantized": MXFP4}  # of compressed-tensors
+PACKED_AS: dict[Form, str] = {"int4": "pack-quantized", "mxfp4": "mxfp4-pack-quantized"}
+# `actorder` of compressed-tensors 0.17.0 (quantization/quant_args.py) that leaves a group's columns
+# side by side: with these it is a matter of calibration alone.
+IN_ORDER = (None, False, "weight", "static")
+_READ = {name for form in PACKED_AS for name in TENSORS[form] if name}
 FP8_BLOCK = [128, 128]
 # Columns of an expert that stay together when experts are cut.
 WHOLE = {"int4": 32, "fp8": 128, "mxfp4": 32}
@@ -72,21 +78,58 @@ def refused(config: Mapping[str, Any]) -> Iterator[str]:
         if said.get("activation_scheme", "dynamic") != "dynamic":
             yield _refused(f"fp8 with activation_scheme={said['activation_scheme']!r}")
     elif method == "compressed-tensors":
-        groups = said.get("config_groups") or {}
-        weights = [(group or {}).get("weights") or {} for group in groups.values()]
         kind = said.get("format")
-        wanted = PACKED.get(str(kind))
-        wrong = [w for w in weights if wanted and any(w.get(k) != v for k, v in wanted.items())]
-        if wanted is None or not weights or wrong:
-            yield _refused(f"format={kind!r} with weights {wrong or weights}")
-        if any((group or {}).get("input_activations") for group in groups.values()):
+        yield from packing_refused(said, kind)
+        if any(group.get("input_activations") for group in _groups(said)):
             yield _refused(f"{kind} with quantised activations")
-        if any(w.get("actorder") for w in weights):
-            yield _refused(f"{kind} with actorder")
     elif method == "mxfp4":  # gpt-oss's
         yield _refused("quant_method='mxfp4'", AS_NUMBERS)
     else:
         yield _refused(f"quant_method={method!r}")
+    yield from rotations_refused(said)
+
+
+def packing_refused(said: Mapping[str, Any], kind: Any) -> Iterator[str]:
+    """Why weights that are packed as `kind` are not what this code computes with, by what `said`,
+    a quantization_config of compressed-tensors, has of them: for training, a merge and
+    `dequantise` alike."""
+    if said.get("format") != kind:
+        yield _refused(f"format={said.get('format')!r} of weights that are packed as {kind!r}")
+    weights = [group.get("weights") or {} for group in _groups(said)]
+    wanted = PACKED.get(str(kind))
+    wrong = [w for w in weights if wanted and any(w.get(k) != v for k, v in wanted.items())]
+    if wanted is None or not weights or wrong:
+        yield _refused(f"format={kind!r} with weights {wrong or weights}")
+    for one in weights:
+        order = one.get("actorder")
+        if (order.lower() if isinstance(order, str) else order) not in IN_ORDER:
+            yield _refused(f"{kind} with actorder={order!r} (columns in groups of another order)")
+
+
+def rotations_refused(said: Mapping[str, Any]) -> Iterator[str]:
+    """Why a model whose linears stand between Hadamard or other rotations is not computed with:
+    its stored weights are rotated ones, those that are not quantised too."""
+    for one in (said, *_groups(said)):
+        found = one.get("transform_config")
+        if found and found != {"config_groups": {}}:
+            yield _refused(f"transform_config={found!s:.80} (rotations around its linears)")
+
+
+def tensors_refused(names: Collection[str]) -> Iterator[str]:
+    """Of the tensors of a checkpoint, those beside a packed weight that change what it is and that
+    nobody here computes with: zero points, each column's group (`weight_g_idx`), a scale of all."""
+    for name in names:
+        path, _, last = name.rpartition(".")
+        if last.startswith("weight_") and last not in _READ and f"{path}.weight_packed" in names:
+            yield (
+                f"{name} stands beside a packed weight, which is computed from "
+                f"{', '.join(sorted(_READ))} alone; supported are {SUPPORTED}; take such a "
+                "checkpoint, or one without"
+            )
+
+
+def _groups(said: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [group or {} for group in (said.get("config_groups") or {}).values()]
 
 
 def _refused(what: str, way_out: str = "take such a checkpoint, or one without") -> str:

@@ -71,7 +71,7 @@ class Checkpoints:
     ):
         self.newest = newest
         self.config, self.spec, self.run_dir, self.trainer = config, spec, run_dir, trainer
-        self.base = base_record(config.model.path, model_dir)
+        self.base = base_record(config.model.path, model_dir, config.model.revision)
         self.frozen: str | None = None  # digest of what is measured against; start.py gives it
         self._told, self._written = told, written
         self._overdue = False  # a checkpoint that the disk refused
@@ -193,7 +193,8 @@ class Checkpoints:
             disk_errors(self.run_dir.adapter),
             CheckpointTensors(path, self.spec.tensor_shapes) as tensors,
         ):
-            peft.write(self.run_dir.adapter, self.spec, tensors, self.config)
+            of_base = self.base["fingerprint"]
+            peft.write(self.run_dir.adapter, self.spec, tensors, self.config, base=of_base)
 
     async def _paused(self) -> bool:
         """Waits until it is time to try again. Returns whether a newer one is there meanwhile."""

@@ -107,7 +107,7 @@ def _room(run: Prepared, facts: Facts, trainer: Any, served: Served, places: Pla
     replayed = config.replay.mode == "r3" and bool(run.spec.shape.moe_layers)
     store = RouteStore(run.spec.shape, config.trainer) if replayed else None
     samplers = Samplers(engines, config, store, facts)
-    base = base_record(str(config.model.path), run.model_dir)
+    base = base_record(str(config.model.path), run.model_dir, config.model.revision)
     parts = facts, places, base, ServiceRanks(ranks), engines
     return EngineRoom(*parts, publisher, samplers, store)
 

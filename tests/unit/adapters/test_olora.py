@@ -14,7 +14,7 @@ from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.olora import BaseWeights, OLoRAStart, olora
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import AdapterConfig
-from lora_moe_rl.errors import ModelError
+from lora_moe_rl.errors import FileError, ModelError
 
 RANK, ALPHA = 3, 8
 
@@ -168,4 +168,13 @@ def test_an_index_cannot_lead_out_of_its_directory(tmp_path):
     index = {"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelError, match="elsewhere.safetensors', which is not a file beside it"):
+        BaseWeights(tmp_path).read("model.norm")
+
+
+def test_two_models_in_one_directory_are_refused(tmp_path):
+    for name, value in (("model-1.safetensors", 1.0), ("model.safetensors", 2.0)):
+        save_file({"model.norm.weight": torch.full((2,), value)}, tmp_path / name)
+    index = {"weight_map": {"model.norm.weight": "model-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(FileError, match="that does not name it"):
         BaseWeights(tmp_path).read("model.norm")

@@ -374,3 +374,31 @@ def test_scales_of_experts_that_are_too_far_apart_are_refused(written):
     change(written, alpha_pattern={r".*experts\.0\..*": 1e-20, r".*experts\.1\..*": 1e25})
     with pytest.raises(AdapterError, match="the experts' scales are too far apart for one tensor"):
         peft_import.read(written, SHAPE)
+
+
+@pytest.mark.parametrize("form", ["2d", "3d"])
+def test_what_an_export_has_filled_with_zeros_comes_back_as_it_was(tmp_path, form):
+    """PEFT's form has gate, up and down of adapted experts, and vLLM's one rank: zeros in A and B,
+    which could never be trained."""
+    config = RunConfig(adapter={"rank": 4, "targets": ["experts.down", "o_proj"]})
+    spec, tensors = make(config)
+    peft.write(tmp_path / "few", spec, tensors, config, form)
+    found = peft_import.read(tmp_path / "few", SHAPE)
+    assert {site.name for site in found[0]} == {site.name for site in spec}
+    check_same(found, (spec, tensors))
+    padded = peft.for_vllm(spec, tensors)
+    assert {site.rank for site in padded[0]} == {8}
+    peft.write(tmp_path / "padded", *padded, config, form)
+    found = peft_import.read(tmp_path / "padded", SHAPE)
+    assert {site.rank for site in found[0]} == {4}
+    check_same(found, (spec, tensors))
+
+
+def test_a_fresh_adapter_is_one_and_one_of_zeros_alone_is_none(tmp_path):
+    spec, tensors = make()
+    fresh = {name: one * (not name.endswith(".B")) for name, one in tensors.items()}
+    peft.write(tmp_path / "fresh", spec, fresh, MIXED)
+    assert len(peft_import.read(tmp_path / "fresh", SHAPE)[0].sites) == len(spec.sites)
+    peft.write(tmp_path / "none", spec, {name: 0 * one for name, one in tensors.items()}, MIXED)
+    with pytest.raises(AdapterError, match="all tensors of the adapter are zero"):
+        peft_import.read(tmp_path / "none", SHAPE)

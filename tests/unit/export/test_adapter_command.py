@@ -17,6 +17,8 @@ from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.resize import resize
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import ExportError
+from lora_moe_rl.export import merged
 from lora_moe_rl.files import adapter_source as source
 from lora_moe_rl.models.fingerprint import base_record
 from lora_moe_rl.tiny.make import cached_at as tiny_at
@@ -33,7 +35,7 @@ def base(tmp_path):
     return directory
 
 
-def save_run(folder, base, sizes=CONFIG, path=None, **adapter):
+def save_run(folder, base, sizes=CONFIG, path=None, revision=None, **adapter):
     """A run whose checkpoint was written by two ranks that each hold half of every tensor. `path`:
     its model.path, if not the base's directory."""
     config = RunConfig(model=str(base), adapter=adapter)
@@ -50,7 +52,7 @@ def save_run(folder, base, sizes=CONFIG, path=None, **adapter):
     metadata = {
         "step": 3,
         "adapter": config.adapter.model_dump(mode="json"),
-        "base": base_record(path or str(base), base),
+        "base": base_record(path or str(base), base, revision),
     }
     with write_checkpoint(folder / "checkpoints", 3, 2, metadata) as directory:
         for rank, arrays in enumerate(files):
@@ -87,13 +89,52 @@ def test_a_run_is_exported_in_every_form(run, base, tmp_path, capsys):
         command = ["export", str(tmp_path / "run"), "--to", "peft", "--out", str(out), *options]
         assert cli.main(command) == 0
         found = check(out, None, expected)  # its config names the base
-    assert {site.rank for site in found.spec} == {8} and not json.loads(
-        (out / "adapter_config.json").read_text()
-    )["rank_pattern"]
+    settings = json.loads((out / "adapter_config.json").read_text())
+    assert settings["r"] == 8 and not settings["rank_pattern"]
+    assert {site.rank for site in found.spec} == {3, 4, 5}  # without what is zero in A and B
     assert f"--max-lora-rank 8 --lora-modules out2={out}" in capsys.readouterr().out
     checkpoint = tmp_path / "run" / "checkpoints" / "step-000003"
     assert cli.main(["export", str(checkpoint), "--to", "peft", "--out", str(tmp_path / "c")]) == 0
     check(tmp_path / "c", base, expected)
+
+
+def test_an_adapter_is_not_merged_twice_and_another_base_is_told(run, base, tmp_path, capsys):
+    peft_, once = tmp_path / "peft", tmp_path / "once"
+    assert cli.main(["export", str(tmp_path / "run"), "--to", "peft", "--out", str(peft_)]) == 0
+    source.load(peft_, base)
+    assert "was trained on" not in capsys.readouterr().err
+    shutil.copytree(base, once)
+    save_file({"x": np.ones(6, np.float32)}, once / "model.safetensors")
+    source.load(peft_, once)
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"was trained on {base}, and {once} has other weight files" in said
+    digest = "a" * 32
+    (once / "merge.json").write_text(json.dumps({"merged": {"adapter": digest}}))
+    with pytest.raises(ExportError, match="has this adapter merged in already"):
+        merged._check_not_merged(once, digest)
+    merged._check_not_merged(once, "b" * 32)
+    merged._check_not_merged(base, digest)
+
+
+def test_the_bases_revision_goes_with_an_adapter(tmp_path, base, capsys, monkeypatch):
+    save_run(tmp_path / "run", base, path="me/tiny", revision="v1", rank=4)
+    asked = []
+
+    def found(path, revision=None):
+        asked.append((path, revision))
+        return base
+
+    monkeypatch.setattr("lora_moe_rl.files.adapter_source.find_local", found)
+    monkeypatch.setattr("lora_moe_rl.models.directory.resolve_model", found)
+    out = tmp_path / "out"
+    assert cli.main(["export", str(tmp_path / "run"), "--to", "peft", "--out", str(out)]) == 0
+    settings = json.loads((out / "adapter_config.json").read_text())
+    assert (settings["base_model_name_or_path"], settings["revision"]) == ("me/tiny", "v1")
+    assert "--revision v1" in capsys.readouterr().out
+    assert source.load(out).config.model.path == str(base) and asked == [("me/tiny", "v1")]
+    merged = ["export", str(tmp_path / "run"), "--to", "merged", "--out", str(tmp_path / "merged")]
+    cli.main(merged)
+    assert asked[1] == ("me/tiny", "v1")
 
 
 def test_the_directory_one_is_in_is_not_replaced(tmp_path, run, base, capsys, monkeypatch):
@@ -247,6 +288,30 @@ def test_resize_and_combine(run, base, tmp_path, capsys):
         out = () if command[0] == "inspect" else ("--out", tmp_path / "refused")
         assert said in refused(capsys, "adapter", *command, *out)
     assert not (tmp_path / "refused").exists() and not tmp_path.with_suffix(".png").exists()
+
+
+def test_a_rank_of_experts_that_are_not_there_is_refused(tmp_path, base, capsys):
+    save_run(tmp_path / "run", base, rank=4, targets=("o_proj", "mlp.*"))
+    ranks = ("--rank", 3, "--expert-rank", 1, "--out", tmp_path / "x")
+    for what in ("resize", "combine"):
+        said = refused(capsys, "adapter", what, tmp_path / "run", *ranks)
+        assert "--expert-rank 1 has no effect: there are no routed experts" in said
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_name_that_ends_in_a_number_is_no_weight(tmp_path, run, base, capsys, monkeypatch):
+    """`ad:2` is the directory of that name where there is one."""
+    monkeypatch.chdir(tmp_path)
+    shutil.move("run", "ad:2")
+    combine = ["adapter", "combine", "--base", str(base), "--out"]
+    assert cli.main([*combine, "sum", "ad:2"]) == 0
+    check(tmp_path / "sum", base, deltas(*run))
+    shutil.copytree("ad:2", "ad")
+    said = refused(capsys, *combine, "x", "ad:2")
+    assert "ad:2 is there, and so is ad: write ad:2:1 for the first, ad/:2 for 2 times" in said
+    for number, (part, weight) in enumerate((("ad:2:1", 1.0), ("ad/:2", 2.0), ("ad:2.0", 2.0))):
+        assert cli.main([*combine, f"out{number}", part]) == 0
+        check(tmp_path / f"out{number}", base, deltas(*run), weight)
 
 
 def test_adapters_of_other_bases_have_no_sum(run, base, tmp_path, capsys):

@@ -80,6 +80,22 @@ def test_packed_weights_are_what_compressed_tensors_makes_of_them(form, tmp_path
     assert report.changed_tensors == sum(name.endswith(scales) for name in read_all(packed)) > 20
 
 
+def test_columns_in_another_order_are_refused_by_runs_and_here(tmp_path):
+    """compressed-tensors reads another weight by `weight_g_idx`, in whichever shard it is."""
+    packed, _ = quantised.make_pair("qwen3_moe", tmp_path, "int4")
+    tensors = read_all(packed)
+    name = next(n for n in tensors if n.endswith("weight_packed"))
+    order = name.replace("packed", "g_idx")
+    columns = torch.arange(8 * tensors[name].shape[1], dtype=torch.int32)
+    config = json.loads((packed / "config.json").read_text())
+    base = shards_of(tensors | {order: columns.flip(0) // 32}, config, tmp_path / "ordered", 9)
+    message = f"{order} stands beside a packed weight"
+    with pytest.raises(ModelError, match=message):
+        check_model_dir(base)
+    with pytest.raises(ExportError, match=message):
+        dequantise(base, tmp_path / "out")
+
+
 def test_numbers_are_refused(tmp_path):
     tiny_families.save("qwen3_moe", tmp_path / "plain")
     with pytest.raises(ExportError, match="holds numbers already: it can be taken as it is"):

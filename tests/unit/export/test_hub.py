@@ -15,6 +15,7 @@ import pytest
 import tiny_families
 from fake_hub import FakeHub, serving
 from huggingface_hub import constants
+from transformers import AutoModelForCausalLM
 
 from lora_moe_rl.adapters import peft
 from lora_moe_rl.adapters.families import ModelShape
@@ -42,8 +43,8 @@ def adapter(tmp_path_factory) -> Path:
     shape = ModelShape.from_hf_config(json.loads((folder / "base/config.json").read_text()))
     config = RunConfig(model={"path": str(folder / "base")}, adapter={"rank": 2})
     spec = AdapterSpec.build(shape, config.adapter)
-    zeros = {name: np.zeros(size, np.float32) for name, size in spec.tensor_shapes.items()}
-    peft.write(folder / "adapter", spec, zeros, config)
+    ones = {name: np.ones(size, np.float32) for name, size in spec.tensor_shapes.items()}
+    peft.write(folder / "adapter", spec, ones, config)
     return folder / "adapter"
 
 
@@ -97,6 +98,30 @@ def test_what_is_there_and_public_is_pushed_to_only_when_that_is_meant(hub, expo
     done = export("--push-to-hub", REPO, "--public", HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN)
     assert done.code == 0, done.stderr
     assert "adapter_config.json" in hub.files[REPO]
+
+
+def test_what_is_there_and_private_is_not_taken_for_public(hub, export, tmp_path):
+    hub.repos[REPO] = True
+    done = export("--push-to-hub", REPO, "--public", HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN)
+    assert done.code == 1 and not hub.files
+    said = " ".join(done.stderr.split())
+    assert "it is there already, and is private: leave out --public, or make it public" in said
+    assert f"hf upload {REPO} {tmp_path / 'out'} . --private" in said
+
+
+def test_a_merged_model_has_a_card_of_its_own_and_not_the_bases(hub, adapter, tmp_path, export):
+    base, out = adapter.parent / "base", tmp_path / "merged"
+    (base / "README.md").write_text("# The base\n\nThe latest generation.\n")
+    (base / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    (base / "adapter_model.safetensors").write_bytes(b"")
+    merged = ("--to", "merged", "--out", str(out), "--base", str(base))
+    done = export(*merged, "--push-to-hub", REPO, HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN)
+    assert done.code == 0, done.stderr
+    card = hub.files[REPO]["README.md"].decode()
+    assert "`base` with a LoRA adapter merged into it" in card and "generation" not in card
+    assert "library_name: transformers" in card and str(base) not in card
+    assert not [path.name for path in out.iterdir() if path.name.startswith("adapter_")]
+    AutoModelForCausalLM.from_pretrained(out)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import numpy as np
@@ -92,6 +93,16 @@ def test_one_rounding_and_the_rest_bit_for_bit(plain, dtype, tmp_path):
             step = torch.finfo(dtype).eps * exact.abs() * 0.5
             assert ((value.double() - exact).abs() <= step * 1.001 + 1e-6).all(), name
     assert (tmp_path / "out/config.json").read_bytes() == (folder / "config.json").read_bytes()
+
+
+def test_all_files_are_ones_own_to_read_and_write(sharded):
+    folder, spec, tensors, out = sharded
+    before = os.umask(0o027)
+    try:
+        export_merged(spec, tensors, folder, out)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {0o640}
 
 
 EXPERT = "model.layers.1.mlp.experts.{}.gate_proj.weight"

@@ -24,9 +24,12 @@ from merge_bases import (
 
 from lora_moe_rl.config import AdapterConfig
 from lora_moe_rl.errors import ConfigError, ExportError
+from lora_moe_rl.export import merged
 from lora_moe_rl.export.merged import export_merged
 from lora_moe_rl.export.merged_weights import Form
 
+IN_OTHER_ORDER = {"config_groups": {"g": {"weights": WEIGHTS | {"actorder": "group"}}}}
+ROTATED = {"transform_config": {"config_groups": {"u": {"type": "hadamard", "apply": []}}}}
 # A step of the form, over the largest element of its block.
 STEPS = {
     "fp8": 2**-4,
@@ -98,6 +101,9 @@ def test_another_dtype(plain, form, tmp_path):
         ("int4", {"config_groups": {"g": {"weights": WEIGHTS | {"group_size": 128}}}}, "128"),
         ("mxfp4", {"format": "pack-quantized"}, "format='pack-quantized'.*'mxfp4-pack-quantized'"),
         ("mxfp4", {"config_groups": {"g": {"weights": WEIGHTS}}}, "'type': 'int'"),
+        ("int4", IN_OTHER_ORDER, "pack-quantized with actorder='group'"),
+        ("int4", ROTATED, "transform_config=.*rotations"),
+        ("fp8", ROTATED, "transform_config=.*rotations"),
     ],
 )
 def test_other_quantisations_are_refused(plain, form, change, message, tmp_path):
@@ -107,6 +113,38 @@ def test_other_quantisations_are_refused(plain, form, change, message, tmp_path)
     spec = spec_of(folder, DENSE)
     with pytest.raises(ExportError, match=message):
         export_merged(spec, random_adapter(spec), folder, tmp_path / "out")
+    if "scale_fmt" not in change:  # of which only what is written is another
+        for write in numbers_of(spec, folder, tmp_path / "out"):
+            with pytest.raises(ExportError, match=message):
+                write()
+    assert not (tmp_path / "out").exists()
+
+
+def numbers_of(spec, folder, out):
+    """What writes a base as numbers."""
+    yield lambda: export_merged(spec, random_adapter(spec), folder, out, Form(dtype="float32"))
+    yield lambda: merged.dequantise(folder, out)
+
+
+@pytest.mark.parametrize("what", ["weight_g_idx", "weight_zero_point"])
+def test_tensors_that_change_a_packed_weight_are_refused(plain, what, tmp_path):
+    _, weights, config = plain
+    base = quantise(weights, "int4")
+    path = "model.layers.1.mlp.experts.0.gate_proj"
+    base[f"{path}.{what}"] = torch.zeros(160, dtype=torch.int32)
+    config = config | {"quantization_config": CONFIGS["int4"]}
+    folder = shards_of(base, config, tmp_path / "base", 3)
+    spec, message = spec_of(folder, DENSE), f"{path}.{what} stands beside a packed weight"
+    out = tmp_path / "out"
+    with pytest.raises(ExportError, match=message):
+        export_merged(spec, random_adapter(spec), folder, out)
+    attention = spec_of(folder, AdapterConfig(rank=2, targets=("q_b_proj",)))
+    for write in (*numbers_of(spec, folder, out), *numbers_of(attention, folder, out)):
+        with pytest.raises(ExportError, match=message):
+            write()
+    assert not out.exists()
+    export_merged(attention, random_adapter(attention), folder, out)  # it is copied as it is
+    assert f"{path}.{what}" in read_all(out)
 
 
 def test_a_form_that_does_not_fit_the_base_is_refused(plain, tmp_path):

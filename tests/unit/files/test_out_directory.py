@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from lora_moe_rl.errors import FileError
@@ -22,7 +24,6 @@ def test_nothing_is_written_into_a_checkpoint(tmp_path):
         with pytest.raises(FileError, match=f"{inside}, a checkpoint; name a place outside"):
             refused()
     require_empty(inside.parent / "peft")
-    require_empty(inside.with_name("step-000020"))
 
 
 def test_a_directory_that_holds_something_is_refused(tmp_path):
@@ -33,3 +34,18 @@ def test_a_directory_that_holds_something_is_refused(tmp_path):
         require_empty(tmp_path / "out")
     with pytest.raises(FileError, match="is no directory"):
         require_empty(tmp_path / "out/file")
+
+
+def test_nothing_is_written_that_a_run_would_take_for_its_checkpoint(tmp_path, monkeypatch):
+    """Commands that read the run warn of it from then on: it has no manifest."""
+    checkpoints = tmp_path / "run/checkpoints"
+    (checkpoints / "step-000007").mkdir(parents=True)
+    monkeypatch.chdir(checkpoints)
+    for out in (checkpoints / "step-000009", checkpoints / "step-1000000/a", Path("step-000007")):
+        with pytest.raises(FileError, match=f"a checkpoint of the run {tmp_path}/run; name a pl"):
+            require_empty(out)
+    for name in ("step-9", "step-000009-peft", "peft"):
+        require_empty(checkpoints / name)
+    require_empty(tmp_path / "step-000009")
+    (checkpoints / "step-000007/model.safetensors").touch()  # another tool's
+    require_empty(checkpoints / "step-000007/peft")

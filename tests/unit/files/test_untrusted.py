@@ -165,6 +165,20 @@ def test_a_tensor_that_the_index_leaves_out_is_refused(tmp_path):
         SafeWeights.open(tmp_path)
 
 
+def test_two_models_in_one_directory_are_refused(tmp_path):
+    """transformers and PEFT load the one, vLLM and we the other."""
+    shards(tmp_path, GOOD)
+    save_file({"x": torch.zeros(2), "y": torch.zeros(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(FileError, match="model.safetensors.index.json that does not name it: .*re"):
+        SafeWeights.open(tmp_path)
+    for name in ("1", "2"):
+        (tmp_path / f"{name}.safetensors").unlink()
+    index = {"weight_map": dict.fromkeys(GOOD, "model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with SafeWeights.open(tmp_path) as weights:
+        assert weights.read("x").tolist() == [0, 0]
+
+
 def test_links_may_not_leave_the_directory(tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()

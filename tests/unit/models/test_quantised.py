@@ -6,7 +6,7 @@ import re
 import pytest
 
 from lora_moe_rl.errors import ModelError
-from lora_moe_rl.models.quantised import SUPPORTED, form, refused
+from lora_moe_rl.models.quantised import SUPPORTED, form, refused, tensors_refused
 
 # As moonshotai/Kimi-K2-Thinking and deepseek-ai/DeepSeek-V3 have it.
 KIMI = {
@@ -72,6 +72,7 @@ def changed(config, path, value):
 
 
 WEIGHTS = "config_groups.group_0.weights"
+ROTATED = {"config_groups": {"u": {"type": "hadamard", "apply": [{"location": "weight_input"}]}}}
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,11 @@ WEIGHTS = "config_groups.group_0.weights"
         (changed(KIMI, f"{WEIGHTS}.symmetric", False), "'symmetric': False"),
         (changed(KIMI, f"{WEIGHTS}.num_bits", 8), "'num_bits': 8"),
         (changed(KIMI, f"{WEIGHTS}.actorder", "group"), "actorder"),
+        (changed(KIMI, f"{WEIGHTS}.actorder", "Dynamic"), "actorder='Dynamic'"),
+        (changed(KIMI, f"{WEIGHTS}.actorder", True), "actorder=True"),
+        (changed(KIMI, "transform_config", ROTATED), "transform_config=.*rotations"),
+        (changed(DEEPSEEK, "transform_config", ROTATED), "transform_config=.*rotations"),
+        (changed(KIMI, "config_groups.group_0.transform_config", ROTATED), "transform_config="),
         (changed(KIMI, "format", "mxfp4-pack-quantized"), "'type': 'int'"),
         (changed(MXFP4, f"{WEIGHTS}.group_size", 16), "'group_size': 16"),
         (changed(KIMI, "format", "nvfp4-pack-quantized"), "nvfp4-pack-quantized"),
@@ -96,3 +102,24 @@ def test_what_is_not_is_named_with_what_is(config, named):
     (reason, *_) = refused(config)
     assert SUPPORTED in reason
     assert re.search(named, reason)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        *((f"{WEIGHTS}.actorder", order) for order in (None, False, "weight", "Static")),
+        *(("transform_config", none) for none in (None, {}, {"config_groups": {}})),
+    ],
+)
+def test_columns_in_their_order_and_no_rotation_are_supported(path, value):
+    assert list(refused(changed(KIMI, path, value))) == []
+
+
+def test_tensors_that_change_a_packed_weight_are_named():
+    """What compressed-tensors computes from beside those that are read here."""
+    read = {f"a.weight_{what}" for what in ("packed", "scale", "shape")}
+    assert list(tensors_refused(read | {"b.weight_g_idx", "a.bias", "c.weight_scale_inv"})) == []
+    for what in ("g_idx", "zero_point", "global_scale"):
+        (reason,) = tensors_refused(read | {f"a.weight_{what}"})
+        assert reason.startswith(f"a.weight_{what} stands beside a packed weight")
+        assert SUPPORTED in reason

@@ -194,6 +194,17 @@ def test_missing_shards(model_dir):
         check_model_dir(model_dir)
 
 
+def test_two_models_in_one_directory_are_refused(model_dir):
+    """transformers loads model.safetensors, whatever the index says."""
+    (model_dir / "model-1.safetensors").write_bytes(EMPTY)
+    index = model_dir / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    with pytest.raises(FileError, match="index.json that does not name it: .*; remove the one"):
+        check_model_dir(model_dir)
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    check_model_dir(model_dir)
+
+
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
