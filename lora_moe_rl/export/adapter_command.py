@@ -93,11 +93,15 @@ def _load(path: Path, options: argparse.Namespace) -> Source:
 
 def _write(options: argparse.Namespace, found: Source, spec: AdapterSpec, tensors) -> None:
     from lora_moe_rl.adapters import peft
+    from lora_moe_rl.export import chat_template
     from lora_moe_rl.export.peft_out import disk_errors
+    from lora_moe_rl.export.run_settings import run_of
 
+    template = chat_template.of_adapter(run_of(found.path, found.path), found.path)
+    beside = {} if template is None else {chat_template.FILE: template}
     with disk_errors(options.out):
-        of_base = found.fingerprint
-        peft.write(options.out, spec, tensors, found.config, options.form, base=of_base)
+        parts = spec, tensors, found.config, options.form
+        peft.write(options.out, *parts, beside=beside, base=found.fingerprint)
     print(f"{options.out}: {len(spec.sites)} sites, {spec.num_parameters:,} parameters")
 
 

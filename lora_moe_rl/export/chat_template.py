@@ -28,13 +28,14 @@ HOLDERS = (
 )
 
 
-def of_run(run: Path | None, checkpoint: Path) -> str | None:
-    """The template that the step of `checkpoint` was trained with; None for the tokenizer's own,
-    and for an adapter that is no run's."""
+def of_adapter(run: Path | None, path: Path) -> str | None:
+    """The template that the adapter at `path` was trained with: that of the checkpoint's step, or
+    the file beside one that is no run's; None for the tokenizer's own."""
     if run is None:
-        return None
+        file = path / FILE
+        return file.read_text(encoding="utf-8") if file.is_file() else None
     try:
-        found = settings_at(run, checkpoint)["model.chat_template"]
+        found = settings_at(run, path)["model.chat_template"]
     except KeyError:
         return None
     except ConfigError as error:

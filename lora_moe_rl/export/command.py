@@ -164,7 +164,7 @@ def _export_peft(options: argparse.Namespace) -> int:
     model = ModelConfig(path=options.base) if options.base else found.config.model
     base, config = str(model.path), found.config.model_copy(update={"model": model})
     run = run_of(options.source, found.path)
-    template = chat_template.of_run(run, found.path)
+    template = chat_template.of_adapter(run, found.path)
     what = "critic" if options.critic else "adapter"
     beside = {} if template is None else {chat_template.FILE: template}
     beside[card.FILE] = card.text(spec, base, run, found.path, what, template is not None)
@@ -248,7 +248,7 @@ def _export_merged(options: argparse.Namespace) -> int:
     base = _base(options) or resolve_model(name, named.revision)
     found.check_base(base)
     run = run_of(options.source, found.path)
-    template = chat_template.of_run(run, found.path)
+    template = chat_template.of_adapter(run, found.path)
     own = {} if template is None else chat_template.in_place_of(base, template)
     own[card.FILE] = card.text(found.spec, name, run, found.path, "merged", template is not None)
     err = Console(highlight=False, emoji=False, markup=False, soft_wrap=True, stderr=True)

@@ -27,6 +27,7 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.cluster.in_thread import in_thread
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import CheckpointError, DiskError
+from lora_moe_rl.export import chat_template
 from lora_moe_rl.files.checkpoint import directory_name, disk_errors
 from lora_moe_rl.files.checkpoint_tensors import CheckpointTensors
 from lora_moe_rl.files.checkpoint_writing import prune, write_checkpoint
@@ -193,8 +194,10 @@ class Checkpoints:
             disk_errors(self.run_dir.adapter),
             CheckpointTensors(path, self.spec.tensor_shapes) as tensors,
         ):
-            of_base = self.base["fingerprint"]
-            peft.write(self.run_dir.adapter, self.spec, tensors, self.config, base=of_base)
+            template, of_base = self.config.model.chat_template, self.base["fingerprint"]
+            beside = {} if template is None else {chat_template.FILE: template}
+            parts = self.spec, tensors, self.config
+            peft.write(self.run_dir.adapter, *parts, beside=beside, base=of_base)
 
     async def _paused(self) -> bool:
         """Waits until it is time to try again. Returns whether a newer one is there meanwhile."""

@@ -141,3 +141,12 @@ def test_that_it_is_not_known_is_warned_of(base, tmp_path, capsys):
     assert export(run, out, "--to", "peft") == 0
     said = " ".join(capsys.readouterr().err.split())
     assert "the tokenizer's own chat template is taken; whether the run had another" in said
+
+
+def test_it_goes_on_with_a_peft_directory(base, tmp_path):
+    run, peft, other = save_run(tmp_path / "run", base, OWN), tmp_path / "peft", tmp_path / "other"
+    assert export(run, peft, "--to", "peft") == 0
+    assert main(["adapter", "resize", str(peft), "--rank", "1", "--out", str(other)]) == 0
+    assert (other / chat_template.FILE).read_text() == OWN
+    assert export(other, tmp_path / "merged", "--to", "merged") == 0
+    assert rendered(tmp_path / "merged") == "<<2+3=>>\né"

@@ -28,10 +28,10 @@ def test_others_go_on_while_ranks_write_and_the_next_step_while_the_adapter_is_w
     may_write, threads, ticks = threading.Event(), [], [0]
     stock = peft.write
 
-    def slow_write(*args):
+    def slow_write(*args, **more):
         threads.append(threading.current_thread().name)
         assert may_write.wait(20)
-        stock(*args)
+        stock(*args, **more)
 
     monkeypatch.setattr(module.peft, "write", slow_write)
 
@@ -197,11 +197,11 @@ class Refusing:
         self.times, self.asked, self.stock = times, 0, peft.write
         monkeypatch.setattr(module.peft, "write", self)
 
-    def __call__(self, *args):
+    def __call__(self, *args, **more):
         self.asked += 1
         if self.asked <= self.times:
             raise OSError(28, "No space left on device")
-        self.stock(*args)
+        self.stock(*args, **more)
 
 
 def test_where_only_the_adapter_is_refused_only_the_adapter_is_tried_again(tmp_path, monkeypatch):
@@ -294,7 +294,12 @@ def test_a_run_that_fails_waits_for_its_threads_and_one_that_is_ended_at_once_do
     tmp_path, monkeypatch
 ):
     may_write, stock = threading.Event(), peft.write
-    monkeypatch.setattr(module.peft, "write", lambda *args: may_write.wait(20) and stock(*args))
+
+    def late(*args, **more):
+        assert may_write.wait(20)
+        stock(*args, **more)
+
+    monkeypatch.setattr(module.peft, "write", late)
     run = Run(tmp_path, Disk(value=2.0))
 
     async def fails(checkpoints, tasks):
