@@ -3,9 +3,16 @@ that take longest are begun first: one that begins last keeps a process busy alo
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
+
+# Processes that tests spawn find their functions by the names that test files have: tests.unit....
+# At the end: folders of ours are named as packages that others look for.
+if (root := str(Path(__file__).parents[1])) not in sys.path:
+    sys.path.append(root)
 
 # Seconds of a test, roughly, by its first marker of these.
 SECONDS = {"minute": 60, "whole": 60, "slow": 20, "seconds": 3}

@@ -12,7 +12,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.trouble import Trouble
 from lora_moe_rl.run.checkpoints import CHECKPOINT
-from lora_moe_rl.run.supervisor import Lives
+from lora_moe_rl.run.supervisor import Lives, Newest
 from lora_moe_rl.telemetry.metric_rows import ROWS
 
 PACKAGE = Path(__file__).parents[3] / "lora_moe_rl"
@@ -38,7 +38,7 @@ def test_the_page_names_each_kind():
 
 
 def test_what_the_supervisor_says_is_what_is_looked_for():
-    said = Lives(3, newest=0).ended(-9, newest=5)
+    said = Lives(3, Newest()).ended(-9, Newest(5))
     assert said and matches(KINDS["controller.kill"].says, said.replace(" ", "\n"))
     for kind in ("rank.kill", "engine.kill", "engine.hang"):
         assert not matches(KINDS[kind].says, said)
