@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config.files import read_config_file, to_yaml
+from lora_moe_rl.config.files import read_config_file
 from lora_moe_rl.config.keys import value_text
 from lora_moe_rl.config.recipes import resolved
 from lora_moe_rl.errors import BenchmarkError
-from lora_moe_rl.files.unchanged import flat
+from lora_moe_rl.files.unchanged import flat, flat_of
 from lora_moe_rl.telemetry.metrics import read_steps
 
 SHOWN = 4
@@ -45,7 +43,7 @@ def run(
 def _check_same(name: str, folder: Path, config: RunConfig) -> None:
     file = folder / "config.yaml"
     saved = flat(read_config_file(file)) if file.exists() else {}
-    now = flat(yaml.safe_load(to_yaml(config)))
+    now = flat_of(config)
     other = [
         f"{key}={value_text(saved.get(key))} (now {value_text(now.get(key))})"
         for key in sorted(saved.keys() | now.keys(), key=lambda one: (one[-5:] != ".name", one))

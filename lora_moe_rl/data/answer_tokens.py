@@ -4,6 +4,7 @@ ends it."""
 from __future__ import annotations
 
 import re
+from functools import cached_property
 from typing import Any
 
 from lora_moe_rl.data.columns import short
@@ -41,9 +42,8 @@ class AnswerTokens:
     def _behind(self, rest: str, place: str) -> list[int]:
         """As tokens that follow others: SentencePiece gives a text by itself a space in front,
         which would be learned as a part of the answer."""
-        alone = self._encoded(rest)
-        before = self._encoded(ANCHORS[0])
-        shown = self._tokenizer.decode(before + alone)[len(self._tokenizer.decode(before)) :]
+        alone, (before, length) = self._encoded(rest), self._first_anchor
+        shown = self._tokenizer.decode(before + alone)[length:]
         if rest.startswith(" ") or not shown.startswith(" "):
             return alone
         for anchor in ANCHORS:
@@ -54,6 +54,12 @@ class AnswerTokens:
             f"{place}: the model's tokenizer puts a space before the answer, {short(rest)}, and "
             "makes no tokens of it without one; begin the answer with a space of its own"
         )
+
+    @cached_property
+    def _first_anchor(self) -> tuple[list[int], int]:
+        """Its tokens, and how many characters they are."""
+        token_ids = self._encoded(ANCHORS[0])
+        return token_ids, len(self._tokenizer.decode(token_ids))
 
     def _encoded(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)

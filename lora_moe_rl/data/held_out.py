@@ -39,8 +39,7 @@ def held_out_prompts(
     if rows is None:
         rows = list(_generated(config, seed_of_rows(seed, name)))
     maker = PromptMaker(config, tokenizer, max_prompt_tokens, wanted)
-    tried = [(number, maker.make(row)) for number, row in enumerate(rows)]
-    made = [(number, one) for number, one in tried if one is not None]
+    made = [(n, one) for n, row in enumerate(rows) if (one := maker.make(row)) is not None]
     if not made:
         why = f": {maker.why_left_out()}" if rows else ""
         source = "path" if config.path is not None else "generator"

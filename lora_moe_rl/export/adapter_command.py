@@ -98,7 +98,7 @@ def _write(options: argparse.Namespace, found: Source, spec: AdapterSpec, tensor
     from lora_moe_rl.export.run_settings import run_of
 
     template = chat_template.of_adapter(run_of(found.path, found.path), found.path)
-    beside = {} if template is None else {chat_template.FILE: template}
+    beside = chat_template.beside(template)
     with disk_errors(options.out):
         parts = spec, tensors, found.config, options.form
         peft.write(options.out, *parts, beside=beside, base=found.fingerprint)

@@ -48,6 +48,11 @@ def of_adapter(run: Path | None, path: Path) -> str | None:
     return found
 
 
+def beside(template: str | None) -> dict[str, str]:
+    """{file of a PEFT directory: its content}."""
+    return {} if template is None else {FILE: template}
+
+
 def in_place_of(base: Path, text: str) -> dict[str, str | None]:
     """{file of a whole model: its content, None for one that is left out}: those of `base` that
     have a template, with `text` in its place. Raises FileError for one that cannot be read."""

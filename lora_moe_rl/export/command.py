@@ -166,7 +166,7 @@ def _export_peft(options: argparse.Namespace) -> int:
     run = run_of(options.source, found.path)
     template = chat_template.of_adapter(run, found.path)
     what = "critic" if options.critic else "adapter"
-    beside = {} if template is None else {chat_template.FILE: template}
+    beside = chat_template.beside(template)
     beside[card.FILE] = card.text(spec, base, run, found.path, what, template is not None)
     with disk_errors(options.out):
         files = tensors.get(VALUE_HEAD), beside, found.fingerprint

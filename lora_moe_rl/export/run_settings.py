@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 from lora_moe_rl.config.files import read_config_file
-from lora_moe_rl.files.checkpoint import step_of
+from lora_moe_rl.files.checkpoint import is_named, step_of
 from lora_moe_rl.files.run_dir import CONFIG
 from lora_moe_rl.files.settings_file import SETTINGS
 from lora_moe_rl.files.unchanged import flat
@@ -16,7 +15,7 @@ from lora_moe_rl.files.unchanged import flat
 def run_of(source: Path, checkpoint: Path) -> Path | None:
     """The run directory that an adapter is of; None for one that is no run's. `source` is what was
     named to be exported, `checkpoint` what was read: the same, or the newest of a run."""
-    if not re.fullmatch(r"step-\d+", checkpoint.name):
+    if not is_named(checkpoint):
         return None
     folders = (source, checkpoint.absolute().parent.parent)
     return next((folder for folder in folders if (folder / CONFIG).is_file()), None)

@@ -158,8 +158,12 @@ def plain_files(folder: Path) -> list[str]:
 
 def all_of(root: Path) -> list[Path]:
     """The checkpoints by their names, valid or not, oldest first."""
-    paths = [path for path in root.glob("step-*") if _STEP_NAME.fullmatch(path.name)]
-    return sorted(paths, key=step_of)
+    return sorted(filter(is_named, root.glob("step-*")), key=step_of)
+
+
+def is_named(path: Path) -> bool:
+    """Whether a directory has the name of a checkpoint."""
+    return _STEP_NAME.fullmatch(path.name) is not None
 
 
 def step_of(path: Path) -> int:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from lora_moe_rl.errors import FileError
-from lora_moe_rl.files.checkpoint import MANIFEST, directory_name
+from lora_moe_rl.files.checkpoint import MANIFEST, is_named
 
 
 def require_empty(out: Path) -> None:
@@ -54,8 +54,6 @@ def require_place(path: Path, what: str) -> None:
 def _taken_for_checkpoint(path: Path) -> bool:
     """By its name and its folder's, as `checkpoint.all_of` goes by. What holds something already is
     as it is: another tool's, or a run's own that is damaged."""
-    step = path.name.removeprefix("step-")
-    named = step != path.name and step.isdecimal() and len(path.name) >= len(directory_name(0))
-    if not named or path.parent.name != "checkpoints":
+    if not is_named(path) or path.parent.name != "checkpoints":
         return False
     return not path.is_dir() or not any(path.iterdir())

@@ -7,12 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config.files import to_yaml
 from lora_moe_rl.files.since import Since
-from lora_moe_rl.files.unchanged import flat
+from lora_moe_rl.files.unchanged import flat_of
 
 SETTINGS = Since("settings.json", "settings")  # {dotted key: value}
 SHOWN = 80  # characters of a value
@@ -21,9 +18,7 @@ SHOWN = 80  # characters of a value
 def note(run: Path, step: int, config: RunConfig) -> str:
     """Writes down that the run goes on after `step` with `config`. Returns which settings are
     others than before, '' for none."""
-    now = json.loads(
-        json.dumps(flat(yaml.safe_load(to_yaml(config))), default=str)
-    )  # as it is read
+    now = json.loads(json.dumps(flat_of(config), default=str))  # as it will be read
     before = SETTINGS.note(run, step, now)
     if before is None or before == now:
         return ""

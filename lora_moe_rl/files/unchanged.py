@@ -30,7 +30,7 @@ def check_unchanged(saved: dict[str, Any], config: RunConfig, path: Path) -> Non
     """Raises RunDirError when a key of FIXED differs between the saved config and `config`, unless
     adapter.resize allows it. Where the start is measured against it is told by its fingerprint
     (`run/frozen_start.py`), and may have moved."""
-    before, now = flat(saved), flat(yaml.safe_load(to_yaml(config)))
+    before, now = flat(saved), flat_of(config)
     changed = [
         key
         for key in now
@@ -54,6 +54,11 @@ def check_unchanged(saved: dict[str, Any], config: RunConfig, path: Path) -> Non
     raise RunDirError(
         f"{path} cannot be resumed with another base or other adapters: {values}. {way_out}"
     )
+
+
+def flat_of(config: RunConfig) -> dict[str, Any]:
+    """`{dotted key: value}` of a config, as config.yaml has it."""
+    return flat(yaml.safe_load(to_yaml(config)))
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

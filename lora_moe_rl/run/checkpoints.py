@@ -194,9 +194,8 @@ class Checkpoints:
             disk_errors(self.run_dir.adapter),
             CheckpointTensors(path, self.spec.tensor_shapes) as tensors,
         ):
-            template, of_base = self.config.model.chat_template, self.base["fingerprint"]
-            beside = {} if template is None else {chat_template.FILE: template}
-            parts = self.spec, tensors, self.config
+            beside = chat_template.beside(self.config.model.chat_template)
+            parts, of_base = (self.spec, tensors, self.config), self.base["fingerprint"]
             peft.write(self.run_dir.adapter, *parts, beside=beside, base=of_base)
 
     async def _paused(self) -> bool:

@@ -46,10 +46,13 @@ class Newest(NamedTuple):
     @classmethod
     def of(cls, root: Path) -> Newest:
         paths = all_of(root)
+        if not paths:
+            return cls()
         try:
-            return cls(step_of(paths[-1]), (paths[-1] / MANIFEST).stat().st_mtime_ns)
-        except (IndexError, OSError):  # there is none, or what has the name is none
-            return cls(step_of(paths[-1]) if paths else 0)
+            written = (paths[-1] / MANIFEST).stat().st_mtime_ns
+        except OSError:  # what has the name is none
+            written = 0
+        return cls(step_of(paths[-1]), written)
 
 
 @dataclass

@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny_families
 from merge_bases import random_adapter, shards_of, spec_of
 from safetensors.torch import load_file
 
+from lora_moe_rl.adapters import peft
+from lora_moe_rl.adapters.families import ModelShape
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.config import RunConfig
 from lora_moe_rl.export import merged_plan
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory) -> Path:
+    """A PEFT directory beside its base."""
+    folder = tmp_path_factory.mktemp("adapter")
+    tiny_families.save("qwen3_moe", folder / "base")
+    shape = ModelShape.from_hf_config(json.loads((folder / "base/config.json").read_text()))
+    config = RunConfig(model={"path": str(folder / "base")}, adapter={"rank": 2})
+    spec = AdapterSpec.build(shape, config.adapter)
+    ones = {name: np.ones(size, np.float32) for name, size in spec.tensor_shapes.items()}
+    peft.write(folder / "adapter", spec, ones, config)
+    return folder / "adapter"
 
 
 @pytest.fixture(scope="module")

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import errno
-import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-import tiny_families
 
-from lora_moe_rl.adapters import peft
-from lora_moe_rl.adapters.families import ModelShape
-from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.cli import main
-from lora_moe_rl.config import RunConfig
 from lora_moe_rl.files import saving
 
 COMMANDS = {
@@ -23,18 +16,6 @@ COMMANDS = {
     "resize": ["adapter", "resize", "ADAPTER", "--rank", "3"],
     "combine": ["adapter", "combine", "ADAPTER:1", "ADAPTER:2"],
 }
-
-
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("disk")
-    tiny_families.save("qwen3_moe", folder / "base")
-    shape = ModelShape.from_hf_config(json.loads((folder / "base/config.json").read_text()))
-    config = RunConfig(model={"path": str(folder / "base")}, adapter={"rank": 2})
-    spec = AdapterSpec.build(shape, config.adapter)
-    ones = {name: np.ones(size, np.float32) for name, size in spec.tensor_shapes.items()}
-    peft.write(folder / "adapter", spec, ones, config)
-    return folder / "adapter"
 
 
 def refusing(monkeypatch, after: int) -> None:

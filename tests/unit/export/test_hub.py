@@ -7,21 +7,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
-import tiny_families
 from fake_hub import FakeHub, serving
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
-from lora_moe_rl.adapters import peft
-from lora_moe_rl.adapters.families import ModelShape
-from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.cli import main
-from lora_moe_rl.config import RunConfig
 
 TOKEN, REPO = "hf_secretsecret", "me/mine"
 NOWHERE = "http://127.0.0.1:9"  # where nobody listens
@@ -34,18 +27,6 @@ class Done(NamedTuple):
 
 
 Export = Callable[..., Done]
-
-
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("hub")
-    tiny_families.save("qwen3_moe", folder / "base")
-    shape = ModelShape.from_hf_config(json.loads((folder / "base/config.json").read_text()))
-    config = RunConfig(model={"path": str(folder / "base")}, adapter={"rank": 2})
-    spec = AdapterSpec.build(shape, config.adapter)
-    ones = {name: np.ones(size, np.float32) for name, size in spec.tensor_shapes.items()}
-    peft.write(folder / "adapter", spec, ones, config)
-    return folder / "adapter"
 
 
 @pytest.fixture

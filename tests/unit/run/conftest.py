@@ -27,6 +27,7 @@ def verls(solution_str, ground_truth, data_source, extra_info):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
+    """A Qwen3-MoE directory with 8 experts and 512 positions."""
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     shapes.build_model("qwen3_moe").save_pretrained(folder)

@@ -9,7 +9,6 @@ import sys
 import numpy as np
 import pytest
 import ray
-import torch
 import yaml
 from checkpoints import write_checkpoint
 from safetensors.numpy import save_file
@@ -19,19 +18,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.files import to_yaml
 from lora_moe_rl.files import storage, trainer_state
 from lora_moe_rl.models.fingerprint import base_record
-from lora_moe_rl.tiny import shapes
-from lora_moe_rl.tiny.tokenizer import make_tokenizer
 from tests.helpers import remote_tokenizer
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A Qwen3-MoE directory with 8 experts and 512 positions."""
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    shapes.build_model("qwen3_moe").save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture
