@@ -81,22 +81,26 @@ def fit(
 
 def _to_rank(site: Site, before: int, A: np.ndarray, B: np.ndarray, seed: int):
     norm = site.scale * math.sqrt(float(squared_norms(A, B).sum()))
-    if before <= site.rank:
-        added = site.rank - before
-        A = np.concatenate([A, _fresh_rows(site, A.shape[:-2], before, seed)], -2)
-        B = np.concatenate([B, np.zeros((*B.shape[:-1], added), B.dtype)], -1)
-        return A, B, Change(site.name, before, site.rank, norm, 0.0)
-    flat_A, flat_B = _flat(site, A, B)
-    small_A, small_B, lost = truncate(flat_A, flat_B, site.rank)
-    A, B = _unflat(site, small_A, small_B)
+    lost = 0.0
+    if before > site.rank:
+        small_A, small_B, lost = truncate(*_flat(site, A, B), site.rank)
+        A, B = _unflat(site, small_A, small_B)
+    if A.shape[-2] < site.rank:
+        A, B = _grown(site, A, B, seed)
     return A, B, Change(site.name, before, site.rank, norm, site.scale * lost)
 
 
+def _grown(site: Site, A: np.ndarray, B: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    there = A.shape[-2]
+    A = np.concatenate([A, _fresh_rows(site, A.shape[:-2], there, seed)], -2)
+    return A, np.concatenate([B, np.zeros((*B.shape[:-1], site.rank - there), B.dtype)], -1)
+
+
 def truncate(A: np.ndarray, B: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """(A `[..., rank, in]`, B `[..., out, rank]`, Frobenius norm of what is lost), float32.
+    """(A `[..., r, in]`, B `[..., out, r]`, Frobenius norm of what is lost), float32.
 
     The best approximation of B A `[..., out, in]` of that rank; both have the roots of its singular
-    values.
+    values. r is the rank, or what is the most that B A can have, if that is less.
     """
     Q_B, R_B = np.linalg.qr(B.astype(np.float64))
     Q_A, R_A = np.linalg.qr(A.astype(np.float64).swapaxes(-1, -2))
@@ -105,10 +109,6 @@ def truncate(A: np.ndarray, B: np.ndarray, rank: int) -> tuple[np.ndarray, np.nd
     root = np.sqrt(S[..., :rank])
     small_B = Q_B @ (U[..., :rank] * root[..., None, :])
     small_A = (root[..., None] * Vt[..., :rank, :]) @ Q_A.swapaxes(-1, -2)
-    missing = rank - root.shape[-1]  # a linear narrower than the rank
-    if missing > 0:
-        small_A = np.pad(small_A, [(0, 0)] * (A.ndim - 2) + [(0, missing), (0, 0)])
-        small_B = np.pad(small_B, [(0, 0)] * (B.ndim - 1) + [(0, missing)])
     return small_A.astype(np.float32), small_B.astype(np.float32), lost
 
 

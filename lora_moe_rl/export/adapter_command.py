@@ -94,9 +94,10 @@ def _load(path: Path, options: argparse.Namespace) -> Source:
 def _write(options: argparse.Namespace, found: Source, spec: AdapterSpec, tensors) -> None:
     from lora_moe_rl.adapters import peft
     from lora_moe_rl.export import chat_template
-    from lora_moe_rl.export.peft_out import disk_errors
+    from lora_moe_rl.export.peft_out import check_form, disk_errors
     from lora_moe_rl.export.run_settings import run_of
 
+    check_form(options.form, spec)
     template = chat_template.of_adapter(run_of(found.path, found.path), found.path)
     beside = chat_template.beside(template)
     with disk_errors(options.out):

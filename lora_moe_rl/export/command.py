@@ -148,7 +148,7 @@ def _export_peft(options: argparse.Namespace) -> int:
     from lora_moe_rl.adapters.spec import VALUE_HEAD
     from lora_moe_rl.config import ModelConfig
     from lora_moe_rl.export import card, chat_template
-    from lora_moe_rl.export.peft_out import disk_errors
+    from lora_moe_rl.export.peft_out import check_form, disk_errors
     from lora_moe_rl.export.run_settings import run_of
     from lora_moe_rl.files import adapter_source as source
     from lora_moe_rl.files import trainer_state
@@ -158,6 +158,7 @@ def _export_peft(options: argparse.Namespace) -> int:
     whose = trainer_state.CRITIC if options.critic else trainer_state.POLICY
     found = source.load(options.source, _base(options), whose=whose)
     spec, tensors = found.spec, found.tensors
+    check_form(options.form, spec)
     form = _form_of_peft(options, spec.shape)
     if options.reader == "vllm":
         spec, tensors = peft.for_vllm(spec, tensors)

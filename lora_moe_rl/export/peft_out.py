@@ -6,7 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lora_moe_rl.errors import ExportError
+from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.errors import ConfigError, ExportError
+
+
+def check_form(form: str | None, spec: AdapterSpec) -> None:
+    """Raises ConfigError for a --form of experts where the adapter has none."""
+    if form is not None and all(site.num_experts is None for site in spec):
+        raise ConfigError(
+            f"--form {form} has no effect: there are no routed experts in this adapter; leave it "
+            "out"
+        )
 
 
 @contextmanager

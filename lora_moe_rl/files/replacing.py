@@ -47,18 +47,18 @@ def replacing(directory: Path) -> Iterator[Path]:
     fresh, old = (
         directory.with_name(f".{directory.name}.lora_moe_rl.{end}") for end in ("tmp", "old")
     )
-    if old.exists() and not directory.exists():
-        os.rename(old, directory)
+    _put_back(directory, old)
     _remove(fresh, old)
     fresh.mkdir(parents=True)
     try:
         yield fresh
+        for path in [*fresh.iterdir(), fresh]:
+            sync(path)
+        put_in_place(fresh, directory, old)
     except Exception:
+        _put_back(directory, old)
         _remove(fresh)
         raise
-    for path in [*fresh.iterdir(), fresh]:
-        sync(path)
-    put_in_place(fresh, directory, old)
     _remove(fresh, old)
 
 
@@ -71,6 +71,11 @@ def put_in_place(fresh: Path, directory: Path, old: Path) -> None:
         os.rename(directory, old)
         os.rename(fresh, directory)
     sync(directory.parent)
+
+
+def _put_back(directory: Path, old: Path) -> None:
+    if old.exists() and not directory.exists():
+        os.rename(old, directory)
 
 
 def sync(path: Path) -> None:

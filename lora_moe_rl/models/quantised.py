@@ -80,8 +80,12 @@ def refused(config: Mapping[str, Any]) -> Iterator[str]:
     elif method == "compressed-tensors":
         kind = said.get("format")
         yield from packing_refused(said, kind)
-        if any(group.get("input_activations") for group in _groups(said)):
+        activations = ("input_activations", "output_activations")
+        if any(group.get(one) for group in _groups(said) for one in activations):
             yield _refused(f"{kind} with quantised activations")
+        if cache := said.get("kv_cache_scheme"):
+            how = "remove that key from a copy of its config.json, and its k_scale and v_scale"
+            yield _refused(f"kv_cache_scheme={cache!s:.80} (vLLM alone would round the cache)", how)
     elif method == "mxfp4":  # gpt-oss's
         yield _refused("quant_method='mxfp4'", AS_NUMBERS)
     else:

@@ -43,7 +43,8 @@ def test_a_lower_rank_is_the_best_one(out, width, rank):
     A = generator.standard_normal((4, 6, width))
     B = generator.standard_normal((4, out, 6))
     small_A, small_B, lost = truncate(A, B, rank)
-    assert small_A.shape == (4, rank, width) and small_B.shape == (4, out, rank)
+    most = min(rank, out, width)
+    assert small_A.shape == (4, most, width) and small_B.shape == (4, out, most)
     S = np.linalg.svd(B @ A, compute_uv=False)
     best = np.sqrt((S[:, rank:] ** 2).sum())
     np.testing.assert_allclose(np.linalg.norm(small_B @ small_A - B @ A), best, atol=2e-5)
@@ -93,6 +94,17 @@ def test_shrinking_says_what_is_lost(layout):
         np.testing.assert_allclose([change.norm], np.linalg.norm(before[change.site]), rtol=1e-4)
     back, same, _ = resize(small, fewer, lambda site: 6)
     close(deltas(back, same), after)
+
+
+@pytest.mark.parametrize("layout", ["per_expert", "shared_outer"])
+def test_ranks_above_a_linears_width_can_be_trained_when_others_shrink(layout):
+    spec, tensors = make(rank=24, expert_layout=layout)
+    small, fewer, _ = resize(spec, tensors, lambda site: 20)
+    narrow = [site.name for site in spec if min(site.in_features, site.out_features) < 20]
+    assert 0 < len(narrow) < len(spec.sites)
+    for name in narrow:
+        assert (np.abs(fewer[f"{name}.A"]).max(-1) > 0).all()
+    assert small.tensor_shapes == {name: array.shape for name, array in fewer.items()}
 
 
 def test_fit_folds_scales_and_repeats_what_was_shared():

@@ -290,12 +290,18 @@ def test_resize_and_combine(run, base, tmp_path, capsys):
     assert not (tmp_path / "refused").exists() and not tmp_path.with_suffix(".png").exists()
 
 
-def test_a_rank_of_experts_that_are_not_there_is_refused(tmp_path, base, capsys):
+def test_a_rank_and_a_form_of_experts_that_are_not_there_are_refused(tmp_path, base, capsys):
     save_run(tmp_path / "run", base, rank=4, targets=("o_proj", "mlp.*"))
     ranks = ("--rank", 3, "--expert-rank", 1, "--out", tmp_path / "x")
     for what in ("resize", "combine"):
         said = refused(capsys, "adapter", what, tmp_path / "run", *ranks)
         assert "--expert-rank 1 has no effect: there are no routed experts" in said
+    form = ("--form", "3d", "--out", tmp_path / "x")
+    for command in (("export", tmp_path / "run", "--to", "peft"),
+                    ("adapter", "import", tmp_path / "run"),
+                    ("adapter", "resize", tmp_path / "run", "--rank", 3)):  # fmt: skip
+        said = refused(capsys, *command, *form)
+        assert "--form 3d has no effect: there are no routed experts" in said
     assert not (tmp_path / "x").exists()
 
 

@@ -140,6 +140,27 @@ def test_a_writer_that_fails_changes_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_name_that_cannot_be_given_leaves_what_was_there_and_nothing_hidden(
+    there, tmp_path, monkeypatch
+):
+    rename = os.rename
+
+    def refused(source, target):
+        if (Path(source).name, Path(target).name) == (".adapter.lora_moe_rl.tmp", "adapter"):
+            raise OSError(28, "No space left on device")
+        rename(source, target)
+
+    if there:
+        write(tmp_path / "adapter", "old")
+    monkeypatch.setattr(os, "rename", refused)
+    monkeypatch.setattr(module, "_exchange", lambda one, other: False)
+    with pytest.raises(OSError, match="No space"):
+        write(tmp_path / "adapter", "new")
+    assert [path.name for path in tmp_path.iterdir()] == (["adapter"] if there else [])
+    assert not there or read(tmp_path / "adapter") == "old"
+
+
 def test_a_link_stays_a_link_to_the_new_one(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "adapter")
     for text in ("old", "new"):

@@ -91,6 +91,8 @@ ROTATED = {"config_groups": {"u": {"type": "hadamard", "apply": [{"location": "w
         (changed(MXFP4, f"{WEIGHTS}.group_size", 16), "'group_size': 16"),
         (changed(KIMI, "format", "nvfp4-pack-quantized"), "nvfp4-pack-quantized"),
         (changed(KIMI, "config_groups.group_0.input_activations", {"num_bits": 8}), "activations"),
+        (changed(KIMI, "config_groups.group_0.output_activations", {"num_bits": 8}), "activations"),
+        (changed(KIMI, "kv_cache_scheme", {"num_bits": 8}), "kv_cache_scheme=.*round the cache"),
         (changed(KIMI, "config_groups", {}), r"weights \[\]"),
         (changed(DEEPSEEK, "weight_block_size", None), "weight_block_size=None"),
         (changed(DEEPSEEK, "activation_scheme", "static"), "activation_scheme='static'"),
