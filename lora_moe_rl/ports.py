@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
     from lora_moe_rl.algorithms.base import Pass
     from lora_moe_rl.data.batch import TrainBatch
-    from lora_moe_rl.data.samples import Group, Played, Prompt, Sample, Scores, UpdateResult
+    from lora_moe_rl.data.samples import Group, Played, Prompt, Sample, Scores
+    from lora_moe_rl.data.update_result import UpdateResult
     from lora_moe_rl.files.trainer_state import Saved
     from lora_moe_rl.kernels.merge.rounding import Arrived
 

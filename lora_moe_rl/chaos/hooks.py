@@ -18,7 +18,7 @@ import numpy as np
 
 from lora_moe_rl.cluster.logged_worker import LoggedWorker
 from lora_moe_rl.data.batch import TrainBatch
-from lora_moe_rl.data.samples import UpdateResult
+from lora_moe_rl.data.update_result import UpdateResult
 from lora_moe_rl.refit.parts import SentPart
 from lora_moe_rl.router_replay.packed import PackedRoutes
 from lora_moe_rl.router_replay.travel import SentRoutes, fetch

@@ -31,7 +31,7 @@ from lora_moe_rl.cluster import stacks
 from lora_moe_rl.cluster.in_thread import in_thread
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
-from lora_moe_rl.data.samples import UpdateResult
+from lora_moe_rl.data.update_result import UpdateResult
 from lora_moe_rl.errors import ActorFailed, ActorSilent, LoraMoeRlError, RefitError
 from lora_moe_rl.files import checkpoint
 from lora_moe_rl.files.run_dir import RunDir

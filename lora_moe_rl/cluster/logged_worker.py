@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_moe_rl.cluster.log import redirect
 from lora_moe_rl.data.batch import TrainBatch
-from lora_moe_rl.data.samples import UpdateResult
+from lora_moe_rl.data.update_result import UpdateResult
 from lora_moe_rl.trainer.worker import TrainerWorker
 
 if TYPE_CHECKING:

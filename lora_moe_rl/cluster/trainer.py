@@ -18,8 +18,8 @@ from lora_moe_rl.cluster.logged_worker import LoggedWorker
 from lora_moe_rl.cluster.placement import Placement
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
-from lora_moe_rl.data.samples import UpdateResult
 from lora_moe_rl.data.shares import shares
+from lora_moe_rl.data.update_result import UpdateResult
 from lora_moe_rl.errors import DiskError
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.files.trainer_state import Saved

@@ -34,7 +34,8 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.files import read_config_file, to_yaml
 from lora_moe_rl.config.recipes import CONFIG
 from lora_moe_rl.data.kept import spread
-from lora_moe_rl.data.samples import Group, TokenValues
+from lora_moe_rl.data.samples import Group
+from lora_moe_rl.data.update_result import TokenValues
 from lora_moe_rl.errors import FileError, RunDirError
 from lora_moe_rl.files.eval_files import EvalFiles
 from lora_moe_rl.files.jsonl import cut_after, tail, to_json

@@ -30,7 +30,8 @@ from lora_moe_rl.algorithms.parts.kl_control import KLControl
 from lora_moe_rl.algorithms.parts.step_signals import revised, signals_of
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
-from lora_moe_rl.data.samples import Group, UpdateResult
+from lora_moe_rl.data.samples import Group
+from lora_moe_rl.data.update_result import UpdateResult
 from lora_moe_rl.environments.base import Environment
 from lora_moe_rl.errors import EngineDied, EngineLost, LoraMoeRlError, RewardError
 from lora_moe_rl.ports import Prompts, Publisher, Ref, Sampler, Teacher, Trainer

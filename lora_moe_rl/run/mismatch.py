@@ -10,7 +10,8 @@ import numpy as np
 
 from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.data.samples import NOT_SAMPLED, Group, Sample, UpdateResult
+from lora_moe_rl.data.samples import NOT_SAMPLED, Group, Sample
+from lora_moe_rl.data.update_result import UpdateResult
 from lora_moe_rl.errors import MismatchError
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.rollout.facts import Dtype

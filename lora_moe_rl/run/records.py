@@ -16,7 +16,8 @@ from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.data.samples import Group, Sample, UpdateResult
+from lora_moe_rl.data.samples import Group, Sample
+from lora_moe_rl.data.update_result import UpdateResult
 from lora_moe_rl.errors import NonFiniteError, NothingTrainedError, RewardError
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.ports import Trainer

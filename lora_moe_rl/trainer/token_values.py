@@ -13,7 +13,7 @@ import numpy as np
 
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.packing import MicroBatch, unpack
-from lora_moe_rl.data.samples import TokenValues
+from lora_moe_rl.data.update_result import TokenValues
 
 if TYPE_CHECKING:
     import torch

@@ -25,7 +25,7 @@ from lora_moe_rl.algorithms.base import Pass
 from lora_moe_rl.algorithms.parts.aggregation import Scales
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.kept import with_tokens
-from lora_moe_rl.data.samples import UpdateResult
+from lora_moe_rl.data.update_result import UpdateResult
 from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.kernels.backend import on_device
 from lora_moe_rl.router_replay.audit import due

@@ -13,7 +13,8 @@ from faulty_ports import FaultyEngines, NoChannel, PlainTrainer, Prompts
 
 from lora_moe_rl import algorithms
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.data.samples import Group, Sample, Segment, UpdateResult
+from lora_moe_rl.data.samples import Group, Sample, Segment
+from lora_moe_rl.data.update_result import UpdateResult
 from lora_moe_rl.errors import LoraMoeRlError, MismatchError, RewardError
 from lora_moe_rl.run import loop
 from lora_moe_rl.run.evaluations import Evaluations

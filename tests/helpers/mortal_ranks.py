@@ -11,7 +11,7 @@ import numpy as np
 from ray.exceptions import ActorDiedError
 
 from lora_moe_rl.cluster.lasting_trainer import is_lost
-from lora_moe_rl.data.samples import UpdateResult
+from lora_moe_rl.data.update_result import UpdateResult
 from lora_moe_rl.errors import ActorFailed, ActorSilent
 from lora_moe_rl.files.trainer_state import Saved
 from lora_moe_rl.refit.parts import SentPart

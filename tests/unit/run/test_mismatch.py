@@ -10,7 +10,8 @@ import pytest
 
 from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment, UpdateResult
+from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
+from lora_moe_rl.data.update_result import UpdateResult
 from lora_moe_rl.errors import MismatchError
 from lora_moe_rl.files.jsonl import read_jsonl
 from lora_moe_rl.files.run_dir import RunDir

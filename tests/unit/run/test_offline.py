@@ -16,7 +16,8 @@ from lora_moe_rl.data.held_out import held_out_prompts
 from lora_moe_rl.data.maker import Wanted
 from lora_moe_rl.data.mixture import open_prompts
 from lora_moe_rl.data.rows import read_rows
-from lora_moe_rl.data.samples import Answer, Group, Prompt, UpdateResult
+from lora_moe_rl.data.samples import Answer, Group, Prompt
+from lora_moe_rl.data.update_result import UpdateResult
 from lora_moe_rl.errors import NonFiniteError, NothingTrainedError
 from lora_moe_rl.files.jsonl import read_jsonl
 from lora_moe_rl.files.run_dir import RunDir

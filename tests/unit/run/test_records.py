@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment, UpdateResult
+from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
+from lora_moe_rl.data.update_result import UpdateResult
 from lora_moe_rl.errors import NonFiniteError, NothingTrainedError, RewardError
 from lora_moe_rl.files.jsonl import read_jsonl
 from lora_moe_rl.files.run_dir import RunDir
