@@ -88,11 +88,12 @@ class Outgoing:
             for name in ask["left"]:
                 if (asks := self.links.pop(name, None)) is not None:
                     asks.put(None)
-            if ask["link"] not in self.links:
+            asks = self.links.get(ask["link"])  # its thread may leave it at any time
+            if asks is None:
                 asks = self.links[ask["link"]] = queue.SimpleQueue()
                 told = (ask["link"], asks)
                 threading.Thread(target=self._link, args=told, name="refit", daemon=True).start()
-            self.links[ask["link"]].put(ask)
+            asks.put(ask)
 
     def _link(self, link: str, asks: queue.SimpleQueue[dict | None]) -> None:
         """Answers one worker, until that leaves the link or something fails. A store's client is
