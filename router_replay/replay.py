@@ -140,10 +140,12 @@ class Replay:
             layer.set_target(partial(ids_of, column), counted, free, sizes[column])
 
     def install_recorded(self, chunk: int, recorded: dict[int, torch.Tensor]) -> None:
-        """Routes that `take_recorded` returned for the same micro-batch."""
+        """Routes that `take_recorded` returned for the same micro-batch; `set_stands_for` has said
+        what of it is padding."""
         for number, layer in self.chunks[chunk].items():
             layer.micro_batch = None
-            layer.set_target(partial(recorded.__getitem__, number))
+            counted = None if layer.stands_for is None else layer.stands_for > 0
+            layer.set_target(partial(recorded.__getitem__, number), counted)
 
     def clear_routes(self, chunk: int) -> None:
         """The routers choose for themselves again, and record what they choose."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -162,10 +163,23 @@ class TrainingEngine:
         self, batch: TrainBatch, samples, routes: Routes | None, dp_size: int, dp_rank: int
     ) -> list[Work]:
         """This rank's micro-batches of the given samples, with their routes if there are any."""
+        return self.my_works(batch, [samples], routes, dp_size, dp_rank)[0]
+
+    def my_works(
+        self, batch: TrainBatch, steps: Sequence, routes: Routes | None, dp_size: int, dp_rank: int
+    ) -> list[list[Work]]:
+        """The same of each of several optimizer steps, whose micro-batches may also go through one
+        schedule together. steps: the samples of each."""
         trainer = self.config.trainer
-        plan = plan_for(trainer, samples, batch, dp_size)[dp_rank]
+        plans = [plan_for(trainer, samples, batch, dp_size)[dp_rank] for samples in steps]
         # The interleaved schedule wants micro-batches equally long.
-        longest = max(map(batch.fed_together, plan)) if trainer.vpp > 1 else 0
+        longest = max(map(batch.fed_together, chain(*plans))) if trainer.vpp > 1 else 0
+        return [self._works(batch, plan, routes, longest) for plan in plans]
+
+    def _works(
+        self, batch: TrainBatch, plan: list[list[int]], routes: Routes | None, longest: int
+    ) -> list[Work]:
+        trainer = self.config.trainer
         data = [pack(batch, chunk, trainer.tp * trainer.cp, longest) for chunk in plan]
         if routes is None:
             return [Work(one, None) for one in data]

@@ -56,7 +56,7 @@ def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> 
     looked_at = Kept(batch, with_tokens(config.logging, len(batch)))
     with engine.watched_replay(batch, routes) as replay:
         samples = batch.of_mini_batches(config.algorithm.mini_batches)
-        groups = [engine.my_work(batch, mine, routes, *_dp()) for mine in samples]
+        groups = engine.my_works(batch, samples, routes, *_dp())
         everything = [work for works in groups for work in works]
         for work in everything:
             meter.add("tokens given", work.data.counted.sum())

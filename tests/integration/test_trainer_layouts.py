@@ -48,6 +48,34 @@ def test_metrics_do_not_depend_on_the_layout(tmp_path):
             assert one["replay/coverage"] == 1 and one["loss/kl"] > 1e-4
 
 
+def train_in_mini_batches(worker, spec, algorithm):
+    """Two optimizer steps, the first on the longer samples; what the routers chose in the forward
+    before them is replayed."""
+    worker.set_adapter(random_adapter(spec))
+    batch, routes = random_batch(spec)
+    lengths = batch.lengths()
+    batch.mini_batch = (lengths <= np.median(lengths)).astype(np.int64)
+    return worker.update(batch, *() if algorithm["mode"] == "r2" else (routes,)).metrics
+
+
+@pytest.mark.parametrize("mode", ["r2", "r3"])
+def test_metrics_of_several_mini_batches_do_not_depend_on_the_layout(mode, tmp_path):
+    """Also where micro-batches have to be equally long, or are padded for ranks to share them."""
+    tiny_families.save("deepseek_v3", tmp_path, num_hidden_layers=4)
+
+    def metrics(layout):
+        config = make_config(tmp_path, **layout)
+        algorithm = config.algorithm.model_copy(update={"mini_batches": 2})
+        replay = config.replay.model_copy(update={"mode": mode})
+        config = config.model_copy(update={"algorithm": algorithm, "replay": replay})
+        return run_ranks(config, tmp_path, train_in_mini_batches, {"mode": mode})
+
+    (expected,) = metrics({})
+    assert expected["replay/disagreement"] > 0
+    for name, layout in LAYOUTS.items():
+        assert metrics(layout)[0] == pytest.approx(expected, rel=1e-4, abs=1e-5), name
+
+
 def of_few_tokens(worker, spec):
     """(loss, this rank's part of the gradient): most samples have one token fed."""
     worker.set_adapter(random_adapter(spec))
