@@ -222,7 +222,9 @@ class _GroupedLinear(ExpertLinears):
             raise RuntimeError("expert biases were moved off their common storage")
         if self.parallel_mode == "row":  # mcore weighs it by the token's probability, and adds it
             return y, list(self.biases)
-        return y + self.biases.repeat_interleave(on_device(counts, y.device), dim=0), None
+        sizes = on_device(counts, y.device)
+        biases = self.biases.repeat_interleave(sizes, dim=0, output_size=len(y))
+        return y + biases, None
 
 
 class ColumnGroupedLinear(_GroupedLinear):

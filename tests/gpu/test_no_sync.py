@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 
 import pytest
+import tiny_families
 import torch
 from ranks import random_adapter, random_batch, run_ranks
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.models.directory import resolve_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,11 +33,12 @@ def step(worker, spec):
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3"])
-def test_nothing_of_ours_waits_for_the_device(model, recompute, record_property):
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"])
+def test_nothing_of_ours_waits_for_the_device(family, recompute, record_property, tmp_path):
+    tiny_families.save(family, tmp_path)
     trainer = {"device": "cuda", "micro_batch_tokens": 60, "recompute": recompute}
-    config = RunConfig(model=model, trainer=trainer, replay={"audit": 0})
-    ((ours, others, micro_batches),) = run_ranks(config, resolve_model(model), step)
+    config = RunConfig(model=str(tmp_path), trainer=trainer, replay={"audit": 0})
+    ((ours, others, micro_batches),) = run_ranks(config, tmp_path, step)
     record_property("micro_batches", micro_batches)
     record_property("others", json.dumps(others))
     assert ours == {}

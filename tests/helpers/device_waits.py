@@ -21,7 +21,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 ROOT = Path(__file__).resolve().parents[2]
-TORCH = str(Path(torch.__file__).parent)
+# Of a wait these are not the cause: torch, and who passes on its warning of it.
+BETWEEN = (str(Path(torch.__file__).parent), warnings.__file__, __file__)
 READS = {
     "item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "unique", "bincount", "equal",
     "__bool__", "__float__", "__int__", "__index__", "__array__", "is_nonzero",
@@ -42,7 +43,7 @@ class Places:
         self.found: Counter[tuple[str, int]] = Counter()
 
     def note(self, frame: FrameType | None) -> None:
-        while frame is not None and frame.f_code.co_filename.startswith((TORCH, __file__)):
+        while frame is not None and frame.f_code.co_filename.startswith(BETWEEN):
             frame = frame.f_back
         if frame is not None:
             self.found[frame.f_code.co_filename, frame.f_lineno] += 1
