@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from lora_moe_rl.config.data import SourceConfig, check_names, without_null
 from lora_moe_rl.config.section import Section
-from lora_moe_rl.rollout.facts import LOWEST_TEMPERATURE
+from lora_moe_rl.rollout.facts import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 
 EVAL = "eval/"  # what the name of an eval set begins with where data sets are named too
 
@@ -23,7 +23,7 @@ class EvalSetConfig(SourceConfig):
     temperature: float | None = Field(
         None,
         ge=0,
-        le=2,
+        le=HIGHEST_TEMPERATURE,
         description="Sampling temperature, 0 for the likeliest token; null: rollout.temperature.",
     )
     top_p: float = Field(

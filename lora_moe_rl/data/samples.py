@@ -332,7 +332,8 @@ class Group:
     environment counted, for the records. teacher: float32 [R] of each sample, a teacher's logprobs,
     0 for tokens that no policy sampled and for all of a sample that it could not score; None: there
     is no teacher. baseline: what counts of the reward of a greedy sample of the prompt, which is
-    none of the samples; None: there is none, or none is wanted.
+    none of the samples; None: there is none, or none is wanted. shown_for: of a group whose samples
+    stand for conversations of several, the samples of each; None: each stands for itself.
     """
 
     prompt: Prompt
@@ -345,6 +346,7 @@ class Group:
     counts: dict[str, float] = field(default_factory=dict)
     teacher: list[np.ndarray] | None = None
     baseline: float | None = None
+    shown_for: list[list[Sample]] | None = None
 
     def __post_init__(self):
         if np.shape(self.rewards) != (len(self.samples),):
@@ -366,6 +368,11 @@ class Group:
         if self.conversations is None:
             return np.arange(len(self.samples))
         return np.flatnonzero(np.append(self.conversations[1:] != self.conversations[:-1], True))
+
+    @property
+    def stood_for(self) -> list[list[Sample]]:
+        """Of each sample those that it stands for, itself among them."""
+        return self.shown_for or [[sample] for sample in self.samples]
 
     @property
     def versions(self) -> list[int]:

@@ -35,6 +35,7 @@ LARGEST_OF_EXPERTS = 128
 # vLLM raises a temperature between 0 and this to this (`vllm/sampling_params.py`, _MAX_TEMP), and
 # takes 0 for the likeliest token: no distribution, whose logprobs are all 0.
 LOWEST_TEMPERATURE = 0.01
+HIGHEST_TEMPERATURE = 2.0  # above it vLLM refuses a request
 
 # Tokens of one step, of all data-parallel ranks of an engine together: each gathers them all at its
 # experts. vLLM would take as many of every rank.

@@ -85,6 +85,8 @@ def _whole(q, k, v, scale: float, mask: torch.Tensor | None, sinks) -> torch.Ten
     if sinks is not None:
         q, k, v = _with_sink(q, k, v, sinks / scale, causal)
         mask = mask if mask is None else F.pad(mask, (1, 0))
+    if q.shape[1] != k.shape[1] and q.is_cuda and q.dtype is torch.float32:
+        k, v = _each_head(k, q), _each_head(v, q)
     out = F.scaled_dot_product_attention(
         q,
         k,
@@ -97,6 +99,12 @@ def _whole(q, k, v, scale: float, mask: torch.Tensor | None, sinks) -> torch.Ten
     if sinks is None:
         return out
     return out[:, :, 1:, :width] if causal else out[..., :width]
+
+
+def _each_head(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Keys or values of each head of `q`. None of torch's fused kernels takes fewer of them in
+    float32, and without one all scores of a sequence would be kept."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
 def _with_sink(q, k, v, score: torch.Tensor, causal: bool):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -28,7 +28,8 @@ class Rewarded:
     turn_keys: of each turn of a sample what `Advantage.turn_keys` says; None where it has none.
     teacher, logprobs: float32 [R] a sample, a teacher's logprobs and those it was sampled with;
     None where there is no teacher. baselines: float64 [n], of each sample's prompt the reward of a
-    greedy sample, NaN for none; None where none is wanted."""
+    greedy sample, NaN for none; None where none is wanted. written: int [n], tokens that the policy
+    wrote in all that a sample stands for, a conversation of several; None: those of its mask."""
 
     rewards: np.ndarray
     groups: np.ndarray
@@ -43,6 +44,14 @@ class Rewarded:
     turns: Sequence[np.ndarray] | None = None
     turn_keys: Sequence[Sequence[Hashable]] | None = None
     baselines: np.ndarray | None = None
+    written: np.ndarray | None = None
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [n], tokens that the policy wrote of each sample, or of what it stands for."""
+        if self.written is not None:
+            return self.written.astype(np.int64)
+        return np.array([mask.sum() for mask in self.masks], dtype=np.int64)
 
     def of_tokens(self) -> list[np.ndarray]:
         """float64 [R] of each sample: minus the penalty of each token that the policy wrote, plus
@@ -89,10 +98,11 @@ class Advantage(Part):
     needs_teacher: ClassVar[bool] = False
     greedy_baseline: ClassVar[bool] = False
 
-    @property
-    def by_token(self) -> bool:
-        """Whether tokens of one sample may have different advantages."""
-        return False
+    @classmethod
+    def by_token(cls, settings: Any) -> bool:
+        """Whether tokens of one sample may have different advantages, with these settings of an
+        algorithm."""
+        return cls.needs_values or cls.needs_teacher
 
     @classmethod
     def turn_keys(cls, sample: Sample) -> Sequence[Hashable]:
@@ -122,8 +132,7 @@ class Advantage(Part):
 
     def compared(self, every: np.ndarray, step: Rewarded) -> np.ndarray:
         """The same for `every`, float64 [n], in the place of the samples' rewards."""
-        found, given = np.zeros(len(every)), ~np.isnan(every)
-        lengths = np.array([mask.sum() for mask in step.masks], dtype=np.int64)
+        found, given, lengths = np.zeros(len(every)), ~np.isnan(every), step.lengths
         for group in np.unique(step.groups):
             mine = np.flatnonzero(given & (step.groups == group))
             if not apart(every[mine], self.settings.equal_within):
@@ -162,8 +171,7 @@ class ValueAdvantage(Advantage):
 
     def of_step(self, step: Rewarded) -> list[np.ndarray]:
         """Raises ValueError without values."""
-        lengths = np.array([mask.sum() for mask in step.masks], dtype=np.int64)
-        return whitened(self._ahead(step, self.policy_lambdas(lengths)), step)
+        return whitened(self._ahead(step, self.policy_lambdas(step.lengths)), step)
 
     def returns(self, step: Rewarded) -> list[np.ndarray]:
         """float64 [R] of each sample, what the critic's values should have been. What it says of
@@ -182,9 +190,10 @@ class ValueAdvantage(Advantage):
 
 def whitened(values: Sequence[np.ndarray], step: Rewarded) -> list[np.ndarray]:
     """`values` [R] of each sample, with mean 0 and deviation 1 over all tokens that a policy wrote
-    in samples with a reward: the deviation is the sample's (n - 1), as in verl."""
-    masks = [mask & ~np.isnan(r) for mask, r in zip(step.masks, step.rewards, strict=True)]
-    every = np.concatenate([v[m] for v, m in zip(values, masks, strict=True)])
+    in samples with a reward: the deviation is the sample's (n - 1), as in verl. A sample that
+    stands for several counts with the tokens of all, which have its one value."""
+    given = zip(values, step.masks, step.lengths.tolist(), step.rewards, strict=True)
+    every = np.concatenate([np.resize(v[m], n) for v, m, n, r in given if not np.isnan(r)] or [[]])
     if len(every) < 2:
         return [np.zeros(len(value)) for value in values]
     scale = 1.0 / np.sqrt(every.var(ddof=1) + 1e-8)

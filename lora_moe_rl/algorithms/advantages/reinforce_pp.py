@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from pydantic import Field
 
@@ -20,9 +22,9 @@ class Whitened(Advantage):
 
     settings: Settings
 
-    @property
-    def by_token(self) -> bool:
-        return self.settings.gamma < 1
+    @classmethod
+    def by_token(cls, settings: Any) -> bool:
+        return settings.gamma < 1 or (settings.kl_in == "reward" and settings.kl_coef > 0)
 
     def of_step(self, step: Rewarded) -> list[np.ndarray]:
         """Tokens of others than the policy are no time steps."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -45,8 +45,8 @@ class ByTurn(GroupNormalized):
     def turn_keys(cls, sample: Sample) -> Sequence[Hashable]:
         return range(len(sample.turn_ends))
 
-    @property
-    def by_token(self) -> bool:
+    @classmethod
+    def by_token(cls, settings: Any) -> bool:
         return True
 
     def of_step(self, step: Rewarded) -> list[np.ndarray]:

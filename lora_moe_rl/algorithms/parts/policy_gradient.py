@@ -153,7 +153,7 @@ class PolicyGradient(Algorithm):
 
     @property
     def takes_forks(self) -> bool:
-        return super().takes_forks and not self._advantage.by_token
+        return super().takes_forks and not self._advantage.by_token(self.settings)
 
     @property
     def rejects(self) -> bool:
@@ -177,6 +177,9 @@ class PolicyGradient(Algorithm):
             turns=[one.turn_of for one in samples] if by_turn else None,
             turn_keys=[self._advantage.turn_keys(one) for one in samples] if by_turn else None,
             baselines=baselines_of(groups) if self.greedy_baseline else None,
+            written=np.array(
+                [sum(int(s.mask.sum()) for s in own) for group in groups for own in group.stood_for]
+            ),
         )
         advantages = iter(self._advantage.of_step(step))
         signals = [
@@ -235,7 +238,9 @@ class PolicyGradient(Algorithm):
         rewards = super().rewards(group)
         if not self.settings.overlong_buffer:
             return rewards
-        lengths = np.array([len(sample.response_ids) for sample in group.samples])
+        lengths = np.array(
+            [max(len(sample.response_ids) for sample in own) for own in group.stood_for]
+        )
         return rewards + soft_punishment(
             lengths,
             self.max_response_tokens,

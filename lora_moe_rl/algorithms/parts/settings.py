@@ -176,8 +176,8 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
     def _check_advantage(self) -> None:
         """What an advantage wants of prompts, rewards and a critic."""
         advantage = PARTS["advantage"].find(self.advantage)
-        if advantage.needs_values or advantage.needs_teacher:
-            self._check_averages("token")
+        if advantage.by_token(self):
+            self._check_averages("turn" if advantage.compares_turns else "token")
         if advantage.needs_values and not self.has_critic:
             raise ValueError(
                 f"algorithm.advantage={self.advantage} needs a critic's value of each token, and "
@@ -227,7 +227,6 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
 
     def _check_turns(self) -> None:
         """What gives all turns of a sample one and the same, and what is known too late."""
-        self._check_averages("turn")
         if self.kl_in == "reward" and self.kl_coef:
             raise ValueError(
                 f"algorithm.advantage={self.advantage} is made when the samples are scored, before "

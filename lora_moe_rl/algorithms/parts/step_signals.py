@@ -23,7 +23,7 @@ def signals_of(
 
     Tokens that the policy did not write have advantage and weight 0, whatever it says of them. A
     conversation of several samples is shown to it as the last of them in which the policy wrote
-    something, and all get its advantage.
+    something (`Group.shown_for` has all), and all get its advantage.
     """
     shown = [_conversations(algorithm, group) for group in groups]
     signals = algorithm.signals(shown)
@@ -66,8 +66,10 @@ def _conversations(algorithm: Algorithm, group: Group) -> Group:
             "or algorithm.kl_in=reward): use one without, as grpo with algorithm.kl_in=loss"
         )
     shown = _shown(group)
+    every = np.split(np.arange(len(group.samples)), ends[:-1] + 1)
     return replace(
         group,
+        shown_for=[[group.samples[i] for i in own] for own in every],
         samples=[group.samples[i] for i in shown],
         rewards=group.rewards[ends],
         details=group.details.at(ends),

@@ -186,18 +186,39 @@ def test_the_trainer_is_told_which_samples_are_of_one_conversation():
 
 
 def test_what_each_function_gave_a_conversation_of_several_samples_counts_once():
-    """Else GDPO would normalize over samples, and not find the rewards to be the sums."""
-    rewards, once = [1.0, 1.0, 1.0, 0.0, 0.5], [1.0, 0.0, 0.5]
+    """Else GDPO would normalize over samples, and not find the rewards to be the sums. What is
+    whitened afterwards are tokens, of which the first conversation has three times as many."""
+    rewards, once = [1.0, 1.0, 1.0, 0.0, 0.5], np.array([1.0, 0.0, 0.5])
+    group = forked(rewards, [0, 0, 0, 1, 2])
+    of_two = {"a": FunctionRewards(1.0, np.array(rewards, np.float32))}
+    group.details.by_function.update(of_two, b=FunctionRewards(2.0, np.zeros(len(rewards))))
+    (found,) = signals_of(made(advantage="gdpo"), [group])
+    normal = (once - once.mean()) / (once.std(ddof=1) + 1e-6)
+    tokens = np.repeat(normal, [6, 2, 2])
+    white = (normal - tokens.mean()) / tokens.std(ddof=1)
+    expected = np.repeat(white, [3, 1, 1])
+    np.testing.assert_allclose([one[0] for one in found.advantages], expected, rtol=1e-6)
 
-    def signal(group: Group, rewards: list[float]) -> list[float]:
-        of_two = {"a": FunctionRewards(1.0, np.array(rewards, np.float32))}
-        group.details.by_function.update(of_two, b=FunctionRewards(2.0, np.zeros(len(rewards))))
-        (found,) = signals_of(made(advantage="gdpo"), [group])
-        return [float(advantage[0]) for advantage in found.advantages]
 
-    found = signal(forked(rewards, [0, 0, 0, 1, 2]), rewards)
-    expected = signal(forked(once, [0, 1, 2]), once)
-    assert found == [expected[0]] * 3 + expected[1:] and expected[0] > 0.5
+@pytest.mark.parametrize("advantage", ["reinforce_pp", "reinforce_pp_baseline", "opo"])
+def test_what_goes_by_tokens_counts_those_of_all_samples_of_a_conversation(advantage):
+    """All are in the loss; by hand of 6 tokens with a reward of 1 and 2 with one of 0."""
+    group = forked([1.0, 1.0, 1.0, 0.0], [0, 0, 0, 1])
+    (signal,) = signals_of(made(advantage=advantage), [group])
+    each, weights = np.array([1.0, 0.0]), np.array([6, 2])
+    mean = (each * weights).sum() / weights.sum()
+    deviation = np.sqrt((weights * (each - mean) ** 2).sum() / (weights.sum() - 1))
+    expected = (each - mean) / (1 if advantage == "opo" else deviation)
+    found = [one[0] for one in signal.advantages]
+    np.testing.assert_allclose(found, expected[[0, 0, 0, 1]], rtol=1e-6)
+
+
+def test_the_longest_sample_of_a_conversation_is_punished_for_its_length():
+    group = forked([1.0, 1.0, 0.0], [0, 0, 1])
+    group.samples[0] = turns([True] * 18)
+    buffered = made(name="rloo", overlong_buffer=4, overlong_penalty=1.0)
+    (signal,) = signals_of(buffered, [group])
+    assert [one[0] for one in signal.advantages] == pytest.approx([0.5, 0.5, -0.5])
 
 
 @pytest.mark.parametrize("where", ["last", "all"])

@@ -117,6 +117,19 @@ from lora_moe_rl.errors import ConfigError
             "nll_above=0.5 has no effect with algorithm.nll_weight=0",
         ),
         (
+            ["algorithm=reinforce_pp", "algorithm.gamma=0.5", "algorithm.loss=gmpo"],
+            "advantage=reinforce_pp gives each token an advantage of its own",
+        ),
+        (
+            [
+                "algorithm=reinforce_pp",
+                "algorithm.kl_coef=0.1",
+                "algorithm.kl_in=reward",
+                "algorithm.loss=gmpo",
+            ],
+            "advantage=reinforce_pp gives each token an advantage of its own",
+        ),
+        (
             ["algorithm=ppo", "algorithm.loss=gmpo"],
             "advantage=gae gives each token an advantage of its own, and algorithm.loss=gmpo takes",
         ),

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.rollout.facts import LOWEST_TEMPERATURE
+from lora_moe_rl.rollout.facts import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from lora_moe_rl.trainer import megatron_on_cpu
 from lora_moe_rl.upstream import versions
 
@@ -111,8 +111,11 @@ def test_the_packed_rotary_embedding_is_what_mcore_calls(monkeypatch):
         local_modules.install()
 
 
-def test_vllm_raises_temperatures_up_to_the_lowest_that_the_config_takes():
+def test_vllm_takes_the_temperatures_that_the_config_takes():
     sampling_params = import_module("vllm.sampling_params")
     for given in (LOWEST_TEMPERATURE / 2, LOWEST_TEMPERATURE):
         found = sampling_params.SamplingParams(temperature=given).temperature
         assert found == LOWEST_TEMPERATURE
+    sampling_params.SamplingParams(temperature=HIGHEST_TEMPERATURE)
+    with pytest.raises(ValueError, match="temperature must be in"):
+        sampling_params.SamplingParams(temperature=HIGHEST_TEMPERATURE + 0.01)
