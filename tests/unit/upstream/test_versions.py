@@ -117,5 +117,6 @@ def test_vllm_takes_the_temperatures_that_the_config_takes():
         found = sampling_params.SamplingParams(temperature=given).temperature
         assert found == LOWEST_TEMPERATURE
     sampling_params.SamplingParams(temperature=HIGHEST_TEMPERATURE)
-    with pytest.raises(ValueError, match="temperature must be in"):
+    refused = import_module("vllm.exceptions").VLLMValidationError
+    with pytest.raises(refused, match="temperature must be in"):
         sampling_params.SamplingParams(temperature=HIGHEST_TEMPERATURE + 0.01)
