@@ -6,14 +6,15 @@ Importing this file imports neither torch nor transformers.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from lora_moe_rl.adapters.families import FAMILIES, ModelShape
 from lora_moe_rl.errors import ModelError
 from lora_moe_rl.files.untrusted import SafeFile, check_one_model, read_json
 from lora_moe_rl.models import quantised
-from lora_moe_rl.models.tensor_shapes import check_shapes
+from lora_moe_rl.models.tensor_shapes import check_complete, check_shapes
 from lora_moe_rl.tiny.make import NAMES, find_tiny, make_tiny
 
 # "original": the same weights once more, as gpt-oss and others have them.
@@ -89,12 +90,23 @@ def check_model_dir(path: Path | str) -> dict:
     for reason in quantised.refused(config):
         raise ModelError(f"{config_file}: {reason}")
     files = [SafeFile.open(path / shard) for shard in _shards(path)]
-    for reason in quantised.tensors_refused({name for file in files for name in file.entries}):
+    names = {name for file in files for name in file.entries}
+    for reason in quantised.tensors_refused(names):
         raise ModelError(f"{path}: {reason}")
     if quantised.form(config) == "fp8":
         _check_fp8_scales(files)
-    check_shapes(files, ModelShape.from_hf_config(config))
+    shape = ModelShape.from_hf_config(config)
+    check_complete(path, names, shape, _predicting(config))
+    check_shapes(files, shape)
     return config
+
+
+def _predicting(config: Mapping[str, Any]) -> int:
+    """Layers that predict further tokens, which DeepSeek's and GLM's checkpoints have after the
+    last."""
+    said = {**config, **(config.get("text_config") or {})}
+    found = [said.get(key) for key in ("num_nextn_predict_layers", "num_mtp_modules")]
+    return sum(one for one in found if isinstance(one, int))
 
 
 def _check_fp8_scales(files: Iterable[SafeFile]) -> None:

@@ -1,4 +1,5 @@
-"""Whether the tensors of a checkpoint have the shapes that its config.json gives them.
+"""Whether a checkpoint has the layers and experts that its config.json promises, and its tensors
+the shapes.
 
 Only headers are looked at, of which those of a trillion weights take seconds. Megatron-Bridge and
 vLLM say it too, once the model is built: with a shape cut for one rank, and no file.
@@ -7,7 +8,9 @@ vLLM say it too, once the model is built: with a shape cut for one rank, and no 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from lora_moe_rl.adapters.families import ModelShape, hf_path, hf_prefix
 from lora_moe_rl.errors import ModelError
@@ -18,6 +21,42 @@ PACKED = {"I32": 8, "U8": 2}  # numbers in an element of `weight_packed`, by its
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _SHOWN = 3
+_TWO_MODELS = (
+    "weights and config.json are of two models; fetch the model again, or put the config.json "
+    "beside the weights that was saved with them"
+)
+
+
+def check_complete(path: Path, names: Iterable[str], shape: ModelShape, predicting: int) -> None:
+    """Raises ModelError for a layer without tensors, for more layers than there are, and for a
+    tensor that some routed experts of a layer have and others lack. `predicting`: layers after the
+    last that may be there, which predict further tokens."""
+    prefix = hf_prefix(shape)
+    layers: set[int] = set()
+    experts: Counter[tuple[int, str]] = Counter()
+    for name in names:
+        match = _LAYER.fullmatch(name.removeprefix(prefix)) if name.startswith(prefix) else None
+        if match is None:
+            continue
+        layers.add(layer := int(match[1]))
+        if layer < shape.num_layers and _EXPERT.search(name):
+            kind = _EXPERT.sub(".experts.N.", match[2])
+            if kind.endswith((".weight", ".weight_packed")):
+                experts[layer, kind.removesuffix("_packed")] += 1
+    wrong = [f"layer {i} has no tensors" for i in range(shape.num_layers) if i not in layers]
+    most = shape.num_layers + predicting
+    wrong += [f"there is a layer {i}" for i in sorted(layers) if i >= most]
+    wrong += [
+        f"layers.{layer}.{kind} is there for {count} of {shape.num_experts} experts"
+        for (layer, kind), count in sorted(experts.items())
+        if count != shape.num_experts
+    ]
+    if wrong:
+        more = f"; and {len(wrong) - _SHOWN:,} more" if len(wrong) > _SHOWN else ""
+        raise ModelError(
+            f"{path}: config.json has {shape.num_layers} layers, and of the weights "
+            f"{'; '.join(wrong[:_SHOWN])}{more}: {_TWO_MODELS}"
+        )
 
 
 def check_shapes(files: Iterable[SafeFile], shape: ModelShape) -> None:
@@ -37,10 +76,7 @@ def check_shapes(files: Iterable[SafeFile], shape: ModelShape) -> None:
                 )
     if wrong:
         more = f"; and {len(wrong) - _SHOWN:,} more" if len(wrong) > _SHOWN else ""
-        raise ModelError(
-            f"{'; '.join(wrong[:_SHOWN])}{more}: weights and config.json are of two models; fetch "
-            "the model again, or put the config.json beside the weights that was saved with them"
-        )
+        raise ModelError(f"{'; '.join(wrong[:_SHOWN])}{more}: {_TWO_MODELS}")
 
 
 def _wanted(

@@ -171,8 +171,8 @@ class Complete(MegatronModelBridge):
             if lacking := sorted(n for n in names if (stage, n) not in filled):
                 raise ModelError(
                     f"no weight of the checkpoint belongs to {len(lacking)} parameters of the "
-                    f"Megatron model ({', '.join(lacking[:3])}): the model is of a variant that "
-                    f"{type(self).__name__} does not know"
+                    f"Megatron model ({', '.join(lacking[:3])}): the checkpoint lacks it, or the "
+                    f"model is of a variant that {type(self).__name__} does not know"
                 )
 
     def _check_weights(self, tasks, shape: ModelShape) -> None:

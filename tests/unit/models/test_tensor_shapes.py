@@ -69,8 +69,9 @@ def test_many_are_counted_and_a_prediction_layer_is_passed_over(saved):
     tensors = load_file(saved / "model.safetensors")
     tensors["model.layers.2.eh_proj.weight"] = torch.zeros(3)  # as DeepSeek-V3 publishes it
     tensors["model.layers.2.input_layernorm.weight"] = torch.zeros(3)
+    config = json.loads((saved / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (saved / "config.json").write_text(json.dumps(config))
     assert not caught(saved, tensors)
-    config = json.loads((saved / "config.json").read_text())
     (saved / "config.json").write_text(json.dumps(config | {"vocab_size": 77, "hidden_size": 64}))
     with pytest.raises(ModelError, match=r"embed_tokens.*; and \d+ more: weights and config.json"):
         check_model_dir(saved)
@@ -97,3 +98,27 @@ def test_packed_values_are_of_the_shape_of_their_linear(tmp_path, tensor, right)
         return
     with pytest.raises(ModelError, match=r"weight_packed is \[14, "):
         check_shapes([file], shape)
+
+
+@pytest.mark.parametrize("saved", [SMALL_DEEPSEEK_V3], indirect=True)
+def test_layers_and_experts_that_lack_or_are_too_many_are_named(saved):
+    tensors = load_file(saved / "model.safetensors")
+    config = json.loads((saved / "config.json").read_text())
+    layers, experts = config["num_hidden_layers"], config["n_routed_experts"]
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    one_less = {key: value for key, value in tensors.items() if key != name}
+
+    def refused(tensors, told, **changed):
+        (saved / "config.json").write_text(json.dumps(config | changed))
+        save_file(tensors, saved / "model.safetensors")
+        with pytest.raises(ModelError, match=re.escape(told)) as error:
+            check_model_dir(saved)
+        assert str(error.value).startswith(f"{saved}: config.json has ")
+
+    told = f"layers.1.mlp.experts.N.up_proj.weight is there for {experts - 1} of {experts} experts"
+    refused(one_less, told)
+    refused(tensors, f"layer {layers} has no tensors", num_hidden_layers=layers + 1)
+    fewer = {"num_hidden_layers": layers - 1, "num_nextn_predict_layers": 0}
+    refused(tensors, f"there is a layer {layers - 1}", **fewer)
+    (saved / "config.json").write_text(json.dumps(config | fewer | {"num_nextn_predict_layers": 1}))
+    check_model_dir(saved)
