@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -18,3 +20,27 @@ def link(source: Path, target: Path) -> None:
                 os.link(path, place)
             except OSError:
                 shutil.copy2(path, place)
+
+
+@contextmanager
+def held(source: Path, folder: Path) -> Iterator[Path]:
+    """Yields `source` by hard links in `folder`, under its own name: inside, who removes it takes
+    nothing away. `folder` is nobody else's. Where there can be none, `source` itself."""
+    there = folder / source.name
+    made = not folder.parent.exists()
+    shutil.rmtree(folder, ignore_errors=True)  # of one that was killed
+    try:
+        for path in (one for one in source.rglob("*") if one.is_file()):
+            place = there / path.relative_to(source)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            os.link(path, place)
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        there = source
+    try:
+        yield there
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            if made:
+                folder.parent.rmdir()

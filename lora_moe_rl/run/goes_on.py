@@ -105,8 +105,16 @@ def restore(run: Prepared, trainer: LastingTrainer) -> int:
 
 
 def at(directory: Path, ready: Preflight) -> Found:
-    """That checkpoint, which fits base and adapter."""
-    return _fitting(Found(directory, checkpoint.read_manifest(directory), []), ready)
+    """That checkpoint, which fits base and adapter. Raises RunDirError for one that is damaged, or
+    gone."""
+    try:
+        metadata = checkpoint.read_manifest(directory)
+    except CheckpointError as error:
+        raise RunDirError(
+            f"{directory}: {error}. A run that goes on removes its older checkpoints "
+            "(checkpoint.keep): take its newest"
+        ) from error
+    return _fitting(Found(directory, metadata, []), ready)
 
 
 def _fitting(found: Found, ready: Preflight) -> Found:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from lora_moe_rl import algorithms, ports
@@ -14,6 +14,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.files import to_yaml
 from lora_moe_rl.files import eval_files, settings_file, versions_file
 from lora_moe_rl.files.checkpoint_writing import adopt
+from lora_moe_rl.files.linking import held
 from lora_moe_rl.files.pusher import Pusher
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.page import link
@@ -83,11 +84,17 @@ def evaluate(config: RunConfig, checkpoint_dir: Path | None) -> None:
     Raises a LoraMoeRlError for what a user can get wrong.
     """
     goes_on.check_places(config, resume=False)
-    with Preflight(config, fetch=True) as ready, OwnRay(config) as own_ray:
+    with ExitStack() as opened:
+        kept = None
+        if checkpoint_dir is not None:  # a run that goes on may remove it soon
+            beside = config.run_dir.with_name(f".{config.run_dir.name}.evaluated")
+            kept = opened.enter_context(held(checkpoint_dir, beside))
+        ready = opened.enter_context(Preflight(config, fetch=True))
+        own_ray = opened.enter_context(OwnRay(config))
         _look(ready, own_ray)
         found = start = None
-        if checkpoint_dir is not None:
-            found = goes_on.at(checkpoint_dir, ready)
+        if kept is not None:
+            found = goes_on.at(kept, ready)
         elif config.adapter.init_from is not None:
             start = adapter_start.init_from(config, ready.spec, ready.model_dir)
         with RunDir(config, resume=False, say=console.warn) as run_dir:
