@@ -234,6 +234,8 @@ def _split_fork(words: list[str]) -> tuple[Path | None, list[str]]:
 
 def _split_target(words: Sequence[str]) -> tuple[str | None, list[str]]:
     """The recipe, and the settings: the one word that is neither a setting nor the value of one."""
+    from lora_moe_rl.config.keys import find_key
+
     target, settings, value_next = None, [], False
     for word in words:
         if value_next or word.startswith(("--", "@")) or "=" in word:
@@ -241,6 +243,8 @@ def _split_target(words: Sequence[str]) -> tuple[str | None, list[str]]:
             value_next = not value_next and word.startswith("--") and "=" not in word
         elif target is None:
             target = word
+        elif find_key(word) is not None:
+            raise ConfigError(f"{word} has no value: write {word}=VALUE")
         else:
             raise ConfigError(f"two recipes were given, {target} and {word}; a run has one")
     return target, settings

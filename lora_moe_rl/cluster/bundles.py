@@ -93,6 +93,7 @@ def check_capacity(bundles: Sequence[Bundle], nodes: dict[str, dict[str, float]]
             if all(resources.get(kind, 0) >= amount for kind, amount in bundle.items())
         ]
         if not holders:
+            _require_gpus(bundle, nodes)
             found = "; ".join(f"{name}: {_amounts(resources)}" for name, resources in nodes.items())
             raise ConfigError(
                 f"the run wants {text(bundles)}, each on one node (trainer.tp ranks, or one "
@@ -103,6 +104,15 @@ def check_capacity(bundles: Sequence[Bundle], nodes: dict[str, dict[str, float]]
         fullest = min(holders, key=lambda resources: (resources.get("GPU", 0), resources["CPU"]))
         for kind, amount in bundle.items():
             fullest[kind] -= amount
+
+
+def _require_gpus(bundle: Bundle, nodes: dict[str, dict[str, float]]) -> None:
+    if bundle.get("GPU") and not any(resources.get("GPU") for resources in nodes.values()):
+        raise ConfigError(
+            f"the run wants GPUs, and the cluster has none ({', '.join(nodes)}): "
+            "trainer.device=cpu trains without, trainer.device=auto takes what there is; "
+            "RAY_ADDRESS says which cluster"
+        )
 
 
 def _bundle(cpus: float, gpus: float) -> Bundle:

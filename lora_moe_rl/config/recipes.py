@@ -28,6 +28,8 @@ def load_config(target: str | None) -> RunConfig:
     if path.suffix in SUFFIXES:
         return with_settings(RunConfig(), read_config_file(path))
     if path.suffix != ".py":
+        if (path / CONFIG).is_file():
+            raise ConfigError(f"{target!r} is a run directory; its config is {path / CONFIG}")
         raise ConfigError(
             f"{target!r} is neither a recipe (.py) nor a config file ({', '.join(SUFFIXES)}); "
             f"settings are written key=value or --key value"

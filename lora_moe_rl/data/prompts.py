@@ -155,6 +155,12 @@ class PromptSource:
                 f"{', '.join(state['sets'])}), and now {data} is the only one: {way_out}"
             )
         if state["rows"] != self._num_rows():
+            if None in (state["rows"], self._num_rows()):
+                was = "a generator's" if state["rows"] is None else f"{state['rows']} of a file"
+                raise DataError(
+                    f"the rows were {was} when the checkpoint was written, and are now "
+                    f"those of {data}: {way_out}"
+                )
             raise DataError(
                 f"the data had {state['rows']} rows when the checkpoint was written and {data} has "
                 f"{self._num_rows()}: {way_out}"

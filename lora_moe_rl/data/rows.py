@@ -59,7 +59,10 @@ def read_rows(config: SourceConfig) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _shards_in(path: Path) -> str:
-    """The way out for a directory of shards: which of its files are of the split nobody knows."""
+    """The way out for a directory of splits, or of shards: which of its files are of the split
+    nobody knows."""
+    if splits := sorted(one.parent.name for one in path.glob(f"*/{SAVED}")):
+        return f"; it holds splits: name one, {' or '.join(str(path / s) for s in splits)}"
     found = sorted(one.name for one in path.glob("*") if one.suffix in SUFFIXES)
     if not found:
         return ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from lora_moe_rl.config.options import positive
@@ -34,7 +35,8 @@ def main(argv: Sequence[str]) -> int:
 
     with listen(options.port) as socket:
         print(f"http://{HOST}:{socket.getsockname()[1]}/  (Ctrl-C ends it)", flush=True)
-        make_server(options.runs).run(sockets=[socket])
+        with suppress(KeyboardInterrupt):
+            make_server(options.runs).run(sockets=[socket])
     return 0
 
 

@@ -101,12 +101,13 @@ def _of_turns(turns: Any, index: int) -> list[float]:
 @dataclass(frozen=True)
 class Reward:
     """A reward function. keywords: the names of its parameters, None if it takes any. fixed: those
-    that its arguments set, which no column of the data changes. by_sample: whether samples of a
-    prompt are scored each by itself."""
+    that its arguments set, which no column of the data changes. needed: parameters that a column of
+    the data has to give. by_sample: whether samples of a prompt are scored each by itself."""
 
     function: Callable
     keywords: frozenset[str] | None
     fixed: frozenset[str]
+    needed: frozenset[str]
     is_async: bool
     by_sample: bool
 
@@ -127,11 +128,19 @@ class Reward:
             by_sample = not verl_style.is_of_batches(function)
             by_prompt = verl_style.by_prompt_async if is_async else verl_style.by_prompt
             function = by_prompt(function)
-        return cls(function, accepted_keywords(function), fixed, is_async, by_sample)
+        keywords = accepted_keywords(function)
+        return cls(function, keywords, fixed, _needed(function), is_async, by_sample)
 
     def call(self, arguments: dict[str, Any], logged: Logged) -> Any:
         """What the function returns for one prompt; a coroutine if it is async."""
         values = expand(arguments, self.keywords, logged)
+        if lacking := sorted(self.needed - values.keys()):
+            columns = ", ".join(arguments["columns"]) or "none"
+            answer = "; data.answer_key=COLUMN makes one the answer" if "answer" in lacking else ""
+            raise TypeError(
+                f"it takes {', '.join(lacking)}, and the row has no such column: it has {columns}"
+                f"{answer}"
+            )
         return self.function(**{k: v for k, v in values.items() if k not in self.fixed})
 
 
@@ -160,16 +169,27 @@ def _check_args(spec: str, function: Callable, args: dict[str, Any]) -> None:
             takes = f"it takes {', '.join(own)}" if own else "it takes none"
             if takes_any:
                 takes += ", and **: columns of the rows, not args"
-            raise ConfigError(f"{spec} has no argument {name!r} (args.{name}); {hint}{takes}")
+            raise ConfigError(
+                f"{spec} has no argument {name!r} (reward.args.{name}, or args.{name} of the "
+                f"section that names it); {hint}{takes}"
+            )
     if not isinstance(function, type):
         return
     for parameter in parameters:
         needed = parameter.default is parameter.empty and parameter.name in named
         if needed and parameter.name not in args:
             raise ConfigError(
-                f"{spec} needs an argument {parameter.name!r}: set args.{parameter.name}=VALUE "
-                "beside the key that names it"
+                f"{spec} needs an argument {parameter.name!r}: set reward.args.{parameter.name}="
+                f"VALUE, or args.{parameter.name} of the section that names it, as "
+                f"reward.functions.NAME.args.{parameter.name}"
             )
+
+
+def _needed(function: Callable) -> frozenset[str]:
+    parameters = inspect.signature(function).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = {p.name for p in parameters if p.default is p.empty and p.kind in kinds}
+    return frozenset(named.difference(SAMPLES))
 
 
 def accepted_keywords(function: Callable) -> frozenset[str] | None:

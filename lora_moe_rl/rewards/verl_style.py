@@ -1,7 +1,7 @@
 """verl's reward functions, `compute_score(data_source, solution_str, ground_truth, extra_info)`,
-called as they are: once a sample, with keywords. They return a number, or a dict with `score`,
-whose other values become columns of samples.jsonl. Those of its batch manager, with
-the plural of each parameter, are called once a prompt, with lists.
+called as they are: once a sample, with those of the four keywords that they take. They return a
+number, or a dict with `score`, whose other values become columns of samples.jsonl. Those of its
+batch manager, with the plural of each parameter, are called once a prompt, with lists.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ def by_prompt(function: Callable) -> Callable:
     """A plain function of verl as one that is called once a prompt, as TRL does it. A sample whose
     call raises has the error in the place of its reward. Raises ValueError without an answer."""
 
+    takes = _taken_by(function)
     if is_of_batches(function):
 
         def of_batch(completions: list, log_extra: Callable, **columns) -> Any:
-            return _scores(function(**_lists(completions, columns)), log_extra)
+            return _scores(function(**takes(_lists(completions, columns))), log_extra)
 
         return of_batch
 
@@ -41,7 +42,7 @@ def by_prompt(function: Callable) -> Callable:
         returned = []
         for keywords in _keywords(completions, columns):
             try:
-                returned.append(function(**keywords))
+                returned.append(function(**takes(keywords)))
             except BaseException as error:  # as the worker does it for a whole prompt
                 returned.append(error)
         return _scores(returned, log_extra)
@@ -52,18 +53,27 @@ def by_prompt(function: Callable) -> Callable:
 def by_prompt_async(function: Callable) -> Callable:
     """The same of an async function, whose samples are scored together."""
 
+    takes = _taken_by(function)
     if is_of_batches(function):
 
         async def of_batch(completions: list, log_extra: Callable, **columns) -> Any:
-            return _scores(await function(**_lists(completions, columns)), log_extra)
+            return _scores(await function(**takes(_lists(completions, columns))), log_extra)
 
         return of_batch
 
     async def reward(completions: list, log_extra: Callable, **columns) -> list[Any]:
-        calls = [function(**keywords) for keywords in _keywords(completions, columns)]
+        calls = [function(**takes(keywords)) for keywords in _keywords(completions, columns)]
         return _scores(await asyncio.gather(*calls, return_exceptions=True), log_extra)
 
     return reward
+
+
+def _taken_by(function: Callable) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Leaves of keywords those that the function takes."""
+    parameters = inspect.signature(function).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return lambda keywords: keywords
+    return lambda keywords: {name: v for name, v in keywords.items() if name in parameters}
 
 
 def _keywords(completions: list, columns: dict[str, list]) -> list[dict[str, Any]]:

@@ -206,7 +206,10 @@ class Preflight:
             return f"{data.generator} gives rows"
         here = Path(data.path).expanduser().exists()
         if is_hub(data.path) and not here and not self.fetch:
-            raise Absent(f"{data.path} is a data set of the hub; a run fetches it")
+            raise Absent(
+                f"there is no file {data.path} here; it is taken for a data set of the hub, which "
+                "a run fetches"
+            )
         self.rows[name] = read_rows(data)
         self.first[name] = self.rows[name][0]
         return f"{data.path}: {len(self.rows[name]):,} rows"

@@ -14,6 +14,7 @@ from lora_moe_rl.data.columns import ANSWER_COLUMNS, Row, read_row, value_in
 from lora_moe_rl.data.samples import Prompt, Sample, Segment
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.rewards.builtin import answer_text
+from lora_moe_rl.rewards.calling import SAMPLES
 from lora_moe_rl.rewards.runner import RewardRunner
 
 PATIENCE_S = 5.0
@@ -61,7 +62,12 @@ def call(rewards: RewardRunner, row: Row, config: SourceConfig, max_failed: floa
         f"{_number(value)} for {_shown(completion, completion == right)}"
         for value, completion in zip(values, completions, strict=True)
     )
-    warnings = []
+    warnings = [
+        f"no reward function sees the column {name!r} of the rows: under that name it gets what a "
+        "run gives it; rename the column"
+        for name in columns
+        if name in SAMPLES
+    ]
     if failures:
         warnings.append(f"{len(failures)} of {len(samples)} rewards failed: {failures[0]}")
     elif len(set(map(str, values))) == 1 and answer is not None:

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import threading
 import time
+from typing import Any
 
 LOOK_S, LATE_S = 0.5, 3.0  # a machine that is busy may let a look wait
 
@@ -21,9 +22,11 @@ log = logging.getLogger(__name__)
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """For `asyncio.run(..., loop_factory=Loop)`."""
+    """For `asyncio.run(..., loop_factory=Loop)`. What a Ctrl-C breaks off within it is told by its
+    KeyboardInterrupt alone, not once more by each task that it ended."""
 
     def __init__(self) -> None:
+        self._broken_off = False
         self._one_looks, self._seen, self._lost = threading.RLock(), time.monotonic(), 0.0
         self._over = threading.Event()
         super().__init__()
@@ -43,6 +46,17 @@ class Loop(asyncio.SelectorEventLoop):
                     late,
                 )
             return now - self._lost
+
+    def run_forever(self) -> None:
+        try:
+            super().run_forever()
+        except KeyboardInterrupt:
+            self._broken_off = True
+            raise
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        if not self._broken_off:
+            super().call_exception_handler(context)
 
     def close(self) -> None:
         self._over.set()

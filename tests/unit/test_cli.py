@@ -157,6 +157,7 @@ def test_names_of_models_stay_names(recipe_file, capsys, model):
     [
         (["recipe_sums.py", "adapter.rnk=2"], "did you mean adapter.rank?"),
         (["recipe_sums.py", "other.py"], "two recipes were given, recipe_sums.py and other.py"),
+        (["recipe_sums.py", "trainer.lr"], "trainer.lr has no value: write trainer.lr=VALUE"),
         (["missing.py"], "no such file"),
         (["recipe_sums"], "neither a recipe (.py) nor a config file"),
         (["empty.py"], "defines no `config`: it needs `config = RunConfig(...)`"),

@@ -34,7 +34,7 @@ def test_a_cluster_that_holds_it(nodes):
         {"a": node(64, 8), "b": node(64, 8)},  # too few
         {"a": node(64, 4), "b": node(64, 4), "c": node(64, 4), "d": node(64, 12)},  # torn apart
         {"a": node(7, 8), "b": node(7, 8), "c": node(64, 8)},  # too few CPUs
-        {"a": {"CPU": 64}},
+        {"a": {"CPU": 64}, "b": node(64, 1)},
     ],
 )
 def test_one_that_does_not_is_named(nodes):
@@ -45,6 +45,11 @@ def test_one_that_does_not_is_named(nodes):
     for name, found in nodes.items():
         assert f"{name}: {found['CPU']:g} CPUs, {found.get('GPU', 0):g} GPUs" in message
     assert "trainer.tp" in message
+
+
+def test_a_cluster_without_gpus_is_named_as_such():
+    with pytest.raises(ConfigError, match=r"the cluster has none \(a, b\): trainer.device=cpu"):
+        check_capacity([GROUP], {"a": {"CPU": 64}, "b": node(8, 0)})
 
 
 @pytest.mark.parametrize(

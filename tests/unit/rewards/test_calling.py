@@ -97,10 +97,10 @@ def test_a_class_is_made_with_the_arguments_and_gets_all_columns(file):
 @pytest.mark.parametrize(
     ("spec", "args", "reason"),
     [
-        ("scaled", {"scal": 1}, "no argument 'scal' .args.scal.; did you mean scale"),
+        ("scaled", {"scal": 1}, "no argument 'scal' .reward.args.scal, .*; did you mean scale"),
         ("scaled", {"completions": 1}, "no argument 'completions'"),
-        ("trl", {"level": 1}, "no argument 'level' .args.level.; it takes none"),
-        ("Made", {}, "needs an argument 'scale': set args.scale=VALUE"),
+        ("trl", {"level": 1}, "no argument 'level' .reward.args.level, .*; it takes none"),
+        ("Made", {}, "needs an argument 'scale': set reward.args.scale=VALUE"),
         ("Made", {"scale": -1}, "could not be made with its args: ValueError.'too small'"),
         ("Still", {}, "makes a Still, which has no __call__"),
     ],

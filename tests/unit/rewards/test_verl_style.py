@@ -37,6 +37,9 @@ def batch(data_sources, solution_strs, ground_truths, extra_infos, bonus=0.0):
 async def batch_in_its_own_time(data_sources, solution_strs, ground_truths, extra_infos):
     return [float(a == b) for a, b in zip(solution_strs, ground_truths)]
 
+def of_two(solution_str, ground_truth):
+    return float(solution_str == ground_truth)
+
 def one_of_a_batch(data_sources, solution_strs, ground_truths, extra_infos):
     return 1.0
 """
@@ -85,6 +88,11 @@ def test_returns_of_mixed_shape_fail_alone(file):
         "why": [None, None, "two", None],
         "acc": [None, None, None, True],
     }
+
+
+def test_only_keywords_that_it_names_are_passed(file):
+    reward = Reward.load(f"{file}:of_two", {})
+    assert reward.call(arguments(["7", "8"], answer="7"), Logged(2)) == [1.0, 0.0]
 
 
 def test_messages_are_given_as_text(file):

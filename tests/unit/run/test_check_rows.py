@@ -33,7 +33,7 @@ def test_several_functions_are_called_each_in_the_style_that_it_is_written_in(ch
     [
         ("pairs", "returned [1.0, 2.0], not a finite number in float32"),
         ("group", "returned [1.0] for 3 samples, not one reward for each"),
-        ("needs", "missing 1 required positional argument: 'level'"),
+        ("needs", "it takes level, and the row has no such column: it has answer"),
     ],
 )
 def test_rewards_of_another_number_are_an_error_whatever_share_may_fail(check, function, reason):
@@ -41,6 +41,19 @@ def test_rewards_of_another_number_are_an_error_whatever_share_may_fail(check, f
     code, found, _ = check("reward.function=null", "reward.max_failed=1", *several)
     assert code == 2 and found["reward"][0] == "error" and reason in found["reward"][1]
     assert found["reward"][1].startswith("reward.functions.b.function=")
+
+
+def test_columns_that_a_reward_lacks_or_does_not_see_are_named(check, tmp_path):
+    row = {"prompt": "a", "completions": "b", "target": "c"}
+    (tmp_path / "odd.jsonl").write_text(json.dumps(row) + "\n")
+    odd = ("data.path=odd.jsonl", "algorithm.prompts_per_step=1")
+    code, found, _ = check(*odd, "reward.function=lora_moe_rl.rewards:exact_match")
+    assert code == 2
+    assert "it takes answer, and the row has no such column: it has" in found["reward"][1]
+    assert "target; data.answer_key=COLUMN makes one the answer" in found["reward"][1]
+    code, found, _ = check(*odd, "data.answer_key=target")
+    assert code == 0 and found["reward"][0] == "warning"
+    assert "sees the column 'completions' of the rows" in found["reward"][1]
 
 
 SETS = (
@@ -68,7 +81,8 @@ def test_a_data_set_that_has_to_be_fetched_does_not_hide_what_is_wrong_with_othe
     code, found, _ = check(*SETS, "data.sets.far=org/name")
     assert code == 0 and found["data"] == (
         "skipped",
-        "org/name is a data set of the hub; a run fetches it",
+        "there is no file org/name here; it is taken for a data set of the hub, which a run "
+        "fetches",
     )
     assert "sums: " in found["reward"][1] and "far: " in found["reward"][1]
     assert "not called, that needs the data" in found["reward"][1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -73,3 +74,33 @@ def test_its_clock_never_goes_back_and_is_otherwise_the_kernels():
     found = asyncio.run(clock(), loop_factory=Loop)
     assert found == sorted(found) and begun <= found[0] and found[-1] <= time.monotonic()
     assert not [thread for thread in threading.enumerate() if thread.name == "clock"]
+
+
+def test_what_a_ctrl_c_breaks_off_is_told_once(caplog):
+    """Nothing of tasks that it ended, nor of those that never came to their end."""
+
+    async def broken_off():
+        raise KeyboardInterrupt
+
+    async def steps():
+        waiting = asyncio.create_task(asyncio.sleep(60))
+        await asyncio.gather(asyncio.create_task(broken_off()), waiting)
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(steps(), loop_factory=Loop)
+    gc.collect()
+    assert not caplog.records
+
+
+def test_errors_of_tasks_are_told_as_ever(caplog):
+    async def fails():
+        raise ValueError("no such luck")
+
+    async def steps():
+        task = asyncio.create_task(fails())
+        await asyncio.sleep(0)
+        del task
+        gc.collect()
+
+    asyncio.run(steps(), loop_factory=Loop)
+    assert "no such luck" in caplog.text
