@@ -58,16 +58,14 @@ class Dispatch:
         self.reset()
 
     def reset(self) -> None:
-        """Between steps. Upstream keeps the probabilities of the last micro-batch until the next
-        one, and with them its graph: of a recomputed layer the input, and its gradient."""
         self.sizes: LayerSizes | None = None
         self.wrong: torch.Tensor | int = 0
-        for name, value in vars(self.dispatcher).items():
-            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                setattr(self.dispatcher, name, None)
 
     def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
         """As upstream: bool `[T, experts]` -> int64 `[this rank's experts]`, tokens of each."""
+        # Kept there until the layer's next forward for their dtype alone, and with them their
+        # graph: of a recomputed layer the input, and its gradient.
+        self.dispatcher.probs = self.dispatcher.probs.new_empty(0)
         sizes, self.sizes = self.sizes, None
         if sizes is None:
             return self.upstream(routing_map)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import torch
+
 TOP_K, EXPERTS = 3, 12
 PRIORITY = {
     "before_permutation_1": 0,
@@ -34,4 +36,5 @@ def dispatcher(ep: int = 1, tp: int = 1, rank: int = 0, fused: bool = False):
     made.drop_and_pad, made.cuda_dtoh_point = False, "before_permutation_1"
     made.cuda_sync_point, made.cuda_sync_point_priority = "no_sync", PRIORITY
     made.input_splits = made.output_splits = made.output_splits_tp = None
+    made.probs = torch.zeros(1, EXPERTS)
     return made
