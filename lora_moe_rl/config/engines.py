@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from lora_moe_rl.config.section import Section
 from lora_moe_rl.refit.transports import transport_names
-from lora_moe_rl.rollout.facts import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
+from lora_moe_rl.rollout.facts import LOWEST_TEMPERATURE
 
 
 class RolloutConfig(Section):
@@ -88,11 +88,6 @@ class RolloutConfig(Section):
     @field_validator("temperature")
     @classmethod
     def _as_sampled(cls, value: float) -> float:
-        if value > HIGHEST_TEMPERATURE:
-            raise ValueError(
-                f"rollout.temperature={value:g} is above what vLLM samples with; use "
-                f"{HIGHEST_TEMPERATURE:g} or less"
-            )
         if value < LOWEST_TEMPERATURE:
             raise ValueError(
                 f"rollout.temperature={value:g} is not what vLLM would sample with (it raises what "

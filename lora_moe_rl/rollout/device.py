@@ -14,6 +14,7 @@ from lora_moe_rl.files.untrusted import read_json
 from lora_moe_rl.models import quantised
 from lora_moe_rl.refit import transports
 from lora_moe_rl.rollout.facts import (
+    HIGHEST_TEMPERATURE,
     Dtype,
     served_module,
     slot_rank,
@@ -52,6 +53,11 @@ def check_engine(config: RunConfig, spec: AdapterSpec) -> None:
     """Raises ConfigError for engine settings that vLLM does not know, or cannot serve these
     adapters with."""
     check_passed_on(config)
+    if config.rollout.temperature > HIGHEST_TEMPERATURE:
+        raise ConfigError(
+            f"rollout.temperature={config.rollout.temperature:g} is above what vLLM samples with; "
+            f"use {HIGHEST_TEMPERATURE:g} or less"
+        )
     if config.rollout.fully_sharded and slot_rank(spec) % config.rollout.tp:
         raise ConfigError(
             f"rollout.fully_sharded=true cuts adapter slots, here of rank {slot_rank(spec)}, over "

@@ -206,7 +206,7 @@ async def test_the_reward_is_called_with_columns_and_a_failure_is_no_reward(tmp_
         rewards, failures, _ = await runner.score(Prompt(1, "?", [1], {"answer": "pi"}), samples)
         assert np.isnan(rewards).all() and failures == []
         rewards, failures, _ = await runner.score(Prompt(2, "?", [1]), samples)
-        assert np.isnan(rewards).all() and len(failures) == 4 and "'answer'" in failures[0]
+        assert np.isnan(rewards).all() and len(failures) == 4 and "it takes answer" in failures[0]
 
 
 def test_the_tracker_gets_each_step_and_is_told_the_end(tmp_path):

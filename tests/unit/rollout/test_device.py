@@ -36,6 +36,12 @@ def test_the_cpu_build_has_no_graphs_to_leave_out(monkeypatch):
     device.check_engine(config, spec)
 
 
+def test_a_temperature_above_vllms_is_refused():
+    with pytest.raises(ConfigError, match="2.01 is above what vLLM samples with; use 2 or less"):
+        device.check_engine(*of(temperature=2.01))
+    device.check_engine(*of(temperature=2))
+
+
 def test_on_gpus_routes_are_recorded_with_prefix_caching_alone(monkeypatch):
     config, spec = of(prefix_caching=False)
     monkeypatch.setattr(device, "installed", {"vllm": "0.31.0"}.get)

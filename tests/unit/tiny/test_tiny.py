@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from itertools import islice
 
+import hollow_model
 import pytest
 import torch
 from published_configs import KIMI_K2, QWEN3_30B_A3B
@@ -156,8 +157,7 @@ def test_muon_orthogonalises_every_matrix_of_a_stack():
 
 @pytest.fixture
 def model_dir(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
-    (tmp_path / "model.safetensors").write_bytes(EMPTY)
+    hollow_model.save(tmp_path, QWEN3_30B_A3B)
     return tmp_path
 
 
@@ -167,7 +167,7 @@ def test_a_good_directory_passes(model_dir):
 
 
 def test_kimi_counts_as_deepseek(model_dir):
-    (model_dir / "config.json").write_text(json.dumps(KIMI_K2))
+    hollow_model.save(model_dir, KIMI_K2)
     assert check_model_dir(model_dir)["model_type"] == "kimi_k2"
 
 

@@ -138,6 +138,7 @@ def called(monkeypatch, folder: Path, timeout_s: float, spec="lora_moe_rl.tools:
         told, started = asyncio.run(meanwhile())
     finally:
         toolbox.close()
+    psutil.wait_procs(started, timeout=30)  # what hangs would for longer
     return told, [process for process in started if lives(process)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import hollow_model
 import numpy as np
 import pytest
 from published_configs import QWEN3_30B_A3B
@@ -91,8 +92,7 @@ def test_only_settings_that_are_read_are_taken():
     ],
 )
 def test_the_command_refuses_before_anything_starts(tmp_path, capsys, arguments, message):
-    (tmp_path / "config.json").write_text(json.dumps(SMALL))
-    (tmp_path / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
+    hollow_model.save(tmp_path, SMALL)
     assert cli.main(["verify", "layout", "--model", str(tmp_path), *arguments]) == 2
     assert message in capsys.readouterr().err
 

@@ -7,6 +7,7 @@ import json
 import math
 from types import SimpleNamespace
 
+import hollow_model
 import numpy as np
 import pytest
 import torch
@@ -244,8 +245,7 @@ def test_nan_is_not_a_small_difference():
 
 def test_the_command_refuses_before_anything_starts(tmp_path, capsys):
     config = small(QWEN3_30B_A3B)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
+    hollow_model.save(tmp_path, config)
     for arguments, says in [
         (["--transports", "pigeon"], "'pigeon' is not a transport"),
         (["--engines", "tp2ep,tp7"], "rollout.tp=7 does not divide"),
