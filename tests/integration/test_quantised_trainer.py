@@ -11,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from quantised import edit, make_pair
 from ranks import random_adapter, random_batch, run_ranks, spec_of
+from safetensors.torch import load_file, save_file
 
 from lora_moe_rl import cli
 from lora_moe_rl.adapters.shards import assemble
@@ -148,7 +150,6 @@ def test_dense_linears_stay_packed_where_rows_are_the_checkpoints(name, numbers_
     [
         ({"weight_scale": lambda t: t.fill_(float("nan"))}, "no finite numbers"),
         ({"weight_scale": lambda t: t * (t != t[1, 1])}, "not above zero"),
-        ({"weight_scale": None}, "are int4, and all"),
         ({"weight_shape": lambda t: t + 32}, "has the shape"),
         (
             {"weight_packed": lambda t: t[:, :4].contiguous()},
@@ -164,6 +165,19 @@ def test_what_is_wrong_is_named(change, named, tmp_path):
     with pytest.raises(LoraMoeRlError, match=named) as raised:
         run_ranks(config_of(broken), broken, numbers)
     assert path in str(raised.value)
+
+
+def test_an_expert_of_numbers_among_packed_ones_is_named(tmp_path):
+    path = "model.layers.1.mlp.experts.3.up_proj"
+    shutil.copytree(pair("qwen3_moe")[0], broken := tmp_path / "broken")
+    held = load_file(broken / "model.safetensors")
+    size = held.pop(f"{path}.weight_shape").tolist()
+    for name in ("weight_packed", "weight_scale"):
+        held.pop(f"{path}.{name}")
+    held[f"{path}.weight"] = torch.zeros(size, dtype=torch.bfloat16)
+    save_file(held, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(LoraMoeRlError, match=rf"have no place .*\({path}.weight\)"):
+        run_ranks(config_of(broken), broken, numbers)
 
 
 def test_experts_are_cut_into_whole_groups():
