@@ -9,9 +9,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
-def link(source: Path, target: Path) -> None:
-    """The files of `source` in `target`, as hard links; copies where the file system has none.
-    Raises OSError when the disk refuses."""
+def link(source: Path, target: Path, copies: bool = True) -> None:
+    """The files of `source` in `target`, as hard links; where the file system has none, as copies,
+    if they are wanted. Raises OSError when the disk refuses."""
     for path in source.rglob("*"):
         if path.is_file():
             place = target / path.relative_to(source)
@@ -19,6 +19,8 @@ def link(source: Path, target: Path) -> None:
             try:
                 os.link(path, place)
             except OSError:
+                if not copies:
+                    raise
                 shutil.copy2(path, place)
 
 
@@ -30,10 +32,7 @@ def held(source: Path, folder: Path) -> Iterator[Path]:
     made = not folder.parent.exists()
     shutil.rmtree(folder, ignore_errors=True)  # of one that was killed
     try:
-        for path in (one for one in source.rglob("*") if one.is_file()):
-            place = there / path.relative_to(source)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            os.link(path, place)
+        link(source, there, copies=False)
     except OSError:
         shutil.rmtree(folder, ignore_errors=True)
         there = source
