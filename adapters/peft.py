@@ -205,7 +205,7 @@ def _of_layer(
             for expert, values in _each(site, matrix, whole):
                 name = key(spec, site, matrix, expert)
                 yield name, np.ascontiguousarray(values, dtype=np.float32)
-    if form == "3d" and any(site.num_experts is not None for site in spec):
+    if form == "3d" and spec.has_experts:
         yield from _stacked(spec, tensors, most)
 
 

@@ -114,6 +114,11 @@ class AdapterSpec:
     def __iter__(self) -> Iterator[Site]:
         return iter(self.sites)
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether one of its sites is of routed experts."""
+        return any(site.num_experts is not None for site in self.sites)
+
     @cached_property
     def by_name(self) -> dict[str, Site]:
         return {site.name: site for site in self.sites}

@@ -50,7 +50,15 @@ class CheckpointError(LoraMoeRlError):
 
 
 class DiskError(CheckpointError):
-    """A checkpoint or an adapter that the disk refuses: it is full, read-only or away."""
+    """A checkpoint or an adapter that the disk refuses: it is full, read-only or away. `fault` is
+    the message without the way out, for where the run itself takes one."""
+
+    def __init__(self, fault: str, way_out: str = ""):
+        self.fault, self.way_out = fault, way_out
+        super().__init__(f"{fault}{way_out}")
+
+    def __reduce__(self):
+        return (type(self), (self.fault, self.way_out))
 
 
 class RewardError(LoraMoeRlError):

@@ -6,6 +6,7 @@ does not apply to the chosen mode is an error that names both.
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from lora_moe_rl.config import aliases
 from lora_moe_rl.config.adapter import AdapterConfig
 from lora_moe_rl.config.checkpoint import CheckpointConfig
 from lora_moe_rl.config.data import DataConfig, SourceConfig
@@ -176,7 +178,17 @@ def _settings_of(kind: Kind, common: type[Section], value: Any) -> Any:
                 f"{section}.{key}={value[key]} is no setting of {kind.key}={name}: it is one of "
                 f"{', '.join(others)}"
             )
+        if one and ":" in name and not one.composed and not aliases.find(f"{section}.{key}"):
+            raise ValueError(_unknown_of_ones_own(section, key, settings))
     return one.read(value) if one else settings.model_validate(value)
+
+
+def _unknown_of_ones_own(section: str, key: str, settings: type[Section]) -> str:
+    """No key of the plug-ins that are here may be meant, which is what others are told."""
+    names = list(settings.model_fields)
+    near = difflib.get_close_matches(key, names, n=1)
+    hint = f"did you mean {section}.{near[0]}?" if near else f"there are {', '.join(names)}"
+    return f"unknown config key '{section}.{key}'; {hint}"
 
 
 class RunConfig(Section):

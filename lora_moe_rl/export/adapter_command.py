@@ -207,7 +207,7 @@ def _check_one_base(sources: list[Source]) -> None:
 
 
 def _check_expert_rank(options: argparse.Namespace, spec: AdapterSpec) -> None:
-    if options.expert_rank is not None and all(site.num_experts is None for site in spec):
+    if options.expert_rank is not None and not spec.has_experts:
         raise ConfigError(
             f"--expert-rank {options.expert_rank} has no effect: there are no routed experts in "
             "this adapter; leave it out"

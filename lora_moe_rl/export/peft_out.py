@@ -12,7 +12,7 @@ from lora_moe_rl.errors import ConfigError, ExportError
 
 def check_form(form: str | None, spec: AdapterSpec) -> None:
     """Raises ConfigError for a --form of experts where the adapter has none."""
-    if form is not None and all(site.num_experts is None for site in spec):
+    if form is not None and not spec.has_experts:
         raise ConfigError(
             f"--form {form} has no effect: there are no routed experts in this adapter; leave it "
             "out"

@@ -22,7 +22,6 @@ from lora_moe_rl.files.untrusted import read_json
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-GO_ON = "go on with --resume"
 READERS = 16  # files that are summed up at once
 _STEP_NAME = re.compile(r"step-(\d{6,})")
 
@@ -49,7 +48,8 @@ def disk_errors(directory: Path) -> Iterator[None]:
         reason = error.strerror or str(error)
         raise DiskError(
             f"cannot write the checkpoint {directory}: {reason}. The earlier checkpoints are "
-            f"untouched and stay valid: free some space, then {GO_ON}"
+            "untouched and stay valid: free some space",
+            ", then go on with --resume",
         ) from error
 
 

@@ -28,7 +28,7 @@ from lora_moe_rl.cluster.in_thread import in_thread
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import CheckpointError, DiskError
 from lora_moe_rl.export import chat_template
-from lora_moe_rl.files.checkpoint import GO_ON, directory_name, disk_errors
+from lora_moe_rl.files.checkpoint import directory_name, disk_errors
 from lora_moe_rl.files.checkpoint_tensors import CheckpointTensors
 from lora_moe_rl.files.checkpoint_writing import prune, write_checkpoint
 from lora_moe_rl.files.retention import Retention
@@ -116,8 +116,7 @@ class Checkpoints:
                 path = await self._in_thread("checkpoint", lambda: self._write(step, book))
                 break
             except DiskError as error:
-                told = str(error).removesuffix(f", then {GO_ON}")
-                trouble.failed(CHECKPOINT, f"{told}; it is tried again each minute")
+                trouble.failed(CHECKPOINT, f"{error.fault}; it is tried again each minute")
                 if not last():
                     return
                 if time.monotonic() >= deadline:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
+
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.overrides import override
 from lora_moe_rl.config.plugins import own_files
 from lora_moe_rl.config.recipes import resolve
+from lora_moe_rl.errors import ConfigError
 
 MINE = """
 from lora_moe_rl.algorithms.grpo import GRPO
@@ -62,3 +68,23 @@ def test_a_resolved_config_names_them_in_any_directory(tmp_path, monkeypatch):
     assert found.algorithm.loss == f"{mine}:MyLoss" and found.algorithm.name == f"{mine}:MyGRPO"
     assert found.algorithm.rejection == f"{mine}:MyRejection, veto"
     assert own_files(found) == [mine] and resolve(found) == found
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("board_sze", "did you mean environment.board_size?"),
+        ("bord", "there are name, board_size"),  # not environment.port, of another one
+    ],
+)
+def test_an_unknown_key_of_ones_own_is_told_its_keys(tmp_path, key, hint):
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "from lora_moe_rl.config.schema import EnvironmentConfig\n"
+        "from lora_moe_rl.environments.base import Environment\n\n\n"
+        "class Board(EnvironmentConfig):\n    board_size: int = 3\n\n\n"
+        "class Mine(Environment):\n    Settings = Board\n"
+    )
+    told = re.escape(f"unknown config key 'environment.{key}'; {hint}")
+    with pytest.raises(ConfigError, match=f"^{told}$"):
+        override(RunConfig(), [f"environment={mine}:Mine", f"environment.{key}=1"])
