@@ -121,20 +121,6 @@ class RouteTable:
         """Share of (token, MoE layer) pairs that have recorded routes."""
         return float(self.valid.mean()) if self.valid.size else 1.0
 
-    def trimmed(self, num_tokens: Sequence[int]) -> RouteTable:
-        """Without the rows of the first `num_tokens[i]` tokens of sample i: a prompt cut on its
-        left. Raises ReplayError when a sample has fewer rows."""
-        drop = np.asarray(num_tokens)
-        lengths = np.diff(self.offsets)
-        if drop.shape != lengths.shape or (drop < 0).any() or (drop > lengths).any():
-            raise ReplayError(
-                f"cannot drop the first {drop.tolist()} rows of samples of {lengths.tolist()}"
-            )
-        row = np.arange(len(self.ids)) - np.repeat(self.offsets[:-1], lengths)
-        keep = row >= np.repeat(drop, lengths)
-        offsets = np.concatenate([[0], np.cumsum(lengths - drop)]).astype(np.int64)
-        return replace(self, ids=self.ids[keep], valid=self.valid[keep], offsets=offsets)
-
     @classmethod
     def join_layers(cls, tables: Sequence[RouteTable]) -> RouteTable:
         """One table of all layers, from tables of the same samples; layers in order."""

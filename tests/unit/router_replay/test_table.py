@@ -94,17 +94,6 @@ def test_turns_are_joined_and_the_first_forward_of_a_token_counts():
         build([[Segment(6, second)]], [9])
 
 
-def test_a_prompt_cut_on_its_left_takes_its_rows_along():
-    table = build([routes(5), routes(3, seed=1), None], [5, 3, 2])
-    got = table.trimmed([2, 0, 1])
-    np.testing.assert_array_equal(got.offsets, [0, 3, 6, 7])
-    np.testing.assert_array_equal(got.ids[:3], table.ids[2:5])
-    np.testing.assert_array_equal(got.ids[3:6], table.ids[5:8])
-    np.testing.assert_array_equal(got.valid[:, 1], [1] * 6 + [0])
-    with pytest.raises(ReplayError, match="cannot drop"):
-        table.trimmed([2, 4, 0])
-
-
 def test_layers_are_joined():
     table = build([routes(5), None], [5, 3])
     parts = [
