@@ -7,7 +7,7 @@ from itertools import zip_longest
 from typing import Any
 
 from lora_moe_rl.planner.plan import RunPlan
-from lora_moe_rl.planner.search import Proposal
+from lora_moe_rl.planner.proposal import Proposal
 from lora_moe_rl.rollout.facts import slot_rank
 
 

@@ -14,8 +14,9 @@ from lora_moe_rl.config.keys import value_text
 from lora_moe_rl.errors import LoraMoeRlError
 from lora_moe_rl.planner import plan as plans
 from lora_moe_rl.planner.hardware import GIB, GPUS
+from lora_moe_rl.planner.proposal import SEARCHED
 from lora_moe_rl.planner.request import Request, read
-from lora_moe_rl.planner.search import MARGIN, SEARCHED, Search
+from lora_moe_rl.planner.search import MARGIN, Search
 from lora_moe_rl.planner.turns import turns
 
 Words = tuple[str, ...]
@@ -42,7 +43,7 @@ class Axis:
 
 
 def search_of(request: Request) -> Search:
-    return Search(request.facts, request.config, request.assumed)
+    return Search(request.facts, request.config, request.assumed, request.kept)
 
 
 def reasons(search: Search) -> list[str]:
@@ -51,18 +52,20 @@ def reasons(search: Search) -> list[str]:
     memory, gpus = hardware.spec.memory, hardware.gpus
     trainer, rank = search.lightest()
     if rank.total > search.room:
-        largest = max(rank.memory, key=lambda key: rank.memory[key])
+        largest, size = rank.largest
         cp = f" cp={trainer.cp}" if trainer.cp > 1 else ""
         found.append(
             f"a trainer rank needs at least {rank.total / GIB:.1f} GiB (trainer.world_size="
             f"{trainer.world_size} tp={trainer.tp}{cp} pp={trainer.pp} ep={trainer.ep} recompute="
-            f"{trainer.recompute}), most of it its {largest} ({rank.memory[largest] / GIB:.1f}); a "
+            f"{trainer.recompute}), most of it its {largest} ({size / GIB:.1f}); a "
             f"proposal uses {search.room / GIB:.1f} of {memory:g}, which leaves {MARGIN:.0%} for "
             "what the plan does not know"
         )
     engines = list(search.engines())
     fitting = [rollout.ranks for rollout, engine in engines if engine.sequences]
-    if not fitting:
+    if not engines:
+        found.append(_no_kind(search))
+    elif not fitting:
         rollout, engine = max(engines, key=lambda pair: pair[1].kv_cache)
         size = f"dp={rollout.dp}" if rollout.dp > 1 else f"tp={rollout.tp}"
         cut = " ep=true" if rollout.ep else ""
@@ -75,28 +78,43 @@ def reasons(search: Search) -> list[str]:
             f"({engine.kv_token * search.config.model.max_length / GIB:.2f})"
         )
     if not found and search.config.placement.colocated:
-        found += _of_turns(search)
+        found.append(_of_turns(search))
     elif not found:
         found.append(
             f"no split of {gpus} GPUs gives the trainer the {search.fewest()} that it needs and an "
-            f"engine the {min(fitting)}"
+            f"engine the {min(fitting)}{_as_kept(search)}"
         )
     return found
 
 
-def _of_turns(search: Search) -> list[str]:
+def _no_kind(search: Search) -> str:
+    """Why there is no kind of engine: vLLM serves none of such adapters, or none is as kept."""
+    problems = plans.not_served(search.config, search.spec)
+    if problems:
+        return f"no engine of up to {search.hardware[1]} GPUs serves these adapters: {problems[0]}"
+    return f"no engine on a node of {search.hardware[1]} GPUs divides the model{_as_kept(search)}"
+
+
+def _as_kept(search: Search) -> str:
+    kept = [f"{s}.{k}={value_text(v)}" for s, keys in search.kept.items() for k, v in keys.items()]
+    return f", with {' '.join(kept)} as given" if kept else ""
+
+
+def _of_turns(search: Search) -> str:
     """Of the lightest trainer and the lightest engines, which cannot take turns."""
+    if not any(True for total in search.totals for _ in search.on_all(total)):
+        return f"no engines are on all of the GPUs{_as_kept(search)}"
     trainer, rank = search.lightest()
     engine = min((engine for _, engine in search.engines()), key=lambda e: e.weights + e.slots)
     config = search.config.model_copy(update={"trainer": trainer})
     of_rollout, of_update = turns(config, [rank], engine)
     held = of_rollout.trainer + engine.weights + engine.slots + engine.working
-    return [
+    return (
         f"the lightest trainer rank and engine that take turns hold {held / GIB:.1f} GiB in the "
         f"turn of the rollout, without a cache of keys and values, and {of_update.total / GIB:.1f} "
         f"in that of the update; a proposal uses {search.room / GIB:.1f} of "
         f"{search.assumed.hardware.spec.memory:g}"
-    ]
+    )
 
 
 def what_would_fit(argv: Sequence[str]) -> list[Change]:

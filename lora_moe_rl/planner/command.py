@@ -13,10 +13,12 @@ from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.planner import plan as plans
 from lora_moe_rl.planner.changes import Change, reasons, search_of, what_would_fit
 from lora_moe_rl.planner.explained import BEST, explain
+from lora_moe_rl.planner.options import parser
 from lora_moe_rl.planner.plan import RunPlan
+from lora_moe_rl.planner.proposal import Proposal
 from lora_moe_rl.planner.refused import Refused, refused
-from lora_moe_rl.planner.request import Request, parser, read
-from lora_moe_rl.planner.search import Proposal, Search
+from lora_moe_rl.planner.request import Request, read
+from lora_moe_rl.planner.search import Search
 
 if TYPE_CHECKING:
     from lora_moe_rl.planner.build import BuildReport

@@ -47,14 +47,13 @@ def _memory(plan: RunPlan) -> str:
         turn = max(plan.turns, key=lambda turn: turn.total)
         left = f"a GPU has {(whole - turn.total) / GIB:.1f} GiB left in the turn of the {turn.name}"
     else:
-        memory = plan.heaviest.memory
-        largest = max(memory, key=lambda kind: memory[kind])
+        largest, size = plan.heaviest.largest
         total = plan.heaviest.total
         if plan.gpus[2] and plan.engine is not None:
             total += plan.engine.budget
         left = (
             f"a GPU of the trainer has {(whole - total) / GIB:.1f} GiB left, with {largest} of "
-            f"{memory[largest] / GIB:.1f}"
+            f"{size / GIB:.1f}"
         )
     if plan.engine is None:
         return left

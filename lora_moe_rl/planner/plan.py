@@ -130,7 +130,7 @@ def make(facts: Facts, config: RunConfig, assumed: Assumed) -> RunPlan:
         [
             *problems(config, classes, engine, assumed.hardware),
             *_not_held(config, held),
-            *_not_served(config, spec),
+            *not_served(config, spec),
         ],
         held,
         HostMemory(
@@ -228,10 +228,10 @@ def problems(
         )
     total = heaviest.total / GIB
     if total > memory:
-        largest = max(heaviest.memory, key=lambda key: heaviest.memory[key])
+        largest, size = heaviest.largest
         found.append(
             f"a trainer rank of {heaviest.name} needs {total:.1f} GiB of {memory:g}: most of it is "
-            f"its {largest} ({heaviest.memory[largest] / GIB:.1f} GiB); {_way_out(config, largest)}"
+            f"its {largest} ({size / GIB:.1f} GiB); {_way_out(config, largest)}"
         )
     if engine is None:
         return found
@@ -283,7 +283,7 @@ def _not_read(
     ]
 
 
-def _not_served(config: RunConfig, spec: AdapterSpec) -> list[str]:
+def not_served(config: RunConfig, spec: AdapterSpec) -> list[str]:
     """What vLLM's kernels on GPUs do not take."""
     if config.offline or config.refit.mode == "merged":
         return []

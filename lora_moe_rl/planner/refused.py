@@ -7,8 +7,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from lora_moe_rl.planner.hardware import GIB
+from lora_moe_rl.planner.proposal import Proposal, engine_settings
 from lora_moe_rl.planner.rollout import EngineRank, with_budget
-from lora_moe_rl.planner.search import Proposal, Search, engine_settings, together, trainer_layouts
+from lora_moe_rl.planner.search import Search, together
+from lora_moe_rl.planner.trainer import RankClass
 from lora_moe_rl.planner.turns import Turn, turns
 
 
@@ -50,24 +52,24 @@ def _layouts(search: Search) -> Iterator[Refused]:
         yield from _in_turns(search, gpus)
         return
     yield from _beside_engines(search, gpus)
-    for engines in search.splits(gpus):
-        rollout = search.engines_on(engines)
+    for mine, theirs in search.pairs():
+        rollout = search.engines_on(theirs)
         if rollout is None:
             continue
         engine = search.engine(rollout)
-        for trainer in trainer_layouts(search.facts.shape, search.config.trainer, gpus - engines):
+        for trainer in search.trainers(mine):
             heaviest = search.heaviest(trainer)
             if heaviest.total > search.room:
                 timed = search.timed(trainer, rollout, heaviest, engine, shared=False)
                 what = f"a trainer rank of {heaviest.name} holds"
-                yield _refused(search, timed, heaviest.total, what, _largest(heaviest.memory))
+                yield _refused(search, timed, heaviest.total, what, _largest(heaviest))
 
 
 def _in_turns(search: Search, gpus: int) -> Iterator[Refused]:
     """Trainers and engines on all GPUs, of which a turn does not fit."""
     for rollout in search.on_all(gpus):
         engine = one_sequence(search, search.engine(rollout))
-        for trainer in trainer_layouts(search.facts.shape, search.config.trainer, gpus):
+        for trainer in search.trainers(gpus):
             config = search.config.model_copy(update={"trainer": trainer, "rollout": rollout})
             turn: Turn = max(turns(config, search.classes(trainer), engine), key=lambda t: t.total)
             if turn.total > search.room and together(config):
@@ -82,7 +84,7 @@ def _beside_engines(search: Search, gpus: int) -> Iterator[Refused]:
     """A trainer rank and an engine of its own on every GPU, at once."""
     rollout = search.sharing(gpus)
     engine = one_sequence(search, search.engine(rollout))
-    for trainer in trainer_layouts(search.facts.shape, search.config.trainer, gpus):
+    for trainer in search.trainers(gpus):
         trainer = trainer.model_copy(update={"gpus_per_rank": 0.5})
         heaviest = search.heaviest(trainer)
         total = heaviest.total + engine.budget
@@ -110,9 +112,9 @@ def _refused(search: Search, timed: Proposal, held: int, what: str, of: str) -> 
     )
 
 
-def _largest(memory: dict[str, int]) -> str:
-    kind = max(memory, key=lambda key: memory[key])
-    return f"most of it {kind}, {memory[kind] / GIB:.1f}"
+def _largest(rank: RankClass) -> str:
+    kind, size = rank.largest
+    return f"most of it {kind}, {size / GIB:.1f}"
 
 
 def _engines(search: Search) -> Iterator[Refused]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config.options import above_zero, positive, result_parser
 from lora_moe_rl.config.overrides import override, parse_arguments
 from lora_moe_rl.config.recipes import load_config
 from lora_moe_rl.config.trainer import MOST_RANKS
@@ -18,22 +18,13 @@ from lora_moe_rl.files.importing import load_file
 from lora_moe_rl.planner import plan as plans
 from lora_moe_rl.planner.compute import Lengths
 from lora_moe_rl.planner.facts import PACKED, Facts, Format, find
-from lora_moe_rl.planner.hardware import DEFAULT_GPU, GPUS, Hardware
+from lora_moe_rl.planner.hardware import Hardware
+from lora_moe_rl.planner.layouts import Kept
+from lora_moe_rl.planner.options import parser
 from lora_moe_rl.planner.plan import Assumed
-from lora_moe_rl.planner.search import LAYOUT_KEYS, Search
+from lora_moe_rl.planner.proposal import LAYOUT_KEYS, NOT_KEPT, SEARCHED
+from lora_moe_rl.planner.search import Search
 
-ABOUT = """\
-What a run needs, from the model's config alone: memory of every trainer rank and engine rank,
-bytes of refits and router decisions, operations a token, and seconds of a step by a roofline.
-Needs no torch, GPU, weights or network. Exit code 1 when the run does not fit, 2 when the layout
-does not divide the model.
-
-    lora-moe-rl plan recipes/kimi_k2_1t.py adapter.rank=16
-    lora-moe-rl plan --model kimi-k2 --gpus 64 --gpu-memory 80 --rank 32
-    lora-moe-rl plan --model qwen3-30b-a3b --gpus 8 --search
-
-With --model and no trainer.* or rollout.* layout, the fastest that is found is planned.
-"""
 # Of --model without a recipe: a reasoning run of moderate length, or of all that the model has.
 LONGEST = 8192
 WHAT_IF = (
@@ -47,13 +38,14 @@ WHAT_IF = (
 @dataclass(frozen=True)
 class Request:
     """`has_layout`: whether words or recipe say how ranks are laid out; where they do not, the
-    layout is to be searched for."""
+    layout is to be searched for, with what is `kept` of it."""
 
     options: argparse.Namespace
     facts: Facts
     config: RunConfig
     assumed: Assumed
     has_layout: bool
+    kept: Kept
 
 
 def read(argv: Sequence[str]) -> Request:
@@ -63,7 +55,16 @@ def read(argv: Sequence[str]) -> Request:
     config, hardware = _base(options)
     facts = find(_model(options, config))
     hardware = _hardware(options, hardware)
-    config, asked = _configured(facts, config, _settings(options), options, hardware)
+    given = _given(_settings(options))
+    asked = not options.model or "world_size" in given.get("trainer", {})
+    if not asked:
+        _require_search(given, hardware)
+    config = _configured(facts, config, options, hardware, None if asked else given)
+    if not asked and config.model.held_once == "on":
+        raise ConfigError(
+            "model.held_once=on: no layouts of a base that is held once are looked for; give the "
+            "layout, with trainer.world_size, as recipes/kimi_k2_thinking.py does"
+        )
     if config.offline and (options.search or options.write or not asked):
         raise ConfigError(
             f"plan looks for layouts that trainer and engines share, and algorithm="
@@ -71,42 +72,8 @@ def read(argv: Sequence[str]) -> Request:
             "without --search and --write"
         )
     assumed = _assumed(facts, config, hardware or Hardware(_gpus(config)), options)
-    return Request(options, facts, config, assumed, asked)
-
-
-def parser() -> argparse.ArgumentParser:
-    made = result_parser("plan", ABOUT)
-    made.add_argument("words", nargs="*", metavar="RECIPE or key=value")
-    made.add_argument("--model", help="a published model (kimi-k2), or a directory")
-    made.add_argument("--gpus", type=positive, help="GPUs of the cluster")
-    made.add_argument("--gpu", choices=list(GPUS), help=f"their kind ({DEFAULT_GPU})")
-    about = "where it is not the kind's"
-    made.add_argument("--gpu-memory", type=above_zero, metavar="GIB", help=about)
-    about = "of a GPU to other nodes"
-    made.add_argument("--bandwidth", type=above_zero, metavar="GB/S", help=about)
-    about = "which a tensor-parallel group cannot exceed (8)"
-    made.add_argument("--gpus-per-node", type=positive, help=about)
-    about = "of a node's host (128 for each of its GPUs)"
-    made.add_argument("--host-memory", type=above_zero, metavar="GIB", help=about)
-    made.add_argument("--rank", type=positive, help="short for adapter.rank")
-    formats = ("bf16", *PACKED)
-    about = "the trainer's frozen base, as if held in this format (as it is trained)"
-    made.add_argument("--base", choices=formats, help=about)
-    about = "the engines' weights (as the checkpoint has them)"
-    made.add_argument("--served", choices=formats, help=about)
-    made.add_argument("--prompt-tokens", type=positive, help="mean (half of the most)")
-    made.add_argument("--response-tokens", type=positive, help="mean (half of the most)")
-    made.add_argument("--search", action="store_true", help="propose layouts, fastest first")
-    made.add_argument("--top", type=positive, default=8, help="of --search: how many (8)")
-    about = "build ranks of every stage without values and compare (needs torch and Megatron)"
-    made.add_argument("--build", action="store_true", help=about)
-    made.add_argument("--published", action="store_true", help="compare with published figures")
-    about = "by what this run measured: the lag and the split of GPUs that keep both sides busy"
-    made.add_argument("--run", type=Path, metavar="RUN", help=about)
-    about = "write the planned run as a recipe"
-    made.add_argument("--write", type=Path, metavar="RECIPE.py", help=about)
-    made.add_argument("--png", type=Path, metavar="FILE", help="draw memory by class of rank")
-    return made
+    kept = {} if asked else _kept(config, given)
+    return Request(options, facts, config, assumed, asked, kept)
 
 
 def _base(options: argparse.Namespace) -> tuple[RunConfig, Hardware | None]:
@@ -179,40 +146,96 @@ def _hardware(options: argparse.Namespace, named: Hardware | None) -> Hardware |
     return None if not given else Hardware(0, **given)
 
 
-def _configured(
-    facts: Facts,
-    config: RunConfig,
-    settings: list[str],
-    options: argparse.Namespace,
-    hardware: Hardware | None,
-) -> tuple[RunConfig, bool]:
-    """The config with the settings, and whether it has a layout of its own. Raises ConfigError,
-    with the nearest layouts that divide and fit, for one that cannot be."""
-    given: dict = {}
+def _given(settings: list[str]) -> dict[str, dict[str, Any]]:
+    """The settings by section."""
+    given: dict[str, dict[str, Any]] = {}
     for layer in parse_arguments(settings):
         for section, keys in layer.items():
             given.setdefault(section, {}).update(keys if isinstance(keys, dict) else {})
-    trainer = given.get("trainer", {})
-    asked = not options.model or any(key in trainer for key in LAYOUT_KEYS)
-    if not asked and hardware is None:
+    return given
+
+
+def _require_search(given: Mapping[str, Mapping[str, Any]], hardware: Hardware | None) -> None:
+    """Raises ConfigError where no layout can be searched for."""
+    if hardware is None or not hardware.gpus:
         raise ConfigError(
             "plan --model needs --gpus, the number of GPUs, or a layout: trainer.world_size=..."
         )
-    if not asked and "cp" in trainer:  # as few ranks as there can be: the search takes others
-        settings = [f"trainer.world_size={trainer['cp']}", *settings]
+    for section, keys in NOT_KEPT.items():
+        for key in keys:
+            if key in given.get(section, {}):
+                raise ConfigError(
+                    f"{section}.{key}={given[section][key]} is of a whole layout, and a search "
+                    f"chooses it: leave it out, or give the layout, with trainer.world_size"
+                )
+
+
+def _kept(config: RunConfig, given: Mapping[str, Mapping[str, Any]]) -> Kept:
+    """What was given of the layout that is searched for, as the config has read it."""
+    return {
+        section: {
+            key: getattr(getattr(config, section), key) for key in keys if key in given[section]
+        }
+        for section, keys in SEARCHED.items()
+        if section in given
+    }
+
+
+def _smallest(given: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Settings with which a config can be that has what is given of a layout: as few ranks as it
+    takes. A search chooses others."""
+    trainer, rollout = given.get("trainer", {}), given.get("rollout", {})
+    tp, cp, pp, ep = (trainer.get(key, 1) for key in ("tp", "cp", "pp", "ep"))
+    settings = []
+    if all(isinstance(one, int) and 0 < one <= MOST_RANKS for one in (tp, cp, pp, ep)):
+        settings.append(f"trainer.world_size={math.lcm(tp * cp, ep) * pp}")
+    if (rollout.get("ep") or rollout.get("fully_sharded")) and "tp" not in rollout:
+        settings.append("rollout.tp=2")
+    return settings
+
+
+def _configured(
+    facts: Facts,
+    config: RunConfig,
+    options: argparse.Namespace,
+    hardware: Hardware | None,
+    to_keep: Mapping[str, Mapping[str, Any]] | None,
+) -> RunConfig:
+    """The config with the settings. `to_keep`: what they say of a layout to search for; None where
+    they are one. Raises ConfigError for one that cannot be, with the nearest layouts that divide
+    and fit."""
+    settings = _settings(options)
+    more = [] if to_keep is None else _smallest(to_keep)
     try:
-        made = override(config, settings)
+        made = override(config, [*more, *settings])
         plans.check_layout(facts.shape, made)
-        return made, asked
+        return made
     except LoraMoeRlError as error:
+        trainer = _given(settings).get("trainer", {})
         wanted = {key: getattr(config.trainer, key) for key in LAYOUT_KEYS}
         wanted |= {key: trainer[key] for key in LAYOUT_KEYS if key in trainer}
-        if not all(isinstance(one, int) and 0 < one <= MOST_RANKS for one in wanted.values()):
+        valid = all(isinstance(one, int) and 0 < one <= MOST_RANKS for one in wanted.values())
+        if to_keep is not None or not valid or _is_of_engines(facts, config, settings):
             raise
         near = _nearest(facts, config, settings, wanted, hardware, options)
         if not near:
             raise
         raise ConfigError(f"{error}; {near}") from error
+
+
+def _is_of_engines(facts: Facts, config: RunConfig, settings: list[str]) -> bool:
+    """Whether the layout is one without what the settings say of engines."""
+    try:
+        made = override(config, _without(settings, "rollout.", SEARCHED["rollout"]))
+        plans.check_layout(facts.shape, made)
+    except LoraMoeRlError:
+        return False
+    return True
+
+
+def _without(settings: list[str], section: str, keys: Sequence[str]) -> list[str]:
+    starts = tuple(f"{section}{key}=" for key in keys)
+    return [one for one in settings if not one.removeprefix("--").startswith(starts)]
 
 
 def _nearest(
@@ -224,14 +247,8 @@ def _nearest(
     options: argparse.Namespace,
 ) -> str:
     """The nearest layouts as a sentence, or '' when something else than the layout is wrong."""
-    layout = tuple(f"trainer.{key}=" for key in LAYOUT_KEYS)
-    others = [
-        s
-        for s in settings
-        if not s.removeprefix("--").startswith(
-            (*layout, "rollout.tp=", "rollout.dp=", "rollout.nodes=")
-        )
-    ]
+    others = _without(settings, "trainer.", LAYOUT_KEYS)
+    others = _without(others, "rollout.", ("tp", "dp", "nodes"))
     plain = config.trainer.model_copy(update=dict.fromkeys(LAYOUT_KEYS, 1))
     try:
         other = override(config.model_copy(update={"trainer": plain}), others)

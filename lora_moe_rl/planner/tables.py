@@ -11,25 +11,15 @@ from lora_moe_rl.config import RolloutConfig
 from lora_moe_rl.planner.changes import Change
 from lora_moe_rl.planner.hardware import GIB
 from lora_moe_rl.planner.plan import Assumed, RunPlan
+from lora_moe_rl.planner.proposal import SEARCHED, Proposal
 from lora_moe_rl.planner.refused import Refused
 from lora_moe_rl.planner.request import Request
 from lora_moe_rl.planner.rollout import EngineRank
-from lora_moe_rl.planner.search import MARGIN, SEARCHED, Proposal
-from lora_moe_rl.planner.trainer import FORMATS
+from lora_moe_rl.planner.search import MARGIN
+from lora_moe_rl.planner.trainer import FORMATS, SHOWN
 from lora_moe_rl.verify.report import console, table
 
 WIDTH = 118
-# Columns of a trainer rank: heading -> kinds of memory.
-TRAINER = {
-    "base": ("base",),
-    "adapter": ("adapter",),
-    "gradients": ("gradients",),
-    "optimizer": ("optimizer", "Adam's step"),
-    "activations": ("activations", "one layer's work"),
-    "logits": ("logits",),
-    "comm.": ("communication",),
-    "other": ("scratch", "refit", "allocator", "runtime"),
-}
 
 
 def show(plan: RunPlan, chosen: bool) -> None:
@@ -65,6 +55,8 @@ def _head(plan: RunPlan, chosen: bool) -> list[str]:
     gpus = f"{mine} shared" if shared else f"{mine} trainer + {theirs} engines"
     if plan.turns:
         gpus = f"trainer and engines take turns on {mine}"
+    if (idle := hardware.gpus - (mine if shared else mine + theirs)) > 0:
+        gpus += f", {idle} idle"
     engines = f"engines {rollout.engines} of {engine_name(rollout)}"
     if plan.config.offline:
         name = plan.config.algorithm.name
@@ -86,7 +78,8 @@ def _head(plan: RunPlan, chosen: bool) -> list[str]:
 def engine_name(rollout: RolloutConfig) -> str:
     """How an engine is laid out."""
     nodes = f" on {rollout.nodes} nodes" if rollout.nodes > 1 else ""
-    return f"{_size(rollout)}{' ep' if rollout.ep else ''}{nodes}"
+    cut = " ep" if rollout.ep else " fully sharded" if rollout.fully_sharded else ""
+    return f"{_size(rollout)}{cut}{nodes}"
 
 
 def _size(rollout: RolloutConfig) -> str:
@@ -101,9 +94,9 @@ def _trainer(plan: RunPlan) -> Table:
     title = f"a trainer rank, GiB (base in {plan.assumed.weights})"
     on_host = [c.host + c.host_in_step for c in plan.classes]
     offloaded = ["host"] if any(on_host) else []
-    made = table(["", "ranks", "layers", "parameters", *TRAINER, "total", *offloaded], title)
+    made = table(["", "ranks", "layers", "parameters", *SHOWN, "total", *offloaded], title)
     for c, host in zip(plan.classes, on_host, strict=True):
-        cells = [_gib(sum(c.memory[kind] for kind in kinds)) for kinds in TRAINER.values()]
+        cells = [_gib(size) for size in c.shown.values()]
         parameters = f"{c.base_parameters / 1e9:,.3f} B"
         layers = str(len(c.layers))
         cells += [_gib(c.total), *(_gib(host) for _ in offloaded)]

@@ -46,6 +46,19 @@ STEP = 4  # Adam's count of steps: one float32 a parameter tensor, on the host
 FORMATS: tuple[Format, ...] = ("bf16", "fp8", "int4", "mxfp4")
 
 
+# Kinds of memory as they are shown, and what is summed up in each.
+SHOWN = {
+    "base": ("base",),
+    "adapter": ("adapter",),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer", "Adam's step"),
+    "activations": ("activations", "one layer's work"),
+    "logits": ("logits",),
+    "comm.": ("communication",),
+    "other": ("scratch", "refit", "allocator", "runtime"),
+}
+
+
 @dataclass(frozen=True)
 class RankClass:
     """Ranks with the same figures. `memory`: bytes by what they are for; `parts`: parameters of the
@@ -77,6 +90,17 @@ class RankClass:
         """What of `total` are tensors: without the CUDA context, and what the allocator keeps in
         reserve."""
         return self.total - self.memory["runtime"] - self.memory["allocator"]
+
+    @property
+    def shown(self) -> dict[str, int]:
+        """Bytes by kind as in `SHOWN`."""
+        return {kind: sum(self.memory[one] for one in of) for kind, of in SHOWN.items()}
+
+    @property
+    def largest(self) -> tuple[str, int]:
+        """The kind that has most bytes, of those with a name of their own."""
+        kind = max((k for k in SHOWN if k != "other"), key=lambda k: self.shown[k])
+        return kind, self.shown[kind]
 
     @property
     def resident(self) -> int:

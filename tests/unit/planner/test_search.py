@@ -1,0 +1,132 @@
+"""What a search of layouts tries: all that is worth it, with what was given of a layout."""
+
+import pytest
+
+from lora_moe_rl import cli
+from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.planner import layouts
+from lora_moe_rl.planner import search as searches
+from lora_moe_rl.planner.changes import search_of
+from lora_moe_rl.planner.plan import make
+from lora_moe_rl.planner.request import read
+
+QWEN = ("--model", "qwen3-30b-a3b", "--gpus", "8")
+
+
+def best(*words: str, count: int = 8):
+    return search_of(read(words)).best(count)
+
+
+SPLIT, COLOCATED = "placement.mode=split", "placement.mode=colocated"
+
+
+@pytest.mark.parametrize(
+    ("mode", "setting"),
+    [
+        *((mode, "trainer.tp=4") for mode in (SPLIT, COLOCATED)),
+        *((mode, "trainer.ep=4") for mode in (SPLIT, COLOCATED)),
+        *((mode, "trainer.recompute=full") for mode in (SPLIT, COLOCATED)),
+        *((mode, "rollout.tp=4") for mode in (SPLIT, COLOCATED)),
+        *((mode, "rollout.engines=4") for mode in (SPLIT, COLOCATED)),
+        *((mode, "rollout.ep=true") for mode in (SPLIT, COLOCATED)),
+        *((mode, "rollout.ep=false") for mode in (SPLIT, COLOCATED)),
+        *((mode, "rollout.fully_sharded=true") for mode in (SPLIT, COLOCATED)),
+        *((SPLIT, "trainer.pp=3"), (COLOCATED, "trainer.pp=4"), (SPLIT, "rollout.engines=1")),
+        (SPLIT, "rollout.gpu_memory_utilization=0.8"),
+        (COLOCATED, "rollout.gpu_memory_utilization=0.5"),
+    ],
+)
+def test_what_is_given_of_a_layout_is_kept(mode, setting):
+    section, key = setting.partition("=")[0].split(".")
+    request = read([*QWEN, mode, setting])
+    wanted = getattr(getattr(request.config, section), key)
+    found = search_of(request).best(8)
+    assert found
+    for one in found:
+        assert getattr(getattr(one.config, section), key) == wanted
+        assert make(request.facts, one.config, request.assumed).problems == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("trainer.vpp=2", "trainer.vpp=2 is of a whole layout"),
+        ("rollout.dp=2", "rollout.dp=2 is of a whole layout"),
+        ("trainer.gpus_per_rank=0.5", "is of a whole layout, and a search chooses it"),
+        ("model.held_once=on", "no layouts of a base that is held once are looked for"),
+        ("rollout.tp=3", "rollout.tp=3 does not divide the model's 32 attention heads; use a "),
+        ("trainer.tp=3", "trainer.tp=3 does not divide the model's 32 attention heads; use a "),
+    ],
+)
+def test_what_no_search_can_keep_is_refused_by_its_name(setting, said):
+    with pytest.raises(ConfigError) as told:
+        read([*QWEN, COLOCATED, setting])
+    assert said in str(told.value) and "trainer ranks" not in str(told.value)
+
+
+def test_nearest_layouts_are_of_a_trainer_that_does_not_divide():
+    whole = ("--model", "qwen3-30b-a3b", "trainer.world_size=2", "trainer.tp=2")
+    with pytest.raises(ConfigError, match="attention heads; use a divisor of 32$"):
+        read([*whole, "rollout.tp=3"])
+    with pytest.raises(ConfigError, match="the nearest layouts of 6 trainer ranks"):
+        read([*whole, "trainer.world_size=6", "trainer.tp=3"])
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "gpus"),
+    [
+        *(("qwen3-235b-a22b", "h100", n) for n in (48, 56, 72)),
+        *(("kimi-k2", "h200", 112), ("glm-4.5", "h100", 56), ("qwen3-30b-a3b", "h100", 100)),
+    ],
+)
+def test_no_split_that_is_left_out_is_faster(model, gpu, gpus, monkeypatch):
+    words = ("--model", model, "--gpu", gpu, "--gpus", str(gpus))
+    (found,) = best(*words, count=1)
+    monkeypatch.setattr(searches, "splits", lambda total, node: range(1, total))
+    (of_all,) = best(*words, count=1)
+    assert found.seconds.step <= of_all.seconds.step
+
+
+def test_splits_of_many_gpus_are_whole_nodes_and_few():
+    assert layouts.splits(64, 8) == range(1, 64)
+    assert layouts.splits(112, 8) == range(8, 112, 8)
+    for gpus in (512, 513, 4096, 65_536):
+        tried = layouts.splits(gpus, 8)
+        assert tried.step % 8 == 0 and len(tried) <= layouts.EVERY_SPLIT
+
+
+def test_gpus_that_make_no_layout_faster_stay_idle(capsys):
+    words = ("--model", "qwen3-235b-a22b", "--gpus")
+    (even,), (odd,) = best(*words, "24", count=1), best(*words, "25", count=1)
+    assert odd.seconds.step == even.seconds.step and odd.gpus == 24
+    assert layouts.totals(30, 8) == [30, 28, 24] and layouts.totals(5, 8) == [5, 4]
+    assert layouts.totals(25, 6) == [25, 24]
+    assert cli.main(["plan", *words, "17"]) == 0
+    assert "17 GPUs (h100, 80 GiB): 8 trainer + 8 engines, 1 idle" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rank", [128, 256, 512])
+@pytest.mark.parametrize("mode", [SPLIT, COLOCATED])
+def test_engines_take_slots_of_the_adapters_rank(rank, mode):
+    """vLLM's kernels take experts' slots of up to 128, unless they are cut in all dimensions."""
+    words = ["--model", "qwen3-30b-a3b", "--gpus", "16", "--gpu", "h200", "--rank", str(rank)]
+    request = read([*words, mode, "trainer.offload=optimizer"])
+    found = search_of(request).best(3)
+    assert found
+    for one in found:
+        assert make(request.facts, one.config, request.assumed).problems == []
+        assert one.config.rollout.fully_sharded == (rank > 128)
+
+
+def test_where_no_engine_serves_the_rank_that_is_said(capsys):
+    words = ["plan", *QWEN, "--rank", "256", "rollout.ep=true"]
+    assert cli.main(words) == 1
+    shown = capsys.readouterr().out
+    assert "no engine of up to 8 GPUs serves these adapters: adapters of rank 256" in shown
+
+
+def test_sentences_count_memory_as_the_table_does(capsys):
+    assert cli.main(["plan", *QWEN, "--search"]) == 0
+    shown = capsys.readouterr().out.replace("\n", " ")
+    row = shown.split("stage 0")[1].split()
+    assert "32.08" in row and "with activations of 32.1;" in shown
