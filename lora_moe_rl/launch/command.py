@@ -14,8 +14,16 @@ from lora_moe_rl.config.options import names, natural, positive
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.launch import kuberay, slurm, ssh
 from lora_moe_rl.launch.job import Job, nodes_needed
+from lora_moe_rl.models.directory import is_hub_name
 
 KINDS = {"slurm": slurm, "kuberay": kuberay, "ssh": ssh}
+# Options that have an effect with some of them alone.
+ONLY = {
+    "hosts": ("ssh",),
+    "image": ("kuberay",),
+    "environment": ("slurm", "ssh"),
+    "notice": ("slurm",),
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,9 +45,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--environment",
         type=Path,
-        default=Path(sys.prefix),
         metavar="DIR",
-        help="Python's environment, as on all nodes; by default this one",
+        help="slurm, ssh: Python's environment, as on all nodes; by default this one",
+    )
+    parser.add_argument(
+        "--notice",
+        type=positive,
+        metavar="S",
+        help="slurm: seconds before the end of its time at which the run is told to end after its "
+        f"step: more than a step and a checkpoint take ({Job.notice_s})",
     )
     parser.add_argument(
         "--out",
@@ -62,8 +76,8 @@ def main(argv: Sequence[str]) -> int:
 def make_job(config: RunConfig, options: argparse.Namespace) -> Job:
     """Raises ConfigError when the nodes do not hold the run, or a path cannot be a shared one."""
     gpus = options.gpus_per_node
-    for name, kind in (("hosts", "ssh"), ("image", "kuberay")):
-        if (given := getattr(options, name)) is not None and options.on != kind:
+    for name, kinds in ONLY.items():
+        if (given := getattr(options, name)) is not None and options.on not in kinds:
             raise ConfigError(f"--{name} {given} has no effect with --on {options.on}")
     least = nodes_needed(config, gpus)
     nodes = least if options.nodes is None else options.nodes
@@ -73,7 +87,8 @@ def make_job(config: RunConfig, options: argparse.Namespace) -> Job:
     if not run_dir.name:
         raise ConfigError(f"logging.run_dir={run_dir} is the root of all files; name a directory")
     folder = (options.out or run_dir.with_name(run_dir.name + "-launch")).absolute()
-    for path in (run_dir, folder, options.environment.absolute()):
+    environment = (options.environment or Path(sys.prefix)).absolute()
+    for path in (run_dir, folder, environment):
         if not re.fullmatch(r"[\w./+-]+", str(path)):  # it stands in scripts as it is
             raise ConfigError(
                 f"{path} has characters that a script could take for something else; choose "
@@ -86,10 +101,20 @@ def make_job(config: RunConfig, options: argparse.Namespace) -> Job:
         folder=folder,
         nodes=nodes,
         gpus=gpus,
-        environment=options.environment.absolute(),
+        environment=environment,
         image=options.image or Job.image,
         hosts=tuple(names(options.hosts, "--hosts", "a host")) if options.hosts is not None else (),
+        notice_s=options.notice or Job.notice_s,
+        hub_home=_hub_home(config),
     )
+
+
+def _hub_home(config: RunConfig) -> Path | None:
+    """Where Hugging Face's library keeps the run's model; None for one that is no name of the
+    hub."""
+    from huggingface_hub.constants import HF_HOME
+
+    return Path(HF_HOME).absolute() if is_hub_name(config.model.path) else None
 
 
 def _label(name: str) -> str:

@@ -27,6 +27,8 @@ class Job:
     environment: Path  # of Python, as on every node
     image: str = "lora-moe-rl:gpu"
     hosts: Sequence[str] = field(default_factory=tuple)
+    notice_s: int = 1800  # so long before the end of its time Slurm tells the run
+    hub_home: Path | None = None  # HF_HOME, where nodes find a model of the hub
 
     @property
     def node_check(self) -> str:

@@ -11,13 +11,20 @@ from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.launch.job import Job
 from lora_moe_rl.upstream.versions import TESTED
 
-NEXT = "kubectl apply -f {folder}/rayjob.yaml"
+# A job that has ended does nothing more when it is applied again.
+NEXT = "kubectl replace --force -f {folder}/rayjob.yaml"
 CLAIM = "shared"  # the PersistentVolumeClaim that all pods mount
 
 
 def files(job: Job) -> dict[str, str]:
-    """Raises ConfigError when config and run directory are not below one folder, which is what the
-    pods mount."""
+    """Raises ConfigError when config, run directory and HF_HOME are not below one folder, which is
+    what the pods mount."""
+    if job.hub_home is not None and job.hub_home.parts[1:2] != job.run_dir.parts[1:2]:
+        raise ConfigError(
+            f"model.path is a name of the hub, and HF_HOME={job.hub_home}, where pods would look "
+            f"for it, is not below {_top(job)}, where they mount the claim {CLAIM!r}: set HF_HOME "
+            "to a folder there that holds the model, or model.path to its directory"
+        )
     if job.folder.parts[1] != job.run_dir.parts[1]:
         raise ConfigError(
             f"the pods mount the claim {CLAIM!r} at {_top(job)}, where logging.run_dir="
@@ -55,6 +62,7 @@ def _job(job: Job) -> dict[str, Any]:
         "spec": {
             "entrypoint": f"bash -c '{waited} && {job.train}'",
             "runtimeEnvYAML": "env_vars: {RAY_ADDRESS: auto}\n",
+            "shutdownAfterJobFinishes": True,  # pods would keep their GPUs
             "backoffLimit": 3,  # a job that is started again goes on from its newest checkpoint
             "rayClusterSpec": cluster,
         },
@@ -66,9 +74,12 @@ def _pod(job: Job, head: bool) -> dict[str, Any]:
         {"name": "shared", "mountPath": _top(job)},
         {"name": "dshm", "mountPath": "/dev/shm"},
     ]
+    variables = {"RAY_worker_niceness": "0"}
+    if job.hub_home is not None:
+        variables["HF_HOME"] = str(job.hub_home)
     container: dict[str, Any] = {
         "image": job.image,
-        "env": [{"name": "RAY_worker_niceness", "value": "0"}],
+        "env": [{"name": name, "value": value} for name, value in variables.items()],
         "volumeMounts": mounts,
     }
     if job.gpus and not head:

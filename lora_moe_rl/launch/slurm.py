@@ -5,19 +5,18 @@ from __future__ import annotations
 from lora_moe_rl.launch.job import RAY_PORT, Job
 
 NEXT = "sbatch {folder}/run.sbatch"
-PREEMPTION_S = 300  # so long before its end Slurm tells the run, which writes a checkpoint
 
 
 def files(job: Job) -> dict[str, str]:
-    return {"run.sbatch": SCRIPT.format(job=job, port=RAY_PORT, before=PREEMPTION_S)}
+    return {"run.sbatch": SCRIPT.format(job=job, port=RAY_PORT)}
 
 
 SCRIPT = """\
 #!/usr/bin/env bash
 #SBATCH --job-name={job.name}
 #SBATCH --nodes={job.nodes} --ntasks-per-node=1 --gpus-per-node={job.gpus} --exclusive --mem=0
-#SBATCH --requeue --signal=B:TERM@{before}
-#SBATCH --output={job.folder}/%x-%j.out
+#SBATCH --requeue --signal=B:TERM@{job.notice_s}
+#SBATCH --output={job.folder}/%x-%j.out --open-mode=append
 set -euo pipefail
 source {job.environment}/bin/activate
 

@@ -56,8 +56,14 @@ def base_name(path: str) -> str:
     return path
 
 
+def is_hub_name(path: str) -> bool:
+    """Whether it is `owner/name`, and no directory here."""
+    is_path = path.startswith((".", "/", "~")) or path.count("/") != 1
+    return not is_path and not Path(path).is_dir()
+
+
 def _require_hub_name(path: str, named: str = "model.path=") -> None:
-    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+    if not is_hub_name(path):
         raise ModelError(
             f"{named}{path!r} is not a directory, and not a hub name (owner/name) or one of "
             f"the tiny models {', '.join(NAMES)}"

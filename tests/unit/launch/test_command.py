@@ -137,6 +137,49 @@ def test_a_ray_job_asks_for_its_nodes_and_looks_at_each(tmp_path):
     assert container["image"] == look["image"] == "registry/image:1"
     mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounted == {"/" + tmp_path.parts[1], "/dev/shm"}
+    assert container["env"] == [{"name": "RAY_worker_niceness", "value": "0"}]
+
+
+def test_a_ray_job_gives_its_gpus_back_and_can_be_begun_once_more(tmp_path, capsys):
+    """KubeRay neither ends the pods of a job nor starts one that has ended, unless it is told."""
+    folder = launch(tmp_path, "kuberay")
+    spec = yaml.safe_load((folder / "rayjob.yaml").read_text())["spec"]
+    assert spec["shutdownAfterJobFinishes"] is True
+    assert f"with: kubectl replace --force -f {folder}/rayjob.yaml" in capsys.readouterr().out
+
+
+def test_pods_find_a_model_of_the_hub_where_it_is(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    shared = "/" + tmp_path.parts[1]
+    monkeypatch.setattr(constants, "HF_HOME", f"{shared}/hf")
+    folder = launch(tmp_path, "kuberay", "model.path=owner/model")
+    spec = yaml.safe_load((folder / "rayjob.yaml").read_text())["spec"]["rayClusterSpec"]
+    head, (nodes,) = spec["headGroupSpec"], spec["workerGroupSpecs"]
+    for pod in (head["template"]["spec"], nodes["template"]["spec"]):
+        for container in (*pod["containers"], *pod.get("initContainers", ())):
+            assert {"name": "HF_HOME", "value": f"{shared}/hf"} in container["env"]
+    monkeypatch.setattr(constants, "HF_HOME", "/root-of-another/hf")
+    with pytest.raises(ConfigError, match=f"is not below {shared}, where they mount the claim"):
+        launch(tmp_path, "kuberay", "model.path=owner/model")
+    launch(tmp_path, "kuberay", f"model.path={tmp_path}")
+    launch(tmp_path, "slurm", "model.path=owner/model")
+
+
+def test_slurm_tells_the_run_as_long_before_its_end_as_it_is_asked(tmp_path):
+    for more, seconds in (((), 1800), (("--notice", "4000"), 4000)):
+        text = (launch(tmp_path, "slurm", *more) / "run.sbatch").read_text()
+        assert f"#SBATCH --requeue --signal=B:TERM@{seconds}\n" in text
+        assert "--open-mode=append" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [("kuberay", "--environment"), ("kuberay", "--notice"), ("ssh", "--notice")],
+)
+def test_options_of_another_kind_are_refused(tmp_path, kind, option):
+    with pytest.raises(ConfigError, match=f"{option} 7 has no effect with --on {kind}"):
+        launch(tmp_path, kind, option, "7")
 
 
 @pytest.mark.parametrize(
