@@ -14,6 +14,7 @@ from lora_moe_rl.bench.report import Result, busy_cores, cores, goal, temporary
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import names, positive, result_parser
 from lora_moe_rl.config.plugins import ALGORITHMS
+from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.telemetry.names import STEP_SECONDS
 from lora_moe_rl.verify.report import table
 
@@ -39,6 +40,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=positive, default=STEPS, help=f"of the run ({STEPS})")
     options = parser.parse_args(argv)
     wanted = names(options.algorithms, "--algorithms", "an algorithm")
+    for name in wanted:
+        if ALGORITHMS.find(name).learns_from != "rollouts":
+            raise ConfigError(
+                f"--algorithms {name}: it samples nothing, and a step here is one of samples; "
+                "leave it out"
+            )
     busy = busy_cores()
     with temporary() as path:
         folder = Path(path)

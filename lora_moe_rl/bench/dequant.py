@@ -11,7 +11,7 @@ from typing import Any
 
 from lora_moe_rl.bench import report
 from lora_moe_rl.bench.report import Result, busy_cores, cores, goal, temporary
-from lora_moe_rl.config.options import positive, result_parser
+from lora_moe_rl.config.options import at_least, positive, result_parser
 from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.verify.report import table
 
@@ -21,12 +21,13 @@ float32, each in a process of its own on the CPU in float32: what it holds of th
 memory grows, and the seconds of a forward and backward of adapters on all linears. Both have to
 give the same logprobs and gradients.
 """
-# Of DeepSeek-V3's kind: {option: (default, key of its config.json)}
+# Of DeepSeek-V3's kind, whose first layer is dense: {option: (default, its type, key of its
+# config.json)}
 SIZES = {
-    "layers": (4, "num_hidden_layers"),
-    "hidden": (512, "hidden_size"),
-    "experts": (32, "n_routed_experts"),
-    "width": (512, "moe_intermediate_size"),
+    "layers": (4, at_least(2), "num_hidden_layers"),
+    "hidden": (512, at_least(32, 32), "hidden_size"),
+    "experts": (32, positive, "n_routed_experts"),
+    "width": (512, at_least(32, 32), "moe_intermediate_size"),
 }
 TOKENS = 2048
 MOST_OFF = 1e-6  # of logprobs and gradients, over the largest
@@ -35,11 +36,11 @@ MOST_HELD, MOST_SECONDS = 1.1, 1.5
 
 def main(argv: Sequence[str]) -> int:
     parser = result_parser("bench dequant", ABOUT)
-    for name, (default, _) in SIZES.items():
-        parser.add_argument(f"--{name}", type=positive, default=default, help=f"({default})")
+    for name, (default, kind, _) in SIZES.items():
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"({default})")
     parser.add_argument("--tokens", type=positive, default=TOKENS, help=f"of a step ({TOKENS})")
     options = parser.parse_args(argv)
-    sizes = {key: getattr(options, name) for name, (_, key) in SIZES.items()}
+    sizes = {key: getattr(options, name) for name, (_, _, key) in SIZES.items()}
     busy = busy_cores()
     with temporary() as folder:
         result = measure(Path(folder), sizes, options.tokens)

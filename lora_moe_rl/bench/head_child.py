@@ -39,8 +39,9 @@ def run(way: Way, tokens: int, hidden_size: int, vocabulary: int):
     weight = torch.randn(vocabulary, hidden_size) * hidden_size**-0.5
     labels, factors = torch.randint(vocabulary, (tokens,)), torch.randn(tokens)
     # Imports, and memory that is taken once, come before memory is looked at.
-    small = torch.randn(64, hidden_size, requires_grad=True)
-    way(small, weight[:1024], labels[:64] % 1024).sum().backward()
+    few, words = min(64, tokens), min(1024, vocabulary)
+    small = torch.randn(few, hidden_size, requires_grad=True)
+    way(small, weight[:words], labels[:few] % words).sum().backward()
     before, seconds = status_bytes("VmRSS"), []
     for _ in range(ROUNDS):
         hidden.grad, started = None, time.perf_counter()

@@ -13,7 +13,7 @@ from lora_moe_rl.bench import report, step
 from lora_moe_rl.bench.report import Result, busy_cores, cores, goal, temporary
 from lora_moe_rl.bench.step import GROUP, PROMPTS, TOKENS
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config.options import positive, result_parser
+from lora_moe_rl.config.options import at_least, positive, result_parser
 from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.telemetry.names import AUDITED, COPIES, PROOF_SECONDS, RECORDS, STEP_SECONDS
 from lora_moe_rl.verify.report import table
@@ -45,7 +45,7 @@ MOST = 0.05
 
 def main(argv: Sequence[str]) -> int:
     parser = result_parser("bench overhead", ABOUT)
-    parser.add_argument("--steps", type=positive, default=STEPS, help=f"measured ({STEPS})")
+    parser.add_argument("--steps", type=at_least(3), default=STEPS, help=f"measured ({STEPS})")
     parser.add_argument("--prompts", type=positive, default=PROMPTS, help=f"of a step ({PROMPTS})")
     parser.add_argument("--tokens", type=positive, default=TOKENS, help=f"of each ({TOKENS})")
     parser.add_argument("--out", type=Path, help="a directory that keeps the runs")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lora_moe_rl.errors import ConfigError
 
@@ -32,18 +32,20 @@ def verify_parser(what: str, about: str) -> argparse.ArgumentParser:
     return parser
 
 
-def positive(text: str) -> int:
-    """A type for add_argument: a whole number of at least 1."""
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value
+def at_least(least: int, times: int = 1) -> Callable[[str], int]:
+    """A type for add_argument: a whole number of at least so much, and a multiple of `times`."""
+
+    def number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+        if value % times:
+            raise argparse.ArgumentTypeError(f"{value} is no multiple of {times}")
+        return value
+
+    return number
 
 
-def natural(text: str) -> int:
-    """A type for add_argument: a whole number of at least 0."""
-    if (value := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{value} is less than 0")
-    return value
+positive, natural = at_least(1), at_least(0)
 
 
 def positives(text: str) -> list[int]:
