@@ -34,7 +34,7 @@ from lora_moe_rl.service.backend import (
 )
 from lora_moe_rl.service.batches import batch_of, check_data, logprobs_of
 from lora_moe_rl.service.loras import Places
-from lora_moe_rl.service.routes import RouteStore
+from lora_moe_rl.service.routes import ORIGIN, Origin, RouteStore
 from lora_moe_rl.service.sampling import Samplers
 from lora_moe_rl.service.slots import Slots
 from lora_moe_rl.service.turn import Turn
@@ -65,10 +65,12 @@ class EngineRoom:
         self.loras: dict[str, Lora] = {}  # of models
         self.waiting = Waiting()
         self.slots = Slots(places.config.refit.slots)
-        self.owners: dict[str, int] = {}  # of samplers, the numbers of their models
+        self.origins: dict[str, Origin] = {}  # of samplers
+        self.saved: dict[str, Origin] = {}  # of checkpoints, by their digests
+        self.states: dict[str, int] = {}  # of models, the numbers of their weights
         self.digests: dict[str, str] = {}  # of samplers that were read, of their checkpoints
         self.numbers: dict[str, int] = {}  # of models
-        self.version = self.batches = 0
+        self.version = self.batches = self.state = 0
         self.newest = FIRST  # the sampler that was published last
         self.turn = Turn(engines, self._come_back)
         self._again: set[asyncio.Task[int]] = set()
@@ -91,6 +93,7 @@ class EngineRoom:
         async with self.turn.alone():
             await self.ranks.create(model, lora.seed, ranks, factor)
             self.loras[model] = lora
+            self._changed(model)
 
     async def forward(
         self, model: str, data: Sequence[Datum], loss: LossCall, backward: bool
@@ -119,6 +122,7 @@ class EngineRoom:
         self._lora(model)
         how = adam.lr, (adam.beta1, adam.beta2), adam.eps, adam.weight_decay, adam.clip
         async with self.turn.alone():
+            self._changed(model)
             return await self.ranks.step(model, *how)
 
     async def save(self, model: str, directory: Path) -> None:
@@ -126,12 +130,14 @@ class EngineRoom:
         async with self.turn.alone():
             await self.ranks.select(model)
             parts = self.ranks, self.places, self.base
-            await asyncio.to_thread(saved.write, directory, lora, *parts)
+            path = await asyncio.to_thread(saved.write, directory, lora, *parts)
+            self.saved[saved.digest_of(path)] = self._origin(model)
 
     async def load(self, model: str, directory: Path, optimizer: bool) -> Lora:
         read = await asyncio.to_thread(saved.read, directory, self.places, self.base)
         async with self.turn.alone():
             asked = read.path, read.meta, model, self.places.factor(read.lora), optimizer
+            self._changed(model)
             await asyncio.to_thread(self.ranks.load, *asked)
             self.loras[model] = read.lora
         return read.lora
@@ -148,13 +154,14 @@ class EngineRoom:
         async with self._one_publishes, self._next_slot():
             await self.ranks.keep(model, sampler)
             await self._note(sampler, None)
-            self.owners[sampler] = self._number(model)
+            self.origins[sampler] = self._origin(model)
             await self._serve(model, sampler)
 
     async def publish_saved(self, directory: Path, model: str, sampler: str) -> None:
-        await asyncio.to_thread(saved.read, directory, self.places, self.base)
+        read = await asyncio.to_thread(saved.read, directory, self.places, self.base)
         self.waiting.directories[sampler] = directory
-        self.owners[sampler] = self._number(model)
+        unknown = Origin(self._number(model), -1)  # of a service that ran before
+        self.origins[sampler] = self.saved.get(read.digest, unknown)
         async with self._one_publishes, self._next_slot():
             await self._serve_again(sampler)
 
@@ -169,7 +176,7 @@ class EngineRoom:
         for _ in range(AGAIN):
             version = await self._version_of(sampler)
             with suppress(NotServed, EngineDied), self.slots.reading(version):
-                return await self._sampled(version, ask, self.owners[sampler])
+                return await self._sampled(version, ask, self.origins[sampler])
             if self.slots.served.get(sampler) == version:
                 del self.slots.served[sampler]
         raise ServiceError(
@@ -177,9 +184,9 @@ class EngineRoom:
             "refit.slots where the service is started, or ask fewer samplers at a time"
         )
 
-    async def _sampled(self, version: int | None, ask: Ask, owner: int = 0) -> Sampled:
+    async def _sampled(self, version: int | None, ask: Ask, of: Origin = ORIGIN) -> Sampled:
         try:
-            return await self.samplers.sample(version, ask, owner)
+            return await self.samplers.sample(version, ask, of)
         except EngineLost as error:
             self.turn.on_death(error)
             raise
@@ -193,7 +200,7 @@ class EngineRoom:
         """Its version keeps its slot until a newer one takes it."""
         self.waiting.directories.pop(sampler, None)
         self.slots.served.pop(sampler, None)
-        self.owners.pop(sampler, None)
+        self.origins.pop(sampler, None)
         self.digests.pop(sampler, None)
         # Engines that come back are proven against the newest, whoever still asks for it.
         if sampler in self.waiting and sampler != self.newest:
@@ -224,11 +231,19 @@ class EngineRoom:
         """Which keeps the routes of one model's samples apart from another's."""
         return self.numbers.setdefault(model, len(self.numbers))
 
+    def _changed(self, model: str) -> None:
+        """Its weights become others: what was sampled before is of another state."""
+        self.state += 1
+        self.states[model] = self.state
+
+    def _origin(self, model: str) -> Origin:
+        return Origin(self._number(model), self.states[model])
+
     def _routes(self, model: str, data: Sequence[Datum]) -> tuple[list, float]:
         """Routes of each datum, and the share of their tokens whose routes were recorded."""
         if self.store is None:
             return [], 0.0
-        own, store = self._number(model), self.store
+        own, store = self._origin(model), self.store
         found = [store.find(one.tokens, one.inputs.get("logprobs"), own) for one in data]
         tokens = sum(len(one.tokens) for one in data)
         return [one.routes for one in found], sum(one.recorded for one in found) / tokens

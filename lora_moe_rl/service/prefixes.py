@@ -67,6 +67,11 @@ class Prefixes:
                 break
         return node, at
 
+    def above(self, node: Node) -> tuple[Node, int]:
+        """The node that a node, which is not the root, is below, and how many tokens lead to it."""
+        assert node.parent is not None
+        return node.parent, _end_of(node.parent)
+
     def remove(self, node: Node, number: int) -> None:
         """Forgets a sequence, which `add` said to end with `node`."""
         node.ends.remove(number)

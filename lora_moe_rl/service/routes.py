@@ -7,6 +7,11 @@ that begins as it does, as far as that goes; for the rest there are none:
     sampled    p0  p1  r0  r1  r2           rows of p0 to r1: the last token is not fed
     datum      p0  p1  r0  r1  r2  t0       its first four rows are replayed, two are missing
 
+A datum that has logprobs of what was sampled gets the routes of that sample, whichever of its
+model's states sampled it: it is trained on what the policy did. One that has none is a text whose
+probability is asked for: it gets routes of the model's state of now alone, which are those that the
+engines would choose; routers choose for themselves where there are none.
+
 Shape letters: L tokens of a sample, R of them sampled, N tokens of a datum.
 """
 
@@ -14,6 +19,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +35,16 @@ from lora_moe_rl.service.prefixes import Node, Prefixes
 TOKEN_BYTES = 8  # a token and its logprob
 
 
+class Origin(NamedTuple):
+    """Whose a sample or a datum is: the numbers of a model and of its state."""
+
+    model: int
+    state: int
+
+
+ORIGIN = Origin(0, 0)
+
+
 @dataclass(frozen=True)
 class Found:
     """Routes of one datum, of N rows, of which the first `recorded` are those of a sample."""
@@ -39,12 +55,13 @@ class Found:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """One sample: its L - 1 rows and logprobs, float32 [R]."""
+    """One sample: its L - 1 rows and logprobs, float32 [R], and the state that sampled it."""
 
     routes: SentRoutes
     logprobs: np.ndarray
     bytes: int
     node: Node
+    state: int
 
     def equal_logprobs(self, logprobs: np.ndarray, rows: int) -> int:
         """How many of a datum's first logprobs, float32, are bit for bit those of this sample."""
@@ -78,11 +95,15 @@ class RouteStore:
         return len(self._recorded)
 
     def put(
-        self, tokens: np.ndarray, routes: SentRoutes, logprobs: np.ndarray, owner: int = 0
+        self,
+        tokens: np.ndarray,
+        routes: SentRoutes,
+        logprobs: np.ndarray,
+        of: Origin = ORIGIN,
     ) -> None:
         """A sample: tokens int32 [L], its L - 1 rows, logprobs float32 [R] of what was sampled.
-        `owner`: the number of whose it is; only data of the same one are given its routes. Raises
-        ValueError for routes that are not of it, or cut for another trainer."""
+        Only data of the same model are given its routes. Raises ValueError for routes that are not
+        of it, or cut for another trainer."""
         sample = (len(tokens) - 1,), self.pieces, self.top_k, self.num_experts
         rows = tuple(np.diff(routes.offsets).tolist())
         if (rows, routes.pieces, routes.top_k, routes.num_experts) != sample:
@@ -95,22 +116,31 @@ class RouteStore:
                 f"{len(logprobs)} logprobs are not of a sample of {len(tokens)} tokens"
             )
         number, self._next = self._next, self._next + 1
-        node = self._prefixes.add(_owned(owner, tokens[:-1]), number)
+        node = self._prefixes.add(_owned(of.model, tokens[:-1]), number)
         logprobs = np.array(logprobs, np.float32)
         size = self._row_bytes(routes) * routes.num_rows + TOKEN_BYTES * len(tokens)
-        self._recorded[number] = _Recorded(routes, logprobs, size, node)
+        self._recorded[number] = _Recorded(routes, logprobs, size, node, of.state)
         self.bytes += size
         while self.bytes > self.limit:
             self._forget_one()
 
-    def find(self, tokens: np.ndarray, logprobs: np.ndarray | None = None, owner: int = 0) -> Found:
+    def find(
+        self,
+        tokens: np.ndarray,
+        logprobs: np.ndarray | None = None,
+        of: Origin = ORIGIN,
+    ) -> Found:
         """Routes of a datum's N tokens, int32, all of which are fed. `logprobs`: float32 [N], those
         of its targets when they were sampled, 0 for those that were not. Of several samples that
-        have as many of its rows, that one which has most of its logprobs, and else the newest."""
-        node, matched = self._prefixes.match(_owned(owner, tokens))
+        have as many of its rows, that one which has most of its logprobs; of a datum without, the
+        newest, where that is of the state `of`."""
+        node, matched = self._prefixes.match(_owned(of.model, tokens))
         common, found = max(matched - 1, 0), self.missing(len(tokens))
+        if logprobs is None or not logprobs[:common].any():  # nothing of it was sampled
+            number, common = self._of_state(node, common, of.state)
+        else:
+            number = self._with_logprobs(node, common, logprobs)
         if common:
-            number = self._chosen(node, common, logprobs)
             self._recorded.move_to_end(number)
             common, found = self._begun_with(self._recorded[number].routes, common, len(tokens))
         self.counts["data"] += 1
@@ -136,10 +166,17 @@ class RouteStore:
         """Of a datum that nobody sampled."""
         return travel.absent(self.pieces, self.top_k, self.num_experts, num_rows)
 
-    def _chosen(self, node: Node, common: int, logprobs: np.ndarray | None) -> int:
+    def _of_state(self, node: Node, common: int, state: int) -> tuple[int, int]:
+        """The newest sample at or below a node, or one above it, where it is of a state: and how
+        many of the datum's tokens it begins with; 0 where there is none. A sample of that state
+        that stands behind a newer one of another is not looked for."""
+        while common and self._recorded[node.newest].state != state:
+            node, matched = self._prefixes.above(node)
+            common = max(matched - 1, 0)
+        return node.newest, common
+
+    def _with_logprobs(self, node: Node, common: int, logprobs: np.ndarray) -> int:
         """Which of the samples at or below a node, that all begin with as many of its tokens."""
-        if logprobs is None or not logprobs[:common].any():  # nothing of it was sampled
-            return node.newest
         given = np.asarray(logprobs, np.float32)
 
         def fitting(number: int) -> tuple[int, int]:
@@ -163,6 +200,6 @@ class RouteStore:
         )
 
 
-def _owned(owner: int, tokens: np.ndarray) -> np.ndarray:
-    """What a sample's tokens are kept under: an owner's begin with a number that is no token."""
-    return np.concatenate([[-1 - owner], tokens]).astype(np.int32)
+def _owned(model: int, tokens: np.ndarray) -> np.ndarray:
+    """What a sample's tokens are kept under: a model's begin with a number that is no token."""
+    return np.concatenate([[-1 - model], tokens]).astype(np.int32)

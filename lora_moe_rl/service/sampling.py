@@ -24,11 +24,17 @@ from lora_moe_rl.errors import EngineDied, ServiceError
 from lora_moe_rl.ports import Manner
 from lora_moe_rl.router_replay.travel import SentRoutes
 from lora_moe_rl.service.backend import Ask, Facts, Said, Sampled
-from lora_moe_rl.service.routes import RouteStore
+from lora_moe_rl.service.routes import ORIGIN, Origin, RouteStore
 
 MOST_LIKELIEST = 20  # tokens at a place, as vLLM has it without its max_logprobs
 LEAST_TEMPERATURE = 0.01  # below which vLLM would take this one
 SEEDS = 2**63
+
+
+def seed_of(seed: int, number: int) -> int:
+    """Of a request's samples after the first: of two requests with neighbouring seeds none draws
+    what another does."""
+    return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0]) % SEEDS
 
 
 class AskedEngines(Protocol):
@@ -64,10 +70,11 @@ class Samplers:
         self.most_likeliest = self.vocab_size if most == -1 else most
         self._seeds = np.random.default_rng(config.seed)
 
-    async def sample(self, version: int | None, ask: Ask, owner: int = 0) -> Sampled:
+    async def sample(self, version: int | None, ask: Ask, of: Origin = ORIGIN) -> Sampled:
         """By an adapter version, or by the bare base (None). Asked again when its engine dies.
-        `owner`: whose data get the routes (`RouteStore.put`). Sample i has the request's seed + i,
-        and depends on that alone. `max_tokens` None is as long as model.max_length allows.
+        `of`: whose data get the routes (`RouteStore.put`). The first sample has the request's seed,
+        each other one drawn from that and its number. `max_tokens` None is as long as
+        model.max_length allows.
 
         Raises ServiceError for what cannot be asked, NotServed for a version that no engine has in
         a slot any more, and EngineDied when none will ever have it again.
@@ -82,7 +89,7 @@ class Samplers:
             prompt.cancel()
         if version is not None and self.store is not None:
             for one, routes in told:
-                self.store.put(one.sample.token_ids, routes, one.sample.logprobs, owner)
+                self.store.put(one.sample.token_ids, routes, one.sample.logprobs, of)
         return Sampled(
             [_said(one) for one, _ in told],
             scored.logprobs if scored is not None and ask.prompt_logprobs else None,
@@ -92,7 +99,7 @@ class Samplers:
 
     async def _samples(self, version: int | None, ask: Ask) -> list[tuple[Told, SentRoutes]]:
         seed = int(self._seeds.integers(SEEDS)) if ask.seed is None else ask.seed
-        seeds = [(seed + i) % SEEDS for i in range(ask.samples)]
+        seeds = [seed, *(seed_of(seed, i) for i in range(1, ask.samples))]
         asked = ask.prompt, version, seeds, self._manner(ask), ask.top_sampled
         return await self._again(version, lambda: self.engines.sample_each(*asked))
 

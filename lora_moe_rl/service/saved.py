@@ -64,8 +64,12 @@ def read(directory: Path, places: Places, base: dict[str, Any]) -> Read:
             f"{directory.name} was saved by a service whose section adapter is another: start this "
             "one with the same"
         )
-    digest = checkpoint.sha256_of(path / checkpoint.MANIFEST)  # which has those of its files
-    return Read(lora, path, metadata["trainer"], digest)
+    return Read(lora, path, metadata["trainer"], digest_of(path))
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a checkpoint's manifest, which has those of its files."""
+    return checkpoint.sha256_of(path / checkpoint.MANIFEST)
 
 
 def export(

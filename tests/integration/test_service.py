@@ -134,6 +134,38 @@ def test_a_prompts_logprobs_are_the_trainers(trained, service):
     assert np.isfinite(sampler.compute_logprobs(whole).result()[1:]).all()
 
 
+def test_a_text_is_never_routed_as_an_older_state_would(service):
+    """A client scores texts by one state, learns, and asks for their probability again: it is that
+    of the new state, which an engine is asked for after it. So of texts and of what was sampled."""
+    client = service.create_lora_training_client("base", rank=8, seed=6).result()
+    old = client.save_weights_and_get_sampling_client().result()
+    texts = [[*range(start, start + 12)] for start in (3, 20, 40)]
+    texts += [[*prompt, *one.tokens] for prompt, one in sampled(old)]
+    for ids in texts:
+        old.compute_logprobs(types.ModelInput.from_ints(ids)).result()
+    data = [
+        types.Datum(
+            model_input=types.ModelInput.from_ints(ids[:-1]),
+            loss_fn_inputs={"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)},
+        )
+        for ids in texts
+    ]
+    assert client.forward(data, "cross_entropy").result().metrics["replay_coverage:mean"] == 1.0
+    before = logprobs_of(client.forward(data, "cross_entropy").result())
+    for _ in range(4):
+        client.forward_backward(data[:3], "cross_entropy").result()
+        client.optim_step(types.AdamParams(learning_rate=0.03)).result()
+    asked = client.forward(data, "cross_entropy").result()
+    assert asked.metrics["replay_coverage:mean"] == 0.0
+    new = client.save_weights_and_get_sampling_client().result()
+    for ids, ours, then in zip(texts, logprobs_of(asked), before, strict=True):
+        served = new.compute_logprobs(types.ModelInput.from_ints(ids)).result()[1:]
+        np.testing.assert_allclose(ours, served, atol=1e-4, rtol=0)
+        assert np.abs(ours - then).max() > 0.05
+    again = client.forward(data, "cross_entropy").result()
+    assert again.metrics["replay_coverage:mean"] == 1.0
+
+
 def test_a_loss_of_the_clients_own_is_learned_as_one_of_the_services(service):
     clients = [service.create_lora_training_client("base", rank=8, seed=9).result() for _ in "ab"]
     data = data_of(sampled(clients[0].save_weights_and_get_sampling_client().result()))

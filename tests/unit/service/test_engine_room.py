@@ -138,7 +138,7 @@ class Samplers:
     def check(self, ask):
         pass
 
-    async def sample(self, version, ask, owner=0):
+    async def sample(self, version, ask, of=None):
         await asyncio.sleep(0)
         if self.fails is not None:
             raise self.fails

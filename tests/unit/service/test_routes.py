@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lora_moe_rl.config import TrainerConfig
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.router_replay.travel import SentRoutes, send
-from lora_moe_rl.service.routes import RouteStore
+from lora_moe_rl.service.routes import Origin, RouteStore
 
 LAYERS, EXPERTS, TOP_K = (1, 2, 3), 16, 2
 SHAPE = SimpleNamespace(num_layers=4, moe_layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K)
@@ -151,9 +151,29 @@ def test_data_get_the_routes_of_their_own_models_samples():
     """Two models may write the same, on routes of their own."""
     store = RouteStore(SHAPE, PIPELINE)
     tokens = [5, 6, 7, 8]
-    for owner in (0, 1):
-        given = sent(tokens, owner)
-        store.put(ids(tokens), given, np.array([-1.0], np.float32), owner)
-    for owner in (0, 1):
-        check(store.find(ids(tokens[:-1]), None, owner), tokens[:-1], 3, owner)
-    check(store.find(ids(tokens[:-1]), None, 2), tokens[:-1], 0)
+    for model in (0, 1):
+        given = sent(tokens, model)
+        store.put(ids(tokens), given, np.array([-1.0], np.float32), Origin(model, 0))
+    for model in (0, 1):
+        check(store.find(ids(tokens[:-1]), None, Origin(model, 0)), tokens[:-1], 3, model)
+    check(store.find(ids(tokens[:-1]), None, Origin(2, 0)), tokens[:-1], 0)
+
+
+def test_a_text_without_logprobs_gets_the_routes_of_its_models_state_of_now_alone():
+    """Those of an older state are of a function that is not asked for; one with logprobs is trained
+    on what was done."""
+    store, logprobs = RouteStore(SHAPE, PIPELINE), np.array([-1.5, -2.0], np.float32)
+    old, new, older = [5, 6, 7, 8, 9], [5, 6, 7, 4, 4], [5, 6, 7, 8, 1]
+    for tokens, state in ((old, 1), (new, 2)):
+        store.put(ids(tokens), sent(tokens, state), logprobs, Origin(0, state))
+    fed = ids(old[:-1])
+    check(store.find(fed, None, Origin(0, 1)), old[:-1], 4, 1)
+    check(store.find(fed, None, Origin(0, 2)), old[:-1], 3, 2)  # as far as it is the new one's
+    check(store.find(fed, np.zeros(4, np.float32), Origin(0, 2)), old[:-1], 3, 2)
+    check(store.find(fed, None, Origin(0, 3)), old[:-1], 0)
+    datum = np.concatenate([[0.0, 0.0], logprobs]).astype(np.float32)
+    check(store.find(fed, datum, Origin(0, 3)), old[:-1], 4, 1)
+    # An old sampler samples on: of the new state less is found, and nothing wrong.
+    store.put(ids(older), sent(older, 1), logprobs, Origin(0, 1))
+    check(store.find(ids(new[:-1]), None, Origin(0, 2)), new[:-1], 4, 2)
+    check(store.find(ids(new[:3]), None, Origin(0, 2)), new[:3], 0)

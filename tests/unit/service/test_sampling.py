@@ -15,7 +15,7 @@ from lora_moe_rl.data.samples import Sample, Segment
 from lora_moe_rl.data.told import Told, ToldPrompt
 from lora_moe_rl.errors import EngineDied, ServiceError
 from lora_moe_rl.service.backend import Ask, Facts
-from lora_moe_rl.service.sampling import Samplers
+from lora_moe_rl.service.sampling import Samplers, seed_of
 
 ASK = Ask([1, 2], 2, 5)
 
@@ -100,11 +100,17 @@ def test_a_request_has_its_own_seeds_and_manner():
         return seeds, manner, top
 
     seeds, manner, top = asked(seed=2**63 - 1, max_tokens=None, top_p=0.5, top_k=-1, top_sampled=3)
-    assert seeds == [2**63 - 1, 0] and top == 3
+    assert seeds == [2**63 - 1, seed_of(2**63 - 1, 1)] and top == 3
     assert (manner.max_tokens, manner.top_p, manner.top_k) == (8, 0.5, 0)
     first, greedy, _ = asked(temperature=0.0, top_p=0.5, top_k=3, stop=("a",))
     assert (greedy.top_p, greedy.top_k, greedy.stop) == (1.0, 0, ("a",))
-    assert first == asked()[0] and first[1] == first[0] + 1  # by the seed of the config
+    assert first == asked()[0] and first[1] == seed_of(first[0], 1)  # by the seed of the config
+
+
+def test_requests_of_neighbouring_seeds_draw_nothing_twice():
+    seeds = [{seed, *(seed_of(seed, i) for i in range(1, 16))} for seed in range(40)]
+    assert len(set.union(*seeds)) == 40 * 16
+    assert all(0 <= one < 2**63 for one in set.union(*seeds))
 
 
 def test_a_sequence_of_the_whole_length_is_scored_where_the_model_has_a_place_more():
