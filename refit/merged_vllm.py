@@ -32,6 +32,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 
 from lora_moe_rl.errors import RefitError
 from lora_moe_rl.refit import merged_read
+from lora_moe_rl.refit.expert_places import expert_places
 from lora_moe_rl.upstream.checks import require_attributes, require_parameters, require_version
 
 WHO = "lora_moe_rl/refit/merged_vllm.py"
@@ -58,9 +59,7 @@ def check_vllm() -> None:
         (MLAAttention.process_weights_after_loading, ("self", "act_dtype")),
     ):
         require_parameters(function, names, WHO)
-    names = ("process_weights_after_loading", "_map_global_expert_id_to_local_expert_id")
-    require_attributes(UnquantizedFusedMoEMethod, names[:1], WHO)
-    require_attributes(RoutedExperts, names[1:], WHO)
+    require_attributes(UnquantizedFusedMoEMethod, ("process_weights_after_loading",), WHO)
 
 
 class Weights:
@@ -173,9 +172,7 @@ class Experts:
             one = torch.zeros(1, *shape[1:], dtype=loaded[name].dtype, device=weights.device)
             self.window[name] = one
             self.stacks[name] = torch.nn.Parameter(one.expand(shape), requires_grad=False)
-        num_experts = layer.moe_config.num_experts
-        places = {e: layer._map_global_expert_id_to_local_expert_id(e) for e in range(num_experts)}
-        self.places = {expert: place for expert, place in places.items() if place != -1}
+        self.places = expert_places(layer)
 
     def write(self, expert: int, shards: dict[str, torch.Tensor]) -> None:
         """`shards`: gate, up and down as w1, w3, w2 `[out, in]`, whole."""

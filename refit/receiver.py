@@ -199,7 +199,8 @@ class Receiver(Worker):
 
 def _find_places(layouts: Sequence[PartLayout], rank: int, slots: Slots) -> dict[int, list[Place]]:
     """By trainer rank. Raises RefitError when vLLM has no slot for a tensor, or one of another
-    shape or dtype, or when the boxes of a tensor do not make up what the slot holds of it."""
+    shape, dtype or experts, or when the boxes of a tensor do not make up what the slot holds of it.
+    """
     mine: dict[tuple[str, int], list[tuple[int, int, Entry]]] = defaultdict(list)
     for layout in layouts:
         if slots.dtype != getattr(torch, layout.dtype):
@@ -216,6 +217,8 @@ def _find_places(layouts: Sequence[PartLayout], rank: int, slots: Slots) -> dict
         buffer = slots.buffer(entry.module, slice_, entry.matrix)
         outer = _outer_box(tensor, [entry.box for *_, entry in items])
         _check_shape(tensor, entry.matrix, outer.shape, tuple(buffer.shape[1:]))
+        if len(outer.shape) == 3:
+            _check_experts(tensor, outer, slots.experts(entry.module))
         every_expert = (slice(None),) * (buffer.dim() - 1 - len(outer.shape))
         for source, i, entry in items:
             window = every_expert + entry.box.within(outer)
@@ -247,6 +250,16 @@ def _check_shape(tensor: str, matrix: str, shape: tuple[int, ...], buffer: tuple
     del wanted[place], given[place]
     if not fits or wanted != given:
         raise RefitError(f"{tensor}: {shape} arrives for a slot of {buffer}")
+
+
+def _check_experts(tensor: str, outer: Box, places: dict[int, int]) -> None:
+    """Neighbours, in order: what the plan takes every worker to hold."""
+    first, stop = outer.start[0], outer.start[0] + outer.shape[0]
+    if places != {expert: expert - first for expert in range(first, stop)}:
+        raise RefitError(
+            f"{tensor}: experts {first} to {stop - 1} arrive, and vLLM gives this worker the "
+            f"experts {sorted(places, key=places.__getitem__)}: leave the placement linear"
+        )
 
 
 def _values(

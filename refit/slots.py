@@ -19,6 +19,7 @@ from vllm.lora.model_manager import LoRAModelManager, LRUCacheLoRAModelManager
 
 from lora_moe_rl.adapters.families import FAMILIES
 from lora_moe_rl.errors import RefitError
+from lora_moe_rl.refit.expert_places import expert_places
 from lora_moe_rl.rollout.facts import Matrix
 from lora_moe_rl.upstream.checks import require_attributes, require_parameters, require_version
 
@@ -101,6 +102,10 @@ class Slots:
             )
         stacked = layer.lora_a_stacked if matrix == "A" else layer.lora_b_stacked
         return stacked[slice_].squeeze(1)
+
+    def experts(self, module: str) -> dict[int, int]:
+        """Of a module of routed experts: `{global_expert: its place in the slots' buffers}`."""
+        return expert_places(self.manager.modules[module].base_layer.routed_experts)
 
     def versions(self) -> dict[int, int]:
         """`{version: slot}` of the slots in use."""

@@ -73,6 +73,10 @@ FIXED = {
          "data_parallel_backend", "enable_elastic_ep"),
         "where an engine's ranks are, which rollout.tp, rollout.dp and rollout.nodes say",
     ),
+    **dict.fromkeys(
+        ("expert_placement_strategy", "enable_eplb", "eplb_config"),
+        "which rank of an engine has which experts, and takes their adapters",
+    ),
     "hf_token": "a secret, which a config would keep; set HF_TOKEN in the environment",
 }  # fmt: skip
 

@@ -15,14 +15,32 @@ from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import AdapterConfig, TrainerConfig
 from lora_moe_rl.refit import parts
+from lora_moe_rl.refit.plan import EngineLayout
 from lora_moe_rl.refit.transports import Channel
 from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
 
 SLOTS, SLOT_RANK = 2, 8
+SHAPE = ModelShape.from_hf_config(shrunk(QWEN3_30B_A3B) | {"num_hidden_layers": 1})
 DIRT = 7.0  # what a slot may hold before: of vLLM's own loader, of another adapter
 
 
-def make_manager(layouts):
+ONE = EngineLayout(SLOT_RANK)
+
+
+def make_experts(engine: EngineLayout, placement: str):
+    """vLLM's map of the experts of worker 0 of an engine."""
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+
+    ways = engine.ranks if engine.ep else 1
+    sizes = {"tp_size": engine.tp, "pcp_size": 1, "dp_size": 1, "ep_size": ways, "sp_size": 1}
+    places = {"tp_rank": 0, "pcp_rank": 0, "dp_rank": 0, "ep_rank": 0}
+    rest = {"use_ep": engine.ep, "all2all_backend": "naive", "enable_eplb": False}
+    spread = FusedMoEParallelConfig(**sizes, **places, **rest)
+    return ExpertMapManager(1, 1, SHAPE.num_experts, 0, 2, spread, placement, False)
+
+
+def make_manager(layouts, engine: EngineLayout = ONE, placement: str = "linear"):
     """vLLM's manager, with dirty layers for the modules that the layouts name."""
     from vllm.lora.layers import FusedMoEWithLoRA
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
@@ -51,6 +69,8 @@ def make_manager(layouts):
             layer.w13_lora_a_stacked, layer.w13_lora_b_stacked = (gate_a, up_a), (gate_b, up_b)
             layer.w2_lora_a_stacked, layer.w2_lora_b_stacked = (down_a,), (down_b,)
             layer.adapter_enabled = torch.zeros(SLOTS + 1, dtype=torch.int)
+            experts = SimpleNamespace(expert_map_manager=make_experts(engine, placement))
+            layer.base_layer = SimpleNamespace(routed_experts=experts)
         else:
             layer.n_slices = 1
             layer.lora_a_stacked, layer.lora_b_stacked = stacks
@@ -59,7 +79,8 @@ def make_manager(layouts):
     by_module: dict[str, list] = {}
     for layout in layouts:
         for entry in layout.entries:
-            by_module.setdefault(entry.module, []).append(entry)
+            if 0 in entry.targets:
+                by_module.setdefault(entry.module, []).append(entry)
     manager = LRUCacheLoRAModelManager.__new__(LRUCacheLoRAModelManager)
     manager.lora_config = SimpleNamespace(
         lora_dtype=torch.float32, max_lora_rank=SLOT_RANK, max_loras=SLOTS, max_cpu_loras=SLOTS
@@ -73,17 +94,22 @@ def make_manager(layouts):
 
 
 class Worker:
-    """A worker of rank 0 that is prepared for an adapter of rank 4, and the trainer that sends."""
+    """A worker of rank 0 that is prepared for an adapter of rank 4, and the trainer that sends.
+    `placement`: of experts over the engine's ranks."""
 
-    def __init__(self, channel: Channel = SHARED_MEMORY):
+    def __init__(
+        self,
+        channel: Channel = SHARED_MEMORY,
+        engine: EngineLayout = ONE,
+        placement: str = "linear",
+    ):
         from lora_moe_rl.refit.receiver import Receiver
 
-        shape = ModelShape.from_hf_config(shrunk(QWEN3_30B_A3B) | {"num_hidden_layers": 1})
         config = AdapterConfig(targets=("o_proj", "experts.*"), rank=4, alpha=4)
         self.channel = channel
-        self.spec = AdapterSpec.build(shape, config)
-        self.layouts = make_layouts(self.spec)
-        self.manager = make_manager(self.layouts)
+        self.spec = AdapterSpec.build(SHAPE, config)
+        self.layouts = make_layouts(self.spec, engine=engine)
+        self.manager = make_manager(self.layouts, engine, placement)
         self.receiver = Receiver()
         self.receiver.rank = 0
         self.receiver.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=1)
@@ -94,7 +120,8 @@ class Worker:
 
     def prepare(self) -> None:
         layouts = parts.to_json(self.layouts)
-        assert "error" not in self.receiver.refit_prepare(layouts, self.channel.to_json())
+        answer = self.receiver.refit_prepare(layouts, self.channel.to_json())
+        assert "error" not in answer, answer["error"]
 
     def tensors(self, version: int) -> dict[str, np.ndarray]:
         draw = np.random.default_rng(version)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from mapped_files import Files
-from refit_workers import DIRT, Worker
+from refit_workers import DIRT, SLOT_RANK, Worker
 from transport_ranks import make_channel
 
+from lora_moe_rl.refit.plan import EngineLayout
 from lora_moe_rl.refit.transports import cuda_ipc
 
 pytestmark = pytest.mark.seconds  # imports vLLM
@@ -88,3 +89,14 @@ def test_a_tensor_that_differs_from_what_was_sent_is_named(worker):
     worker.held(slot)["layers.0.experts.down.B"].view(-1)[0] += 1
     found = worker.receiver.refit_compare(1, text)
     assert found == {"differing": ["layers.0.experts.down.B"]}
+
+
+def test_experts_that_vllm_has_placed_otherwise_than_they_arrive_are_refused():
+    spread = EngineLayout(SLOT_RANK, dp=2, ep=True)
+    Worker(engine=spread)  # half of them, in order
+    error = (
+        r"experts\.gate\.A: experts 0 to 2 arrive, and vLLM gives this worker the experts "
+        r"\[0, 2, 4\]: leave the placement linear"
+    )
+    with pytest.raises(AssertionError, match=error):
+        Worker(engine=spread, placement="round_robin")

@@ -65,6 +65,8 @@ def test_what_is_known_is_what_vllm_takes():
     [
         ("max_model_len=99", "max_model_len=99 is what model.max_length says"),
         ("logprobs_mode=raw_logprobs", "is set by the run itself .samples, and their logprobs"),
+        ("expert_placement_strategy=round_robin", "which rank of an engine has which experts"),
+        ("enable_eplb=true", "which rank of an engine has which experts"),
         ("hf_token=abc", "set HF_TOKEN in the environment"),
         ("kv_cache_dtyp=fp8", "no such argument; did you mean kv_cache_dtype"),
         ("kv-cache-dtype=fp8", "no such argument; did you mean kv_cache_dtype"),
