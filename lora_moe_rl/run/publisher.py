@@ -118,6 +118,8 @@ class Publisher:
         if version == self.version:
             nothing = ("seconds", "proof_seconds", "bytes", "max_diff", "told", "compared")
             self.parts = parts
+            # Ranks that were started anew have offered it again.
+            await self.channel.published(lambda: self.trainer.sent(parts))
             new = await self.engines.keep(version, parts)
             back = await self.engines.come_back()
             for index in new:

@@ -123,11 +123,21 @@ class PlainTrainer:
     async def send(self):
         return [f"parts of {self.version}"]
 
+    async def sent(self, parts):
+        return parts
 
-class NoChannel:
-    async def published(self, parts) -> None: ...
 
-    def keep(self, versions) -> None: ...
+@dataclass
+class PlainChannel:
+    """Moves nothing, and writes down what it is told."""
+
+    told: list[tuple] = field(default_factory=list)
+
+    async def published(self, parts) -> None:
+        self.told.append(("published", await parts()))
+
+    def keep(self, versions) -> None:
+        self.told.append(("keep", list(versions)))
 
 
 class Prompts:

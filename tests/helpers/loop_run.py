@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
-from faulty_ports import FaultyEngines, NoChannel, PlainTrainer, Prompts
+from faulty_ports import FaultyEngines, PlainChannel, PlainTrainer, Prompts
 
 from lora_moe_rl import algorithms
 from lora_moe_rl.config import RunConfig
@@ -257,7 +257,7 @@ def run(
     made.records.events = events
     made.trainer.skipped = skipped
     source = Source()
-    publisher = Publisher(config, made.trainer, engines, NoChannel(), source, "float32")
+    publisher = Publisher(config, made.trainer, engines, PlainChannel(), source, "float32")
     book = TicketBook(Schedule(2, lag, stale=stale))
     environment = Environment(events, book, equal, slow, failed)
     algorithm = algorithms.make(config)

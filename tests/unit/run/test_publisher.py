@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from faulty_ports import OTHER, FaultyEngines, NoChannel, PlainTrainer, Prompts, samples
+import torch
+from faulty_ports import OTHER, FaultyEngines, PlainChannel, PlainTrainer, Prompts, samples
+from transport_ranks import VERSION, all_sent, make_channel
 
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import RefitError
 from lora_moe_rl.kernels.merge.rounding import Arrived
+from lora_moe_rl.refit.transports.directory import read_manifest
 from lora_moe_rl.run.publisher import Publisher
 
 
@@ -38,7 +41,8 @@ class Run:
             rollout=rollout,
             placement={"mode": placement},
         )
-        ports = (self.trainer, engines, NoChannel(), Prompts())
+        self.channel = PlainChannel()
+        ports = (self.trainer, engines, self.channel, Prompts())
         self.publisher = Publisher(config, *ports, dtype, first)
         asyncio.run(self.publisher.start())
 
@@ -154,6 +158,51 @@ def test_a_trainer_on_the_engines_devices_begins_with_nothing_while_they_have_th
     run = Run(FaultyEngines(), placement="colocated")
     run.publish(1)
     assert not run.trainer.ahead
+
+
+def test_the_channel_is_told_before_engines_take_a_version_and_keeps_those_of_the_slots():
+    run = Run(FaultyEngines(), slots=2)
+    told, publish = run.channel.told, run.engines.publish
+
+    async def noted(version, parts):
+        told.append(("taken", parts))
+        return await publish(version, parts)
+
+    run.engines.publish = noted
+    told.clear()
+    for version in (1, 2):
+        run.publish(version)
+    assert told == [
+        *(("published", ["parts of 1"]), ("taken", ["parts of 1"]), ("keep", [0, 1])),
+        *(("published", ["parts of 2"]), ("taken", ["parts of 2"]), ("keep", [1, 2])),
+    ]
+
+
+def test_the_channel_is_told_of_a_version_that_is_offered_again_before_engines_come_back():
+    """Ranks that were started anew offer anew what a skipped update has left as it was."""
+    run = Run(FaultyEngines())
+    told, keep = run.channel.told, run.engines.keep
+
+    async def noted(version, parts):
+        told.append(("kept", parts))
+        return await keep(version, parts)
+
+    run.engines.keep = noted
+    run.publish(1)
+    told.clear()
+    run.publish(1)
+    assert told == [("published", ["parts of 1"]), ("kept", ["parts of 1"])]
+
+
+def test_files_that_ranks_started_anew_have_written_again_are_published_again(tmp_path):
+    run = Run(FaultyEngines(), first=VERSION)
+    run.publisher.channel = channel = make_channel("directory", tmp_path)
+    all_ = all_sent(channel)
+    anew = channel.outgoing(all_.layouts[0], "127.0.0.1")
+    anew.memory(all_.layouts[0].nbytes, torch.device("cpu"))
+    anew.offer(all_.sent[0])
+    asyncio.run(run.publisher.publish(VERSION, all_.sent, samples(VERSION)))
+    assert read_manifest(tmp_path, VERSION) == all_.sent
 
 
 def test_slots_are_compared_at_the_start_and_every_so_many_versions():
