@@ -155,6 +155,10 @@ class Worker:
             for e in self.layouts[0].entries
         }
 
+    def grouped(self) -> list:
+        """vLLM's layers of routed experts."""
+        return [layer for layer in self.manager.modules.values() if hasattr(layer, "_w13_slices")]
+
     def holds(self, slot: int, version: int) -> bool:
         """Whether the version is there, and zeros beyond its rank."""
         wanted = self.tensors(version)

@@ -55,6 +55,12 @@ def test_two_versions_stand_side_by_side_under_ids_of_their_own(worker):
     assert "error" in refused and worker.receiver.refit_state() == {"versions": []}
 
 
+def test_experts_kernels_are_told_of_the_slots_that_hold_a_version_alone(worker):
+    slot = worker.publish(1)
+    enabled = [layer.adapter_enabled for layer in worker.grouped()]
+    assert enabled and all(one[slot] == 1 and one.sum() == 1 for one in enabled)
+
+
 def test_a_byte_that_changed_on_the_way_is_named_and_nothing_is_served(worker):
     text = worker.send(1)
     entry = worker.layouts[0].entries[3]

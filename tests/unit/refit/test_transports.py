@@ -88,6 +88,20 @@ def test_a_pair_of_ranks_has_one_message():
             assert stop - start < sum(e.nbytes("float32") for e in mine) + 64 * len(mine)
 
 
+# ---- shm
+
+
+def test_memory_under_the_path_of_a_process_that_has_ended_is_mapped_anew():
+    """A rank that comes back may have the number of the one before it."""
+    first, again = all_sent(SHARED_MEMORY), all_sent(SHARED_MEMORY)
+    end, layout, sent = SHARED_MEMORY.incoming(0), first.layouts[0], first.sent[0]
+    memory = end.open(layout, sent)
+    assert end.open(layout, sent) is memory
+    again.senders[0].buffer[7] ^= 1
+    os.dup2(*(int(Path(all_.sent[0].path).name) for all_ in (again, first)))
+    assert end.open(layout, sent)[7] == memory[7] ^ 1
+
+
 # ---- distributed
 
 

@@ -27,8 +27,11 @@ class Workers:
 
     def __init__(self):
         self.forgotten = []  # in the order in which they were told
+        self.dropped = []
 
     async def collective_rpc(self, method, timeout, args):
+        if method == "refit_drop":
+            self.dropped += args
         if method == "refit_stage":
             self.forgotten += args[2]
         if method == self.stopped:
@@ -53,7 +56,7 @@ def test_with_one_slot_a_refit_that_fails_says_that_nothing_is_served(stage):
     engine.llm.refuses = stage
     with pytest.raises(RefitError, match="worker 0: no; engine 0 serves no version now"):
         asyncio.run(publish(engine, 2))
-    assert not engine.receipts
+    assert not engine.receipts and engine.llm.dropped == [2]
 
 
 def test_with_two_slots_a_refit_that_fails_leaves_the_version_before():
@@ -62,6 +65,7 @@ def test_with_two_slots_a_refit_that_fails_leaves_the_version_before():
     with pytest.raises(RefitError) as caught:
         asyncio.run(publish(engine, 2))
     assert "serves no version" not in str(caught.value) and list(engine.receipts) == [1]
+    assert engine.llm.dropped == [2]
 
 
 @pytest.mark.parametrize("stage", ["refit_stage", "refit_commit"])
