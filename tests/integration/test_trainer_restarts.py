@@ -71,8 +71,13 @@ def test_ranks_that_die_and_hang_leave_no_trace_in_what_is_learned(tmp_path, mon
     whole, healed = tmp_path / "whole", tmp_path / "healed"
     train(whole, RECIPE)
     monkeypatch.setenv("MARKS", str(tmp_path))
-    output, leftovers = train(healed, DYING, "trainer.max_restarts=3", "trainer.timeout_s=45")
+    files = tmp_path / "refit"
+    by_files = "refit.transport=directory", f"refit.directory={files}"
+    limits = "trainer.max_restarts=3", "trainer.timeout_s=45"
+    output, leftovers = train(healed, DYING, *limits, *by_files)
     print(output)
+    assert sorted(one.name for one in files.iterdir()) == ["v000004", "v000005"]
+    assert all((one / "manifest.json").exists() for one in files.iterdir())
     assert leftovers == []
     marks = ("died-in-step-2", "hung-in-step-3", "died-in-the-proof")
     assert all((tmp_path / mark).exists() for mark in marks)
