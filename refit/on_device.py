@@ -1,10 +1,10 @@
 """A part of an adapter version that never leaves the devices: its checks are made there.
 
 A checksum of xxh3 would want every byte on the host, over the bus that such a part is to be spared.
-A box's checksum is instead made of two sums of its bits (`kernels/bit_sums.py`), of which the host
-reads 16 bytes: sender and receiver each read the part once more, and write some ten times its bytes
-in between. Any change within one word of 32 bits is found for certain, as is all that a checksum of
-64 bits finds but for one chance in 2^64; it is no defence against who means to deceive.
+A box's checksum is instead a sum of its bits, mixed with their places (`kernels/bit_sums.py`), of
+which the host reads 8 bytes: sender and receiver each read the part once more, and write some ten
+times its bytes in between. Any change within one word of 32 bits is found for certain, and any
+other but for one chance in 2^64; it is no defence against who means to deceive.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lora_moe_rl.kernels.bit_sums import bit_sums
-
-SPREAD = 0x9E3779B97F4A7C14  # even: the sum weighs each word by an odd number
+from lora_moe_rl.kernels.bit_sums import bit_sum
 
 
 def all_finite(values: torch.Tensor) -> torch.Tensor:
@@ -25,5 +23,5 @@ def all_finite(values: torch.Tensor) -> torch.Tensor:
 
 def checksums(boxes: Sequence[torch.Tensor]) -> list[int]:
     """Of each box, given as a contiguous tensor. Waits for their device, once."""
-    sums = torch.stack([bit_sums(box) for box in boxes]).tolist() if boxes else []
-    return [(plain * SPREAD + placed) % 2**64 for plain, placed in sums]
+    sums = torch.stack([bit_sum(box) for box in boxes]).tolist() if boxes else []
+    return [one % 2**64 for one in sums]

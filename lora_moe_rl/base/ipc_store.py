@@ -32,7 +32,7 @@ from lora_moe_rl.base.parts import whole
 from lora_moe_rl.base.store import Fill
 from lora_moe_rl.errors import HeldBaseError, NotShared
 from lora_moe_rl.files.replacing import replace_file
-from lora_moe_rl.kernels.bit_sums import bit_sums
+from lora_moe_rl.kernels.bit_sums import bit_sum
 
 DESCRIPTION, OWNER = "ipc.json", "owner"
 WATCHED = 2  # tensors that a check sums up
@@ -110,7 +110,7 @@ class Mapped(OnGpu):
         self._turn = (self._turn + WATCHED) % len(names)
 
     def _verify(self, name: str) -> None:
-        if sums(self.tensors[name]) != self._sums[name]:
+        if checksum(self.tensors[name]) != self._sums[name]:
             raise HeldBaseError(
                 f"{name} is not what the engine has put there: somebody has written to the base, "
                 "which is frozen; start the run anew, and with model.held_once=off if it happens "
@@ -141,7 +141,7 @@ def share_store(
             "device": gpu,
             "parts": {name: _told(boxes[name]) for name in tensors},
             "memory": memory,
-            "sums": {name: sums(tensor) for name, tensor in tensors.items()},
+            "sums": {name: checksum(tensor) for name, tensor in tensors.items()},
         }
         replace_file(place / DESCRIPTION, json.dumps(told, indent=1).encode())
     except BaseException:
@@ -213,9 +213,9 @@ def _box(ranges: Any, shape: Shape) -> Box:
     return box
 
 
-def sums(tensor: torch.Tensor) -> list[int]:
-    """Of a tensor's bits, each below 2^64."""
-    return [one % 2**64 for one in bit_sums(tensor).tolist()]
+def checksum(tensor: torch.Tensor) -> int:
+    """Of a tensor's bits, below 2^64."""
+    return bit_sum(tensor).item() % 2**64
 
 
 @contextmanager
