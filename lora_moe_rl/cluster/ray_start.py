@@ -26,7 +26,7 @@ from lora_moe_rl.errors import ClusterError, ConfigError
 from lora_moe_rl.upstream.checks import require_attributes
 
 # Of Ray's store on one machine: bytes at least, and shares of the machine's memory, as Ray takes by
-# itself, and of what is free in /dev/shm, where versions on their way and a held base stand too.
+# itself, and of what is free in /dev/shm, where a held base stands too.
 LEAST_STORE, OF_MEMORY, OF_SHM = 2 * 2**30, 0.3, 0.5
 SHM = "/dev/shm"
 RAY_STARTS = 3

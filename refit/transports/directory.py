@@ -185,8 +185,8 @@ def _read_part(folder: Path, version: int, fields: dict[str, Any]) -> SentPart:
     if not FILE_NAME.fullmatch(name):
         raise RefitError(f"{folder / MANIFEST} names the file {name!r}, which is not a part")
     file = folder / name
-    if not file.resolve().is_relative_to(folder.parent.resolve()):
-        raise RefitError(f"{file} leads out of {folder.parent}")
+    if not file.resolve().is_relative_to(folder.resolve()):
+        raise RefitError(f"{file} leads out of {folder}")
     if (size := file.stat().st_size) != fields["file_bytes"]:
         raise RefitError(f"{file} has {size} bytes instead of {fields['file_bytes']}")
     return SentPart(

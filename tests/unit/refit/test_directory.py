@@ -98,11 +98,13 @@ def test_a_manifest_cannot_name_other_files(published, name):
         published.open()
 
 
-def test_a_link_out_of_the_directory_is_refused(published, tmp_path):
-    path = published.folder / "part-00001.safetensors"
-    path.rename(tmp_path / "elsewhere")
-    path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(RefitError, match="leads out of"):
+@pytest.mark.parametrize("place", ["elsewhere", "refit/v000011"])
+def test_a_link_out_of_a_versions_folder_is_refused(published, tmp_path, place):
+    path, other = published.folder / "part-00001.safetensors", tmp_path / place
+    other.mkdir()
+    path.rename(other / path.name)
+    path.symlink_to(other / path.name)
+    with pytest.raises(RefitError, match="leads out of .*v000012$"):
         published.open()
 
 
