@@ -10,6 +10,7 @@ file that it names outside its folder is refused. The directory belongs to one r
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -32,9 +33,12 @@ FORMAT = 1
 FILE_NAME = re.compile(r"part-\d{5,}\.safetensors")
 FOLDER_NAME = re.compile(r"v\d{6,}")
 
+log = logging.getLogger(__name__)
+
 
 class Channel(transports.Channel):
     parts_last = True
+    warned = False
 
     @property
     def directory(self) -> str:
@@ -51,7 +55,10 @@ class Channel(transports.Channel):
         publish(self.directory, await parts())
 
     def keep(self, versions: Iterable[int]) -> None:
-        keep_only(self.directory, versions)
+        left = keep_only(self.directory, versions)
+        if left and not self.warned:
+            self.warned = True
+            log.warning("%s stays: it holds files that are no adapter's", left[0])
 
 
 class Outgoing:
@@ -161,23 +168,28 @@ def read_manifest(directory: str | Path, version: int) -> list[SentPart]:
             f"adapter version {version} is not published in {directory}: there is no "
             f"{error.filename}"
         ) from error
-    except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
+    except (OSError, ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
         raise RefitError(f"{path} cannot be read: {error!r}") from error
 
 
-def keep_only(directory: str | Path, versions: Iterable[int]) -> None:
-    """Removes all other versions. Of each, the manifest goes first."""
-    kept = {_folder(version) for version in versions}
+def keep_only(directory: str | Path, versions: Iterable[int]) -> list[Path]:
+    """Removes all other versions. Of each, the manifest goes first. Returns the folders that stay,
+    since they hold files of somebody else."""
+    kept, left = {_folder(version) for version in versions}, []
     root = Path(directory)
-    with _disk_errors(root):
+    with _disk_errors(root, "remove an adapter from"):
         for folder in root.iterdir():
-            if FOLDER_NAME.fullmatch(folder.name) and folder.name not in kept:
+            if FOLDER_NAME.fullmatch(folder.name) and folder.name not in kept and folder.is_dir():
                 (folder / MANIFEST).unlink(missing_ok=True)
                 for path in [*folder.glob("part-*.safetensors"), *folder.glob("*.tmp")]:
                     path.unlink()
-                # NFS keeps a file that is still open as .nfs*; it goes when its reader does.
-                if not any(folder.glob(".nfs*")):
+                rest = list(folder.iterdir())
+                if not rest:
                     folder.rmdir()
+                # NFS keeps a file that is still open as .nfs*; it goes when its reader does.
+                elif not all(path.name.startswith(".nfs") for path in rest):
+                    left.append(folder)
+    return left
 
 
 def _read_part(folder: Path, version: int, fields: dict[str, Any]) -> SentPart:
@@ -224,8 +236,8 @@ def _move(scratch: Path, final: Path) -> None:
 
 
 @contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
+def _disk_errors(path: Path, deed: str = "write an adapter to") -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise RefitError(f"cannot write an adapter to {path} (refit.directory): {error}") from error
+        raise RefitError(f"cannot {deed} {path} (refit.directory): {error}") from error

@@ -23,6 +23,7 @@ def published(tmp_path):
     all_ = all_sent(channel)
     folder = tmp_path / "refit" / "v000012"
     return SimpleNamespace(
+        channel=channel,
         root=folder.parent,
         folder=folder,
         manifest=folder / "manifest.json",
@@ -108,6 +109,12 @@ def test_a_link_out_of_a_versions_folder_is_refused(published, tmp_path, place):
         published.open()
 
 
+def test_a_manifest_that_is_nested_without_end_is_refused(published):
+    published.manifest.write_text("[" * 200_000)
+    with pytest.raises(RefitError, match="manifest.json cannot be read: RecursionError"):
+        published.open()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -146,6 +153,17 @@ def test_old_versions_are_removed_and_nothing_else(published):
     directory.keep_only(published.root, range(11, 13))
     assert sorted(p.name for p in published.root.iterdir()) == ["notes", "v000011", "v000012"]
     published.open()
+
+
+def test_a_folder_with_somebody_elses_files_stays_and_is_told_of_once(published, caplog):
+    (published.folder / "notes.txt").write_text("mine")
+    (published.root / "v000009").write_text("no folder")
+    for newest in (13, 14):
+        published.channel.keep([newest])
+        assert [path.name for path in published.folder.iterdir()] == ["notes.txt"]
+    assert (published.root / "v000009").read_text() == "no folder"
+    (said,) = caplog.messages
+    assert said == f"{published.folder} stays: it holds files that are no adapter's"
 
 
 def test_a_directory_that_cannot_be_written_names_its_setting(tmp_path):
