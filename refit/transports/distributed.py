@@ -6,11 +6,12 @@ thread, the part's bytes follow from buffer to buffer:
 
     worker                                     trainer rank (its TCPStore: SentPart.path)
     ask {link, rank, version}  ── queue ──>    a thread of the link
-    <── "ok", or why not       ── store ──
-    <── the worker's runs of the buffer ── group of the link, made at its first ask
+    <── "ok", "new", or why not ── store ──
+    <── the worker's runs of the buffer ── group of the link; "new": made for this ask
 
-A worker that hangs keeps its own link waiting and no other. A link that failed is given up; the
-next ask is on a new one.
+A worker that hangs keeps its own link waiting and no other. A link that failed is given up by its
+worker, whose next ask is on another. The trainer rank ends a link on which nobody has asked for the
+last UNASKED versions: its worker has left it, or is gone. One that is not may ask on it again.
 
 The store listens on the rank's own address, and asks go into a queue with a secret name, which the
 workers learn through Ray (SentPart.path): who merely reaches the port gets no part. Nothing is
@@ -41,9 +42,9 @@ from lora_moe_rl.refit.store import listen
 
 IDLE = timedelta(days=1)  # then the thread asks its store again
 CONNECT_S = 20.0  # a machine that is there accepts at once
-READY = "ok"
-# left: links that the worker does not use any more.
-ASK = {"ask": str, "link": str, "left": list, "rank": int, "version": int}
+READY, NEW = "ok", "new"
+ASK = {"ask": str, "link": str, "rank": int, "version": int}
+UNASKED = 2  # every worker asks for each version
 SENDER, RECEIVER = 0, 1  # ranks in a link's group
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,9 @@ class Outgoing:
         self.layout, self.host, self.timeout_s = layout, host, timeout_s
         self.store, self.secret = listen(host, timeout=IDLE), secrets.token_hex(16)
         self.links: dict[str, queue.SimpleQueue[dict | None]] = {}  # what their threads answer
+        self.asked: dict[str, int] = {}  # by link: how many versions were offered by then
         self.offered: int | None = None  # a version
+        self.offers = 0
         threading.Thread(target=self._serve, name="refit", daemon=True).start()
 
     def memory(self, nbytes: int, device: torch.device) -> np.ndarray:
@@ -73,6 +76,7 @@ class Outgoing:
         return buffer
 
     def offer(self, sent: SentPart) -> SentPart:
+        self.offers += sent.version != self.offered
         self.offered = sent.version
         return replace(sent, path=f"{self.host}:{self.store.port}/{self.secret}")
 
@@ -85,9 +89,8 @@ class Outgoing:
             if (ask := _read_ask(message)) is None:
                 log.warning("what is no request for an adapter was left alone: %r", message[:200])
                 continue
-            for name in ask["left"]:
-                if (asks := self.links.pop(name, None)) is not None:
-                    asks.put(None)
+            self.asked[ask["link"]] = self.offers
+            self._end_unasked()
             asks = self.links.get(ask["link"])  # its thread may leave it at any time
             if asks is None:
                 asks = self.links[ask["link"]] = queue.SimpleQueue()
@@ -95,9 +98,16 @@ class Outgoing:
                 threading.Thread(target=self._link, args=told, name="refit", daemon=True).start()
             asks.put(ask)
 
+    def _end_unasked(self) -> None:
+        for name, offers in list(self.asked.items()):
+            if offers <= self.offers - UNASKED:
+                del self.asked[name]
+                if (asks := self.links.pop(name, None)) is not None:
+                    asks.put(None)
+
     def _link(self, link: str, asks: queue.SimpleQueue[dict | None]) -> None:
-        """Answers one worker, until that leaves the link or something fails. A store's client is
-        one thread's: others would wait for what it waits for."""
+        """Answers one worker, until the link is ended or something fails. A store's client is one
+        thread's: others would wait for what it waits for."""
         group: ProcessGroupGloo | None = None
         try:
             store = _connect(self.host, self.store.port, self.timeout_s)
@@ -105,12 +115,14 @@ class Outgoing:
                 if (why := self._refused(ask["version"])) is not None:
                     store.set(ask["ask"], why)
                     continue
-                store.set(ask["ask"], READY)
-                group = group or _group(store, link, SENDER, self.host, self.timeout_s)
+                store.set(ask["ask"], NEW if group is None else READY)
+                if group is None:
+                    group = _group(store, ask["ask"], SENDER, self.host, self.timeout_s)
                 for start, stop in self.layout.runs(ask["rank"]):
                     group.send([self.whole[start:stop]], RECEIVER, 0).wait()
         except (RuntimeError, TimeoutError) as error:  # the worker is gone, or gave up
-            self.links.pop(link, None)
+            if self.links.get(link) is asks:  # and not of a worker that came back to it
+                del self.links[link]
             log.warning("an engine worker left while it fetched an adapter: %s", error)
 
     def _refused(self, version: int) -> str | None:
@@ -126,7 +138,6 @@ class Incoming:
     def __init__(self, rank: int, timeout_s: float):
         self.rank, self.timeout_s = rank, timeout_s
         self.links: dict[str, _Link] = {}
-        self.left: list[str] = []
 
     def open(self, layout: PartLayout, sent: SentPart) -> np.ndarray:
         buffer = np.empty(layout.nbytes, dtype=np.uint8)  # memory is taken where bytes arrive
@@ -135,10 +146,9 @@ class Incoming:
             if sent.path not in self.links:
                 self.links[sent.path] = _Link(sent.path, self.timeout_s)
             pieces = [whole[start:stop] for start, stop in layout.runs(self.rank)]
-            self.links[sent.path].fetch(pieces, self.rank, sent.version, self.left)
+            self.links[sent.path].fetch(pieces, self.rank, sent.version)
         except (RuntimeError, OSError) as error:
-            if link := self.links.pop(sent.path, None):
-                self.left.append(link.name)
+            self.links.pop(sent.path, None)
             reason = str(error).partition("\n")[0]
             place, _, _ = sent.path.rpartition("/")
             raise RefitError(
@@ -164,19 +174,17 @@ class _Link:
         self.group: ProcessGroupGloo | None = None
         self.asks = 0
 
-    def fetch(
-        self, pieces: Iterable[torch.Tensor], rank: int, version: int, left: list[str]
-    ) -> None:
+    def fetch(self, pieces: Iterable[torch.Tensor], rank: int, version: int) -> None:
         self.asks += 1
         ask = f"{self.name}/{self.asks}"
-        fields = {"ask": ask, "link": self.name, "left": left, "rank": rank, "version": version}
+        fields = {"ask": ask, "link": self.name, "rank": rank, "version": version}
         answer = _within(self.timeout_s, lambda: self._answer(ask, json.dumps(fields)))
-        if answer != READY:
+        if answer not in (READY, NEW):
             raise RefitError(f"the trainer rank at {self.place} was {answer}")
-        left.clear()
-        if self.group is None:
-            parts = self.store, self.name, RECEIVER, self.host, self.timeout_s
+        if answer == NEW:
+            parts = self.store, ask, RECEIVER, self.host, self.timeout_s
             self.group = _within(self.timeout_s, lambda: _group(*parts))
+        assert self.group is not None
         for work in [self.group.recv([piece], SENDER, 0) for piece in pieces]:
             work.wait()
 
@@ -195,8 +203,7 @@ def _read_ask(message: bytes) -> dict | None:
         return None
     if not isinstance(ask, dict) or ask.keys() != ASK.keys():
         return None
-    fits = all(isinstance(ask[key], kind) for key, kind in ASK.items())
-    return ask if fits and all(isinstance(link, str) for link in ask["left"]) else None
+    return ask if all(isinstance(ask[key], kind) for key, kind in ASK.items()) else None
 
 
 def _connect(host: str, port: int, timeout_s: float) -> TCPStore:
@@ -225,9 +232,9 @@ def _within[Found](timeout_s: float, call: Callable[[], Found]) -> Found:
     return value  # pyright: ignore[reportReturnType]
 
 
-def _group(store: Store, link: str, rank: int, host: str, timeout_s: float) -> ProcessGroupGloo:
+def _group(store: Store, name: str, rank: int, host: str, timeout_s: float) -> ProcessGroupGloo:
     options = ProcessGroupGloo._Options()
     # By address: a machine's name may stand for an address that others do not reach.
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=timeout_s)
-    return ProcessGroupGloo(PrefixStore(link, store), rank, 2, options)
+    return ProcessGroupGloo(PrefixStore(name, store), rank, 2, options)

@@ -155,7 +155,7 @@ def test_a_worker_that_leaves_or_hangs_does_not_stop_the_others(timeout_s):
     leaver = distributed.Incoming(0, timeout_s=1)
     leaver.open(layout, sent)
     link = leaver.links[sent.path]
-    ask = {"ask": "x", "link": "nobody", "left": [], "rank": 0, "version": VERSION}
+    ask = {"ask": "x", "link": "nobody", "rank": 0, "version": VERSION}
     link.store.queue_push(link.secret, json.dumps(ask))  # and then never meets the sender
     leaver.links.clear()
     buffer = distributed.Incoming(1, timeout_s=20).open(layout, sent)
@@ -163,8 +163,49 @@ def test_a_worker_that_leaves_or_hangs_does_not_stop_the_others(timeout_s):
     parts.check_received(layout, sent, buffer, mine)
 
 
+def offered(all_, version: int) -> SentPart:
+    """Of the first trainer rank."""
+    return all_.senders[0].send(version)
+
+
+def test_links_of_workers_that_are_gone_end_with_all_that_they_hold():
+    all_ = all_sent(make_channel("distributed"))
+    layout, end = all_.layouts[0], all_.senders[0].outgoing
+    stays = distributed.Incoming(1, timeout_s=20)
+    process = psutil.Process()
+    for version in range(VERSION, VERSION + 8):
+        sent = offered(all_, version)
+        stays.open(layout, sent)
+        distributed.Incoming(0, timeout_s=20).open(layout, sent)  # and is gone
+        assert len(end.links) <= 1 + distributed.UNASKED and end.asked.keys() == end.links.keys()
+        if version == VERSION + 3:
+            held = process.num_fds(), process.num_threads()
+    deadline = time.monotonic() + 10
+    while (process.num_fds(), process.num_threads()) > held and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert process.num_fds() <= held[0] and process.num_threads() <= held[1]
+
+
+def test_a_worker_that_has_not_asked_for_long_comes_back_to_its_link():
+    all_ = all_sent(make_channel("distributed"))
+    layout, end = all_.layouts[0], all_.senders[0].outgoing
+    waits, other = (distributed.Incoming(rank, timeout_s=5) for rank in (0, 1))
+    waits.open(layout, all_.sent[0])
+    link = waits.links[all_.sent[0].path]
+    for version in range(VERSION + 1, VERSION + 4):
+        other.open(layout, sent := offered(all_, version))
+    assert link.name not in end.links
+    parts.check_received(
+        layout,
+        sent,
+        waits.open(layout, sent),
+        [i for i, entry in enumerate(layout.entries) if 0 in entry.targets],
+    )
+    assert waits.links[sent.path] is link and link.name in end.links
+
+
 STRAY = [b"\xff\x00", b"{}", b"[1]", b"[" * 100_000, b'{"ask": 1}', json.dumps(
-    {"ask": "a", "link": "b", "left": [[]], "rank": 0, "version": 1}).encode()]  # fmt: skip
+    {"ask": "a", "link": ["b"], "rank": 0, "version": 1}).encode()]  # fmt: skip
 
 
 def test_stray_messages_do_not_end_the_service():
