@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from lora_moe_rl.config.evaluation import EVAL
-from lora_moe_rl.config.section import Section
+from lora_moe_rl.config.section import LONGEST_WAIT_S, Section
 
 
 class CheckpointConfig(Section):
@@ -47,7 +47,10 @@ class CheckpointConfig(Section):
     )
     push_retries: int = Field(5, ge=0, description="More tries of a copy that failed.")
     push_timeout_s: float = Field(
-        1800.0, gt=0, description="Seconds that a copy may take with all its tries."
+        1800.0,
+        gt=0,
+        le=LONGEST_WAIT_S,
+        description="Seconds that a copy may take with all its tries.",
     )
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from lora_moe_rl.config.section import Section
+from lora_moe_rl.config.section import LONGEST_WAIT_S, Section
 from lora_moe_rl.refit.transports import transport_names
 from lora_moe_rl.rollout.facts import LOWEST_TEMPERATURE
 
@@ -71,13 +71,15 @@ class RolloutConfig(Section):
         description="Further arguments of vLLM's engine, handed on as they stand: "
         "rollout.engine_args.kv_cache_dtype=fp8. Those that a key here sets are refused.",
     )
-    start_timeout_s: float = Field(600, gt=0, description="Longest wait for an engine to start.")
+    start_timeout_s: float = Field(
+        600, gt=0, le=LONGEST_WAIT_S, description="Longest wait for an engine to start."
+    )
     max_restarts: int = Field(
         2, ge=0,
         description="How often a run starts engines anew whose processes have died; 0: never.",
     )  # fmt: skip
     silent_s: float = Field(
-        300, gt=0,
+        300, gt=0, le=LONGEST_WAIT_S,
         description="Longest time in which an engine that has requests may finish none and give "
         "none a token; one that is silent for longer is started anew.",
     )  # fmt: skip
@@ -193,7 +195,7 @@ class RefitConfig(Section):
         "two versions apart; 0: only those.",
     )  # fmt: skip
     timeout_s: float = Field(
-        300, gt=0, description="Longest wait for a free slot, and for one refit."
+        300, gt=0, le=LONGEST_WAIT_S, description="Longest wait for a free slot, and for one refit."
     )
     rounding: Literal["stochastic", "nearest"] = Field(
         "stochastic",

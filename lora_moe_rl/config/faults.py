@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from lora_moe_rl.config.section import Section
+from lora_moe_rl.config.section import LONGEST_WAIT_S, Section
 
 
 class FaultsConfig(Section):
@@ -14,7 +14,7 @@ class FaultsConfig(Section):
         "again without a new checkpoint in between.",
     )  # fmt: skip
     stall_s: float = Field(
-        900, ge=0,
+        900, ge=0, le=LONGEST_WAIT_S,
         description="Stop, with the stacks of all processes in logs, when nothing has happened and "
         "nothing was under way for so many seconds and the longest time-out of rewards, tools and "
         "teachers; 0: never.",

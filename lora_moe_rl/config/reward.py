@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from lora_moe_rl.config.section import Section
+from lora_moe_rl.config.section import LONGEST_WAIT_S, Section
 
 ENGINES = "engines"  # in the place of a server's address: the frozen base, on the run's engines
 BASE = "base"  # the name of that model there
@@ -43,7 +43,9 @@ class RewardConfig(FunctionConfig):
         description="Several functions, by name, instead of one: a sample's reward is the weighted "
         "sum of theirs.",
     )
-    timeout_s: float = Field(60, gt=0, description="Longest time for the rewards of one prompt.")
+    timeout_s: float = Field(
+        60, gt=0, le=LONGEST_WAIT_S, description="Longest time for the rewards of one prompt."
+    )
     workers: int = Field(
         2,
         ge=1,

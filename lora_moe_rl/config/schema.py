@@ -37,7 +37,7 @@ from lora_moe_rl.config.plugins import (
 from lora_moe_rl.config.records import LoggingConfig
 from lora_moe_rl.config.reward import RewardConfig, RewardFunction
 from lora_moe_rl.config.schedule import ScheduleConfig
-from lora_moe_rl.config.section import Section
+from lora_moe_rl.config.section import LONGEST_WAIT_S, Section
 from lora_moe_rl.config.trainer import TrainerConfig
 
 # What weighs the same in a step's loss (algorithms/parts/aggregation.py), by verl's names.
@@ -142,6 +142,7 @@ class TrackerConfig(Section):
     end_timeout_s: float = Field(
         600.0,
         gt=0,
+        le=LONGEST_WAIT_S,
         description="How long a run that ends waits for what its trackers have not sent yet.",
     )
 

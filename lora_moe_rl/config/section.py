@@ -8,6 +8,9 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
+# 30 days, of every time-out: beyond some others the clocks of torch's and Python's waits overflow.
+LONGEST_WAIT_S = 30 * 24 * 3600
+
 
 class NoNumber(ValueError):
     """True or false in the place of a number."""

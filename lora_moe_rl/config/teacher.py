@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from lora_moe_rl.config.section import Section
+from lora_moe_rl.config.section import LONGEST_WAIT_S, Section
 
 
 class TeacherSettings(Section):
@@ -18,11 +18,14 @@ class TeacherSettings(Section):
     )
     teacher_concurrency: int = Field(32, ge=1, description="Requests to the teacher at a time.")
     teacher_timeout_s: float = Field(
-        60, gt=0, description="Longest time for one request to the teacher."
+        60, gt=0, le=LONGEST_WAIT_S, description="Longest time for one request to the teacher."
     )
     teacher_retries: int = Field(
         3, ge=0, description="More tries of a request after one that failed, with growing pauses."
     )
     teacher_patience_s: float = Field(
-        200, gt=0, description="Longest time for a sample with all its tries, once it is its turn."
+        200,
+        gt=0,
+        le=LONGEST_WAIT_S,
+        description="Longest time for a sample with all its tries, once it is its turn.",
     )

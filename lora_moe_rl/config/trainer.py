@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from lora_moe_rl.config.section import Section
+from lora_moe_rl.config.section import LONGEST_WAIT_S, Section
 from lora_moe_rl.errors import ConfigError
 
 MOST_RANKS = 65_536  # layouts of more would be planned for minutes
@@ -138,9 +138,11 @@ class TrainerConfig(Section):
         description="How often a run starts all its ranks anew because one has died or hangs; 0: "
         "never.",
     )  # fmt: skip
-    start_timeout_s: float = Field(3600, gt=0, description="Longest wait for the ranks to start.")
+    start_timeout_s: float = Field(
+        3600, gt=0, le=LONGEST_WAIT_S, description="Longest wait for the ranks to start."
+    )
     timeout_s: float = Field(
-        3600, gt=0,
+        3600, gt=0, le=LONGEST_WAIT_S,
         description="Longest wait for an answer of the ranks, which may be a whole update; those "
         "that are silent for longer hang.",
     )  # fmt: skip

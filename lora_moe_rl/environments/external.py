@@ -27,7 +27,7 @@ from pydantic import Field, model_validator
 
 from lora_moe_rl.config import EnvironmentConfig, RunConfig
 from lora_moe_rl.config.plugins import PARTS
-from lora_moe_rl.config.section import is_set
+from lora_moe_rl.config.section import LONGEST_WAIT_S, is_set
 from lora_moe_rl.data.samples import Details, Group, Played, Prompt, Sample, Scores
 from lora_moe_rl.environments.base import Environment
 from lora_moe_rl.environments.parts.conversation import Conversation, finish, together
@@ -58,6 +58,7 @@ class External(Environment):
         timeout_s: float = Field(
             600,
             gt=0,
+            le=LONGEST_WAIT_S,
             description="Longest trajectory with its agent, less its waits for engines that start "
             "anew, give way or take a version.",
         )

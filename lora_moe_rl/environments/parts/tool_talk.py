@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import Field
 
 from lora_moe_rl.config import EnvironmentConfig, RunConfig
+from lora_moe_rl.config.section import LONGEST_WAIT_S
 from lora_moe_rl.data.samples import Prompt, Sample
 from lora_moe_rl.environments.parts.conversation import Conversation
 from lora_moe_rl.environments.parts.templates import Between, Introduced
@@ -48,7 +49,9 @@ class ToolSettings(EnvironmentConfig):
         None, ge=1, description="Longest turn; null: as long as the response may still be."
     )
     # More than a sandbox has for its code, so that the model is told what that had printed.
-    tool_timeout_s: float = Field(15, gt=0, description="Longest call of a tool.")
+    tool_timeout_s: float = Field(
+        15, gt=0, le=LONGEST_WAIT_S, description="Longest call of a tool."
+    )
     max_output_chars: int = Field(
         2000, ge=1, description="Characters of a tool's answer that the model is told."
     )

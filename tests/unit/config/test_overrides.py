@@ -375,3 +375,17 @@ def test_what_was_taken_away_is_not_there_again(settings, found):
 def test_true_is_no_number(setting):
     with pytest.raises(ConfigError, match=f"^{setting.partition('=')[0]}=.* is not a number$"):
         changed(setting, "data.path=x.jsonl")
+
+
+WHERE = {
+    "algorithm": "algorithm=opd",
+    "environment.timeout_s": "environment=external",
+    "environment.tool_timeout_s": "environment=tools",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in all_keys() if name.endswith("_s")])
+def test_a_time_out_that_clocks_cannot_count_to_is_refused(name):
+    first = [WHERE[key] for key in (name, name.partition(".")[0]) if key in WHERE]
+    with pytest.raises(ConfigError, match=rf"{name}=10000000000.0 must be at most 2592000"):
+        changed(*first, f"{name}=1e10")
