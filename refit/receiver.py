@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -31,9 +32,12 @@ from lora_moe_rl.refit.slots import Slots
 from lora_moe_rl.refit.transports.shm import SHARED_MEMORY
 from lora_moe_rl.telemetry import peak
 
+log = logging.getLogger(__name__)
+
 
 def answer(method):
-    """Reports our own errors as `{"error": text}`.
+    """Reports errors as `{"error": text}`: our own, and those of a machine or a device that is full
+    or fails, whose trace is in the worker's log.
 
     An exception would lose its type on the way out of vLLM, and stop its workers where there are
     several.
@@ -45,6 +49,9 @@ def answer(method):
             return method(self, *args)
         except (LoraMoeRlError, OSError) as error:
             return {"error": f"worker {self.engine_rank}: {error}"}
+        except (RuntimeError, MemoryError) as error:  # torch's are the former
+            log.exception("%s failed", method.__name__)
+            return {"error": f"worker {self.engine_rank}: {type(error).__name__}: {error}"}
 
     return wrapped
 
@@ -108,6 +115,7 @@ class Receiver(Worker):
         """Checks a version and writes it into a free slot. Versions `forgotten` leave theirs first,
         in the same call: each waits for vLLM to end what it computes."""
         started = time.perf_counter()
+        self._refit_staged = None
         for older in forgotten:
             self._refit_slots.drop(older)
         sent = [SentPart(**fields) for fields in json.loads(sent_json)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from mapped_files import Files
 from refit_workers import DIRT, SLOT_RANK, Worker
 from transport_ranks import make_channel
@@ -69,6 +70,27 @@ def test_a_byte_that_changed_on_the_way_is_named_and_nothing_is_served(worker):
     assert f"worker 0: adapter version 1: the checksum of {entry.tensor}" in error
     assert "version 1 is not staged" in worker.receiver.refit_commit(1)["error"]
     assert worker.receiver.refit_state() == {"versions": []}
+
+
+def test_a_version_that_comes_again_damaged_is_not_served_as_it_came_first(worker):
+    text = worker.send(1)
+    assert "error" not in worker.receiver.refit_stage(1, text)
+    worker.senders[1].buffer[worker.layouts[0].entries[-1].offset + 1] ^= 1
+    assert "checksum" in worker.receiver.refit_stage(1, text)["error"]
+    assert "version 1 is not staged" in worker.receiver.refit_commit(1)["error"]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError, MemoryError])
+def test_a_device_or_a_machine_that_is_full_is_answered_and_traced(worker, error, caplog):
+    """A raw error would stop the workers of an engine that has several."""
+
+    def full(layout, part):
+        raise error("no room")
+
+    worker.receiver._refit_incoming.open = full
+    said = worker.receiver.refit_stage(1, worker.send(1))["error"]
+    assert said == f"worker 0: {error.__name__}: no room"
+    assert "refit_stage failed" in caplog.text and "Traceback" in caplog.text
 
 
 def test_parts_of_another_version_are_refused(worker):
