@@ -13,12 +13,9 @@ from typing import Literal
 from lora_moe_rl import __version__
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError, FileError, LoraMoeRlError
-from lora_moe_rl.run.signals import Stopped, interrupts
+from lora_moe_rl.run.signals import INTERRUPTED, Stopped, interrupts
 
 TRACEBACK_VARIABLE = "LORA_MOE_RL_TRACEBACK"
-
-# What a shell reports for a program ended by SIGINT.
-INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +52,9 @@ def _complain(message: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(stderr=True, soft_wrap=True)
+    from lora_moe_rl.telemetry.streams import ERR
+
+    console = Console(file=ERR, stderr=True, soft_wrap=True)
     console.print(Text("error: ", style="bold red"), Text(message), sep="")
 
 

@@ -74,6 +74,8 @@ class OwnRay:
     def _start(self) -> None:
         from lora_moe_rl.cluster.ray_start import start_ray
 
+        # Nor in what is started here: the run ends when its terminal is closed, and Ray with it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
         try:
             start_ray(self._actors)
         except BaseException as error:  # told to who waits

@@ -1,5 +1,5 @@
-"""Ctrl-C and SIGTERM, for as long as nothing better is known; and what a run ends with that was
-asked to stop."""
+"""Ctrl-C, SIGTERM and SIGHUP, for as long as nothing better is known; and what a run ends with that
+was asked to stop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-ENDING = (signal.SIGINT, signal.SIGTERM)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+INTERRUPTED = 130  # what a shell reports for a program that SIGINT has ended
 _asked: list[int] = []
 
 
@@ -18,12 +19,13 @@ class Stopped(KeyboardInterrupt):
 
 @contextmanager
 def interrupts() -> Iterator[None]:
-    """Inside, Ctrl-C and SIGTERM raise KeyboardInterrupt: what was started is ended, and one line
+    """Inside, Ctrl-C and its like raise KeyboardInterrupt: what was started is ended, and one line
     says so. For the main thread."""
 
     def interrupt(signum, frame):
-        _asked.append(signum)
-        raise KeyboardInterrupt
+        if not says_it_again(signum, bool(_asked)):
+            _asked.append(signum)
+            raise KeyboardInterrupt
 
     _asked.clear()
     with handled(interrupt):
@@ -32,13 +34,21 @@ def interrupts() -> Iterator[None]:
 
 @contextmanager
 def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Inside, `handler` gets the signals that ask for an end; those of before afterwards."""
-    before = {number: signal.signal(number, handler) for number in ENDING}
+    """Inside, `handler` gets the signals that ask for an end, but for those that this program is
+    not to hear (`nohup`); those of before afterwards."""
+    heard = [number for number in ENDING if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heard}
     try:
         yield
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+
+
+def says_it_again(signum: int, asked: bool) -> bool:
+    """Whether a signal to a run that was `asked` to end already is no second wish: of a terminal
+    that is closed the kernel tells, and each shell that ends with it once more."""
+    return asked and signum == signal.SIGHUP
 
 
 def raise_what_was_lost() -> None:

@@ -33,7 +33,7 @@ from lora_moe_rl.run.publisher import Publisher
 from lora_moe_rl.run.records import Records
 from lora_moe_rl.run.room import room
 from lora_moe_rl.run.schedule import Schedule
-from lora_moe_rl.run.signals import Stopped, handled, raise_what_was_lost
+from lora_moe_rl.run.signals import Stopped, handled, raise_what_was_lost, says_it_again
 from lora_moe_rl.run.stall import Stall, patience
 from lora_moe_rl.run.standing import Loop
 from lora_moe_rl.run.tickets import TicketBook
@@ -304,10 +304,12 @@ def _served(run: Prepared, actors: Actors, version: int) -> tuple[ports.Sampler,
 
 @contextmanager
 def _signals(records: Records) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM ends the run after its step, with a checkpoint; the second ends
-    it at once."""
+    """The first Ctrl-C, SIGTERM or SIGHUP ends the run after its step, with a checkpoint; a second
+    Ctrl-C or SIGTERM ends it at once."""
 
     def ask(signum, frame):
+        if says_it_again(signum, records.stop_requested):
+            return
         if records.stop_requested:
             raise KeyboardInterrupt
         records.stop_requested = True

@@ -1,7 +1,8 @@
 """What a run says on the terminal: one line a step, a progress bar, and who started.
 
 Progress is shown on a terminal only; everything else goes to pipes and files as well. `speak`
-chooses less: only warnings, on stderr, or beside them each step's record as a line of JSON.
+chooses less: only warnings, on stderr, or beside them each step's record as a line of JSON. A
+console that cannot be written ends no run (`streams.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from lora_moe_rl.files.checkpoint import Found
 from lora_moe_rl.files.jsonl import to_json
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.telemetry import names
+from lora_moe_rl.telemetry.streams import ERR, OUT
 
 HEADER_EVERY = 20
 POLL_S = 0.5
@@ -70,8 +72,8 @@ SHOWN_OF_EVAL = ("avg", "avg_ci95", "response_length", "truncated", "failed")
 
 Way = Literal["lines", "quiet", "json"]
 _way: Way = "lines"
-_console = Console(highlight=False, emoji=False, soft_wrap=True)
-_errors = Console(highlight=False, emoji=False, soft_wrap=True, stderr=True)
+_console = Console(file=OUT, highlight=False, emoji=False, soft_wrap=True)
+_errors = Console(file=ERR, highlight=False, emoji=False, soft_wrap=True, stderr=True)
 
 
 def speak(way: Way) -> None:
@@ -128,7 +130,7 @@ class StepLines:
 
     def show(self, record: dict[str, Any]) -> None:
         if _way == "json":
-            print(to_json(record), flush=True)
+            print(to_json(record), file=OUT, flush=True)
             return
         if self._lines % HEADER_EVERY == 0:
             _console.print(Text(self.header, style="bold"))
@@ -326,7 +328,7 @@ def log_to(path: Path) -> None:
     """Standard logging of the controller's process: everything into `path`, warnings to stderr."""
     to_file = logging.FileHandler(path)
     to_file.setFormatter(logging.Formatter(FORMAT))
-    to_stderr = logging.StreamHandler()
+    to_stderr = logging.StreamHandler(ERR)
     to_stderr.setLevel(logging.WARNING)
     to_stderr.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[to_file, to_stderr], force=True)

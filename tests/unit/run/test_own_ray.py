@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -36,6 +37,17 @@ def test_it_starts_once_and_ends(calls):
         own_ray.wait()
         own_ray.wait()
     assert calls == ["prepare", f"start {SETTINGS.trainer.world_size + 1}", "end"]
+
+
+def test_its_processes_hear_of_no_terminal_that_is_closed(calls, monkeypatch):
+    """They would die at once, and the run before the end of its step."""
+    blocked = []
+    mask = signal.pthread_sigmask
+    seen = lambda actors: blocked.append(mask(signal.SIG_BLOCK, ()))  # noqa: E731
+    monkeypatch.setattr(ray_start, "start_ray", seen)
+    with OwnRay(SETTINGS) as own_ray:
+        own_ray.wait()
+    assert signal.SIGHUP in blocked[0] and signal.SIGHUP not in mask(signal.SIG_BLOCK, ())
 
 
 def test_what_nobody_began_has_nothing_to_end(calls):

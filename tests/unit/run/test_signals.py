@@ -47,3 +47,35 @@ def test_with_the_run_under_way_the_first_signal_asks_and_the_second_ends(capsys
         os.kill(os.getpid(), signal.SIGINT)
         assert records.stop_requested
         os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_terminal_that_is_closed_asks_once_however_often_it_is_told(capsys):
+    """Bash passes it on when it hears of it, and the kernel tells once more as bash ends."""
+    records: Any = SimpleNamespace(stop_requested=False)
+    with interrupts(), pytest.raises(KeyboardInterrupt), start._signals(records):
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert records.stop_requested
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_while_a_run_starts_too(capsys):
+    with pytest.raises(KeyboardInterrupt), interrupts():
+        try:
+            os.kill(os.getpid(), signal.SIGHUP)
+        finally:  # what was started is ended
+            os.kill(os.getpid(), signal.SIGHUP)
+            ended = True
+    assert ended
+
+
+def test_nohup_is_heeded():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    records: Any = SimpleNamespace(stop_requested=False)
+    try:
+        with interrupts(), start._signals(records):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert not records.stop_requested
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
